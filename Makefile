@@ -1,0 +1,75 @@
+# make demo   an environment, the package, and a run of the embedded model
+# make test   an environment, the package with the test tools, and every test
+# make lint   ruff
+#
+# Variables: PYTHON (interpreter of the environment), VENV (its folder), WORKERS (test processes), ARGS (for pytest),
+# EXTRAS (what `make test` installs), TORCH_ARGS (for pip, such as an --index-url that has CPU builds of PyTorch).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+# A pyenv shim can be on PATH and still not run, so each candidate is tried.
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	>/dev/null 2>&1 && echo $$p && break; done)
+UV := $(shell command -v uv 2>/dev/null)
+PIP := $(PY) -m pip --disable-pip-version-check
+INSTALL := $(if $(UV),VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install,$(PIP) install)
+WORKERS ?= auto
+TORCH_ARGS ?=
+ARGS ?=
+
+.PHONY: help demo test lint format clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/.runtime
+	$(PY) scripts/demo.py
+
+# Neighbouring tests stay in one process (they share compiled functions) until another process runs out of work.
+test: $(VENV)/.test
+	$(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+
+lint: $(VENV)/.test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(VENV)/.test
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# pip is in the environment even where uv made it: the PyTorch step needs it.
+$(PY):
+	@$(if $(UV)$(PYTHON),true,echo "m3jax needs Python 3.11 or newer: none was found as python3.11 or python3." \
+		"Install one, or name it: make PYTHON=/path/to/python" >&2; exit 1)
+	@$(if $(PYTHON),$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
+		"m3jax needs Python 3.11 or newer, and PYTHON=$(PYTHON) is %d.%d" % v[:2])',true)
+	$(if $(UV),$(UV) venv --quiet --seed --python $(or $(PYTHON),3.11),$(PYTHON) -m venv) $(VENV)
+
+$(VENV)/.runtime: pyproject.toml | $(PY)
+	$(INSTALL) --quiet --editable .
+	touch $@
+
+# The oracle's PyTorch goes in first and by pip, which takes a small CPU build from a local index where one is configured.
+# Its pin is tested on Python 3.11 only; elsewhere the tests that need it are skipped and say so.
+$(VENV)/.test: pyproject.toml | $(PY)
+	@extras="$(EXTRAS)"; \
+	if [ -z "$$extras" ]; then \
+		extras=test; \
+		if $(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then extras=test,oracle; fi; \
+	fi; \
+	if [[ ",$$extras," == *,oracle,* ]]; then \
+		torch=$$(sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml); \
+		echo "installing $$torch"; \
+		$(PIP) install --quiet $(TORCH_ARGS) "$$torch"; \
+	fi; \
+	echo "installing m3jax[$$extras]"; \
+	$(INSTALL) --quiet --editable ".[$$extras]"
+	touch $(VENV)/.runtime $@
+
+clean:
+	rm -rf .venv .venv312 build dist .pytest_cache .hypothesis .ruff_cache
+	find m3jax pallas_kernels tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

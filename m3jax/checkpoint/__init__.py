@@ -1,0 +1,16 @@
+"""Checkpoints: hub folders (BF16, MXFP8) to parameters and back, and Orbax."""
+
+from m3jax.checkpoint.loading import LoadReport, load, load_with_report
+from m3jax.checkpoint.orbax import load_orbax, save_orbax
+from m3jax.checkpoint.reader import CheckpointError
+from m3jax.checkpoint.saving import save
+
+__all__ = [
+    "CheckpointError",
+    "LoadReport",
+    "load",
+    "load_orbax",
+    "load_with_report",
+    "save",
+    "save_orbax",
+]

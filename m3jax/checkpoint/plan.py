@@ -1,0 +1,167 @@
+"""Matches what a folder holds with what a model needs; every misfit is found before a weight is read."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from m3jax.checkpoint import mxfp8, names
+from m3jax.checkpoint.reader import FLOATS, CheckpointError, Folder, StoredTensor, read_folder
+from m3jax.config import M3Config
+
+_LOG = logging.getLogger("m3jax.checkpoint")
+_FP8 = "F8_E4M3"
+_SCALE_DTYPES = ("U8", "F8_E8M0")
+_A_FLOAT = f"{', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
+
+
+class Source(NamedTuple):
+    """Where one hub tensor lies: a stored weight, its scale if it has one, and its part of them."""
+
+    weight: StoredTensor
+    scale: StoredTensor | None
+    part: names.Part
+
+    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Views of the hub tensor's weight [out, in] or [out], and of its scales [out, in/32]."""
+        return self._select(self.weight), self.scale and self._select(self.scale)
+
+    def _select(self, stored: StoredTensor) -> np.ndarray:
+        array = stored.view()
+        if self.part.expert is not None:
+            array = array[self.part.expert]
+        return array if self.part.rows is None else array[slice(*self.part.rows)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checkpoint that fits: its configuration, and each hub tensor's place and source by name.
+
+    `vision` and `mtp` are the names of stored tensors that are not loaded.
+    """
+
+    config: M3Config
+    targets: dict[str, names.Target]
+    sources: dict[str, Source]
+    vision: tuple[str, ...]
+    mtp: tuple[str, ...]
+
+
+def make_plan(path: str | Path) -> Plan:
+    """Match a hub folder's headers with its configuration.
+
+    Args:
+      path: a folder with config.json and safetensors files.
+
+    Raises:
+      CheckpointError: no such folder, or a line for every missing, unexpected, mis-shaped, wrongly
+        typed, doubled or badly scaled tensor, and for every absent or damaged file.
+      ValueError: config.json is missing, broken, or describes another model.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(path, ["no such folder; give one in the hub's layout"])
+    config = M3Config.from_pretrained(path)
+    folder = read_folder(path)
+    raw_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    match = _Match(config, folder, mxfp8.check_config(raw_config))
+    if match.problems:
+        raise CheckpointError(path, match.problems)
+    if match.vision:
+        _LOG.info("%s: %d vision tensors are kept aside, not loaded", path, len(match.vision))
+    if match.mtp:
+        _LOG.info("%s: %d mtp.* tensors are skipped", path, len(match.mtp))
+    return Plan(config, match.targets, match.sources, tuple(match.vision), tuple(match.mtp))
+
+
+class _Match:
+    """The sources of a folder's hub tensors, and all that is wrong with them."""
+
+    def __init__(self, config: M3Config, folder: Folder, quantization: tuple[bool, list[str]]):
+        self.targets = names.targets(config)
+        self.entries = names.entries(config, self.targets)
+        self.quantized, config_problems = quantization
+        self.problems = [*folder.problems, *config_problems]
+        self.vision: list[str] = []
+        self.mtp: list[str] = []
+        self.sources: dict[str, Source] = {}
+        self.weights: dict[str, StoredTensor] = {}
+        self.scales: dict[str, StoredTensor] = {}
+        self.lost = {names.canonical(name) for name in folder.lost}
+        for name in sorted(folder.tensors):
+            self._place(folder.tensors[name])
+        for name, weight in self.weights.items():
+            self._check_weight(name, weight)
+        self._check_scales()
+        if not folder.all_lost:
+            self._check_missing()
+
+    def _place(self, stored: StoredTensor) -> None:
+        if names.is_mtp(stored.name):
+            self.mtp.append(stored.name)
+        elif names.is_vision(stored.name):
+            self.vision.append(stored.name)
+        else:
+            self._place_text(stored)
+
+    def _place_text(self, stored: StoredTensor) -> None:
+        name, is_scale = names.canonical(stored.name)
+        held = self.scales if is_scale else self.weights
+        if name not in self.entries or (is_scale and not self._quantizable(name)):
+            self._fault(stored, f"unexpected, found {stored}")
+        elif name in held:
+            self._fault(stored, f"the same tensor as {held[name].name}, keep one")
+        else:
+            held[name] = stored
+
+    def _quantizable(self, name: str) -> bool:
+        return self.targets[self.entries[name].parts[0].name].quantizable
+
+    def _fault(self, stored: StoredTensor, message: str) -> None:
+        self.problems.append(f"{stored.name}: {message}")
+
+    def _check_weight(self, name: str, weight: StoredTensor) -> None:
+        entry, scale = self.entries[name], self.scales.get(name)
+        if weight.shape != entry.shape:
+            self._fault(weight, f"expected shape {list(entry.shape)}, found {weight}")
+        if weight.dtype == _FP8 and self._quantizable(name):
+            if scale is None and (name, True) not in self.lost:
+                self._fault(weight, f"{_FP8} without a scale, expected {weight.name}_scale_inv")
+        elif scale is not None:
+            self._fault(weight, f"expected {_FP8} because {scale.name} is there, found {weight}")
+        elif weight.dtype not in FLOATS:
+            self._fault(weight, f"expected {_A_FLOAT}, found {weight}")
+        for part in entry.parts:
+            other = self.sources.setdefault(part.name, Source(weight, scale, part)).weight
+            if other is not weight:
+                self._fault(weight, f"holds {part.name}, which {other.name} holds too, keep one")
+
+    def _check_scales(self) -> None:
+        for name, scale in self.scales.items():
+            *rows, columns = self.entries[name].shape
+            expected = (*rows, -(-columns // mxfp8.BLOCK))
+            if name not in self.weights and (name, False) not in self.lost:
+                self._fault(scale, "a scale without its weight")
+            if scale.shape != expected or scale.dtype not in _SCALE_DTYPES:
+                self._fault(scale, f"expected U8 {list(expected)}, found {scale}")
+            elif count := int(np.count_nonzero(scale.view() == mxfp8.NAN_SCALE)):
+                self._fault(scale, f"{count} of its scales are NaN (byte {mxfp8.NAN_SCALE})")
+        count = sum(weight.dtype == _FP8 for weight in self.weights.values())
+        if count and not self.quantized:
+            self.problems.append(f"config.json: no quantization_config, but {count} weights are {_FP8}")
+
+    def _check_missing(self) -> None:
+        lost = {
+            part.name
+            for name, is_scale in self.lost
+            if not is_scale and name in self.entries
+            for part in self.entries[name].parts
+        }
+        self.problems += [
+            f"{name}: missing, expected {list(target.hub_shape)}"
+            for name, target in self.targets.items()
+            if name not in self.sources and name not in lost
+        ]

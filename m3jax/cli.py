@@ -1,0 +1,237 @@
+"""The command line of `python -m m3jax.generate`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jax.errors import JaxRuntimeError
+
+from m3jax.checkpoint import load
+from m3jax.config import M3Config
+from m3jax.decoding import Batch, Generation, Request, Sampling, generate_text
+from m3jax.decoding.defaults import Defaults
+from m3jax.decoding.request import check_requests
+from m3jax.parallel import parse_mesh
+from m3jax.text import Tokenizer
+
+PROG = "m3jax.generate"
+_KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_NEW_TOKENS = 128
+# Tokens in one device call: few where somebody watches, more where nobody does.
+_STREAM_STEPS, _BATCH_STEPS = 4, 32
+_INTERRUPTED, _CLOSED_PIPE = 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+      argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+      The exit status: 0; 2 after an error, which is one line on stderr; 130 after an interrupt; 141 if the
+      reader of stdout went away.
+    """
+    try:
+        run(parser().parse_args(argv))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        _silence_stdout()
+        return _CLOSED_PIPE
+    except (ValueError, OSError, FloatingPointError, MemoryError, JaxRuntimeError) as error:
+        _say(f"{PROG}: error: {_one_line(error)}")
+        return 2
+    return 0
+
+
+def program() -> NoReturn:
+    """Run the command line of this process, and end it."""
+    status = main()
+    if status == _INTERRUPTED:
+        # The device may be at work still, and the interpreter's own way out can crash under it.
+        os._exit(status)
+    sys.exit(status)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help lists the arguments")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the command line."""
+    out = _Parser(prog=f"python -m {PROG}", description="Continue prompts with a MiniMax-M3 model.", allow_abbrev=False)
+    out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded checkpoint)")
+    prompt = out.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", action="append", help="may be given several times")
+    prompt.add_argument("--prompt-file", metavar="F", help="the whole file is one prompt; - is standard input")
+    prompt.add_argument("--prompt-tokens", metavar="IDS", action="append", help="ids, as in 1,2,3; may be repeated")
+    out.add_argument("--max-new-tokens", metavar="N", type=int, help=f"default: the model folder's, else {_NEW_TOKENS}")
+    out.add_argument("--temperature", metavar="X", type=float, help="0 is greedy")
+    out.add_argument("--top-k", metavar="K", type=int, help="keep the K most probable tokens; 0 is off")
+    out.add_argument("--top-p", metavar="P", type=float, help="keep the fewest tokens of total probability P; 1 is off")
+    out.add_argument("--min-p", metavar="P", type=float, help="drop tokens below P times the best one; 0 is off")
+    out.add_argument("--repetition-penalty", metavar="X", type=float, help="1 is off")
+    out.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; may be repeated")
+    out.add_argument("--seed", metavar="N", type=int, default=0, help="of every prompt (default: 0)")
+    out.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16, float32 or float64")
+    out.add_argument("--mesh", metavar="AXES", help="devices to shard over, as in data=1,expert=2,tensor=4")
+    out.add_argument("--json", action="store_true", help="print one JSON object a prompt, each on its line")
+    out.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each new token")
+    out.add_argument("--stats", action="store_true", help="print times and sizes on stderr at the end")
+    return out
+
+
+def run(args: argparse.Namespace) -> None:
+    """Generate what the parsed arguments ask for.
+
+    Raises:
+      ValueError: a bad argument, or a folder that cannot be used.
+      OSError: a file that cannot be read.
+      FloatingPointError: the model's logits were NaN or infinite.
+    """
+    if args.logprobs and not args.json:
+        raise ValueError("--logprobs needs --json: plain text has no place for them")
+    folder = Path(str(files("m3jax") / "assets" / "tiny")) if args.model is None else Path(args.model)
+    # Everything that can be refused is refused before the weights are read.
+    config = M3Config.from_pretrained(folder)
+    tokenizer = _tokenizer(folder, args)
+    requests = _requests(args, config, tokenizer, Defaults.from_pretrained(folder))
+    mesh = None if args.mesh is None else parse_mesh(args.mesh)
+    batch = Batch(load(args.model, dtype=args.dtype, mesh=mesh), requests)
+    _prefill(batch)
+    _continue(batch, tokenizer, args)
+    if args.stats:
+        _print_stats(batch)
+    batch.check_logits()
+
+
+def _tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer | None:
+    needed = args.prompt_tokens is None or args.stop
+    return Tokenizer.from_pretrained(folder) if needed or (folder / "tokenizer.json").is_file() else None
+
+
+def _requests(
+    args: argparse.Namespace, config: M3Config, tokenizer: Tokenizer | None, defaults: Defaults
+) -> list[Request]:
+    given = {name: getattr(args, name) for name in _KNOBS if getattr(args, name) is not None}
+    _note_defaults(defaults, given)
+    sampling = Sampling(**{**defaults.knobs, **given}, seed=args.seed)
+    stop_ids = config.eos_token_id if defaults.stop_ids is None else defaults.stop_ids
+    new_tokens = next(n for n in (args.max_new_tokens, defaults.max_new_tokens, _NEW_TOKENS) if n is not None)
+    requests = [
+        Request(prompt=tuple(ids), max_new_tokens=new_tokens, sampling=sampling, stop_ids=stop_ids)
+        for ids in _prompts(args, tokenizer)
+    ]
+    check_requests(requests, config)
+    return requests
+
+
+def _note_defaults(defaults: Defaults, given: dict[str, Any]) -> None:
+    if defaults.ignored:
+        _say(f"{PROG}: note: generation_config.json: not supported and left out: {', '.join(defaults.ignored)}")
+    if given and "temperature" not in given and defaults.knobs.get("temperature") == 0:
+        _say(f"{PROG}: note: generation_config.json asks for greedy decoding; give --temperature to sample")
+
+
+def _prompts(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list[int]]:
+    if args.prompt_tokens is not None:
+        return [_token_ids(text) for text in args.prompt_tokens]
+    texts = args.prompt if args.prompt is not None else [_read_prompt(args.prompt_file)]
+    return [tokenizer.encode(text) for text in texts]
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--prompt-tokens {text!r}: write token ids with commas between them, as in 1,2,3") from None
+
+
+def _read_prompt(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the prompt file {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt file {name} is not UTF-8 text: byte {error.start} is wrong") from error
+
+
+def _prefill(batch: Batch) -> None:
+    if not sys.stderr.isatty():
+        batch.prefill()
+        return
+    status = lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    status("compiling")
+    batch.prefill(lambda done, total: status(f"prompt: {done} of {total} tokens"))
+    status("")
+
+
+def _continue(batch: Batch, tokenizer: Tokenizer | None, args: argparse.Namespace) -> None:
+    alone = len(batch.requests) == 1 and not args.json
+    show = (lambda row, piece: print(piece, end="", flush=True)) if alone else None
+    if tokenizer is None:
+        while batch.live:
+            batch.advance(_BATCH_STEPS)
+        results = batch.results()
+    else:
+        steps = _STREAM_STEPS if alone and sys.stdout.isatty() else _BATCH_STEPS
+        results = generate_text(batch, tokenizer, stop=args.stop, steps_per_call=steps, on_text=show)
+    if args.json:
+        for result in results:
+            print(json.dumps(_as_json(result, batch, args.logprobs)), flush=True)
+    elif alone and tokenizer is not None:
+        print()
+    else:
+        _print_texts(results)
+
+
+def _as_json(result: Generation, batch: Batch, logprobs: bool) -> dict[str, Any]:
+    out = {"text": result.text, "token_ids": result.tokens}
+    if logprobs:
+        out["logprobs"] = result.logprobs
+    return out | {
+        "stop_reason": result.stop_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": len(result.tokens),
+        "prefill_tokens_per_second": batch.timings.prefill_tokens_per_second,
+        "decode_tokens_per_second": batch.timings.decode_tokens_per_second,
+    }
+
+
+def _print_texts(results: Sequence[Generation]) -> None:
+    for number, result in enumerate(results, 1):
+        if len(results) > 1:
+            print(f"==> prompt {number} <==")
+        print(",".join(map(str, result.tokens)) if result.text is None else result.text)
+
+
+def _print_stats(batch: Batch) -> None:
+    t = batch.timings
+    rate = lambda tokens_per_second: "" if tokens_per_second is None else f", {tokens_per_second:.1f} tokens/s"
+    _say(f"prefill: {t.prompt_tokens} tokens in {t.prefill_seconds:.3f} s{rate(t.prefill_tokens_per_second)}")
+    _say(f"decode: {t.decoded_tokens} tokens in {t.decode_seconds:.3f} s{rate(t.decode_tokens_per_second)}")
+    _say(f"compile: {t.compile_seconds:.1f} s, not counted above")
+    _say(f"cache: {batch.cache_bytes / 2**20:.1f} MiB")
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines) or type(error).__name__
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _silence_stdout() -> None:
+    """Nobody reads stdout any more; the interpreter's last flush must not complain about it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,202 @@
+"""The configuration of a MiniMax-M3 text model, to and from the hub's config.json."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from m3jax import config_keys as keys
+
+FULL, SPARSE = "full_attention", "minimax_m3_sparse"
+DENSE_MLP, MOE = "dense", "sparse"
+
+
+class Stack(NamedTuple):
+    """A run of consecutive layers of one kind; its parameters are stacked and scanned."""
+
+    first_layer: int
+    num_layers: int
+    attention: str
+    mlp: str
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether attention selects blocks."""
+        return self.attention == SPARSE
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether the feed-forward part is a mixture of experts."""
+        return self.mlp == MOE
+
+
+@dataclass(frozen=True, kw_only=True)
+class M3Config:
+    """Every number of the text model that changes its arithmetic.
+
+    Field names are those of transformers' flat config. Widths and counts are in elements. Hashable, so it can
+    be static under `jax.jit`; `vision_config` and `extra` are carried along and take no part in equality.
+
+    Source: config.json of MiniMaxAI/MiniMax-M3; transformers `MiniMaxM3VLTextConfig`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    dense_intermediate_size: int
+    shared_intermediate_size: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    layer_types: tuple[str, ...]
+    mlp_layer_types: tuple[str, ...]
+    rotary_dim: int
+    index_n_heads: int
+    index_head_dim: int
+    index_block_size: int = 128
+    index_topk_blocks: int = 16
+    index_local_blocks: int = 1
+    index_init_blocks: int = 0
+    index_score_type: str = "max"
+    routed_scaling_factor: float = 2.0
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 5e6
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    max_position_embeddings: int = 1_048_576
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+    vision_config: dict | None = field(default=None, compare=False)
+    extra: dict = field(default_factory=dict, compare=False)
+
+    def __post_init__(self):
+        _validate(self)
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The runs of consecutive layers that share an attention kind and an MLP kind."""
+        kinds = list(zip(self.layer_types, self.mlp_layer_types, strict=True))
+        out, first = [], 0
+        for (attention, mlp), run in groupby(kinds):
+            count = len(list(run))
+            out.append(Stack(first, count, attention, mlp))
+            first += count
+        return tuple(out)
+
+    @classmethod
+    def m3(cls) -> "M3Config":
+        """The full 428B configuration, as published."""
+        return cls.from_dict(keys.m3_hub_config())
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "M3Config":
+        """Read config.json of a model folder.
+
+        Args:
+          path: a folder in the hub's layout.
+
+        Raises:
+          ValueError: no such folder, no config.json, broken JSON, or a key that is missing or not supported.
+        """
+        file = Path(path) / "config.json"
+        if not Path(path).is_dir():
+            raise ValueError(f"no such model folder: {path}; give a folder that holds config.json")
+        if not file.is_file():
+            raise ValueError(f"{path} has no config.json; give a folder in the hub's layout")
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} is not valid JSON: {error}") from error
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "M3Config":
+        """Build from a parsed config.json: nested (`text_config`), flat transformers names, or text only.
+
+        Raises:
+          ValueError: names every key that is missing, inconsistent, or would change the arithmetic in a way
+            that is not supported.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a config is a JSON object, got {type(data).__name__}")
+        nested = "text_config" in data
+        text = data["text_config"] if nested else data
+        if not isinstance(text, Mapping):
+            raise ValueError(f"text_config is a JSON object, got {type(text).__name__}")
+        extra = {k: v for k, v in data.items() if k not in ("text_config", "vision_config")} if nested else {}
+        values = keys.read_text_config(text, top=extra)
+        return cls(**values, vision_config=data.get("vision_config"), extra=extra)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The hub's nested form, which `from_dict`, transformers and the other engines read."""
+        values = {k: v for k, v in asdict(self).items() if k not in ("vision_config", "extra")}
+        out = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl"}
+        out |= {k: v for k, v in self.extra.items() if k != "quantization_config"}
+        out["text_config"] = keys.write_text_config(values)
+        if self.vision_config is not None:
+            out["vision_config"] = self.vision_config
+        return out
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write config.json into a folder, which is made if it is not there."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        (Path(path) / "config.json").write_text(text, encoding="utf-8")
+
+
+def _validate(c: M3Config) -> None:
+    problems = [f"{name} = {getattr(c, name)!r}: must be a positive integer" for name in _counts() if _not_count(c, name)]
+    checks = [
+        (len(c.layer_types) == c.num_hidden_layers, f"layer_types has {len(c.layer_types)} entries for "
+         f"{c.num_hidden_layers} layers"),
+        (len(c.mlp_layer_types) == c.num_hidden_layers, f"mlp_layer_types has {len(c.mlp_layer_types)} entries "
+         f"for {c.num_hidden_layers} layers"),
+        (set(c.layer_types) <= {FULL, SPARSE}, f"layer_types: allowed are {FULL!r} and {SPARSE!r}, got "
+         f"{sorted(set(c.layer_types))}"),
+        (set(c.mlp_layer_types) <= {DENSE_MLP, MOE}, f"mlp_layer_types: allowed are {DENSE_MLP!r} and {MOE!r}, "
+         f"got {sorted(set(c.mlp_layer_types))}"),
+        (c.index_score_type in ("max", "lse"), f"index_score_type (sparse_score_type) = {c.index_score_type!r}: "
+         "allowed are 'max' and 'lse'"),
+    ]  # fmt: skip
+    problems += [message for ok, message in checks if not ok]
+    if not problems:
+        problems += _validate_shapes(c)
+    if problems:
+        raise ValueError("unsupported configuration: " + "; ".join(problems))
+
+
+def _validate_shapes(c: M3Config) -> list[str]:
+    forced = c.index_local_blocks + c.index_init_blocks
+    checks = [
+        (c.num_attention_heads % c.num_key_value_heads == 0, f"num_attention_heads = {c.num_attention_heads} is "
+         f"no multiple of num_key_value_heads = {c.num_key_value_heads}"),
+        (c.index_n_heads == c.num_key_value_heads or SPARSE not in c.layer_types, "index_n_heads "
+         f"(sparse_num_index_heads) = {c.index_n_heads}: there is one index head per KV head, "
+         f"num_key_value_heads = {c.num_key_value_heads}"),
+        (c.rotary_dim % 2 == 0 and c.rotary_dim <= min(c.head_dim, c.index_head_dim), f"rotary_dim = {c.rotary_dim}: "
+         f"must be even and at most head_dim = {c.head_dim} and index_head_dim = {c.index_head_dim}"),
+        (c.num_experts_per_tok <= c.num_local_experts, f"num_experts_per_tok = {c.num_experts_per_tok} of only "
+         f"{c.num_local_experts} experts"),
+        (c.index_init_blocks >= 0, f"index_init_blocks = {c.index_init_blocks}: must not be negative"),
+        (forced <= c.index_topk_blocks, f"index_local_blocks + index_init_blocks = {forced} forced blocks do not "
+         f"fit in index_topk_blocks = {c.index_topk_blocks}"),
+        (c.index_local_blocks >= 1, f"index_local_blocks (sparse_local_block) = {c.index_local_blocks}: a query "
+         "always keeps its own block, so at least 1"),
+        (all(0 <= i < c.vocab_size for i in c.eos_token_id), f"eos_token_id = {list(c.eos_token_id)}: outside the "
+         f"vocabulary of {c.vocab_size}"),
+    ]  # fmt: skip
+    return [message for ok, message in checks if not ok]
+
+
+def _counts() -> list[str]:
+    return [f.name for f in fields(M3Config) if f.type is int and f.name not in ("index_init_blocks", "index_local_blocks")]
+
+
+def _not_count(c: M3Config, name: str) -> bool:
+    value = getattr(c, name)
+    return isinstance(value, bool) or not isinstance(value, int) or value <= 0

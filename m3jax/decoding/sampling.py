@@ -1,0 +1,214 @@
+"""How the next token is chosen from a row of logits: every knob is data, one value a row."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key, UInt32
+
+HostOrDevice = Array | np.ndarray
+_MAX_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How one row's tokens are drawn.
+
+    The knobs act in this order, each on what the one before left: repetition penalty, temperature, top-k, top-p,
+    min-p, then one draw. (vLLM puts min-p before top-k; the sets differ only where top-p is on as well.)
+
+    Attributes:
+      temperature: divides the logits; 0 is greedy, the largest logit and on a tie its lowest id.
+      top_k: keep exactly this many tokens; None or 0 is off.
+      top_p: keep the smallest set of tokens whose probabilities, renormalised after top-k, sum to at least this;
+        the token that crosses the sum is in the set; None or 1 is off.
+      min_p: keep tokens at least this times as probable as the most probable one; None or 0 is off.
+      repetition_penalty: a token of the prompt or of the continuation has its positive logit divided by this and
+        its negative one multiplied; None or 1 is off.
+      seed: with the token's position it decides the draw, so a row's tokens depend neither on the rows next to
+        it nor on how the work is cut; rows of equal prompt and seed get equal tokens.
+
+    Raises:
+      ValueError: a knob outside its range.
+
+    Source: transformers 5.23.0 `GenerationMixin._get_logits_processor` for the order and each knob's meaning;
+    where logits tie at the edge of top-k or top-p, lower ids are kept.
+    """
+
+    temperature: float | int = 1.0
+    top_k: int | None = None
+    top_p: float | int | None = None
+    min_p: float | int | None = None
+    repetition_penalty: float | int | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, low, high, open_low in _RANGES:
+            _check_number(name, getattr(self, name), low, high, open_low)
+        _check_integer("top_k", self.top_k, 2**31 - 1)
+        _check_integer("seed", self.seed, _MAX_SEED)
+        if self.temperature is None or self.seed is None:
+            raise ValueError("temperature and seed need a number; temperature 0 is greedy")
+
+    @classmethod
+    def greedy(cls, repetition_penalty: float | int | None = None) -> "Sampling":
+        """The most probable token each time."""
+        return cls(temperature=0.0, repetition_penalty=repetition_penalty)
+
+
+# name, lowest, highest, whether the lowest itself is refused
+_RANGES = (
+    ("temperature", 0.0, math.inf, False),
+    ("top_p", 0.0, 1.0, True),
+    ("min_p", 0.0, 1.0, False),
+    ("repetition_penalty", 0.0, math.inf, True),
+)
+
+
+def _check_number(name: str, value: object, low: float, high: float, open_low: bool) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        upper = "finite" if high == math.inf else f"at most {high:g}"
+        raise ValueError(f"{name} = {value!r}: must be {'above' if open_low else 'at least'} {low:g} and {upper}")
+
+
+def _check_integer(name: str, value: object, high: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= high:
+        raise ValueError(f"{name} = {value!r}: must be an integer from 0 to {high}")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingParams:
+    """`Sampling` of every row as arrays, so that new values compile nothing. `stack` makes them.
+
+    Off is 0 for top_k and min_p, 1 for top_p and repetition_penalty.
+    """
+
+    temperature: Float32[HostOrDevice, "B"]
+    top_k: Int32[HostOrDevice, "B"]
+    top_p: Float32[HostOrDevice, "B"]
+    min_p: Float32[HostOrDevice, "B"]
+    repetition_penalty: Float32[HostOrDevice, "B"]
+    seed: UInt32[HostOrDevice, "B"]
+
+    @classmethod
+    def stack(cls, rows: Sequence[Sampling]) -> "SamplingParams":
+        """Host arrays (float32, int32, uint32) of B rows."""
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        types = {"top_k": np.int32, "seed": np.uint32}
+        columns = {}
+        for name in (f.name for f in fields(cls)):
+            values = [getattr(row, name) for row in rows]
+            values = [off[name] if value is None else _normal(value) for value in values]
+            columns[name] = np.asarray(values, types.get(name, np.float32))
+        return cls(**columns)
+
+
+def _normal(value: float | int) -> float | int:
+    """0, or what float32 can divide by: XLA flushes subnormals to 0."""
+    limits = np.finfo(np.float32)
+    return value if value == 0 else min(max(value, float(limits.tiny)), float(limits.max))
+
+
+def row_keys(seed: UInt32[HostOrDevice, "B"], positions: Int32[HostOrDevice, "B"]) -> Key[Array, "B"]:
+    """The random key of each row's next token: its seed, folded with the position that the token will have.
+
+    Args:
+      seed: uint32.
+      positions: int32, 0-based positions in the row's whole sequence, prompt included.
+    """
+
+    def one(seed, position):
+        return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+
+    return jax.vmap(one)(seed, positions)
+
+
+def filtered_logits(
+    logits: Float[Array, "B V"], params: SamplingParams, seen: Bool[Array, "B V"] | None = None
+) -> Float[Array, "B V"]:
+    """The logits of the distribution that a token is drawn from.
+
+    Args:
+      logits: the model's, finite.
+      params: B rows.
+      seen: tokens of the prompt and the continuation; None leaves the repetition penalty out.
+
+    Returns:
+      float32, -inf where a token is out; shifted per row so that the largest is 0. A greedy row holds one 0.
+    """
+    x = logits.astype(jnp.float32)
+    if seen is not None:
+        x = lax.cond(jnp.any(params.repetition_penalty != 1), _penalised, lambda x, *_: x, x, seen, params)
+    x = x - jnp.max(x, axis=-1, keepdims=True)
+    best = jnp.argmax(x, axis=-1, keepdims=True)
+    greedy = params.temperature[:, None] == 0
+    x = x / jnp.where(greedy, jnp.float32(1), params.temperature[:, None])
+    sorts = ((params.top_k > 0) | (params.top_p < 1)) & ~greedy[:, 0]
+    x = lax.cond(jnp.any(sorts), _keep_top, lambda x, _: x, x, params)
+    x = jnp.where(x >= jnp.log(params.min_p)[:, None], x, -jnp.inf)
+    point = jnp.where(_ids(x) == best, jnp.float32(0), -jnp.inf)
+    return jnp.where(greedy, point, x)
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    params: SamplingParams,
+    keys: Key[Array, "B"],
+    seen: Bool[Array, "B V"] | None = None,
+) -> Int32[Array, "B"]:
+    """Draw one token a row.
+
+    Args:
+      logits: the model's.
+      params: B rows.
+      keys: one a row, from `row_keys`.
+      seen: as in `filtered_logits`.
+
+    Returns:
+      int32 token ids; -1 for a row whose largest logit is NaN or infinite: it has no distribution.
+    """
+    filtered = filtered_logits(logits, params, seen)
+
+    def draw(keys, filtered):
+        return jax.vmap(jax.random.categorical)(keys, filtered)
+
+    def best(_, filtered):
+        return jnp.argmax(filtered, axis=-1)
+
+    tokens = lax.cond(jnp.all(params.temperature == 0), best, draw, keys, filtered)
+    usable = jnp.isfinite(jnp.max(logits, axis=-1)) & (jnp.max(filtered, axis=-1) == 0)
+    return jnp.where(usable, tokens.astype(jnp.int32), jnp.int32(-1))
+
+
+def _ids(x: Float[Array, "B V"]) -> Int32[Array, "B V"]:
+    return lax.broadcasted_iota(jnp.int32, x.shape, 1)
+
+
+def _penalised(x: Float[Array, "B V"], seen: Bool[Array, "B V"], params: SamplingParams) -> Float[Array, "B V"]:
+    penalty = params.repetition_penalty[:, None]
+    return jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
+
+
+def _keep_top(x: Float[Array, "B V"], params: SamplingParams) -> Float[Array, "B V"]:
+    """Top-k, then top-p: both keep a prefix of the tokens sorted by logit descending, id ascending."""
+    ids = _ids(x)
+    negated, order = lax.sort((-x, ids), dimension=1, is_stable=True, num_keys=1)
+    k = jnp.where(params.top_k > 0, params.top_k, x.shape[1])[:, None]
+    ranked = jnp.where(ids < k, -negated, -jnp.inf)
+    mass = jnp.cumsum(jax.nn.softmax(ranked, axis=-1), axis=-1)
+    before = jnp.pad(mass[:, :-1], ((0, 0), (1, 0)))
+    kept = (ids < k) & ((before < params.top_p[:, None]) | (params.top_p[:, None] >= 1))
+    last = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32) - 1
+    edge = -jnp.take_along_axis(negated, last, axis=1)
+    edge_id = jnp.take_along_axis(order, last, axis=1)
+    return jnp.where((x > edge) | ((x == edge) & (ids <= edge_id)), x, -jnp.inf)

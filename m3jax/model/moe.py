@@ -1,0 +1,129 @@
+"""The mixture of experts: a float32 router, and dropless experts (spec of M3, 3.6)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from m3jax.config import M3Config
+from m3jax.model.layers import MLP, swiglu_oai
+from m3jax.model.params import Make
+from m3jax.msa.csr import invert
+from m3jax.msa.numerics import accumulator, einsum
+
+_FEW = 16  # (token, expert) pairs up to which each pair fetches its own expert's weights
+_TILE = 64  # tokens that meet an expert at once on a CPU
+
+
+def route(
+    x: Float[Array, "X D"], gate: Float[Array, "D E"], bias: Float[Array, " E"], top_k: int
+) -> tuple[Int[Array, "X A"], Float[Array, "X A"]]:
+    """Choose experts by sigmoid score plus bias, and weigh them by their scores alone, which sum to 1.
+
+    Always in float32 (or float64): the checkpoint keeps the router in float32 and vLLM and SGLang compute it so.
+
+    Returns:
+      (ids, weights), best first; of equal scores the lower id.
+    """
+    scores = jax.nn.sigmoid(einsum("xd,de->xe", x.astype(gate.dtype), gate))
+    _, ids = jax.lax.top_k(scores + bias, top_k)
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    return ids.astype(jnp.int32), weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+class Experts(nnx.Module):
+    """The routed experts of a whole stack of layers.
+
+    They stay stacked while the layers are scanned and are read by (layer, expert): a scan over them would copy
+    all experts of a layer to use a few.
+    """
+
+    def __init__(self, depth: int, config: M3Config, make: Make):
+        experts, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
+        up = ("layers", "experts", None, "mlp")
+        self.gate_proj = nnx.Param(make((depth, experts, width, hidden), up, None, width))
+        self.up_proj = nnx.Param(make((depth, experts, width, hidden), up, None, width))
+        self.down_proj = nnx.Param(
+            make((depth, experts, hidden, width), ("layers", "experts", "mlp", None), None, hidden)
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "X D"],
+        ids: Int[Array, "X A"],
+        weights: Float[Array, "X A"],
+        layer: Int[Array, ""],
+        alpha: float,
+        limit: float,
+    ) -> Float[Array, "X D"]:
+        """The weighted sum of each token's experts, in the accumulator's dtype; no token is dropped."""
+        act = lambda gate, up: swiglu_oai(gate, up, alpha, limit).astype(x.dtype)
+        if ids.size <= _FEW:
+            out = self._gathered(x, ids, layer, act)
+        else:
+            out = jax.lax.platform_dependent(
+                x, ids, layer, cpu=lambda *a: self._tiled(*a, act), default=lambda *a: self._ragged(*a, act)
+            )
+        return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)
+
+    def _weights(self):
+        return self.gate_proj[...], self.up_proj[...], self.down_proj[...]
+
+    def _gathered(self, x, ids, layer, act):
+        """A few tokens: each (token, expert) pair reads its expert's weights."""
+        gate, up, down = (w[layer, ids] for w in self._weights())
+        hidden = act(einsum("xd,xadf->xaf", x, gate), einsum("xd,xadf->xaf", x, up))
+        return einsum("xaf,xafd->xad", hidden, down)
+
+    def _ragged(self, x, ids, layer, act):
+        """Many tokens on an accelerator: sort the pairs by expert, three ragged products, sort back."""
+        # ragged_dot can be vmapped only with all its operands batched, so the weights follow the choice of experts.
+        gate, up, down = (w[layer + 0 * ids[0, 0]] for w in self._weights())
+        order = jnp.argsort(ids.reshape(-1), stable=True)
+        sizes = jnp.bincount(ids.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
+        dot = lambda a, w: jax.lax.ragged_dot(
+            a, w, sizes, precision="highest", preferred_element_type=accumulator(a.dtype)
+        )
+        rows = x[order // ids.shape[1]]
+        out = dot(act(dot(rows, gate), dot(rows, up)), down)
+        return jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)
+
+    def _tiled(self, x, ids, layer, act):
+        """Many tokens on a CPU, where XLA computes a ragged product as a dense one per expert: tiles of tokens.
+
+        The same inversion as attention's: token -> experts becomes expert -> tokens.
+        """
+        gate, up, down = self._weights()
+        tile = min(_TILE, max(8, ids.size // gate.shape[1]))
+        tiles = invert(ids[None, None], gate.shape[1], tile)
+
+        def work(xs):
+            expert, rows = xs[0], x[xs[1]]
+            hidden = act(einsum("cd,df->cf", rows, gate[layer, expert]), einsum("cd,df->cf", rows, up[layer, expert]))
+            return einsum("cf,fd->cd", hidden, down[layer, expert])
+
+        def step(_, xs):
+            idle = lambda xs: jnp.zeros((tile, x.shape[1]), accumulator(x.dtype))
+            return None, jax.lax.cond(jnp.any(xs[2]), work, idle, xs)
+
+        _, out = jax.lax.scan(step, None, (tiles.block, tiles.query, tiles.valid))
+        return out.reshape(-1, x.shape[1])[tiles.slot_of[0, 0]]
+
+
+class MoE(nnx.Module):
+    """Router, routed experts and the shared expert of a stack of layers."""
+
+    def __init__(self, depth: int, config: M3Config, make: Make):
+        width, experts = config.hidden_size, config.num_local_experts
+        self.gate = nnx.Param(make((depth, width, experts), ("layers", None, None), "float32", width))
+        self.e_score_correction_bias = nnx.Param(make((depth, experts), ("layers", None), "float32", None))
+        self.experts = Experts(depth, config, make)
+        self.shared_experts = MLP(depth, width, config.shared_intermediate_size, make)
+
+    def __call__(self, x: Float[Array, "X D"], experts: Experts, layer: Int[Array, ""], config: M3Config):
+        """One layer's routed plus shared experts: (output in the accumulator's dtype, expert ids, weights)."""
+        alpha, limit = config.swiglu_alpha, config.swiglu_limit
+        ids, weights = route(x, self.gate[...], self.e_score_correction_bias[...], config.num_experts_per_tok)
+        routed = experts(x, ids, weights, layer, alpha, limit)
+        out = config.routed_scaling_factor * routed + self.shared_experts(x, alpha, limit)
+        return out, ids, weights

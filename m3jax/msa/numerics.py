@@ -1,0 +1,73 @@
+"""What every schedule shares: one dot product, one softmax, one merge."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype that sums are kept in: float32, or float64 for float64 inputs."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`jnp.einsum` at highest precision with the result left in the accumulator's dtype.
+
+    On accelerators "highest" keeps float32 products from being rounded to tf32 or bfloat16.
+    """
+    dtype = accumulator(jnp.result_type(*operands))
+    return jnp.einsum(spec, *operands, precision="highest", preferred_element_type=dtype)
+
+
+def attend(
+    q: Float[Array, "*X R H"],
+    k: Float[Array, "*X C H"],
+    v: Float[Array, "*X C H"],
+    visible: Bool[Array, "*Y #R C"],
+) -> tuple[Float[Array, "*X R H"], Float[Array, "*X R"]]:
+    """Softmax attention of rows over columns, where a row sees only its visible columns.
+
+    Args:
+      q: query rows.
+      k: key columns; anything finite or not where no row sees them.
+      v: value columns; finite wherever they are invisible to some row.
+      visible: which row sees which column; broadcasts against the scores.
+
+    Returns:
+      (out, lse) in the accumulator's dtype: normalised outputs, and the natural log of the sum of exponentials.
+      A row that sees nothing is (0, -inf).
+    """
+    scores = einsum("...rh,...ch->...rc", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.where(visible, scores, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    p = jnp.exp(scores - top)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    seen = total != 0.0  # true for NaN too, which must not pass for an empty row
+    safe = jnp.where(seen, total, 1.0)
+    # The probabilities are rounded to the values' dtype before the product, the sum is not (docs/numerics.md).
+    out = einsum("...rc,...ch->...rh", p.astype(v.dtype), v) / safe
+    lse = jnp.where(seen, top + jnp.log(safe), -jnp.inf)
+    return jnp.where(seen, out, 0.0), lse[..., 0]
+
+
+def merge(outs: Float[Array, "*X J H"], lses: Float[Array, "*X J"]) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
+    """Attention over a union of disjoint key sets from attention over each (paper, section 4: the combine step).
+
+    Args:
+      outs: normalised partial outputs.
+      lses: their log-sum-exps; -inf marks a part that saw nothing, whose weight is 0 whatever its output holds.
+
+    Returns:
+      (out, lse) over the union; (0, -inf) where no part saw anything.
+    """
+    top = jax.lax.stop_gradient(jnp.max(lses, axis=-1, keepdims=True))
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.exp(lses - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    seen = total != 0.0
+    safe = jnp.where(seen, total, 1.0)
+    outs = jnp.where(jnp.isneginf(lses)[..., None], 0.0, outs)  # 0 x NaN would be NaN (T38, T40)
+    out = jnp.sum(outs * (weights / safe)[..., None], axis=-2)
+    lse = jnp.where(seen, top + jnp.log(safe), -jnp.inf)
+    return jnp.where(seen, out, 0.0), lse[..., 0]

@@ -1,0 +1,37 @@
+"""Device meshes."""
+
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+AXES = ("data", "expert", "tensor")
+
+
+def make_mesh(data: int = 1, expert: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh of data x expert x tensor devices, the first ones that JAX lists.
+
+    Raises:
+      ValueError: a size below 1, or more devices than there are.
+    """
+    shape = (data, expert, tensor)
+    need, have = math.prod(shape), len(jax.devices())
+    if min(shape) < 1 or need > have:
+        raise ValueError(f"mesh data={data},expert={expert},tensor={tensor} needs {need} devices, there are {have}; "
+                         "give sizes of at least 1 whose product is at most that")  # fmt: skip
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:need])
+
+
+def parse_mesh(text: str) -> Mesh:
+    """A mesh from "data=2,tensor=4"; axes left out have size 1.
+
+    Raises:
+      ValueError: an unknown axis, a size that is no integer, or a mesh that does not fit.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, size = part.partition("=")
+        if name not in AXES or name in sizes or not size.isdecimal():
+            raise ValueError(f"mesh {text!r}: write axis=size pairs of {', '.join(AXES)}, as in data=2,tensor=4")
+        sizes[name] = int(size)
+    return make_mesh(**sizes)

@@ -1,0 +1,256 @@
+"""The training corpus: the running Python's own standard library, tokenised."""
+
+import hashlib
+import sysconfig
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32, Int64, UInt
+from rich.progress import track
+
+from m3jax.text import Tokenizer
+from m3jax.train.words import WORDS
+
+# Installed packages are not the standard library; code-page tables and build settings are not
+# prose or programs, and the latter hold paths of the machine.
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "encodings", "__pycache__"})
+_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+_MIN_CHARACTERS = 64
+_VALIDATION_SHARE = 25  # one file of so many
+
+# A record is these tokens: newline, "#", key, "->", value.
+RECORD_LENGTH = 5
+KEY, VALUE = 2, 4
+
+
+def python_corpus(split: str, root: str | Path | None = None) -> dict[str, str]:
+    """A Python standard library's own sources.
+
+    Args:
+        split: "train" or "validation"; a file belongs to one by a hash of its relative path,
+            about 4% of the files to validation.
+        root: the library's folder; that of the running Python by default.
+
+    Returns:
+        Text by path relative to the library's folder, sorted by path. Files that are not UTF-8
+        (some test data is so by design) or shorter than 64 characters are left out.
+
+    Raises:
+        ValueError: an unknown split, or a Python without source files.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"split {split!r} is unknown; give 'train' or 'validation'")
+    root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
+    texts = {}
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        name = path.relative_to(root)
+        if _is_skipped(name) or _split_of(name.as_posix()) != split:
+            continue
+        text = _read(path)
+        if text is not None and len(text) >= _MIN_CHARACTERS:
+            texts[name.as_posix()] = text
+    if not texts:
+        raise ValueError(f"{root} holds no Python sources; use a Python that ships its library")
+    return texts
+
+
+def _is_skipped(name: Path) -> bool:
+    return bool(_SKIPPED_FOLDERS & set(name.parts)) or any(
+        part.startswith(_SKIPPED_PREFIXES) for part in name.parts
+    )
+
+
+def _split_of(name: str) -> str:
+    digest = hashlib.sha256(name.encode()).digest()
+    chosen = int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0
+    return "validation" if chosen else "train"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+@dataclass(frozen=True)
+class RecordTokens:
+    """Ids that records are written with.
+
+    Args:
+        newline: id of a line break.
+        hash: id of "#" at the start of a line.
+        arrow: id of " ->".
+        words: ids of the recall words, each with its space.
+    """
+
+    newline: int
+    hash: int
+    arrow: int
+    words: Int32[np.ndarray, " W"]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "RecordTokens":
+        """The ids in a tokenizer's vocabulary.
+
+        Args:
+            tokenizer: one in which every part of a record is a single token.
+
+        Returns:
+            The ids.
+
+        Raises:
+            ValueError: a part that is several tokens, or a record that is not its parts.
+        """
+        lines = [f"\n# {word} -> {word}" for word in WORDS]
+        encoded = tokenizer.encode_batch(lines)
+        wrong = [
+            word for word, ids in zip(WORDS, encoded, strict=True) if len(ids) != RECORD_LENGTH
+        ]
+        if wrong:
+            raise ValueError(
+                f"{len(wrong)} recall words are not single tokens here, {wrong[:8]} among them; "
+                "use the tokenizer that scripts/train_tokenizer.py writes"
+            )
+        newline, hash_, _, arrow, _ = encoded[0]
+        words = np.array([ids[KEY] for ids in encoded], np.int32)
+        return cls(newline=newline, hash=hash_, arrow=arrow, words=words)
+
+    def write(
+        self, keys: Int32[np.ndarray, " R"], values: Int32[np.ndarray, " R"]
+    ) -> Int32[np.ndarray, "R 5"]:
+        """Records of word ids."""
+        records = np.empty((len(keys), RECORD_LENGTH), np.int32)
+        records[:] = (self.newline, self.hash, 0, self.arrow, 0)
+        records[:, KEY], records[:, VALUE] = keys, values
+        return records
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A split of the sources as one run of token ids.
+
+    Args:
+        tokens: ids of all files, each between the BOS and the EOS id.
+        newlines: indices of the line breaks that a record line may be put before.
+        starts: index of each file's BOS.
+        records: ids that records are written with.
+    """
+
+    tokens: UInt[np.ndarray, " S"]
+    newlines: Int64[np.ndarray, " lines"]
+    starts: Int64[np.ndarray, " files"]
+    records: RecordTokens
+
+    @classmethod
+    def build(
+        cls,
+        tokenizer: Tokenizer,
+        split: str,
+        cache: str | Path | None = None,
+        progress: bool = True,
+        root: str | Path | None = None,
+    ) -> "Corpus":
+        """Tokenises the sources, or reads them from a cache that fits.
+
+        Args:
+            tokenizer: as `RecordTokens.of` needs it, with BOS and EOS.
+            split: "train" or "validation".
+            cache: an .npz file to read and, where it is absent or of other sources or another
+                tokenizer, to write.
+            progress: show a bar.
+            root: the folder of the library; that of the running Python by default.
+
+        Returns:
+            The corpus.
+
+        Raises:
+            ValueError: a tokenizer that does not fit, or no sources.
+        """
+        records = RecordTokens.of(tokenizer)
+        if tokenizer.bos_id is None or tokenizer.eos_id is None:
+            raise ValueError("the tokenizer names no BOS or no EOS; both mark the files' ends")
+        texts = list(python_corpus(split, root).values())
+        fingerprint = _fingerprint(tokenizer, texts)
+        tokens = _read_cache(cache, fingerprint)
+        if tokens is None:
+            tokens = _tokenise(tokenizer, texts, f"tokenising ({split})", progress)
+            _write_cache(cache, fingerprint, tokens)
+        newlines = _line_breaks(tokenizer, tokens)
+        return cls(tokens, newlines, np.flatnonzero(tokens == tokenizer.bos_id), records)
+
+    def chunk(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """A run of tokens, and where records may be put in it.
+
+        Args:
+            start: index of the first token.
+            length: number of tokens.
+
+        Returns:
+            The ids [length] and the ascending offsets of insertion, the last of which is `length`
+            itself.
+        """
+        first, last = np.searchsorted(self.newlines, (start, start + length))
+        places = np.append(self.newlines[first:last] - start, length)
+        return self.tokens[start : start + length].astype(np.int32), places
+
+    def draw_start(self, rng: np.random.Generator, length: int) -> int:
+        """A random index that `length` tokens follow: one in five a file's start, else a line's.
+
+        Args:
+            rng: the source of randomness.
+            length: tokens needed.
+
+        Returns:
+            An index of a BOS or of a line break.
+        """
+        marks = self.starts if rng.random() < 0.2 else self.newlines
+        fitting = np.searchsorted(marks, len(self.tokens) - length, side="right")
+        return int(marks[rng.integers(fitting)])
+
+
+def _fingerprint(tokenizer: Tokenizer, texts: list[str]) -> str:
+    digest = hashlib.sha256(tokenizer.backend.to_str().encode())
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()
+
+
+def _read_cache(cache: str | Path | None, fingerprint: str) -> np.ndarray | None:
+    if cache is None or not Path(cache).is_file():
+        return None
+    try:
+        with np.load(cache) as stored:
+            return stored["tokens"] if str(stored["fingerprint"]) == fingerprint else None
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{cache} is not a corpus cache ({error}); delete it") from error
+
+
+def _write_cache(cache: str | Path | None, fingerprint: str, tokens: np.ndarray) -> None:
+    if cache is not None:
+        with open(cache, "wb") as file:  # a name without .npz stays as given
+            np.savez(file, fingerprint=fingerprint, tokens=tokens)
+
+
+def _tokenise(
+    tokenizer: Tokenizer, texts: list[str], description: str, progress: bool
+) -> np.ndarray:
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    files = []
+    groups = [texts[i : i + 32] for i in range(0, len(texts), 32)]
+    for group in track(groups, description, disable=not progress):
+        for ids in tokenizer.encode_batch(group):
+            files.append(np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], dtype))
+    return np.concatenate(files)
+
+
+def _line_breaks(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
+    pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.vocab_size)]
+    is_space = np.array([piece.isspace() for piece in pieces])
+    is_break = is_space & np.array(["\n" in piece for piece in pieces])
+    # A long run of blanks is several tokens; only before the first is the text on either side
+    # tokenised as it would be on its own.
+    opens = np.append(True, ~is_space[tokens[:-1]])
+    return np.flatnonzero(is_break[tokens] & opens)

@@ -1,0 +1,151 @@
+"""One training step: losses, gradients, optimiser, and the balancing of the router."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from m3jax.model import M3
+from m3jax.model.context import Context
+from m3jax.train.losses import index_kl, next_token_loss
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What a step does besides predicting the next token.
+
+    Attributes:
+      compute_dtype: activations and weights of the forward pass; the master weights stay float32.
+      kl_weight: weight of the index loss; 0 leaves it out.
+      kl_stride: every how many queries the index loss looks at, from a random offset.
+      recall_weight: extra weight of the targets that are recalled values.
+      balance_rate: step of the routing bias towards equal expert loads.
+      remat: recompute activations in the backward pass.
+    """
+
+    compute_dtype: str = "bfloat16"
+    kl_weight: float = 1.0
+    kl_stride: int = 8
+    recall_weight: float = 0.0
+    balance_rate: float = 1e-3
+    remat: bool = True
+
+
+class TrainState(NamedTuple):
+    """Everything that a run resumes from."""
+
+    step: Int[Array, ""]
+    model: M3
+    opt_state: optax.OptState
+
+
+def make_optimizer(learning_rate: optax.Schedule, weight_decay: float = 0.1) -> optax.GradientTransformation:
+    """AdamW with clipping; norms and routing biases are not decayed, and routing biases never moved by it (T32)."""
+    decayed = partial(_map_names, lambda name, leaf: not name.endswith(("norm", "bias")))
+    trained = partial(_map_names, lambda name, leaf: "train" if not name.endswith("bias") else "freeze")
+    adamw = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(learning_rate, b1=0.9, b2=0.95, eps=1e-10, weight_decay=weight_decay, mask=decayed),
+    )
+    return optax.multi_transform({"train": adamw, "freeze": optax.set_to_zero()}, trained)
+
+
+def init_state(model: M3, optimizer: optax.GradientTransformation) -> TrainState:
+    """A state at step 0 with float32 master weights."""
+    return TrainState(jnp.int32(0), model, optimizer.init(model))
+
+
+def losses(
+    model: M3, batch: dict[str, Array], offset: Int[Array, ""], options: TrainOptions
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The training loss of one batch and its parts.
+
+    Args:
+      model: float32 master weights; its schedule says whether attention is dense or sparse.
+      batch: tokens [B T+1], weights and recall [B T].
+      offset: first query of the index loss, below `options.kl_stride`.
+      options: weights of the parts.
+
+    Returns:
+      (loss, {"lm", "recall", "kl", "loads"}); recall is the loss of the recalled values alone, loads is a list over stacks of [L E] shares of routed pairs, None where dense.
+    """
+    tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    probe = partial(_probe, config=model.config, offset=offset, options=options)
+    compute = cast_weights(model, options.compute_dtype)
+    x, _, kept = compute.trunk(tokens, probe=probe, remat=options.remat)
+    logits = compute.unembed(compute.final_norm(x))
+    weights = batch["weights"] * (1.0 + options.recall_weight * batch["recall"])
+    lm = next_token_loss(logits, targets, weights)
+    kls = [k["kl"] for k in kept if "kl" in k]
+    kl = sum(jnp.sum(k) for k in kls) / max(1, sum(k.shape[0] for k in kls))
+    recall = next_token_loss(jax.lax.stop_gradient(logits), targets, batch["recall"].astype(logits.dtype))
+    parts = {"lm": lm, "recall": recall, "kl": jnp.asarray(kl, jnp.float32), "loads": [k.get("load") for k in kept]}
+    return lm + options.kl_weight * parts["kl"], parts
+
+
+@partial(jax.jit, static_argnames=("optimizer", "options"), donate_argnames="state")
+def train_step(
+    state: TrainState, batch: dict[str, Array], optimizer: optax.GradientTransformation, options: TrainOptions
+) -> tuple[TrainState, dict[str, Array]]:
+    """One optimiser step; returns the new state and metrics (lm, recall, kl, grad_norm, imbalance)."""
+    offset = jax.random.randint(jax.random.fold_in(jax.random.key(0), state.step), (), 0, options.kl_stride)
+    grads, parts = jax.grad(losses, has_aux=True)(state.model, batch, offset, options)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
+    model = optax.apply_updates(state.model, updates)
+    model = balance(model, parts["loads"], options.balance_rate)
+    worst = [jnp.max(load) * load.shape[-1] for load in parts["loads"] if load is not None]
+    metrics = {k: parts[k] for k in ("lm", "recall", "kl")} | {"grad_norm": optax.global_norm(grads)}
+    return TrainState(state.step + 1, model, opt_state), metrics | {"imbalance": jnp.max(jnp.stack(worst))}
+
+
+def balance(model: M3, loads: list[Float[Array, "L E"] | None], rate: float) -> M3:
+    """Move each routing bias against its expert's load: selection is balanced without a loss term.
+
+    Source: auxiliary-loss-free balancing, which `e_score_correction_bias` is the trace of.
+    """
+    model = jax.tree.map(lambda p: p, model)
+    for stack, load in zip(model.stacks, loads, strict=True):
+        if load is not None:
+            bias = stack.mlp.e_score_correction_bias
+            moved = bias[...] + rate * jnp.sign(1.0 / load.shape[-1] - load)
+            stack.mlp.e_score_correction_bias = type(bias)(moved - jnp.mean(moved, axis=-1, keepdims=True))
+    return model
+
+
+def _probe(values: dict[str, Array], context: Context, config, offset, options) -> dict[str, Array]:
+    out = {}
+    if "index_q" in values and options.kl_weight:
+        pick = lambda x, axis=1: _strided(x, offset, options.kl_stride, axis)
+        blocks = values.get("blocks")
+        out["kl"] = index_kl(
+            pick(values["q"]), values["k"], pick(values["index_q"]), values["index_k"],
+            None if blocks is None else pick(blocks, 2), pick(context.positions), context.lengths,
+            config.index_block_size,
+        )  # fmt: skip
+    if "expert_ids" in values:
+        counts = jnp.bincount(values["expert_ids"].reshape(-1), length=config.num_local_experts)
+        out["load"] = counts / values["expert_ids"].size
+    return out
+
+
+def _strided(x: Array, offset: Int[Array, ""], stride: int, axis: int) -> Array:
+    """Every stride-th entry along an axis, from a traced offset on."""
+    index = offset + jnp.arange(x.shape[axis] // stride, dtype=jnp.int32) * stride
+    return jnp.take(x, index, axis=axis)
+
+
+def cast_weights(model: M3, dtype: str) -> M3:
+    """The weights in another dtype, as a checkpoint stores them: the router keeps its own."""
+    keep = lambda name: name.endswith((".gate", "bias"))
+    return _map_names(lambda name, leaf: leaf if keep(name) else leaf.astype(dtype), model)
+
+
+def _map_names(fn, tree: PyTree) -> PyTree:
+    """Map over leaves with their attribute path, as in "stacks.0.mlp.gate"."""
+    name = lambda path: ".".join(str(getattr(p, "name", getattr(p, "key", getattr(p, "idx", "")))) for p in path)
+    strip = lambda path: name(path).removesuffix(".value")
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(strip(path), leaf), tree)

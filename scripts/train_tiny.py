@@ -1,0 +1,183 @@
+"""Train the embedded checkpoint: a small MSA model on Python source with keys to recall.
+
+    python scripts/train_tiny.py --out runs/tiny            # train, or go on where the run stopped
+    python scripts/train_tiny.py --out runs/dense --dense   # the same model with dense attention, to compare
+
+The run keeps its state under OUT/state and writes a checkpoint in the hub's layout to OUT/model, with what was
+measured in OUT/report.json.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from m3jax.checkpoint import save
+from m3jax.config import M3Config
+from m3jax.model import init
+from m3jax.text import Tokenizer
+from m3jax.train.data import Corpus, PlainBatches, RecallBatches
+from m3jax.train.evaluate import attention_caught, recall_accuracy, validation_loss
+from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state, make_optimizer, train_step
+
+CONFIG = M3Config(
+    vocab_size=2048, hidden_size=192, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+    intermediate_size=192, dense_intermediate_size=768, shared_intermediate_size=192, num_local_experts=8,
+    num_experts_per_tok=2, layer_types=("full_attention", *["minimax_m3_sparse"] * 4),
+    mlp_layer_types=("dense", *["sparse"] * 4), rotary_dim=16, index_n_heads=2, index_head_dim=32, index_block_size=16,
+    index_topk_blocks=8, rope_theta=1e5, max_position_embeddings=8192, bos_token_id=0, eos_token_id=(1,),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps of one kind."""
+
+    name: str
+    steps: int
+    seq_len: int
+    batch: int
+    sparse: bool
+
+
+# Dense warm-up, in which the index branch learns from whole rows, then sparse (spec of MSA, 1.2).
+STAGES = (
+    Stage("warm-up", 2000, 1024, 64, False),
+    Stage("warm-up, long", 500, 4096, 16, False),
+    Stage("sparse", 1800, 4096, 16, True),
+)
+SHORT = (Stage("warm-up", 3, 128, 2, False), Stage("sparse", 3, 256, 2, True))
+KEEP_EVERY = 500
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse arguments, train, measure."""
+    args = _parser().parse_args(argv)
+    stages = SHORT if args.short else STAGES
+    if args.dense:
+        stages = tuple(dataclasses.replace(s, sparse=False) for s in stages)
+    tokenizer = Tokenizer.from_pretrained(resources.files("m3jax") / "assets" / "tiny")
+    args.out.mkdir(parents=True, exist_ok=True)
+    corpora = {
+        split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources)
+        for split in ("train", "validation")
+    }
+    state = train(args, stages, corpora["train"])
+    model = state.model.with_schedule("auto" if not args.dense else "dense")
+    model = cast_weights(model, "bfloat16")
+    save(model, args.out / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resources.files("m3jax") / "assets" / "tiny" / name, args.out / "model" / name)
+    report = measure(model, corpora["validation"], args.short, args.dense)
+    (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+def train(args: argparse.Namespace, stages: tuple[Stage, ...], corpus: Corpus) -> TrainState:
+    """Run what is left of the stages, keeping the state as it goes."""
+    total = sum(s.steps for s in stages)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, min(200, total // 4 + 1), total, 0.0)
+    optimizer = make_optimizer(schedule)
+    options = TrainOptions(recall_weight=args.recall_weight, kl_weight=0.0 if args.dense else 1.0)
+    state = init_state(init(CONFIG, args.seed), optimizer)
+    with ocp.CheckpointManager(args.out.resolve() / "state", options=_manager_options()) as keeper:
+        state = _restore(keeper, state)
+        first = 0
+        for stage in stages:
+            last = first + stage.steps
+            if int(state.step) < last:
+                state = run_stage(stage, first, last, state, corpus, optimizer, options, keeper, args)
+            first = last
+    return state
+
+
+def run_stage(stage, first, last, state, corpus, optimizer, options, keeper, args) -> TrainState:
+    """The steps of one stage; batches are made one ahead, on another thread."""
+    schedule = args.schedule if stage.sparse else "dense"
+    state = state._replace(model=state.model.with_schedule(schedule))
+    state = state._replace(opt_state=_with_schedule(state.opt_state, schedule))
+    batches = RecallBatches(corpus, stage.seq_len, stage.batch, args.seed)
+    begin, seen = time.perf_counter(), int(state.step)
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(batches.__getitem__, seen)
+        for step in range(seen, last):
+            batch = ahead.result()
+            ahead = pool.submit(batches.__getitem__, step + 1)
+            kept = {k: jnp.asarray(batch[k]) for k in ("tokens", "weights", "recall")}
+            state, metrics = train_step(state, kept, optimizer, options)
+            if step % 100 == 99 or step + 1 == last:
+                values = {k: round(float(v), 4) for k, v in metrics.items()}
+                rate = (step + 1 - seen) / (time.perf_counter() - begin)
+                print(f"{stage.name:>14} {step + 1:6d}/{last} {rate:6.2f} steps/s {values}", flush=True)
+            if (step + 1) % KEEP_EVERY == 0 or step + 1 == last:
+                keeper.save(step + 1, args=ocp.args.StandardSave(_leaves(state)))
+    return state
+
+
+def measure(model, corpus: Corpus, short: bool, dense: bool) -> dict:
+    """Validation loss, recall by distance, and the attention mass that selection catches."""
+    seq_len = 256 if short else 4096
+    plain = PlainBatches(corpus, seq_len, 2 if short else 8)
+    batches = [plain[i] for i in range(min(len(plain), 2 if short else 8))]
+    distances = (64, 128) if short else (64, 256, 512, 1024, 2048, 3072, 3584)
+    report = {
+        "parameters": sum(x.size for x in jax.tree.leaves(model)),
+        "validation_loss": validation_loss(model, batches),
+        "recall": recall_accuracy(model, corpus, distances, 4 if short else 256, seq_len, batch=4 if short else 16),
+    }
+    if not dense:
+        tokens = np.concatenate([b["tokens"][:2, :-1] for b in batches])
+        caught = lambda random: attention_caught(model, tokens, random).round(4).tolist()
+        report |= {"caught": caught(False), "caught_by_random_blocks": caught(True)}
+    return report
+
+
+def _leaves(state: TrainState) -> dict[str, jax.Array]:
+    return {f"{i:04d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
+
+
+def _restore(keeper: ocp.CheckpointManager, state: TrainState) -> TrainState:
+    step = keeper.latest_step()
+    if step is None:
+        return state
+    print(f"going on from step {step}", flush=True)
+    leaves = keeper.restore(step, args=ocp.args.StandardRestore(_leaves(state)))
+    return jax.tree.unflatten(jax.tree.structure(state), [leaves[k] for k in sorted(leaves)])
+
+
+def _with_schedule(tree, schedule: str):
+    """The optimiser's moments are models too, whose static schedule must follow the parameters'."""
+    is_model = lambda x: hasattr(x, "with_schedule")
+    return jax.tree.map(lambda x: x.with_schedule(schedule) if is_model(x) else x, tree, is_leaf=is_model)
+
+
+def _manager_options() -> ocp.CheckpointManagerOptions:
+    return ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--dense", action="store_true", help="dense attention throughout, for comparison")
+    parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
+    parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--recall-weight", type=float, default=2.0, help="extra weight of recalled values")
+    parser.add_argument("--schedule", default="mask", help="schedule of sparse attention in training")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

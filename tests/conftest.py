@@ -1,0 +1,58 @@
+"""Settings that hold for every test: they are made before anything imports jax, torch or m3jax."""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import jaxtyping
+import pytest
+
+# Eight devices on the host, for the tests of sharding; an accelerator only where the caller asks.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# The model is made of plain pytrees, so it must work with NNX's tree mode alone.
+os.environ.setdefault("NNX_GRAPH_MODE", "false")
+os.environ.setdefault("NNX_GRAPH_UPDATES", "false")
+
+# One thread for torch and BLAS in each test process: more would fight over the same cores.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The oracle is built from configurations: nothing may be fetched.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+_FEW_SLOW_EXAMPLES = dict(
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.data_too_large,
+    ],
+)
+# "ci" draws the same examples on every run, "dev" new ones, "thorough" many of them.
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=25, **_FEW_SLOW_EXAMPLES)
+hypothesis.settings.register_profile("dev", max_examples=25, **_FEW_SLOW_EXAMPLES)
+hypothesis.settings.register_profile("thorough", max_examples=1000, **_FEW_SLOW_EXAMPLES)
+hypothesis.settings.load_profile(os.environ.get("M3JAX_HYPOTHESIS", "ci"))
+
+# Shapes and dtypes in annotations are checked at every call, here and nowhere else.
+jaxtyping.install_import_hook(("m3jax", "pallas_kernels"), "beartype.beartype")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Shares compiled functions between workers, subprocesses and runs (until `--cache-clear`)."""
+    if cache := getattr(config, "cache", None):
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Turns the annotation checks off, to test the errors that a user, who has none, gets."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,55 @@
+"""Tiny models of ours with random weights, norms and routing biases included, for the tests without an oracle."""
+
+import jax
+import numpy as np
+
+from m3jax import model as m3_model
+from m3jax.config import M3Config
+from m3jax.model import M3
+
+FULL, SPARSE = "full_attention", "minimax_m3_sparse"
+
+
+def config(layers: str = "dMM", **changes) -> M3Config:
+    """A config with a letter per layer: upper case for sparse attention, "d"/"D" dense MLP, "m"/"M" experts."""
+    values = dict(
+        vocab_size=64, hidden_size=48, num_hidden_layers=len(layers), num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, intermediate_size=40, dense_intermediate_size=88,
+        shared_intermediate_size=56, num_local_experts=8, num_experts_per_tok=2, rotary_dim=8,
+        layer_types=tuple(SPARSE if x.isupper() else FULL for x in layers),
+        mlp_layer_types=tuple("sparse" if x in "mM" else "dense" for x in layers),
+        index_n_heads=4, index_head_dim=20, index_block_size=8, index_topk_blocks=3,
+        max_position_embeddings=1024, swiglu_limit=1.5, rope_theta=1e4,
+    )  # fmt: skip
+    return M3Config(**(values | changes))
+
+
+def model(config: M3Config, seed: int = 0, dtype: str = "float32", mesh=None) -> M3:
+    """Random weights, drawn by numpy: `m3jax.model.init` would compile a program per shape."""
+    draw = np.random.default_rng(seed)
+
+    def fill(path, leaf):
+        scale = _scale(jax.tree_util.keystr(path), leaf.shape)
+        values = (draw.normal(size=leaf.shape) * scale).astype(leaf.dtype)
+        return jax.device_put(values, leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(fill, m3_model.abstract(config, dtype, mesh))
+
+
+def _scale(name: str, shape: tuple[int, ...]) -> float:
+    if "norm" in name:
+        return 0.5
+    if "e_score_correction_bias" in name:
+        return 0.1
+    if "embed_tokens" in name:
+        return 1.0
+    if "lm_head" in name:
+        return shape[-1] ** -0.5
+    to_heads = "self_attn" in name and len(shape) == 4 and "o_proj" not in name
+    fan_in = shape[1] if to_heads else np.prod(shape[1:-1]) if "o_proj" in name else shape[-2]
+    return float(fan_in**-0.5)
+
+
+def tokens(config: M3Config, batch: int, length: int, seed: int = 0) -> np.ndarray:
+    """Random ids [B T]."""
+    return np.random.default_rng(seed).integers(0, config.vocab_size, (batch, length), np.int32)
