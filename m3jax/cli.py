@@ -5,12 +5,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jax.errors import JaxRuntimeError
 
+from m3jax.assets import embedded_path
 from m3jax.checkpoint import load
 from m3jax.config import M3Config
 from m3jax.decoding import Batch, Generation, Request, Sampling, generate_text
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.logprobs and not args.json:
         raise ValueError("--logprobs needs --json: plain text has no place for them")
-    folder = Path(str(files("m3jax") / "assets" / "tiny")) if args.model is None else Path(args.model)
+    folder = embedded_path() if args.model is None else Path(args.model)
     # Everything that can be refused is refused before the weights are read.
     config = M3Config.from_pretrained(folder)
     tokenizer = _tokenizer(folder, args)

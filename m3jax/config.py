@@ -1,6 +1,7 @@
 """The configuration of a MiniMax-M3 text model, to and from the hub's config.json."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
@@ -150,7 +151,10 @@ class M3Config:
 
 
 def _validate(c: M3Config) -> None:
-    problems = [f"{name} = {getattr(c, name)!r}: must be a positive integer" for name in _counts() if _not_count(c, name)]
+    problems = [
+        f"{name} = {getattr(c, name)!r}: must be a positive integer" for name in _counts() if _not_count(c, name)
+    ]
+    problems += [f"{name} = {getattr(c, name)!r}: must be a positive number" for name in _REALS if _not_real(c, name)]
     checks = [
         (len(c.layer_types) == c.num_hidden_layers, f"layer_types has {len(c.layer_types)} entries for "
          f"{c.num_hidden_layers} layers"),
@@ -189,14 +193,26 @@ def _validate_shapes(c: M3Config) -> list[str]:
          "always keeps its own block, so at least 1"),
         (all(0 <= i < c.vocab_size for i in c.eos_token_id), f"eos_token_id = {list(c.eos_token_id)}: outside the "
          f"vocabulary of {c.vocab_size}"),
+        (c.bos_token_id is None or 0 <= c.bos_token_id < c.vocab_size, f"bos_token_id = {c.bos_token_id}: outside the "
+         f"vocabulary of {c.vocab_size}"),
     ]  # fmt: skip
     return [message for ok, message in checks if not ok]
 
 
 def _counts() -> list[str]:
-    return [f.name for f in fields(M3Config) if f.type is int and f.name not in ("index_init_blocks", "index_local_blocks")]
+    return [
+        f.name for f in fields(M3Config) if f.type is int and f.name not in ("index_init_blocks", "index_local_blocks")
+    ]
 
 
 def _not_count(c: M3Config, name: str) -> bool:
     value = getattr(c, name)
     return isinstance(value, bool) or not isinstance(value, int) or value <= 0
+
+
+_REALS = ("routed_scaling_factor", "rms_norm_eps", "rope_theta", "swiglu_alpha", "swiglu_limit")
+
+
+def _not_real(c: M3Config, name: str) -> bool:
+    value = getattr(c, name)
+    return isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf

@@ -1,6 +1,7 @@
 """Which keys a config.json may hold, what they mean, and which values are supported."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 # The hub's names for what the flat transformers names call otherwise.
@@ -49,13 +50,50 @@ _FIXED = {
 _FIXED_SPARSE = {"use_sparse_attention": (True,)}
 
 # Keys that do not change a forward pass: bookkeeping, training, and what transformers writes into every config.
-_HARMLESS = frozenset("""
+_HARMLESS = frozenset(
+    """
     architectures auto_map model_type torch_dtype dtype transformers_version _name_or_path name_or_path use_cache
     attention_dropout initializer_range router_aux_loss_coef router_jitter_noise output_router_logits pad_token_id
     output_attentions output_hidden_states return_dict num_mtp_modules num_nextn_predict_layers num_reward_heads
     chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type _attn_implementation
     attn_implementation quantization_config vision_config mtp_transformer_layers base_model_tp_plan
-    """.split())
+    """.split()
+)
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, list | tuple) and all(map(test, x))
+
+
+def _or_none(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: x is None or test(x)
+
+
+# (what a value must be, the test of it, keys)
+_KINDS: tuple[tuple[str, Callable[[Any], bool], Iterable[str]], ...] = (
+    ("an integer", _is_integer, (
+        *_REQUIRED, "max_position_embeddings", "index_init_blocks", *(set(_SPARSE_NAMES) - {"sparse_score_type"}),
+    )),
+    ("an integer or null", _or_none(_is_integer), ("rotary_dim", "bos_token_id")),
+    ("a number", _is_number, ("routed_scaling_factor", "rms_norm_eps", "swiglu_alpha", "swiglu_limit")),
+    ("a number or null", _or_none(_is_number), ("rope_theta", "partial_rotary_factor")),
+    ("a list of 0 and 1", _or_none(_list_of(lambda x: x in (0, 1))), (
+        "moe_layer_freq", "sparse_attention_freq", "sparse_disable_index_value",
+    )),
+    ("a list of names", _or_none(_list_of(lambda x: isinstance(x, str))), ("layer_types", "mlp_layer_types")),
+    ("an integer, a list of them, or null", lambda x: x is None or _is_integer(x) or _list_of(_is_integer)(x), (
+        "eos_token_id",
+    )),
+    ("an object or null", _or_none(lambda x: isinstance(x, Mapping)), ("rope_parameters", "sparse_attention_config")),
+)  # fmt: skip
 
 
 def read_text_config(text: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,6 +106,7 @@ def read_text_config(text: Mapping[str, Any], top: Mapping[str, Any]) -> dict[st
     Raises:
       ValueError: lists every missing, unknown or unsupported key.
     """
+    _check_kinds(text)
     sparse = text.get("sparse_attention_config") or {}
     problems = _unsupported(text, _FIXED) + _unsupported(sparse, _FIXED_SPARSE) + _unsupported(top, _FIXED)
     values = dict(_INDEX_DEFAULTS)
@@ -82,8 +121,7 @@ def read_text_config(text: Mapping[str, Any], top: Mapping[str, Any]) -> dict[st
     values["eos_token_id"] = _ids(text.get("eos_token_id", top.get("eos_token_id", default_eos)))
     problems += [f"{k} is missing" for k in _REQUIRED if k not in values]
     problems += [f"unknown key {k!r}: remove it if it does not change the arithmetic" for k in _unknown(text, sparse)]
-    if problems:
-        raise ValueError("unsupported config.json: " + "; ".join(problems))
+    _raise(problems)
     return values
 
 
@@ -92,7 +130,7 @@ def write_text_config(values: Mapping[str, Any]) -> dict[str, Any]:
     flat = {"index_n_heads", "layer_types", "mlp_layer_types", "rotary_dim", "rope_theta", *_SPARSE_NAMES.values()}
     out = {k: v for k, v in values.items() if k not in flat and k != "eos_token_id"}
     is_sparse = [int(t == "minimax_m3_sparse") for t in values["layer_types"]]
-    factor = values["rotary_dim"] / values["head_dim"]
+    factor = _factor(values["rotary_dim"], values["head_dim"])
     eos = list(values["eos_token_id"])
     return out | {
         "model_type": "minimax_m3_vl_text",
@@ -162,12 +200,21 @@ def _read_layers(values: dict, text: Mapping, sparse: Mapping, layers: int) -> l
         if from_freq is None and given is None:
             problems.append(f"{name} (or its frequency list) is missing")
         values[name] = given if given is not None else (from_freq or ())
-    disabled = sparse.get("sparse_disable_index_value", [1] * layers)
-    enabled = [i for i, (kind, off) in enumerate(zip(values["layer_types"], disabled, strict=False))
+        if from_freq is not None and len(from_freq) != layers:
+            problems.append(f"the frequency list of {name} has {len(from_freq)} entries for {layers} layers")
+    return problems + _read_index_values(values["layer_types"], sparse, layers)
+
+
+def _read_index_values(kinds: tuple[str, ...], sparse: Mapping, layers: int) -> list[str]:
+    disabled = sparse.get("sparse_disable_index_value")
+    disabled = [1] * layers if disabled is None else disabled
+    if len(disabled) != layers:
+        return [f"sparse_disable_index_value has {len(disabled)} entries for {layers} layers"]
+    enabled = [i for i, (kind, off) in enumerate(zip(kinds, disabled, strict=False))
                if kind == "minimax_m3_sparse" and not off]  # fmt: skip
-    if enabled:
-        problems.append(f"sparse_disable_index_value: the index value path of layers {enabled} is not supported")
-    return problems
+    if not enabled:
+        return []
+    return [f"sparse_disable_index_value: the index value path of layers {enabled} is not supported"]
 
 
 def _read_rope(values: dict, text: Mapping) -> list[str]:
@@ -181,15 +228,41 @@ def _read_rope(values: dict, text: Mapping) -> list[str]:
     if len(thetas) > 1:
         problems.append(f"rope_theta and rope_parameters.rope_theta disagree: {sorted(thetas)}")
     values["rope_theta"] = next(iter(thetas), 5e6)
-    factor = rope.get("partial_rotary_factor", text.get("partial_rotary_factor"))
-    widths = {int(text["rotary_dim"])} if text.get("rotary_dim") is not None else set()
-    if factor is not None:
-        widths.add(int(factor * text.get("head_dim", 0)))
+    widths = {text["rotary_dim"]} if text.get("rotary_dim") is not None else set()
+    factors = (rope.get("partial_rotary_factor"), text.get("partial_rotary_factor"))
+    widths |= {int(text.get("head_dim", 0) * f) for f in factors if f is not None}
     if len(widths) != 1:
         problems.append(f"rotary_dim and partial_rotary_factor x head_dim must give one width, got {sorted(widths)}")
     values["rotary_dim"] = next(iter(widths), 0)
     return problems
 
 
+def _factor(rotary_dim: int, head_dim: int) -> float:
+    """The partial_rotary_factor whose product with head_dim, cut to an integer, is rotary_dim in every reader."""
+    factor = rotary_dim / head_dim
+    return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)
+
+
 def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _check_kinds(text: Mapping[str, Any]) -> None:
+    """Raise for values that are not even of the right kind, before anything is computed from them."""
+    _raise(_wrong_kinds(text))
+    for inner in ("rope_parameters", "sparse_attention_config"):
+        _raise(_wrong_kinds(text.get(inner) or {}))
+
+
+def _wrong_kinds(found: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} = {found[name]!r}: must be {what}"
+        for what, test, names in _KINDS
+        for name in names
+        if name in found and not test(found[name])
+    ]
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("unsupported config.json: " + "; ".join(problems))

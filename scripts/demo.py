@@ -5,10 +5,10 @@ import time
 from rich.console import Console
 
 import m3jax
-from m3jax.checkpoint import embedded_path
+from m3jax.assets import embedded_path
 from m3jax.text import Tokenizer
 
-CODE = "def read_lines(path):\n"
+CODE = "import os\nimport sys\n\n\nclass TestCase(unittest.TestCase):"
 KEY, VALUE = "harbor", "lantern"
 
 
@@ -22,21 +22,21 @@ def main() -> None:
 
     console.rule("a continuation of Python source")
     ids = [model.config.bos_token_id, *tokenizer.encode(CODE)]
-    new = m3jax.generate(model, [ids], max_new_tokens=96, temperature=0.6, top_p=0.9, seed=3)[0]
-    console.print(CODE + tokenizer.decode(new), markup=False)
+    new = m3jax.generate(model, [ids], max_new_tokens=96, temperature=0.7, top_p=0.9, seed=3)[0]
+    print(CODE + tokenizer.decode(new) + "\n")
 
     console.rule("a key recalled over thousands of tokens")
     prompt, distance = recall_prompt(tokenizer, model.config.bos_token_id)
     answer = tokenizer.decode(m3jax.generate(model, [prompt], max_new_tokens=1, temperature=0.0)[0])
     budget = model.config.index_topk_blocks * model.config.index_block_size
-    console.print(f"# {KEY} -> {VALUE}      ... {distance} tokens of Python ...      # {KEY} ->{answer}", markup=False)
-    console.print(f"each query reads {budget} tokens a layer; the index branch found the block that holds the key")
+    print(f"# {KEY} -> {VALUE}\n... {distance} tokens of Python ...\n# {KEY} ->{answer}\n")
+    print(f"A query reads {budget} tokens a layer; the index branch found the block that holds the key.")
     if answer.strip() != VALUE:
         raise SystemExit(f"expected {VALUE!r}, got {answer!r}")
 
 
 def recall_prompt(tokenizer: Tokenizer, bos: int, length: int = 3500) -> tuple[list[int], int]:
-    """A record, then this package's interpreter's own `argparse` source, then the question."""
+    """A record, then the running Python's own `argparse` source, then the question."""
     import argparse
     import inspect
 

@@ -14,7 +14,6 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib import resources
 from pathlib import Path
 
 import jax
@@ -23,6 +22,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from m3jax.assets import embedded_path
 from m3jax.checkpoint import save
 from m3jax.config import M3Config
 from m3jax.model import init
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     stages = SHORT if args.short else STAGES
     if args.dense:
         stages = tuple(dataclasses.replace(s, sparse=False) for s in stages)
-    tokenizer = Tokenizer.from_pretrained(resources.files("m3jax") / "assets" / "tiny")
+    tokenizer = Tokenizer.from_pretrained(embedded_path())
     args.out.mkdir(parents=True, exist_ok=True)
     corpora = {
         split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources)
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     model = cast_weights(model, "bfloat16")
     save(model, args.out / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(resources.files("m3jax") / "assets" / "tiny" / name, args.out / "model" / name)
+        shutil.copy(embedded_path() / name, args.out / "model" / name)
     report = measure(model, corpora["validation"], args.short, args.dense)
     (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))

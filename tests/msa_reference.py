@@ -49,16 +49,15 @@ def attention(q, k, v, positions, lengths, blocks=None, block_size=None):
     """(out [B T N H], lse [B T N]); every visible token where `blocks` is None."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
-    for b, t, n in np.ndindex(q.shape[:3]):
-        head, position = n * k.shape[2] // q.shape[2], positions[b, t]
-        slots = range(position + 1) if 0 <= position < lengths[b] else ()
+    block_of = np.arange(k.shape[1]) // (block_size or 1)
+    for b, t, head in np.ndindex(*q.shape[:2], k.shape[2]):
+        seen = np.arange(positions[b, t] + 1) if 0 <= positions[b, t] < lengths[b] else np.arange(0)
         if blocks is not None:
-            slots = [s for s in slots if s // block_size in blocks[b, head, t]]
-        slots = list(slots)
-        if not slots:
-            continue
-        x = k[b, slots, head] @ q[b, t, n] / math.sqrt(q.shape[-1])
-        p = np.exp(x - x.max())
-        out[b, t, n] = p @ v[b, slots, head] / p.sum()
-        lse[b, t, n] = x.max() + math.log(p.sum())
+            seen = seen[(block_of[: len(seen), None] == blocks[b, head, t]).any(-1)]
+        for n in range(q.shape[2]) if len(seen) else ():
+            if n * k.shape[2] // q.shape[2] == head:
+                x = k[b, seen, head] @ q[b, t, n] / math.sqrt(q.shape[-1])
+                p = np.exp(x - x.max())
+                out[b, t, n] = p @ v[b, seen, head] / p.sum()
+                lse[b, t, n] = x.max() + math.log(p.sum())
     return out, lse

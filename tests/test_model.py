@@ -44,10 +44,8 @@ run_quick = jax.jit(intermediates, compiler_options={"xla_backend_optimization_l
 @jax.jit
 def extend(model, tokens, cache, positions, lengths):
     """(logits, selections of the sparse layers [L B K T J], cache)."""
-    probe = lambda values, _: values.get("blocks")  # noqa: E731
-    x, cache, kept = model.trunk(
-        tokens, cache=cache, positions=positions, lengths=lengths, probe=probe
-    )
+    probe = lambda values, _: values.get("blocks")
+    x, cache, kept = model.trunk(tokens, cache=cache, positions=positions, lengths=lengths, probe=probe)
     x = gemma_norm(x, model.norm[...], model.config.rms_norm_eps).astype(x.dtype)
     return model.unembed(x), jnp.concatenate([k for k in kept if k is not None]), cache
 
@@ -95,9 +93,7 @@ def assert_like_whole(logits: np.ndarray, blocks: np.ndarray, fed: np.ndarray = 
     expected = np.stack([layer["blocks"] for layer in sparse_layers(whole())])
     for row, n in enumerate(fed):
         np.testing.assert_array_equal(blocks[:, row, :, :n], expected[:, row, :, :n])
-        np.testing.assert_allclose(
-            logits[row, :n], whole()["logits"][row, :n], rtol=0, atol=TOLERANCE
-        )
+        np.testing.assert_allclose(logits[row, :n], whole()["logits"][row, :n], rtol=0, atol=TOLERANCE)
 
 
 def assert_same_bits(a: Any, b: Any) -> None:
@@ -114,9 +110,7 @@ def test_visible_blocks_are_dropped():
     assert partial.mean() > 0.6
     for layer in sparse_layers(whole()):
         count = (layer["blocks"] >= 0).sum(-1)
-        np.testing.assert_array_equal(
-            count, np.broadcast_to(np.minimum(own + 1, 3), count.shape)
-        )
+        np.testing.assert_array_equal(count, np.broadcast_to(np.minimum(own + 1, 3), count.shape))
         # What is dropped is not merely the oldest: some query keeps an old block and drops a newer one.
         oldest_kept = layer["blocks"][:, :, partial, 0]
         assert np.any(oldest_kept < own[partial] - 2)
@@ -203,9 +197,7 @@ def test_padding_is_not_seen_and_is_finite():
     assert all(np.isfinite(x).all() for x in (found["logits"], found["final_norm"]))
     for row, n in enumerate(lengths):
         assert_same_bits(found["logits"][row, :n], other["logits"][row, :n])
-        np.testing.assert_allclose(
-            found["logits"][row, :n], whole()["logits"][row, :n], rtol=0, atol=TOLERANCE
-        )
+        np.testing.assert_allclose(found["logits"][row, :n], whole()["logits"][row, :n], rtol=0, atol=TOLERANCE)
         for layer in sparse_layers(found):
             assert np.all(layer["blocks"][row, :, n:] == -1)
         for layer in found["layers"]:
@@ -217,9 +209,7 @@ def poisoned(cache: Cache, lengths: np.ndarray) -> Cache:
 
     def fill(x):
         slots = np.arange(CONFIG.index_block_size * -(-LENGTH // BLOCK))
-        stale = (slots >= lengths[:, None]).reshape(
-            1, BATCH, *([1] * (x.ndim - 4)), slots.size, 1
-        )
+        stale = (slots >= lengths[:, None]).reshape(1, BATCH, *([1] * (x.ndim - 4)), slots.size, 1)
         return jnp.where(stale, jnp.nan, x)
 
     return jax.tree.map(fill, cache)
@@ -241,9 +231,7 @@ def test_padding_is_not_written():
     for x in jax.tree.leaves(after):
         written = ~np.isnan(np.asarray(x)).reshape(x.shape[0], BATCH, -1, *x.shape[-2:])
         expected = np.arange(x.shape[-2]) < np.array([0, 3, 5])[:, None]
-        assert_same_bits(
-            written, np.broadcast_to(expected[None, :, None, :, None], written.shape)
-        )
+        assert_same_bits(written, np.broadcast_to(expected[None, :, None, :, None], written.shape))
 
 
 def test_a_row_does_not_depend_on_its_companions():

@@ -62,7 +62,7 @@ def path(name: str):
 
     @partial(jax.jit, static_argnames=("dtype",))
     def call(experts, x, ids, layer, dtype):
-        act = lambda gate, up: m3_model.layers.swiglu_oai(gate, up, ALPHA, LIMIT).astype(dtype)  # noqa: E731
+        act = lambda gate, up: m3_model.layers.swiglu_oai(gate, up, ALPHA, LIMIT).astype(dtype)
         return getattr(experts, name)(x, ids, layer, act)
 
     return lambda e, x, ids: call(e, x, ids.astype(np.int32), np.int32(1), dtype=x.dtype)
@@ -121,7 +121,7 @@ def test_router_is_float32_in_a_bfloat16_model():
     mlp = model.stacks[0].mlp
     assert mlp.gate.dtype == mlp.e_score_correction_bias.dtype == jnp.float32
     assert mlp.experts.gate_proj.dtype == jnp.bfloat16
-    probe = lambda values, _: {k: values[k] for k in ("ffn_norm", "expert_ids", "expert_weights")}  # noqa: E731
+    probe = lambda values, _: {k: values[k] for k in ("ffn_norm", "expert_ids", "expert_weights")}
     run = jax.jit(lambda m, t: m.trunk(t, probe=probe)[2][0], compiler_options=QUICK)
     values = jax.tree.map(lambda x: x[0], run(model, tiny.tokens(config, 1, 40)))
     assert values["ffn_norm"].dtype == jnp.bfloat16
@@ -132,9 +132,7 @@ def test_router_is_float32_in_a_bfloat16_model():
     np.testing.assert_array_equal(values["expert_ids"][0], ids)
     weights = np.take_along_axis(scores, ids, 1)
     # A router in bfloat16 would be off by 1e-3.
-    np.testing.assert_allclose(
-        values["expert_weights"][0], weights / weights.sum(1, keepdims=True), rtol=2e-6
-    )
+    np.testing.assert_allclose(values["expert_weights"][0], weights / weights.sum(1, keepdims=True), rtol=2e-6)
 
 
 # Gradients
@@ -229,9 +227,7 @@ def test_intermediates_have_names_and_shapes():
     model = m3_model.abstract(config, "bfloat16")
     tokens = jax.ShapeDtypeStruct((b, t), jnp.int32)
     out = jax.eval_shape(lambda m, x: m.intermediates(x), model, tokens)
-    dense = dict.fromkeys(
-        ("input", "attention_norm", "attention_out", "ffn_norm", "ffn_out", "output"), (b, t, d)
-    )
+    dense = dict.fromkeys(("input", "attention_norm", "attention_out", "ffn_norm", "ffn_out", "output"), (b, t, d))
     dense |= {"q": (b, t, n, h), "k": (b, t, k, h), "v": (b, t, k, h), "attention": (b, t, n, h)}
     sparse = {"index_q": (b, t, k, i), "index_k": (b, t, i)}
     sparse |= {"block_scores": (b, k, t, 3), "blocks": (b, k, t, 3)}
@@ -262,13 +258,11 @@ def test_the_model_is_a_tree():
 def test_the_model_can_be_vmapped():
     config = tiny.config("M")
     model, tokens = tiny.model(config), tiny.tokens(config, 4, 20)
-    call = lambda m, t: m(t)  # noqa: E731
+    call = lambda m, t: m(t)
     expected = jax.jit(call, compiler_options=QUICK)(model, tokens)
     over = jax.jit(jax.vmap(call, in_axes=(None, 0)), compiler_options=QUICK)
     found = over(model, tokens.reshape(2, 2, 20))
-    np.testing.assert_allclose(
-        found.reshape(expected.shape), expected, rtol=0, atol=TOLERANCE
-    )
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=0, atol=TOLERANCE)
 
 
 def test_trees_of_one_structure():
@@ -307,7 +301,7 @@ def test_init_is_seeded():
 
 def test_init_scales_by_fan_in(monkeypatch):
     """With each parameter filled with its fan-in, and norms and the routing bias with 0."""
-    fill = lambda key, shape, dtype, fan_in: jnp.full(shape, fan_in, dtype)  # noqa: E731
+    fill = lambda key, shape, dtype, fan_in: jnp.full(shape, fan_in, dtype)
     monkeypatch.setattr(m3_model.params, "_normal", fill)
     found = by_name(m3_model.init(tiny.config("dM")))
     fan_in = {}

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.resources import as_file, files
 from math import prod
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from m3jax import model as m3_model
+from m3jax.assets import embedded_path
 from m3jax.checkpoint import tree
 from m3jax.checkpoint.names import Target
 from m3jax.checkpoint.plan import Plan, Source, make_plan
@@ -80,10 +80,7 @@ def load_with_report(
 ) -> tuple[m3_model.M3, LoadReport]:
     """`load`, and an account of what was read and what was left."""
     check_dtype(dtype)
-    if path is None:
-        with as_file(files("m3jax") / "assets" / "tiny") as folder:
-            return load_with_report(folder, dtype, mesh, progress)
-    plan = make_plan(path)
+    plan = make_plan(embedded_path() if path is None else path)
     abstract = m3_model.abstract(plan.config, dtype, mesh)
     shardings = tree.flatten(m3_model.shardings(plan.config, mesh))
     parameters = _gather(tree.flatten(abstract), shardings, plan)

@@ -1,7 +1,6 @@
 """Attention of one layer: projections, per-head norm, rotary embedding, selection, attention."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int

@@ -1,0 +1,9 @@
+"""Files that come with the package."""
+
+from importlib.resources import files
+from pathlib import Path
+
+
+def embedded_path() -> Path:
+    """The folder of the embedded checkpoint, in the hub's layout (docs/tiny.md)."""
+    return Path(str(files("m3jax") / "assets" / "tiny"))

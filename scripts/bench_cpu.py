@@ -1,0 +1,93 @@
+"""Prefill and decode on a CPU against transformers, in one run (docs/performance.md).
+
+    python scripts/bench_cpu.py                 # 8,192 tokens, both implementations
+    python scripts/bench_cpu.py --growth        # how our prefill grows from 2k to 64k
+
+float32, batch 1, the same random weights: hidden 512, 8 layers of which 2 are dense, 16/4 heads of 64, 32 experts of
+which 4 are active, block 128, top-k 16.
+"""
+
+import argparse
+import os
+import time
+
+import numpy as np
+
+THREADS = os.cpu_count() or 1
+TEXT = dict(
+    hidden_size=512, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=64, vocab_size=4096,
+    intermediate_size=256, dense_intermediate_size=1024, shared_intermediate_size=256, num_local_experts=32,
+    num_experts_per_tok=4, rotary_dim=32, index_n_heads=4, index_head_dim=64, index_block_size=128,
+    index_topk_blocks=16, index_local_blocks=1, layer_types=["full_attention"] * 2 + ["minimax_m3_sparse"] * 6,
+    mlp_layer_types=["dense"] * 2 + ["sparse"] * 6, max_position_embeddings=1 << 17, bos_token_id=0, eos_token_id=1,
+    rope_parameters=dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5),
+)  # fmt: skip
+
+
+def main() -> None:
+    """Run what was asked for and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--ours", action="store_true", help="leave transformers out")
+    args = parser.parse_args()
+    if args.growth:
+        return growth()
+    tokens = np.random.default_rng(0).integers(2, TEXT["vocab_size"], args.tokens).tolist()
+    rows = [] if args.ours else [theirs(kind, tokens, args.new_tokens) for kind in ("eager", "sdpa")]
+    rows.append(ours(tokens, args.new_tokens))
+    print(f"{'':22s} {'prefill s':>10s} {'ms / new token':>15s} {'prefill x':>10s} {'decode x':>9s}")
+    for name, prefill, decode in rows:
+        best = rows[-1]
+        ratios = f"{prefill / best[1]:10.1f} {decode / best[2]:9.1f}"
+        print(f"{name:22s} {prefill:10.2f} {decode * 1e3:15.1f} {ratios}")
+
+
+def theirs(attention: str, tokens: list[int], new_tokens: int) -> tuple[str, float, float]:
+    """transformers with a dynamic cache; logits of the last token only."""
+    import torch
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
+
+    torch.manual_seed(0)
+    torch.set_num_threads(THREADS)
+    model = MiniMaxM3VLForCausalLM(MiniMaxM3VLTextConfig(**TEXT, attn_implementation=attention)).eval()
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        model(ids[:, :256], logits_to_keep=1)
+        begin = time.perf_counter()
+        out = model(ids, logits_to_keep=1, use_cache=True)
+        prefill = time.perf_counter() - begin
+        begin = time.perf_counter()
+        for _ in range(new_tokens):
+            token = out.logits[:, -1:].argmax(-1)
+            out = model(token, past_key_values=out.past_key_values, logits_to_keep=1, use_cache=True)
+        decode = (time.perf_counter() - begin) / new_tokens
+    return f"transformers {attention}", prefill, decode
+
+
+def ours(tokens: list[int], new_tokens: int) -> tuple[str, float, float]:
+    """What `m3jax.generate` runs, compiled beforehand."""
+    from m3jax.config import M3Config
+    from m3jax.decoding import Batch, Request, Sampling
+    from m3jax.model import init
+
+    request = Request(prompt=tuple(tokens), max_new_tokens=new_tokens + 1, sampling=Sampling.greedy(), stop_ids=())
+    batch = Batch(init(M3Config.from_dict(TEXT), 0), [request])
+    batch.prefill()
+    batch.advance(new_tokens + 1)
+    timings = batch.timings
+    return "m3jax", timings.prefill_seconds, timings.decode_seconds / new_tokens
+
+
+def growth() -> None:
+    """Prefill time over the prompt's length."""
+    print(f"{'tokens':>8s} {'prefill s':>10s} {'us / token':>11s}")
+    for power in range(11, 17):
+        tokens = np.random.default_rng(0).integers(2, TEXT["vocab_size"], 1 << power).tolist()
+        _, prefill, _ = ours(tokens, 1)
+        print(f"{1 << power:8d} {prefill:10.2f} {prefill / (1 << power) * 1e6:11.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
