@@ -15,7 +15,7 @@ from m3jax.decoding.request import Generation, Request, Timings, as_prompts, che
 from m3jax.decoding.sampling import HostOrDevice, Sampling, SamplingParams
 from m3jax.parallel import sharding
 
-PREFILL_CHUNK = 512
+PREFILL_CHUNK = 2048
 _MIN_CACHE = 256
 _REASONS = {
     loop.LIVE: "unfinished",

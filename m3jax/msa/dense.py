@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from m3jax.msa.chunks import map_chunks, rows_within
-from m3jax.msa.numerics import accumulator, attend, merge
+from m3jax.msa.numerics import Softmax, accumulator, attend
 from m3jax.msa.views import BlockView
 
-_SCORE_BUDGET = 1 << 22  # scores of one step of the blockwise schedule
-_KEY_CHUNK = 512
+_SCORE_BUDGET = 1 << 20  # scores of one step of the blockwise schedule
+_KEY_CHUNK = 1024
 
 
 def dense_attention(
@@ -71,8 +71,9 @@ def _chunk(q, positions, view, per_piece, lengths):
     """One chunk of queries over all pieces of keys."""
     last = jnp.max(jnp.where(positions < lengths[:, None], positions, -1))
     size = per_piece * view.block_size
+    rows = group_rows(q, view.num_heads)
 
-    def step(carry, piece):
+    def step(state, piece):
         # The last piece starts early enough to end at the view's end; what it repeats is masked.
         first = jnp.minimum(piece * per_piece, view.num_blocks - per_piece)
 
@@ -80,18 +81,15 @@ def _chunk(q, positions, view, per_piece, lengths):
             k, v = view.run(first, per_piece)
             slots = first * view.block_size + jnp.arange(size, dtype=jnp.int32)
             visible = causal(positions, lengths, slots) & (slots >= piece * size)
-            part = attend_group(q, k, hide(v, slots, lengths), visible[:, None])
-            pair = [jnp.stack(x, axis) for x, axis in zip(zip(carry, part, strict=True), (-2, -1), strict=True)]
-            return merge(*pair)
+            visible = jnp.repeat(visible, q.shape[2] // view.num_heads, axis=1)
+            return state.fold(rows, k, hide(v, slots, lengths), visible[:, None])
 
-        return jax.lax.cond(piece * size <= last, seen, lambda: carry), None
+        return jax.lax.cond(piece * size <= last, seen, lambda: state), None
 
-    shape = (q.shape[0], view.num_heads, q.shape[1], q.shape[2] // view.num_heads)
-    dtype = accumulator(q.dtype)
-    empty = (jnp.zeros((*shape, q.shape[-1]), dtype), jnp.full(shape, -jnp.inf, dtype))
+    empty = Softmax.empty(rows.shape[:-1], q.shape[-1], accumulator(q.dtype))
     pieces = jnp.arange(-(-view.num_blocks // per_piece), dtype=jnp.int32)
-    (out, lse), _ = jax.lax.scan(jax.checkpoint(step), empty, pieces)
-    return finish(out, lse, q.dtype, True)
+    state, _ = jax.lax.scan(jax.checkpoint(step), empty, pieces)
+    return finish(*_ungroup(*state.finish(), q.shape[1]), q.dtype, True)
 
 
 def attend_group(
@@ -101,11 +99,20 @@ def attend_group(
     visible: Bool[Array, "B K2 T C"],
 ) -> tuple[Float[Array, "B K T G H"], Float[Array, "B K T G"]]:
     """`attend` with the G heads of each KV head as rows; the mask is one per KV head, or one for all."""
-    batch, length, heads, width = q.shape
-    groups = heads // k.shape[1]
-    rows = q.reshape(batch, length, -1, groups, width).swapaxes(1, 2).reshape(batch, -1, length * groups, width)
-    out, lse = attend(rows, k, v, jnp.repeat(visible, groups, axis=2))
-    return out.reshape(batch, -1, length, groups, width), lse.reshape(batch, -1, length, groups)
+    groups = q.shape[2] // k.shape[1]
+    out, lse = attend(group_rows(q, k.shape[1]), k, v, jnp.repeat(visible, groups, axis=2))
+    return _ungroup(out, lse, q.shape[1])
+
+
+def group_rows(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K R H"]:
+    """The queries of a KV head as rows: R = T x G, a token's heads side by side."""
+    batch, length, _, width = q.shape
+    return q.reshape(batch, length, kv_heads, -1, width).swapaxes(1, 2).reshape(batch, kv_heads, -1, width)
+
+
+def _ungroup(out: Float[Array, "B K R H"], lse: Float[Array, "B K R"], length: int):
+    batch, heads, _, width = out.shape
+    return out.reshape(batch, heads, length, -1, width), lse.reshape(batch, heads, length, -1)
 
 
 def causal(positions: Int[Array, "B T"], lengths: Int[Array, " B"], slots: Int[Array, " S"]) -> Bool[Array, "B T S"]:

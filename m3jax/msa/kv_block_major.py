@@ -10,7 +10,7 @@ from m3jax.msa.dense import finish
 from m3jax.msa.numerics import attend, merge
 from m3jax.msa.views import BlockView
 
-_QUERY_CHUNK = 1024  # bounds the partial outputs: J of them a query and head
+_QUERY_CHUNK = 2048  # bounds the partial outputs: J of them a query and head
 _STEP_SCORES = 1 << 19  # scores of one step, small enough for a core's cache
 
 
@@ -40,14 +40,14 @@ def _chunk(q, view, blocks, positions, lengths):
     # An unused slot points at slot 0 of some other pair; its weight is 0.
     lse = jnp.where((blocks >= 0)[..., None], lse[tiles.slot_of], -jnp.inf)
     out = out[tiles.slot_of]
-    out, lse = merge(jnp.moveaxis(out, 3, -2), jnp.moveaxis(lse, 3, -1))
+    out, lse = merge(out, lse, 3)
     return finish(out, lse, q.dtype, True)
 
 
 def _tile_size(pairs: int, num_blocks: int) -> int:
-    """About half the queries that an average block gets, as a power of two in [8, 64]."""
+    """About half the queries that an average block gets, as a power of two in [8, 128]."""
     mean = max(16, pairs // num_blocks)
-    return min(64, 1 << (mean.bit_length() - 2))
+    return min(128, 1 << (mean.bit_length() - 2))
 
 
 def _partials(q, view, tiles, positions, lengths):

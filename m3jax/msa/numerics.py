@@ -1,5 +1,7 @@
 """What every schedule shares: one dot product, one softmax, one merge."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -17,6 +19,46 @@ def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     dtype = accumulator(jnp.result_type(*operands))
     return jnp.einsum(spec, *operands, precision="highest", preferred_element_type=dtype)
+
+
+class Softmax(NamedTuple):
+    """A softmax average under way: sums of exponentials relative to the highest score so far."""
+
+    values: Float[Array, "*X R H"]
+    total: Float[Array, "*X R 1"]
+    top: Float[Array, "*X R 1"]
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], width: int, dtype: jnp.dtype) -> "Softmax":
+        """Nothing seen yet, for rows of `shape`."""
+        zeros = jnp.zeros((*shape, 1), dtype)
+        return cls(jnp.zeros((*shape, width), dtype), zeros, jnp.full_like(zeros, -jnp.inf))
+
+    def fold(
+        self,
+        q: Float[Array, "*X R H"],
+        k: Float[Array, "*X C H"],
+        v: Float[Array, "*X C H"],
+        visible: Bool[Array, "*Y #R C"],
+    ) -> "Softmax":
+        """Take in more columns."""
+        scores = einsum("...rh,...ch->...rc", q, k) * q.shape[-1] ** -0.5
+        scores = jnp.where(visible, scores, -jnp.inf)
+        # The result does not depend on `top`, so no gradient goes through it.
+        top = jnp.maximum(self.top, jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+        shift = jnp.where(jnp.isneginf(top), 0.0, top)
+        p = jnp.exp(scores - shift)
+        old = jnp.exp(self.top - shift)
+        # The probabilities are rounded to the values' dtype before the product, their sum is not (docs/numerics.md).
+        values = self.values * old + einsum("...rc,...ch->...rh", p.astype(v.dtype), v)
+        return Softmax(values, self.total * old + jnp.sum(p, axis=-1, keepdims=True), top)
+
+    def finish(self) -> tuple[Float[Array, "*X R H"], Float[Array, "*X R"]]:
+        """(out, lse): normalised outputs, and the natural log of the sum of exponentials; (0, -inf) if nothing seen."""
+        seen = self.total != 0.0  # true for NaN too, which must not pass for an empty row
+        safe = jnp.where(seen, self.total, 1.0)
+        lse = jnp.where(seen, self.top + jnp.log(safe), -jnp.inf)
+        return jnp.where(seen, self.values / safe, 0.0), lse[..., 0]
 
 
 def attend(
@@ -37,37 +79,30 @@ def attend(
       (out, lse) in the accumulator's dtype: normalised outputs, and the natural log of the sum of exponentials.
       A row that sees nothing is (0, -inf).
     """
-    scores = einsum("...rh,...ch->...rc", q, k) * q.shape[-1] ** -0.5
-    scores = jnp.where(visible, scores, -jnp.inf)
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    p = jnp.exp(scores - top)
-    total = jnp.sum(p, axis=-1, keepdims=True)
-    seen = total != 0.0  # true for NaN too, which must not pass for an empty row
-    safe = jnp.where(seen, total, 1.0)
-    # The probabilities are rounded to the values' dtype before the product, the sum is not (docs/numerics.md).
-    out = einsum("...rc,...ch->...rh", p.astype(v.dtype), v) / safe
-    lse = jnp.where(seen, top + jnp.log(safe), -jnp.inf)
-    return jnp.where(seen, out, 0.0), lse[..., 0]
+    return Softmax.empty(q.shape[:-1], v.shape[-1], accumulator(q.dtype)).fold(q, k, v, visible).finish()
 
 
-def merge(outs: Float[Array, "*X J H"], lses: Float[Array, "*X J"]) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
+def merge(
+    outs: Float[Array, "*X H"], lses: Float[Array, "*Y"], axis: int
+) -> tuple[Float[Array, "*Z H"], Float[Array, "*Z"]]:
     """Attention over a union of disjoint key sets from attention over each (paper, section 4: the combine step).
 
     Args:
-      outs: normalised partial outputs.
+      outs: normalised partial outputs; the parts lie along `axis`.
       lses: their log-sum-exps; -inf marks a part that saw nothing, whose weight is 0 whatever its output holds.
+      axis: not negative.
 
     Returns:
       (out, lse) over the union; (0, -inf) where no part saw anything.
     """
-    top = jax.lax.stop_gradient(jnp.max(lses, axis=-1, keepdims=True))
+    top = jax.lax.stop_gradient(jnp.max(lses, axis=axis, keepdims=True))
     top = jnp.where(jnp.isneginf(top), 0.0, top)
     weights = jnp.exp(lses - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.sum(weights, axis=axis, keepdims=True)
     seen = total != 0.0
     safe = jnp.where(seen, total, 1.0)
     outs = jnp.where(jnp.isneginf(lses)[..., None], 0.0, outs)  # 0 x NaN would be NaN (T38, T40)
-    out = jnp.sum(outs * (weights / safe)[..., None], axis=-2)
+    out = jnp.sum(outs * (weights / safe)[..., None], axis=axis)
     lse = jnp.where(seen, top + jnp.log(safe), -jnp.inf)
-    return jnp.where(seen, out, 0.0), lse[..., 0]
+    seen, lse = (jnp.squeeze(x, axis) for x in (seen, lse))
+    return jnp.where(seen[..., None], out, 0.0), lse
