@@ -38,7 +38,7 @@ from matplotlib.patches import Patch, Rectangle
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.msa import SCHEDULES, block_scores, dense_attention, index_topk, select_blocks, sparse_attention
-from m3jax.msa.numerics import attend, merge
+from m3jax.msa.numerics import attend
 from m3jax.text import Tokenizer
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.titlesize": 11, "figure.constrained_layout.use": True})
@@ -46,9 +46,9 @@ plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.titlesize": 11, "f
 # %% [markdown]
 # ## 1. Choosing blocks
 #
-# 64 tokens in 8 blocks of 8. Each block is about one of three topics. The *index branch* of a layer gives every token one
-# small key, and one query for each KV head. Here they are made up, so that we know what should happen: head 0 looks for
-# its own topic, head 1 for the next one.
+# 64 tokens in 8 blocks of 8. Each block is about one of three topics. The *index branch* of a layer gives every token
+# one small key, and one query for each KV head. Here they are made up, so that we know what should happen: head 0
+# looks for its own topic, head 1 for the next one.
 
 # %%
 T, P, K, N, H, J = 64, 8, 2, 4, 16, 3
@@ -64,8 +64,8 @@ index_q += draw.normal(size=index_q.shape).astype(np.float32) * 0.6
 print("index_q [T K H]", index_q.shape, "  index_k [S H]", index_k.shape)
 
 # %% [markdown]
-# **Token scores** are inner products. A query may see itself and what is before it, so later tokens are masked *first*,
-# token by token.
+# **Token scores** are inner products. A query may see itself and what is before it, so later tokens are masked
+# *first*, token by token.
 
 # %%
 token_scores = np.einsum("tkh,sh->kts", index_q, index_k)
@@ -93,8 +93,8 @@ fig.colorbar(image, ax=axes, shrink=0.8)
 plt.show()
 
 # %% [markdown]
-# **Block scores**: the best token of each block, among those that the query can see. A block that starts after the query
-# has none, and scores minus infinity.
+# **Block scores**: the best token of each block, among those that the query can see. A block that starts after the
+# query has none, and scores minus infinity.
 
 # %%
 scores = token_scores.reshape(K, T, M, P).max(-1)
@@ -102,9 +102,9 @@ print("scores [K T M]", scores.shape)
 
 
 # %% [markdown]
-# **The choice**: a query keeps J = 3 blocks. Its own block is always one of them (and takes a slot); the others are the best
-# scored ones, of equal ones the lower id. Early queries see fewer than J blocks and keep them all. The answer is written
-# as ascending block ids, then -1.
+# **The choice**: a query keeps J = 3 blocks. Its own block is always one of them (and takes a slot); the others are
+# the best scored ones, of equal ones the lower id. Early queries see fewer than J blocks and keep them all. The answer
+# is written as ascending block ids, then -1.
 
 
 # %%
@@ -144,15 +144,14 @@ for head in range(K):
     axes[2 * head + 1].set_title(f"kept, head {head}")
 axes[0].set_ylabel("query token (a tick starts a block)")
 names = ("own block: always kept", "chosen by score", "seen and dropped")
-handles = [
-    Patch(facecolor=colours(i), edgecolor="grey", label=name) for i, name in zip((3, 2, 1), names, strict=True)
-]
+handles = [Patch(facecolor=colours(i), edgecolor="grey", label=name) for i, name in zip((3, 2, 1), names, strict=True)]
 fig.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
 plt.show()
 
 # %% [markdown]
-# The heads of one token read different blocks: the choice is made for each KV head, and shared only by the G query heads
-# of its group. One list for all heads would be wrong for nearly all of the late tokens:
+# Where a topic has not come up often enough, the rest is chosen by chance, in the noise. The heads of one token read
+# different blocks: the choice is made for each KV head, and shared only by the G query heads of its group. One list
+# for all heads would be wrong for nearly all of the late tokens:
 
 # %%
 late = np.arange(T) // P >= J
@@ -160,23 +159,31 @@ differ = (blocks[0] != blocks[1]).any(-1)
 print(f"the two heads differ for {differ[late].mean():.0%} of the tokens that drop a block")
 
 # %% [markdown]
-# The package does the same, for a batch of rows (B = 1 here), with positions and lengths that say which token stands where.
+# The package does the same, for a batch of rows (B = 1 here), with positions and lengths that say which token stands
+# where.
 
 # %%
 row = lambda x: jnp.asarray(x, jnp.float32)[None]
 positions, lengths = jnp.arange(T)[None], jnp.array([T])
 
-ours = block_scores(row(index_q), row(index_k), positions, lengths, P)
+# Compiled as one program each; the names in `static_argnames` are no data.
+score = jax.jit(block_scores, static_argnames="block_size")
+select = jax.jit(select_blocks, static_argnames=("block_size", "top_k"))
+topk = jax.jit(index_topk, static_argnames=("block_size", "top_k"))
+sparse = jax.jit(sparse_attention, static_argnames=("block_size", "schedule"))
+
+ours = score(row(index_q), row(index_k), positions, lengths, block_size=P)
 np.testing.assert_allclose(ours[0], scores, rtol=1e-5, atol=1e-5)
-np.testing.assert_array_equal(select_blocks(ours, positions, lengths, block_size=P, top_k=J)[0], blocks)
-fused = index_topk(row(index_q), row(index_k), positions, lengths, block_size=P, top_k=J)
+np.testing.assert_array_equal(select(ours, positions, lengths, block_size=P, top_k=J)[0], blocks)
+fused = topk(row(index_q), row(index_k), positions, lengths, block_size=P, top_k=J)
 np.testing.assert_array_equal(fused[0], blocks)
 print("block_scores, select_blocks and index_topk: the same scores and the same blocks [B K T J]", fused.shape)
 
 # %% [markdown]
 # ## 2. Attention over the chosen blocks
 #
-# The main branch is ordinary grouped-query attention, with a softmax over the tokens of the chosen blocks alone. By hand:
+# The main branch is ordinary grouped-query attention, with a softmax over the tokens of the chosen blocks alone. By
+# hand:
 
 # %%
 q = draw.normal(size=(T, N, H)).astype(np.float32)
@@ -198,13 +205,14 @@ def attend_by_hand(q, k, v, blocks):
 expected = attend_by_hand(q, k, v, blocks)
 qkv = row(q), row(k), row(v)
 for schedule in SCHEDULES:
-    out = sparse_attention(*qkv, fused, positions, lengths, block_size=P, schedule=schedule)
+    out = sparse(*qkv, fused, positions, lengths, block_size=P, schedule=schedule)
     print(f"{schedule:15} differs from the one by hand by at most {np.abs(out[0] - expected).max():.1e}")
 
 # %% [markdown]
-# Three schedules, one definition. `mask` computes all T x S scores and hides most of them. `query_major` gathers the blocks of
-# each query. `kv_block_major` goes the other way round: it takes a block, and with it all queries that chose it; each
-# query's partial outputs are then **merged** by their log-sum-exp. The merge by hand, for the last query of head 0:
+# Three schedules, one definition. `mask` computes all T x S scores and hides most of them. `query_major` gathers the
+# blocks of each query. `kv_block_major` goes the other way round: it takes a block, and with it all queries that chose
+# it; each query's partial outputs are then **merged** by their log-sum-exp. The merge by hand, for the last query of
+# head 0:
 
 # %%
 parts = []
@@ -220,14 +228,14 @@ print("weights of the three blocks:", np.exp(lses - lse).round(3))
 print(f"merged and whole differ by at most {np.abs(merged - expected[T - 1, 0]).max():.1e}")
 
 # %% [markdown]
-# **Against dense attention.** With J = M every block is chosen, and MSA is dense causal attention. With J = 3 it is so for the
-# first J x P = 24 tokens, which cannot see more than three blocks. Beyond that it is another function: these keys and values
-# are random, so whatever is dropped is missed. A trained model learns to drop what it does not need.
+# **Against dense attention.** With J = M every block is chosen, and MSA is dense causal attention. With J = 3 it is so
+# for the first J x P = 24 tokens, which cannot see more than three blocks. Beyond that it is another function: these
+# keys and values are random, so whatever is dropped is missed. A trained model learns to drop what it does not need.
 
 # %%
-dense = dense_attention(*qkv, positions, lengths)
-every = index_topk(row(index_q), row(index_k), positions, lengths, block_size=P, top_k=M)
-out = sparse_attention(*qkv, every, positions, lengths, block_size=P, schedule="kv_block_major")
+dense = jax.jit(dense_attention)(*qkv, positions, lengths)
+every = topk(row(index_q), row(index_k), positions, lengths, block_size=P, top_k=M)
+out = sparse(*qkv, every, positions, lengths, block_size=P, schedule="kv_block_major")
 print(f"all {M} blocks against dense: {np.abs(out - dense).max():.1e}")
 
 distance = np.abs(expected - dense[0]).max(axis=(1, 2))
@@ -242,9 +250,10 @@ plt.show()
 # %% [markdown]
 # ## 3. Which block did the word come from?
 #
-# The embedded checkpoint is a small MSA model with trained weights: one dense layer, then four with MSA; blocks of 16 tokens, of
-# which a query keeps 8. A sparse layer thus reads 128 tokens. It has learnt to recall records, lines such as
-# `# harbor -> lantern`, over thousands of tokens of Python. We write one record near the start, and ask for it at the end.
+# The embedded checkpoint is a small MSA model with trained weights: one dense layer, then four with MSA; blocks of 16
+# tokens, of which a query keeps 8. A sparse layer thus reads 128 tokens. It has learnt to recall records, lines such
+# as `# harbor -> lantern`, over thousands of tokens of Python. We write one record near the start, and ask for it at
+# the end.
 
 # %%
 model = m3jax.load(dtype="float32")
@@ -264,7 +273,7 @@ def prompt(key, value, before=200, length=1600):
 tokens, place = prompt("harbor", "lantern")
 T, home = len(tokens), place // P
 M = -(-T // P)
-print(f"{T} tokens in {M} blocks; the value stands at token {place}, in block {home}, {T - place} tokens before the answer")
+print(f"{T} tokens in {M} blocks; the value is token {place}, in block {home}, {T - place} tokens before the answer")
 
 # %%
 look = jax.jit(lambda model, tokens: model.intermediates(tokens))
@@ -274,10 +283,10 @@ print("# harbor ->" + tokenizer.decode([answer]))
 assert tokenizer.decode([answer]) == " lantern"
 
 # %% [markdown]
-# `intermediates` gives all values on the way, by layer and by name. The answer is predicted at the last token, so we look at
-# its block scores and its chosen blocks, for each sparse layer and KV head: the rank of the record's block among all blocks
-# (by score; the own block aside), whether it was kept, and how much of their attention the heads of the group pay to the value
-# itself.
+# `intermediates` gives all values on the way, by layer and by name. The answer is predicted at the last token, so we
+# look at its block scores and its chosen blocks, for each sparse layer and KV head: the rank of the record's block
+# among all blocks (by score; the own block aside), whether it was kept, and how much of their attention the heads of
+# the group pay to the value itself.
 
 
 # %%
@@ -299,8 +308,8 @@ branches = [
 found = []
 print("layer  KV head  rank of the record's block    kept   attention to the value, by query head")
 for i, head, layer in branches:
-    score = layer["block_scores"][0, head, -1, : M - 1]
-    rank, kept = 1 + int((score > score[home]).sum()), home in layer["blocks"][0, head, -1]
+    past = layer["block_scores"][0, head, -1, : M - 1]
+    rank, kept = 1 + int((past > past[home]).sum()), home in layer["blocks"][0, head, -1]
     paid = attention_paid(layer, head)[:, place]
     found += [(i, head, layer)] if kept else []
     print(f"{i:5}  {head:7}  {rank:15} of {M - 1:4}  {'yes' if kept else '-':>10}   {paid.round(3)}")
@@ -316,17 +325,16 @@ for y, (_, head, layer) in enumerate(branches):
         axis.add_patch(Rectangle((block - 0.5, y - 0.5), 1, 1, fill=False, ec="red", lw=1.6))
 axis.set_yticks(range(len(branches)), [f"layer {i}, KV head {head}" for i, head, _ in branches])
 axis.set_xlabel("key block")
-axis.annotate(
-    "the record", (home, -0.5), (home, -1.6), ha="center", annotation_clip=False, arrowprops=dict(arrowstyle="->")
-)
-axis.set_title("block scores of the last token (each row on its own scale); red: the blocks that it keeps\n")
+arrow = dict(arrowstyle="->")
+axis.annotate("the record", (home, -0.5), (home, -1.5), ha="center", annotation_clip=False, arrowprops=arrow)
+axis.set_title("block scores of the last token (each row on its own scale); red: the blocks that it keeps", loc="right")
 fig.colorbar(image, ax=axis, label="standard deviations", pad=0.01)
 plt.show()
 
 # %% [markdown]
-# Most branches look at what is near, where code is predicted from. One kept the block of the record, far back. These are
-# the tokens of that block, with what each query head of the group pays to them: the attention within the block falls on the
-# value.
+# Most branches look at what is near, where code is predicted from. One kept the record's block, far back. These are
+# the tokens of that block, with what each query head of the group pays to them: the attention within the block falls
+# on the value.
 
 # %%
 i, head, layer = max(found, key=lambda branch: attention_paid(branch[2], branch[1])[:, place].max())
@@ -342,16 +350,20 @@ axis.set_title(f"layer {i}, KV head {head}: attention of the last token within b
 plt.show()
 
 # %% [markdown]
-# All choices of that layer, for every query. The diagonal is the own block and its neighbours. The two KV heads do different
-# work; the queries that went back to the record's block stand in its column.
+# All choices of that layer, for every query. The diagonal is the own block and its neighbours; what stands alone far
+# from it was picked for what it holds. The blue lines enclose the record's block. The circle is the last token, which
+# reads it.
 
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(11, 5.2), sharey=True)
+fig, axes = plt.subplots(1, config.num_key_value_heads, figsize=(11, 5.2), sharey=True)
 for other, axis in enumerate(axes):
     kept = (layer["blocks"][0, other, :, :, None] == np.arange(M)).any(1)
-    axis.imshow(kept, aspect="auto", cmap="Greys", interpolation="nearest", vmax=1.0)
-    axis.axvspan(home - 0.5, home + 0.5, color="red", alpha=0.25, lw=0)
-    axis.set(xlabel="key block", title=f"layer {i}, KV head {other}: kept by {kept[:, home].sum()} queries from block {home}")
+    axis.imshow(kept, aspect="auto", cmap="Greys", interpolation="nearest")
+    for edge in (home - 1, home + 1):
+        axis.axvline(edge, color="tab:blue", lw=0.8)
+    if kept[-1, home]:
+        axis.plot(home, T - 1, "o", ms=14, mfc="none", mec="red", clip_on=False)
+    axis.set(xlabel="key block", title=f"blocks kept in layer {i}, KV head {other}")
 axes[0].set_ylabel("query token")
 plt.show()
 
@@ -359,10 +371,7 @@ plt.show()
 # And the answer follows the record: another value in the same place is recalled from there.
 
 # %%
-for value in ("castle", "onion", "velvet"):
-    changed, _ = prompt("harbor", value) if len(tokenizer.encode(f" {value}")) == 1 else (None, None)
-    if changed is None:
-        print(f"{value}: not one token of this vocabulary, so it cannot be a record's value")
-        continue
+for value in ("castle", "onion"):
+    changed, _ = prompt("harbor", value)
     logits = look(model, changed[None])["logits"][0, -1]
     print(f"# harbor -> {value}: the model says{tokenizer.decode([int(logits.argmax())])}")

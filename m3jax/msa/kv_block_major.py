@@ -38,10 +38,9 @@ def _chunk(q, view, blocks, positions, lengths):
     rows_q = q.reshape(batch, length, heads, groups, q.shape[-1])
     out, lse = _partials(rows_q, view, tiles, positions, lengths)
     # An unused slot points at slot 0 of some other pair; its weight is 0.
-    lse = jnp.where((blocks >= 0)[..., None], lse[tiles.slot_of], -jnp.inf)
-    out = out[tiles.slot_of]
-    out, lse = merge(out, lse, 3)
-    return finish(out, lse, q.dtype, True)
+    slots, used = (jnp.moveaxis(x, 3, 0) for x in (tiles.slot_of, blocks >= 0))
+    merged = merge(lambda j: out[slots[j]], jnp.where(used[..., None], lse[slots], -jnp.inf))
+    return finish(*merged, q.dtype, True)
 
 
 def _tile_size(pairs: int, num_blocks: int) -> int:
@@ -61,12 +60,8 @@ def _partials(q, view, tiles, positions, lengths):
     )
     xs = tuple(shape(x) for x in tiles[:5])
 
-    def step(_, xs):
-        work = lambda: _tile_attention(q, view, xs, positions, lengths)
-        idle = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
-        return None, jax.lax.cond(jnp.any(xs[4]), work, idle)
-
-    _, (out, lse) = jax.lax.scan(jax.checkpoint(step), None, xs)
+    step = jax.checkpoint(lambda xs: _tile_attention(q, view, xs, positions, lengths))
+    out, lse = jax.lax.map(step, xs)
     return out.reshape(-1, groups, width), lse.reshape(-1, groups)
 
 

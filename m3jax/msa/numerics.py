@@ -1,10 +1,11 @@
 """What every schedule shares: one dot product, one softmax, one merge."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
@@ -83,26 +84,30 @@ def attend(
 
 
 def merge(
-    outs: Float[Array, "*X H"], lses: Float[Array, "*Y"], axis: int
-) -> tuple[Float[Array, "*Z H"], Float[Array, "*Z"]]:
+    part: Callable[[Int[Array, ""]], Float[Array, "*X H"]], lses: Float[Array, "J *X"]
+) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
     """Attention over a union of disjoint key sets from attention over each (paper, section 4: the combine step).
 
     Args:
-      outs: normalised partial outputs; the parts lie along `axis`.
+      part: reads the normalised output of part j. Parts are read one after the other, never all at once.
       lses: their log-sum-exps; -inf marks a part that saw nothing, whose weight is 0 whatever its output holds.
-      axis: not negative.
 
     Returns:
       (out, lse) over the union; (0, -inf) where no part saw anything.
     """
-    top = jax.lax.stop_gradient(jnp.max(lses, axis=axis, keepdims=True))
+    top = jax.lax.stop_gradient(jnp.max(lses, axis=0))
     top = jnp.where(jnp.isneginf(top), 0.0, top)
     weights = jnp.exp(lses - top)
-    total = jnp.sum(weights, axis=axis, keepdims=True)
+    total = jnp.sum(weights, axis=0)
     seen = total != 0.0
     safe = jnp.where(seen, total, 1.0)
-    outs = jnp.where(jnp.isneginf(lses)[..., None], 0.0, outs)  # 0 x NaN would be NaN (T38, T40)
-    out = jnp.sum(outs * (weights / safe)[..., None], axis=axis)
-    lse = jnp.where(seen, top + jnp.log(safe), -jnp.inf)
-    seen, lse = (jnp.squeeze(x, axis) for x in (seen, lse))
-    return jnp.where(seen[..., None], out, 0.0), lse
+
+    def add(out, xs):
+        j, weight = xs
+        unseen = (weight == 0.0)[..., None]
+        # 0 x NaN would be NaN (T38, T40).
+        return out + jnp.where(unseen, 0.0, part(j)) * (weight / safe)[..., None], None
+
+    empty = jnp.zeros(jax.eval_shape(part, jnp.int32(0)).shape, lses.dtype)
+    out, _ = jax.lax.scan(add, empty, (jnp.arange(len(lses), dtype=jnp.int32), weights))
+    return out, jnp.where(seen, top + jnp.log(safe), -jnp.inf)

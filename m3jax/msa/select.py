@@ -9,7 +9,7 @@ from m3jax.msa.dense import causal
 from m3jax.msa.numerics import einsum
 from m3jax.msa.views import check_block_size
 
-_SCORE_BUDGET = 1 << 24  # token scores held at once; 64 MiB in float32
+_SCORE_BUDGET = 1 << 19  # token scores held at once; more would leave the cache of a core
 _KEY_CHUNK = 1024  # keys scored at once; pieces that no query of the chunk can see are skipped
 
 
