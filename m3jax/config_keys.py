@@ -51,13 +51,40 @@ _FIXED_SPARSE = {"use_sparse_attention": (True,)}
 
 # Keys that do not change a forward pass: bookkeeping, training, and what transformers writes into every config.
 _HARMLESS = frozenset(
-    """
-    architectures auto_map model_type torch_dtype dtype transformers_version _name_or_path name_or_path use_cache
-    attention_dropout initializer_range router_aux_loss_coef router_jitter_noise output_router_logits pad_token_id
-    output_attentions output_hidden_states return_dict num_mtp_modules num_nextn_predict_layers num_reward_heads
-    chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type _attn_implementation
-    attn_implementation quantization_config vision_config mtp_transformer_layers base_model_tp_plan
-    """.split()
+    [
+        "architectures",
+        "auto_map",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "_name_or_path",
+        "name_or_path",
+        "use_cache",
+        "attention_dropout",
+        "initializer_range",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "output_router_logits",
+        "pad_token_id",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "num_mtp_modules",
+        "num_nextn_predict_layers",
+        "num_reward_heads",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "_attn_implementation",
+        "attn_implementation",
+        "quantization_config",
+        "vision_config",
+        "mtp_transformer_layers",
+        "base_model_tp_plan",
+    ]
 )
 
 

@@ -4,7 +4,7 @@
     python scripts/train_tiny.py --out runs/dense --dense   # the same model with dense attention, to compare
 
 The run keeps its state under OUT/state and writes a checkpoint in the hub's layout to OUT/model, with what was
-measured in OUT/report.json.
+measured in OUT/report.json. See docs/tiny.md.
 """
 
 import argparse
@@ -51,24 +51,27 @@ class Stage:
     sparse: bool
 
 
-# Dense warm-up, in which the index branch learns from whole rows, then sparse (spec of MSA, 1.2).
+# Dense warm-up, in which the index branch learns from whole rows, then sparse (docs/msa.md).
 STAGES = (
     Stage("warm-up", 2000, 1024, 64, False),
     Stage("warm-up, long", 500, 4096, 16, False),
     Stage("sparse", 1800, 4096, 16, True),
 )
 SHORT = (Stage("warm-up", 3, 128, 2, False), Stage("sparse", 3, 256, 2, True))
-KEEP_EVERY = 500
+KEEP_SECONDS = 60.0
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse arguments, train, measure."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if reason := _mismatch(args):
+        parser.error(reason)
     stages = SHORT if args.short else STAGES
     if args.dense:
         stages = tuple(dataclasses.replace(s, sparse=False) for s in stages)
     tokenizer = Tokenizer.from_pretrained(embedded_path())
-    args.out.mkdir(parents=True, exist_ok=True)
     corpora = {
         split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources)
         for split in ("train", "validation")
@@ -80,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded_path() / name, args.out / "model" / name)
     report = measure(model, corpora["validation"], args.short, args.dense)
-    (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    (args.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     print(json.dumps(report, indent=2))
 
 
@@ -88,7 +91,7 @@ def train(args: argparse.Namespace, stages: tuple[Stage, ...], corpus: Corpus) -
     """Run what is left of the stages, keeping the state as it goes."""
     total = sum(s.steps for s in stages)
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, min(200, total // 4 + 1), total, 0.0)
-    optimizer = make_optimizer(schedule)
+    optimizer = make_optimizer(schedule, frozen_index=args.dense)
     options = TrainOptions(recall_weight=args.recall_weight, kl_weight=0.0 if args.dense else 1.0)
     state = init_state(init(CONFIG, args.seed), optimizer)
     with ocp.CheckpointManager(args.out.resolve() / "state", options=_manager_options()) as keeper:
@@ -109,19 +112,21 @@ def run_stage(stage, first, last, state, corpus, optimizer, options, keeper, arg
     state = state._replace(opt_state=_with_schedule(state.opt_state, schedule))
     batches = RecallBatches(corpus, stage.seq_len, stage.batch, args.seed)
     begin, seen = time.perf_counter(), int(state.step)
+    kept_at = begin
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(batches.__getitem__, seen)
         for step in range(seen, last):
             batch = ahead.result()
             ahead = pool.submit(batches.__getitem__, step + 1)
-            kept = {k: jnp.asarray(batch[k]) for k in ("tokens", "weights", "recall")}
-            state, metrics = train_step(state, kept, optimizer, options)
+            arrays = {k: jnp.asarray(batch[k]) for k in ("tokens", "weights", "recall")}
+            state, metrics = train_step(state, arrays, optimizer, options)
             if step % 100 == 99 or step + 1 == last:
                 values = {k: round(float(v), 4) for k, v in metrics.items()}
                 rate = (step + 1 - seen) / (time.perf_counter() - begin)
                 print(f"{stage.name:>14} {step + 1:6d}/{last} {rate:6.2f} steps/s {values}", flush=True)
-            if (step + 1) % KEEP_EVERY == 0 or step + 1 == last:
+            if time.perf_counter() - kept_at >= KEEP_SECONDS or step + 1 == last:
                 keeper.save(step + 1, args=ocp.args.StandardSave(_leaves(state)))
+                kept_at = time.perf_counter()
     return state
 
 
@@ -138,9 +143,22 @@ def measure(model, corpus: Corpus, short: bool, dense: bool) -> dict:
     }
     if not dense:
         tokens = np.concatenate([b["tokens"][:2, :-1] for b in batches])
-        caught = lambda random: attention_caught(model, tokens, random).round(4).tolist()
+        first = seq_len // 2 if short else None
+        caught = lambda random: attention_caught(model, tokens, random, first).astype(float).round(4).tolist()
         report |= {"caught": caught(False), "caught_by_random_blocks": caught(True)}
     return report
+
+
+def _mismatch(args: argparse.Namespace) -> str | None:
+    """Why the run in the folder cannot go on under these arguments; a new folder remembers them."""
+    names = ("dense", "short", "seed", "learning_rate", "recall_weight", "schedule")
+    settings, path = {name: getattr(args, name) for name in names}, args.out / "settings.json"
+    if not path.exists():
+        path.write_text(json.dumps(settings, indent=2) + "\n")
+        return None
+    before = json.loads(path.read_text())
+    wrong = [f"{k} = {before[k]!r}, not {v!r}" for k, v in settings.items() if before[k] != v]
+    return f"{args.out} holds a run with {'; '.join(wrong)}: give the same, or another --out" if wrong else None
 
 
 def _leaves(state: TrainState) -> dict[str, jax.Array]:

@@ -8,9 +8,7 @@ import jaxtyping
 import pytest
 
 # Eight devices on the host, for the tests of sharding; an accelerator only where the caller asks.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
+os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # The model is made of plain pytrees, so it must work with NNX's tree mode alone.

@@ -259,14 +259,15 @@ def row_of(values: dict[str, Any], row: int) -> dict[str, Any]:
 
 
 def test_causality():
-    """T2: a token changes nothing before it, in the selections either."""
+    """T2: a token changes nothing before it, in its own block's score either."""
     changed = tokens().copy()
     changed[:, 43] = (changed[:, 43] + 1) % CONFIG.vocab_size
     found = jax.device_get(run(model(), changed, FULL))
     assert_same_bits(found["logits"][:, :43], whole()["logits"][:, :43])
     assert np.all(np.any(found["logits"][:, 43:] != whole()["logits"][:, 43:], axis=(0, 2)))
     for mine, before in zip(sparse_layers(found), sparse_layers(whole()), strict=True):
-        assert_same_bits(mine["blocks"][:, :, :43], before["blocks"][:, :, :43])
+        for name in ("block_scores", "blocks"):
+            assert_same_bits(mine[name][:, :, :43], before[name][:, :, :43])
 
 
 # Layers and schedules

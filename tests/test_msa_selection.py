@@ -222,6 +222,9 @@ def test_keys_beyond_a_length_are_never_read(poison, small, case):
     got = select(case, (index_q, other), small=small)
     np.testing.assert_array_equal(got, select(case, (index_q, index_k), small=small))
     assert_partial(case, got)
+    static = dict(block_size=case.shape.P, small=small)
+    scores = [block_scores(index_q, k, case.positions, case.lengths, **static) for k in (other, index_k)]
+    np.testing.assert_array_equal(*scores)
 
 
 @given(case=cases((GROUPED,)), row=st.integers(0, 2))
@@ -363,7 +366,8 @@ def test_lengths_are_data():
     """T11, T21: one program for a document that grows, with the right answer at every length."""
     case = prefill(GROUPED)
     index_q, index_k = case.index()
-    full = select(case)
+    scores = reference.block_scores(index_q, index_k, case.positions, case.lengths, 4)
+    full = reference.select_blocks(scores, case.positions, case.lengths, **case.rules())
     step = jax.jit(partial(msa.index_topk, **case.rules()))
     for at in range(40):
         lengths = np.full(3, at + 1, np.int32)
@@ -409,45 +413,3 @@ def test_vmap_is_a_loop():
     args = [np.stack(x) for x in zip(*((*c.index(), c.positions, c.lengths) for c in stack), strict=True)]
     got = jax.jit(jax.vmap(partial(msa.index_topk, **stack[0].rules())))(*args)
     np.testing.assert_array_equal(got, np.stack([select(c) for c in stack]))
-
-
-# Errors.
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(score="mean"), "score = 'mean': allowed are 'max' and 'lse'"),
-        (dict(block_size=0), "block_size = 0: must be at least 1"),
-        (dict(local_blocks=0), "local_blocks = 0"),
-        (dict(init_blocks=-1), "init_blocks = -1"),
-        (dict(local_blocks=2, init_blocks=2), "both together at most top_k"),
-        (dict(top_k=0), "top_k = 0"),
-    ],
-)
-def test_wrong_rules(changes, message):
-    """T31: an unknown score type or counts that contradict each other are errors, not another model."""
-    case = prefill(GROUPED)
-    args = [jnp.asarray(x) for x in (*case.index(), case.positions, case.lengths)]
-    with pytest.raises(ValueError, match=message):
-        msa.index_topk(*args, **case.rules(**changes))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_index_widths_that_differ():
-    """T31."""
-    case = prefill(GROUPED)
-    index_q, index_k = case.index()
-    args = (index_q[..., :4], index_k, case.positions, case.lengths)
-    with pytest.raises(ValueError, match="index_q has width 4 and index_k 8"):
-        msa.index_topk(*map(jnp.asarray, args), **case.rules())
-    with pytest.raises(ValueError, match="index_q has width 4 and index_k 8"):
-        msa.block_scores(*map(jnp.asarray, args), case.shape.P)
-
-
-def test_select_blocks_checks_its_rules():
-    """T31."""
-    scores = jnp.zeros((1, 1, 1, 5))
-    args = (scores, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
-    with pytest.raises(ValueError, match="block_size = 0: must be at least 1"):
-        msa.select_blocks(*args, block_size=0, top_k=2)

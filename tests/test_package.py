@@ -51,9 +51,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~$}>/-])/(?:work|tmp|root|home|Users|opt|mnt
 @cache
 def tracked_files() -> tuple[Path, ...]:
     """Paths, relative to the root, that git knows; skips the test outside a checkout."""
-    git = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=False
-    )
+    git = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=False)
     if git.returncode or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout, so there is no list of tracked files")
     return tuple(Path(name) for name in git.stdout.split("\0") if name and (ROOT / name).is_file())
@@ -126,8 +124,7 @@ def test_one_module_calls_kernels():
     wrong = [
         module_name(path)
         for path in sources("m3jax")
-        if module_name(path) != KERNEL_CALLER
-        and any(within(name, "pallas_kernels") for name in imported_modules(path))
+        if module_name(path) != KERNEL_CALLER and any(within(name, "pallas_kernels") for name in imported_modules(path))
     ]
     assert not wrong
 
@@ -155,9 +152,7 @@ def test_import_is_light():
         "sys.exit(', '.join(sorted(heavy)) if heavy else 0)\n"
     )
     names = [module_name(path) for path in sources(*PACKAGES) if path.stem != "__main__"]
-    result = subprocess.run(
-        [sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
@@ -186,9 +181,5 @@ def test_no_machine_paths():
             text = (ROOT / path).read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        wrong += [
-            f"{path}:{number}"
-            for number, line in enumerate(text.splitlines(), 1)
-            if MACHINE_PATH.search(line)
-        ]
+        wrong += [f"{path}:{number}" for number, line in enumerate(text.splitlines(), 1) if MACHINE_PATH.search(line)]
     assert not wrong

@@ -155,9 +155,7 @@ def test_lone_surrogate():
 
 
 def test_training_reserves_the_words_and_repeats():
-    spec = importlib.util.spec_from_file_location(
-        "train_tokenizer", ROOT / "scripts" / "train_tokenizer.py"
-    )
+    spec = importlib.util.spec_from_file_location("train_tokenizer", ROOT / "scripts" / "train_tokenizer.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     texts = list(python_corpus("validation").values())[::4]

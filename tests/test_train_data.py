@@ -196,9 +196,7 @@ def test_probe_distance(corpus: Corpus, distance: int, seed: int):
         key = prompt[-2]
         assert prompt[-4:].tolist() == [ids.newline, ids.hash, key, ids.arrow]
         records = records_of(corpus, prompt)
-        assert [(start, value) for start, k, value in records if k == key] == [
-            (1024 - distance - 4, answer)
-        ]
+        assert [(start, value) for start, k, value in records if k == key] == [(1024 - distance - 4, answer)]
         assert len({k for _, k, _ in records}) == len(records)
         if distance >= 300:
             assert sum(start > 1024 - distance for start, _, _ in records) >= 15

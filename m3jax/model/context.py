@@ -1,6 +1,5 @@
 """What every layer of one call shares."""
 
-
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int

@@ -13,7 +13,7 @@ from m3jax.msa.numerics import accumulator, einsum
 def gemma_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
     """Root-mean-square norm times (1 + weight), in the accumulator's dtype; the caller rounds.
 
-    Source: spec of M3, gnorm; transformers `MiniMaxM3VLRMSNorm`.
+    Source: transformers `MiniMaxM3VLRMSNorm`.
     """
     dtype = accumulator(x.dtype)
     x = x.astype(dtype)

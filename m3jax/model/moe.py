@@ -1,4 +1,4 @@
-"""The mixture of experts: a float32 router, and dropless experts (spec of M3, 3.6)."""
+"""The mixture of experts: a float32 router, and dropless experts (docs/numerics.md)."""
 
 import jax
 import jax.numpy as jnp

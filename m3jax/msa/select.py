@@ -1,4 +1,4 @@
-"""The index branch: score 128-token blocks, keep the best of them (paper, section 3; spec/msa.md 1.1)."""
+"""The index branch: score 128-token blocks, keep the best of them (paper, section 3; docs/msa.md)."""
 
 import jax
 import jax.numpy as jnp

@@ -21,9 +21,7 @@ class Tokenizer:
         eos_id: id that ends a turn, or None.
     """
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, bos_id: int | None = None, eos_id: int | None = None
-    ):
+    def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None = None, eos_id: int | None = None):
         self.backend = backend
         self.bos_id = bos_id
         self.eos_id = eos_id
@@ -200,9 +198,7 @@ def _read_settings(path: Path) -> dict:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def _special_id(
-    backend: tokenizers.Tokenizer, settings: dict, key: str, folder: Path
-) -> int | None:
+def _special_id(backend: tokenizers.Tokenizer, settings: dict, key: str, folder: Path) -> int | None:
     token = settings.get(key)
     # Older files write an AddedToken object where newer ones write its string.
     content = token["content"] if isinstance(token, dict) else token
@@ -218,6 +214,4 @@ def _check_text(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"text holds a lone surrogate at character {error.start}; remove it"
-        ) from error
+        raise ValueError(f"text holds a lone surrogate at character {error.start}; remove it") from error

@@ -57,9 +57,7 @@ def python_corpus(split: str, root: str | Path | None = None) -> dict[str, str]:
 
 
 def _is_skipped(name: Path) -> bool:
-    return bool(_SKIPPED_FOLDERS & set(name.parts)) or any(
-        part.startswith(_SKIPPED_PREFIXES) for part in name.parts
-    )
+    return bool(_SKIPPED_FOLDERS & set(name.parts)) or any(part.startswith(_SKIPPED_PREFIXES) for part in name.parts)
 
 
 def _split_of(name: str) -> str:
@@ -106,9 +104,7 @@ class RecordTokens:
         """
         lines = [f"\n# {word} -> {word}" for word in WORDS]
         encoded = tokenizer.encode_batch(lines)
-        wrong = [
-            word for word, ids in zip(WORDS, encoded, strict=True) if len(ids) != RECORD_LENGTH
-        ]
+        wrong = [word for word, ids in zip(WORDS, encoded, strict=True) if len(ids) != RECORD_LENGTH]
         if wrong:
             raise ValueError(
                 f"{len(wrong)} recall words are not single tokens here, {wrong[:8]} among them; "
@@ -118,9 +114,7 @@ class RecordTokens:
         words = np.array([ids[KEY] for ids in encoded], np.int32)
         return cls(newline=newline, hash=hash_, arrow=arrow, words=words)
 
-    def write(
-        self, keys: Int32[np.ndarray, " R"], values: Int32[np.ndarray, " R"]
-    ) -> Int32[np.ndarray, "R 5"]:
+    def write(self, keys: Int32[np.ndarray, " R"], values: Int32[np.ndarray, " R"]) -> Int32[np.ndarray, "R 5"]:
         """Records of word ids."""
         records = np.empty((len(keys), RECORD_LENGTH), np.int32)
         records[:] = (self.newline, self.hash, 0, self.arrow, 0)
@@ -234,9 +228,7 @@ def _write_cache(cache: str | Path | None, fingerprint: str, tokens: np.ndarray)
             np.savez(file, fingerprint=fingerprint, tokens=tokens)
 
 
-def _tokenise(
-    tokenizer: Tokenizer, texts: list[str], description: str, progress: bool
-) -> np.ndarray:
+def _tokenise(tokenizer: Tokenizer, texts: list[str], description: str, progress: bool) -> np.ndarray:
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     files = []
     groups = [texts[i : i + 32] for i in range(0, len(texts), 32)]

@@ -29,9 +29,7 @@ _MIN_DISTANCE = 8
 _QUERIES = (0.6, 0.25, 0.15)  # probability of 1, 2, 3 repeats of a pair
 
 
-def _splice(
-    code: np.ndarray, places: np.ndarray, records: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _splice(code: np.ndarray, places: np.ndarray, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Inserts record r before code[places[r]]; places ascend. Also returns the records' starts."""
     starts = places + RECORD_LENGTH * np.arange(len(places))
     slots = (starts[:, None] + np.arange(RECORD_LENGTH)).ravel()
@@ -224,13 +222,10 @@ def recall_probe(
     _check_fits(corpus, seq_len)
     if not RECORD_LENGTH <= distance <= seq_len - VALUE:
         raise ValueError(
-            f"distance {distance} does not fit a prompt of {seq_len} tokens; "
-            f"give {RECORD_LENGTH} to {seq_len - VALUE}"
+            f"distance {distance} does not fit a prompt of {seq_len} tokens; give {RECORD_LENGTH} to {seq_len - VALUE}"
         )
     if not 0 <= distractors < len(corpus.records.words) // 2:
-        raise ValueError(
-            f"distractors {distractors} is not between 0 and {len(corpus.records.words) // 2 - 1}"
-        )
+        raise ValueError(f"distractors {distractors} is not between 0 and {len(corpus.records.words) // 2 - 1}")
     rng = np.random.default_rng(seed)
     probes = [_probe(rng, corpus, distance, seq_len, distractors) for _ in range(count)]
     prompts, answers = zip(*probes, strict=True)
@@ -246,9 +241,7 @@ def _probe(
     words = rng.permutation(corpus.records.words)[: 2 * (1 + late + early)].reshape(-1, 2)
     records = corpus.records.write(words[:, 0], words[:, 1])
     code_before, code_after = before - RECORD_LENGTH * early, after - RECORD_LENGTH * late
-    usable = corpus.newlines[
-        (corpus.newlines >= code_before) & (corpus.newlines <= len(corpus.tokens) - code_after)
-    ]
+    usable = corpus.newlines[(corpus.newlines >= code_before) & (corpus.newlines <= len(corpus.tokens) - code_after)]
     middle = int(rng.choice(usable))
     head = _scatter(rng, *corpus.chunk(middle - code_before, code_before), records[1 : 1 + early])
     tail = _scatter(rng, *corpus.chunk(middle, code_after), records[1 + early :])
@@ -264,9 +257,7 @@ def _share(distractors: int, after: int, before: int) -> tuple[int, int]:
     return late, min(distractors - late, room_before)
 
 
-def _scatter(
-    rng: np.random.Generator, code: np.ndarray, places: np.ndarray, records: np.ndarray
-) -> np.ndarray:
+def _scatter(rng: np.random.Generator, code: np.ndarray, places: np.ndarray, records: np.ndarray) -> np.ndarray:
     wanted = np.sort(rng.uniform(0, len(code), size=len(records)))
     return _splice(code, places[np.searchsorted(places, wanted)], records)[0]
 

@@ -6,26 +6,23 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from m3jax.model import M3
 from m3jax.train.data import Batch, Corpus, recall_probe
-from m3jax.train.losses import caught_mass
+from m3jax.train.losses import caught_mass, next_token_loss
 
 
 @jax.jit
 def _nll(model: M3, tokens, weights):
-    hidden, _ = model.hidden(tokens[:, :-1])
-    logits = model.unembed(hidden)
-    picked = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-    losses = jax.nn.logsumexp(logits, axis=-1) - picked
-    return jnp.sum(losses * weights), jnp.sum(weights)
+    return next_token_loss(model(tokens[:, :-1]), tokens[:, 1:], weights), jnp.sum(weights)
 
 
 def validation_loss(model: M3, batches: Iterable[Batch]) -> float:
-    """Mean cross-entropy of the next token, in nats, over batches of code."""
+    """Mean cross-entropy of the next token, in nats, over batches of code; at least one batch is needed."""
     sums = [_nll(model, jnp.asarray(b["tokens"]), jnp.asarray(b["weights"])) for b in batches]
-    total, weight = (float(sum(x)) for x in zip(*sums, strict=True))
-    return total / weight
+    means, weights = np.asarray(sums, np.float64).T
+    return float(np.average(means, weights=weights))
 
 
 @jax.jit
@@ -37,16 +34,19 @@ def _next(model: M3, tokens):
 def recall_accuracy(
     model: M3, corpus: Corpus, distances: Iterable[int], count: int, seq_len: int, seed: int = 0, batch: int = 16
 ) -> dict[int, float]:
-    """Share of values recalled exactly, by tokens between the definition and the question.
+    """Share of values recalled exactly, by tokens from the value's definition to the answer.
 
     Args:
       model: any M3 whose tokenizer is the corpus's.
       corpus: held-out code that the records stand in.
-      distances: tokens back to the only definition.
-      count: questions a distance; a multiple of `batch`.
+      distances: as for `recall_probe`; each value is defined once.
+      count: questions a distance.
       seq_len: tokens of a prompt.
       seed: of the questions.
       batch: prompts of one call.
+
+    Returns:
+      Share from 0 to 1 by distance.
     """
     out = {}
     for distance in distances:
@@ -56,34 +56,49 @@ def recall_accuracy(
     return out
 
 
-@partial(jax.jit, static_argnames="random")
-def _caught(model: M3, tokens, random: bool):
+def attention_caught(
+    model: M3, tokens: np.ndarray, random: bool = False, first: int | None = None
+) -> Float[np.ndarray, "L K"]:
+    """Share of dense attention's mass in the selected blocks, per sparse layer and KV group.
+
+    Args:
+      model: one with sparse layers, under a sparse schedule.
+      tokens: [B T], without padding.
+      random: take as many random blocks instead, the own one included, for comparison.
+      first: position from which queries count; four times the budget by default, so that most blocks are dropped.
+
+    Raises:
+      ValueError: no query counts.
+    """
+    config = model.config
+    first = 4 * config.index_topk_blocks * config.index_block_size if first is None else first
+    if not 0 <= first < tokens.shape[1]:
+        raise ValueError(f"first = {first}: rows of {tokens.shape[1]} tokens need one from 0 to {tokens.shape[1] - 1}")
+    return np.concatenate([np.asarray(x) for x in _caught(model, jnp.asarray(tokens), random, first)])
+
+
+@partial(jax.jit, static_argnames=("random", "first"))
+def _caught(model: M3, tokens, random: bool, first: int):
     def probe(values, context):
         if "blocks" not in values:
             return {}
-        blocks = _random_like(values["blocks"], model.config.index_block_size, context) if random else values["blocks"]
+        blocks = values["blocks"]
+        if random:
+            blocks = _random_like(blocks, model.config.index_block_size, context.positions)
         mass = caught_mass(values["q"], values["k"], blocks, context.positions, context.lengths, model.config)
-        budget = model.config.index_topk_blocks * model.config.index_block_size
-        return {"mass": jnp.mean(mass[:, :, 4 * budget :], axis=(0, 2))}
+        return {"mass": jnp.mean(mass[:, :, first:], axis=(0, 2))}
 
     _, _, kept = model.trunk(tokens, probe=probe)
     return [k["mass"] for k in kept if "mass" in k]
 
 
-def attention_caught(model: M3, tokens: np.ndarray, random: bool = False) -> np.ndarray:
-    """Share of dense attention's mass in the selected blocks, per sparse layer and KV group [L K].
-
-    Only positions beyond four times the budget count, so that most blocks are dropped. `random` gives the share of
-    a random selection (own block included) for comparison.
-    """
-    return np.concatenate([np.asarray(x) for x in _caught(model, jnp.asarray(tokens), random)])
-
-
-def _random_like(blocks, block_size, context):
-    """Random earlier blocks with the own block last; duplicates are dropped."""
-    own = (context.positions // block_size)[:, None, :, None]
-    draw = jax.random.uniform(jax.random.key(0), (*blocks.shape[:-1], blocks.shape[-1] - 1))
-    ids = jnp.sort(jnp.floor(draw * own).astype(jnp.int32), axis=-1)
-    repeated = jnp.pad(ids[..., 1:] == ids[..., :-1], ((0, 0),) * 3 + ((1, 0),))
+def _random_like(blocks: Int[Array, "B K T J"], block_size: int, positions: Int[Array, "B T"]) -> Int[Array, "B K T J"]:
+    """The own block, and distinct random ones before it: fewer than J - 1 where there are no more."""
+    own = (positions // block_size)[:, None, :, None]
+    count = -(-positions.shape[1] // block_size)
+    draw = jax.random.uniform(jax.random.key(0), (*blocks.shape[:-1], count))
+    draw = jnp.where(jnp.arange(count) < own, draw, -1.0)
+    value, ids = jax.lax.top_k(draw, min(blocks.shape[-1] - 1, count))
+    ids = jnp.where(value >= 0, ids, -1).astype(jnp.int32)
     own = jnp.broadcast_to(own, (*ids.shape[:-1], 1)).astype(jnp.int32)
-    return jnp.concatenate([jnp.where(repeated, -1, ids), own], axis=-1)
+    return jnp.concatenate([ids, own], axis=-1)

@@ -1,4 +1,4 @@
-"""Losses: next-token prediction, and the alignment of the index branch with attention (spec/msa.md 1.2)."""
+"""Losses: next-token prediction, and the alignment of the index branch with attention (docs/msa.md)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,6 @@
 """One training step: losses, gradients, optimiser, and the balancing of the router."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.model import M3
@@ -43,10 +45,25 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
-def make_optimizer(learning_rate: optax.Schedule, weight_decay: float = 0.1) -> optax.GradientTransformation:
-    """AdamW with clipping; norms and routing biases are not decayed, and routing biases never moved by it (T32)."""
-    decayed = partial(_map_names, lambda name, leaf: not name.endswith(("norm", "bias")))
-    trained = partial(_map_names, lambda name, leaf: "train" if not name.endswith("bias") else "freeze")
+def make_optimizer(
+    learning_rate: optax.Schedule, weight_decay: float = 0.1, frozen_index: bool = False
+) -> optax.GradientTransformation:
+    """AdamW with clipping by the global norm.
+
+    Norms are not decayed. The routing biases are not the optimiser's: `balance` alone moves them.
+
+    Args:
+      learning_rate: by step.
+      weight_decay: of AdamW.
+      frozen_index: leave the index branch out. For training without the index loss: a gradient of zero would not
+        keep weight decay from moving it (T32).
+    """
+
+    def frozen(name: str) -> bool:
+        return name.endswith("bias") or (frozen_index and ".index_" in name)
+
+    decayed = partial(_map_names, lambda name, leaf: not name.endswith("norm"))
+    trained = partial(_map_names, lambda name, leaf: "freeze" if frozen(name) else "train")
     adamw = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(learning_rate, b1=0.9, b2=0.95, eps=1e-10, weight_decay=weight_decay, mask=decayed),
@@ -55,8 +72,18 @@ def make_optimizer(learning_rate: optax.Schedule, weight_decay: float = 0.1) -> 
 
 
 def init_state(model: M3, optimizer: optax.GradientTransformation) -> TrainState:
-    """A state at step 0 with float32 master weights."""
-    return TrainState(jnp.int32(0), model, optimizer.init(model))
+    """A state at step 0 with float32 master weights, copied: steps donate the state, the given model stays usable.
+
+    Every array is committed to its devices as a step returns it; a mix of committed and uncommitted ones would
+    compile the step again at its second call.
+    """
+    model = cast_weights(model, "float32")
+    if model.mesh is None:
+        everywhere = SingleDeviceSharding(*model.embed_tokens.devices())
+    else:
+        everywhere = NamedSharding(model.mesh, PartitionSpec())
+    place = lambda x: jax.device_put(x, x.sharding if x.ndim else everywhere, may_alias=False)
+    return jax.tree.map(place, TrainState(jnp.int32(0), model, optimizer.init(model)))
 
 
 def losses(
@@ -71,7 +98,9 @@ def losses(
       options: weights of the parts.
 
     Returns:
-      (loss, {"lm", "recall", "kl", "loads"}); recall is the loss of the recalled values alone, loads is a list over stacks of [L E] shares of routed pairs, None where dense.
+      (loss, {"lm", "recall", "kl", "loads"}), losses in nats: lm with the batch's weights and the extra weight of
+      recalled values, recall of those values alone, kl the mean over sparse layers. loads is a list over stacks of
+      [L E], the share of routed pairs that each expert got; None where the MLP is dense.
     """
     tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     probe = partial(_probe, config=model.config, offset=offset, options=options)
@@ -91,19 +120,36 @@ def losses(
 def train_step(
     state: TrainState, batch: dict[str, Array], optimizer: optax.GradientTransformation, options: TrainOptions
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One optimiser step; returns the new state and metrics (lm, recall, kl, grad_norm, imbalance)."""
+    """One optimiser step.
+
+    Args:
+      state: donated.
+      batch: as for `losses`.
+      optimizer: from `make_optimizer`; static, so make it once.
+      options: static.
+
+    Returns:
+      (new state, metrics): lm, recall and kl as from `losses`, grad_norm before clipping, and imbalance, the load of
+      the busiest expert of any layer relative to an equal share (in a model with experts).
+    """
     offset = jax.random.randint(jax.random.fold_in(jax.random.key(0), state.step), (), 0, options.kl_stride)
     grads, parts = jax.grad(losses, has_aux=True)(state.model, batch, offset, options)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
     model = optax.apply_updates(state.model, updates)
     model = balance(model, parts["loads"], options.balance_rate)
-    worst = [jnp.max(load) * load.shape[-1] for load in parts["loads"] if load is not None]
     metrics = {k: parts[k] for k in ("lm", "recall", "kl")} | {"grad_norm": optax.global_norm(grads)}
-    return TrainState(state.step + 1, model, opt_state), metrics | {"imbalance": jnp.max(jnp.stack(worst))}
+    if worst := [jnp.max(load) * load.shape[-1] for load in parts["loads"] if load is not None]:
+        metrics["imbalance"] = jnp.max(jnp.stack(worst))
+    return TrainState(state.step + 1, model, opt_state), metrics
 
 
 def balance(model: M3, loads: list[Float[Array, "L E"] | None], rate: float) -> M3:
     """Move each routing bias against its expert's load: selection is balanced without a loss term.
+
+    Args:
+      model: not changed.
+      loads: per stack, as from `losses`.
+      rate: how far a bias moves; afterwards the biases of a layer are shifted to mean 0, which changes no choice.
 
     Source: auxiliary-loss-free balancing, which `e_score_correction_bias` is the trace of.
     """
@@ -144,7 +190,7 @@ def cast_weights(model: M3, dtype: str) -> M3:
     return _map_names(lambda name, leaf: leaf if keep(name) else leaf.astype(dtype), model)
 
 
-def _map_names(fn, tree: PyTree) -> PyTree:
+def _map_names(fn: Callable[[str, Array], object], tree: PyTree) -> PyTree:
     """Map over leaves with their attribute path, as in "stacks.0.mlp.gate"."""
     name = lambda path: ".".join(str(getattr(p, "name", getattr(p, "key", getattr(p, "idx", "")))) for p in path)
     strip = lambda path: name(path).removesuffix(".value")
