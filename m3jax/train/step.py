@@ -79,7 +79,7 @@ def init_state(model: M3, optimizer: optax.GradientTransformation) -> TrainState
     """
     model = cast_weights(model, "float32")
     if model.mesh is None:
-        everywhere = SingleDeviceSharding(*model.embed_tokens.devices())
+        everywhere = SingleDeviceSharding(*model.embed_tokens[...].devices())
     else:
         everywhere = NamedSharding(model.mesh, PartitionSpec())
     place = lambda x: jax.device_put(x, x.sharding if x.ndim else everywhere, may_alias=False)
