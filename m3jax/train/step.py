@@ -137,7 +137,7 @@ def train_step(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
     model = optax.apply_updates(state.model, updates)
     model = balance(model, parts["loads"], options.balance_rate)
-    metrics = {k: parts[k] for k in ("lm", "recall", "kl")} | {"grad_norm": optax.global_norm(grads)}
+    metrics = {k: parts[k] for k in ("lm", "recall", "kl")} | {"grad_norm": optax.tree.norm(grads)}
     if worst := [jnp.max(load) * load.shape[-1] for load in parts["loads"] if load is not None]:
         metrics["imbalance"] = jnp.max(jnp.stack(worst))
     return TrainState(state.step + 1, model, opt_state), metrics
