@@ -26,9 +26,11 @@ from m3jax.assets import embedded_path
 from m3jax.checkpoint import save
 from m3jax.config import M3Config
 from m3jax.model import init
+from m3jax.msa import SCHEDULES
 from m3jax.text import Tokenizer
 from m3jax.train.data import Corpus, PlainBatches, RecallBatches
 from m3jax.train.evaluate import attention_caught, recall_accuracy, validation_loss
+from m3jax.train.fused import fuse
 from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state, make_optimizer, train_step
 
 CONFIG = M3Config(
@@ -76,15 +78,18 @@ def main(argv: list[str] | None = None) -> None:
         split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources)
         for split in ("train", "validation")
     }
+    begin = time.perf_counter()
     state = train(args, stages, corpora["train"])
-    model = state.model.with_schedule("auto" if not args.dense else "dense")
-    model = cast_weights(model, "bfloat16")
+    print(f"trained in {time.perf_counter() - begin:.0f} s", flush=True)
+    model = cast_weights(state.model.with_schedule("dense" if args.dense else "mask"), "bfloat16")
     save(model, args.out / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded_path() / name, args.out / "model" / name)
-    report = measure(model, corpora["validation"], args.short, args.dense)
+    begin = time.perf_counter()
+    report = measure(fuse(model), corpora["validation"], args.short, args.dense)
     (args.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     print(json.dumps(report, indent=2))
+    print(f"measured in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def train(args: argparse.Namespace, stages: tuple[Stage, ...], corpus: Corpus) -> TrainState:
@@ -92,7 +97,8 @@ def train(args: argparse.Namespace, stages: tuple[Stage, ...], corpus: Corpus) -
     total = sum(s.steps for s in stages)
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, min(200, total // 4 + 1), total, 0.0)
     optimizer = make_optimizer(schedule, frozen_index=args.dense)
-    options = TrainOptions(recall_weight=args.recall_weight, kl_weight=0.0 if args.dense else 1.0)
+    fused = args.schedule == "fused"
+    options = TrainOptions(recall_weight=args.recall_weight, kl_weight=0.0 if args.dense else 1.0, fused=fused)
     state = init_state(init(CONFIG, args.seed), optimizer)
     with ocp.CheckpointManager(args.out.resolve() / "state", options=_manager_options()) as keeper:
         state = _restore(keeper, state)
@@ -107,7 +113,8 @@ def train(args: argparse.Namespace, stages: tuple[Stage, ...], corpus: Corpus) -
 
 def run_stage(stage, first, last, state, corpus, optimizer, options, keeper, args) -> TrainState:
     """The steps of one stage; batches are made one ahead, on another thread."""
-    schedule = args.schedule if stage.sparse else "dense"
+    sparse = "mask" if options.fused else args.schedule
+    schedule = sparse if stage.sparse else "dense"
     state = state._replace(model=state.model.with_schedule(schedule))
     state = state._replace(opt_state=_with_schedule(state.opt_state, schedule))
     batches = RecallBatches(corpus, stage.seq_len, stage.batch, args.seed)
@@ -142,6 +149,7 @@ def measure(model, corpus: Corpus, short: bool, dense: bool) -> dict:
         "recall": recall_accuracy(model, corpus, distances, 4 if short else 256, seq_len, batch=4 if short else 16),
     }
     if not dense:
+        report["validation_loss_with_dense_attention"] = validation_loss(model.with_schedule("dense"), batches)
         tokens = np.concatenate([b["tokens"][:2, :-1] for b in batches])
         first = seq_len // 2 if short else None
         caught = lambda random: attention_caught(model, tokens, random, first).astype(float).round(4).tolist()
@@ -193,7 +201,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--recall-weight", type=float, default=2.0, help="extra weight of recalled values")
-    parser.add_argument("--schedule", default="mask", help="schedule of sparse attention in training")
+    parser.add_argument(
+        "--schedule",
+        default="fused",
+        choices=("fused", *SCHEDULES),
+        help="sparse attention in training: m3jax.train.fused, or a schedule of m3jax.msa (default %(default)s)",
+    )
     return parser
 
 

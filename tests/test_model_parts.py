@@ -68,7 +68,7 @@ def path(name: str):
     return lambda e, x, ids: call(e, x, ids.astype(np.int32), np.int32(1), dtype=x.dtype)
 
 
-@pytest.mark.parametrize("name", ["_gathered", "_tiled", "_ragged"])
+@pytest.mark.parametrize("name", ["_gathered", "_one_by_one", "_tiled", "_ragged"])
 @pytest.mark.parametrize("choice", choices())
 def test_paths_agree_with_one_expert_at_a_time(name, choice):
     x = np.random.default_rng(1).normal(size=(PAIRS, MOE.hidden_size)).astype(np.float32)
@@ -334,9 +334,10 @@ def test_cache_holds_keys_values_and_index_keys():
     config = tiny.config("dMM")
     cache = Cache.init(config, 2, 13)
     dense, sparse = cache.stacks
-    assert cache.max_length == 16
-    assert dense.k.shape == dense.v.shape == (1, 2, 4, 16, 16)
-    assert sparse.k.shape == sparse.v.shape == (2, 2, 4, 16, 16)
-    assert (dense.index_k, sparse.index_k.shape) == (None, (2, 2, 16, 20))
-    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(cache))
-    assert cache.nbytes == 2 * (3 * 2 * 2 * 4 * 16 * 16 + 2 * 2 * 16 * 20)
+    assert (cache.max_length, cache.num_pages, cache.page_size) == (16, 4, 8)
+    assert dense.k.shape == dense.v.shape == (1, 4, 4, 8, 16)
+    assert sparse.k.shape == sparse.v.shape == (2, 4, 4, 8, 16)
+    assert (dense.index_k, sparse.index_k.shape) == (None, (2, 4, 8, 20))
+    assert all(x.dtype == jnp.bfloat16 for x in (dense.k, dense.v, sparse.k, sparse.v, sparse.index_k))
+    assert cache.bytes_per_token == 2 * (3 * 2 * 4 * 16 + 2 * 20)
+    assert sorted(np.asarray(cache.table).ravel()) == [0, 1, 2, 3]

@@ -270,7 +270,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(script, monkeypatch, tmp_pa
 def check_report(script, out: Path) -> None:
     refuse = lambda name: pytest.fail(f"{name} in a report")
     report = json.loads((out / "report.json").read_text(), parse_constant=refuse)
-    assert report.keys() == {"parameters", "validation_loss", "recall", "caught", "caught_by_random_blocks"}
+    assert report.keys() == {
+        "parameters", "validation_loss", "validation_loss_with_dense_attention", "recall", "caught",
+        "caught_by_random_blocks",
+    }  # fmt: skip
     assert report["parameters"] == sum(x.size for x in jax.tree.leaves(m3jax.load(out / "model", progress=False)))
     assert 0 < report["validation_loss"] < 10
     for shares in (list(report["recall"].values()), *report["caught"], *report["caught_by_random_blocks"]):

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.model import M3
 from m3jax.model.context import Context
+from m3jax.train.fused import fuse
 from m3jax.train.losses import index_kl, next_token_loss
 
 
@@ -27,6 +28,7 @@ class TrainOptions:
       recall_weight: extra weight of the targets that are recalled values.
       balance_rate: step of the routing bias towards equal expert loads.
       remat: recompute activations in the backward pass.
+      fused: attention by `m3jax.train.fused`, for rows without padding; otherwise by the model's schedule.
     """
 
     compute_dtype: str = "bfloat16"
@@ -35,6 +37,7 @@ class TrainOptions:
     recall_weight: float = 0.0
     balance_rate: float = 1e-3
     remat: bool = True
+    fused: bool = False
 
 
 class TrainState(NamedTuple):
@@ -105,6 +108,7 @@ def losses(
     tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     probe = partial(_probe, config=model.config, offset=offset, options=options)
     compute = cast_weights(model, options.compute_dtype)
+    compute = fuse(compute) if options.fused else compute
     x, _, kept = compute.trunk(tokens, probe=probe, remat=options.remat)
     logits = compute.unembed(compute.final_norm(x))
     weights = batch["weights"] * (1.0 + options.recall_weight * batch["recall"])
