@@ -13,9 +13,10 @@ from jax.errors import JaxRuntimeError
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import load
 from m3jax.config import M3Config
-from m3jax.decoding import Batch, Generation, Request, Sampling, generate_text
+from m3jax.decoding import Engine, Generation, Params, Sampling, check_logits, engine_for, generate_text
 from m3jax.decoding.defaults import Defaults
-from m3jax.decoding.request import check_requests
+from m3jax.decoding.request import check_prompt
+from m3jax.model import M3
 from m3jax.parallel import parse_mesh
 from m3jax.text import Tokenizer
 
@@ -103,14 +104,16 @@ def run(args: argparse.Namespace) -> None:
     # Everything that can be refused is refused before the weights are read.
     config = M3Config.from_pretrained(folder)
     tokenizer = _tokenizer(folder, args)
-    requests = _requests(args, config, tokenizer, Defaults.from_pretrained(folder))
+    params = _params(args, config, Defaults.from_pretrained(folder))
+    prompts = _prompts(args, tokenizer)
+    for row, prompt in enumerate(prompts):
+        check_prompt(prompt, params, config, f"prompt {row}")
     mesh = None if args.mesh is None else parse_mesh(args.mesh)
-    batch = Batch(load(args.model, dtype=args.dtype, mesh=mesh), requests)
-    _prefill(batch)
-    _continue(batch, tokenizer, args)
+    engine, handles = _start(load(args.model, dtype=args.dtype, mesh=mesh), prompts, params, _alone(args, len(prompts)))
+    results = _continue(engine, handles, tokenizer, args)
     if args.stats:
-        _print_stats(batch)
-    batch.check_logits()
+        _print_stats(engine)
+    check_logits(results)
 
 
 def _tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer | None:
@@ -118,20 +121,13 @@ def _tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer | None:
     return Tokenizer.from_pretrained(folder) if needed or (folder / "tokenizer.json").is_file() else None
 
 
-def _requests(
-    args: argparse.Namespace, config: M3Config, tokenizer: Tokenizer | None, defaults: Defaults
-) -> list[Request]:
+def _params(args: argparse.Namespace, config: M3Config, defaults: Defaults) -> Params:
     given = {name: getattr(args, name) for name in _KNOBS if getattr(args, name) is not None}
     _note_defaults(defaults, given)
     sampling = Sampling(**{**defaults.knobs, **given}, seed=args.seed)
     stop_ids = config.eos_token_id if defaults.stop_ids is None else defaults.stop_ids
     new_tokens = next(n for n in (args.max_new_tokens, defaults.max_new_tokens, _NEW_TOKENS) if n is not None)
-    requests = [
-        Request(prompt=tuple(ids), max_new_tokens=new_tokens, sampling=sampling, stop_ids=stop_ids)
-        for ids in _prompts(args, tokenizer)
-    ]
-    check_requests(requests, config)
-    return requests
+    return Params(max_new_tokens=new_tokens, sampling=sampling, stop_ids=stop_ids)
 
 
 def _note_defaults(defaults: Defaults, given: dict[str, Any]) -> None:
@@ -165,36 +161,47 @@ def _read_prompt(name: str) -> str:
         raise ValueError(f"the prompt file {name} is not UTF-8 text: byte {error.start} is wrong") from error
 
 
-def _prefill(batch: Batch) -> None:
-    if not sys.stderr.isatty():
-        batch.prefill()
-        return
+def _alone(args: argparse.Namespace, count: int) -> bool:
+    """Whether text is shown as it comes."""
+    return count == 1 and not args.json
+
+
+def _start(model: M3, prompts: list[list[int]], params: Params, alone: bool) -> tuple[Engine, list[int]]:
+    """An engine with all prompts through; on a terminal their progress is shown."""
     status = lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-    status("compiling")
-    batch.prefill(lambda done, total: status(f"prompt: {done} of {total} tokens"))
-    status("")
+    show = status if sys.stderr.isatty() else lambda text: None
+    show("compiling")
+    steps = _STREAM_STEPS if alone and sys.stdout.isatty() else _BATCH_STEPS
+    engine = engine_for(model, prompts, [params] * len(prompts), steps_per_call=steps)
+    handles = [engine.add(prompt, params) for prompt in prompts]
+    while engine.prefill():
+        done, total = engine.prefilled
+        show(f"prompt: {done} of {total} tokens")
+    show("")
+    return engine, handles
 
 
-def _continue(batch: Batch, tokenizer: Tokenizer | None, args: argparse.Namespace) -> None:
-    alone = len(batch.requests) == 1 and not args.json
-    show = (lambda row, piece: print(piece, end="", flush=True)) if alone else None
+def _continue(
+    engine: Engine, handles: list[int], tokenizer: Tokenizer | None, args: argparse.Namespace
+) -> list[Generation]:
+    alone = _alone(args, len(handles))
+    show = (lambda handle, piece: print(piece, end="", flush=True)) if alone else None
     if tokenizer is None:
-        while batch.live:
-            batch.advance(_BATCH_STEPS)
-        results = batch.results()
+        done = engine.run()
+        results = [done[handle] for handle in handles]
     else:
-        steps = _STREAM_STEPS if alone and sys.stdout.isatty() else _BATCH_STEPS
-        results = generate_text(batch, tokenizer, stop=args.stop, steps_per_call=steps, on_text=show)
+        results = generate_text(engine, handles, tokenizer, stop=args.stop, on_text=show)
     if args.json:
         for result in results:
-            print(json.dumps(_as_json(result, batch, args.logprobs)), flush=True)
+            print(json.dumps(_as_json(result, engine, args.logprobs)), flush=True)
     elif alone and tokenizer is not None:
         print()
     else:
         _print_texts(results)
+    return results
 
 
-def _as_json(result: Generation, batch: Batch, logprobs: bool) -> dict[str, Any]:
+def _as_json(result: Generation, engine: Engine, logprobs: bool) -> dict[str, Any]:
     out = {"text": result.text, "token_ids": result.tokens}
     if logprobs:
         out["logprobs"] = result.logprobs
@@ -202,8 +209,8 @@ def _as_json(result: Generation, batch: Batch, logprobs: bool) -> dict[str, Any]
         "stop_reason": result.stop_reason,
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.tokens),
-        "prefill_tokens_per_second": batch.timings.prefill_tokens_per_second,
-        "decode_tokens_per_second": batch.timings.decode_tokens_per_second,
+        "prefill_tokens_per_second": engine.timings.prefill_tokens_per_second,
+        "decode_tokens_per_second": engine.timings.decode_tokens_per_second,
     }
 
 
@@ -214,13 +221,13 @@ def _print_texts(results: Sequence[Generation]) -> None:
         print(",".join(map(str, result.tokens)) if result.text is None else result.text)
 
 
-def _print_stats(batch: Batch) -> None:
-    t = batch.timings
+def _print_stats(engine: Engine) -> None:
+    t = engine.timings
     rate = lambda tokens_per_second: "" if tokens_per_second is None else f", {tokens_per_second:.1f} tokens/s"
     _say(f"prefill: {t.prompt_tokens} tokens in {t.prefill_seconds:.3f} s{rate(t.prefill_tokens_per_second)}")
     _say(f"decode: {t.decoded_tokens} tokens in {t.decode_seconds:.3f} s{rate(t.decode_tokens_per_second)}")
     _say(f"compile: {t.compile_seconds:.1f} s, not counted above")
-    _say(f"cache: {batch.cache_bytes / 2**20:.1f} MiB")
+    _say(f"cache: {engine.cache_bytes / 2**20:.1f} MiB")
 
 
 def _one_line(error: BaseException) -> str:

@@ -69,15 +69,15 @@ def theirs(attention: str, tokens: list[int], new_tokens: int) -> tuple[str, flo
 def ours(tokens: list[int], new_tokens: int) -> tuple[str, float, float]:
     """What `m3jax.generate` runs, compiled beforehand."""
     from m3jax.config import M3Config
-    from m3jax.decoding import Batch, Request, Sampling
+    from m3jax.decoding import Params, Sampling, engine_for
     from m3jax.model import init
 
-    request = Request(prompt=tuple(tokens), max_new_tokens=new_tokens + 1, sampling=Sampling.greedy(), stop_ids=())
-    batch = Batch(init(M3Config.from_dict(TEXT), 0), [request])
-    batch.prefill()
-    batch.advance(new_tokens + 1)
-    timings = batch.timings
-    return "m3jax", timings.prefill_seconds, timings.decode_seconds / new_tokens
+    params = Params(max_new_tokens=new_tokens + 1, sampling=Sampling.greedy())
+    engine = engine_for(init(M3Config.from_dict(TEXT), 0), [tokens], [params])
+    engine.add(tokens, params)
+    engine.run()
+    timings = engine.timings
+    return "m3jax", timings.prefill_seconds, timings.decode_seconds / timings.decoded_tokens
 
 
 def growth() -> None:

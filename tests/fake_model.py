@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from m3jax.decoding import loop
+from flax import struct
 
 
 @dataclass(frozen=True)
@@ -17,10 +16,48 @@ class FakeConfig:
     eos_token_id: tuple[int, ...] = (1,)
 
 
+@struct.dataclass
+class FakeCache:
+    """Pages [X P D] of embeddings, and the table [B M] that finds them."""
+
+    pages: jax.Array
+    table: jax.Array
+
+    @property
+    def num_pages(self):
+        return self.pages.shape[0]
+
+    @property
+    def page_size(self):
+        return self.pages.shape[1]
+
+    def write(self, positions, valid, values):
+        block = jnp.clip(positions // self.page_size, 0, self.table.shape[1] - 1)
+        page = jnp.take_along_axis(self.table, block, axis=1)
+        page = jnp.where(valid & (page >= 0), page, self.num_pages)
+        return self.replace(pages=self.pages.at[page, positions % self.page_size].set(values, mode="drop"))
+
+    def rows(self, lengths):
+        """[B S D], zero at and past each row's length."""
+        x = self.pages[jnp.maximum(self.table, 0)].reshape(len(self.table), -1, self.pages.shape[2])
+        return jnp.where((jnp.arange(x.shape[1]) < lengths[:, None])[..., None], x, 0)
+
+    def copy_pages(self, source, target):
+        target = jnp.where(target >= 0, target, self.num_pages)
+        return self.replace(pages=self.pages.at[target].set(self.pages[source], mode="drop"))
+
+    def read_pages(self, pages):
+        return self.pages[pages]
+
+    def write_pages(self, pages, contents):
+        pages = jnp.where(pages >= 0, pages, self.num_pages)
+        return self.replace(pages=self.pages.at[pages].set(contents, mode="drop"))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FakeModel:
-    """Hidden state t mixes the embeddings of tokens 0 to t, later ones more; the cache holds embeddings [B S D]."""
+    """Hidden state t mixes the embeddings of tokens 0 to t, later ones more."""
 
     embed: jax.Array
     head: jax.Array
@@ -33,30 +70,28 @@ class FakeModel:
         embed, head = rng.normal(size=(2, config.vocab_size, width)).astype(np.float32)
         return cls(jnp.asarray(embed), jnp.asarray(head), config)
 
+    def new_cache(self, pages, batch, blocks, **types):
+        assert not any(types.values())
+        shape = pages, self.config.index_block_size, self.embed.shape[1]
+        return FakeCache(jnp.zeros(shape), jnp.full((batch, blocks), -1, jnp.int32))
+
     def hidden(self, tokens, cache=None, positions=None, lengths=None):
         rows, count = tokens.shape
         if cache is None:
-            cache = jnp.zeros((rows, count, self.embed.shape[1]))
+            blocks = -(-count // self.config.index_block_size)
+            table = jnp.arange(rows * blocks, dtype=jnp.int32).reshape(rows, blocks)
+            cache = self.new_cache(rows * blocks, rows, blocks).replace(table=table)
             positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
             lengths = jnp.full(rows, count)
-        slots = cache.shape[1]
         valid = (positions >= 0) & (positions < lengths[:, None])
-        at = jnp.where(valid, positions, slots)
-        cache = cache.at[jnp.arange(rows)[:, None], at].set(self.embed[tokens], mode="drop")
-        age = positions[:, :, None] - jnp.arange(slots)
+        cache = cache.write(positions, valid, self.embed[tokens])
+        seen = cache.rows(lengths)
+        age = positions[:, :, None] - jnp.arange(seen.shape[1])
         weights = jnp.where((age >= 0) & valid[:, :, None], 0.7 ** jnp.abs(age), 0)
-        return jnp.einsum("bts,bsd->btd", weights, cache), cache
+        return jnp.einsum("bts,bsd->btd", weights, seen), cache
 
     def unembed(self, hidden):
         return jnp.einsum("...d,vd->...v", hidden, self.head)
 
     def __call__(self, tokens):
         return self.unembed(self.hidden(tokens)[0])
-
-
-def empty_prefill(model, rows, length):
-    vocab, width = model.embed.shape
-    part = loop.Prefill(
-        jnp.zeros((rows, length, width)), jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.float32)
-    )
-    return part, None

@@ -117,8 +117,8 @@ def assert_partial(case: Case, blocks: np.ndarray) -> None:
 
 
 _SMALL = (
-    (select, dict(_SCORE_BUDGET=200, _KEY_CHUNK=8)),
-    (dense, dict(_SCORE_BUDGET=400, _KEY_CHUNK=8)),
+    (select, dict(_SCORE_BUDGET=200, _KEY_CHUNK=12, _FEW_ROWS=0)),
+    (dense, dict(_SCORE_BUDGET=400, _KEY_CHUNK=16)),
     (sparse, dict(_GATHER_BUDGET=2000)),
     (kv_block_major, dict(_QUERY_CHUNK=5, _STEP_SCORES=150)),
 )

@@ -1,17 +1,28 @@
-"""The decode loop: what it must not depend on, where it stops, and what it refuses."""
+"""Generation through the engine: what it must not depend on, where it stops, and what it refuses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_model import FakeConfig, FakeModel, empty_prefill
+from fake_model import FakeConfig, FakeModel
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from m3jax.decoding import Batch, Request, Sampling, StoppableText, batch, generate, generate_text, loop
+from m3jax.decoding import (
+    Engine,
+    Generation,
+    Params,
+    Sampling,
+    StoppableText,
+    check_logits,
+    device,
+    engine_for,
+    generate,
+    generate_text,
+)
 from m3jax.text import Tokenizer
 
 RNG = np.random.default_rng(0)
@@ -20,28 +31,43 @@ WARM = {"temperature": 1.3, "top_p": 0.95, "seed": 3}
 
 
 @pytest.fixture
-def fake(monkeypatch):
-    """A random FakeModel, with the cache that it needs."""
-    monkeypatch.setattr(batch, "_empty_prefill", empty_prefill)
+def fake():
     return FakeModel.random()
 
 
-def requests(prompts: Sequence, new: int = 12, stop_ids=(), **knobs) -> list[Request]:
-    return [
-        Request(prompt=tuple(p), max_new_tokens=new, sampling=Sampling(**knobs), stop_ids=tuple(stop_ids))
-        for p in prompts
-    ]
+def params(new: int = 12, stop_ids=(), **knobs) -> Params:
+    return Params(max_new_tokens=new, sampling=Sampling(**knobs), stop_ids=tuple(stop_ids))
 
 
-def run(work: Batch, steps: int = 1000) -> list[list[int]]:
-    work.prefill()
-    while work.live:
-        work.advance(steps)
-    return work.tokens()
+def small_engine(model, **options) -> Engine:
+    """In the shapes that `generate` chooses for PROMPTS and up to 16 new tokens, so that both share programs."""
+    shapes = dict(pages=16, max_batch=4, prefill_rows=4, prefill_chunk=64, max_length=256, max_stop_ids=4)
+    return Engine(model, **shapes | options)
+
+
+def run(engine: Engine, prompts: Sequence, *rows: Params) -> list[Generation]:
+    """Serve all prompts, with params of each or the same for all."""
+    handles = [engine.add(p, q) for p, q in zip(prompts, rows * (len(prompts) // len(rows)), strict=True)]
+    results = engine.run()
+    engine.check()
+    return [results[handle] for handle in handles]
+
+
+def tokens(results: Sequence[Generation]) -> list[list[int]]:
+    return [result.tokens for result in results]
+
+
+def forward(model, prompts: Sequence[Sequence[int]], news: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """The logits that each new token was drawn from, of one call over everything."""
+    rows = np.zeros((4, 64), np.int32)
+    for row, prompt, new in zip(rows, prompts, news, strict=True):
+        row[: len(prompt) + len(new)] = [*prompt, *new]
+    logits = np.asarray(jax.jit(FakeModel.__call__)(model, rows))
+    return [x[len(p) - 1 : len(p) + len(n) - 1] for x, p, n in zip(logits, prompts, news, strict=True)]
 
 
 @contextmanager
-def compilations():
+def compilations() -> Iterator[list[str]]:
     """Counts what XLA compiles, and what jax only traces anew."""
     seen: list[str] = []
 
@@ -57,37 +83,43 @@ def compilations():
 
 
 def test_greedy_is_teacher_forcing(fake):
-    for prompt, new in zip(
-        PROMPTS, generate(fake, PROMPTS, max_new_tokens=20, temperature=0, stop_ids=[]), strict=True
-    ):
-        logits = fake(jnp.asarray([prompt + new]))[0]
-        assert len(new) == 20
-        assert new == np.asarray(logits[len(prompt) - 1 : -1].argmax(-1)).tolist()
+    news = generate(fake, PROMPTS, max_new_tokens=16, temperature=0, stop_ids=[])
+    for new, logits in zip(news, forward(fake, PROMPTS, news), strict=True):
+        assert len(new) == 16
+        assert new == logits.argmax(-1).tolist()
 
 
 def test_rows_do_not_depend_on_their_companions(fake):
     together = generate(fake, PROMPTS, max_new_tokens=16, stop_ids=[], **WARM)
-    for prompt, new in zip(PROMPTS, together, strict=True):
-        assert generate(fake, [prompt], max_new_tokens=16, stop_ids=[], **WARM) == [new]
+    for row in (0, 1):
+        assert generate(fake, PROMPTS[row : row + 1], max_new_tokens=16, stop_ids=[], **WARM) == together[row : row + 1]
     assert generate(fake, PROMPTS[::-1], max_new_tokens=16, stop_ids=[], **WARM) == together[::-1]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 512])
+@pytest.mark.parametrize("chunk", [1, 7, 512])
 def test_any_prefill_chunk_gives_the_same_tokens(fake, chunk):
-    whole = run(Batch(fake, requests(PROMPTS, **WARM)))
-    assert run(Batch(fake, requests(PROMPTS, **WARM), prefill_chunk=chunk)) == whole
+    whole = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
+    assert tokens(run(small_engine(fake, prefill_chunk=chunk), PROMPTS, params(**WARM))) == whole
+
+
+def test_any_prompts_a_prefill_call_give_the_same_tokens(fake):
+    whole = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
+    assert tokens(run(small_engine(fake, prefill_rows=3), PROMPTS, params(**WARM))) == whole
 
 
 @pytest.mark.parametrize("steps", [1, 3, 16])
 def test_slices_give_the_same_tokens_as_one_shot(fake, steps):
-    one_shot = run(Batch(fake, requests(PROMPTS, **WARM)))
-    work = Batch(fake, requests(PROMPTS, **WARM))
-    work.prefill()
-    streamed = work.take()
+    one_shot = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
+    engine = small_engine(fake, steps_per_call=steps)
+    handles = [engine.add(p, params(**WARM)) for p in PROMPTS]
+    engine.prefill()
+    streamed = [engine.take(handle) for handle in handles]
     assert [len(new) for new in streamed] == [1] * 4
-    while work.live:
-        work.advance(steps)
-        for row, new in zip(streamed, work.take(), strict=True):
+    while engine.busy:
+        engine.step()
+        slices = [engine.take(handle) for handle in handles]
+        assert max(map(len, slices)) <= steps
+        for row, new in zip(streamed, slices, strict=True):
             row += new
     assert streamed == one_shot
 
@@ -99,61 +131,58 @@ def test_prompts_may_be_arrays(fake):
 
 
 def test_seeds_are_per_row(fake):
-    prompts = [PROMPTS[0]] * 3
-    a, b, c = generate(fake, prompts, max_new_tokens=16, temperature=2.0, seed=[5, 6, 5], stop_ids=[])
+    prompts = [*PROMPTS[:1] * 3, PROMPTS[2]]
+    a, b, c, _ = generate(fake, prompts, max_new_tokens=16, temperature=2.0, seed=[5, 6, 5, 5], stop_ids=[])
     assert a == c
     assert a != b
     assert generate(fake, prompts[:1], max_new_tokens=16, temperature=2.0, seed=6, stop_ids=[]) == [b]
 
 
 def test_a_stop_id_ends_its_row_and_is_kept(fake):
-    free = generate(fake, PROMPTS, max_new_tokens=24, stop_ids=[], **WARM)
+    free = generate(fake, PROMPTS, max_new_tokens=16, stop_ids=[], **WARM)
     stop = [free[0][7], free[2][3]]
-    for row, full in zip(generate(fake, PROMPTS, max_new_tokens=24, stop_ids=stop, **WARM), free, strict=True):
+    for row, full in zip(generate(fake, PROMPTS, max_new_tokens=16, stop_ids=stop, **WARM), free, strict=True):
         ends = [i for i, token in enumerate(full) if token in stop]
         assert row == (full[: ends[0] + 1] if ends else full)
 
 
 def test_no_stop_ids_means_eos(fake):
-    free = generate(fake, PROMPTS, max_new_tokens=24, stop_ids=[], **WARM)
+    free = generate(fake, PROMPTS, max_new_tokens=16, stop_ids=[], **WARM)
     eos = free[1][5]
     model = FakeModel(fake.embed, fake.head, FakeConfig(eos_token_id=(eos,)))
-    stopped = generate(model, PROMPTS, max_new_tokens=24, **WARM)
+    stopped = generate(model, PROMPTS, max_new_tokens=16, **WARM)
     assert stopped == [row[: row.index(eos) + 1] if eos in row else row for row in free]
 
 
 def test_limits_are_per_row(fake):
-    rows = [requests([p], new=n)[0] for p, n in zip(PROMPTS, (1, 9, 4, 17), strict=True)]
-    work = Batch(fake, rows)
-    assert [len(new) for new in run(work)] == [1, 9, 4, 17]
-    assert work.reasons() == ["length"] * 4
+    results = run(small_engine(fake), PROMPTS, *(params(new) for new in (1, 9, 4, 17)))
+    assert [len(r.tokens) for r in results] == [1, 9, 4, 17]
+    assert [r.stop_reason for r in results] == ["length"] * 4
 
 
 def test_repetition_penalty_counts_prompt_and_continuation(fake):
     """A penalty that pushes every seen token below every unseen one makes greedy decoding repeat nothing."""
     positive = FakeModel(jnp.abs(fake.embed), jnp.abs(fake.head))
     prompt = list(range(10, 30))
-    (new,) = generate(positive, [prompt], max_new_tokens=40, temperature=0, repetition_penalty=1e30, stop_ids=[])
-    assert len(set(prompt + new)) == 60
+    (new,) = run(small_engine(positive), [prompt], params(40, temperature=0, repetition_penalty=1e30))
+    assert len(set(prompt + new.tokens)) == 60
 
 
 def test_logprobs_are_the_models_own(fake):
-    work = Batch(fake, requests(PROMPTS, temperature=0.4, top_k=3))
-    run(work)
-    for request, result in zip(work.requests, work.results(), strict=True):
-        logits = fake(jnp.asarray([list(request.prompt) + result.tokens]))[0]
-        expected = jax.nn.log_softmax(logits[result.prompt_tokens - 1 : -1])
-        chosen = [float(row[token]) for row, token in zip(expected, result.tokens, strict=True)]
+    results = run(small_engine(fake), PROMPTS, params(temperature=0.4, top_k=3))
+    for result, logits in zip(results, forward(fake, PROMPTS, tokens(results)), strict=True):
+        chosen = np.asarray(jax.nn.log_softmax(logits))[np.arange(12), result.tokens]
         np.testing.assert_allclose(result.logprobs, chosen, rtol=1e-4, atol=1e-4)
 
 
 def test_no_logits_of_the_whole_prompt_are_made(fake):
     """Prefill unembeds one hidden state a row."""
-    rows, chunk = 2, 128
-    part, _ = empty_prefill(fake, rows, 256)
-    args = np.zeros((rows, chunk), np.int32), np.int32(0), np.full(rows, chunk, np.int32)
-    text = str(jax.make_jaxpr(loop.prefill_chunk)(fake, part, *args))
-    assert f"{rows},{chunk},{fake.config.vocab_size}" not in text
+    runner = small_engine(fake)._runner
+    empty = lambda shape: np.zeros(shape, np.int32)
+    chunk = device.Chunk(empty(2), empty((2, 128)), empty(2), empty(2))
+    text = str(jax.make_jaxpr(device.prefill)(fake, runner.state, chunk, runner._stack([], 2)))
+    assert f"2,{fake.config.vocab_size}]" in text
+    assert f"2,128,{fake.config.vocab_size}]" not in text
 
 
 def test_nothing_compiles_after_warm_up(fake):
@@ -163,43 +192,47 @@ def test_nothing_compiles_after_warm_up(fake):
         generate(fake, PROMPTS[1:], max_new_tokens=9, temperature=0, stop_ids=[])
         generate(fake, [p[-35:] for p in PROMPTS], max_new_tokens=16, top_k=3, top_p=0.5, min_p=0.1, seed=[1, 2, 3, 4])
         generate(fake, PROMPTS, max_new_tokens=3, repetition_penalty=1.5, stop_ids=[4, 5, 6])
-        work = Batch(fake, requests(PROMPTS))
-        run(work, steps=2)
+        run(engine_for(fake, PROMPTS, [params()] * 4), PROMPTS, params())
     assert seen == []
     with compilations() as seen:
-        generate(fake, PROMPTS, max_new_tokens=300)
-    assert seen  # the counter counts
+        jax.jit(lambda x: x + 1)(np.int32(0))
+    assert len(seen) == 2  # the counter counts: it was traced and compiled
 
 
 def test_a_step_takes_over_the_cache(fake):
-    work = Batch(fake, requests(PROMPTS))
-    work.prefill()
-    cache, seen = work._state.cache, work._state.seen
-    work.advance(1)
-    assert cache.is_deleted()
-    assert seen.is_deleted()
+    engine = small_engine(fake)
+    engine.add(PROMPTS[0], params(new=40))
+    engine.prefill()
+    before = engine._runner.state
+    engine.step()
+    assert before.cache.pages.is_deleted()
+    assert before.rows.seen.is_deleted()
 
 
 def test_nan_logits_are_an_error_and_touch_no_other_row(fake):
     model = FakeModel(fake.embed.at[7].set(jnp.nan), fake.head)
-    work = Batch(model, requests([[2, 3], [2, 7, 3]]))
-    run(work)
-    assert work.reasons() == ["length", "nan"]
-    assert [len(row) for row in work.tokens()] == [12, 0]
+    results = run(small_engine(model), [[2, 3], [2, 7, 3]], params())
+    assert [r.stop_reason for r in results] == ["length", "nan"]
+    assert [len(r.tokens) for r in results] == [12, 0]
     with pytest.raises(FloatingPointError, match=r"prompt 1: after 0 new tokens .*NaN or infinite"):
-        generate(model, [[2, 3], [2, 7, 3]], max_new_tokens=12, stop_ids=[])
+        check_logits(results)
+    with pytest.raises(FloatingPointError, match=r"prompt 1: after 0 new tokens .*NaN or infinite"):
+        generate(model, [[2, 3], [2, 7, 3], [2] * 40], max_new_tokens=12, stop_ids=[])
 
 
 def test_progress_and_timings(fake):
-    seen: list[tuple[int, int]] = []
-    work = Batch(fake, requests(PROMPTS), prefill_chunk=16)
-    work.prefill(lambda done, total: seen.append((done, total)))
-    work.advance(1000)
-    assert seen == [(38, 63), (55, 63), (63, 63)]
-    assert work.timings.prompt_tokens == 63
-    assert work.timings.decoded_tokens == 4 * 11
-    assert work.timings.prefill_tokens_per_second > 0
-    assert work.timings.decode_tokens_per_second > 0
+    engine = small_engine(fake, prefill_chunk=16)
+    for prompt in PROMPTS:
+        engine.add(prompt, params())
+    seen = []
+    while engine.prefill():
+        seen.append(engine.prefilled)
+    assert [*seen, engine.prefilled] == [(38, 63), (55, 63), (63, 63)]
+    engine.run()
+    assert engine.timings.prompt_tokens == 63
+    assert engine.timings.decoded_tokens == 4 * 11
+    assert engine.timings.prefill_tokens_per_second > 0
+    assert engine.timings.decode_tokens_per_second > 0
 
 
 @pytest.mark.parametrize(
@@ -222,25 +255,12 @@ def test_progress_and_timings(fake):
         ([[1]], {"temperature": -1.0}, "temperature = -1.0"),
         ([[1]], {"top_p": 0.0}, "top_p = 0.0"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:30],
 )
 def test_bad_arguments(fake, prompts, knobs, match):
     # Where annotations are checked, a wrong type is refused a moment earlier, as a TypeError.
     with pytest.raises((ValueError, TypeError), match=f"{match}|Type-check error"):
         generate(fake, prompts, **{"max_new_tokens": 12} | knobs)
-
-
-def test_calls_out_of_order(fake):
-    work = Batch(fake, requests(PROMPTS))
-    with pytest.raises(ValueError, match="call prefill first"):
-        work.advance(1)
-    work.prefill()
-    with pytest.raises(ValueError, match="prefill ran already"):
-        work.prefill()
-    with pytest.raises(ValueError, match="prefill_chunk"):
-        Batch(fake, requests(PROMPTS), prefill_chunk=0)
-    with pytest.raises(ValueError, match="steps"):
-        work.advance(0)
 
 
 # Token 2 is the byte C3 and 3 the byte A9, together é; the others are text of one to three characters.
@@ -293,25 +313,22 @@ def test_an_empty_stop_string_is_refused():
 LETTERS = ["_", "<eos>"] + [chr(97 + i % 26) * (1 + i % 3) + str(i % 10) for i in range(62)]
 
 
-@pytest.mark.parametrize("steps", [1, 5, 16])
+@pytest.mark.parametrize("steps", [1, 3, 16])
 def test_text_ends_before_a_stop_string(fake, steps):
     words = tokenizer(LETTERS)
-    free = generate(fake, PROMPTS, max_new_tokens=30, stop_ids=[], **WARM)
+    free = tokens(run(small_engine(fake), PROMPTS, params(30, **WARM)))
     texts = [words.decode(row) for row in free]
     stop = [texts[0][20:25], texts[2][33:35]]
-    work = Batch(fake, requests(PROMPTS, new=30, **WARM))
-    work.prefill()
-    pieces = [""] * 4
-    results = generate_text(
-        work,
-        words,
-        stop=stop,
-        steps_per_call=steps,
-        on_text=lambda row, piece: pieces.__setitem__(row, pieces[row] + piece),
-    )
+    rows = [params(30, **WARM)] * 4
+    engine = engine_for(fake, PROMPTS, rows, steps_per_call=steps)
+    handles = [engine.add(p, q) for p, q in zip(PROMPTS, rows, strict=True)]
+    pieces = dict.fromkeys(handles, "")
+    note = lambda handle, piece: pieces.update({handle: pieces[handle] + piece})
+    results = generate_text(engine, handles, words, stop=stop, on_text=note)
+    engine.check()
     for row, result in enumerate(results):
         cuts = [at for at in (texts[row].find(s) for s in stop) if at >= 0]
-        assert result.text == "".join(pieces[row]) == texts[row][: min(cuts, default=None)]
+        assert result.text == pieces[handles[row]] == texts[row][: min(cuts, default=None)]
         assert result.stop_reason == ("stop_string" if cuts else "length")
         assert result.tokens == free[row][: len(result.tokens)]
         assert len(result.logprobs) == len(result.tokens)
@@ -323,10 +340,10 @@ def test_text_ends_before_a_stop_string(fake, steps):
 
 def test_a_stop_id_is_no_part_of_the_text(fake):
     words = tokenizer(LETTERS)
-    free = generate(fake, PROMPTS[:1], max_new_tokens=30, stop_ids=[], **WARM)[0]
-    work = Batch(fake, requests(PROMPTS[:1], new=30, stop_ids=[free[10]], **WARM))
-    work.prefill()
-    (result,) = generate_text(work, words)
+    engine = small_engine(fake)
+    (free,) = tokens(run(engine, PROMPTS[:1], params(30, **WARM)))
+    handle = engine.add(PROMPTS[0], params(30, [free[10]], **WARM))
+    (result,) = generate_text(engine, [handle], words)
     assert result.stop_reason == "stop_id"
     assert result.tokens == free[: free.index(free[10]) + 1]
     assert result.text == words.decode(result.tokens[:-1])

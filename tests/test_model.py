@@ -206,13 +206,13 @@ def test_padding_is_not_seen_and_is_finite():
 
 def poisoned(cache: Cache, lengths: np.ndarray) -> Cache:
     """NaN in every slot at or past a row's length."""
-
-    def fill(x):
-        slots = np.arange(CONFIG.index_block_size * -(-LENGTH // BLOCK))
-        stale = (slots >= lengths[:, None]).reshape(1, BATCH, *([1] * (x.ndim - 4)), slots.size, 1)
-        return jnp.where(stale, jnp.nan, x)
-
-    return jax.tree.map(fill, cache)
+    slots = (np.arange(cache.max_length) >= lengths[:, None]).reshape(*cache.table.shape, BLOCK)
+    stale = np.zeros((cache.num_pages, BLOCK), bool)
+    stale[np.asarray(cache.table)] = slots
+    keys = lambda x: jnp.where(stale[:, None, :, None], jnp.nan, x)
+    index = lambda x: None if x is None else jnp.where(stale[:, :, None], jnp.nan, x)
+    stacks = tuple(s.replace(k=keys(s.k), v=keys(s.v), index_k=index(s.index_k)) for s in cache.stacks)
+    return cache.replace(stacks=stacks)
 
 
 def test_what_lies_beyond_the_lengths_is_not_read():
@@ -228,10 +228,12 @@ def test_what_lies_beyond_the_lengths_is_not_read():
 def test_padding_is_not_written():
     before = poisoned(empty_cache(), np.zeros(BATCH))
     _, _, after = feed(before, [[0, 3, 5]], 5)
-    for x in jax.tree.leaves(after):
-        written = ~np.isnan(np.asarray(x)).reshape(x.shape[0], BATCH, -1, *x.shape[-2:])
-        expected = np.arange(x.shape[-2]) < np.array([0, 3, 5])[:, None]
-        assert_same_bits(written, np.broadcast_to(expected[None, :, None, :, None], written.shape))
+    expected = np.arange(after.max_length) < np.array([0, 3, 5])[:, None]
+    for stack in after.stacks:
+        for x in (stack.k, stack.v) if stack.index_k is None else (stack.k, stack.v, stack.index_k):
+            written = ~np.isnan(np.asarray(x))[:, np.asarray(after.table)]  # L B M [K] P H
+            written = np.moveaxis(written, -2, 3).reshape(x.shape[0], BATCH, after.max_length, -1)
+            assert_same_bits(written, np.broadcast_to(expected[None, :, :, None], written.shape))
 
 
 def test_a_row_does_not_depend_on_its_companions():

@@ -26,7 +26,7 @@ from m3jax import msa
 from m3jax.msa import api
 from m3jax.msa.csr import invert
 from m3jax.msa.numerics import attend, merge
-from m3jax.msa.views import Contiguous
+from m3jax.msa.views import BlockView, Contiguous, ContiguousIndex, IndexView, Paged, PagedIndex, contiguous
 
 SCHEDULE = pytest.mark.parametrize("schedule", msa.SCHEDULES)
 TOLERANCE = dict(rtol=2e-5, atol=3e-6)  # float32 sums of at most 40 terms near 1
@@ -119,13 +119,68 @@ def test_inversion_is_exact(tile, case):
 _invert = jax.jit(invert, static_argnames=("num_blocks", "tile"))
 
 
-def test_a_view_reads_one_layer_of_a_stack():
-    k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(3, 2, 2, 16, 4)), jnp.float32) for i in range(2))
-    view = Contiguous(k, v, jnp.int32(1), 4)
-    assert (view.num_blocks, view.num_heads) == (4, 2)
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def paged(k, v, table, layer=1, layers=3):
+    """Pages [L X K P H] whose other layers, and pages in no table, are NaN."""
+    rows, heads, _, width = k.shape
+    at = np.asarray(table)
+
+    def pages(x):
+        out = np.full((layers, at.max() + 2, heads, 4, width), np.nan, np.float32)
+        out[layer, at] = np.asarray(x).reshape(rows, heads, -1, 4, width).swapaxes(1, 2)
+        return jnp.asarray(out)
+
+    return Paged(pages(k), pages(v), None, jnp.int32(layer), jnp.asarray(table, jnp.int32), jnp.float32)
+
+
+TABLE = [[5, 0, 7, 2], [1, 6, 3, 4]]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_views_read_blocks_and_runs(kind):
+    k, v = normal(2, 2, 16, 4), normal(2, 2, 16, 4) + 1
+    view = Contiguous(k, v, 4) if kind == "contiguous" else paged(k, v, TABLE)
+    assert isinstance(view, BlockView)
+    assert (view.num_blocks, view.num_heads, view.block_size) == (4, 2, 4)
     rows, heads, ids = jnp.array([0, 1]), jnp.array([1, 0]), jnp.array([3, 2])
-    assert_equal(view.blocks(rows, heads, ids), [jnp.stack([x[1, 0, 1, 12:], x[1, 1, 0, 8:12]]) for x in (k, v)])
-    assert_equal(view.run(jnp.int32(1), 2), [x[1, :, :, 4:12] for x in (k, v)])
+    assert_equal(view.blocks(rows, heads, ids), [jnp.stack([x[0, 1, 12:], x[1, 0, 8:12]]) for x in (k, v)])
+    assert_equal(view.run(jnp.int32(1), 2), [x[:, :, 4:12] for x in (k, v)])
+    assert np.all(view.present(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_index_views_read_runs(kind):
+    k = normal(2, 16, 4)
+    pages = jnp.full((3, 9, 4, 4), jnp.nan).at[2, jnp.array(TABLE)].set(k.reshape(2, 4, 4, 4))
+    view = PagedIndex(pages, None, jnp.int32(2), jnp.array(TABLE), jnp.float32)
+    view = ContiguousIndex(k, 4) if kind == "contiguous" else view
+    assert isinstance(view, IndexView)
+    assert (view.num_blocks, view.block_size) == (4, 4)
+    np.testing.assert_array_equal(view.run(jnp.int32(1), 3), k[:, 4:])
+
+
+def test_pages_outside_the_pool_are_not_held():
+    """As on a mesh, where a table also names the pages of other devices."""
+    view = paged(normal(2, 2, 16, 4), normal(2, 2, 16, 4), TABLE).replace(
+        table=jnp.array([[-1, 0, 99, 2], [8, 9, -7, 1]])
+    )
+    np.testing.assert_array_equal(view.present(0, 4), [[False, True, False, True], [True, False, False, True]])
+
+
+def test_small_pages_are_scaled_back():
+    k = normal(1, 2, 8, 4)
+    stored = (k / jnp.array([2.0, 0.5])[:, None, None]).astype(jnp.float8_e4m3fn)
+    pages = stored.reshape(1, 2, 2, 4, 4).swapaxes(1, 2)
+    scales = (jnp.array([2.0, 0.5]), jnp.array([4.0, 1.0]))
+    view = Paged(pages, pages, scales, 0, jnp.array([[0, 1]]), jnp.bfloat16)
+    got_k, got_v = view.run(0, 2)
+    expected = stored.astype(jnp.float32)
+    assert got_k.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got_k, (expected * scales[0][:, None, None]).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(got_v, (expected * scales[1][:, None, None]).astype(jnp.bfloat16))
 
 
 # The door.
@@ -133,15 +188,18 @@ def test_a_view_reads_one_layer_of_a_stack():
 
 @pytest.mark.parametrize(("queries", "schedule"), [(8, "auto"), (9, "auto"), (9, "mask"), (9, "dense"), (9, None)])
 def test_the_api_reads_views(queries, schedule):
-    """A layer of a stack whose other layer is garbage; "auto" for few queries and many; dense without a selection."""
+    """Shuffled pages of a stack whose other layers are garbage; "auto" for few queries and many; dense too."""
     case = prefill(GROUPED, 2)
     blocks, (q, k, v) = selected(case), case.qkv()
     at = slice(30 - queries, 30)
-    view = Contiguous(*(jnp.stack([x * np.nan, x]).swapaxes(2, 3) for x in (k, v)), 1, 4)
+    view = contiguous(*map(jnp.asarray, (k, v)), 4)
+    table = np.random.default_rng(0).permutation(3 * view.num_blocks + 5)[: 3 * view.num_blocks].reshape(3, -1)
+    view = paged(view.k, view.v, table)
     is_dense = schedule in ("dense", None)
     fn = jax.jit(partial(api.attention, schedule=schedule or "auto"))
     got = fn(q[:, at], view, None if is_dense else blocks[:, :, at], case.positions[:, at], np.full(3, 30, np.int32))
-    np.testing.assert_allclose(got, run(case, "dense" if is_dense else "mask", blocks)[0][:, at], **TOLERANCE)
+    for found, expected in zip(got, run(case, "dense" if is_dense else "mask", blocks), strict=True):
+        np.testing.assert_allclose(found, expected[:, at], **TOLERANCE)
     assert_partial(case, blocks)
 
 

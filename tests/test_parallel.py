@@ -22,7 +22,9 @@ MESHES = [
     "expert=8",
     "data=8",
     "data=2,tensor=4",
-    "data=2,expert=2,tensor=2",
+    "context=8",
+    "context=2,expert=2,tensor=2",
+    "data=2,context=2,tensor=2",
 ]
 QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile; the program is the same
 
@@ -128,9 +130,9 @@ def test_where_the_cache_lives():
     cache = Cache.init(CONFIG, 2, 16, mesh=make_mesh(data=2, tensor=4))
     dense, sparse = cache.stacks
     for x in (dense.k, dense.v, sparse.k, sparse.v):
-        assert x.sharding.spec == P(None, "data", "tensor", None, None)
+        assert x.sharding.spec == P(None, ("data", "context"), "tensor", None, None)
     # All KV heads read the one index key.
-    assert sparse.index_k.sharding.spec == P(None, "data", None, None)
+    assert sparse.index_k.sharding.spec == P(None, ("data", "context"), None, None)
 
 
 def test_few_kv_heads_are_replicated():
@@ -166,15 +168,23 @@ def test_an_uneven_axis_is_refused(mesh, message):
         m3_model.shardings(CONFIG, make_mesh(**mesh))
 
 
-def test_an_uneven_batch_is_refused():
-    with pytest.raises(ValueError, match=r"axis 'batch' of size 3 .* choose"):
-        Cache.init(CONFIG, 3, 16, mesh=make_mesh(data=2))
+def test_pages_are_rounded_up_to_what_the_mesh_divides():
+    cache = Cache.pool(CONFIG, 5, 1, 5, mesh=make_mesh(data=2, context=2))
+    assert cache.num_pages == 8
+
+
+def test_neighbouring_blocks_lie_on_different_devices():
+    """Else one device would do all the work of a short row."""
+    mesh = make_mesh(context=4)
+    cache = Cache.init(CONFIG, 2, 4 * CONFIG.index_block_size, mesh=mesh)
+    owner = np.asarray(cache.table) // (cache.num_pages // 4)
+    assert [sorted(row) for row in owner] == [[0, 1, 2, 3]] * 2
 
 
 def test_every_rule_names_a_mesh_axis():
-    assert set(RULES.values()) <= set(AXES)
+    assert {axis for rule in RULES.values() for axis in (rule if isinstance(rule, tuple) else (rule,))} <= set(AXES)
     names = {name for axes in jax.tree.leaves(m3_model.logical_axes(CONFIG)) for name in axes}
-    assert names - {None, "layers"} == set(RULES) - {"batch"}
+    assert names - {None, "layers"} == set(RULES) - {"batch", "pages"}
     assert spec((4, 6), (None, "layers"), make_mesh(tensor=8)) == P(None, None)
 
 
@@ -186,8 +196,8 @@ def test_without_a_mesh_all_is_on_the_first_device():
 
 
 def test_parse_mesh():
-    assert dict(parse_mesh("data=2, tensor=4").shape) == dict(data=2, expert=1, tensor=4)
-    assert dict(parse_mesh("").shape) == dict(data=1, expert=1, tensor=1)
+    assert dict(parse_mesh("data=2, tensor=4").shape) == dict(data=2, context=1, expert=1, tensor=4)
+    assert dict(parse_mesh("").shape) == dict(data=1, context=1, expert=1, tensor=1)
     where = NamedSharding(parse_mesh("expert=2"), P("expert"))
     assert len(jnp.zeros(4, device=where).addressable_shards) == 2
 
@@ -196,7 +206,7 @@ def test_parse_mesh():
     "text", ["model=2", "tensor", "tensor=", "tensor=x", "tensor=-2", "tensor=2,tensor=2", "2", "tensor=²"]
 )
 def test_parse_mesh_says_how_to_write_one(text):
-    with pytest.raises(ValueError, match="write axis=size pairs of data, expert, tensor"):
+    with pytest.raises(ValueError, match="write axis=size pairs of data, context, expert, tensor"):
         parse_mesh(text)
 
 

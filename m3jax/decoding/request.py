@@ -10,17 +10,15 @@ from m3jax.decoding.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """One prompt and how to continue it.
+class Params:
+    """How a prompt is continued.
 
     Attributes:
-      prompt: token ids, at least one.
       max_new_tokens: at least 1.
       sampling: how tokens are drawn.
-      stop_ids: a row ends with the first of these; that token is part of the continuation.
+      stop_ids: a request ends with the first of these; that token is part of the continuation.
     """
 
-    prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling
     stop_ids: tuple[int, ...] = ()
@@ -33,7 +31,8 @@ class Generation:
     Attributes:
       tokens: new token ids only, with the stop id or the token that completed a stop string as the last.
       logprobs: natural logarithm of each token's probability under the model's own logits, before any knob.
-      stop_reason: "length", "stop_id", "stop_string", "nan" (the logits had no distribution), or "unfinished".
+      stop_reason: "length", "stop_id", "stop_string", "nan" (the logits had no distribution), "aborted", or
+        "unfinished".
       prompt_tokens: length of the prompt.
       text: the decoded continuation, without the stop id and cut before a stop string; None where no text was
         asked for.
@@ -48,13 +47,13 @@ class Generation:
 
 @dataclass
 class Timings:
-    """Where the seconds of one batch went.
+    """Where the seconds of an engine went.
 
     Attributes:
       compile_seconds: tracing and compiling, in no other number here; about 0 for a shape met before.
-      prefill_seconds: the prompts, up to and with each row's first new token.
+      prefill_seconds: the prompts, up to and with each one's first new token.
       decode_seconds: the new tokens after the first.
-      prompt_tokens: of all rows.
+      prompt_tokens: that went through the model; those found in the prefix cache did not.
       decoded_tokens: new tokens of all rows after each one's first.
     """
 
@@ -75,35 +74,32 @@ class Timings:
         return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else None
 
 
-def check_requests(requests: Sequence[Request], config: Any) -> None:
+def check_prompt(prompt: Sequence[int], params: Params, config: Any, name: str = "prompt") -> None:
     """Refuse what the model cannot do.
 
     Args:
-      requests: one a row.
+      prompt: token ids.
+      params: how it goes on.
       config: has vocab_size and max_position_embeddings.
+      name: what the prompt is called in an error.
 
     Raises:
-      ValueError: no requests, an empty prompt, an id outside the vocabulary, or more tokens than the context.
+      ValueError: an empty prompt, an id outside the vocabulary, or more tokens than the context.
     """
-    if not requests:
-        raise ValueError("no prompts: give at least one")
-    for row, request in enumerate(requests):
-        _check_ids(f"prompt {row}", request.prompt, config.vocab_size)
-        _check_ids("stop_ids", request.stop_ids, config.vocab_size)
-        if not request.prompt:
-            raise ValueError(f"prompt {row} is empty: give it at least one token")
-        limit, asked = config.max_position_embeddings, request.max_new_tokens
-        if not _is_integer(asked) or asked < 1:
-            raise ValueError(f"max_new_tokens = {asked!r}: must be an integer of at least 1")
-        if len(request.prompt) >= limit:
-            raise ValueError(
-                f"prompt {row} has {len(request.prompt)} tokens and the model's context is {limit}: shorten the prompt"
-            )
-        if len(request.prompt) + asked > limit:
-            raise ValueError(
-                f"prompt {row} has {len(request.prompt)} tokens, which with max_new_tokens = {asked} is more than the "
-                f"model's context of {limit}: ask for at most {limit - len(request.prompt)} new tokens"
-            )
+    if not len(prompt):
+        raise ValueError(f"{name} is empty: give it at least one token")
+    _check_ids(name, prompt, config.vocab_size)
+    _check_ids("stop_ids", params.stop_ids, config.vocab_size)
+    limit, asked = config.max_position_embeddings, params.max_new_tokens
+    if not _is_integer(asked) or asked < 1:
+        raise ValueError(f"max_new_tokens = {asked!r}: must be an integer of at least 1")
+    if len(prompt) >= limit:
+        raise ValueError(f"{name} has {len(prompt)} tokens and the model's context is {limit}: shorten the prompt")
+    if len(prompt) + asked > limit:
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens, which with max_new_tokens = {asked} is more than the model's context of "
+            f"{limit}: ask for at most {limit - len(prompt)} new tokens"
+        )
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab: int) -> None:

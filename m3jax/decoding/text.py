@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from m3jax.decoding.batch import Batch
+from m3jax.decoding.engine import Engine
 from m3jax.decoding.request import Generation
 from m3jax.text import TextStream, Tokenizer
 
@@ -65,56 +65,46 @@ def _begun(text: str, stop: Sequence[str]) -> int:
 
 
 def generate_text(
-    batch: Batch,
+    engine: Engine,
+    handles: Sequence[int],
     tokenizer: Tokenizer,
     *,
     stop: Sequence[str] = (),
-    steps_per_call: int = 16,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Generation]:
-    """Continue a batch after its prefill, decoding to text as it goes.
+    """Work until these requests have ended, decoding to text as it goes.
 
     Args:
-      batch: prefilled.
+      engine: has the requests.
+      handles: of the requests.
       tokenizer: the checkpoint's.
-      stop: a row ends when its text contains one of these, be it in one token or across several.
-      steps_per_call: tokens of a row in one device call. More is faster; fewer show text sooner,
-        and fewer tokens are computed past a stop string, only to be dropped.
-      on_text: called with the row and each new piece of its text.
+      stop: a request ends when its text contains one of these, be it in one token or across several.
+      on_text: called with the handle and each new piece of its text.
 
     Returns:
-      One a row, with its text.
+      One a request, with its text.
 
     Raises:
       ValueError: an empty stop string, or a token id that the tokenizer does not know.
     """
-    texts = [StoppableText(tokenizer.stream(), stop) for _ in batch.requests]
-    running = set(range(len(texts)))
-    while True:
-        running -= _push_new(batch, texts, running, on_text)
-        if not batch.live:
-            return [replace(g, text=t.text) for g, t in zip(batch.results(), texts, strict=True)]
-        batch.advance(steps_per_call)
+    texts = {handle: StoppableText(tokenizer.stream(), stop) for handle in handles}
+    running = set(handles)
+    while running:
+        running -= {handle for handle in sorted(running) if _push_new(engine, handle, texts[handle], on_text)}
+        if running:
+            engine.step()
+    return [replace(engine.result(handle), text=texts[handle].text) for handle in handles]
 
 
-def _push_new(
-    batch: Batch,
-    texts: Sequence[StoppableText],
-    running: set[int],
-    on_text: Callable[[int, str], None] | None,
-) -> set[int]:
-    """Turn the tokens of the last slice into text; returns the rows that ended with it."""
-    reasons, new = batch.reasons(), batch.take()
-    keep = {}
-    for row in sorted(running):
-        piece = _push_row(texts[row], new[row], reasons[row])
-        if texts[row].stopped:
-            keep[row] = texts[row].tokens
-        if piece and on_text is not None:
-            on_text(row, piece)
-    if keep:
-        batch.stop(keep)
-    return keep.keys() | {row for row in running if reasons[row] != "unfinished"}
+def _push_new(engine: Engine, handle: int, text: StoppableText, on_text: Callable[[int, str], None] | None) -> bool:
+    """Turn a request's latest tokens into text; whether it has ended."""
+    tokens, reason = engine.take(handle), engine.reason(handle)
+    piece = _push_row(text, tokens, reason)
+    if text.stopped:
+        engine.stop(handle, text.tokens)
+    if piece and on_text is not None:
+        on_text(handle, piece)
+    return text.stopped or reason != "unfinished"
 
 
 def _push_row(text: StoppableText, tokens: list[int], reason: str) -> str:

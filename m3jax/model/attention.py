@@ -7,12 +7,12 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import StackCache
 from m3jax.config import M3Config
+from m3jax.model.cached import cached_attention, selection_rules
 from m3jax.model.context import Context
 from m3jax.model.layers import apply_rope, gemma_norm
 from m3jax.model.params import Make
-from m3jax.msa import api, contiguous, index_topk
+from m3jax.msa import api, contiguous, contiguous_index, view_topk
 from m3jax.msa.numerics import einsum
-from m3jax.msa.views import Contiguous
 
 
 class Attention(nnx.Module):
@@ -49,19 +49,15 @@ class Attention(nnx.Module):
           (output in the accumulator's dtype, the cache with the new tokens, named values on the way).
         """
         values = self._project(x, context, config)
-        k, v, index_k = values["k"], values["v"], values.get("index_k")
         if cache is None:
-            view = contiguous(k, v, config.index_block_size)
+            values |= _alone(values, context, config)
         else:
-            cache = cache.update(layer, context.slots(cache.k.shape[3]), k, v, index_k)
-            view = Contiguous(cache.k, cache.v, layer, config.index_block_size)
-            index_k = None if index_k is None else cache.index_k[layer]
-        if index_k is not None and context.schedule != "dense":
-            blocks = select(values["index_q"], index_k, context, config)
-            values["blocks"] = checkpoint_name(blocks, "msa_blocks")
-        args = (values.get("blocks"), context.positions, context.lengths, context.schedule)
-        values["attention"] = api.attention(values["q"], view, *args)
-        return einsum("btnh,nhd->btd", values["attention"], self.o_proj[...]), cache, values
+            out, blocks, cache = cached_attention(values, cache, layer, context, config, context.mesh)
+            values |= {"attention": out} | ({} if blocks is None else {"blocks": blocks})
+        # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
+        flat = values["attention"].reshape(*x.shape[:2], -1)
+        out = einsum("btx,xd->btd", flat, self.o_proj[...].reshape(flat.shape[-1], -1))
+        return out, cache, values
 
     def _project(self, x: Float[Array, "B T D"], context: Context, config: M3Config) -> dict[str, Array]:
         """Queries, keys and values; norm and RoPE run in the accumulator's dtype and are rounded once."""
@@ -86,12 +82,13 @@ class Attention(nnx.Module):
         return out
 
 
-def select(
-    index_q: Float[Array, "B T K H"], index_k: Float[Array, "B S H"], context: Context, config: M3Config
-) -> Int[Array, "B K T J"]:
-    """The layer's block selection under the model's rules."""
-    return index_topk(
-        index_q, index_k, context.positions, context.lengths,
-        block_size=config.index_block_size, top_k=config.index_topk_blocks, local_blocks=config.index_local_blocks,
-        init_blocks=config.index_init_blocks, score=config.index_score_type,
-    )  # fmt: skip
+def _alone(values: dict[str, Array], context: Context, config: M3Config) -> dict[str, Array]:
+    """Selection and attention of a call that brings all its keys: "blocks" in sparse layers, and "attention"."""
+    out, rows = {}, (context.positions, context.lengths)
+    if "index_q" in values and context.schedule != "dense":
+        index = contiguous_index(values["index_k"], config.index_block_size)
+        blocks = view_topk(values["index_q"], index, *rows, **selection_rules(config))
+        out["blocks"] = checkpoint_name(blocks, "msa_blocks")
+    view = contiguous(values["k"], values["v"], config.index_block_size)
+    out["attention"], _ = api.attention(values["q"], view, out.get("blocks"), *rows, context.schedule)
+    return out

@@ -2,8 +2,10 @@
 
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from m3jax.cache import Cache, Places
 from m3jax.config import M3Config
 from m3jax.model.layers import rope_table
 
@@ -16,17 +18,22 @@ class Context:
     lengths: Int[Array, " B"]
     cos: Float[Array, "B T R"]
     sin: Float[Array, "B T R"]
+    places: Places | None
     schedule: str = struct.field(pytree_node=False)
+    mesh: Mesh | None = struct.field(pytree_node=False)
 
     @classmethod
     def make(
-        cls, positions: Int[Array, "B T"], lengths: Int[Array, " B"], config: M3Config, dtype, schedule: str
+        cls,
+        positions: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        cache: Cache | None,
+        config: M3Config,
+        dtype: jnp.dtype,
+        schedule: str,
+        mesh: Mesh | None,
     ) -> "Context":
-        """Compute the rotary tables once for all layers."""
+        """Compute the rotary tables, and where tokens go in the cache, once for all layers."""
         cos, sin = rope_table(positions, config.rotary_dim, config.rope_theta, dtype)
-        return cls(positions, lengths, cos, sin, schedule)
-
-    def slots(self, size: int) -> Int[Array, "B T"]:
-        """The cache slot of each token; padding gets one past the end, where writes are dropped."""
-        real = (self.positions >= 0) & (self.positions < self.lengths[:, None])
-        return jnp.where(real, self.positions, size)
+        places = None if cache is None else cache.places(positions, lengths)
+        return cls(positions, lengths, cos, sin, places, schedule, mesh)

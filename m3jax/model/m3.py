@@ -42,6 +42,10 @@ class M3(nnx.Module):
         other.schedule = schedule
         return other
 
+    def new_cache(self, pages: int, batch: int, blocks: int, **types) -> Cache:
+        """An empty `Cache.pool` for this model, where the model lies."""
+        return Cache.pool(self.config, pages, batch, blocks, str(self.dtype), self.mesh, **types)
+
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of weights and activations (the router's is its own)."""
@@ -106,7 +110,7 @@ class M3(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]]]:
         """The residual stream before the final norm, the cache, and what `probe` kept of each stack."""
         positions, lengths = _defaults(tokens, cache, positions, lengths)
-        context = Context.make(positions, lengths, self.config, self.dtype, self.schedule)
+        context = Context.make(positions, lengths, cache, self.config, self.dtype, self.schedule, self.mesh)
         x = self.embed_tokens[...][tokens]
         stacks, kept = [], []
         for i, stack in enumerate(self.stacks):
@@ -114,7 +118,7 @@ class M3(nnx.Module):
             x, own, values = stack(x, context, own, self.config, probe, remat)
             stacks.append(own)
             kept.append(values)
-        return x, None if cache is None else Cache(tuple(stacks)), kept
+        return x, None if cache is None else cache.replace(stacks=tuple(stacks)), kept
 
     def intermediates(
         self, tokens: Int[Array, "B T"], *, lengths: Int[Array, " B"] | None = None

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from m3jax.msa.dense import blockwise_attention, check_view, dense_attention
+from m3jax.msa.dense import attend_group, blockwise_attention, causal, check_view, finish, hide
 from m3jax.msa.kv_block_major import kv_block_major
-from m3jax.msa.sparse import SCHEDULES, query_major, sparse_attention
+from m3jax.msa.sparse import SCHEDULES, expand_blocks, query_major
 from m3jax.msa.views import BlockView
 
 _FEW_QUERIES = 8  # up to here gathering a query's blocks beats inverting the selection
@@ -18,7 +18,7 @@ def attention(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     schedule: str = "auto",
-) -> Float[Array, "B T N H"]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Attention of one layer over a view: dense where `blocks` is None, else over the selected blocks.
 
     Args:
@@ -30,6 +30,9 @@ def attention(
       schedule: "auto", or one of `m3jax.msa.SCHEDULES`; with "mask", or "dense" where there is no selection, the
         definitions run, which hold all T x S scores.
 
+    Returns:
+      Outputs in q's dtype, and the LSE (-inf where nothing is visible) in the accumulator's dtype.
+
     Raises:
       ValueError: an unknown schedule, head counts that do not divide, or a selection of another shape.
     """
@@ -40,11 +43,20 @@ def attention(
     if schedule == "auto":
         schedule = "query_major" if q.shape[1] <= _FEW_QUERIES else "kv_block_major"
     if schedule in ("dense", "mask"):
-        k, v = (jnp.swapaxes(x, 1, 2) for x in view.run(0, view.num_blocks))
-        if blocks is None:
-            return dense_attention(q, k, v, positions, lengths)
-        return sparse_attention(q, k, v, blocks, positions, lengths, block_size=view.block_size)
+        return _definition(q, view, blocks, positions, lengths)
     if blocks is None:
-        return blockwise_attention(q, view, positions, lengths)
+        return blockwise_attention(q, view, positions, lengths, return_lse=True)
     fn = query_major if schedule == "query_major" else kv_block_major
-    return fn(q, view, blocks, positions, lengths)[0]
+    return fn(q, view, blocks, positions, lengths)
+
+
+def _definition(q, view, blocks, positions, lengths):
+    """`dense_attention` or the mask schedule of `sparse_attention`, over a view."""
+    k, v = view.run(0, view.num_blocks)
+    slots = jnp.arange(k.shape[2], dtype=jnp.int32)
+    held = jnp.repeat(view.present(0, view.num_blocks), view.block_size, axis=1)
+    visible = (causal(positions, lengths, slots) & held[:, None])[:, None]
+    if blocks is not None:
+        visible &= expand_blocks(blocks, k.shape[2], view.block_size)
+    v = jnp.where(held[:, None, :, None], hide(v, slots, lengths), 0)
+    return finish(*attend_group(q, k, v, visible), q.dtype, True)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+_ACCELERATOR = 64
+
 
 def map_chunks(fn: Callable, size: int, axis: int, *arrays: Array) -> PyTree[Array]:
     """Apply `fn` to pieces of `arrays` along `axis` and join the results along that axis.
@@ -36,6 +38,11 @@ def _join(x: Array, length: int, axis: int) -> Array:
     x = jnp.moveaxis(x, 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
+
+
+def budget(elements: int) -> int:
+    """What a piece of work may hold: `elements`, which fit the cache of a CPU's core, or enough to fill a GPU."""
+    return elements if jax.default_backend() == "cpu" else _ACCELERATOR * elements
 
 
 def rows_within(elements: int, per_row: int, length: int) -> int:

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from m3jax.msa.chunks import map_chunks, rows_within
+from m3jax.msa.chunks import budget, map_chunks, rows_within
 from m3jax.msa.numerics import Softmax, accumulator, attend
 from m3jax.msa.views import BlockView
 
 _SCORE_BUDGET = 1 << 20  # scores of one step of the blockwise schedule
+_FEW_ROWS = 32  # up to here pieces are longer where that pays
 _KEY_CHUNK = 1024
 
 
@@ -60,9 +61,10 @@ def blockwise_attention(
     Pieces that lie after every query of a chunk are skipped, so is what the view holds beyond the longest row.
     """
     check_view(q, view.num_heads)
-    per_piece = max(1, min(_KEY_CHUNK // view.block_size, view.num_blocks))
+    few = q.shape[0] * q.shape[1] <= _FEW_ROWS
+    per_piece = max(1, min((budget(_KEY_CHUNK) if few else _KEY_CHUNK) // view.block_size, view.num_blocks))
     piece = per_piece * view.block_size
-    chunk = rows_within(_SCORE_BUDGET, q.shape[0] * q.shape[2] * piece, q.shape[1])
+    chunk = rows_within(budget(_SCORE_BUDGET), q.shape[0] * q.shape[2] * piece, q.shape[1])
     out, lse = map_chunks(lambda q, p: _chunk(q, p, view, per_piece, lengths), chunk, 1, q, positions)
     return (out, lse) if return_lse else out
 
@@ -70,6 +72,7 @@ def blockwise_attention(
 def _chunk(q, positions, view, per_piece, lengths):
     """One chunk of queries over all pieces of keys."""
     last = jnp.max(jnp.where(positions < lengths[:, None], positions, -1))
+    shortest = jnp.min(lengths)
     size = per_piece * view.block_size
     rows = group_rows(q, view.num_heads)
 
@@ -77,14 +80,20 @@ def _chunk(q, positions, view, per_piece, lengths):
         # The last piece starts early enough to end at the view's end; what it repeats is masked.
         first = jnp.minimum(piece * per_piece, view.num_blocks - per_piece)
 
-        def seen():
+        def seen(dirty):
             k, v = view.run(first, per_piece)
             slots = first * view.block_size + jnp.arange(size, dtype=jnp.int32)
-            visible = causal(positions, lengths, slots) & (slots >= piece * size)
+            held = jnp.repeat(view.present(first, per_piece), view.block_size, axis=1)
+            visible = causal(positions, lengths, slots) & (held & (slots >= piece * size))[:, None]
             visible = jnp.repeat(visible, q.shape[2] // view.num_heads, axis=1)
-            return state.fold(rows, k, hide(v, slots, lengths), visible[:, None])
+            v = jnp.where(held[:, None, :, None], hide(v, slots, lengths), 0) if dirty else v
+            return state.fold(rows, k, v, visible[:, None])
 
-        return jax.lax.cond(piece * size <= last, seen, lambda: state), None
+        # Values need cleaning only where a row ends, or where a block is another device's.
+        clean = ((piece + 1) * size <= shortest) & jnp.all(view.present(first, per_piece))
+        kind = (piece * size <= last).astype(jnp.int32) * (1 + clean)
+        branches = (lambda: state, lambda: seen(True), lambda: seen(False))
+        return jax.lax.switch(kind, branches), None
 
     empty = Softmax.empty(rows.shape[:-1], q.shape[-1], accumulator(q.dtype))
     pieces = jnp.arange(-(-view.num_blocks // per_piece), dtype=jnp.int32)

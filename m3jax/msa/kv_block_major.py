@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from m3jax.msa.chunks import map_chunks
+from m3jax.msa.chunks import budget, map_chunks
 from m3jax.msa.csr import invert
 from m3jax.msa.dense import finish
-from m3jax.msa.numerics import attend, merge
+from m3jax.msa.numerics import accumulator, attend, merge
 from m3jax.msa.views import BlockView
 
 _QUERY_CHUNK = 2048  # bounds the partial outputs: J of them a query and head
@@ -53,14 +53,21 @@ def _partials(q, view, tiles, positions, lengths):
     """Attention of every tile: normalised outputs [X*C G H] and their LSE [X*C G]."""
     count, tile = tiles.query.shape
     groups, width = q.shape[3:]
-    per_step = max(1, min(count, _STEP_SCORES // (tile * groups * view.block_size)))
+    per_step = max(1, min(count, budget(_STEP_SCORES) // (tile * groups * view.block_size)))
     steps = -(-count // per_step)
     shape = lambda x: jnp.pad(x, ((0, steps * per_step - count),) + ((0, 0),) * (x.ndim - 1)).reshape(
         steps, per_step, *x.shape[1:]
     )
     xs = tuple(shape(x) for x in tiles[:5])
 
-    step = jax.checkpoint(lambda xs: _tile_attention(q, view, xs, positions, lengths))
+    attention = lambda xs: _tile_attention(q, view, xs, positions, lengths)
+
+    def idle(xs):
+        shape = (per_step, tile, groups)
+        return jnp.zeros((*shape, width), accumulator(q.dtype)), jnp.full(shape, -jnp.inf, accumulator(q.dtype))
+
+    # Tiles that no block filled come last; whole steps of them cost nothing.
+    step = jax.checkpoint(lambda xs: jax.lax.cond(jnp.any(xs[4]), attention, idle, xs))
     out, lse = jax.lax.map(step, xs)
     return out.reshape(-1, groups, width), lse.reshape(-1, groups)
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+_FEW_ROWS = 16
+
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype that sums are kept in: float32, or float64 for float64 inputs."""
@@ -20,6 +22,13 @@ def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     dtype = accumulator(jnp.result_type(*operands))
     return jnp.einsum(spec, *operands, precision="highest", preferred_element_type=dtype)
+
+
+def dot_scores(q: Float[Array, "*X R H"], k: Float[Array, "*X C H"]) -> Float[Array, "*X R C"]:
+    """Inner products of rows and columns; with few rows the columns go first, which XLA's CPU kernels prefer."""
+    if q.shape[-2] > _FEW_ROWS:
+        return einsum("...rh,...ch->...rc", q, k)
+    return einsum("...ch,...rh->...cr", k, q).swapaxes(-1, -2)
 
 
 class Softmax(NamedTuple):
@@ -43,7 +52,7 @@ class Softmax(NamedTuple):
         visible: Bool[Array, "*Y #R C"],
     ) -> "Softmax":
         """Take in more columns."""
-        scores = einsum("...rh,...ch->...rc", q, k) * q.shape[-1] ** -0.5
+        scores = dot_scores(q, k) * q.shape[-1] ** -0.5
         scores = jnp.where(visible, scores, -jnp.inf)
         # The result does not depend on `top`, so no gradient goes through it.
         top = jnp.maximum(self.top, jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))

@@ -1,15 +1,18 @@
 """The index branch: score 128-token blocks, keep the best of them (paper, section 3; docs/msa.md)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from m3jax.msa.chunks import map_chunks, rows_within
+from m3jax.msa.chunks import budget, map_chunks, rows_within
 from m3jax.msa.dense import causal
-from m3jax.msa.numerics import einsum
-from m3jax.msa.views import check_block_size
+from m3jax.msa.numerics import accumulator, dot_scores
+from m3jax.msa.views import IndexView, check_block_size, contiguous_index
 
 _SCORE_BUDGET = 1 << 19  # token scores held at once; more would leave the cache of a core
+_FEW_ROWS = 128  # up to here pieces are longer
 _KEY_CHUNK = 1024  # keys scored at once; pieces that no query of the chunk can see are skipped
 
 
@@ -43,12 +46,9 @@ def block_scores(
 
     Source: paper section 3 (max-pool after masking); transformers `MiniMaxM3VLIndexer`; SGLang for "lse".
     """
-    _check_scores(index_q, index_k, block_size, score)
-    index_k = _pad_to(index_k, block_size)
-    chunk = _query_chunk(index_q, index_k)
-    fn = lambda q, p: _chunk_scores(q, index_k, p, lengths, block_size, score)
-    out = map_chunks(lambda q, p: fn(q, p).swapaxes(1, 2), chunk, 1, index_q, positions)
-    return out.swapaxes(1, 2)
+    view = _view(index_q, index_k, block_size, score)
+    fn = lambda q, p: _chunk_scores(q, view, p, lengths, score).swapaxes(1, 2)
+    return map_chunks(fn, _query_chunk(index_q, view), 1, index_q, positions).swapaxes(1, 2)
 
 
 def select_blocks(
@@ -116,16 +116,43 @@ def index_topk(
     score: str = "max",
 ) -> Int[Array, "B K T J"]:
     """`select_blocks` of `block_scores`, a chunk of queries at a time: the scores of all blocks are never held."""
-    _check_scores(index_q, index_k, block_size, score)
-    index_k = _pad_to(index_k, block_size)
-    rules = dict(block_size=block_size, top_k=top_k, local_blocks=local_blocks, init_blocks=init_blocks)
+    rules = dict(top_k=top_k, local_blocks=local_blocks, init_blocks=init_blocks, score=score)
+    return view_topk(index_q, _view(index_q, index_k, block_size, score), positions, lengths, **rules)
+
+
+def view_topk(
+    index_q: Float[Array, "B T K H"],
+    view: IndexView,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    top_k: int,
+    local_blocks: int = 1,
+    init_blocks: int = 0,
+    score: str = "max",
+    gather: Callable[[Float[Array, "B K T M"]], Float[Array, "B K T M"]] = lambda scores: scores,
+) -> Int[Array, "B K T J"]:
+    """`index_topk` over a view.
+
+    Args:
+      index_q: index queries.
+      view: index keys, in pages or not.
+      positions: absolute position of each query.
+      lengths: valid keys of each row.
+      top_k: J, slots.
+      local_blocks: forced blocks ending with the own one.
+      init_blocks: forced blocks at the start.
+      score: "max" or "lse".
+      gather: where several devices hold the blocks, joins their scores; a block that is not held has -inf.
+    """
+    rules = dict(block_size=view.block_size, top_k=top_k, local_blocks=local_blocks, init_blocks=init_blocks)
 
     def chunk(q, p):
-        scores = _chunk_scores(q, index_k, p, lengths, block_size, score)
+        scores = gather(_chunk_scores(q, view, p, lengths, score))
         return select_blocks(scores, p, lengths, **rules).swapaxes(1, 2)
 
     q = jax.lax.stop_gradient(index_q)
-    return map_chunks(chunk, _query_chunk(index_q, index_k), 1, q, positions).swapaxes(1, 2)
+    return map_chunks(chunk, _query_chunk(index_q, view), 1, q, positions).swapaxes(1, 2)
 
 
 def _ordered(scores: Float[Array, "*X M"]) -> Float[Array, "*X M"]:
@@ -136,38 +163,44 @@ def _ordered(scores: Float[Array, "*X M"]) -> Float[Array, "*X M"]:
     return jnp.where(jnp.isnan(scores), lowest, jnp.where(key == 0, 0.0, key))
 
 
-def _chunk_scores(q, index_k, positions, lengths, block_size, score):
+def _chunk_scores(q, view, positions, lengths, score):
     """[B C K H] queries against all keys, in pieces of whole blocks: [B K C M]."""
-    size = index_k.shape[1]
-    piece = max(block_size, _KEY_CHUNK // block_size * block_size)
-    if size <= piece or q.shape[1] == 1:
-        return _piece_scores(q, index_k, jnp.int32(0), positions, lengths, block_size, score)
-    index_k = _pad_to(index_k, piece)
-    pieces = index_k.reshape(index_k.shape[0], -1, piece, index_k.shape[-1]).swapaxes(0, 1)
-    starts = jnp.arange(len(pieces), dtype=jnp.int32) * piece
-    last = jnp.max(jnp.where(positions < lengths[:, None], positions, -1))
+    count, size = view.num_blocks, view.block_size
+    few = q.shape[0] * q.shape[1] * q.shape[2] <= _FEW_ROWS
+    piece = max(1, min((budget(4 * _KEY_CHUNK) if few else _KEY_CHUNK) // size, count))
+    steps = -(-count // piece)
+    at = jnp.where(positions < lengths[:, None], positions, -1)
+    first, last = jnp.min(at), jnp.max(at)
 
-    def step(_, xs):
-        k, start = xs
-        seen = lambda: _piece_scores(q, k, start, positions, lengths, block_size, score)
-        unseen = lambda: jnp.full_like(jax.eval_shape(seen), -jnp.inf)
-        return None, jax.lax.cond(start <= last, seen, unseen)
+    def step(_, i):
+        # The last piece starts early enough to end at the view's end; what it repeats is cut off below.
+        start = jnp.minimum(i * piece, count - piece)
+        hidden = lambda: jnp.full((q.shape[0], q.shape[2], q.shape[1], piece), -jnp.inf, accumulator(q.dtype))
+        scores = lambda masked: lambda: _piece_scores(q, view, start, piece, masked, positions, lengths, score)
+        # Where a mask changes nothing "max" does without. "lse" keeps it, as rounding could differ from a masked one.
+        bare = (start + piece) * size <= first + 1 if score == "max" else False
+        kind = (start * size <= last).astype(jnp.int32) + bare
+        return None, jax.lax.switch(kind, (hidden, scores(True), scores(False)))
 
-    _, out = jax.lax.scan(step, None, (pieces, starts))
-    out = jnp.moveaxis(out, 0, 3).reshape(*out.shape[1:4], -1)
-    return out[..., : size // block_size]
+    _, out = jax.lax.scan(step, None, jnp.arange(steps, dtype=jnp.int32))
+    out = jnp.moveaxis(out, 0, 3)
+    head = out[..., :-1, :].reshape(*out.shape[:3], -1)
+    return jnp.concatenate([head, out[..., -1, steps * piece - count :]], axis=-1)
 
 
-def _piece_scores(q, k, start, positions, lengths, block_size, score):
-    """Scores of the blocks of one piece of keys, whose first key has position `start`."""
-    scores = einsum("btkh,bsh->bkts", q, k)
-    slots = start + jnp.arange(k.shape[1], dtype=jnp.int32)
-    visible = causal(positions, lengths, slots)
+def _piece_scores(q, view, start, piece, masked, positions, lengths, score):
+    """Scores of the blocks of one piece of keys; unmasked where every query sees all of it."""
+    k = view.run(start, piece)
+    rows = q.swapaxes(1, 2).reshape(q.shape[0], -1, q.shape[-1])
+    scores = dot_scores(rows, k).reshape(q.shape[0], q.shape[2], q.shape[1], -1)
     if score == "lse":
         scores = scores * k.shape[-1] ** -0.5
-    scores = jnp.where(visible[:, None], scores, -jnp.inf)
-    blocks = scores.reshape(*scores.shape[:-1], -1, block_size)
-    return jnp.max(blocks, -1) if score == "max" else _logsumexp(blocks)
+    if masked:
+        slots = start * view.block_size + jnp.arange(k.shape[1], dtype=jnp.int32)
+        scores = jnp.where(causal(positions, lengths, slots)[:, None], scores, -jnp.inf)
+    blocks = scores.reshape(*scores.shape[:-1], -1, view.block_size)
+    pooled = jnp.max(blocks, -1) if score == "max" else _logsumexp(blocks)
+    return jnp.where(view.present(start, piece)[:, None, None], pooled, -jnp.inf)
 
 
 def _logsumexp(x: Float[Array, "*X P"]) -> Float[Array, "*X"]:
@@ -176,22 +209,17 @@ def _logsumexp(x: Float[Array, "*X P"]) -> Float[Array, "*X"]:
     return jnp.where(empty, -jnp.inf, jax.nn.logsumexp(jnp.where(empty[..., None], 0.0, x), axis=-1))
 
 
-def _query_chunk(index_q, index_k) -> int:
+def _query_chunk(index_q, view) -> int:
     batch, length, heads, _ = index_q.shape
-    width = min(index_k.shape[1], _KEY_CHUNK)
-    blocks = batch * heads * max(width, index_k.shape[1] // 8)
-    return rows_within(_SCORE_BUDGET, blocks, length)
+    keys = view.num_blocks * view.block_size
+    return rows_within(budget(_SCORE_BUDGET), batch * heads * max(min(keys, _KEY_CHUNK), keys // 8), length)
 
 
-def _pad_to(x: Float[Array, "B S H"], multiple: int) -> Float[Array, "B S2 H"]:
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple), (0, 0)))
-
-
-def _check_scores(index_q, index_k, block_size: int, score: str) -> None:
+def _view(index_q, index_k, block_size: int, score: str) -> IndexView:
     if score not in ("max", "lse"):
         raise ValueError(f"score = {score!r}: allowed are 'max' and 'lse'")
     if index_q.shape[-1] != index_k.shape[-1]:
         raise ValueError(
             f"index_q has width {index_q.shape[-1]} and index_k {index_k.shape[-1]}: they must be the same"
         )
-    check_block_size(block_size)
+    return contiguous_index(index_k, block_size)

@@ -5,21 +5,26 @@ import math
 import jax
 from jax.sharding import AxisType, Mesh
 
-AXES = ("data", "expert", "tensor")
+AXES = ("data", "context", "expert", "tensor")
 
 
-def make_mesh(data: int = 1, expert: int = 1, tensor: int = 1) -> Mesh:
-    """A mesh of data x expert x tensor devices, the first ones that JAX lists.
+def make_mesh(data: int = 1, context: int = 1, expert: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh of data x context x expert x tensor devices, the first ones that JAX lists.
+
+    Rows lie on the data axis, experts and heads on theirs. The pages of the cache are divided over data x context:
+    a longer context needs more of them, and the context axis holds nothing else.
 
     Raises:
       ValueError: a size below 1, or more devices than there are.
     """
-    shape = (data, expert, tensor)
+    shape = (data, context, expert, tensor)
     need, have = math.prod(shape), len(jax.devices())
     if min(shape) < 1 or need > have:
-        raise ValueError(f"mesh data={data},expert={expert},tensor={tensor} needs {need} devices, there are {have}; "
+        sizes = ",".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
+        raise ValueError(f"mesh {sizes} needs {need} devices, there are {have}; "
                          "give sizes of at least 1 whose product is at most that")  # fmt: skip
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:need])
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=jax.devices()[:need])
 
 
 def parse_mesh(text: str) -> Mesh:

@@ -1,13 +1,16 @@
 """Logical axis names -> mesh axes, for parameters and caches alike."""
 
+import math
 from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 # An axis that is not named here, and None, is never divided.
-RULES: dict[str, str] = {
+PAGE_AXES = ("data", "context")
+RULES: dict[str, str | tuple[str, ...]] = {
     "batch": "data",
+    "pages": PAGE_AXES,
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",
@@ -32,9 +35,9 @@ def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> Partit
     return PartitionSpec(*(_mesh_axis(size, name, mesh) for size, name in zip(shape, axes, strict=True)))
 
 
-def _mesh_axis(size: int, name: str | None, mesh: Mesh) -> str | None:
+def _mesh_axis(size: int, name: str | None, mesh: Mesh) -> str | tuple[str, ...] | None:
     axis = RULES.get(name)
-    parts = mesh.shape.get(axis, 1)
+    parts = math.prod(mesh.shape.get(a, 1) for a in (axis if isinstance(axis, tuple) else (axis,)))
     if parts == 1:
         return None
     if size % parts:

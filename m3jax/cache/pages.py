@@ -1,0 +1,375 @@
+"""The host side of the cache: which pages a request uses. Nothing here touches a device."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from m3jax.cache.prefix import PrefixIndex
+
+
+class OutOfPages(RuntimeError):
+    """Every page is used by a request; nothing was changed. Release a request, then try again."""
+
+
+class Copy(NamedTuple):
+    """An order to the device: copy page `source` to page `target` in every layer."""
+
+    source: int
+    target: int
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """The pages of a request, and the tokens that the device has written into them, from position 0 on."""
+
+    pages: list[int]
+    tokens: list[int]
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class PageAllocator:
+    """Gives pages to requests, shares those of equal beginnings, and keeps what was released for the next.
+
+    The order of calls is `add`; then `extend`, the device's copies and writes, `commit`, again and again; then
+    `release`. A page is free, used (by one request or several), or cached: full, registered under its tokens, and used
+    by nobody. Cached pages are given away when no page is free, the least recently used first. Registered pages and
+    pages of several requests are read-only: `extend` orders a copy before a request writes into one.
+
+    Args:
+      num_pages: of the device's pool; their ids are 0 to num_pages - 1.
+      page_size: P, tokens of a page.
+      share: whether full pages are registered, so that later requests can use them.
+      stripes: devices that divide the pool; neighbouring pages of a request lie on different ones.
+
+    Raises:
+      ValueError: a size below 1.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, share: bool = True, stripes: int = 1):
+        self.num_pages = _count("num_pages", num_pages)
+        self.page_size = _count("page_size", page_size)
+        self._share = share
+        each = -(-self.num_pages // _count("stripes", stripes))
+        self._free = sorted(range(num_pages), key=lambda page: (page % each, page), reverse=True)
+        self._users = [0] * num_pages
+        self._prefix = PrefixIndex(page_size)
+        self._sequences: dict[int, _Sequence] = {}
+        self._next = 0
+        self._hit_tokens = self._missed_tokens = self._evictions = 0
+
+    # The life of a request
+
+    def add(self, tokens: Sequence[int] | np.ndarray) -> tuple[int, int]:
+        """Open a request, with the registered pages that hold its beginning. No page is taken yet.
+
+        Whole pages are reused, and only those that end before the last token, which must be computed in any case for
+        its logits. To share a part of a page would mean a copy, and a request that fills the pool has no page for it.
+
+        Args:
+          tokens: all tokens known so far (the prompt; after a preemption also what was generated), at least one. A
+            position that stands for an image needs a number of that image here, or equal prompts share its pages.
+
+        Returns:
+          Its handle, and how many of its tokens are in the cache: the device goes on from there.
+
+        Raises:
+          ValueError: no tokens, or more than the pool holds.
+        """
+        tokens = _integers(tokens)
+        if not tokens:
+            raise ValueError("add got 0 tokens: give at least one")
+        self._check_fits(len(tokens))
+        pages = self._prefix.match(tokens[:-1])
+        cached = len(pages) * self.page_size
+        self._hit_tokens += cached
+        self._missed_tokens += len(tokens) - cached
+        return self._open(pages, tokens[:cached]), cached
+
+    def extend(self, handle: int, n: int) -> list[Copy]:
+        """Make room for n tokens after those committed; pages reserved before and not yet filled count.
+
+        Args:
+          handle: from `add` or `fork`.
+          n: at least 0.
+
+        Returns:
+          Copies for the device to make before anything else happens to the cache: one if the first of the n tokens
+          goes into a read-only page, else none. `table` has the new pages.
+
+        Raises:
+          OutOfPages: too few pages are free or cached. Nothing was changed. A request that is alone gets this only for
+            a copy after `truncate`, and no more once it is released and added again.
+          ValueError: an unknown handle, n below 0, or a request that would be longer than the pool.
+        """
+        sequence = self._get(handle)
+        end = sequence.length + _count("n", n, least=0)
+        self._check_fits(end)
+        pages, at = sequence.pages, sequence.length // self.page_size
+        copy = n > 0 and at < len(pages) and not self._writable(pages[at])
+        new = self._take(max(0, self._blocks(end) - len(pages)) + copy)
+        copies = []
+        if copy:
+            copies.append(Copy(pages[at], new.pop()))
+            self._drop(pages[at])
+            pages[at] = copies[0].target
+        pages += new
+        return copies
+
+    def commit(self, handle: int, tokens: Sequence[int] | np.ndarray) -> None:
+        """The device has written these tokens, which come after those committed; pages that are full are registered.
+
+        Args:
+          handle: from `add` or `fork`.
+          tokens: at most as many as `extend` made room for; with speculation only those that were accepted.
+
+        Raises:
+          ValueError: an unknown handle, or tokens that there is no room for.
+        """
+        sequence, tokens = self._get(handle), _integers(tokens)
+        if len(tokens) > (room := self._room(sequence)):
+            raise ValueError(
+                f"{len(tokens)} tokens committed to request {handle}, which has room for {room}: extend it before the "
+                "device writes"
+            )
+        first_unfilled = sequence.length // self.page_size
+        sequence.tokens += tokens
+        for block in range(first_unfilled, sequence.length // self.page_size):
+            self._register(sequence, block)
+
+    def fork(self, handle: int) -> int:
+        """A second request with the same tokens in the same pages; the first of the two to write copies.
+
+        Raises:
+          ValueError: an unknown handle.
+        """
+        # Pages that are only reserved stay with the first request.
+        return self._open(list(self.pages_of(handle)), list(self.tokens(handle)))
+
+    def truncate(self, handle: int, length: int) -> None:
+        """Keep the first `length` tokens; pages that hold none of them go back, reserved ones too.
+
+        Raises:
+          ValueError: an unknown handle, or a length outside 0 to the number of tokens committed.
+        """
+        sequence = self._get(handle)
+        had = sequence.length
+        if not _is_integer(length) or not 0 <= length <= had:
+            raise ValueError(f"length = {length!r}: request {handle} has {had} tokens; truncate it to 0 to {had}")
+        del sequence.tokens[length:]
+        while len(sequence.pages) > self._blocks(length):
+            self._drop(sequence.pages.pop())
+
+    def release(self, handle: int) -> None:
+        """End a request (or preempt it: `add` all its tokens later). Its registered pages stay as cached ones.
+
+        Raises:
+          ValueError: an unknown handle, or one that was released before.
+        """
+        self.truncate(handle, 0)
+        del self._sequences[handle]
+
+    def evict(self, n: int) -> int:
+        """Forget up to n cached pages, the least recently used first and the end of a chain before its beginning.
+
+        Returns:
+          How many there were.
+
+        Raises:
+          ValueError: n below 1.
+        """
+        count = min(_count("n", n), len(self._prefix.unused))
+        self._free += [self._prefix.evict() for _ in range(count)]
+        self._evictions += count
+        return count
+
+    # What there is
+
+    def table(self, handle: int, width: int) -> Int32[np.ndarray, " M"]:
+        """The pages of a request in order, reserved ones too.
+
+        Args:
+          handle: from `add` or `fork`.
+          width: M, blocks that a row of the device's table has.
+
+        Returns:
+          Int32 [M], after the last page -1.
+
+        Raises:
+          ValueError: an unknown handle, or a width below the request's pages.
+        """
+        pages = self._get(handle).pages
+        if not _is_integer(width) or width < len(pages):
+            raise ValueError(f"width = {width!r}: request {handle} has {len(pages)} pages; give at least that many")
+        return np.array(pages + [-1] * (width - len(pages)), np.int32)
+
+    def tokens(self, handle: int) -> tuple[int, ...]:
+        """The tokens that a request's pages hold."""
+        return tuple(self._get(handle).tokens)
+
+    def pages_of(self, handle: int) -> tuple[int, ...]:
+        """The pages that hold a request's tokens, in order, without reserved ones."""
+        sequence = self._get(handle)
+        return tuple(sequence.pages[: self._blocks(sequence.length)])
+
+    @property
+    def free(self) -> frozenset[int]:
+        """Pages whose contents nobody needs."""
+        return frozenset(self._free)
+
+    @property
+    def available(self) -> int:
+        """Pages that `extend` can give: free and cached ones."""
+        return len(self._free) + len(self._prefix.unused)
+
+    def statistics(self) -> dict[str, int]:
+        """Counters.
+
+        Returns:
+          free, cached, used: pages now, together all of them. hit_tokens, missed_tokens: of all that `add` got, those
+          found in the cache and the others. evictions: cached pages given away.
+        """
+        return {
+            "free": len(self._free),
+            "cached": len(self._prefix.unused),
+            "used": self.num_pages - self.available,
+            "hit_tokens": self._hit_tokens,
+            "missed_tokens": self._missed_tokens,
+            "evictions": self._evictions,
+        }
+
+    def check(self) -> None:
+        """Verify that every page is in exactly one state, and that nobody can write what another reads.
+
+        Raises:
+          AssertionError: what is broken, with the page or the handle.
+        """
+        sequences = (self._broken_sequence(handle, s) for handle, s in self._sequences.items())
+        broken = next(chain(self._broken_pages(), self._prefix.broken(self._users), *sequences), None)
+        if broken:
+            raise AssertionError(broken)
+
+    # Pages
+
+    def _open(self, pages: list[int], tokens: list[int]) -> int:
+        for page in pages:
+            self._users[page] += 1
+            self._prefix.use(page)
+        handle, self._next = self._next, self._next + 1
+        self._sequences[handle] = _Sequence(pages, tokens)
+        return handle
+
+    def _take(self, count: int) -> list[int]:
+        if count > self.available:
+            raise OutOfPages(
+                f"{count} pages are needed and {self.available} of {self.num_pages} are free or cached: release a "
+                "request, or make the pool larger"
+            )
+        if count > len(self._free):
+            self.evict(count - len(self._free))
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._users[page] = 1
+        return pages
+
+    def _drop(self, page: int) -> None:
+        self._users[page] -= 1
+        if self._users[page]:
+            return
+        if page in self._prefix.nodes:
+            self._prefix.leave(page)
+        else:
+            self._free.append(page)
+
+    def _register(self, sequence: _Sequence, block: int) -> None:
+        if not self._share:
+            return
+        tokens = sequence.tokens[block * self.page_size : (block + 1) * self.page_size]
+        previous = sequence.pages[block - 1] if block else None
+        replaced = self._prefix.register(sequence.pages[block], tokens, previous)
+        if replaced is not None:
+            self._free.append(replaced)
+
+    def _writable(self, page: int) -> bool:
+        return self._users[page] == 1 and page not in self._prefix.nodes
+
+    def _room(self, sequence: _Sequence) -> int:
+        """Tokens that may be written now."""
+        room = len(sequence.pages) * self.page_size - sequence.length
+        return room if room and self._writable(sequence.pages[sequence.length // self.page_size]) else 0
+
+    def _blocks(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    # Errors
+
+    def _get(self, handle: int) -> _Sequence:
+        if handle not in self._sequences:
+            raise ValueError(f"no request {handle!r}: use a handle that add or fork returned and that is not released")
+        return self._sequences[handle]
+
+    def _check_fits(self, length: int) -> None:
+        if length > self.num_pages * self.page_size:
+            raise ValueError(
+                f"a request of {length} tokens needs {self._blocks(length)} pages and the pool has {self.num_pages} of "
+                f"{self.page_size} tokens: ask for less, or make the pool larger"
+            )
+
+    # Invariants
+
+    def _broken_pages(self) -> Iterator[str]:
+        users = Counter(page for s in self._sequences.values() for page in s.pages)
+        nodes, unused, free = self._prefix.nodes, self._prefix.unused, Counter(self._free)
+        for page, counted in enumerate(self._users):
+            found, cached = users[page], int(page in unused)
+            if counted != found:
+                yield f"page {page} counts {counted} users and has {found}"
+            if free[page] + cached + (found > 0) != 1:
+                yield f"page {page} is {free[page]} times free, {cached} cached, {found} used"
+            if free[page] and page in nodes:
+                yield f"page {page} is free and registered"
+            if cached and page not in nodes:
+                yield f"page {page} is cached and not registered"
+        if stray := {*users, *free, *nodes} - set(range(self.num_pages)):
+            yield f"pages {sorted(stray)} are not in the pool"
+
+    def _broken_sequence(self, handle: int, sequence: _Sequence) -> Iterator[str]:
+        pages, size, written = sequence.pages, self.page_size, self._blocks(sequence.length)
+        if len(pages) < written:
+            yield f"request {handle} has {len(pages)} pages and needs {written}"
+        if len(set(pages)) < len(pages):
+            yield f"request {handle} has a page twice"
+        for page in pages[written:]:
+            if not self._writable(page):
+                yield f"page {page}, reserved by request {handle}, is shared or registered"
+        for block, (before, page) in enumerate(zip([-1, *pages], pages[:written], strict=False)):
+            node = self._prefix.nodes.get(page)
+            held = tuple(sequence.tokens[block * size : (block + 1) * size])
+            if node and node.tokens[: len(held)] != held:
+                yield f"page {page} is registered with tokens of another request"
+            if node and node.parent.page != before:
+                yield f"page {page} follows {before} in request {handle} only"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _count(name: str, value: int, least: int = 1) -> int:
+    if not _is_integer(value) or value < least:
+        raise ValueError(f"{name} = {value!r}: must be an integer of at least {least}")
+    return int(value)
+
+
+def _integers(tokens: Sequence[int] | np.ndarray) -> list[int]:
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"tokens are {array.dtype} of shape {array.shape}: give one list of integers")
+    return array.tolist()

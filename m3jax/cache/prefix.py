@@ -1,0 +1,115 @@
+"""Full pages by the tokens that lead to them, so that requests which begin alike share their pages."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False, repr=False)
+class Node:
+    """A registered page: its tokens follow those of its parents."""
+
+    page: int
+    tokens: tuple[int, ...]
+    parent: "Node | None" = None
+    children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+
+
+class PrefixIndex:
+    """The tree of registered pages.
+
+    A page's key is its tokens, under its parent: the dictionary hashes them and then compares them, so equal hashes of
+    different tokens find nothing wrong.
+
+    A request that uses a page uses its parents too, and gives its pages back last one first. So in `unused` a page
+    always comes before its parent, and evicting in that order never leaves a hole in a chain.
+
+    Args:
+      page_size: P, tokens of a page.
+    """
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+        self.root = Node(-1, ())
+        self.nodes: dict[int, Node] = {}  # by page id
+        self.unused: OrderedDict[int, Node] = OrderedDict()  # of `nodes` those that no request uses, oldest first
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The pages of the longest registered beginning of `tokens`, in order."""
+        node, pages, size = self.root, [], self.page_size
+        for start in range(0, len(tokens) - size + 1, size):
+            node = node.children.get(tuple(tokens[start : start + size]))
+            if node is None:
+                break
+            pages.append(node.page)
+        return pages
+
+    def register(self, page: int, tokens: Sequence[int], previous: int | None) -> int | None:
+        """Make known a full page that a request has written.
+
+        Nothing happens if the page before it is not registered, or if another request uses a page of the same
+        tokens: otherwise a chain could lose its beginning while a request still needs its end.
+
+        Args:
+          page: its id.
+          tokens: the P tokens it holds.
+          previous: the page before it in its request, None for the first.
+
+        Returns:
+          A page of the same tokens that no request uses, which this one has replaced; it is free now.
+        """
+        parent = self.root if previous is None else self.nodes.get(previous)
+        if parent is None:
+            return None
+        key = tuple(tokens)
+        node = parent.children.setdefault(key, Node(page, key, parent))
+        replaced = None if node.page == page else node.page
+        if replaced is not None:
+            if replaced not in self.unused:
+                return None
+            del self.nodes[replaced], self.unused[replaced]
+            node.page = page
+        self.nodes[page] = node
+        return replaced
+
+    def use(self, page: int) -> None:
+        """A request begins to use a page that is registered."""
+        self.unused.pop(page, None)
+
+    def leave(self, page: int) -> None:
+        """The last request that used a page has given it back."""
+        self.unused[page] = self.nodes[page]
+
+    def evict(self) -> int:
+        """Forget the page that has been unused for longest, and return it."""
+        page, node = self.unused.popitem(last=False)
+        del self.nodes[page], node.parent.children[node.tokens]
+        return page
+
+    def broken(self, users: Sequence[int]) -> Iterator[str]:
+        """Everything that is not as it must be, with the page.
+
+        Args:
+          users: requests that use each page, by page id.
+        """
+        order = {page: i for i, page in enumerate(self.unused)}
+        for page, node in self.nodes.items():
+            parent = node.parent
+            if node.page != page:
+                yield f"page {page} is registered as page {node.page}"
+            if len(node.tokens) != self.page_size:
+                yield f"registered page {page} has {len(node.tokens)} tokens"
+            if parent.children.get(node.tokens) is not node:
+                yield f"page {page} cannot be found from its parent"
+            if parent is self.root:
+                continue
+            if self.nodes.get(parent.page) is not parent:
+                yield f"page {page} has lost its parent: the chain has a hole"
+            # Else an unused page could have used ones after it, and could not be evicted.
+            if users[parent.page] < users[page]:
+                yield f"page {page} has users that its parent lacks"
+            if parent.page in order and order[page] > order[parent.page]:
+                yield f"page {page} would be evicted after its parent"
+        links = sum(len(node.children) for node in (self.root, *self.nodes.values()))
+        if links != len(self.nodes):
+            yield f"{links} pages can be found and {len(self.nodes)} are registered"

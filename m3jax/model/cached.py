@@ -1,0 +1,127 @@
+"""Attention of one layer over the paged cache: write, select, attend; on one device or on a mesh."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from m3jax.cache import StackCache
+from m3jax.config import M3Config
+from m3jax.model.context import Context
+from m3jax.msa import api, view_topk
+from m3jax.parallel import PAGE_AXES
+
+
+def cached_attention(
+    values: dict[str, Array],
+    cache: StackCache,
+    layer: Int[Array, ""],
+    context: Context,
+    config: M3Config,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, StackCache]:
+    """Write a call's keys, then attend over what each row has.
+
+    On a mesh the pages are divided over the data and context axes, and the KV heads over the tensor axis. Every
+    device scores the pages it holds, the scores are joined, each attends over the selected pages that are its own,
+    and the partial outputs are merged by log-sum-exp.
+
+    Args:
+      values: q, k, v and, where the layer is sparse, index_q and index_k.
+      cache: the stack's pages.
+      layer: which layer of the stack.
+      context: the call's positions, lengths and places.
+      config: the model's configuration.
+      mesh: where the cache lies.
+
+    Returns:
+      (output, selection or None, cache).
+    """
+    tensors = tuple(values.get(name) for name in ("q", "k", "v", "index_q", "index_k"))
+    rows = (context.positions, context.lengths, context.places)
+    if mesh is None or mesh.size == 1:
+        return _core(tensors, cache, layer, *rows, config, context.schedule)
+    return _on_mesh((tensors, cache, layer, *rows), config, context.schedule, mesh)
+
+
+def _on_mesh(args, config: M3Config, schedule: str, mesh: Mesh):
+    """`_shard` on every device. Arguments and results cross as flat lists, so that each array finds its spec."""
+    tensors, cache = args[:2]
+    axes = tuple(axis for axis in PAGE_AXES if axis in mesh.shape)
+    heads = "tensor" if config.num_key_value_heads % mesh.shape["tensor"] == 0 else None
+    by_head = P(None, None, heads)
+    pages = [_cache_spec(x, axes, heads) for x in jax.tree.leaves(cache)]
+    brought = [P() if t.ndim == 3 else by_head for t in tensors if t is not None]
+    leaves, structure = jax.tree.flatten(args)
+    in_specs = brought + pages
+    in_specs += [P()] * (len(leaves) - len(in_specs))
+    sparse = tensors[3] is not None and schedule != "dense"
+
+    def run(*leaves):
+        return jax.tree.leaves(_shard(*jax.tree.unflatten(structure, leaves), config, schedule, axes))
+
+    out_specs = [by_head, *([P(None, heads)] if sparse else []), *pages]
+    out = jax.shard_map(run, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)(*leaves)
+    cache = jax.tree.unflatten(jax.tree.structure(cache), out[1 + sparse :])
+    return out[0], out[1] if sparse else None, cache
+
+
+def _core(tensors, cache, layer, positions, lengths, places, config, schedule, gather=None, merge=None):
+    """What one device does; `gather` and `merge` join it with what the others do."""
+    q, k, v, index_q, index_k = tensors
+    cache = cache.write(layer, places, k, v, index_k)
+    view, blocks = cache.view(layer, places, q.dtype), None
+    held = None
+    if index_q is not None and schedule != "dense":
+        index = cache.index_view(layer, places, q.dtype)
+        blocks = view_topk(index_q, index, positions, lengths, **selection_rules(config), **_given(gather=gather))
+        held = blocks if merge is None else _held(blocks, view)
+    if merge is None:
+        return api.attention(q, view, blocks, positions, lengths, schedule)[0], blocks, cache
+    out, lse = api.attention(q, view, held, positions, lengths, schedule)
+    return merge(out, lse), blocks, cache
+
+
+def _shard(tensors, cache, layer, positions, lengths, places, config, schedule, axes):
+    """`_core` with the pages of this device: those of the others are not held."""
+    first = jax.lax.axis_index(axes) * cache.num_pages
+    places = places._replace(table=places.table - first, page=places.page - first)
+    gather = lambda scores: jax.lax.pmax(scores, axes)
+    return _core(tensors, cache, layer, positions, lengths, places, config, schedule, gather, partial(_merge, axes))
+
+
+def _merge(axes, out, lse):
+    """Attention over all devices' keys from attention over each one's."""
+    top = jax.lax.pmax(lse, axes)
+    weight = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))
+    total = jax.lax.psum(weight, axes)
+    share = weight / jnp.where(total == 0.0, 1.0, total)
+    return jax.lax.psum(out.astype(lse.dtype) * share[..., None], axes).astype(out.dtype)
+
+
+def _held(blocks, view):
+    """The selection less the blocks of other devices; order does not matter to attention."""
+    present = view.present(0, view.num_blocks)[:, None, None]
+    present = jnp.broadcast_to(present, (*blocks.shape[:3], present.shape[-1]))
+    return jnp.where(jnp.take_along_axis(present, jnp.maximum(blocks, 0), axis=-1), blocks, -1)
+
+
+def _cache_spec(x: Array, axes: tuple[str, ...], heads: str | None) -> P:
+    """Pages of keys and values, index keys, scales per head, scales of index keys: told apart by their rank."""
+    return {5: P(None, axes, heads), 4: P(None, axes), 2: P(None, heads), 1: P()}[x.ndim]
+
+
+def selection_rules(config: M3Config) -> dict[str, int | str]:
+    """The model's rules, as keyword arguments of `view_topk`."""
+    return dict(
+        top_k=config.index_topk_blocks, local_blocks=config.index_local_blocks, init_blocks=config.index_init_blocks,
+        score=config.index_score_type,
+    )  # fmt: skip
+
+
+def _given(**arguments: Callable | None) -> dict[str, Callable]:
+    return {name: value for name, value in arguments.items() if value is not None}

@@ -1,0 +1,54 @@
+"""Virtual pages: MSA decode through a paged attention that knows nothing of MSA (design: the cache's layout)."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from m3jax.msa.dense import blockwise_attention
+from m3jax.msa.views import Paged
+
+
+class VirtualPages(NamedTuple):
+    """Pages of single KV heads, and for each (row, KV head) the ones it selected, in order, without gaps."""
+
+    k: Num[Array, "Y P H"]
+    v: Num[Array, "Y P H"]
+    table: Int[Array, "R J"]
+    lengths: Int[Array, " R"]
+
+
+def virtual_pages(
+    view: Paged, blocks: Int[Array, "B K J"], positions: Int[Array, " B"], lengths: Int[Array, " B"]
+) -> VirtualPages:
+    """Fold the KV heads into the batch: row b and head k become row b * K + k with one KV head.
+
+    `[pages K P H]` seen as `[pages * K, P, H]` gives each head pages of its own, so a selection per KV head is a page
+    table per virtual row. The own block is the last one selected, so all pages before it are full.
+
+    Args:
+      view: one layer of a cache, without scales.
+      blocks: the selection of one query a row, ascending, then -1.
+      positions: of that query; < 0 or >= lengths marks padding.
+      lengths: valid keys of each row.
+
+    Returns:
+      R = B x K virtual rows; one of padding has length 0. Unused table entries are page 0.
+    """
+    batch, heads, _ = blocks.shape
+    pages = jnp.take_along_axis(view.table[:, None], jnp.maximum(blocks, 0), axis=-1)
+    table = jnp.where(blocks >= 0, pages * heads + jnp.arange(heads, dtype=jnp.int32)[:, None], 0)
+    full = jnp.maximum(jnp.sum(blocks >= 0, axis=-1, dtype=jnp.int32) - 1, 0)
+    valid = (positions >= 0) & (positions < lengths)
+    tokens = jnp.where(valid[:, None], full * view.block_size + (positions % view.block_size)[:, None] + 1, 0)
+    own = lambda x: x[view.layer].reshape(-1, view.block_size, x.shape[-1])
+    return VirtualPages(own(view.k), own(view.v), table.reshape(batch * heads, -1), tokens.reshape(-1))
+
+
+def paged_attention(
+    q: Float[Array, "R G H"], k: Num[Array, "Y P H"], v: Num[Array, "Y P H"], table: Int[Array, "R J"],
+    lengths: Int[Array, " R"],
+) -> Float[Array, "R G H"]:  # fmt: skip
+    """Plain paged attention of one query a row over one KV head: every token of the row's pages, up to its length."""
+    view = Paged(k[None, :, None], v[None, :, None], None, 0, table, q.dtype)
+    return blockwise_attention(q[:, None], view, (lengths - 1)[:, None], lengths)[:, 0]

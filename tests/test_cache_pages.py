@@ -1,0 +1,449 @@
+"""The allocator of pages against a plain dictionary of requests, on a fake device whose free pages are poisoned."""
+
+import copy
+import zlib
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from m3jax.cache.pages import Copy, OutOfPages, PageAllocator
+
+P = 4
+POISON = -7
+# Two tokens, so that requests often begin alike; their hashes are equal, so that only a comparison tells them apart.
+TOKENS = st.lists(st.sampled_from((-1, -2)), min_size=1, max_size=8)
+WHICH = st.integers(0, 5)
+
+
+def contents(tokens) -> list[int]:
+    """What a device would store for each token: it depends on everything before it."""
+    hashes = accumulate(enumerate(tokens), lambda before, now: zlib.crc32(repr(now).encode(), before), initial=1)
+    return list(hashes)[1:]
+
+
+class Pool:
+    """An allocator, and the device that does what it says."""
+
+    def __init__(self, num_pages, page_size=P, **options):
+        self.pages = PageAllocator(num_pages, page_size, **options)
+        self.memory = np.full((num_pages, page_size), POISON, np.int64)
+
+    def reserve(self, handle, n):
+        copies = self.pages.extend(handle, n)
+        for source, target in copies:
+            self.memory[target] = self.memory[source]
+        return copies
+
+    def write(self, handle, tokens, reserve=0):
+        """Extend, write on the device, commit; then what could be copied."""
+        copies = self.reserve(handle, len(tokens) + reserve)
+        old = self.pages.tokens(handle)
+        new = [*old, *tokens]
+        table = self.pages.table(handle, len(self.memory))
+        for i in range(len(old), len(new)):
+            self.memory[table[i // self.pages.page_size], i % self.pages.page_size] = contents(new)[i]
+        self.pages.commit(handle, tokens)
+        return copies
+
+    def open(self, tokens):
+        """A request with all its tokens written; and how many came from the cache."""
+        handle, cached = self.pages.add(tokens)
+        self.write(handle, tokens[cached:])
+        return handle, cached
+
+    def leave(self, tokens):
+        """A request that came and went."""
+        self.pages.release(self.open(tokens)[0])
+
+    def read(self, handle, length):
+        table = self.pages.table(handle, len(self.memory))
+        slots = np.arange(length)
+        return self.memory[table[slots // self.pages.page_size], slots % self.pages.page_size].tolist()
+
+    def verify(self, requests):
+        """Poison what is free; then everything that live requests and the prefix index hold must still be there."""
+        self.pages.check()
+        self.memory[list(self.pages.free)] = POISON
+        for handle, tokens in requests.items():
+            assert self.pages.tokens(handle) == tuple(tokens)
+            assert self.read(handle, len(tokens)) == contents(tokens)
+        for page, node in self.pages._prefix.nodes.items():
+            chain = []
+            while node.parent is not None:
+                chain, node = [*node.tokens, *chain], node.parent
+            assert self.memory[page].tolist() == contents(chain)[-self.pages.page_size :]
+
+    def snapshot(self):
+        """All that a call which fails must leave as it was."""
+        p = self.pages
+        tables = {h: (p.tokens(h), p.table(h, p.num_pages).tolist()) for h in p._sequences}
+        return p.statistics(), p.free, list(p._prefix.unused), sorted(p._prefix.nodes), tables
+
+    def hits(self, tokens):
+        """How much of a prompt is in the cache; who asks is a user, too."""
+        handle, cached = self.pages.add(tokens)
+        self.pages.release(handle)
+        return cached
+
+
+class Machine(RuleBasedStateMachine):
+    """Random requests; `model` has what each one's pages must hold."""
+
+    past = Bundle("past")  # tokens of requests, for others that begin alike
+
+    @initialize(
+        pages=st.sampled_from((12, 20, 7, 3)),
+        size=st.sampled_from((3, 4, 2, 1)),
+        share=st.integers(0, 4),
+        prompts=st.lists(TOKENS, min_size=3, max_size=3),
+    )
+    def start(self, pages, size, share, prompts):
+        self.pool = Pool(pages, size, share=share < 4)
+        self.pages, self.model = self.pool.pages, {}
+        self.limit, self.asked = pages * size, 0
+        for tokens in prompts:
+            self.open(tokens)
+
+    def pick(self, which):
+        return list(self.model)[which % len(self.model)]
+
+    def extend(self, handle, tokens, reserve=0):
+        """Write tokens; as in an engine, the youngest of the others give way while there is no room."""
+        had, size = len(self.model[handle]), self.pages.page_size
+        tokens = tokens[: self.limit - had]
+        reserve = min(reserve, self.limit - had - len(tokens))
+        new = -(-(had + len(tokens) + reserve) // size) - np.count_nonzero(self.pages.table(handle, self.limit) >= 0)
+        while tokens:
+            before = self.pool.snapshot()
+            try:
+                self.pool.write(handle, tokens, reserve)
+            except OutOfPages:
+                assert self.pages.available < max(new, 0) + (had % size > 0)
+                assert self.pool.snapshot() == before
+                if len(self.model) == 1:
+                    return
+                self.close(max(self.model.keys() - {handle}))
+            else:
+                self.model[handle] += tokens
+                return
+
+    def open(self, tokens):
+        tokens = tokens[: self.limit]
+        handle, cached = self.pages.add(tokens)
+        assert cached % self.pages.page_size == 0 and cached < len(tokens)
+        self.asked += len(tokens)
+        self.model[handle] = tokens[:cached]
+        self.extend(handle, tokens[cached:])
+
+    def close(self, handle):
+        self.pages.release(handle)
+        return self.model.pop(handle)
+
+    @rule(target=past, tokens=TOKENS)
+    def add(self, tokens):
+        self.open(tokens)
+        return tokens
+
+    @rule(begin=past, cut=st.integers(1, 20), tokens=TOKENS)
+    def add_alike(self, begin, cut, tokens):
+        self.open(begin[:cut] + tokens)
+
+    @precondition(lambda self: self.model)
+    @rule(which=WHICH, tokens=TOKENS, reserve=st.integers(0, 4))
+    def write(self, which, tokens, reserve):
+        self.extend(self.pick(which), tokens, reserve)
+
+    @precondition(lambda self: self.model)
+    @rule(which=WHICH, tokens=TOKENS, writer=st.sampled_from(("old", "new")))
+    def fork(self, which, tokens, writer):
+        old = self.pick(which)
+        new = self.pages.fork(old)
+        self.model[new] = list(self.model[old])
+        self.extend({"old": old, "new": new}[writer], tokens)
+
+    @precondition(lambda self: self.model)
+    @rule(which=WHICH, dropped=st.integers(1, 5), tokens=st.just([]) | TOKENS)
+    def truncate(self, which, dropped, tokens):
+        handle = self.pick(which)
+        length = max(0, len(self.model[handle]) - dropped)
+        self.pages.truncate(handle, length)
+        del self.model[handle][length:]
+        self.extend(handle, tokens)
+
+    @precondition(lambda self: self.model)
+    @rule(target=past, which=WHICH)
+    def release(self, which):
+        return self.close(self.pick(which))
+
+    @precondition(lambda self: self.model)
+    @rule(which=WHICH)
+    def preempt_and_resume(self, which):
+        if tokens := self.close(self.pick(which)):
+            self.open(tokens)
+
+    @precondition(lambda self: self.pages.statistics()["cached"])
+    @rule(n=st.integers(1, 3))
+    def evict(self, n):
+        before = self.pages.statistics()
+        assert self.pages.evict(n) == min(n, before["cached"]) == self.pages.statistics()["free"] - before["free"]
+
+    @invariant()
+    def device_holds_the_model_and_counters_add_up(self):
+        self.pool.verify(self.model)
+
+        s = self.pages.statistics()
+        assert s["hit_tokens"] + s["missed_tokens"] == self.asked
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=4 * settings.default.max_examples, stateful_step_count=40)
+
+
+@pytest.mark.parametrize("p", [1, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("suffix", [1, 2, 4, 7])
+def test_prefix_hit_is_every_full_page_before_the_last_token(p, suffix):
+    pool = Pool(9)
+    pool.leave([1] * p + [2] * 3)
+    prompt = [1] * p + [3] * suffix
+    handle, cached = pool.open(prompt)
+    assert cached == p // P * P
+    pool.verify({handle: prompt})
+    # The same prompt again: one token at least is left to compute.
+    again, cached = pool.open(prompt)
+    assert cached == (len(prompt) - 1) // P * P
+    pool.verify({handle: prompt, again: prompt})
+    s = pool.pages.statistics()
+    hits = p // P * P + cached
+    assert (s["hit_tokens"], s["missed_tokens"]) == (hits, (p + 3) + 2 * len(prompt) - hits)
+
+
+@pytest.mark.parametrize("a, b", [(-1, -2), (5, 5 + 2**61 - 1)])
+def test_equal_hashes_of_different_tokens_share_nothing(a, b):
+    assert a != b and hash((a,) * P) == hash((b,) * P)
+    pool = Pool(9)
+    first, second = pool.open([a] * P + [0])[0], pool.open([b] * P + [0])[0]
+    pool.verify({first: [a] * P + [0], second: [b] * P + [0]})
+    assert pool.pages.statistics()["hit_tokens"] == 0
+    assert pool.hits([a] * P + [0]) == pool.hits([b] * P + [0]) == P
+
+
+def test_eviction_takes_the_least_recently_used_chain_from_its_end():
+    pool, a, b = Pool(9), [1] * 12, [2] * 8
+    pool.leave(a)
+    pool.leave(b)
+    for left in [(8, 8), (4, 8), (0, 8), (0, 4), (0, 0)]:
+        assert pool.pages.evict(1) == 1
+        look = copy.deepcopy(pool)  # because looking is using
+        assert (look.hits([*a, 0]), look.hits([*b, 0])) == left
+    assert pool.pages.evict(3) == 0
+    assert pool.pages.statistics() == pool.pages.statistics() | {"cached": 0, "free": 9, "evictions": 5}
+
+
+def test_use_makes_a_chain_recent_and_shared_beginnings_go_last():
+    pool, a, b = Pool(9), [1] * 4 + [2] * 4, [1] * 4 + [3] * 4
+    pool.leave(a)
+    pool.leave(b)
+    assert pool.hits([*a, 0]) == 8  # a is the more recent one now
+    pool.pages.evict(1)
+    assert pool.hits([*b, 0]) == 4 and pool.hits([*a, 0]) == 8
+    pool.pages.evict(1)
+    assert pool.hits([*a, 0]) == 4
+
+
+def test_out_of_pages_changes_nothing():
+    pool = Pool(5)
+    pool.leave([7] * 5)
+    a, b = pool.open([1] * 6)[0], pool.open([2] * 4)[0]
+    fork = pool.pages.fork(a)
+    before = pool.snapshot()
+    assert before[0]["free"] == before[0]["cached"] == 1
+    for handle, n in ((a, 7), (fork, 10), (b, 9)):
+        with pytest.raises(OutOfPages, match="2 of 5 are free or cached: release a request"):
+            pool.pages.extend(handle, n)
+        assert pool.snapshot() == before
+        pool.verify({a: [1] * 6, fork: [1] * 6, b: [2] * 4})
+    pool.pages.release(b)
+    assert len(pool.reserve(a, 7)) == 1
+
+
+@pytest.mark.parametrize("length", [5, 8])
+def test_a_request_alone_can_always_fill_the_pool(length):
+    pool = Pool(2)
+    handle, _ = pool.open([1] * 8)
+    pool.pages.truncate(handle, 6)
+    with pytest.raises(OutOfPages):
+        pool.pages.extend(handle, 1)
+    pool.pages.release(handle)
+    handle, cached = pool.open([1] * length)
+    assert cached == 4
+    if length < 8:
+        pool.write(handle, [2] * (8 - length))
+    pool.verify({handle: [1] * length + [2] * (8 - length)})
+
+
+def test_a_page_written_again_after_a_preemption_takes_the_place_of_its_unused_copy():
+    pool = Pool(8)
+    pool.leave([1] * 8)
+    handle, cached = pool.open([1] * 8)
+    s = pool.pages.statistics()
+    assert (cached, s["cached"], s["used"], s["free"]) == (4, 0, 2, 6)
+    pool.write(handle, [2] * 4)  # goes on being shared
+    assert pool.hits([1] * 8 + [2] * 4 + [0]) == 12
+
+
+def test_a_page_that_equals_one_in_use_stays_private():
+    pool, tokens = Pool(8), [1] * 8
+    handles = [pool.pages.add(tokens)[0] for _ in range(2)]
+    for handle in handles:
+        pool.write(handle, tokens)
+    pool.pages.release(handles[1])
+    assert pool.pages.statistics()["cached"] == 0
+    pool.verify({handles[0]: tokens})
+
+
+def test_fork_shares_until_the_first_write():
+    pool, tokens = Pool(6), [1] * 6
+    a, _ = pool.open(tokens)
+    pool.reserve(a, 6)
+    b = pool.pages.fork(a)
+    table = lambda handle: pool.pages.table(handle, 6).tolist()
+    assert table(b) == [*table(a)[:2], -1, -1, -1, -1]  # what is only reserved stays with the first
+    source = table(a)[1]
+    assert pool.reserve(a, 0) == [] and pool.write(a, [2]) == [Copy(source, table(a)[1])]
+    assert table(b)[1] == source != table(a)[1]
+    assert pool.write(b, [3]) == []  # alone on it now
+    pool.verify({a: [*tokens, 2], b: [*tokens, 3]})
+
+
+def test_truncate_gives_pages_back_and_a_registered_page_is_copied_before_a_write():
+    pool, tokens = Pool(6), list(range(12))
+    handle, _ = pool.open(tokens)
+    pool.reserve(handle, 4)
+    pool.pages.truncate(handle, 12)
+    assert pool.pages.statistics()["used"] == 3
+    pool.pages.truncate(handle, 6)
+    assert pool.pages.statistics()["used"] == 2 and pool.pages.statistics()["cached"] == 1
+    assert len(pool.write(handle, [50, 51])) == 1
+    new = [*tokens[:6], 50, 51]
+    pool.verify({handle: new})
+    assert pool.hits([*tokens, 0]) == 12 and pool.hits([*new, 0]) == 8
+    pool.pages.truncate(handle, 0)
+    assert pool.pages.pages_of(handle) == () and pool.write(handle, [9]) == []
+    pool.verify({handle: [9]})
+
+
+def test_reserving_twice_takes_pages_once():
+    pool = Pool(6)
+    handle, _ = pool.open([1] * 3)
+    for _ in range(3):
+        assert pool.reserve(handle, 5) == []
+    assert pool.pages.statistics()["used"] == 2
+    assert len(pool.pages.pages_of(handle)) == 1
+    assert pool.pages.table(handle, 4).dtype == np.int32
+    pool.pages.commit(handle, [])
+    pool.write(handle, [1] * 5)
+    pool.verify({handle: [1] * 8})
+
+
+def test_without_sharing_nothing_is_kept():
+    pool = Pool(4, share=False)
+    pool.leave([1] * 9)
+    assert pool.hits([1] * 9) == 0
+    assert pool.pages.statistics() == dict(free=4, cached=0, used=0, hit_tokens=0, missed_tokens=18, evictions=0)
+
+
+def test_neighbouring_pages_lie_on_different_devices():
+    pool = Pool(10, stripes=3)  # devices hold pages 0-3, 4-7 and 8-9
+    handle, _ = pool.open(list(range(40)))
+    assert pool.pages.pages_of(handle) == (0, 4, 8, 1, 5, 9, 2, 6, 3, 7)
+    assert Pool(3, stripes=8).pages.free == {0, 1, 2}
+
+
+BAD = {
+    "page_size = 2.0: must be": lambda p: PageAllocator(4, 2.0),
+    "stripes = True: must be": lambda p: PageAllocator(4, 4, stripes=True),
+    "add got 0 tokens: give at least one": lambda p: p.add([]),
+    "tokens are float64 of shape .2,.: give one list of integers": lambda p: p.add([1.0, 2.0]),
+    r"int64 of shape \(1, 2\)": lambda p: p.add([[1, 2]]),
+    "25 tokens needs 7 pages and the pool has 6 of 4": lambda p: p.add([1] * 25),
+    "n = -1: must be an integer of at least 0": lambda p: p.extend(0, -1),
+    "26 tokens needs 7 pages": lambda p: p.extend(0, 20),
+    "n = 0: must be an integer of at least 1": lambda p: p.evict(0),
+    "no request 7: use a handle": lambda p: p.extend(7, 1),
+    "no request 1: use a handle that add or fork returned and that is not released": lambda p: p.release(1),
+    "no request '0'": lambda p: p.table("0", 6),
+    "length = 7: request 0 has 6 tokens; truncate it to 0 to 6": lambda p: p.truncate(0, 7),
+    "width = 1: request 0 has 2 pages; give at least": lambda p: p.table(0, 1),
+    "3 tokens committed to request 0, which has room for 2: extend it": lambda p: p.commit(0, [1, 2, 3]),
+    "1 tokens committed to request 2, which has room for 0": lambda p: p.commit(2, [1]),
+    "1 tokens committed to request 4, which has room for 0": lambda p: p.commit(4, [1]),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_input(message):
+    pool, held = Pool(6), {0: [1] * 6, 2: [2] * 5, 3: [2] * 5, 4: [3] * 4}
+    pool.open(held[0])
+    pool.leave([5])  # handle 1 is released
+    pool.open(held[2])
+    pool.pages.fork(2)  # its last page is shared now
+    pool.open(held[4])  # its only page is full
+    before = pool.snapshot()
+    with pytest.raises(ValueError, match=message):
+        BAD[message](pool.pages)
+    assert pool.snapshot() == before
+    pool.verify(held)
+
+
+# Pages 0 and 1 and half of 2 belong to request 0, of them 0 and 1 are registered; 3 and 4 are cached, 5 is free.
+BROKEN = {
+    "page 2 counts 2 users and has 1": lambda p: p._users.__setitem__(2, 2),
+    "page 0 is 1 times free, 0 cached, 1 used": lambda p: p._free.append(0),
+    "page 5 is 0 times free, 0 cached, 0 used": lambda p: p._free.remove(5),
+    "page 5 is 2 times free": lambda p: p._free.append(5),
+    "pages .6. are not in the pool": lambda p: p._free.append(6),
+    "page 5 is free and registered": lambda p: p._prefix.nodes.__setitem__(5, p._prefix.nodes[4]),
+    "page 4 is cached and not registered": lambda p: p._prefix.nodes.pop(4),
+    "page 3 is registered as page 4": lambda p: p._prefix.nodes.__setitem__(3, p._prefix.nodes[4]),
+    "registered page 1 has 2 tokens": lambda p: setattr(p._prefix.nodes[1], "tokens", (1, 1)),
+    "page 1 cannot be found from its parent": lambda p: setattr(p._prefix.nodes[1], "tokens", (1, 2, 3, 4)),
+    "4 pages can be found and 3 are registered": lambda p: p._prefix.nodes.pop(1),
+    "page 1 has lost its parent: the chain has a hole": lambda p: p._prefix.nodes.pop(0) and move(p, 0, 5),
+    "page 1 has users that its parent lacks": lambda p: move(p, 0, 5),
+    "page 4 would be evicted after its parent": lambda p: p._prefix.unused.move_to_end(4),
+    "request 0 has 2 pages and needs 3": lambda p: p._drop(p._sequences[0].pages.pop()),
+    "page 5, reserved by request 0, is shared": lambda p: [move(p, None, 5), p._open([5], [1])],
+    "request 0 has a page twice": lambda p: move(p, None, 2),
+    "page 1 is registered with tokens of another request": lambda p: p._sequences[0].tokens.__setitem__(5, 9),
+    "page 1 follows 5 in request 0 only": lambda p: [move(p, 0, 5), p.add([1] * 5)],
+}
+
+
+def move(p, old, new):
+    """Request 0 has another page in the place of one, or one more; all counts are right."""
+    pages = p._sequences[0].pages
+    if old is None:
+        pages.append(new)
+    else:
+        pages[pages.index(old)] = new
+        p._drop(old)
+    if new in p._free:
+        p._free.remove(new)
+    p._users[new] += 1
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_check_names_what_is_broken(message):
+    pool = Pool(6)
+    pool.open([1] * 10)
+    pool.leave([2] * 8)
+    assert pool.pages.pages_of(0) == (0, 1, 2) and list(pool.pages._prefix.unused) == [4, 3]
+    pool.pages.check()
+    BROKEN[message](pool.pages)
+    with pytest.raises(AssertionError, match=message):
+        pool.pages.check()
