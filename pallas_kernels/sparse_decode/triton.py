@@ -1,0 +1,243 @@
+"""Sparse attention of a decode step, split over the selected blocks, and the merge of the splits: two Triton kernels.
+
+A program holds the query heads of one token and one KV head and walks a part of the blocks that this token selected.
+Each token of a row has a selection and a position of its own. Its partial output goes to memory in float32.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.common import (
+    LOG2E,
+    UNSEEN,
+    Pages,
+    check_pages,
+    div,
+    dot,
+    exp2,
+    matmul_dtype,
+    power_of_two,
+    rem,
+    seen_position,
+)
+
+MAX_QUERIES = 16
+_FEW_SPLITS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes that change the speed and not the result (but for the order of float32 sums)."""
+
+    programs: int = 264  # of the whole grid: selections are cut in as many pieces as that needs
+    keys: int = 64  # keys of one matrix product
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Static sizes of a call."""
+
+    k: Pages
+    config: Config
+    length: int
+    heads: int
+    kv_heads: int
+    slots: int
+    width: int
+    splits: int
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        return max(16, power_of_two(self.group))
+
+    @property
+    def keys(self) -> int:
+        return min(self.config.keys, self.k.block_size)
+
+    @property
+    def units(self) -> int:
+        """Pieces of selected blocks."""
+        return self.slots * self.pieces
+
+    @property
+    def pieces(self) -> int:
+        return self.k.block_size // self.keys
+
+
+def sparse_decode(
+    q: Float[Array, "B T N H"],
+    k: Pages,
+    v: Pages,
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Array, ...]:
+    """Attention over the selected blocks for at most 16 queries a row.
+
+    Args:
+      q: queries after norm and RoPE; bfloat16, float16 or float32.
+      k: keys, `contiguous` or `paged`, in the queries' dtype or in float8_e4m3fn.
+      v: values, in the same pages.
+      blocks: distinct ids in any order, -1 for none.
+      positions: absolute position of each query; < 0 or >= lengths marks padding, whose output is 0.
+      lengths: valid keys of each row.
+      scales: what stored keys and values of each KV head are to be multiplied with.
+      return_lse: also return the natural log-sum-exp of the scaled scores, -inf where nothing was seen.
+      config: tile sizes.
+      interpret: run on the CPU.
+
+    Returns:
+      (out [B T N H] in q's dtype,), and the LSE [B T N] in float32 if asked for.
+
+    Raises:
+      ValueError: too many queries, or operands that do not fit together.
+    """
+    _check(q, k, v, blocks)
+    batch, length, heads, width = q.shape
+    config = config or Config()
+    kv_heads, slots = blocks.shape[1], blocks.shape[3]
+    units = slots * (k.block_size // min(config.keys, k.block_size))
+    splits = max(1, min(units, config.programs // (batch * length * kv_heads)))
+    sizes = _Sizes(k, config, length, heads, kv_heads, slots, width, splits, interpret)
+    scales = tuple(x.astype(jnp.float32) for x in scales or ())
+    at = positions.astype(jnp.int32), lengths.astype(jnp.int32)
+    shape = (batch, length, kv_heads, splits, sizes.rows)
+    parts, lses = pl.pallas_call(
+        partial(_kernel, sizes=sizes),
+        grid=(splits, kv_heads, batch * length),
+        out_shape=(jax.ShapeDtypeStruct((*shape, width), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="sparse_decode",
+    )(q, *at, blocks, *k.operands(), v.pool, *scales)
+    few = splits <= _FEW_SPLITS
+    shape = (batch, length, kv_heads, sizes.rows if few else sizes.group)
+    out = pl.pallas_call(
+        partial(_merge_few_kernel if few else _merge_kernel, sizes=sizes),
+        grid=(kv_heads, batch * length) if few else (sizes.group, kv_heads, batch * length),
+        out_shape=(jax.ShapeDtypeStruct((*shape, width), q.dtype), jax.ShapeDtypeStruct(shape, jnp.float32)),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if few else 2, num_stages=1),
+        interpret=interpret,
+        name="sparse_decode_merge",
+    )(parts, lses)
+    out = tuple(x[:, :, :, : sizes.group].reshape(batch, length, heads, *x.shape[4:]) for x in out)
+    return out if return_lse else out[:1]
+
+
+def _kernel(q_ref, at_ref, lengths_ref, blocks_ref, k_ref, layer_ref, *rest, sizes: _Sizes):
+    table, rest = (rest[:1], rest[1:]) if sizes.k.table is not None else ((), rest)
+    v_ref, *scales, out_ref, lse_ref = rest
+    split, head, query = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    row, token = div(query, sizes.length), rem(query, sizes.length)
+    lane = jnp.arange(sizes.rows, dtype=jnp.int32)
+    q = q_ref[row, token, head * sizes.group + jnp.minimum(lane, sizes.group - 1), :].astype(
+        matmul_dtype(q_ref.dtype, k_ref.dtype)
+    )
+    at = seen_position(at_ref, lengths_ref, row, token)
+    scale = sizes.width**-0.5 * LOG2E * (scales[0][head] if scales else 1.0)
+    per_split = -(-sizes.units // sizes.splits)
+
+    def body(unit, state):
+        values, top, total = state
+        slot, start = div(unit, sizes.pieces), rem(unit, sizes.pieces) * sizes.keys
+        block = blocks_ref[row, head, token, slot]
+        inside = (block >= 0) & (block < sizes.k.num_blocks)
+        safe = jnp.where(inside, block, 0)
+        page, held = sizes.k.locate(layer_ref, table[0] if table else None, row, head, safe)
+        slots = safe * sizes.k.block_size + start + jnp.arange(sizes.keys, dtype=jnp.int32)
+        # Neither an unused slot nor what lies behind the query is read: that memory may hold anything.
+        visible = (slots <= at) & inside & held
+        read = lambda ref: plgpu.load(ref.at[page, pl.ds(start, sizes.keys), :], mask=visible[:, None], other=0.0)
+        scores = dot(q, read(k_ref).astype(q.dtype), transpose=True) * scale
+        scores = jnp.where(visible[None, :], scores, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        p = exp2(scores - new_top[:, None], sizes.interpret)
+        fade = exp2(top - new_top, sizes.interpret)
+        values = values * fade[:, None] + dot(p.astype(q.dtype), read(v_ref).astype(q.dtype))
+        return values, new_top, total * fade + jnp.sum(p, axis=1)
+
+    state = (
+        jnp.zeros((sizes.rows, sizes.width), jnp.float32),
+        jnp.full((sizes.rows,), UNSEEN, jnp.float32),
+        jnp.zeros((sizes.rows,), jnp.float32),
+    )
+    start = split * per_split
+    stop = jnp.minimum(start + per_split, sizes.units)
+    values, top, total = jax.lax.fori_loop(start, stop, body, state)
+    seen = total != 0.0
+    safe = jnp.where(seen, total, 1.0)
+    out = values / safe[:, None]
+    out_ref[row, token, head, split, lane, :] = out * scales[1][head] if scales else out
+    lse_ref[row, token, head, split, lane] = jnp.where(seen, top + jnp.log(safe) * LOG2E, -jnp.inf)
+
+
+def _merge_kernel(parts_ref, lses_ref, out_ref, lse_ref, *, sizes: _Sizes):
+    """Many splits: a program takes one query head, and all of its splits at once."""
+    group, head, query = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    row, token = div(query, sizes.length), rem(query, sizes.length)
+    split = jnp.arange(power_of_two(sizes.splits), dtype=jnp.int32)
+    source = jnp.minimum(split, sizes.splits - 1)
+    lses = jnp.where(split < sizes.splits, lses_ref[row, token, head, source, group], -jnp.inf)
+    top = jnp.maximum(jnp.max(lses), UNSEEN)
+    weights = exp2(lses - top, sizes.interpret)
+    total = jnp.sum(weights)
+    values = jnp.sum(parts_ref[row, token, head, source, group, :] * weights[:, None], axis=0)
+    seen = total != 0.0
+    safe = jnp.where(seen, total, 1.0)
+    out_ref[row, token, head, group, :] = (values / safe).astype(out_ref.dtype)
+    lse_ref[row, token, head, group] = jnp.where(seen, top / LOG2E + jnp.log(safe), -jnp.inf)
+
+
+def _merge_few_kernel(parts_ref, lses_ref, out_ref, lse_ref, *, sizes: _Sizes):
+    """Few splits: a program takes all query heads of a KV head, and one split after the other."""
+    head, query = pl.program_id(0), pl.program_id(1)
+    row, token = div(query, sizes.length), rem(query, sizes.length)
+    lane = jnp.arange(sizes.rows, dtype=jnp.int32)
+    lses = [lses_ref[row, token, head, split, lane] for split in range(sizes.splits)]
+    top = jnp.full((sizes.rows,), UNSEEN, jnp.float32)
+    for lse in lses:
+        top = jnp.maximum(top, lse)
+    total, values = jnp.zeros_like(top), jnp.zeros((sizes.rows, sizes.width), jnp.float32)
+    for split, lse in enumerate(lses):
+        weight = exp2(lse - top, sizes.interpret)
+        total += weight
+        values += parts_ref[row, token, head, split, lane, :] * weight[:, None]
+    seen = total != 0.0
+    safe = jnp.where(seen, total, 1.0)
+    out_ref[row, token, head, lane, :] = (values / safe[:, None]).astype(out_ref.dtype)
+    lse_ref[row, token, head, lane] = jnp.where(seen, top / LOG2E + jnp.log(safe), -jnp.inf)
+
+
+def _check(q, k: Pages, v: Pages, blocks) -> None:
+    check_pages("k", k, q.shape[0])
+    check_pages("v", v, q.shape[0])
+    batch, length, heads, width = q.shape
+    if not 1 <= length <= MAX_QUERIES:
+        raise ValueError(f"{length} queries a row: need 1 to {MAX_QUERIES} (sparse_prefill takes more)")
+    if blocks.shape[:1] + blocks.shape[2:3] != (batch, length) or heads % blocks.shape[1]:
+        raise ValueError(f"blocks has shape {blocks.shape}: must be [{batch} K {length} J], K a divisor of {heads}")
+    if k.pool.dtype not in (q.dtype, jnp.float8_e4m3fn) or k.pool.dtype != v.pool.dtype or k.width != width:
+        raise ValueError(
+            f"q is {q.dtype} of width {width}, k {k.pool.dtype} of {k.width}, v {v.pool.dtype} of {v.width}: need the "
+            "same width, and keys and values in the queries' dtype or float8_e4m3fn"
+        )
+    if k.pool.shape != v.pool.shape:
+        raise ValueError(f"k has pages {k.pool.shape} and v {v.pool.shape}: they must lie in the same way")

@@ -1,0 +1,202 @@
+"""Times every GPU kernel at M3's shapes beside cuDNN's dense attention: `python scripts/bench_gpu.py`.
+
+Times are medians of what the profiler saw on the device, summed over all kernels of an op, its small ones included.
+"near" selections come from index queries that drift slowly, "random" ones are uniform.
+"""
+
+import argparse
+import collections
+import glob
+import os
+import statistics
+import sys
+import tempfile
+
+# Kernels inside a command buffer have no times of their own.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common import contiguous, paged
+from pallas_kernels.dense_causal import cudnn_causal
+from pallas_kernels.index_topk import index_topk
+from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.shapes import DECODE, PREFILL, Shape
+from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_prefill import kv_block_major, query_union
+
+DRIFT = 0.999  # correlation of neighbouring index queries: neighbours then share nine of ten blocks
+COLD = 600 << 20  # bytes to rotate through, so that nothing is found in the cache
+TARGET = {
+    "prefill 8,192": 1900, "prefill 32,768": 8300, "prefill 65,536": 18000, "prefill 131,072": 44000,
+    "chunk 8,192 at 1,048,576": 19000, "decode 1 at 131,072": 28, "decode 1 at 1,048,576": 80,
+    "decode 8 at 131,072": 85, "decode 32 at 131,072": 290, "verify 8 x 4 at 131,072": 100,
+}  # fmt: skip
+
+
+def kernel_times(fn, calls, repeats: int) -> tuple[float, dict[str, float]]:
+    """(microseconds of one call, of each kernel): medians over `repeats` calls that take turns with the operands."""
+    for args in calls[:2]:
+        jax.block_until_ready(fn(*args))
+    times = collections.defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for i in range(repeats):
+                out = fn(*calls[i % len(calls)])
+            jax.block_until_ready(out)
+        [trace] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        for plane in jax.profiler.ProfileData.from_file(trace).planes:
+            for line in plane.lines if "GPU" in plane.name else ():
+                for event in line.events if line.name.startswith("Stream") else ():
+                    times[event.name].append(event.duration_ns / 1e3)
+    kernels = {name: statistics.median(x) * len(x) / repeats for name, x in times.items()}
+    return sum(kernels.values()), kernels
+
+
+def normal(seed: int, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def drifting(s: Shape):
+    """Index queries of one row, each close to the one before."""
+    noise = np.random.default_rng(0).standard_normal((s.queries, s.kv_heads * s.width), dtype=np.float32)
+    noise[0] /= (1 - DRIFT**2) ** 0.5
+    for t in range(1, s.queries):
+        noise[t] = DRIFT * noise[t - 1] + (1 - DRIFT**2) ** 0.5 * noise[t]
+    return jnp.asarray(noise.reshape(1, s.queries, s.kv_heads, s.width), jnp.bfloat16)
+
+
+def uniform(s: Shape):
+    """A selection that ignores every neighbour, the own block last."""
+
+    @jax.jit
+    def piece(key, own):
+        ids = jnp.arange(s.blocks)
+        score = jax.random.uniform(key, (s.kv_heads, len(own), s.blocks))
+        score = jnp.where(ids == own[:, None], 2.0, jnp.where(ids < own[:, None], score, -1.0))
+        value, chosen = jax.lax.top_k(score, s.top_k)
+        chosen = jnp.sort(jnp.where(value < 0, s.blocks, chosen), axis=-1)
+        return jnp.where(chosen == s.blocks, -1, chosen).astype(jnp.int32)
+
+    own = (s.context - s.queries + np.arange(s.queries)) // s.block_size
+    pieces = np.array_split(own, -(-s.queries // 4096))
+    return jnp.concatenate([piece(jax.random.key(i), jnp.asarray(x)) for i, x in enumerate(pieces)], axis=1)[None]
+
+
+def line(name: str, us: float, floor: float, extra: str = "") -> None:
+    number = f"{us / 1e3:9.3f} ms" if us >= 1000 else f"{us:9.1f} us"
+    print(f"  {name:34} {number}  {100 * floor / us:5.1f}% of its roofline {extra}", flush=True)
+
+
+def bench_prefill(s: Shape, peak: float, dense: bool) -> None:
+    at = jnp.arange(s.context - s.queries, s.context, dtype=jnp.int32)[None], jnp.array([s.context], jnp.int32)
+    index_q, index_k = drifting(s), normal(1, 1, s.context, s.width)
+    q = normal(2, 1, s.queries, s.heads, s.width)
+    k, v = (normal(i, 1, s.kv_heads, s.context, s.width) for i in (3, 4))
+    score = jax.jit(lambda q, k, *at: index_topk(q, contiguous(k, s.block_size), *at, top_k=s.top_k))
+    index, _ = kernel_times(score, [(index_q, index_k, *at)], 4)
+    line("index_topk", index, s.index_flops / peak, f"{s.index_flops / index / 1e6:.0f} TFLOP/s")
+    near = score(index_q, index_k, *at)
+    total = {}
+    for label, blocks in (("near", near), ("random", uniform(s))):
+        for op in (query_union, kv_block_major):
+            attend = jax.jit(lambda q, k, v, *rest, op=op: op(
+                q, contiguous(k, s.block_size), contiguous(v, s.block_size), *rest)[0])  # fmt: skip
+            us, _ = kernel_times(attend, [(q, k, v, blocks, *at)], 3)
+            useful = s.attention_flops / us / 1e6
+            line(f"{op.__name__}, {label}", us, s.attention_flops / peak, f"{useful:.0f} TFLOP/s of chosen blocks")
+            total[label] = min(us, total.get(label, np.inf))
+    for label, us in total.items():
+        reach = TARGET.get(s.name, 0) * (1.3 if label == "random" else 1.0)
+        verdict = f"reach {reach / 1e3:.2f}: {'met' if index + us <= reach else 'MISSED'}" if reach else ""
+        print(f"  total, {label:27} {(index + us) / 1e3:9.3f} ms  {verdict}")
+    if dense and s.queries == s.context:
+        keys, values = (x.swapaxes(1, 2) for x in (k, v))
+        us, _ = kernel_times(jax.jit(cudnn_causal), [(q, keys, values, at[1])], 2)
+        ratio = us / (index + total["near"])
+        line("dense, cuDNN", us, s.dense_flops / peak, f"{ratio:.2f}x the time of near selections")
+
+
+def bench_decode(s: Shape, bandwidth: float) -> None:
+    pages, rng = s.batch * s.blocks, np.random.default_rng(0)
+    layers = max(1, COLD // (pages * s.block_size * s.width * 2))
+    at = (
+        jnp.broadcast_to(jnp.arange(s.context - s.queries, s.context, dtype=jnp.int32), (s.batch, s.queries)),
+        jnp.full((s.batch,), s.context, jnp.int32),
+    )
+    table = jnp.asarray(rng.permutation(pages).reshape(s.batch, s.blocks), jnp.int32)
+    index_q = normal(1, s.batch, s.queries, s.kv_heads, s.width)
+    index_k = normal(2, layers, pages, s.block_size, s.width)
+    sums = {}
+    for name, pool in (("bf16", index_k), ("e4m3", index_k.astype(jnp.float8_e4m3fn))):
+        score = jax.jit(
+            lambda q, k, table, layer, *at: index_topk_decode(q, paged(k, table, layer), *at, top_k=s.top_k)
+        )
+        calls = [(index_q, pool, table, jnp.int32(i), *at) for i in range(layers)]
+        us, _ = kernel_times(score, calls, 24)
+        size = s.index_bytes * pool.dtype.itemsize / 2
+        line(f"index_topk_decode, {name}", us, size / bandwidth, f"{size / us / 1e6:.2f} TB/s")
+        sums[name] = us
+    del index_k, pool, calls
+    # Fewer pages of K and V than rows have blocks do: what is not selected is not read.
+    pages = min(pages, 8192)
+    k, v = (normal(i, pages, s.kv_heads, s.block_size, s.width) for i in (3, 4))
+    q = normal(5, s.batch, s.queries, s.heads, s.width)
+    attend = jax.jit(lambda q, k, v, table, *rest: sparse_decode(q, paged(k, table), paged(v, table), *rest)[0])
+    for label in ("near", "random") if s.queries > 1 else ("any",):
+        calls = []
+        for _ in range(8):
+            table = jnp.asarray(rng.integers(0, pages, (s.batch, s.blocks)), jnp.int32)
+            calls.append((q, k, v, table, chosen(s, rng, label), *at))
+        us, _ = kernel_times(attend, calls, 24)
+        size = s.selected_bytes * (s.queries if label == "random" else 1)
+        line(f"sparse_decode, {label}", us, size / bandwidth, f"{size / us / 1e6:.2f} TB/s")
+        total = sums["bf16"] + us
+        reach = TARGET.get(s.name, 0) * (1.3 if label == "random" else 1.0)
+        verdict = f"reach {reach:.0f}: {'met' if total <= reach else 'MISSED'}" if reach else ""
+        print(f"  sum, {label:29} {total:9.1f} us  {verdict}; with e4m3 index keys {sums['e4m3'] + us:.1f} us")
+
+
+def chosen(s: Shape, rng, label: str):
+    """Selections of the queries of each row: "near" ones differ in one block from query to query."""
+    out = np.empty((s.batch, s.kv_heads, s.queries, s.top_k), np.int32)
+    for b, k in np.ndindex(s.batch, s.kv_heads):
+        ids = rng.permutation(s.blocks - 1)
+        for t in range(s.queries):
+            first = t if label != "random" else t * (s.top_k - 1)
+            out[b, k, t] = np.append(np.sort(ids[first : first + s.top_k - 1]), s.blocks - 1)
+    return jnp.asarray(out)
+
+
+def ceilings() -> tuple[float, float]:
+    """(multiply-add operations, bytes) a microsecond: of a bfloat16 matrix product, of a copy."""
+    a, b = normal(0, 8192, 8192), normal(1, 8192, 8192)
+    us, _ = kernel_times(jax.jit(lambda a, b: a @ b), [(a, b)], 10)
+    x = normal(2, 1 << 30)
+    copy, _ = kernel_times(jnp.copy, [(x,)], 6)
+    return 2 * 8192**3 / us, 4 * (1 << 30) / copy
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument("--no-dense", action="store_true", help="without cuDNN's dense attention")
+    args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print(f"error: jax runs on {jax.default_backend()!r} here: this needs an NVIDIA GPU and jax[cuda13]")
+        return 2
+    peak, bandwidth = ceilings()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
+    print(f"ceilings measured now: {peak / 1e6:.0f} TFLOP/s in bfloat16, {bandwidth / 1e6:.2f} TB/s copied")
+    for s in (*PREFILL, *DECODE):
+        if args.only not in s.name:
+            continue
+        print(s.name)
+        bench_prefill(s, peak, not args.no_dense) if s in PREFILL else bench_decode(s, bandwidth)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""Checks every GPU kernel against a float64 reference on this machine's GPU: `python scripts/gpu_check.py`.
+
+Prints one line for each op and shape, and exits 1 if any failed.
+"""
+
+import argparse
+import itertools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common import paged
+from pallas_kernels.dense_causal import cudnn_causal, dense_causal
+from pallas_kernels.index_topk import index_topk
+from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
+from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_prefill import kv_block_major, query_union, sparse_prefill
+
+P = 128
+OUT, LSE, GAP = 5e-3, 1e-3, 5e-3
+# batch, queries, context, query heads, KV heads, slots: ragged rows, chunks, groups that are no power of two.
+PREFILL = [
+    (1, 4096, 4096, 64, 4, 16), (2, 700, 3001, 64, 4, 16), (1, 129, 257, 16, 1, 4), (3, 65, 2049, 12, 2, 8),
+    (1, 2048, 20000, 32, 2, 32), (4, 33, 385, 64, 4, 16), (1, 1000, 5000, 4, 4, 16), (2, 1, 1500, 64, 4, 5),
+]  # fmt: skip
+DECODE = [
+    (1, 1, 131072, 64, 4, 16), (8, 1, 9001, 64, 4, 16), (8, 4, 20000, 64, 4, 16), (3, 16, 2049, 12, 2, 8),
+    (32, 1, 4000, 16, 1, 16), (2, 5, 127, 64, 4, 16), (1, 2, 300000, 32, 2, 32), (5, 7, 1025, 4, 4, 4),
+]  # fmt: skip
+ROWS = 48  # queries of a row that the reference computes
+
+
+class Inputs:
+    """Fresh random operands of a shape: shuffled pages, NaN wherever nothing may look, rows of many lengths."""
+
+    def __init__(self, shape, dtype, seed: int):
+        self.shape, self.dtype = shape, dtype
+        self.B, self.T, self.S, self.N, self.K, self.J = shape
+        self.rng = np.random.default_rng(seed)
+        self.M = -(-self.S // P)
+        self.lengths = np.full(self.B, self.S)
+        self.lengths[1:] = self.rng.integers(0, self.S + 1, self.B - 1)
+        start = np.maximum(self.lengths - self.rng.integers(self.T, self.T + 3, self.B), 0)
+        start[0] = self.S - self.T
+        self.positions = start[:, None] + np.arange(self.T)
+        pages = self.B * self.M + 5
+        self.table = self.rng.permutation(pages)[: self.B * self.M].reshape(self.B, self.M)
+        self.q = self.normal(self.B, self.T, self.N, 128)
+        self.index_q = self.normal(self.B, self.T, self.K, 128)
+        self.k, self.v = self.pool(pages, self.K), self.pool(pages, self.K)
+        self.index_k = self.pool(pages, 1)[:, 0]
+
+    def normal(self, *shape):
+        key = jax.random.key(int(self.rng.integers(2**31)))
+        return jax.random.normal(key, shape, jnp.float32).astype(self.dtype)
+
+    def pool(self, pages: int, heads: int):
+        """Pages in which everything that no row holds is NaN."""
+        held = np.zeros((pages, P), bool)
+        held[self.table] = (np.arange(self.M * P) < self.lengths[:, None]).reshape(self.B, self.M, P)
+        return jnp.where(jnp.asarray(held)[:, None, :, None], self.normal(pages, heads, P, 128), jnp.nan)
+
+    def pages(self, pool):
+        return paged(pool, jnp.asarray(self.table, jnp.int32))
+
+    @property
+    def at(self):
+        return jnp.asarray(self.positions, jnp.int32), jnp.asarray(self.lengths, jnp.int32)
+
+    def sample(self):
+        """(row, query) pairs that the reference computes: the first, the last, and some between."""
+        queries = np.unique(np.append(self.rng.integers(0, self.T, ROWS // self.B + 1), [0, self.T - 1]))
+        return list(itertools.product(range(self.B), queries))
+
+    def row(self, pool, b: int) -> np.ndarray:
+        """A row's tokens in float64: `[..., S H]`."""
+        x = np.asarray(pool[self.table[b]].astype(jnp.float32), np.float64)
+        x = np.moveaxis(x, 0, -3)
+        return x.reshape(*x.shape[:-3], -1, 128)[..., : self.lengths[b], :]
+
+    def selection(self):
+        """Random blocks, the own one last; some slots unused."""
+        out = np.full((self.B, self.K, self.T, self.J), -1, np.int32)
+        for b, k, t in np.ndindex(out.shape[:3]):
+            own = self.positions[b, t] // P
+            if self.positions[b, t] < self.lengths[b]:
+                chosen = self.rng.choice(own, min(self.J - 1, own), replace=False) if own else []
+                out[b, k, t, : len(chosen) + 1] = np.append(np.sort(chosen), own)
+        return out
+
+
+def poison() -> None:
+    """Fills freed memory with NaN, so that an output which nothing writes shows."""
+    jax.block_until_ready([jnp.full((1 << 28,), jnp.nan, jnp.float32) for _ in range(4)])
+
+
+def twice(fn, *args):
+    """The result, and whether a second run gave the same bits."""
+    runs = []
+    for _ in range(2):
+        poison()
+        runs.append([np.asarray(x) for x in jax.tree.leaves(fn(*args))])
+    return runs[0], all((a.tobytes() == b.tobytes()) for a, b in zip(*runs, strict=True))
+
+
+def check_index(x: Inputs, op) -> dict[str, float]:
+    fn = jax.jit(lambda q, k, *at: op(q, x.pages(k), *at, top_k=x.J))
+    (got,), same = twice(fn, x.index_q, x.index_k, *x.at)
+    worst, ok = 0.0, same
+    rows = {}
+    for b, t in x.sample():
+        keys = rows.setdefault(b, x.row(x.index_k, b))
+        for head in range(x.K):
+            ids = got[b, head, t]
+            position = x.positions[b, t]
+            if position >= x.lengths[b]:
+                ok &= bool((ids == -1).all())
+                continue
+            own = position // P
+            count = min(x.J, own + 1)
+            kept = ids[:count]
+            ok &= bool((ids[count:] == -1).all() and (np.diff(kept) > 0).all() and kept[-1] == own and kept[0] >= 0)
+            scores = keys[: own * P] @ np.asarray(x.index_q[b, t, head].astype(jnp.float32), np.float64)
+            best = scores.reshape(own, P).max(-1) if own else np.zeros(0)
+            dropped = np.setdiff1d(np.arange(own), kept)
+            if len(dropped) and count > 1:
+                worst = max(worst, best[dropped].max() - best[kept[:-1]].min())
+    return {"gap": worst, "ok": ok and worst <= (1e-4 if x.dtype == jnp.float32 else GAP)}
+
+
+def reference(x: Inputs, k_pool, v_pool, blocks, b, t, rows):
+    """(out [N H], lse [N]) in float64 of one query; blocks None is dense."""
+    keys, values = rows.setdefault(b, (x.row(k_pool, b), x.row(v_pool, b)))
+    q = np.asarray(x.q[b, t].astype(jnp.float32), np.float64).reshape(x.K, -1, 128)
+    token = np.arange(min(x.positions[b, t] + 1, x.lengths[b]))
+    out, lse = [], []
+    for head in range(x.K):
+        seen = token if blocks is None else token[np.isin(token // P, blocks[b, head, t])]
+        s = q[head] @ keys[head, seen].T * 128**-0.5
+        top = s.max(-1, keepdims=True)
+        p = np.exp(s - top)
+        out.append(p @ values[head, seen] / p.sum(-1, keepdims=True))
+        lse.append(top[:, 0] + np.log(p.sum(-1)))
+    return np.concatenate(out), np.concatenate(lse)
+
+
+def check_attention(x: Inputs, op, dense: bool = False) -> dict[str, float]:
+    blocks = None if dense else x.selection()
+    chosen = () if dense else (jnp.asarray(blocks),)
+    fn = jax.jit(lambda q, k, v, *rest: op(q, x.pages(k), x.pages(v), *rest, return_lse=True))
+    (out, lse), ok = twice(fn, x.q, x.k, x.v, *chosen, *x.at)
+    return compare(x, blocks, out, lse, ok)
+
+
+def compare(x: Inputs, blocks, out, lse, ok) -> dict[str, float]:
+    out = np.asarray(out, np.float64)
+    ok &= bool(np.isfinite(out).all())
+    error, norm, worst, rows = 0.0, 0.0, 0.0, {}
+    for b, t in x.sample():
+        if x.positions[b, t] >= x.lengths[b]:
+            ok &= not out[b, t].any() and (lse is None or bool(np.isneginf(lse[b, t]).all()))
+            continue
+        want, want_lse = reference(x, x.k, x.v, blocks, b, t, rows)
+        error += ((out[b, t] - want) ** 2).sum()
+        norm += (want**2).sum()
+        if lse is not None:
+            worst = max(worst, np.abs(lse[b, t] - want_lse).max())
+    error = (error / norm) ** 0.5
+    limit = 2e-5 if x.dtype == jnp.float32 else OUT
+    return {"error": error, "lse": worst, "ok": ok and error < limit and worst < LSE}
+
+
+def check_cudnn(x: Inputs) -> dict[str, float]:
+    x.positions = np.broadcast_to(np.arange(x.T), (x.B, x.T))
+    x.lengths = np.minimum(x.lengths, x.T)
+    own = lambda pool: jnp.stack([jnp.asarray(pool[x.table[b]]).swapaxes(0, 1).reshape(x.K, -1, 128)[:, : x.T]
+                                  for b in range(x.B)]).swapaxes(1, 2)  # fmt: skip
+    args = x.q, jnp.nan_to_num(own(x.k)), jnp.nan_to_num(own(x.v)), x.at[1]
+    (out,), ok = twice(jax.jit(cudnn_causal), *args)
+    return compare(x, None, out, None, ok)
+
+
+def check_insert(x: Inputs) -> dict[str, float]:
+    """Against the same operations in float32, and that no other slot changed."""
+    f32 = lambda *shape: jax.random.normal(jax.random.key(int(x.rng.integers(2**31))), shape, jnp.float32)
+    new = Projected(f32(x.B, x.T, x.N, 128), f32(x.B, x.T, x.K, 128), f32(x.B, x.T, x.K, 128),
+                    f32(x.B, x.T, x.K, 128), f32(x.B, x.T, 128))  # fmt: skip
+    norms = Projected(f32(128), f32(128), None, f32(128), f32(128))
+    angle = f32(x.B, x.T, 32)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+
+    def rotate(y, weight):
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * (1.0 + weight)
+        c, s = (z.reshape(x.B, x.T, *[1] * (y.ndim - 3), 32) for z in (cos, sin))
+        a, b = y[..., :32], y[..., 32:64]
+        return jnp.concatenate([a * c - b * s, b * c + a * s, y[..., 64:]], -1).astype(x.dtype)
+
+    fn = jax.jit(lambda new, k, v, i, *at: qk_norm_rope_insert(
+        new, norms, cos, sin, *at, x.pages(k), x.pages(v), x.pages(i), eps=1e-6, dtype=x.dtype))  # fmt: skip
+    got, ok = twice(fn, new, x.k, x.v, x.index_k, *x.at)
+    b, t = np.nonzero(x.positions < x.lengths[:, None])
+    page, slot = x.table[b, x.positions[b, t] // P], x.positions[b, t] % P
+    put = lambda pool, y: pool.at[page, :, slot].set(y[b, t].astype(x.dtype))
+    index = x.index_k.at[page, slot].set(rotate(new.index_k, norms.index_k)[b, t])
+    want = (rotate(new.q, norms.q), rotate(new.index_q, norms.index_q), put(x.k, rotate(new.k, norms.k)),
+            put(x.v, new.v), index)  # fmt: skip
+    error = 0.0
+    for a, c in zip(got, want, strict=True):
+        a, c = np.asarray(a, np.float32).ravel(), np.asarray(c.astype(jnp.float32)).ravel()
+        ok &= bool((np.isnan(a) == np.isnan(c)).all())
+        error = max(error, np.linalg.norm(np.nan_to_num(a - c)) / np.linalg.norm(np.nan_to_num(c)))
+    return {"error": error, "ok": ok and error < (1e-6 if x.dtype == jnp.float32 else 1e-3)}
+
+
+def cases():
+    """(name, inputs to draw, check): every op at every shape in bfloat16, and at some in other dtypes."""
+    dense = lambda x: check_attention(x, lambda *a, **o: dense_causal(*a, kv_heads=x.K, **o), dense=True)
+    prefill = {
+        "index_topk": lambda x: check_index(x, index_topk),
+        "query_union": lambda x: check_attention(x, query_union),
+        "kv_block_major": lambda x: check_attention(x, kv_block_major),
+        "sparse_prefill": lambda x: check_attention(x, sparse_prefill),
+        "dense_causal": dense,
+        "insert": check_insert,
+    }
+    decode = {
+        "index_topk_decode": lambda x: check_index(x, index_topk_decode),
+        "sparse_decode": lambda x: check_attention(x, sparse_decode),
+    }
+    for ops, shapes in ((prefill, PREFILL), (decode, DECODE)):
+        for name, fn in ops.items():
+            for shape in shapes:
+                yield name, shape, jnp.bfloat16, fn
+            for dtype in (jnp.float16, jnp.float32):
+                yield name, shapes[3], dtype, fn
+    for shape in ((2, 1024, 1024, 64, 4, 16), (3, 300, 300, 16, 2, 16)):
+        yield "cudnn_causal", shape, jnp.bfloat16, check_cudnn
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="check ops whose name contains this")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(np.random.default_rng().bytes(3), "big"))
+    args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print(f"error: jax runs on {jax.default_backend()!r} here: this needs an NVIDIA GPU and jax[cuda13]")
+        return 2
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, seed {args.seed}")
+    failures = 0
+    print(f"{'op':18} {'B, T, S, N, K, J':34} {'dtype':9} result")
+    for i, (name, shape, dtype, fn) in enumerate(cases()):
+        if args.only and args.only not in name:
+            continue
+        failures += not report(name, shape, jnp.dtype(dtype).name, lambda: fn(Inputs(shape, dtype, args.seed + i)))  # noqa: B023
+    print(f"{failures} failed" if failures else "all passed")
+    return 1 if failures else 0
+
+
+def report(name, shape, dtype, fn) -> bool:
+    try:
+        result = fn()
+    except Exception as error:  # one op that does not compile must not hide the others
+        result = {"ok": False, type(error).__name__: str(error).split("\n")[0][:100]}
+    ok = bool(result.pop("ok"))
+    numbers = " ".join(f"{k} {v:.1e}" if isinstance(v, float | np.floating) else f"{k}: {v}" for k, v in result.items())
+    print(f"{name:18} {', '.join(map(str, shape)):34} {dtype:9} {'ok    ' if ok else 'FAILED'} {numbers}", flush=True)
+    return ok
+
+
+if __name__ == "__main__":
+    sys.exit(main())
