@@ -22,7 +22,7 @@ def main() -> None:
 
     console.rule("a continuation of Python source")
     ids = [model.config.bos_token_id, *tokenizer.encode(CODE)]
-    new = m3jax.generate(model, [ids], max_new_tokens=96, temperature=0.7, top_p=0.9, seed=3)[0]
+    new = m3jax.generate(model, [ids], max_new_tokens=96, temperature=0.7, top_p=0.9, seed=4)[0]
     print(CODE + tokenizer.decode(new) + "\n")
 
     console.rule("a key recalled over thousands of tokens")

@@ -1,0 +1,288 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Pages, and an engine that shares them
+#
+# The cache of a model is a pool of *pages*, each for the keys, values and index keys of one block of tokens. An engine
+# serves many requests from one pool. This notebook
+#
+# 1. watches who has which page while three requests run;
+# 2. shares the pages of a prefix, and copies one when two requests part;
+# 3. makes the pool too small, so that a request is preempted and resumed;
+# 4. counts bytes, and measures the time to the first token with and without the prefix.
+#
+# How it works is described in [docs/cache.md](../docs/cache.md). Each claim here is an assertion too.
+
+# %%
+import heapq
+import inspect
+import time
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+
+import m3jax
+from m3jax.assets import embedded_path
+from m3jax.cache import Cache
+from m3jax.decoding import Engine, Params, Sampling
+from m3jax.text import Tokenizer
+
+plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.titlesize": 11, "figure.constrained_layout.use": True})
+
+model = m3jax.load(dtype="float32")
+config = model.config
+P = config.index_block_size
+tokenizer = Tokenizer.from_pretrained(embedded_path())
+code = [config.bos_token_id, *tokenizer.encode(inspect.getsource(heapq))]
+print(f"pages of {P} tokens; {len(code)} tokens of Python to make prompts of")
+
+# %% [markdown]
+# ## 1. Who has which page
+#
+# 48 pages, at most three requests at a time, prompts in chunks of 64 tokens, four decode steps a round. All programs
+# are compiled by `warmup`, for the whole notebook: requests are data.
+
+# %%
+engine = Engine(model, pages=48, max_batch=3, prefill_chunk=64, steps_per_call=4)
+engine.warmup()
+print(f"compiled in {engine.timings.compile_seconds:.0f} s; a request can have {engine.max_length} tokens")
+
+
+def greedy(new):
+    """Params for so many new tokens."""
+    return Params(max_new_tokens=new, sampling=Sampling.greedy())
+
+
+# %% [markdown]
+# After each round we look at the engine's table: a request that runs has a row of it, with its pages. A page in no row
+# is *free*, or *cached*: full, and kept for whoever comes with the same tokens. (Names with an underscore are the
+# engine's own; `engine.pages` has the counts.)
+
+# %%
+FREE, CACHED, SHARED = -3, -2, -1
+COLOURS = {
+    FREE: ("white", "free"),
+    CACHED: ("#d9d9d9", "cached"),
+    SHARED: ("#222222", "several"),
+    0: ("#3b6fb6", "request 0"),
+    1: ("#e08a1e", "request 1"),
+    2: ("#4f9d5d", "request 2"),
+}
+
+
+def owners(engine, handles):
+    """For each page which of the requests has it, SHARED if several do, else CACHED or FREE."""
+    engine.check()  # raises if a page is lost, or owned by two
+    table, free = engine._runner.table, engine._pages.free
+    state = np.array([FREE if page in free else CACHED for page in range(engine._pages.num_pages)])
+    for page in np.unique(table[table >= 0]):
+        rows = np.nonzero((table == page).any(1))[0]
+        state[page] = handles.index(engine._scheduler.rows[rows[0]].handle) if len(rows) == 1 else SHARED
+    return state
+
+
+def watch(engine, *arrivals):
+    """Add (round, prompt, params), and note the owners after each round: (rounds [R pages], handles)."""
+    rounds, handles = [], []
+    while len(handles) < len(arrivals) or engine.busy:
+        for when, prompt, params in arrivals[len(handles) :]:
+            if when == len(rounds):
+                handles.append(engine.add(prompt, params))
+        engine.step()
+        rounds.append(owners(engine, handles))
+    return np.stack(rounds), handles
+
+
+def draw(rounds, title):
+    """Pages over rounds, coloured by owner."""
+    fig, axis = plt.subplots(figsize=(11, 4))
+    colours = ListedColormap([colour for colour, _ in COLOURS.values()])
+    axis.pcolormesh(rounds.T, cmap=colours, vmin=FREE - 0.5, vmax=2.5, edgecolors="#f2f2f2", linewidth=0.3)
+    axis.set(xlabel="round", ylabel="page", title=title)
+    handles = [Patch(fc=c, ec="grey", label=name) for owner, (c, name) in COLOURS.items() if (rounds == owner).any()]
+    fig.legend(handles=handles, loc="outside right center", frameon=False)
+    plt.show()
+
+
+rounds, handles = watch(
+    engine, (0, code[:30], greedy(60)), (3, code[200:360], greedy(40)), (5, code[400:450], greedy(30))
+)
+draw(rounds, "three requests in one pool")
+results = [engine.result(handle) for handle in handles]
+for handle, result in zip(handles, results, strict=True):
+    print(f"request {handle}: a prompt of {result.prompt_tokens} tokens, {len(result.tokens)} new ones")
+print(engine.pages)
+
+# %% [markdown]
+# A request gets pages as it grows, not for its longest possible length. The prompt of 160 tokens takes three rounds, a
+# chunk each; request 0 decodes meanwhile. When a request ends, its full pages stay as cached ones, and the last one,
+# which is not full, is free again. (The newest token of a request is never in the cache: nothing was computed from it.)
+
+# %%
+pages_of_first = (rounds == 0).sum(1)
+assert pages_of_first[0] == 3 and pages_of_first.max() == 6  # 30 tokens and those of the first round; 89 in the end
+assert [int((rounds[r] == 1).sum()) for r in (3, 4)] == [4, 8]  # 64 and 128 tokens
+full = sum((result.prompt_tokens + len(result.tokens) - 1) // P for result in results)
+assert engine.pages["cached"] == full and engine.pages["used"] == 0
+
+# %% [markdown]
+# ## 2. Sharing
+#
+# Three requests begin with the same 330 tokens. The first computes them. The others come later and find the 20 full
+# pages of it (320 tokens): they compute the rest only, and read the same pages.
+
+
+# %%
+def forget_all():
+    """An empty prefix cache."""
+    if engine.pages["cached"]:
+        engine._pages.evict(engine.pages["cached"])
+
+
+forget_all()
+before, computed = engine.pages, engine.timings.prompt_tokens
+prefix, own = code[:330], [code[1000 + 20 * i : 1020 + 20 * i] for i in range(3)]
+prompts = [prefix + each for each in own]
+rounds, handles = watch(engine, (0, prompts[0], greedy(40)), (7, prompts[1], greedy(24)), (8, prompts[2], greedy(24)))
+draw(rounds, "three requests that begin with the same 330 tokens")
+hits = engine.pages["hit_tokens"] - before["hit_tokens"]
+computed = engine.timings.prompt_tokens - computed
+print(f"of 3 x {len(prompts[0])} prompt tokens {hits} were found and {computed} computed")
+assert hits == 2 * (len(prefix) // P) * P
+assert hits + computed == sum(map(len, prompts))
+assert (rounds == SHARED).sum(1).max() == len(prefix) // P
+
+# %% [markdown]
+# Shared or computed anew, the tokens are the same:
+
+# %%
+for prompt, handle in zip(prompts, handles, strict=True):
+    forget_all()
+    alone = engine.add(prompt, greedy(len(engine.result(handle).tokens)))
+    assert engine.run()[alone].tokens == engine.result(handle).tokens
+print("the same tokens as with an empty cache")
+
+# %% [markdown]
+# **Copy on write.** A request can be copied in the middle: both share all pages, the last one too, which is not full.
+# Whoever writes into it first gets a copy of that page. The others stay shared.
+
+# %%
+forget_all()
+first = engine.add(code[:90], greedy(40))
+for _ in range(4):
+    engine.step()
+tokens_so_far = engine.result(first).tokens
+other = engine.copy(first, Params(max_new_tokens=40, sampling=Sampling(temperature=1.0, seed=1)))
+engine.step()
+engine.check()
+first_row, other_row = (row[row >= 0].tolist() for row in engine._runner.table[:2])
+print(f"{90 + len(tokens_so_far)} tokens when it was copied")
+print("pages of the first:", first_row)
+print("pages of the copy: ", other_row)
+shared = (90 + len(tokens_so_far) - 1) // P  # full pages
+assert first_row[:shared] == other_row[:shared] and not set(first_row[shared:]) & set(other_row[shared:])
+results = engine.run()
+assert results[first].tokens[: len(tokens_so_far)] == results[other].tokens[: len(tokens_so_far)] == tokens_so_far
+assert results[first].tokens != results[other].tokens
+for handle in (first, other):
+    print(repr(tokenizer.decode(results[handle].tokens)))
+
+# %% [markdown]
+# ## 3. Too few pages
+#
+# Three requests of 200 tokens that grow by 100 each need 57 pages, and there are 48. When none is left, the youngest
+# gives its pages back and waits. They stay cached until somebody takes them, the end of its tokens first. When it runs
+# again, it finds the beginning, computes the rest, and goes on.
+
+# %%
+forget_all()
+evictions, computed = engine.pages["evictions"], engine.timings.prompt_tokens
+prompts = [code[start : start + 200] for start in (0, 300, 600)]
+rounds, handles = watch(engine, *((0, prompt, greedy(100)) for prompt in prompts))
+draw(rounds, "three requests that do not fit: the youngest is preempted, and resumed")
+preempted = [engine._requests[handle].preempted for handle in handles]
+computed = engine.timings.prompt_tokens - computed - sum(map(len, prompts))
+evictions = engine.pages["evictions"] - evictions
+print(f"preempted {preempted} times; {evictions} of the cached pages went to others; the youngest computed {computed} "
+      "tokens a second time")  # fmt: skip
+assert preempted[:2] == [0, 0] and preempted[2] > 0
+has_pages = (rounds == 2).any(1).astype(int)
+assert (np.diff(has_pages) == -1).any() and has_pages[-2]  # it loses them, and is the last to end
+assert 0 < computed < 200
+for prompt, handle in zip(prompts, handles, strict=True):
+    forget_all()
+    alone = engine.add(prompt, greedy(100))
+    assert engine.run()[alone].tokens == engine.result(handle).tokens
+print("the same tokens as alone")
+
+# %% [markdown]
+# ## 4. What it costs, and what it saves
+#
+# **Bytes.** A token takes a key and a value of each KV head in each layer, and one index key in each sparse layer.
+# Types are chosen for keys and values, and for index keys.
+
+# %%
+types = {
+    "float32": dict(dtype="float32"),
+    "bfloat16": dict(dtype="bfloat16"),
+    "float8, index keys bfloat16": dict(dtype="bfloat16", kv_dtype="float8_e4m3fn"),
+    "float8, index keys too": dict(dtype="float8_e4m3fn"),
+}
+published = m3jax.M3Config.m3()
+print(f"{'bytes of a token':30}{'embedded':>10}{'M3':>10}")
+for name, kinds in types.items():
+    small, large = (Cache.pool(c, 1, 1, 1, **kinds).bytes_per_token for c in (config, published))
+    print(f"{name:30}{small:10.0f}{large:10.0f}")
+
+sparse = sum(stack.num_layers for stack in config.stacks if stack.is_sparse)
+numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim + sparse * config.index_head_dim
+assert engine.bytes_per_token == 4 * numbers  # this engine's model is float32
+
+# %% [markdown]
+# **Time to the first token.** A request alone, with a prefix of n tokens and 20 of its own: once with an empty cache,
+# once with the prefix in it.
+
+
+# %%
+def first_token(prompt):
+    """(seconds, prompt tokens computed) of one request that is alone."""
+    begin, had = time.perf_counter(), engine.timings.prompt_tokens
+    engine.add(prompt, greedy(1))
+    engine.run()
+    return time.perf_counter() - begin, engine.timings.prompt_tokens - had
+
+
+lengths = np.array([160, 320, 480, 640])
+fresh, again = np.full((3, len(lengths)), np.nan), np.full((3, len(lengths)), np.nan)
+for trial, i in np.ndindex(fresh.shape):
+    length = int(lengths[i])
+    forget_all()
+    fresh[trial, i], all_of_it = first_token(code[:length] + code[1000:1020])
+    again[trial, i], the_rest = first_token(code[:length] + code[1100:1120])
+    assert (all_of_it, the_rest) == (length + 20, 20)
+
+fresh, again = fresh.min(0), again.min(0)
+fig, axis = plt.subplots(figsize=(7, 3.2))
+axis.plot(lengths, fresh * 1e3, "o-", label="empty cache")
+axis.plot(lengths, again * 1e3, "o-", label="prefix in the cache")
+axis.set(xlabel="tokens of the prefix", ylabel="ms to the first token", ylim=(0, None), title="the best of three runs")
+axis.legend(frameon=False)
+plt.show()
+assert again[-1] < fresh[-1] / 2
+
+# %% [markdown]
+# With the prefix in the cache the time hardly depends on its length here: one chunk is computed, and its queries select
+# their blocks from the cached keys.
