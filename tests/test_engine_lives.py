@@ -1,4 +1,4 @@
-"""Random lives of requests, over a model that runs in no time and a pool of six pages."""
+"""Random lives of requests, over a model that runs in no time and a pool of fourteen pages."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from m3jax.decoding import Engine, Generation
 
 SMALL = FakeConfig(index_block_size=4, max_position_embeddings=64)
-ROOM = 24
+ROOM = 32
 BASE = prompt(20, seed=3)
 LIVES = [
     (BASE[:n] + prompt(more, seed=n), knobs)
@@ -28,8 +28,8 @@ def fake() -> FakeModel:
     return FakeModel.random(config=SMALL)
 
 
-def small_engine(share: bool = True) -> Engine:
-    shape = dict(pages=6, max_batch=3, prefill_rows=2, prefill_chunk=(2, 5), steps_per_call=3, max_length=ROOM)
+def small_engine(share: bool = True, pages: int = 14) -> Engine:
+    shape = dict(pages=pages, max_batch=4, prefill_rows=2, prefill_chunk=(2, 5), steps_per_call=3, max_length=ROOM)
     return Engine(fake(), **shape, max_stop_ids=2, prefix_cache=share)
 
 
@@ -40,18 +40,16 @@ def life(number: int) -> Generation:
     return serve(small_engine(), (tokens, params(ROOM - len(tokens), **knobs)))[0]
 
 
-OPERATIONS = st.one_of(
-    st.tuples(st.just("add"), st.sampled_from(range(len(LIVES))), st.integers(1, ROOM)),
-    st.tuples(st.just("step"), st.just(0), st.integers(1, 3)),
-    st.tuples(st.sampled_from(("abort", "copy", "truncate", "prefill")), st.integers(0, 9), st.integers(1, ROOM)),
-)
+ADD = st.tuples(st.just("add"), st.sampled_from(range(len(LIVES))), st.integers(3, 16))
+STEP = st.tuples(st.just("step"), st.just(0), st.integers(1, 3))
+OTHERS = st.tuples(st.sampled_from(("abort", "prefill", "truncate", "copy")), st.integers(0, 9), st.integers(0, ROOM))
 
 
-@given(st.lists(OPERATIONS, min_size=5, max_size=40), st.booleans())
-def test_random_lives(operations, share):
+@given(st.lists(ADD, min_size=1, max_size=3), st.lists(st.one_of(ADD, STEP, OTHERS), min_size=5), st.booleans())
+def test_random_lives(first, then, share):
     """Whatever is added, aborted, copied, taken back, preempted: each request gets the beginning of what is its own."""
     served, numbers = small_engine(share), {}
-    for what, which, size in operations:
+    for what, which, size in (*first, *then):
         live = [handle for handle in numbers if served.reason(handle) == "unfinished"]
         if what == "add":
             asked = params(min(size, ROOM - len(LIVES[which][0])), **LIVES[which][1])
@@ -84,19 +82,19 @@ def act(served: Engine, what: str, handle: int, size: int, numbers: dict[int, in
         served.prefill()
     else:
         tokens, knobs = LIVES[number]
-        limit = min(had + size, ROOM - len(tokens))
+        limit = min(had + size + 1, ROOM - len(tokens))
         numbers[served.copy(handle, params(limit, **knobs))] = number
 
 
 def assert_beginning(found: Generation, whole: Generation) -> None:
     count = len(found.tokens)
     assert found.tokens == whole.tokens[:count]
-    np.testing.assert_allclose(found.logprobs, whole.logprobs[:count], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found.logprobs, whole.logprobs[:count], rtol=0, atol=1e-5)
 
 
 def test_a_request_may_fill_the_pool():
-    """Its prompt and all but the last of its new tokens lie in all six pages; alone, twice, and beside another."""
-    served = small_engine()
+    """Its prompt and all but the last of its new tokens lie in all eight pages; alone, twice, and beside another."""
+    served = small_engine(pages=8)
     asked = params(ROOM - len(LIVES[5][0]))
     for _ in range(2):
         assert_beginning(serve(served, (LIVES[5][0], asked))[0], life(5))
@@ -108,7 +106,7 @@ def test_a_request_may_fill_the_pool():
 
 def test_longer_than_the_pool():
     """Where pages, not the model, are the limit."""
-    served = Engine(fake(), pages=6)
-    assert served.max_length == ROOM
+    served = small_engine(pages=6)
+    assert served.max_length == 24
     with pytest.raises(ValueError, match="needs room for 25 tokens and a request of this engine can have 24"):
         served.add(BASE, params(5))
