@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from jax.experimental.pallas.ops.gpu import paged_attention as jax_paged_attention
 
 from m3jax.cache import Cache, measure_scales
 from m3jax.decoding import Engine, Params, Sampling
@@ -156,6 +155,8 @@ def test_our_paged_attention_runs_virtual_pages():
 @pytest.mark.filterwarnings("ignore:.*Triton.*")
 def test_jax_s_paged_attention_runs_virtual_pages():
     """The same through `jax.experimental.pallas.ops`, unmodified; its rows of padding are left out."""
+    from jax.experimental.pallas.ops.gpu import paged_attention as jax_paged_attention  # warns when it is imported
+
     q, virtual, expected = paged_case()
     got = jax_paged_attention.paged_attention(
         jnp.asarray(q).reshape(-1, G, H) * H**-0.5, virtual.k[None], virtual.v[None], virtual.table, virtual.lengths,
