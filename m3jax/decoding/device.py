@@ -145,6 +145,16 @@ def prefill(model: Any, state: State, chunk: Chunk, rows: Rows, layout: Layout |
     return _pin(state, layout), New(token[:, None], logprob[:, None], grows.astype(jnp.int32), reasons)
 
 
+# XLA's CPU backend leaves single matrix products to YNNPACK, which takes a quarter longer than XLA's own kernels at
+# the sizes of a prefill (docs/performance.md); for those of a decode step it is the faster one.
+prefill_on_cpu = jax.jit(
+    prefill.__wrapped__,
+    donate_argnames=("state",),
+    static_argnames=("layout",),
+    compiler_options={"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
+)
+
+
 @partial(jax.jit, donate_argnames=("state",), static_argnames=("room", "layout"))
 def decode(
     model: Any, state: State, steps: Int32[HostOrDevice, ""], room: int, layout: Layout | None = None

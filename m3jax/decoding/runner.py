@@ -64,6 +64,8 @@ class Runner:
         rows = jax.tree.map(place, self._stack([], shapes.batch))
         zeros = lambda: place(np.zeros(shapes.batch, np.int32))
         self.state = device.State(cache, rows, zeros(), zeros(), place(self._reasons))
+        on_cpu = next(iter(self.state.lengths.devices())).platform == "cpu"
+        self._prefill = device.prefill_on_cpu if on_cpu else device.prefill
         places = tuple(x.sharding for x in jax.tree.leaves(self.state))
         self._layout = None if model.mesh is None else places
         self._cache_layout = None if model.mesh is None else places[: len(jax.tree.leaves(cache))]
@@ -89,7 +91,7 @@ class Runner:
             slots[i], start[i], length[i], tokens[i, : len(piece)] = part.row, part.cached, len(part.tokens), piece
         chunk = device.Chunk(slots, tokens, start, length)
         self._sync()
-        self.state, new = device.prefill(self.model, self.state, chunk, self._stack(parts, count), layout=self._layout)
+        self.state, new = self._prefill(self.model, self.state, chunk, self._stack(parts, count), layout=self._layout)
         return new
 
     def decode(self, steps: int) -> device.New:
