@@ -101,7 +101,7 @@ _QUICK_PROGRAMS = {
     name: jax.jit(
         getattr(device, name).__wrapped__, donate_argnames="state", static_argnames=statics, compiler_options=QUICK
     )
-    for name, statics in (("prefill", ("layout",)), ("decode", ("room", "layout")))
+    for name, statics in (("prefill", ("layout",)), ("prefill_on_cpu", ("layout",)), ("decode", ("room", "layout")))
 }
 
 
@@ -170,7 +170,7 @@ class Watched:
         heads, slots = self.config.num_key_value_heads, self.config.index_topk_blocks
         chosen = np.full((cache.num_pages, cache.page_size, layers, heads, slots), -2, np.int8)
         place = sharding(chosen.shape, (None,) * 5, self.mesh)
-        return WatchedCache(cache.stacks, cache.table, jax.device_put(chosen, place))
+        return WatchedCache(cache.stacks, cache.table, chosen=jax.device_put(chosen, place))
 
     def hidden(self, tokens, *, cache, positions, lengths):
         probe = lambda values, _: values.get("blocks")

@@ -87,9 +87,9 @@ def test_the_counter_counts():
 def test_a_page_table_that_changes_compiles_nothing():
     served = engine(model())
     served.warmup()
-    programs = [f._cache_size() for f in (device.prefill, device.decode, device.copy_pages)]
+    programs = [f._cache_size() for f in (device.prefill_on_cpu, device.decode, device.copy_pages)]
     serve(served, (prompt(50), params()), (prompt(3), params(40)))
-    assert [f._cache_size() for f in (device.prefill, device.decode, device.copy_pages)] == programs
+    assert [f._cache_size() for f in (device.prefill_on_cpu, device.decode, device.copy_pages)] == programs
 
 
 # Memory

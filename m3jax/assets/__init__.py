@@ -7,3 +7,8 @@ from pathlib import Path
 def embedded_path() -> Path:
     """The folder of the embedded checkpoint, in the hub's layout (docs/tiny.md)."""
     return Path(str(files("m3jax") / "assets" / "tiny"))
+
+
+def embedded_draft_path() -> Path:
+    """The folder of the embedded checkpoint's draft (docs/speculative.md)."""
+    return Path(str(files("m3jax") / "assets" / "tiny_draft"))

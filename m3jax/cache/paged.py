@@ -1,7 +1,5 @@
 """The device side of the cache: pages of keys, values and index keys, and the table that finds them."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -9,32 +7,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
+from m3jax.cache.offload import HostPages, OffloadedStack, Slots
+from m3jax.cache.parts import DTYPES, FLOAT8, Places, Scales, stored, unit_scales
 from m3jax.config import M3Config
 from m3jax.msa.views import Paged, PagedIndex
 from m3jax.parallel import sharding
 
 KV_AXES = ("layers", "pages", "kv_heads", None, None)
 INDEX_AXES = ("layers", "pages", None, None)
-_FLOAT8 = "float8_e4m3fn"
-DTYPES = ("bfloat16", "float16", "float32", "float64", _FLOAT8)
-
-
-class Places(NamedTuple):
-    """Where a call's tokens go and where their rows' past lies; pages outside [0, pages) are not held."""
-
-    table: Int[Array, "B M"]
-    page: Int[Array, "B T"]
-    offset: Int[Array, "B T"]
-
-
-@struct.dataclass
-class Scales:
-    """What stored float8 numbers are multiplied by: one per layer and head, one per layer for index keys."""
-
-    k: Float[Array, "L K"]
-    v: Float[Array, "L K"]
-    index_k: Float[Array, " L"]
-
 
 @struct.dataclass
 class StackCache:
@@ -50,6 +30,16 @@ class StackCache:
         """X, the pages held here."""
         return self.k.shape[1]
 
+    @property
+    def page_size(self) -> int:
+        """P, tokens of a page."""
+        return self.k.shape[3]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of pages that one token takes."""
+        return sum(x.nbytes for x in (self.k, self.v, self.index_k) if x is not None) / (self.num_pages * self.page_size)
+
     def write(
         self,
         layer: Int[Array, ""],
@@ -62,23 +52,44 @@ class StackCache:
         held = (places.page >= 0) & (places.page < self.num_pages)
         page, offset = jnp.where(held, places.page, self.num_pages), places.offset
         scale = lambda x: x[layer][:, None]
-        put = lambda x, new, s: x.at[layer, page, :, offset].set(_stored(new, x.dtype, scale(s)), mode="drop")
+        put = lambda x, new, s: x.at[layer, page, :, offset].set(stored(new, x.dtype, scale(s)), mode="drop")
         out = self.replace(k=put(self.k, k, self.scales.k), v=put(self.v, v, self.scales.v))
         if index_k is None:
             return out
-        new = _stored(index_k, self.index_k.dtype, self.scales.index_k[layer])
+        new = stored(index_k, self.index_k.dtype, self.scales.index_k[layer])
         return out.replace(index_k=self.index_k.at[layer, page, offset].set(new, mode="drop"))
 
     def view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> Paged:
         """One layer's keys and values, read in `dtype`."""
-        small = self.k.dtype == _FLOAT8
+        small = self.k.dtype == FLOAT8
         scales = (self.scales.k[layer], self.scales.v[layer]) if small else None
         return Paged(self.k, self.v, scales, layer, places.table, dtype)
 
     def index_view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> PagedIndex:
         """One layer's index keys, read in `dtype`."""
-        scale = self.scales.index_k[layer] if self.index_k.dtype == _FLOAT8 else None
+        scale = self.scales.index_k[layer] if self.index_k.dtype == FLOAT8 else None
         return PagedIndex(self.index_k, scale, layer, places.table, dtype)
+
+    def copy_pages(self, source: Int[Array, " C"], target: Int[Array, " C"]) -> "StackCache":
+        """Copy whole pages, all layers; a target outside the pool is dropped."""
+        target = jnp.where(target >= 0, target, self.num_pages)
+        return self._each(lambda x: x.at[:, target].set(x[:, source], mode="drop"))
+
+    def read_pages(self, pages: Int[Array, " C"]) -> tuple[Array, Array, Array | None]:
+        """The contents of pages: k, v [L C K P H] and index keys [L C P I]."""
+        read = lambda x: None if x is None else x[:, pages]
+        return read(self.k), read(self.v), read(self.index_k)
+
+    def write_pages(self, pages: Int[Array, " C"], contents: tuple[Array, Array, Array | None]) -> "StackCache":
+        """Put back what `read_pages` gave."""
+        pages = jnp.where(pages >= 0, pages, self.num_pages)
+        put = lambda x, new: None if x is None else x.at[:, pages].set(new, mode="drop")
+        k, v, index_k = contents
+        return self.replace(k=put(self.k, k), v=put(self.v, v), index_k=put(self.index_k, index_k))
+
+    def _each(self, fn) -> "StackCache":
+        index_k = None if self.index_k is None else fn(self.index_k)
+        return self.replace(k=fn(self.k), v=fn(self.v), index_k=index_k)
 
 
 @struct.dataclass
@@ -86,11 +97,13 @@ class Cache:
     """What a model has seen: an argument and a result of every call, donated between them.
 
     Slot s of row b lies in page `table[b, s // P]` at offset s % P, in every layer. There are no lengths in it: they
-    are data of the call. Which row owns which page is decided on the host (`m3jax.cache.PageAllocator`).
+    are data of the call. Which row owns which page is decided on the host (`m3jax.cache.PageAllocator`). Where keys
+    and values of sparse layers are in host memory, `host` has them for the time of a call, one entry per stack.
     """
 
-    stacks: tuple[StackCache, ...]
+    stacks: tuple[StackCache | OffloadedStack, ...]
     table: Int[Array, "B M"]
+    host: tuple[HostPages | None, ...] | None = None
 
     @classmethod
     def init(
@@ -134,6 +147,7 @@ class Cache:
         kv_dtype: str | None = None,
         index_dtype: str | None = None,
         scales: tuple[Scales, ...] | None = None,
+        device_pages: int | None = None,
     ) -> "Cache":
         """Empty pages that no row owns yet.
 
@@ -147,6 +161,8 @@ class Cache:
           kv_dtype: of keys and values, if it is another.
           index_dtype: of index keys, if it is another.
           scales: one per stack of layers, for float8; ones by default (see `measure_scales`).
+          device_pages: keys and values of sparse layers are in host memory (`HostMemory`), and the device has room for
+            those of this many pages in each layer.
 
         Raises:
           ValueError: a count below 1, or a dtype that a cache cannot have.
@@ -158,13 +174,16 @@ class Cache:
         size, heads = config.index_block_size, config.num_key_value_heads
 
         def stack(s, scale):
-            kv = (s.num_layers, pages, heads, size, config.head_dim)
             index = (s.num_layers, pages, size, config.index_head_dim)
-            k, v = (zeros(kv, KV_AXES, kv_dtype or dtype) for _ in "kv")
             keys = zeros(index, INDEX_AXES, index_dtype or dtype) if s.is_sparse else None
             # Copied: a cache is donated from call to call, the caller's scales are not.
             place = lambda x: jax.device_put(jnp.copy(x), sharding(x.shape, ("layers", "kv_heads")[: x.ndim], mesh))
-            return StackCache(k, v, keys, jax.tree.map(place, scale))
+            scale = jax.tree.map(place, scale)
+            if device_pages is not None and s.is_sparse:
+                return _offloaded(s.num_layers, config, keys, scale, device_pages, kv_dtype or dtype)
+            kv = (s.num_layers, pages, heads, size, config.head_dim)
+            k, v = (zeros(kv, KV_AXES, kv_dtype or dtype) for _ in "kv")
+            return StackCache(k, v, keys, scale)
 
         stacks = tuple(stack(s, g) for s, g in zip(config.stacks, given, strict=True))
         table = jnp.full((batch, blocks), -1, jnp.int32, device=sharding((batch, blocks), (None, None), mesh))
@@ -183,7 +202,7 @@ class Cache:
     @property
     def page_size(self) -> int:
         """P, tokens of a page."""
-        return self.stacks[0].k.shape[3]
+        return self.stacks[0].page_size
 
     @property
     def nbytes(self) -> int:
@@ -192,9 +211,8 @@ class Cache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of pages that one token takes."""
-        arrays = (x for s in self.stacks for x in (s.k, s.v, s.index_k) if x is not None)
-        return sum(x.nbytes for x in arrays) / (self.num_pages * self.page_size)
+        """Bytes of pages that one token takes, wherever they lie."""
+        return sum(s.bytes_per_token for s in self.stacks)
 
     def places(self, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Places:
         """Where the tokens of a call go; padding goes nowhere."""
@@ -206,49 +224,33 @@ class Cache:
 
     def copy_pages(self, source: Int[Array, " C"], target: Int[Array, " C"]) -> "Cache":
         """Copy whole pages, all layers; a target outside the pool is dropped."""
-        target = jnp.where(target >= 0, target, self.num_pages)
-        copy = lambda x: x.at[:, target].set(x[:, source], mode="drop")
-        return self._map_pages(copy)
+        return self.replace(stacks=tuple(s.copy_pages(source, target) for s in self.stacks))
 
-    def read_pages(self, pages: Int[Array, " C"]) -> list[tuple[Array, Array, Array | None]]:
-        """The contents of pages, per stack of layers: k, v [L C K P H] and index keys [L C P I]."""
-        read = lambda x: None if x is None else x[:, pages]
-        return [(read(s.k), read(s.v), read(s.index_k)) for s in self.stacks]
+    def read_pages(self, pages: Int[Array, " C"]) -> list[tuple[Array | None, Array | None, Array | None]]:
+        """The contents of pages, per stack of layers: k, v [L C K P H] and index keys [L C P I]; None is not here."""
+        return [s.read_pages(pages) for s in self.stacks]
 
     def write_pages(self, pages: Int[Array, " C"], contents: list[tuple[Array, Array, Array | None]]) -> "Cache":
         """Put back what `read_pages` gave."""
-        pages = jnp.where(pages >= 0, pages, self.num_pages)
-        put = lambda x, new: None if x is None else x.at[:, pages].set(new, mode="drop")
-        stacks = (
-            s.replace(k=put(s.k, k), v=put(s.v, v), index_k=put(s.index_k, i))
-            for s, (k, v, i) in zip(self.stacks, contents, strict=True)
-        )
-        return self.replace(stacks=tuple(stacks))
-
-    def _map_pages(self, fn) -> "Cache":
-        each = lambda x: None if x is None else fn(x)
-        stacks = (s.replace(k=each(s.k), v=each(s.v), index_k=each(s.index_k)) for s in self.stacks)
-        return self.replace(stacks=tuple(stacks))
+        pairs = zip(self.stacks, contents, strict=True)
+        return self.replace(stacks=tuple(s.write_pages(pages, content) for s, content in pairs))
 
 
-def unit_scales(config: M3Config) -> list[Scales]:
-    """Scales that change nothing."""
+def _offloaded(layers: int, config: M3Config, index_k: Array, scales: Scales, device_pages: int, dtype: str):
+    """The device's side of a stack whose keys and values are in host memory; nothing is here yet."""
     heads = config.num_key_value_heads
-    ones = lambda *shape: jnp.ones(shape, jnp.float32)
-    return [Scales(ones(s.num_layers, heads), ones(s.num_layers, heads), ones(s.num_layers)) for s in config.stacks]
+    slots = device_pages * heads
+    k, v = (jnp.zeros((layers, slots, config.index_block_size, config.head_dim), dtype) for _ in "kv")
+    zeros = lambda: jnp.zeros(layers, jnp.int32)
+    places = Slots.empty(layers, index_k.shape[1] * heads, slots)
+    stack = OffloadedStack(k, v, index_k, scales, places, jnp.int32(0), zeros(), zeros(), zeros())
+    # Committed, as what a call returns is: else the second call of each program would compile it again.
+    return jax.device_put(stack, index_k.sharding)
 
 
 def page_shards(mesh: Mesh | None) -> int:
     """How many devices divide the pages."""
     return 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("context", 1)
-
-
-def _stored(x, dtype, scale):
-    """New numbers as they are stored; float8 is scaled and kept from overflowing into NaN."""
-    if dtype != _FLOAT8:
-        return x.astype(dtype)
-    top = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(scale.dtype) / scale, -top, top).astype(dtype)
 
 
 def _check_pool(pages: int, batch: int, blocks: int, *dtypes: str) -> None:

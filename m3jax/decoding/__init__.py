@@ -2,14 +2,19 @@
 
 from m3jax.decoding.engine import Engine
 from m3jax.decoding.generate import check_logits, engine_for, generate
-from m3jax.decoding.request import Generation, Params, Timings
+from m3jax.decoding.request import Drafting, Generation, Params, Timings
 from m3jax.decoding.sampling import Sampling, SamplingParams, filtered_logits, row_keys, sample
+from m3jax.decoding.speculative import Drafter, Eagle3Drafter, PromptLookup
 from m3jax.decoding.text import StoppableText, generate_text
 
 __all__ = [
+    "Drafter",
+    "Drafting",
+    "Eagle3Drafter",
     "Engine",
     "Generation",
     "Params",
+    "PromptLookup",
     "Sampling",
     "SamplingParams",
     "StoppableText",

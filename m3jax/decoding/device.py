@@ -51,6 +51,7 @@ class State:
       lengths: tokens of each row in the cache; the newest token is not in it yet.
       newest: the last token of each row.
       reasons: LIVE, or why the row does not go on.
+      draft: what a drafter remembers of each row.
     """
 
     cache: Any
@@ -58,6 +59,7 @@ class State:
     lengths: Int32[Array, "B"]
     newest: Int32[Array, "B"]
     reasons: Int32[Array, "B"]
+    draft: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -70,12 +72,30 @@ class Chunk:
       tokens: columns `start` to `start + T` of each prompt.
       start: tokens of it that are in the cache already.
       length: tokens of the whole prompt; 0 for none.
+      following: the token after these, where the prompt goes on; for a drafter only.
+      everything: all tokens of each prompt, for a drafter that reads them.
     """
 
     slots: Int32[HostOrDevice, "C"]
     tokens: Int32[HostOrDevice, "C T"]
     start: Int32[HostOrDevice, "C"]
     length: Int32[HostOrDevice, "C"]
+    following: Int32[HostOrDevice, "C"] | None = None
+    everything: Int32[HostOrDevice, "C S"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rounds:
+    """What drafting did in one call.
+
+    Attributes:
+      forwards: how often the target verified proposals of some row: a call for three rows counts as three.
+      accepted: in how many of them the first proposal was accepted, the first two, and so on.
+    """
+
+    forwards: Int32[HostOrDevice, ""]
+    accepted: Int32[HostOrDevice, "K"]
 
 
 @jax.tree_util.register_dataclass
@@ -88,19 +108,29 @@ class New:
       logprobs: of each token under the model's own logits, before any knob.
       counts: new tokens of each row.
       reasons: LIVE, or why the row does not go on.
+      rounds: where there is a drafter, what it did.
     """
 
     tokens: Int32[HostOrDevice, "B W"]
     logprobs: Float32[HostOrDevice, "B W"]
     counts: Int32[HostOrDevice, "B"]
     reasons: Int32[HostOrDevice, "B"]
+    rounds: Rounds | None = None
 
 
 Layout = tuple[Sharding, ...]  # on a mesh, where each array of the state stays
 
 
 @partial(jax.jit, donate_argnames=("state",), static_argnames=("layout",))
-def prefill(model: Any, state: State, chunk: Chunk, rows: Rows, layout: Layout | None = None) -> tuple[State, New]:
+def prefill(
+    model: Any,
+    state: State,
+    chunk: Chunk,
+    rows: Rows,
+    host: Any = None,
+    drafter: Any = None,
+    layout: Layout | None = None,
+) -> tuple[State, New]:
     """Run a piece of some prompts; where a prompt ends in it, its row starts with a first token.
 
     Only the hidden state of a prompt's last token is unembedded, so nothing of size T x V is made.
@@ -110,6 +140,8 @@ def prefill(model: Any, state: State, chunk: Chunk, rows: Rows, layout: Layout |
       state: donated.
       chunk: C prompts.
       rows: what the rows of these prompts will be.
+      host: where keys and values are in host memory, its pages (`Cache.host`).
+      drafter: reads the prompts too, if there is one.
       layout: where the results stay; left to itself the compiler may move them, and the next call compile anew.
     """
     width = chunk.tokens.shape[1]
@@ -121,16 +153,18 @@ def prefill(model: Any, state: State, chunk: Chunk, rows: Rows, layout: Layout |
     ends = (last >= 0) & (last < width)
 
     def run(own):
-        hidden, own = model.hidden(chunk.tokens, cache=own, positions=positions, lengths=written)
+        hidden, taps, own = read(model, drafter, chunk.tokens, own, host, positions, written)
         final = jnp.take_along_axis(hidden, jnp.clip(last, 0, width - 1)[:, None, None], axis=1)[:, 0]
-        return _logits(model, final), own
+        token, logprob = _draw(unembed(model, final), rows, chunk.length)
+        own, draft = (own, None) if drafter is None else drafter.read_prompt(model, own, chunk, taps, token)
+        return token, logprob, draft, own
 
     def idle(own):
-        return jnp.zeros(rows.seen.shape, jnp.float32), own
+        none = jnp.zeros(last.shape, jnp.int32), jnp.zeros(last.shape, jnp.float32)
+        return *none, jax.tree.map(lambda x: jnp.zeros((len(last), *x.shape[1:]), x.dtype), state.draft), own
 
     # Where there is no prompt nothing runs, so that a caller can compile without computing.
-    logits, own = lax.cond(jnp.any(chunk.length > chunk.start), run, idle, own)
-    token, logprob = _draw(logits, rows, chunk.length)
+    token, logprob, draft, own = lax.cond(jnp.any(chunk.length > chunk.start), run, idle, own)
     rows, reasons, grows = _count(rows, token, ends)
 
     slots = jnp.where(ends, chunk.slots, len(state.lengths))
@@ -141,8 +175,9 @@ def prefill(model: Any, state: State, chunk: Chunk, rows: Rows, layout: Layout |
         lengths=put(state.lengths, chunk.length),
         newest=put(state.newest, token),
         reasons=put(state.reasons, reasons),
+        draft=jax.tree.map(put, state.draft, draft),
     )
-    return _pin(state, layout), New(token[:, None], logprob[:, None], grows.astype(jnp.int32), reasons)
+    return pin(state, layout), New(token[:, None], logprob[:, None], grows.astype(jnp.int32), reasons)
 
 
 # XLA's CPU backend leaves single matrix products to YNNPACK, which takes a quarter longer than XLA's own kernels at
@@ -157,7 +192,12 @@ prefill_on_cpu = jax.jit(
 
 @partial(jax.jit, donate_argnames=("state",), static_argnames=("room", "layout"))
 def decode(
-    model: Any, state: State, steps: Int32[HostOrDevice, ""], room: int, layout: Layout | None = None
+    model: Any,
+    state: State,
+    steps: Int32[HostOrDevice, ""],
+    room: int,
+    host: Any = None,
+    layout: Layout | None = None,
 ) -> tuple[State, New]:
     """Append up to `steps` tokens to every live row.
 
@@ -166,6 +206,7 @@ def decode(
       state: donated.
       steps: at most `room`; the loop also ends when no row is live.
       room: W, the most new tokens of a row.
+      host: as in `prefill`.
       layout: as in `prefill`.
     """
     batch = len(state.lengths)
@@ -178,39 +219,54 @@ def decode(
 
     def body(carry):
         step, state, (tokens, logprobs) = carry
-        state, token, logprob = _step(model, state)
+        state, token, logprob = _step(model, state, host)
         put = lambda x, new: lax.dynamic_update_slice(x, new[:, None], (jnp.int32(0), step))
-        return step + 1, _pin(state, layout), (put(tokens, token), put(logprobs, logprob))
+        return step + 1, pin(state, layout), (put(tokens, token), put(logprobs, logprob))
 
     buffers = zeros(jnp.int32), zeros(jnp.float32)
     _, state, (tokens, logprobs) = lax.while_loop(unfinished, body, (jnp.int32(0), state, buffers))
-    return _pin(state, layout), New(tokens, logprobs, state.rows.counts - before, state.reasons)
+    return pin(state, layout), New(tokens, logprobs, state.rows.counts - before, state.reasons)
 
 
 @partial(jax.jit, donate_argnames=("cache",), static_argnames=("layout",))
 def copy_pages(cache: Any, source: Array, target: Array, layout: Layout | None = None) -> Any:
     """Copy pages of a donated cache; a target of -1 is dropped."""
-    return _pin(cache.copy_pages(source, target), layout)
+    return pin(cache.copy_pages(source, target), layout)
 
 
 @partial(jax.jit, donate_argnames=("cache",), static_argnames=("layout",))
 def write_pages(cache: Any, pages: Array, contents: Any, layout: Layout | None = None) -> Any:
     """Overwrite pages of a donated cache; a page of -1 is dropped."""
-    return _pin(cache.write_pages(pages, contents), layout)
+    return pin(cache.write_pages(pages, contents), layout)
 
 
 read_pages = jax.jit(lambda cache, pages: cache.read_pages(pages))
 
 
-def _step(model: Any, state: State) -> tuple[State, Array, Array]:
+def _step(model: Any, state: State, host: Any) -> tuple[State, Array, Array]:
     live = state.reasons == LIVE
     positions = jnp.where(live, state.lengths, -1)[:, None]
     lengths = state.lengths + live
-    hidden, cache = model.hidden(state.newest[:, None], cache=state.cache, positions=positions, lengths=lengths)
-    token, logprob = _draw(_logits(model, hidden[:, 0]), state.rows, lengths)
+    hidden, _, cache = read(model, None, state.newest[:, None], state.cache, host, positions, lengths)
+    token, logprob = _draw(unembed(model, hidden[:, 0]), state.rows, lengths)
     rows, reasons, grows = _count(state.rows, token, live)
     newest = jnp.where(grows, token, state.newest)
     return State(cache, rows, lengths, newest, jnp.where(live, reasons, state.reasons)), token, logprob
+
+
+def read(model: Any, drafter: Any, tokens: Array, cache: Any, host: Any, positions: Array, lengths: Array):
+    """(hidden states, what the drafter taps, cache): the model over a cache that has host memory for this call alone.
+
+    No loop carries what it only reads.
+    """
+    given = cache if host is None else cache.replace(host=host)
+    rows = dict(cache=given, positions=positions, lengths=lengths)
+    if drafter is None or not drafter.taps:
+        hidden, new = model.hidden(tokens, **rows)
+        taps = None
+    else:
+        hidden, taps, new = model.tapped(tokens, drafter.taps, **rows)
+    return hidden, taps, new if host is None else new.replace(host=None)
 
 
 def _draw(logits: Float32[Array, "B V"], rows: Rows, lengths: Int32[Array, "B"]):
@@ -233,11 +289,13 @@ def _count(rows: Rows, token: Int32[Array, "B"], active: Bool[Array, "B"]):
     return replace(rows, counts=counts, seen=seen), reason.astype(jnp.int32), grows
 
 
-def _logits(model: Any, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
+def unembed(model: Any, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
+    """The model's logits of hidden states."""
     return model.unembed(hidden).astype(jnp.float32)
 
 
-def _pin(tree: Any, layout: Layout | None) -> Any:
+def pin(tree: Any, layout: Layout | None) -> Any:
+    """Keep every array of a state where the layout says."""
     if layout is None:
         return tree
     leaves, structure = jax.tree.flatten(tree)

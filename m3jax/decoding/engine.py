@@ -2,20 +2,23 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import jax
 import numpy as np
 
-from m3jax.cache import OutOfPages, PageAllocator
+from m3jax.cache import HostMemory, OutOfPages, PageAllocator
 from m3jax.cache.paged import page_shards
 from m3jax.decoding.exchange import Snapshot, check_identity, identity
-from m3jax.decoding.request import Generation, Params, Timings, check_prompt
+from m3jax.decoding.request import Drafting, Generation, Params, Timings, check_prompt
 from m3jax.decoding.runner import Runner, Shapes
 from m3jax.decoding.scheduler import Entry, Scheduler
+from m3jax.decoding.speculative import MAX_DRAFT_TOKENS, Drafter
 
 PREFILL_CHUNK = 2048
+DRAFT_TOKENS = 3
 
 
 class Engine:
@@ -40,9 +43,15 @@ class Engine:
       kv_dtype: of stored keys and values; the model's by default.
       index_dtype: of stored index keys; the model's by default.
       scales: for float8 (`m3jax.cache.measure_scales`).
+      draft: proposes tokens that the model then verifies, several in one call (`m3jax.decoding.speculative`).
+      draft_tokens: K, proposals of a round, 1 to 8.
+      device_pages: keys and values of sparse layers are in host memory and `pages` counts those; the device has room
+        for this many of them in each layer, and keeps what was used last. Index keys and dense layers stay on it.
+      host_memory: "pinned_host", "numpy", or "auto": the first of them that the device has.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size below 1, a draft that does not fit the model, too few `device_pages` for what a step selects,
+        or a mesh or a draft with them.
     """
 
     def __init__(
@@ -60,12 +69,17 @@ class Engine:
         kv_dtype: str | None = None,
         index_dtype: str | None = None,
         scales: Any = None,
+        draft: Drafter | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
+        device_pages: int | None = None,
+        host_memory: str = "auto",
     ):
         chunks = tuple(prefill_chunk) if isinstance(prefill_chunk, Sequence) else (prefill_chunk,)
         sizes = dict(pages=pages, max_batch=max_batch, prefill_rows=prefill_rows, steps_per_call=steps_per_call,
                      max_stop_ids=max_stop_ids)  # fmt: skip
         sizes |= {f"prefill_chunk[{i}]": chunk for i, chunk in enumerate(chunks)}
-        _check_sizes(sizes | ({} if max_length is None else {"max_length": max_length}))
+        optional = dict(max_length=max_length, device_pages=device_pages)
+        _check_sizes(sizes | {name: size for name, size in optional.items() if size is not None})
         if not chunks:
             raise ValueError("prefill_chunk = (): give at least one size")
         self.config = model.config
@@ -74,9 +88,17 @@ class Engine:
         self.max_length = limit if max_length is None else min(max_length, limit)
         batch = _round_up(max_batch, 1 if model.mesh is None else model.mesh.shape.get("data", 1))
         types = dict(kv_dtype=kv_dtype, index_dtype=index_dtype, scales=scales)
-        cache = model.new_cache(pages, batch, math.ceil(self.max_length / size), **types)
         self.shapes = Shapes(batch, prefill_rows, tuple(sorted(chunks)), steps_per_call, max_stop_ids)
-        self._runner = Runner(model, cache, self.shapes)
+        if draft is not None:
+            _check_draft(draft, draft_tokens, model, device_pages)
+            self.shapes = replace(self.shapes, draft_tokens=draft_tokens)
+        if device_pages is not None:
+            _check_device_pages(device_pages, model, self.shapes)
+            types["device_pages"] = device_pages
+        cache = model.new_cache(pages, batch, math.ceil(self.max_length / size), **types)
+        host = None if device_pages is None else HostMemory(cache, host_memory)
+        cache = cache if draft is None else draft.join(model, cache)
+        self._runner = Runner(model, cache, self.shapes, host, draft)
         self._pages = PageAllocator(cache.num_pages, size, share=prefix_cache, stripes=page_shards(model.mesh))
         self._scheduler = Scheduler(self._runner, self._pages)
         self._requests: dict[int, Entry] = {}
@@ -258,6 +280,11 @@ class Engine:
         return self._scheduler.timings
 
     @property
+    def drafting(self) -> Drafting:
+        """What came of proposals so far."""
+        return self._scheduler.drafting
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the cache, all devices together."""
         return sum(x.nbytes for x in jax.tree.leaves(self._runner.state.cache))
@@ -271,6 +298,25 @@ class Engine:
     def pages(self) -> dict[str, int]:
         """Counters of the pool: see `PageAllocator.statistics`."""
         return self._pages.statistics()
+
+    @property
+    def offload(self) -> dict[str, int | float]:
+        """What the pool on the device did so far; a page here is the part of it that one KV head has.
+
+        Returns:
+          hits and misses (distinct pages that a layer selected in a call), hit_rate, bytes_in and bytes_out (moved to
+          and from the device), device_bytes and host_bytes of keys and values; nothing without `device_pages`.
+        """
+        host, stacks = self._runner.host, self._runner.state.cache.stacks
+        if host is None:
+            return {}
+        own = [s for s, p in zip(stacks, host.pages, strict=True) if p is not None]
+        total = lambda name: int(sum(np.asarray(getattr(s, name), np.int64).sum() for s in own))
+        hits, misses = total("hits"), total("misses")
+        return dict(
+            hits=hits, misses=misses, hit_rate=hits / max(1, hits + misses), bytes_in=total("moved") * host.page_bytes,
+            bytes_out=host.bytes_out, device_bytes=sum(s.k.nbytes + s.v.nbytes for s in own), host_bytes=host.nbytes,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise if pages are lost, owned twice, or not where a row's table says."""
@@ -295,7 +341,8 @@ class Engine:
         return request
 
     def _identity(self) -> dict[str, Any]:
-        return identity(self.config, self._runner.state.cache)
+        own = {} if self._runner.drafter is None else self._runner.drafter.identity()
+        return identity(self.config, self._runner.state.cache) | own
 
     def _get(self, handle: int) -> Entry:
         if handle not in self._requests:
@@ -326,6 +373,30 @@ def _check_sizes(sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"{name} = {size!r}: must be an integer of at least 1")
+
+
+def _check_draft(draft: Drafter, draft_tokens: int, model: Any, device_pages: int | None) -> None:
+    _check_sizes({"draft_tokens": draft_tokens})
+    if draft_tokens > MAX_DRAFT_TOKENS:
+        raise ValueError(f"draft_tokens = {draft_tokens}: at most {MAX_DRAFT_TOKENS}")
+    if device_pages is not None:
+        raise ValueError("device_pages with a draft: the pool is for one token a row and step; leave one of them out")
+    draft.check(model)
+
+
+def _check_device_pages(device_pages: int, model: Any, shapes: Shapes) -> None:
+    """Raise ValueError where a decode step could not have all that it selects, or a chunk not all that it writes."""
+    if model.mesh is not None and model.mesh.size > 1:
+        raise ValueError("device_pages on a mesh: host memory is for one device; leave device_pages out")
+    size = model.config.index_block_size
+    begun = lambda tokens: math.ceil((tokens - 1) / size) + 1
+    step = shapes.batch * (model.config.index_topk_blocks + begun(shapes.steps) - 1)
+    chunk = shapes.prompts * begun(shapes.chunks[-1]) + 1
+    if device_pages < max(step, chunk):
+        raise ValueError(
+            f"device_pages = {device_pages}: a decode call of {shapes.batch} rows can need {step} pages at once and a "
+            f"prefill call {chunk}; give {max(step, chunk)} or more, or a smaller max_batch, prefill_chunk or prefill_rows"
+        )
 
 
 def _round_up(number: int, unit: int) -> int:

@@ -31,13 +31,13 @@ class Snapshot:
 
 def identity(config: Any, cache: Any) -> dict[str, Any]:
     """What two engines must share to exchange pages: the model's configuration, and how its cache is stored."""
-    arrays = {
-        f"stack {i} {name}": (str(x.dtype), x.shape[:1] + x.shape[2:])
+    types = {
+        f"dtype of {name} in stack {i}": str(x.dtype)
         for i, stack in enumerate(cache.stacks)
         for name, x in (("k", stack.k), ("v", stack.v), ("index_k", stack.index_k))
         if x is not None
     }
-    return {"config": config.to_dict()} | arrays
+    return {"config": config.to_dict()} | types
 
 
 def check_identity(snapshot: Snapshot, mine: dict[str, Any]) -> None:

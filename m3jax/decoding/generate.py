@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from m3jax.decoding.engine import PREFILL_CHUNK, Engine
+from m3jax.decoding.engine import DRAFT_TOKENS, PREFILL_CHUNK, Engine
 from m3jax.decoding.request import Generation, Params, as_prompts, check_prompt
 from m3jax.decoding.sampling import HostOrDevice, Sampling
+from m3jax.decoding.speculative import Drafter
 
 _MIN_TOKENS = 256  # of a row: shorter ones share one program
 _PREFILL_TOKENS = 4 * PREFILL_CHUNK  # of all rows in one prefill call
@@ -27,6 +28,8 @@ def generate(
     repetition_penalty: float | int | None = None,
     seed: int | Sequence[int] = 0,
     stop_ids: Sequence[int] | None = None,
+    draft: Drafter | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
 ) -> list[list[int]]:
     """Continue prompts of token ids.
 
@@ -44,6 +47,8 @@ def generate(
       repetition_penalty: None is off.
       seed: one for all rows, or one a row; equal prompts with equal seeds get equal tokens.
       stop_ids: a row ends with the first of these; None is the model's EOS, [] is none.
+      draft: proposes tokens that the model then verifies (`m3jax.decoding.speculative`).
+      draft_tokens: proposals of a round.
 
     Returns:
       B lists of the new token ids only. A row that met a stop id has it as its last token.
@@ -61,7 +66,7 @@ def generate(
     params = [
         Params(max_new_tokens=max_new_tokens, sampling=Sampling(**knobs, seed=s), stop_ids=stop) for s in seeds
     ]  # fmt: skip
-    engine = engine_for(model, prompts, params)
+    engine = engine_for(model, prompts, params, draft=draft, draft_tokens=draft_tokens)
     handles = [engine.add(p, q) for p, q in zip(prompts, params, strict=True)]
     results = engine.run()
     rows = [results[handle] for handle in handles]
@@ -70,7 +75,13 @@ def generate(
 
 
 def engine_for(
-    model: Any, prompts: Sequence[Sequence[int]], params: Sequence[Params], *, steps_per_call: int | None = None
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[Params],
+    *,
+    steps_per_call: int | None = None,
+    draft: Drafter | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
 ) -> Engine:
     """An engine in which all these prompts run at once, compiled.
 
@@ -79,6 +90,8 @@ def engine_for(
       prompts: token ids.
       params: one a prompt.
       steps_per_call: decode steps of a device call; by default as many as are wanted, up to 64.
+      draft: as in `generate`.
+      draft_tokens: as in `generate`.
 
     Raises:
       ValueError: no prompts, or one that the model cannot serve.
@@ -100,6 +113,8 @@ def engine_for(
         max_length=blocks * size,
         steps_per_call=steps_per_call or min(_STEPS, _bucket(max(p.max_new_tokens for p in params), 16)),
         max_stop_ids=_bucket(max(len(p.stop_ids) for p in params), 4),
+        draft=draft,
+        draft_tokens=draft_tokens,
     )
     engine.warmup()
     return engine

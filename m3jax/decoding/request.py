@@ -74,6 +74,37 @@ class Timings:
         return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else None
 
 
+@dataclass
+class Drafting:
+    """What came of proposals.
+
+    Attributes:
+      draft_tokens: K, proposals of a round; 0 without a drafter.
+      forwards: calls of the target that verified proposals, counted for each row that took part.
+      accepted: of these, those in which the first proposal was accepted, the first two, and so on up to K.
+    """
+
+    draft_tokens: int
+    forwards: int = 0
+    accepted: tuple[int, ...] = ()
+
+    def add(self, rounds: Any) -> None:
+        """Count those of one call (`device.Rounds`)."""
+        self.forwards += int(rounds.forwards)
+        before = self.accepted or (0,) * self.draft_tokens
+        self.accepted = tuple(a + int(b) for a, b in zip(before, rounds.accepted, strict=True))
+
+    @property
+    def acceptance(self) -> tuple[float, ...] | None:
+        """Share of the target's calls that accepted the first proposal, the first two, and so on; None before any."""
+        return tuple(n / self.forwards for n in self.accepted) if self.forwards else None
+
+    @property
+    def mean_length(self) -> float | None:
+        """Tokens of one verification, the target's own one counted, were no row to end; None before any."""
+        return 1 + sum(self.acceptance) if self.forwards else None
+
+
 def check_prompt(prompt: Sequence[int], params: Params, config: Any, name: str = "prompt") -> None:
     """Refuse what the model cannot do.
 

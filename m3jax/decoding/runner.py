@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from m3jax.cache import HostMemory
 from m3jax.decoding import device
 from m3jax.decoding.request import Params
+from m3jax.decoding.rounds import decode_in_rounds
 from m3jax.decoding.sampling import Sampling, SamplingParams
 from m3jax.parallel import sharding
 
@@ -25,6 +27,7 @@ class Shapes:
       chunks: tokens of each in one call: the sizes that there are, ascending.
       steps: decode steps of one call, at most.
       stop_ids: of one row, at most.
+      draft_tokens: K, proposals of a round; 0 without a drafter.
     """
 
     batch: int
@@ -32,6 +35,12 @@ class Shapes:
     chunks: tuple[int, ...]
     steps: int
     stop_ids: int
+    draft_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of a row in one call, at most; a step is a round where there is a drafter."""
+        return self.steps * (1 + self.draft_tokens)
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,12 @@ class Runner:
       model: from `m3jax.load`.
       cache: empty.
       shapes: fixed from here on.
+      host: where the cache is offloaded, its host memory.
+      drafter: proposes tokens, if there is one (`m3jax.decoding.speculative`).
     """
 
-    def __init__(self, model: Any, cache: Any, shapes: Shapes):
-        self.model, self.shapes = model, shapes
+    def __init__(self, model: Any, cache: Any, shapes: Shapes, host: HostMemory | None = None, drafter: Any = None):
+        self.model, self.shapes, self.host, self.drafter = model, shapes, host, drafter
         self.vocab = model.config.vocab_size
         self.table = np.array(cache.table)
         self._reasons = np.full(shapes.batch, device.IDLE, np.int32)
@@ -63,7 +74,9 @@ class Runner:
         place = lambda x: jax.device_put(x, sharding(x.shape, ("batch",) + (None,) * (x.ndim - 1), model.mesh))
         rows = jax.tree.map(place, self._stack([], shapes.batch))
         zeros = lambda: place(np.zeros(shapes.batch, np.int32))
-        self.state = device.State(cache, rows, zeros(), zeros(), place(self._reasons))
+        length = cache.table.shape[1] * model.config.index_block_size
+        begin = None if drafter is None else jax.tree.map(place, drafter.begin(model, shapes.batch, length))
+        self.state = device.State(cache, rows, zeros(), zeros(), place(self._reasons), begin)
         on_cpu = next(iter(self.state.lengths.devices())).platform == "cpu"
         self._prefill = device.prefill_on_cpu if on_cpu else device.prefill
         places = tuple(x.sharding for x in jax.tree.leaves(self.state))
@@ -79,6 +92,8 @@ class Runner:
         self._copy_some([])
         contents = self.read_pages([0])
         self.write_pages([-1], contents)
+        if self.host is not None:
+            self.state = replace(self.state, cache=self.host.warmup(self.state.cache))
         jax.block_until_ready(self.state.lengths)
 
     def prefill(self, parts: Sequence[Part], width: int) -> device.New:
@@ -89,16 +104,23 @@ class Runner:
         for i, part in enumerate(parts):
             piece = part.tokens[part.cached : part.cached + width]
             slots[i], start[i], length[i], tokens[i, : len(piece)] = part.row, part.cached, len(part.tokens), piece
-        chunk = device.Chunk(slots, tokens, start, length)
+        chunk = device.Chunk(slots, tokens, start, length, *self._for_drafter(parts, width))
         self._sync()
-        self.state, new = self._prefill(self.model, self.state, chunk, self._stack(parts, count), layout=self._layout)
+        args = self.model, self.state, chunk, self._stack(parts, count), self._host_pages
+        self.state, new = self._prefill(*args, drafter=self.drafter, layout=self._layout)
+        self._flush()
         return new
 
     def decode(self, steps: int) -> device.New:
         """Run decode steps of all live rows; what they gave, on the host."""
         self._sync()
-        args = self.model, self.state, np.int32(steps)
-        self.state, new = device.decode(*args, room=self.shapes.steps, layout=self._layout)
+        fixed = dict(room=self.shapes.steps, host=self._host_pages, layout=self._layout)
+        if self.drafter is None:
+            self.state, new = device.decode(self.model, self.state, np.int32(steps), **fixed)
+        else:
+            args = self.model, self.drafter, self.state, np.int32(steps), self.shapes.draft_tokens
+            self.state, new = decode_in_rounds(*args, **fixed)
+        self._flush()
         new = jax.device_get(new)
         self._reasons = np.array(new.reasons)
         return new
@@ -123,18 +145,51 @@ class Runner:
 
     def read_pages(self, pages: Sequence[int]) -> list[Any]:
         """The contents of pages on the host, `_PAGES_A_CALL` at a time."""
-        return [jax.device_get(device.read_pages(self.state.cache, np.maximum(ids, 0))) for ids in _padded(pages)]
+        return [self._read_some(np.maximum(ids, 0)) for ids in _padded(pages)]
 
     def write_pages(self, pages: Sequence[int], contents: list[Any]) -> None:
         """Put back what `read_pages` gave, to other pages."""
         for ids, values in zip(_padded(pages), contents, strict=True):
             cache = device.write_pages(self.state.cache, ids, values, layout=self._cache_layout)
             self.state = replace(self.state, cache=cache)
+            if self.host is not None:
+                self.host.write(ids, values)
+
+    def _read_some(self, ids):
+        contents = jax.device_get(device.read_pages(self.state.cache, ids))
+        if self.host is None:
+            return contents
+        pairs = zip(contents, self.host.read(ids), strict=True)
+        return [here if there is None else (*there, here[2]) for here, there in pairs]
 
     def _copy_some(self, copies):
         pairs = np.array([*copies, *[(0, -1)] * (_PAGES_A_CALL - len(copies))], np.int32)
         cache = device.copy_pages(self.state.cache, pairs[:, 0], pairs[:, 1], layout=self._cache_layout)
         self.state = replace(self.state, cache=cache)
+        if self.host is not None:
+            self.host.copy(copies)
+
+    @property
+    def _host_pages(self):
+        return None if self.host is None else self.host.pages
+
+    def _flush(self) -> None:
+        if self.host is not None:
+            self.state = replace(self.state, cache=self.host.flush(self.state.cache))
+
+    def _for_drafter(self, parts: Sequence[Part], width: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """What else a chunk brings where there is a drafter."""
+        if self.drafter is None:
+            return None, None
+        following = np.zeros(self.shapes.prompts, np.int32)
+        for i, part in enumerate(parts):
+            following[i] = next(iter(part.tokens[part.cached + width :]), 0)
+        if not self.drafter.reads_tokens:
+            return following, None
+        everything = np.zeros((self.shapes.prompts, self.state.draft.shape[1]), np.int32)
+        for i, part in enumerate(parts):
+            everything[i, : len(part.tokens)] = part.tokens
+        return following, everything
 
     def _sync(self) -> None:
         """Send the table and the reasons if the host changed them; they are plain transfers, nothing is compiled."""

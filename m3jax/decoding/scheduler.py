@@ -9,7 +9,7 @@ import jax
 
 from m3jax.cache import OutOfPages, PageAllocator
 from m3jax.decoding import device
-from m3jax.decoding.request import Params, Timings
+from m3jax.decoding.request import Drafting, Params, Timings
 from m3jax.decoding.runner import Part, Runner
 
 _REASONS = {
@@ -65,6 +65,7 @@ class Scheduler:
       rows: the request of each row, or None.
       waiting: requests without a row, oldest first.
       timings: where the seconds went.
+      drafting: what came of proposals.
     """
 
     def __init__(self, runner: Runner, pages: PageAllocator):
@@ -72,6 +73,9 @@ class Scheduler:
         self.rows: list[Entry | None] = [None] * self.shapes.batch
         self.waiting: list[Entry] = []
         self.timings = Timings()
+        self.drafting = Drafting(self.shapes.draft_tokens)
+        # A draft fills the slot of the newest token, which the target will only write in the next call.
+        self._ahead = int(self.shapes.draft_tokens > 0)
 
     def of(self, running: bool) -> list[Entry]:
         """Requests that have a row, oldest first."""
@@ -98,7 +102,7 @@ class Scheduler:
         chosen = self.of(running=False)[: self.shapes.prompts]
         width = self._width(max((r.left_to_cache for r in chosen), default=0))
         for request in chosen:
-            self._reserve(request, min(width, request.left_to_cache))
+            self._reserve(request, min(width, request.left_to_cache) + self._ahead)
         chosen = [r for r in chosen if r.row is not None]
         if not chosen:
             return
@@ -124,7 +128,7 @@ class Scheduler:
         """A few steps of every row whose prompt is through."""
         began = perf_counter()
         for request in self.of(running=True):
-            self._reserve(request, min(self.shapes.steps, request.left))
+            self._reserve(request, min(self.shapes.tokens + self._ahead, request.left))
         running = self.of(running=True)
         if not running:
             return
@@ -133,6 +137,8 @@ class Scheduler:
             count, row = int(new.counts[request.row]), request.row
             self._append(request, new, row, written=request.cached + count)
             self.timings.decoded_tokens += count
+        if new.rounds is not None:
+            self.drafting.add(new.rounds)
         self.timings.decode_seconds += perf_counter() - began
 
     def _reserve(self, request: Entry, count: int) -> None:

@@ -5,7 +5,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from m3jax.cache import StackCache
+from m3jax.cache import OffloadedStack, StackCache
 from m3jax.config import M3Config
 from m3jax.model.cached import cached_attention, selection_rules
 from m3jax.model.context import Context
@@ -39,10 +39,10 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         context: Context,
-        cache: StackCache | None,
+        cache: StackCache | OffloadedStack | None,
         layer: Int[Array, ""],
         config: M3Config,
-    ) -> tuple[Float[Array, "B T D"], StackCache | None, dict[str, Array]]:
+    ) -> tuple[Float[Array, "B T D"], StackCache | OffloadedStack | None, dict[str, Array]]:
         """Attend with one layer's parameters.
 
         Returns:

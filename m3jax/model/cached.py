@@ -9,21 +9,22 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from m3jax.cache import StackCache
+from m3jax.cache import OffloadedStack, StackCache
 from m3jax.config import M3Config
 from m3jax.model.context import Context
+from m3jax.model.offloaded import offloaded_attention
 from m3jax.msa import api, view_topk
 from m3jax.parallel import PAGE_AXES
 
 
 def cached_attention(
     values: dict[str, Array],
-    cache: StackCache,
+    cache: StackCache | OffloadedStack,
     layer: Int[Array, ""],
     context: Context,
     config: M3Config,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, StackCache]:
+) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, StackCache | OffloadedStack]:
     """Write a call's keys, then attend over what each row has.
 
     On a mesh the pages are divided over the data and context axes, and the KV heads over the tensor axis. Every
@@ -40,7 +41,17 @@ def cached_attention(
 
     Returns:
       (output, selection or None, cache).
+
+    Raises:
+      ValueError: a schedule that reads all blocks, over a cache in host memory.
     """
+    if isinstance(cache, OffloadedStack):
+        if context.schedule in ("dense", "mask"):
+            raise ValueError(f"schedule {context.schedule!r} reads all blocks: it needs a cache without host memory")
+        attend = lambda view, blocks: api.attention(
+            values["q"], view, blocks, context.positions, context.lengths, context.schedule
+        )
+        return offloaded_attention(values, cache, layer, context, selection_rules(config), attend)
     tensors = tuple(values.get(name) for name in ("q", "k", "v", "index_q", "index_k"))
     rows = (context.positions, context.lengths, context.places)
     if mesh is None or mesh.size == 1:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, struct
 from jaxtyping import Array, Float, Int, PyTree
 
-from m3jax.cache import StackCache
+from m3jax.cache import OffloadedStack, StackCache
 from m3jax.config import M3Config, Stack
 from m3jax.model.attention import Attention
 from m3jax.model.context import Context
@@ -17,6 +17,31 @@ from m3jax.model.params import Make
 
 # Maps the named values of a layer to what the scan shall keep of them.
 Probe = Callable[[dict[str, Array], Context], PyTree[Array]]
+
+
+@struct.dataclass
+class Taps:
+    """The residual stream at A layers; the others write to a last place that nobody reads."""
+
+    values: Float[Array, "A1 B T D"]
+    first: int = struct.field(pytree_node=False)  # layers before the stack that is running
+    layers: tuple[int, ...] = struct.field(pytree_node=False)
+
+    @classmethod
+    def start(cls, x: Float[Array, "B T D"], layers: tuple[int, ...]) -> "Taps":
+        """Before the first layer: 0 is the embedding."""
+        taken = [x if n == 0 else jnp.zeros_like(x) for n in layers]
+        return cls(jnp.stack([*taken, jnp.zeros_like(x)]), 0, layers)
+
+    def put(self, index: Int[Array, ""], x: Float[Array, "B T D"]) -> "Taps":
+        """Keep a layer's output if it is asked for."""
+        wanted = jnp.asarray(self.layers, jnp.int32) == self.first + index + 1
+        place = jnp.where(jnp.any(wanted), jnp.argmax(wanted), len(self.layers))
+        return self.replace(values=jax.lax.dynamic_update_index_in_dim(self.values, x, place, 0))
+
+    def after(self, depth: int) -> "Taps":
+        """For the next stack."""
+        return self.replace(first=self.first + depth)
 
 
 class Decoder(nnx.Module):
@@ -41,11 +66,12 @@ class Decoder(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         context: Context,
-        cache: StackCache | None,
+        cache: StackCache | OffloadedStack | None,
         config: M3Config,
         probe: Probe | None = None,
         remat: bool = False,
-    ) -> tuple[Float[Array, "B T D"], StackCache | None, PyTree[Array]]:
+        taps: "Taps | None" = None,
+    ) -> tuple[Float[Array, "B T D"], StackCache | OffloadedStack | None, PyTree[Array], "Taps | None"]:
         """Run all layers.
 
         Args:
@@ -55,9 +81,10 @@ class Decoder(nnx.Module):
           config: the model's configuration.
           probe: what to keep of each layer's named values, stacked over layers; None keeps nothing.
           remat: recompute activations in the backward pass, with the selections saved (T30).
+          taps: what was kept of the residual stream so far.
 
         Returns:
-          (residual stream, cache, kept values).
+          (residual stream, cache, kept values, taps).
         """
         experts = self.mlp.experts if isinstance(self.mlp, MoE) else None
         graph = jax.tree.map(lambda p: p, self)  # a copy, to take the experts out of what is scanned
@@ -65,25 +92,27 @@ class Decoder(nnx.Module):
             graph.mlp.experts = None
 
         def body(carry, xs):
-            x, cache = carry
+            x, cache, taps = carry
             layer, index = xs
             x, cache, values = layer.one(x, context, cache, index, experts, config)
-            return (x, cache), None if probe is None else probe(values, context)
+            taps = None if taps is None else taps.put(index, x)
+            return (x, cache, taps), None if probe is None else probe(values, context)
 
         if remat:
             body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names("msa_blocks"))
-        (x, cache), kept = jax.lax.scan(body, (x, cache), (graph, jnp.arange(self.depth, dtype=jnp.int32)))
-        return x, cache, kept
+        xs = graph, jnp.arange(self.depth, dtype=jnp.int32)
+        (x, cache, taps), kept = jax.lax.scan(body, (x, cache, taps), xs)
+        return x, cache, kept, None if taps is None else taps.after(self.depth)
 
     def one(
         self,
         x: Float[Array, "B T D"],
         context: Context,
-        cache: StackCache | None,
+        cache: StackCache | OffloadedStack | None,
         index: Int[Array, ""],
         experts: Experts | None,
         config: M3Config,
-    ) -> tuple[Float[Array, "B T D"], StackCache | None, dict[str, Array]]:
+    ) -> tuple[Float[Array, "B T D"], StackCache | OffloadedStack | None, dict[str, Array]]:
         """One layer; `self` holds that layer's parameters, without the layer axis."""
         eps, values = config.rms_norm_eps, {"input": x}
         values["attention_norm"] = h = gemma_norm(x, self.input_layernorm[...], eps).astype(x.dtype)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from m3jax.cache import Cache
 from m3jax.config import M3Config
 from m3jax.model.context import Context
-from m3jax.model.decoder import Decoder, Probe
+from m3jax.model.decoder import Decoder, Probe, Taps
 from m3jax.model.layers import gemma_norm
 from m3jax.model.params import Make
 from m3jax.msa import block_scores
@@ -109,16 +109,50 @@ class M3(nnx.Module):
         remat: bool = False,
     ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]]]:
         """The residual stream before the final norm, the cache, and what `probe` kept of each stack."""
+        return self._run(tokens, cache, positions, lengths, probe, remat)[:3]
+
+    def tapped(
+        self,
+        tokens: Int[Array, "B T"],
+        layers: tuple[int, ...],
+        *,
+        cache: Cache | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"], Cache | None]:
+        """`hidden`, and the residual stream at some layers, before any norm: what a draft reads.
+
+        Args:
+          tokens: token ids, right-padded.
+          layers: A of them: 0 is the embedding, n the output of the n-th layer, counted from 1.
+          cache: as in a call.
+          positions: as in a call.
+          lengths: as in a call.
+
+        Returns:
+          (residual stream after the final norm, taps, cache).
+
+        Raises:
+          ValueError: a layer that the model does not have.
+        """
+        if not all(0 <= n <= self.config.num_hidden_layers for n in layers):
+            raise ValueError(f"layers = {layers}: the model has 0 (the embedding) to {self.config.num_hidden_layers}")
+        x, cache, _, taps = self._run(tokens, cache, positions, lengths, layers=layers)
+        return self.final_norm(x), jnp.moveaxis(taps.values[:-1], 0, 2), cache
+
+    def _run(self, tokens, cache, positions, lengths, probe=None, remat=False, layers=()):
+        """What `trunk` returns, and the taps."""
         positions, lengths = _defaults(tokens, cache, positions, lengths)
         context = Context.make(positions, lengths, cache, self.config, self.dtype, self.schedule, self.mesh)
         x = self.embed_tokens[...][tokens]
+        taps = Taps.start(x, layers) if layers else None
         stacks, kept = [], []
         for i, stack in enumerate(self.stacks):
             own = None if cache is None else cache.stacks[i]
-            x, own, values = stack(x, context, own, self.config, probe, remat)
+            x, own, values, taps = stack(x, context.of_stack(i, cache), own, self.config, probe, remat, taps)
             stacks.append(own)
             kept.append(values)
-        return x, None if cache is None else cache.replace(stacks=tuple(stacks)), kept
+        return x, None if cache is None else cache.replace(stacks=tuple(stacks)), kept, taps
 
     def intermediates(
         self, tokens: Int[Array, "B T"], *, lengths: Int[Array, " B"] | None = None

@@ -158,6 +158,58 @@ class Paged:
 
 
 @struct.dataclass
+class Pooled:
+    """A pool of virtual pages, those of single KV heads, that has some of a layer's blocks: `slot_of` says where.
+
+    A block of a head that is not in the pool reads as some other one; the caller selects among those that are.
+    """
+
+    k: Num[Array, "L D P H"]
+    v: Num[Array, "L D P H"]
+    scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None
+    layer: Int[Array, ""] | int
+    slot_of: Int[Array, " V"]
+    table: Int[Array, "B M"]
+    num_heads: int = struct.field(pytree_node=False)
+    dtype: DTypeLike = struct.field(pytree_node=False)
+
+    @property
+    def block_size(self) -> int:
+        """P, tokens of a page."""
+        return self.k.shape[2]
+
+    @property
+    def num_blocks(self) -> int:
+        """M, the number of blocks a row can have."""
+        return self.table.shape[1]
+
+    def virtual(self, rows, heads, ids):
+        """The virtual page of each block, and whether there is one; `slot_of` has V of them."""
+        pages = _at(self.table, rows, ids)
+        inside = (pages >= 0) & (pages < len(self.slot_of) // self.num_heads)
+        return jnp.where(inside, pages, 0) * self.num_heads + heads, inside
+
+    def blocks(self, rows, heads, ids):
+        """Read blocks `ids` of `(rows, heads)` as `[... P H]`."""
+        layers, size = self.k.shape[:2]
+        slot = _at(self.slot_of, self.virtual(rows, heads, ids)[0])
+        at = self.layer * size + jnp.maximum(slot, 0)
+        k, v = (_at(x.reshape(layers * size, *x.shape[2:]), at) for x in (self.k, self.v))
+        scales = [s[heads][..., None, None] for s in self.scales] if self.scales else (None, None)
+        return tuple(_restore(x, s, self.dtype) for x, s in zip((k, v), scales, strict=True))
+
+    def run(self, first, count):
+        """Read blocks `first` to `first + count` of every row and head, as tokens."""
+        rows, heads = jnp.arange(len(self.table))[:, None, None], jnp.arange(self.num_heads)[:, None]
+        k, v = self.blocks(rows, heads, first + jnp.arange(count))
+        return tuple(x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
+
+    def present(self, first, count):
+        """All that a caller may have selected."""
+        return jnp.ones((1, count), bool)
+
+
+@struct.dataclass
 class PagedIndex:
     """Index-key pages `[L pages P I]` of a stack of layers, read at one layer through a table."""
 

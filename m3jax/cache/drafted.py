@@ -1,0 +1,133 @@
+"""The cache of a target and its draft: one table finds the pages of both.
+
+A draft pairs a position's feature with the token after it. What it keeps of a pair lies in the *token's* slot: so a slot
+depends on the tokens up to it, and a page that requests share is the same for all of them. Slot 0 has no
+feature before it and stays empty. The first slot of a page needs the feature of the token before it, so each page keeps
+that of its last token, its edge.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from m3jax.cache.paged import Cache, Places, StackCache
+from m3jax.config import M3Config
+from m3jax.msa.views import Paged
+from m3jax.parallel import sharding
+
+
+@struct.dataclass
+class AfterFirst:
+    """Pages seen as blocks of one token each, of which the first is not there."""
+
+    pages: Paged
+
+    block_size = 1
+
+    @property
+    def num_blocks(self) -> int:
+        """S, slots of a row."""
+        return self.pages.num_blocks * self.pages.block_size
+
+    @property
+    def num_heads(self) -> int:
+        """K, the number of KV heads."""
+        return self.pages.num_heads
+
+    def blocks(self, rows, heads, ids):
+        """Read single tokens as `[... 1 H]`."""
+        size = self.pages.block_size
+        pick = lambda x: jnp.take_along_axis(x, jnp.broadcast_to(ids % size, x.shape[:-2])[..., None, None], axis=-2)
+        return tuple(pick(x) for x in self.pages.blocks(rows, heads, ids // size))
+
+    def run(self, first, count):
+        """Read the tokens `first` to `first + count` of every row and head."""
+        size, total = self.pages.block_size, self.pages.num_blocks
+        # A run that is no whole number of pages can begin within one.
+        pages = min(total, -(-count // size) + (count % size > 0))
+        begin = jnp.minimum(first // size, total - pages)
+        read = self.pages.run(begin, pages)
+        return tuple(jax.lax.dynamic_slice_in_dim(x, first - begin * size, count, axis=2) for x in read)
+
+    def present(self, first, count):
+        """Tokens of pages that are held here, but for the first of the row."""
+        slots = first + jnp.arange(count, dtype=jnp.int32)
+        held = self.pages.present(0, self.pages.num_blocks)
+        return held[:, slots // self.pages.block_size] & (slots > 0)
+
+
+@struct.dataclass
+class DraftPages(StackCache):
+    """A draft layer's pages; no query sees slot 0."""
+
+    def view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> AfterFirst:
+        """One layer's keys and values, read in `dtype`."""
+        return AfterFirst(super().view(layer, places, dtype))
+
+
+@struct.dataclass
+class DraftedCache(Cache):
+    """A target's cache with a draft's: `edges` holds the feature of each page's last token."""
+
+    draft: DraftPages = None
+    edges: Float[Array, "X D"] = None
+
+    @classmethod
+    def join(cls, cache: Cache, layer: M3Config, dtype: str, mesh: Any) -> "DraftedCache":
+        """A target's cache and empty pages for one draft layer, as many as it has.
+
+        Args:
+          cache: the target's.
+          layer: the draft's layer (`Eagle3Config.as_layer`).
+          dtype: of the draft's keys, values and features.
+          mesh: where the target's cache lies.
+        """
+        pages, size = cache.num_pages, cache.page_size
+        assert layer.index_block_size == size  # one table serves both (T27)
+        stack = Cache.pool(layer, pages, 1, 1, dtype, mesh).stacks[0]
+        shape = (pages, layer.hidden_size)
+        edges = jnp.zeros(shape, dtype, device=sharding(shape, ("pages", None), mesh))
+        own = {name: getattr(cache, name) for name in cache.__dataclass_fields__}
+        return cls(**own, draft=DraftPages(stack.k, stack.v, None, stack.scales), edges=edges)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of pages that one token takes, the draft's too."""
+        own = self.draft.k.nbytes + self.draft.v.nbytes + self.edges.nbytes
+        return super().bytes_per_token + own / (self.num_pages * self.page_size)
+
+    def edge(self, slots: Int[Array, " B"]) -> Float[Array, "B D"]:
+        """The feature of the last token of the page before the one of each row's slot."""
+        block = jnp.clip(slots // self.page_size - 1, 0, self.table.shape[1] - 1)
+        page = jnp.take_along_axis(self.table, block[:, None], axis=1)[:, 0]
+        return self.edges[jnp.clip(page, 0, self.num_pages - 1)]
+
+    def with_edges(self, features: Float[Array, "B T D"], places: Places) -> "DraftedCache":
+        """Keep the features of those tokens that are the last ones of their pages."""
+        last = (places.offset == self.page_size - 1) & (places.page >= 0)
+        page = jnp.where(last, places.page, self.num_pages)
+        return self.replace(edges=self.edges.at[page].set(features.astype(self.edges.dtype), mode="drop"))
+
+    def copy_pages(self, source: Int[Array, " C"], target: Int[Array, " C"]) -> "DraftedCache":
+        """Copy whole pages, all layers; a target outside the pool is dropped."""
+        at = jnp.where(target >= 0, target, self.num_pages)
+        copy = lambda x: x.at[:, at].set(x[:, source], mode="drop")
+        draft = self.draft.replace(k=copy(self.draft.k), v=copy(self.draft.v))
+        edges = self.edges.at[at].set(self.edges[source], mode="drop")
+        return super().copy_pages(source, target).replace(draft=draft, edges=edges)
+
+    def read_pages(self, pages: Int[Array, " C"]) -> tuple[Any, tuple[Array, Array, Array]]:
+        """The contents of pages: the target's, and the draft's k, v [1 C K P H] and edges [C D]."""
+        return super().read_pages(pages), (self.draft.k[:, pages], self.draft.v[:, pages], self.edges[pages])
+
+    def write_pages(self, pages: Int[Array, " C"], contents: tuple[Any, tuple[Array, Array, Array]]) -> "DraftedCache":
+        """Put back what `read_pages` gave."""
+        target, (k, v, edges) = contents
+        at = jnp.where(pages >= 0, pages, self.num_pages)
+        put = lambda x, new: x.at[:, at].set(new, mode="drop")
+        draft = self.draft.replace(k=put(self.draft.k, k), v=put(self.draft.v, v))
+        return super().write_pages(pages, target).replace(draft=draft, edges=self.edges.at[at].set(edges, mode="drop"))

@@ -1,0 +1,257 @@
+"""EAGLE3's draft: one Llama layer that goes on from the target's hidden states."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from m3jax.cache import Places, StackCache
+from m3jax.config import FULL, M3Config
+from m3jax.model.cached import cached_attention
+from m3jax.model.context import Context
+from m3jax.model.layers import apply_rope, rope_table
+from m3jax.model.params import Make, check_dtype, leaf_dtype
+from m3jax.msa.numerics import accumulator, einsum
+from m3jax.parallel import sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Every number of a draft that changes its arithmetic.
+
+    Attributes:
+      hidden_size: D, the target's too.
+      vocab_size: V, of the target.
+      draft_vocab_size: tokens that the draft can propose.
+      taps: where the target's residual stream is read, low layer first: 0 is the embedding, n the output of the n-th
+        layer (counted from 1).
+      fc_norm: whether each tap is normed before `fc`.
+      norm_output: whether the normed output is what the next draft step goes on from, or the one before the norm.
+      norm_before_residual: whether the residual is the normed feature.
+      own_embedding: whether the draft has an embedding, or reads the target's.
+      own_head: the same of the head. The final norm is always its own.
+
+    Raises:
+      ValueError: a number that no draft can have.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    taps: tuple[int, ...]
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e4
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    own_embedding: bool = True
+    own_head: bool = True
+
+    def __post_init__(self):
+        counts = ("hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "num_key_value_heads",
+                  "head_dim", "intermediate_size")  # fmt: skip
+        problems = [f"{n} = {getattr(self, n)!r}: must be at least 1" for n in counts if not getattr(self, n) >= 1]
+        if not problems and self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"num_attention_heads = {self.num_attention_heads} is no multiple of num_key_value_heads = "
+                f"{self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            problems.append(f"head_dim = {self.head_dim}: must be even, all of it is rotated")
+        if not self.taps or list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0:
+            problems.append(f"tapped layers {list(self.taps)}: need different ones in ascending order, none below 0")
+        if self.draft_vocab_size != self.vocab_size and not self.own_head:
+            problems.append(f"draft_vocab_size = {self.draft_vocab_size}: needs a head of the draft's own")
+        if problems:
+            raise ValueError("unsupported draft: " + "; ".join(problems))
+
+    def check_fits(self, target: M3Config) -> None:
+        """Raise ValueError, with every reason, where this draft was not made for such a target."""
+        layers = target.num_hidden_layers
+        pairs = (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size))
+        problems = [
+            f"its {name} is {getattr(self, name)}, the target's {own}"
+            for name, own in pairs
+            if getattr(self, name) != own
+        ]
+        if self.taps[-1] > layers:
+            problems.append(f"it reads the target after layers {list(self.taps)}, and the target has {layers} layers")
+        if self.draft_vocab_size > target.vocab_size:
+            problems.append(f"it proposes {self.draft_vocab_size} tokens of a vocabulary of {target.vocab_size}")
+        if problems:
+            raise ValueError("the draft does not fit the target: " + "; ".join(problems))
+
+    def as_layer(self, block_size: int) -> M3Config:
+        """The draft's layer as the cache and attention see one: dense attention over pages of `block_size` tokens."""
+        return M3Config(
+            vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_hidden_layers=1,
+            num_attention_heads=self.num_attention_heads, num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim, intermediate_size=1, dense_intermediate_size=self.intermediate_size,
+            shared_intermediate_size=1, num_local_experts=1, num_experts_per_tok=1, layer_types=(FULL,),
+            mlp_layer_types=("dense",), rotary_dim=self.head_dim, index_n_heads=self.num_key_value_heads,
+            index_head_dim=self.head_dim, index_block_size=block_size, rope_theta=self.rope_theta,
+        )  # fmt: skip
+
+
+class Eagle3(nnx.Module):
+    """A draft: a pytree of parameters with a static configuration.
+
+    A step takes a feature and a token. The feature of the target's position t, from `features`, goes with the token at
+    t + 1 (shift by one), both at position t. What comes out predicts the token at t + 2, and is the feature of the next
+    draft step. Norms are ordinary ones: the stored weight is the factor.
+
+    Source: vLLM `llama_eagle3.py`; the options fc_norm and norm_output are those of EAGLE 3.1.
+    """
+
+    def __init__(self, config: Eagle3Config, make: Make):
+        c, width = config, config.hidden_size
+        heads, kv = ("heads", None), ("kv_heads", None)
+        norm = lambda *lead: nnx.Param(make((*lead, width), (None,) * (len(lead) + 1), None, None))
+        self.config = config
+        self.fc = nnx.Param(make((len(c.taps), width, width), (None, None, None), None, len(c.taps) * width))
+        self.fc_norm = norm(len(c.taps)) if c.fc_norm else None
+        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = norm(), norm(), norm()
+        project = lambda n, axes: nnx.Param(make((2 * width, n, c.head_dim), (None, *axes), None, 2 * width))
+        self.q_proj = project(c.num_attention_heads, heads)
+        self.k_proj, self.v_proj = project(c.num_key_value_heads, kv), project(c.num_key_value_heads, kv)
+        out = (c.num_attention_heads, c.head_dim, width)
+        self.o_proj = nnx.Param(make(out, (*heads, None), None, c.num_attention_heads * c.head_dim))
+        up = lambda: nnx.Param(make((width, c.intermediate_size), (None, "mlp"), None, width))
+        self.gate_proj, self.up_proj = up(), up()
+        self.down_proj = nnx.Param(make((c.intermediate_size, width), ("mlp", None), None, c.intermediate_size))
+        self.norm = norm()
+        vocab = ("vocab", None)
+        self.embed_tokens = nnx.Param(make((c.vocab_size, width), vocab, None, 1)) if c.own_embedding else None
+        self.lm_head = nnx.Param(make((c.draft_vocab_size, width), vocab, None, width)) if c.own_head else None
+        reduced = c.draft_vocab_size != c.vocab_size
+        self.target_ids = nnx.Param(make((c.draft_vocab_size,), (None,), "int32", None)) if reduced else None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of weights and activations."""
+        return self.fc.dtype
+
+    def features(self, taps: Float[Array, "B T A D"]) -> Float[Array, "B T D"]:
+        """What the target's residual stream at the tapped layers says of each position."""
+        if self.fc_norm is not None:
+            taps = rms_norm(taps, self.fc_norm[...], self.config.rms_norm_eps).astype(self.dtype)
+        return einsum("btad,ade->bte", taps.astype(self.dtype), self.fc[...]).astype(self.dtype)
+
+    def inputs(
+        self, feature: Float[Array, "B T D"], tokens: Int[Array, "B T"], embedding: Float[Array, "V D"]
+    ) -> tuple[Float[Array, "B T W"], Float[Array, "B T D"]]:
+        """What attention reads, the embedding first and then the feature (W = 2D), and the residual.
+
+        Args:
+          feature: of each position.
+          tokens: the one after each position.
+          embedding: the target's, for a draft that has none.
+        """
+        eps = self.config.rms_norm_eps
+        embedding = embedding if self.embed_tokens is None else self.embed_tokens[...]
+        token = rms_norm(embedding[tokens].astype(self.dtype), self.input_layernorm[...], eps).astype(self.dtype)
+        normed = rms_norm(feature, self.hidden_norm[...], eps).astype(self.dtype)
+        return jnp.concatenate([token, normed], axis=-1), normed if self.config.norm_before_residual else feature
+
+    def project(self, x: Float[Array, "B T W"], positions: Int[Array, "B T"]) -> dict[str, Array]:
+        """Queries, keys and values, rotated to their positions on all dims."""
+        cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta, self.dtype)
+        head = lambda weight: einsum("btw,wnh->btnh", x, weight[...])
+        rotated = lambda weight: apply_rope(head(weight), cos, sin).astype(self.dtype)
+        return {"q": rotated(self.q_proj), "k": rotated(self.k_proj), "v": head(self.v_proj).astype(self.dtype)}
+
+    def outputs(self, attention: Float[Array, "B T N H"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The layer after attention: output projection and MLP, before the final norm."""
+        flat = attention.reshape(*attention.shape[:2], -1)
+        out = einsum("btx,xd->btd", flat, self.o_proj[...].reshape(flat.shape[-1], -1))
+        x = (residual.astype(out.dtype) + out).astype(self.dtype)
+        h = rms_norm(x, self.post_attention_layernorm[...], self.config.rms_norm_eps).astype(self.dtype)
+        gate, up = (einsum("btd,df->btf", h, w[...]) for w in (self.gate_proj, self.up_proj))
+        out = einsum("btf,fd->btd", (jax.nn.silu(gate) * up).astype(self.dtype), self.down_proj[...])
+        return (x.astype(out.dtype) + out).astype(self.dtype)
+
+    def cached(
+        self,
+        feature: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        slots: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        places: Places,
+        pages: StackCache,
+        embedding: Float[Array, "V D"],
+        schedule: str = "auto",
+        mesh: Mesh | None = None,
+    ) -> tuple[Float[Array, "B T D"], StackCache]:
+        """One step over the draft's own pages.
+
+        Args:
+          feature: of the position before each token.
+          tokens: which go with them.
+          slots: where each token stands in its row, at least 1; below that it is padding. What is kept lies there. Its
+            rotary position is that of the feature, one less.
+          lengths: slots of each row that hold something after this call.
+          places: of these slots.
+          pages: what the rows have; slot 0 is never seen (`m3jax.cache.drafted`).
+          embedding: the target's, for a draft that has none.
+          schedule: as the target's.
+          mesh: as the target's.
+
+        Returns:
+          (output before the final norm, pages).
+        """
+        x, residual = self.inputs(feature, tokens, embedding)
+        values = self.project(x, slots - 1)
+        layer = self.config.as_layer(pages.k.shape[3])
+        context = Context.make(slots, lengths, None, layer, self.dtype, schedule, mesh).replace(places=places)
+        out, _, pages = cached_attention(values, pages, jnp.int32(0), context, layer, mesh)
+        return self.outputs(out, residual), pages
+
+    def read(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """What the head reads of an output."""
+        return rms_norm(x, self.norm[...], self.config.rms_norm_eps).astype(self.dtype)
+
+    def recur(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """The feature of the next draft step."""
+        return self.read(x) if self.config.norm_output else x
+
+    def logits(self, x: Float[Array, "... D"], head: Float[Array, "V D"]) -> Float[Array, "... U"]:
+        """Logits of an output, over the tokens that the draft can propose; `head` is the target's."""
+        return einsum("...d,vd->...v", self.read(x), head if self.lm_head is None else self.lm_head[...])
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "..."], eps: float) -> Float[Array, "... D"]:
+    """Root-mean-square norm times the weight, in the accumulator's dtype; the caller rounds."""
+    dtype = accumulator(x.dtype)
+    x = x.astype(dtype)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * weight.astype(dtype)
+
+
+def abstract(config: Eagle3Config, dtype: str = "bfloat16", mesh: Mesh | None = None) -> Eagle3:
+    """The draft with `jax.ShapeDtypeStruct` leaves."""
+    check_dtype(dtype)
+    kind = lambda own: jnp.dtype(own) if own == "int32" else leaf_dtype(own, dtype)
+    make = lambda shape, axes, own, fan_in: jax.ShapeDtypeStruct(shape, kind(own), sharding=sharding(shape, axes, mesh))
+    return Eagle3(config, make)
+
+
+def init(config: Eagle3Config, seed: int = 0, dtype: str = "float32") -> Eagle3:
+    """Random weights: normal with standard deviation fan_in**-0.5; norms are 1, a reduced vocabulary the first ids."""
+    count = iter(range(1 << 30))
+
+    def make(shape, axes, own, fan_in):
+        if own == "int32":
+            return jnp.arange(*shape, dtype=jnp.int32)
+        if fan_in is None:
+            return jnp.ones(shape, dtype)
+        key = jax.random.fold_in(jax.random.key(seed), next(count))
+        return (jax.random.normal(key, shape) * fan_in**-0.5).astype(dtype)
+
+    check_dtype(dtype)
+    return Eagle3(config, make)
