@@ -20,7 +20,8 @@
 # 1. watches who has which page while three requests run;
 # 2. shares the pages of a prefix, and copies one when two requests part;
 # 3. makes the pool too small, so that a request is preempted and resumed;
-# 4. counts bytes, and measures the time to the first token with and without the prefix.
+# 4. counts bytes, and measures the time to the first token with and without the prefix;
+# 5. leaves keys and values in host memory, and brings in the pages that were selected.
 #
 # How it works is described in [docs/cache.md](../docs/cache.md). Each claim here is an assertion too.
 
@@ -286,3 +287,83 @@ assert again[-1] < fresh[-1] / 2
 # %% [markdown]
 # With the prefix in the cache the time hardly depends on its length here: one chunk is computed, and its queries select
 # their blocks from the cached keys.
+
+# %% [markdown]
+# ## 5. Keys and values in host memory
+#
+# Index keys are small, and a step needs all of them; of keys and values it needs those of the selected blocks. So the
+# latter can be in host memory. A step selects first, then brings in what the device does not have. The device keeps
+# the pages that were used last: here 12 of 48 in each layer. (A page of the pool is one KV head's part: heads choose
+# different blocks.)
+
+
+# %%
+def offloaded(device_pages):
+    """An engine for one request, with room for so many pages on the device."""
+    sizes = dict(pages=48, max_batch=1, prefill_chunk=64, steps_per_call=1, prefix_cache=False)
+    engine = Engine(model, **sizes, device_pages=device_pages)
+    engine.warmup()
+    return engine
+
+
+HOST, HERE, CHOSEN = range(3)
+
+
+def pool(engine):
+    """For each page of the request what the first head of the first sparse layer has: HOST, HERE or CHOSEN."""
+    stack = next(s for s, p in zip(engine._runner.state.cache.stacks, engine._runner.host.pages, strict=True) if p)
+    slot = np.asarray(stack.slots.slot_of[0]).reshape(-1, config.num_key_value_heads)[:, 0]
+    used = np.asarray(stack.slots.used_at[0])
+    pages = engine._runner.table[0]
+    slot = slot[pages[pages >= 0]]
+    state = np.where(slot < 0, HOST, np.where(used[slot] == used.max(), CHOSEN, HERE))
+    return np.pad(state, (0, len(pages) - len(state)), constant_values=HOST)
+
+
+served = {12: offloaded(12)}
+handle = served[12].add(code[:640], greedy(60))
+while served[12].prefill():
+    pass
+states = []
+while served[12].busy:
+    states.append(pool(served[12]))
+    served[12].step()
+states = np.stack(states[1:])
+fig, axis = plt.subplots(figsize=(11, 4))
+names = {HOST: ("white", "in host memory only"), HERE: ("#c9d8ec", "on the device"), CHOSEN: ("#3b6fb6", "selected")}
+axis.pcolormesh(states.T, cmap=ListedColormap([colour for colour, _ in names.values()]), vmin=-0.5, vmax=2.5)
+axis.set(xlabel="new token", ylabel="block of the request", title="one head of one layer, 12 pages on the device")
+patches = [Patch(fc=colour, ec="grey", label=name) for colour, name in names.values()]
+fig.legend(handles=patches, loc="outside right center", frameon=False)
+plt.show()
+forget_all()
+expected = engine.add(code[:640], greedy(60))
+assert engine.run()[expected].tokens == served[12].result(handle).tokens
+print("the same tokens as with all pages on the device")
+
+# %% [markdown]
+# What a larger pool saves:
+
+# %%
+served |= {device_pages: offloaded(device_pages) for device_pages in (8, 24)}
+found, moved, sizes = [], [], sorted(served)
+for device_pages in sizes:
+    other = served[device_pages]
+    other.add(code[640:1280], greedy(60))
+    while other.prefill():
+        pass
+    before = other.offload
+    other.run()
+    hits, misses, moved_bytes = (other.offload[name] - before[name] for name in ("hits", "misses", "bytes_in"))
+    found.append(hits / (hits + misses))
+    moved.append(moved_bytes / 59)
+fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
+left.plot(sizes, np.array(found) * 100, "o-")
+left.set(xlabel="pages on the device", ylabel="% of selected pages found", ylim=(0, 103))
+right.plot(sizes, np.array(moved) / 1024, "o-")
+right.set(xlabel="pages on the device", ylabel="KiB brought in for a token", ylim=(0, None))
+plt.show()
+whole = 640 * (engine.bytes_per_token - sparse * config.index_head_dim * 4)
+print(f"a pool of 12 of 48 pages: {found[1]:.0%} found, {moved[1] / 1024:.0f} KiB a token; dense attention would read "
+      f"{whole / 1024:.0f} KiB")  # fmt: skip
+assert found == sorted(found) and found[-1] > 0.9

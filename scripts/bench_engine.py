@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a device call")
     parser.add_argument("--kv-dtype", help="storage type of keys and values")
     parser.add_argument("--index-dtype", help="storage type of index keys")
+    parser.add_argument("--device-pages", type=int, help="keys and values in host memory, so many pages on the device")
     args = parser.parse_args()
     model, counts = build(args.model), [int(n) for n in args.concurrency.split(",")]
     engine = Engine(model, **sizes(model, args, max(counts)))
@@ -50,6 +51,8 @@ def main() -> None:
     for count in counts:
         step, speed, last = decode(engine, prefix, count, args.new_tokens)
         print(f"{count:5d} {step * 1e3:10.2f} {speed:9.1f} {last:25.2f}", flush=True)
+    if engine.offload:
+        print("offload:", engine.offload)
 
 
 def build(name: str):
@@ -72,7 +75,7 @@ def sizes(model, args, most: int) -> dict:
         pages=-(-args.prefix // size) + (most + 1) * own, max_batch=most,
         prefill_chunk=[int(n) for n in args.chunks.split(",")],
         steps_per_call=args.steps, max_length=args.prefix + SUFFIX + args.new_tokens,
-        kv_dtype=args.kv_dtype, index_dtype=args.index_dtype,
+        kv_dtype=args.kv_dtype, index_dtype=args.index_dtype, device_pages=args.device_pages,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from m3jax.model.cached import cached_attention, selection_rules
 from m3jax.model.context import Context
 from m3jax.model.layers import apply_rope, gemma_norm
 from m3jax.model.params import Make
-from m3jax.msa import api, contiguous, contiguous_index, view_topk
+from m3jax.msa import api, contiguous, contiguous_index
 from m3jax.msa.numerics import einsum
 
 
@@ -87,8 +87,9 @@ def _alone(values: dict[str, Array], context: Context, config: M3Config) -> dict
     out, rows = {}, (context.positions, context.lengths)
     if "index_q" in values and context.schedule != "dense":
         index = contiguous_index(values["index_k"], config.index_block_size)
-        blocks = view_topk(values["index_q"], index, *rows, **selection_rules(config))
+        blocks = api.select(values["index_q"], index, *rows, **selection_rules(config), backend=context.backend)
         out["blocks"] = checkpoint_name(blocks, "msa_blocks")
     view = contiguous(values["k"], values["v"], config.index_block_size)
-    out["attention"], _ = api.attention(values["q"], view, out.get("blocks"), *rows, context.schedule)
+    static = context.schedule, context.backend
+    out["attention"], _ = api.attention(values["q"], view, out.get("blocks"), *rows, *static)
     return out

@@ -13,7 +13,7 @@ from m3jax.cache import OffloadedStack, StackCache
 from m3jax.config import M3Config
 from m3jax.model.context import Context
 from m3jax.model.offloaded import offloaded_attention
-from m3jax.msa import api, view_topk
+from m3jax.msa import api
 from m3jax.parallel import PAGE_AXES
 
 
@@ -51,15 +51,16 @@ def cached_attention(
         attend = lambda view, blocks: api.attention(
             values["q"], view, blocks, context.positions, context.lengths, context.schedule
         )
-        return offloaded_attention(values, cache, layer, context, selection_rules(config), attend)
+        rules = selection_rules(config) | dict(backend=context.backend)
+        return offloaded_attention(values, cache, layer, context, rules, attend)
     tensors = tuple(values.get(name) for name in ("q", "k", "v", "index_q", "index_k"))
     rows = (context.positions, context.lengths, context.places)
     if mesh is None or mesh.size == 1:
-        return _core(tensors, cache, layer, *rows, config, context.schedule)
-    return _on_mesh((tensors, cache, layer, *rows), config, context.schedule, mesh)
+        return _core(tensors, cache, layer, *rows, config, context.schedule, context.backend)
+    return _on_mesh((tensors, cache, layer, *rows), config, context.schedule, context.backend, mesh)
 
 
-def _on_mesh(args, config: M3Config, schedule: str, mesh: Mesh):
+def _on_mesh(args, config: M3Config, schedule: str, backend: str, mesh: Mesh):
     """`_shard` on every device. Arguments and results cross as flat lists, so that each array finds its spec."""
     tensors, cache = args[:2]
     axes = tuple(axis for axis in PAGE_AXES if axis in mesh.shape)
@@ -73,7 +74,7 @@ def _on_mesh(args, config: M3Config, schedule: str, mesh: Mesh):
     sparse = tensors[3] is not None and schedule != "dense"
 
     def run(*leaves):
-        return jax.tree.leaves(_shard(*jax.tree.unflatten(structure, leaves), config, schedule, axes))
+        return jax.tree.leaves(_shard(*jax.tree.unflatten(structure, leaves), config, schedule, backend, axes))
 
     out_specs = [by_head, *([P(None, heads)] if sparse else []), *pages]
     out = jax.shard_map(run, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)(*leaves)
@@ -81,7 +82,7 @@ def _on_mesh(args, config: M3Config, schedule: str, mesh: Mesh):
     return out[0], out[1] if sparse else None, cache
 
 
-def _core(tensors, cache, layer, positions, lengths, places, config, schedule, gather=None, merge=None):
+def _core(tensors, cache, layer, positions, lengths, places, config, schedule, backend, gather=None, merge=None):
     """What one device does; `gather` and `merge` join it with what the others do."""
     q, k, v, index_q, index_k = tensors
     cache = cache.write(layer, places, k, v, index_k)
@@ -89,20 +90,22 @@ def _core(tensors, cache, layer, positions, lengths, places, config, schedule, g
     held = None
     if index_q is not None and schedule != "dense":
         index = cache.index_view(layer, places, q.dtype)
-        blocks = view_topk(index_q, index, positions, lengths, **selection_rules(config), **_given(gather=gather))
+        rules = selection_rules(config) | dict(gather=gather, backend=_selecting(backend, gather))
+        blocks = api.select(index_q, index, positions, lengths, **rules)
         held = blocks if merge is None else _held(blocks, view)
     if merge is None:
-        return api.attention(q, view, blocks, positions, lengths, schedule)[0], blocks, cache
-    out, lse = api.attention(q, view, held, positions, lengths, schedule)
+        return api.attention(q, view, blocks, positions, lengths, schedule, backend)[0], blocks, cache
+    out, lse = api.attention(q, view, held, positions, lengths, schedule, backend)
     return merge(out, lse), blocks, cache
 
 
-def _shard(tensors, cache, layer, positions, lengths, places, config, schedule, axes):
+def _shard(tensors, cache, layer, positions, lengths, places, config, schedule, backend, axes):
     """`_core` with the pages of this device: those of the others are not held."""
     first = jax.lax.axis_index(axes) * cache.num_pages
     places = places._replace(table=places.table - first, page=places.page - first)
     gather = lambda scores: jax.lax.pmax(scores, axes)
-    return _core(tensors, cache, layer, positions, lengths, places, config, schedule, gather, partial(_merge, axes))
+    static = config, schedule, backend
+    return _core(tensors, cache, layer, positions, lengths, places, *static, gather, partial(_merge, axes))
 
 
 def _merge(axes, out, lse):
@@ -127,12 +130,13 @@ def _cache_spec(x: Array, axes: tuple[str, ...], heads: str | None) -> P:
 
 
 def selection_rules(config: M3Config) -> dict[str, int | str]:
-    """The model's rules, as keyword arguments of `view_topk`."""
+    """The model's rules, as keyword arguments of `api.select`."""
     return dict(
         top_k=config.index_topk_blocks, local_blocks=config.index_local_blocks, init_blocks=config.index_init_blocks,
         score=config.index_score_type,
     )  # fmt: skip
 
 
-def _given(**arguments: Callable | None) -> dict[str, Callable]:
-    return {name: value for name, value in arguments.items() if value is not None}
+def _selecting(backend: str, gather: Callable | None) -> str:
+    """Scores that devices join go through memory, so XLA computes them, whichever kernels attend."""
+    return backend if gather is None else "xla"

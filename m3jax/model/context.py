@@ -23,6 +23,7 @@ class Context:
     host: HostPages | None
     schedule: str = struct.field(pytree_node=False)
     mesh: Mesh | None = struct.field(pytree_node=False)
+    backend: str = struct.field(pytree_node=False)
 
     @classmethod
     def make(
@@ -34,11 +35,12 @@ class Context:
         dtype: jnp.dtype,
         schedule: str,
         mesh: Mesh | None,
+        backend: str = "auto",
     ) -> "Context":
         """Compute the rotary tables, and where tokens go in the cache, once for all layers."""
         cos, sin = rope_table(positions, config.rotary_dim, config.rope_theta, dtype)
         places = None if cache is None else cache.places(positions, lengths)
-        return cls(positions, lengths, cos, sin, places, None, schedule, mesh)
+        return cls(positions, lengths, cos, sin, places, None, schedule, mesh, backend)
 
     def of_stack(self, i: int, cache: Cache | None) -> "Context":
         """With the host memory of stack i, where its keys and values are offloaded."""

@@ -14,23 +14,26 @@ from m3jax.model.context import Context
 from m3jax.model.decoder import Decoder, Probe, Taps
 from m3jax.model.layers import gemma_norm
 from m3jax.model.params import Make
-from m3jax.msa import block_scores
+from m3jax.msa import BACKENDS, block_scores
 from m3jax.msa.numerics import einsum
 
 
 class M3(nnx.Module):
     """The model: a pytree of parameters with a static configuration.
 
-    Call it inside or outside `jax.jit`; pass it as an argument. `config`, `mesh` and `schedule` are static;
-    `schedule` is that of `m3jax.msa.api.attention`, or "dense": no selection at all, as in the dense warm-up of
-    training. A model trained sparse does not work dense (T18).
+    Call it inside or outside `jax.jit`; pass it as an argument. `config`, `mesh`, `schedule` and `backend` are static;
+    the last two are those of `m3jax.msa.api.attention`. `schedule` can also be "dense": no selection at all, as in the
+    dense warm-up of training. A model trained sparse does not work dense (T18).
     """
 
-    def __init__(self, config: M3Config, make: Make, mesh: Mesh | None = None, schedule: str = "auto"):
+    def __init__(
+        self, config: M3Config, make: Make, mesh: Mesh | None = None, schedule: str = "auto", backend: str = "auto"
+    ):
         vocab = ((config.vocab_size, config.hidden_size), ("vocab", None), None)
         self.config = config
         self.mesh = mesh
         self.schedule = schedule
+        self.backend = backend
         self.embed_tokens = nnx.Param(make(*vocab, 1))
         self.stacks = nnx.List([Decoder(stack, config, make) for stack in config.stacks])
         self.norm = nnx.Param(make((config.hidden_size,), (None,), None, None))
@@ -40,6 +43,18 @@ class M3(nnx.Module):
         """The same parameters under another schedule."""
         other = copy.copy(self)
         other.schedule = schedule
+        return other
+
+    def with_backend(self, backend: str) -> "M3":
+        """The same parameters on another backend: one of `m3jax.msa.BACKENDS`.
+
+        Raises:
+          ValueError: an unknown one.
+        """
+        if backend not in BACKENDS:
+            raise ValueError(f"backend = {backend!r}: allowed are {', '.join(map(repr, BACKENDS))}")
+        other = copy.copy(self)
+        other.backend = backend
         return other
 
     def new_cache(self, pages: int, batch: int, blocks: int, **types) -> Cache:
@@ -143,7 +158,8 @@ class M3(nnx.Module):
     def _run(self, tokens, cache, positions, lengths, probe=None, remat=False, layers=()):
         """What `trunk` returns, and the taps."""
         positions, lengths = _defaults(tokens, cache, positions, lengths)
-        context = Context.make(positions, lengths, cache, self.config, self.dtype, self.schedule, self.mesh)
+        static = self.schedule, self.mesh, self.backend
+        context = Context.make(positions, lengths, cache, self.config, self.dtype, *static)
         x = self.embed_tokens[...][tokens]
         taps = Taps.start(x, layers) if layers else None
         stacks, kept = [], []

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from m3jax.cache import OffloadedStack
 from m3jax.cache.offload import HostPages
 from m3jax.model.context import Context
-from m3jax.msa import view_topk
+from m3jax.msa import api
 from m3jax.msa.views import Pooled
 
 Attend = Callable[[Pooled, Int[Array, "B K T J"]], tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]]
@@ -33,7 +33,7 @@ def offloaded_attention(
       cache: the stack's pool and index keys.
       layer: which layer of the stack.
       context: the call's positions, lengths and places, and host memory.
-      rules: keyword arguments of `view_topk`.
+      rules: keyword arguments of `api.select`.
       attend: attention over a view and a selection: (output, LSE).
 
     Returns:
@@ -42,7 +42,7 @@ def offloaded_attention(
     q, places, host = values["q"], context.places, context.host
     cache = cache.write(layer, places, *(values[name] for name in ("k", "v", "index_k")), host)
     index = cache.index_view(layer, places, q.dtype)
-    blocks = view_topk(values["index_q"], index, context.positions, context.lengths, **rules)
+    blocks = api.select(values["index_q"], index, context.positions, context.lengths, **rules)
     pages, chosen = _pages(blocks, cache.view(layer, places, q.dtype))
     total = cache.slots.slot_of.shape[1]
     wanted = jnp.zeros(total, bool).at[jnp.where(chosen, pages, total)].set(True, mode="drop")

@@ -1,5 +1,6 @@
 """MiniMax Sparse Attention: the definition and its schedules, in pure JAX (docs/msa.md)."""
 
+from m3jax.msa.backends import BACKENDS
 from m3jax.msa.dense import blockwise_attention, dense_attention
 from m3jax.msa.select import block_scores, index_topk, select_blocks, view_topk
 from m3jax.msa.sparse import SCHEDULES, sparse_attention
@@ -7,6 +8,7 @@ from m3jax.msa.views import BlockView, Contiguous, IndexView, Paged, PagedIndex,
 from m3jax.msa.virtual import VirtualPages, paged_attention, virtual_pages
 
 __all__ = [
+    "BACKENDS",
     "SCHEDULES",
     "BlockView",
     "Contiguous",
