@@ -9,13 +9,28 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh
 
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import load
+from m3jax.checkpoint.draft import load_draft
 from m3jax.config import M3Config
-from m3jax.decoding import Engine, Generation, Params, Sampling, check_logits, engine_for, generate_text
+from m3jax.decoding import (
+    Drafter,
+    Eagle3Drafter,
+    Engine,
+    Generation,
+    Params,
+    PromptLookup,
+    Sampling,
+    check_logits,
+    engine_for,
+    generate_text,
+)
 from m3jax.decoding.defaults import Defaults
+from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.request import check_prompt
+from m3jax.decoding.speculative import MAX_DRAFT_TOKENS
 from m3jax.model import M3
 from m3jax.parallel import parse_mesh
 from m3jax.text import Tokenizer
@@ -83,6 +98,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; may be repeated")
     out.add_argument("--seed", metavar="N", type=int, default=0, help="of every prompt (default: 0)")
     out.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16, float32 or float64")
+    out.add_argument("--draft", metavar="DIR", help="draft tokens with an EAGLE3 model: its folder, or builtin for the "
+                     "embedded checkpoint's; ngram looks for them in the text so far")  # fmt: skip
+    out.add_argument("--draft-tokens", metavar="K", type=int, default=DRAFT_TOKENS, help=f"1 to {MAX_DRAFT_TOKENS} in "
+                     f"one verification (default: {DRAFT_TOKENS})")  # fmt: skip
     out.add_argument("--mesh", metavar="AXES", help="devices to shard over, as in data=1,expert=2,tensor=4")
     out.add_argument("--json", action="store_true", help="print one JSON object a prompt, each on its line")
     out.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each new token")
@@ -109,11 +128,25 @@ def run(args: argparse.Namespace) -> None:
     for row, prompt in enumerate(prompts):
         check_prompt(prompt, params, config, f"prompt {row}")
     mesh = None if args.mesh is None else parse_mesh(args.mesh)
-    engine, handles = _start(load(args.model, dtype=args.dtype, mesh=mesh), prompts, params, _alone(args, len(prompts)))
+    if not 1 <= args.draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"--draft-tokens {args.draft_tokens}: give 1 to {MAX_DRAFT_TOKENS}")
+    draft = _drafter(args, config, mesh)
+    model = load(args.model, dtype=args.dtype, mesh=mesh)
+    how = dict(draft=draft, draft_tokens=args.draft_tokens)
+    engine, handles = _start(model, prompts, params, _alone(args, len(prompts)), how)
     results = _continue(engine, handles, tokenizer, args)
     if args.stats:
         _print_stats(engine)
     check_logits(results)
+
+
+def _drafter(args: argparse.Namespace, config: M3Config, mesh: Mesh | None) -> Drafter | None:
+    if args.draft is None:
+        return None
+    if args.draft == "ngram":
+        return PromptLookup()
+    folder = None if args.draft == "builtin" else args.draft
+    return Eagle3Drafter(load_draft(folder, config, args.dtype, mesh))
 
 
 def _tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer | None:
@@ -166,13 +199,15 @@ def _alone(args: argparse.Namespace, count: int) -> bool:
     return count == 1 and not args.json
 
 
-def _start(model: M3, prompts: list[list[int]], params: Params, alone: bool) -> tuple[Engine, list[int]]:
+def _start(
+    model: M3, prompts: list[list[int]], params: Params, alone: bool, draft: dict[str, Any]
+) -> tuple[Engine, list[int]]:
     """An engine with all prompts through; on a terminal their progress is shown."""
     status = lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
     show = status if sys.stderr.isatty() else lambda text: None
     show("compiling")
     steps = _STREAM_STEPS if alone and sys.stdout.isatty() else _BATCH_STEPS
-    engine = engine_for(model, prompts, [params] * len(prompts), steps_per_call=steps)
+    engine = engine_for(model, prompts, [params] * len(prompts), steps_per_call=steps, **draft)
     handles = [engine.add(prompt, params) for prompt in prompts]
     while engine.prefill():
         done, total = engine.prefilled
@@ -226,6 +261,10 @@ def _print_stats(engine: Engine) -> None:
     rate = lambda tokens_per_second: "" if tokens_per_second is None else f", {tokens_per_second:.1f} tokens/s"
     _say(f"prefill: {t.prompt_tokens} tokens in {t.prefill_seconds:.3f} s{rate(t.prefill_tokens_per_second)}")
     _say(f"decode: {t.decoded_tokens} tokens in {t.decode_seconds:.3f} s{rate(t.decode_tokens_per_second)}")
+    if (drafting := engine.drafting).forwards:
+        shares = ", ".join(f"{share:.1%}" for share in drafting.acceptance)
+        _say(f"draft: accepted by position {shares}; mean length {drafting.mean_length:.2f}; "
+             f"{t.decoded_tokens / drafting.forwards:.2f} tokens a call of the model")  # fmt: skip
     _say(f"compile: {t.compile_seconds:.1f} s, not counted above")
     _say(f"cache: {engine.cache_bytes / 2**20:.1f} MiB")
 

@@ -10,20 +10,22 @@ def with_gradient(kernel: Callable[..., Array], schedule: Callable[..., Array]) 
     """`kernel` forward, the gradient of `schedule` backward.
 
     Args:
-      kernel: maps (q, k, v) to the outputs. What it selects, its positions and its lengths are closed over: they have
-        no gradient, and the backward pass must not choose again.
+      kernel: maps (q, k, v, *data) to the outputs. `data`, such as a selection and positions, has no gradient; it is
+        an argument and not closed over, so that the backward pass gets what the forward pass chose.
       schedule: the same function in operations that JAX can differentiate.
 
     Returns:
-      A function of (q, k, v), which are also all that is kept for the backward pass.
+      A function of (q, k, v, *data), which are also all that is kept for the backward pass.
     """
 
     @jax.custom_vjp
-    def attend(q, k, v):
-        return kernel(q, k, v)
+    def attend(q, k, v, *data):
+        return kernel(q, k, v, *data)
 
     def backward(kept, gradient):
-        return jax.vjp(schedule, *kept)[1](gradient)
+        arrays, data = kept[:3], kept[3:]
+        gradients = jax.vjp(lambda *arrays: schedule(*arrays, *data), *arrays)[1](gradient)
+        return *gradients, *(None for _ in data)
 
-    attend.defvjp(lambda q, k, v: (kernel(q, k, v), (q, k, v)), backward)
+    attend.defvjp(lambda *args: (kernel(*args), args), backward)
     return attend

@@ -1,4 +1,4 @@
-"""What `make demo` prints: the embedded checkpoint writes Python, and recalls a key it saw thousands of tokens ago."""
+"""What `make demo` prints: the embedded checkpoint writes Python with its draft, and recalls a key of long ago."""
 
 import time
 
@@ -6,6 +6,8 @@ from rich.console import Console
 
 import m3jax
 from m3jax.assets import embedded_path
+from m3jax.checkpoint import load_draft
+from m3jax.decoding import Eagle3Drafter, Params, Sampling, engine_for
 from m3jax.text import Tokenizer
 
 CODE = "import os\nimport sys\n\n\nclass TestCase(unittest.TestCase):"
@@ -22,8 +24,14 @@ def main() -> None:
 
     console.rule("a continuation of Python source")
     ids = [model.config.bos_token_id, *tokenizer.encode(CODE)]
-    new = m3jax.generate(model, [ids], max_new_tokens=96, temperature=0.7, top_p=0.9, seed=4)[0]
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=4)
+    params = Params(max_new_tokens=96, sampling=sampling, stop_ids=model.config.eos_token_id)
+    engine = engine_for(model, [ids], [params], draft=Eagle3Drafter(load_draft(None, model.config, "float32")))
+    handle = engine.add(ids, params)
+    new = engine.run()[handle].tokens
     print(CODE + tokenizer.decode(new) + "\n")
+    print(f"{len(new)} tokens in {engine.drafting.forwards + 1} calls of the model: a draft proposes three tokens at a "
+          "time, one call verifies them.\n")  # fmt: skip
 
     console.rule("a key recalled over thousands of tokens")
     prompt, distance = recall_prompt(tokenizer, model.config.bos_token_id)

@@ -1,6 +1,7 @@
 """Checks every GPU kernel against a float64 reference on this machine's GPU: `python scripts/gpu_check.py`.
 
-Prints one line for each op and shape, and exits 1 if any failed.
+Prints one line for each op and shape, and exits 1 if any failed. `--model` adds a whole model with kernels against the
+same model with XLA: logits of a forward pass, and tokens from the engine.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_check_model import FORWARD, PROMPTS, check_forward, check_tokens
 
 from pallas_kernels.common import paged
 from pallas_kernels.dense_causal import cudnn_causal, dense_causal
@@ -243,6 +245,7 @@ def cases():
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="check ops whose name contains this")
+    parser.add_argument("--model", action="store_true", help="also check a whole model")
     parser.add_argument("--seed", type=int, default=int.from_bytes(np.random.default_rng().bytes(3), "big"))
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -255,6 +258,10 @@ def main() -> int:
         if args.only and args.only not in name:
             continue
         failures += not report(name, shape, jnp.dtype(dtype).name, lambda: fn(Inputs(shape, dtype, args.seed + i)))  # noqa: B023
+    if args.model:
+        for dtype in ("float32", "bfloat16"):
+            failures += not report("forward", FORWARD, dtype, lambda: check_forward(dtype, args.seed))  # noqa: B023
+            failures += not report("greedy tokens", PROMPTS, dtype, lambda: check_tokens(dtype, args.seed))  # noqa: B023
     print(f"{failures} failed" if failures else "all passed")
     return 1 if failures else 0
 

@@ -16,6 +16,7 @@ from m3jax.parallel import sharding
 KV_AXES = ("layers", "pages", "kv_heads", None, None)
 INDEX_AXES = ("layers", "pages", None, None)
 
+
 @struct.dataclass
 class StackCache:
     """The pages of one stack of layers; `index_k` is None where attention is dense."""
@@ -38,7 +39,8 @@ class StackCache:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of pages that one token takes."""
-        return sum(x.nbytes for x in (self.k, self.v, self.index_k) if x is not None) / (self.num_pages * self.page_size)
+        arrays = (x for x in (self.k, self.v, self.index_k) if x is not None)
+        return sum(x.nbytes for x in arrays) / (self.num_pages * self.page_size)
 
     def write(
         self,

@@ -1,5 +1,6 @@
 """Checkpoints: hub folders (BF16, MXFP8) to parameters and back, and Orbax."""
 
+from m3jax.checkpoint.draft import load_draft, save_draft
 from m3jax.checkpoint.loading import LoadReport, load, load_with_report
 from m3jax.checkpoint.orbax import load_orbax, save_orbax
 from m3jax.checkpoint.reader import CheckpointError
@@ -9,8 +10,10 @@ __all__ = [
     "CheckpointError",
     "LoadReport",
     "load",
+    "load_draft",
     "load_orbax",
     "load_with_report",
     "save",
+    "save_draft",
     "save_orbax",
 ]

@@ -19,7 +19,6 @@ from m3jax.assets import embedded_draft_path
 from m3jax.checkpoint.reader import FLOATS, SINGLE_NAME, CheckpointError, StoredTensor, read_folder
 from m3jax.config import M3Config
 from m3jax.model.eagle3 import Eagle3, Eagle3Config, abstract
-from m3jax.parallel import sharding
 
 # Hub name, parameter, and the rearrangement from the hub's [out, in]: a taps, u tokens that the draft can propose.
 _TABLE = (
@@ -49,14 +48,13 @@ _FIXED = {
 _OPTIONAL = ("rms_norm_eps", "rope_theta", "fc_norm", "norm_output", "norm_before_residual")
 
 
-def load_draft(
-    path: str | Path | None, target: M3Config, dtype: str = "bfloat16", mesh: Mesh | None = None
-) -> Eagle3:
+def load_draft(path: str | Path | None, target: M3Config, dtype: str = "bfloat16", mesh: Mesh | None = None) -> Eagle3:
     """Load an EAGLE3 draft for a target.
 
-    A draft without an embedding or a head shares the target's. Names may begin with `model.`, and the layer may be called
-    `layers.0` or `midlayer`. Where config.json does not say which layers are tapped, they are 2, n // 2 and n - 3 of the
-    target's n layers, as in vLLM, whose numbering this is: 0 is the embedding, n the output of the n-th layer.
+    A draft without an embedding or a head shares the target's. Names may begin with `model.`, and the layer may be
+    called `layers.0` or `midlayer`. Where config.json does not say which layers are tapped, they are 2, n // 2 and
+    n - 3 of the target's n layers, as in vLLM, whose numbering this is: 0 is the embedding, n the output of the n-th
+    layer.
 
     Args:
       path: a folder with config.json and safetensors files, or None for the draft of the embedded checkpoint.
@@ -158,8 +156,8 @@ def _to_json(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     names = ("hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
              "intermediate_size", *_OPTIONAL)  # fmt: skip
     return {name: getattr(config, name) for name in names} | {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu",
-        "tie_word_embeddings": False, "torch_dtype": dtype, _TAPS: list(config.taps),
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": dtype, _TAPS: list(config.taps),
     }  # fmt: skip
 
 
@@ -195,18 +193,17 @@ def _target_ids(config: Eagle3Config, stored: StoredTensor | None) -> tuple[np.n
 
 def _fill(config, stored, ids, dtype, mesh) -> Eagle3:
     draft = abstract(config, dtype, mesh)
-    place = lambda x, leaf: jax.device_put(np.ascontiguousarray(x).astype(leaf.dtype), leaf.sharding)
+    place = lambda x, spec: jax.device_put(np.ascontiguousarray(x).astype(spec.dtype), spec.sharding)
+    put = lambda name, x: setattr(draft, name, jax.tree.map(lambda spec: place(x, spec), getattr(draft, name)))
+    sizes = {"(a e)": dict(a=len(config.taps)), "(n h)": dict(h=config.head_dim), "(k h)": dict(h=config.head_dim)}
     for hub, name, axes in _TABLE:
-        leaf = getattr(draft, name)
-        if leaf is not None:
-            sizes = {"a e": dict(a=len(config.taps)), "n h": dict(h=config.head_dim), "k h": dict(h=config.head_dim)}
-            known = next((size for letters, size in sizes.items() if f"({letters})" in axes), {})
-            setattr(draft, name, type(leaf)(place(rearrange(stored[hub].view(), axes, **known), leaf[...])))
+        if getattr(draft, name) is not None:
+            known = next((size for letters, size in sizes.items() if letters in axes), {})
+            put(name, rearrange(stored[hub].view(), axes, **known))
     if config.fc_norm:
-        norms = np.stack([stored[_FC_NORM.format(i)].view() for i in range(len(config.taps))])
-        draft.fc_norm = type(draft.fc_norm)(place(norms, draft.fc_norm[...]))
+        put("fc_norm", np.stack([stored[_FC_NORM.format(i)].view() for i in range(len(config.taps))]))
     if ids is not None:
-        draft.target_ids = type(draft.norm)(jax.device_put(ids, sharding(ids.shape, (None,), mesh)))
+        put("target_ids", ids)
     return draft
 
 

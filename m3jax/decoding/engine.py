@@ -395,7 +395,8 @@ def _check_device_pages(device_pages: int, model: Any, shapes: Shapes) -> None:
     if device_pages < max(step, chunk):
         raise ValueError(
             f"device_pages = {device_pages}: a decode call of {shapes.batch} rows can need {step} pages at once and a "
-            f"prefill call {chunk}; give {max(step, chunk)} or more, or a smaller max_batch, prefill_chunk or prefill_rows"
+            f"prefill call {chunk}; give {max(step, chunk)} or more, or a smaller max_batch, prefill_chunk or "
+            "prefill_rows"
         )
 
 

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 
 from m3jax.cache import HostMemory
-from m3jax.decoding import device
+from m3jax.decoding import device, rounds
 from m3jax.decoding.request import Params
-from m3jax.decoding.rounds import decode_in_rounds
 from m3jax.decoding.sampling import Sampling, SamplingParams
 from m3jax.parallel import sharding
 
@@ -119,7 +118,7 @@ class Runner:
             self.state, new = device.decode(self.model, self.state, np.int32(steps), **fixed)
         else:
             args = self.model, self.drafter, self.state, np.int32(steps), self.shapes.draft_tokens
-            self.state, new = decode_in_rounds(*args, **fixed)
+            self.state, new = rounds.decode_in_rounds(*args, **fixed)
         self._flush()
         new = jax.device_get(new)
         self._reasons = np.array(new.reasons)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import OffloadedStack, StackCache
 from m3jax.config import M3Config
-from m3jax.model.cached import cached_attention, selection_rules
+from m3jax.model.cached import attending, cached_attention, selection_rules
 from m3jax.model.context import Context
 from m3jax.model.layers import apply_rope, gemma_norm
 from m3jax.model.params import Make
@@ -90,6 +90,6 @@ def _alone(values: dict[str, Array], context: Context, config: M3Config) -> dict
         blocks = api.select(values["index_q"], index, *rows, **selection_rules(config), backend=context.backend)
         out["blocks"] = checkpoint_name(blocks, "msa_blocks")
     view = contiguous(values["k"], values["v"], config.index_block_size)
-    static = context.schedule, context.backend
+    static = context.schedule, attending(context.backend, out.get("blocks"))
     out["attention"], _ = api.attention(values["q"], view, out.get("blocks"), *rows, *static)
     return out

@@ -94,8 +94,9 @@ def _core(tensors, cache, layer, positions, lengths, places, config, schedule, b
         blocks = api.select(index_q, index, positions, lengths, **rules)
         held = blocks if merge is None else _held(blocks, view)
     if merge is None:
-        return api.attention(q, view, blocks, positions, lengths, schedule, backend)[0], blocks, cache
-    out, lse = api.attention(q, view, held, positions, lengths, schedule, backend)
+        out, _ = api.attention(q, view, blocks, positions, lengths, schedule, attending(backend, blocks))
+        return out, blocks, cache
+    out, lse = api.attention(q, view, held, positions, lengths, schedule, attending(backend, held))
     return merge(out, lse), blocks, cache
 
 
@@ -135,6 +136,11 @@ def selection_rules(config: M3Config) -> dict[str, int | str]:
         top_k=config.index_topk_blocks, local_blocks=config.index_local_blocks, init_blocks=config.index_init_blocks,
         score=config.index_score_type,
     )  # fmt: skip
+
+
+def attending(backend: str, blocks: Int[Array, "B K T J"] | None) -> str:
+    """The backend of a layer's attention: there is no TPU kernel for dense layers, so those are left to "auto"."""
+    return "auto" if blocks is None and backend == "mosaic_tpu" else backend
 
 
 def _selecting(backend: str, gather: Callable | None) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -243,15 +244,14 @@ def abstract(config: Eagle3Config, dtype: str = "bfloat16", mesh: Mesh | None = 
 
 def init(config: Eagle3Config, seed: int = 0, dtype: str = "float32") -> Eagle3:
     """Random weights: normal with standard deviation fan_in**-0.5; norms are 1, a reduced vocabulary the first ids."""
-    count = iter(range(1 << 30))
+    rng = np.random.default_rng(seed)  # jax.random would compile a program for each shape
 
     def make(shape, axes, own, fan_in):
         if own == "int32":
             return jnp.arange(*shape, dtype=jnp.int32)
         if fan_in is None:
             return jnp.ones(shape, dtype)
-        key = jax.random.fold_in(jax.random.key(seed), next(count))
-        return (jax.random.normal(key, shape) * fan_in**-0.5).astype(dtype)
+        return jnp.asarray(rng.normal(size=shape) * fan_in**-0.5, dtype)
 
     check_dtype(dtype)
     return Eagle3(config, make)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from m3jax.cache import OffloadedStack
-from m3jax.cache.offload import HostPages
 from m3jax.model.context import Context
 from m3jax.msa import api
 from m3jax.msa.views import Pooled

@@ -1,6 +1,8 @@
 """The one door to MSA: takes views, picks a schedule and a backend. Nothing else in m3jax calls a kernel."""
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -54,13 +56,11 @@ def select(
     """
     rules = dict(top_k=top_k, local_blocks=local_blocks, init_blocks=init_blocks)
     case = select_case(index_q, view, top_k=top_k, score=score, divided=gather is not None)
-    if choose(case, backend) == "xla":
+    chosen = choose(case, backend)
+    if chosen == "xla":
         joined = {} if gather is None else {"gather": gather}
         return view_topk(index_q, view, positions, lengths, **rules, score=score, **joined)
-    from pallas_kernels.index_topk import index_topk
-    from pallas_kernels.index_topk_decode import index_topk_decode
-
-    kernel = index_topk_decode if backends.few(case) else index_topk
+    kernel = _op("index_topk_decode" if backends.few(case) else "index_topk", chosen)
     args = jax.lax.stop_gradient((index_q, _pages(view, view.k)))
     return kernel(*args, positions, lengths, **rules, interpret=backends.interpreted())
 
@@ -98,16 +98,17 @@ def attention(
         raise ValueError(f"schedule = {schedule!r}: allowed are {', '.join(map(repr, allowed))}")
     check_view(q, view.num_heads, blocks)
     case = attention_case(q, view, blocks, schedule)
-    xla = lambda q, view: _xla(q, view, blocks, positions, lengths, schedule)
-    if choose(case, backend) == "xla":
-        return xla(q, view)
-    kernel = lambda q, view: _kernel(case, q, view, blocks, positions, lengths)
+    rows = blocks, positions, lengths
+    chosen = choose(case, backend)
+    if chosen == "xla":
+        return _xla(q, view, *rows, schedule)
+    kernel = partial(_kernel, case, chosen)
     if not isinstance(view, Contiguous):
-        return kernel(q, view)
+        return kernel(q, view, *rows)
     from pallas_kernels.gradient import with_gradient
 
-    of_arrays = lambda fn: lambda q, k, v: fn(q, view.replace(k=k, v=v))
-    return with_gradient(of_arrays(kernel), of_arrays(xla))(q, view.k, view.v)
+    of_arrays = lambda fn: lambda q, k, v, *rows: fn(q, view.replace(k=k, v=v), *rows)
+    return with_gradient(of_arrays(kernel), of_arrays(partial(_xla, schedule=schedule)))(q, view.k, view.v, *rows)
 
 
 def select_case(
@@ -144,21 +145,24 @@ def _xla(q, view, blocks, positions, lengths, schedule):
     return fn(q, view, blocks, positions, lengths)
 
 
-def _kernel(case, q, view, blocks, positions, lengths):
-    from pallas_kernels.dense_causal import dense_causal
-    from pallas_kernels.sparse_decode import sparse_decode
-    from pallas_kernels.sparse_prefill import sparse_prefill
-
-    pages = _pages(view, view.k), _pages(view, view.v)
+def _kernel(case, backend, q, view, blocks, positions, lengths):
+    pages, rows = (_pages(view, view.k), _pages(view, view.v)), (positions, lengths)
     options = dict(return_lse=True, interpret=backends.interpreted())
+    whole = dict(kv_heads=view.num_heads) if blocks is None else {}
     if backends.few(case):
-        # A dense layer has all blocks selected, so its keys are split over programs as a selection's are.
-        chosen = _all_blocks(view, q.shape[:2]) if blocks is None else blocks
-        scales = getattr(view, "scales", None)
-        return sparse_decode(q, *pages, chosen, positions, lengths, scales=scales, **options)
+        options |= whole | dict(scales=getattr(view, "scales", None))
+        if blocks is None:
+            return _op("sparse_decode", backend, "dense_decode")(q, *pages, *rows, **options)
+        return _op("sparse_decode", backend)(q, *pages, blocks, *rows, **options)
     if blocks is None:
-        return dense_causal(q, *pages, positions, lengths, kv_heads=view.num_heads, **options)
-    return sparse_prefill(q, *pages, blocks, positions, lengths, schedule=case.schedule, **options)
+        return _op("dense_causal", backend)(q, *pages, *rows, **whole, **options)
+    return _op("sparse_prefill", backend)(q, *pages, blocks, *rows, schedule=case.schedule, **options)
+
+
+def _op(folder, backend, name=None):
+    """A kernel, imported when it is first wanted: each op is a folder, each backend a file in it."""
+    file = {("sparse_prefill", "triton"): "auto"}.get((folder, backend), backend)
+    return getattr(importlib.import_module(f"pallas_kernels.{folder}.{file}"), name or folder)
 
 
 def _pages(view, array):
@@ -167,11 +171,6 @@ def _pages(view, array):
     if isinstance(view, Contiguous | ContiguousIndex):
         return contiguous(array, view.block_size)
     return paged(array, view.table, view.layer)
-
-
-def _all_blocks(view, rows):
-    blocks = jnp.arange(view.num_blocks, dtype=jnp.int32)
-    return jnp.broadcast_to(blocks, (rows[0], view.num_heads, rows[1], view.num_blocks))
 
 
 def _definition(q, view, blocks, positions, lengths):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -18,7 +19,7 @@ MAX_FEW = 16  # queries a row that the decode kernels take
 _PLATFORM = {"triton": "gpu", "mosaic_tpu": "tpu"}
 _FOLDER = {"select": "index_topk", "sparse": "sparse_prefill", "dense": "dense_causal"}
 _MAX_DECODE_BLOCKS = 1 << 16
-_interpreted = ContextVar("interpreted", default=False)
+_interpreted: ContextVar[Any] = ContextVar("interpreted", default=False)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def why_not(case: Case, backend: str) -> str | None:
         return f"it needs a {_PLATFORM[backend].upper()}, and JAX runs on a {platform().upper()}"
     if not _exists(case, backend):
         return f"it has no kernel for {case.op}"
-    checks = (_view(case), _schedule(case), _numbers(case, backend), None if interpreted() else _sizes(case))
+    checks = (_view(case), _schedule(case), _numbers(case, backend), None if interpreted() else _sizes(case, backend))
     return next((reason for reason in checks if reason), None)
 
 
@@ -95,15 +96,19 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Pallas's interpret mode."""
+def interpreted() -> Any:
+    """What kernels get as `interpret`; False outside of the context manager."""
     return _interpreted.get()
 
 
 @contextmanager
-def interpret() -> Iterator[None]:
-    """Have whatever is traced inside run kernels in Pallas's interpret mode, on any device: slow, for tests."""
-    token = _interpreted.set(True)
+def interpret(how: Any = True) -> Iterator[None]:
+    """Have whatever is traced inside run kernels in Pallas's interpret mode, on any device: slow, for tests.
+
+    Args:
+      how: True, or for TPU kernels `pltpu.InterpretParams`.
+    """
+    token = _interpreted.set(how)
     try:
         yield
     finally:
@@ -117,10 +122,8 @@ def few(case: Case) -> bool:
 
 def _exists(case: Case, backend: str) -> bool:
     folder = _FOLDER[case.op]
-    if few(case) and case.op != "select":
-        folder = "sparse_decode"
-    elif few(case):
-        folder = "index_topk_decode"
+    if few(case) and (case.op != "dense" or backend == "triton"):
+        folder = "index_topk_decode" if case.op == "select" else "sparse_decode"
     return importlib.util.find_spec(f"pallas_kernels.{folder}.{backend}") is not None
 
 
@@ -143,7 +146,8 @@ def _schedule(case: Case) -> str | None:
 
 
 def _numbers(case: Case, backend: str) -> str | None:
-    if str(case.dtype) not in ("bfloat16", "float16", "float32") or (backend == "mosaic_tpu" and case.dtype == "float16"):
+    half = () if backend == "mosaic_tpu" else ("float16",)
+    if str(case.dtype) not in ("bfloat16", "float32", *half):
         return f"it has no kernel for queries in {case.dtype}"
     small = str(case.stored) == "float8_e4m3fn"
     if case.dtype != case.stored and not (small and few(case)):
@@ -151,10 +155,12 @@ def _numbers(case: Case, backend: str) -> str | None:
     return None
 
 
-def _sizes(case: Case) -> str | None:
+def _sizes(case: Case, backend: str) -> str | None:
     """What the kernels were written and measured for."""
-    if case.width not in (64, 128) or case.block_size not in (64, 128):
-        return f"heads of {case.width} and blocks of {case.block_size} (it has 64 and 128)"
+    widths = (128,) if backend == "mosaic_tpu" else (64, 128)
+    if case.width not in widths or case.block_size not in (64, 128):
+        allowed = " or ".join(map(str, widths))
+        return f"heads of {case.width} and blocks of {case.block_size} (it has {allowed}, and 64 or 128)"
     if case.group > 16 or (case.op != "dense" and not 4 <= case.slots <= 32):
         return f"groups of {case.group} heads and {case.slots} slots (it has up to 16 heads, and 4 to 32 slots)"
     return None

@@ -60,7 +60,8 @@ def invert(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Tiles:
 def _stable_sort(key: Int[Array, "R X"], largest: int) -> tuple[Int[Array, "R X"], Int[Array, "R X"]]:
     """(order, sorted keys) of each row; equal keys stay in order.
 
-    Keys and places are packed into one number where it holds both: on a CPU XLA sorts numbers five times as fast as pairs.
+    Key and place are packed into one number where it holds both: on a CPU XLA sorts numbers five times as fast as
+    pairs.
     """
     size = key.shape[1]
     if (largest + 1) * size > jnp.iinfo(jnp.int32).max:

@@ -110,24 +110,72 @@ def sparse_decode(
     Raises:
       ValueError: too many queries, or operands that do not fit together.
     """
-    _check(q, k, v, blocks)
-    batch, length, heads, width = q.shape
+    _check(q, k, v, blocks.shape)
+    sizes = _sizes(q, k, blocks.shape[1], blocks.shape[3], config, interpret)
+    return _run(q, k, v, (blocks,), positions, lengths, scales, return_lse, sizes)
+
+
+def dense_decode(
+    q: Float[Array, "B T N H"],
+    k: Pages,
+    v: Pages,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    kv_heads: int,
+    scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Array, ...]:
+    """`sparse_decode` over everything that a query sees, in as many pieces as its position asks for.
+
+    Args:
+      q: queries after norm and RoPE.
+      k: keys.
+      v: values.
+      positions: absolute position of each query.
+      lengths: valid keys of each row.
+      kv_heads: K.
+      scales: as in `sparse_decode`.
+      return_lse: also return the LSE.
+      config: tile sizes.
+      interpret: run on the CPU.
+
+    Returns:
+      As `sparse_decode`.
+
+    Raises:
+      ValueError: too many queries, or operands that do not fit together.
+    """
+    _check(q, k, v, (q.shape[0], kv_heads, q.shape[1]))
+    sizes = _sizes(q, k, kv_heads, k.num_blocks, config, interpret)
+    return _run(q, k, v, (), positions, lengths, scales, return_lse, sizes)
+
+
+def _sizes(q, k: Pages, kv_heads: int, slots: int, config: Config | None, interpret: bool) -> _Sizes:
     config = config or Config()
-    kv_heads, slots = blocks.shape[1], blocks.shape[3]
+    batch, length, heads, width = q.shape
     units = slots * (k.block_size // min(config.keys, k.block_size))
     splits = max(1, min(units, config.programs // (batch * length * kv_heads)))
-    sizes = _Sizes(k, config, length, heads, kv_heads, slots, width, splits, interpret)
+    return _Sizes(k, config, length, heads, kv_heads, slots, width, splits, interpret)
+
+
+def _run(q, k: Pages, v: Pages, blocks, positions, lengths, scales, return_lse: bool, sizes: _Sizes):
+    """Both kernels; `blocks` is empty where all are read."""
+    batch, length, heads, width = q.shape
+    config, kv_heads, splits = sizes.config, sizes.kv_heads, sizes.splits
     scales = tuple(x.astype(jnp.float32) for x in scales or ())
     at = positions.astype(jnp.int32), lengths.astype(jnp.int32)
     shape = (batch, length, kv_heads, splits, sizes.rows)
     parts, lses = pl.pallas_call(
-        partial(_kernel, sizes=sizes),
+        partial(_kernel, dense=not blocks, sizes=sizes),
         grid=(splits, kv_heads, batch * length),
         out_shape=(jax.ShapeDtypeStruct((*shape, width), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
-        name="sparse_decode",
-    )(q, *at, blocks, *k.operands(), v.pool, *scales)
+        interpret=sizes.interpret,
+        name="sparse_decode" if blocks else "dense_decode",
+    )(q, *at, *blocks, *k.operands(), v.pool, *scales)
     few = splits <= _FEW_SPLITS
     shape = (batch, length, kv_heads, sizes.rows if few else sizes.group)
     out = pl.pallas_call(
@@ -135,14 +183,15 @@ def sparse_decode(
         grid=(kv_heads, batch * length) if few else (sizes.group, kv_heads, batch * length),
         out_shape=(jax.ShapeDtypeStruct((*shape, width), q.dtype), jax.ShapeDtypeStruct(shape, jnp.float32)),
         compiler_params=plgpu.CompilerParams(num_warps=4 if few else 2, num_stages=1),
-        interpret=interpret,
+        interpret=sizes.interpret,
         name="sparse_decode_merge",
     )(parts, lses)
     out = tuple(x[:, :, :, : sizes.group].reshape(batch, length, heads, *x.shape[4:]) for x in out)
     return out if return_lse else out[:1]
 
 
-def _kernel(q_ref, at_ref, lengths_ref, blocks_ref, k_ref, layer_ref, *rest, sizes: _Sizes):
+def _kernel(q_ref, at_ref, lengths_ref, *rest, dense: bool, sizes: _Sizes):
+    blocks_ref, k_ref, layer_ref, *rest = (None, *rest) if dense else rest
     table, rest = (rest[:1], rest[1:]) if sizes.k.table is not None else ((), rest)
     v_ref, *scales, out_ref, lse_ref = rest
     split, head, query = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -153,12 +202,14 @@ def _kernel(q_ref, at_ref, lengths_ref, blocks_ref, k_ref, layer_ref, *rest, siz
     )
     at = seen_position(at_ref, lengths_ref, row, token)
     scale = sizes.width**-0.5 * LOG2E * (scales[0][head] if scales else 1.0)
-    per_split = -(-sizes.units // sizes.splits)
+    # A dense query has no slots to look through, but all pieces up to its own position.
+    units = jnp.minimum(div(at + sizes.keys, sizes.keys), sizes.units) if dense else sizes.units
+    per_split = div(units + sizes.splits - 1, sizes.splits) if dense else -(-units // sizes.splits)
 
     def body(unit, state):
         values, top, total = state
         slot, start = div(unit, sizes.pieces), rem(unit, sizes.pieces) * sizes.keys
-        block = blocks_ref[row, head, token, slot]
+        block = slot if dense else blocks_ref[row, head, token, slot]
         inside = (block >= 0) & (block < sizes.k.num_blocks)
         safe = jnp.where(inside, block, 0)
         page, held = sizes.k.locate(layer_ref, table[0] if table else None, row, head, safe)
@@ -180,7 +231,7 @@ def _kernel(q_ref, at_ref, lengths_ref, blocks_ref, k_ref, layer_ref, *rest, siz
         jnp.zeros((sizes.rows,), jnp.float32),
     )
     start = split * per_split
-    stop = jnp.minimum(start + per_split, sizes.units)
+    stop = jnp.minimum(start + per_split, units)
     values, top, total = jax.lax.fori_loop(start, stop, body, state)
     seen = total != 0.0
     safe = jnp.where(seen, total, 1.0)
@@ -226,14 +277,14 @@ def _merge_few_kernel(parts_ref, lses_ref, out_ref, lse_ref, *, sizes: _Sizes):
     lse_ref[row, token, head, lane] = jnp.where(seen, top / LOG2E + jnp.log(safe), -jnp.inf)
 
 
-def _check(q, k: Pages, v: Pages, blocks) -> None:
+def _check(q, k: Pages, v: Pages, shape: tuple[int, ...]) -> None:
     check_pages("k", k, q.shape[0])
     check_pages("v", v, q.shape[0])
     batch, length, heads, width = q.shape
     if not 1 <= length <= MAX_QUERIES:
         raise ValueError(f"{length} queries a row: need 1 to {MAX_QUERIES} (sparse_prefill takes more)")
-    if blocks.shape[:1] + blocks.shape[2:3] != (batch, length) or heads % blocks.shape[1]:
-        raise ValueError(f"blocks has shape {blocks.shape}: must be [{batch} K {length} J], K a divisor of {heads}")
+    if shape[:1] + shape[2:3] != (batch, length) or heads % shape[1]:
+        raise ValueError(f"blocks has shape {shape}: must be [{batch} K {length} J], K a divisor of {heads}")
     if k.pool.dtype not in (q.dtype, jnp.float8_e4m3fn) or k.pool.dtype != v.pool.dtype or k.width != width:
         raise ValueError(
             f"q is {q.dtype} of width {width}, k {k.pool.dtype} of {k.width}, v {v.pool.dtype} of {v.width}: need the "

@@ -1,0 +1,76 @@
+"""Compiling for a slice in processes of their own: libtpu wants settings that this one must not have."""
+
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+from m3jax.planning.chips import Chip
+from m3jax.planning.job import Job
+
+PROGRAMS = ("decode", "prefill")
+
+
+def check_compiler() -> None:
+    """Raise ValueError, with what to do, where the TPU compiler is not installed."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "the TPU compiler is not installed: run pip install 'jax[tpu]', or plan by arithmetic with --no-compile"
+        )
+
+
+def compile_programs(
+    job: Job, sizes: dict[str, int], programs: tuple[str, ...] = PROGRAMS
+) -> dict[str, dict[str, Any]]:
+    """Compile the engine's programs with the TPU's compiler, side by side.
+
+    Args:
+      job: the model and its requests.
+      sizes: of the mesh.
+      programs: of `PROGRAMS`.
+
+    Returns:
+      What `m3jax.planning.program.compile_program` returns, by program.
+
+    Raises:
+      ValueError: no compiler.
+      RuntimeError: a process that ended without an answer.
+    """
+    check_compiler()
+    running = {name: _start(job.slice.chip) for name in programs}
+    for name, process in running.items():
+        process.stdin.write(pickle.dumps((job, sizes, name)))
+        process.stdin.close()
+    try:
+        return {name: _answer(name, process) for name, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+
+
+def environment(chip: Chip) -> dict[str, str]:
+    """What libtpu wants to be told where there is no TPU."""
+    told = {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": chip.compiler_name, "TPU_WORKER_HOSTNAMES": "localhost",
+    }  # fmt: skip
+    return os.environ | told
+
+
+def _start(chip: Chip) -> subprocess.Popen:
+    command = [sys.executable, "-m", "m3jax.planning.program"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, env=environment(chip), **pipes)
+
+
+def _answer(name: str, process: subprocess.Popen) -> dict[str, Any]:
+    process.stdin = None  # closed; communicate would flush it
+    out, err = process.communicate()
+    if process.returncode:
+        lines = err.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise RuntimeError(f"compiling {name} ended with status {process.returncode}: {lines[-1]}")
+    return json.loads(out)

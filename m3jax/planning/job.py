@@ -1,0 +1,85 @@
+"""What is planned: a model, a slice, and the requests it shall serve."""
+
+from dataclasses import dataclass
+
+from m3jax.cache.parts import DTYPES as CACHE_DTYPES
+from m3jax.config import M3Config
+from m3jax.model.eagle3 import Eagle3Config
+from m3jax.model.params import DTYPES
+from m3jax.planning.chips import Slice
+
+# Published facts of Inferact/MiniMax-M3-EAGLE3 (its config.json was not read).
+M3_DRAFT = Eagle3Config(
+    hidden_size=6144, vocab_size=200064, draft_vocab_size=200064, num_attention_heads=64, num_key_value_heads=64,
+    head_dim=128, intermediate_size=18432, taps=(2, 30, 57), rope_theta=5e6, fc_norm=True, norm_output=True,
+)  # fmt: skip
+DRAFT_TOKENS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One question to the planner.
+
+    Attributes:
+      config: the model.
+      slice: where it shall run.
+      context: tokens that every row can have.
+      batch: rows that decode together.
+      dtype: of weights and activations.
+      kv_dtype: of cached keys and values.
+      index_dtype: of cached index keys.
+      chunk: prompt tokens of one prefill call, of one row.
+      draft: an EAGLE3 draft that is planned too.
+      backend: of attention; "xla" is what runs everywhere.
+
+    Raises:
+      ValueError: a number outside its range, with the nearest valid choice.
+    """
+
+    config: M3Config
+    slice: Slice
+    context: int
+    batch: int = 1
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    index_dtype: str | None = None
+    chunk: int = 2048
+    draft: Eagle3Config | None = None
+    backend: str = "xla"
+
+    def __post_init__(self):
+        most = self.config.max_position_embeddings
+        _in_range("context", self.context, 1, most, "the model's context")
+        _in_range("batch", self.batch, 1, 1 << 20, "the most rows that are planned")
+        _in_range("prefill-chunk", self.chunk, 1, most, "the model's context")
+        _one_of("dtype", self.dtype, [name for name in DTYPES if name != "float64"])
+        for name in ("kv_dtype", "index_dtype"):
+            if getattr(self, name) is not None:
+                _one_of(name.replace("_", "-"), getattr(self, name), [n for n in CACHE_DTYPES if n != "float64"])
+
+    @property
+    def blocks(self) -> int:
+        """M, pages of a row."""
+        return -(-self.context // self.config.index_block_size)
+
+    @property
+    def kv(self) -> str:
+        """The dtype of cached keys and values."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def index(self) -> str:
+        """The dtype of cached index keys."""
+        return self.index_dtype or self.dtype
+
+
+def _in_range(name: str, value: int, low: int, high: int, what: str) -> None:
+    if not low <= value <= high:
+        raise ValueError(
+            f"--{name} {value}: must be {low} to {high} ({what}); the nearest is {min(max(value, low), high)}"
+        )
+
+
+def _one_of(name: str, value: str, allowed: list[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"--{name} {value!r}: allowed are {', '.join(allowed)}")

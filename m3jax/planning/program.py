@@ -1,0 +1,123 @@
+"""The engine's two programs for a slice that is not there: shapes, lowering, compilation with the TPU's own compiler.
+
+Runs in a process of its own (`m3jax.planning.compiler`), because libtpu takes settings from the environment.
+"""
+
+import json
+import pickle
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from m3jax.decoding import device
+from m3jax.decoding.sampling import Sampling, SamplingParams
+from m3jax.model import abstract
+from m3jax.parallel import AXES, sharding
+from m3jax.planning import hlo
+from m3jax.planning.arithmetic import cache_shapes, new_cache
+from m3jax.planning.job import Job
+
+STOP_IDS = 4
+
+
+def main() -> None:
+    """Answer one question: a pickled (job, sizes, program) on stdin, JSON on stdout."""
+    job, sizes, name = pickle.load(sys.stdin.buffer)
+    json.dump(compile_program(job, sizes, name), sys.stdout)
+
+
+def compile_program(job: Job, sizes: dict[str, int], name: str) -> dict[str, Any]:
+    """Compile one program and read what the compiler says of it.
+
+    Args:
+      job: the model and its requests.
+      sizes: of the mesh.
+      name: "decode" or "prefill".
+
+    Returns:
+      seconds to trace and lower and to compile; "error" where the compiler refuses; else arguments, temporaries and
+      code in bytes, and what `hlo.count` finds, all for one device.
+    """
+    mesh = topology_mesh(str(job.slice), sizes)
+    began = time.perf_counter()
+    # What the model asks about its surroundings while it is traced shall be answered for the TPU.
+    with mock.patch.object(jax, "default_backend", return_value="tpu"):
+        lowered = (decode if name == "decode" else prefill)(job, mesh).lower()
+    out = {"lower_seconds": time.perf_counter() - began}
+    began = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        return out | {"compile_seconds": time.perf_counter() - began, "error": str(error)}
+    sizes_of = compiled.memory_analysis()
+    return out | {
+        "compile_seconds": time.perf_counter() - began,
+        "arguments": sizes_of.argument_size_in_bytes,
+        "temporaries": sizes_of.temp_size_in_bytes,
+        "fresh_outputs": sizes_of.output_size_in_bytes - sizes_of.alias_size_in_bytes,
+        "code": sizes_of.generated_code_size_in_bytes,
+    } | asdict(hlo.count(compiled.as_text()))  # fmt: skip
+
+
+def topology_mesh(topology: str, sizes: dict[str, int]) -> Mesh:
+    """A mesh of devices that are described, not there."""
+    devices = topologies.get_topology_desc(topology, "tpu").devices
+    shape = [sizes[axis] for axis in AXES]
+    try:
+        devices = topologies.make_mesh(topologies.TopologyDescription(devices), shape, AXES).devices
+    except (NotImplementedError, AssertionError, ValueError):
+        # Axes that are no whole sides of the torus: neighbours in the order of the coordinates.
+        devices = np.array(devices).reshape(shape)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def decode(job: Job, mesh: Mesh) -> Any:
+    """`device.decode` of one step, traced."""
+    state, layout = _state(job, mesh)
+    return device.decode.trace(_model(job, mesh), state, _shape(), room=1, layout=layout)
+
+
+def prefill(job: Job, mesh: Mesh) -> Any:
+    """`device.prefill` of a chunk of one prompt, traced."""
+    state, layout = _state(job, mesh)
+    chunk = device.Chunk(_shape(1), _shape(1, job.chunk), _shape(1), _shape(1))
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _rows(job, 1))
+    return device.prefill.trace(_model(job, mesh), state, chunk, rows, layout=layout)
+
+
+def _model(job: Job, mesh: Mesh) -> Any:
+    return abstract(job.config, job.dtype, mesh).with_backend(job.backend)
+
+
+def _state(job: Job, mesh: Mesh) -> tuple[device.State, device.Layout]:
+    """The engine's state, on the mesh, and where it stays."""
+    place = lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=sharding(x.shape, ("batch",) + (None,) * (len(x.shape) - 1), mesh)
+    )
+    each = lambda: place(_shape(job.batch))
+    structure = jax.tree.structure(jax.eval_shape(lambda: new_cache(job, mesh)))
+    cache = jax.tree.unflatten(structure, cache_shapes(job, mesh))
+    state = device.State(cache, jax.tree.map(place, _rows(job, job.batch)), each(), each(), each())
+    return state, tuple(x.sharding for x in jax.tree.leaves(state))
+
+
+def _rows(job: Job, count: int) -> device.Rows:
+    sampling = SamplingParams.stack([Sampling.greedy()] * count)
+    seen = jax.ShapeDtypeStruct((count, job.config.vocab_size), jnp.bool_)
+    return device.Rows(sampling, _shape(count, STOP_IDS), _shape(count), _shape(count), seen)
+
+
+def _shape(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What the TPU kernels share: limits of a chip, pages copied by hand, and products in the MXU's layout."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.common import Pages
+
+Interpret = bool | pltpu.InterpretParams
+LANES, SUBLANES = 128, 8
+PREFETCHED = 1 << 17  # numbers that a call may prefetch: half of the 1 MiB of scalar memory that every chip has
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What a kernel must know of the chip that it is compiled for."""
+
+    cores: int  # that share a grid
+    vmem: int  # bytes a kernel may use
+
+    @classmethod
+    def here(cls, interpret: Interpret) -> "Chip":
+        """The chip of the default device, or of the abstract mesh in force; a small one in interpret mode."""
+        if interpret:
+            return cls(1, 32 << 20)
+        info = pltpu.get_tpu_info()
+        return cls(info.num_cores, info.vmem_capacity_bytes // 2)
+
+    def params(self, *semantics: str) -> pltpu.CompilerParams:
+        """Half of VMEM for the kernel: the rest is XLA's, which moves operands of other operations meanwhile."""
+        return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=self.vmem)
+
+    def shared(self, count: int) -> int:
+        """Steps that each core takes of `count`."""
+        return -(-count // self.cores)
+
+
+def pad_steps(x: Shaped[Array, "X ..."], steps: int, value: int = 0) -> Shaped[Array, "Y ..."]:
+    """`x` with its first axis filled up to `steps`, so that every core has as many."""
+    return jnp.pad(x, [(0, steps - x.shape[0])] + [(0, 0)] * (x.ndim - 1), constant_values=value)
+
+
+def dot_nt(a: Shaped[Array, "R C"], b: Shaped[Array, "S C"]) -> Float[Array, "R S"]:
+    """a b^T in float32; the rows of a stream past b."""
+    return _dot(a, b, (1, 1))
+
+
+def dot_nn(a: Shaped[Array, "R C"], b: Shaped[Array, "C S"]) -> Float[Array, "R S"]:
+    """a b in float32."""
+    return _dot(a, b, (1, 0))
+
+
+def dot_tn(a: Shaped[Array, "C R"], b: Shaped[Array, "C S"]) -> Float[Array, "R S"]:
+    """a^T b in float32."""
+    return _dot(a, b, (0, 0))
+
+
+def _dot(a, b, axes):
+    # One pass of bfloat16 would be enough for nothing that is stored in float32.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def each_page(pool_ref, buffer_ref, sem, places, do: str) -> None:
+    """Start the copies of some pages into a buffer, or wait for them.
+
+    Args:
+      pool_ref: `[X P H]` in HBM.
+      buffer_ref: `[C P H]` in VMEM.
+      sem: one DMA semaphore for all of them.
+      places: (page, wanted) of each place of the buffer; what is not wanted is neither read nor waited for.
+      do: "start" or "wait".
+    """
+    for i, (page, wanted) in enumerate(places):
+
+        @pl.when(wanted)
+        def _(i=i, page=page):
+            copy = pltpu.make_async_copy(pool_ref.at[page], buffer_ref.at[i], sem)
+            getattr(copy, do)()
+
+
+def locate(pages: Pages, layer_ref, table_ref, row, head, block):
+    """`Pages.locate` with a flat table, or None: (page, held) of a block; a page that is not held reads as another."""
+    base = layer_ref[0] * pages.layer_stride + head * pages.head_stride
+    if table_ref is None:
+        return base + row * pages.row_stride + block, block >= 0
+    page = table_ref[row * pages.num_blocks + block]
+    held = pages.holds(page)
+    return base + jnp.where(held, page, 0) * pages.page_stride, held
+
+
+def flat_table(pages: Pages, rows: slice) -> tuple[Int[Array, " X"], ...]:
+    """The table of some rows of the batch as `locate` reads it; nothing where there is none."""
+    return () if pages.table is None else (pages.table[rows].reshape(-1),)
+
+
+def check_view(name: str, pages: Pages, batch: int, interpret: Interpret) -> None:
+    """Raise ValueError where a table has other rows than the queries, or a page is not made of whole memory tiles."""
+    if pages.table is not None and pages.table.shape[0] != batch:
+        raise ValueError(f"{name}: the table has {pages.table.shape[0]} rows and the queries {batch}")
+    rows = 4 * SUBLANES // pages.pool.dtype.itemsize
+    if not interpret and (pages.width % LANES or pages.block_size % rows):
+        raise ValueError(
+            f"{name} has pages of {pages.block_size} x {pages.width} {pages.pool.dtype}: a TPU kernel needs a width "
+            f'that is a multiple of {LANES} and a multiple of {rows} tokens a page; use backend="xla" for others'
+        )

@@ -1,0 +1,86 @@
+"""The part of `gpu_check.py --model`: a whole model with kernels against the same model with XLA."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from m3jax import M3Config
+from m3jax.decoding import Engine, Params, Sampling
+from m3jax.model import M3, init
+
+NEW_TOKENS = 64
+FORWARD = (2, 5000)  # rows, tokens: more than 16 blocks, so that selection is partial; the second row is shorter
+PROMPTS = (5000, 2100, 700)
+ERROR = {"float32": 1e-4, "bfloat16": 2e-2}
+GAP = {"float32": 1e-3, "bfloat16": 5e-2}  # in standard deviations of a token's logits
+
+
+def build(dtype: str) -> M3:
+    """M3's heads, blocks and experts per token in four narrow layers, one of them dense; random weights."""
+    full = M3Config.m3()
+    layers = slice(full.layer_types.index("minimax_m3_sparse") - 1, None)
+    config = dataclasses.replace(
+        full, num_hidden_layers=4, hidden_size=1024, intermediate_size=256, dense_intermediate_size=2048,
+        shared_intermediate_size=256, num_local_experts=16, vocab_size=4096, vision_config=None, eos_token_id=(),
+        bos_token_id=None, layer_types=full.layer_types[layers][:4], mlp_layer_types=full.mlp_layer_types[layers][:4],
+    )  # fmt: skip
+    return init(config, 0, dtype)
+
+
+def check_forward(dtype: str, seed: int) -> dict:
+    """Logits of whole rows, and how many queries chose the same blocks."""
+    model, tokens = build(dtype), _tokens(seed, *FORWARD)
+    lengths = jnp.array([FORWARD[1], FORWARD[1] * 2 // 3], jnp.int32)
+    run = jax.jit(_forward)
+    (mine, blocks), (theirs, others) = (run(model.with_backend(b), tokens, lengths) for b in ("triton", "xla"))
+    valid = np.arange(FORWARD[1]) < np.asarray(lengths)[:, None]
+    mine, theirs = (np.asarray(x, np.float64)[valid] for x in (mine, theirs))
+    error = np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)
+    same = np.mean((np.asarray(blocks) == np.asarray(others)).all(-1).swapaxes(1, 2)[valid])
+    return {"error": error, "same blocks": float(same), "ok": bool(np.isfinite(mine).all()) and error < ERROR[dtype]}
+
+
+def _forward(model: M3, tokens, lengths):
+    logits = model(tokens, lengths=lengths)
+    kept = model.trunk(tokens, lengths=lengths, probe=lambda values, _: values.get("blocks"))[2]
+    return logits, next(blocks for blocks in kept if blocks is not None)[0]
+
+
+def check_tokens(dtype: str, seed: int) -> dict:
+    """Greedy tokens of an engine: in float32 the same; in bfloat16 none that XLA finds much worse than its best."""
+    model = build(dtype)
+    prompts = [np.asarray(_tokens(seed + 1 + i, 1, n))[0].tolist() for i, n in enumerate(PROMPTS)]
+    served = {name: _serve(model.with_backend(name), prompts) for name in ("triton", "xla")}
+    worst = _gap(model.with_backend("xla"), prompts, served["triton"])
+    same = float(np.mean(np.array(served["triton"]) == np.array(served["xla"])))
+    return {"gap": worst, "same tokens": same, "ok": worst < GAP[dtype] and (dtype != "float32" or same == 1.0)}
+
+
+def _serve(model: M3, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    pages = sum(-(-(len(p) + NEW_TOKENS) // model.config.index_block_size) + 1 for p in prompts)
+    engine = Engine(model, pages=pages, max_batch=4, prefill_chunk=1024, steps_per_call=16,
+                    max_length=max(PROMPTS) + NEW_TOKENS)  # fmt: skip
+    engine.warmup()
+    params = Params(max_new_tokens=NEW_TOKENS, sampling=Sampling.greedy())
+    handles = [engine.add(p, params) for p in prompts]
+    engine.run()
+    return [engine.result(handle).tokens for handle in handles]
+
+
+def _gap(model: M3, prompts: list[list[int]], new: list[tuple[int, ...]]) -> float:
+    """How far below XLA's best logit a new token lies, at worst."""
+    rows = np.zeros((len(prompts), max(PROMPTS) + NEW_TOKENS), np.int32)
+    for row, prompt, tokens in zip(rows, prompts, new, strict=True):
+        row[: len(prompt) + NEW_TOKENS] = [*prompt, *tokens]
+    last = np.array(PROMPTS)[:, None] - 1 + np.arange(NEW_TOKENS)
+    run = jax.jit(lambda m, t, n: jnp.take_along_axis(m.hidden(t, lengths=n)[0], last[..., None], axis=1))
+    hidden = run(model, jnp.asarray(rows), jnp.array(PROMPTS) + NEW_TOKENS)
+    logits = np.asarray(model.unembed(hidden), np.float64)
+    chosen = np.take_along_axis(logits, np.array(new)[..., None], axis=2)[..., 0]
+    return float(np.max((logits.max(-1) - chosen) / logits.std(-1)))
+
+
+def _tokens(seed: int, rows: int, length: int):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 4096, (rows, length), np.int32))

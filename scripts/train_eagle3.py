@@ -1,0 +1,133 @@
+"""Train the embedded checkpoint's draft on what that checkpoint writes.
+
+    python scripts/train_eagle3.py --out runs/draft            # 5 minutes on a GPU
+    python scripts/train_eagle3.py --out runs/try --short      # a few tiny steps, to see that everything works
+
+Writes the draft in the hub's layout to OUT/draft, and what was measured to OUT/report.json. See docs/speculative.md.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import m3jax
+from m3jax.assets import embedded_path
+from m3jax.checkpoint.draft import save_draft
+from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling
+from m3jax.model.eagle3 import Eagle3Config, init
+from m3jax.text import Tokenizer
+from m3jax.train.data import Corpus
+from m3jax.train.eagle3 import continuations, draft_optimizer, draft_train_step, init_draft_state
+from m3jax.train.fused import fuse
+
+CONFIG = Eagle3Config(
+    hidden_size=192, vocab_size=2048, draft_vocab_size=2048, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+    intermediate_size=768, taps=(1, 3, 5), rope_theta=1e5, fc_norm=True, norm_output=True, own_embedding=False,
+    own_head=False,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much of everything."""
+
+    rows: int = 6144
+    length: int = 512
+    decoding: int = 512
+    batch: int = 64
+    steps: int = 3000
+    unroll: int = 5
+    prompts: int = 64
+    new: int = 128
+
+
+SHORT = Sizes(rows=8, length=64, decoding=8, batch=4, steps=4, unroll=2, prompts=2, new=16)
+TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Generate, train, measure."""
+    args = _parser().parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    sizes = SHORT if args.short else dataclasses.replace(Sizes(), **{"steps": args.steps} if args.steps else {})
+    model = m3jax.load()
+    tokenizer = Tokenizer.from_pretrained(embedded_path())
+    corpora = {
+        split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources)
+        for split in ("train", "validation")
+    }
+    begin = time.perf_counter()
+    how = sizes.rows, sizes.length, TEMPERATURES, args.seed, sizes.decoding
+    rows = continuations(model, corpora["train"], *how)
+    print(f"{rows.size} tokens of continuations in {time.perf_counter() - begin:.0f} s", flush=True)
+    draft = train(model, corpora["train"], rows, sizes, args)
+    save_draft(draft, args.out / "draft")
+    begin = time.perf_counter()
+    report = {"parameters": sum(x.size for x in jax.tree.leaves(draft))}
+    report |= {f"temperature {t}": measure(model, draft, corpora["validation"], sizes, t) for t in (0.0, 0.7, 1.0)}
+    (args.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    print(json.dumps(report, indent=2))
+    print(f"measured in {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def train(model, corpus: Corpus, rows: np.ndarray, sizes: Sizes, args):
+    """Three quarters of a batch are what the target wrote, one quarter code as it is."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, sizes.steps // 20 + 1, sizes.steps, 0.0)
+    optimizer = draft_optimizer(schedule)
+    state = init_draft_state(init(CONFIG, args.seed), optimizer)
+    fused, rng, begin = fuse(model), np.random.default_rng(args.seed), time.perf_counter()
+    for step in range(sizes.steps):
+        own = rows[rng.integers(len(rows), size=sizes.batch - sizes.batch // 4)]
+        starts = [corpus.draw_start(rng, sizes.length) for _ in range(sizes.batch // 4)]
+        code = np.stack([corpus.tokens[s : s + sizes.length].astype(np.int32) for s in starts])
+        tokens = jnp.asarray(np.concatenate([own, code]))
+        state, metrics = draft_train_step(state, fused, tokens, optimizer, sizes.unroll)
+        if step % 200 == 199 or step + 1 == sizes.steps:
+            values = {k: np.asarray(v).round(4).tolist() for k, v in metrics.items()}
+            seconds = (time.perf_counter() - begin) / (step + 1)
+            print(f"{step + 1:6d}/{sizes.steps} {seconds:.4f} s a step {values}", flush=True)
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.draft)
+
+
+def measure(model, draft, corpus: Corpus, sizes: Sizes, temperature: float) -> dict:
+    """Acceptance on continuations of held-out code, K = 3 and 7."""
+    rng, out = np.random.default_rng(7), {}
+    size = 4 * model.config.index_block_size
+    starts = [corpus.draw_start(rng, size) for _ in range(sizes.prompts)]
+    for count in (3, 7):
+        engine = Engine(
+            model, pages=sizes.prompts * 16, max_batch=sizes.prompts, prefill_chunk=size, prefill_rows=1,
+            max_length=16 * model.config.index_block_size, draft=Eagle3Drafter(draft), draft_tokens=count,
+        )  # fmt: skip
+        for i, start in enumerate(starts):
+            sampling = Sampling(temperature=temperature, seed=i)
+            prompt = corpus.tokens[start : start + size].tolist()
+            engine.add(prompt, Params(max_new_tokens=sizes.new, sampling=sampling))
+        engine.run()
+        done = engine.drafting
+        shares = [round(x, 4) for x in done.acceptance]
+        out[f"K = {count}"] = {"acceptance": shares, "mean_length": round(done.mean_length, 4)}
+    return out
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
+    parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="training steps, if not the usual number")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The embedded checkpoint with its own draft, and the command line."""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import m3jax
+from m3jax import cli
+from m3jax.assets import embedded_path
+from m3jax.checkpoint import load_draft
+from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling
+from m3jax.text import Tokenizer
+from m3jax.train.data import python_corpus
+
+NEW = 96
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Forgetful(Eagle3Drafter):
+    """A draft that begins where the prompt ends: its cache lacks the prompt."""
+
+    def read_prompt(self, model, cache, chunk, taps, token):
+        new, state = super().read_prompt(model, cache, chunk, taps, token)
+        empty = jax.tree.map(jnp.zeros_like, (new.draft.k, new.draft.v))
+        return new.replace(draft=new.draft.replace(k=empty[0], v=empty[1])), state
+
+
+@cache
+def target():
+    return m3jax.load(dtype="float32")
+
+
+@cache
+def prompts():
+    """Code of eight files that training did not see (docs/tiny.md)."""
+    tokenizer = Tokenizer.from_pretrained(embedded_path())
+    texts = [text for _, text in sorted(python_corpus("validation").items()) if len(text) > 4000]
+    return tuple(tuple(tokenizer.encode(text[2000:4000])[:128]) for text in texts[:8])
+
+
+def run(drafter):
+    served = Engine(
+        target(), pages=8 * 16, max_batch=8, prefill_chunk=128, prefill_rows=8, max_length=256, steps_per_call=16,
+        draft=drafter, draft_tokens=3,
+    )  # fmt: skip
+    asked = Params(max_new_tokens=NEW, sampling=Sampling.greedy())
+    handles = [served.add(prompt, asked) for prompt in prompts()]
+    results = served.run()
+    return [results[handle].tokens for handle in handles], served.drafting
+
+
+def test_the_draft_pays_and_needs_the_whole_prompt():
+    """More than 2.2 tokens a call of the model; without what the draft made of the prompt fewer are accepted."""
+    draft = load_draft(None, target().config, "float32")
+    plain, _ = run(None)
+    tokens, done = run(Eagle3Drafter(draft))
+    forgetful, less = run(Forgetful(draft))
+    assert tokens == forgetful == plain
+    assert done.mean_length > 2.2
+    assert list(done.acceptance) == sorted(done.acceptance, reverse=True)
+    assert less.mean_length < done.mean_length - 0.1
+
+
+# The command line
+
+ARGS = ["--prompt", "import os\nimport sys\n\n\ndef main(", "--temperature", "0", "--max-new-tokens", "40"]
+
+
+def generate(capsys, *more):
+    status = cli.main([*ARGS, "--dtype", "float32", "--json", *more])
+    out, err = capsys.readouterr()
+    return status, out and json.loads(out)["token_ids"], err
+
+
+def test_drafts_on_the_command_line(capsys):
+    _, plain, _ = generate(capsys)
+    for draft in ("builtin", "ngram"):
+        status, tokens, err = generate(capsys, "--draft", draft, "--draft-tokens", "4", "--stats")
+        assert (status, tokens) == (0, plain)
+        (line,) = [line for line in err.splitlines() if line.startswith("draft:")]
+        pattern = r"draft: accepted by position( \d+\.\d%,?){4}; mean length \d\.\d\d; \d\.\d\d tokens a call"
+        assert re.match(pattern, line)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--draft", "ngram", "--draft-tokens", "9"], "--draft-tokens 9: give 1 to 8"),
+        (["--draft", "nowhere"], "no config.json; give a folder of an EAGLE3 draft"),
+        (["--draft", str(embedded_path())], "unsupported draft: "),
+    ],
+)
+def test_bad_drafts_on_the_command_line(capsys, more, message):
+    status, _, err = generate(capsys, *more)
+    assert status == 2
+    assert message in err and len(err.splitlines()) == 1
