@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from m3jax import cli
+from m3jax import cli, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
 WITH_PYTHON = ("README.md", "docs/msa.md")
 GENERATE = "python -m m3jax.generate "
+PLAN = "python -m m3jax.plan "
 
 
 def text(document: str) -> str:
@@ -53,8 +54,15 @@ def test_generate_commands_run(line, capsys):
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.parametrize("line", [line for line in README_COMMANDS if line.startswith(PLAN)])
+def test_plan_commands_run(line, capsys):
+    """By arithmetic; tests/test_plan.py has the compiler."""
+    assert plan.main([*shlex.split(line.removeprefix(PLAN)), "--no-compile"]) == 0
+    assert "HBM" in capsys.readouterr().out
+
+
 def test_readme_has_no_command_that_nobody_checks():
-    known = [GENERATE, "make ", "pip install "]
+    known = [GENERATE, PLAN, "make ", "pip install "]
     assert not [line for line in README_COMMANDS if not line.startswith(tuple(known))]
     assert all(any(line.startswith(start) for line in README_COMMANDS) for start in known)
 
