@@ -1,7 +1,9 @@
 """Settings that hold for every test: they are made before anything imports jax, torch or m3jax."""
 
+import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import jaxtyping
@@ -54,3 +56,19 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps() -> Iterator[None]:
+    """Drops compiled functions where a process has many.
+
+    Each takes several memory maps, of which Linux allows a process 65,530; at the next one jaxlib dies. What is needed
+    again comes from the compilation cache.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
