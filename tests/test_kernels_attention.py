@@ -13,7 +13,7 @@ from msa_strategies import attention as definition
 
 from pallas_kernels.dense_causal import dense_causal
 from pallas_kernels.gradient import with_gradient
-from pallas_kernels.sparse_decode import MAX_QUERIES, sparse_decode
+from pallas_kernels.sparse_decode import MAX_QUERIES, dense_decode, sparse_decode
 from pallas_kernels.sparse_decode import Config as DecodeConfig
 from pallas_kernels.sparse_prefill import Config, kv_block_major, query_union, sparse_prefill
 
@@ -122,6 +122,16 @@ def test_bfloat16_is_rounded_where_the_definition_rounds(options):
 def test_dense_is_that_of_the_definition(case, layout):
     """T8, T10: every block up to the diagonal, padding inside a tile of queries, NaN behind every row."""
     got = attention(dense_causal, case, layout, config=TILE, kv_heads=case.shape.K)
+    check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
+
+
+@few
+@given(case=cases((GROUPED, RAGGED)))
+def test_dense_decode_is_that_of_the_definition(case):
+    """T13, T38: a query has as many pieces as it sees keys, and some splits see none."""
+    case = fitting(case, dict(op=sparse_decode))
+    config = DecodeConfig(keys=4, programs=130)
+    got = attention(dense_decode, case, "paged", config=config, kv_heads=case.shape.K)
     check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
 
 

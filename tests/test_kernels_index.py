@@ -8,11 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_inputs import both_layouts, index, run_index
-from msa_strategies import FOURS, GROUPED, ONE_SLOT, RAGGED, ROOMY, Case, assert_partial, cases, index_topk, prefill
+from msa_strategies import (
+    FOURS,
+    GROUPED,
+    ONE_SLOT,
+    RAGGED,
+    ROOMY,
+    Case,
+    Shape,
+    assert_partial,
+    cases,
+    index_topk,
+    prefill,
+)
 
 from pallas_kernels.index_topk import Config
 from pallas_kernels.index_topk import index_topk as kernel
 from pallas_kernels.index_topk_decode import MAX_QUERIES, index_topk_decode
+from pallas_kernels.index_topk_decode import Config as DecodeConfig
 
 SMALL = Config(rows=8, keys=2)
 PREFILL = dict(op=kernel, config=SMALL)
@@ -61,6 +74,19 @@ def test_selection_of_odd_shapes(case, options):
     """T7: B, T, N, K, H, P and J all 4; one slot; more slots than blocks."""
     np.testing.assert_array_equal(index(case=fitting(case, options), layout="paged", **options),
                                   expected(fitting(case, options)))  # fmt: skip
+
+
+MANY_BLOCKS = Shape(B=2, T=3, S=160, N=2, K=2, H=8, P=4, J=3)
+IN_GROUPS = DecodeConfig(programs=20, few_blocks=0)  # ten groups of four blocks a row
+
+
+@pytest.mark.parametrize("rules", [{}, dict(local_blocks=2, init_blocks=1)], ids=["free", "forced"])
+@few
+@given(case=cases((MANY_BLOCKS,)))
+def test_groups_of_blocks_first_change_nothing(case, rules):
+    """Ties across groups, queries of one row far apart, and a group that a query's own block cuts."""
+    got = index(index_topk_decode, case, "paged", config=IN_GROUPS, **rules)
+    np.testing.assert_array_equal(got, expected(case, **rules))
 
 
 @pytest.mark.parametrize("rules", [dict(local_blocks=2), dict(init_blocks=1), dict(local_blocks=2, init_blocks=1)])

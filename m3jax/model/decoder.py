@@ -124,7 +124,7 @@ class Decoder(nnx.Module):
             out = self.mlp(h, config.swiglu_alpha, config.swiglu_limit)
         else:
             flat = h.reshape(-1, h.shape[-1])
-            out, ids, weights = self.mlp(flat, experts, index, config)
+            out, ids, weights = self.mlp(flat, experts, index, config, context.alone)
             out, ids, weights = (y.reshape(*h.shape[:2], -1) for y in (out, ids, weights))
             values |= {"expert_ids": ids, "expert_weights": weights}
         values["ffn_out"], x = out, add(x, out)

@@ -1,5 +1,7 @@
 """The mixture of experts: a float32 router, and dropless experts (docs/numerics.md)."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,11 +10,13 @@ from jaxtyping import Array, Float, Int
 from m3jax.config import M3Config
 from m3jax.model.layers import MLP, swiglu_oai
 from m3jax.model.params import Make
+from m3jax.msa import api
 from m3jax.msa.csr import invert
 from m3jax.msa.numerics import accumulator, einsum
 
 _FEW = 16  # (token, expert) pairs up to which each pair fetches its own expert's weights
 _TILE = 64  # tokens that meet an expert at once on a CPU
+_GPU_TILES = (16, 32, 64)  # likewise in a kernel: as many as an expert has, on average
 
 
 def route(
@@ -55,12 +59,14 @@ class Experts(nnx.Module):
         layer: Int[Array, ""],
         alpha: float,
         limit: float,
+        backend: str = "xla",
     ) -> Float[Array, "X D"]:
         """The weighted sum of each token's experts, in the accumulator's dtype; no token is dropped."""
         act = lambda gate, up: swiglu_oai(gate, up, alpha, limit).astype(x.dtype)
         few = ids.size <= _FEW
         tiled, gathered = self._tiled, self._gathered
-        cpu, gpu, tpu = (self._one_by_one, gathered, gathered) if few else (tiled, self._on_gpu, self._ragged)
+        on_gpu = partial(self._on_gpu, backend=backend)
+        cpu, gpu, tpu = (self._one_by_one, gathered, gathered) if few else (tiled, on_gpu, self._ragged)
         pick = lambda path: lambda *args: path(*args, act)
         out = jax.lax.platform_dependent(x, ids, layer, cpu=pick(cpu), cuda=pick(gpu), default=pick(tpu))
         return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)
@@ -100,16 +106,28 @@ class Experts(nnx.Module):
         out = dot(act(dot(rows, gate), dot(rows, up)), down)
         return jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)
 
-    def _on_gpu(self, x, ids, layer, act):
+    def _on_gpu(self, x, ids, layer, act, backend):
         """Many tokens on a GPU; training has another way (`m3jax.train.fused`)."""
-        return self._tiled(x, ids, layer, act)
+        weights = self._weights()
+        if not api.runs_experts(x.dtype, *weights[0].shape[2:], backend=backend):
+            return self._tiled(x, ids, layer, act)
 
-    def _tiled(self, x, ids, layer, act):
+        def by_kernel(x, gate, up, down, ids, layer):
+            share = ids.size // gate.shape[1]
+            tile = next((n for n in _GPU_TILES if n >= share), _GPU_TILES[-1])
+            tiles = invert(ids[None, None], gate.shape[1], tile)
+            out = api.experts(x, (gate, up, down), tiles, layer, act)
+            return out.reshape(-1, x.shape[1])[tiles.slot_of[0, 0]]
+
+        tiled = lambda x, gate, up, down, ids, layer: self._tiled(x, ids, layer, act, (gate, up, down))
+        return api.differentiable(by_kernel, tiled, 4)(x, *weights, ids, layer)
+
+    def _tiled(self, x, ids, layer, act, weights=None):
         """Many tokens on a CPU or GPU, where XLA computes a ragged product as a dense one per expert: tiles of tokens.
 
         The same inversion as attention's: token -> experts becomes expert -> tokens.
         """
-        gate, up, down = self._weights()
+        gate, up, down = weights or self._weights()
         tile = min(_TILE, max(8, ids.size // gate.shape[1]))
         tiles = invert(ids[None, None], gate.shape[1], tile)
 
@@ -136,10 +154,12 @@ class MoE(nnx.Module):
         self.experts = Experts(depth, config, make)
         self.shared_experts = MLP(depth, width, config.shared_intermediate_size, make)
 
-    def __call__(self, x: Float[Array, "X D"], experts: Experts, layer: Int[Array, ""], config: M3Config):
+    def __call__(
+        self, x: Float[Array, "X D"], experts: Experts, layer: Int[Array, ""], config: M3Config, backend: str = "xla"
+    ):
         """One layer's routed plus shared experts: (output in the accumulator's dtype, expert ids, weights)."""
         alpha, limit = config.swiglu_alpha, config.swiglu_limit
         ids, weights = route(x, self.gate[...], self.e_score_correction_bias[...], config.num_experts_per_tok)
-        routed = experts(x, ids, weights, layer, alpha, limit)
+        routed = experts(x, ids, weights, layer, alpha, limit, backend)
         out = config.routed_scaling_factor * routed + self.shared_experts(x, alpha, limit)
         return out, ids, weights

@@ -6,10 +6,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa import backends
 from m3jax.msa.backends import BACKENDS, Case, choose, interpret, why_not
+from m3jax.msa.csr import Tiles
 from m3jax.msa.dense import attend_group, blockwise_attention, causal, check_view, finish, hide
 from m3jax.msa.kv_block_major import kv_block_major
 from m3jax.msa.select import view_topk
@@ -105,10 +107,51 @@ def attention(
     kernel = partial(_kernel, case, chosen)
     if not isinstance(view, Contiguous):
         return kernel(q, view, *rows)
+    of_arrays = lambda fn: lambda q, k, v, *rows: fn(q, view.replace(k=k, v=v), *rows)
+    attend = differentiable(of_arrays(kernel), of_arrays(partial(_xla, schedule=schedule)), 3)
+    return attend(q, view.k, view.v, *rows)
+
+
+def runs_experts(dtype: DTypeLike, *widths: int, backend: str = "auto") -> bool:
+    """Whether `experts` can run: 16-bit numbers, widths in whole pieces, on one GPU whose backend is not "xla".
+
+    There is nothing to ask for by name: what a kernel cannot take, XLA's tiles do.
+    """
+    here = backends.platform() == "gpu" or backends.interpreted()
+    return bool(
+        here and backend in ("auto", "triton") and jnp.dtype(dtype).itemsize == 2 and not any(w % 128 for w in widths)
+    )
+
+
+def experts(
+    x: Float[Array, "X D"],
+    weights: tuple[Float[Array, "L E D F"], Float[Array, "L E D F"], Float[Array, "L E F D"]],
+    tiles: Tiles,
+    layer: Int[Array, ""],
+    activate: Callable[[Array, Array], Array],
+) -> Float[Array, "Y C D"]:
+    """What each expert makes of the tokens of its tiles, by a kernel.
+
+    Args:
+      x: tokens.
+      weights: gate, up and down projections of a stack of layers.
+      tiles: an inverted choice of experts.
+      layer: which layer of the stack.
+      activate: of gate and up, element by element.
+
+    Returns:
+      Outputs in float32; what lies in unused places is anything.
+    """
+    args = layer, tiles.block, tiles.query, tiles.valid
+    kernel = _op("grouped_experts", "triton")
+    return kernel(x, *weights, *args, activate=activate, interpret=backends.interpreted())
+
+
+def differentiable(kernel: Callable[..., Array], schedule: Callable[..., Array], count: int) -> Callable[..., Array]:
+    """`kernel`, with the gradients of `schedule` in the first `count` arguments."""
     from pallas_kernels.gradient import with_gradient
 
-    of_arrays = lambda fn: lambda q, k, v, *rows: fn(q, view.replace(k=k, v=v), *rows)
-    return with_gradient(of_arrays(kernel), of_arrays(partial(_xla, schedule=schedule)))(q, view.k, view.v, *rows)
+    return with_gradient(kernel, schedule, count)
 
 
 def select_case(

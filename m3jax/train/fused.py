@@ -138,7 +138,7 @@ class _Attention(Attention):
 
 
 class _Experts(Experts):
-    def _on_gpu(self, x, ids, layer, act):
+    def _on_gpu(self, x, ids, layer, act, backend="xla"):
         """One batched product over tiles of tokens, each with a copy of its expert: training has the memory."""
         gate, up, down = (w[layer] for w in self._weights())
         tiles = invert(ids[None, None], gate.shape[0], min(_TILE, ids.size))

@@ -29,6 +29,7 @@ class Config:
     programs: int = 396  # of the whole grid, at most: what an H200 runs at once, so that no few are left over
     num_warps: int = 4
     num_stages: int = 2
+    few_blocks: int = 2048  # up to here the second kernel is no faster for taking groups of blocks first
 
 
 def index_topk_decode(
@@ -70,7 +71,7 @@ def index_topk_decode(
     count = index_k.num_blocks
     splits = max(1, min(count, config.programs // batch))
     at = positions.astype(jnp.int32), lengths.astype(jnp.int32)
-    rules = Rules(heads, index_k.block_size, top_k, local_blocks, init_blocks, splits)
+    rules = Rules(heads, index_k.block_size, top_k, local_blocks, init_blocks, splits, config.few_blocks)
     scores, groups = pl.pallas_call(
         partial(_score_kernel, index_k=index_k, rows=rows, rules=rules),
         grid=(splits, batch),

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.common import div, power_of_two, rem, seen_position
 
 _LAST = 2**30
-_FEW_BLOCKS = 2048  # up to here taking groups first is no faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +28,7 @@ class Rules:
     local_blocks: int
     init_blocks: int
     splits: int
+    few_blocks: int
 
     def per_split(self, blocks: Int[Array, ""]) -> Int[Array, ""]:
         """Blocks of a group, if a row has so many before its last query's own one."""
@@ -40,7 +40,7 @@ class Rules:
 
     def two_levels(self, count: int) -> bool:
         """Whether to take groups first."""
-        return count > _FEW_BLOCKS and 2 * power_of_two(self.top_k) * self.width(count) <= count
+        return count > self.few_blocks and 2 * power_of_two(self.top_k) * self.width(count) <= count
 
 
 def best_blocks(
