@@ -9,8 +9,14 @@ import hypothesis
 import jaxtyping
 import pytest
 
-# Eight devices on the host, for the tests of sharding; an accelerator only where the caller asks.
-os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+# Eight devices on the host, for the tests of sharding; an accelerator only where the caller asks. Most of the suite's
+# time is the compiler's, which takes two thirds without LLVM's optimizations. A caller's flags come later and win.
+_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
+os.environ["XLA_FLAGS"] = " ".join((*_FLAGS, os.environ.get("XLA_FLAGS", ""))).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # The model is made of plain pytrees, so it must work with NNX's tree mode alone.
