@@ -1,9 +1,13 @@
 """The model over eight host devices: every way to divide it gives one device's logits."""
 
+import math
+import re
 from functools import cache
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 import tiny
@@ -14,6 +18,7 @@ from m3jax import M3Config
 from m3jax import model as m3_model
 from m3jax.cache import Cache
 from m3jax.parallel import AXES, RULES, make_mesh, parse_mesh, sharding, spec
+from m3jax.planning import hlo
 
 CONFIG = tiny.config("dM")
 BATCH, LENGTH = 8, 33
@@ -44,31 +49,36 @@ def put(x: np.ndarray, mesh) -> jax.Array:
     return jax.device_put(x, sharding(x.shape, ("batch",) + (None,) * (x.ndim - 1), mesh))
 
 
+def ahead_of_time(step, *args):
+    jaxtyping.config.update("jaxtyping_disable", True)  # what `lower` puts into the cache are no arrays
+    try:
+        return step.lower(*args).compile(QUICK)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @cache
 def results(mesh: str | None):
-    """(logits of a prompt; logits of its first tokens through a cache, one call each; the cache)."""
+    """(logits of a prompt; logits of its first tokens through a cache, one call each; the cache; the step's text)."""
     m, tokens = model(mesh), tiny.tokens(CONFIG, BATCH, LENGTH)
     forward = jax.jit(lambda m, t: m(t), compiler_options=QUICK)
     whole = np.asarray(forward(m, put(tokens, m.mesh)))
-    step = jax.jit(
-        lambda m, t, c, p, n: m(t, cache=c, positions=p, lengths=n),
-        compiler_options=QUICK,
-        donate_argnums=2,
-    )
-    cache, decoded = Cache.init(CONFIG, BATCH, LENGTH, "float32", m.mesh), []
+    step = jax.jit(lambda m, t, c, p, n: m(t, cache=c, positions=p, lengths=n), donate_argnums=2)
+    cache, decoded, compiled = Cache.init(CONFIG, BATCH, LENGTH, "float32", m.mesh), [], None
     for i in range(LENGTH):
         # Row 0 starts late, so that rows stand at different positions.
         at = np.full(BATCH, i, np.int32) - 5 * (np.arange(BATCH) == 0)
         now = np.take_along_axis(tokens, np.maximum(at, 0)[:, None], 1)
         at = at.astype(np.int32)
-        args = (put(x, m.mesh) for x in (at[:, None], np.maximum(at + 1, 0)))
-        logits, cache = step(m, put(now, m.mesh), cache, *args)
+        args = m, put(now, m.mesh), cache, *(put(x, m.mesh) for x in (at[:, None], np.maximum(at + 1, 0)))
+        compiled = compiled or ahead_of_time(step, *args)
+        logits, cache = compiled(*args)
         decoded.append(np.asarray(logits[:, 0]))
-    return whole, np.stack(decoded, 1), cache
+    return whole, np.stack(decoded, 1), cache, compiled.as_text()
 
 
 def test_decode_is_forward_on_one_device():
-    whole, decoded, _ = results(None)
+    whole, decoded = results(None)[:2]
     np.testing.assert_allclose(decoded[1:], whole[1:], rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(decoded[0, 5:], whole[0, :-5], rtol=1e-5, atol=2e-5)
 
@@ -91,6 +101,69 @@ def test_the_cache_stays_where_it_was_put(mesh):
     fresh = Cache.init(CONFIG, BATCH, LENGTH, "float32", parse_mesh(mesh))
     for x, y in zip(jax.tree.leaves(fresh), jax.tree.leaves(results(mesh)[2]), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+# Experts
+
+MOE = tiny.config("mm")
+ALPHA, LIMIT = MOE.swiglu_alpha, MOE.swiglu_limit
+
+
+def routed(tokens: int, skewed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, two experts for each, and their weights; skewed, all take the two experts of one device."""
+    draw = np.random.default_rng(tokens)
+    ids = np.argsort(draw.random((tokens, 2 if skewed else MOE.num_local_experts)), axis=1)[:, :2]
+    weights = draw.uniform(size=ids.shape)
+    return draw.normal(size=(tokens, MOE.hidden_size)).astype(np.float32), ids.astype(np.int32), np.float32(weights)
+
+
+@cache
+def layer_of_experts(mesh: str | None, platform: str):
+    """The second layer's experts as a platform runs them, and their gradients."""
+    experts = tiny.model(MOE, mesh=parse_mesh(mesh) if mesh else None).stacks[0].mlp.experts
+
+    def both(experts, x, ids, weights):
+        run = lambda e, x, w: e(x, ids, w, jnp.int32(1), ALPHA, LIMIT, "auto", parse_mesh(mesh) if mesh else None)
+        out, back = jax.vjp(run, experts, x, weights)
+        return out, back(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+    call = jax.jit(both, compiler_options=QUICK)
+
+    def run(*args):
+        pick = lambda *args, **paths: paths[platform](*args)
+        with mock.patch.object(jax.lax, "platform_dependent", pick):
+            return jax.device_get(call(experts, *args))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "mesh, platform",
+    [("data=2,context=2,expert=2", p) for p in ("cpu", "cuda", "default")]
+    + [("context=3", "cpu"), ("expert=4,tensor=2", "default")],
+)
+def test_experts_are_one_device_s(mesh, platform):
+    """Every platform's way, and its gradients; tokens that no axis divides; devices whose experts nobody chose."""
+    for tokens, skewed in ((5, False), (5, True), (46, False)):
+        args = routed(tokens, skewed)
+        found, expected = layer_of_experts(mesh, platform)(*args), layer_of_experts(None, "cpu")(*args)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def largest_collective(text: str) -> int:
+    """Elements of the largest array that devices make together."""
+    kinds = "|".join(hlo.COLLECTIVES)
+    results = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
+    shapes = (shape for result in results for shape in re.findall(r"\[([\d,]+)\]", result))
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+@pytest.mark.parametrize("mesh", ["expert=8", "context=2,expert=2,tensor=2"])
+def test_a_decode_step_moves_no_expert(mesh):
+    """Indexing divided experts would have XLA bring each chosen one to all devices."""
+    one = CONFIG.hidden_size * CONFIG.intermediate_size // parse_mesh(mesh).shape["tensor"]
+    assert 0 < largest_collective(results(mesh)[3]) < one
 
 
 # The rules
@@ -130,9 +203,9 @@ def test_where_the_cache_lives():
     cache = Cache.init(CONFIG, 2, 16, mesh=make_mesh(data=2, tensor=4))
     dense, sparse = cache.stacks
     for x in (dense.k, dense.v, sparse.k, sparse.v):
-        assert x.sharding.spec == P(None, ("data", "context"), "tensor", None, None)
+        assert x.sharding.spec == P(None, ("data", "context", "expert"), "tensor", None, None)
     # All KV heads read the one index key.
-    assert sparse.index_k.sharding.spec == P(None, ("data", "context"), None, None)
+    assert sparse.index_k.sharding.spec == P(None, ("data", "context", "expert"), None, None)
 
 
 def test_few_kv_heads_are_replicated():
@@ -169,8 +242,13 @@ def test_an_uneven_axis_is_refused(mesh, message):
 
 
 def test_pages_are_rounded_up_to_what_the_mesh_divides():
-    cache = Cache.pool(CONFIG, 5, 1, 5, mesh=make_mesh(data=2, context=2))
+    cache = Cache.pool(CONFIG, 5, 1, 5, mesh=make_mesh(data=2, context=2, expert=2))
     assert cache.num_pages == 8
+
+
+def test_tokens_that_do_not_divide_are_replicated():
+    mesh = make_mesh(data=2)
+    assert [spec((n,), ("tokens",), mesh) for n in (4, 5)] == [P("data"), P(None)]
 
 
 def test_neighbouring_blocks_lie_on_different_devices():
@@ -184,7 +262,7 @@ def test_neighbouring_blocks_lie_on_different_devices():
 def test_every_rule_names_a_mesh_axis():
     assert {axis for rule in RULES.values() for axis in (rule if isinstance(rule, tuple) else (rule,))} <= set(AXES)
     names = {name for axes in jax.tree.leaves(m3_model.logical_axes(CONFIG)) for name in axes}
-    assert names - {None, "layers"} == set(RULES) - {"batch", "pages"}
+    assert names - {None, "layers"} == set(RULES) - {"batch", "pages", "tokens"}
     assert spec((4, 6), (None, "layers"), make_mesh(tensor=8)) == P(None, None)
 
 

@@ -1,5 +1,7 @@
 """The device side of the cache: pages of keys, values and index keys, and the table that finds them."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -11,7 +13,7 @@ from m3jax.cache.offload import HostPages, OffloadedStack, Slots
 from m3jax.cache.parts import DTYPES, FLOAT8, Places, Scales, stored, unit_scales
 from m3jax.config import M3Config
 from m3jax.msa.views import Paged, PagedIndex
-from m3jax.parallel import sharding
+from m3jax.parallel import PAGE_AXES, sharding
 
 KV_AXES = ("layers", "pages", "kv_heads", None, None)
 INDEX_AXES = ("layers", "pages", None, None)
@@ -252,7 +254,7 @@ def _offloaded(layers: int, config: M3Config, index_k: Array, scales: Scales, de
 
 def page_shards(mesh: Mesh | None) -> int:
     """How many devices divide the pages."""
-    return 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("context", 1)
+    return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in PAGE_AXES)
 
 
 def _check_pool(pages: int, batch: int, blocks: int, *dtypes: str) -> None:

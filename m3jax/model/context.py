@@ -42,11 +42,6 @@ class Context:
         places = None if cache is None else cache.places(positions, lengths)
         return cls(positions, lengths, cos, sin, places, None, schedule, mesh, backend)
 
-    @property
-    def alone(self) -> str:
-        """The backend of what is not divided by hand: on several devices only XLA knows how."""
-        return self.backend if self.mesh is None or self.mesh.size == 1 else "xla"
-
     def of_stack(self, i: int, cache: Cache | None) -> "Context":
         """With the host memory of stack i, where its keys and values are offloaded."""
         return self if cache is None or cache.host is None else self.replace(host=cache.host[i])

@@ -99,7 +99,8 @@ class Decoder(nnx.Module):
             return (x, cache, taps), None if probe is None else probe(values, context)
 
         if remat:
-            body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names("msa_blocks"))
+            kept = jax.checkpoint_policies.save_only_these_names("msa_blocks", "expert_ids")
+            body = jax.checkpoint(body, policy=kept)
         xs = graph, jnp.arange(self.depth, dtype=jnp.int32)
         (x, cache, taps), kept = jax.lax.scan(body, (x, cache, taps), xs)
         return x, cache, kept, None if taps is None else taps.after(self.depth)
@@ -124,7 +125,7 @@ class Decoder(nnx.Module):
             out = self.mlp(h, config.swiglu_alpha, config.swiglu_limit)
         else:
             flat = h.reshape(-1, h.shape[-1])
-            out, ids, weights = self.mlp(flat, experts, index, config, context.alone)
+            out, ids, weights = self.mlp(flat, experts, index, config, context.backend, context.mesh)
             out, ids, weights = (y.reshape(*h.shape[:2], -1) for y in (out, ids, weights))
             values |= {"expert_ids": ids, "expert_weights": weights}
         values["ffn_out"], x = out, add(x, out)

@@ -11,8 +11,9 @@ AXES = ("data", "context", "expert", "tensor")
 def make_mesh(data: int = 1, context: int = 1, expert: int = 1, tensor: int = 1) -> Mesh:
     """A mesh of data x context x expert x tensor devices, the first ones that JAX lists.
 
-    Rows lie on the data axis, experts and heads on theirs. The pages of the cache are divided over data x context:
-    a longer context needs more of them, and the context axis holds nothing else.
+    Rows lie on the data axis, experts on theirs, heads and the width of MLPs on the tensor axis. The pages of the cache
+    are divided over data x context x expert. Weights are whole on each device of the context axis, which shares out
+    what the routed experts have to compute.
 
     Raises:
       ValueError: a size below 1, or more devices than there are.

@@ -7,9 +7,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 # An axis that is not named here, and None, is never divided.
-PAGE_AXES = ("data", "context")
+PAGE_AXES = ("data", "context", "expert")
 RULES: dict[str, str | tuple[str, ...]] = {
     "batch": "data",
+    "tokens": "data",
     "pages": PAGE_AXES,
     "vocab": "tensor",
     "heads": "tensor",
@@ -17,8 +18,8 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "mlp": "tensor",
     "experts": "expert",
 }
-# Fewer KV heads than devices is normal (M3 has 4): then each device keeps them all.
-_REPLICATED_IF_UNEVEN = frozenset({"kv_heads"})
+# Fewer KV heads than devices is normal (M3 has 4), and so are tokens of one prompt: then each device has them all.
+_REPLICATED_IF_UNEVEN = frozenset({"kv_heads", "tokens"})
 
 
 def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:

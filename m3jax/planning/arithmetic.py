@@ -190,7 +190,7 @@ def decode(job: Job, sizes: dict[str, int]) -> Work:
 
 
 def prefill(job: Job, sizes: dict[str, int]) -> Work:
-    """The last chunk of one prompt that fills the context; other devices of the data axis do the same."""
+    """The last chunk of one prompt that fills the context; of it the data axis divides the routed experts alone."""
     return _forward(job, sizes, rows=1, tokens=min(job.chunk, job.context), divided=1)
 
 
@@ -201,7 +201,7 @@ def _plus(a: Work, b: Work) -> Work:
 def _forward(job: Job, sizes: dict[str, int], rows: int, tokens: int, divided: int) -> Work:
     """All layers for `tokens` new tokens of `rows` rows, of which a device computes one part in `divided`."""
     parts = [_projections(job, sizes, rows * tokens / divided), _attention(job, sizes, rows, tokens)]
-    parts.append(_experts(job, sizes, rows * tokens / divided))
+    parts.append(_experts(job, sizes, rows * tokens, divided))
     out = Work(0.0, 0.0, 0.0)
     for part in parts:
         out = _plus(out, part)
@@ -218,15 +218,20 @@ def _projections(job: Job, sizes: dict[str, int], tokens: float | int) -> Work:
     return Work(flops, weights.body + weights.head, _ring(sums, t) + _ring(logits, t) / 2)
 
 
-def _experts(job: Job, sizes: dict[str, int], tokens: float | int) -> Work:
-    """Routed experts: a device reads those of its own that some token chose, and the expert axis sums."""
+def _experts(job: Job, sizes: dict[str, int], tokens: int, divided: int) -> Work:
+    """Routed experts: a device reads those of its own that its part of the pairs chose; then all parts are summed.
+
+    Tokens that are not divided over data yet (`divided` is 1) are for the experts, and come together again.
+    """
     c, width = job.config, np.dtype(job.dtype).itemsize
     layers = sum(s.num_layers for s in c.stacks if s.is_moe)
     one = 3 * c.hidden_size * c.intermediate_size / sizes["tensor"]
-    pairs = tokens * c.num_experts_per_tok
+    data = sizes["data"] if tokens % sizes["data"] == 0 else 1
+    pairs = tokens / data * c.num_experts_per_tok / sizes["context"]
     chosen = c.num_local_experts * (1 - (1 - 1 / c.num_local_experts) ** pairs) / sizes["expert"]
-    sums = layers * 4 * tokens * c.hidden_size
-    return Work(2 * layers * pairs / sizes["expert"] * one, layers * chosen * one * width, _ring(sums, sizes["expert"]))
+    out = layers * 4 * tokens / data * c.hidden_size
+    sent = _ring(out, sizes["expert"] * sizes["context"] * sizes["tensor"]) + out * (data / divided - 1)
+    return Work(2 * layers * pairs / sizes["expert"] * one, layers * chosen * one * width, sent)
 
 
 def _attention(job: Job, sizes: dict[str, int], rows: int, tokens: int) -> Work:
