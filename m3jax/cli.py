@@ -32,6 +32,7 @@ from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.request import check_prompt
 from m3jax.decoding.speculative import MAX_DRAFT_TOKENS
 from m3jax.model import M3
+from m3jax.msa.backends import BACKENDS, check_backend
 from m3jax.parallel import parse_mesh
 from m3jax.text import Tokenizer
 
@@ -102,6 +103,9 @@ def parser() -> argparse.ArgumentParser:
                      "embedded checkpoint's; ngram looks for them in the text so far")  # fmt: skip
     out.add_argument("--draft-tokens", metavar="K", type=int, default=DRAFT_TOKENS, help=f"1 to {MAX_DRAFT_TOKENS} in "
                      f"one verification (default: {DRAFT_TOKENS})")  # fmt: skip
+    out.add_argument(
+        "--backend", choices=BACKENDS, default="auto", help="auto (default) takes kernels where they can run"
+    )
     out.add_argument("--mesh", metavar="AXES", help="devices to shard over, as in data=1,expert=2,tensor=4")
     out.add_argument("--json", action="store_true", help="print one JSON object a prompt, each on its line")
     out.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each new token")
@@ -128,10 +132,11 @@ def run(args: argparse.Namespace) -> None:
     for row, prompt in enumerate(prompts):
         check_prompt(prompt, params, config, f"prompt {row}")
     mesh = None if args.mesh is None else parse_mesh(args.mesh)
+    check_backend(args.backend)
     if not 1 <= args.draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"--draft-tokens {args.draft_tokens}: give 1 to {MAX_DRAFT_TOKENS}")
     draft = _drafter(args, config, mesh)
-    model = load(args.model, dtype=args.dtype, mesh=mesh)
+    model = load(args.model, dtype=args.dtype, mesh=mesh).with_backend(args.backend)
     how = dict(draft=draft, draft_tokens=args.draft_tokens)
     engine, handles = _start(model, prompts, params, _alone(args, len(prompts)), how)
     results = _continue(engine, handles, tokenizer, args)

@@ -1,12 +1,14 @@
 """Checks every GPU kernel against a float64 reference on this machine's GPU: `python scripts/gpu_check.py`.
 
 Prints one line for each op and shape, and exits 1 if any failed. `--model` adds a whole model with kernels against the
-same model with XLA: logits of a forward pass, and tokens from the engine.
+same model with XLA: logits of a forward pass, and tokens from the engine. `--small` takes one small shape an op, for
+`compute-sanitizer python scripts/gpu_check.py --small`.
 """
 
 import argparse
 import itertools
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from gpu_check_model import FORWARD, PROMPTS, check_forward, check_tokens
 
 from pallas_kernels.common import paged
 from pallas_kernels.dense_causal import cudnn_causal, dense_causal
+from pallas_kernels.grouped_experts import grouped_experts
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
@@ -32,6 +35,13 @@ DECODE = [
     (1, 1, 131072, 64, 4, 16), (8, 1, 9001, 64, 4, 16), (8, 4, 20000, 64, 4, 16), (3, 16, 2049, 12, 2, 8),
     (32, 1, 4000, 16, 1, 16), (2, 5, 127, 64, 4, 16), (1, 2, 300000, 32, 2, 32), (5, 7, 1025, 4, 4, 4),
 ]  # fmt: skip
+# tokens, experts, experts a token, width, hidden width, tile
+EXPERTS = [
+    (32, 32, 4, 6144, 3072, 16), (2048, 32, 4, 1024, 512, 64), (1, 128, 4, 1024, 3072, 16), (77, 8, 2, 256, 384, 16),
+    (300, 5, 5, 128, 128, 64), (700, 16, 1, 512, 256, 64), (16, 64, 8, 384, 128, 16), (1000, 3, 2, 2048, 640, 32),
+]  # fmt: skip
+CUDNN = [(2, 1024, 1024, 64, 4, 16), (3, 300, 300, 16, 2, 16), (1, 2000, 2000, 32, 4, 16), (2, 130, 130, 12, 2, 16)]
+SMALL = 3  # the shape of each list for `--small`
 ROWS = 48  # queries of a row that the reference computes
 
 
@@ -217,8 +227,47 @@ def check_insert(x: Inputs) -> dict[str, float]:
     return {"error": error, "ok": ok and error < (1e-6 if x.dtype == jnp.float32 else 1e-3)}
 
 
-def cases():
-    """(name, inputs to draw, check): every op at every shape in bfloat16, and at some in other dtypes."""
+def check_experts(shape, dtype, seed: int) -> dict[str, float]:
+    """The second of two layers; the last expert is chosen by nobody, and of each expert the last tile is not full."""
+    tokens, count, chosen, width, hidden, tile = shape
+    rng = np.random.default_rng(seed)
+    keys = jax.random.split(jax.random.key(seed), 4)
+    draw = lambda key, *shape: (jax.random.normal(key, shape, jnp.float32) * shape[-2] ** -0.5).astype(dtype)
+    x = jax.random.normal(keys[0], (tokens, width), jnp.float32).astype(dtype)
+    gate, up = (draw(key, 2, count, width, hidden) for key in keys[1:3])
+    down = draw(keys[3], 2, count, hidden, width)
+    ids = rng.random((tokens, count - 1)).argsort(axis=1)[:, :chosen]
+    expert, token, valid = _tiles(ids, tile)
+    act = lambda gate, up: gate * jax.nn.sigmoid(gate) * up
+    used = lambda out, valid: jnp.where(valid[..., None], out, 0)  # what lies in unused places is anything
+    fn = jax.jit(lambda *args: used(grouped_experts(*args, activate=act), args[-1]))
+    (got,), ok = twice(fn, x, gate, up, down, jnp.int32(1), expert, token, valid)
+    wide = lambda array: np.asarray(array.astype(jnp.float32), np.float64)
+    error = norm = 0.0
+    for i in {0, len(expert) - 2, len(expert) // 2} if len(expert) > 2 else range(len(expert)):
+        rows, e = wide(x[token[i][valid[i]]]), int(expert[i])
+        g, u = rows @ wide(gate[1, e]), rows @ wide(up[1, e])
+        want = (g / (1 + np.exp(-g)) * u) @ wide(down[1, e])
+        error += ((got[i][valid[i]] - want) ** 2).sum()
+        norm += (want**2).sum()
+    error = (error / norm) ** 0.5
+    return {"error": error, "ok": ok and error < (2e-5 if dtype == jnp.float32 else OUT)}
+
+
+def _tiles(ids, tile: int):
+    """(expert of each tile, its tokens, which count): tiles of each expert's tokens, and an idle one."""
+    expert, token = [], []
+    for e in np.unique(ids):
+        mine = np.nonzero((ids == e).any(1))[0]
+        for part in np.split(mine, range(tile, len(mine), tile)):
+            expert.append(e)
+            token.append(np.pad(part, (0, tile - len(part)), constant_values=-1))
+    token = np.array([*token, np.full(tile, -1)])
+    return jnp.asarray([*expert, 0], jnp.int32), jnp.asarray(token.clip(0), jnp.int32), jnp.asarray(token >= 0)
+
+
+def cases(small: bool):
+    """(name, shape, dtype, check of a seed): every op at every shape in bfloat16, and at some in other dtypes."""
     dense = lambda x: check_attention(x, lambda *a, **o: dense_causal(*a, kv_heads=x.K, **o), dense=True)
     prefill = {
         "index_topk": lambda x: check_index(x, index_topk),
@@ -232,20 +281,22 @@ def cases():
         "index_topk_decode": lambda x: check_index(x, index_topk_decode),
         "sparse_decode": lambda x: check_attention(x, sparse_decode),
     }
-    for ops, shapes in ((prefill, PREFILL), (decode, DECODE)):
-        for name, fn in ops.items():
-            for shape in shapes:
-                yield name, shape, jnp.bfloat16, fn
-            for dtype in (jnp.float16, jnp.float32):
-                yield name, shapes[3], dtype, fn
-    for shape in ((2, 1024, 1024, 64, 4, 16), (3, 300, 300, 16, 2, 16)):
-        yield "cudnn_causal", shape, jnp.bfloat16, check_cudnn
+    drawn = lambda check: lambda *inputs: check(Inputs(*inputs))
+    ops = [(name, PREFILL, drawn(check)) for name, check in prefill.items()]
+    ops += [(name, DECODE, drawn(check)) for name, check in decode.items()]
+    ops += [("grouped_experts", EXPERTS, check_experts), ("cudnn_causal", CUDNN, drawn(check_cudnn))]
+    for name, shapes, check in ops:
+        for shape in [shapes[SMALL]] if small else shapes:
+            yield name, shape, jnp.bfloat16, partial(check, shape, jnp.bfloat16)
+        for dtype in () if small or shapes is CUDNN else (jnp.float16, jnp.float32):
+            yield name, shapes[SMALL], dtype, partial(check, shapes[SMALL], dtype)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="check ops whose name contains this")
     parser.add_argument("--model", action="store_true", help="also check a whole model")
+    parser.add_argument("--small", action="store_true", help="one small shape an op")
     parser.add_argument("--seed", type=int, default=int.from_bytes(np.random.default_rng().bytes(3), "big"))
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -254,14 +305,14 @@ def main() -> int:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, seed {args.seed}")
     failures = 0
     print(f"{'op':18} {'B, T, S, N, K, J':34} {'dtype':9} result")
-    for i, (name, shape, dtype, fn) in enumerate(cases()):
+    for i, (name, shape, dtype, check) in enumerate(cases(args.small)):
         if args.only and args.only not in name:
             continue
-        failures += not report(name, shape, jnp.dtype(dtype).name, lambda: fn(Inputs(shape, dtype, args.seed + i)))  # noqa: B023
+        failures += not report(name, shape, jnp.dtype(dtype).name, partial(check, args.seed + i))
     if args.model:
         for dtype in ("float32", "bfloat16"):
-            failures += not report("forward", FORWARD, dtype, lambda: check_forward(dtype, args.seed))  # noqa: B023
-            failures += not report("greedy tokens", PROMPTS, dtype, lambda: check_tokens(dtype, args.seed))  # noqa: B023
+            failures += not report("forward", FORWARD, dtype, partial(check_forward, dtype, args.seed))
+            failures += not report("greedy tokens", PROMPTS, dtype, partial(check_tokens, dtype, args.seed))
     print(f"{failures} failed" if failures else "all passed")
     return 1 if failures else 0
 

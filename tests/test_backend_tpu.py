@@ -1,4 +1,4 @@
-"""A whole model on the TPU kernels, in TPU interpret mode: nothing races, and XLA gives the same."""
+"""Whole models on the TPU kernels, in TPU interpret mode: nothing races, and XLA gives the same."""
 
 import importlib
 from contextlib import contextmanager
@@ -19,8 +19,8 @@ STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", u
 
 
 @cache
-def model():
-    return tiny.model(CONFIG)
+def model(layers="dM"):
+    return tiny.model(tiny.config(layers))
 
 
 @contextmanager
@@ -49,19 +49,19 @@ def test_a_forward_pass_is_that_of_xla():
 
 def test_32_greedy_tokens_are_those_of_xla():
     shape, work = dict(max_batch=1, prefill_rows=1, prefill_chunk=40), (prompt(40, 1), params(32))
-    with counted("index_topk_decode", "sparse_decode") as spies:
-        (found,) = serve(engine(model().with_backend("mosaic_tpu"), **shape), work)
+    with counted("index_topk_decode", "sparse_decode", "qk_norm_rope_insert") as spies:
+        (found,) = serve(engine(model("M").with_backend("mosaic_tpu"), **shape), work)
     assert all(spy.call_count for spy in spies)
-    (expected,) = serve(engine(model(), **shape), work)
+    (expected,) = serve(engine(model("M"), **shape), work)
     assert len(found.tokens) == 32 and found.tokens == expected.tokens
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
 
 
 def test_inside_shard_map_attention_is_that_of_xla():
     """Each of two devices attends over the pages that are its own."""
-    shape, work = dict(max_batch=1, prefill_rows=1, prefill_chunk=40), (prompt(40, 1), params(8))
+    shape, work = dict(max_batch=1, prefill_rows=1, prefill_chunk=40), (prompt(40, 1), params(3))
     divided = tiny.model(CONFIG, mesh=parse_mesh("context=2")).with_backend("mosaic_tpu")
-    with counted("sparse_prefill", "sparse_decode") as spies:
+    with counted("sparse_prefill", "sparse_decode", "qk_norm_rope_insert") as spies:
         (found,) = serve(engine(divided, **shape), work)
     assert all(spy.call_count for spy in spies)
     (expected,) = serve(engine(model(), **shape), work)

@@ -176,6 +176,8 @@ def test_token_ids_work_without_a_tokenizer(run, copy):
         (["--prompt-tokens", "-3"], "prompt 0: -3 is no token id"),
         (["--prompt-file", "/nowhere/prompt"], "cannot read the prompt file /nowhere/prompt: No such file"),
         (["--prompt", "a", "--mesh", "rows=2"], "mesh 'rows=2'"),
+        (["--prompt", "a", "--backend", "triton"], "needs a GPU, and JAX runs on a CPU"),
+        (["--prompt", "a", "--backend", "cuda"], "invalid choice: 'cuda'"),
         (["--prompt", "a", "--mesh", "data=64"], "needs 64 devices"),
         (["--prompt", "a", "--dtype", "int8"], "dtype = 'int8'"),
         (["--prompt", "a", "--model", "/nowhere"], "no such model folder: /nowhere"),

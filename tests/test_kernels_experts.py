@@ -95,4 +95,5 @@ def test_wrong_operands_are_refused(unchecked):
     refuse("need \\[L E D F\\] twice", run, x, gate, down, down, *rest)
     refuse("need one dtype", run, array(jnp.float32, *x.shape), gate, up, down, *rest)
     refuse("tiles of 8 tokens", run, *operands(32, 8))
+    refuse("tiles of 128 tokens", run, *operands(2048, 128))
     refuse("multiples of 128", run, *operands(32, 16, hidden=1000))

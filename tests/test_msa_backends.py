@@ -32,6 +32,7 @@ PREFILL = Case("sparse", 2048, BF16, BF16, 128, 128, 512, group=16, slots=16)
 DECODE = replace(PREFILL, queries=1)
 SELECT = Case("select", 2048, BF16, BF16, 128, 128, 512, slots=16)
 DENSE = Case("dense", 2048, BF16, BF16, 128, 128, 512, group=16)
+INSERT = Case("insert", 2048, BF16, BF16, 128, 128, 512, group=16, rotated=64)
 
 
 @contextlib.contextmanager
@@ -42,7 +43,8 @@ def on_a_gpu():
 
 
 @pytest.mark.parametrize(
-    "case", [PREFILL, DECODE, SELECT, DENSE, replace(SELECT, queries=4), replace(DENSE, queries=1)]
+    "case",
+    [PREFILL, DECODE, SELECT, DENSE, INSERT, *(replace(case, queries=4) for case in (SELECT, DENSE, INSERT))],
 )
 def test_auto_takes_kernels_on_a_gpu_and_xla_elsewhere(case):
     assert choose(case) == choose(case, "xla") == "xla"
@@ -54,8 +56,8 @@ def test_auto_takes_kernels_on_a_gpu_and_xla_elsewhere(case):
 E4M3 = jnp.dtype("float8_e4m3fn")
 REFUSED = [
     (replace(PREFILL, dtype=jnp.dtype("float64"), stored=jnp.dtype("float64")), "no kernel for queries in float64"),
-    (replace(PREFILL, stored=E4M3), "does not read keys in float8_e4m3fn for 2048 queries"),
-    (replace(DECODE, stored=F32), "does not read keys in float32 for 1 queries"),
+    (replace(PREFILL, stored=E4M3), "does not take keys in float8_e4m3fn for 2048 queries"),
+    (replace(DECODE, stored=F32), "does not take keys in float32 for 1 queries"),
     (replace(PREFILL, width=96), "heads of 96 and blocks of 128"),
     (replace(PREFILL, block_size=16), "heads of 128 and blocks of 16"),
     (replace(PREFILL, slots=3), "groups of 16 heads and 3 slots"),
@@ -66,6 +68,8 @@ REFUSED = [
     (replace(SELECT, score="lse"), "it has score 'max', and this is 'lse'"),
     (replace(SELECT, divided=True), "several devices hold the keys"),
     (replace(SELECT, queries=1, num_blocks=1 << 17), "there are 131072 blocks"),
+    (replace(INSERT, rotated=48), "48 of 128 dims are rotated"),
+    (replace(INSERT, stored=F32), "does not take keys in float32"),
 ]
 
 
@@ -95,6 +99,7 @@ def test_e4m3_is_for_decode():
     with on_a_gpu():
         assert why_not(replace(DECODE, stored=E4M3), "triton") is None
         assert why_not(replace(SELECT, stored=E4M3, queries=16), "triton") is None
+        assert why_not(replace(INSERT, stored=E4M3), "triton") is None  # it only writes them
 
 
 def test_xla_alone_imports_no_kernel():
@@ -180,4 +185,4 @@ def test_prefill_and_decode_lower_for_a_gpu_with_kernels(dtype, unchecked):
         texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in programs]
     names = ("index_topk", "query_union", "dense_causal"), ("index_score_decode", "sparse_decode")
     for text, kernels in zip(texts, names, strict=True):
-        assert all(kernel in text for kernel in kernels)
+        assert all(kernel in text for kernel in (*kernels, "qk_norm_rope_insert"))

@@ -1,6 +1,7 @@
 """Attention of one layer: projections, per-head norm, rotary embedding, selection, attention."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -9,8 +10,8 @@ from m3jax.cache import OffloadedStack, StackCache
 from m3jax.config import M3Config
 from m3jax.model.cached import attending, cached_attention, selection_rules
 from m3jax.model.context import Context
-from m3jax.model.layers import apply_rope, gemma_norm
 from m3jax.model.params import Make
+from m3jax.model.projections import Finish, Tensors
 from m3jax.msa import api, contiguous, contiguous_index
 from m3jax.msa.numerics import einsum
 
@@ -46,40 +47,42 @@ class Attention(nnx.Module):
         """Attend with one layer's parameters.
 
         Returns:
-          (output in the accumulator's dtype, the cache with the new tokens, named values on the way).
+          (output in the accumulator's dtype, the cache with the new tokens, named values on the way; with a cache only
+          "attention" and "blocks").
         """
-        values = self._project(x, context, config)
         if cache is None:
+            values = self.values(x, context, config)
             values |= _alone(values, context, config)
         else:
-            out, blocks, cache = cached_attention(values, cache, layer, context, config, context.mesh)
-            values |= {"attention": out} | ({} if blocks is None else {"blocks": blocks})
+            ready, finish = self._project(x), self._finish(context, config, x.dtype)
+            how = finish.backend(ready, cache, layer, context.places, context.backend)
+            ready, later = (finish(ready), None) if how == "xla" else (ready, (finish, how))
+            out, blocks, cache = cached_attention(ready, later, cache, layer, context, config, context.mesh)
+            values = {"attention": out} | ({} if blocks is None else {"blocks": blocks})
         # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
         flat = values["attention"].reshape(*x.shape[:2], -1)
         out = einsum("btx,xd->btd", flat, self.o_proj[...].reshape(flat.shape[-1], -1))
         return out, cache, values
 
-    def _project(self, x: Float[Array, "B T D"], context: Context, config: M3Config) -> dict[str, Array]:
-        """Queries, keys and values; norm and RoPE run in the accumulator's dtype and are rounded once."""
+    def values(self, x: Float[Array, "B T D"], context: Context, config: M3Config) -> dict[str, Array]:
+        """Queries, keys and values by name, and those of the index branch where it is."""
+        ready = self._finish(context, config, x.dtype)(self._project(x))
+        return {name: y for name, y in ready._asdict().items() if y is not None}
 
-        def head(x, weight, norm):
-            y = einsum("btd,d...h->bt...h", x, weight[...])
-            y = gemma_norm(y, norm[...], config.rms_norm_eps)
-            squeeze = y.ndim == 3
-            y = apply_rope(y[:, :, None] if squeeze else y, context.cos, context.sin).astype(x.dtype)
-            return y[:, :, 0] if squeeze else y
-
-        out = {
-            "q": head(x, self.q_proj, self.q_norm),
-            "k": head(x, self.k_proj, self.k_norm),
-            "v": einsum("btd,dkh->btkh", x, self.v_proj[...]).astype(x.dtype),
-        }
+    def _project(self, x: Float[Array, "B T D"]) -> Tensors:
+        """Queries, keys and values before the norm, in the accumulator's dtype."""
+        head = lambda x, weight: einsum("btd,d...h->bt...h", x, weight[...])
+        index = None, None
         if hasattr(self, "index_q_proj"):
             # The index branch reads the trunk but does not train it (paper, 3.2; T33).
             detached = jax.lax.stop_gradient(x)
-            out["index_q"] = head(detached, self.index_q_proj, self.index_q_norm)
-            out["index_k"] = head(detached, self.index_k_proj, self.index_k_norm)
-        return out
+            index = head(detached, self.index_q_proj), head(detached, self.index_k_proj)
+        return Tensors(head(x, self.q_proj), head(x, self.k_proj), head(x, self.v_proj), *index)
+
+    def _finish(self, context: Context, config: M3Config, dtype: jnp.dtype) -> Finish:
+        names = "q_norm", "k_norm", "index_q_norm", "index_k_norm"
+        norms = (getattr(self, name)[...] if hasattr(self, name) else None for name in names)
+        return Finish(tuple(norms), context.cos, context.sin, config.rms_norm_eps, dtype)
 
 
 def _alone(values: dict[str, Array], context: Context, config: M3Config) -> dict[str, Array]:

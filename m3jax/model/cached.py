@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,14 @@ from m3jax.cache import OffloadedStack, StackCache
 from m3jax.config import M3Config
 from m3jax.model.context import Context
 from m3jax.model.offloaded import offloaded_attention
+from m3jax.model.projections import Finish, Tensors
 from m3jax.msa import api
 from m3jax.parallel import PAGE_AXES
 
 
 def cached_attention(
-    values: dict[str, Array],
+    x: Tensors,
+    later: tuple[Finish, str] | None,
     cache: StackCache | OffloadedStack,
     layer: Int[Array, ""],
     context: Context,
@@ -27,12 +30,13 @@ def cached_attention(
 ) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, StackCache | OffloadedStack]:
     """Write a call's keys, then attend over what each row has.
 
-    On a mesh the pages are divided over the data and context axes, and the KV heads over the tensor axis. Every
+    On a mesh the pages are divided over the data, context and expert axes, and the KV heads over the tensor axis. Every
     device scores the pages it holds, the scores are joined, each attends over the selected pages that are its own,
     and the partial outputs are merged by log-sum-exp.
 
     Args:
-      values: q, k, v and, where the layer is sparse, index_q and index_k.
+      x: queries, keys and values, or what they are made of.
+      later: how a kernel makes them while it writes, and whose; None if they are ready.
       cache: the stack's pages.
       layer: which layer of the stack.
       context: the call's positions, lengths and places.
@@ -49,32 +53,42 @@ def cached_attention(
         if context.schedule in ("dense", "mask"):
             raise ValueError(f"schedule {context.schedule!r} reads all blocks: it needs a cache without host memory")
         attend = lambda view, blocks: api.attention(
-            values["q"], view, blocks, context.positions, context.lengths, context.schedule
+            x.q, view, blocks, context.positions, context.lengths, context.schedule
         )
         rules = selection_rules(config) | dict(backend=context.backend)
-        return offloaded_attention(values, cache, layer, context, rules, attend)
-    tensors = tuple(values.get(name) for name in ("q", "k", "v", "index_q", "index_k"))
-    rows = (context.positions, context.lengths, context.places)
+        return offloaded_attention(x, cache, layer, context, rules, attend)
+    finish, how = later or (None, "xla")
+    rows = (context.positions, context.lengths, context.places, finish)
+    static = _Static(config, context.schedule, context.backend, how)
     if mesh is None or mesh.size == 1:
-        return _core(tensors, cache, layer, *rows, config, context.schedule, context.backend)
-    return _on_mesh((tensors, cache, layer, *rows), config, context.schedule, context.backend, mesh)
+        return _core(x, cache, layer, *rows, static)
+    return _on_mesh((x, cache, layer, *rows), static, mesh)
 
 
-def _on_mesh(args, config: M3Config, schedule: str, backend: str, mesh: Mesh):
+class _Static(NamedTuple):
+    """What is the same on all devices."""
+
+    config: M3Config
+    schedule: str
+    backend: str
+    inserts: str
+
+
+def _on_mesh(args, static: _Static, mesh: Mesh):
     """`_shard` on every device. Arguments and results cross as flat lists, so that each array finds its spec."""
     tensors, cache = args[:2]
     axes = tuple(axis for axis in PAGE_AXES if axis in mesh.shape)
-    heads = "tensor" if config.num_key_value_heads % mesh.shape["tensor"] == 0 else None
+    heads = "tensor" if static.config.num_key_value_heads % mesh.shape["tensor"] == 0 else None
     by_head = P(None, None, heads)
     pages = [_cache_spec(x, axes, heads) for x in jax.tree.leaves(cache)]
     brought = [P() if t.ndim == 3 else by_head for t in tensors if t is not None]
     leaves, structure = jax.tree.flatten(args)
     in_specs = brought + pages
     in_specs += [P()] * (len(leaves) - len(in_specs))
-    sparse = tensors[3] is not None and schedule != "dense"
+    sparse = tensors.index_q is not None and static.schedule != "dense"
 
     def run(*leaves):
-        return jax.tree.leaves(_shard(*jax.tree.unflatten(structure, leaves), config, schedule, backend, axes))
+        return jax.tree.leaves(_shard(*jax.tree.unflatten(structure, leaves), static, axes))
 
     out_specs = [by_head, *([P(None, heads)] if sparse else []), *pages]
     out = jax.shard_map(run, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)(*leaves)
@@ -82,31 +96,30 @@ def _on_mesh(args, config: M3Config, schedule: str, backend: str, mesh: Mesh):
     return out[0], out[1] if sparse else None, cache
 
 
-def _core(tensors, cache, layer, positions, lengths, places, config, schedule, backend, gather=None, merge=None):
+def _core(x, cache, layer, positions, lengths, places, finish, static, gather=None, merge=None):
     """What one device does; `gather` and `merge` join it with what the others do."""
-    q, k, v, index_q, index_k = tensors
-    cache = cache.write(layer, places, k, v, index_k)
-    view, blocks = cache.view(layer, places, q.dtype), None
+    rows = positions, lengths
+    if finish is None:
+        cache = cache.write(layer, places, x.k, x.v, x.index_k)
+    else:
+        x, cache = finish.insert(x, cache, layer, places, *rows, static.inserts)
+    view, blocks = cache.view(layer, places, x.q.dtype), None
     held = None
-    if index_q is not None and schedule != "dense":
-        index = cache.index_view(layer, places, q.dtype)
-        rules = selection_rules(config) | dict(gather=gather, backend=_selecting(backend, gather))
-        blocks = api.select(index_q, index, positions, lengths, **rules)
+    if x.index_q is not None and static.schedule != "dense":
+        index = cache.index_view(layer, places, x.q.dtype)
+        rules = selection_rules(static.config) | dict(gather=gather, backend=_selecting(static.backend, gather))
+        blocks = api.select(x.index_q, index, *rows, **rules)
         held = blocks if merge is None else _held(blocks, view)
-    if merge is None:
-        out, _ = api.attention(q, view, blocks, positions, lengths, schedule, attending(backend, blocks))
-        return out, blocks, cache
-    out, lse = api.attention(q, view, held, positions, lengths, schedule, attending(backend, held))
-    return merge(out, lse), blocks, cache
+    out, lse = api.attention(x.q, view, held, *rows, static.schedule, attending(static.backend, held))
+    return out if merge is None else merge(out, lse), blocks, cache
 
 
-def _shard(tensors, cache, layer, positions, lengths, places, config, schedule, backend, axes):
+def _shard(x, cache, layer, positions, lengths, places, finish, static, axes):
     """`_core` with the pages of this device: those of the others are not held."""
     first = jax.lax.axis_index(axes) * cache.num_pages
     places = places._replace(table=places.table - first, page=places.page - first)
     gather = lambda scores: jax.lax.pmax(scores, axes)
-    static = config, schedule, backend
-    return _core(tensors, cache, layer, positions, lengths, places, *static, gather, partial(_merge, axes))
+    return _core(x, cache, layer, positions, lengths, places, finish, static, gather, partial(_merge, axes))
 
 
 def _merge(axes, out, lse):

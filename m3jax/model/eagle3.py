@@ -15,6 +15,7 @@ from m3jax.model.cached import cached_attention
 from m3jax.model.context import Context
 from m3jax.model.layers import apply_rope, rope_table
 from m3jax.model.params import Make, check_dtype, leaf_dtype
+from m3jax.model.projections import Tensors
 from m3jax.msa.numerics import accumulator, einsum
 from m3jax.parallel import sharding
 
@@ -211,7 +212,8 @@ class Eagle3(nnx.Module):
         values = self.project(x, slots - 1)
         layer = self.config.as_layer(pages.k.shape[3])
         context = Context.make(slots, lengths, None, layer, self.dtype, schedule, mesh).replace(places=places)
-        out, _, pages = cached_attention(values, pages, jnp.int32(0), context, layer, mesh)
+        ready = Tensors(values["q"], values["k"], values["v"], None, None)
+        out, _, pages = cached_attention(ready, None, pages, jnp.int32(0), context, layer, mesh)
         return self.outputs(out, residual), pages
 
     def read(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

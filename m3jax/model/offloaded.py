@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from m3jax.cache import OffloadedStack
 from m3jax.model.context import Context
+from m3jax.model.projections import Tensors
 from m3jax.msa import api
 from m3jax.msa.views import Pooled
 
@@ -15,7 +16,7 @@ Attend = Callable[[Pooled, Int[Array, "B K T J"]], tuple[Float[Array, "B T N H"]
 
 
 def offloaded_attention(
-    values: dict[str, Array],
+    x: Tensors,
     cache: OffloadedStack,
     layer: Int[Array, ""],
     context: Context,
@@ -28,7 +29,7 @@ def offloaded_attention(
     some, attends over those alone, and the passes are merged by log-sum-exp.
 
     Args:
-      values: q, k, v, index_q, index_k.
+      x: queries, keys and values, with those of the index branch.
       cache: the stack's pool and index keys.
       layer: which layer of the stack.
       context: the call's positions, lengths and places, and host memory.
@@ -38,10 +39,10 @@ def offloaded_attention(
     Returns:
       (output, selection, cache).
     """
-    q, places, host = values["q"], context.places, context.host
-    cache = cache.write(layer, places, *(values[name] for name in ("k", "v", "index_k")), host)
+    q, places, host = x.q, context.places, context.host
+    cache = cache.write(layer, places, x.k, x.v, x.index_k, host)
     index = cache.index_view(layer, places, q.dtype)
-    blocks = api.select(values["index_q"], index, context.positions, context.lengths, **rules)
+    blocks = api.select(x.index_q, index, context.positions, context.lengths, **rules)
     pages, chosen = _pages(blocks, cache.view(layer, places, q.dtype))
     total = cache.slots.slot_of.shape[1]
     wanted = jnp.zeros(total, bool).at[jnp.where(chosen, pages, total)].set(True, mode="drop")

@@ -1,7 +1,7 @@
 """The one door to MSA: takes views, picks a schedule and a backend. Nothing else in m3jax calls a kernel."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -18,7 +18,10 @@ from m3jax.msa.select import view_topk
 from m3jax.msa.sparse import SCHEDULES, expand_blocks, query_major
 from m3jax.msa.views import BlockView, Contiguous, ContiguousIndex, IndexView, Paged, PagedIndex
 
-__all__ = ["BACKENDS", "Case", "attention", "attention_case", "choose", "interpret", "select", "select_case", "why_not"]
+__all__ = [
+    "BACKENDS", "Case", "attention", "attention_case", "choose", "insert", "insert_case", "interpret", "select",
+    "select_case", "why_not",
+]  # fmt: skip
 
 _FEW_QUERIES = 8  # up to here gathering a query's blocks beats inverting the selection
 
@@ -112,6 +115,47 @@ def attention(
     return attend(q, view.k, view.v, *rows)
 
 
+def insert(
+    x: Sequence[Array | None],
+    norms: Sequence[Array | None],
+    angles: tuple[Float[Array, "B T R"], Float[Array, "B T R"]],
+    view: Paged,
+    index: PagedIndex | None,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    eps: float,
+    scales: Float[Array, "3 K"],
+    backend: str,
+) -> tuple[Array, Array | None, Array, Array, Array | None]:
+    """Norm, rotate and write a layer's projections by a kernel (XLA does it in the model's own layers).
+
+    Args:
+      x: q, k, v, index_q and index_k before the norm, in float32; the last two are None where attention is dense.
+      norms: their weights, without v's.
+      angles: cosines and sines.
+      view: where keys and values go; queries come in its dtype.
+      index: where index keys go.
+      positions: slot of each token; < 0 or >= lengths marks padding, which is not written.
+      lengths: valid keys of each row, these tokens included.
+      eps: of the norm.
+      scales: what stored keys, values and index keys (head 0) are multiplied with when read.
+      backend: what `choose` said of the `insert_case`; not "xla".
+
+    Returns:
+      (q, index_q, and the arrays of keys, values and index keys with the new tokens).
+    """
+    projected = importlib.import_module("pallas_kernels.qk_norm_rope_insert").Projected
+    targets = (view, view.k), (view, view.v), (index, None if index is None else index.k)
+    pages = [None if array is None else _pages(where, array) for where, array in targets]
+    x, norms = projected(*x), projected(*norms[:2], None, *norms[2:])
+    static = dict(eps=eps, dtype=view.dtype, interpret=backends.interpreted())
+    kernel = _op("qk_norm_rope_insert", backend)
+    out = kernel(x, norms, *angles, positions, lengths, *pages, scales=scales, **static)
+    written = zip((out.k, out.v, out.index_k), targets, strict=True)
+    return out.q, out.index_q, *(None if pool is None else pool.reshape(array.shape) for pool, (_, array) in written)
+
+
 def runs_experts(dtype: DTypeLike, *widths: int, backend: str = "auto") -> bool:
     """Whether `experts` can run: 16-bit numbers, widths in whole pieces, on one GPU whose backend is not "xla".
 
@@ -174,6 +218,18 @@ def attention_case(
     return Case(
         op, q.shape[1], q.dtype, view.k.dtype if pages else q.dtype, q.shape[-1], view.block_size, view.num_blocks,
         group=q.shape[2] // view.num_heads, slots=slots, schedule=schedule, pages=pages,
+    )  # fmt: skip
+
+
+def insert_case(q: Float[Array, "B T N H"], view: Paged, index: PagedIndex | None, rotated: int) -> Case:
+    """What decides where `insert` can run; of keys and index keys, the one that is less usual counts."""
+    widths = (view.k.shape[-1], *(() if index is None else (index.k.shape[-1],)))
+    stored = (view.k.dtype, *(() if index is None else (index.k.dtype,)))
+    small = jnp.dtype("float8_e4m3fn")
+    other = next((x for x in stored if x not in (view.dtype, small)), view.k.dtype)
+    return Case(
+        "insert", q.shape[1], jnp.dtype(view.dtype), other, max(widths), view.block_size, view.num_blocks,
+        group=q.shape[2] // view.num_heads, rotated=rotated,
     )  # fmt: skip
 
 

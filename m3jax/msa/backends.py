@@ -17,7 +17,9 @@ from jax.typing import DTypeLike
 BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")
 MAX_FEW = 16  # queries a row that the decode kernels take
 _PLATFORM = {"triton": "gpu", "mosaic_tpu": "tpu"}
-_FOLDER = {"select": "index_topk", "sparse": "sparse_prefill", "dense": "dense_causal"}
+_FOLDER = {
+    "select": "index_topk", "sparse": "sparse_prefill", "dense": "dense_causal", "insert": "qk_norm_rope_insert",
+}  # fmt: skip
 _MAX_DECODE_BLOCKS = 1 << 16
 _interpreted: ContextVar[Any] = ContextVar("interpreted", default=False)
 
@@ -27,7 +29,7 @@ class Case:
     """What of a call decides where it can run.
 
     Attributes:
-      op: "select", "sparse" or "dense".
+      op: "select", "sparse", "dense" or "insert".
       queries: T.
       dtype: of the queries.
       stored: dtype of the keys in memory.
@@ -35,7 +37,8 @@ class Case:
       block_size: P.
       num_blocks: M.
       group: query heads of a KV head; 1 for "select".
-      slots: J; 0 for "dense".
+      slots: J; 0 for "dense" and "insert".
+      rotated: dims of a head that the rotary embedding turns, for "insert".
       schedule: of attention.
       score: of "select".
       divided: whether several devices hold the keys, and their scores have to be joined.
@@ -51,6 +54,7 @@ class Case:
     num_blocks: int
     group: int = 1
     slots: int = 0
+    rotated: int = 0
     schedule: str = "auto"
     score: str = "max"
     divided: bool = False
@@ -70,8 +74,7 @@ def choose(case: Case, backend: str = "auto") -> str:
     Raises:
       ValueError: an unknown backend, or one that is asked for and cannot run this, with the reason.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend = {backend!r}: allowed are {', '.join(map(repr, BACKENDS))}")
+    _check_name(backend)
     if backend == "auto":
         own = next((name for name, where in _PLATFORM.items() if where == platform()), "xla")
         return own if own != "xla" and why_not(case, own) is None else "xla"
@@ -82,12 +85,34 @@ def choose(case: Case, backend: str = "auto") -> str:
 
 def why_not(case: Case, backend: str) -> str | None:
     """Why a backend's kernels cannot run a call; None if they can."""
-    if platform() != _PLATFORM[backend] and not interpreted():
-        return f"it needs a {_PLATFORM[backend].upper()}, and JAX runs on a {platform().upper()}"
+    if reason := _elsewhere(backend):
+        return reason
     if not _exists(case, backend):
         return f"it has no kernel for {case.op}"
     checks = (_view(case), _schedule(case), _numbers(case, backend), None if interpreted() else _sizes(case, backend))
     return next((reason for reason in checks if reason), None)
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that can run nothing here.
+
+    Raises:
+      ValueError: an unknown name, or one of kernels for another platform.
+    """
+    _check_name(backend)
+    if backend in _PLATFORM and (reason := _elsewhere(backend)):
+        raise ValueError(f"backend = {backend!r}: {reason}; choose 'auto' or 'xla'")
+
+
+def _check_name(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend = {backend!r}: allowed are {', '.join(map(repr, BACKENDS))}")
+
+
+def _elsewhere(backend: str) -> str | None:
+    if platform() == _PLATFORM[backend] or interpreted():
+        return None
+    return f"it needs a {_PLATFORM[backend].upper()}, and JAX runs on a {platform().upper()}"
 
 
 def platform() -> str:
@@ -122,7 +147,7 @@ def few(case: Case) -> bool:
 
 def _exists(case: Case, backend: str) -> bool:
     folder = _FOLDER[case.op]
-    if few(case) and (case.op != "dense" or backend == "triton"):
+    if few(case) and case.op != "insert" and (case.op != "dense" or backend == "triton"):
         folder = "index_topk_decode" if case.op == "select" else "sparse_decode"
     return importlib.util.find_spec(f"pallas_kernels.{folder}.{backend}") is not None
 
@@ -150,8 +175,8 @@ def _numbers(case: Case, backend: str) -> str | None:
     if str(case.dtype) not in ("bfloat16", "float32", *half):
         return f"it has no kernel for queries in {case.dtype}"
     small = str(case.stored) == "float8_e4m3fn"
-    if case.dtype != case.stored and not (small and few(case)):
-        return f"it does not read keys in {case.stored} for {case.queries} queries a row in {case.dtype}"
+    if case.dtype != case.stored and not (small and (few(case) or case.op == "insert")):
+        return f"it does not take keys in {case.stored} for {case.queries} queries a row in {case.dtype}"
     return None
 
 
@@ -161,6 +186,8 @@ def _sizes(case: Case, backend: str) -> str | None:
     if case.width not in widths or case.block_size not in (64, 128):
         allowed = " or ".join(map(str, widths))
         return f"heads of {case.width} and blocks of {case.block_size} (it has {allowed}, and 64 or 128)"
-    if case.group > 16 or (case.op != "dense" and not 4 <= case.slots <= 32):
+    if case.op == "insert" and (case.rotated, case.width) not in ((64, 64), (64, 128), (128, 128)):
+        return f"{case.rotated} of {case.width} dims are rotated (it has 64, or all)"
+    if case.group > 16 or (case.op in ("select", "sparse") and not 4 <= case.slots <= 32):
         return f"groups of {case.group} heads and {case.slots} slots (it has up to 16 heads, and 4 to 32 slots)"
     return None

@@ -128,7 +128,7 @@ def _as(kind: type, module):
 
 class _Attention(Attention):
     def __call__(self, x, context, cache, layer, config):
-        values = self._project(x, context, config)
+        values = self.values(x, context, config)
         if "index_q" in values and context.schedule != "dense":
             blocks = select(values["index_q"], values["index_k"], config)
             values["blocks"] = checkpoint_name(blocks, "msa_blocks")

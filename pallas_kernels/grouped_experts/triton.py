@@ -51,7 +51,7 @@ def grouped_experts(
       down: likewise.
       layer: which layer of the stack; it is not copied.
       expert: of each tile.
-      token: rows of x that a tile takes, C a power of two and at least 16.
+      token: rows of x that a tile takes, C one of 16, 32 and 64.
       valid: which of them count. A tile with none is skipped, and its output is anything, as that of invalid rows.
       activate: of two arrays in float32, element by element.
       config: tile sizes.
@@ -63,8 +63,7 @@ def grouped_experts(
     Raises:
       ValueError: operands that do not fit together.
     """
-    narrow = any(width % Config.columns for width in gate.shape[2:])
-    config = config or (Config(columns=128, num_warps=4) if narrow else Config())
+    config = config or _fitting(gate)
     _check(x, gate, up, down, token, config)
     used = jnp.any(valid, axis=1).astype(jnp.int32)
     places = layer.reshape(1).astype(jnp.int32), expert, used
@@ -74,6 +73,14 @@ def grouped_experts(
     hidden = first(*places, token, x, gate, up)
     out = jax.ShapeDtypeStruct((*token.shape, x.shape[1]), jnp.float32)
     return call(partial(_out_kernel, config=config), out, "experts_out")(*places, hidden, down)
+
+
+def _fitting(gate) -> Config:
+    """What fits in shared memory and divides the widths."""
+    if gate.dtype.itemsize == 4:
+        return Config(columns=128, num_warps=4, num_stages=2)
+    narrow = any(width % Config.columns for width in gate.shape[2:])
+    return Config(columns=128, num_warps=4) if narrow else Config()
 
 
 def _call(kernel, out: jax.ShapeDtypeStruct, name: str, interpret: bool, config: Config):
@@ -135,8 +142,7 @@ def _check(x, gate, up, down, token, config: Config) -> None:
     if len({x.dtype, gate.dtype, up.dtype, down.dtype}) > 1:
         raise ValueError(f"x is {x.dtype}, gate {gate.dtype}, up {up.dtype}, down {down.dtype}: need one dtype")
     unit = max(config.columns, config.depth)
-    if rows < 16 or rows & (rows - 1) or width % unit or hidden % unit:
+    if rows not in (16, 32, 64) or width % unit or hidden % unit:
         raise ValueError(
-            f"tiles of {rows} tokens, widths {width} and {hidden}: need a power of two from 16 on, and multiples of "
-            f"{unit}"
+            f"tiles of {rows} tokens, widths {width} and {hidden}: need 16, 32 or 64 tokens, and multiples of {unit}"
         )

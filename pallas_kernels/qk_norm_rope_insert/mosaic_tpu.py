@@ -228,8 +228,7 @@ def _insert_kernel(count_ref, units_ref, starts_ref, x_ref, slots_ref, _, pool_r
         yield from unit_copies(i, False)
 
     def each(fn):
-        for i in range(_UNITS):
-            pl.when(first + i < count_ref[0])(partial(fn, i))
+        jax.lax.fori_loop(0, jnp.minimum(_UNITS, count_ref[0] - first), lambda i, _: fn(i), None)
 
     each(lambda i: [copy.start() for copy in copies_in(i)] and None)
     each(lambda i: [copy.wait() for copy in copies_in(i)] and None)
