@@ -8,6 +8,7 @@ same model with XLA: logits of a forward pass, and tokens from the engine. `--sm
 import argparse
 import itertools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -21,10 +22,11 @@ from pallas_kernels.grouped_experts import grouped_experts
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
-from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_decode import dense_decode, sparse_decode
 from pallas_kernels.sparse_prefill import kv_block_major, query_union, sparse_prefill
 
 P = 128
+E4M3 = jnp.float8_e4m3fn
 OUT, LSE, GAP = 5e-3, 1e-3, 5e-3
 # batch, queries, context, query heads, KV heads, slots: ragged rows, chunks, groups that are no power of two.
 PREFILL = [
@@ -48,8 +50,8 @@ ROWS = 48  # queries of a row that the reference computes
 class Inputs:
     """Fresh random operands of a shape: shuffled pages, NaN wherever nothing may look, rows of many lengths."""
 
-    def __init__(self, shape, dtype, seed: int):
-        self.shape, self.dtype = shape, dtype
+    def __init__(self, shape, dtype, *, seed: int, stored=None):
+        self.shape, self.dtype, self.stored = shape, dtype, stored or dtype
         self.B, self.T, self.S, self.N, self.K, self.J = shape
         self.rng = np.random.default_rng(seed)
         self.M = -(-self.S // P)
@@ -63,6 +65,8 @@ class Inputs:
         self.q = self.normal(self.B, self.T, self.N, 128)
         self.index_q = self.normal(self.B, self.T, self.K, 128)
         self.k, self.v = self.pool(pages, self.K), self.pool(pages, self.K)
+        # What stored keys and values of each head are multiplied with.
+        self.scales = 2.0 ** self.rng.integers(-2, 2, (2, self.K)) if stored else np.ones((2, self.K))
         self.index_k = self.pool(pages, 1)[:, 0]
 
     def normal(self, *shape):
@@ -73,7 +77,8 @@ class Inputs:
         """Pages in which everything that no row holds is NaN."""
         held = np.zeros((pages, P), bool)
         held[self.table] = (np.arange(self.M * P) < self.lengths[:, None]).reshape(self.B, self.M, P)
-        return jnp.where(jnp.asarray(held)[:, None, :, None], self.normal(pages, heads, P, 128), jnp.nan)
+        values = self.normal(pages, heads, P, 128).astype(self.stored)
+        return jnp.where(jnp.asarray(held)[:, None, :, None], values, jnp.asarray(jnp.nan, self.stored))
 
     def pages(self, pool):
         return paged(pool, jnp.asarray(self.table, jnp.int32))
@@ -146,15 +151,16 @@ def check_index(x: Inputs, op) -> dict[str, float]:
 def reference(x: Inputs, k_pool, v_pool, blocks, b, t, rows):
     """(out [N H], lse [N]) in float64 of one query; blocks None is dense."""
     keys, values = rows.setdefault(b, (x.row(k_pool, b), x.row(v_pool, b)))
+    scale = x.scales * [[128**-0.5], [1.0]]
     q = np.asarray(x.q[b, t].astype(jnp.float32), np.float64).reshape(x.K, -1, 128)
     token = np.arange(min(x.positions[b, t] + 1, x.lengths[b]))
     out, lse = [], []
     for head in range(x.K):
         seen = token if blocks is None else token[np.isin(token // P, blocks[b, head, t])]
-        s = q[head] @ keys[head, seen].T * 128**-0.5
+        s = q[head] @ keys[head, seen].T * scale[0, head]
         top = s.max(-1, keepdims=True)
         p = np.exp(s - top)
-        out.append(p @ values[head, seen] / p.sum(-1, keepdims=True))
+        out.append(p @ values[head, seen] / p.sum(-1, keepdims=True) * scale[1, head])
         lse.append(top[:, 0] + np.log(p.sum(-1)))
     return np.concatenate(out), np.concatenate(lse)
 
@@ -162,7 +168,8 @@ def reference(x: Inputs, k_pool, v_pool, blocks, b, t, rows):
 def check_attention(x: Inputs, op, dense: bool = False) -> dict[str, float]:
     blocks = None if dense else x.selection()
     chosen = () if dense else (jnp.asarray(blocks),)
-    fn = jax.jit(lambda q, k, v, *rest: op(q, x.pages(k), x.pages(v), *rest, return_lse=True))
+    how = {} if x.stored == x.dtype else dict(scales=tuple(jnp.asarray(x.scales, jnp.float32)))
+    fn = jax.jit(lambda q, k, v, *rest: op(q, x.pages(k), x.pages(v), *rest, return_lse=True, **how))
     (out, lse), ok = twice(fn, x.q, x.k, x.v, *chosen, *x.at)
     return compare(x, blocks, out, lse, ok)
 
@@ -227,7 +234,7 @@ def check_insert(x: Inputs) -> dict[str, float]:
     return {"error": error, "ok": ok and error < (1e-6 if x.dtype == jnp.float32 else 1e-3)}
 
 
-def check_experts(shape, dtype, seed: int) -> dict[str, float]:
+def check_experts(shape, dtype, *, seed: int) -> dict[str, float]:
     """The second of two layers; the last expert is chosen by nobody, and of each expert the last tile is not full."""
     tokens, count, chosen, width, hidden, tile = shape
     rng = np.random.default_rng(seed)
@@ -280,8 +287,9 @@ def cases(small: bool):
     decode = {
         "index_topk_decode": lambda x: check_index(x, index_topk_decode),
         "sparse_decode": lambda x: check_attention(x, sparse_decode),
+        "dense_decode": lambda x: check_attention(x, lambda *a, **o: dense_decode(*a, kv_heads=x.K, **o), dense=True),
     }
-    drawn = lambda check: lambda *inputs: check(Inputs(*inputs))
+    drawn = lambda check: lambda *inputs, **stored: check(Inputs(*inputs, **stored))
     ops = [(name, PREFILL, drawn(check)) for name, check in prefill.items()]
     ops += [(name, DECODE, drawn(check)) for name, check in decode.items()]
     ops += [("grouped_experts", EXPERTS, check_experts), ("cudnn_causal", CUDNN, drawn(check_cudnn))]
@@ -290,29 +298,33 @@ def cases(small: bool):
             yield name, shape, jnp.bfloat16, partial(check, shape, jnp.bfloat16)
         for dtype in () if small or shapes is CUDNN else (jnp.float16, jnp.float32):
             yield name, shapes[SMALL], dtype, partial(check, shapes[SMALL], dtype)
+    for name, check in decode.items():
+        for shape in DECODE[:1] if small else DECODE:
+            yield f"{name}, e4m3", shape, jnp.bfloat16, partial(drawn(check), shape, jnp.bfloat16, stored=E4M3)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="check ops whose name contains this")
+    parser.add_argument("--only", default="", help="check ops whose name contains this")
     parser.add_argument("--model", action="store_true", help="also check a whole model")
     parser.add_argument("--small", action="store_true", help="one small shape an op")
+    parser.add_argument("--jobs", type=int, default=4, help="checks at a time")
     parser.add_argument("--seed", type=int, default=int.from_bytes(np.random.default_rng().bytes(3), "big"))
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         print(f"error: jax runs on {jax.default_backend()!r} here: this needs an NVIDIA GPU and jax[cuda13]")
         return 2
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, seed {args.seed}")
-    failures = 0
-    print(f"{'op':18} {'B, T, S, N, K, J':34} {'dtype':9} result")
-    for i, (name, shape, dtype, check) in enumerate(cases(args.small)):
-        if args.only and args.only not in name:
-            continue
-        failures += not report(name, shape, jnp.dtype(dtype).name, partial(check, args.seed + i))
-    if args.model:
-        for dtype in ("float32", "bfloat16"):
-            failures += not report("forward", FORWARD, dtype, partial(check_forward, dtype, args.seed))
-            failures += not report("greedy tokens", PROMPTS, dtype, partial(check_tokens, dtype, args.seed))
+    print(f"{'op':24} {'B, T, S, N, K, J':34} {'dtype':9} result")
+    chosen = (case for case in cases(args.small) if args.only in case[0])
+    work = [(name, shape, jnp.dtype(dtype).name, partial(check, seed=args.seed + i))
+            for i, (name, shape, dtype, check) in enumerate(chosen)]  # fmt: skip
+    for dtype in ("float32", "bfloat16") if args.model else ():
+        work.append(("forward", FORWARD, dtype, partial(check_forward, dtype, args.seed)))
+        work.append(("greedy tokens", PROMPTS, dtype, partial(check_tokens, dtype, args.seed)))
+    # Most of the time is the compiler's, and the reference's in numpy: several checks share one GPU.
+    with ThreadPoolExecutor(args.jobs) as pool:
+        failures = sum(not ok for ok in pool.map(lambda job: report(*job), work))
     print(f"{failures} failed" if failures else "all passed")
     return 1 if failures else 0
 
@@ -324,7 +336,7 @@ def report(name, shape, dtype, fn) -> bool:
         result = {"ok": False, type(error).__name__: str(error).split("\n")[0][:100]}
     ok = bool(result.pop("ok"))
     numbers = " ".join(f"{k} {v:.1e}" if isinstance(v, float | np.floating) else f"{k}: {v}" for k, v in result.items())
-    print(f"{name:18} {', '.join(map(str, shape)):34} {dtype:9} {'ok    ' if ok else 'FAILED'} {numbers}", flush=True)
+    print(f"{name:24} {', '.join(map(str, shape)):34} {dtype:9} {'ok    ' if ok else 'FAILED'} {numbers}", flush=True)
     return ok
 
 
