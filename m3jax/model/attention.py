@@ -47,8 +47,8 @@ class Attention(nnx.Module):
         """Attend with one layer's parameters.
 
         Returns:
-          (output in the accumulator's dtype, the cache with the new tokens, named values on the way; with a cache only
-          "attention" and "blocks").
+          (output in the accumulator's dtype, the cache with the new tokens, named values on the way; where a kernel
+          writes the cache only "attention" and "blocks").
         """
         if cache is None:
             values = self.values(x, context, config)
@@ -58,7 +58,8 @@ class Attention(nnx.Module):
             how = finish.backend(ready, cache, layer, context.places, context.backend)
             ready, later = (finish(ready), None) if how == "xla" else (ready, (finish, how))
             out, blocks, cache = cached_attention(ready, later, cache, layer, context, config, context.mesh)
-            values = {"attention": out} | ({} if blocks is None else {"blocks": blocks})
+            values = {} if later else _named(ready)
+            values |= {"attention": out} | ({} if blocks is None else {"blocks": blocks})
         # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
         flat = values["attention"].reshape(*x.shape[:2], -1)
         out = einsum("btx,xd->btd", flat, self.o_proj[...].reshape(flat.shape[-1], -1))
@@ -66,8 +67,7 @@ class Attention(nnx.Module):
 
     def values(self, x: Float[Array, "B T D"], context: Context, config: M3Config) -> dict[str, Array]:
         """Queries, keys and values by name, and those of the index branch where it is."""
-        ready = self._finish(context, config, x.dtype)(self._project(x))
-        return {name: y for name, y in ready._asdict().items() if y is not None}
+        return _named(self._finish(context, config, x.dtype)(self._project(x)))
 
     def _project(self, x: Float[Array, "B T D"]) -> Tensors:
         """Queries, keys and values before the norm, in the accumulator's dtype."""
@@ -83,6 +83,10 @@ class Attention(nnx.Module):
         names = "q_norm", "k_norm", "index_q_norm", "index_k_norm"
         norms = (getattr(self, name)[...] if hasattr(self, name) else None for name in names)
         return Finish(tuple(norms), context.cos, context.sin, config.rms_norm_eps, dtype)
+
+
+def _named(x: Tensors) -> dict[str, Array]:
+    return {name: y for name, y in x._asdict().items() if y is not None}
 
 
 def _alone(values: dict[str, Array], context: Context, config: M3Config) -> dict[str, Array]:
