@@ -117,8 +117,8 @@ def test_ties_keep_lower_ids():
 
 
 def test_same_order_and_meaning_as_transformers():
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
+    torch = pytest.importorskip("torch", reason="the oracle extra is not installed")
+    process = pytest.importorskip("transformers.generation.logits_process", reason="the oracle extra is not installed")
     prompt = [3, 5, 5, 9]
     seen = np.isin(np.arange(V), prompt)[None]
     case = Sampling(temperature=1.4, top_k=10, top_p=0.8, min_p=0.06, repetition_penalty=1.2)
