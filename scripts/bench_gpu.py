@@ -21,12 +21,11 @@ import numpy as np
 
 from m3jax.cache.paged import StackCache
 from m3jax.cache.parts import Places, Scales
-from m3jax.model.layers import apply_rope, gemma_norm
+from m3jax.model.projections import Finish, Tensors
 from pallas_kernels.common import contiguous, paged
 from pallas_kernels.dense_causal import cudnn_causal
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
-from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 from pallas_kernels.shapes import DECODE, PREFILL, Shape
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_prefill import kv_block_major, query_union
@@ -177,38 +176,30 @@ def chosen(s: Shape, rng, label: str):
 
 def bench_insert(batch: int, queries: int, bandwidth: float) -> None:
     """Norm, rotary embedding and write of a layer's tokens: the kernel, and what XLA makes of the model's code."""
-    heads, kv, width, half, blocks = 64, 4, 128, 32, 64
-    projected = Projected(*(normal(i, batch, queries, *n, width, dtype=jnp.float32)
-                            for i, n in enumerate(((heads,), (kv,), (kv,), (kv,), ()))))  # fmt: skip
-    norms = Projected(*(None if i == 2 else normal(9 + i, width) for i in range(5)))
+    heads, kv, width, blocks = 64, 4, 128, 64
+    projected = Tensors(*(normal(i, batch, queries, *n, width, dtype=jnp.float32)
+                          for i, n in enumerate(((heads,), (kv,), (kv,), (kv,), ()))))  # fmt: skip
     at = jnp.broadcast_to(jnp.arange(100, 100 + queries, dtype=jnp.int32), (batch, queries))
     lengths = jnp.full((batch,), 100 + queries, jnp.int32)
     table = jnp.asarray(np.random.default_rng(0).permutation(batch * blocks).reshape(batch, blocks), jnp.int32)
+    places = Places(table, jnp.take_along_axis(table, at // 128, axis=1), at % 128)
     pool = lambda seed, *n: normal(seed, 2, batch * blocks, *n, 128, width)
-    cos, sin = (normal(i, batch, queries, half, dtype=jnp.float32) for i in (20, 21))
+    angles = (normal(i, batch, queries, 32, dtype=jnp.float32) for i in (20, 21))
+    finish = Finish(tuple(normal(9 + i, width) for i in range(4)), *angles, 1e-6, jnp.bfloat16)
 
-    def kernel(state, x, layer):
-        k, v, index = (paged(pool, table, layer) for pool in state)
-        out = qk_norm_rope_insert(x, norms, cos, sin, at, lengths, k, v, index, eps=1e-6, dtype=jnp.bfloat16)
-        pools = (y.reshape(pool.shape) for y, pool in zip((out.k, out.v, out.index_k), state, strict=True))
-        return tuple(pools), (out.q, out.index_q)
+    def kernel(cache, x, layer):
+        ready, cache = finish.insert(x, cache, layer, places, at, lengths, "triton")
+        return cache, ready
 
-    def xla(state, x, layer):
-        def head(y, norm):
-            y = gemma_norm(y, norm, 1e-6)
-            return apply_rope(y, cos, sin).astype(jnp.bfloat16)
-
-        cache = StackCache(*state, None)
-        page = jnp.take_along_axis(table, at // 128, axis=1)
-        k, index_k = head(x.k, norms.k), head(x.index_k[:, :, None], norms.index_k)[:, :, 0]
-        cache = cache.replace(scales=Scales(*(jnp.ones((2, kv)), jnp.ones((2, kv)), jnp.ones(2))))
-        cache = cache.write(layer, Places(table, page, at % 128), k, x.v, index_k)
-        return (cache.k, cache.v, cache.index_k), (head(x.q, norms.q), head(x.index_q, norms.index_q))
+    def xla(cache, x, layer):
+        ready = finish(x)
+        return cache.write(layer, places, ready.k, ready.v, ready.index_k), (ready.q, ready.index_q)
 
     print(f"insert {batch} x {queries:,}")
     floor = batch * queries * (heads + 3 * kv + 1) * width * 6 / bandwidth
     for name, fn in (("qk_norm_rope_insert", kernel), ("the same by XLA", xla)):
-        state = pool(1, kv), pool(2, kv), pool(3)
+        scales = Scales(jnp.ones((2, kv)), jnp.ones((2, kv)), jnp.ones(2))
+        state = StackCache(pool(1, kv), pool(2, kv), pool(3), scales)
         step = jax.jit(fn, donate_argnums=0)
 
         def call(x, layer, step=step):

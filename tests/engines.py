@@ -7,7 +7,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import tiny
 from flax import struct
@@ -108,11 +107,7 @@ _QUICK_PROGRAMS = {
 def temporary_bytes(program, engine: Engine, *args, **statics) -> tuple[int, int]:
     """(scratch memory of a compiled program, bytes of the cache), both of one device."""
     runner = engine._runner
-    jaxtyping.config.update("jaxtyping_disable", True)  # what `lower` puts into the state are no arrays
-    try:
-        lowered = program.lower(runner.model, runner.state, *args, **statics, layout=runner._layout)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+    lowered = tiny.lower(program, runner.model, runner.state, *args, **statics, layout=runner._layout)
     memory = lowered.compile().memory_analysis()
     cache = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(runner.state.cache))
     assert memory.alias_size_in_bytes >= cache  # donated, and given back

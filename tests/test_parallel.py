@@ -7,7 +7,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 import tiny
@@ -49,14 +48,6 @@ def put(x: np.ndarray, mesh) -> jax.Array:
     return jax.device_put(x, sharding(x.shape, ("batch",) + (None,) * (x.ndim - 1), mesh))
 
 
-def ahead_of_time(step, *args):
-    jaxtyping.config.update("jaxtyping_disable", True)  # what `lower` puts into the cache are no arrays
-    try:
-        return step.lower(*args).compile(QUICK)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
-
-
 @cache
 def results(mesh: str | None):
     """(logits of a prompt; logits of its first tokens through a cache, one call each; the cache; the step's text)."""
@@ -71,7 +62,7 @@ def results(mesh: str | None):
         now = np.take_along_axis(tokens, np.maximum(at, 0)[:, None], 1)
         at = at.astype(np.int32)
         args = m, put(now, m.mesh), cache, *(put(x, m.mesh) for x in (at[:, None], np.maximum(at + 1, 0)))
-        compiled = compiled or ahead_of_time(step, *args)
+        compiled = compiled or tiny.lower(step, *args).compile(QUICK)
         logits, cache = compiled(*args)
         decoded.append(np.asarray(logits[:, 0]))
     return whole, np.stack(decoded, 1), cache, compiled.as_text()

@@ -1,6 +1,7 @@
 """Tiny models of ours with random weights, norms and routing biases included, for the tests without an oracle."""
 
 import jax
+import jaxtyping
 import numpy as np
 
 from m3jax import model as m3_model
@@ -53,3 +54,12 @@ def _scale(name: str, shape: tuple[int, ...]) -> float:
 def tokens(config: M3Config, batch: int, length: int, seed: int = 0) -> np.ndarray:
     """Random ids [B T]."""
     return np.random.default_rng(seed).integers(0, config.vocab_size, (batch, length), np.int32)
+
+
+def lower(program, *args, **statics):
+    """`program.lower` without checks of annotations: what it puts into a cache are no arrays."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        return program.lower(*args, **statics)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

@@ -14,7 +14,8 @@ from m3jax.model.context import Context
 from m3jax.model.decoder import Decoder, Probe, Taps
 from m3jax.model.layers import gemma_norm
 from m3jax.model.params import Make
-from m3jax.msa import BACKENDS, block_scores
+from m3jax.msa import block_scores
+from m3jax.msa.backends import check_name
 from m3jax.msa.numerics import einsum
 
 
@@ -51,8 +52,7 @@ class M3(nnx.Module):
         Raises:
           ValueError: an unknown one.
         """
-        if backend not in BACKENDS:
-            raise ValueError(f"backend = {backend!r}: allowed are {', '.join(map(repr, BACKENDS))}")
+        check_name(backend)
         other = copy.copy(self)
         other.backend = backend
         return other

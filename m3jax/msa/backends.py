@@ -74,7 +74,7 @@ def choose(case: Case, backend: str = "auto") -> str:
     Raises:
       ValueError: an unknown backend, or one that is asked for and cannot run this, with the reason.
     """
-    _check_name(backend)
+    check_name(backend)
     if backend == "auto":
         own = next((name for name, where in _PLATFORM.items() if where == platform()), "xla")
         return own if own != "xla" and why_not(case, own) is None else "xla"
@@ -99,12 +99,13 @@ def check_backend(backend: str) -> None:
     Raises:
       ValueError: an unknown name, or one of kernels for another platform.
     """
-    _check_name(backend)
+    check_name(backend)
     if backend in _PLATFORM and (reason := _elsewhere(backend)):
         raise ValueError(f"backend = {backend!r}: {reason}; choose 'auto' or 'xla'")
 
 
-def _check_name(backend: str) -> None:
+def check_name(backend: str) -> None:
+    """Raise ValueError for an unknown name."""
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: allowed are {', '.join(map(repr, BACKENDS))}")
 
