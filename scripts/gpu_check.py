@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_check_model import FORWARD, PROMPTS, check_forward, check_tokens
 
+from m3jax.parallel import parse_mesh
 from pallas_kernels.common import paged
 from pallas_kernels.dense_causal import cudnn_causal, dense_causal
 from pallas_kernels.grouped_experts import grouped_experts
@@ -308,6 +309,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="check ops whose name contains this")
     parser.add_argument("--model", action="store_true", help="also check a whole model")
+    parser.add_argument("--mesh", help="GPUs of the model with kernels, like expert=2,tensor=2")
     parser.add_argument("--small", action="store_true", help="one small shape an op")
     parser.add_argument("--jobs", type=int, default=4, help="checks at a time")
     parser.add_argument("--seed", type=int, default=int.from_bytes(np.random.default_rng().bytes(3), "big"))
@@ -315,14 +317,18 @@ def main() -> int:
     if jax.default_backend() != "gpu":
         print(f"error: jax runs on {jax.default_backend()!r} here: this needs an NVIDIA GPU and jax[cuda13]")
         return 2
+    try:
+        mesh = parse_mesh(args.mesh) if args.mesh else None
+    except ValueError as error:
+        parser.error(str(error))
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, seed {args.seed}")
     print(f"{'op':24} {'B, T, S, N, K, J':34} {'dtype':9} result")
-    chosen = (case for case in cases(args.small) if args.only in case[0])
     work = [(name, shape, jnp.dtype(dtype).name, partial(check, seed=args.seed + i))
-            for i, (name, shape, dtype, check) in enumerate(chosen)]  # fmt: skip
+            for i, (name, shape, dtype, check) in enumerate(cases(args.small))]  # fmt: skip
     for dtype in ("float32", "bfloat16") if args.model else ():
-        work.append(("forward", FORWARD, dtype, partial(check_forward, dtype, args.seed)))
-        work.append(("greedy tokens", PROMPTS, dtype, partial(check_tokens, dtype, args.seed)))
+        work.append(("forward", FORWARD, dtype, partial(check_forward, dtype, args.seed, mesh)))
+        work.append(("greedy tokens", PROMPTS, dtype, partial(check_tokens, dtype, args.seed, mesh)))
+    work = [job for job in work if args.only in job[0]]
     # Most of the time is the compiler's, and the reference's in numpy: several checks share one GPU. Not where cuDNN
     # takes part: what another thread does spoils the graph that it captures.
     together, alone = ([job for job in work if (job[0] in ALONE) == flag] for flag in (False, True))

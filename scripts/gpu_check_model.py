@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from m3jax import M3Config
 from m3jax.decoding import Engine, Params, Sampling
@@ -19,7 +20,7 @@ CHANGED = {"float32": 1e-3, "bfloat16": 0.1}
 GAP = {"float32": 1e-3, "bfloat16": 5e-2}  # in standard deviations of a token's logits
 
 
-def build(dtype: str) -> M3:
+def build(dtype: str, mesh: Mesh | None = None) -> M3:
     """M3's heads, blocks and experts per token in four narrow layers, one of them dense; random weights."""
     full = M3Config.m3()
     layers = slice(full.layer_types.index("minimax_m3_sparse") - 1, None)
@@ -28,15 +29,16 @@ def build(dtype: str) -> M3:
         shared_intermediate_size=256, num_local_experts=16, vocab_size=4096, vision_config=None, eos_token_id=(),
         bos_token_id=None, layer_types=full.layer_types[layers][:4], mlp_layer_types=full.mlp_layer_types[layers][:4],
     )  # fmt: skip
-    return init(config, 0, dtype)
+    return init(config, 0, dtype, mesh)
 
 
-def check_forward(dtype: str, seed: int) -> dict:
+def check_forward(dtype: str, seed: int, mesh: Mesh | None = None) -> dict:
     """Logits of whole rows, and how many choices of the first sparse layer differ."""
-    model, tokens = build(dtype), _tokens(seed, *FORWARD)
+    models = build(dtype, mesh).with_backend("triton"), build(dtype).with_backend("xla")
+    tokens = _tokens(seed, *FORWARD)
     lengths = jnp.array([FORWARD[1], FORWARD[1] * 2 // 3], jnp.int32)
     run = jax.jit(_forward)
-    (mine, blocks), (theirs, others) = (run(model.with_backend(b), tokens, lengths) for b in ("triton", "xla"))
+    (mine, blocks), (theirs, others) = (run(model, tokens, lengths) for model in models)
     valid = np.arange(FORWARD[1]) < np.asarray(lengths)[:, None]
     mine, theirs = (np.asarray(x, np.float64)[valid] for x in (mine, theirs))
     error = np.linalg.norm(mine - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)
@@ -52,12 +54,12 @@ def _forward(model: M3, tokens, lengths):
     return logits, next(blocks for blocks in kept if blocks is not None)[0]
 
 
-def check_tokens(dtype: str, seed: int) -> dict:
+def check_tokens(dtype: str, seed: int, mesh: Mesh | None = None) -> dict:
     """Greedy tokens of an engine: in float32 the same; in bfloat16 few that XLA finds much worse than its best."""
-    model = build(dtype)
+    models = {"triton": build(dtype, mesh).with_backend("triton"), "xla": build(dtype).with_backend("xla")}
     prompts = [np.asarray(_tokens(seed + 1 + i, 1, n))[0].tolist() for i, n in enumerate(PROMPTS)]
-    served = {name: _serve(model.with_backend(name), prompts) for name in ("triton", "xla")}
-    gaps = _gaps(model.with_backend("xla"), prompts, served["triton"])
+    served = {name: _serve(model, prompts) for name, model in models.items()}
+    gaps = _gaps(models["xla"], prompts, served["triton"])
     changed = float(np.mean(gaps > GAP[dtype]))
     same = float(np.mean(np.array(served["triton"]) == np.array(served["xla"])))
     ok = changed <= CHANGED[dtype] and (dtype != "float32" or same == 1.0)

@@ -29,13 +29,15 @@ from pallas_kernels.common import (
 
 MAX_QUERIES = 16
 _FEW_SPLITS = 4
+_MULTIPROCESSORS = 132  # of an H200
+_UNSEEN_FROM = 2**30  # where a block that is not to be read starts: behind every query
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Sizes that change the speed and not the result (but for the order of float32 sums)."""
 
-    programs: int = 264  # of the whole grid: selections are cut in as many pieces as that needs
+    programs: int = 264  # of the whole grid, two a multiprocessor: selections are cut in as many pieces as that allows
     keys: int = 64  # keys of one matrix product
     num_warps: int = 4
     num_stages: int = 3
@@ -149,16 +151,26 @@ def dense_decode(
       ValueError: too many queries, or operands that do not fit together.
     """
     _check(q, k, v, (q.shape[0], kv_heads, q.shape[1]))
-    sizes = _sizes(q, k, kv_heads, k.num_blocks, config, interpret)
+    sizes = _sizes(q, k, kv_heads, k.num_blocks, config or Config(), interpret)
     return _run(q, k, v, (), positions, lengths, scales, return_lse, sizes)
 
 
 def _sizes(q, k: Pages, kv_heads: int, slots: int, config: Config | None, interpret: bool) -> _Sizes:
-    config = config or Config()
     batch, length, heads, width = q.shape
+    config = config or _default(k, batch * kv_heads, length)
     units = slots * (k.block_size // min(config.keys, k.block_size))
     splits = max(1, min(units, config.programs // (batch * length * kv_heads)))
     return _Sizes(k, config, length, heads, kv_heads, slots, width, splits, interpret)
+
+
+def _default(k: Pages, selections: int, length: int) -> Config:
+    # Of a single query a program takes whole blocks: as many programs as run at once, one or (of one-byte numbers) two
+    # a multiprocessor. Several queries of a row share what they read, and many rows fill the GPU in any case.
+    if length == 1 and k.pool.dtype.itemsize == 1:
+        return Config(programs=2 * _MULTIPROCESSORS, keys=128)
+    if length == 1 and selections <= _MULTIPROCESSORS:
+        return Config(programs=_MULTIPROCESSORS, keys=128)
+    return Config()
 
 
 def _run(q, k: Pages, v: Pages, blocks, positions, lengths, scales, return_lse: bool, sizes: _Sizes):
@@ -168,26 +180,33 @@ def _run(q, k: Pages, v: Pages, blocks, positions, lengths, scales, return_lse: 
     scales = tuple(x.astype(jnp.float32) for x in scales or ())
     at = positions.astype(jnp.int32), lengths.astype(jnp.int32)
     shape = (batch, length, kv_heads, splits, sizes.rows)
+    kind = q.dtype if splits == 1 else jnp.float32
     parts, lses = pl.pallas_call(
         partial(_kernel, dense=not blocks, sizes=sizes),
         grid=(splits, kv_heads, batch * length),
-        out_shape=(jax.ShapeDtypeStruct((*shape, width), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)),
+        out_shape=(jax.ShapeDtypeStruct((*shape, width), kind), jax.ShapeDtypeStruct(shape, jnp.float32)),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=sizes.interpret,
         name="sparse_decode" if blocks else "dense_decode",
     )(q, *at, *blocks, *k.operands(), v.pool, *scales)
-    few = splits <= _FEW_SPLITS
-    shape = (batch, length, kv_heads, sizes.rows if few else sizes.group)
-    out = pl.pallas_call(
+    out = (parts[:, :, :, 0], lses[:, :, :, 0]) if splits == 1 else _merge(parts, lses, q.dtype, sizes)
+    out = tuple(x[:, :, :, : sizes.group].reshape(batch, length, heads, *x.shape[4:]) for x in out)
+    return out if return_lse else out[:1]
+
+
+def _merge(parts: Float[Array, "B T K Z R H"], lses: Float[Array, "B T K Z R"], dtype, sizes: _Sizes):
+    """Output and LSE of all splits together."""
+    batch, queries = parts.shape[0], parts.shape[0] * sizes.length
+    few = sizes.splits <= _FEW_SPLITS
+    shape = (batch, sizes.length, sizes.kv_heads, sizes.rows if few else sizes.group)
+    return pl.pallas_call(
         partial(_merge_few_kernel if few else _merge_kernel, sizes=sizes),
-        grid=(kv_heads, batch * length) if few else (sizes.group, kv_heads, batch * length),
-        out_shape=(jax.ShapeDtypeStruct((*shape, width), q.dtype), jax.ShapeDtypeStruct(shape, jnp.float32)),
+        grid=(sizes.kv_heads, queries) if few else (sizes.group, sizes.kv_heads, queries),
+        out_shape=(jax.ShapeDtypeStruct((*shape, sizes.width), dtype), jax.ShapeDtypeStruct(shape, jnp.float32)),
         compiler_params=plgpu.CompilerParams(num_warps=4 if few else 2, num_stages=1),
         interpret=sizes.interpret,
         name="sparse_decode_merge",
     )(parts, lses)
-    out = tuple(x[:, :, :, : sizes.group].reshape(batch, length, heads, *x.shape[4:]) for x in out)
-    return out if return_lse else out[:1]
 
 
 def _kernel(q_ref, at_ref, lengths_ref, *rest, dense: bool, sizes: _Sizes):
@@ -206,16 +225,24 @@ def _kernel(q_ref, at_ref, lengths_ref, *rest, dense: bool, sizes: _Sizes):
     units = jnp.minimum(div(at + sizes.keys, sizes.keys), sizes.units) if dense else sizes.units
     per_split = div(units + sizes.splits - 1, sizes.splits) if dense else -(-units // sizes.splits)
 
-    def body(unit, state):
-        values, top, total = state
-        slot, start = div(unit, sizes.pieces), rem(unit, sizes.pieces) * sizes.keys
-        block = slot if dense else blocks_ref[row, head, token, slot]
+    def find(block):
+        """(page, first position) of blocks."""
         inside = (block >= 0) & (block < sizes.k.num_blocks)
         safe = jnp.where(inside, block, 0)
         page, held = sizes.k.locate(layer_ref, table[0] if table else None, row, head, safe)
-        slots = safe * sizes.k.block_size + start + jnp.arange(sizes.keys, dtype=jnp.int32)
+        return page, jnp.where(inside & held, safe * sizes.k.block_size, _UNSEEN_FROM)
+
+    if not dense:
+        # All at once and before the walk: a page found inside it would hold up the keys and values that wait for it.
+        every = jnp.arange(power_of_two(sizes.slots), dtype=jnp.int32)
+        found = find(blocks_ref[row, head, token, jnp.minimum(every, sizes.slots - 1)])
+
+    def body(unit, state):
+        values, top, total = state
+        slot, start = div(unit, sizes.pieces), rem(unit, sizes.pieces) * sizes.keys
+        page, first = find(slot) if dense else (jnp.sum(jnp.where(every == slot, x, 0)) for x in found)
         # Neither an unused slot nor what lies behind the query is read: that memory may hold anything.
-        visible = (slots <= at) & inside & held
+        visible = first + start + jnp.arange(sizes.keys, dtype=jnp.int32) <= at
         read = lambda ref: plgpu.load(ref.at[page, pl.ds(start, sizes.keys), :], mask=visible[:, None], other=0.0)
         scores = dot(q, read(k_ref).astype(q.dtype), transpose=True) * scale
         scores = jnp.where(visible[None, :], scores, -jnp.inf)
@@ -235,9 +262,11 @@ def _kernel(q_ref, at_ref, lengths_ref, *rest, dense: bool, sizes: _Sizes):
     values, top, total = jax.lax.fori_loop(start, stop, body, state)
     seen = total != 0.0
     safe = jnp.where(seen, total, 1.0)
-    out = values / safe[:, None]
-    out_ref[row, token, head, split, lane, :] = out * scales[1][head] if scales else out
-    lse_ref[row, token, head, split, lane] = jnp.where(seen, top + jnp.log(safe) * LOG2E, -jnp.inf)
+    out = values / safe[:, None] * (scales[1][head] if scales else 1.0)
+    out_ref[row, token, head, split, lane, :] = out.astype(out_ref.dtype)
+    # For the merge in powers of two; where there is none this is the result.
+    lse = top / LOG2E + jnp.log(safe) if sizes.splits == 1 else top + jnp.log(safe) * LOG2E
+    lse_ref[row, token, head, split, lane] = jnp.where(seen, lse, -jnp.inf)
 
 
 def _merge_kernel(parts_ref, lses_ref, out_ref, lse_ref, *, sizes: _Sizes):
