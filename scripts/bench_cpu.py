@@ -1,6 +1,6 @@
 """Prefill and decode on a CPU against transformers, in one run (docs/performance.md).
 
-    python scripts/bench_cpu.py                 # 8,192 tokens, both implementations
+    python scripts/bench_cpu.py                 # 8,192 tokens, both implementations; decode rounds take turns
     python scripts/bench_cpu.py --growth        # how our prefill grows from 2k to 64k
 
 float32, batch 1, the same random weights: hidden 512, 8 layers of which 2 are dense, 16/4 heads of 64, 32 experts of
@@ -9,7 +9,9 @@ which 4 are active, block 128, top-k 16.
 
 import argparse
 import os
+import statistics
 import time
+from collections.abc import Generator
 
 import numpy as np
 
@@ -28,24 +30,30 @@ def main() -> None:
     """Run what was asked for and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64, help="of one round")
+    parser.add_argument("--rounds", type=int, default=5, help="of decode steps; the implementations take turns")
     parser.add_argument("--growth", action="store_true")
-    parser.add_argument("--ours", action="store_true", help="leave transformers out")
+    parser.add_argument("--without", default="", help="what to leave out: eager, sdpa or both, comma-separated")
     args = parser.parse_args()
     if args.growth:
         return growth()
     tokens = np.random.default_rng(0).integers(2, TEXT["vocab_size"], args.tokens).tolist()
-    rows = [] if args.ours else [theirs(kind, tokens, args.new_tokens) for kind in ("eager", "sdpa")]
-    rows.append(ours(tokens, args.new_tokens))
-    print(f"{'':22s} {'prefill s':>10s} {'ms / new token':>15s} {'prefill x':>10s} {'decode x':>9s}")
-    for name, prefill, decode in rows:
-        best = rows[-1]
-        ratios = f"{prefill / best[1]:10.1f} {decode / best[2]:9.1f}"
-        print(f"{name:22s} {prefill:10.2f} {decode * 1e3:15.1f} {ratios}")
+    kinds = [kind for kind in ("eager", "sdpa") if kind not in args.without.split(",")]
+    runs = {f"transformers {kind}": theirs(kind, tokens) for kind in kinds}
+    runs["m3jax"] = ours(tokens, args.rounds * max(args.new_tokens, 64))
+    prefill = {name: next(run) for name, run in runs.items()}
+    steps = [{name: run.send(args.new_tokens) for name, run in runs.items()} for _ in range(args.rounds)]
+    print(f"{'':22s} {'prefill s':>10s} {'ms / new token':>15s} {'prefill x':>10s} {'decode x':>9s}  each round")
+    for name, seconds in prefill.items():
+        rounds = [row[name] / row["m3jax"] for row in steps]
+        each = " ".join(f"{x:.1f}" for x in rounds)
+        decode = statistics.median(row[name] for row in steps) * 1e3
+        ratios = f"{seconds / prefill['m3jax']:10.1f} {statistics.median(rounds):9.1f}"
+        print(f"{name:22s} {seconds:10.2f} {decode:15.1f} {ratios}  {each}")
 
 
-def theirs(attention: str, tokens: list[int], new_tokens: int) -> tuple[str, float, float]:
-    """transformers with a dynamic cache; logits of the last token only."""
+def theirs(attention: str, tokens: list[int]) -> Generator[float, int]:
+    """transformers with a dynamic cache; logits of the last token only. Gives seconds as `ours` does."""
     import torch
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
 
@@ -57,17 +65,20 @@ def theirs(attention: str, tokens: list[int], new_tokens: int) -> tuple[str, flo
         model(ids[:, :256], logits_to_keep=1)
         begin = time.perf_counter()
         out = model(ids, logits_to_keep=1, use_cache=True)
-        prefill = time.perf_counter() - begin
-        begin = time.perf_counter()
-        for _ in range(new_tokens):
-            token = out.logits[:, -1:].argmax(-1)
-            out = model(token, past_key_values=out.past_key_values, logits_to_keep=1, use_cache=True)
-        decode = (time.perf_counter() - begin) / new_tokens
-    return f"transformers {attention}", prefill, decode
+        new = yield time.perf_counter() - begin
+        while True:
+            begin = time.perf_counter()
+            for _ in range(new):
+                token = out.logits[:, -1:].argmax(-1)
+                out = model(token, past_key_values=out.past_key_values, logits_to_keep=1, use_cache=True)
+            new = yield (time.perf_counter() - begin) / new
 
 
-def ours(tokens: list[int], new_tokens: int) -> tuple[str, float, float]:
-    """What `m3jax.generate` runs, compiled beforehand."""
+def ours(tokens: list[int], new_tokens: int) -> Generator[float, int]:
+    """What `m3jax.generate` runs, compiled beforehand: seconds of the prefill, then of a token each time.
+
+    Send how many tokens to decode; what one call of the engine decodes is decoded in any case.
+    """
     from m3jax.config import M3Config
     from m3jax.decoding import Params, Sampling, engine_for
     from m3jax.model import init
@@ -75,9 +86,15 @@ def ours(tokens: list[int], new_tokens: int) -> tuple[str, float, float]:
     params = Params(max_new_tokens=new_tokens + 1, sampling=Sampling.greedy())
     engine = engine_for(init(M3Config.from_dict(TEXT), 0), [tokens], [params])
     engine.add(tokens, params)
-    engine.run()
+    while engine.prefill():
+        pass
     timings = engine.timings
-    return "m3jax", timings.prefill_seconds, timings.decode_seconds / timings.decoded_tokens
+    new = yield timings.prefill_seconds
+    while True:
+        seconds, count = timings.decode_seconds, timings.decoded_tokens
+        while engine.busy and timings.decoded_tokens - count < new:
+            engine.step()
+        new = yield (timings.decode_seconds - seconds) / (timings.decoded_tokens - count)
 
 
 def growth() -> None:
@@ -85,7 +102,7 @@ def growth() -> None:
     print(f"{'tokens':>8s} {'prefill s':>10s} {'us / token':>11s}")
     for power in range(11, 17):
         tokens = np.random.default_rng(0).integers(2, TEXT["vocab_size"], 1 << power).tolist()
-        _, prefill, _ = ours(tokens, 1)
+        prefill = next(ours(tokens, 1))
         print(f"{1 << power:8d} {prefill:10.2f} {prefill / (1 << power) * 1e6:11.1f}", flush=True)
 
 
