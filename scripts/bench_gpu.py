@@ -185,10 +185,10 @@ def bench_insert(batch: int, queries: int, bandwidth: float) -> None:
     places = Places(table, jnp.take_along_axis(table, at // 128, axis=1), at % 128)
     pool = lambda seed, *n: normal(seed, 2, batch * blocks, *n, 128, width)
     angles = (normal(i, batch, queries, 32, dtype=jnp.float32) for i in (20, 21))
-    finish = Finish(tuple(normal(9 + i, width) for i in range(4)), *angles, 1e-6, jnp.bfloat16)
+    finish = Finish(tuple(normal(9 + i, width) for i in range(4)), *angles, 1e-6, jnp.bfloat16, "triton")
 
     def kernel(cache, x, layer):
-        ready, cache = finish.insert(x, cache, layer, places, at, lengths, "triton")
+        ready, cache = finish.insert(x, cache, layer, places, at, lengths)
         return cache, ready
 
     def xla(cache, x, layer):

@@ -109,9 +109,10 @@ def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, ind
     at, places = jnp.int32(0), cache.places(positions, lengths)
     stack = cache.stacks[kind == "sparse"]
     with interpret():
-        assert finish.backend(x, stack, at, places, backend) == backend
+        finish = finish.on(x, stack, at, places, backend)
+    assert finish.backend == backend
     with interpret(True if backend == "triton" else pltpu.InterpretParams()):
-        run = jax.jit(lambda x, stack, finish: finish.insert(x, stack, at, places, positions, lengths, backend))
+        run = jax.jit(lambda x, stack, finish: finish.insert(x, stack, at, places, positions, lengths))
         queries, pages = run(x, stack, finish)
     ready = finish(x)
     want = stack.write(at, places, ready.k, ready.v, ready.index_k)

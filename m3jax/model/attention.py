@@ -54,11 +54,12 @@ class Attention(nnx.Module):
             values = self.values(x, context, config)
             values |= _alone(values, context, config)
         else:
-            ready, finish = self._project(x), self._finish(context, config, x.dtype)
-            how = finish.backend(ready, cache, layer, context.places, context.backend)
-            ready, later = (finish(ready), None) if how == "xla" else (ready, (finish, how))
-            out, blocks, cache = cached_attention(ready, later, cache, layer, context, config, context.mesh)
-            values = {} if later else _named(ready)
+            ready = self._project(x)
+            finish = self._finish(context, config, x.dtype).on(ready, cache, layer, context.places, context.backend)
+            if finish.backend == "xla":
+                ready, finish = finish(ready), None
+            out, blocks, cache = cached_attention(ready, finish, cache, layer, context, config, context.mesh)
+            values = {} if finish else _named(ready)
             values |= {"attention": out} | ({} if blocks is None else {"blocks": blocks})
         # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
         flat = values["attention"].reshape(*x.shape[:2], -1)

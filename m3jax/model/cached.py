@@ -21,7 +21,7 @@ from m3jax.parallel import PAGE_AXES
 
 def cached_attention(
     x: Tensors,
-    later: tuple[Finish, str] | None,
+    finish: Finish | None,
     cache: StackCache | OffloadedStack,
     layer: Int[Array, ""],
     context: Context,
@@ -36,7 +36,7 @@ def cached_attention(
 
     Args:
       x: queries, keys and values, or what they are made of.
-      later: how a kernel makes them while it writes, and whose; None if they are ready.
+      finish: how a kernel makes them while it writes; None if they are ready.
       cache: the stack's pages.
       layer: which layer of the stack.
       context: the call's positions, lengths and places.
@@ -57,9 +57,8 @@ def cached_attention(
         )
         rules = selection_rules(config) | dict(backend=context.backend)
         return offloaded_attention(x, cache, layer, context, rules, attend)
-    finish, how = later or (None, "xla")
     rows = (context.positions, context.lengths, context.places, finish)
-    static = _Static(config, context.schedule, context.backend, how)
+    static = _Static(config, context.schedule, context.backend)
     if mesh is None or mesh.size == 1:
         return _core(x, cache, layer, *rows, static)
     return _on_mesh((x, cache, layer, *rows), static, mesh)
@@ -71,7 +70,6 @@ class _Static(NamedTuple):
     config: M3Config
     schedule: str
     backend: str
-    inserts: str
 
 
 def _on_mesh(args, static: _Static, mesh: Mesh):
@@ -102,7 +100,7 @@ def _core(x, cache, layer, positions, lengths, places, finish, static, gather=No
     if finish is None:
         cache = cache.write(layer, places, x.k, x.v, x.index_k)
     else:
-        x, cache = finish.insert(x, cache, layer, places, *rows, static.inserts)
+        x, cache = finish.insert(x, cache, layer, places, *rows)
     view, blocks = cache.view(layer, places, x.q.dtype), None
     held = None
     if x.index_q is not None and static.schedule != "dense":

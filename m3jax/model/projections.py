@@ -33,6 +33,7 @@ class Finish:
       sin: sines.
       eps: of the norm.
       dtype: what is computed in the accumulator's dtype is rounded to this, once.
+      backend: whose `insert` runs.
     """
 
     norms: tuple[Array, Array, Array | None, Array | None]
@@ -40,6 +41,7 @@ class Finish:
     sin: Float[Array, "B T R"]
     eps: float = struct.field(pytree_node=False)
     dtype: DTypeLike = struct.field(pytree_node=False)
+    backend: str = struct.field(pytree_node=False, default="xla")
 
     def __call__(self, x: Tensors) -> Tensors:
         """By XLA."""
@@ -54,12 +56,15 @@ class Finish:
         y = apply_rope(y[:, :, None] if single else y, self.cos, self.sin).astype(self.dtype)
         return y[:, :, 0] if single else y
 
-    def backend(self, x: Tensors, cache: StackCache | OffloadedStack, layer, places: Places, wanted: str) -> str:
-        """Who does it for a call that writes a cache: "xla", or whose `insert` runs."""
+    def on(
+        self, x: Tensors, cache: StackCache | OffloadedStack, layer: Int[Array, ""], places: Places, backend: str
+    ) -> "Finish":
+        """With the backend that does it in a call that writes a cache; "xla" has no `insert`."""
         if isinstance(cache, OffloadedStack):
-            return "xla"
+            return self
         rotated = 2 * self.cos.shape[-1]
-        return api.choose(api.insert_case(x.q, *self._views(cache, layer, places), rotated), wanted)
+        case = api.insert_case(x.q, *self._views(cache, layer, places), rotated)
+        return self.replace(backend=api.choose(case, backend))
 
     def insert(
         self,
@@ -69,12 +74,11 @@ class Finish:
         places: Places,
         positions: Int[Array, "B T"],
         lengths: Int[Array, " B"],
-        backend: str,
     ) -> tuple[Tensors, StackCache]:
         """By a kernel that also writes: queries, and the cache with the new tokens."""
         scales = _scales(cache, layer)
         views, at = self._views(cache, layer, places), (positions, lengths)
-        static = dict(eps=self.eps, scales=scales, backend=backend)
+        static = dict(eps=self.eps, scales=scales, backend=self.backend)
         q, index_q, k, v, index_k = api.insert(x, self.norms, (self.cos, self.sin), *views, *at, **static)
         return Tensors(q, None, None, index_q, None), cache.replace(k=k, v=v, index_k=index_k)
 
