@@ -26,17 +26,19 @@ from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 from pallas_kernels.sparse_decode import dense_decode, sparse_decode
 from pallas_kernels.sparse_prefill import kv_block_major, query_union, sparse_prefill
 
-P = 128
 E4M3 = jnp.float8_e4m3fn
 OUT, LSE, GAP = 5e-3, 1e-3, 5e-3
-# batch, queries, context, query heads, KV heads, slots: ragged rows, chunks, groups that are no power of two.
+# batch, queries, context, query heads, KV heads, slots; width and block where they are not 128. Ragged rows, chunks,
+# groups that are no power of two.
 PREFILL = [
     (1, 4096, 4096, 64, 4, 16), (2, 700, 3001, 64, 4, 16), (1, 129, 257, 16, 1, 4), (3, 65, 2049, 12, 2, 8),
     (1, 2048, 20000, 32, 2, 32), (4, 33, 385, 64, 4, 16), (1, 1000, 5000, 4, 4, 16), (2, 1, 1500, 64, 4, 5),
+    (2, 700, 3001, 64, 4, 16, 64, 64), (1, 129, 2049, 12, 2, 5, 64, 128), (2, 300, 1001, 12, 2, 8, 128, 64),
 ]  # fmt: skip
 DECODE = [
     (1, 1, 131072, 64, 4, 16), (8, 1, 9001, 64, 4, 16), (8, 4, 20000, 64, 4, 16), (3, 16, 2049, 12, 2, 8),
     (32, 1, 4000, 16, 1, 16), (2, 5, 127, 64, 4, 16), (1, 2, 300000, 32, 2, 32), (5, 7, 1025, 4, 4, 4),
+    (8, 4, 9001, 64, 4, 16, 64, 64), (3, 1, 2049, 12, 2, 5, 64, 128), (32, 1, 1001, 64, 4, 8, 128, 64),
 ]  # fmt: skip
 # tokens, experts, experts a token, width, hidden width, tile
 EXPERTS = [
@@ -54,9 +56,10 @@ class Inputs:
 
     def __init__(self, shape, dtype, *, seed: int, stored=None):
         self.shape, self.dtype, self.stored = shape, dtype, stored or dtype
-        self.B, self.T, self.S, self.N, self.K, self.J = shape
+        self.B, self.T, self.S, self.N, self.K, self.J = shape[:6]
+        self.H, self.P = shape[6:] or (128, 128)
         self.rng = np.random.default_rng(seed)
-        self.M = -(-self.S // P)
+        self.M = -(-self.S // self.P)
         self.lengths = np.full(self.B, self.S)
         self.lengths[1:] = self.rng.integers(0, self.S + 1, self.B - 1)
         start = np.maximum(self.lengths - self.rng.integers(self.T, self.T + 3, self.B), 0)
@@ -64,8 +67,8 @@ class Inputs:
         self.positions = start[:, None] + np.arange(self.T)
         pages = self.B * self.M + 5
         self.table = self.rng.permutation(pages)[: self.B * self.M].reshape(self.B, self.M)
-        self.q = self.normal(self.B, self.T, self.N, 128)
-        self.index_q = self.normal(self.B, self.T, self.K, 128)
+        self.q = self.normal(self.B, self.T, self.N, self.H)
+        self.index_q = self.normal(self.B, self.T, self.K, self.H)
         self.k, self.v = self.pool(pages, self.K), self.pool(pages, self.K)
         # What stored keys and values of each head are multiplied with.
         self.scales = 2.0 ** self.rng.integers(-2, 2, (2, self.K)) if stored else np.ones((2, self.K))
@@ -77,9 +80,9 @@ class Inputs:
 
     def pool(self, pages: int, heads: int):
         """Pages in which everything that no row holds is NaN."""
-        held = np.zeros((pages, P), bool)
-        held[self.table] = (np.arange(self.M * P) < self.lengths[:, None]).reshape(self.B, self.M, P)
-        values = self.normal(pages, heads, P, 128).astype(self.stored)
+        held = np.zeros((pages, self.P), bool)
+        held[self.table] = (np.arange(self.M * self.P) < self.lengths[:, None]).reshape(self.B, self.M, self.P)
+        values = self.normal(pages, heads, self.P, self.H).astype(self.stored)
         return jnp.where(jnp.asarray(held)[:, None, :, None], values, jnp.asarray(jnp.nan, self.stored))
 
     def pages(self, pool):
@@ -98,13 +101,13 @@ class Inputs:
         """A row's tokens in float64: `[..., S H]`."""
         x = np.asarray(pool[self.table[b]].astype(jnp.float32), np.float64)
         x = np.moveaxis(x, 0, -3)
-        return x.reshape(*x.shape[:-3], -1, 128)[..., : self.lengths[b], :]
+        return x.reshape(*x.shape[:-3], -1, self.H)[..., : self.lengths[b], :]
 
     def selection(self):
         """Random blocks, the own one last; some slots unused."""
         out = np.full((self.B, self.K, self.T, self.J), -1, np.int32)
         for b, k, t in np.ndindex(out.shape[:3]):
-            own = self.positions[b, t] // P
+            own = self.positions[b, t] // self.P
             if self.positions[b, t] < self.lengths[b]:
                 chosen = self.rng.choice(own, min(self.J - 1, own), replace=False) if own else []
                 out[b, k, t, : len(chosen) + 1] = np.append(np.sort(chosen), own)
@@ -138,12 +141,12 @@ def check_index(x: Inputs, op) -> dict[str, float]:
             if position >= x.lengths[b]:
                 ok &= bool((ids == -1).all())
                 continue
-            own = position // P
+            own = position // x.P
             count = min(x.J, own + 1)
             kept = ids[:count]
             ok &= bool((ids[count:] == -1).all() and (np.diff(kept) > 0).all() and kept[-1] == own and kept[0] >= 0)
-            scores = keys[: own * P] @ np.asarray(x.index_q[b, t, head].astype(jnp.float32), np.float64)
-            best = scores.reshape(own, P).max(-1) if own else np.zeros(0)
+            scores = keys[: own * x.P] @ np.asarray(x.index_q[b, t, head].astype(jnp.float32), np.float64)
+            best = scores.reshape(own, x.P).max(-1) if own else np.zeros(0)
             dropped = np.setdiff1d(np.arange(own), kept)
             if len(dropped) and count > 1:
                 worst = max(worst, best[dropped].max() - best[kept[:-1]].min())
@@ -153,12 +156,12 @@ def check_index(x: Inputs, op) -> dict[str, float]:
 def reference(x: Inputs, k_pool, v_pool, blocks, b, t, rows):
     """(out [N H], lse [N]) in float64 of one query; blocks None is dense."""
     keys, values = rows.setdefault(b, (x.row(k_pool, b), x.row(v_pool, b)))
-    scale = x.scales * [[128**-0.5], [1.0]]
-    q = np.asarray(x.q[b, t].astype(jnp.float32), np.float64).reshape(x.K, -1, 128)
+    scale = x.scales * [[x.H**-0.5], [1.0]]
+    q = np.asarray(x.q[b, t].astype(jnp.float32), np.float64).reshape(x.K, -1, x.H)
     token = np.arange(min(x.positions[b, t] + 1, x.lengths[b]))
     out, lse = [], []
     for head in range(x.K):
-        seen = token if blocks is None else token[np.isin(token // P, blocks[b, head, t])]
+        seen = token if blocks is None else token[np.isin(token // x.P, blocks[b, head, t])]
         s = q[head] @ keys[head, seen].T * scale[0, head]
         top = s.max(-1, keepdims=True)
         p = np.exp(s - top)
@@ -197,7 +200,7 @@ def compare(x: Inputs, blocks, out, lse, ok) -> dict[str, float]:
 def check_cudnn(x: Inputs) -> dict[str, float]:
     x.positions = np.broadcast_to(np.arange(x.T), (x.B, x.T))
     x.lengths = np.minimum(x.lengths, x.T)
-    own = lambda pool: jnp.stack([jnp.asarray(pool[x.table[b]]).swapaxes(0, 1).reshape(x.K, -1, 128)[:, : x.T]
+    own = lambda pool: jnp.stack([jnp.asarray(pool[x.table[b]]).swapaxes(0, 1).reshape(x.K, -1, x.H)[:, : x.T]
                                   for b in range(x.B)]).swapaxes(1, 2)  # fmt: skip
     args = x.q, jnp.nan_to_num(own(x.k)), jnp.nan_to_num(own(x.v)), x.at[1]
     (out,), ok = twice(jax.jit(cudnn_causal), *args)
@@ -207,9 +210,9 @@ def check_cudnn(x: Inputs) -> dict[str, float]:
 def check_insert(x: Inputs) -> dict[str, float]:
     """Against the same operations in float32, and that no other slot changed."""
     f32 = lambda *shape: jax.random.normal(jax.random.key(int(x.rng.integers(2**31))), shape, jnp.float32)
-    new = Projected(f32(x.B, x.T, x.N, 128), f32(x.B, x.T, x.K, 128), f32(x.B, x.T, x.K, 128),
-                    f32(x.B, x.T, x.K, 128), f32(x.B, x.T, 128))  # fmt: skip
-    norms = Projected(f32(128), f32(128), None, f32(128), f32(128))
+    new = Projected(f32(x.B, x.T, x.N, x.H), f32(x.B, x.T, x.K, x.H), f32(x.B, x.T, x.K, x.H),
+                    f32(x.B, x.T, x.K, x.H), f32(x.B, x.T, x.H))  # fmt: skip
+    norms = Projected(f32(x.H), f32(x.H), None, f32(x.H), f32(x.H))
     angle = f32(x.B, x.T, 32)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
 
@@ -223,7 +226,7 @@ def check_insert(x: Inputs) -> dict[str, float]:
         new, norms, cos, sin, *at, x.pages(k), x.pages(v), x.pages(i), eps=1e-6, dtype=x.dtype))  # fmt: skip
     got, ok = twice(fn, new, x.k, x.v, x.index_k, *x.at)
     b, t = np.nonzero(x.positions < x.lengths[:, None])
-    page, slot = x.table[b, x.positions[b, t] // P], x.positions[b, t] % P
+    page, slot = x.table[b, x.positions[b, t] // x.P], x.positions[b, t] % x.P
     put = lambda pool, y: pool.at[page, :, slot].set(y[b, t].astype(x.dtype))
     index = x.index_k.at[page, slot].set(rotate(new.index_k, norms.index_k)[b, t])
     want = (rotate(new.q, norms.q), rotate(new.index_q, norms.index_q), put(x.k, rotate(new.k, norms.k)),
@@ -322,7 +325,7 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, seed {args.seed}")
-    print(f"{'op':24} {'B, T, S, N, K, J':34} {'dtype':9} result")
+    print(f"{'op':24} {'B, T, S, N, K, J, H, P':34} {'dtype':9} result")
     work = [(name, shape, jnp.dtype(dtype).name, partial(check, seed=args.seed + i))
             for i, (name, shape, dtype, check) in enumerate(cases(args.small))]  # fmt: skip
     for dtype in ("float32", "bfloat16") if args.model else ():
