@@ -173,7 +173,7 @@ assert all(sorted(c.acceptance, reverse=True) == list(c.acceptance) for c in don
 # $p$: here the second token of many continuations of one prompt, with a draft and without.
 
 # %%
-SEEDS = 200
+SEEDS = 100
 
 
 def second_tokens(**how):

@@ -18,6 +18,8 @@ from m3jax.text import Tokenizer
 from m3jax.train.data import python_corpus
 
 NEW = 96
+# Those of notebooks/03_speculative.ipynb, so that one of the two finds the other's programs in the compilation cache.
+SHAPES = dict(pages=64, max_batch=4, prefill_chunk=64, max_length=256, steps_per_call=1, draft_tokens=3)
 
 
 @jax.tree_util.register_dataclass
@@ -45,10 +47,7 @@ def prompts():
 
 
 def run(drafter):
-    served = Engine(
-        target(), pages=8 * 16, max_batch=8, prefill_chunk=128, prefill_rows=8, max_length=256, steps_per_call=16,
-        draft=drafter, draft_tokens=3,
-    )  # fmt: skip
+    served = Engine(target(), **SHAPES, draft=drafter)
     asked = Params(max_new_tokens=NEW, sampling=Sampling.greedy())
     handles = [served.add(prompt, asked) for prompt in prompts()]
     results = served.run()
