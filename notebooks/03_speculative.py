@@ -170,17 +170,19 @@ assert all(sorted(c.acceptance, reverse=True) == list(c.acceptance) for c in don
 #
 # A sampled row accepts a proposal $x$ with probability $\min(1, p(x) / q(x))$; $q(x) = 1$ where the draft simply named
 # its favourite. At the first refusal the token is drawn from $\max(p - q, 0)$. Then the tokens have the distribution
-# $p$: here the second token of many continuations of one prompt, with a draft and without.
+# $p$: here the second token of many continuations of one prompt, which leaves much open, with a draft and without.
 
 # %%
 SEEDS = 100
+unclear = code(1000)
+print(repr(tokenizer.decode(unclear[-16:])))
 
 
 def second_tokens(**how):
     """The second new token for each seed."""
     engine = Engine(model, **SHAPES, **how)
     handles = [
-        engine.add(prompt, Params(max_new_tokens=2, sampling=Sampling(temperature=0.8, top_k=6, seed=i)))
+        engine.add(unclear, Params(max_new_tokens=2, sampling=Sampling(temperature=0.8, top_k=6, seed=i)))
         for i in range(SEEDS)
     ]
     results = engine.run()
@@ -197,6 +199,7 @@ axis.set(xticks=np.arange(len(common)) + 0.2, xticklabels=[repr(tokenizer.decode
 axis.set(ylabel="share", title=f"the second token of {SEEDS} continuations")
 axis.legend(frameon=False)
 plt.show()
+assert len(common) == 10
 for token in common:
     p = (with_draft.count(token) + without.count(token)) / (2 * SEEDS)
     assert abs(with_draft.count(token) - without.count(token)) < 5 * (2 * SEEDS * p * (1 - p)) ** 0.5
