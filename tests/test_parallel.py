@@ -28,6 +28,7 @@ MESHES = [
     "data=2,tensor=4",
     "context=8",
     "context=2,expert=2,tensor=2",
+    "data=2,context=2,tensor=2",
 ]
 QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile; the program is the same
 
