@@ -15,12 +15,14 @@ from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 from pallas_kernels.shapes import BY_NAME, DECODE, PREFILL, Shape
 from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_decode.triton import _default
 from pallas_kernels.sparse_prefill import kv_block_major, query_union
 
 H200 = AbstractMesh(
     (1,), ("x",), axis_types=(AxisType.Auto,),
     abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"),
 )  # fmt: skip
+H200_SHARED_MEMORY = 232_448  # bytes of a thread block
 SMALL = Shape("small", 2, 70, 1000, heads=12, kv_heads=2, width=64, block_size=64, top_k=5)
 FEW = Shape("few", 2, 5, 1000, heads=6, kv_heads=2, width=64, block_size=64, top_k=5)
 
@@ -88,6 +90,18 @@ def test_prefill_lowers(shape, attend):
 def test_decode_lowers(shape, stored):
     for text in lower_all(shape, index_topk_decode, sparse_decode, stored=stored):
         assert "triton" in text
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32], ids=["e4m3", "bf16", "fp32"])
+@pytest.mark.parametrize("name", ["decode 1 at 131,072", "decode 32 at 131,072"])
+def test_what_a_decode_fetches_ahead_fits_shared_memory(name, dtype, queries):
+    """Lowering does not see it: Triton holds keys and values of all stages but one, and both left operands."""
+    s = BY_NAME[name]
+    config = _default(dtype, s.batch * s.kv_heads, queries)
+    keys = min(config.keys, s.block_size)
+    ahead = 2 * (config.num_stages - 1) * keys * s.width * jnp.dtype(dtype).itemsize
+    assert ahead + 16 * (s.width + keys) * 4 < H200_SHARED_MEMORY
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])

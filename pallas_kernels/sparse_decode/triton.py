@@ -157,18 +157,20 @@ def dense_decode(
 
 def _sizes(q, k: Pages, kv_heads: int, slots: int, config: Config | None, interpret: bool) -> _Sizes:
     batch, length, heads, width = q.shape
-    config = config or _default(k, batch * kv_heads, length)
+    config = config or _default(k.pool.dtype, batch * kv_heads, length)
     units = slots * (k.block_size // min(config.keys, k.block_size))
     splits = max(1, min(units, config.programs // (batch * length * kv_heads)))
     return _Sizes(k, config, length, heads, kv_heads, slots, width, splits, interpret)
 
 
-def _default(k: Pages, selections: int, length: int) -> Config:
+def _default(stored, selections: int, length: int) -> Config:
     # Of a single query a program takes whole blocks: as many programs as run at once, one or (of one-byte numbers) two
-    # a multiprocessor. Several queries of a row share what they read, and many rows fill the GPU in any case.
-    if length == 1 and k.pool.dtype.itemsize == 1:
+    # a multiprocessor. Several queries of a row share what they read, and many rows fill the GPU in any case. Whole
+    # blocks in float32, fetched ahead, are more than a multiprocessor's shared memory holds.
+    itemsize = jnp.dtype(stored).itemsize
+    if length == 1 and itemsize == 1:
         return Config(programs=2 * _MULTIPROCESSORS, keys=128)
-    if length == 1 and selections <= _MULTIPROCESSORS:
+    if length == 1 and itemsize == 2 and selections <= _MULTIPROCESSORS:
         return Config(programs=_MULTIPROCESSORS, keys=128)
     return Config()
 
