@@ -301,11 +301,13 @@ def cases(small: bool):
     for name, shapes, check in ops:
         for shape in [shapes[SMALL]] if small else shapes:
             yield name, shape, jnp.bfloat16, partial(check, shape, jnp.bfloat16)
-        for dtype in () if small or shapes is CUDNN else (jnp.float16, jnp.float32):
-            yield name, shapes[SMALL], dtype, partial(check, shapes[SMALL], dtype)
+        some = () if small or shapes is CUDNN else (shapes[0], shapes[SMALL])
+        for shape, dtype in itertools.product(some, (jnp.float16, jnp.float32)):
+            yield name, shape, dtype, partial(check, shape, dtype)
     for name, check in decode.items():
-        for shape in DECODE[:1] if small else DECODE:
-            yield f"{name}, e4m3", shape, jnp.bfloat16, partial(drawn(check), shape, jnp.bfloat16, stored=E4M3)
+        wide = [] if small else [(shape, jnp.float32) for shape in (DECODE[0], DECODE[SMALL])]
+        for shape, dtype in [(shape, jnp.bfloat16) for shape in (DECODE[:1] if small else DECODE)] + wide:
+            yield f"{name}, e4m3", shape, dtype, partial(drawn(check), shape, dtype, stored=E4M3)
 
 
 def main() -> int:

@@ -32,9 +32,15 @@ def build(dtype: str, mesh: Mesh | None = None) -> M3:
     return init(config, 0, dtype, mesh)
 
 
+def _pair(dtype: str, mesh: Mesh | None) -> tuple[M3, M3]:
+    """The same weights with kernels, on the mesh if there is one, and with XLA's programs on one GPU."""
+    one = build(dtype)
+    return (build(dtype, mesh) if mesh else one).with_backend("triton"), one.with_backend("xla")
+
+
 def check_forward(dtype: str, seed: int, mesh: Mesh | None = None) -> dict:
     """Logits of whole rows, and how many choices of the first sparse layer differ."""
-    models = build(dtype, mesh).with_backend("triton"), build(dtype).with_backend("xla")
+    models = _pair(dtype, mesh)
     tokens = _tokens(seed, *FORWARD)
     lengths = jnp.array([FORWARD[1], FORWARD[1] * 2 // 3], jnp.int32)
     run = jax.jit(_forward)
@@ -56,7 +62,7 @@ def _forward(model: M3, tokens, lengths):
 
 def check_tokens(dtype: str, seed: int, mesh: Mesh | None = None) -> dict:
     """Greedy tokens of an engine: in float32 the same; in bfloat16 few that XLA finds much worse than its best."""
-    models = {"triton": build(dtype, mesh).with_backend("triton"), "xla": build(dtype).with_backend("xla")}
+    models = dict(zip(("triton", "xla"), _pair(dtype, mesh), strict=True))
     prompts = [np.asarray(_tokens(seed + 1 + i, 1, n))[0].tolist() for i, n in enumerate(PROMPTS)]
     served = {name: _serve(model, prompts) for name, model in models.items()}
     gaps = _gaps(models["xla"], prompts, served["triton"])
