@@ -14,7 +14,7 @@ from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 from pallas_kernels.shapes import BY_NAME, DECODE, PREFILL, Shape
-from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_decode import dense_decode, sparse_decode
 from pallas_kernels.sparse_decode.triton import _default
 from pallas_kernels.sparse_prefill import kv_block_major, query_union
 
@@ -88,8 +88,9 @@ def test_prefill_lowers(shape, attend):
 @pytest.mark.parametrize("stored", [None, jnp.float8_e4m3fn], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("shape", DECODE, ids=[s.name for s in DECODE])
 def test_decode_lowers(shape, stored):
-    for text in lower_all(shape, index_topk_decode, sparse_decode, stored=stored):
-        assert "triton" in text
+    for attend in (sparse_decode, partial(dense_decode, kv_heads=shape.kv_heads)):
+        for text in lower_all(shape, index_topk_decode, attend, stored=stored):
+            assert "triton" in text
 
 
 @pytest.mark.parametrize("queries", [1, 4])
@@ -111,7 +112,8 @@ def test_every_dtype_and_layout_lowers(dtype, layout):
     dense = partial(dense_causal, kv_heads=SMALL.kv_heads)
     for attend in (query_union, kv_block_major, dense):
         lower_all(SMALL, index_topk, attend, dtype, layout=layout)
-    lower_all(FEW, index_topk_decode, sparse_decode, dtype, layout=layout)
+    for attend in (sparse_decode, partial(dense_decode, kv_heads=FEW.kv_heads)):
+        lower_all(FEW, index_topk_decode, attend, dtype, layout=layout)
 
 
 @pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "e4m3"])
