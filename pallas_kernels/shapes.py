@@ -50,6 +50,11 @@ class Shape:
         """Keys and values in bfloat16 of the blocks that one query a row selects."""
         return 4.0 * self.batch * self.kv_heads * min(self.top_k, self.blocks) * self.block_size * self.width
 
+    @property
+    def dense_bytes(self) -> float:
+        """All keys and values in bfloat16, read once."""
+        return 4.0 * self.batch * self.kv_heads * self.context * self.width
+
 
 PREFILL = (
     Shape("prefill 8,192", 1, 8192, 8192),
