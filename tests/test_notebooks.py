@@ -53,8 +53,8 @@ def test_stored_notebook_is_valid_and_small(name):
 def test_notebook_runs(name, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason=f"running a notebook {_NEEDS}")
     # Of a notebook's time more is its programs' than the compiler's: here LLVM's first optimizations pay.
-    lowest = "--xla_backend_optimization_level="
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(f"{lowest}0", f"{lowest}1", 1))
+    level = "--xla_backend_optimization_level="
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(f"{level}0", f"{level}1", 1))
     notebook, stored = read(name), read(name)
     nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3").execute()
     assert pictures(notebook) == pictures(stored)
