@@ -75,7 +75,7 @@ def index_topk_decode(
     scores, groups = pl.pallas_call(
         partial(_score_kernel, index_k=index_k, rows=rows, rules=rules),
         grid=(splits, batch),
-        out_shape=[jax.ShapeDtypeStruct((batch, rows, n), jnp.float32) for n in (count, splits)],
+        out_shape=[jax.ShapeDtypeStruct((batch, length * heads, n), jnp.float32) for n in (count, splits)],
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="index_score_decode",
@@ -87,6 +87,8 @@ def _score_kernel(q_ref, at_ref, lengths_ref, pool_ref, layer_ref, *rest, index_
     *table, out_ref, groups_ref = rest
     split, row = pl.program_id(0), pl.program_id(1)
     lane = jnp.arange(rows, dtype=jnp.int32)
+    # Lanes that only fill the tile have no place to write to: their few bytes, between reads, took 2% of the time.
+    queries = lane < q_ref.shape[1]
     kind = matmul_dtype(q_ref.dtype, pool_ref.dtype)
     q = q_ref[row, jnp.minimum(lane, q_ref.shape[1] - 1), :].astype(kind)
     stop = last_own(at_ref, lengths_ref, row, index_k.block_size)
@@ -97,12 +99,13 @@ def _score_kernel(q_ref, at_ref, lengths_ref, pool_ref, layer_ref, *rest, index_
         keys = pool_ref[page, :, :].astype(kind)
         key = ordered(jnp.max(dot(keys, q, transpose=True), axis=0))
         key = jnp.where(held, key, ABOVE)
-        out_ref[row, lane, block] = key
+        plgpu.store(out_ref.at[row, lane, block], key, mask=queries, eviction_policy="evict_last")
         return jnp.maximum(best, key)
 
     start = split * size
     worst = jnp.full((rows,), -jnp.inf, jnp.float32)
-    groups_ref[row, lane, split] = jax.lax.fori_loop(start, jnp.minimum(start + size, stop), body, worst)
+    best = jax.lax.fori_loop(start, jnp.minimum(start + size, stop), body, worst)
+    plgpu.store(groups_ref.at[row, lane, split], best, mask=queries)
 
 
 def _default(stored) -> Config:
