@@ -60,37 +60,37 @@ def pages(x, table, s: Shape, layer):
     return contiguous(x, s.block_size, layer) if table is None else paged(x, table, layer)
 
 
-def lower_all(s: Shape, index, attend, dtype=jnp.bfloat16, stored=None, layout="paged") -> list[str]:
+def lower_all(s: Shape, index, attends, dtype=jnp.bfloat16, stored=None, layout="paged") -> list[str]:
+    """Programs of the selection, and of each kind of attention."""
     q, kv, index_q, index_k, table, blocks, positions, lengths = operands(s, dtype, stored or dtype, layout)
     layer = array(jnp.int32)
 
     def score(q, k, table, layer, *at):
         return index(q, pages(k, table, s, layer), *at, top_k=s.top_k)
 
-    def attention(q, k, v, table, layer, *rest):
+    def attention(attend, q, k, v, table, layer, *rest):
         return attend(q, pages(k, table, s, layer), pages(v, table, s, layer), *rest, return_lse=True)
 
-    chosen = () if isinstance(attend, partial) else (blocks,)
-    return [
-        lower(score, index_q, index_k, table, layer, positions, lengths),
-        lower(attention, q, kv, kv, table, layer, *chosen, positions, lengths),
-    ]
+    texts = [lower(score, index_q, index_k, table, layer, positions, lengths)]
+    for attend in attends:
+        chosen = () if isinstance(attend, partial) else (blocks,)
+        texts.append(lower(partial(attention, attend), q, kv, kv, table, layer, *chosen, positions, lengths))
+    return texts
 
 
-@pytest.mark.parametrize("attend", [query_union, kv_block_major], ids=["query_union", "kv_block_major"])
 @pytest.mark.parametrize("shape", PREFILL, ids=[s.name for s in PREFILL])
-def test_prefill_lowers(shape, attend):
+def test_prefill_lowers(shape):
     """T37, T39: 131,072 queries and 8,192 blocks fit the launch grid."""
-    for text in lower_all(shape, index_topk, attend):
+    for text in lower_all(shape, index_topk, [query_union, kv_block_major]):
         assert "triton" in text
 
 
 @pytest.mark.parametrize("stored", [None, jnp.float8_e4m3fn], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("shape", DECODE, ids=[s.name for s in DECODE])
 def test_decode_lowers(shape, stored):
-    for attend in (sparse_decode, partial(dense_decode, kv_heads=shape.kv_heads)):
-        for text in lower_all(shape, index_topk_decode, attend, stored=stored):
-            assert "triton" in text
+    attends = [sparse_decode, partial(dense_decode, kv_heads=shape.kv_heads)]
+    for text in lower_all(shape, index_topk_decode, attends, stored=stored):
+        assert "triton" in text
 
 
 @pytest.mark.parametrize("queries", [1, 4])
@@ -109,11 +109,11 @@ def test_what_a_decode_fetches_ahead_fits_shared_memory(name, dtype, queries):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "fp16", "fp32"])
 def test_every_dtype_and_layout_lowers(dtype, layout):
     """Heads of 64, blocks of 64, groups of 6 and 3, five slots: nothing here is a power of two by chance."""
-    dense = partial(dense_causal, kv_heads=SMALL.kv_heads)
-    for attend in (query_union, kv_block_major, dense):
-        lower_all(SMALL, index_topk, attend, dtype, layout=layout)
-    for attend in (sparse_decode, partial(dense_decode, kv_heads=FEW.kv_heads)):
-        lower_all(FEW, index_topk_decode, attend, dtype, layout=layout)
+    prefill = [query_union, kv_block_major, partial(dense_causal, kv_heads=SMALL.kv_heads)]
+    decode = [sparse_decode, partial(dense_decode, kv_heads=FEW.kv_heads)]
+    texts = lower_all(SMALL, index_topk, prefill, dtype, layout=layout)
+    texts += lower_all(FEW, index_topk_decode, decode, dtype, layout=layout)
+    assert len(texts) == 7 and all("triton" in text for text in texts)
 
 
 @pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "e4m3"])
