@@ -1,0 +1,210 @@
+"""Keys and values in host memory: the same blocks and tokens as on the device, and only selected pages move."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import tiny
+from support.compilations import compilations
+from support.engines import CONFIG, SIZE, Watched, engine, finish, params, preemptions, prompt, quick, serve, watch
+
+from m3jax.cache import Cache, HostMemory
+from m3jax.cache.offload import GROUP, Slots
+from m3jax.parallel import parse_mesh
+
+HEADS, TOP_K = CONFIG.num_key_value_heads, CONFIG.index_topk_blocks
+KINDS = ("numpy", "pinned_host")
+WORK = [
+    (prompt(90, 1), params(20)),
+    (prompt(13, 2), params(20, temperature=0.8, seed=3)),
+    (prompt(60, 3), params(20)),
+    (prompt(100, 4), params(12)),
+]
+# One row whose chunks select from more pages than the pool has.
+NARROW = dict(max_batch=1, prefill_rows=1, prefill_chunk=64, pages=16, prefix_cache=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> Iterator[None]:
+    with quick():
+        yield
+
+
+@cache
+def model():
+    return tiny.model(CONFIG)
+
+
+@cache
+def offloaded(kind: str):
+    """Compiled once; a request that has ended leaves pages in the pool and the prefix cache, which is part of it."""
+    served = engine(model(), pages=24, device_pages=16, host_memory=kind, prefix_cache=False)
+    served.warmup()
+    return served
+
+
+@cache
+def narrow():
+    return engine(Watched(model()), **NARROW, device_pages=10, host_memory="pinned_host")
+
+
+@cache
+def resident():
+    return serve(engine(model(), pages=24, prefix_cache=False), *WORK)
+
+
+def assert_same(got, expected, tolerance=0.0):
+    assert [x.tokens for x in got] == [x.tokens for x in expected]
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offloaded_is_resident_bit_for_bit(kind):
+    """Where one pass has room for all, attention sums in the same order."""
+    served = offloaded(kind)
+    with compilations() as seen:
+        got = serve(served, *WORK)
+    assert not seen
+    assert_same(got, resident())
+    assert preemptions(served) > 0
+    report = served.offload
+    assert report["misses"] > 0 and 0.5 < report["hit_rate"] < 1
+    assert report["host_bytes"] == 24 / 16 * report["device_bytes"]
+    written = sum(len(p) + q.max_new_tokens for p, q in WORK)
+    page = 2 * SIZE * HEADS * CONFIG.head_dim * 4
+    assert report["bytes_out"] >= written // SIZE * page
+
+
+def test_a_chunk_that_selects_more_than_fits_takes_passes():
+    work = [(prompt(120, 7), params(8))]
+    served, whole = narrow(), engine(Watched(model()), **NARROW)
+    notes, expected = watch(served), watch(whole)
+    assert_same(serve(served, *work), serve(whole, *work), 1e-5)
+    assert notes.keys() == expected.keys()
+    for tokens in notes:
+        np.testing.assert_array_equal(notes[tokens], expected[tokens])
+
+
+def test_only_selected_pages_move():
+    """A decode step brings in what the selection has and the pool has not, never a row's other pages."""
+    served = narrow()
+    handle = served.add(prompt(100, 5), params(12))
+    while served.prefill():
+        pass
+    layers = sum(stack.num_layers for stack in CONFIG.stacks if stack.is_sparse)
+    seen = []
+    for _ in range(10):
+        before = served.offload
+        served._runner.decode(1)
+        now = served.offload
+        misses, moved = (now[name] - before[name] for name in ("misses", "bytes_in"))
+        chosen = misses + now["hits"] - before["hits"]
+        assert HEADS * layers <= chosen <= HEADS * TOP_K * layers
+        page = served._runner.host.page_bytes
+        assert misses * page <= moved <= (misses + layers * (GROUP - 1)) * page
+        seen.append(misses)
+    assert 0 < sum(seen) < 10 * HEADS * TOP_K * layers / 2  # the pool keeps what was used last
+    served.abort(handle)
+
+
+def test_host_memory_is_where_it_is_read_from():
+    """Overwritten pages change what comes out, but those that nobody selects do not."""
+    served = engine(model(), **NARROW, device_pages=10, host_memory="numpy")
+    memory = next(pages.kv for pages in served._runner.host.pages if pages is not None)
+    memory[:] = np.nan
+    (clean,) = serve(served, (prompt(100, 5), params(12)))
+    assert np.isfinite(clean.logprobs).all()
+    handle = served.add(prompt(100, 5), params(12))
+    while served.prefill():
+        pass
+    memory[:] = 50.0
+    finish(served)
+    assert served.result(handle).logprobs != clean.logprobs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copied_truncated_and_moved_requests_go_on_as_before(kind):
+    """T16: index keys on the device and pages in host memory travel together."""
+    served, other, expected = offloaded(kind), offloaded(*{*KINDS} - {kind}), resident()[2]
+    handle = served.add(*WORK[2])
+    for _ in range(8):
+        served.step()
+    assert 4 < len(served.result(handle).tokens) < 20
+    copy, snapshot = served.copy(handle), served.export(handle)
+    served.truncate(handle, 3)
+    moved = served.import_request(snapshot)
+    target = engine(model(), pages=24, prefix_cache=False)
+    elsewhere = target.import_request(snapshot)
+    finish(served)
+    finish(target)
+    for tokens in [served.result(h).tokens for h in (handle, copy, moved)] + [target.result(elsewhere).tokens]:
+        assert tokens == expected.tokens
+    back = other.import_request(snapshot)
+    finish(other)
+    assert other.result(back).tokens == expected.tokens
+
+
+def test_a_prefix_hit_reads_host_memory():
+    served = engine(model(), pages=24, device_pages=16, host_memory="pinned_host")
+    first = serve(served, (prompt(90, 1), params(20)))[0]
+    before = served.timings.prompt_tokens
+    again = serve(served, (prompt(90, 1), params(20)))[0]
+    assert served.timings.prompt_tokens - before < SIZE
+    assert_same([again], [first], 1e-5)
+
+
+assign = jax.jit(Slots.assign)
+
+
+@given(st.integers(0, 10**6))
+def test_slots_keep_what_was_used_last(seed):
+    """Against a dictionary: wanted pages stay or come, dirty ones stay, the least recently used leave first."""
+    rng = np.random.default_rng(seed)
+    slots, used, dirty = Slots.empty(1, 20, 6), {}, set()
+    for now in range(12):
+        wanted = rng.random(20) < rng.choice([0.1, 0.3, 0.6])
+        slots, pages, _, count = assign(slots, jnp.int32(0), jnp.asarray(wanted), jnp.int32(now))
+        where, page_of = np.asarray(slots.slot_of[0]), np.asarray(slots.page_of[0])
+        found = {page for page in range(20) if where[page] >= 0}
+        assert {page_of[where[page]] for page in found} == found == set(page_of[page_of >= 0])
+        arriving = np.asarray(pages)[: int(count)].tolist()
+        missing = [page for page in np.flatnonzero(wanted).tolist() if page not in used]
+        givable = {page for page in used if not wanted[page]} - dirty
+        free = 6 - len(used)
+        assert arriving == missing[: free + len(givable)] and found >= set(arriving)
+        gone = used.keys() - found
+        assert gone <= givable and len(gone) == max(0, len(arriving) - free)
+        assert max((used[p] for p in gone), default=-1) <= min((used[p] for p in givable - gone), default=now)
+        used = {page: now if wanted[page] else used[page] for page in found}
+        if len(dirty) < 3:
+            dirty = set(page_of[rng.random(6) < 0.2].tolist()) & found
+        slots = slots.replace(dirty=jnp.asarray(np.isin(page_of, list(dirty)))[None])
+
+
+def test_forgotten_pages_are_read_again():
+    slots, *_ = Slots.empty(2, 8, 4).assign(jnp.int32(1), jnp.arange(8) < 3, jnp.int32(1))
+    slots = slots.forget(jnp.array([1, -1, 7]))
+    assert np.asarray(slots.slot_of[1] >= 0).tolist() == [True, False, True] + [False] * 5
+    assert sorted(np.asarray(slots.page_of[1]).tolist()) == [-1, -1, 0, 2]
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"device_pages = 5: .* give 16 or more"):
+        engine(model(), device_pages=5)
+    with pytest.raises(ValueError, match="host_memory = 'disk': this device has numpy, pinned_host"):
+        engine(model(), device_pages=16, host_memory="disk")
+    with pytest.raises(ValueError, match="device_pages on a mesh"):
+        mesh = parse_mesh("tensor=2")
+        engine(tiny.model(CONFIG, mesh=mesh), device_pages=16)
+    dense = tiny.config("dd")
+    with pytest.raises(ValueError, match="no layer of this model is sparse"):
+        HostMemory(Cache.pool(dense, 4, 1, 4, "float32", device_pages=2))
+    served = engine(model().with_schedule("mask"), device_pages=16)
+    with pytest.raises(ValueError, match="schedule 'mask' reads all blocks"):
+        served.warmup()

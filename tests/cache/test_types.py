@@ -1,0 +1,166 @@
+"""What the cache stores: small types and their scales, and virtual pages."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny
+
+from m3jax.cache import Cache, measure_scales
+from m3jax.decoding import Engine, Params, Sampling
+from m3jax.msa import Paged, index_topk, paged_attention, sparse_attention, virtual_pages
+
+CONFIG = tiny.config("dM")
+F8 = "float8_e4m3fn"
+LENGTH = 45
+
+
+@cache
+def model():
+    return tiny.model(CONFIG)
+
+
+@cache
+def scales():
+    return measure_scales(model(), jnp.asarray(tiny.tokens(CONFIG, 2, LENGTH)))
+
+
+@jax.jit
+def fill(model, tokens, cache):
+    rows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    call = dict(positions=positions, lengths=jnp.full(rows, length, jnp.int32))
+    probe = lambda values, context: {k: values[k] for k in ("k", "v", "index_k") if k in values}
+    x, cache, kept = model.trunk(tokens, cache=cache, probe=probe, **call)
+    return model.unembed(model.final_norm(x)), cache, kept
+
+
+def filled(**types):
+    """(logits, cache, what was written [L B T ...]) of two rows."""
+    cache = Cache.init(CONFIG, 2, LENGTH, "float32", **types)
+    return fill(model(), jnp.asarray(tiny.tokens(CONFIG, 2, LENGTH)), cache)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "index_k"])
+def test_float8_is_off_by_half_a_step(name):
+    """Three bits of mantissa: 2**-4 of a number, or of the smallest normal one."""
+    _, cache, kept = filled(kv_dtype=F8, index_dtype=F8, scales=scales())
+    for i, (stack, values) in enumerate(zip(cache.stacks, kept, strict=True)):
+        if name not in values:
+            continue
+        assert getattr(stack, name).dtype == F8
+        for layer in range(len(values[name])):
+            places = cache.places(jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32))
+            view = stack.view(layer, places, np.dtype("float32")) if name != "index_k" else None
+            index = stack.index_view(layer, places, np.dtype("float32")) if view is None else None
+            got = index.run(0, index.num_blocks) if view is None else view.run(0, view.num_blocks)["kv".index(name)]
+            got = np.asarray(got if view is None else got.swapaxes(1, 2))[:, :LENGTH]
+            scale = np.asarray(getattr(scales()[i], name))[layer]
+            scale = scale if view is None else scale[:, None]
+            wrote = np.asarray(values[name][layer])
+            assert np.all(np.abs(got - wrote) <= np.maximum(np.abs(wrote), scale * 2.0**-6) * 2.0**-4 * 1.0001)
+            assert np.abs(got - wrote).max() > 0
+
+
+def test_float8_overflow_is_cut_off():
+    """Not NaN, which the cast alone would give."""
+    tight = jax.tree.map(lambda x: x / 16, scales())
+    logits, cache, _ = filled(kv_dtype=F8, index_dtype=F8, scales=tight)
+    assert np.isfinite(logits).all()
+    stored = np.asarray(cache.stacks[0].v.astype(jnp.float32))
+    assert np.abs(stored).max() == 448
+
+
+def test_scales_leave_headroom():
+    _, _, kept = filled()
+    for stack, values in zip(scales(), kept, strict=True):
+        peak = np.abs(np.asarray(values["v"])).max(axis=(1, 2, 4))
+        np.testing.assert_allclose(stack.v * 448, 2 * peak, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kv", "index"), [(F8, None), (None, F8), (F8, F8), ("bfloat16", None)])
+def test_types_are_chosen_separately_and_cost_little(kv, index):
+    plain = np.asarray(filled()[0])
+    logits, cache, _ = filled(kv_dtype=kv, index_dtype=index, scales=scales())
+    sparse = cache.stacks[1]
+    assert (str(sparse.k.dtype), str(sparse.index_k.dtype)) == (kv or "float32", index or "float32")
+    error = np.linalg.norm(logits - plain) / np.linalg.norm(plain)
+    assert 1e-6 < error < 0.2
+
+
+def test_an_engine_serves_float8():
+    """Its tokens do not depend on chunks: what is stored is rounded once, when it is written."""
+    types = dict(kv_dtype=F8, index_dtype=F8, scales=scales())
+    prompt = tiny.tokens(CONFIG, 1, 33)[0].tolist()
+    results = []
+    for chunk in (16, 48):
+        engine = Engine(model(), pages=8, max_batch=1, prefill_chunk=chunk, steps_per_call=4, **types)
+        engine.add(prompt, Params(max_new_tokens=6, sampling=Sampling.greedy()))
+        results.append(engine.run()[0].tokens)
+    assert results[0] == results[1]
+    assert len(results[0]) == 6
+
+
+@pytest.mark.parametrize("types", [dict(kv_dtype="int8"), dict(index_dtype="float8_e5m2")])
+def test_other_types_are_refused(types):
+    with pytest.raises(ValueError, match=r"a cache cannot hold .*: choose one of"):
+        Cache.init(CONFIG, 1, 8, **types)
+
+
+def test_headroom_is_checked():
+    with pytest.raises(ValueError, match=r"headroom = 0\.5"):
+        measure_scales(model(), jnp.asarray(tiny.tokens(CONFIG, 1, 8)), headroom=0.5)
+
+
+# Virtual pages
+
+P, K, G, H, J = 16, 2, 2, 16, 4
+
+
+@cache
+def paged_case():
+    """Rows at several positions, one of padding, over shuffled pages of a stack whose rest is garbage."""
+    draw = np.random.default_rng(0)
+    positions = np.array([100, 37, 5, 0, 127, -1], np.int32)
+    lengths = np.maximum(positions + 1, 0).astype(np.int32)
+    batch, blocks = len(positions), 8
+    normal = lambda *shape: draw.normal(size=shape).astype(np.float32)
+    k, v, q = normal(batch, blocks * P, K, H), normal(batch, blocks * P, K, H), normal(batch, 1, K * G, H)
+    index_q, index_k = normal(batch, 1, K, H), normal(batch, blocks * P, H)
+    rows = jnp.asarray(positions)[:, None], jnp.asarray(lengths)
+    q, k, v, index_q, index_k = map(jnp.asarray, (q, k, v, index_q, index_k))
+    chosen = index_topk(index_q, index_k, *rows, block_size=P, top_k=J)
+    table = draw.permutation(batch * blocks + 3)[: batch * blocks].reshape(batch, blocks).astype(np.int32)
+    pages = []
+    for x in (k, v):
+        held = np.full((2, batch * blocks + 3, K, P, H), 1e4, np.float32)  # finite: JAX's kernel does not mask values
+        held[1, table] = np.asarray(x).reshape(batch, blocks, P, K, H).swapaxes(2, 3)
+        pages.append(jnp.asarray(held))
+    expected = sparse_attention(q, k, v, chosen, *rows, block_size=P)
+    view = Paged(*pages, None, 1, jnp.asarray(table), np.dtype("float32"))
+    assert (np.asarray(chosen)[0] >= 0).all() and len(set(map(tuple, np.asarray(chosen)[0, :, 0]))) == K
+    return q, virtual_pages(view, chosen[:, :, 0], jnp.asarray(positions), jnp.asarray(lengths)), expected
+
+
+def test_our_paged_attention_runs_virtual_pages():
+    """T13: the KV-head axis is folded into the batch; no kernel needs to know of it."""
+    q, virtual, expected = paged_case()
+    got = jax.jit(paged_attention)(jnp.asarray(q).reshape(-1, G, H), *virtual)
+    np.testing.assert_allclose(got.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*Triton.*")
+def test_jax_s_paged_attention_runs_virtual_pages():
+    """The same through `jax.experimental.pallas.ops`, unmodified; its rows of padding are left out."""
+    from jax.experimental.pallas.ops.gpu import paged_attention as jax_paged_attention  # warns when it is imported
+
+    q, virtual, expected = paged_case()
+    got = jax_paged_attention.paged_attention(
+        jnp.asarray(q).reshape(-1, G, H) * H**-0.5, virtual.k[None], virtual.v[None], virtual.table, virtual.lengths,
+        k_splits=2, pages_per_compute_block=2, interpret=True,
+    )  # fmt: skip
+    real = np.asarray(virtual.lengths) > 0
+    np.testing.assert_allclose(got[real], expected.reshape(-1, G, H)[real], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,336 @@
+"""Loading hub folders: names, values, faults."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.checkpoint_folders import (
+    INDEX,
+    assert_same,
+    expected_parameters,
+    is_router,
+    load_parameters,
+    random_tensors,
+    shapes,
+    tiny_config,
+    write_folder,
+)
+
+from m3jax import checkpoint
+from m3jax import model as m3_model
+from m3jax.checkpoint import CheckpointError, names, tree
+from m3jax.config import M3Config
+
+CONFIG = tiny_config()
+Q_PROJ = "language_model.model.layers.0.self_attn.q_proj.weight"
+GATE = "language_model.model.layers.2.block_sparse_moe.gate.weight"
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, np.ndarray]:
+    return random_tensors(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def folder(tensors, tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("hub"), CONFIG, tensors, shards=3)
+
+
+def faults(path: Path) -> list[str]:
+    """The lines of the error that loading raises."""
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(path, progress=False)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.strip() for line in lines] == list(caught.value.problems)
+    return list(caught.value.problems)
+
+
+# Names
+
+
+def test_table_lists_the_published_tensors():
+    places = names.targets(M3Config.m3())
+    assert len(places) == 22_893
+    assert sum(int(np.prod(t.hub_shape)) for t in places.values()) == 426_174_572_928
+
+
+@pytest.mark.parametrize("config", [CONFIG, M3Config.m3()], ids=["tiny", "m3"])
+def test_table_fills_every_parameter_once(config):
+    leaves = tree.flatten(m3_model.abstract(config, "bfloat16"))
+    filled, places = {}, names.targets(config)
+    assert {name: target.hub_shape for name, target in places.items()} == shapes(config)
+    for target in places.values():
+        own = tuple(target.dims[i] for i in target.perm)
+        assert leaves[target.param].shape[len(target.index) :] == own
+        filled.setdefault(target.param, set()).add(target.index)
+    assert filled.keys() == leaves.keys()
+    for param, indices in filled.items():
+        stack = leaves[param].shape[: len(next(iter(indices)))]
+        assert indices == set(np.ndindex(stack))
+
+
+def rename(pattern: str, replacement: str):
+    return lambda tensors: {re.sub(pattern, replacement, k): v for k, v in tensors.items()}
+
+
+def merge_experts(tensors):
+    """[E, 2F, D] with the rows of w1 first, and [E, D, F], as transformers holds them in memory."""
+    out, experts = {}, {}
+    for name, value in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(w\d)\.weight", name):
+            experts.setdefault(match[1], {})[int(match[2]), match[3]] = value
+        else:
+            out[name] = value
+    for prefix, held in experts.items():
+        count = range(1 + max(e for e, _ in held))
+        pairs = [np.concatenate([held[e, "w1"], held[e, "w3"]]) for e in count]
+        out[f"{prefix}.gate_up_proj"] = np.stack(pairs)
+        out[f"{prefix}.down_proj"] = np.stack([held[e, "w2"] for e in count])
+    return out
+
+
+def merge_gate_up(tensors):
+    out = dict(tensors)
+    for name in tensors:
+        if name.endswith(".gate_proj.weight"):
+            gate, up = out.pop(name), out.pop(name.replace("gate_proj", "up_proj"))
+            out[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([gate, up])
+    return out
+
+
+def as_transformers_holds_it(tensors):
+    out = merge_gate_up(merge_experts(tensors))
+    for step in (
+        rename(r"^language_model\.lm_head", "lm_head"),
+        rename(r"^language_model\.model", "model.language_model"),
+        rename(r"block_sparse_moe\.e_score", "mlp.gate.e_score"),
+        rename("block_sparse_moe", "mlp"),
+        rename(r"index_([qk])_", r"indexer.\1_"),
+    ):
+        out = step(out)
+    return out
+
+
+VARIANTS = {
+    "no prefix": rename(r"^language_model\.", ""),
+    "model.language_model": rename(r"^language_model\.model\.", "model.language_model."),
+    "mlp": rename("block_sparse_moe", "mlp"),
+    "bias under gate": rename(r"moe\.e_score", "moe.gate.e_score"),
+    "indexer": rename(r"index_([qk])_", r"indexer.\1_"),
+    "merged experts": merge_experts,
+    "merged experts with .weight": lambda t: rename(r"experts\.(gate_up_proj|down_proj)$", r"experts.\1.weight")(
+        merge_experts(t)
+    ),
+    "merged gate_up_proj": merge_gate_up,
+    "all at once": as_transformers_holds_it,
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_spelling_loads_the_same(variant, tensors, tmp_path):
+    renamed = VARIANTS[variant](tensors)
+    assert renamed.keys() != tensors.keys()
+    write_folder(tmp_path, CONFIG, renamed)
+    assert_same(load_parameters(tmp_path), expected_parameters(CONFIG, tensors))
+
+
+def test_vision_and_mtp_tensors_are_left_with_a_note(tensors, tmp_path, caplog):
+    other = np.zeros(3, np.int64)
+    vision = [
+        "vision_tower.vision_model.pre_layrnorm.bias",
+        "multi_modal_projector.linear_1.weight",
+        "patch_merge_mlp.linear_2.bias",
+        "model.vision_tower.layers.0.mlp.fc1.weight",
+    ]
+    mtp = ["model.mtp.layers.0.enorm.weight", "mtp.layers.1.mlp.gate.weight"]
+    write_folder(tmp_path, CONFIG, tensors | dict.fromkeys([*vision, *mtp], other))
+    with caplog.at_level(logging.INFO, "m3jax.checkpoint"):
+        _, report = checkpoint.load_with_report(tmp_path, progress=False)
+    assert (report.vision, report.mtp) == (tuple(sorted(vision)), tuple(sorted(mtp)))
+    assert "4 vision tensors are kept aside" in caplog.text
+    assert "2 mtp.* tensors are skipped" in caplog.text
+
+
+# Values
+
+
+@pytest.mark.parametrize("host_bytes", [16 << 20, 0], ids=["on the host", "in place"])
+def test_values_stand_where_they_belong(host_bytes, folder, tensors, monkeypatch):
+    monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
+    assert_same(load_parameters(folder), expected_parameters(CONFIG, tensors))
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_values_are_cast_and_the_router_stays_float32(stored, dtype, tmp_path):
+    tensors = random_tensors(CONFIG, stored)
+    tensors[GATE] = tensors[GATE].astype(stored)
+    write_folder(tmp_path, CONFIG, tensors)
+    cast = {k: v.astype(np.float32 if is_router(k) else dtype) for k, v in tensors.items()}
+    assert_same(load_parameters(tmp_path, dtype=dtype), expected_parameters(CONFIG, cast))
+
+
+def test_float64_holds_everything_in_float64(folder, tensors):
+    with pytest.raises(ValueError, match="jax_enable_x64"):
+        load_parameters(folder, dtype="float64")
+    with jax.enable_x64(True):
+        cast = {k: v.astype(np.float64) for k, v in tensors.items()}
+        assert_same(load_parameters(folder, dtype="float64"), expected_parameters(CONFIG, cast))
+
+
+def test_all_bfloat16_values_survive_float32(tmp_path):
+    config = tiny_config(vocab_size=1024)
+    tensors = random_tensors(config)
+    every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(1024, 64)
+    tensors["language_model.lm_head.weight"] = every
+    write_folder(tmp_path, config, tensors)
+    found = load_parameters(tmp_path, dtype="float32")["lm_head"]
+    bits = every.view(np.uint16).astype(np.uint32) << 16
+    is_nan = bits << 1 > 0xFF000000
+    np.testing.assert_array_equal(found.view(np.uint32)[~is_nan], bits[~is_nan])
+    assert np.isnan(found[is_nan]).all()
+
+
+def test_a_value_out_of_range_is_an_error(tensors, tmp_path):
+    large = tensors[Q_PROJ].copy()
+    large[3, 4] = 1e5
+    write_folder(tmp_path, CONFIG, tensors | {Q_PROJ: large})
+    with pytest.raises(ValueError, match=re.escape(Q_PROJ) + ".*beyond the range of float16"):
+        load_parameters(tmp_path, dtype="float16")
+    assert np.isfinite(load_parameters(tmp_path)["stacks.0.self_attn.q_proj"]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "float8_e4m3fn", ""])
+def test_unknown_dtype_says_what_is_allowed(dtype, folder):
+    with pytest.raises(ValueError, match=f"dtype = {dtype!r}: allowed are bfloat16, "):
+        load_parameters(folder, dtype=dtype)
+
+
+def test_progress_bar_is_for_terminals(folder, monkeypatch, capsys):
+    checkpoint.load(folder)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    checkpoint.load(folder, progress=False)
+    assert capsys.readouterr() == ("", "")
+    checkpoint.load(folder)
+    out, err = capsys.readouterr()
+    assert out == "" and "loading" in err
+
+
+# Faults
+
+
+def test_one_error_lists_every_tensor_at_fault(tensors, tmp_path):
+    bad = dict(tensors)
+    norm = "language_model.model.norm.weight"
+    del bad[Q_PROJ], bad[GATE]
+    bad[norm] = np.zeros(65, ml_dtypes.bfloat16)
+    bad["language_model.lm_head.weight"] = np.zeros((96, 64), np.int32)
+    bad["language_model.model.layers.0.self_attn.index_k_proj.weight"] = np.zeros((40, 64), np.float32)
+    bad["language_model.model.layers.2.block_sparse_moe.experts.6.w1.weight"] = np.ones((32, 64))
+    bad["model.layers.1.mlp.up_proj.weight"] = bad["language_model.model.layers.1.mlp.up_proj.weight"]
+    bad["what.is.this"] = np.zeros(2, np.uint8)
+    found = "\n".join(faults(write_folder(tmp_path, CONFIG, bad, shards=2)))
+    for line in (
+        f"{Q_PROJ}: missing, expected [192, 64]",
+        f"{GATE}: missing, expected [6, 64]",
+        f"{norm}: expected shape [64], found BF16 [65]",
+        "language_model.lm_head.weight: expected BF16, F16, F32 or F64, found I32 [96, 64]",
+        "layers.0.self_attn.index_k_proj.weight: unexpected, found F32 [40, 64]",
+        "layers.2.block_sparse_moe.experts.6.w1.weight: unexpected, found F64 [32, 64]",
+        "model.layers.1.mlp.up_proj.weight: the same tensor as "
+        "language_model.model.layers.1.mlp.up_proj.weight, keep one",
+        "what.is.this: unexpected, found U8 [2]",
+    ):
+        assert line in found
+    assert len(found.splitlines()) == 8
+
+
+def test_merged_tensors_are_checked_like_others(tensors, tmp_path):
+    bad = merge_experts(tensors)
+    prefix = "language_model.model.layers.2.block_sparse_moe.experts."
+    bad[prefix + "gate_up_proj"] = bad[prefix + "gate_up_proj"][:, :63]
+    bad[prefix + "4.w2.weight"] = tensors[prefix + "4.w2.weight"]
+    lines = faults(write_folder(tmp_path, CONFIG, bad))
+    assert len(lines) == 2
+    assert f"{prefix}gate_up_proj: expected shape [6, 64, 64], found BF16 [6, 63, 64]" in lines
+    assert any(f"holds {prefix}4.w2.weight, which" in line for line in lines)
+
+
+def test_a_model_of_another_depth_misses_every_tensor_of_the_layer(tensors, tmp_path):
+    deeper = tiny_config(
+        num_hidden_layers=6,
+        layer_types=(*CONFIG.layer_types, "full_attention"),
+        mlp_layer_types=(*CONFIG.mlp_layer_types, "dense"),
+    )
+    write_folder(tmp_path, deeper, tensors)
+    missing = sorted(name for name in shapes(deeper) if ".layers.5." in name)
+    assert sorted(line.split(":")[0] for line in faults(tmp_path)) == missing
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1], ids=["empty", "no length", "half a header", "a byte"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_truncated_file(keep, shards, tensors, tmp_path):
+    write_folder(tmp_path, CONFIG, tensors, shards=shards)
+    file = sorted(tmp_path.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:keep])
+    (line,) = faults(tmp_path)
+    assert line.startswith(f"{file.name}: truncated or damaged, {file.stat().st_size} bytes")
+
+
+def test_index_that_does_not_match_its_shards(tensors, tmp_path):
+    write_folder(tmp_path, CONFIG, tensors, shards=3)
+    index = json.loads((tmp_path / INDEX).read_text())
+    absent = "model-00002-of-00003.safetensors"
+    (tmp_path / absent).unlink()
+    first = "model-00001-of-00003.safetensors"
+    held = list(load_file(tmp_path / first))
+    del index["weight_map"][held[0]]
+    index["weight_map"]["language_model.model.layers.9.extra"] = first
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    count = sum(file == absent for file in index["weight_map"].values())
+    assert sorted(faults(tmp_path)) == sorted(
+        [
+            f"{absent}: no such file; {INDEX} places {count} tensors in it",
+            f"{held[0]}: {first} holds it, but {INDEX} does not place it there",
+            f"language_model.model.layers.9.extra: {INDEX} places it in {first}, which does not hold it",
+        ]
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
+def test_broken_index(text, folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / INDEX).write_text(text)
+    (line,) = faults(tmp_path)
+    assert line.startswith(f"{INDEX}: no weight_map")
+
+
+def test_folder_without_weights(folder, tmp_path):
+    assert faults(tmp_path / "nowhere") == ["no such folder; give one in the hub's layout"]
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_parameters(tmp_path)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (line,) = faults(tmp_path)
+    assert line.startswith("no weights") and "only" not in line
+    shard = "model-00001-of-00003.safetensors"
+    (tmp_path / shard).write_bytes((folder / shard).read_bytes())
+    (line,) = faults(tmp_path)
+    assert line.startswith("no weights") and line.endswith(f"only {shard}")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_parameters(tmp_path)
+
+
+def test_faults_are_found_before_anything_is_read(tensors, tmp_path, monkeypatch):
+    del (bad := dict(tensors))[GATE]
+    write_folder(tmp_path, CONFIG, bad)
+    monkeypatch.setattr("m3jax.checkpoint.reader.StoredTensor.view", None)
+    monkeypatch.setattr("m3jax.model.abstract", None)
+    assert faults(tmp_path) == [f"{GATE}: missing, expected [6, 64]"]

@@ -1,0 +1,156 @@
+"""Folders of EAGLE3 drafts: names, what is shared with the target, reduced vocabularies, and what is refused."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.drafts import CONFIG, draft
+
+from m3jax.assets import embedded_draft_path, embedded_path
+from m3jax.checkpoint import CheckpointError, load_draft, save_draft
+from m3jax.config import M3Config
+
+VARIANTS = {
+    "released": dict(fc_norm=True, norm_output=True, own_embedding=True, own_head=True, num_key_value_heads=4),
+    "shared": dict(fc_norm=True, norm_output=True),
+    "reduced": dict(draft_vocab_size=40, own_head=True, norm_before_residual=True),
+}
+
+
+def assert_equal(a, b):
+    assert a.config == b.config
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def edit(folder, tensors=None, **config):
+    """Change files of a folder: tensors through a function of them, keys of config.json, None to drop one."""
+    if tensors is not None:
+        save_file(tensors(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    data = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_saved_is_loaded(tmp_path, name, dtype):
+    module = draft(dtype=dtype, **VARIANTS[name])
+    save_draft(module, tmp_path)
+    assert_equal(load_draft(tmp_path, CONFIG, dtype), module)
+
+
+def test_names_and_shapes_are_the_hubs(tmp_path):
+    """model.md 5.2, at the tiny model's widths: 17 tensors."""
+    save_draft(draft(**VARIANTS["released"]), tmp_path)
+    d, n, f = CONFIG.hidden_size, 4 * 12, 32
+    expected = {f"layers.0.{x}_proj.weight": (n, 2 * d) for x in ("self_attn.q", "self_attn.k", "self_attn.v")}
+    expected |= {f"layers.0.{x}.weight": (d,) for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    expected |= {"layers.0.self_attn.o_proj.weight": (d, n), "layers.0.mlp.down_proj.weight": (d, f)}
+    expected |= {f"layers.0.mlp.{x}_proj.weight": (f, d) for x in ("gate", "up")}
+    expected |= {f"fc_norm.{i}.weight": (d,) for i in range(3)} | {"fc.weight": (d, 3 * d), "norm.weight": (d,)}
+    expected |= {"embed_tokens.weight": (64, d), "lm_head.weight": (64, d)}
+    assert {k: v.shape for k, v in load_file(tmp_path / "model.safetensors").items()} == expected
+    assert len(expected) == 17
+
+
+def test_fc_reads_the_low_layer_first(tmp_path):
+    """Columns of fc.weight: the first tapped layer's, then the second's, then the third's."""
+    module = draft()
+    save_draft(module, tmp_path)
+    fc = load_file(tmp_path / "model.safetensors")["fc.weight"]
+    for tap, columns in enumerate(np.split(fc, 3, axis=1)):
+        np.testing.assert_array_equal(columns.T, module.fc[...][tap])
+
+
+def test_other_spellings(tmp_path):
+    """`midlayer.`, a `model.` prefix, a list in `eagle_config`, a `t2d` mask; the heads that Llama leaves out."""
+    module = draft(**VARIANTS["reduced"], num_key_value_heads=4)
+    save_draft(module, tmp_path)
+    rename = lambda k: k if k == "d2t" else "model." + k.replace("layers.0.", "midlayer.")
+    ids = np.asarray(module.target_ids[...])
+    edit(tmp_path, lambda x: {rename(k): v for k, v in x.items()} | {"t2d": np.isin(np.arange(64), ids)})
+    taps = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    edit(tmp_path, num_key_value_heads=None, **taps)
+    assert_equal(load_draft(tmp_path, CONFIG, "float32"), module)
+    np.testing.assert_array_equal(load_file(tmp_path / "model.safetensors")["d2t"], ids - np.arange(40))
+
+
+def test_layers_that_are_not_named_are_vllms(tmp_path):
+    """[2, n // 2, n - 3]: of 60 layers 2, 30 and 57, the outputs of the layers 1, 29 and 56 counted from 0."""
+    save_draft(draft(), tmp_path)
+    edit(tmp_path, eagle_aux_hidden_state_layer_ids=None)
+    layers = ("minimax_m3_sparse",) * 60, ("sparse",) * 60
+    values = {k: getattr(CONFIG, k) for k in CONFIG.__dataclass_fields__}
+    target = M3Config(**values | dict(num_hidden_layers=60, layer_types=layers[0], mlp_layer_types=layers[1]))
+    assert load_draft(tmp_path, target, "float32").config.taps == (2, 30, 57)
+    with pytest.raises(ValueError, match="different ones in ascending order"):
+        load_draft(tmp_path, CONFIG)
+
+
+def without(name):
+    return lambda x: {k: v for k, v in x.items() if k != name}
+
+
+def changed(name, fn):
+    return lambda x: x | {name: fn(x[name])}
+
+
+@pytest.mark.parametrize(
+    ("variant", "tensors", "message"),
+    [
+        ("shared", without("norm.weight"), r"norm.weight: missing, expected \[48\]"),
+        ("shared", without("fc_norm.1.weight"), r"fc_norm.1.weight: missing"),
+        ("shared", lambda x: x | {"more": np.zeros(3)}, r"more: unexpected, found F64 \[3\]"),
+        ("shared", changed("fc.weight", lambda x: x[:, :96]), r"expected a float of shape \[48, 144\], found F32 \[48"),
+        ("shared", changed("norm.weight", lambda x: x.astype(np.uint8)), r"norm.weight: expected a float"),
+        ("reduced", without("d2t"), r"d2t: missing, expected \[40\] integers"),
+        ("reduced", changed("d2t", lambda x: x + 30), r"d2t: expected \[40\] offsets to different ids from 0 to 63"),
+        ("reduced", changed("d2t", lambda x: x - np.arange(40)), "different ids"),
+        ("released", changed("lm_head.weight", lambda x: x[:, :40]), r"lm_head.weight: expected a float of shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tmp_path, variant, tensors, message):
+    save_draft(draft(**VARIANTS[variant]), tmp_path)
+    edit(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=message):
+        load_draft(tmp_path, CONFIG, "float32")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(vocab_size=70, draft_vocab_size=70), "vocab_size is 70, the target's 64"),
+        (dict(hidden_size=96), "hidden_size is 96, the target's 48"),
+        (dict(eagle_aux_hidden_state_layer_ids=[0, 1, 5]), r"after layers \[0, 1, 5\], and the target has 2 layers"),
+        (dict(num_hidden_layers=2), "num_hidden_layers = 2: supported is 1"),
+        (dict(hidden_act="gelu"), "hidden_act = 'gelu': supported is 'silu'"),
+        (dict(norm_before_fc=True), "norm_before_fc = True: supported is False"),
+        (dict(target_hidden_size=64), "target_hidden_size = 64"),
+        (dict(intermediate_size=None), "intermediate_size is missing"),
+        (dict(draft_vocab_size=40), "needs a head of the draft's own"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_with_the_reason(tmp_path, config, message):
+    save_draft(draft(), tmp_path)
+    edit(tmp_path, **config)
+    with pytest.raises(ValueError, match=message):
+        load_draft(tmp_path, CONFIG)
+
+
+def test_a_folder_that_is_none(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config.json; give a folder of an EAGLE3 draft"):
+        load_draft(tmp_path, CONFIG)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        load_draft(tmp_path, CONFIG)
+
+
+def test_the_embedded_draft_is_small_and_fits():
+    target = M3Config.from_pretrained(embedded_path())
+    assert load_draft(None, target).config.taps == (1, 3, 5)
+    assert sum(file.stat().st_size for file in embedded_draft_path().iterdir()) < 2 << 20
+    with pytest.raises(ValueError, match="hidden_size is 192, the target's 48; its vocab_size is 2048"):
+        load_draft(None, CONFIG)

@@ -1,0 +1,223 @@
+"""MXFP8 weights: the format bit by bit, and folders that are stored in it."""
+
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from support.checkpoint_folders import (
+    assert_same,
+    expected_parameters,
+    is_router,
+    load_parameters,
+    random_tensors,
+    same_bits,
+    shapes,
+    tiny_config,
+    write_folder,
+)
+
+from m3jax import checkpoint, parallel
+from m3jax.checkpoint import CheckpointError, mxfp8, tree
+
+CONFIG = tiny_config()
+QUANTIZATION = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+Q_PROJ = "language_model.model.layers.0.self_attn.q_proj.weight"
+EXPERT = "language_model.model.layers.3.block_sparse_moe.experts.5.w2.weight"
+
+# Significant bits, and the exponents of the smallest normal number and of the first that is too large.
+FORMATS = {
+    "bfloat16": (8, -126, 128),
+    "float16": (11, -14, 16),
+    "float32": (24, -126, 128),
+    "float64": (53, -1022, 1024),
+}
+
+
+def e4m3(code: int) -> Fraction:
+    """The value of an E4M3FN code without a sign, other than NaN (127), by its fields."""
+    exponent, mantissa = code >> 3, code & 7
+    return (8 + mantissa if exponent else mantissa) * Fraction(2) ** (max(exponent, 1) - 7 - 3)
+
+
+def rounded(value: Fraction, dtype: str) -> float:
+    """Round what is not negative to nearest, ties to even, with gradual underflow, and to infinity."""
+    bits, smallest, too_large = FORMATS[dtype]
+    if value == 0:
+        return 0.0
+    exponent = math.floor(math.log2(value.numerator) - math.log2(value.denominator))
+    ulp = Fraction(2) ** (max(exponent, smallest) - bits + 1)
+    value = round(value / ulp) * ulp
+    return math.inf if value >= Fraction(2) ** too_large else float(value)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_every_code_with_every_scale(dtype):
+    codes, scales = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
+    found = mxfp8.dequantize(codes, scales, np.dtype(dtype))
+    assert found.dtype == dtype
+    expected = np.full((256, 256), np.nan)
+    for scale, code in np.ndindex(255, 127):
+        product = rounded(e4m3(code) * Fraction(2) ** (scale - 127), "float32")
+        if dtype not in ("float32", "float64") and math.isfinite(product):
+            product = rounded(Fraction(product), dtype)
+        expected[scale, code], expected[scale, code + 128] = product, -product
+    np.testing.assert_array_equal(found.astype(np.float64), expected)
+    zero = (codes & 127 == 0) & (scales < 255)
+    assert (np.signbit(found[zero]) == (codes[zero] == 128)).all()
+
+
+def test_bfloat16_is_exact_in_range_and_rounds_below_it():
+    code = np.array([0x7E, 0x01, 0x0F, 0x01, 0x7E, 0x7E], np.uint8)  # 448, 2^-9, 15 * 2^-9
+    scale = np.array([127, 127, 0, 0, 246, 247], np.uint8)
+    found = mxfp8.dequantize(code, scale, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
+    # 15 * 2^-136 is 1.875 units of the smallest subnormal 2^-133, 2^-136 an eighth of one.
+    expected = [448.0, 2.0**-9, 2.0**-132, 0.0, 448 * 2.0**119, math.inf]
+    np.testing.assert_array_equal(found, expected)
+
+
+def quantized_folder(path: Path, rename=lambda tensors: tensors, seed: int = 0) -> dict[str, np.ndarray]:
+    """Write a random MXFP8 folder; the tensors of the BF16 folder that it stands for."""
+    draw = np.random.default_rng(seed).integers
+    stored = random_tensors(CONFIG, seed=seed)
+    plain = dict(stored)
+    for name, shape in shapes(CONFIG).items():
+        if len(shape) == 1 or is_router(name) or "embed_tokens" in name or "lm_head" in name:
+            continue
+        codes = draw(0, 256, shape, np.uint8)
+        codes[codes & 127 == 127] = 0
+        scales = draw(110, 140, (shape[0], -(-shape[1] // 32)), np.uint8)
+        stored[name] = codes.view(ml_dtypes.float8_e4m3fn)
+        stored[name + "_scale_inv"] = scales
+        powers = np.ldexp(1.0, scales.astype(int) - 127).repeat(32, axis=1)[:, : shape[1]]
+        plain[name] = (stored[name].astype(np.float64) * powers).astype(ml_dtypes.bfloat16)
+    write_folder(path, CONFIG, rename(stored), shards=2, quantization_config=QUANTIZATION)
+    return plain
+
+
+def merge_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts as [E, 2F, D] and [E, D, F] with scales [E, 2F, D/32] and [E, D, F/32]."""
+    out = {name: t for name, t in tensors.items() if ".experts." not in name}
+    for layer in (2, 3, 4):
+        prefix = f"language_model.model.layers.{layer}.block_sparse_moe.experts."
+        for kind in ("", "_scale_inv"):
+            hub = [[f"{prefix}{e}.{w}.weight{kind}" for w in ("w1", "w3", "w2")] for e in range(6)]
+            w1, w3, w2 = (np.stack([tensors[h[i]] for h in hub]) for i in range(3))
+            out[f"{prefix}gate_up_proj{kind}"] = np.concatenate([w1, w3], axis=1)
+            out[f"{prefix}down_proj{kind}"] = w2
+    return out
+
+
+def short_scale_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name.replace("weight_scale_inv", "weight_scale"): t for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("host_bytes", [16 << 20, 0], ids=["on the host", "in place"])
+@pytest.mark.parametrize("rename", [dict, short_scale_names, merge_experts])
+def test_folder_loads_as_its_bfloat16_twin(rename, host_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
+    expected = expected_parameters(CONFIG, quantized_folder(tmp_path, rename))
+    assert_same(load_parameters(tmp_path), expected)
+
+
+def test_dequantised_values_are_the_same_in_float32(tmp_path):
+    expected = expected_parameters(CONFIG, quantized_folder(tmp_path))
+    for path, value in load_parameters(tmp_path, dtype="float32").items():
+        assert same_bits(value, expected[path].astype(np.float32)), path
+
+
+def test_shards_that_cut_through_scale_blocks(tmp_path):
+    expected = expected_parameters(CONFIG, quantized_folder(tmp_path))
+    # Two heads of 24 channels of o_proj's input, or half of 32 expert channels, are no whole blocks.
+    mesh = parallel.make_mesh(tensor=4)
+    model = checkpoint.load(tmp_path, mesh=mesh, progress=False)
+    for path, leaf in tree.flatten(model).items():
+        for shard in leaf.addressable_shards:
+            assert same_bits(np.asarray(shard.data), expected[path][shard.index]), path
+
+
+def test_saved_in_bfloat16_without_quantization_config(tmp_path):
+    expected = expected_parameters(CONFIG, quantized_folder(tmp_path / "mxfp8"))
+    checkpoint.save(checkpoint.load(tmp_path / "mxfp8", progress=False), tmp_path / "bf16")
+    found = load_parameters(tmp_path / "bf16")
+    assert all(same_bits(found[path], expected[path]) for path in expected)
+    assert "quantization_config" not in (tmp_path / "bf16" / "config.json").read_text()
+
+
+def faults(path: Path, change, quantization=QUANTIZATION) -> list[str]:
+    """The lines of the error for a folder after `change` to its stored tensors."""
+
+    def changed(tensors):
+        change(tensors)
+        return tensors
+
+    quantized_folder(path, changed)
+    keys = {} if quantization is None else {"quantization_config": quantization}
+    config = write_folder(path / "only_config", CONFIG, {}, **keys) / "config.json"
+    (path / "config.json").write_bytes(config.read_bytes())
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(path, progress=False)
+    return list(caught.value.problems)
+
+
+def test_one_error_lists_every_fault_of_scales(tmp_path):
+    up = "language_model.model.layers.1.mlp.up_proj.weight"
+    down = "language_model.model.layers.1.mlp.down_proj.weight"
+    head = "language_model.lm_head.weight"
+
+    def change(tensors):
+        tensors[EXPERT + "_scale_inv"][7, 0] = 255
+        del tensors[Q_PROJ + "_scale_inv"], tensors[up]
+        tensors[down + "_scale_inv"] = tensors[down + "_scale_inv"][:, :-1].copy()
+        tensors[head] = np.zeros((96, 64), ml_dtypes.float8_e4m3fn)
+        tensors[head + "_scale_inv"] = np.zeros((96, 2), np.uint8)
+
+    assert sorted(faults(tmp_path, change)) == sorted(
+        [
+            f"{EXPERT}_scale_inv: 1 of its scales are NaN (byte 255)",
+            f"{Q_PROJ}: F8_E4M3 without a scale, expected {Q_PROJ}_scale_inv",
+            f"{up}: missing, expected [160, 64]",
+            f"{up}_scale_inv: a scale without its weight",
+            f"{down}_scale_inv: expected U8 [64, 5], found U8 [64, 4]",
+            f"{head}: expected BF16, F16, F32 or F64, found F8_E4M3 [96, 64]",
+            f"{head}_scale_inv: unexpected, found U8 [96, 2]",
+        ]
+    )
+
+
+def test_a_scale_beside_a_weight_that_is_not_quantised(tmp_path):
+    def change(tensors):
+        tensors[Q_PROJ] = np.zeros(tensors[Q_PROJ].shape, ml_dtypes.bfloat16)
+
+    (line,) = faults(tmp_path, change)
+    assert line == f"{Q_PROJ}: expected F8_E4M3 because {Q_PROJ}_scale_inv is there, found BF16 [192, 64]"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        (None, "config.json: no quantization_config, but "),
+        (QUANTIZATION | {"quant_method": "fp8"}, "quant_method must be 'mxfp8', found 'fp8'"),
+        (QUANTIZATION | {"weight_block_size": [128, 128]}, "must be [1, 32], found [128, 128]"),
+        ({"quant_method": "mxfp8"}, "weight_block_size must be [1, 32], found None"),
+    ],
+)
+def test_config_that_does_not_announce_mxfp8(quantization, message, tmp_path):
+    (line,) = faults(tmp_path, lambda tensors: None, quantization)
+    assert message in line
+
+
+def test_a_product_out_of_range_is_an_error(tmp_path):
+    def change(tensors):
+        tensors[Q_PROJ][5, 40] = 448
+        tensors[Q_PROJ + "_scale_inv"][5, 1] = 247
+        return tensors
+
+    quantized_folder(tmp_path, change)
+    with pytest.raises(ValueError, match=f"{Q_PROJ}: a value is beyond the range of bfloat16"):
+        checkpoint.load(tmp_path, progress=False)
+    with jax.enable_x64(True), pytest.raises(ValueError, match="beyond the range of float64"):
+        checkpoint.load(tmp_path, dtype="float64", progress=False)

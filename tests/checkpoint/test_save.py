@@ -1,0 +1,233 @@
+"""Saving: hub folders, Orbax, and transformers as an independent writer and reader of names."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.checkpoint_folders import (
+    INDEX,
+    assert_same,
+    expected_parameters,
+    load_parameters,
+    random_tensors,
+    same_bits,
+    tiny_config,
+    write_folder,
+)
+
+from m3jax import checkpoint, parallel
+from m3jax import model as m3_model
+from m3jax.checkpoint import tree
+from m3jax.config import M3Config
+
+CONFIG = tiny_config()
+GATE = "language_model.model.layers.2.block_sparse_moe.gate.weight"
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, np.ndarray]:
+    return random_tensors(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def folder(tensors, tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("hub"), CONFIG, tensors, shards=3)
+
+
+# Saving
+
+
+def stored_tensors(path: Path) -> dict[str, np.ndarray]:
+    out = {}
+    for file in path.glob("*.safetensors"):
+        out |= load_file(file)
+    return out
+
+
+@pytest.mark.parametrize("limit", [5_000_000_000, 100_000, 1])
+def test_saved_folder_is_byte_identical(limit, folder, tensors, tmp_path):
+    checkpoint.save(checkpoint.load(folder, progress=False), tmp_path / "new", max_shard_bytes=limit)
+    saved = stored_tensors(tmp_path / "new")
+    assert saved.keys() == tensors.keys()
+    assert all(same_bits(saved[name], tensors[name]) for name in tensors)
+    assert M3Config.from_pretrained(tmp_path / "new") == CONFIG
+    files = sorted(file.name for file in (tmp_path / "new").iterdir())
+    if limit > 1_000_000_000:
+        assert files == ["config.json", "model.safetensors"]
+        return
+    index = json.loads((tmp_path / "new" / INDEX).read_text())
+    assert index["metadata"] == {"total_size": sum(t.nbytes for t in tensors.values())}
+    assert {*index["weight_map"].values(), "config.json", INDEX} == set(files)
+    for file in set(index["weight_map"].values()):
+        held = load_file(tmp_path / "new" / file)
+        assert len(held) == 1 or sum(t.nbytes for t in held.values()) <= limit
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_any_dtype_comes_back(dtype, folder, tmp_path):
+    first = load_parameters(folder, dtype=dtype)
+    checkpoint.save(checkpoint.load(folder, dtype=dtype, progress=False), tmp_path)
+    assert_same(load_parameters(tmp_path, dtype=dtype), first)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == dtype
+    assert stored_tensors(tmp_path)[GATE].dtype == np.float32
+
+
+def test_float64_comes_back(folder, tmp_path):
+    with jax.enable_x64(True):
+        model = checkpoint.load(folder, dtype="float64", progress=False)
+        checkpoint.save(model, tmp_path)
+        assert_same(load_parameters(tmp_path, dtype="float64"), load_parameters(folder, dtype="float64"))
+    assert {t.dtype.name for t in stored_tensors(tmp_path).values()} == {"float64"}
+
+
+def test_a_sharded_model_saves_the_same_bytes(folder, tensors, tmp_path):
+    mesh = parallel.make_mesh(expert=2, tensor=2)
+    checkpoint.save(checkpoint.load(folder, mesh=mesh, progress=False), tmp_path)
+    saved = stored_tensors(tmp_path)
+    assert saved.keys() == tensors.keys()
+    assert all(same_bits(saved[name], tensors[name]) for name in tensors)
+
+
+def test_save_replaces_a_whole_checkpoint_or_nothing(folder, tmp_path, monkeypatch):
+    model = checkpoint.load(folder, progress=False)
+    checkpoint.save(model, tmp_path, max_shard_bytes=100_000)
+    (tmp_path / "notes.txt").write_text("mine")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    calls = []
+
+    def save_two_files(*arguments, **keywords):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        save_file(*arguments, **keywords)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("m3jax.checkpoint.saving.save_file", save_two_files)
+        checkpoint.save(model, tmp_path, max_shard_bytes=150_000)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    checkpoint.save(model, tmp_path)
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == ["config.json", "model.safetensors", "notes.txt"]
+    load_parameters(tmp_path)
+
+
+def test_save_copies_the_tokenizer_and_checks_its_arguments(folder, tmp_path):
+    model = checkpoint.load(folder, progress=False)
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "generation_config.json", "README.md"):
+        (source / name).write_text(name)
+    checkpoint.save(model, tmp_path / "new", copy_from=source, metadata={"a": "b"})
+    files = {file.name for file in (tmp_path / "new").iterdir()}
+    assert files == {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+    assert (tmp_path / "new" / "tokenizer.json").read_text() == "tokenizer.json"
+    with pytest.raises(ValueError, match="max_shard_bytes = 0"):
+        checkpoint.save(model, tmp_path / "other", max_shard_bytes=0)
+    with pytest.raises(ValueError, match="copy_from"):
+        checkpoint.save(model, tmp_path / "other", copy_from=tmp_path / "nowhere")
+    assert not (tmp_path / "other").exists()
+
+
+def test_orbax_restores_onto_another_mesh(folder, tensors, tmp_path):
+    mesh = parallel.make_mesh(expert=2, tensor=2)
+    checkpoint.save_orbax(checkpoint.load(folder, mesh=mesh, progress=False), tmp_path / "orbax")
+    expected = expected_parameters(CONFIG, tensors)
+    for other in (None, parallel.make_mesh(tensor=4)):
+        leaves = tree.flatten(checkpoint.load_orbax(tmp_path / "orbax", mesh=other))
+        assert_same({path: np.asarray(leaf) for path, leaf in leaves.items()}, expected)
+        wanted = tree.flatten(m3_model.shardings(CONFIG, other))
+        assert all(leaves[path].sharding == wanted[path] for path in leaves)
+    with pytest.raises(ValueError, match="already exists"):
+        checkpoint.save_orbax(checkpoint.load(folder, progress=False), tmp_path / "orbax")
+    with pytest.raises(ValueError, match="save_orbax wrote"):
+        checkpoint.load_orbax(folder)
+
+
+# The independent writer
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """A random transformers model with a vision tower, in float32, and no weight left at zero."""
+    transformers = pytest.importorskip("transformers", reason="the oracle extra is not installed")
+    torch = pytest.importorskip("torch", reason="the oracle extra is not installed")
+    text = dict(
+        vocab_size=96, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=24, intermediate_size=32, dense_intermediate_size=80,
+        shared_intermediate_size=48, num_local_experts=6, num_experts_per_tok=2, rotary_dim=12,
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "sparse", "sparse"], index_n_heads=2, index_head_dim=40,
+        index_block_size=16, index_topk_blocks=4, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    )  # fmt: skip
+    vision = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        image_size=56,
+    )  # fmt: skip
+    config = transformers.MiniMaxM3VLConfig(text_config=text, vision_config=vision, projector_hidden_size=64)
+    model = transformers.MiniMaxM3SparseForConditionalGeneration(config)
+    with torch.no_grad():
+        for i, tensor in enumerate((*model.parameters(), *model.buffers())):
+            tensor.normal_(generator=torch.Generator().manual_seed(i))
+    return model
+
+
+def oracle_parameters(oracle) -> dict[str, np.ndarray]:
+    """The parameters by path, read off transformers' modules and turned by einsum."""
+    text = oracle.model.language_model
+    out = {"embed_tokens": text.embed_tokens, "norm": text.norm, "lm_head": oracle.lm_head}
+    out = {path: module.weight.detach().numpy() for path, module in out.items()}
+    for s, layers in enumerate((text.layers[:1], text.layers[1:])):
+        per_layer = [oracle_layer(layer) for layer in layers]
+        for path in per_layer[0]:
+            out[f"stacks.{s}.{path}"] = np.stack([layer[path] for layer in per_layer])
+    return out
+
+
+def oracle_layer(layer) -> dict[str, np.ndarray]:
+    state = {k: v.detach().numpy() for k, v in layer.state_dict().items()}
+    out = {k: v.T for name, v in state.items() if (k := name.removesuffix(".weight")) != name}
+    for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)):
+        out[f"self_attn.{name}"] = out[f"self_attn.{name}"].reshape(64, heads, 24)
+    out["self_attn.o_proj"] = out["self_attn.o_proj"].reshape(4, 24, 64)
+    for prefix in ("mlp.", "mlp.shared_experts."):
+        if prefix + "gate_up_proj" in out:
+            both = out.pop(prefix + "gate_up_proj")
+            out[prefix + "gate_proj"], out[prefix + "up_proj"] = np.split(both, 2, axis=1)
+    if "self_attn.indexer.q_proj" in out:
+        for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            out[f"self_attn.index_{name}"] = out.pop(f"self_attn.indexer.{name}")
+        out["self_attn.index_q_proj"] = out["self_attn.index_q_proj"].reshape(64, 2, 40)
+        both = np.einsum("efd->edf", state["mlp.experts.gate_up_proj"])
+        out["mlp.experts.gate_proj"], out["mlp.experts.up_proj"] = np.split(both, 2, axis=2)
+        out["mlp.experts.down_proj"] = np.einsum("edf->efd", state["mlp.experts.down_proj"])
+        out["mlp.e_score_correction_bias"] = state["mlp.gate.e_score_correction_bias"]
+    return out
+
+
+def test_what_transformers_saves_loads_exactly(oracle, tmp_path):
+    oracle.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert_same(load_parameters(tmp_path, dtype="float32"), oracle_parameters(oracle))
+
+
+def test_what_transformers_holds_in_memory_loads_exactly(oracle, tmp_path):
+    oracle.config.save_pretrained(tmp_path)
+    state = {k: v.detach().numpy() for k, v in oracle.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    assert any(".experts.gate_up_proj" in name for name in state)
+    assert_same(load_parameters(tmp_path, dtype="float32"), oracle_parameters(oracle))
+
+
+def test_names_and_bytes_are_those_that_transformers_saves(oracle, tmp_path):
+    oracle.save_pretrained(tmp_path / "theirs")
+    theirs = stored_tensors(tmp_path / "theirs")
+    model = checkpoint.load(tmp_path / "theirs", dtype="float32", progress=False)
+    checkpoint.save(model, tmp_path / "ours", max_shard_bytes=60_000)
+    ours = stored_tensors(tmp_path / "ours")
+    text = {name: t for name, t in theirs.items() if name.startswith("language_model.")}
+    assert len(theirs) > len(text) and ours.keys() == text.keys()
+    assert all(same_bits(ours[name], text[name]) for name in text)

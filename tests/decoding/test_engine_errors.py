@@ -1,0 +1,130 @@
+"""What the engine refuses, and that nobody else notices."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+from support import tiny
+from support.engines import CONFIG, SHAPE, engine, finish, params, prompt, quick, serve
+
+from m3jax.decoding import Engine, Generation, Params, Sampling
+from m3jax.model import M3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs():
+    with quick():
+        yield
+
+
+@cache
+def model() -> M3:
+    return tiny.model(CONFIG)
+
+
+@cache
+def alone() -> Generation:
+    """What the request gets that runs while others are refused."""
+    return serve(engine(model()), (prompt(9), params(40)))[0]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        *[({name: 0}, rf"{name}(\[0\])? = 0: must be an integer of at least 1") for name in SHAPE],
+        ({"pages": True}, "pages = True: must be an integer"),
+        ({"max_batch": 2.0}, r"max_batch = 2\.0: must be an integer"),
+        ({"prefill_chunk": (8, 0)}, r"prefill_chunk\[1\] = 0: must be an integer of at least 1"),
+        ({"prefill_chunk": ()}, r"prefill_chunk = \(\): give at least one size"),
+        ({"kv_dtype": "int8"}, "a cache cannot hold int8: choose one of bfloat16, .* float8_e4m3fn"),
+        ({"kv_dtype": "float8_e5m2"}, "a cache cannot hold float8_e5m2"),
+        ({"index_dtype": "complex64"}, "a cache cannot hold complex64"),
+        ({"index_dtype": "float8"}, "a cache cannot hold float8: choose"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_cannot_be(options, match):
+    with pytest.raises(ValueError, match=match):
+        engine(model(), **options)
+
+
+BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
+    ((), {}, "prompt is empty: give it at least one token"),
+    ((3, 64), {}, "prompt: 64 is no token id; they are integers from 0 to 63"),
+    ((-1,), {}, "prompt: -1 is no token id"),
+    ((1.0,), {}, r"prompt: 1\.0 is no token id"),
+    ("text", {}, "prompt: 't' is no token id"),
+    ((1, 2), {"new": 0}, "max_new_tokens = 0: must be an integer of at least 1"),
+    ((1, 2), {"new": 2000}, "more than the model's context of 1024: ask for at most 1022"),
+    ((1,) * 1024, {}, "prompt has 1024 tokens and the model's context is 1024: shorten"),
+    ((1,) * 120, {"new": 9}, "needs room for 129 tokens and a request of this engine can have 128: .* more pages"),
+    ((1, 2), {"stop_ids": range(5)}, r"5 stop ids: this engine takes 4 \(max_stop_ids\)"),
+    ((1, 2), {"stop_ids": [64]}, "stop_ids: 64 is no token id"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_request_that_cannot_be_changes_nothing():
+    """Each is refused with the reason, and who runs at the time goes on as if it had not been."""
+    served = engine(model())
+    handle = served.add(prompt(9), params(40))
+    for tokens, options, match in BAD_REQUESTS:
+        pages = served.pages
+        with pytest.raises(ValueError, match=match):
+            served.add(tokens, params(**options))
+        served.check()
+        assert served.pages == pages
+        served.step()
+    finish(served)
+    assert served.run() == {handle: alone()}
+
+
+CALLS = [
+    ("result", ()), ("reason", ()), ("take", ()), ("abort", ()), ("stop", (0,)), ("forget", ()), ("copy", ()),
+    ("truncate", (0,)), ("export", ()), ("stream", ()),
+]  # fmt: skip
+
+
+def call(served: Engine, name: str, handle: Any, arguments: tuple) -> None:
+    out = getattr(served, name)(handle, *arguments)
+    if name == "stream":
+        list(out)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_handles_change_nothing():
+    """Unknown, forgotten, ended: a clear error from every call, and the others go on."""
+    served = engine(model())
+    gone, ended, other = (served.add(prompt(n), params(40)) for n in (5, 30, 9))
+    for _ in range(3):
+        served.step()
+    served.abort(gone)
+    served.forget(gone)
+    served.abort(ended)
+    pages = served.pages
+    for name, arguments in CALLS:
+        for handle in (gone, 99, -1, None):
+            with pytest.raises(ValueError, match=f"no request {handle}: use a handle that add returned"):
+                call(served, name, handle, arguments)
+    for name, arguments in (("abort", ()), ("copy", ()), ("truncate", (0,)), ("export", ())):
+        with pytest.raises(ValueError, match=r"has ended already \(aborted\)"):
+            call(served, name, ended, arguments)
+    for name, arguments, match in (
+        ("forget", (), "has not ended: abort it first"),
+        ("stop", (99,), "keep = 99: request 2 has . new tokens; keep 0 to that many"),
+        ("truncate", (-1,), "keep = -1: request 2 has . new tokens"),
+        ("copy", (params(1),), "max_new_tokens = 1: request 2 has . already"),
+        ("copy", (params(400),), "needs room for 409 tokens"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call(served, name, other, arguments)
+    served.check()
+    assert served.pages == pages
+    finish(served)
+    assert served.result(other) == alone()
+
+
+def test_params_are_checked_when_they_are_made():
+    with pytest.raises(ValueError, match="temperature = -1"):
+        Params(max_new_tokens=1, sampling=Sampling(temperature=-1))

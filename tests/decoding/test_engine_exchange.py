@@ -1,0 +1,106 @@
+"""A request that one engine exports and another imports (T16), as prefill/decode disaggregation does."""
+
+import pickle
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from support import tiny
+from support.engines import CONFIG, SIZE, engine, finish, params, poison, prompt, serve
+
+WORK = prompt(45), params(20, temperature=0.8, seed=5)
+
+
+@cache
+def model():
+    return tiny.model(CONFIG)
+
+
+@cache
+def alone():
+    return serve(engine(model()), WORK)[0]
+
+
+def half_way(rounds: int):
+    """An engine and a request in it after some rounds."""
+    source = engine(model())
+    handle = source.add(*WORK)
+    for _ in range(rounds):
+        source.step()
+    return source, handle
+
+
+# Rounds: not begun, in the prompt, at its end, in the continuation.
+@pytest.mark.parametrize("rounds", [0, 2, 4, 7])
+def test_an_imported_request_goes_on_with_the_same_tokens(rounds):
+    source, handle = half_way(rounds)
+    snapshot = pickle.loads(pickle.dumps(source.export(handle)))
+    assert len(snapshot.new) == len(source.result(handle).tokens)
+    target = engine(model())
+    others = [target.add(prompt(20, seed=3), params(6))]  # its pages are others than in the source
+    target.step()
+    poison(target)
+    moved = target.import_request(snapshot)
+    before = target.timings.prompt_tokens
+    finish(target)
+    assert target.result(moved).tokens == alone().tokens
+    np.testing.assert_allclose(target.result(moved).logprobs, alone().logprobs, rtol=0, atol=1e-5)
+    # What was in the source's pages is not computed again; the other prompt may have had 8 tokens to go.
+    left = len(snapshot.prompt) + len(snapshot.new) - snapshot.cached
+    assert target.timings.prompt_tokens - before <= left + 8
+    assert len(target.result(others[0]).tokens) == 6
+    finish(source)
+    assert source.result(handle).tokens == alone().tokens
+
+
+def test_index_keys_travel_too():
+    """T16: without them the import would choose other blocks, and other tokens would come out."""
+    source, handle = half_way(7)
+    snapshot = source.export(handle)
+    assert snapshot.cached > 4 * SIZE  # selection is partial
+    pages = [[(k, v, None if i is None else np.zeros_like(i)) for k, v, i in group] for group in snapshot.pages]
+    target = engine(model())
+    moved = target.import_request(replace(snapshot, pages=pages))
+    finish(target)
+    wrong = target.result(moved)
+    assert not np.allclose(wrong.logprobs, alone().logprobs[: len(wrong.logprobs)], rtol=0, atol=1e-4)
+
+
+def test_known_pages_are_not_sent_twice():
+    """A target that knows the beginning shares its own pages; nothing of another request is overwritten."""
+    source, handle = half_way(7)
+    target = engine(model())
+    first = target.add(*WORK)
+    for _ in range(7):
+        target.step()
+    moved = target.import_request(source.export(handle))
+    target.check()
+    finish(target)
+    assert target.result(first).tokens == target.result(moved).tokens == alone().tokens
+
+
+def test_another_cache_is_refused():
+    source, handle = half_way(7)
+    snapshot = source.export(handle)
+    target = engine(model(), kv_dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"its dtype of k in stack 0 is float32, this engine's bfloat16"):
+        target.import_request(snapshot)
+    other = engine(tiny.model(tiny.config("dM", index_topk_blocks=4)))
+    with pytest.raises(ValueError, match=r"of another model or cache: its .*, this engine.s"):
+        other.import_request(snapshot)
+    assert not target.busy and not other.busy
+
+
+def test_no_room_changes_nothing():
+    source, handle = half_way(7)
+    target = engine(model(), pages=16)
+    busy = target.add(prompt(100, seed=9), params(8))
+    for _ in range(9):
+        target.step()
+    before = target.pages
+    with pytest.raises(RuntimeError, match="page"):
+        target.import_request(source.export(handle))
+    assert {k: target.pages[k] for k in ("free", "used")} == {k: before[k] for k in ("free", "used")}
+    finish(target)
+    assert len(target.result(busy).tokens) == 8

@@ -1,0 +1,112 @@
+"""Random lives of requests, over a model that runs in no time and a pool of fourteen pages."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engines import finish, params, prompt, serve
+from support.fake_model import FakeConfig, FakeModel
+
+from m3jax.decoding import Engine, Generation
+
+SMALL = FakeConfig(index_block_size=4, max_position_embeddings=64)
+ROOM = 32
+BASE = prompt(20, seed=3)
+LIVES = [
+    (BASE[:n] + prompt(more, seed=n), knobs)
+    for n, more, knobs in (
+        (1, 0, {}), (4, 0, dict(temperature=1.0, seed=1)), (9, 3, {}), (12, 2, dict(temperature=2.0, seed=2)),
+        (12, 2, dict(temperature=2.0, seed=3)), (16, 0, {}), (20, 0, dict(repetition_penalty=2.0)), (0, 7, {}),
+    )
+]  # fmt: skip
+
+
+@cache
+def fake() -> FakeModel:
+    return FakeModel.random(config=SMALL)
+
+
+def small_engine(share: bool = True, pages: int = 14) -> Engine:
+    shape = dict(pages=pages, max_batch=4, prefill_rows=2, prefill_chunk=(2, 5), steps_per_call=3, max_length=ROOM)
+    return Engine(fake(), **shape, max_stop_ids=2, prefix_cache=share)
+
+
+@cache
+def life(number: int) -> Generation:
+    """All that request `number` can get; with a lower limit it gets the beginning of it."""
+    tokens, knobs = LIVES[number]
+    return serve(small_engine(), (tokens, params(ROOM - len(tokens), **knobs)))[0]
+
+
+ADD = st.tuples(st.just("add"), st.sampled_from(range(len(LIVES))), st.integers(3, 16))
+STEP = st.tuples(st.just("step"), st.just(0), st.integers(1, 3))
+OTHERS = st.tuples(st.sampled_from(("abort", "prefill", "truncate", "copy")), st.integers(0, 9), st.integers(0, ROOM))
+
+
+@given(st.lists(ADD, min_size=1, max_size=3), st.lists(st.one_of(ADD, STEP, OTHERS), min_size=5), st.booleans())
+def test_random_lives(first, then, share):
+    """Whatever is added, aborted, copied, taken back, preempted: each request gets the beginning of what is its own."""
+    served, numbers = small_engine(share), {}
+    for what, which, size in (*first, *then):
+        live = [handle for handle in numbers if served.reason(handle) == "unfinished"]
+        if what == "add":
+            asked = params(min(size, ROOM - len(LIVES[which][0])), **LIVES[which][1])
+            numbers[served.add(LIVES[which][0], asked)] = which
+        elif what == "step":
+            for _ in range(size):
+                served.step()
+                served.check()
+        elif live:
+            act(served, what, live[which % len(live)], size, numbers)
+        served.check()
+        for handle, number in numbers.items():
+            assert_beginning(served.result(handle), life(number))
+    finish(served)
+    for handle, number in numbers.items():
+        found = served.result(handle)
+        assert_beginning(found, life(number))
+        if found.stop_reason != "aborted":
+            assert found.stop_reason == "length"
+            assert len(found.tokens) == served._requests[handle].params.max_new_tokens
+
+
+def act(served: Engine, what: str, handle: int, size: int, numbers: dict[int, int]) -> None:
+    had, number = len(served.result(handle).tokens), numbers[handle]
+    if what == "abort":
+        served.abort(handle)
+    elif what == "truncate":
+        served.truncate(handle, size % (had + 1))
+    elif what == "prefill":
+        served.prefill()
+    else:
+        tokens, knobs = LIVES[number]
+        limit = min(had + size + 1, ROOM - len(tokens))
+        numbers[served.copy(handle, params(limit, **knobs))] = number
+
+
+def assert_beginning(found: Generation, whole: Generation) -> None:
+    count = len(found.tokens)
+    assert found.tokens == whole.tokens[:count]
+    np.testing.assert_allclose(found.logprobs, whole.logprobs[:count], rtol=0, atol=1e-5)
+
+
+def test_a_request_may_fill_the_pool():
+    """Its prompt and all but the last of its new tokens lie in all eight pages; alone, twice, and beside another."""
+    served = small_engine(pages=8)
+    asked = params(ROOM - len(LIVES[5][0]))
+    for _ in range(2):
+        assert_beginning(serve(served, (LIVES[5][0], asked))[0], life(5))
+    both = serve(served, (LIVES[5][0], asked), (LIVES[7][0], params(ROOM - 7)))
+    for found, number in zip(both, (5, 7), strict=True):
+        assert found.stop_reason == "length"
+        assert_beginning(found, life(number))
+
+
+def test_longer_than_the_pool():
+    """Where pages, not the model, are the limit."""
+    served = small_engine(pages=6)
+    assert served.max_length == 24
+    with pytest.raises(ValueError, match="needs room for 25 tokens and a request of this engine can have 24"):
+        served.add(BASE, params(5))

@@ -1,0 +1,247 @@
+"""Sampling against a NumPy reference, its statistics, and its independence of the batch."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.sampling_reference import reference
+
+from m3jax.decoding import Sampling, SamplingParams, filtered_logits, row_keys, sample
+
+V = 16
+RNG_LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
+OFF = Sampling()
+
+
+def probabilities(logits, rows, seen=None):
+    out = jax.jit(filtered_logits)(np.atleast_2d(logits), SamplingParams.stack(rows), seen)
+    return np.asarray(jax.nn.softmax(out, axis=-1))
+
+
+TIES = np.array([1, 3, 3, 3, 0, 0, 2, 2, 3, 1, 1, 1, 0, 2, 0, 0], np.float32)
+CASES = {
+    "off": OFF,
+    "greedy": Sampling.greedy(),
+    "hot": Sampling(temperature=2.5),
+    "cold": Sampling(temperature=0.3),
+    "top_k 1": Sampling(top_k=1),
+    "top_k 5": Sampling(top_k=5),
+    "top_k 0 is off": Sampling(top_k=0),
+    "top_k above V": Sampling(top_k=100),
+    "top_p tiny keeps the best": Sampling(top_p=1e-6),
+    "top_p 0.5": Sampling(top_p=0.5),
+    "top_p 0.95": Sampling(top_p=0.95),
+    "top_p 1 is off": Sampling(top_p=1.0),
+    "min_p 0.1": Sampling(min_p=0.1),
+    "min_p 1": Sampling(min_p=1.0),
+    "top_p after top_k": Sampling(top_k=4, top_p=0.6),
+    "min_p after top_p": Sampling(top_p=0.9, min_p=0.3),
+    "all": Sampling(temperature=1.7, top_k=9, top_p=0.85, min_p=0.05),
+    "temperature acts before top_p": Sampling(temperature=3.0, top_p=0.5),
+}
+
+
+@pytest.mark.parametrize("logits", [RNG_LOGITS, TIES], ids=["random", "ties"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_matches_the_reference(case, logits):
+    expected = reference(logits, case)
+    got = probabilities(logits, [case])[0]
+    assert (got > 0).tolist() == (expected > 0).tolist()
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.5, 100.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_repetition_penalty_acts_first(penalty, temperature):
+    seen = np.zeros((1, V), bool)
+    seen[0, np.argsort(-RNG_LOGITS)[:3]] = True
+    seen[0, np.argmin(RNG_LOGITS)] = True
+    case = Sampling(temperature=temperature, top_k=6, top_p=0.9, repetition_penalty=penalty)
+    expected = reference(RNG_LOGITS, case, seen[0])
+    np.testing.assert_allclose(probabilities(RNG_LOGITS, [case], seen)[0], expected, rtol=1e-4, atol=1e-7)
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    top_k=st.sampled_from([None, 1, 3, 7]),
+    top_p=st.sampled_from([None, 0.3, 0.77, 0.99]),
+    min_p=st.sampled_from([None, 0.02, 0.4]),
+    levels=st.sampled_from([2, 5, 1000]),
+)
+def test_any_combination_matches_the_reference(seed, temperature, top_k, top_p, min_p, levels):
+    # Quarter steps with few levels make many exact ties.
+    logits = np.random.default_rng(seed).integers(0, levels, V).astype(np.float32) / 4
+    case = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    np.testing.assert_allclose(probabilities(logits, [case])[0], reference(logits, case), rtol=1e-4, atol=1e-5)
+
+
+def test_top_p_keeps_the_token_that_crosses():
+    logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
+    kept = [int((probabilities(logits, [Sampling(top_p=p)]) > 0).sum()) for p in (0.49, 0.51, 0.74, 0.76, 0.9)]
+    assert kept == [1, 2, 2, 3, 4]
+
+
+def test_ties_keep_lower_ids():
+    kept = probabilities(TIES, [Sampling(top_k=2)])[0] > 0
+    assert np.flatnonzero(kept).tolist() == [1, 2]
+    assert np.flatnonzero(probabilities(TIES, [Sampling.greedy()])[0]).tolist() == [1]
+
+
+def test_same_order_and_meaning_as_transformers():
+    torch = pytest.importorskip("torch", reason="the oracle extra is not installed")
+    process = pytest.importorskip("transformers.generation.logits_process", reason="the oracle extra is not installed")
+    prompt = [3, 5, 5, 9]
+    seen = np.isin(np.arange(V), prompt)[None]
+    case = Sampling(temperature=1.4, top_k=10, top_p=0.8, min_p=0.06, repetition_penalty=1.2)
+    scores = torch.tensor(RNG_LOGITS)[None]
+    for step in (
+        process.RepetitionPenaltyLogitsProcessor(1.2),
+        process.TemperatureLogitsWarper(1.4),
+        process.TopKLogitsWarper(10),
+        process.TopPLogitsWarper(0.8),
+        process.MinPLogitsWarper(0.06),
+    ):
+        scores = step(torch.tensor([prompt]), scores)
+    expected = torch.softmax(scores, -1).numpy()
+    np.testing.assert_allclose(probabilities(RNG_LOGITS, [case], seen), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_knobs_are_per_row_and_rows_do_not_meet():
+    """Each row of a mixed batch equals, bit for bit, the same row alone."""
+    rows = list(CASES.values())
+    logits = np.random.default_rng(1).normal(size=(len(rows), V)).astype(np.float32)
+    together = probabilities(logits, rows)
+    for i, row in enumerate(rows):
+        np.testing.assert_array_equal(probabilities(logits[i], [row])[0], together[i])
+
+
+@jax.jit
+def one_draw(logits, params, positions, seen):
+    return sample(logits, params, row_keys(params.seed, positions), seen)
+
+
+def draw(logits, rows, positions, seen=None):
+    return np.asarray(one_draw(logits, SamplingParams.stack(rows), np.asarray(positions, np.int32), seen))
+
+
+@pytest.mark.parametrize(
+    "case", [OFF, Sampling(temperature=0.6, top_k=8), Sampling(top_p=0.8), Sampling(min_p=0.2)], ids=repr
+)
+def test_frequencies(case):
+    """Chi-square of 4,096 draws at as many positions; nothing outside the kept set is ever drawn."""
+    count = 4096
+    logits = np.broadcast_to(RNG_LOGITS, (count, V))
+    tokens = draw(logits, [replace(case, seed=7)] * count, np.arange(count))
+    observed, expected = np.bincount(tokens, minlength=V), reference(RNG_LOGITS, case) * count
+    kept = expected > 0
+    assert not observed[~kept].any()
+    chi2 = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
+    assert chi2 < 45  # 15 degrees of freedom: above 44.3 in 1e-4 of all seeds
+
+
+def test_seeds_give_independent_draws():
+    count = 4096
+    logits = np.zeros((count, V), np.float32)
+    tokens = draw(logits, [Sampling(seed=i) for i in range(count)], np.full(count, 5))
+    assert np.abs(np.bincount(tokens, minlength=V) - count / V).max() < 5 * np.sqrt(count / V)
+    again = draw(logits, [Sampling(seed=i) for i in range(count)], np.full(count, 6))
+    assert 0.75 / V < np.mean(tokens == again) < 1.25 / V
+
+
+def test_a_draw_depends_on_seed_and_position_only():
+    logits = np.random.default_rng(2).normal(size=(6, V)).astype(np.float32)
+    rows = [Sampling(seed=i, temperature=1.5) for i in range(6)]
+    positions = np.arange(6) * 10
+    together = draw(logits, rows, positions)
+    order = [4, 0, 5, 2]
+    np.testing.assert_array_equal(draw(logits[order], [rows[i] for i in order], positions[order]), together[order])
+    for i in range(6):
+        assert draw(logits[i : i + 1], [rows[i]], positions[i : i + 1])[0] == together[i]
+
+
+def test_greedy_rows_ignore_the_seed():
+    logits = np.random.default_rng(3).normal(size=(3, V)).astype(np.float32)
+    rows = [Sampling(temperature=0, seed=1), Sampling(temperature=0, seed=2), Sampling(seed=3)]
+    assert draw(logits, rows, [1, 2, 3])[:2].tolist() == logits[:2].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "bad", [np.full(V, np.nan), np.where(np.arange(V) == 3, np.nan, 0), np.where(np.arange(V) == 3, np.inf, 0),
+            np.full(V, -np.inf)], ids=["all NaN", "one NaN", "inf", "all -inf"]
+)  # fmt: skip
+def test_a_row_without_a_distribution_is_no_token(bad, temperature):
+    logits = np.stack([RNG_LOGITS, bad.astype(np.float32)])
+    rows = [Sampling(temperature=temperature, top_p=0.9)] * 2
+    alone = draw(logits[:1], rows[:1], [0])
+    assert draw(logits, rows, [0, 0]).tolist() == [alone[0], -1]
+
+
+def test_tokens_that_the_model_rules_out_are_fine():
+    logits = np.where(np.arange(V) < 12, -np.inf, 0).astype(np.float32)[None]
+    for case in CASES.values():
+        assert draw(logits, [case], [0])[0] >= 12
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
+def test_a_tiny_temperature_is_greedy_in_effect(temperature):
+    assert draw(RNG_LOGITS[None], [Sampling(temperature=temperature)], [3])[0] == RNG_LOGITS.argmax()
+
+
+def test_huge_knobs_stay_finite():
+    rows = [Sampling(temperature=1e300), Sampling(repetition_penalty=1e300), Sampling(top_k=2**31 - 1)]
+    logits = np.broadcast_to(RNG_LOGITS, (3, V))
+    assert (draw(logits, rows, [0, 1, 2], np.zeros((3, V), bool)) >= 0).all()
+
+
+def test_half_precision_logits_are_filtered_in_float32():
+    logits = jnp.asarray(RNG_LOGITS, jnp.bfloat16)
+    out = filtered_logits(logits[None], SamplingParams.stack([OFF]))
+    assert out.dtype == jnp.float32
+
+
+def test_new_values_compile_nothing():
+    jitted = jax.jit(lambda *args: sample(*args))  # a function of its own, so a cache of its own
+    keys = jax.random.split(jax.random.key(0), 1)
+    for case in CASES.values():
+        jitted(RNG_LOGITS[None], SamplingParams.stack([case]), keys)
+    assert jitted._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": None},
+        {"temperature": "1"},
+        {"top_k": -1},
+        {"top_k": 2.0},
+        {"top_k": True},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"seed": -1},
+        {"seed": 2**32},
+        {"seed": None},
+        {"seed": 0.5},
+    ],
+    ids=str,
+)
+def test_bad_knobs_are_refused_by_name(knobs):
+    # Where annotations are checked, a wrong type is refused a moment earlier, as a TypeError.
+    with pytest.raises((ValueError, TypeError), match=next(iter(knobs))):
+        Sampling(**knobs)
+
+
+def test_sampling_is_hashable():
+    assert len({Sampling(), Sampling(temperature=1.0), Sampling.greedy()}) == 2

@@ -1,0 +1,340 @@
+"""Drafting in the engine: greedy tokens are those of plain decoding, whatever is proposed; so is the cache."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import tiny
+from support.compilations import compilations
+from support.drafts import CONFIG, Knowing, draft, model, quick_rounds
+from support.engines import SIZE, engine, finish, params, poison, preemptions, prompt, serve
+from support.fake_model import FakeConfig, FakeModel
+
+from m3jax.decoding import Eagle3Drafter, Engine, PromptLookup
+from m3jax.decoding.generate import generate
+
+# Prompts of less than a page and of many; with a penalty, with stop ids, and some that are sampled.
+WORK = [
+    (prompt(5), params(30)),
+    (prompt(1), params(30)),
+    (prompt(40), params(60)),
+    (prompt(17), params(33, repetition_penalty=1.3)),
+    (prompt(61), params(16)),
+    (prompt(100), params(20)),
+]
+TOLERANCE = 1e-5  # of a log-probability, between programs that sum in different orders
+ALL, NONE, SOME = Knowing.of(8), Knowing.of(0), Knowing.of(3, 0, 1, 2, 0, 8, 1)
+RANDOM = Eagle3Drafter(draft(fc_norm=True, norm_output=True))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs():
+    with quick_rounds():
+        yield
+
+
+@cache
+def plain():
+    """What each request gets without a draft, and the log-probabilities."""
+    return serve(engine(model()), *WORK)
+
+
+def drafted(drafter, count=3, **changes) -> Engine:
+    return engine(model(), draft=drafter, draft_tokens=count, **changes)
+
+
+def assert_plain(results):
+    for found, expected in zip(results, plain(), strict=True):
+        assert found.tokens == expected.tokens
+        assert found.stop_reason == expected.stop_reason
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=TOLERANCE)
+
+
+# Greedy
+
+
+@pytest.mark.parametrize("name", ["right", "wrong", "mixed"])
+def test_any_proposals_give_the_plain_tokens(name):
+    """The target itself as the draft, one that is always wrong, and ragged acceptance. The penalty is not foreseen."""
+    drafter = {"right": ALL, "wrong": NONE, "mixed": SOME}[name]
+    served = drafted(drafter)
+    assert_plain(serve(served, *WORK))
+    done = served.drafting
+    if name == "wrong":
+        assert done.accepted == (0, 0, 0) and done.mean_length == 1
+    alone = drafted(drafter)
+    serve(alone, WORK[2])
+    if name == "right":
+        assert alone.drafting.accepted == (alone.drafting.forwards,) * 3
+        assert alone.drafting.forwards == -(-59 // 4)  # of 60 tokens the first is prefill's
+    if name == "mixed":
+        assert 0 < alone.drafting.accepted[2] < alone.drafting.accepted[0] < alone.drafting.forwards
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_any_number_of_proposals(count):
+    """T20: rounds of up to nine tokens cross the borders of pages of eight."""
+    served = drafted(SOME, count)
+    assert_plain(serve(served, *WORK))
+    assert len(served.drafting.accepted) == count
+
+
+@pytest.mark.parametrize("drafter", [RANDOM, PromptLookup()], ids=["eagle3", "lookup"])
+def test_real_drafters_give_the_plain_tokens(drafter):
+    """A random EAGLE3 draft and prompt lookup; with the prompts in the prefix cache; in a pool that is too small."""
+    served = drafted(drafter)
+    assert_plain(serve(served, *WORK))
+    assert_plain(serve(served, *WORK))
+    assert served.pages["hit_tokens"] > 0
+    small = drafted(drafter, pages=17)
+    assert_plain(serve(small, *WORK))
+    assert preemptions(small) > 0
+
+
+def test_rows_end_where_plain_ones_end():
+    """A stop id or a limit within a round's tokens: what was accepted after it is not given out."""
+    for stop in {plain()[2].tokens[i] for i in (1, 5, 6, 7, 30)}:
+        asked = params(60, stop_ids=[stop])
+        (expected,) = serve(engine(model()), (WORK[2][0], asked))
+        (found,) = serve(drafted(ALL), (WORK[2][0], asked))
+        assert (found.tokens, found.stop_reason) == (expected.tokens, "stop_id")
+    for limit in (1, 2, 3, 4, 5, 6):
+        (found,) = serve(drafted(ALL), (WORK[2][0], params(limit)))
+        assert (found.tokens, found.stop_reason) == (plain()[2].tokens[:limit], "length")
+
+
+def test_half_precision_differs_at_near_ties_only():
+    """In bfloat16 a call of four rows rounds otherwise than one of one row: tokens part only within that rounding."""
+    half = tiny.model(CONFIG, dtype="bfloat16")
+    work = [(p, params(24)) for p, _ in WORK[:4]]
+    expected = serve(engine(half), *work)
+    found = serve(engine(half, draft=SOME, draft_tokens=3), *work)
+    for (tokens, _), a, b in zip(work, expected, found, strict=True):
+        parts = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), None)
+        if parts is not None:
+            row = np.zeros((1, 128), np.int32)
+            row[0, : len(tokens) + parts] = [*tokens, *a.tokens[:parts]]
+            logits = np.asarray(_logits(half, row))[0, len(tokens) + parts - 1]
+            # The last layer's output is rounded to 8 bits, and so is what the layers before it added.
+            bound = 2**-7 * np.abs(logits).max() * 2
+            assert abs(logits[a.tokens[parts]] - logits[b.tokens[parts]]) < bound
+
+
+@jax.jit
+def _logits(m, tokens):
+    return m(tokens)
+
+
+# The cache
+
+
+def contents(served: Engine) -> dict:
+    """Notes of requests that give their pages back: tokens in the cache -> each array of the cache, by token."""
+    notes, release = {}, served._pages.release
+
+    def note(handle):
+        tokens, pages = served._pages.tokens(handle), list(served._pages.pages_of(handle))
+        if not tokens:
+            return release(handle)
+        cache = served._runner.state.cache
+        by_token = lambda x: np.moveaxis(np.asarray(x)[:, pages], -2, 2).reshape(x.shape[0], len(pages) * SIZE, -1)
+        stacks = [x for s in cache.stacks for x in (s.k, s.v, s.index_k) if x is not None]
+        notes[tokens] = [by_token(x)[:, : len(tokens)] for x in stacks]
+        if hasattr(cache, "draft"):
+            own = [by_token(x)[:, 1 : len(tokens)] for x in (cache.draft.k, cache.draft.v)]
+            notes[tokens] += [*own, np.asarray(cache.edges)[pages][: len(tokens) // SIZE]]
+        return release(handle)
+
+    served._pages.release = note
+    return notes
+
+
+def test_the_cache_is_that_of_plain_decoding():
+    """T19: after any acceptance the pages hold what they hold without: to the bit where all calls have one shape."""
+    notes = []
+    for drafter in (NONE, ALL, SOME, None):
+        served = drafted(drafter) if drafter is not None else engine(model())
+        notes.append(contents(served))
+        serve(served, WORK[0], WORK[1], WORK[3])
+        serve(served, WORK[2])
+        assert not preemptions(served)  # what a request gives back when it is preempted depends on the steps before
+    for found in notes[1:3]:
+        assert found.keys() == notes[0].keys()
+        for tokens, arrays in found.items():
+            for a, b in zip(arrays, notes[0][tokens], strict=True):
+                np.testing.assert_array_equal(a, b)
+    for tokens, arrays in notes[3].items():
+        for a, b in zip(arrays, notes[0][tokens], strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("history", ["hit", "fork", "truncate", "move", "preemption"])
+def test_the_drafts_cache_is_that_of_one_reading(history):
+    """T16, T27: slots and edges of the draft, however the tokens came, are those of reading them all at once."""
+    served = drafted(RANDOM, pages=17 if history == "preemption" else 20)
+    notes = contents(served)
+    first = (prompt(40), params(21))
+    if history == "preemption":
+        serve(served, *WORK)
+        assert preemptions(served)
+    elif history == "hit":
+        serve(served, first)
+        for cut in (8, 16, 24, 33):
+            serve(served, ((*prompt(40)[:cut], *prompt(30, seed=cut)), params(7)))
+        assert served.pages["hit_tokens"] == 8 + 16 + 24 + 32
+    else:
+        handle = served.add(*first)
+        for _ in range(5):
+            served.step()
+        poison(served)
+        if history == "fork":
+            served.copy(handle, params(30, temperature=1.0, seed=3))
+        elif history == "truncate":
+            served.truncate(handle, 3)
+        else:
+            snapshot = served.export(handle)
+            served = drafted(RANDOM)
+            notes = contents(served)
+            serve(served, (prompt(20, seed=3), params(6)))
+            served.import_request(snapshot)
+        finish(served)
+    assert notes
+    for tokens, found in notes.items():
+        for a, b in zip(found, _read_at_once(tokens), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+
+
+@cache
+def _read_at_once(tokens):
+    served = drafted(RANDOM, prefill_chunk=128, pages=64)
+    notes = contents(served)
+    serve(served, ((*tokens, 0), params(1)))
+    *stacks, k, v, edges = notes[(*tokens, 0)]
+    count = len(tokens)
+    return [*(x[:, :count] for x in stacks), k[:, : count - 1], v[:, : count - 1], edges[: count // SIZE]]
+
+
+# Sampled rows
+
+
+def test_sampled_tokens_have_the_targets_distribution():
+    """Third tokens of many requests through the engine's rounds, against all paths that lead to them; chi-square."""
+    fake, count = FakeModel.random(3, FakeConfig(vocab_size=16), width=8), 2500
+    served = Engine(
+        fake, pages=512, max_batch=128, prefill_rows=128, prefill_chunk=16, max_length=32, draft=ALL, draft_tokens=2
+    )
+    start, knobs = (3, 7, 1, 3, 9), dict(temperature=1.5, top_k=12)
+    handles = [served.add(start, params(3, seed=i, **knobs)) for i in range(count)]
+    results = served.run()
+    assert 500 < served.drafting.accepted[0] < 2000
+    pairs = np.array([[*start, a, b] for a in range(16) for b in range(16)], np.int32)
+    logits = np.asarray(fake(jnp.asarray(pairs)), np.float64).reshape(16, 16, 7, 16)
+    first, second, third = (_top(x, knobs) for x in (logits[0, 0, 4], logits[:, 0, 5], logits[:, :, 6]))
+    for position, p in ((1, first @ second), (2, np.einsum("a,ab,abc->c", first, second, third))):
+        counts = np.bincount([results[handle].tokens[position] for handle in handles], minlength=16)
+        assert not counts[p == 0].any()
+        assert ((counts - p * count)[p > 0] ** 2 / (p[p > 0] * count)).sum() < 44.3  # once in 10,000, of 15 degrees
+
+
+def _top(logits, knobs):
+    edge = np.sort(logits, axis=-1)[..., -knobs["top_k"], None]
+    p = np.where(logits >= edge, np.exp((logits - logits.max(-1, keepdims=True)) / knobs["temperature"]), 0)
+    return p / p.sum(-1, keepdims=True)
+
+
+def test_a_sampled_row_does_not_depend_on_its_companions():
+    """Drawn proposals too are a function of the row's seed and positions."""
+    drafter = Eagle3Drafter(RANDOM.draft, sample=True)
+    warm = params(25, temperature=1.2, seed=5, top_p=0.9)
+    (alone,) = serve(drafted(drafter), (prompt(40), warm))
+    together = serve(drafted(drafter), *WORK[:2], (prompt(40), warm), WORK[3])
+    assert together[2].tokens == alone.tokens
+    assert together[0].tokens == plain()[0].tokens
+
+
+# What it costs
+
+
+def test_nothing_compiles_after_warmup():
+    """Any mix of requests, with greedy and sampled rows, hits, copies, truncations and moves."""
+    rng, served = np.random.default_rng(0), drafted(RANDOM)
+    served.warmup()
+    with compilations() as seen:
+        for step in range(40):
+            if rng.random() < 0.4:
+                sampled = float(rng.choice([0.0, 0.8]))
+                served.add(prompt(int(rng.integers(1, 60)), seed=step % 3), params(20, temperature=sampled))
+            handle = max(served._requests, default=None)
+            if handle is not None and served.reason(handle) == "unfinished" and rng.random() < 0.2:
+                served.import_request(served.export(handle)) if step % 2 else served.copy(handle)
+            served.step()
+            served.check()
+        finish(served)
+    assert seen == []
+    assert served.drafting.forwards > 100
+
+
+def test_a_draft_adds_its_pages():
+    own, drawn = engine(model()), drafted(RANDOM)
+    config = RANDOM.draft.config
+    per_token = 2 * config.num_key_value_heads * config.head_dim * 4 + config.hidden_size * 4 / SIZE
+    assert drawn.bytes_per_token == own.bytes_per_token + per_token
+    assert drafted(PromptLookup()).bytes_per_token == own.bytes_per_token
+
+
+# Prompt lookup
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 3))
+def test_lookup_finds_the_longest_latest_end(seed, longest, shortest):
+    rng = np.random.default_rng(seed)
+    shortest = min(shortest, longest)
+    tokens, last = rng.integers(0, 3, (2, 20)).astype(np.int32), rng.integers(0, 20, 2).astype(np.int32)
+    found = _lookup(PromptLookup(4, shortest) if longest == 4 else PromptLookup(longest, shortest), tokens, last)
+    for row in range(2):
+        assert found[row].tolist() == _expected(tokens[row].tolist(), int(last[row]), longest, shortest)
+
+
+def _expected(tokens, last, longest, shortest, count=5):
+    agree = lambda at: next((n for n in range(longest) if at < n or tokens[at - n] != tokens[last - n]), longest)
+    best = max(((agree(at), at) for at in range(last)), default=(0, 0))
+    if best[0] < shortest:
+        return [-1] * count
+    return [tokens[best[1] + 1 + i % (last - best[1])] for i in range(count)]
+
+
+@jax.jit
+def _lookup(drafter, tokens, last):
+    return drafter.propose(None, None, jnp.asarray(tokens), None, None, jnp.asarray(last), None, 5)[0].tokens
+
+
+def test_lookup_pays_on_text_that_repeats():
+    fake, text = FakeModel.random(), prompt(7) * 4
+    served = Engine(fake, pages=16, max_batch=1, prefill_chunk=16, draft=PromptLookup(), draft_tokens=4)
+    (found,) = serve(served, (text, params(100)))
+    assert found.tokens == generate(fake, [text], max_new_tokens=100, temperature=0, stop_ids=[])[0]
+    assert served.drafting.mean_length > 1.4
+
+
+# Refusals
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="hidden_size is 48, the target's 40"):
+        Engine(tiny.model(tiny.config("dM", hidden_size=40)), pages=4, draft=RANDOM)
+    for count, message in ((0, "must be an integer of at least 1"), (9, "at most 8"), (True, "must be an integer")):
+        with pytest.raises(ValueError, match=message):
+            drafted(RANDOM, count)
+    with pytest.raises(ValueError, match="device_pages with a draft"):
+        drafted(PromptLookup(), device_pages=20)
+    with pytest.raises(ValueError, match="1 <= shortest <= longest"):
+        PromptLookup(2, 3)
+    served = engine(model())
+    handle = served.add(*WORK[0])
+    served.step()
+    with pytest.raises(ValueError, match="its draft is None"):
+        drafted(RANDOM).import_request(served.export(handle))

@@ -1,0 +1,189 @@
+"""Attention kernels in interpret mode against the definition, in memory that holds NaN wherever nothing may look."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from support.kernels_inputs import attention, both_layouts, check, lay_out, of_definition, run_attention, view
+from support.msa_strategies import FOURS, GROUPED, ONE_SLOT, RAGGED, Case, cases, dense_attention, prefill
+from support.msa_strategies import attention as definition
+
+from pallas_kernels.dense_causal import dense_causal
+from pallas_kernels.gradient import with_gradient
+from pallas_kernels.sparse_decode import MAX_QUERIES, dense_decode, sparse_decode
+from pallas_kernels.sparse_decode import Config as DecodeConfig
+from pallas_kernels.sparse_prefill import Config, kv_block_major, query_union, sparse_prefill
+
+TILE = Config(tokens=4, keys=4)
+KERNELS = {
+    "query_union": dict(op=query_union, config=TILE),
+    "kv_block_major": dict(op=kv_block_major, config=TILE),
+    "chunks": dict(op=kv_block_major, config=Config(tokens=2, keys=4), chunk=16),
+    "decode": dict(op=sparse_decode, config=DecodeConfig(keys=4, programs=1)),
+    "split decode": dict(op=sparse_decode, config=DecodeConfig(keys=2, programs=1000)),
+}
+WITHOUT_OP = {x["op"]: tuple((name, value) for name, value in x.items() if name != "op") for x in KERNELS.values()}
+every_kernel = pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS.keys())
+few = settings(max_examples=7)
+
+
+def fitting(case: Case, options: dict) -> Case:
+    """A decode kernel takes the last queries of a case."""
+    if options["op"] is not sparse_decode or case.shape.T <= MAX_QUERIES:
+        return case
+    shape = replace(case.shape, T=7)
+    return replace(case, shape=shape, positions=case.positions[:, -7:])
+
+
+@both_layouts
+@every_kernel
+@few
+@given(case=cases((GROUPED, RAGGED)))
+def test_attention_is_that_of_the_definition(case, options, layout):
+    """T8, T9, T10, T13, T20: any selection, unused slots anywhere, unseen blocks, padding, NaN behind every row."""
+    case = fitting(case, options)
+    blocks = case.any_blocks()
+    check(attention(case=case, layout=layout, blocks=blocks, **options), of_definition(case, blocks))
+
+
+@every_kernel
+@few
+@given(case=cases((FOURS, ONE_SLOT)))
+def test_attention_of_odd_shapes(case, options):
+    """T7: B, T, N, K, H, P and J all 4, and each KV head with picks of its own; T19: so has each query."""
+    blocks = case.any_blocks()
+    check(attention(case=case, layout="paged", blocks=blocks, **options), of_definition(case, blocks))
+
+
+@every_kernel
+def test_empty_rows_and_empty_selections(options):
+    """T8, T38: no key, no block, no split that saw anything: zeros, and an LSE of -inf."""
+    case = fitting(prefill(GROUPED, 1, lengths=[0, 40, 13]), options)
+    blocks = np.full((3, GROUPED.K, case.shape.T, GROUPED.J), -1, np.int32)
+    out, lse = attention(case=case, layout="paged", blocks=blocks, **options)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+    blocks[1] = case.any_blocks()[1]
+    check(attention(case=case, layout="paged", blocks=blocks, **options), of_definition(case, blocks))
+
+
+@every_kernel
+def test_order_of_the_slots_is_free(options):
+    """Selections arrive ascending from us, and in other orders from others."""
+    case = fitting(prefill(GROUPED, 2), options)
+    case = replace(case, positions=case.positions + (GROUPED.S - 1 - case.positions.max()))
+    blocks = case.any_blocks()
+    one, other = (attention(case=case, layout="paged", blocks=x, **options) for x in (blocks, blocks[..., ::-1].copy()))
+    check(one, other)
+
+
+@every_kernel
+def test_two_runs_are_bitwise_equal(options):
+    """T34: nothing is added in an order that could change."""
+    case = fitting(prefill(GROUPED, 3), options)
+    runs = [attention(case=case, layout="contiguous", blocks=case.any_blocks(), **options) for _ in range(2)]
+    np.testing.assert_array_equal(*(np.asarray(x[0]) for x in runs))
+
+
+@every_kernel
+def test_bfloat16_is_rounded_where_the_definition_rounds(options):
+    """Probabilities and outputs are rounded, sums and exponents are not."""
+    case = fitting(prefill(GROUPED, 4), options)
+    blocks = case.any_blocks()
+    out, lse = attention(case=case, layout="contiguous", blocks=blocks, dtype=jnp.bfloat16, **options)
+    q, k, v = (np.asarray(x, np.float32) for x in case.qkv(jnp.bfloat16))
+    want, want_lse = definition(q, k, v, blocks, case.positions, case.lengths, block_size=case.shape.P, schedule="mask")
+    assert np.linalg.norm(out - want) < 5e-3 * np.linalg.norm(want)
+    seen = ~np.isneginf(want_lse)
+    np.testing.assert_allclose(lse[seen], np.asarray(want_lse)[seen], rtol=0, atol=1e-3)
+
+
+@both_layouts
+@few
+@given(case=cases((GROUPED, RAGGED)))
+def test_dense_is_that_of_the_definition(case, layout):
+    """T8, T10: every block up to the diagonal, padding inside a tile of queries, NaN behind every row."""
+    got = attention(dense_causal, case, layout, config=TILE, kv_heads=case.shape.K)
+    check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
+
+
+@few
+@given(case=cases((GROUPED, RAGGED)))
+def test_dense_decode_is_that_of_the_definition(case):
+    """T13, T38: a query has as many pieces as it sees keys, and some splits see none."""
+    case = fitting(case, dict(op=sparse_decode))
+    config = DecodeConfig(keys=4, programs=130)
+    got = attention(dense_decode, case, "paged", config=config, kv_heads=case.shape.K)
+    check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_auto_takes_the_schedule_that_the_overlap_calls_for(near):
+    """Both branches give the definition's result, and one of them the very bits of kv_block_major."""
+    shape = replace(GROUPED, B=1, T=40, S=160, P=4, J=3)
+    case = prefill(shape, 5)
+    case = replace(case, positions=case.positions + 120)
+    blocks = case.any_blocks()
+    if near:
+        blocks = np.broadcast_to(blocks[:, :, :1], blocks.shape)
+    args = dict(case=case, layout="paged", blocks=blocks)
+    check(attention(sparse_prefill, **args), of_definition(case, blocks))
+    spread = attention(kv_block_major, **args)[0].tobytes() == attention(sparse_prefill, **args)[0].tobytes()
+    assert spread != near
+
+
+def test_missing_pages_have_no_weight():
+    """T9: a selected block whose page is -1 adds nothing, and no other page is read in its place."""
+    case = prefill(replace(GROUPED, B=1, T=7), 6)
+    case = replace(case, positions=case.positions + 33)
+    q, k, v = case.qkv()
+    memory, table = lay_out("paged", k, case)
+    values = lay_out("paged", v, case)[0]
+    blocks = np.broadcast_to(np.array([0, 3, 7], np.int32), (1, GROUPED.K, 7, 3))
+    without = np.where(blocks == 3, -1, blocks)
+    table = table.copy()
+    table[0, 3] = -1
+    want = of_definition(case, without)
+    for op in (query_union, kv_block_major, sparse_decode):
+        args = (op, q, memory, values, table, blocks, case.positions, case.lengths)
+        got = run_attention(*args, block_size=GROUPED.P, options=WITHOUT_OP[op])
+        check([np.asarray(x) for x in got], want)
+
+
+def test_e4m3_keys_and_values_are_those_that_they_stand_for():
+    """Stored in one byte with a scale a head: the result is that of the numbers read back."""
+    case = fitting(prefill(GROUPED, 8), KERNELS["decode"])
+    q, k, v = case.qkv()
+    scales = (jnp.array([0.5, 2.0]), jnp.array([0.25, 4.0]))
+    store = lambda x, scale: jnp.asarray(x / np.asarray(scale)[:, None]).astype(jnp.float8_e4m3fn)
+    stored = [store(k, scales[0]), store(v, scales[1])]
+    back = [np.asarray(x.astype(jnp.float32) * s[:, None]) for x, s in zip(stored, scales, strict=True)]
+    blocks = case.any_blocks()
+    want = definition(q, *back, blocks, case.positions, case.lengths, block_size=GROUPED.P, schedule="mask")
+    pages = (view(jnp.stack([x.swapaxes(1, 2)] * 2), None, GROUPED.P) for x in stored)
+    args = (jnp.asarray(q), *pages, *(jnp.asarray(x) for x in (blocks, case.positions, case.lengths)))
+    got = sparse_decode(*args, scales=scales, return_lse=True, interpret=True)
+    check([np.asarray(x) for x in got], want)
+
+
+def test_gradients_are_those_of_the_definition():
+    """T30: the backward pass takes the selection as it was made."""
+    case = prefill(replace(GROUPED, B=1, T=12, S=12), 9)
+    blocks = jnp.asarray(case.any_blocks())
+    at = jnp.asarray(case.positions), jnp.asarray(case.lengths)
+    options = dict(block_size=GROUPED.P, schedule="mask")
+    reference = lambda q, k, v: definition(q, k, v, blocks, case.positions, case.lengths, **options)[0]
+
+    def kernel(q, k, v):
+        pages = (view(jnp.stack([x.swapaxes(1, 2)] * 2), None, GROUPED.P) for x in (k, v))
+        return query_union(q, *pages, blocks, *at, config=TILE, interpret=True)[0]
+
+    attend = with_gradient(kernel, reference)
+    arrays = [jnp.asarray(x) for x in case.qkv()]
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=arrays[0].shape), jnp.float32)
+    got, want = (jax.grad(lambda *x, f=f: (f(*x) * weight).sum(), (0, 1, 2))(*arrays) for f in (attend, reference))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)

@@ -1,0 +1,173 @@
+"""Index kernels in interpret mode against the definition, over selections that ties and ragged rows make hard."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernels_inputs import both_layouts, index, run_index
+from support.msa_strategies import (
+    FOURS,
+    GROUPED,
+    ONE_SLOT,
+    RAGGED,
+    ROOMY,
+    Case,
+    Shape,
+    assert_partial,
+    cases,
+    index_topk,
+    prefill,
+)
+
+from pallas_kernels.index_topk import Config
+from pallas_kernels.index_topk import index_topk as kernel
+from pallas_kernels.index_topk_decode import MAX_QUERIES, index_topk_decode
+from pallas_kernels.index_topk_decode import Config as DecodeConfig
+
+SMALL = Config(rows=8, keys=2)
+PREFILL = dict(op=kernel, config=SMALL)
+DECODE = dict(op=index_topk_decode)
+KERNELS = {
+    "prefill": PREFILL | dict(splits=1),
+    "split": PREFILL | dict(splits=3),
+    "decode": DECODE,
+}
+every_kernel = pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS.keys())
+few = settings(max_examples=8)
+
+
+def few_queries(shape):
+    return replace(shape, T=min(shape.T, 7))
+
+
+def fitting(case: Case, options: dict) -> Case:
+    """A decode kernel takes the last queries of a case."""
+    if options["op"] is kernel or case.shape.T <= MAX_QUERIES:
+        return case
+    shape = few_queries(case.shape)
+    return replace(case, shape=shape, positions=case.positions[:, -shape.T :])
+
+
+def expected(case: Case, **rules) -> np.ndarray:
+    return np.asarray(index_topk(*case.index(), case.positions, case.lengths, **case.rules(**rules)))
+
+
+@both_layouts
+@every_kernel
+@few
+@given(case=cases((GROUPED, RAGGED)))
+def test_selection_is_that_of_the_definition(case, options, layout):
+    """T9, T10, T11, T13: rows of any length in NaN memory, each query with a valid count of its own."""
+    case = fitting(case, options)
+    got = index(case=case, layout=layout, **options)
+    np.testing.assert_array_equal(got, expected(case))
+    assert_partial(case, got)
+
+
+@every_kernel
+@few
+@given(case=cases((FOURS, ONE_SLOT, ROOMY)))
+def test_selection_of_odd_shapes(case, options):
+    """T7: B, T, N, K, H, P and J all 4; one slot; more slots than blocks."""
+    np.testing.assert_array_equal(index(case=fitting(case, options), layout="paged", **options),
+                                  expected(fitting(case, options)))  # fmt: skip
+
+
+MANY_BLOCKS = Shape(B=2, T=3, S=160, N=2, K=2, H=8, P=4, J=3)
+IN_GROUPS = DecodeConfig(programs=20, few_blocks=0)  # ten groups of four blocks a row
+
+
+@pytest.mark.parametrize("rules", [{}, dict(local_blocks=2, init_blocks=1)], ids=["free", "forced"])
+@few
+@given(case=cases((MANY_BLOCKS,)))
+def test_groups_of_blocks_first_change_nothing(case, rules):
+    """Ties across groups, queries of one row far apart, and a group that a query's own block cuts."""
+    got = index(index_topk_decode, case, "paged", config=IN_GROUPS, **rules)
+    np.testing.assert_array_equal(got, expected(case, **rules))
+
+
+@pytest.mark.parametrize("rules", [dict(local_blocks=2), dict(init_blocks=1), dict(local_blocks=2, init_blocks=1)])
+@every_kernel
+@few
+@given(case=cases((GROUPED,)))
+def test_forced_blocks_use_slots(case, options, rules):
+    """T3: forced blocks take slots and add none, and are not listed twice (T4)."""
+    case = fitting(case, options)
+    got = index(case=case, layout="contiguous", **options, **rules)
+    np.testing.assert_array_equal(got, expected(case, **rules))
+
+
+@every_kernel
+@few
+@given(seed=st.integers(0, 2**16), kind=st.sampled_from(["equal", "infinite", "zeros", "nan queries", "nan blocks"]))
+def test_total_order(seed, kind, options):
+    """T23, T24: ties, infinities, signed zeros and NaN; always min(J, own + 1) distinct ids, ascending, NaN last."""
+    case = fitting(prefill(GROUPED, seed), options)
+    q, k = (x.copy() for x in case.index())
+    rng, block = np.random.default_rng(seed), np.arange(GROUPED.S) // GROUPED.P
+    if kind == "equal":
+        k[:] = 1.0
+    if kind == "infinite":
+        q[:] = np.abs(q) + 1.0
+        k[:, np.isin(block, rng.choice(GROUPED.M, 4))] = np.inf
+        k[:, np.isin(block, rng.choice(GROUPED.M, 2))] = -np.inf
+    if kind == "zeros":
+        q[:], k[:] = 1.0, np.where(rng.random(k.shape) < 0.5, 0.0, -0.0)
+    if kind == "nan queries":
+        q[:, ::3] = np.nan
+    if kind == "nan blocks":
+        k[:, np.isin(block, rng.choice(GROUPED.M, 5))] = np.nan
+    got = index(case=case, layout="contiguous", arrays=(q, k), **options)
+    want = index_topk(q, k, case.positions, case.lengths, **case.rules())
+    np.testing.assert_array_equal(got, want)
+    valid = got >= 0
+    count = np.minimum(GROUPED.J, case.positions // GROUPED.P + 1)[:, None]
+    assert (valid.sum(-1) == count).all()
+    assert (np.diff(np.where(valid, got, 2**30 + np.arange(GROUPED.J)), axis=-1) > 0).all()
+
+
+@every_kernel
+def test_lengths_are_data(options):
+    """T21: one trace serves growing rows, and gives what each would give alone."""
+    shape = few_queries(GROUPED)
+    for length in (1, 5, 23, 40):
+        positions = np.broadcast_to(np.maximum(length - shape.T, 0) + np.arange(shape.T), (shape.B, shape.T))
+        case = Case(shape, positions.astype(np.int32), np.array([length, 40, 0], np.int32), 3)
+        np.testing.assert_array_equal(index(case=case, layout="paged", **options), expected(case))
+
+
+def test_rows_do_not_touch_each_other():
+    """T40: a row alone gets what it gets among others."""
+    case = prefill(GROUPED, 5, lengths=[40, 17, 29])
+    whole = index(case=case, layout="contiguous", **KERNELS["prefill"])
+    for b in range(GROUPED.B):
+        q, k = (x[b : b + 1] for x in case.index())
+        alone = Case(replace(GROUPED, B=1), case.positions[b : b + 1], case.lengths[b : b + 1], 5)
+        got = index(case=alone, layout="contiguous", arrays=(q, k), **KERNELS["prefill"])
+        np.testing.assert_array_equal(got[0], whole[b])
+
+
+@every_kernel
+def test_missing_pages_rank_like_minus_infinity(options):
+    """T9: a block whose page is -1 is no reason to read page 0, or the last one, in its place."""
+    shape = replace(few_queries(GROUPED), B=1)
+    positions = (shape.S - shape.T + np.arange(shape.T, dtype=np.int32))[None]
+    case = Case(shape, positions, np.array([shape.S], np.int32), 11)
+    q, k = (x.copy() for x in case.index())
+    q[:] = 1.0
+    k[:] = np.arange(shape.S)[None, :, None]  # later blocks score higher,
+    k[:, : shape.P] = 100.0  # but what lies in page 0 highest
+
+    pool = np.concatenate([k.reshape(1, shape.M, shape.P, shape.H)] * 2)
+    table = np.arange(shape.M, dtype=np.int32)[None].copy()
+    table[0, 5:9] = -1
+    extra = tuple((n, v) for n, v in options.items() if n != "op")
+    args = (options["op"], jnp.asarray(q), pool, table, positions, case.lengths)
+    got = np.asarray(run_index(*args, block_size=shape.P, options=(("top_k", 3), *extra)))
+    own = positions // shape.P
+    assert (got[..., 0] == 0).all()
+    assert (got[..., 1] == 4).all()
+    assert (got[..., 2] == own[:, None]).all()

@@ -1,0 +1,141 @@
+"""Norm, rotary embedding and insertion in interpret mode against the model's own layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+from support import tiny
+from support.insertion import EPS, draw, expected
+from support.msa_strategies import GROUPED, RAGGED
+
+from m3jax.cache import Cache
+from m3jax.cache.parts import unit_scales
+from m3jax.model.layers import rope_table
+from m3jax.model.projections import Finish, Tensors
+from m3jax.msa.backends import interpret
+from pallas_kernels.common import paged
+from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
+
+CONFIG = tiny.config("dD")
+SCALES = np.array([[0.5, 2.0], [0.25, 4.0], [8.0, 1.0]], np.float32)
+
+
+@pytest.mark.parametrize("shape", [GROUPED, RAGGED], ids=["grouped", "ragged"])
+@settings(max_examples=4)
+@given(seed=st.integers(0, 2**16))
+def test_insert_is_that_of_the_model(shape, seed):
+    """T14, T16: keys, values and index keys land together, at their own slots, and nothing else is touched."""
+    x, norms, positions, lengths, table, pools = draw(shape, seed)
+    cos, sin = rope_table(jnp.asarray(positions), shape.H // 2, 1e4, jnp.dtype("float32"))
+
+    @jax.jit
+    def run(x, norms, positions, lengths, table, pools):
+        pages = (paged(pool, table, layer=1) for pool in pools)
+        return qk_norm_rope_insert(
+            x, norms, cos, sin, positions, lengths, *pages, eps=EPS, dtype=jnp.float32, interpret=True
+        )
+
+    got = run(x, norms, positions, lengths, table, pools)
+    for name, want in zip(
+        ("q", "index_q", "k", "v", "index_k"),
+        expected(x, norms, cos, sin, positions, lengths, table, pools),
+        strict=True,
+    ):
+        np.testing.assert_allclose(getattr(got, name).reshape(want.shape), want, rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_one_byte_pages_hold_what_is_divided_by_the_scale():
+    """e4m3 has no infinity: what is too large is cut, and does not become a NaN."""
+    x, norms, positions, lengths, table, pools = draw(GROUPED, 3)
+    lengths[:] = GROUPED.S
+    x = x._replace(v=x.v.at[0].multiply(1e4))
+    cos, sin = rope_table(jnp.asarray(positions), GROUPED.H // 2, 1e4, jnp.dtype("float32"))
+    stored = [pool.astype(jnp.float8_e4m3fn) for pool in pools]
+    pages = (paged(pool, jnp.asarray(table), layer=1) for pool in stored)
+    at = jnp.asarray(positions), jnp.asarray(lengths)
+    options = dict(eps=EPS, dtype=jnp.float32, scales=jnp.asarray(SCALES), interpret=True)
+    got = qk_norm_rope_insert(x, norms, cos, sin, *at, *pages, **options)
+    scale = [SCALES[0][:, None, None], SCALES[1][:, None, None], SCALES[2, 0]]
+    want = expected(x, norms, cos, sin, positions, lengths, table, [np.asarray(p, np.float32) * 0 for p in pools])[2:]
+    for have, exact, factor in zip((got.k, got.v, got.index_k), want, scale, strict=True):
+        have = np.asarray(have, np.float32).reshape(exact.shape)
+        written = exact != 0
+        cut = np.clip(exact / factor, -448, 448)
+        assert np.isfinite(have).all()
+        np.testing.assert_allclose(have[written], cut[written], rtol=0.07, atol=2e-3)
+
+
+TYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float8_e4m3fn", "bfloat16"), ("bfloat16", "float8_e4m3fn")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "kv_dtype", "index_dtype", "kind"),
+    [*(("triton", *types, "sparse") for types in TYPES), ("triton", *TYPES[1], "dense"),
+     ("mosaic_tpu", *TYPES[0], "sparse"), ("mosaic_tpu", *TYPES[2], "dense")],
+)  # fmt: skip
+def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, index_dtype, kind):
+    """T14, T16: the same queries and the same pages, scales of float8 included; rounding may fall on the other side."""
+    dtype = jnp.dtype("float32" if kv_dtype == "float32" else "bfloat16")
+    x, cache, positions, lengths, finish = layer(kind, dtype, kv_dtype, index_dtype)
+    at, places = jnp.int32(0), cache.places(positions, lengths)
+    stack = cache.stacks[kind == "sparse"]
+    with interpret():
+        finish = finish.on(x, stack, at, places, backend)
+    assert finish.backend == backend
+    with interpret(True if backend == "triton" else pltpu.InterpretParams()):
+        run = jax.jit(lambda x, stack, finish: finish.insert(x, stack, at, places, positions, lengths))
+        queries, pages = run(x, stack, finish)
+    ready = finish(x)
+    want = stack.write(at, places, ready.k, ready.v, ready.index_k)
+    for mine, theirs in zip((queries.q, queries.index_q), (ready.q, ready.index_q), strict=True):
+        close(mine, theirs)
+    for name in ("k", "v", "index_k"):
+        close(getattr(pages, name), getattr(want, name))
+
+
+def layer(kind: str, dtype, kv_dtype: str, index_dtype: str):
+    """(projections, a cache full of numbers, positions, lengths, finish): ragged rows, tokens over two pages."""
+    rng = np.random.default_rng(5)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    config, B, T = CONFIG, 3, 5
+    width, index_width, heads, kv_heads = config.head_dim, config.index_head_dim, 8, 4
+    index = (normal(B, T, kv_heads, index_width), normal(B, T, index_width)) if kind == "sparse" else (None, None)
+    x = Tensors(*(normal(B, T, n, width) for n in (heads, kv_heads, kv_heads)), *index)
+    norms = [normal(n).astype(dtype) for n in (width, width, index_width, index_width)]
+    scales = tuple(jax.tree.map(lambda y: y * 0.5 ** (1 + jnp.arange(y.size).reshape(y.shape)), s)
+                   for s in unit_scales(config))  # fmt: skip
+    types = dict(kv_dtype=kv_dtype, index_dtype=index_dtype, scales=scales)
+    cache = Cache.pool(config, 12, B, 3, str(dtype), **types)
+    fill = lambda y: normal(*y.shape).astype(y.dtype)
+    stacks = tuple(s.replace(k=fill(s.k), v=fill(s.v), index_k=None if s.index_k is None else fill(s.index_k))
+                   for s in cache.stacks)  # fmt: skip
+    cache = cache.replace(stacks=stacks, table=jnp.asarray(rng.permutation(12)[:9].reshape(B, 3), jnp.int32))
+    size = config.index_block_size
+    positions = jnp.asarray([[size - 2], [0], [2 * size]], jnp.int32) + jnp.arange(T, dtype=jnp.int32)
+    lengths = jnp.asarray([size + 3, 2, 3 * size], jnp.int32)  # the second row has padding
+    cos, sin = rope_table(positions, config.rotary_dim, 1e4, jnp.dtype("float32"))
+    finish = Finish((*norms[:2], *(norms[2:] if kind == "sparse" else (None, None))), cos, sin, EPS, dtype)
+    return x, cache, positions, lengths, finish
+
+
+def close(mine, theirs):
+    """Equal up to float32, but for a few numbers that were rounded to their neighbour."""
+    if theirs is None:
+        assert mine is None
+        return
+    assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+    step = {"float32": 1e-6, "bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3}[str(mine.dtype)]
+    mine, theirs = (np.asarray(y.astype(jnp.float32)) for y in (mine, theirs))
+    np.testing.assert_allclose(mine, theirs, rtol=step, atol=2e-3 if step > 0.1 else 2e-6)
+    assert step == 1e-6 or np.mean(mine != theirs) < 0.02
+
+
+def test_projections_and_pages_come_together(unchecked):
+    x, norms, positions, lengths, table, pools = draw(GROUPED, 0)
+    k, v, _ = (paged(pool, jnp.asarray(table), layer=1) for pool in pools)
+    angles = jnp.zeros((GROUPED.B, GROUPED.T, 2))
+    with pytest.raises(ValueError, match="come together"):
+        qk_norm_rope_insert(x, norms, angles, angles, positions, lengths, k, v, eps=EPS, dtype=jnp.float32)

@@ -1,0 +1,140 @@
+"""Every kernel lowers for CUDA at every named shape, on a machine that has no GPU; and wrong operands are errors."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import pytest
+from support.lowering import array, lower, refuse
+
+from pallas_kernels.common import contiguous, paged
+from pallas_kernels.dense_causal import dense_causal
+from pallas_kernels.index_topk import index_topk
+from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
+from pallas_kernels.shapes import BY_NAME, DECODE, PREFILL, Shape
+from pallas_kernels.sparse_decode import dense_decode, sparse_decode
+from pallas_kernels.sparse_decode.triton import _default
+from pallas_kernels.sparse_prefill import kv_block_major, query_union
+
+H200_SHARED_MEMORY = 232_448  # bytes of a thread block
+SMALL = Shape("small", 2, 70, 1000, heads=12, kv_heads=2, width=64, block_size=64, top_k=5)
+FEW = Shape("few", 2, 5, 1000, heads=6, kv_heads=2, width=64, block_size=64, top_k=5)
+
+
+def operands(s: Shape, dtype, stored, layout: str):
+    """(queries, keys with values, index queries, index keys, table, selection, positions, lengths), abstract."""
+    q = array(dtype, s.batch, s.queries, s.heads, s.width)
+    index_q = array(dtype, s.batch, s.queries, s.kv_heads, s.width)
+    # Three layers: pools of one-byte numbers between 2 and 4 GiB are refused.
+    lead = (3, s.batch * s.blocks) if layout == "paged" else (3, s.batch)
+    rows = (s.block_size,) if layout == "paged" else (s.blocks * s.block_size,)
+    kv = array(stored, *lead, s.kv_heads, *rows, s.width)
+    index_k = array(stored, *lead, *rows, s.width)
+    table = array(jnp.int32, s.batch, s.blocks) if layout == "paged" else None
+    blocks = array(jnp.int32, s.batch, s.kv_heads, s.queries, s.top_k)
+    return q, kv, index_q, index_k, table, blocks, *at(s)
+
+
+def at(s: Shape):
+    return array(jnp.int32, s.batch, s.queries), array(jnp.int32, s.batch)
+
+
+def pages(x, table, s: Shape, layer):
+    return contiguous(x, s.block_size, layer) if table is None else paged(x, table, layer)
+
+
+def lower_all(s: Shape, index, attends, dtype=jnp.bfloat16, stored=None, layout="paged") -> list[str]:
+    """Programs of the selection, and of each kind of attention."""
+    q, kv, index_q, index_k, table, blocks, positions, lengths = operands(s, dtype, stored or dtype, layout)
+    layer = array(jnp.int32)
+
+    def score(q, k, table, layer, *at):
+        return index(q, pages(k, table, s, layer), *at, top_k=s.top_k)
+
+    def attention(attend, q, k, v, table, layer, *rest):
+        return attend(q, pages(k, table, s, layer), pages(v, table, s, layer), *rest, return_lse=True)
+
+    texts = [lower(score, index_q, index_k, table, layer, positions, lengths)]
+    for attend in attends:
+        chosen = () if isinstance(attend, partial) else (blocks,)
+        texts.append(lower(partial(attention, attend), q, kv, kv, table, layer, *chosen, positions, lengths))
+    return texts
+
+
+@pytest.mark.parametrize("shape", PREFILL, ids=[s.name for s in PREFILL])
+def test_prefill_lowers(shape):
+    """T37, T39: 131,072 queries and 8,192 blocks fit the launch grid."""
+    for text in lower_all(shape, index_topk, [query_union, kv_block_major]):
+        assert "triton" in text
+
+
+@pytest.mark.parametrize("stored", [None, jnp.float8_e4m3fn], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("shape", DECODE, ids=[s.name for s in DECODE])
+def test_decode_lowers(shape, stored):
+    attends = [sparse_decode, partial(dense_decode, kv_heads=shape.kv_heads)]
+    for text in lower_all(shape, index_topk_decode, attends, stored=stored):
+        assert "triton" in text
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32], ids=["e4m3", "bf16", "fp32"])
+@pytest.mark.parametrize("name", ["decode 1 at 131,072", "decode 32 at 131,072"])
+def test_what_a_decode_fetches_ahead_fits_shared_memory(name, dtype, queries):
+    """Lowering does not see it: Triton holds keys and values of all stages but one, and both left operands."""
+    s = BY_NAME[name]
+    config = _default(dtype, s.batch * s.kv_heads, queries)
+    keys = min(config.keys, s.block_size)
+    ahead = 2 * (config.num_stages - 1) * keys * s.width * jnp.dtype(dtype).itemsize
+    assert ahead + 16 * (s.width + keys) * 4 < H200_SHARED_MEMORY
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "fp16", "fp32"])
+def test_every_dtype_and_layout_lowers(dtype, layout):
+    """Heads of 64, blocks of 64, groups of 6 and 3, five slots: nothing here is a power of two by chance."""
+    prefill = [query_union, kv_block_major, partial(dense_causal, kv_heads=SMALL.kv_heads)]
+    decode = [sparse_decode, partial(dense_decode, kv_heads=FEW.kv_heads)]
+    texts = lower_all(SMALL, index_topk, prefill, dtype, layout=layout)
+    texts += lower_all(FEW, index_topk_decode, decode, dtype, layout=layout)
+    assert len(texts) == 7 and all("triton" in text for text in texts)
+
+
+@pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("name", ["prefill 131,072", "decode 32 at 131,072"])
+def test_insert_lowers(name, stored):
+    s = BY_NAME[name]
+    q, kv, index_q, index_k, table, _, positions, lengths = operands(s, jnp.float32, stored, "paged")
+    head = lambda n: array(jnp.float32, s.batch, s.queries, n, s.width)
+    x = Projected(q, head(s.kv_heads), head(s.kv_heads), index_q, array(jnp.float32, s.batch, s.queries, s.width))
+    weight = array(jnp.float32, s.width)
+    angle = array(jnp.float32, s.batch, s.queries, s.width // 4)
+
+    def insert(x, norms, angle, positions, lengths, table, *pools):
+        where = (paged(pool, table, 1) for pool in pools)
+        return qk_norm_rope_insert(x, norms, angle, angle, positions, lengths, *where, eps=1e-6, dtype=jnp.bfloat16)
+
+    norms = Projected(weight, weight, None, weight, weight)
+    assert "triton" in lower(insert, x, norms, angle, positions, lengths, table, kv, kv, index_k)
+
+
+# Errors: what was given, what is allowed, what to do.
+
+
+def test_wrong_operands_are_refused(unchecked):
+    s = SMALL
+    q, kv, index_q, index_k, table, blocks, positions, lengths = operands(s, jnp.bfloat16, jnp.bfloat16, "paged")
+    score = lambda op, **rules: lambda q, k, t, *at: op(q, paged(k, t, 0), *at, **(dict(top_k=5) | rules))
+    index_args = (index_q, index_k, table, positions, lengths)
+    refuse("need 1 to 16 queries", score(index_topk_decode), *index_args)
+    refuse("both together at most top_k", score(index_topk, local_blocks=4, init_blocks=2), *index_args)
+    refuse("need local_blocks >= 1", score(index_topk, local_blocks=0), *index_args)
+    refuse("must be the same", score(index_topk), array(jnp.float32, *index_q.shape), *index_args[1:])
+    refuse("the table has 2 rows", score(index_topk), array(jnp.bfloat16, 3, 70, 2, 64), *index_args[1:])
+
+    attend = lambda op: lambda q, k, v, t, *rest: op(q, paged(k, t, 0), paged(v, t, 0), *rest)
+    args = (kv, kv, table, blocks, positions, lengths)
+    refuse("need 1 to 16", attend(sparse_decode), q, *args)
+    refuse("must be the same", attend(query_union), array(jnp.float32, *q.shape), *args)
+    refuse(r"must be \[2 K 70 J\]", attend(kv_block_major), q, kv, kv, table, array(jnp.int32, 2, 2, 3, 5), *args[4:])
+    refuse("lie in the same way", attend(query_union), q, kv, array(jnp.bfloat16, 1, *kv.shape[1:]), *args[2:])
+    refuse("need \\[B K S H\\]", lambda x: contiguous(x, 64), array(jnp.bfloat16, 4, 4))

@@ -1,0 +1,274 @@
+"""TPU kernels in TPU interpret mode against the definition.
+
+The interpreter raises on a read outside of a buffer, fills fresh memory with NaN, carries out a copy only when it is
+waited for, and looks for races between copies and computation. Memory that nothing may look at holds NaN as well.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+from support.insertion import EPS, draw
+from support.insertion import expected as inserted
+from support.kernels_inputs import both_layouts, check, lay_out, of_definition, view
+from support.msa_strategies import (
+    FOURS,
+    GROUPED,
+    ONE_SLOT,
+    RAGGED,
+    ROOMY,
+    Case,
+    assert_partial,
+    cases,
+    index_topk,
+    prefill,
+)
+from support.msa_strategies import attention as definition
+
+from m3jax.model.layers import rope_table
+from pallas_kernels.common import paged
+from pallas_kernels.index_topk import mosaic_tpu as prefill_index
+from pallas_kernels.index_topk_decode import mosaic_tpu as decode_index
+from pallas_kernels.qk_norm_rope_insert.mosaic_tpu import qk_norm_rope_insert
+from pallas_kernels.sparse_decode import mosaic_tpu as decode
+from pallas_kernels.sparse_prefill import mosaic_tpu as union
+
+STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+FEW = 5  # queries that a decode kernel is given
+SMALL = replace(GROUPED, B=2, T=10)  # of 40 keys, so that few steps of the interpreter drop many blocks
+INDEX = {
+    "prefill": dict(op=prefill_index.index_topk, config=prefill_index.TpuConfig(lanes=16, pages=4)),
+    "decode": dict(op=decode_index.index_topk_decode, config=decode_index.TpuConfig(lanes=16, pages=2)),
+}
+ATTENTION = {
+    "query_union": dict(op=union.query_union, config=union.TpuConfig(tokens=4)),
+    "kv_block_major": dict(op=union.kv_block_major, config=union.TpuConfig(tokens=4), chunk=16),
+    "decode": dict(op=decode.sparse_decode),
+    "decode in pieces": dict(op=decode.sparse_decode, config=decode.TpuConfig(slots=2)),
+}
+DECODE = (decode_index.index_topk_decode, decode.sparse_decode)
+every_index = pytest.mark.parametrize("options", INDEX.values(), ids=INDEX.keys())
+every_attention = pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION.keys())
+few = settings(max_examples=3)
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter():
+    """After an exception the interpreter's memory would be that of the failed kernel."""
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def fitting(case: Case, options: dict) -> Case:
+    """A decode kernel takes the last queries of a case."""
+    if options["op"] not in DECODE or case.shape.T <= FEW:
+        return case
+    return replace(case, shape=replace(case.shape, T=FEW), positions=case.positions[:, -FEW:])
+
+
+def at_the_end(shape, seed: int) -> Case:
+    """The last queries of full rows: they see every block."""
+    case = prefill(shape, seed)
+    return replace(case, positions=case.positions + (shape.S - shape.T))
+
+
+@partial(jax.jit, static_argnames=("op", "block_size", "options"))
+def _index(op, q, k, table, *at, block_size, options):
+    return op(q, view(k, table, block_size), *at, interpret=STRICT, **dict(options))
+
+
+@partial(jax.jit, static_argnames=("op", "block_size", "options"))
+def _attention(op, q, k, v, table, *rest, block_size, options):
+    pages = (view(x, table, block_size) for x in (k, v))
+    return op(q, *pages, *rest, return_lse=True, interpret=STRICT, **dict(options))
+
+
+def raced(result):
+    """The result, once it is there and nothing raced."""
+    out = jax.tree.map(lambda x: np.asarray(x, np.float32) if x.dtype != jnp.int32 else np.asarray(x), result)
+    assert not interpreter.races.races_found
+    return out
+
+
+def index(case: Case, layout: str, op, arrays=None, **options) -> np.ndarray:
+    q, k = arrays or case.index()
+    memory, table = lay_out(layout, k, case)
+    options = tuple((dict(top_k=case.shape.J) | options).items())
+    args = (jnp.asarray(q), memory, table, case.positions, case.lengths)
+    return raced(_index(op, *args, block_size=case.shape.P, options=options))
+
+
+def attention(case: Case, layout: str, blocks, op, dtype=np.float32, **options):
+    q, k, v = case.qkv(dtype)
+    memory, table = lay_out(layout, k, case)
+    args = (q, memory, lay_out(layout, v, case)[0], table, blocks, case.positions, case.lengths)
+    return raced(_attention(op, *args, block_size=case.shape.P, options=tuple(options.items())))
+
+
+def chosen(case: Case, **rules) -> np.ndarray:
+    return np.asarray(index_topk(*case.index(), case.positions, case.lengths, **case.rules(**rules)))
+
+
+@both_layouts
+@every_index
+@few
+@given(case=cases((SMALL, RAGGED)))
+def test_selection_is_that_of_the_definition(case, options, layout):
+    """T9, T10, T11, T12, T13, T19, T20, T21: ragged rows in NaN memory, each query with an own block of its own."""
+    case = fitting(case, options)
+    got = index(case, layout, **options)
+    np.testing.assert_array_equal(got, chosen(case))
+    assert_partial(case, got)
+
+
+@every_index
+@few
+@given(case=cases((FOURS, ONE_SLOT, ROOMY)))
+def test_selection_of_odd_shapes(case, options):
+    """T7: B, T, N, K, H, P and J all 4; one slot, for which nothing is read; more slots than blocks."""
+    case = fitting(case, options)
+    np.testing.assert_array_equal(index(case, "paged", **options), chosen(case))
+
+
+@every_index
+def test_forced_blocks_use_slots(options):
+    """Forced blocks take slots and add none."""
+    rules = dict(local_blocks=2, init_blocks=1)
+    case = fitting(at_the_end(SMALL, 1), options)
+    np.testing.assert_array_equal(index(case, "contiguous", **options, **rules), chosen(case, **rules))
+
+
+@every_index
+@few
+@given(seed=st.integers(0, 2**16), kind=st.sampled_from(["equal", "infinite", "nan queries", "nan blocks"]))
+def test_total_order(seed, kind, options):
+    """T23, T24: ties go to the lower id, infinities are numbers, NaN ranks last."""
+    case = fitting(at_the_end(SMALL, seed), options)
+    q, k = (x.copy() for x in case.index())
+    rng, block = np.random.default_rng(seed), np.arange(GROUPED.S) // GROUPED.P
+    if kind == "equal":
+        k[:] = 1.0
+    if kind == "infinite":
+        q[:] = np.abs(q) + 1.0
+        k[:, np.isin(block, rng.choice(GROUPED.M, 4))] = np.inf
+        k[:, np.isin(block, rng.choice(GROUPED.M, 2))] = -np.inf
+    if kind == "nan queries":
+        q[:, ::3] = np.nan
+    if kind == "nan blocks":
+        k[:, np.isin(block, rng.choice(GROUPED.M, 5))] = np.nan
+    got = index(case, "contiguous", arrays=(q, k), **options)
+    np.testing.assert_array_equal(got, index_topk(q, k, case.positions, case.lengths, **case.rules()))
+
+
+@both_layouts
+@every_attention
+@few
+@given(case=cases((SMALL, RAGGED)))
+def test_attention_is_that_of_the_definition(case, options, layout):
+    """T8, T9, T10, T13, T19, T20: any selection, unused slots, unseen blocks, padding, NaN behind every row."""
+    case = fitting(case, options)
+    blocks = case.any_blocks()
+    check(attention(case, layout, blocks, **options), of_definition(case, blocks))
+
+
+@every_attention
+@settings(max_examples=1)
+@given(case=cases((FOURS,)))
+def test_attention_where_axes_agree(case, options):
+    """T7: B, T, N, K, H, P and J all 4, and each KV head with picks of its own."""
+    blocks = case.any_blocks()
+    check(attention(case, "paged", blocks, **options), of_definition(case, blocks))
+
+
+@every_attention
+def test_empty_rows_and_empty_selections(options):
+    """T8, T38: no key, no block, no piece that saw anything: zeros, and an LSE of -inf."""
+    case = fitting(prefill(SMALL, 1, lengths=[0, 13]), options)
+    blocks = np.full((2, SMALL.K, case.shape.T, GROUPED.J), -1, np.int32)
+    out, lse = attention(case, "paged", blocks, **options)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
+@every_attention
+def test_missing_pages_have_no_weight(options):
+    """T9: a selected block whose page is -1 adds nothing, and no other page is read in its place."""
+    case = prefill(replace(GROUPED, B=1, T=FEW), 6)
+    case = replace(case, positions=case.positions + 33)
+    q, k, v = case.qkv()
+    memory, table = lay_out("paged", k, case)
+    values = lay_out("paged", v, case)[0]
+    blocks = np.broadcast_to(np.array([0, 3, 7], np.int32), (1, GROUPED.K, FEW, 3))
+    table = table.copy()
+    table[0, 3] = -1
+    args = (q, memory, values, table, blocks, case.positions, case.lengths)
+    options = dict(options)
+    got = raced(_attention(options.pop("op"), *args, block_size=GROUPED.P, options=tuple(options.items())))
+    check(got, of_definition(case, np.where(blocks == 3, -1, blocks)))
+
+
+@every_attention
+def test_one_byte_keys_and_values(options):
+    """e4m3 pages under queries in bfloat16: the result is that of the numbers they stand for."""
+    case = fitting(prefill(RAGGED, 8), options)
+    q, k, v = case.qkv(jnp.bfloat16)
+    stored = [jnp.asarray(x).astype(jnp.float8_e4m3fn) for x in (k, v)]
+    blocks = case.any_blocks()
+    exact = (np.asarray(x, np.float32) for x in (q, *stored))
+    want, _ = definition(*exact, blocks, case.positions, case.lengths, block_size=RAGGED.P, schedule="mask")
+    memory = [jnp.stack([x.swapaxes(1, 2)] * 2) for x in stored]
+    args = (q, *memory, None, blocks, case.positions, case.lengths)
+    options = dict(options)
+    out, _ = raced(_attention(options.pop("op"), *args, block_size=RAGGED.P, options=tuple(options.items())))
+    assert np.linalg.norm(out - want) < 5e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("shape", [replace(GROUPED, B=2, T=6), replace(RAGGED, T=6)], ids=["grouped", "ragged"])
+def test_insert_is_that_of_the_model(shape):
+    """T14, T16, T20: tokens anywhere, each at its own slot of pages that others share; nothing else is touched."""
+    x, norms, positions, lengths, table, pools = draw(shape, 1)
+    lengths[0] = shape.S
+    cos, sin = rope_table(jnp.asarray(positions), shape.H // 2, 1e4, jnp.dtype("float32"))
+
+    @jax.jit
+    def run(x, norms, positions, lengths, table, pools):
+        pages = (paged(pool, table, layer=1) for pool in pools)
+        return qk_norm_rope_insert(
+            x, norms, cos, sin, positions, lengths, *pages, eps=EPS, dtype=jnp.float32, interpret=STRICT
+        )
+
+    got = raced(run(x, norms, positions, lengths, table, pools))
+    names = ("q", "index_q", "k", "v", "index_k")
+    for name, want in zip(names, inserted(x, norms, cos, sin, positions, lengths, table, pools), strict=True):
+        np.testing.assert_allclose(getattr(got, name).reshape(want.shape), want, rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_wrong_operands_are_refused(unchecked):
+    """What was given, what is allowed."""
+    case = prefill(replace(GROUPED, B=1, T=17), 0)
+    q, k = (jnp.asarray(x) for x in case.index())
+    at = jnp.asarray(case.positions), jnp.asarray(case.lengths)
+    pages = view(jnp.stack([k, k]), None, 4)
+    options = dict(top_k=3, interpret=STRICT)
+    with pytest.raises(ValueError, match="need 1 to 16"):
+        decode_index.index_topk_decode(q, pages, *at, **options)
+    with pytest.raises(ValueError, match="both together at most top_k"):
+        prefill_index.index_topk(q, pages, *at, **options, local_blocks=3, init_blocks=1)
+    with pytest.raises(ValueError, match="need the same width"):
+        prefill_index.index_topk(q.astype(jnp.bfloat16), pages, *at, **options)
+    q, k, v = (jnp.asarray(x) for x in case.qkv())
+    views = [view(jnp.stack([x.swapaxes(1, 2)] * 2), None, 4) for x in (k, v)]
+    blocks = jnp.asarray(case.any_blocks())
+    with pytest.raises(ValueError, match="needs a width"):
+        union.query_union(q, *views, blocks, *at)
+    with pytest.raises(ValueError, match="need 1 to 16"):
+        decode.sparse_decode(q, *views, blocks, *at, interpret=STRICT)
+    with pytest.raises(ValueError, match="allowed are 'auto'"):
+        union.sparse_prefill(q, *views, blocks, *at, schedule="dense", interpret=STRICT)

@@ -1,0 +1,33 @@
+"""The TPU kernels through the real TPU compiler, for every generation, without a TPU."""
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "tpu_compile.py"
+CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
+OPS = ("index_topk_decode", "sparse_decode", "index_topk", "query_union", "kv_block_major", "qk_norm_rope_insert")
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(SCRIPT), *args], capture_output=True, text=True, timeout=900)
+
+
+def test_every_kernel_compiles_for_every_generation():
+    """In a process of its own: the compiler wants settings that no other test should have. Fails without libtpu."""
+    done = run("--quick")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert not [line for line in lines if "FAILS" in line]
+    starts = [i for i, line in enumerate(lines) if not line.startswith(" ")] + [len(lines)]
+    assert [lines[i].split(":")[0] for i in starts[:-1]] == list(CHIPS)
+    for first, stop in pairwise(starts):
+        compiled = {line.split()[1] for line in lines[first + 1 : stop] if line.startswith("  compiles")}
+        assert compiled == set(OPS)
+
+
+def test_unknown_chip_is_refused():
+    done = run("--chip", "v9z")
+    assert done.returncode == 2
+    assert "'v9z': allowed are v5e, v5p, v6e, tpu7x" in done.stderr

@@ -1,0 +1,191 @@
+"""EAGLE3's draft: the layer as it is written down, over pages, unrolled in training, and the taps of the target."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny
+from support.drafts import CONFIG, config, draft, join, model
+
+from m3jax.decoding import Eagle3Drafter, Sampling, SamplingParams
+from m3jax.decoding.device import Chunk
+from m3jax.model import eagle3
+from m3jax.train.eagle3 import draft_losses
+
+LENGTH, K = 21, 4
+PARAMETERS = (
+    "fc", "fc_norm", "hidden_norm", "input_layernorm", "post_attention_layernorm", "q_proj", "k_proj", "v_proj",
+    "o_proj", "gate_proj", "up_proj", "down_proj", "norm", "embed_tokens", "lm_head",
+)  # fmt: skip
+TOKENS = tiny.tokens(CONFIG, 2, LENGTH + K, seed=5)
+
+
+# The definition, in float64 and without any cache: model.md 5.4, step by step
+
+
+def rms(x, w, eps=1e-6):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w
+
+
+def rotate(x, positions, theta):
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] / theta ** (np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1)
+
+
+class Written:
+    """A draft of one row that keeps what it has seen in a list."""
+
+    def __init__(self, module, target):
+        leaf = lambda x: None if x is None else np.asarray(x[...], np.float64)
+        self.c = module.config
+        self.w = {name: leaf(getattr(module, name)) for name in PARAMETERS}
+        own = {"embed_tokens": target.embed_tokens, "lm_head": target.lm_head}
+        self.w |= {name: leaf(x) for name, x in own.items() if self.w[name] is None}
+        self.k, self.v = [], []
+
+    def features(self, taps):
+        """[T A D] -> [T D]: each tap normed by its own weight, low layer first, then fc."""
+        w, c = self.w, self.c
+        taps = [rms(taps[:, a], w["fc_norm"][a]) if c.fc_norm else taps[:, a] for a in range(len(c.taps))]
+        return np.concatenate(taps, -1) @ w["fc"].reshape(-1, c.hidden_size)
+
+    def step(self, feature, token, position):
+        """One feature [D] and the token after it: (recurrent feature, logits)."""
+        w, c = self.w, self.c
+        normed = rms(feature, w["hidden_norm"])
+        x = np.concatenate([rms(w["embed_tokens"][token], w["input_layernorm"]), normed])
+        project = lambda name: np.einsum("w,wnh->nh", x, w[name])
+        turn = lambda y: rotate(y[None], np.array([position]), c.rope_theta)[0]
+        q = turn(project("q_proj"))
+        self.k.append(turn(project("k_proj")))
+        self.v.append(project("v_proj"))
+        groups = c.num_attention_heads // c.num_key_value_heads
+        k, v = (np.repeat(np.stack(y), groups, axis=1) for y in (self.k, self.v))
+        scores = np.einsum("nh,snh->ns", q, k) * c.head_dim**-0.5
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        out = np.einsum("ns,snh,nhd->d", p / p.sum(-1, keepdims=True), v, w["o_proj"])
+        r = (normed if c.norm_before_residual else feature) + out
+        h = rms(r, w["post_attention_layernorm"])
+        gate = h @ w["gate_proj"]
+        r = r + (gate / (1 + np.exp(-gate)) * (h @ w["up_proj"])) @ w["down_proj"]
+        z = rms(r, w["norm"])
+        return (z if c.norm_output else r), w["lm_head"] @ z
+
+
+@cache
+def taps_of(layers):
+    return jax.jit(lambda m, t: m.tapped(t, layers))(model(), TOKENS)
+
+
+VARIANTS = {
+    "released": dict(fc_norm=True, norm_output=True, own_embedding=True, own_head=True),
+    "shared": dict(fc_norm=True, norm_output=True),
+    "classic": dict(num_key_value_heads=4),
+    "norm before residual": dict(norm_before_residual=True, fc_norm=True),
+    "reduced vocabulary": dict(draft_vocab_size=40, own_head=True, norm_output=True),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_paged_draft_is_the_written_one(name):
+    """A prompt in two chunks that part within a page, then K steps; against one token at a time in float64."""
+    module = draft(**VARIANTS[name])
+    hidden, taps, _ = taps_of(module.config.taps)
+    first = np.asarray(jnp.argmax(model().unembed(hidden)[:, LENGTH - 1], -1), np.int32)
+    proposal, _ = propose(module, taps, first)
+    for row in range(2):
+        written = Written(module, model())
+        features = written.features(np.asarray(taps[row], np.float64))
+        tokens = [*TOKENS[row, :LENGTH], first[row]]
+        for t in range(LENGTH):
+            feature, logits = written.step(features[t], tokens[t + 1], t)
+        for step in range(K):
+            ids = None if module.target_ids is None else np.asarray(module.target_ids[...])
+            best = int(np.argmax(logits))
+            token = best if ids is None else int(ids[best])
+            assert proposal.tokens[row, step] == token
+            feature, logits = written.step(feature, token, LENGTH + step)
+
+
+def propose(module, taps, first, cut=13):
+    """(K proposals after the prompts TOKENS[:, :LENGTH], cache), the prompt read in two chunks."""
+    drafter = Eagle3Drafter(module)
+    cache = join(drafter, batch=2, blocks=5)
+    return _propose(drafter, model(), cache, taps, TOKENS, first, cut)
+
+
+@partial(jax.jit, static_argnames=("cut",))
+def _propose(drafter, target, cache, taps, tokens, first, cut):
+    rows = lambda x: jnp.full(2, x, jnp.int32)
+    for start, end in ((0, cut), (cut, LENGTH)):
+        chunk = Chunk(jnp.arange(2), tokens[:, start:end], rows(start), rows(LENGTH), tokens[:, end])
+        cache, state = drafter.read_prompt(target, cache, chunk, taps[:, start:end], first)
+    sampling = jax.tree.map(jnp.asarray, SamplingParams.stack([Sampling.greedy()] * 2))
+    return drafter.propose(target, cache, state, sampling, first, rows(LENGTH), rows(1) > 0, K)
+
+
+def test_training_unrolls_what_decoding_does():
+    """After any position the chain of training makes the features and logits that the paged draft makes there."""
+    module = draft(**VARIANTS["shared"])
+    hidden, taps, _ = taps_of(module.config.taps)
+    logits = model().unembed(hidden)
+    found = jax.jit(draft_losses, static_argnames="steps")(module, taps, logits, TOKENS, model(), steps=3)
+    written = [Written(module, model()) for _ in range(2)]
+    expected = np.zeros((2, 3, LENGTH + K)), np.zeros((2, 3, LENGTH + K))
+    target = np.asarray(logits, np.float64)
+    for row in range(2):
+        features = written[row].features(np.asarray(taps[row], np.float64))
+        for t in range(LENGTH + K - 1):
+            feature = features[t]
+            for step in range(min(3, LENGTH + K - t - 1)):
+                feature, out = written[row].step(feature, TOKENS[row, t + step + 1], t + step)
+                p = target[row, t + step + 1]
+                p = np.exp(p - p.max()) / np.exp(p - p.max()).sum()
+                log_q = out - out.max() - np.log(np.exp(out - out.max()).sum())
+                expected[0][row, step, t] = -(p * log_q).sum()
+                expected[1][row, step, t] = np.argmax(p) == np.argmax(out)
+            for kept in (written[row].k, written[row].v):
+                del kept[t + 1 :]
+    count = (LENGTH + K - 1 - np.arange(3)) * 2
+    np.testing.assert_allclose(found[0], expected[0].sum((0, 2)) / count, rtol=1e-5)
+    np.testing.assert_allclose(found[1], expected[1].sum((0, 2)) / count, rtol=1e-5)
+
+
+def test_taps_are_the_residual_stream():
+    """The off-by-one trap: 0 is the embedding, n the output of the n-th layer counted from 1, before any norm."""
+    values = jax.jit(lambda m, t: m.intermediates(t))(model(), TOKENS)
+    every = [values["embedding"], *(layer["output"] for layer in values["layers"])]
+    hidden, taps, _ = taps_of((0, 1, 2))
+    for n in range(3):
+        np.testing.assert_allclose(taps[:, :, n], every[n], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(hidden, values["final_norm"], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(taps_of((2,))[1][:, :, 0], taps[:, :, 2])
+    with pytest.raises(ValueError, match=r"layers = \(0, 3\): the model has 0 \(the embedding\) to 2"):
+        model().tapped(jnp.asarray(TOKENS), (0, 3))
+
+
+def test_a_draft_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="hidden_size is 48, the target's 40; its vocab_size is 64, the target's 60"):
+        config().check_fits(tiny.config("dM", hidden_size=40, vocab_size=60))
+    with pytest.raises(ValueError, match=r"after layers \[0, 1, 3\], and the target has 2 layers"):
+        config(taps=(0, 1, 3)).check_fits(CONFIG)
+    bad = (
+        (dict(taps=(1, 1)), "different ones in ascending order"),
+        (dict(num_key_value_heads=3), "no multiple of num_key_value_heads = 3"),
+        (dict(head_dim=15), "must be even"),
+        (dict(draft_vocab_size=40), "needs a head of the draft's own"),
+        (dict(intermediate_size=0), "intermediate_size = 0: must be at least 1"),
+    )
+    for changes, message in bad:
+        with pytest.raises(ValueError, match=message):
+            config(**changes)
+
+
+def test_init_is_usable():
+    module = eagle3.init(config(draft_vocab_size=8, own_head=True))
+    assert module.target_ids[...].tolist() == list(range(8))
+    assert float(module.norm[...].min()) == 1

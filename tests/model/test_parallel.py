@@ -1,0 +1,285 @@
+"""The model over eight host devices: every way to divide it gives one device's logits."""
+
+import math
+import re
+from functools import cache
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from support import tiny
+
+from m3jax import M3Config
+from m3jax import model as m3_model
+from m3jax.cache import Cache
+from m3jax.parallel import AXES, RULES, make_mesh, parse_mesh, sharding, spec
+from m3jax.planning import hlo
+
+CONFIG = tiny.config("dM")
+BATCH, LENGTH = 8, 33
+MESHES = [
+    "tensor=8",  # more devices than KV heads
+    "expert=8",
+    "data=8",
+    "data=2,tensor=4",
+    "context=8",
+    "context=2,expert=2,tensor=2",
+    "data=2,context=2,tensor=2",
+]
+QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile; the program is the same
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eight_devices():
+    if jax.device_count() < 8:
+        pytest.skip(f"needs 8 devices, this process has {jax.device_count()}")
+
+
+@cache
+def model(mesh: str | None):
+    return tiny.model(CONFIG, mesh=parse_mesh(mesh) if mesh else None)
+
+
+def put(x: np.ndarray, mesh) -> jax.Array:
+    return jax.device_put(x, sharding(x.shape, ("batch",) + (None,) * (x.ndim - 1), mesh))
+
+
+@cache
+def results(mesh: str | None):
+    """(logits of a prompt; logits of its first tokens through a cache, one call each; the cache; the step's text)."""
+    m, tokens = model(mesh), tiny.tokens(CONFIG, BATCH, LENGTH)
+    forward = jax.jit(lambda m, t: m(t), compiler_options=QUICK)
+    whole = np.asarray(forward(m, put(tokens, m.mesh)))
+    step = jax.jit(lambda m, t, c, p, n: m(t, cache=c, positions=p, lengths=n), donate_argnums=2)
+    cache, decoded, compiled = Cache.init(CONFIG, BATCH, LENGTH, "float32", m.mesh), [], None
+    for i in range(LENGTH):
+        # Row 0 starts late, so that rows stand at different positions.
+        at = np.full(BATCH, i, np.int32) - 5 * (np.arange(BATCH) == 0)
+        now = np.take_along_axis(tokens, np.maximum(at, 0)[:, None], 1)
+        at = at.astype(np.int32)
+        args = m, put(now, m.mesh), cache, *(put(x, m.mesh) for x in (at[:, None], np.maximum(at + 1, 0)))
+        compiled = compiled or tiny.lower(step, *args).compile(QUICK)
+        logits, cache = compiled(*args)
+        decoded.append(np.asarray(logits[:, 0]))
+    return whole, np.stack(decoded, 1), cache, compiled.as_text()
+
+
+def test_decode_is_forward_on_one_device():
+    whole, decoded = results(None)[:2]
+    np.testing.assert_allclose(decoded[1:], whole[1:], rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(decoded[0, 5:], whole[0, :-5], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_forward_is_one_device_s(mesh):
+    np.testing.assert_allclose(results(mesh)[0], results(None)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_cached_decode_is_one_device_s(mesh):
+    found, expected = results(mesh)[1], results(None)[1]
+    np.testing.assert_allclose(found[1:], expected[1:], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[0, 5:], expected[0, 5:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_cache_stays_where_it_was_put(mesh):
+    """Else each step would move it."""
+    fresh = Cache.init(CONFIG, BATCH, LENGTH, "float32", parse_mesh(mesh))
+    for x, y in zip(jax.tree.leaves(fresh), jax.tree.leaves(results(mesh)[2]), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+# Experts
+
+MOE = tiny.config("mm")
+ALPHA, LIMIT = MOE.swiglu_alpha, MOE.swiglu_limit
+
+
+def routed(tokens: int, skewed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, two experts for each, and their weights; skewed, all take the two experts of one device."""
+    draw = np.random.default_rng(tokens)
+    ids = np.argsort(draw.random((tokens, 2 if skewed else MOE.num_local_experts)), axis=1)[:, :2]
+    weights = draw.uniform(size=ids.shape)
+    return draw.normal(size=(tokens, MOE.hidden_size)).astype(np.float32), ids.astype(np.int32), np.float32(weights)
+
+
+@cache
+def layer_of_experts(mesh: str | None, platform: str):
+    """The second layer's experts as a platform runs them, and their gradients."""
+    experts = tiny.model(MOE, mesh=parse_mesh(mesh) if mesh else None).stacks[0].mlp.experts
+
+    def both(experts, x, ids, weights):
+        run = lambda e, x, w: e(x, ids, w, jnp.int32(1), ALPHA, LIMIT, "auto", parse_mesh(mesh) if mesh else None)
+        out, back = jax.vjp(run, experts, x, weights)
+        return out, back(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+    call = jax.jit(both, compiler_options=QUICK)
+
+    def run(*args):
+        pick = lambda *args, **paths: paths[platform](*args)
+        with mock.patch.object(jax.lax, "platform_dependent", pick):
+            return jax.device_get(call(experts, *args))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "mesh, platform",
+    [("data=2,context=2,expert=2", p) for p in ("cpu", "cuda", "default")]
+    + [("context=3", "cpu"), ("expert=4,tensor=2", "default")],
+)
+def test_experts_are_one_device_s(mesh, platform):
+    """Every platform's way, and its gradients; tokens that no axis divides; devices whose experts nobody chose."""
+    for tokens, skewed in ((5, False), (5, True), (46, False)):
+        args = routed(tokens, skewed)
+        found, expected = layer_of_experts(mesh, platform)(*args), layer_of_experts(None, "cpu")(*args)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def largest_collective(text: str) -> int:
+    """Elements of the largest array that devices make together."""
+    kinds = "|".join(hlo.COLLECTIVES)
+    results = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
+    shapes = (shape for result in results for shape in re.findall(r"\[([\d,]+)\]", result))
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+@pytest.mark.parametrize("mesh", ["expert=8", "context=2,expert=2,tensor=2"])
+def test_a_decode_step_moves_no_expert(mesh):
+    """Indexing divided experts would have XLA bring each chosen one to all devices."""
+    one = CONFIG.hidden_size * CONFIG.intermediate_size // parse_mesh(mesh).shape["tensor"]
+    assert 0 < largest_collective(results(mesh)[3]) < one
+
+
+# The rules
+
+
+def specs(tree) -> dict[str, P]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+    return {name(path): leaf.spec for path, leaf in leaves}
+
+
+def test_where_each_parameter_lives():
+    mesh = make_mesh(data=2, expert=2, tensor=2)
+    found = specs(m3_model.shardings(CONFIG, mesh))
+    replicated = {name for name, where in found.items() if not any(where)}
+    assert {name.split(".")[-1] for name in replicated} == {
+        "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "index_q_norm", "index_k_norm",
+        "index_k_proj", "gate", "e_score_correction_bias",
+    }  # fmt: skip
+    up, down = P(None, None, "tensor"), P(None, "tensor", None)
+    expected = {"embed_tokens": P("tensor", None), "lm_head": P("tensor", None)}
+    for stack, mlp in (("stacks.0.", "mlp."), ("stacks.1.", "mlp.shared_experts.")):
+        expected |= {f"{stack}{mlp}{name}_proj": up for name in ("gate", "up")}
+        expected[f"{stack}{mlp}down_proj"] = down
+        expected |= {f"{stack}self_attn.{x}_proj": P(None, None, "tensor", None) for x in "qkv"}
+        expected[f"{stack}self_attn.o_proj"] = P(None, "tensor", None, None)
+    expected["stacks.1.self_attn.index_q_proj"] = P(None, None, "tensor", None)
+    experts = "stacks.1.mlp.experts."
+    expected |= {f"{experts}{name}_proj": P(None, "expert", None, "tensor") for name in ("gate", "up")}
+    expected[f"{experts}down_proj"] = P(None, "expert", "tensor", None)
+    assert {name: where for name, where in found.items() if name not in replicated} == expected
+    placed = model("data=2,expert=2,tensor=2")
+    assert specs(jax.tree.map(lambda x: x.sharding, placed)) == found
+
+
+def test_where_the_cache_lives():
+    cache = Cache.init(CONFIG, 2, 16, mesh=make_mesh(data=2, tensor=4))
+    dense, sparse = cache.stacks
+    for x in (dense.k, dense.v, sparse.k, sparse.v):
+        assert x.sharding.spec == P(None, ("data", "context", "expert"), "tensor", None, None)
+    # All KV heads read the one index key.
+    assert sparse.index_k.sharding.spec == P(None, ("data", "context", "expert"), None, None)
+
+
+def test_few_kv_heads_are_replicated():
+    mesh = make_mesh(tensor=8)
+    found = specs(m3_model.shardings(CONFIG, mesh))
+    assert not any(found["stacks.1.self_attn.k_proj"])
+    assert found["stacks.1.self_attn.q_proj"] == P(None, None, "tensor", None)
+    cache = Cache.init(CONFIG, 1, 16, mesh=mesh)
+    assert not any(cache.stacks[0].k.sharding.spec)
+
+
+@pytest.mark.parametrize("mesh, share", [("tensor=8", 0.127), ("expert=2,tensor=4", 0.129), ("expert=8", 0.152)])
+def test_the_full_model_divides_over_eight_devices(mesh, share):
+    """What one device holds of it; over experts alone the rest of the model is on every device."""
+    config, mesh = M3Config.m3(), parse_mesh(mesh)
+    held = jax.tree.map(
+        lambda leaf, where: np.prod(where.shard_shape(leaf.shape)),
+        m3_model.abstract(config, mesh=mesh),
+        m3_model.shardings(config, mesh),
+    )
+    assert 1 / 8 <= sum(jax.tree.leaves(held)) / 426_174_572_928 < share
+
+
+@pytest.mark.parametrize(
+    "mesh, message",
+    [
+        (dict(tensor=3), r"axis 'vocab' of size 64 .* 3 devices of mesh axis 'tensor'"),
+        (dict(expert=3), r"axis 'experts' of size 8 .* 3 devices of mesh axis 'expert'"),
+    ],
+)
+def test_an_uneven_axis_is_refused(mesh, message):
+    with pytest.raises(ValueError, match=message):
+        m3_model.shardings(CONFIG, make_mesh(**mesh))
+
+
+def test_pages_are_rounded_up_to_what_the_mesh_divides():
+    cache = Cache.pool(CONFIG, 5, 1, 5, mesh=make_mesh(data=2, context=2, expert=2))
+    assert cache.num_pages == 8
+
+
+def test_tokens_that_do_not_divide_are_replicated():
+    mesh = make_mesh(data=2)
+    assert [spec((n,), ("tokens",), mesh) for n in (4, 5)] == [P("data"), P(None)]
+
+
+def test_neighbouring_blocks_lie_on_different_devices():
+    """Else one device would do all the work of a short row."""
+    mesh = make_mesh(context=4)
+    cache = Cache.init(CONFIG, 2, 4 * CONFIG.index_block_size, mesh=mesh)
+    owner = np.asarray(cache.table) // (cache.num_pages // 4)
+    assert [sorted(row) for row in owner] == [[0, 1, 2, 3]] * 2
+
+
+def test_every_rule_names_a_mesh_axis():
+    assert {axis for rule in RULES.values() for axis in (rule if isinstance(rule, tuple) else (rule,))} <= set(AXES)
+    names = {name for axes in jax.tree.leaves(m3_model.logical_axes(CONFIG)) for name in axes}
+    assert names - {None, "layers"} == set(RULES) - {"batch", "pages", "tokens"}
+    assert spec((4, 6), (None, "layers"), make_mesh(tensor=8)) == P(None, None)
+
+
+def test_without_a_mesh_all_is_on_the_first_device():
+    assert sharding((3,), ("vocab",), None) == SingleDeviceSharding(jax.devices()[0])
+
+
+# Meshes
+
+
+def test_parse_mesh():
+    assert dict(parse_mesh("data=2, tensor=4").shape) == dict(data=2, context=1, expert=1, tensor=4)
+    assert dict(parse_mesh("").shape) == dict(data=1, context=1, expert=1, tensor=1)
+    where = NamedSharding(parse_mesh("expert=2"), P("expert"))
+    assert len(jnp.zeros(4, device=where).addressable_shards) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["model=2", "tensor", "tensor=", "tensor=x", "tensor=-2", "tensor=2,tensor=2", "2", "tensor=²"]
+)
+def test_parse_mesh_says_how_to_write_one(text):
+    with pytest.raises(ValueError, match="write axis=size pairs of data, context, expert, tensor"):
+        parse_mesh(text)
+
+
+@pytest.mark.parametrize("text", ["tensor=16", "data=3,tensor=3", "tensor=0"])
+def test_a_mesh_that_does_not_fit_is_refused(text):
+    with pytest.raises(ValueError, match=r"there are \d+; give sizes of at least 1"):
+        parse_mesh(text)

@@ -1,0 +1,46 @@
+"""What selection refuses; T names as in docs/msa.md."""
+
+import jax.numpy as jnp
+import pytest
+from support.msa_strategies import GROUPED, prefill
+
+from m3jax import msa
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(score="mean"), "score = 'mean': allowed are 'max' and 'lse'"),
+        (dict(block_size=0), "block_size = 0: must be at least 1"),
+        (dict(local_blocks=0), "local_blocks = 0"),
+        (dict(init_blocks=-1), "init_blocks = -1"),
+        (dict(local_blocks=2, init_blocks=2), "both together at most top_k"),
+        (dict(top_k=0), "top_k = 0"),
+    ],
+)
+def test_wrong_rules(changes, message):
+    """T31: an unknown score type or counts that contradict each other are errors, not another model."""
+    case = prefill(GROUPED)
+    args = [jnp.asarray(x) for x in (*case.index(), case.positions, case.lengths)]
+    with pytest.raises(ValueError, match=message):
+        msa.index_topk(*args, **case.rules(**changes))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_index_widths_that_differ():
+    """T31."""
+    case = prefill(GROUPED)
+    index_q, index_k = case.index()
+    args = (index_q[..., :4], index_k, case.positions, case.lengths)
+    with pytest.raises(ValueError, match="index_q has width 4 and index_k 8"):
+        msa.index_topk(*map(jnp.asarray, args), **case.rules())
+    with pytest.raises(ValueError, match="index_q has width 4 and index_k 8"):
+        msa.block_scores(*map(jnp.asarray, args), case.shape.P)
+
+
+def test_select_blocks_checks_its_rules():
+    """T31."""
+    scores = jnp.zeros((1, 1, 1, 5))
+    args = (scores, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    with pytest.raises(ValueError, match="block_size = 0: must be at least 1"):
+        msa.select_blocks(*args, block_size=0, top_k=2)

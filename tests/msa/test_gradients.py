@@ -1,0 +1,215 @@
+"""Gradients of every schedule against those of the definition in float64; T names as in docs/msa.md."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+from support.msa_strategies import (
+    CUT,
+    GROUPED,
+    RAGGED,
+    Case,
+    assert_partial,
+    attention,
+    block_scores,
+    blockwise,
+    cases,
+    dense_attention,
+    index_topk,
+    prefill,
+)
+
+from m3jax import msa
+from m3jax.msa.numerics import attend
+
+SMALL = pytest.mark.parametrize("small", [False, True], ids=["whole", "pieces"])
+LINEAR = ["blockwise", "query_major", "kv_block_major"]
+TOLERANCE = dict(rtol=1e-4, atol=2e-5)  # float32 against float64: a key's gradient sums over all queries
+
+
+@cache
+def gradient(schedule: str, block_size: int, small: bool):
+    """The jitted gradient with respect to q, k and v of a loss of a schedule's outputs and LSE."""
+
+    def loss(q, k, v, weights, blocks, positions, lengths):
+        if schedule == "dense":
+            out, lse = dense_attention(q, k, v, positions, lengths)
+        elif schedule == "blockwise":
+            out, lse = blockwise(q, k, v, positions, lengths, block_size=block_size, small=small)
+        else:
+            args = (q, k, v, blocks, positions, lengths)
+            out, lse = attention(*args, block_size=block_size, schedule=schedule, small=small)
+        return jnp.sum(out * weights) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse) * weights[..., 0])
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+
+def operands(case: Case, blocks: np.ndarray, dtype=np.float32) -> tuple:
+    weights = np.random.default_rng((case.seed, 9)).normal(
+        size=(case.shape.B, case.shape.T, case.shape.N, case.shape.H)
+    )
+    return (*case.qkv(dtype), weights.astype(np.float32).astype(dtype), blocks, case.positions, case.lengths)
+
+
+def run(case: Case, schedule: str, blocks=None, dtype=np.float32) -> list[np.ndarray]:
+    """Gradients of one case; those of the ragged shape are taken through walks in small pieces."""
+    blocks = case.any_blocks() if blocks is None else blocks
+    fn = gradient(schedule, case.shape.P, small=case.shape == RAGGED and schedule in LINEAR)
+    return [np.asarray(x) for x in fn(*operands(case, blocks, dtype))]
+
+
+def definition(case: Case, schedule: str, blocks=None) -> list[np.ndarray]:
+    with jax.enable_x64(True):
+        return run(case, schedule, blocks, np.float64)
+
+
+def assert_close(got, expected, **tolerance):
+    for name, a, b in zip("qkv", got, expected, strict=True):
+        np.testing.assert_allclose(a, b, err_msg=f"d{name}", **(tolerance or TOLERANCE))
+
+
+def assert_equal(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("schedule", ["mask", "dense"])
+def test_the_definition_has_the_gradient_of_finite_differences(schedule):
+    case = prefill(GROUPED, 1, [40, 17, 0])
+    with jax.enable_x64(True):
+        q, k, v, weights, blocks, *rest = operands(case, case.any_blocks(), np.float64)
+
+        def loss(q, k, v):
+            if schedule == "dense":
+                return jnp.sum(dense_attention(q, k, v, *rest)[0] * weights)
+            return jnp.sum(attention(q, k, v, blocks, *rest, block_size=4, schedule="mask")[0] * weights)
+
+        check_grads(loss, (q, k, v), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", LINEAR)
+@given(case=cases(CUT))
+def test_schedules_have_the_gradient_of_the_definition(schedule, case):
+    """T4, T9: any selection, with -1 slots, padding and empty rows among it; finite everywhere."""
+    assert_close(run(case, schedule), definition(case, "dense" if schedule == "blockwise" else "mask"))
+
+
+@pytest.mark.parametrize("schedule", ["mask", "dense"])
+@given(case=cases((GROUPED,)))
+def test_float32_definitions(schedule, case):
+    assert_close(run(case, schedule), definition(case, schedule))
+
+
+@pytest.mark.parametrize("schedule", msa.SCHEDULES)
+@given(case=cases(CUT), block=st.integers(0, 4))
+def test_blocks_that_nobody_chose_have_no_gradient(schedule, case, block):
+    """T9, T35: exactly zero, block 0 among them though unused slots may be read from it; so is padding."""
+    blocks = case.any_blocks()
+    blocks = np.where(blocks == block, -1, blocks)
+    dq, dk, dv = run(case, schedule, blocks)
+    at = np.arange(case.shape.S) // case.shape.P == block
+    assert not dk[:, at].any() and not dv[:, at].any()
+    beyond = np.arange(case.shape.S) >= case.lengths[:, None]
+    assert not dk[beyond].any() and not dv[beyond].any() and not dq[~case.valid].any()
+    assert all(np.isfinite(x).all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("schedule", ["blockwise", "dense", *msa.SCHEDULES])
+def test_garbage_in_padding_has_no_gradient(schedule):
+    """T8, T10: what lies beyond the lengths and in padding queries stays out of every gradient."""
+    case = prefill(GROUPED, 3, [40, 17, 0])
+    q, k, v, *rest = operands(case, case.any_blocks())
+    invalid = ~case.valid[..., None, None]
+    q2, k2, v2 = (np.where(invalid, np.float32(-1e4), x) for x in (q, k, v))
+    fn = gradient(schedule, 4, small=False)
+    assert_equal(fn(q2, k2, v2, *rest), fn(q, k, v, *rest))
+
+
+@pytest.mark.parametrize("schedule", ["blockwise", "dense", *msa.SCHEDULES])
+def test_two_runs_have_the_same_bits(schedule):
+    """T34: nothing is accumulated in an order that may change."""
+    case = prefill(GROUPED, 4)
+    assert_equal(run(case, schedule), run(case, schedule))
+
+
+def test_selection_takes_no_gradient():
+    """T30, T33: index weights get exactly zero from attention, with remat as without, and the selection is the same."""
+    case = prefill(GROUPED, 5)
+    index, rest = case.index(exact=False), (case.positions, case.lengths)
+
+    def loss(index_q, index_k, q, k, v):
+        # Not the jitted one: it would be traced once for both gradients.
+        blocks = msa.index_topk(index_q, index_k, *map(jnp.asarray, rest), **case.rules())
+        return jnp.sum(jnp.sin(attention(q, k, v, blocks, *rest, block_size=4, schedule="query_major")[0]))
+
+    plain, remat = (jax.jit(jax.grad(f, argnums=range(5)))(*index, *case.qkv()) for f in (loss, jax.checkpoint(loss)))
+    assert not any(np.asarray(x).any() for x in (*plain[:2], *remat[:2]))
+    assert all(np.asarray(x).any() for x in plain[2:])
+    assert_close(remat[2:], plain[2:], rtol=1e-6, atol=1e-6)
+    assert_partial(case, index_topk(*index, *rest, **case.rules()))
+
+
+@pytest.mark.parametrize("schedule", ["query_major", "kv_block_major"])
+def test_vmap_of_a_gradient_is_a_loop(schedule):
+    stack = [operands(c, c.any_blocks()) for c in (prefill(GROUPED, seed, [40, 9, 0]) for seed in range(2))]
+    fn = gradient(schedule, 4, small=False)
+    got = jax.vmap(fn)(*(np.stack(x) for x in zip(*stack, strict=True)))
+    for i, args in enumerate(stack):
+        assert_close([x[i] for x in got], fn(*args))
+
+
+# Block scores: what a loss of the index branch would differentiate.
+
+
+@cache
+def scores_gradient(score: str, small: bool):
+    def loss(index_q, index_k, positions, lengths):
+        static = dict(block_size=4, score=score, small=small)
+        scores = block_scores(index_q, index_k, positions, lengths, **static)
+        return jnp.sum(jnp.where(jnp.isneginf(scores), 0, jnp.sin(scores)))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+
+@pytest.mark.parametrize("score", ["max", "lse"])
+@SMALL
+@given(case=cases((GROUPED,)))
+def test_block_scores_have_a_finite_gradient(score, small, case):
+    """T8: padding, empty rows and blocks that nothing sees give zero, not NaN."""
+    index, rest = case.index(exact=False), (case.positions, case.lengths)
+    dq, dk = scores_gradient(score, small)(*index, *rest)
+    with jax.enable_x64(True):
+        exact = scores_gradient(score, False)(*(x.astype(np.float64) for x in index), *rest)
+    for got, expected in zip((dq, dk), exact, strict=True):
+        assert np.isfinite(got).all()
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    assert not np.asarray(dq)[~case.valid].any()
+    assert not np.asarray(dk)[np.arange(40) >= case.lengths[:, None]].any()
+
+
+def test_block_scores_gradient_is_that_of_finite_differences():
+    case = prefill(GROUPED, 6, [40, 17, 0])
+    with jax.enable_x64(True):
+        index = [x.astype(np.float64) for x in case.index(exact=False)]
+
+        @partial(jax.jit, static_argnums=0)
+        def loss(score, *index):
+            scores = block_scores(*index, case.positions, case.lengths, block_size=4, score=score)
+            return jnp.sum(jnp.where(jnp.isneginf(scores), 0, jnp.sin(scores)))
+
+        for score in ("max", "lse"):
+            check_grads(partial(loss, score), index, order=1, modes=["rev"], atol=1e-5, rtol=1e-5, eps=1e-6)
+
+
+def test_attend_has_a_gradient_where_a_row_sees_nothing():
+    """T8."""
+    q, k, v = (jnp.ones((2, 4)), jnp.ones((3, 4)), jnp.ones((3, 4)))
+    visible = jnp.array([[True, True, False], [False, False, False]])
+    grads = jax.grad(lambda *x: jnp.sum(attend(*x, visible)[0]), argnums=(0, 1, 2))(q, k, v)
+    assert all(np.isfinite(x).all() for x in grads)
+    assert not np.asarray(grads[0][1]).any() and not np.asarray(grads[2][2]).any()

@@ -1,0 +1,249 @@
+"""The parts that schedules are made of: merging, inverting, views, the door to them; T names as in docs/msa.md."""
+
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.msa_strategies import (
+    FOURS,
+    GROUPED,
+    Case,
+    assert_partial,
+    attention,
+    blockwise,
+    cases,
+    dense_attention,
+    index_topk,
+    prefill,
+)
+
+from m3jax import msa
+from m3jax.msa import api
+from m3jax.msa.csr import invert
+from m3jax.msa.numerics import attend, merge
+from m3jax.msa.views import BlockView, Contiguous, ContiguousIndex, IndexView, Paged, PagedIndex, contiguous
+
+SCHEDULE = pytest.mark.parametrize("schedule", msa.SCHEDULES)
+TOLERANCE = dict(rtol=2e-5, atol=3e-6)  # float32 sums of at most 40 terms near 1
+
+
+def run(case: Case, schedule: str, blocks=None, qkv=None):
+    """(out, lse) of a schedule, "dense" and "blockwise" among them, as NumPy; "in pieces" makes the pieces small."""
+    small, schedule = schedule.endswith(" in pieces"), schedule.removesuffix(" in pieces")
+    args = (case.positions, case.lengths)
+    qkv = case.qkv() if qkv is None else qkv
+    if schedule == "dense":
+        result = dense_attention(*qkv, *args)
+    elif schedule == "blockwise":
+        result = blockwise(*qkv, *args, block_size=case.shape.P, small=small)
+    else:
+        blocks = case.any_blocks() if blocks is None else blocks
+        result = attention(*qkv, blocks, *args, block_size=case.shape.P, schedule=schedule, small=small)
+    return tuple(np.asarray(x) for x in result)
+
+
+def selected(case: Case, **changes) -> np.ndarray:
+    return np.asarray(index_topk(*case.index(), case.positions, case.lengths, **case.rules(**changes)))
+
+
+def assert_close(got, expected, **tolerance):
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, **(TOLERANCE | tolerance))
+
+
+def assert_equal(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@given(seed=st.integers(0, 2**16), cuts=st.lists(st.integers(0, 12), min_size=5, max_size=5), hidden=st.integers(0, 12))
+def test_merge_of_any_split(seed, cuts, hidden):
+    """T38: parts of attention over a split of the keys merge to the whole, more parts than keys and empty ones too."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=(n, 4)).astype(np.float32) for n in (3, 12, 12))
+    seen = np.broadcast_to(np.arange(12) >= hidden, (3, 12))
+    edges = [0, *sorted(cuts), 12]
+    inside = [seen & (np.arange(12) >= a) & (np.arange(12) < b) for a, b in pairwise(edges)]
+    parts = [_attend(q, k, v, x) for x in inside]
+    got = _merge(jnp.stack([x[0] for x in parts]), jnp.stack([x[1] for x in parts]))
+    assert_close(got, _attend(q, k, v, seen))
+
+
+_attend = jax.jit(attend)
+
+
+@jax.jit
+def _merge(outs, lses):
+    return merge(lambda j: outs[j], lses)
+
+
+def test_merge_of_parts_that_saw_nothing():
+    """T8, T38: weight 0 whatever stands in the part; nothing at all is (0, -inf); no NaN in the gradient either."""
+    outs = jnp.array([[[1.0, 2.0], [np.nan, np.inf]], [[np.nan, 5.0], [7.0, np.nan]]])
+    lses = jnp.array([[0.5, -np.inf], [-np.inf, -np.inf]])
+    outs, lses = jnp.swapaxes(outs, 0, 1), lses.T
+    out, lse = _merge(outs, lses)
+    assert_equal((out, lse), (np.array([[1, 2], [0, 0]]), np.array([0.5, -np.inf])))
+    grads = jax.grad(lambda *x: _merge(*x)[0].sum() + _merge(*x)[1][0], argnums=(0, 1))(outs, lses)
+    assert_equal(grads, (np.array([[[1, 1], [0, 0]], [[0, 0], [0, 0]]]), np.array([[1, 0], [0, 0]])))
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = (jnp.full((1, 4), x) for x in (1e4, 1e4, 2.0))
+    out, lse = attend(q, k, v, jnp.ones((1, 1), bool))
+    assert_equal((out, lse), (np.full((1, 4), 2.0), np.full(1, 2e8)))
+    assert_equal(_merge(out[None], lse[None]), (np.full((1, 4), 2.0), np.full(1, 2e8)))
+
+
+@pytest.mark.parametrize("tile", [1, 8])
+@given(case=cases((GROUPED, FOURS)))
+def test_inversion_is_exact(tile, case):
+    """T9: each chosen (query, block) pair stands in one lane, its own, of a tile of that block; -1 stands nowhere."""
+    s, blocks = case.shape, case.any_blocks()
+    tiles = _invert(blocks, num_blocks=s.M, tile=tile)
+    row, head, block, query, valid, slot_of = (np.asarray(x) for x in tiles)
+    lanes = {(row[x], head[x], query[x, c], block[x]): x * tile + c for x, c in zip(*np.nonzero(valid), strict=True)}
+    pairs = [(b, k, t, blocks[b, k, t, j]) for b, k, t, j in np.argwhere(blocks >= 0)]
+    assert len(lanes) == valid.sum() == len(pairs) == len(set(pairs))
+    assert [lanes[x] for x in pairs] == slot_of[blocks >= 0].tolist()
+    used = valid.any(-1)
+    order = (row * s.K + head) * s.M + block
+    assert (np.diff(order[used]) >= 0).all() and not used[used.sum() :].any()
+
+
+_invert = jax.jit(invert, static_argnames=("num_blocks", "tile"))
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def paged(k, v, table, layer=1, layers=3):
+    """Pages [L X K P H] whose other layers, and pages in no table, are NaN."""
+    rows, heads, _, width = k.shape
+    at = np.asarray(table)
+
+    def pages(x):
+        out = np.full((layers, at.max() + 2, heads, 4, width), np.nan, np.float32)
+        out[layer, at] = np.asarray(x).reshape(rows, heads, -1, 4, width).swapaxes(1, 2)
+        return jnp.asarray(out)
+
+    return Paged(pages(k), pages(v), None, jnp.int32(layer), jnp.asarray(table, jnp.int32), jnp.float32)
+
+
+TABLE = [[5, 0, 7, 2], [1, 6, 3, 4]]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_views_read_blocks_and_runs(kind):
+    k, v = normal(2, 2, 16, 4), normal(2, 2, 16, 4) + 1
+    view = Contiguous(k, v, 4) if kind == "contiguous" else paged(k, v, TABLE)
+    assert isinstance(view, BlockView)
+    assert (view.num_blocks, view.num_heads, view.block_size) == (4, 2, 4)
+    rows, heads, ids = jnp.array([0, 1]), jnp.array([1, 0]), jnp.array([3, 2])
+    assert_equal(view.blocks(rows, heads, ids), [jnp.stack([x[0, 1, 12:], x[1, 0, 8:12]]) for x in (k, v)])
+    assert_equal(view.run(jnp.int32(1), 2), [x[:, :, 4:12] for x in (k, v)])
+    assert np.all(view.present(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_index_views_read_runs(kind):
+    k = normal(2, 16, 4)
+    pages = jnp.full((3, 9, 4, 4), jnp.nan).at[2, jnp.array(TABLE)].set(k.reshape(2, 4, 4, 4))
+    view = PagedIndex(pages, None, jnp.int32(2), jnp.array(TABLE), jnp.float32)
+    view = ContiguousIndex(k, 4) if kind == "contiguous" else view
+    assert isinstance(view, IndexView)
+    assert (view.num_blocks, view.block_size) == (4, 4)
+    np.testing.assert_array_equal(view.run(jnp.int32(1), 3), k[:, 4:])
+
+
+def test_pages_outside_the_pool_are_not_held():
+    """As on a mesh, where a table also names the pages of other devices."""
+    view = paged(normal(2, 2, 16, 4), normal(2, 2, 16, 4), TABLE).replace(
+        table=jnp.array([[-1, 0, 99, 2], [8, 9, -7, 1]])
+    )
+    np.testing.assert_array_equal(view.present(0, 4), [[False, True, False, True], [True, False, False, True]])
+
+
+def test_small_pages_are_scaled_back():
+    k = normal(1, 2, 8, 4)
+    stored = (k / jnp.array([2.0, 0.5])[:, None, None]).astype(jnp.float8_e4m3fn)
+    pages = stored.reshape(1, 2, 2, 4, 4).swapaxes(1, 2)
+    scales = (jnp.array([2.0, 0.5]), jnp.array([4.0, 1.0]))
+    view = Paged(pages, pages, scales, 0, jnp.array([[0, 1]]), jnp.bfloat16)
+    got_k, got_v = view.run(0, 2)
+    expected = stored.astype(jnp.float32)
+    assert got_k.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got_k, (expected * scales[0][:, None, None]).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(got_v, (expected * scales[1][:, None, None]).astype(jnp.bfloat16))
+
+
+# The door.
+
+
+@pytest.mark.parametrize(("queries", "schedule"), [(8, "auto"), (9, "auto"), (9, "mask"), (9, "dense"), (9, None)])
+def test_the_api_reads_views(queries, schedule):
+    """Shuffled pages of a stack whose other layers are garbage; "auto" for few queries and many; dense too."""
+    case = prefill(GROUPED, 2)
+    blocks, (q, k, v) = selected(case), case.qkv()
+    at = slice(30 - queries, 30)
+    view = contiguous(*map(jnp.asarray, (k, v)), 4)
+    table = np.random.default_rng(0).permutation(3 * view.num_blocks + 5)[: 3 * view.num_blocks].reshape(3, -1)
+    view = paged(view.k, view.v, table)
+    is_dense = schedule in ("dense", None)
+    fn = jax.jit(partial(api.attention, schedule=schedule or "auto"))
+    got = fn(q[:, at], view, None if is_dense else blocks[:, :, at], case.positions[:, at], np.full(3, 30, np.int32))
+    for found, expected in zip(got, run(case, "dense" if is_dense else "mask", blocks), strict=True):
+        np.testing.assert_allclose(found, expected[:, at], **TOLERANCE)
+    assert_partial(case, blocks)
+
+
+def test_unknown_schedules():
+    """T31."""
+    case = prefill(GROUPED)
+    q, k, v = map(jnp.asarray, case.qkv())
+    args = [jnp.asarray(x) for x in (case.any_blocks(), case.positions, case.lengths)]
+    with pytest.raises(ValueError, match="schedule = 'flash': allowed are 'mask', 'query_major', 'kv_block_major'"):
+        msa.sparse_attention(q, k, v, *args, block_size=4, schedule="flash")
+    with pytest.raises(ValueError, match="schedule = 'flash': allowed are 'auto', 'mask'"):
+        api.attention(q, msa.contiguous(k, v, 4), *args, schedule="flash")
+
+
+@pytest.mark.usefixtures("unchecked")
+@SCHEDULE
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(q=(3, 40, 3, 8)), "q has 3 heads of 8 and k 2 of 8"),
+        (dict(q=(3, 40, 4, 4)), "q has 4 heads of 4 and k 2 of 8"),
+        (dict(blocks=(3, 1, 40, 3)), r"blocks has shape \(3, 1, 40, 3\): must be \[3 2 40 J\]"),
+        (dict(blocks=(3, 40, 2, 3)), r"blocks has shape \(3, 40, 2, 3\): must be \[3 2 40 J\]"),
+        (dict(block_size=0), "block_size = 0: must be at least 1"),
+    ],
+)
+def test_operands_that_do_not_fit(schedule, changes, message):
+    """T7, T31: not broadcast in silence."""
+    shapes = dict(q=(3, 40, 4, 8), k=(3, 40, 2, 8), v=(3, 40, 2, 8), blocks=(3, 2, 40, 3))
+    shapes |= {name: x for name, x in changes.items() if name in shapes}
+    arrays = {name: jnp.zeros(x, jnp.int32 if name == "blocks" else jnp.float32) for name, x in shapes.items()}
+    case = prefill(GROUPED)
+    args = (*arrays.values(), jnp.asarray(case.positions), jnp.asarray(case.lengths))
+    with pytest.raises(ValueError, match=message):
+        msa.sparse_attention(*args, block_size=changes.get("block_size", 4), schedule=schedule)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_dense_operands_that_do_not_fit():
+    """T31."""
+    case = prefill(GROUPED)
+    q, k, v = map(jnp.asarray, case.qkv())
+    args = (jnp.asarray(case.positions), jnp.asarray(case.lengths))
+    with pytest.raises(ValueError, match="q has 3 heads of 8 and k 2 of 8"):
+        msa.dense_attention(q[:, :, :3], k, v, *args)
+    with pytest.raises(ValueError, match="q has 3 heads and the view 2: need a multiple of the KV heads"):
+        msa.blockwise_attention(q[:, :, :3], msa.contiguous(k, v, 4), *args)

@@ -1,0 +1,153 @@
+"""Long documents: nothing of size T x S is held, no count overflows, and walks in pieces take many pieces."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+from support import msa_reference as reference
+from support.msa_strategies import GROUPED, pieces
+
+from m3jax import msa
+
+LONG = 65536
+WIDTHS = dict(N=16, K=2, H=32, P=128, J=16)
+
+
+def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """All equations, those of loops, branches, checkpoints and inner functions among them."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def traced(op: str, T: int, S: int, *, B=1, N, K, H, P, J, small=False, grad=False) -> core.Jaxpr:
+    """The jaxpr of an operation at a size that is never run."""
+    of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    rows = (of(B, T, dtype=jnp.int32), of(B, dtype=jnp.int32))
+    rules = dict(block_size=P, top_k=J)
+    if op in ("index_topk", "block_scores"):
+        operands = (of(B, T, K, H), of(B, S, H))
+        fn = partial(msa.index_topk, **rules) if op == "index_topk" else partial(msa.block_scores, block_size=P)
+    elif op == "blockwise":
+        operands = (of(B, T, N, H), of(B, S, K, H), of(B, S, K, H))
+        fn = lambda q, k, v, *rows: msa.blockwise_attention(q, msa.contiguous(k, v, P), *rows)
+    else:
+        operands = (of(B, T, N, H), of(B, S, K, H), of(B, S, K, H))
+        rows = (of(B, K, T, J, dtype=jnp.int32), *rows)
+        fn = partial(msa.sparse_attention, block_size=P, schedule=op)
+    if grad:
+        fn = jax.grad(lambda *args, inner=fn: inner(*args).sum(), argnums=range(len(operands)))
+    with pieces(small):
+        return jax.make_jaxpr(fn)(*operands, *rows).jaxpr
+
+
+def largest(jaxpr: core.Jaxpr) -> int:
+    """Elements of the largest intermediate."""
+    return max(v.aval.size for eqn in equations(jaxpr) for v in eqn.outvars)
+
+
+LINEAR = ["index_topk", "blockwise", "query_major", "kv_block_major"]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("op", LINEAR)
+def test_nothing_of_size_t_times_s(op, grad):
+    """Intermediates stay far below T x S, and grow with T and S no faster than the operands do."""
+    if op == "index_topk" and grad:
+        return
+    size = largest(traced(op, LONG, LONG, grad=grad, **WIDTHS))
+    assert size < LONG * LONG // 8
+    assert largest(traced(op, 2 * LONG, 2 * LONG, grad=grad, **WIDTHS)) <= 2 * size
+
+
+@pytest.mark.parametrize("op", ["query_major", "kv_block_major"])
+def test_gathered_memory_is_bounded(op):
+    """What a schedule holds beyond its operands does not grow with T: it is that of one chunk of queries."""
+    operands = LONG * WIDTHS["N"] * WIDTHS["H"]
+    assert largest(traced(op, LONG, LONG, **WIDTHS)) <= max(operands, 1 << 24)
+
+
+@pytest.mark.parametrize("op", ["mask", "block_scores"])
+def test_the_walk_over_jaxprs_sees_what_is_large(op):
+    """The two that do hold it, T x S scores or T x M block scores, are seen to."""
+    width = LONG if op == "mask" else LONG // WIDTHS["P"]
+    assert largest(traced(op, LONG, LONG, **WIDTHS)) >= LONG * width
+
+
+@pytest.mark.parametrize("op", [*LINEAR, "block_scores"])
+def test_small_pieces_are_many(op):
+    """The other tests' small pieces do cut: queries, keys and tiles are walked in loops of several steps."""
+    s = GROUPED
+    sizes = dict(T=s.T, S=s.S, B=s.B, N=s.N, K=s.K, H=s.H, P=s.P, J=s.J)
+
+    def loops(small):
+        scans = (eqn for eqn in equations(traced(op, small=small, **sizes)) if eqn.primitive.name == "scan")
+        return sum(eqn.params["length"] > 2 for eqn in scans)
+
+    assert loops(small=True) - loops(small=False) == (1 if op == "query_major" else 2)
+
+
+# Executed past the sizes at which other engines' counters end (T37, T39).
+
+PAST = 66_000
+
+
+@pytest.mark.parametrize("schedule", ["query_major", "kv_block_major"])
+def test_more_than_65535_queries(schedule):
+    """T37: selection and attention of all rows at once; some rows checked against the oracle."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, PAST, n, 4)).astype(np.float32) for n in (4, 1, 1))
+    positions, lengths = np.arange(PAST, dtype=np.int32)[None], np.array([PAST], np.int32)
+    own = positions // 16
+    blocks = np.stack([own, own // 2, own // 3, own * 0], -1)
+    blocks = np.where((np.diff(blocks, axis=-1, prepend=-1) == 0), -1, blocks)[:, None].astype(np.int32)
+    fn = jax.jit(partial(msa.sparse_attention, block_size=16, schedule=schedule, return_lse=True))
+    got = fn(q, k, v, blocks, positions, lengths)
+    at = np.array([0, 15, 16, 65_535, 65_536, PAST - 1])
+    expected = reference.attention(q[:, at], k, v, positions[:, at], lengths, blocks[:, :, at], 16)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(x)[:, at], y, rtol=2e-5, atol=3e-6)
+
+
+def test_more_than_65535_queries_select():
+    """T37: many queries over few keys."""
+    rng = np.random.default_rng(1)
+    index_q, index_k = (rng.integers(-3, 4, x).astype(np.float32) for x in ((1, PAST, 1, 4), (1, 512, 4)))
+    positions, lengths = (np.arange(PAST, dtype=np.int32) % 512)[None], np.array([512], np.int32)
+    rules = dict(block_size=16, top_k=4)
+    got = np.asarray(jax.jit(partial(msa.index_topk, **rules))(index_q, index_k, positions, lengths))
+    at = np.array([0, 511, 65_535, 65_536, 65_537, PAST - 1])
+    scores = reference.block_scores(index_q[:, at], index_k, positions[:, at], lengths, 16)
+    np.testing.assert_array_equal(got[:, :, at], reference.select_blocks(scores, positions[:, at], lengths, **rules))
+    assert ((got >= 0).sum(-1) == np.minimum(4, positions // 16 + 1)[:, None]).all()
+    assert (got[..., -1] > 3).any()
+
+
+@pytest.mark.parametrize("schedule", ["query_major", "kv_block_major"])
+def test_more_than_8192_blocks(schedule):
+    """T37: few queries over 16,500 blocks, more than a million-token context of M3 has."""
+    rng = np.random.default_rng(2)
+    size, last = 66_000, np.array([7, 40_000, 65_535, 65_536, 65_999], np.int32)
+    index_q, index_k = (rng.integers(-3, 4, x).astype(np.float32) for x in ((1, 5, 1, 4), (1, size, 4)))
+    q, k, v = (rng.normal(size=x).astype(np.float32) for x in ((1, 5, 2, 4), (1, size, 1, 4), (1, size, 1, 4)))
+    rows = (last[None], np.array([size], np.int32))
+    blocks = np.asarray(jax.jit(partial(msa.index_topk, block_size=4, top_k=4))(index_q, index_k, *rows))
+    scores = reference.block_scores(index_q, index_k, *rows, 4)
+    np.testing.assert_array_equal(blocks, reference.select_blocks(scores, *rows, block_size=4, top_k=4))
+    fn = jax.jit(partial(msa.sparse_attention, block_size=4, schedule=schedule))
+    expected, _ = reference.attention(q, k, v, *rows, blocks, 4)
+    np.testing.assert_allclose(fn(q, k, v, blocks, *rows), expected, rtol=2e-5, atol=3e-6)
+
+
+def test_blockwise_over_a_long_context():
+    """T37: a decode step and a chunk at the end of a long row."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.normal(size=(1, n, 2 if n < 9 else 1, 4)).astype(np.float32) for n in (5, PAST, PAST))
+    rows = (np.array([[0, 511, 512, 65_536, PAST - 1]], np.int32), np.array([PAST], np.int32))
+    fn = jax.jit(lambda q, k, v, *rows: msa.blockwise_attention(q, msa.contiguous(k, v, 128), *rows))
+    np.testing.assert_allclose(fn(q, k, v, *rows), reference.attention(q, k, v, *rows)[0], rtol=1e-4, atol=1e-5)

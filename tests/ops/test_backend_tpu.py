@@ -1,0 +1,69 @@
+"""Whole models on the TPU kernels, in TPU interpret mode: nothing races, and XLA gives the same."""
+
+import importlib
+from contextlib import contextmanager
+from functools import cache
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+from support import tiny
+from support.engines import CONFIG, engine, params, prompt, quick, serve
+
+from m3jax.msa.backends import interpret
+from m3jax.parallel import parse_mesh
+
+STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+
+
+@cache
+def model(layers="dM"):
+    return tiny.model(tiny.config(layers))
+
+
+@contextmanager
+def counted(*names):
+    """Run in interpret mode, and count the traced calls of each kernel."""
+    modules = {name: importlib.import_module(f"pallas_kernels.{name}.mosaic_tpu") for name in names}
+    patches = [mock.patch.object(m, name, wraps=getattr(m, name)) for name, m in modules.items()]
+    with interpret(STRICT), quick():
+        spies = [patch.start() for patch in patches]
+        try:
+            yield spies
+        finally:
+            for patch in patches:
+                patch.stop()
+
+
+def test_a_forward_pass_is_that_of_xla():
+    tokens = jnp.asarray(tiny.tokens(CONFIG, 2, 70))
+    with counted("index_topk", "sparse_prefill") as spies:
+        found = jax.jit(lambda m, t: m.intermediates(t))(model().with_backend("mosaic_tpu"), tokens)
+    assert all(spy.call_count for spy in spies)
+    expected = jax.jit(lambda m, t: m.intermediates(t))(model(), tokens)
+    np.testing.assert_array_equal(found["layers"][1]["blocks"], expected["layers"][1]["blocks"])
+    np.testing.assert_allclose(found["logits"], expected["logits"], rtol=0, atol=1e-4)
+
+
+def test_32_greedy_tokens_are_those_of_xla():
+    shape, work = dict(max_batch=1, prefill_rows=1, prefill_chunk=40), (prompt(40, 1), params(32))
+    with counted("index_topk_decode", "sparse_decode", "qk_norm_rope_insert") as spies:
+        (found,) = serve(engine(model("M").with_backend("mosaic_tpu"), **shape), work)
+    assert all(spy.call_count for spy in spies)
+    (expected,) = serve(engine(model("M"), **shape), work)
+    assert len(found.tokens) == 32 and found.tokens == expected.tokens
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+
+
+def test_inside_shard_map_attention_is_that_of_xla():
+    """Each of two devices attends over the pages that are its own."""
+    shape, work = dict(max_batch=1, prefill_rows=1, prefill_chunk=40), (prompt(40, 1), params(3))
+    divided = tiny.model(CONFIG, mesh=parse_mesh("context=2")).with_backend("mosaic_tpu")
+    with counted("sparse_prefill", "sparse_decode", "qk_norm_rope_insert") as spies:
+        (found,) = serve(engine(divided, **shape), work)
+    assert all(spy.call_count for spy in spies)
+    (expected,) = serve(engine(model(), **shape), work)
+    assert found.tokens == expected.tokens
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)

@@ -1,0 +1,188 @@
+"""The choice of a backend: what "auto" takes, what is refused and why, and that kernels give what XLA gives."""
+
+import contextlib
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from support import tiny
+from support.engines import CONFIG, engine, params, prompt, quick, serve
+from support.msa_strategies import GROUPED, prefill
+
+from m3jax import M3Config
+from m3jax import model as m3_model
+from m3jax.decoding import device
+from m3jax.decoding.runner import Runner, Shapes
+from m3jax.msa import api, contiguous, contiguous_index
+from m3jax.msa.backends import BACKENDS, Case, choose, interpret, why_not
+
+H200 = AbstractMesh(
+    (1,), ("x",), axis_types=(AxisType.Auto,),
+    abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"),
+)  # fmt: skip
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+PREFILL = Case("sparse", 2048, BF16, BF16, 128, 128, 512, group=16, slots=16)
+DECODE = replace(PREFILL, queries=1)
+SELECT = Case("select", 2048, BF16, BF16, 128, 128, 512, slots=16)
+DENSE = Case("dense", 2048, BF16, BF16, 128, 128, 512, group=16)
+INSERT = Case("insert", 2048, BF16, BF16, 128, 128, 512, group=16, rotated=64)
+
+
+@contextlib.contextmanager
+def on_a_gpu():
+    with jax.sharding.use_abstract_mesh(H200), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+        yield
+
+
+@pytest.mark.parametrize(
+    "case",
+    [PREFILL, DECODE, SELECT, DENSE, INSERT, *(replace(case, queries=4) for case in (SELECT, DENSE, INSERT))],
+)
+def test_auto_takes_kernels_on_a_gpu_and_xla_elsewhere(case):
+    assert choose(case) == choose(case, "xla") == "xla"
+    with on_a_gpu():
+        assert choose(case) == choose(case, "triton") == "triton"
+        assert choose(case, "xla") == "xla"
+
+
+E4M3 = jnp.dtype("float8_e4m3fn")
+REFUSED = [
+    (replace(PREFILL, dtype=jnp.dtype("float64"), stored=jnp.dtype("float64")), "no kernel for queries in float64"),
+    (replace(PREFILL, stored=E4M3), "does not take keys in float8_e4m3fn for 2048 queries"),
+    (replace(DECODE, stored=F32), "does not take keys in float32 for 1 queries"),
+    (replace(PREFILL, width=96), "heads of 96 and blocks of 128"),
+    (replace(PREFILL, block_size=16), "heads of 128 and blocks of 16"),
+    (replace(PREFILL, slots=3), "groups of 16 heads and 3 slots"),
+    (replace(PREFILL, group=32), "groups of 32 heads"),
+    (replace(PREFILL, schedule="mask"), "the schedule 'mask' is one of XLA's"),
+    (replace(DECODE, schedule="kv_block_major"), "the schedule 'kv_block_major' is one of XLA's"),
+    (replace(PREFILL, pages=False), "not a pool of host memory's pages"),
+    (replace(SELECT, score="lse"), "it has score 'max', and this is 'lse'"),
+    (replace(SELECT, divided=True), "several devices hold the keys"),
+    (replace(SELECT, queries=1, num_blocks=1 << 17), "there are 131072 blocks"),
+    (replace(INSERT, rotated=48), "48 of 128 dims are rotated"),
+    (replace(INSERT, stored=F32), "does not take keys in float32"),
+]
+
+
+@pytest.mark.parametrize(("case", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_a_kernel_cannot_run_is_said(case, reason):
+    """An explicit choice never falls back; "auto" does, by the same rule."""
+    with on_a_gpu():
+        with pytest.raises(ValueError, match=rf"backend = 'triton' cannot run this {case.op}: .*{reason}.*'auto' or"):
+            choose(case, "triton")
+        assert choose(case) == "xla"
+
+
+def test_the_wrong_platform_and_unknown_names_are_errors():
+    with pytest.raises(ValueError, match="needs a GPU, and JAX runs on a CPU"):
+        choose(PREFILL, "triton")
+    with pytest.raises(ValueError, match="needs a TPU, and JAX runs on a CPU"):
+        choose(PREFILL, "mosaic_tpu")
+    for fn in (lambda: choose(PREFILL, "cuda"), lambda: tiny.model(CONFIG).with_backend("cuda")):
+        with pytest.raises(ValueError, match="backend = 'cuda': allowed are 'auto', 'xla', 'triton', 'mosaic_tpu'"):
+            fn()
+    with pytest.raises(ValueError, match="cannot run this dense: it needs a GPU"):
+        model().with_backend("triton")(jnp.asarray(tiny.tokens(CONFIG, 1, 8)))
+    assert set(BACKENDS) == {"auto", "xla", "triton", "mosaic_tpu"}
+
+
+def test_e4m3_is_for_decode():
+    with on_a_gpu():
+        assert why_not(replace(DECODE, stored=E4M3), "triton") is None
+        assert why_not(replace(SELECT, stored=E4M3, queries=16), "triton") is None
+        assert why_not(replace(INSERT, stored=E4M3), "triton") is None  # it only writes them
+
+
+def test_xla_alone_imports_no_kernel():
+    """Whoever has no GPU does not pay for Pallas."""
+    code = (
+        "import sys, m3jax, jax.numpy as jnp; from m3jax.msa import api; import m3jax.decoding;"
+        "assert not [m for m in sys.modules if m.startswith('pallas_kernels') or 'pallas.triton' in m]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@cache
+def model():
+    return tiny.model(CONFIG)
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_ops_in_interpret_mode_give_what_xla_gives(few):
+    case = prefill(GROUPED, 1, lengths=[0, 40, 13])
+    q, k, v = map(jnp.asarray, case.qkv())
+    index_q, index_k = map(jnp.asarray, case.index())
+    index, view = contiguous_index(index_k, GROUPED.P), contiguous(k, v, GROUPED.P)
+    first = -8 if few else 0
+    rows = jnp.asarray(case.positions)[:, first:], jnp.asarray(case.lengths)
+
+    def ops(backend, dense, mask):
+        blocks = api.select(index_q[:, first:], index, *rows, top_k=GROUPED.J, backend=backend)
+        attend = lambda *how: api.attention(q[:, first:], view, *how, backend=backend)
+        return blocks, attend(blocks, *rows, mask), attend(None, *rows, dense)[0]
+
+    run = jax.jit(ops, static_argnums=(0, 1, 2))
+    with interpret():
+        found = run("triton", "auto", "auto")
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run("xla", "dense", "mask")), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_model_in_interpret_mode_has_the_same_logits_blocks_and_gradients():
+    tokens = jnp.asarray(tiny.tokens(CONFIG, 2, 70))
+    kernels = model().with_backend("triton")
+    with interpret():
+        found = jax.jit(lambda m, t: m.intermediates(t))(kernels, tokens)
+    expected = jax.jit(lambda m, t: m.intermediates(t))(model(), tokens)
+    np.testing.assert_allclose(found["logits"], expected["logits"], rtol=0, atol=2e-4)
+    np.testing.assert_array_equal(found["layers"][1]["blocks"], expected["layers"][1]["blocks"])
+    loss = lambda m, t: jnp.mean(jnp.square(m(t)))
+    with interpret():
+        found = jax.jit(jax.grad(loss))(kernels, tokens)
+    expected = jax.jit(jax.grad(loss))(model(), tokens)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4 * (1e-3 + float(jnp.max(jnp.abs(theirs)))))
+
+
+def test_an_engine_in_interpret_mode_gives_the_same_tokens():
+    work = [(prompt(60, 1), params(8)), (prompt(33, 2), params(8, temperature=0.7, seed=4))]
+    shape = dict(max_batch=2, prefill_chunk=24)
+    with quick():
+        with interpret():
+            found = serve(engine(model().with_backend("triton"), **shape), *work)
+        expected = serve(engine(model(), **shape), *work)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.tokens == theirs.tokens
+        np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_prefill_and_decode_lower_for_a_gpu_with_kernels(dtype, unchecked):
+    """The programs of the engine, at M3's head shapes."""
+    full = M3Config.m3()
+    config = replace(
+        full, num_hidden_layers=2, hidden_size=256, num_local_experts=8, vocab_size=512, vision_config=None,
+        eos_token_id=(), bos_token_id=None,
+        layer_types=full.layer_types[2:4], mlp_layer_types=full.mlp_layer_types[2:4],
+    )  # fmt: skip
+    weights = m3_model.abstract(config, dtype)
+    runner = Runner(weights, weights.new_cache(64, 2, 32), Shapes(2, 1, (256,), 4, 4))
+    chunk = device.Chunk(*(np.zeros(s, np.int32) for s in ((1,), (1, 256), (1,), (1,))))
+    with on_a_gpu():
+        programs = [
+            device.prefill.trace(weights, runner.state, chunk, runner._stack([], 1)),
+            device.decode.trace(weights, runner.state, np.int32(4), 4),
+        ]
+        texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in programs]
+    names = ("index_topk", "query_union", "dense_causal"), ("index_score_decode", "sparse_decode")
+    for text, kernels in zip(texts, names, strict=True):
+        assert all(kernel in text for kernel in (*kernels, "qk_norm_rope_insert"))

@@ -1,0 +1,281 @@
+"""The planner: its arithmetic against real arrays, its counting against a program, its question to a TPU compiler."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from support import tiny
+
+from m3jax import plan
+from m3jax.cache import Cache
+from m3jax.config import M3Config
+from m3jax.model.params import num_bytes
+from m3jax.parallel import AXES, parse_mesh
+from m3jax.planning import M3_DRAFT, Job, candidates, compiler, evaluate, hlo, parse_sizes, parse_slice
+from m3jax.planning.arithmetic import cache_shapes, memory
+from m3jax.planning.report import as_dict, as_text
+
+CONFIG = tiny.config("dM")
+MESHES = ["tensor=8", "expert=4,tensor=2", "data=2,context=4", "data=2,context=2,tensor=2"]
+
+
+def job(topology: str = "h200:8", **changes) -> Job:
+    values = dict(config=CONFIG, slice=parse_slice(topology), context=256, batch=4, dtype="float32", chunk=8)
+    return Job(**(values | changes))
+
+
+def full(topology: str, **changes) -> Job:
+    return job(topology, **dict(config=M3Config.m3(), context=1 << 20, dtype="bfloat16", chunk=2048) | changes)
+
+
+def sizes(text: str) -> dict[str, int]:
+    return dict(parse_mesh(text).shape)
+
+
+def held(tree) -> int:
+    """Bytes that the first device has."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+# Arithmetic
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_memory_is_that_of_real_arrays(mesh):
+    real = parse_mesh(mesh)
+    m = memory(job(kv_dtype="bfloat16"), sizes(mesh))
+    assert m.weights == held(tiny.model(CONFIG, mesh=real))
+    cache = Cache.init(CONFIG, 4, 256, "float32", real, kv_dtype="bfloat16")
+    assert m.cache + m.index_keys == held(cache)
+    assert m.index_keys == held([s.index_k for s in cache.stacks])
+
+
+def test_the_abstract_cache_lies_where_the_real_one_does():
+    mesh = parse_mesh("data=2,context=2,tensor=2")
+    real = jax.tree.leaves(Cache.init(CONFIG, 4, 256, "float32", mesh))
+    for x, y in zip(real, cache_shapes(job(), mesh), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype) and x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def test_one_device_holds_all_of_the_published_model():
+    """427.04e9 elements, less the vision tower, of which the routers have 4 bytes."""
+    m = memory(full("h200:1"), dict.fromkeys(AXES, 1))
+    assert 2 * 426e9 < m.weights < 2 * 427.1e9
+    tokens = 4 * 2**20
+    assert m.cache + m.index_keys == pytest.approx(tokens * 137_472, rel=1e-3)
+
+
+def test_the_draft_is_its_file_and_its_keys():
+    """6,527,471,616 bytes of weights; keys and values of 64 heads, and a feature of each page's last token."""
+    with_draft, without = (memory(full("h200:1", draft=d), dict.fromkeys(AXES, 1)) for d in (M3_DRAFT, None))
+    weights = with_draft.draft - 2**22 * 2 * 64 * 128 * 2 - 2**15 * 6144 * 2
+    assert without.draft == 0 and weights == 6_527_471_616
+
+
+def test_work_divides():
+    """Devices of an axis share what that axis divides, and a decode step reads each weight at most once."""
+    context, expert, tensor = (evaluate(full("h200:8"), s) for s in (
+        dict(data=1, context=8, expert=1, tensor=1), dict(data=1, context=1, expert=8, tensor=1),
+        dict(data=1, context=1, expert=1, tensor=8),
+    ))  # fmt: skip
+    assert context.memory.experts == 8 * expert.memory.experts == 8 * tensor.memory.experts
+    assert context.memory.cache == expert.memory.cache
+    # Both share out the pairs, and the pages; whole experts have to be read by more devices.
+    assert context.prefill.flops == pytest.approx(expert.prefill.flops)
+    assert expert.prefill.traffic < context.prefill.traffic
+    assert context.decode.traffic < context.memory.total
+    assert context.decode.roofline(parse_slice("h200:8").chip) == max(
+        context.decode.seconds(parse_slice("h200:8").chip).values()
+    )
+    # Of a chunk, which is on all devices of the data axis, that axis divides the experts; they send their outputs.
+    rows = full("h200:8", batch=8)
+    whole, part = (evaluate(rows, s).prefill for s in (parse_sizes("tensor=8", rows), parse_sizes("data=8", rows)))
+    assert part.sent > 0 and part.flops < 8 * whole.flops
+
+
+def test_small_storage_halves_the_cache():
+    m, small = (memory(full("v5p:4x4x4", **t), sizes_of(4, 4, 4)) for t in ({}, F8))
+    assert small.cache + small.index_keys == pytest.approx((m.cache + m.index_keys) / 2, rel=1e-4)
+    assert small.weights == m.weights
+
+
+F8 = dict(kv_dtype="float8_e4m3fn", index_dtype="float8_e4m3fn")
+
+
+def sizes_of(context: int, expert: int, tensor: int) -> dict[str, int]:
+    return dict(data=1, context=context, expert=expert, tensor=tensor)
+
+
+# Meshes and arguments
+
+
+def test_candidates_are_all_meshes_and_the_first_is_the_fastest_that_fits():
+    j = full("v5p:4x4x4", context=1 << 19)  # where the fastest mesh does not fit
+    found = candidates(j)
+    assert len({c.name for c in found}) == len(found)
+    assert all(np.prod(list(c.sizes.values())) == 64 for c in found)
+    fitting = [c for c in found if c.memory.fits]
+    time = lambda c: c.decode.roofline(j.slice.chip) * c.prefill.roofline(j.slice.chip)
+    assert fitting and found[: len(fitting)] == fitting and time(found[0]) == min(map(time, fitting))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--topology v5q:4x4x4", "unknown chip 'v5q'; the nearest known is 'v5"),
+        ("--topology v5p:4x4x5", "the nearest valid is 'v5p:4x4x4'"),
+        ("--topology v5e:3x3", "the nearest valid is 'v5e:2x4'"),
+        ("--topology v6e:", "the nearest valid is 'v6e:2x2'"),
+        ("--topology h200:12", "1 to 8 devices; the nearest valid is 'h200:8'"),
+        ("--topology h200:8 --context 1048577", "1 to 1048576 (the model's context); the nearest is 1048576"),
+        ("--topology h200:8 --context 0", "the nearest is 1"),
+        ("--topology h200:8 --batch 0", "--batch 0: must be 1 to"),
+        ("--topology h200:8 --prefill-chunk 0", "--prefill-chunk 0: must be 1 to"),
+        ("--topology h200:8 --dtype int8", "--dtype 'int8': allowed are bfloat16, float16, float32"),
+        ("--topology h200:8 --kv-dtype int8", "--kv-dtype 'int8': allowed are"),
+        ("--topology h200:8 --mesh tensor=4", "is 4 devices and h200:8 has 8; the nearest valid is"),
+        ("--topology v5p:4x4x12 --mesh tensor=192", "tensor = 192 does not divide 64 heads"),
+        ("--topology h200:6 --mesh data=2,expert=3", "expert = 3 does not divide 128 experts; the nearest valid is"),
+        ("--topology h200:8 --mesh data=8", "data = 8 does not divide 1 rows; the nearest valid is"),
+        ("--topology h200:8 --mesh rows=8", "write axis=size pairs of data, context, expert, tensor"),
+        ("--topology h200:8 --model nowhere", "no such model folder: nowhere"),
+        ("--topology h200:8 --what", "unrecognized arguments: --what"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, capsys):
+    given = arguments.split() + ([] if "--context" in arguments else ["--context", "1024"])
+    assert plan.main(given) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err
+
+
+def test_a_nearest_mesh_is_a_mesh():
+    j = full("v5p:4x4x4")
+    with pytest.raises(ValueError, match="nearest valid is") as error:
+        parse_sizes("expert=5,tensor=7", j)
+    assert parse_sizes(re.search(r"valid is '([^']*)'", str(error.value))[1], j)
+
+
+def test_without_a_compiler_the_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
+    assert plan.main(["--topology", "v5e:2x2", "--context", "1024"]) == 2
+    assert "pip install 'jax[tpu]'" in capsys.readouterr().err
+    assert plan.main(["--topology", "v5e:2x2", "--context", "1024", "--no-compile"]) == 1
+
+
+def test_a_gpu_is_planned_by_arithmetic_and_says_so(capsys):
+    assert plan.main(["--topology", "b200:8", "--context", "1048576", "--batch", "1", "--draft"]) == 0
+    out = capsys.readouterr().out
+    assert "by arithmetic: nothing was compiled" in out and "draft" in out and "\nfits\n" in out
+    assert plan.main(["--topology", "h100:8", "--context", "1048576", "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["how"] == "arithmetic" and not data["fits"] and data["memory"]["total"] > data["memory"]["limit"]
+
+
+def test_what_the_compiler_refuses_is_shown():
+    j = full("v5p:4x4x4")
+    best = candidates(j)[0]
+    refused = {"error": "RESOURCE_EXHAUSTED: too much\nmore", "lower_seconds": 1.0, "compile_seconds": 1.0}
+    data = as_dict(j, best, [best], {"decode": refused, "prefill": refused})
+    assert not data["fits"] and "refused: RESOURCE_EXHAUSTED: too much\n" in as_text(data)
+
+
+# Counting
+
+PROGRAM = """HloModule counted, entry_computation_layout={()->f32[]}
+
+%cond (p: (s32[], f32[4,8])) -> pred[] {
+  %p = (s32[], f32[4,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant(5)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+%slice (q0: f32[100,8,16], q1: s32[]) -> f32[8,16] {
+  %q0 = f32[100,8,16]{2,1,0} parameter(0)
+  %q1 = s32[] parameter(1)
+  %ds = f32[1,8,16]{2,1,0} dynamic-slice(%q0, %q1), dynamic_slice_sizes={1,8,16}
+  ROOT %b = f32[8,16]{1,0} bitcast(%ds)
+}
+
+%body (p.1: (s32[], f32[4,8], f32[100,8,16])) -> (s32[], f32[4,8], f32[100,8,16]) {
+  %p.1 = (s32[], f32[4,8]{1,0}, f32[100,8,16]{2,1,0}) parameter(0)
+  %i.1 = s32[]{:S(2)} get-tuple-element(%p.1), index=0
+  %x = f32[4,8]{1,0:S(1)} get-tuple-element(%p.1), index=1
+  %w = f32[100,8,16]{2,1,0} get-tuple-element(%p.1), index=2
+  %f = f32[8,16]{1,0:S(1)} fusion(%w, %i.1), kind=kLoop, calls=%slice
+  %d = f32[4,16]{1,0:S(1)} convolution(%x, %f), dim_labels=bf_io->bf
+  %r = f32[4,8]{1,0} all-reduce(%x), channel_id=1, to_apply=%add
+  ROOT %t = (s32[], f32[4,8]{1,0}, f32[100,8,16]{2,1,0}) tuple(%i.1, %r, %w)
+}
+
+%few (a: f32[2]) -> f32[2] {
+  ROOT %a = f32[2]{0} parameter(0)
+}
+
+%many (c: f32[2]) -> f32[4] {
+  %c = f32[2]{0} parameter(0)
+  ROOT %g = f32[4]{0} all-gather(%c), dimensions={0}
+}
+
+ENTRY %main (e0: f32[2], e1: s32[]) -> f32[] {
+  %e0 = f32[2]{0} parameter(0)
+  %e1 = s32[] parameter(1)
+  %s = (s32[], f32[4,8]{1,0}, f32[100,8,16]{2,1,0}) tuple(%e1)
+  %loop = (s32[], f32[4,8]{1,0}, f32[100,8,16]{2,1,0}) while(%s), condition=%cond, body=%body
+  %pick = f32[4]{0} conditional(%e1, %e0, %e0), branch_computations={%few, %many}
+  ROOT %z = f32[] constant(0)
+}
+"""
+
+
+def test_loops_multiply_and_the_dearest_branch_counts():
+    c = hlo.count(PROGRAM)
+    assert c.collectives == {"all-reduce": 5, "all-gather": 1}
+    assert c.collective_bytes == {"all-reduce": 5 * 4 * 8 * 4, "all-gather": 16}
+    assert c.flops == 5 * 2 * 4 * 16 * 8 and c.unknown_loops == 0
+    # A turn reads one slice of the weights and writes the sum; the gather reads 8 bytes and writes 16.
+    assert c.traffic == 5 * (8 * 16 * 4 + 4 * 8 * 4) + 24
+    assert c.heaviest[:2] == [(5 * 8 * 16 * 4.0, 5, "%f"), (5 * 4 * 8 * 4.0, 5, "%r")]
+
+
+def test_a_loop_that_data_ends_counts_once():
+    c = hlo.count(PROGRAM.replace("direction=LT", "direction=NE"))
+    assert c.unknown_loops == 1 and c.collectives["all-reduce"] == 1
+
+
+# The compiler
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict:
+    """What the command line says of a tiny model on four devices that nobody has."""
+    folder = tmp_path_factory.mktemp("model")
+    CONFIG.save_pretrained(folder)
+    command = [sys.executable, "-m", "m3jax.plan", "--topology", "v5e:2x2", "--context", "512", "--batch", "2"]
+    command += ["--model", str(folder), "--mesh", "expert=2,tensor=2", "--json"]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(plan.__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_both_programs_compile_for_a_slice(compiled):
+    assert compiled["how"] == "compiled" and compiled["fits"] and compiled["devices"] == 4
+    for name in ("decode", "prefill"):
+        program = compiled[name]["compiled"]
+        assert program["compile_seconds"] > 0 and program["collectives"]["all-reduce"] > 0 and program["flops"] > 0
+
+
+def test_the_compiler_s_arguments_are_the_planned_ones(compiled):
+    """Weights and cache; the rest is a few numbers a row, and what tiles of the TPU add to small arrays."""
+    m = compiled["memory"]
+    planned = m["weights"] + m["keys_and_values"] + m["index_keys"]
+    whole = num_bytes(tiny.model(CONFIG)) / 2 + Cache.init(CONFIG, 2, 512).nbytes
+    assert planned < whole and planned * 0.9 < compiled["decode"]["compiled"]["arguments"] < planned * 8

@@ -1,0 +1,1 @@
+"""What several tests share: inputs, references, small models. Not a test itself."""

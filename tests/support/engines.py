@@ -1,0 +1,197 @@
+"""Engines over the tiny model, of few shapes, and a model that notes which blocks each token chose."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Sharding
+from support import tiny
+
+from m3jax.cache import Cache
+from m3jax.decoding import Engine, Generation, Params, Sampling, device
+from m3jax.model import M3
+from m3jax.parallel import sharding
+
+CONFIG = tiny.config("dM")  # block 8, top-k 3: from 25 tokens on selection is partial
+SIZE = CONFIG.index_block_size
+# A chunk ends within a page; 20 pages hold one request of any length, but not four.
+SHAPE = dict(pages=20, max_batch=4, prefill_rows=2, prefill_chunk=12, steps_per_call=4, max_length=128, max_stop_ids=4)
+
+
+def engine(model, **changes) -> Engine:
+    return Engine(model, **SHAPE | changes)
+
+
+def params(new: int = 12, stop_ids: Sequence[int] = (), **knobs) -> Params:
+    return Params(max_new_tokens=new, sampling=Sampling(**{"temperature": 0} | knobs), stop_ids=tuple(stop_ids))
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng((seed, length)).integers(0, CONFIG.vocab_size, length).tolist())
+
+
+def serve(engine: Engine, *work: tuple[Sequence[int], Params]) -> list[Generation]:
+    """Add all, then step to the end."""
+    handles = [engine.add(*item) for item in work]
+    finish(engine)
+    return [engine.result(handle) for handle in handles]
+
+
+def finish(engine: Engine, used: int = 0) -> None:
+    """Step to the end, which must come; pages are checked after every step, and none is lost."""
+    for _ in range(1000):
+        more = engine.step()
+        engine.check()
+        if not more:
+            break
+    assert not engine.busy
+    assert engine.pages["used"] == used
+
+
+def places(engine: Engine) -> list[Sharding]:
+    """Where each array of the state lies."""
+    return [x.sharding for x in jax.tree.leaves(engine._runner.state)]
+
+
+def assert_stays(engine: Engine, before: Sequence[Sharding]) -> None:
+    """Else every step would move it, or be compiled again."""
+    for x, place in zip(jax.tree.leaves(engine._runner.state), before, strict=True):
+        assert x.sharding.is_equivalent_to(place, x.ndim)
+
+
+def preemptions(engine: Engine) -> int:
+    return sum(entry.preempted for entry in engine._requests.values())
+
+
+def poison(engine: Engine, value: float = np.nan) -> None:
+    """Overwrite every slot that holds no token of a request or of the prefix cache."""
+    pages = engine._pages
+    stale = np.zeros((pages.num_pages, SIZE), bool)
+    stale[sorted(pages.free)] = True
+    for handle in pages._sequences:
+        own, length = pages.table(handle, pages.num_pages), len(pages.tokens(handle))
+        slots = np.arange(pages.num_pages * SIZE).reshape(-1, SIZE)
+        used = own >= 0
+        stale[own[used]] |= (slots >= length)[used]
+    cache = engine._runner.state.cache
+    keys = lambda x: None if x is None else _overwrite(x, stale.reshape(_shape(x)), value)
+    stacks = tuple(s.replace(k=keys(s.k), v=keys(s.v), index_k=keys(s.index_k)) for s in cache.stacks)
+    engine._runner.state = replace(engine._runner.state, cache=cache.replace(stacks=stacks))
+
+
+def _shape(x) -> tuple[int, ...]:
+    """[X P] as what stands beside pages [L X K P H] or [L X P I]."""
+    return (1, x.shape[1], 1, SIZE, 1) if x.ndim == 5 else (1, x.shape[1], SIZE, 1)
+
+
+@jax.jit
+def _overwrite(x, stale, value):
+    return jnp.where(stale, value, x)
+
+
+# Half the time to compile; the program is the same, but it may sum in another order.
+QUICK = {"xla_backend_optimization_level": 0}
+_QUICK_PROGRAMS = {
+    name: jax.jit(
+        getattr(device, name).__wrapped__, donate_argnames="state", static_argnames=statics, compiler_options=QUICK
+    )
+    for name, statics in (("prefill", ("layout",)), ("prefill_on_cpu", ("layout",)), ("decode", ("room", "layout")))
+}
+
+
+def temporary_bytes(program, engine: Engine, *args, **statics) -> tuple[int, int]:
+    """(scratch memory of a compiled program, bytes of the cache), both of one device."""
+    runner = engine._runner
+    lowered = tiny.lower(program, runner.model, runner.state, *args, **statics, layout=runner._layout)
+    memory = lowered.compile().memory_analysis()
+    cache = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(runner.state.cache))
+    assert memory.alias_size_in_bytes >= cache  # donated, and given back
+    return memory.temp_size_in_bytes, cache
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """For engines whose shapes nothing else has."""
+    with mock.patch.multiple(device, **_QUICK_PROGRAMS):
+        yield
+
+
+# The blocks that each token chose
+
+
+@struct.dataclass
+class WatchedCache(Cache):
+    """Pages that also keep, for each token, what the sparse layers chose for it: [X P L K J]."""
+
+    chosen: jax.Array = None
+
+    def copy_pages(self, source, target):
+        return super().copy_pages(source, target)._note(target, self.chosen[source])
+
+    def read_pages(self, pages):
+        return super().read_pages(pages), self.chosen[pages]
+
+    def write_pages(self, pages, contents):
+        return super().write_pages(pages, contents[0])._note(pages, contents[1])
+
+    def _note(self, pages, chosen):
+        at = jnp.where(pages >= 0, pages, self.num_pages)
+        return self.replace(chosen=self.chosen.at[at].set(chosen, mode="drop"))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Watched:
+    """A model whose cache is a `WatchedCache`."""
+
+    model: M3
+
+    @property
+    def config(self):
+        return self.model.config
+
+    @property
+    def mesh(self):
+        return self.model.mesh
+
+    def new_cache(self, *sizes, **types):
+        cache = self.model.new_cache(*sizes, **types)
+        layers = sum(stack.num_layers for stack in self.config.stacks if stack.is_sparse)
+        heads, slots = self.config.num_key_value_heads, self.config.index_topk_blocks
+        chosen = np.full((cache.num_pages, cache.page_size, layers, heads, slots), -2, np.int8)
+        place = sharding(chosen.shape, (None,) * 5, self.mesh)
+        return WatchedCache(cache.stacks, cache.table, chosen=jax.device_put(chosen, place))
+
+    def hidden(self, tokens, *, cache, positions, lengths):
+        probe = lambda values, _: values.get("blocks")
+        rows = dict(positions=positions, lengths=lengths)
+        x, new, kept = self.model.trunk(tokens, cache=cache, **rows, probe=probe)
+        blocks = jnp.concatenate([k for k in kept if k is not None])  # L B K T J
+        places = cache.places(positions, lengths)
+        page = jnp.where(places.page >= 0, places.page, cache.num_pages)
+        blocks = jnp.transpose(blocks, (1, 3, 0, 2, 4)).astype(jnp.int8)
+        chosen = cache.chosen.at[page, places.offset].set(blocks, mode="drop")
+        return self.model.final_norm(x), new.replace(chosen=chosen)
+
+    def unembed(self, hidden):
+        return self.model.unembed(hidden)
+
+
+def watch(engine: Engine) -> dict[tuple[int, ...], np.ndarray]:
+    """Notes of every request that gives its pages back: its tokens in the cache -> what each chose [S L K J]."""
+    notes, release = {}, engine._pages.release
+
+    def note(handle):
+        tokens, pages = engine._pages.tokens(handle), list(engine._pages.pages_of(handle))
+        chosen = np.asarray(engine._runner.state.cache.chosen)[pages]
+        chosen = chosen.reshape(-1, *chosen.shape[2:])[: len(tokens)]
+        np.testing.assert_array_equal(chosen, notes.setdefault(tokens, chosen))
+        release(handle)
+
+    engine._pages.release = note
+    return notes

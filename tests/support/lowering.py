@@ -1,0 +1,28 @@
+"""Lowering for CUDA on a machine that has no GPU, and operands without contents."""
+
+import warnings
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+H200 = AbstractMesh(
+    (1,), ("x",), axis_types=(AxisType.Auto,),
+    abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"),
+)  # fmt: skip
+
+
+def array(dtype, *shape) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lower(fn, *args) -> str:
+    with jax.sharding.use_abstract_mesh(H200), warnings.catch_warnings():
+        # pytest resets filters, this one too, which stands in pallas_kernels.common.
+        warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+        return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def refuse(match: str, fn, *args):
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(fn, *args)

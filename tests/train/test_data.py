@@ -1,0 +1,266 @@
+"""The training data: splits, records and their targets, probes, resuming, and errors."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m3jax.text import Tokenizer
+from m3jax.train.data import (
+    Corpus,
+    PlainBatches,
+    RecallBatches,
+    RecordTokens,
+    python_corpus,
+    recall_probe,
+)
+
+TOKENIZER = Tokenizer.from_pretrained(Path(__file__).parents[2] / "m3jax" / "assets" / "tiny")
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return Corpus.build(TOKENIZER, "validation", progress=False)
+
+
+def records_of(corpus: Corpus, row: np.ndarray) -> list[tuple[int, int, int]]:
+    """(start, key, value) of each record, found by reading the row token by token."""
+    ids, words = corpus.records, set(corpus.records.words.tolist())
+    return [
+        (start, int(row[start + 2]), int(row[start + 4]))
+        for start in range(len(row) - 4)
+        if (row[start], row[start + 1], row[start + 3]) == (ids.newline, ids.hash, ids.arrow)
+        and {int(row[start + 2]), int(row[start + 4])} <= words
+    ]
+
+
+def expected_targets(corpus: Corpus, row: np.ndarray) -> dict[str, np.ndarray]:
+    weights, recall = np.ones(len(row), np.float32), np.zeros(len(row), bool)
+    distance, recent = np.zeros(len(row), np.int32), np.zeros(len(row), np.int32)
+    first, last, values = {}, {}, {}
+    for start, key, value in records_of(corpus, row):
+        at = start + 4
+        weights[start : start + 3] = 0
+        if key in first:
+            assert values[key] == value
+            recall[at], distance[at], recent[at] = True, at - first[key], at - last[key]
+        else:
+            weights[at] = 0
+        first.setdefault(key, at)
+        values[key], last[key] = value, at
+    arrays = {"weights": weights, "recall": recall, "distance": distance, "recent": recent}
+    return {name: array[1:] for name, array in arrays.items()}
+
+
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]):
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+
+def test_splits_are_disjoint_and_sorted():
+    train, validation = python_corpus("train"), python_corpus("validation")
+    assert not train.keys() & validation.keys()
+    assert list(train) == sorted(train)
+    assert 0.02 < len(validation) / (len(train) + len(validation)) < 0.08
+
+
+def test_no_installed_package_and_no_build_settings():
+    names = [*python_corpus("train"), *python_corpus("validation")]
+    assert not [name for name in names if "-packages" in name or "sysconfigdata" in name]
+
+
+def test_corpus_is_the_files(corpus: Corpus):
+    texts = list(python_corpus("validation").values())
+    ends = np.append(corpus.starts[1:], len(corpus.tokens))
+    for i in (0, len(texts) - 1):
+        ids = corpus.tokens[corpus.starts[i] : ends[i]]
+        assert (ids[0], ids[-1]) == (TOKENIZER.bos_id, TOKENIZER.eos_id)
+        assert TOKENIZER.decode(ids) == texts[i]
+
+
+def test_a_record_between_lines_is_tokenised_as_written(corpus: Corpus):
+    rng = np.random.default_rng(0)
+    ids = corpus.records
+    for first in rng.integers(len(corpus.newlines) - 8, size=200):
+        start, place, end = corpus.newlines[[first, first + 3, first + 6]]
+        if set(corpus.tokens[start:end].tolist()) & {TOKENIZER.bos_id, TOKENIZER.eos_id}:
+            continue
+        record = ids.write(ids.words[:1], ids.words[1:2])[0]
+        row = np.concatenate([corpus.tokens[start:place], record, corpus.tokens[place:end]])
+        assert TOKENIZER.encode(TOKENIZER.decode(row)) == row.tolist()
+
+
+def test_cache_is_read_and_replaced_when_stale(corpus: Corpus, tmp_path: Path, monkeypatch):
+    cache = tmp_path / "corpus"
+    Corpus.build(TOKENIZER, "validation", cache=cache, progress=False)
+    with np.load(cache) as stored:
+        fingerprint, tokens = str(stored["fingerprint"]), stored["tokens"]
+    np.savez(open_for(cache), fingerprint=fingerprint, tokens=tokens[:1000])
+    assert len(Corpus.build(TOKENIZER, "validation", cache=cache, progress=False).tokens) == 1000
+    np.savez(open_for(cache), fingerprint="of other sources", tokens=tokens[:1000])
+    rebuilt = Corpus.build(TOKENIZER, "validation", cache=cache, progress=False)
+    np.testing.assert_array_equal(rebuilt.tokens, corpus.tokens)
+
+
+def open_for(path: Path) -> Path:
+    """The path by a name that numpy does not lengthen."""
+    link = path.with_suffix(".npz")
+    if not link.exists():
+        link.symlink_to(path)
+    return link
+
+
+def test_broken_cache(tmp_path: Path):
+    (tmp_path / "cache").write_bytes(b"PK not an archive")
+    with pytest.raises(ValueError, match="is not a corpus cache"):
+        Corpus.build(TOKENIZER, "validation", cache=tmp_path / "cache", progress=False)
+
+
+@given(st.integers(64, 700), st.integers(0, 2**40), st.integers(0, 10**6))
+def test_targets_are_those_read_off_the_row(corpus: Corpus, seq_len: int, seed: int, index: int):
+    batch = RecallBatches(corpus, seq_len, 3, seed)[index]
+    assert batch["tokens"].shape == (3, seq_len + 1)
+    for b in range(3):
+        expected = expected_targets(corpus, batch["tokens"][b])
+        assert_same({name: batch[name][b] for name in expected}, expected)
+
+
+def test_batch_dtypes(corpus: Corpus):
+    batch = RecallBatches(corpus, 64, 2, 0)[0]
+    assert {name: array.dtype.name for name, array in batch.items()} == {
+        "tokens": "int32",
+        "weights": "float32",
+        "recall": "bool",
+        "distance": "int32",
+        "recent": "int32",
+    }
+
+
+def test_words_of_a_row_are_distinct(corpus: Corpus):
+    for row in RecallBatches(corpus, 4096, 4, 0, recall_fraction=1.0)[0]["tokens"]:
+        pairs = {(key, value) for _, key, value in records_of(corpus, row)}
+        assert len({word for pair in pairs for word in pair}) == 2 * len(pairs)
+
+
+def test_rows_are_dense_and_sparse_and_reach_far(corpus: Corpus):
+    batches = RecallBatches(corpus, 2048, 16, 0, recall_fraction=1.0)
+    counts = np.concatenate([batches[i]["recall"].sum(axis=1) for i in range(4)])
+    distance = np.concatenate([batches[i]["distance"][batches[i]["recall"]] for i in range(4)])
+    assert counts.min() < 12 and counts.max() > 70
+    assert (distance > 1536).mean() > 0.05 and (distance < 128).mean() > 0.05
+
+
+@pytest.mark.parametrize(("fraction", "share"), [(0.0, 0.0), (1.0, 1.0)])
+def test_recall_fraction(corpus: Corpus, fraction: float, share: float):
+    batch = RecallBatches(corpus, 256, 16, 0, recall_fraction=fraction)[0]
+    assert batch["recall"].any(axis=1).mean() == share
+
+
+def test_a_run_resumes(corpus: Corpus):
+    first = RecallBatches(corpus, 128, 2, 7)
+    seen = [first[i] for i in range(4)]
+    again = Corpus.build(TOKENIZER, "validation", progress=False)
+    assert_same(RecallBatches(again, 128, 2, 7)[3], seen[3])
+
+
+def test_batches_differ_by_index_and_seed(corpus: Corpus):
+    batches = [RecallBatches(corpus, 128, 2, seed)[i] for seed, i in ((0, 0), (0, 1), (1, 0))]
+    assert len({batch["tokens"].tobytes() for batch in batches}) == 3
+
+
+def test_plain_batches_cover_the_corpus_in_order(corpus: Corpus):
+    batches = PlainBatches(corpus, 512, 4)
+    inputs = np.concatenate([batches[i]["tokens"][:, :-1].ravel() for i in range(len(batches))])
+    targets = np.concatenate([batches[i]["tokens"][:, 1:].ravel() for i in range(len(batches))])
+    np.testing.assert_array_equal(inputs, corpus.tokens[: len(inputs)])
+    np.testing.assert_array_equal(targets, corpus.tokens[1 : len(inputs) + 1])
+    assert len(corpus.tokens) - len(inputs) <= 512 * 4
+    assert batches[0]["weights"].all() and not batches[0]["recall"].any()
+
+
+def test_plain_batches_iterate(corpus: Corpus):
+    batches = PlainBatches(corpus, 4096, 8)
+    assert len(list(batches)) == len(batches) > 0
+
+
+@given(st.sampled_from([5, 9, 41, 128, 300, 700, 1020]), st.integers(0, 1000))
+def test_probe_distance(corpus: Corpus, distance: int, seed: int):
+    prompts, answers = recall_probe(corpus, distance, 3, 1024, seed)
+    assert prompts.shape == (3, 1024) and answers.shape == (3,)
+    ids = corpus.records
+    for prompt, answer in zip(prompts, answers, strict=True):
+        key = prompt[-2]
+        assert prompt[-4:].tolist() == [ids.newline, ids.hash, key, ids.arrow]
+        records = records_of(corpus, prompt)
+        assert [(start, value) for start, k, value in records if k == key] == [(1024 - distance - 4, answer)]
+        assert len({k for _, k, _ in records}) == len(records)
+        if distance >= 300:
+            assert sum(start > 1024 - distance for start, _, _ in records) >= 15
+
+
+def test_probe_repeats(corpus: Corpus):
+    one, two = (recall_probe(corpus, 200, 4, 512, 3) for _ in range(2))
+    np.testing.assert_array_equal(one[0], two[0])
+    np.testing.assert_array_equal(one[1], two[1])
+
+
+def test_unknown_split():
+    with pytest.raises(ValueError, match="split 'test' is unknown"):
+        python_corpus("test")
+
+
+def test_unfit_tokenizer():
+    class Bytes(Tokenizer):
+        def encode_batch(self, texts):
+            return [list(text.encode()) for text in texts]
+
+    with pytest.raises(ValueError, match="recall words are not single tokens"):
+        RecordTokens.of(Bytes(TOKENIZER.backend))
+
+
+def test_tokenizer_without_ends():
+    with pytest.raises(ValueError, match="no BOS or no EOS"):
+        Corpus.build(Tokenizer(TOKENIZER.backend), "validation", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_len": 63}, "seq_len 63"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"seed": -1}, "seed -1"),
+        ({"recall_fraction": 1.5}, "recall_fraction 1.5"),
+        ({"seq_len": 10**7}, "half of the corpus"),
+    ],
+)
+def test_wrong_batches(corpus: Corpus, change: dict, message: str):
+    batches = RecallBatches(corpus, 64, 1, 0)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(batches, **change)
+
+
+def test_batch_that_does_not_exist(corpus: Corpus):
+    with pytest.raises(IndexError):
+        RecallBatches(corpus, 64, 1, 0)[-1]
+    plain = PlainBatches(corpus, 64, 1)
+    with pytest.raises(IndexError):
+        plain[len(plain)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"distance": 4}, "give 5 to 508"),
+        ({"distance": 509}, "give 5 to 508"),
+        ({"count": 0}, "count 0"),
+        ({"distractors": 1000}, "distractors 1000"),
+    ],
+)
+def test_wrong_probe(corpus: Corpus, arguments: dict, message: str):
+    given = {"distance": 100, "count": 1, "seq_len": 512, "seed": 0} | arguments
+    with pytest.raises(ValueError, match=message):
+        recall_probe(corpus, **given)

@@ -1,0 +1,100 @@
+"""What training runs in place of the model's schedules, against the definitions and through the model."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny
+
+from m3jax.msa import dense_attention, index_topk, select_blocks, sparse_attention
+from m3jax.train import fused
+from m3jax.train.step import TrainOptions, losses
+
+BATCH, LENGTH, HEADS, GROUPS, WIDTH, BLOCK = 3, 40, 6, 2, 8, 4
+CONFIG = tiny.config("dM")
+OPTIONS = TrainOptions(compute_dtype="float32", kl_stride=4, recall_weight=1.0)
+BOTH = pytest.mark.parametrize("schedule", ["dense", "mask"])
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def rows() -> tuple[jax.Array, jax.Array]:
+    at = jnp.arange(LENGTH, dtype=jnp.int32)
+    return jnp.broadcast_to(at, (BATCH, LENGTH)), jnp.full(BATCH, LENGTH, jnp.int32)
+
+
+@cache
+def operands() -> tuple[jax.Array, ...]:
+    q = 2 * normal(BATCH, LENGTH, HEADS, WIDTH)
+    k, v = normal(BATCH, LENGTH, GROUPS, WIDTH, seed=1), normal(BATCH, LENGTH, GROUPS, WIDTH, seed=2)
+    index_q, index_k = normal(BATCH, LENGTH, GROUPS, WIDTH, seed=3), normal(BATCH, LENGTH, WIDTH, seed=4)
+    return q, k, v, index_topk(index_q, index_k, *rows(), block_size=BLOCK, top_k=3)
+
+
+@BOTH
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "row by row"])
+def test_attention_is_the_definition(schedule, kernel):
+    """The kernel's layout and mask, here with XLA's kernel in place of cuDNN's; values and gradients."""
+    q, k, v, blocks = operands()
+    blocks = None if schedule == "dense" else blocks
+    more = ("xla",) if kernel else ()
+    fn = fused._by_kernel if kernel else fused.causal_attention
+
+    def expected(q, k, v):
+        if blocks is None:
+            return dense_attention(q, k, v, *rows())
+        return sparse_attention(q, k, v, blocks, *rows(), block_size=BLOCK)
+
+    got, pull = jax.vjp(lambda *x: fn(*x, blocks, BLOCK, *more), q, k, v)
+    want, pull_want = jax.vjp(expected, q, k, v)
+    for a, b in zip((got, *pull(want)), (want, *pull_want(want)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_scores_at_once_choose_the_same_blocks():
+    index_q, index_k = normal(BATCH, LENGTH, GROUPS, WIDTH, seed=3), normal(BATCH, LENGTH, WIDTH, seed=4)
+    rules = dict(block_size=BLOCK, top_k=3)
+    got = select_blocks(fused._block_maxima(index_q, index_k, BLOCK), *rows(), **rules)
+    np.testing.assert_array_equal(got, index_topk(index_q, index_k, *rows(), **rules))
+
+
+@pytest.mark.parametrize("tile", [4, 512])
+def test_tiles_of_experts(monkeypatch, tile):
+    """The product over tiles is the sum over experts, token by token; no token is dropped."""
+    monkeypatch.setattr(fused, "_TILE", tile)
+    model = tiny.model(CONFIG)
+    experts = fused.fuse(model).stacks[1].mlp.experts
+    x, draw = normal(24, CONFIG.hidden_size), np.random.default_rng(5)
+    ids = jnp.asarray(np.stack([draw.permutation(3)[:2] for _ in range(24)]).astype(np.int32))
+    act = lambda gate, up: jnp.tanh(gate) * up
+    got = experts._on_gpu(x, ids, jnp.int32(0), act)
+    for token, chosen in enumerate(np.asarray(ids)):
+        for slot, expert in enumerate(chosen):
+            gate, up, down = (np.asarray(w[0, expert]) for w in experts._weights())
+            want = (np.tanh(x[token] @ gate) * (x[token] @ up)) @ down
+            np.testing.assert_allclose(got[token, slot], want, rtol=1e-4, atol=1e-5)
+
+
+@BOTH
+def test_losses_and_gradients_are_those_of_the_schedules(schedule):
+    model = tiny.model(CONFIG).with_schedule(schedule)
+    recall = np.random.default_rng(3).random((2, 64)) < 0.2
+    arrays = {"tokens": tiny.tokens(CONFIG, 2, 65), "weights": np.ones((2, 64), np.float32), "recall": recall}
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    run = lambda options: jax.jit(jax.value_and_grad(lambda m: losses(m, arrays, jnp.int32(1), options)[0]))(model)
+    (loss, grads), (want, want_grads) = run(replace(OPTIONS, fused=True)), run(OPTIONS)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_the_given_model_stays_as_it_was():
+    model = tiny.model(CONFIG)
+    before = jax.tree.structure(model)
+    fused.fuse(model)
+    assert jax.tree.structure(model) == before

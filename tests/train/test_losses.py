@@ -1,0 +1,289 @@
+"""The losses of training and what is measured of a model, against numpy in float64."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from support import tiny
+
+from m3jax.train import evaluate, losses
+from m3jax.train.data import Corpus, RecordTokens
+from m3jax.train.losses import caught_mass, index_kl, next_token_loss
+from m3jax.train.step import TrainOptions
+from m3jax.train.step import losses as training_losses
+
+BATCH, QUERIES, KEYS, HEADS, GROUPS, WIDTH, INDEX_WIDTH, BLOCK, SLOTS = 3, 13, 26, 6, 2, 8, 5, 4, 3
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@cache
+def operands(seed: int = 0) -> dict[str, np.ndarray]:
+    """A chunk at the end of ragged rows, with padding after it and before it; own blocks are always chosen."""
+    draw = np.random.default_rng(seed)
+    normal = lambda *shape: draw.normal(size=shape).astype(np.float32)
+    lengths = np.array([KEYS, 17, 9], np.int32)
+    positions = np.stack([np.arange(QUERIES) + first for first in (KEYS - QUERIES, 10, -3)]).astype(np.int32)
+    own = np.maximum(positions, 0)[:, None] // BLOCK
+    others = draw.integers(-1, -(-KEYS // BLOCK), (BATCH, GROUPS, QUERIES, SLOTS - 1))
+    blocks = np.concatenate([others, np.broadcast_to(own, others.shape[:3])[..., None]], -1).astype(np.int32)
+    return {
+        "q": 2 * normal(BATCH, QUERIES, HEADS, WIDTH), "k": normal(BATCH, KEYS, GROUPS, WIDTH),
+        "index_q": 2 * normal(BATCH, QUERIES, GROUPS, INDEX_WIDTH), "index_k": normal(BATCH, KEYS, INDEX_WIDTH),
+        "blocks": blocks, "positions": positions, "lengths": lengths,
+    }  # fmt: skip
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    p = np.exp(scores - scores.max())
+    return p / p.sum()
+
+
+def rows(x: dict[str, np.ndarray], whole: bool):
+    """(teacher, student, support, chosen) of each real query and group, one at a time."""
+    x = {k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in x.items()}
+    per_group = x["q"].shape[2] // x["k"].shape[2]
+    for b, t in np.ndindex(x["positions"].shape):
+        position = x["positions"][b, t]
+        if not 0 <= position < x["lengths"][b]:
+            continue
+        for g in range(x["k"].shape[2]):
+            chosen = np.isin(np.arange(position + 1) // BLOCK, x["blocks"][b, g, t])
+            support = np.flatnonzero(chosen | whole)
+            scores = x["k"][b, support, g] @ x["q"][b, t, g * per_group : (g + 1) * per_group].T / np.sqrt(WIDTH)
+            teacher = np.mean([softmax(head) for head in scores.T], axis=0)
+            student = softmax(x["index_k"][b, support] @ x["index_q"][b, t, g] / np.sqrt(x["index_k"].shape[-1]))
+            yield (b, t, g), teacher, student, support, chosen[support]
+
+
+def loss_of(x: dict[str, np.ndarray], whole: bool) -> jax.Array:
+    return index_kl(**jax.tree.map(jnp.asarray, x | {"blocks": None} if whole else x), block_size=BLOCK)
+
+
+WHOLE = pytest.mark.parametrize("whole", [True, False], ids=["warm-up", "selected"])
+
+
+@WHOLE
+@pytest.mark.parametrize("chunk", [1 << 26, 2000], ids=["at once", "chunks"])
+def test_index_loss_is_the_divergence_from_mean_attention(monkeypatch, whole, chunk):
+    """Padding does not count; the mean is over real queries and groups."""
+    monkeypatch.setattr(losses, "_SCORE_BUDGET", chunk)
+    found = [np.sum(teacher * np.log(teacher / student)) for _, teacher, student, *_ in rows(operands(), whole)]
+    assert len(found) == GROUPS * (QUERIES + 7 + 9)
+    np.testing.assert_allclose(loss_of(operands(), whole), np.mean(found), rtol=1e-5)
+
+
+@WHOLE
+def test_gradient_of_the_index_loss(whole):
+    """Student less teacher per score, and nothing at all for the trunk's queries and keys (T33)."""
+    x = operands()
+    inputs = [x[k] for k in ("q", "k", "index_q", "index_k")]
+    fn = lambda *a: loss_of(x | dict(zip(("q", "k", "index_q", "index_k"), a, strict=True)), whole)
+    dq, dk, d_index_q, d_index_k = jax.grad(fn, argnums=range(4))(*inputs)
+    assert not np.any(dq) and not np.any(dk)
+    expected_q, expected_k = np.zeros(x["index_q"].shape), np.zeros(x["index_k"].shape)
+    found = list(rows(x, whole))
+    for (b, t, g), teacher, student, support, _ in found:
+        d = (student - teacher) / np.sqrt(INDEX_WIDTH) / len(found)
+        expected_q[b, t, g] = d @ x["index_k"][b, support]
+        expected_k[b, support] += d[:, None] * x["index_q"][b, t, g]
+    np.testing.assert_allclose(d_index_q, expected_q, atol=1e-7)
+    np.testing.assert_allclose(d_index_k, expected_k, atol=1e-6)
+
+
+@WHOLE
+@pytest.mark.parametrize("seed", range(4))
+def test_index_loss_is_positive_and_zero_for_a_perfect_student(whole, seed):
+    """One head a group and one group: an index branch that copies them has nothing left to learn."""
+    x = operands(seed)
+    assert loss_of(x, whole) > 1e-2
+    one = x | {"q": x["q"][:, :, :1], "k": x["k"][:, :, :1], "blocks": x["blocks"][:, :1]}
+    perfect = one | {"index_q": one["q"], "index_k": one["k"][:, :, 0]}
+    np.testing.assert_allclose(loss_of(perfect, whole), 0.0, atol=1e-6)
+
+
+def test_index_loss_of_padding_alone_is_zero():
+    x = operands()
+    for none in ({"lengths": np.zeros(BATCH, np.int32)}, {"positions": np.full_like(x["positions"], -1)}):
+        assert loss_of(x | none, whole=False) == 0 == loss_of(x | none, whole=True)
+
+
+def test_index_loss_does_not_read_beyond_the_lengths():
+    """T8: slots that nobody sees may hold anything."""
+    x = operands()
+    beyond = np.arange(KEYS) >= x["lengths"][:, None]
+    for garbage in (np.nan, np.inf, 1e30):
+        poisoned = {k: np.where(beyond[(...,) + (None,) * (x[k].ndim - 2)], garbage, x[k]) for k in ("k", "index_k")}
+        for whole in (True, False):
+            poisoned = {k: v.astype(np.float32) for k, v in poisoned.items()}
+            np.testing.assert_array_equal(loss_of(x | poisoned, whole), loss_of(x, whole))
+
+
+def caught(x: dict[str, np.ndarray]) -> np.ndarray:
+    config = tiny.config("M", index_block_size=BLOCK)
+    args = (jnp.asarray(x[name]) for name in ("q", "k", "blocks", "positions", "lengths"))
+    return np.asarray(caught_mass(*args, config))
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, 2000], ids=["at once", "chunks"])
+def test_caught_mass(monkeypatch, chunk):
+    """Padding catches nothing, for it attends to nothing."""
+    monkeypatch.setattr(losses, "_SCORE_BUDGET", chunk)
+    expected = np.zeros((BATCH, GROUPS, QUERIES))
+    for (b, t, g), teacher, _, _, chosen in rows(operands(), whole=True):
+        expected[b, g, t] = teacher[chosen].sum()
+    assert 0.1 < expected[0].mean() < 0.9
+    np.testing.assert_allclose(caught(operands()), expected, atol=1e-6)
+
+
+def test_all_blocks_catch_everything():
+    x, count = operands(), -(-KEYS // BLOCK)
+    every = np.broadcast_to(np.arange(count, dtype=np.int32), (BATCH, GROUPS, QUERIES, count))
+    real = (x["positions"] >= 0) & (x["positions"] < x["lengths"][:, None])
+    for group in np.moveaxis(caught(x | {"blocks": every}), 1, 0):
+        np.testing.assert_allclose(group, real, atol=1e-6)
+
+
+def test_next_token_loss():
+    draw = np.random.default_rng(0)
+    logits, targets = draw.normal(size=(2, 5, 7)).astype(np.float32), draw.integers(0, 7, (2, 5))
+    weights = draw.choice([0.0, 1.0, 3.0], (2, 5)).astype(np.float32)
+    nll = np.zeros((2, 5))
+    for at in np.ndindex(2, 5):
+        nll[at] = -np.log(softmax(logits[at].astype(np.float64))[targets[at]])
+    loss = lambda x, w: next_token_loss(jnp.asarray(x), jnp.asarray(targets), jnp.asarray(w))
+    np.testing.assert_allclose(loss(logits, weights), np.average(nll, weights=weights), rtol=1e-6)
+    assert loss(logits, 0 * weights) == 0
+    check_grads(lambda x: loss(x, weights), (logits,), order=1, modes=["rev"], atol=1e-2, rtol=1e-2)
+
+
+# Through the model
+
+CONFIG = tiny.config("dM")
+
+
+def batch() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(3)
+    recall = draw.random((2, 64)) < 0.2
+    return {"tokens": tiny.tokens(CONFIG, 2, 65), "weights": np.ones((2, 64), np.float32), "recall": recall}
+
+
+@cache
+def model(**changes):
+    """The definition: it compiles faster than the fast schedules."""
+    return tiny.model(tiny.config("dM", **changes)).with_schedule("mask")
+
+
+@cache
+def gradients(schedule: str) -> dict[str, dict[str, np.ndarray]]:
+    """By loss, the gradient by parameter name."""
+    options, arrays = TrainOptions(kl_stride=4, recall_weight=1.0), jax.tree.map(jnp.asarray, batch())
+    one = lambda name: lambda model: training_losses(model, arrays, jnp.int32(1), options)[1][name]
+    grad = jax.jit(lambda m: {k: jax.grad(one(k))(m) for k in ("lm", "kl", "recall")}, compiler_options=QUICK)
+    found = jax.device_get(grad(model().with_schedule(schedule)))
+    named = lambda tree: {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {name: named(tree) for name, tree in found.items()}
+
+
+@pytest.mark.parametrize("schedule", ["dense", "mask"])
+def test_no_gradient_leaks_between_trunk_and_index_branch(schedule):
+    """T33, exactly: in bfloat16, with remat, in both stages."""
+    found = gradients(schedule)
+    for name, grad in found["lm"].items():
+        still = "index_" in name or "e_score_correction_bias" in name
+        assert np.any(grad) != still and np.all(np.isfinite(grad)), name
+    for name, grad in found["kl"].items():
+        assert np.any(grad) == ("index_" in name) and np.all(np.isfinite(grad)), name
+
+
+def test_recall_is_measured_not_trained():
+    """The loss of recalled values alone is a metric; what trains is the language loss with its extra weights."""
+    assert not any(np.any(grad) for grad in gradients("mask")["recall"].values())
+
+
+# What is measured
+
+WORDS = np.arange(8, 64, dtype=np.int32)
+
+
+def corpus() -> Corpus:
+    """Noise with line breaks, in the vocabulary of the tiny models."""
+    tokens = np.random.default_rng(0).integers(5, 8, 4000).astype(np.uint16)
+    newlines = np.arange(10, 3990, 10)
+    tokens[newlines] = 2
+    return Corpus(tokens, newlines, np.array([0]), RecordTokens(newline=2, hash=3, arrow=4, words=WORDS))
+
+
+@jax.tree_util.register_pytree_node_class
+class LooksUp:
+    """Answers with what followed the question's key at its first mention, plus an error."""
+
+    def __init__(self, error: int):
+        self.error = error
+
+    def tree_flatten(self):
+        return (), self.error
+
+    @classmethod
+    def tree_unflatten(cls, error, _):
+        return cls(error)
+
+    def hidden(self, tokens):
+        first = jnp.argmax(tokens == tokens[:, -2:-1], axis=1)
+        value = jnp.take_along_axis(tokens, first[:, None] + 2, axis=1)
+        return jnp.broadcast_to(value, tokens.shape)[..., None], None
+
+    def unembed(self, hidden):
+        return jax.nn.one_hot(hidden[..., 0] + self.error, 128)
+
+
+def test_recall_accuracy_counts_exact_answers(unchecked):
+    measure = partial(evaluate.recall_accuracy, corpus=corpus(), distances=(8, 100), count=6, seq_len=200, batch=4)
+    assert measure(LooksUp(0)) == {8: 1.0, 100: 1.0}
+    assert measure(LooksUp(1)) == {8: 0.0, 100: 0.0}
+
+
+def test_recall_accuracy_of_a_model():
+    """Random weights guess."""
+    found = evaluate.recall_accuracy(model(), corpus(), (16, 60), 4, 72, batch=4)
+    assert found.keys() == {16, 60} and all(0 <= x <= 0.5 for x in found.values())
+
+
+def test_validation_loss_is_a_mean_over_tokens():
+    """Not over batches: the second one counts for less here."""
+    batches = [batch(), batch() | {"tokens": tiny.tokens(CONFIG, 2, 65, seed=1)}]
+    batches[1]["weights"] = np.pad(batches[1]["weights"][:, :20], ((0, 0), (0, 44)))
+    logits = jax.jit(lambda model, tokens: model(tokens), compiler_options=QUICK)
+    total = weight = 0.0
+    for b in batches:
+        log_p = np.asarray(jax.nn.log_softmax(logits(model(), b["tokens"][:, :-1])), np.float64)
+        nll = -np.take_along_axis(log_p, b["tokens"][:, 1:, None], axis=-1)[..., 0]
+        total, weight = total + np.sum(nll * b["weights"]), weight + np.sum(b["weights"])
+    np.testing.assert_allclose(evaluate.validation_loss(model(), batches), total / weight, rtol=1e-5)
+
+
+def test_attention_caught_by_selection_and_by_chance():
+    tokens = tiny.tokens(CONFIG, 2, 128)
+    for random in (False, True):
+        found = evaluate.attention_caught(model(), tokens, random)
+        assert found.shape == (1, CONFIG.num_key_value_heads) and np.all((found > 0.05) & (found < 0.95))
+    everything = model(index_topk_blocks=16)
+    np.testing.assert_allclose(evaluate.attention_caught(everything, tokens, first=0), 1.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [None, 96, -1])
+def test_attention_caught_needs_queries_that_count(first):
+    with pytest.raises(ValueError, match=r"rows of 96 tokens need one from 0 to 95"):
+        evaluate.attention_caught(model(), tiny.tokens(CONFIG, 1, 96), first=first)
+
+
+def test_random_blocks_are_distinct_and_keep_the_own_one():
+    """As many as a selection has, or all that there are."""
+    positions = np.broadcast_to(np.arange(64, dtype=np.int32), (2, 64))
+    drawn = np.asarray(evaluate._random_like(jnp.zeros((2, 3, 64, 4), jnp.int32), 8, jnp.asarray(positions)))
+    for b, k, t in np.ndindex(2, 3, 64):
+        ids = drawn[b, k, t][drawn[b, k, t] >= 0]
+        assert ids[-1] == t // 8 and len(set(ids)) == len(ids) == min(4, t // 8 + 1) and np.all(ids <= t // 8)
+    assert len({tuple(x) for x in drawn[..., -1, :].reshape(-1, 4)}) > 1

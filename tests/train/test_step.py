@@ -1,0 +1,300 @@
+"""The training step, its optimiser and routing balance, and a run of scripts/train_tiny.py that is interrupted."""
+
+import importlib.util
+import json
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import SingleDeviceSharding
+from support import tiny
+
+import m3jax
+from m3jax.model import M3, moe
+from m3jax.parallel import make_mesh
+from m3jax.train import step as training
+from m3jax.train.step import TrainOptions, TrainState, balance, init_state, make_optimizer
+
+QUICK = {"xla_backend_optimization_level": 0}
+CONFIG = tiny.config("dM")
+OPTIONS = TrainOptions(kl_stride=4, recall_weight=1.0, balance_rate=1e-2)
+OPTIMIZER = make_optimizer(lambda step: 3e-3)
+STEPS = 8
+
+
+def by_name(tree) -> dict[str, np.ndarray]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(tree))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+@cache
+def quick_step():
+    return jax.jit(
+        training.train_step.__wrapped__, static_argnames=("optimizer", "options"), donate_argnames="state",
+        compiler_options=QUICK,
+    )  # fmt: skip
+
+
+def batch(config=CONFIG) -> dict[str, jax.Array]:
+    recall = np.random.default_rng(3).random((2, 64)) < 0.2
+    arrays = {"tokens": tiny.tokens(config, 2, 65), "weights": np.ones((2, 64), np.float32), "recall": recall}
+    return jax.tree.map(jnp.asarray, arrays)
+
+
+def start(optimizer=OPTIMIZER, schedule: str = "mask") -> TrainState:
+    """From weights that are committed to a device, as `m3jax.model.init` and `m3jax.load` leave them."""
+    model = jax.device_put(tiny.model(CONFIG), SingleDeviceSharding(jax.devices()[0]))
+    return init_state(model.with_schedule(schedule), optimizer)
+
+
+def steps(state: TrainState, count: int, optimizer=OPTIMIZER, options=OPTIONS) -> tuple[TrainState, list[dict]]:
+    seen = []
+    for _ in range(count):
+        state, metrics = quick_step()(state, batch(), optimizer, options)
+        seen.append(jax.device_get(metrics))
+    return state, seen
+
+
+@cache
+def trained() -> tuple[TrainState, list[dict]]:
+    return steps(start(), STEPS)
+
+
+# The step
+
+
+def test_loss_falls_on_a_repeated_batch():
+    state, seen = trained()
+    assert int(state.step) == STEPS
+    assert seen[-1]["lm"] < 0.9 * seen[0]["lm"] and seen[-1]["recall"] < seen[0]["recall"]
+    for metrics in seen:
+        assert all(np.isfinite(x) for x in metrics.values())
+        assert metrics["kl"] > 0 and 1 <= metrics["imbalance"] <= CONFIG.num_local_experts
+
+
+def test_two_runs_are_the_same_to_the_bit():
+    """T34."""
+    again, seen = steps(start(), STEPS)
+    assert seen == trained()[1]
+    expected = by_name(trained()[0])
+    for name, x in by_name(again).items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+
+
+def test_steps_of_one_shape_compile_once():
+    """A state is made as a step returns it: committed to its device, with the same types."""
+    trained()
+    assert quick_step()._cache_size() == 1
+
+
+def test_a_state_leaves_the_given_model_alone():
+    """Steps donate the state."""
+    model = tiny.model(CONFIG)
+    state = init_state(model, OPTIMIZER)
+    given = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(model)}
+    owned = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert not given & set(owned) and len(set(owned)) == len(owned)
+    assert all(x.committed and not x.weak_type for x in jax.tree.leaves(state))
+
+
+def test_master_weights_are_float32():
+    state = init_state(tiny.model(CONFIG, dtype="bfloat16"), OPTIMIZER)
+    assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {jnp.dtype("float32")}
+
+
+def test_a_state_on_a_mesh_keeps_the_parameters_places():
+    mesh = make_mesh(tensor=2)
+    state = init_state(tiny.model(CONFIG, mesh=mesh), OPTIMIZER)
+    places = {name: x.sharding for name, x in by_name_on_device(state.model).items()}
+    for moments in jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, M3)):
+        if isinstance(moments, M3):
+            for name, x in by_name_on_device(moments).items():
+                assert x.sharding == places[name], name
+    assert all(x.sharding.device_set == set(mesh.devices.flat) for x in jax.tree.leaves(state))
+
+
+def by_name_on_device(tree) -> dict[str, jax.Array]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def test_a_model_without_experts_has_no_imbalance():
+    config = tiny.config("dD")
+    step = partial(training.train_step, optimizer=OPTIMIZER, options=OPTIONS)
+    _, metrics = jax.eval_shape(step, init_state(tiny.model(config), OPTIMIZER), batch(config))
+    assert metrics.keys() == {"lm", "kl", "recall", "grad_norm"}
+
+
+@cache
+def gradient(remat: bool) -> dict[str, np.ndarray]:
+    options = TrainOptions(compute_dtype="float32", kl_stride=4, recall_weight=1.0, remat=remat)
+    loss = lambda model: training.losses(model, batch(), jnp.int32(1), options)[0]
+    return by_name(jax.jit(jax.grad(loss), compiler_options=QUICK)(tiny.model(CONFIG).with_schedule("mask")))
+
+
+def test_remat_changes_no_gradient():
+    """T30, with both losses: the index loss reads the selection that the forward pass made."""
+    for name, x in gradient(remat=True).items():
+        np.testing.assert_allclose(x, gradient(remat=False)[name], rtol=0, atol=1e-6, err_msg=name)
+
+
+# The optimiser
+
+
+def moved(names_with_gradient=(), **options) -> set[str]:
+    """Names of parameters that three updates move."""
+    model, optimizer = tiny.model(CONFIG), make_optimizer(lambda step: 1e-2, **options)
+    grads = {name: np.full_like(x, any(n in name for n in names_with_gradient)) for name, x in by_name(model).items()}
+    grads = jax.tree.unflatten(jax.tree.structure(model), list(grads.values()))
+    state, params = optimizer.init(model), model
+    update = jax.jit(optimizer.update)
+    for _ in range(3):
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    before, after = by_name(model), by_name(params)
+    return {name for name in before if np.any(before[name] != after[name])}
+
+
+def names(*parts: str) -> set[str]:
+    return {name for name in by_name(tiny.model(CONFIG)) if any(part in name for part in parts)}
+
+
+def test_norms_and_routing_biases_do_not_decay():
+    """With no gradient at all, what moves is what decays."""
+    assert moved() == names("") - names("norm", "e_score_correction_bias")
+    assert moved(weight_decay=0.0) == set()
+
+
+def test_a_frozen_index_branch_does_not_drift():
+    """T32: a gradient of zero is not enough."""
+    index = names("index_q_proj", "index_k_proj")
+    assert len(index) == 2 and index <= moved()
+    assert not names("index_") & moved(frozen_index=True)
+    assert not names("index_") & moved(names_with_gradient=("",), frozen_index=True)
+
+
+def test_the_optimiser_never_moves_routing_biases():
+    everything = names("")
+    assert moved(names_with_gradient=("",)) == everything - names("e_score_correction_bias")
+
+
+# Routing balance
+
+
+def with_bias(model: M3) -> np.ndarray:
+    return np.asarray(model.stacks[-1].mlp.e_score_correction_bias[...])
+
+
+def test_balance_moves_biases_against_the_load():
+    model = tiny.model(CONFIG)
+    load = jnp.array([[0.5, 0.3, 0.125, 0.075, 0.0, 0.0, 0.0, 0.0]])
+    change = with_bias(balance(model, [None, load], rate=0.1)) - with_bias(model)
+    direction = np.array([-1, -1, 0, 1, 1, 1, 1, 1])
+    # The mean is taken out of the biases themselves, so changes are compared among each other.
+    np.testing.assert_allclose(np.diff(change[0]), 0.1 * np.diff(direction), atol=1e-6)
+    np.testing.assert_allclose(with_bias(balance(model, [None, load], rate=0.1)).mean(), 0.0, atol=1e-7)
+
+
+def test_a_skewed_router_gets_balanced():
+    """An expert that everybody prefers loses its lead, and choice alone changes: no gradient is involved."""
+    model, experts = tiny.model(CONFIG), CONFIG.num_local_experts
+    draw = np.random.default_rng(0)
+    x, gate = draw.normal(size=(512, 16)) + 0.5, draw.normal(size=(16, experts)) / 8
+    gate[:, 0] += 0.2
+    route = jax.jit(lambda bias: moe.route(jnp.asarray(x, jnp.float32), jnp.asarray(gate, jnp.float32), bias, 2)[0])
+    move = jax.jit(partial(balance, rate=5e-3))
+    worst = []
+    for _ in range(200):
+        ids = route(jnp.asarray(with_bias(model)[0]))
+        load = jnp.bincount(ids.reshape(-1), length=experts) / ids.size
+        worst.append(float(load.max() * experts))
+        model = move(model, [None, load[None]])
+    assert worst[0] > 3 and max(worst[-20:]) < 1.3
+
+
+# The script
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """scripts/train_tiny.py with a smaller model, and a folder of sources."""
+    path = Path(__file__).parents[2] / "scripts" / "train_tiny.py"
+    spec = importlib.util.spec_from_file_location("train_tiny", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    changes = dict(vocab_size=2048, index_block_size=16, index_topk_blocks=4)
+    monkeypatch.setattr(module, "CONFIG", tiny.config("dM", **changes))
+    monkeypatch.setattr(module, "KEEP_SECONDS", 0.0)
+    (tmp_path / "sources").mkdir()
+    for i in range(60):
+        text = "\n".join(f"def f{i}_{j}(x):\n    return x + {j}" for j in range(200))
+        (tmp_path / "sources" / f"part{i}.py").write_text(text)
+    return module
+
+
+def arguments(tmp_path: Path, out: str, *more: str) -> list[str]:
+    return ["--out", str(tmp_path / out), "--sources", str(tmp_path / "sources"), "--short", *more]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(script, monkeypatch, tmp_path):
+    """In the middle of a stage: the weights are those of a run in one go, to the bit."""
+    script.main(arguments(tmp_path, "whole"))
+    check_report(script, tmp_path / "whole")
+
+    done, step = [], script.train_step
+    monkeypatch.setattr(script, "measure", lambda *args: {})
+
+    def stops(state, *args):
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(int(state.step))
+        return step(state, *args)
+
+    monkeypatch.setattr(script, "train_step", stops)
+    with pytest.raises(KeyboardInterrupt):
+        script.main(arguments(tmp_path, "parts"))
+    monkeypatch.setattr(script, "train_step", lambda state, *args: done.append(int(state.step)) or step(state, *args))
+    script.main(arguments(tmp_path, "parts"))
+    assert done == [0, 1, 2, 3, 4, 5]
+    weights = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "parts")]
+    assert weights[0] == weights[1]
+
+    script.main(arguments(tmp_path, "parts"))
+    assert len(done) == 6, "a finished run trains no further"
+
+
+def check_report(script, out: Path) -> None:
+    refuse = lambda name: pytest.fail(f"{name} in a report")
+    report = json.loads((out / "report.json").read_text(), parse_constant=refuse)
+    assert report.keys() == {
+        "parameters", "validation_loss", "validation_loss_with_dense_attention", "recall", "caught",
+        "caught_by_random_blocks",
+    }  # fmt: skip
+    assert report["parameters"] == sum(x.size for x in jax.tree.leaves(m3jax.load(out / "model", progress=False)))
+    assert 0 < report["validation_loss"] < 10
+    for shares in (list(report["recall"].values()), *report["caught"], *report["caught_by_random_blocks"]):
+        assert shares and all(0 <= x <= 1 for x in shares)
+
+
+def test_a_dense_run_keeps_its_index_branch(script, monkeypatch, tmp_path):
+    """T32 in the baseline, which trains no index branch; nothing about selection is in its report."""
+    monkeypatch.setattr(script, "SHORT", (script.Stage("sparse", 2, 128, 2, True),))
+    script.main(arguments(tmp_path, "dense", "--dense"))
+    assert "caught" not in json.loads((tmp_path / "dense" / "report.json").read_text())
+    begin = by_name(script.cast_weights(script.init(script.CONFIG, 0), "bfloat16"))
+    end = by_name(m3jax.load(tmp_path / "dense" / "model", dtype="bfloat16", progress=False))
+    for name, x in end.items():
+        same = "index_" in name or (name.endswith("norm.value") and np.array_equal(x, begin[name]))
+        assert np.array_equal(x, begin[name]) == same, name
+
+
+def test_a_folder_belongs_to_one_kind_of_run(script, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    script._mismatch(script._parser().parse_args(arguments(tmp_path, "run")))
+    with pytest.raises(SystemExit, match="2"):
+        script.main(arguments(tmp_path, "run", "--dense", "--seed", "1"))
+    assert "dense = False, not True; seed = 0, not 1" in capsys.readouterr().err
