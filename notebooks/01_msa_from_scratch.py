@@ -38,7 +38,7 @@ from matplotlib.patches import Patch, Rectangle
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.msa import SCHEDULES, block_scores, dense_attention, index_topk, select_blocks, sparse_attention
-from m3jax.msa.numerics import attend
+from m3jax.numerics import attend
 from m3jax.text import Tokenizer
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.titlesize": 11, "figure.constrained_layout.use": True})

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m3jax.cache.paged import StackCache
-from m3jax.cache.parts import Places, Scales
+from m3jax.cache.device import StackCache
+from m3jax.cache.storage import Places, Scales
 from m3jax.model.projections import Finish, Tensors
 from pallas_kernels.common import contiguous, paged
 from pallas_kernels.dense_causal import cudnn_causal

@@ -1,11 +1,11 @@
 """The paged key/value and index-key cache: pages on the device or in host memory, their owners on the host."""
 
-from m3jax.cache.host import HostMemory
-from m3jax.cache.offload import OffloadedStack
-from m3jax.cache.paged import Cache, StackCache
-from m3jax.cache.pages import OutOfPages, PageAllocator
-from m3jax.cache.parts import Places, Scales
+from m3jax.cache.allocator import OutOfPages, PageAllocator
+from m3jax.cache.device import Cache, StackCache
+from m3jax.cache.offload.host import HostMemory
+from m3jax.cache.offload.pool import OffloadedStack
 from m3jax.cache.scales import measure_scales
+from m3jax.cache.storage import Places, Scales
 
 __all__ = [
     "Cache",

@@ -14,7 +14,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from m3jax.cache.paged import Cache, Places, StackCache
+from m3jax.cache.device import Cache, Places, StackCache
 from m3jax.config import M3Config
 from m3jax.msa.views import Paged
 from m3jax.parallel import sharding

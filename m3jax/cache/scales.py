@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from m3jax.cache.parts import Scales
+from m3jax.cache.storage import Scales
 
 _TOP = float(jnp.finfo(jnp.float8_e4m3fn).max)
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from m3jax.cache import HostMemory, OutOfPages, PageAllocator
-from m3jax.cache.paged import page_shards
+from m3jax.cache.device import page_shards
 from m3jax.decoding.exchange import Snapshot, check_identity, identity
 from m3jax.decoding.request import Drafting, Generation, Params, Timings, check_prompt
 from m3jax.decoding.runner import Runner, Shapes

@@ -13,7 +13,7 @@ from m3jax.model.context import Context
 from m3jax.model.params import Make
 from m3jax.model.projections import Finish, Tensors
 from m3jax.msa import api, contiguous, contiguous_index
-from m3jax.msa.numerics import einsum
+from m3jax.numerics import einsum
 
 
 class Attention(nnx.Module):

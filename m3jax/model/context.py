@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from m3jax.cache import Cache, Places
-from m3jax.cache.offload import HostPages
+from m3jax.cache.offload.pool import HostPages
 from m3jax.config import M3Config
 from m3jax.model.layers import rope_table
 

@@ -16,7 +16,7 @@ from m3jax.model.context import Context
 from m3jax.model.layers import apply_rope, rope_table
 from m3jax.model.params import Make, check_dtype, leaf_dtype
 from m3jax.model.projections import Tensors
-from m3jax.msa.numerics import accumulator, einsum
+from m3jax.numerics import accumulator, einsum
 from m3jax.parallel import sharding
 
 

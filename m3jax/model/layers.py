@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from m3jax.model.params import Make
-from m3jax.msa.numerics import accumulator, einsum
+from m3jax.numerics import accumulator, einsum
 
 
 def gemma_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:

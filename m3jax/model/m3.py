@@ -16,7 +16,7 @@ from m3jax.model.layers import gemma_norm
 from m3jax.model.params import Make
 from m3jax.msa import block_scores
 from m3jax.msa.backends import check_name
-from m3jax.msa.numerics import einsum
+from m3jax.numerics import einsum
 
 
 class M3(nnx.Module):

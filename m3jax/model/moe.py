@@ -15,8 +15,9 @@ from m3jax.model.layers import MLP, swiglu_oai
 from m3jax.model.params import Make
 from m3jax.msa import api
 from m3jax.msa.csr import invert
-from m3jax.msa.numerics import accumulator, einsum
+from m3jax.numerics import accumulator, einsum
 from m3jax.parallel import spec
+from m3jax.platform import platform
 
 _UP, _DOWN = ("layers", "experts", None, "mlp"), ("layers", "experts", "mlp", None)
 _FEW = 16  # (token, expert) pairs up to which each pair fetches its own expert's weights
@@ -102,8 +103,7 @@ class Experts(nnx.Module):
         cpu = one_by_one if few else self._tiled
         gpu = self._gathered if ids.size <= _FEW else partial(self._on_gpu, backend=backend)
         tpu = self._ragged if not few else self._gathered if shares is None else one_by_one
-        pick = lambda path: lambda *args: path(*args, act)
-        return jax.lax.platform_dependent(x, ids, layer, cpu=pick(cpu), cuda=pick(gpu), default=pick(tpu))
+        return {"cpu": cpu, "gpu": gpu}.get(platform(), tpu)(x, ids, layer, act)
 
     def _weights(self):
         return self.gate_proj[...], self.up_proj[...], self.down_proj[...]

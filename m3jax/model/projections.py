@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from m3jax.cache import OffloadedStack, StackCache
-from m3jax.cache.parts import FLOAT8, Places
+from m3jax.cache.storage import FLOAT8, Places
 from m3jax.model.layers import apply_rope, gemma_norm
 from m3jax.msa import api
 

@@ -17,6 +17,7 @@ from m3jax.msa.kv_block_major import kv_block_major
 from m3jax.msa.select import view_topk
 from m3jax.msa.sparse import SCHEDULES, expand_blocks, query_major
 from m3jax.msa.views import BlockView, Contiguous, ContiguousIndex, IndexView, Paged, PagedIndex
+from m3jax.platform import platform
 
 __all__ = [
     "BACKENDS", "Case", "attention", "attention_case", "choose", "insert", "insert_case", "interpret", "select",
@@ -161,7 +162,7 @@ def runs_experts(dtype: DTypeLike, *widths: int, backend: str = "auto") -> bool:
 
     There is nothing to ask for by name: what a kernel cannot take, XLA's tiles do.
     """
-    here = backends.platform() == "gpu" or backends.interpreted()
+    here = platform() == "gpu" or backends.interpreted()
     return bool(
         here and backend in ("auto", "triton") and jnp.dtype(dtype).itemsize == 2 and not any(w % 128 for w in widths)
     )

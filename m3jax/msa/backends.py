@@ -11,8 +11,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.typing import DTypeLike
+
+from m3jax.platform import platform
 
 BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")
 MAX_FEW = 16  # queries a row that the decode kernels take
@@ -114,12 +115,6 @@ def _elsewhere(backend: str) -> str | None:
     if platform() == _PLATFORM[backend] or interpreted():
         return None
     return f"it needs a {_PLATFORM[backend].upper()}, and JAX runs on a {platform().upper()}"
-
-
-def platform() -> str:
-    """What the function that is being traced will run on: an abstract device where one is set, else JAX's default."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return jax.default_backend() if device is None else device.platform
 
 
 def interpreted() -> Any:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from m3jax.platform import platform
+
 _ACCELERATOR = 64
 
 
@@ -42,7 +44,7 @@ def _join(x: Array, length: int, axis: int) -> Array:
 
 def budget(elements: int) -> int:
     """What a piece of work may hold: `elements`, which fit the cache of a CPU's core, or enough to fill a GPU."""
-    return elements if jax.default_backend() == "cpu" else _ACCELERATOR * elements
+    return elements if platform() == "cpu" else _ACCELERATOR * elements
 
 
 def rows_within(elements: int, per_row: int, length: int) -> int:

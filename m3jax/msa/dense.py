@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from m3jax.msa.chunks import budget, map_chunks, rows_within
-from m3jax.msa.numerics import Softmax, accumulator, attend
 from m3jax.msa.views import BlockView
+from m3jax.numerics import Softmax, accumulator, attend
 
 _SCORE_BUDGET = 1 << 20  # scores of one step of the blockwise schedule
 _FEW_ROWS = 32  # up to here pieces are longer where that pays

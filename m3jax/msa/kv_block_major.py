@@ -7,8 +7,8 @@ from jaxtyping import Array, Float, Int
 from m3jax.msa.chunks import budget, map_chunks
 from m3jax.msa.csr import invert
 from m3jax.msa.dense import finish
-from m3jax.msa.numerics import accumulator, attend, merge
 from m3jax.msa.views import BlockView
+from m3jax.numerics import accumulator, attend, merge
 
 _QUERY_CHUNK = 2048  # bounds the partial outputs: J of them a query and head
 _STEP_SCORES = 1 << 19  # scores of one step, small enough for a core's cache

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.msa.chunks import budget, map_chunks, rows_within
 from m3jax.msa.dense import causal
-from m3jax.msa.numerics import accumulator, dot_scores
 from m3jax.msa.views import IndexView, check_block_size, contiguous_index
+from m3jax.numerics import accumulator, dot_scores
 
 _SCORE_BUDGET = 1 << 19  # token scores held at once; more would leave the cache of a core
 _FEW_ROWS = 128  # up to here pieces are longer

@@ -6,8 +6,8 @@ from jaxtyping import Array, Bool, Float, Int
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.dense import attend_group, causal, check_heads, check_view, finish, hide
 from m3jax.msa.kv_block_major import kv_block_major
-from m3jax.msa.numerics import attend
 from m3jax.msa.views import BlockView, check_block_size, contiguous
+from m3jax.numerics import attend
 
 SCHEDULES = ("mask", "query_major", "kv_block_major")
 _GATHER_BUDGET = 1 << 24  # gathered key elements held at once by query_major

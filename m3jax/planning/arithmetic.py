@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from m3jax.cache import Cache
-from m3jax.cache.paged import INDEX_AXES, KV_AXES, page_shards
+from m3jax.cache.device import INDEX_AXES, KV_AXES, page_shards
 from m3jax.config import M3Config
 from m3jax.model import abstract
 from m3jax.model.eagle3 import Eagle3

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from m3jax.cache.parts import DTYPES as CACHE_DTYPES
+from m3jax.cache.storage import DTYPES as CACHE_DTYPES
 from m3jax.config import M3Config
 from m3jax.model.eagle3 import Eagle3Config
 from m3jax.model.params import DTYPES

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.model import M3
 from m3jax.model.eagle3 import Eagle3
-from m3jax.msa.numerics import einsum
+from m3jax.numerics import einsum
 from m3jax.train.corpus import Corpus
 
 STEP_WEIGHT = 0.8  # of a draft step's loss, relative to the step before

@@ -17,8 +17,9 @@ from m3jax.model.moe import Experts
 from m3jax.msa import dense_attention, index_topk, select_blocks, sparse_attention
 from m3jax.msa.chunks import map_chunks
 from m3jax.msa.csr import invert
-from m3jax.msa.numerics import einsum
 from m3jax.msa.sparse import expand_blocks
+from m3jax.numerics import einsum
+from m3jax.platform import platform
 
 _TILE = 512  # tokens that meet an expert at once: more than an expert is wide, so its copies are the smaller part
 
@@ -61,7 +62,7 @@ def causal_attention(
     Returns:
       Outputs in q's dtype.
     """
-    if _on_gpu() and q.dtype.itemsize == 2:
+    if platform() == "gpu" and q.dtype.itemsize == 2:
         return _by_kernel(q, k, v, blocks, block_size, "cudnn")
 
     def dense(q, k, v):
@@ -98,7 +99,7 @@ def select(index_q: Float[Array, "B T K I"], index_k: Float[Array, "B T I"], con
         init_blocks=config.index_init_blocks,
     )  # fmt: skip
     rows, index_q, index_k = _rows(*index_k.shape[:2]), *jax.lax.stop_gradient((index_q, index_k))
-    if _on_gpu() and config.index_score_type == "max" and index_k.shape[1] % config.index_block_size == 0:
+    if platform() == "gpu" and config.index_score_type == "max" and index_k.shape[1] % config.index_block_size == 0:
         return select_blocks(_block_maxima(index_q, index_k, config.index_block_size), *rows, **rules)
     return index_topk(index_q, index_k, *rows, **rules, score=config.index_score_type)
 
@@ -113,10 +114,6 @@ def _block_maxima(index_q, index_k, block_size):
 def _rows(batch: int, length: int) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """Positions and lengths of rows without padding."""
     return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)), jnp.full(batch, length, jnp.int32)
-
-
-def _on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
 
 
 def _as(kind: type, module):

@@ -7,8 +7,8 @@ from jaxtyping import Array, Float, Int
 from m3jax.config import M3Config
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.dense import causal
-from m3jax.msa.numerics import einsum
 from m3jax.msa.sparse import expand_blocks
+from m3jax.numerics import einsum
 
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
 

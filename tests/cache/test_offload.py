@@ -14,7 +14,7 @@ from support.compilations import compilations
 from support.engines import CONFIG, SIZE, Watched, engine, finish, params, preemptions, prompt, quick, serve, watch
 
 from m3jax.cache import Cache, HostMemory
-from m3jax.cache.offload import GROUP, Slots
+from m3jax.cache.offload.pool import GROUP, Slots
 from m3jax.parallel import parse_mesh
 
 HEADS, TOP_K = CONFIG.num_key_value_heads, CONFIG.index_topk_blocks

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from m3jax.cache.pages import Copy, OutOfPages, PageAllocator
+from m3jax.cache.allocator import Copy, OutOfPages, PageAllocator
 
 P = 4
 POISON = -7

@@ -12,7 +12,7 @@ from support.insertion import EPS, draw, expected
 from support.msa_strategies import GROUPED, RAGGED
 
 from m3jax.cache import Cache
-from m3jax.cache.parts import unit_scales
+from m3jax.cache.storage import unit_scales
 from m3jax.model.layers import rope_table
 from m3jax.model.projections import Finish, Tensors
 from m3jax.msa.backends import interpret

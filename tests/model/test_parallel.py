@@ -16,6 +16,7 @@ from support import tiny
 from m3jax import M3Config
 from m3jax import model as m3_model
 from m3jax.cache import Cache
+from m3jax.model import moe
 from m3jax.parallel import AXES, RULES, make_mesh, parse_mesh, sharding, spec
 from m3jax.planning import hlo
 
@@ -121,8 +122,7 @@ def layer_of_experts(mesh: str | None, platform: str):
     call = jax.jit(both, compiler_options=QUICK)
 
     def run(*args):
-        pick = lambda *args, **paths: paths[platform](*args)
-        with mock.patch.object(jax.lax, "platform_dependent", pick):
+        with mock.patch.object(moe, "platform", lambda: platform):
             return jax.device_get(call(experts, *args))
 
     return run
@@ -130,8 +130,8 @@ def layer_of_experts(mesh: str | None, platform: str):
 
 @pytest.mark.parametrize(
     "mesh, platform",
-    [("data=2,context=2,expert=2", p) for p in ("cpu", "cuda", "default")]
-    + [("context=3", "cpu"), ("expert=4,tensor=2", "default")],
+    [("data=2,context=2,expert=2", p) for p in ("cpu", "gpu", "tpu")]
+    + [("context=3", "cpu"), ("expert=4,tensor=2", "tpu")],
 )
 def test_experts_are_one_device_s(mesh, platform):
     """Every platform's way, and its gradients; tokens that no axis divides; devices whose experts nobody chose."""

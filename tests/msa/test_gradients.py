@@ -25,7 +25,7 @@ from support.msa_strategies import (
 )
 
 from m3jax import msa
-from m3jax.msa.numerics import attend
+from m3jax.numerics import attend
 
 SMALL = pytest.mark.parametrize("small", [False, True], ids=["whole", "pieces"])
 LINEAR = ["blockwise", "query_major", "kv_block_major"]

@@ -25,8 +25,8 @@ from support.msa_strategies import (
 from m3jax import msa
 from m3jax.msa import api
 from m3jax.msa.csr import invert
-from m3jax.msa.numerics import attend, merge
 from m3jax.msa.views import BlockView, Contiguous, ContiguousIndex, IndexView, Paged, PagedIndex, contiguous
+from m3jax.numerics import attend, merge
 
 SCHEDULE = pytest.mark.parametrize("schedule", msa.SCHEDULES)
 TOLERANCE = dict(rtol=2e-5, atol=3e-6)  # float32 sums of at most 40 terms near 1

@@ -11,8 +11,8 @@ from flax import struct
 from jax.experimental import io_callback
 from jaxtyping import Array, Int, Num
 
-from m3jax.cache.offload import OffloadedStack
-from m3jax.cache.paged import Cache
+from m3jax.cache.device import Cache
+from m3jax.cache.offload.pool import OffloadedStack
 
 KINDS = ("pinned_host", "numpy")
 _PAGES_A_CALL = 8

@@ -12,7 +12,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from m3jax.cache.parts import Places, Scales, stored
+from m3jax.cache.storage import Places, Scales, stored
 from m3jax.msa.views import PagedIndex, Pooled
 
 GROUP = 8  # virtual pages that are brought in together

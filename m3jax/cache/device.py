@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from m3jax.cache.offload import HostPages, OffloadedStack, Slots
-from m3jax.cache.parts import DTYPES, FLOAT8, Places, Scales, stored, unit_scales
+from m3jax.cache.offload.pool import HostPages, OffloadedStack, Slots
+from m3jax.cache.storage import DTYPES, FLOAT8, Places, Scales, stored, unit_scales
 from m3jax.config import M3Config
 from m3jax.msa.views import Paged, PagedIndex
 from m3jax.parallel import PAGE_AXES, sharding

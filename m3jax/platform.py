@@ -1,0 +1,14 @@
+"""The one answer to where a function that is being traced will run."""
+
+import jax
+
+
+def platform() -> str:
+    """The kind of device that the function being traced is for: "cpu", "gpu" or "tpu".
+
+    That of the abstract mesh where one is set, as when a program is compiled for devices that are not there
+    (`jax.sharding.use_abstract_mesh`); else that of JAX's default devices. Every choice between ways to compute the
+    same thing asks here, while tracing.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.default_backend() if device is None else device.platform
