@@ -23,8 +23,8 @@ def with_gradient(kernel: Callable[..., Array], schedule: Callable[..., Array], 
     def call(*args):
         return kernel(*args)
 
-    def backward(kept, gradient):
-        arrays, data = kept[:count], kept[count:]
+    def backward(residuals, gradient):
+        arrays, data = residuals[:count], residuals[count:]
         gradients = jax.vjp(lambda *arrays: schedule(*arrays, *data), *arrays)[1](gradient)
         return *gradients, *(None for _ in data)
 

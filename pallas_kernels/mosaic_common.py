@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
-from pallas_kernels.common import Pages
+from pallas_kernels.backends import Interpret
+from pallas_kernels.pages import FinderRefs, Pages
 
-Interpret = bool | pltpu.InterpretParams
+INTERPRETERS = (bool, pltpu.InterpretParams)
 LANES, SUBLANES = 128, 8
 PREFETCHED = 1 << 17  # numbers that a call may prefetch: half of the 1 MiB of scalar memory that every chip has
 
@@ -23,18 +24,18 @@ class Chip:
     vmem: int  # bytes a kernel may use
 
     @classmethod
-    def here(cls, interpret: Interpret) -> "Chip":
+    def current(cls, interpret: Interpret) -> "Chip":
         """The chip of the default device, or of the abstract mesh in force; a small one in interpret mode."""
         if interpret:
             return cls(1, 32 << 20)
         info = pltpu.get_tpu_info()
         return cls(info.num_cores, info.vmem_capacity_bytes // 2)
 
-    def params(self, *semantics: str) -> pltpu.CompilerParams:
+    def compiler_params(self, *semantics: str) -> pltpu.CompilerParams:
         """Half of VMEM for the kernel: the rest is XLA's, which moves operands of other operations meanwhile."""
         return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=self.vmem)
 
-    def shared(self, count: int) -> int:
+    def steps_per_core(self, count: int) -> int:
         """Steps that each core takes of `count`."""
         return -(-count // self.cores)
 
@@ -59,50 +60,61 @@ def dot_tn(a: Shaped[Array, "C R"], b: Shaped[Array, "C S"]) -> Float[Array, "R 
     return _dot(a, b, (0, 0))
 
 
-def _dot(a, b, axes):
+def _dot(a: Shaped[Array, "_ _"], b: Shaped[Array, "_ _"], axes: tuple[int, int]) -> Float[Array, "_ _"]:
     # One pass of bfloat16 would be enough for nothing that is stored in float32.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((axes[0],), (axes[1],)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def each_page(pool_ref, buffer_ref, sem, places, do: str) -> None:
+def divisor(total: Float[Array, "..."]) -> tuple[Bool[Array, "..."], Float[Array, "..."]]:
+    """(is_seen, divisor) of a softmax's sum: what has seen nothing is divided by 1, and stays 0."""
+    is_seen = total != 0.0
+    return is_seen, jnp.where(is_seen, total, 1.0)
+
+
+def natural_lse(
+    top: Float[Array, "..."], is_seen: Bool[Array, "..."], total: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """The natural log-sum-exp of a softmax; -inf for what has seen nothing."""
+    return jnp.where(is_seen, top + jnp.log(total), -jnp.inf)
+
+
+def each_page(pool_ref, buffer_ref, sem, places: list[tuple[Array, Array]], do: str) -> None:
     """Start the copies of some pages into a buffer, or wait for them.
 
     Args:
       pool_ref: `[X P H]` in HBM.
       buffer_ref: `[C P H]` in VMEM.
       sem: one DMA semaphore for all of them.
-      places: (page, wanted) of each place of the buffer; what is not wanted is neither read nor waited for.
+      places: (page, is_wanted) of each place of the buffer; what is not wanted is neither read nor waited for.
       do: "start" or "wait".
     """
-    for i, (page, wanted) in enumerate(places):
+    for i, (page, is_wanted) in enumerate(places):
 
-        @pl.when(wanted)
+        @pl.when(is_wanted)
         def _(i=i, page=page):
             copy = pltpu.make_async_copy(pool_ref.at[page], buffer_ref.at[i], sem)
             getattr(copy, do)()
 
 
-def locate(pages: Pages, layer_ref, table_ref, row, head, block):
-    """`Pages.locate` with a flat table, or None: (page, held) of a block; a page that is not held reads as another."""
-    base = layer_ref[0] * pages.layer_stride + head * pages.head_stride
-    if table_ref is None:
+def locate(pages: Pages, finder: FinderRefs, row, head, block) -> tuple[Array, Array]:
+    """`Pages.locate` with a flat table: (page, is_held) of a block; a page that is not held reads as another."""
+    base = finder.layer[0] * pages.layer_stride + head * pages.head_stride
+    if finder.table is None:
         return base + row * pages.row_stride + block, block >= 0
-    page = table_ref[row * pages.num_blocks + block]
-    held = pages.holds(page)
-    return base + jnp.where(held, page, 0) * pages.page_stride, held
+    page = finder.table[row * pages.num_blocks + block]
+    is_held = pages.holds(page)
+    return base + jnp.where(is_held, page, 0) * pages.page_stride, is_held
 
 
-def flat_table(pages: Pages, rows: slice) -> tuple[Int[Array, " X"], ...]:
-    """The table of some rows of the batch as `locate` reads it; nothing where there is none."""
-    return () if pages.table is None else (pages.table[rows].reshape(-1),)
+def flat_finder(pages: Pages, rows: slice) -> FinderRefs:
+    """`Pages.finder` as `locate` reads it: the table of some rows of the batch, flat."""
+    return FinderRefs(pages.layer.reshape(1), None if pages.table is None else pages.table[rows].reshape(-1))
 
 
-def check_view(name: str, pages: Pages, batch: int, interpret: Interpret) -> None:
-    """Raise ValueError where a table has other rows than the queries, or a page is not made of whole memory tiles."""
-    if pages.table is not None and pages.table.shape[0] != batch:
-        raise ValueError(f"{name}: the table has {pages.table.shape[0]} rows and the queries {batch}")
+def check_tiles(name: str, pages: Pages, interpret: Interpret) -> None:
+    """Raise ValueError where a page is not made of whole tiles of a TPU's memory."""
     rows = 4 * SUBLANES // pages.pool.dtype.itemsize
     if not interpret and (pages.width % LANES or pages.block_size % rows):
         raise ValueError(

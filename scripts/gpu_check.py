@@ -17,14 +17,16 @@ import numpy as np
 from gpu_check_model import FORWARD, PROMPTS, check_forward, check_tokens
 
 from m3jax.parallel import parse_mesh
-from pallas_kernels.common import paged
-from pallas_kernels.dense_causal import cudnn_causal, dense_causal
+from pallas_kernels.cudnn_causal import cudnn_causal
+from pallas_kernels.dense_causal import dense_causal
+from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.grouped_experts import grouped_experts
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.pages import paged
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
-from pallas_kernels.sparse_decode import dense_decode, sparse_decode
-from pallas_kernels.sparse_prefill import kv_block_major, query_union, sparse_prefill
+from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_prefill import sparse_prefill
 
 E4M3 = jnp.float8_e4m3fn
 OUT, LSE, GAP = 5e-3, 1e-3, 5e-3
@@ -129,7 +131,7 @@ def twice(fn, *args):
 
 
 def check_index(x: Inputs, op) -> dict[str, float]:
-    fn = jax.jit(lambda q, k, *at: op(q, x.pages(k), *at, top_k=x.J))
+    fn = jax.jit(lambda q, k, *at: op(q, x.pages(k), *at, top_k=x.J, backend="triton"))
     (got,), same = twice(fn, x.index_q, x.index_k, *x.at)
     worst, ok = 0.0, same
     rows = {}
@@ -174,7 +176,8 @@ def check_attention(x: Inputs, op, dense: bool = False) -> dict[str, float]:
     blocks = None if dense else x.selection()
     chosen = () if dense else (jnp.asarray(blocks),)
     how = {} if x.stored == x.dtype else dict(scales=tuple(jnp.asarray(x.scales, jnp.float32)))
-    fn = jax.jit(lambda q, k, v, *rest: op(q, x.pages(k), x.pages(v), *rest, return_lse=True, **how))
+    how |= dict(return_lse=True, backend="triton")
+    fn = jax.jit(lambda q, k, v, *rest: op(q, x.pages(k), x.pages(v), *rest, **how))
     (out, lse), ok = twice(fn, x.q, x.k, x.v, *chosen, *x.at)
     return compare(x, blocks, out, lse, ok)
 
@@ -223,7 +226,8 @@ def check_insert(x: Inputs) -> dict[str, float]:
         return jnp.concatenate([a * c - b * s, b * c + a * s, y[..., 64:]], -1).astype(x.dtype)
 
     fn = jax.jit(lambda new, k, v, i, *at: qk_norm_rope_insert(
-        new, norms, cos, sin, *at, x.pages(k), x.pages(v), x.pages(i), eps=1e-6, dtype=x.dtype))  # fmt: skip
+        new, norms, cos, sin, *at, x.pages(k), x.pages(v), x.pages(i), eps=1e-6, dtype=x.dtype,
+        backend="triton"))  # fmt: skip
     got, ok = twice(fn, new, x.k, x.v, x.index_k, *x.at)
     b, t = np.nonzero(x.positions < x.lengths[:, None])
     page, slot = x.table[b, x.positions[b, t] // x.P], x.positions[b, t] % x.P
@@ -252,7 +256,7 @@ def check_experts(shape, dtype, *, seed: int) -> dict[str, float]:
     expert, token, valid = _tiles(ids, tile)
     act = lambda gate, up: gate * jax.nn.sigmoid(gate) * up
     used = lambda out, valid: jnp.where(valid[..., None], out, 0)  # what lies in unused places is anything
-    fn = jax.jit(lambda *args: used(grouped_experts(*args, activate=act), args[-1]))
+    fn = jax.jit(lambda *args: used(grouped_experts(*args, activate=act, backend="triton"), args[-1]))
     (got,), ok = twice(fn, x, gate, up, down, jnp.int32(1), expert, token, valid)
     wide = lambda array: np.asarray(array.astype(jnp.float32), np.float64)
     error = norm = 0.0
@@ -283,8 +287,8 @@ def cases(small: bool):
     dense = lambda x: check_attention(x, lambda *a, **o: dense_causal(*a, kv_heads=x.K, **o), dense=True)
     prefill = {
         "index_topk": lambda x: check_index(x, index_topk),
-        "query_union": lambda x: check_attention(x, query_union),
-        "kv_block_major": lambda x: check_attention(x, kv_block_major),
+        "query_union": lambda x: check_attention(x, partial(sparse_prefill, schedule="query_union")),
+        "kv_block_major": lambda x: check_attention(x, partial(sparse_prefill, schedule="kv_block_major")),
         "sparse_prefill": lambda x: check_attention(x, sparse_prefill),
         "dense_causal": dense,
         "insert": check_insert,

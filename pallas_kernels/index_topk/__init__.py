@@ -1,5 +1,51 @@
 """Index scores and the best blocks of each query, in one kernel."""
 
-from pallas_kernels.index_topk.triton import Config, index_topk
+from jaxtyping import Array, Float, Int
 
-__all__ = ["Config", "index_topk"]
+from pallas_kernels.backends import Interpret, TileConfig, load_backend
+from pallas_kernels.checks import check_index
+from pallas_kernels.pages import Pages
+
+__all__ = ["index_topk"]
+
+
+def index_topk(
+    index_q: Float[Array, "B T K H"],
+    index_k: Pages,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    top_k: int,
+    local_blocks: int = 1,
+    init_blocks: int = 0,
+    backend: str,
+    config: TileConfig | None = None,
+    interpret: Interpret = False,
+) -> Int[Array, "B K T J"]:
+    """The blocks that each query keeps, by the highest score of their keys: no score is ever written.
+
+    Args:
+      index_q: index queries after norm and RoPE; bfloat16 or float32, and float16 with "triton".
+      index_k: index keys, `contiguous` or `paged`, in the same dtype, and with "mosaic_tpu" also in float8_e4m3fn.
+      positions: absolute position of each query; < 0 or >= lengths marks padding.
+      lengths: valid keys of each row.
+      top_k: J, slots.
+      local_blocks: forced blocks ending with the own one.
+      init_blocks: forced blocks at the start.
+      backend: "triton" or "mosaic_tpu".
+      config: tile sizes, a `Config` of the backend.
+      interpret: run on the CPU; on "mosaic_tpu" also `pltpu.InterpretParams`.
+
+    Returns:
+      Ascending ids, then -1: score descending, then id ascending; a block of nothing but NaN ranks last.
+
+    Raises:
+      ValueError: counts that contradict each other, keys of another dtype or width, pages that the backend cannot
+        reach, an unknown backend, or an option of another one.
+
+    Source: paper section 3; MiniMax-AI/MSA reference top-k.
+    """
+    runner = load_backend(__name__, backend, config, interpret)
+    rules = dict(top_k=top_k, local_blocks=local_blocks, init_blocks=init_blocks)
+    check_index(index_q, index_k, **rules, limits=runner.LIMITS, interpret=interpret)
+    return runner.run(index_q, index_k, positions, lengths, **rules, config=config, interpret=interpret)

@@ -1,5 +1,106 @@
 """Norm and rotary embedding of queries and keys, and the write of keys and values into their pages."""
 
-from pallas_kernels.qk_norm_rope_insert.triton import Projected, Written, qk_norm_rope_insert
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backends import Interpret, load_backend
+from pallas_kernels.checks import check_pages
+from pallas_kernels.pages import Pages
 
 __all__ = ["Projected", "Written", "qk_norm_rope_insert"]
+
+
+class Projected(NamedTuple):
+    """Projections of a layer before norm, or the weights of their norms (then one vector each, and no `v`)."""
+
+    q: Float[Array, "..."]
+    k: Float[Array, "..."]
+    v: Float[Array, "..."] | None
+    index_q: Float[Array, "..."] | None = None
+    index_k: Float[Array, "..."] | None = None
+
+
+class Written(NamedTuple):
+    """Queries ready for attention, and the pools with the new tokens in them."""
+
+    q: Float[Array, "B T N H"]
+    index_q: Float[Array, "B T K I"] | None
+    k: Float[Array, "X P H"]
+    v: Float[Array, "X P H"]
+    index_k: Float[Array, "Y P I"] | None
+
+
+def qk_norm_rope_insert(
+    x: Projected,
+    norms: Projected,
+    cos: Float[Array, "B T R"],
+    sin: Float[Array, "B T R"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    k: Pages,
+    v: Pages,
+    index_k: Pages | None = None,
+    *,
+    eps: float,
+    dtype: jax.typing.DTypeLike,
+    scales: Float[Array, "3 K"] | None = None,
+    backend: str,
+    interpret: Interpret = False,
+) -> Written:
+    """Norm, rotate and write a layer's new tokens.
+
+    Args:
+      x: q `[B T N H]`, k and v `[B T K H]`, and for a sparse layer index_q `[B T K I]` and index_k `[B T I]`; best in
+        float32, as the projections accumulate, and with "mosaic_tpu" finite.
+      norms: weights of the norms, `[H]` and `[I]`; applied as 1 + weight.
+      cos: cosines of each token's angles, R of them; dims (i, i + R) of a head are rotated, those from 2R on are not.
+      sin: sines.
+      positions: slot of each token, counted in its row; < 0 or >= lengths marks padding, which is not written.
+      lengths: valid keys of each row, these tokens included.
+      k: where keys go; the pool is donated if the caller's jit donates it.
+      v: where values go.
+      index_k: where index keys go.
+      eps: of the norm.
+      dtype: of the queries.
+      scales: what stored keys, values and index keys (head 0) are multiplied with when read: they are stored divided
+        by it.
+      backend: "triton" or "mosaic_tpu".
+      interpret: run on the CPU; on "mosaic_tpu" also `pltpu.InterpretParams`.
+
+    Returns:
+      Written. The pools keep their shapes `[pages P H]`.
+
+    Raises:
+      ValueError: index projections without index pages or the other way round, pages of another width, pages that the
+        backend cannot reach, an unknown backend, or an option of another one.
+
+    Source: transformers `MiniMaxM3VLRMSNorm`, rotary embedding over half-split dims.
+    """
+    runner = load_backend(__name__, backend, None, interpret)
+    _check_together(x, k, v, index_k, cos)
+    for name, pages in (("k", k), ("v", v), ("index_k", index_k)):
+        if pages is not None:
+            check_pages(name, pages, x.q.shape[0], runner.LIMITS, interpret)
+    return runner.run(
+        x, norms, cos, sin, positions, lengths, k, v, index_k,
+        eps=eps, dtype=dtype, scales=scales, interpret=interpret,
+    )  # fmt: skip
+
+
+def _check_together(x: Projected, k: Pages, v: Pages, index_k: Pages | None, cos: Float[Array, "B T R"]) -> None:
+    """Raise ValueError where projections, pages and angles do not fit together."""
+    if (x.index_q is None) != (index_k is None) or (x.index_k is None) != (index_k is None):
+        raise ValueError("index_q, index_k and index pages come together: give all three, or none")
+    widths = (x.q.shape[-1], x.k.shape[-1], k.width, v.width)
+    if len(set(widths)) > 1 or x.q.shape[2] % x.k.shape[2] or 2 * cos.shape[-1] > widths[0]:
+        raise ValueError(
+            f"q has shape {x.q.shape}, k {x.k.shape}, pages width {k.width} and {v.width}, cos {cos.shape}: need one "
+            "width, query heads a multiple of KV heads, and at most half as many angles as dims"
+        )
+    if index_k is not None and (x.index_q.shape[-1] != index_k.width or x.index_q.shape[2] != x.k.shape[2]):
+        raise ValueError(
+            f"index_q has shape {x.index_q.shape} and index pages width {index_k.width}: need {x.k.shape[2]} heads of "
+            "that width"
+        )

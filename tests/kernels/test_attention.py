@@ -12,20 +12,21 @@ from support.msa_strategies import FOURS, GROUPED, ONE_SLOT, RAGGED, Case, cases
 from support.msa_strategies import attention as definition
 
 from pallas_kernels.dense_causal import dense_causal
+from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.gradient import with_gradient
-from pallas_kernels.sparse_decode import MAX_QUERIES, dense_decode, sparse_decode
-from pallas_kernels.sparse_decode import Config as DecodeConfig
-from pallas_kernels.sparse_prefill import Config, kv_block_major, query_union, sparse_prefill
+from pallas_kernels.sparse_decode import MAX_QUERIES, sparse_decode
+from pallas_kernels.sparse_decode.triton import Config as DecodeConfig
+from pallas_kernels.sparse_prefill import sparse_prefill
+from pallas_kernels.sparse_prefill.triton import Config, kv_block_major
 
 TILE = Config(tokens=4, keys=4)
 KERNELS = {
-    "query_union": dict(op=query_union, config=TILE),
-    "kv_block_major": dict(op=kv_block_major, config=TILE),
+    "query_union": dict(op=sparse_prefill, backend="triton", schedule="query_union", config=TILE),
+    "kv_block_major": dict(op=sparse_prefill, backend="triton", schedule="kv_block_major", config=TILE),
     "chunks": dict(op=kv_block_major, config=Config(tokens=2, keys=4), chunk=16),
-    "decode": dict(op=sparse_decode, config=DecodeConfig(keys=4, programs=1)),
-    "split decode": dict(op=sparse_decode, config=DecodeConfig(keys=2, programs=1000)),
+    "decode": dict(op=sparse_decode, backend="triton", config=DecodeConfig(keys=4, programs=1)),
+    "split decode": dict(op=sparse_decode, backend="triton", config=DecodeConfig(keys=2, programs=1000)),
 }
-WITHOUT_OP = {x["op"]: tuple((name, value) for name, value in x.items() if name != "op") for x in KERNELS.values()}
 every_kernel = pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS.keys())
 few = settings(max_examples=7)
 
@@ -95,7 +96,9 @@ def test_bfloat16_is_rounded_where_the_definition_rounds(options):
     blocks = case.any_blocks()
     out, lse = attention(case=case, layout="contiguous", blocks=blocks, dtype=jnp.bfloat16, **options)
     q, k, v = (np.asarray(x, np.float32) for x in case.qkv(jnp.bfloat16))
-    want, want_lse = definition(q, k, v, blocks, case.positions, case.lengths, block_size=case.shape.P, schedule="mask")
+    want, want_lse = definition(
+        q, k, v, blocks, case.positions, case.lengths, block_size=case.shape.P, schedule="definition"
+    )
     assert np.linalg.norm(out - want) < 5e-3 * np.linalg.norm(want)
     seen = ~np.isneginf(want_lse)
     np.testing.assert_allclose(lse[seen], np.asarray(want_lse)[seen], rtol=0, atol=1e-3)
@@ -106,7 +109,7 @@ def test_bfloat16_is_rounded_where_the_definition_rounds(options):
 @given(case=cases((GROUPED, RAGGED)))
 def test_dense_is_that_of_the_definition(case, layout):
     """T8, T10: every block up to the diagonal, padding inside a tile of queries, NaN behind every row."""
-    got = attention(dense_causal, case, layout, config=TILE, kv_heads=case.shape.K)
+    got = attention(dense_causal, case, layout, backend="triton", config=TILE, kv_heads=case.shape.K)
     check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
 
 
@@ -116,7 +119,7 @@ def test_dense_decode_is_that_of_the_definition(case):
     """T13, T38: a query has as many pieces as it sees keys, and some splits see none."""
     case = fitting(case, dict(op=sparse_decode))
     config = DecodeConfig(keys=4, programs=130)
-    got = attention(dense_decode, case, "paged", config=config, kv_heads=case.shape.K)
+    got = attention(dense_decode, case, "paged", backend="triton", config=config, kv_heads=case.shape.K)
     check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
 
 
@@ -129,9 +132,9 @@ def test_auto_takes_the_schedule_that_the_overlap_calls_for(near):
     blocks = case.any_blocks()
     if near:
         blocks = np.broadcast_to(blocks[:, :, :1], blocks.shape)
-    args = dict(case=case, layout="paged", blocks=blocks)
-    check(attention(sparse_prefill, **args), of_definition(case, blocks))
-    spread = attention(kv_block_major, **args)[0].tobytes() == attention(sparse_prefill, **args)[0].tobytes()
+    args = dict(op=sparse_prefill, case=case, layout="paged", blocks=blocks, backend="triton")
+    check(attention(**args), of_definition(case, blocks))
+    spread = attention(**args, schedule="kv_block_major")[0].tobytes() == attention(**args)[0].tobytes()
     assert spread != near
 
 
@@ -147,9 +150,10 @@ def test_missing_pages_have_no_weight():
     table = table.copy()
     table[0, 3] = -1
     want = of_definition(case, without)
-    for op in (query_union, kv_block_major, sparse_decode):
-        args = (op, q, memory, values, table, blocks, case.positions, case.lengths)
-        got = run_attention(*args, block_size=GROUPED.P, options=WITHOUT_OP[op])
+    for kernel in KERNELS.values():
+        args = (kernel["op"], q, memory, values, table, blocks, case.positions, case.lengths)
+        options = tuple((name, value) for name, value in kernel.items() if name != "op")
+        got = run_attention(*args, block_size=GROUPED.P, options=options)
         check([np.asarray(x) for x in got], want)
 
 
@@ -162,10 +166,10 @@ def test_e4m3_keys_and_values_are_those_that_they_stand_for():
     stored = [store(k, scales[0]), store(v, scales[1])]
     back = [np.asarray(x.astype(jnp.float32) * s[:, None]) for x, s in zip(stored, scales, strict=True)]
     blocks = case.any_blocks()
-    want = definition(q, *back, blocks, case.positions, case.lengths, block_size=GROUPED.P, schedule="mask")
+    want = definition(q, *back, blocks, case.positions, case.lengths, block_size=GROUPED.P, schedule="definition")
     pages = (view(jnp.stack([x.swapaxes(1, 2)] * 2), None, GROUPED.P) for x in stored)
     args = (jnp.asarray(q), *pages, *(jnp.asarray(x) for x in (blocks, case.positions, case.lengths)))
-    got = sparse_decode(*args, scales=scales, return_lse=True, interpret=True)
+    got = sparse_decode(*args, scales=scales, return_lse=True, backend="triton", interpret=True)
     check([np.asarray(x) for x in got], want)
 
 
@@ -174,12 +178,13 @@ def test_gradients_are_those_of_the_definition():
     case = prefill(replace(GROUPED, B=1, T=12, S=12), 9)
     blocks = jnp.asarray(case.any_blocks())
     at = jnp.asarray(case.positions), jnp.asarray(case.lengths)
-    options = dict(block_size=GROUPED.P, schedule="mask")
+    options = dict(block_size=GROUPED.P, schedule="definition")
     reference = lambda q, k, v: definition(q, k, v, blocks, case.positions, case.lengths, **options)[0]
 
     def kernel(q, k, v):
         pages = (view(jnp.stack([x.swapaxes(1, 2)] * 2), None, GROUPED.P) for x in (k, v))
-        return query_union(q, *pages, blocks, *at, config=TILE, interpret=True)[0]
+        options = dict(schedule="query_union", backend="triton", config=TILE, interpret=True)
+        return sparse_prefill(q, *pages, blocks, *at, **options)[0]
 
     attend = with_gradient(kernel, reference)
     arrays = [jnp.asarray(x) for x in case.qkv()]

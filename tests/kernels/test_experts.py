@@ -11,8 +11,8 @@ from support import tiny
 from support.lowering import array, lower, refuse
 
 from m3jax.model.layers import swiglu_oai
-from m3jax.msa import api
-from m3jax.msa.backends import interpret
+from m3jax.ops import interpret, run_experts
+from m3jax.ops.experts import ExpertWeights, kernel_runs_experts
 from pallas_kernels.grouped_experts import grouped_experts
 
 CONFIG = tiny.config("dM", hidden_size=128, intermediate_size=128)
@@ -41,8 +41,9 @@ def act(gate, up):
     return swiglu_oai(gate, up, CONFIG.swiglu_alpha, CONFIG.swiglu_limit).astype(jnp.bfloat16)
 
 
-def on_gpu(experts, x, ids, backend):
-    return experts._on_gpu(x, ids, jnp.int32(1), act, backend)
+def on_gpu(experts, x, ids, path):
+    weights = ExpertWeights(experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...])
+    return run_experts(x, weights, ids, jnp.int32(1), act, path=path)
 
 
 def test_experts_and_their_gradients_are_those_of_xla():
@@ -50,26 +51,26 @@ def test_experts_and_their_gradients_are_those_of_xla():
     x, ids = choice(6)
     weight = jnp.asarray(np.random.default_rng(1).normal(size=(TOKENS, 2, 128)), jnp.float32)
 
-    def both(experts, x, backend):
-        loss = lambda experts, x: (on_gpu(experts, x, ids, backend) * weight).sum()
-        return on_gpu(experts, x, ids, backend), jax.grad(loss, (0, 1))(experts, x)
+    def both(experts, x, path):
+        loss = lambda experts, x: (on_gpu(experts, x, ids, path) * weight).sum()
+        return on_gpu(experts, x, ids, path), jax.grad(loss, (0, 1))(experts, x)
 
     run = jax.jit(both, static_argnums=2)
     with interpret():
-        found = run(experts(), x, "triton")
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run(experts(), x, "xla")), strict=True):
+        found = run(experts(), x, "grouped")
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run(experts(), x, "tiled")), strict=True):
         mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
         assert np.linalg.norm(mine - theirs) <= 2e-3 * np.linalg.norm(theirs)
 
 
 def test_when_the_kernel_runs():
-    assert not api.runs_experts("bfloat16", 6144, 3072)  # no GPU here
+    assert not kernel_runs_experts("bfloat16", 6144, 3072)  # no GPU here
     with interpret():
-        assert api.runs_experts("bfloat16", 6144, 3072)
-        assert api.runs_experts("float16", 128, 128, backend="triton")
-        assert not api.runs_experts("float32", 6144, 3072)
-        assert not api.runs_experts("bfloat16", 6144, 1000)
-        assert not api.runs_experts("bfloat16", 6144, 3072, backend="xla")
+        assert kernel_runs_experts("bfloat16", 6144, 3072)
+        assert kernel_runs_experts("float16", 128, 128, backend="triton")
+        assert not kernel_runs_experts("float32", 6144, 3072)
+        assert not kernel_runs_experts("bfloat16", 6144, 1000)
+        assert not kernel_runs_experts("bfloat16", 6144, 3072, backend="xla")
 
 
 def operands(tokens: int, tile: int, width: int = 6144, hidden: int = 3072):
@@ -82,7 +83,7 @@ def operands(tokens: int, tile: int, width: int = 6144, hidden: int = 3072):
 
 
 def run(*args):
-    return grouped_experts(*args, activate=act)
+    return grouped_experts(*args, activate=act, backend="triton")
 
 
 @pytest.mark.parametrize(("tokens", "tile"), [(32, 16), (2048, 64)])

@@ -22,18 +22,15 @@ from support.msa_strategies import (
     prefill,
 )
 
-from pallas_kernels.index_topk import Config
 from pallas_kernels.index_topk import index_topk as kernel
+from pallas_kernels.index_topk.triton import Config
 from pallas_kernels.index_topk_decode import MAX_QUERIES, index_topk_decode
-from pallas_kernels.index_topk_decode import Config as DecodeConfig
+from pallas_kernels.index_topk_decode.triton import Config as DecodeConfig
 
-SMALL = Config(rows=8, keys=2)
-PREFILL = dict(op=kernel, config=SMALL)
-DECODE = dict(op=index_topk_decode)
 KERNELS = {
-    "prefill": PREFILL | dict(splits=1),
-    "split": PREFILL | dict(splits=3),
-    "decode": DECODE,
+    "prefill": dict(op=kernel, backend="triton", config=Config(rows=8, keys=2, splits=1)),
+    "split": dict(op=kernel, backend="triton", config=Config(rows=8, keys=2, splits=3)),
+    "decode": dict(op=index_topk_decode, backend="triton"),
 }
 every_kernel = pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS.keys())
 few = settings(max_examples=8)
@@ -85,7 +82,7 @@ IN_GROUPS = DecodeConfig(programs=20, few_blocks=0)  # ten groups of four blocks
 @given(case=cases((MANY_BLOCKS,)))
 def test_groups_of_blocks_first_change_nothing(case, rules):
     """Ties across groups, queries of one row far apart, and a group that a query's own block cuts."""
-    got = index(index_topk_decode, case, "paged", config=IN_GROUPS, **rules)
+    got = index(index_topk_decode, case, "paged", backend="triton", config=IN_GROUPS, **rules)
     np.testing.assert_array_equal(got, expected(case, **rules))
 
 

@@ -13,10 +13,10 @@ from support.msa_strategies import GROUPED, RAGGED
 
 from m3jax.cache import Cache
 from m3jax.cache.storage import unit_scales
+from m3jax.model.attention import Projections
 from m3jax.model.layers import rope_table
-from m3jax.model.projections import Finish, Tensors
-from m3jax.msa.backends import interpret
-from pallas_kernels.common import paged
+from m3jax.ops import Heads, interpret
+from pallas_kernels.pages import paged
 from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
 
 CONFIG = tiny.config("dD")
@@ -35,8 +35,9 @@ def test_insert_is_that_of_the_model(shape, seed):
     def run(x, norms, positions, lengths, table, pools):
         pages = (paged(pool, table, layer=1) for pool in pools)
         return qk_norm_rope_insert(
-            x, norms, cos, sin, positions, lengths, *pages, eps=EPS, dtype=jnp.float32, interpret=True
-        )
+            x, norms, cos, sin, positions, lengths, *pages,
+            eps=EPS, dtype=jnp.float32, backend="triton", interpret=True,
+        )  # fmt: skip
 
     got = run(x, norms, positions, lengths, table, pools)
     for name, want in zip(
@@ -56,7 +57,7 @@ def test_one_byte_pages_hold_what_is_divided_by_the_scale():
     stored = [pool.astype(jnp.float8_e4m3fn) for pool in pools]
     pages = (paged(pool, jnp.asarray(table), layer=1) for pool in stored)
     at = jnp.asarray(positions), jnp.asarray(lengths)
-    options = dict(eps=EPS, dtype=jnp.float32, scales=jnp.asarray(SCALES), interpret=True)
+    options = dict(eps=EPS, dtype=jnp.float32, scales=jnp.asarray(SCALES), backend="triton", interpret=True)
     got = qk_norm_rope_insert(x, norms, cos, sin, *at, *pages, **options)
     scale = [SCALES[0][:, None, None], SCALES[1][:, None, None], SCALES[2, 0]]
     want = expected(x, norms, cos, sin, positions, lengths, table, [np.asarray(p, np.float32) * 0 for p in pools])[2:]
@@ -79,16 +80,17 @@ TYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float8_e4m3fn", "bf
 def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, index_dtype, kind):
     """T14, T16: the same queries and the same pages, scales of float8 included; rounding may fall on the other side."""
     dtype = jnp.dtype("float32" if kv_dtype == "float32" else "bfloat16")
-    x, cache, positions, lengths, finish = layer(kind, dtype, kv_dtype, index_dtype)
+    x, cache, positions, lengths = layer(kind, dtype, kv_dtype, index_dtype)
     at, places = jnp.int32(0), cache.places(positions, lengths)
-    stack = cache.stacks[kind == "sparse"]
+    stack, rotated = cache.stacks[kind == "sparse"], 2 * x.cos.shape[-1]
     with interpret():
-        finish = finish.on(x, stack, at, places, backend)
-    assert finish.backend == backend
+        assert stack.insert_backend(at, places, x.raw.q, rotated, dtype, backend) == backend
+    options = dict(eps=EPS, dtype=dtype, backend=backend)
     with interpret(True if backend == "triton" else pltpu.InterpretParams()):
-        run = jax.jit(lambda x, stack, finish: finish.insert(x, stack, at, places, positions, lengths))
-        queries, pages = run(x, stack, finish)
-    ready = finish(x)
+        rows = positions, lengths
+        run = jax.jit(lambda x, s: s.insert(at, places, x.raw, x.norms, x.cos, x.sin, *rows, **options))
+        queries, pages = run(x, stack)
+    ready = x.finish()
     want = stack.write(at, places, ready.k, ready.v, ready.index_k)
     for mine, theirs in zip((queries.q, queries.index_q), (ready.q, ready.index_q), strict=True):
         close(mine, theirs)
@@ -97,13 +99,13 @@ def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, ind
 
 
 def layer(kind: str, dtype, kv_dtype: str, index_dtype: str):
-    """(projections, a cache full of numbers, positions, lengths, finish): ragged rows, tokens over two pages."""
+    """(projections, a cache full of numbers, positions, lengths): ragged rows, tokens over two pages."""
     rng = np.random.default_rng(5)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     config, B, T = CONFIG, 3, 5
     width, index_width, heads, kv_heads = config.head_dim, config.index_head_dim, 8, 4
     index = (normal(B, T, kv_heads, index_width), normal(B, T, index_width)) if kind == "sparse" else (None, None)
-    x = Tensors(*(normal(B, T, n, width) for n in (heads, kv_heads, kv_heads)), *index)
+    heads = Heads(*(normal(B, T, n, width) for n in (heads, kv_heads, kv_heads)), *index)
     norms = [normal(n).astype(dtype) for n in (width, width, index_width, index_width)]
     scales = tuple(jax.tree.map(lambda y: y * 0.5 ** (1 + jnp.arange(y.size).reshape(y.shape)), s)
                    for s in unit_scales(config))  # fmt: skip
@@ -117,8 +119,8 @@ def layer(kind: str, dtype, kv_dtype: str, index_dtype: str):
     positions = jnp.asarray([[size - 2], [0], [2 * size]], jnp.int32) + jnp.arange(T, dtype=jnp.int32)
     lengths = jnp.asarray([size + 3, 2, 3 * size], jnp.int32)  # the second row has padding
     cos, sin = rope_table(positions, config.rotary_dim, 1e4, jnp.dtype("float32"))
-    finish = Finish((*norms[:2], *(norms[2:] if kind == "sparse" else (None, None))), cos, sin, EPS, dtype)
-    return x, cache, positions, lengths, finish
+    norms = Heads(*norms[:2], None, *(norms[2:] if kind == "sparse" else (None, None)))
+    return Projections(heads, norms, cos, sin, EPS, dtype), cache, positions, lengths
 
 
 def close(mine, theirs):
@@ -138,4 +140,6 @@ def test_projections_and_pages_come_together(unchecked):
     k, v, _ = (paged(pool, jnp.asarray(table), layer=1) for pool in pools)
     angles = jnp.zeros((GROUPED.B, GROUPED.T, 2))
     with pytest.raises(ValueError, match="come together"):
-        qk_norm_rope_insert(x, norms, angles, angles, positions, lengths, k, v, eps=EPS, dtype=jnp.float32)
+        qk_norm_rope_insert(
+            x, norms, angles, angles, positions, lengths, k, v, eps=EPS, dtype=jnp.float32, backend="triton"
+        )

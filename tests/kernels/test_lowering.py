@@ -6,16 +6,18 @@ import jax.numpy as jnp
 import pytest
 from support.lowering import array, lower, refuse
 
-from pallas_kernels.common import contiguous, paged
 from pallas_kernels.dense_causal import dense_causal
+from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.pages import contiguous, paged
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 from pallas_kernels.shapes import BY_NAME, DECODE, PREFILL, Shape
-from pallas_kernels.sparse_decode import dense_decode, sparse_decode
-from pallas_kernels.sparse_decode.triton import _default
-from pallas_kernels.sparse_prefill import kv_block_major, query_union
+from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_decode.triton.attend import default_config
+from pallas_kernels.sparse_prefill import sparse_prefill
 
+SPARSE_PREFILL = [partial(sparse_prefill, schedule=name) for name in ("query_union", "kv_block_major")]
 H200_SHARED_MEMORY = 232_448  # bytes of a thread block
 SMALL = Shape("small", 2, 70, 1000, heads=12, kv_heads=2, width=64, block_size=64, top_k=5)
 FEW = Shape("few", 2, 5, 1000, heads=6, kv_heads=2, width=64, block_size=64, top_k=5)
@@ -49,14 +51,16 @@ def lower_all(s: Shape, index, attends, dtype=jnp.bfloat16, stored=None, layout=
     layer = array(jnp.int32)
 
     def score(q, k, table, layer, *at):
-        return index(q, pages(k, table, s, layer), *at, top_k=s.top_k)
+        return index(q, pages(k, table, s, layer), *at, top_k=s.top_k, backend="triton")
 
     def attention(attend, q, k, v, table, layer, *rest):
-        return attend(q, pages(k, table, s, layer), pages(v, table, s, layer), *rest, return_lse=True)
+        kv = pages(k, table, s, layer), pages(v, table, s, layer)
+        return attend(q, *kv, *rest, return_lse=True, backend="triton")
 
     texts = [lower(score, index_q, index_k, table, layer, positions, lengths)]
     for attend in attends:
-        chosen = () if isinstance(attend, partial) else (blocks,)
+        is_dense = isinstance(attend, partial) and "kv_heads" in attend.keywords
+        chosen = () if is_dense else (blocks,)
         texts.append(lower(partial(attention, attend), q, kv, kv, table, layer, *chosen, positions, lengths))
     return texts
 
@@ -64,7 +68,7 @@ def lower_all(s: Shape, index, attends, dtype=jnp.bfloat16, stored=None, layout=
 @pytest.mark.parametrize("shape", PREFILL, ids=[s.name for s in PREFILL])
 def test_prefill_lowers(shape):
     """T37, T39: 131,072 queries and 8,192 blocks fit the launch grid."""
-    for text in lower_all(shape, index_topk, [query_union, kv_block_major]):
+    for text in lower_all(shape, index_topk, SPARSE_PREFILL):
         assert "triton" in text
 
 
@@ -82,7 +86,7 @@ def test_decode_lowers(shape, stored):
 def test_what_a_decode_fetches_ahead_fits_shared_memory(name, dtype, queries):
     """Lowering does not see it: Triton holds keys and values of all stages but one, and both left operands."""
     s = BY_NAME[name]
-    config = _default(dtype, s.batch * s.kv_heads, queries)
+    config = default_config(dtype, s.batch * s.kv_heads, queries)
     keys = min(config.keys, s.block_size)
     ahead = 2 * (config.num_stages - 1) * keys * s.width * jnp.dtype(dtype).itemsize
     assert ahead + 16 * (s.width + keys) * 4 < H200_SHARED_MEMORY
@@ -92,7 +96,7 @@ def test_what_a_decode_fetches_ahead_fits_shared_memory(name, dtype, queries):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "fp16", "fp32"])
 def test_every_dtype_and_layout_lowers(dtype, layout):
     """Heads of 64, blocks of 64, groups of 6 and 3, five slots: nothing here is a power of two by chance."""
-    prefill = [query_union, kv_block_major, partial(dense_causal, kv_heads=SMALL.kv_heads)]
+    prefill = [*SPARSE_PREFILL, partial(dense_causal, kv_heads=SMALL.kv_heads)]
     decode = [sparse_decode, partial(dense_decode, kv_heads=FEW.kv_heads)]
     texts = lower_all(SMALL, index_topk, prefill, dtype, layout=layout)
     texts += lower_all(FEW, index_topk_decode, decode, dtype, layout=layout)
@@ -111,7 +115,8 @@ def test_insert_lowers(name, stored):
 
     def insert(x, norms, angle, positions, lengths, table, *pools):
         where = (paged(pool, table, 1) for pool in pools)
-        return qk_norm_rope_insert(x, norms, angle, angle, positions, lengths, *where, eps=1e-6, dtype=jnp.bfloat16)
+        options = dict(eps=1e-6, dtype=jnp.bfloat16, backend="triton")
+        return qk_norm_rope_insert(x, norms, angle, angle, positions, lengths, *where, **options)
 
     norms = Projected(weight, weight, None, weight, weight)
     assert "triton" in lower(insert, x, norms, angle, positions, lengths, table, kv, kv, index_k)
@@ -123,7 +128,9 @@ def test_insert_lowers(name, stored):
 def test_wrong_operands_are_refused(unchecked):
     s = SMALL
     q, kv, index_q, index_k, table, blocks, positions, lengths = operands(s, jnp.bfloat16, jnp.bfloat16, "paged")
-    score = lambda op, **rules: lambda q, k, t, *at: op(q, paged(k, t, 0), *at, **(dict(top_k=5) | rules))
+    score = lambda op, **rules: (
+        lambda q, k, t, *at: op(q, paged(k, t, 0), *at, **(dict(top_k=5, backend="triton") | rules))
+    )
     index_args = (index_q, index_k, table, positions, lengths)
     refuse("need 1 to 16 queries", score(index_topk_decode), *index_args)
     refuse("both together at most top_k", score(index_topk, local_blocks=4, init_blocks=2), *index_args)
@@ -131,7 +138,8 @@ def test_wrong_operands_are_refused(unchecked):
     refuse("must be the same", score(index_topk), array(jnp.float32, *index_q.shape), *index_args[1:])
     refuse("the table has 2 rows", score(index_topk), array(jnp.bfloat16, 3, 70, 2, 64), *index_args[1:])
 
-    attend = lambda op: lambda q, k, v, t, *rest: op(q, paged(k, t, 0), paged(v, t, 0), *rest)
+    attend = lambda op: lambda q, k, v, t, *rest: op(q, paged(k, t, 0), paged(v, t, 0), *rest, backend="triton")
+    query_union, kv_block_major = SPARSE_PREFILL
     args = (kv, kv, table, blocks, positions, lengths)
     refuse("need 1 to 16", attend(sparse_decode), q, *args)
     refuse("must be the same", attend(query_union), array(jnp.float32, *q.shape), *args)

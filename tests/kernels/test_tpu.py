@@ -33,27 +33,31 @@ from support.msa_strategies import (
 from support.msa_strategies import attention as definition
 
 from m3jax.model.layers import rope_table
-from pallas_kernels.common import paged
-from pallas_kernels.index_topk import mosaic_tpu as prefill_index
-from pallas_kernels.index_topk_decode import mosaic_tpu as decode_index
-from pallas_kernels.qk_norm_rope_insert.mosaic_tpu import qk_norm_rope_insert
-from pallas_kernels.sparse_decode import mosaic_tpu as decode
-from pallas_kernels.sparse_prefill import mosaic_tpu as union
+from pallas_kernels.index_topk import index_topk as index_kernel
+from pallas_kernels.index_topk.mosaic_tpu import Config as IndexConfig
+from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.index_topk_decode.mosaic_tpu import Config as IndexDecodeConfig
+from pallas_kernels.pages import paged
+from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
+from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_decode.mosaic_tpu import Config as DecodeConfig
+from pallas_kernels.sparse_prefill import sparse_prefill
+from pallas_kernels.sparse_prefill.mosaic_tpu import Config, kv_block_major
 
 STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 FEW = 5  # queries that a decode kernel is given
 SMALL = replace(GROUPED, B=2, T=10)  # of 40 keys, so that few steps of the interpreter drop many blocks
 INDEX = {
-    "prefill": dict(op=prefill_index.index_topk, config=prefill_index.TpuConfig(lanes=16, pages=4)),
-    "decode": dict(op=decode_index.index_topk_decode, config=decode_index.TpuConfig(lanes=16, pages=2)),
+    "prefill": dict(op=index_kernel, backend="mosaic_tpu", config=IndexConfig(lanes=16, pages=4)),
+    "decode": dict(op=index_topk_decode, backend="mosaic_tpu", config=IndexDecodeConfig(lanes=16, pages=2)),
 }
 ATTENTION = {
-    "query_union": dict(op=union.query_union, config=union.TpuConfig(tokens=4)),
-    "kv_block_major": dict(op=union.kv_block_major, config=union.TpuConfig(tokens=4), chunk=16),
-    "decode": dict(op=decode.sparse_decode),
-    "decode in pieces": dict(op=decode.sparse_decode, config=decode.TpuConfig(slots=2)),
+    "query_union": dict(op=sparse_prefill, backend="mosaic_tpu", schedule="query_union", config=Config(tokens=4)),
+    "kv_block_major": dict(op=kv_block_major, config=Config(tokens=4), chunk=16),
+    "decode": dict(op=sparse_decode, backend="mosaic_tpu"),
+    "decode in pieces": dict(op=sparse_decode, backend="mosaic_tpu", config=DecodeConfig(slots=2)),
 }
-DECODE = (decode_index.index_topk_decode, decode.sparse_decode)
+DECODE = (index_topk_decode, sparse_decode)
 every_index = pytest.mark.parametrize("options", INDEX.values(), ids=INDEX.keys())
 every_attention = pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION.keys())
 few = settings(max_examples=3)
@@ -222,7 +226,7 @@ def test_one_byte_keys_and_values(options):
     stored = [jnp.asarray(x).astype(jnp.float8_e4m3fn) for x in (k, v)]
     blocks = case.any_blocks()
     exact = (np.asarray(x, np.float32) for x in (q, *stored))
-    want, _ = definition(*exact, blocks, case.positions, case.lengths, block_size=RAGGED.P, schedule="mask")
+    want, _ = definition(*exact, blocks, case.positions, case.lengths, block_size=RAGGED.P, schedule="definition")
     memory = [jnp.stack([x.swapaxes(1, 2)] * 2) for x in stored]
     args = (q, *memory, None, blocks, case.positions, case.lengths)
     options = dict(options)
@@ -241,8 +245,9 @@ def test_insert_is_that_of_the_model(shape):
     def run(x, norms, positions, lengths, table, pools):
         pages = (paged(pool, table, layer=1) for pool in pools)
         return qk_norm_rope_insert(
-            x, norms, cos, sin, positions, lengths, *pages, eps=EPS, dtype=jnp.float32, interpret=STRICT
-        )
+            x, norms, cos, sin, positions, lengths, *pages,
+            eps=EPS, dtype=jnp.float32, backend="mosaic_tpu", interpret=STRICT,
+        )  # fmt: skip
 
     got = raced(run(x, norms, positions, lengths, table, pools))
     names = ("q", "index_q", "k", "v", "index_k")
@@ -256,19 +261,19 @@ def test_wrong_operands_are_refused(unchecked):
     q, k = (jnp.asarray(x) for x in case.index())
     at = jnp.asarray(case.positions), jnp.asarray(case.lengths)
     pages = view(jnp.stack([k, k]), None, 4)
-    options = dict(top_k=3, interpret=STRICT)
+    options = dict(top_k=3, backend="mosaic_tpu", interpret=STRICT)
     with pytest.raises(ValueError, match="need 1 to 16"):
-        decode_index.index_topk_decode(q, pages, *at, **options)
+        index_topk_decode(q, pages, *at, **options)
     with pytest.raises(ValueError, match="both together at most top_k"):
-        prefill_index.index_topk(q, pages, *at, **options, local_blocks=3, init_blocks=1)
+        index_kernel(q, pages, *at, **options, local_blocks=3, init_blocks=1)
     with pytest.raises(ValueError, match="need the same width"):
-        prefill_index.index_topk(q.astype(jnp.bfloat16), pages, *at, **options)
+        index_kernel(q.astype(jnp.bfloat16), pages, *at, **options)
     q, k, v = (jnp.asarray(x) for x in case.qkv())
     views = [view(jnp.stack([x.swapaxes(1, 2)] * 2), None, 4) for x in (k, v)]
     blocks = jnp.asarray(case.any_blocks())
     with pytest.raises(ValueError, match="needs a width"):
-        union.query_union(q, *views, blocks, *at)
+        sparse_prefill(q, *views, blocks, *at, backend="mosaic_tpu")
     with pytest.raises(ValueError, match="need 1 to 16"):
-        decode.sparse_decode(q, *views, blocks, *at, interpret=STRICT)
+        sparse_decode(q, *views, blocks, *at, backend="mosaic_tpu", interpret=STRICT)
     with pytest.raises(ValueError, match="allowed are 'auto'"):
-        union.sparse_prefill(q, *views, blocks, *at, schedule="dense", interpret=STRICT)
+        sparse_prefill(q, *views, blocks, *at, schedule="dense", backend="mosaic_tpu", interpret=STRICT)

@@ -9,7 +9,7 @@ import pytest
 from support.msa_strategies import Case
 from support.msa_strategies import attention as definition
 
-from pallas_kernels.common import Pages, contiguous, paged
+from pallas_kernels.pages import Pages, contiguous, paged
 
 LAYOUTS = ("contiguous", "paged")
 both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -89,4 +89,4 @@ def check(got, expected) -> None:
 
 def of_definition(case: Case, blocks: np.ndarray):
     args = (*case.qkv(), blocks, case.positions, case.lengths)
-    return definition(*args, block_size=case.shape.P, schedule="mask")
+    return definition(*args, block_size=case.shape.P, schedule="definition")

@@ -18,7 +18,7 @@ def array(dtype, *shape) -> jax.ShapeDtypeStruct:
 
 def lower(fn, *args) -> str:
     with jax.sharding.use_abstract_mesh(H200), warnings.catch_warnings():
-        # pytest resets filters, this one too, which stands in pallas_kernels.common.
+        # pytest resets filters, this one too, which stands in pallas_kernels.triton_common.
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 

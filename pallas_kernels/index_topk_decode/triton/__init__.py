@@ -1,0 +1,108 @@
+"""Index scores of a decode step, split over pages, and their top-k: two Triton kernels.
+
+With 1 to 16 queries a row all time goes to reading index keys once. The keys are the rows of the matrix product and
+the queries of all heads its columns. A query has one number a block, so the scores go through memory (4 bytes for the
+32 KiB of keys behind each), and one program a query takes the best of them (best_blocks.py).
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.index_topk.ranking import KEY_OF_MINUS_INF, sort_key
+from pallas_kernels.index_topk_decode.triton.best_blocks import Rules, best_blocks, last_own_block
+from pallas_kernels.numbers import power_of_two
+from pallas_kernels.pages import FinderRefs, Pages
+from pallas_kernels.triton_common import check_pool, dot, matmul_dtype
+
+_MAX_BLOCKS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(TileConfig):
+    """Sizes of the grid, and of what the second kernel looks through."""
+
+    programs: int = 396  # of the whole grid, at most: what an H200 runs at once, so that no few are left over
+    num_warps: int = 4
+    num_stages: int = 2
+    few_blocks: int = 2048  # up to here the second kernel is no faster for taking groups of blocks first
+
+
+LIMITS = Limits(check_pages=check_pool, config=Config, stored=(jnp.float8_e4m3fn,), max_blocks=_MAX_BLOCKS)
+
+
+def run(
+    index_q: Float[Array, "B T K H"],
+    index_k: Pages,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    top_k: int,
+    local_blocks: int,
+    init_blocks: int,
+    config: Config | None,
+    interpret: bool,
+) -> Int[Array, "B K T J"]:
+    """The op, of checked operands."""
+    batch, length, heads, width = index_q.shape
+    if config is None:
+        # One-byte keys are converted on their way to the product: many small programs hide that best.
+        is_one_byte = index_k.pool.dtype == jnp.float8_e4m3fn
+        config = Config(programs=792, num_warps=2) if is_one_byte else Config()
+    tile_rows = max(16, power_of_two(length * heads))
+    num_blocks = index_k.num_blocks
+    splits = max(1, min(num_blocks, config.programs // batch))
+    positions, lengths = positions.astype(jnp.int32), lengths.astype(jnp.int32)
+    rules = Rules(heads, index_k.block_size, top_k, local_blocks, init_blocks, splits, config.few_blocks)
+    block_keys, group_keys = pl.pallas_call(
+        partial(_score_kernel, index_k=index_k, tile_rows=tile_rows, rules=rules),
+        grid=(splits, batch),
+        out_shape=[jax.ShapeDtypeStruct((batch, length * heads, n), jnp.float32) for n in (num_blocks, splits)],
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="index_score_decode",
+    )(index_q.reshape(batch, -1, width), positions, lengths, index_k.pool, index_k.finder())
+    return best_blocks(block_keys, group_keys, positions, lengths, rules, interpret)
+
+
+def _score_kernel(
+    q_ref,
+    positions_ref,
+    lengths_ref,
+    pool_ref,
+    finder: FinderRefs,
+    block_keys_ref,
+    group_keys_ref,
+    *,
+    index_k: Pages,
+    tile_rows: int,
+    rules: Rules,
+):
+    """Sort keys of the blocks of one split, for all queries of a row, and the highest of each query."""
+    split, row = pl.program_id(0), pl.program_id(1)
+    lane = jnp.arange(tile_rows, dtype=jnp.int32)
+    # Lanes that only fill the tile have no place to write to: their few bytes, between reads, took 2% of the time.
+    is_query = lane < q_ref.shape[1]
+    dtype = matmul_dtype(q_ref.dtype, pool_ref.dtype)
+    q = q_ref[row, jnp.minimum(lane, q_ref.shape[1] - 1), :].astype(dtype)  # [R H]
+    stop = last_own_block(positions_ref, lengths_ref, row, index_k.block_size)
+    per_split = rules.per_split(stop)
+
+    def score_block(block, highest):
+        page, is_held = index_k.locate(finder, row, 0, block)
+        keys = pool_ref[page, :, :].astype(dtype)  # [P H]
+        key = sort_key(jnp.max(dot(keys, q, transpose=True), axis=0))
+        key = jnp.where(is_held, key, KEY_OF_MINUS_INF)
+        plgpu.store(block_keys_ref.at[row, lane, block], key, mask=is_query, eviction_policy="evict_last")
+        return jnp.maximum(highest, key)
+
+    start = split * per_split
+    nothing = jnp.full((tile_rows,), -jnp.inf, jnp.float32)
+    highest = jax.lax.fori_loop(start, jnp.minimum(start + per_split, stop), score_block, nothing)
+    plgpu.store(group_keys_ref.at[row, lane, split], highest, mask=is_query)

@@ -1,0 +1,201 @@
+"""Gemma norm, partial rotary embedding and the write into KV and index pages, in one Triton kernel.
+
+A program takes one token and one KV head: its query heads, its key and value, its index query, and with head 0 the
+index key. Everything is read once, computed in float32, rounded once and written to where it is used.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backends import Limits
+from pallas_kernels.numbers import E4M3_MAX, power_of_two
+from pallas_kernels.pages import FinderRefs, Pages, seen_positions
+from pallas_kernels.qk_norm_rope_insert import Projected, Written
+from pallas_kernels.triton_common import check_pool, div, rem
+
+LIMITS = Limits(check_pages=check_pool)
+
+
+class Inputs(NamedTuple):
+    """What the kernel reads; inside it, references. The last four are None where attention is dense."""
+
+    positions: Any  # [B T], -1 for padding
+    cos: Any  # [B T R]
+    sin: Any  # [B T R]
+    scales: Any  # [3 K] of keys, values and index keys
+    q: Any  # [B T N H]
+    k: Any  # [B T K H]
+    v: Any  # [B T K H]
+    q_norm: Any  # [H]
+    k_norm: Any  # [H]
+    index_q: Any | None  # [B T K I]
+    index_k: Any | None  # [B T I]
+    index_q_norm: Any | None  # [I]
+    index_k_norm: Any | None  # [I]
+
+
+class Targets(NamedTuple):
+    """One thing for each of the pools that are written: their pages, finders, or the pools themselves."""
+
+    k: Any
+    v: Any
+    index_k: Any | None  # None where attention is dense
+
+
+class Queries(NamedTuple):
+    """Queries ready for attention, as the kernel writes them."""
+
+    q: Any  # [B T K G H], G filled up to a power of two
+    index_q: Any | None  # [B T K I]; None where attention is dense
+
+
+def run(
+    x: Projected,
+    norms: Projected,
+    cos: Float[Array, "B T R"],
+    sin: Float[Array, "B T R"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    k: Pages,
+    v: Pages,
+    index_k: Pages | None,
+    *,
+    eps: float,
+    dtype: jax.typing.DTypeLike,
+    scales: Float[Array, "3 K"] | None,
+    interpret: bool,
+) -> Written:
+    """The op, of checked operands."""
+    batch, length, heads, width = x.q.shape
+    pages = Targets(k, v, index_k)
+    sizes = Sizes(pages, length, heads, x.k.shape[2], width, cos.shape[-1], eps)
+    if scales is None:
+        scales = jnp.ones((3, sizes.kv_heads), jnp.float32)
+    inputs = Inputs(
+        positions=seen_positions(positions, lengths, length), cos=cos, sin=sin, scales=scales,
+        q=x.q, k=x.k, v=x.v, q_norm=norms.q, k_norm=norms.k,
+        index_q=x.index_q, index_k=x.index_k,
+        index_q_norm=None if index_k is None else norms.index_q,
+        index_k_norm=None if index_k is None else norms.index_k,
+    )  # fmt: skip
+    finders = Targets(*(None if target is None else target.finder() for target in pages))
+    pools = Targets(*(None if target is None else target.pool for target in pages))
+    abstract = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)
+    queries = Queries(
+        q=jax.ShapeDtypeStruct((batch, length, sizes.kv_heads, sizes.padded_group, width), dtype),
+        index_q=None if index_k is None else jax.ShapeDtypeStruct(x.index_q.shape, dtype),
+    )
+    # The pools are inputs and outputs in one: aliases count arrays.
+    first_input = len(jax.tree.leaves((inputs, finders)))
+    first_output = len(jax.tree.leaves(queries))
+    queries, pools = pl.pallas_call(
+        partial(_kernel, sizes=sizes),
+        grid=(batch * length, sizes.kv_heads),
+        out_shape=(queries, jax.tree.map(abstract, pools)),
+        input_output_aliases={first_input + i: first_output + i for i in range(len(jax.tree.leaves(pools)))},
+        compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
+        interpret=interpret,
+        name="qk_norm_rope_insert",
+    )(inputs, finders, pools)
+    q = queries.q[:, :, :, : sizes.group].reshape(x.q.shape)  # [B T N H]
+    return Written(q, queries.index_q, pools.k, pools.v, pools.index_k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Static sizes of a call."""
+
+    pages: Targets
+    length: int
+    heads: int
+    kv_heads: int
+    width: int
+    half: int  # angles of a head
+    eps: float
+
+    @property
+    def group(self) -> int:
+        """G, query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def padded_group(self) -> int:
+        """G as a power of two: Triton has no other shapes."""
+        return power_of_two(self.group)
+
+    def parts(self, width: int) -> list[pl.Slice]:
+        """The dims of a head: two halves that rotate into each other, and the rest. Triton cannot cut a tensor."""
+        halves = [pl.ds(0, self.half), pl.ds(self.half, self.half)]
+        return halves if width == 2 * self.half else [*halves, pl.ds(2 * self.half, width - 2 * self.half)]
+
+
+def _kernel(x: Inputs, finders: Targets, old_pools: Targets, queries: Queries, pools: Targets, *, sizes: Sizes):
+    del old_pools  # the same memory as `pools`
+    query, head = pl.program_id(0), pl.program_id(1)
+    row, token = div(query, sizes.length), rem(query, sizes.length)
+    position = x.positions[row, token]
+    cos, sin = x.cos[row, token, :], x.sin[row, token, :]
+    norm_rope = partial(_norm_rope, cos=cos, sin=sin, sizes=sizes)
+
+    def write(pages: Pages, finder: FinderRefs, pool_ref, parts: list[Array], scale_row: int, head) -> None:
+        """Write a head's new token into its page."""
+        block, slot = div(jnp.maximum(position, 0), pages.block_size), rem(jnp.maximum(position, 0), pages.block_size)
+        is_inside = (position >= 0) & (block < pages.num_blocks)
+        block = jnp.where(is_inside, block, 0)
+        page, is_held = pages.locate(finder, row, head, block)
+
+        @pl.when(is_inside & is_held)
+        def _():
+            for dims, part in zip(sizes.parts(pages.width), parts, strict=True):
+                pool_ref[page, slot, dims] = _rounded(part / x.scales[scale_row, head], pool_ref.dtype)
+
+    parts = sizes.parts(sizes.width)
+    lane = jnp.arange(sizes.padded_group, dtype=jnp.int32)
+    group_head = head * sizes.group + jnp.minimum(lane, sizes.group - 1)
+    q = [x.q[row, token, group_head, dims] for dims in parts]
+    for dims, part in zip(parts, norm_rope(q, x.q_norm), strict=True):
+        queries.q[row, token, head, lane, dims] = part.astype(queries.q.dtype)
+    k = [x.k[row, token, head, dims] for dims in parts]
+    write(sizes.pages.k, finders.k, pools.k, norm_rope(k, x.k_norm), 0, head)
+    v = [x.v[row, token, head, dims].astype(jnp.float32) for dims in parts]
+    write(sizes.pages.v, finders.v, pools.v, v, 1, head)
+    if sizes.pages.index_k is None:
+        return
+    index_parts = sizes.parts(sizes.pages.index_k.width)
+    index_q = [x.index_q[row, token, head, dims] for dims in index_parts]
+    for dims, part in zip(index_parts, norm_rope(index_q, x.index_q_norm), strict=True):
+        queries.index_q[row, token, head, dims] = part.astype(queries.index_q.dtype)
+
+    @pl.when(head == 0)
+    def _():
+        index_k = [x.index_k[row, token, dims] for dims in index_parts]
+        index_k = norm_rope(index_k, x.index_k_norm)
+        write(sizes.pages.index_k, finders.index_k, pools.index_k, index_k, 2, jnp.int32(0))
+
+
+def _norm_rope(
+    parts: list[Float[Array, "..."]], weight_ref, *, cos: Float[Array, " R"], sin: Float[Array, " R"], sizes: Sizes
+) -> list[Float[Array, "..."]]:
+    """A head in parts, through norm and rotation, in float32."""
+    parts = [x.astype(jnp.float32) for x in parts]
+    width = sum(x.shape[-1] for x in parts)
+    square = sum(jnp.sum(x * x, axis=-1) for x in parts) / width
+    factor = jax.lax.rsqrt(square + sizes.eps)
+    factor = factor[:, None] if parts[0].ndim == 2 else factor
+    weights = [1.0 + weight_ref[dims].astype(jnp.float32) for dims in sizes.parts(width)]
+    first, second, *rest = [x * factor * weight for x, weight in zip(parts, weights, strict=True)]
+    return [first * cos - second * sin, second * cos + first * sin, *rest]
+
+
+def _rounded(x: Float[Array, "..."], dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
+    """In the pool's dtype; e4m3 has no infinity, so it is cut at its largest number."""
+    if dtype == jnp.float8_e4m3fn:
+        x = jnp.minimum(jnp.maximum(x, -E4M3_MAX), E4M3_MAX)
+    return x.astype(dtype)

@@ -1,0 +1,276 @@
+"""Sparse attention of a prefill on a TPU, schedule query_union: neighbouring queries walk the union of their blocks.
+
+A step holds 16 tokens x 16 heads as 256 lanes. Scores are `[keys, lanes]`, so softmax statistics are rows and no lane
+is ever moved. The pages of a union stream through four sets of buffers, copied by hand three blocks ahead, across the
+end of a step. A lane whose token did not choose the block at hand is masked; a block that no token chose is not read.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backends import Interpret
+from pallas_kernels.mosaic_common import (
+    PREFETCHED,
+    Chip,
+    divisor,
+    dot_nt,
+    dot_tn,
+    each_page,
+    flat_finder,
+    locate,
+    natural_lse,
+    pad_steps,
+)
+from pallas_kernels.numbers import BEHIND_ALL, UNSEEN
+from pallas_kernels.pages import FinderRefs, Pages, seen_positions
+from pallas_kernels.sparse_prefill.mosaic_tpu.sizes import Config, Sizes
+
+_BUFFERS = 4
+_HEADER = 2  # numbers before the ids of a list: how many there are, and how many keys its last query sees
+
+
+def query_union(
+    q: Float[Array, "B T N H"],
+    k: Pages,
+    v: Pages,
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+    interpret: Interpret = False,
+) -> tuple[Array, ...]:
+    """`sparse_prefill` of checked operands by this schedule.
+
+    `scales` is what stored keys and values of each KV head are to be multiplied with.
+    """
+    _, length, heads, width = q.shape
+    kv_heads, slots = blocks.shape[1], blocks.shape[3]
+    sizes = Sizes(k, (config or Config()).tokens, length, heads, kv_heads, slots, width)
+    factors = jnp.stack(scales).astype(jnp.float32) if scales else jnp.ones((2, kv_heads), jnp.float32)
+    padded = sizes.tiles * sizes.tokens
+    query_positions = seen_positions(positions, lengths, padded)
+    padding = padded - length
+    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, padding), (0, 0)), constant_values=-1)
+    group = len(q) if k.table is None else max(1, PREFETCHED // k.num_blocks)
+    outs, lses = [], []
+    for start in range(0, len(q), group):
+        rows = slice(start, start + group)
+        out, lse = _attend_rows(
+            q[rows], v, blocks[rows], query_positions[rows], factors, rows=rows, sizes=sizes, interpret=interpret
+        )
+        outs.append(out)
+        lses.append(lse)
+    join = lambda parts: jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    return (join(outs), join(lses)) if return_lse else (join(outs),)
+
+
+def union_lists(blocks: Int[Array, "B K T J"], query_positions: Int[Array, "B T"], sizes: Sizes) -> Int[Array, "X 1 U"]:
+    """For each tile of each row and KV head: a header, and the different ids that its queries see, ascending."""
+    own_block = jnp.where(query_positions >= 0, query_positions // sizes.block_size, -1)[:, None, :, None]
+    is_seen = (blocks >= 0) & (blocks <= own_block) & (blocks < sizes.k.num_blocks)
+    ids = jnp.where(is_seen, blocks, BEHIND_ALL).reshape(*blocks.shape[:2], sizes.tiles, -1)  # [B K tiles U]
+    ids = jnp.sort(ids, axis=-1)
+    is_repeated = jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), ids[..., 1:] == ids[..., :-1]], axis=-1)
+    ids = jnp.sort(jnp.where(is_repeated, BEHIND_ALL, ids), axis=-1)
+    count = jnp.sum(ids < BEHIND_ALL, axis=-1, dtype=jnp.int32)
+    seen_keys = jnp.max(query_positions.reshape(len(query_positions), 1, sizes.tiles, -1), axis=-1) + 1
+    header = jnp.stack([count, jnp.broadcast_to(seen_keys, count.shape)], axis=-1)
+    return jnp.concatenate([header, ids], axis=-1).reshape(-1, 1, ids.shape[-1] + _HEADER).astype(jnp.int32)
+
+
+def _attend_rows(
+    q: Float[Array, "B T N H"],
+    v: Pages,
+    blocks: Int[Array, "B K T J"],
+    query_positions: Int[Array, "B T"],
+    factors: Float[Array, "2 K"],
+    *,
+    rows: slice,
+    sizes: Sizes,
+    interpret: Interpret,
+) -> tuple[Float[Array, "B T2 N H"], Float[Array, "B T2 N"]]:
+    """(out, lse) of as many rows of the batch as the prefetched table allows."""
+    batch, padded, _, width = q.shape
+    k, chip = sizes.k, Chip.current(interpret)
+    lists = union_lists(blocks, query_positions, sizes)  # [count 1 U]
+    count = len(lists)
+    per_core = chip.steps_per_core(count)
+    steps = per_core * chip.cores
+    lists = pad_steps(lists, steps)
+    # One column a lane: the slots of its token, and its position.
+    chosen = jnp.swapaxes(blocks.reshape(-1, sizes.tokens, sizes.slots), 1, 2)  # [count J tokens]
+    chosen = pad_steps(jnp.repeat(chosen, sizes.group, axis=2), steps, -1)  # [steps J lanes]
+    lane_positions = query_positions.reshape(batch * sizes.tiles, 1, sizes.tokens)
+    lane_positions = jnp.repeat(lane_positions, sizes.group, axis=2)  # [B * tiles, 1, lanes]
+    grouped = q.reshape(batch, padded, sizes.kv_heads, sizes.group, width)  # [B T K G H]
+
+    # A step is a (row, KV head, tile). Steps that only fill up a core's share repeat the last.
+    step_of = lambda core, i: i * chip.cores + core
+    real_step = lambda core, i: jnp.minimum(step_of(core, i), count - 1)
+    row_of = lambda step: step // (sizes.kv_heads * sizes.tiles)
+    at_step = lambda core, i, *_: (step_of(core, i), 0, 0)
+    at_next = lambda core, i, *_: (step_of(core, jnp.minimum(i + 1, per_core - 1)), 0, 0)
+
+    def at_tile(core, i, *_):
+        return row_of(real_step(core, i)) * sizes.tiles + real_step(core, i) % sizes.tiles, 0, 0
+
+    def at_queries(core, i, *_):
+        step = real_step(core, i)
+        return row_of(step), step % sizes.tiles, step // sizes.tiles % sizes.kv_heads, 0, 0
+
+    # A step that only fills up a core's share writes into a place behind the last tile.
+    def at_out(core, i, *_):
+        row, tile, head, *zeros = at_queries(core, i)
+        return row, jnp.where(step_of(core, i) < count, tile, sizes.tiles), head, *zeros
+
+    queries = (1, sizes.tokens, 1, sizes.group, width)
+    smem = dict(memory_space=pltpu.SMEM)
+    buffers = pltpu.VMEM((_BUFFERS, *k.pool.shape[1:]), k.pool.dtype)
+    out_tokens = padded + sizes.tokens * (steps > count)
+    first_row = 0 if k.table is not None else rows.start
+    out, lse = pl.pallas_call(
+        partial(_kernel, sizes=sizes, row_of=row_of, first_row=first_row, count=count),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(chip.cores, per_core),
+            in_specs=[
+                pl.BlockSpec((1, *lists.shape[1:]), at_step, **smem),
+                pl.BlockSpec((1, *lists.shape[1:]), at_next, **smem),
+                pl.BlockSpec(**smem),
+                pl.BlockSpec((1, *chosen.shape[1:]), at_step),
+                pl.BlockSpec((1, *lane_positions.shape[1:]), at_tile),
+                pl.BlockSpec(queries, at_queries),
+                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=[pl.BlockSpec(queries, at_out), pl.BlockSpec((1, 1, sizes.lanes), at_step)],
+            scratch_shapes=[
+                buffers,
+                buffers,
+                pltpu.VMEM((width, sizes.lanes), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((_BUFFERS,)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, out_tokens, *grouped.shape[2:]), q.dtype),
+            jax.ShapeDtypeStruct((steps, 1, sizes.lanes), jnp.float32),
+        ],
+        compiler_params=chip.compiler_params("parallel", "arbitrary"),
+        interpret=interpret,
+        name="query_union",
+    )(flat_finder(k, rows), lists, lists, factors, chosen, lane_positions, grouped, k.pool, v.pool)
+    lse = lse[:count].reshape(batch, sizes.kv_heads, padded, sizes.group).swapaxes(1, 2)  # [B T K G]
+    out = out[:, : sizes.length].reshape(batch, sizes.length, sizes.heads, width)
+    return out, lse[:, : sizes.length].reshape(batch, sizes.length, sizes.heads)
+
+
+def _kernel(
+    finder: FinderRefs,
+    list_ref,
+    next_list_ref,
+    factors_ref,
+    chosen_ref,
+    positions_ref,
+    q_ref,
+    k_pool,
+    v_pool,
+    out_ref,
+    lse_ref,
+    k_buffers,
+    v_buffers,
+    values_ref,
+    walked_ref,
+    sems,
+    *,
+    sizes: Sizes,
+    row_of: Callable[[Int[Array, ""]], Int[Array, ""]],
+    first_row: int,
+    count: int,
+):
+    core, i = pl.program_id(0), pl.program_id(1)
+    cores, per_core = pl.num_programs(0), pl.num_programs(1)
+    step = i * cores + core
+
+    def copy_entry(list_ref, step, entry, slot, do: str):
+        """Start or await an entry's copies: its id, and how many of its tokens the tile's last query sees."""
+        block = list_ref[0, 0, _HEADER + entry]
+        row, head = row_of(jnp.minimum(step, count - 1)), step // sizes.tiles % sizes.kv_heads
+        page, is_held = locate(sizes.k, finder, first_row + row, head, block)
+        for pool, buffers in ((k_pool, k_buffers), (v_pool, v_buffers)):
+            each_page(pool, buffers.at[pl.ds(slot, 1)], sems.at[slot], [(page, is_held)], do)
+        seen = jnp.clip(list_ref[0, 0, 1] - block * sizes.block_size, 0, sizes.block_size)
+        return block, jnp.where(is_held, seen, 0)
+
+    def start_entries(list_ref, step, first, stop, base) -> None:
+        def body(entry, carry):
+            copy_entry(list_ref, step, entry, (base + entry) % _BUFFERS, "start")
+            return carry
+
+        jax.lax.fori_loop(first, jnp.minimum(stop, list_ref[0, 0, 0]), body, 0)
+
+    ahead = _BUFFERS - 1
+
+    @pl.when(i == 0)
+    def _():
+        walked_ref[0] = 0
+        start_entries(list_ref, step, 0, ahead, 0)
+
+    # Which buffer a step starts with: entries walked by the steps before, modulo the buffers.
+    base, entries = walked_ref[0], list_ref[0, 0, 0]
+    next_base = (base + entries) % _BUFFERS
+    walked_ref[0] = next_base
+    is_last = i + 1 == per_core
+
+    # A step starts the copies of its own entries from `ahead` on, and the first `ahead` of the next step.
+    def start_next_step(first, stop) -> None:
+        start_entries(next_list_ref, step + cores, first, jnp.where(is_last, 0, stop), next_base)
+
+    start_next_step(0, ahead - entries)
+    q, position, chosen = q_ref[0, :, 0].reshape(sizes.lanes, -1), positions_ref[0], chosen_ref[0]
+    scale = sizes.width**-0.5 * factors_ref[0, step // sizes.tiles % sizes.kv_heads]
+    values_ref[...] = jnp.zeros(values_ref.shape, jnp.float32)
+    key = jax.lax.broadcasted_iota(jnp.int32, (sizes.block_size, 1), 0)
+
+    def take_entry(entry, state):
+        top, total = state
+        slot, coming = (base + entry) % _BUFFERS, entry + ahead
+        start_entries(list_ref, step, coming, coming + 1, base)
+        start_next_step(jnp.maximum(coming - entries, 0), coming - entries + 1)
+        block, seen = copy_entry(list_ref, step, entry, slot, "wait")
+        _clean(v_buffers.at[slot], seen)
+        is_wanted = jnp.max((chosen == block).astype(jnp.int32), axis=0, keepdims=True) > 0
+        last_key = jnp.where(is_wanted & (seen > 0), position - block * sizes.block_size, -1)  # [1 lanes]
+        scores = dot_nt(k_buffers[slot].astype(q.dtype), q) * scale  # [P lanes]
+        scores = jnp.where(key <= last_key, scores, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=0, keepdims=True))
+        weights, fade = jnp.exp(scores - new_top), jnp.exp(top - new_top)
+        values_ref[...] = values_ref[...] * fade + dot_tn(v_buffers[slot].astype(q.dtype), weights.astype(q.dtype))
+        return new_top, total * fade + jnp.sum(weights, axis=0, keepdims=True)
+
+    nothing = jnp.full((1, sizes.lanes), UNSEEN, jnp.float32), jnp.zeros((1, sizes.lanes), jnp.float32)
+    top, total = jax.lax.fori_loop(0, entries, take_entry, nothing)
+    is_seen, total = divisor(total)
+    out = values_ref[...] * (factors_ref[1, step // sizes.tiles % sizes.kv_heads] / total)  # [H lanes]
+    out_ref[0, :, 0] = out.T.reshape(sizes.tokens, sizes.group, sizes.width).astype(out_ref.dtype)
+    lse_ref[0] = natural_lse(top, is_seen, total)
+
+
+def _clean(v_ref, seen: Int[Array, ""]) -> None:
+    """Zero what lies behind the first `seen` tokens of a block: it may hold anything, and 0 x NaN is NaN."""
+    size = v_ref.shape[0]
+
+    @pl.when(seen < size)
+    def _():
+        buffer_row = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        v_ref[...] = jnp.where(buffer_row < seen, v_ref[...].astype(jnp.float32), 0.0).astype(v_ref.dtype)

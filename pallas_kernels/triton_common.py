@@ -1,0 +1,132 @@
+"""What the Triton kernels share: few operations that Pallas spells differently on a GPU, and a softmax under way."""
+
+import warnings
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from pallas_kernels.backends import Interpret
+from pallas_kernels.numbers import UNSEEN
+from pallas_kernels.pages import Pages
+
+# JAX 0.11 deprecates the backend as a whole; it says so at each lowering.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+LOG2E = 1.4426950408889634  # softmax works with powers of two, which the hardware has: e**x = 2**(x * LOG2E)
+
+
+def check_pool(name: str, pages: Pages, interpret: Interpret) -> None:
+    """Raise ValueError where a pool is out of a Triton kernel's reach.
+
+    Offsets are 32-bit numbers up to 4 GiB: of one-byte numbers, those would overflow between 2 and 4 GiB.
+    """
+    if pages.pool.dtype.itemsize == 1 and 2**31 <= pages.pool.size <= 2**32:
+        raise ValueError(f"{name}: a pool of {pages.pool.size} one-byte numbers: use below 2**31, or above 2**32")
+
+
+def matmul_dtype(dtype: jax.typing.DTypeLike, stored: jax.typing.DTypeLike) -> jnp.dtype:
+    """What to multiply in: e4m3 becomes float16 in one instruction, and is exact in it; bfloat16 takes several."""
+    return jnp.dtype(jnp.float16 if stored == jnp.float8_e4m3fn and dtype == jnp.bfloat16 else dtype)
+
+
+def seen_position(positions_ref, lengths_ref, row, token) -> Int[Array, "..."]:
+    """`seen_positions` inside a kernel, for one row: the position of a token, -1 for padding."""
+    position = positions_ref[row, token]
+    return jnp.where((position >= 0) & (position < lengths_ref[row]), position, -1)
+
+
+def div(x: Int[Array, "..."], n: int) -> Int[Array, "..."]:
+    """x // n for x >= 0, without the code that `//` spends on signs."""
+    return x if n == 1 else jax.lax.div(x, jnp.full(x.shape, n, x.dtype))
+
+
+def rem(x: Int[Array, "..."], n: int) -> Int[Array, "..."]:
+    """x % n for x >= 0."""
+    return jnp.zeros_like(x) if n == 1 else jax.lax.rem(x, jnp.full(x.shape, n, x.dtype))
+
+
+def dot(a: Shaped[Array, "R C"], b: Shaped[Array, "_ _"], transpose: bool = False) -> Float[Array, "R _"]:
+    """Matrix product into float32; float32 operands keep their precision (no tf32). `transpose` reads b as `[N C]`."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((1,), (1 if transpose else 0,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def exp2(x: Shaped[Array, "..."], interpret: bool) -> Shaped[Array, "..."]:
+    """2**x by the hardware's instruction alone: results below 1e-38 are 0, and no code is spent on saving them."""
+    if interpret:
+        return jnp.exp2(x)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape]
+    )
+    return out[0]
+
+
+class Softmax(NamedTuple):
+    """A softmax under way for each row of a tile: what it has seen so far, exponents in base 2."""
+
+    values: Float[Array, "R H"]  # values, weighted by 2**(exponent - top) and added up
+    top: Float[Array, " R"]  # the highest exponent; UNSEEN, a number, before any, so that there is no -inf - -inf
+    total: Float[Array, " R"]  # the weights, added up
+
+
+def empty_softmax(tile_rows: int, width: int) -> Softmax:
+    """Nothing seen yet."""
+    return Softmax(
+        values=jnp.zeros((tile_rows, width), jnp.float32),
+        top=jnp.full((tile_rows,), UNSEEN, jnp.float32),
+        total=jnp.zeros((tile_rows,), jnp.float32),
+    )
+
+
+def fold(
+    state: Softmax,
+    scores: Float[Array, "R S"],
+    bias: Float[Array, " R"] | None,
+    v: Float[Array, "S H"],
+    *,
+    scale: float,
+    interpret: bool,
+) -> Softmax:
+    """Take more keys into a softmax under way.
+
+    Args:
+      state: what was seen before.
+      scores: products of queries and keys; -inf where a query does not see a key.
+      bias: 0, or -inf for a row of the tile that sees none of these keys; None if there is no such row.
+      v: values of these keys.
+      scale: factor from scores to exponents of base 2.
+      interpret: whether this is interpret mode.
+    """
+    highest = jnp.max(scores, axis=1) * scale
+    highest = highest if bias is None else highest + bias
+    top = jnp.maximum(state.top, highest)
+    shift = -top if bias is None else bias - top
+    weights = exp2(scores * scale + shift[:, None], interpret)  # [R S]
+    fade = exp2(state.top - top, interpret)
+    values = state.values * fade[:, None] + dot(weights.astype(v.dtype), v)
+    return Softmax(values, top, state.total * fade + jnp.sum(weights, axis=1))
+
+
+def divisor(total: Float[Array, "..."]) -> tuple[Bool[Array, "..."], Float[Array, "..."]]:
+    """(is_seen, divisor) of a softmax's sum: what has seen nothing is divided by 1, and stays 0."""
+    is_seen = total != 0.0
+    return is_seen, jnp.where(is_seen, total, 1.0)
+
+
+def natural_lse(
+    top: Float[Array, "..."], is_seen: Bool[Array, "..."], total: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """The natural log-sum-exp of a softmax in base 2; -inf for what has seen nothing."""
+    return jnp.where(is_seen, top / LOG2E + jnp.log(total), -jnp.inf)
+
+
+def finish(state: Softmax) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
+    """(out, natural log-sum-exp) of a softmax; (0, -inf) for a row that has seen nothing."""
+    is_seen, total = divisor(state.total)
+    lse = natural_lse(state.top, is_seen, total)
+    return jnp.where(is_seen[:, None], state.values / total[:, None], 0.0), lse
