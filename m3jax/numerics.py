@@ -1,4 +1,4 @@
-"""What every schedule shares: one dot product, one softmax, one merge."""
+"""Sums, products and softmax at the reference's precision (docs/numerics.md), and THE merge of partial attention."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+# The score of a key that a query does not see, and the log-sum-exp of a query that sees none.
+UNSEEN = -jnp.inf
 _FEW_ROWS = 16
 
 
@@ -24,99 +26,162 @@ def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.einsum(spec, *operands, precision="highest", preferred_element_type=dtype)
 
 
-def dot_scores(q: Float[Array, "*X R H"], k: Float[Array, "*X C H"]) -> Float[Array, "*X R C"]:
-    """Inner products of rows and columns; with few rows the columns go first, which XLA's CPU kernels prefer."""
-    if q.shape[-2] > _FEW_ROWS:
-        return einsum("...rh,...ch->...rc", q, k)
-    return einsum("...ch,...rh->...cr", k, q).swapaxes(-1, -2)
+def dot_scores(queries: Float[Array, "*X R H"], keys: Float[Array, "*X C H"]) -> Float[Array, "*X R C"]:
+    """Inner products of every query with every key; with few queries the keys go first, which XLA's CPU prefers."""
+    if queries.shape[-2] > _FEW_ROWS:
+        return einsum("...rh,...ch->...rc", queries, keys)
+    return einsum("...ch,...rh->...cr", keys, queries).swapaxes(-1, -2)  # [*X C R] -> [*X R C]
 
 
-class Softmax(NamedTuple):
-    """A softmax average under way: sums of exponentials relative to the highest score so far."""
+def logsumexp(x: Float[Array, "*X P"]) -> Float[Array, "*X"]:
+    """Log-sum-exp over the last axis, whose gradient is 0, not NaN, where every entry is -inf."""
+    is_empty = jnp.all(jnp.isneginf(x), axis=-1)  # [*X]
+    return jnp.where(is_empty, UNSEEN, jax.nn.logsumexp(jnp.where(is_empty[..., None], 0.0, x), axis=-1))
 
-    values: Float[Array, "*X R H"]
+
+class RunningSoftmax(NamedTuple):
+    """A softmax average under way: sums of exponentials relative to the highest score so far.
+
+    Attributes:
+      weighted_values: sum of exp(score - highest) times the value.
+      total: sum of exp(score - highest).
+      highest: the highest score so far; UNSEEN before the first key.
+    """
+
+    weighted_values: Float[Array, "*X R H"]
     total: Float[Array, "*X R 1"]
-    top: Float[Array, "*X R 1"]
+    highest: Float[Array, "*X R 1"]
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], width: int, dtype: jnp.dtype) -> "Softmax":
-        """Nothing seen yet, for rows of `shape`."""
+    def empty(cls, shape: tuple[int, ...], width: int, dtype: jnp.dtype) -> "RunningSoftmax":
+        """The average of no values of some width, for `shape` queries."""
         zeros = jnp.zeros((*shape, 1), dtype)
-        return cls(jnp.zeros((*shape, width), dtype), zeros, jnp.full_like(zeros, -jnp.inf))
+        return cls(jnp.zeros((*shape, width), dtype), zeros, jnp.full_like(zeros, UNSEEN))
 
     def fold(
         self,
-        q: Float[Array, "*X R H"],
-        k: Float[Array, "*X C H"],
-        v: Float[Array, "*X C H"],
+        queries: Float[Array, "*X R H"],
+        keys: Float[Array, "*X C H"],
+        values: Float[Array, "*X C H"],
         visible: Bool[Array, "*Y #R C"],
-    ) -> "Softmax":
-        """Take in more columns."""
-        scores = dot_scores(q, k) * q.shape[-1] ** -0.5
-        scores = jnp.where(visible, scores, -jnp.inf)
-        # The result does not depend on `top`, so no gradient goes through it.
-        top = jnp.maximum(self.top, jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-        shift = jnp.where(jnp.isneginf(top), 0.0, top)
-        p = jnp.exp(scores - shift)
-        old = jnp.exp(self.top - shift)
-        # The probabilities are rounded to the values' dtype before the product, their sum is not (docs/numerics.md).
-        values = self.values * old + einsum("...rc,...ch->...rh", p.astype(v.dtype), v)
-        return Softmax(values, self.total * old + jnp.sum(p, axis=-1, keepdims=True), top)
+    ) -> "RunningSoftmax":
+        """The average with more keys and values taken in, of which each query sees the visible ones."""
+        scores = dot_scores(queries, keys) * queries.shape[-1] ** -0.5  # [*X R C]
+        scores = jnp.where(visible, scores, UNSEEN)
+        # The result does not depend on `highest`, so no gradient goes through it.
+        highest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+        highest = jnp.maximum(self.highest, highest)  # [*X R 1]
+        shift = jnp.where(jnp.isneginf(highest), 0.0, highest)
+        weights = jnp.exp(scores - shift)  # [*X R C]
+        fade = jnp.exp(self.highest - shift)  # [*X R 1]: what the sums so far are worth, relative to the new highest
+        # The weights are rounded to the values' dtype before the product, their sum is not (docs/numerics.md).
+        added = einsum("...rc,...ch->...rh", weights.astype(values.dtype), values)
+        total = self.total * fade + jnp.sum(weights, axis=-1, keepdims=True)
+        return RunningSoftmax(self.weighted_values * fade + added, total, highest)
 
-    def finish(self) -> tuple[Float[Array, "*X R H"], Float[Array, "*X R"]]:
-        """(out, lse): normalised outputs, and the natural log of the sum of exponentials; (0, -inf) if nothing seen."""
-        seen = self.total != 0.0  # true for NaN too, which must not pass for an empty row
-        safe = jnp.where(seen, self.total, 1.0)
-        lse = jnp.where(seen, self.top + jnp.log(safe), -jnp.inf)
-        return jnp.where(seen, self.values / safe, 0.0), lse[..., 0]
+    def average(self) -> tuple[Float[Array, "*X R H"], Float[Array, "*X R"]]:
+        """(out, lse): the average, and the natural log of the sum of exponentials; (0, UNSEEN) of no keys."""
+        sees_any = self.total != 0.0  # true for NaN too, which must not pass for a query that saw nothing
+        total = jnp.where(sees_any, self.total, 1.0)
+        lse = jnp.where(sees_any, self.highest + jnp.log(total), UNSEEN)
+        return jnp.where(sees_any, self.weighted_values / total, 0.0), lse[..., 0]
 
 
 def attend(
-    q: Float[Array, "*X R H"],
-    k: Float[Array, "*X C H"],
-    v: Float[Array, "*X C H"],
+    queries: Float[Array, "*X R H"],
+    keys: Float[Array, "*X C H"],
+    values: Float[Array, "*X C H"],
     visible: Bool[Array, "*Y #R C"],
 ) -> tuple[Float[Array, "*X R H"], Float[Array, "*X R"]]:
-    """Softmax attention of rows over columns, where a row sees only its visible columns.
+    """Softmax attention of query rows over key columns, where a query sees only its visible keys.
 
     Args:
-      q: query rows.
-      k: key columns; anything finite or not where no row sees them.
-      v: value columns; finite wherever they are invisible to some row.
-      visible: which row sees which column; broadcasts against the scores.
+      queries: R of them.
+      keys: C of them; anything finite or not where no query sees them.
+      values: of these keys; finite wherever they are invisible to some query.
+      visible: which query sees which key; broadcasts against the scores.
 
     Returns:
       (out, lse) in the accumulator's dtype: normalised outputs, and the natural log of the sum of exponentials.
-      A row that sees nothing is (0, -inf).
+      A query that sees nothing has (0, UNSEEN).
     """
-    return Softmax.empty(q.shape[:-1], v.shape[-1], accumulator(q.dtype)).fold(q, k, v, visible).finish()
+    softmax = RunningSoftmax.empty(queries.shape[:-1], values.shape[-1], accumulator(queries.dtype))
+    return softmax.fold(queries, keys, values, visible).average()
 
 
-def merge(
-    part: Callable[[Int[Array, ""]], Float[Array, "*X H"]], lses: Float[Array, "J *X"]
-) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
-    """Attention over a union of disjoint key sets from attention over each (paper, section 4: the combine step).
+# THE merge: attention over a union of disjoint key sets from attention over each (paper, section 4: the combine step).
+# Each part has a normalised output and a log-sum-exp; it counts with weight exp(lse) over the sum of these.
+
+
+_OVER_FIRST_AXIS = dict(highest=lambda x: jnp.max(x, axis=0), total=lambda x: jnp.sum(x, axis=0))
+
+
+def merge_weights(
+    lse: Float[Array, "*X"],
+    highest: Callable[[Float[Array, "*X"]], Float[Array, "*Y"]],
+    total: Callable[[Float[Array, "*X"]], Float[Array, "*Y"]],
+) -> tuple[Float[Array, "*X"], Float[Array, "*Y"], Float[Array, "*Y"]]:
+    """(weight of each part, their sum, lse of the union) from the parts' log-sum-exps.
+
+    A part that saw nothing has lse UNSEEN and weight 0; a union of only such parts has lse UNSEEN, and a sum of 1.
 
     Args:
-      part: reads the normalised output of part j. Parts are read one after the other, never all at once.
-      lses: their log-sum-exps; -inf marks a part that saw nothing, whose weight is 0 whatever its output holds.
+      lse: of the parts.
+      highest: the maximum over parts: along an axis, or over devices.
+      total: the sum over parts, likewise.
+    """
+    shift = jax.lax.stop_gradient(highest(lse))
+    shift = jnp.where(jnp.isneginf(shift), 0.0, shift)
+    weights = jnp.exp(lse - shift)
+    sum_of_weights = total(weights)
+    sees_any = sum_of_weights != 0.0
+    sum_of_weights = jnp.where(sees_any, sum_of_weights, 1.0)
+    return weights, sum_of_weights, jnp.where(sees_any, shift + jnp.log(sum_of_weights), UNSEEN)
+
+
+def weigh(
+    part: Float[Array, "*X H"], weight: Float[Array, "*X"], sum_of_weights: Float[Array, "*X"]
+) -> Float[Array, "*X H"]:
+    """A part's share of the union; one that saw nothing may hold anything, and 0 x NaN would be NaN (T38)."""
+    saw_nothing = (weight == 0.0)[..., None]
+    return jnp.where(saw_nothing, 0.0, part.astype(weight.dtype)) * (weight / sum_of_weights)[..., None]
+
+
+def merge_parts(
+    read_part: Callable[[Int[Array, ""]], Float[Array, "*X H"]], lses: Float[Array, "J *X"]
+) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
+    """The merge of J parts that are read one after the other, never all at once.
+
+    Args:
+      read_part: the normalised output of part j.
+      lses: log-sum-exps of the parts; UNSEEN marks one that saw nothing, whatever its output holds.
 
     Returns:
-      (out, lse) over the union; (0, -inf) where no part saw anything.
+      (out, lse) over the union; (0, UNSEEN) where no part saw anything.
     """
-    top = jax.lax.stop_gradient(jnp.max(lses, axis=0))
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weights = jnp.exp(lses - top)
-    total = jnp.sum(weights, axis=0)
-    seen = total != 0.0
-    safe = jnp.where(seen, total, 1.0)
+    weights, sum_of_weights, lse = merge_weights(lses, **_OVER_FIRST_AXIS)  # [J *X], [*X], [*X]
 
-    def add(out, xs):
-        j, weight = xs
-        unseen = (weight == 0.0)[..., None]
-        # 0 x NaN would be NaN (T38, T40).
-        return out + jnp.where(unseen, 0.0, part(j)) * (weight / safe)[..., None], None
+    def add_part(out, part_and_weight):
+        part, weight = part_and_weight
+        return out + weigh(read_part(part), weight, sum_of_weights), None
 
-    empty = jnp.zeros(jax.eval_shape(part, jnp.int32(0)).shape, lses.dtype)
-    out, _ = jax.lax.scan(add, empty, (jnp.arange(len(lses), dtype=jnp.int32), weights))
-    return out, jnp.where(seen, top + jnp.log(safe), -jnp.inf)
+    empty = jnp.zeros(jax.eval_shape(read_part, jnp.int32(0)).shape, lses.dtype)
+    out, _ = jax.lax.scan(add_part, empty, (jnp.arange(len(lses), dtype=jnp.int32), weights))
+    return out, lse
+
+
+def merge_two(
+    out: Float[Array, "*X H"], lse: Float[Array, "*X"], other_out: Float[Array, "*X H"], other_lse: Float[Array, "*X"]
+) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
+    """The merge of two parts; one that saw nothing changes no bit of the other."""
+    weights, sum_of_weights, merged_lse = merge_weights(jnp.stack([lse, other_lse]), **_OVER_FIRST_AXIS)  # [2 *X], [*X]
+    return weigh(out, weights[0], sum_of_weights) + weigh(other_out, weights[1], sum_of_weights), merged_lse
+
+
+def merge_over_devices(
+    out: Float[Array, "*X H"], lse: Float[Array, "*X"], mesh_axes: tuple[str, ...]
+) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
+    """The merge of one part a device, inside `shard_map`: (out, lse) over the keys of all devices, in out's dtype."""
+    over_devices = dict(highest=lambda x: jax.lax.pmax(x, mesh_axes), total=lambda x: jax.lax.psum(x, mesh_axes))
+    weight, sum_of_weights, merged_lse = merge_weights(lse, **over_devices)
+    return jax.lax.psum(weigh(out, weight, sum_of_weights), mesh_axes).astype(out.dtype), merged_lse

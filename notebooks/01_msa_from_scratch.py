@@ -37,7 +37,16 @@ from matplotlib.patches import Patch, Rectangle
 
 import m3jax
 from m3jax.assets import embedded_path
-from m3jax.msa import SCHEDULES, block_scores, dense_attention, index_topk, select_blocks, sparse_attention
+from m3jax.msa import (
+    SCHEDULES,
+    SelectionRules,
+    block_scores,
+    contiguous,
+    dense_attention,
+    index_topk,
+    select_blocks,
+    sparse_attention,
+)
 from m3jax.numerics import attend
 from m3jax.text import Tokenizer
 
@@ -160,7 +169,8 @@ print(f"the two heads differ for {differ[late].mean():.0%} of the tokens that dr
 
 # %% [markdown]
 # The package does the same, for a batch of rows (B = 1 here), with positions and lengths that say which token stands
-# where.
+# where. These functions are its definition of MSA, one file that can be read beside this notebook:
+# `m3jax/msa/definition.py`.
 
 # %%
 row = lambda x: jnp.asarray(x, jnp.float32)[None]
@@ -168,13 +178,14 @@ positions, lengths = jnp.arange(T)[None], jnp.array([T])
 
 # Compiled as one program each; the names in `static_argnames` are no data.
 score = jax.jit(block_scores, static_argnames="block_size")
-select = jax.jit(select_blocks, static_argnames=("block_size", "top_k"))
+select = jax.jit(select_blocks, static_argnames=("rules", "block_size"))
 topk = jax.jit(index_topk, static_argnames=("block_size", "top_k"))
-sparse = jax.jit(sparse_attention, static_argnames=("block_size", "schedule"))
+sparse = jax.jit(sparse_attention, static_argnames="block_size")
 
 ours = score(row(index_q), row(index_k), positions, lengths, block_size=P)
 np.testing.assert_allclose(ours[0], scores, rtol=1e-5, atol=1e-5)
-np.testing.assert_array_equal(select(ours, positions, lengths, block_size=P, top_k=J)[0], blocks)
+rules = SelectionRules(top_k=J)
+np.testing.assert_array_equal(select(ours, positions, lengths, rules, block_size=P)[0], blocks)
 fused = topk(row(index_q), row(index_k), positions, lengths, block_size=P, top_k=J)
 np.testing.assert_array_equal(fused[0], blocks)
 print("block_scores, select_blocks and index_topk: the same scores and the same blocks [B K T J]", fused.shape)
@@ -204,15 +215,18 @@ def attend_by_hand(q, k, v, blocks):
 
 expected = attend_by_hand(q, k, v, blocks)
 qkv = row(q), row(k), row(v)
-for schedule in SCHEDULES:
-    out = sparse(*qkv, fused, positions, lengths, block_size=P, schedule=schedule)
-    print(f"{schedule:15} differs from the one by hand by at most {np.abs(out[0] - expected).max():.1e}")
+out = sparse(*qkv, fused, positions, lengths, block_size=P)
+print(f"the definition  differs from the one by hand by at most {np.abs(out[0] - expected).max():.1e}")
+view = contiguous(row(k), row(v), P)  # a schedule reads keys and values by blocks, wherever they are
+for name, schedule in SCHEDULES.items():
+    out, lse = jax.jit(schedule)(row(q), view, fused, positions, lengths)
+    print(f"{name:15} differs from the one by hand by at most {np.abs(out[0] - expected).max():.1e}")
 
 # %% [markdown]
-# Three schedules, one definition. `mask` computes all T x S scores and hides most of them. `query_major` gathers the
-# blocks of each query. `kv_block_major` goes the other way round: it takes a block, and with it all queries that chose
-# it; each query's partial outputs are then **merged** by their log-sum-exp. The merge by hand, for the last query of
-# head 0:
+# One definition, three schedules. `mask` is the definition: it computes all T x S scores and hides most of them.
+# `query_major` gathers the blocks of each query. `kv_block_major` goes the other way round: it takes a block, and with
+# it all queries that chose it; each query's partial outputs are then **merged** by their log-sum-exp. The merge by
+# hand, for the last query of head 0:
 
 # %%
 parts = []
@@ -235,7 +249,7 @@ print(f"merged and whole differ by at most {np.abs(merged - expected[T - 1, 0]).
 # %%
 dense = jax.jit(dense_attention)(*qkv, positions, lengths)
 every = topk(row(index_q), row(index_k), positions, lengths, block_size=P, top_k=M)
-out = sparse(*qkv, every, positions, lengths, block_size=P, schedule="kv_block_major")
+out, _ = jax.jit(SCHEDULES["kv_block_major"])(row(q), view, every, positions, lengths)
 print(f"all {M} blocks against dense: {np.abs(out - dense).max():.1e}")
 
 distance = np.abs(expected - dense[0]).max(axis=(1, 2))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from m3jax.cache import Cache
 from m3jax.config import M3Config
 from m3jax.model import abstract
-from m3jax.model.params import num_bytes
+from m3jax.model.build import num_bytes
 
 
 def main() -> None:

@@ -19,16 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m3jax.cache.device import StackCache
-from m3jax.cache.storage import Places, Scales
-from m3jax.model.projections import Finish, Tensors
-from pallas_kernels.common import contiguous, paged
-from pallas_kernels.dense_causal import cudnn_causal
+from m3jax.cache import Places, Scales, StackCache
+from m3jax.model.attention import Projections
+from m3jax.ops import Heads
+from pallas_kernels.cudnn_causal import cudnn_causal
+from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.pages import contiguous, paged
 from pallas_kernels.shapes import DECODE, PREFILL, Shape
-from pallas_kernels.sparse_decode import dense_decode, sparse_decode
-from pallas_kernels.sparse_prefill import kv_block_major, query_union
+from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_prefill import sparse_prefill
 
 DRIFT = 0.999  # correlation of neighbouring index queries: neighbours then share nine of ten blocks
 COLD = 600 << 20  # bytes to rotate through, so that nothing is found in the cache
@@ -111,18 +112,20 @@ def bench_prefill(s: Shape, peak: float, dense: bool) -> None:
     index_q, index_k = drifting(s), normal(1, 1, s.context, s.width)
     q = normal(2, 1, s.queries, s.heads, s.width)
     k, v = (normal(i, 1, s.kv_heads, s.context, s.width) for i in (3, 4))
-    score = jax.jit(lambda q, k, *at: index_topk(q, contiguous(k, s.block_size), *at, top_k=s.top_k))
+    score = jax.jit(lambda q, k, *at: index_topk(
+        q, contiguous(k, s.block_size), *at, top_k=s.top_k, backend="triton"))  # fmt: skip
     index, _ = kernel_times(score, [(index_q, index_k, *at)], 4)
     line("index_topk", index, s.index_flops / peak, f"{s.index_flops / index / 1e6:.0f} TFLOP/s")
     near = score(index_q, index_k, *at)
     total = {}
     for label, blocks in (("near", near), ("random", uniform(s))):
-        for op in (query_union, kv_block_major):
-            attend = jax.jit(lambda q, k, v, *rest, op=op: op(
-                q, contiguous(k, s.block_size), contiguous(v, s.block_size), *rest)[0])  # fmt: skip
+        for schedule in ("query_union", "kv_block_major"):
+            attend = jax.jit(lambda q, k, v, *rest, schedule=schedule: sparse_prefill(
+                q, contiguous(k, s.block_size), contiguous(v, s.block_size), *rest,
+                schedule=schedule, backend="triton")[0])  # fmt: skip
             us, _ = kernel_times(attend, [(q, k, v, blocks, *at)], 3)
             useful = s.attention_flops / us / 1e6
-            line(f"{op.__name__}, {label}", us, s.attention_flops / peak, f"{useful:.0f} TFLOP/s of chosen blocks")
+            line(f"{schedule}, {label}", us, s.attention_flops / peak, f"{useful:.0f} TFLOP/s of chosen blocks")
             total[label] = min(us, total.get(label, np.inf))
     for label, us in total.items():
         print(f"  total, {label:27} {(index + us) / 1e3:9.3f} ms  {verdict(s, label, index + us, 'ms')}")
@@ -161,7 +164,9 @@ def bench_decode_index(s: Shape, at, bandwidth: float) -> dict[str, float]:
     times = {}
     for name, pool in (("bf16", index_k), ("e4m3", index_k.astype(jnp.float8_e4m3fn))):
         score = jax.jit(
-            lambda q, k, table, layer, *at: index_topk_decode(q, paged(k, table, layer), *at, top_k=s.top_k)
+            lambda q, k, table, layer, *at: index_topk_decode(
+                q, paged(k, table, layer), *at, top_k=s.top_k, backend="triton"
+            )
         )
         calls = [(index_q, pool, table, jnp.int32(i), *at) for i in range(layers)]
         us, _ = kernel_times(score, calls, 24)
@@ -177,7 +182,8 @@ def bench_decode_selected(s: Shape, at, index: dict[str, float], bandwidth: floa
     pages, rng, totals = min(s.batch * s.blocks, 8192), np.random.default_rng(0), []
     k, v = (normal(i, pages, s.kv_heads, s.block_size, s.width) for i in (3, 4))
     q = normal(5, s.batch, s.queries, s.heads, s.width)
-    attend = jax.jit(lambda q, k, v, table, *rest: sparse_decode(q, paged(k, table), paged(v, table), *rest)[0])
+    attend = jax.jit(lambda q, k, v, table, *rest: sparse_decode(
+        q, paged(k, table), paged(v, table), *rest, backend="triton")[0])  # fmt: skip
     for label in ("near", "random") if s.queries > 1 else ("any",):
         calls = []
         for _ in range(8):
@@ -198,7 +204,7 @@ def bench_decode_dense(s: Shape, at, near: float, bandwidth: float) -> None:
     k, v = (normal(i, s.batch * s.blocks, s.kv_heads, s.block_size, s.width) for i in (3, 4))
     q, table = normal(5, s.batch, s.queries, s.heads, s.width), shuffled(s.batch, s.blocks, seed=1)
     attend = jax.jit(lambda q, k, v, table, *at: dense_decode(
-        q, paged(k, table), paged(v, table), *at, kv_heads=s.kv_heads)[0])  # fmt: skip
+        q, paged(k, table), paged(v, table), *at, kv_heads=s.kv_heads, backend="triton")[0])  # fmt: skip
     us, _ = kernel_times(attend, [(q, k, v, table, *at)], 4)
     floor = s.dense_bytes / bandwidth
     line("dense_decode", us, floor, f"{us / near:.1f}x the time of near selections; its bytes alone {floor:.0f} us")
@@ -218,23 +224,25 @@ def chosen(s: Shape, rng, label: str):
 def bench_insert(batch: int, queries: int, bandwidth: float) -> None:
     """Norm, rotary embedding and write of a layer's tokens: the kernel, and what XLA makes of the model's code."""
     heads, kv, width, blocks = 64, 4, 128, 64
-    projected = Tensors(*(normal(i, batch, queries, *n, width, dtype=jnp.float32)
-                          for i, n in enumerate(((heads,), (kv,), (kv,), (kv,), ()))))  # fmt: skip
+    shapes = ((heads, width), (kv, width), (kv, width), (kv, width), (width,))
+    raw = Heads(*(normal(i, batch, queries, *shape, dtype=jnp.float32) for i, shape in enumerate(shapes)))
     at = jnp.broadcast_to(jnp.arange(100, 100 + queries, dtype=jnp.int32), (batch, queries))
     lengths = jnp.full((batch,), 100 + queries, jnp.int32)
     table = shuffled(batch, blocks)
     places = Places(table, jnp.take_along_axis(table, at // 128, axis=1), at % 128)
     pool = lambda seed, *n: normal(seed, 2, batch * blocks, *n, 128, width)
-    angles = (normal(i, batch, queries, 32, dtype=jnp.float32) for i in (20, 21))
-    finish = Finish(tuple(normal(9 + i, width) for i in range(4)), *angles, 1e-6, jnp.bfloat16, "triton")
+    cos, sin = (normal(seed, batch, queries, 32, dtype=jnp.float32) for seed in (20, 21))
+    q_norm, k_norm, index_q_norm, index_k_norm = (normal(seed, width) for seed in range(9, 13))
+    norms = Heads(q_norm, k_norm, None, index_q_norm, index_k_norm)
 
-    def kernel(cache, x, layer):
-        ready, cache = finish.insert(x, cache, layer, places, at, lengths)
-        return cache, ready
+    def kernel(pages, raw, layer):
+        options = dict(eps=1e-6, dtype=jnp.bfloat16, backend="triton")
+        queries, pages = pages.insert(layer, places, raw, norms, cos, sin, at, lengths, **options)
+        return pages, queries
 
-    def xla(cache, x, layer):
-        ready = finish(x)
-        return cache.write(layer, places, ready.k, ready.v, ready.index_k), (ready.q, ready.index_q)
+    def xla(pages, raw, layer):
+        ready = Projections(raw, norms, cos, sin, 1e-6, jnp.bfloat16).finish()
+        return pages.write(layer, places, ready.k, ready.v, ready.index_k), (ready.q, ready.index_q)
 
     print(f"insert {batch} x {queries:,}")
     floor = batch * queries * (heads + 3 * kv + 1) * width * 6 / bandwidth
@@ -248,7 +256,7 @@ def bench_insert(batch: int, queries: int, bandwidth: float) -> None:
             state, out = step(state, x, layer)
             return out
 
-        us, kernels = kernel_times(call, [(projected, jnp.int32(1))], 24)
+        us, kernels = kernel_times(call, [(raw, jnp.int32(1))], 24)
         line(name, us, floor, f"{len(kernels)} kernels")
 
 

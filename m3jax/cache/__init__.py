@@ -1,7 +1,9 @@
 """The paged key/value and index-key cache: pages on the device or in host memory, their owners on the host."""
 
 from m3jax.cache.allocator import OutOfPages, PageAllocator
-from m3jax.cache.device import Cache, StackCache
+from m3jax.cache.device import Cache
+from m3jax.cache.device_pages import StackCache
+from m3jax.cache.layer_pages import CallPages, LayerPages
 from m3jax.cache.offload.host import HostMemory
 from m3jax.cache.offload.pool import OffloadedStack
 from m3jax.cache.scales import measure_scales
@@ -9,7 +11,9 @@ from m3jax.cache.storage import Places, Scales
 
 __all__ = [
     "Cache",
+    "CallPages",
     "HostMemory",
+    "LayerPages",
     "OffloadedStack",
     "OutOfPages",
     "PageAllocator",

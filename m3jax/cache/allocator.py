@@ -57,12 +57,13 @@ class PageAllocator:
         self.num_pages = _count("num_pages", num_pages)
         self.page_size = _count("page_size", page_size)
         self._share = share
-        each = -(-self.num_pages // _count("stripes", stripes))
-        self._free = sorted(range(num_pages), key=lambda page: (page % each, page), reverse=True)
+        # A device has a run of neighbouring pages; free ones are taken from the list's end, one device after the other.
+        stripe_size = -(-self.num_pages // _count("stripes", stripes))
+        self._free = sorted(range(num_pages), key=lambda page: (page % stripe_size, page), reverse=True)
         self._users = [0] * num_pages
         self._prefix = PrefixIndex(page_size)
         self._sequences: dict[int, _Sequence] = {}
-        self._next = 0
+        self._next_handle = 0
         self._hit_tokens = self._missed_tokens = self._evictions = 0
 
     # The life of a request
@@ -109,18 +110,18 @@ class PageAllocator:
             a copy after `truncate`, and no more once it is released and added again.
           ValueError: an unknown handle, n below 0, or a request that would be longer than the pool.
         """
-        sequence = self._get(handle)
+        sequence = self._sequence(handle)
         end = sequence.length + _count("n", n, least=0)
         self._check_fits(end)
-        pages, at = sequence.pages, sequence.length // self.page_size
-        copy = n > 0 and at < len(pages) and not self._writable(pages[at])
-        new = self._take(max(0, self._blocks(end) - len(pages)) + copy)
+        pages, next_block = sequence.pages, sequence.length // self.page_size
+        needs_copy = n > 0 and next_block < len(pages) and not self._writable(pages[next_block])
+        new_pages = self._take(max(0, self._blocks(end) - len(pages)) + needs_copy)
         copies = []
-        if copy:
-            copies.append(Copy(pages[at], new.pop()))
-            self._drop(pages[at])
-            pages[at] = copies[0].target
-        pages += new
+        if needs_copy:
+            copies.append(Copy(pages[next_block], new_pages.pop()))
+            self._drop(pages[next_block])
+            pages[next_block] = copies[0].target
+        pages += new_pages
         return copies
 
     def commit(self, handle: int, tokens: Sequence[int] | np.ndarray) -> None:
@@ -133,15 +134,19 @@ class PageAllocator:
         Raises:
           ValueError: an unknown handle, or tokens that there is no room for.
         """
-        sequence, tokens = self._get(handle), _integers(tokens)
-        if len(tokens) > (room := self._room(sequence)):
+        sequence, tokens = self._sequence(handle), _integers(tokens)
+        # What may be written now: up to the end of the reserved pages, if the next one is the request's own.
+        next_block = sequence.length // self.page_size
+        room = len(sequence.pages) * self.page_size - sequence.length
+        if room and not self._writable(sequence.pages[next_block]):
+            room = 0
+        if len(tokens) > room:
             raise ValueError(
                 f"{len(tokens)} tokens committed to request {handle}, which has room for {room}: extend it before the "
                 "device writes"
             )
-        first_unfilled = sequence.length // self.page_size
         sequence.tokens += tokens
-        for block in range(first_unfilled, sequence.length // self.page_size):
+        for block in range(next_block, sequence.length // self.page_size):
             self._register(sequence, block)
 
     def fork(self, handle: int) -> int:
@@ -159,10 +164,12 @@ class PageAllocator:
         Raises:
           ValueError: an unknown handle, or a length outside 0 to the number of tokens committed.
         """
-        sequence = self._get(handle)
-        had = sequence.length
-        if not _is_integer(length) or not 0 <= length <= had:
-            raise ValueError(f"length = {length!r}: request {handle} has {had} tokens; truncate it to 0 to {had}")
+        sequence = self._sequence(handle)
+        if not _is_integer(length) or not 0 <= length <= sequence.length:
+            raise ValueError(
+                f"length = {length!r}: request {handle} has {sequence.length} tokens; truncate it to 0 to "
+                f"{sequence.length}"
+            )
         del sequence.tokens[length:]
         while len(sequence.pages) > self._blocks(length):
             self._drop(sequence.pages.pop())
@@ -205,18 +212,18 @@ class PageAllocator:
         Raises:
           ValueError: an unknown handle, or a width below the request's pages.
         """
-        pages = self._get(handle).pages
+        pages = self._sequence(handle).pages
         if not _is_integer(width) or width < len(pages):
             raise ValueError(f"width = {width!r}: request {handle} has {len(pages)} pages; give at least that many")
         return np.array(pages + [-1] * (width - len(pages)), np.int32)
 
     def tokens(self, handle: int) -> tuple[int, ...]:
         """The tokens that a request's pages hold."""
-        return tuple(self._get(handle).tokens)
+        return tuple(self._sequence(handle).tokens)
 
     def pages_of(self, handle: int) -> tuple[int, ...]:
         """The pages that hold a request's tokens, in order, without reserved ones."""
-        sequence = self._get(handle)
+        sequence = self._sequence(handle)
         return tuple(sequence.pages[: self._blocks(sequence.length)])
 
     @property
@@ -251,22 +258,24 @@ class PageAllocator:
         Raises:
           AssertionError: what is broken, with the page or the handle.
         """
-        sequences = (self._broken_sequence(handle, s) for handle, s in self._sequences.items())
-        broken = next(chain(self._broken_pages(), self._prefix.broken(self._users), *sequences), None)
-        if broken:
-            raise AssertionError(broken)
+        of_sequences = (self._broken_sequence(handle, sequence) for handle, sequence in self._sequences.items())
+        first = next(chain(self._broken_pages(), self._prefix.broken(self._users), *of_sequences), None)
+        if first:
+            raise AssertionError(first)
 
     # Pages
 
     def _open(self, pages: list[int], tokens: list[int]) -> int:
+        """A new request with these pages, which others may have too; its handle."""
         for page in pages:
             self._users[page] += 1
             self._prefix.use(page)
-        handle, self._next = self._next, self._next + 1
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._sequences[handle] = _Sequence(pages, tokens)
         return handle
 
     def _take(self, count: int) -> list[int]:
+        """Pages for one request, which may write into them; cached ones are evicted where too few are free."""
         if count > self.available:
             raise OutOfPages(
                 f"{count} pages are needed and {self.available} of {self.num_pages} are free or cached: release a "
@@ -280,6 +289,7 @@ class PageAllocator:
         return pages
 
     def _drop(self, page: int) -> None:
+        """A request gives a page back: a registered one stays cached when the last has left it."""
         self._users[page] -= 1
         if self._users[page]:
             return
@@ -289,6 +299,7 @@ class PageAllocator:
             self._free.append(page)
 
     def _register(self, sequence: _Sequence, block: int) -> None:
+        """Make a full page known, so that later requests find it."""
         if not self._share:
             return
         tokens = sequence.tokens[block * self.page_size : (block + 1) * self.page_size]
@@ -298,19 +309,16 @@ class PageAllocator:
             self._free.append(replaced)
 
     def _writable(self, page: int) -> bool:
+        """Whether one request has the page, and no later one can find it."""
         return self._users[page] == 1 and page not in self._prefix.nodes
 
-    def _room(self, sequence: _Sequence) -> int:
-        """Tokens that may be written now."""
-        room = len(sequence.pages) * self.page_size - sequence.length
-        return room if room and self._writable(sequence.pages[sequence.length // self.page_size]) else 0
-
     def _blocks(self, length: int) -> int:
+        """Pages that so many tokens fill or begin."""
         return -(-length // self.page_size)
 
     # Errors
 
-    def _get(self, handle: int) -> _Sequence:
+    def _sequence(self, handle: int) -> _Sequence:
         if handle not in self._sequences:
             raise ValueError(f"no request {handle!r}: use a handle that add or fork returned and that is not released")
         return self._sequences[handle]
@@ -325,19 +333,19 @@ class PageAllocator:
     # Invariants
 
     def _broken_pages(self) -> Iterator[str]:
-        users = Counter(page for s in self._sequences.values() for page in s.pages)
-        nodes, unused, free = self._prefix.nodes, self._prefix.unused, Counter(self._free)
+        users = Counter(page for sequence in self._sequences.values() for page in sequence.pages)
+        nodes, unused, times_free = self._prefix.nodes, self._prefix.unused, Counter(self._free)
         for page, counted in enumerate(self._users):
-            found, cached = users[page], int(page in unused)
+            found, is_cached = users[page], int(page in unused)
             if counted != found:
                 yield f"page {page} counts {counted} users and has {found}"
-            if free[page] + cached + (found > 0) != 1:
-                yield f"page {page} is {free[page]} times free, {cached} cached, {found} used"
-            if free[page] and page in nodes:
+            if times_free[page] + is_cached + (found > 0) != 1:
+                yield f"page {page} is {times_free[page]} times free, {is_cached} cached, {found} used"
+            if times_free[page] and page in nodes:
                 yield f"page {page} is free and registered"
-            if cached and page not in nodes:
+            if is_cached and page not in nodes:
                 yield f"page {page} is cached and not registered"
-        if stray := {*users, *free, *nodes} - set(range(self.num_pages)):
+        if stray := {*users, *times_free, *nodes} - set(range(self.num_pages)):
             yield f"pages {sorted(stray)} are not in the pool"
 
     def _broken_sequence(self, handle: int, sequence: _Sequence) -> Iterator[str]:
@@ -349,13 +357,13 @@ class PageAllocator:
         for page in pages[written:]:
             if not self._writable(page):
                 yield f"page {page}, reserved by request {handle}, is shared or registered"
-        for block, (before, page) in enumerate(zip([-1, *pages], pages[:written], strict=False)):
+        for block, (previous, page) in enumerate(zip([-1, *pages], pages[:written], strict=False)):
             node = self._prefix.nodes.get(page)
-            held = tuple(sequence.tokens[block * size : (block + 1) * size])
-            if node and node.tokens[: len(held)] != held:
+            block_tokens = tuple(sequence.tokens[block * size : (block + 1) * size])
+            if node and node.tokens[: len(block_tokens)] != block_tokens:
                 yield f"page {page} is registered with tokens of another request"
-            if node and node.parent.page != before:
-                yield f"page {page} follows {before} in request {handle} only"
+            if node and node.parent.page != previous:
+                yield f"page {page} follows {previous} in request {handle} only"
 
 
 def _is_integer(value: object) -> bool:

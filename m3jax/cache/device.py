@@ -1,4 +1,4 @@
-"""The device side of the cache: pages of keys, values and index keys, and the table that finds them."""
+"""The device side of the cache: the pages of all stacks of layers, and the table that finds them."""
 
 import math
 
@@ -6,94 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Int
 
-from m3jax.cache.offload.pool import HostPages, OffloadedStack, Slots
-from m3jax.cache.storage import DTYPES, FLOAT8, Places, Scales, stored, unit_scales
+from m3jax.cache.device_pages import INDEX_AXES, KV_AXES, StackCache
+from m3jax.cache.offload.pool import OffloadedStack, Slots
+from m3jax.cache.storage import DTYPES, HostPages, Places, Scales, unit_scales
 from m3jax.config import M3Config
-from m3jax.msa.views import Paged, PagedIndex
 from m3jax.parallel import PAGE_AXES, sharding
-
-KV_AXES = ("layers", "pages", "kv_heads", None, None)
-INDEX_AXES = ("layers", "pages", None, None)
-
-
-@struct.dataclass
-class StackCache:
-    """The pages of one stack of layers; `index_k` is None where attention is dense."""
-
-    k: Num[Array, "L X K P H"]
-    v: Num[Array, "L X K P H"]
-    index_k: Num[Array, "L X P I"] | None
-    scales: Scales
-
-    @property
-    def num_pages(self) -> int:
-        """X, the pages held here."""
-        return self.k.shape[1]
-
-    @property
-    def page_size(self) -> int:
-        """P, tokens of a page."""
-        return self.k.shape[3]
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of pages that one token takes."""
-        arrays = (x for x in (self.k, self.v, self.index_k) if x is not None)
-        return sum(x.nbytes for x in arrays) / (self.num_pages * self.page_size)
-
-    def write(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        index_k: Float[Array, "B T I"] | None,
-    ) -> "StackCache":
-        """Put new tokens in their places; a token whose page is not held is dropped."""
-        held = (places.page >= 0) & (places.page < self.num_pages)
-        page, offset = jnp.where(held, places.page, self.num_pages), places.offset
-        scale = lambda x: x[layer][:, None]
-        put = lambda x, new, s: x.at[layer, page, :, offset].set(stored(new, x.dtype, scale(s)), mode="drop")
-        out = self.replace(k=put(self.k, k, self.scales.k), v=put(self.v, v, self.scales.v))
-        if index_k is None:
-            return out
-        new = stored(index_k, self.index_k.dtype, self.scales.index_k[layer])
-        return out.replace(index_k=self.index_k.at[layer, page, offset].set(new, mode="drop"))
-
-    def view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> Paged:
-        """One layer's keys and values, read in `dtype`."""
-        small = self.k.dtype == FLOAT8
-        scales = (self.scales.k[layer], self.scales.v[layer]) if small else None
-        return Paged(self.k, self.v, scales, layer, places.table, dtype)
-
-    def index_view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> PagedIndex:
-        """One layer's index keys, read in `dtype`."""
-        scale = self.scales.index_k[layer] if self.index_k.dtype == FLOAT8 else None
-        return PagedIndex(self.index_k, scale, layer, places.table, dtype)
-
-    def copy_pages(self, source: Int[Array, " C"], target: Int[Array, " C"]) -> "StackCache":
-        """Copy whole pages, all layers; a target outside the pool is dropped."""
-        target = jnp.where(target >= 0, target, self.num_pages)
-        return self._each(lambda x: x.at[:, target].set(x[:, source], mode="drop"))
-
-    def read_pages(self, pages: Int[Array, " C"]) -> tuple[Array, Array, Array | None]:
-        """The contents of pages: k, v [L C K P H] and index keys [L C P I]."""
-        read = lambda x: None if x is None else x[:, pages]
-        return read(self.k), read(self.v), read(self.index_k)
-
-    def write_pages(self, pages: Int[Array, " C"], contents: tuple[Array, Array, Array | None]) -> "StackCache":
-        """Put back what `read_pages` gave."""
-        pages = jnp.where(pages >= 0, pages, self.num_pages)
-        put = lambda x, new: None if x is None else x.at[:, pages].set(new, mode="drop")
-        k, v, index_k = contents
-        return self.replace(k=put(self.k, k), v=put(self.v, v), index_k=put(self.index_k, index_k))
-
-    def _each(self, fn) -> "StackCache":
-        index_k = None if self.index_k is None else fn(self.index_k)
-        return self.replace(k=fn(self.k), v=fn(self.v), index_k=index_k)
 
 
 @struct.dataclass
@@ -171,27 +90,36 @@ class Cache:
         Raises:
           ValueError: a count below 1, or a dtype that a cache cannot have.
         """
-        _check_pool(pages, batch, blocks, kv_dtype or dtype, index_dtype or dtype)
-        pages = _round_up(pages, page_shards(mesh))
-        zeros = lambda shape, axes, kind: jnp.zeros(shape, kind, device=sharding(shape, axes, mesh))
-        given = scales or tuple(unit_scales(config))
-        size, heads = config.index_block_size, config.num_key_value_heads
+        if min(pages, batch, blocks) < 1:
+            raise ValueError(f"pages = {pages}, batch = {batch}, blocks = {blocks}: each must be at least 1")
+        kv_dtype, index_dtype = kv_dtype or dtype, index_dtype or dtype
+        for stored_dtype in (kv_dtype, index_dtype):
+            if str(stored_dtype) not in DTYPES:
+                raise ValueError(f"a cache cannot hold {stored_dtype}: choose one of {', '.join(DTYPES)}")
+        shards = page_shards(mesh)
+        pages = -(-pages // shards) * shards
+        page_size, heads = config.index_block_size, config.num_key_value_heads
 
-        def stack(s, scale):
-            index = (s.num_layers, pages, size, config.index_head_dim)
-            keys = zeros(index, INDEX_AXES, index_dtype or dtype) if s.is_sparse else None
+        def zeros(shape, axes, dtype):
+            return jnp.zeros(shape, dtype, device=sharding(shape, axes, mesh))
+
+        def place_scale(scale):
             # Copied: a cache is donated from call to call, the caller's scales are not.
-            place = lambda x: jax.device_put(jnp.copy(x), sharding(x.shape, ("layers", "kv_heads")[: x.ndim], mesh))
-            scale = jax.tree.map(place, scale)
-            if device_pages is not None and s.is_sparse:
-                return _offloaded(s.num_layers, config, keys, scale, device_pages, kv_dtype or dtype)
-            kv = (s.num_layers, pages, heads, size, config.head_dim)
-            k, v = (zeros(kv, KV_AXES, kv_dtype or dtype) for _ in "kv")
-            return StackCache(k, v, keys, scale)
+            return jax.device_put(jnp.copy(scale), sharding(scale.shape, ("layers", "kv_heads")[: scale.ndim], mesh))
 
-        stacks = tuple(stack(s, g) for s, g in zip(config.stacks, given, strict=True))
+        stacks = []
+        for stack, scale in zip(config.stacks, scales or tuple(unit_scales(config)), strict=True):
+            index_k, layers = None, stack.num_layers
+            if stack.is_sparse:
+                index_k = zeros((layers, pages, page_size, config.index_head_dim), INDEX_AXES, index_dtype)
+            scale = jax.tree.map(place_scale, scale)
+            if device_pages is not None and stack.is_sparse:
+                stacks.append(_offloaded(layers, config, index_k, scale, device_pages, kv_dtype))
+                continue
+            shape = (layers, pages, heads, page_size, config.head_dim)
+            stacks.append(StackCache(zeros(shape, KV_AXES, kv_dtype), zeros(shape, KV_AXES, kv_dtype), index_k, scale))
         table = jnp.full((batch, blocks), -1, jnp.int32, device=sharding((batch, blocks), (None, None), mesh))
-        return cls(stacks, table)
+        return cls(tuple(stacks), table)
 
     @property
     def max_length(self) -> int:
@@ -220,11 +148,11 @@ class Cache:
 
     def places(self, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Places:
         """Where the tokens of a call go; padding goes nowhere."""
-        real = (positions >= 0) & (positions < lengths[:, None])
+        is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
         block = jnp.clip(positions // self.page_size, 0, self.table.shape[1] - 1)
-        page = jnp.take_along_axis(self.table, block, axis=1)
-        inside = real & (positions < self.max_length)
-        return Places(self.table, jnp.where(inside, page, -1), positions % self.page_size)
+        page = jnp.take_along_axis(self.table, block, axis=1)  # [B T]
+        fits = is_token & (positions < self.max_length)
+        return Places(self.table, jnp.where(fits, page, -1), positions % self.page_size)
 
     def copy_pages(self, source: Int[Array, " C"], target: Int[Array, " C"]) -> "Cache":
         """Copy whole pages, all layers; a target outside the pool is dropped."""
@@ -240,14 +168,19 @@ class Cache:
         return self.replace(stacks=tuple(s.write_pages(pages, content) for s, content in pairs))
 
 
-def _offloaded(layers: int, config: M3Config, index_k: Array, scales: Scales, device_pages: int, dtype: str):
+def _offloaded(
+    layers: int, config: M3Config, index_k: Array, scales: Scales, device_pages: int, dtype: str
+) -> OffloadedStack:
     """The device's side of a stack whose keys and values are in host memory; nothing is here yet."""
     heads = config.num_key_value_heads
-    slots = device_pages * heads
-    k, v = (jnp.zeros((layers, slots, config.index_block_size, config.head_dim), dtype) for _ in "kv")
-    zeros = lambda: jnp.zeros(layers, jnp.int32)
-    places = Slots.empty(layers, index_k.shape[1] * heads, slots)
-    stack = OffloadedStack(k, v, index_k, scales, places, jnp.int32(0), zeros(), zeros(), zeros())
+    num_slots = device_pages * heads
+    shape = (layers, num_slots, config.index_block_size, config.head_dim)
+    slots = Slots.empty(layers, index_k.shape[1] * heads, num_slots)
+    # An array for each counter: two names for one cannot both be donated.
+    hits, misses, moved = (jnp.zeros(layers, jnp.int32) for _ in range(3))
+    stack = OffloadedStack(
+        jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), index_k, scales, slots, jnp.int32(0), hits, misses, moved
+    )
     # Committed, as what a call returns is: else the second call of each program would compile it again.
     return jax.device_put(stack, index_k.sharding)
 
@@ -255,15 +188,3 @@ def _offloaded(layers: int, config: M3Config, index_k: Array, scales: Scales, de
 def page_shards(mesh: Mesh | None) -> int:
     """How many devices divide the pages."""
     return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in PAGE_AXES)
-
-
-def _check_pool(pages: int, batch: int, blocks: int, *dtypes: str) -> None:
-    if min(pages, batch, blocks) < 1:
-        raise ValueError(f"pages = {pages}, batch = {batch}, blocks = {blocks}: each must be at least 1")
-    for dtype in dtypes:
-        if str(dtype) not in DTYPES:
-            raise ValueError(f"a cache cannot hold {dtype}: choose one of {', '.join(DTYPES)}")
-
-
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

@@ -14,7 +14,9 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from m3jax.cache.device import Cache, Places, StackCache
+from m3jax.cache.device import Cache
+from m3jax.cache.device_pages import StackCache
+from m3jax.cache.storage import Places
 from m3jax.config import M3Config
 from m3jax.msa.views import Paged
 from m3jax.parallel import sharding
@@ -29,6 +31,11 @@ class AfterFirst:
     block_size = 1
 
     @property
+    def device_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which devices divide the pages."""
+        return self.pages.device_axes
+
+    @property
     def num_blocks(self) -> int:
         """S, slots of a row."""
         return self.pages.num_blocks * self.pages.block_size
@@ -38,26 +45,39 @@ class AfterFirst:
         """K, the number of KV heads."""
         return self.pages.num_heads
 
+    @property
+    def width(self) -> int:
+        """H, numbers of a head."""
+        return self.pages.width
+
     def blocks(self, rows, heads, ids):
         """Read single tokens as `[... 1 H]`."""
-        size = self.pages.block_size
-        pick = lambda x: jnp.take_along_axis(x, jnp.broadcast_to(ids % size, x.shape[:-2])[..., None, None], axis=-2)
-        return tuple(pick(x) for x in self.pages.blocks(rows, heads, ids // size))
+        page_size = self.pages.block_size
+
+        def pick_token(page):  # [... P H] -> [... 1 H]
+            offset = jnp.broadcast_to(ids % page_size, page.shape[:-2])[..., None, None]
+            return jnp.take_along_axis(page, offset, axis=-2)
+
+        k, v = self.pages.blocks(rows, heads, ids // page_size)
+        return pick_token(k), pick_token(v)
 
     def run(self, first, count):
         """Read the tokens `first` to `first + count` of every row and head."""
-        size, total = self.pages.block_size, self.pages.num_blocks
+        page_size, num_pages = self.pages.block_size, self.pages.num_blocks
         # A run that is no whole number of pages can begin within one.
-        pages = min(total, -(-count // size) + (count % size > 0))
-        begin = jnp.minimum(first // size, total - pages)
-        read = self.pages.run(begin, pages)
-        return tuple(jax.lax.dynamic_slice_in_dim(x, first - begin * size, count, axis=2) for x in read)
+        pages_read = min(num_pages, -(-count // page_size) + (count % page_size > 0))
+        first_page = jnp.minimum(first // page_size, num_pages - pages_read)
+        offset = first - first_page * page_size
+        k, v = (
+            jax.lax.dynamic_slice_in_dim(x, offset, count, axis=2) for x in self.pages.run(first_page, pages_read)
+        )  # [B K count H] each
+        return k, v
 
     def present(self, first, count):
         """Tokens of pages that are held here, but for the first of the row."""
         slots = first + jnp.arange(count, dtype=jnp.int32)
-        held = self.pages.present(0, self.pages.num_blocks)
-        return held[:, slots // self.pages.block_size] & (slots > 0)
+        is_held = self.pages.present(0, self.pages.num_blocks)  # [B pages]
+        return is_held[:, slots // self.pages.block_size] & (slots > 0)
 
 
 @struct.dataclass
@@ -91,14 +111,14 @@ class DraftedCache(Cache):
         stack = Cache.pool(layer, pages, 1, 1, dtype, mesh).stacks[0]
         shape = (pages, layer.hidden_size)
         edges = jnp.zeros(shape, dtype, device=sharding(shape, ("pages", None), mesh))
-        own = {name: getattr(cache, name) for name in cache.__dataclass_fields__}
-        return cls(**own, draft=DraftPages(stack.k, stack.v, None, stack.scales), edges=edges)
+        target_fields = {name: getattr(cache, name) for name in cache.__dataclass_fields__}
+        return cls(**target_fields, draft=DraftPages(stack.k, stack.v, None, stack.scales), edges=edges)
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes of pages that one token takes, the draft's too."""
-        own = self.draft.k.nbytes + self.draft.v.nbytes + self.edges.nbytes
-        return super().bytes_per_token + own / (self.num_pages * self.page_size)
+        draft_bytes = self.draft.k.nbytes + self.draft.v.nbytes + self.edges.nbytes
+        return super().bytes_per_token + draft_bytes / (self.num_pages * self.page_size)
 
     def edge(self, slots: Int[Array, " B"]) -> Float[Array, "B D"]:
         """The feature of the last token of the page before the one of each row's slot."""
@@ -108,26 +128,24 @@ class DraftedCache(Cache):
 
     def with_edges(self, features: Float[Array, "B T D"], places: Places) -> "DraftedCache":
         """Keep the features of those tokens that are the last ones of their pages."""
-        last = (places.offset == self.page_size - 1) & (places.page >= 0)
-        page = jnp.where(last, places.page, self.num_pages)
+        is_last = (places.offset == self.page_size - 1) & (places.page >= 0)
+        page = jnp.where(is_last, places.page, self.num_pages)
         return self.replace(edges=self.edges.at[page].set(features.astype(self.edges.dtype), mode="drop"))
 
     def copy_pages(self, source: Int[Array, " C"], target: Int[Array, " C"]) -> "DraftedCache":
-        """Copy whole pages, all layers; a target outside the pool is dropped."""
-        at = jnp.where(target >= 0, target, self.num_pages)
-        copy = lambda x: x.at[:, at].set(x[:, source], mode="drop")
-        draft = self.draft.replace(k=copy(self.draft.k), v=copy(self.draft.v))
-        edges = self.edges.at[at].set(self.edges[source], mode="drop")
-        return super().copy_pages(source, target).replace(draft=draft, edges=edges)
+        """Copy whole pages, all layers, the draft's too; a target outside the pool is dropped."""
+        target_edges = jnp.where(target >= 0, target, self.num_pages)
+        edges = self.edges.at[target_edges].set(self.edges[source], mode="drop")
+        return super().copy_pages(source, target).replace(draft=self.draft.copy_pages(source, target), edges=edges)
 
     def read_pages(self, pages: Int[Array, " C"]) -> tuple[Any, tuple[Array, Array, Array]]:
         """The contents of pages: the target's, and the draft's k, v [1 C K P H] and edges [C D]."""
-        return super().read_pages(pages), (self.draft.k[:, pages], self.draft.v[:, pages], self.edges[pages])
+        k, v, _ = self.draft.read_pages(pages)
+        return super().read_pages(pages), (k, v, self.edges[pages])
 
     def write_pages(self, pages: Int[Array, " C"], contents: tuple[Any, tuple[Array, Array, Array]]) -> "DraftedCache":
-        """Put back what `read_pages` gave."""
-        target, (k, v, edges) = contents
-        at = jnp.where(pages >= 0, pages, self.num_pages)
-        put = lambda x, new: x.at[:, at].set(new, mode="drop")
-        draft = self.draft.replace(k=put(self.draft.k, k), v=put(self.draft.v, v))
-        return super().write_pages(pages, target).replace(draft=draft, edges=self.edges.at[at].set(edges, mode="drop"))
+        """Put back what `read_pages` gave; a page below 0 is dropped."""
+        target_contents, (k, v, edges) = contents
+        edges = self.edges.at[jnp.where(pages >= 0, pages, self.num_pages)].set(edges, mode="drop")
+        draft = self.draft.write_pages(pages, (k, v, None))
+        return super().write_pages(pages, target_contents).replace(draft=draft, edges=edges)

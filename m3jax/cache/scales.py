@@ -1,17 +1,29 @@
 """Scales for a float8 cache, measured on text."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, PyTree
 
-from m3jax.cache.storage import Scales
+from m3jax.cache.storage import FLOAT8, Scales
 
-_TOP = float(jnp.finfo(jnp.float8_e4m3fn).max)
+_LARGEST = float(jnp.finfo(FLOAT8).max)
 
 
-def measure_scales(model: Any, tokens: Int[Array, "B T"], headroom: float = 2.0) -> tuple[Scales, ...]:
+@runtime_checkable
+class ProbedModel(Protocol):
+    """A model that shows what its layers compute (`M3`)."""
+
+    def trunk(
+        self, tokens: Int[Array, "B T"], *, probe: Callable[..., PyTree[Array]]
+    ) -> tuple[Float[Array, "B T D"], None, list[PyTree[Array]]]:
+        """The residual stream, no cache, and what `probe` kept of each stack of layers; see `M3.trunk`."""
+        ...
+
+
+def measure_scales(model: ProbedModel, tokens: Int[Array, "B T"], headroom: float = 2.0) -> tuple[Scales, ...]:
     """Scales under which the largest key, value and index key of some text fit float8_e4m3fn.
 
     Float8 keeps three bits of a number wherever it lies between 2**-6 and 448, so what a scale is for is the range:
@@ -31,24 +43,25 @@ def measure_scales(model: Any, tokens: Int[Array, "B T"], headroom: float = 2.0)
     """
     if headroom < 1:
         raise ValueError(f"headroom = {headroom}: must be at least 1")
-    found = [_stack_scales(*peaks, headroom) for peaks in _peaks(model, tokens)]
-    if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found)):
+    fit = lambda largest: jnp.where(largest > 0, headroom * largest / _LARGEST, 1.0)
+    scales = []
+    for largest_k, largest_v, largest_index_k in _largest_values(model, tokens):
+        scales.append(Scales(fit(largest_k), fit(largest_v), fit(largest_index_k)))
+    if not all(bool(jnp.isfinite(scale).all()) for scale in jax.tree.leaves(scales)):
         raise ValueError("the model's keys or values are not finite on these tokens: check the checkpoint")
-    return tuple(found)
+    return tuple(scales)
 
 
 @jax.jit
-def _peaks(model, tokens):
+def _largest_values(
+    model: ProbedModel, tokens: Int[Array, "B T"]
+) -> list[tuple[Float[Array, "_ K"], Float[Array, "_ K"], Float[Array, "_"]]]:
     """Per stack: the largest |k| and |v| of each layer and head [L K], and |index_k| of each layer [L]."""
 
     def probe(values, context):
-        peak = lambda name, axes: jnp.max(jnp.abs(values[name].astype(jnp.float32)), axis=axes)
-        index = peak("index_k", (0, 1, 2)) if "index_k" in values else jnp.float32(0)
-        return peak("k", (0, 1, 3)), peak("v", (0, 1, 3)), index
+        largest = lambda name, axes: jnp.max(jnp.abs(values[name].astype(jnp.float32)), axis=axes)
+        k, v = largest("k", (0, 1, 3)), largest("v", (0, 1, 3))  # [B T K H] -> [K]
+        index_k = largest("index_k", (0, 1, 2)) if "index_k" in values else jnp.float32(0)  # [B T I] -> []
+        return k, v, index_k
 
     return model.trunk(tokens, probe=probe)[2]
-
-
-def _stack_scales(k, v, index_k, headroom):
-    scale = lambda peak: jnp.where(peak > 0, headroom * peak / _TOP, 1.0)
-    return Scales(scale(k), scale(v), scale(index_k))

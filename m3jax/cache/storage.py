@@ -1,7 +1,8 @@
 """What every kind of cache shares: where tokens go, scales, storage types."""
 
-from typing import NamedTuple
+from typing import Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
@@ -13,12 +14,43 @@ FLOAT8 = "float8_e4m3fn"
 DTYPES = ("bfloat16", "float16", "float32", "float64", FLOAT8)
 
 
-class Places(NamedTuple):
-    """Where a call's tokens go and where their rows' past lies; pages outside [0, pages) are not held."""
+@runtime_checkable
+class HostPages(Protocol):
+    """The virtual pages of a stack of layers in host memory."""
+
+    def read(self, layer: Int[Array, ""], pages: Int[Array, " F"]) -> Num[Array, "F 2 P H"]:
+        """Keys and values of some virtual pages, on the device; called within a jitted function."""
+        ...
+
+
+@struct.dataclass
+class Places:
+    """Where a call's tokens go, and where their rows' past lies.
+
+    Attributes:
+      table: the page of each block of each row; one outside [0, pages) is no page, or lies on another device.
+      page: that each token is written to; one outside [0, pages) for a token that is not written here.
+      offset: of the token in its page.
+      host: where the stack that runs has keys and values in host memory, its pages there.
+      device_axes: inside `shard_map`, the mesh axes over which devices divide the pages; () where this one has all.
+    """
 
     table: Int[Array, "B M"]
     page: Int[Array, "B T"]
     offset: Int[Array, "B T"]
+    host: HostPages | None = None
+    device_axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
+
+    @classmethod
+    def nowhere(cls, positions: Int[Array, "B T"]) -> "Places":
+        """Of a call without a cache: its tokens go into no page, and its rows have no past."""
+        no_page = jnp.full(positions.shape, -1, jnp.int32)
+        return cls(jnp.zeros((positions.shape[0], 0), jnp.int32), no_page, no_page)
+
+    def on_this_device(self, device_axes: tuple[str, ...], num_pages: int) -> "Places":
+        """Inside `shard_map`: page ids as this device counts its own `num_pages`; those of the others are outside."""
+        first_page = jax.lax.axis_index(device_axes) * num_pages
+        return self.replace(table=self.table - first_page, page=self.page - first_page, device_axes=device_axes)
 
 
 @struct.dataclass
@@ -30,16 +62,22 @@ class Scales:
     index_k: Float[Array, " L"]
 
 
+def held_page(places: Places, num_pages: int) -> Int[Array, "B T"]:
+    """The page that each token is written to; `num_pages`, which is outside and dropped, where it is not held here."""
+    is_held = (places.page >= 0) & (places.page < num_pages)
+    return jnp.where(is_held, places.page, num_pages)
+
+
 def stored(x: Float[Array, "..."], dtype: DTypeLike, scale: Float[Array, "..."]) -> Num[Array, "..."]:
     """New numbers as they are stored; float8 is scaled and kept from overflowing into NaN."""
     if dtype != FLOAT8:
         return x.astype(dtype)
-    top = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(scale.dtype) / scale, -top, top).astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(scale.dtype) / scale, -largest, largest).astype(dtype)
 
 
 def unit_scales(config: M3Config) -> list[Scales]:
-    """Scales that change nothing."""
+    """Scales that change nothing, one for each stack of layers."""
     heads = config.num_key_value_heads
     ones = lambda *shape: jnp.ones(shape, jnp.float32)
     return [Scales(ones(s.num_layers, heads), ones(s.num_layers, heads), ones(s.num_layers)) for s in config.stacks]

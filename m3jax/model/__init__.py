@@ -1,6 +1,6 @@
 """The Flax model: functional NNX modules that hold parameters and nothing else."""
 
+from m3jax.model.build import abstract, init, logical_axes, shardings
 from m3jax.model.m3 import M3
-from m3jax.model.params import abstract, init, logical_axes, shardings
 
 __all__ = ["M3", "abstract", "init", "logical_axes", "shardings"]

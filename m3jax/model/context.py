@@ -1,47 +1,61 @@
 """What every layer of one call shares."""
 
-import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from m3jax.cache import Cache, Places
-from m3jax.cache.offload.pool import HostPages
 from m3jax.config import M3Config
-from m3jax.model.layers import rope_table
+from m3jax.msa import SelectionRules
 
 
 @struct.dataclass
 class Context:
-    """Positions, lengths and rotary tables of one call."""
+    """Positions, rotary tables and places of one call, and how it is to be computed.
+
+    Attributes:
+      positions: absolute position of each token; < 0 or >= lengths marks padding.
+      lengths: valid tokens of each row after this call.
+      cos: cosines of each token's angles.
+      sin: sines.
+      places: where the tokens go in the cache; nowhere in a call without one.
+      rules: of selection.
+      schedule: "auto", or one of `m3jax.msa.SCHEDULES`.
+      backend: one of `m3jax.ops.BACKENDS`.
+      dense: whether sparse layers attend to every block, as in the dense warm-up of training.
+      expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
+      mesh: where the model lies.
+      has_cache: whether there is one; on a mesh its pages are divided over devices.
+    """
 
     positions: Int[Array, "B T"]
     lengths: Int[Array, " B"]
     cos: Float[Array, "B T R"]
     sin: Float[Array, "B T R"]
-    places: Places | None
-    host: HostPages | None
-    schedule: str = struct.field(pytree_node=False)
-    mesh: Mesh | None = struct.field(pytree_node=False)
-    backend: str = struct.field(pytree_node=False)
+    places: Places
+    rules: SelectionRules = struct.field(pytree_node=False)
+    schedule: str = struct.field(pytree_node=False, default="auto")
+    backend: str = struct.field(pytree_node=False, default="auto")
+    dense: bool = struct.field(pytree_node=False, default=False)
+    expert_path: str = struct.field(pytree_node=False, default="auto")
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    has_cache: bool = struct.field(pytree_node=False, default=False)
 
-    @classmethod
-    def make(
-        cls,
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        cache: Cache | None,
-        config: M3Config,
-        dtype: jnp.dtype,
-        schedule: str,
-        mesh: Mesh | None,
-        backend: str = "auto",
-    ) -> "Context":
-        """Compute the rotary tables, and where tokens go in the cache, once for all layers."""
-        cos, sin = rope_table(positions, config.rotary_dim, config.rope_theta, dtype)
-        places = None if cache is None else cache.places(positions, lengths)
-        return cls(positions, lengths, cos, sin, places, None, schedule, mesh, backend)
+    @property
+    def is_divided(self) -> bool:
+        """Whether several devices hold the pages."""
+        return self.has_cache and self.mesh is not None and self.mesh.size > 1
 
-    def of_stack(self, i: int, cache: Cache | None) -> "Context":
-        """With the host memory of stack i, where its keys and values are offloaded."""
-        return self if cache is None or cache.host is None else self.replace(host=cache.host[i])
+    def of_stack(self, index: int, cache: Cache | None) -> "Context":
+        """With the host memory of one stack of layers, where its keys and values are offloaded."""
+        if cache is None or cache.host is None:
+            return self
+        return self.replace(places=self.places.replace(host=cache.host[index]))
+
+
+def selection_rules(config: M3Config) -> SelectionRules:
+    """The model's rules of selection."""
+    return SelectionRules(
+        top_k=config.index_topk_blocks, local_blocks=config.index_local_blocks, init_blocks=config.index_init_blocks,
+        score=config.index_score_type,
+    )  # fmt: skip

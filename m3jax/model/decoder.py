@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, PyTree
 
-from m3jax.cache import OffloadedStack, StackCache
+from m3jax.cache import LayerPages
 from m3jax.config import M3Config, Stack
 from m3jax.model.attention import Attention
 from m3jax.model.context import Context
 from m3jax.model.layers import MLP, gemma_norm
+from m3jax.model.make import Make
 from m3jax.model.moe import Experts, MoE
-from m3jax.model.params import Make
 
 # Maps the named values of a layer to what the scan shall keep of them.
 Probe = Callable[[dict[str, Array], Context], PyTree[Array]]
@@ -21,26 +21,32 @@ Probe = Callable[[dict[str, Array], Context], PyTree[Array]]
 
 @struct.dataclass
 class Taps:
-    """The residual stream at A layers; the others write to a last place that nobody reads."""
+    """The residual stream at the layers asked for, kept while the stacks run.
+
+    Attributes:
+      values: one for each, and a last place that all other layers write to and nobody reads (A1 = A + 1).
+      first: how many layers lie before the stack that is running.
+      layers: 0 is the embedding, n the output of the n-th layer, counted from 1.
+    """
 
     values: Float[Array, "A1 B T D"]
-    first: int = struct.field(pytree_node=False)  # layers before the stack that is running
+    first: int = struct.field(pytree_node=False)
     layers: tuple[int, ...] = struct.field(pytree_node=False)
 
     @classmethod
     def start(cls, x: Float[Array, "B T D"], layers: tuple[int, ...]) -> "Taps":
-        """Before the first layer: 0 is the embedding."""
+        """The taps before the first layer: 0 asks for the embedding, which is there already."""
         taken = [x if n == 0 else jnp.zeros_like(x) for n in layers]
         return cls(jnp.stack([*taken, jnp.zeros_like(x)]), 0, layers)
 
     def put(self, index: Int[Array, ""], x: Float[Array, "B T D"]) -> "Taps":
         """Keep a layer's output if it is asked for."""
-        wanted = jnp.asarray(self.layers, jnp.int32) == self.first + index + 1
-        place = jnp.where(jnp.any(wanted), jnp.argmax(wanted), len(self.layers))
+        is_wanted = jnp.asarray(self.layers, jnp.int32) == self.first + index + 1  # [A]
+        place = jnp.where(jnp.any(is_wanted), jnp.argmax(is_wanted), len(self.layers))
         return self.replace(values=jax.lax.dynamic_update_index_in_dim(self.values, x, place, 0))
 
     def after(self, depth: int) -> "Taps":
-        """For the next stack."""
+        """The same taps, counted on for the next stack of layers."""
         return self.replace(first=self.first + depth)
 
 
@@ -49,8 +55,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, stack: Stack, config: M3Config, make: Make):
         depth, width = stack.num_layers, config.hidden_size
-        self.input_layernorm = nnx.Param(make((depth, width), ("layers", None), None, None))
-        self.post_attention_layernorm = nnx.Param(make((depth, width), ("layers", None), None, None))
+        self.input_layernorm = make.norm((depth, width))
+        self.post_attention_layernorm = make.norm((depth, width))
         self.self_attn = Attention(depth, config, stack.is_sparse, make)
         if stack.is_moe:
             self.mlp = MoE(depth, config, make)
@@ -66,70 +72,88 @@ class Decoder(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         context: Context,
-        cache: StackCache | OffloadedStack | None,
+        pages: LayerPages,
         config: M3Config,
         probe: Probe | None = None,
         remat: bool = False,
-        taps: "Taps | None" = None,
-    ) -> tuple[Float[Array, "B T D"], StackCache | OffloadedStack | None, PyTree[Array], "Taps | None"]:
+        taps: Taps | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerPages, PyTree[Array], Taps | None]:
         """Run all layers.
 
         Args:
           x: the residual stream.
-          context: positions, lengths and tables.
-          cache: the stack's cache, or None for a call that stands alone.
+          context: what the layers of this call share.
+          pages: the keys that the call's rows have in this stack, or those that the call is about to make.
           config: the model's configuration.
           probe: what to keep of each layer's named values, stacked over layers; None keeps nothing.
-          remat: recompute activations in the backward pass, with the selections saved (T30).
+          remat: recompute activations in the backward pass, with the selections saved: selecting again could choose
+            other blocks (T30).
           taps: what was kept of the residual stream so far.
 
         Returns:
-          (residual stream, cache, kept values, taps).
+          (residual stream, pages with the new tokens, kept values, taps).
         """
         experts = self.mlp.experts if isinstance(self.mlp, MoE) else None
-        graph = jax.tree.map(lambda p: p, self)  # a copy, to take the experts out of what is scanned
+        scanned = jax.tree.map(lambda parameter: parameter, self)  # a copy, to take the experts out of what is scanned
         if experts is not None:
-            graph.mlp.experts = None
+            scanned.mlp.experts = None
 
-        def body(carry, xs):
-            x, cache, taps = carry
-            layer, index = xs
-            x, cache, values = layer.one(x, context, cache, index, experts, config)
-            taps = None if taps is None else taps.put(index, x)
-            return (x, cache, taps), None if probe is None else probe(values, context)
+        def run_layer(carry, parameters_and_layer):
+            x, pages, taps = carry
+            one_layer, layer = parameters_and_layer
+            x, pages, values = one_layer.run_layer(x, context, pages, layer, experts, config)
+            taps = None if taps is None else taps.put(layer, x)
+            return (x, pages.after_layer(), taps), None if probe is None else probe(values, context)
 
         if remat:
-            kept = jax.checkpoint_policies.save_only_these_names("msa_blocks", "expert_ids")
-            body = jax.checkpoint(body, policy=kept)
-        xs = graph, jnp.arange(self.depth, dtype=jnp.int32)
-        (x, cache, taps), kept = jax.lax.scan(body, (x, cache, taps), xs)
-        return x, cache, kept, None if taps is None else taps.after(self.depth)
+            saved = jax.checkpoint_policies.save_only_these_names("msa_blocks", "expert_ids")
+            run_layer = jax.checkpoint(run_layer, policy=saved)
+        layer_ids = jnp.arange(self.depth, dtype=jnp.int32)
+        (x, pages, taps), kept = jax.lax.scan(run_layer, (x, pages, taps), (scanned, layer_ids))
+        return x, pages, kept, None if taps is None else taps.after(self.depth)
 
-    def one(
+    def run_layer(
         self,
         x: Float[Array, "B T D"],
         context: Context,
-        cache: StackCache | OffloadedStack | None,
-        index: Int[Array, ""],
+        pages: LayerPages,
+        layer: Int[Array, ""],
         experts: Experts | None,
         config: M3Config,
-    ) -> tuple[Float[Array, "B T D"], StackCache | OffloadedStack | None, dict[str, Array]]:
-        """One layer; `self` holds that layer's parameters, without the layer axis."""
-        eps, values = config.rms_norm_eps, {"input": x}
-        values["attention_norm"] = h = gemma_norm(x, self.input_layernorm[...], eps).astype(x.dtype)
-        out, cache, inner = self.self_attn(h, context, cache, index, config)
-        values |= inner
-        values["attention_out"], x = out, add(x, out)
-        values["ffn_norm"] = h = gemma_norm(x, self.post_attention_layernorm[...], eps).astype(x.dtype)
+    ) -> tuple[Float[Array, "B T D"], LayerPages, dict[str, Array]]:
+        """One layer; `self` holds that layer's parameters, without the layer axis.
+
+        Args:
+          x: the residual stream.
+          context: what the layers of this call share.
+          pages: of the stack.
+          layer: which layer of the stack.
+          experts: of the whole stack; None where the MLP is dense.
+          config: the model's configuration.
+
+        Returns:
+          (residual stream, pages with the new tokens, named values on the way).
+        """
+        eps = config.rms_norm_eps
+        attention_norm = gemma_norm(x, self.input_layernorm[...], eps).astype(x.dtype)
+        attention_out, pages, values = self.self_attn(attention_norm, context, pages, layer, config)
+        values |= {"input": x, "attention_norm": attention_norm, "attention_out": attention_out}
+        x = add(x, attention_out)
+        ffn_norm = gemma_norm(x, self.post_attention_layernorm[...], eps).astype(x.dtype)
         if experts is None:
-            out = self.mlp(h, config.swiglu_alpha, config.swiglu_limit)
+            ffn_out = self.mlp(ffn_norm, config.swiglu_alpha, config.swiglu_limit)
         else:
-            flat = h.reshape(-1, h.shape[-1])
-            out, ids, weights = self.mlp(flat, experts, index, config, context.backend, context.mesh)
-            out, ids, weights = (y.reshape(*h.shape[:2], -1) for y in (out, ids, weights))
-            values |= {"expert_ids": ids, "expert_weights": weights}
-        values["ffn_out"], x = out, add(x, out)
-        return x, cache, values | {"output": x}
+            tokens = ffn_norm.reshape(-1, ffn_norm.shape[-1])  # [B*T D]
+            ffn_out, expert_ids, expert_weights = self.mlp(
+                tokens, experts, layer, config,
+                backend=context.backend, mesh=context.mesh, expert_path=context.expert_path,
+            )  # fmt: skip
+            ffn_out, expert_ids, expert_weights = (
+                y.reshape(*x.shape[:2], -1) for y in (ffn_out, expert_ids, expert_weights)
+            )  # [B T D], [B T A], [B T A]
+            values |= {"expert_ids": expert_ids, "expert_weights": expert_weights}
+        x = add(x, ffn_out)
+        return x, pages, values | {"ffn_norm": ffn_norm, "ffn_out": ffn_out, "output": x}
 
 
 def add(x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

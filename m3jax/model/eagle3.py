@@ -1,6 +1,8 @@
 """EAGLE3's draft: one Llama layer that goes on from the target's hidden states."""
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import Places, StackCache
 from m3jax.config import FULL, M3Config
-from m3jax.model.cached import cached_attention
-from m3jax.model.context import Context
+from m3jax.model.attention import attend_over_pages
+from m3jax.model.attention.mesh import over_mesh
+from m3jax.model.build import MakeEach, check_dtype, parameter_dtype
 from m3jax.model.layers import apply_rope, rope_table
-from m3jax.model.params import Make, check_dtype, leaf_dtype
-from m3jax.model.projections import Tensors
+from m3jax.model.make import Make
+from m3jax.msa import SelectionRules
 from m3jax.numerics import accumulator, einsum
+from m3jax.ops import Heads
 from m3jax.parallel import sharding
 
 
@@ -102,6 +106,15 @@ class Eagle3Config:
         )  # fmt: skip
 
 
+@runtime_checkable
+class MakeDraft(Make, Protocol):
+    """What a draft asks for: as a model, and the ids of a reduced vocabulary."""
+
+    def token_ids(self, count: int) -> nnx.Param:
+        """The target's token for each of the draft's: int32, never divided."""
+        ...
+
+
 class Eagle3(nnx.Module):
     """A draft: a pytree of parameters with a static configuration.
 
@@ -112,28 +125,29 @@ class Eagle3(nnx.Module):
     Source: vLLM `llama_eagle3.py`; the options fc_norm and norm_output are those of EAGLE 3.1.
     """
 
-    def __init__(self, config: Eagle3Config, make: Make):
-        c, width = config, config.hidden_size
-        heads, kv = ("heads", None), ("kv_heads", None)
-        norm = lambda *lead: nnx.Param(make((*lead, width), (None,) * (len(lead) + 1), None, None))
+    def __init__(self, config: Eagle3Config, make: MakeDraft):
+        width, num_taps, hidden = config.hidden_size, len(config.taps), config.intermediate_size
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        head_axes, kv_axes, vocab_axes = (None, "heads", None), (None, "kv_heads", None), ("vocab", None)
         self.config = config
-        self.fc = nnx.Param(make((len(c.taps), width, width), (None, None, None), None, len(c.taps) * width))
-        self.fc_norm = norm(len(c.taps)) if c.fc_norm else None
-        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = norm(), norm(), norm()
-        project = lambda n, axes: nnx.Param(make((2 * width, n, c.head_dim), (None, *axes), None, 2 * width))
-        self.q_proj = project(c.num_attention_heads, heads)
-        self.k_proj, self.v_proj = project(c.num_key_value_heads, kv), project(c.num_key_value_heads, kv)
-        out = (c.num_attention_heads, c.head_dim, width)
-        self.o_proj = nnx.Param(make(out, (*heads, None), None, c.num_attention_heads * c.head_dim))
-        up = lambda: nnx.Param(make((width, c.intermediate_size), (None, "mlp"), None, width))
-        self.gate_proj, self.up_proj = up(), up()
-        self.down_proj = nnx.Param(make((c.intermediate_size, width), ("mlp", None), None, c.intermediate_size))
-        self.norm = norm()
-        vocab = ("vocab", None)
-        self.embed_tokens = nnx.Param(make((c.vocab_size, width), vocab, None, 1)) if c.own_embedding else None
-        self.lm_head = nnx.Param(make((c.draft_vocab_size, width), vocab, None, width)) if c.own_head else None
-        reduced = c.draft_vocab_size != c.vocab_size
-        self.target_ids = nnx.Param(make((c.draft_vocab_size,), (None,), "int32", None)) if reduced else None
+        self.fc = make.weight((num_taps, width, width), (None, None, None), fan_in=num_taps * width)
+        self.fc_norm = make.norm((num_taps, width)) if config.fc_norm else None
+        self.hidden_norm = make.norm((width,))
+        self.input_layernorm = make.norm((width,))
+        self.post_attention_layernorm = make.norm((width,))
+        self.q_proj = make.weight((2 * width, heads, head_dim), head_axes, fan_in=2 * width)
+        self.k_proj = make.weight((2 * width, kv_heads, head_dim), kv_axes, fan_in=2 * width)
+        self.v_proj = make.weight((2 * width, kv_heads, head_dim), kv_axes, fan_in=2 * width)
+        self.o_proj = make.weight((heads, head_dim, width), ("heads", None, None), fan_in=heads * head_dim)
+        self.gate_proj = make.weight((width, hidden), (None, "mlp"), fan_in=width)
+        self.up_proj = make.weight((width, hidden), (None, "mlp"), fan_in=width)
+        self.down_proj = make.weight((hidden, width), ("mlp", None), fan_in=hidden)
+        self.norm = make.norm((width,))
+        vocab, draft_vocab = (config.vocab_size, width), (config.draft_vocab_size, width)
+        self.embed_tokens = make.weight(vocab, vocab_axes, fan_in=1) if config.own_embedding else None
+        self.lm_head = make.weight(draft_vocab, vocab_axes, fan_in=width) if config.own_head else None
+        is_reduced = config.draft_vocab_size != config.vocab_size
+        self.target_ids = make.token_ids(config.draft_vocab_size) if is_reduced else None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -141,7 +155,7 @@ class Eagle3(nnx.Module):
         return self.fc.dtype
 
     def features(self, taps: Float[Array, "B T A D"]) -> Float[Array, "B T D"]:
-        """What the target's residual stream at the tapped layers says of each position."""
+        """One feature for each position: the target's taps, normed if the draft has `fc_norm`, times `fc`."""
         if self.fc_norm is not None:
             taps = rms_norm(taps, self.fc_norm[...], self.config.rms_norm_eps).astype(self.dtype)
         return einsum("btad,ade->bte", taps.astype(self.dtype), self.fc[...]).astype(self.dtype)
@@ -195,7 +209,7 @@ class Eagle3(nnx.Module):
 
         Args:
           feature: of the position before each token.
-          tokens: which go with them.
+          tokens: the token after each feature's position.
           slots: where each token stands in its row, at least 1; below that it is padding. What is kept lies there. Its
             rotary position is that of the feature, one less.
           lengths: slots of each row that hold something after this call.
@@ -210,11 +224,13 @@ class Eagle3(nnx.Module):
         """
         x, residual = self.inputs(feature, tokens, embedding)
         values = self.project(x, slots - 1)
-        layer = self.config.as_layer(pages.k.shape[3])
-        context = Context.make(slots, lengths, None, layer, self.dtype, schedule, mesh).replace(places=places)
-        ready = Tensors(values["q"], values["k"], values["v"], None, None)
-        out, _, pages = cached_attention(ready, None, pages, jnp.int32(0), context, layer, mesh)
-        return self.outputs(out, residual), pages
+        heads = Heads(values["q"], values["k"], values["v"], None, None)
+        unused_rules = SelectionRules(top_k=1)  # the layer is dense
+        attend = partial(attend_over_pages, rules=unused_rules, selects=False, schedule=schedule)
+        if mesh is not None and mesh.size > 1:
+            attend = over_mesh(attend, mesh, heads, pages)
+        attention, _, pages = attend(heads, pages, jnp.int32(0), places, slots, lengths)  # [B T N H]
+        return self.outputs(attention, residual), pages
 
     def read(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """What the head reads of an output."""
@@ -225,7 +241,7 @@ class Eagle3(nnx.Module):
         return self.read(x) if self.config.norm_output else x
 
     def logits(self, x: Float[Array, "... D"], head: Float[Array, "V D"]) -> Float[Array, "... U"]:
-        """Logits of an output, over the tokens that the draft can propose; `head` is the target's."""
+        """Logits of an output, over the U = draft_vocab_size tokens that it can propose; `head` is the target's."""
         return einsum("...d,vd->...v", self.read(x), head if self.lm_head is None else self.lm_head[...])
 
 
@@ -236,24 +252,46 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "..."], eps: float) 
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * weight.astype(dtype)
 
 
+@dataclass(frozen=True)
+class MakeEachOfDraft(MakeEach):
+    """Makes every parameter of a draft by one function of its shape, axes and dtype."""
+
+    def token_ids(self, count: int) -> nnx.Param:
+        """The target's token for each of the draft's."""
+        return nnx.Param(self.make((count,), (None,), "int32"))
+
+
+@dataclass(frozen=True)
+class MakeRandomDraft:
+    """Draws weights with standard deviation fan_in**-0.5; norms are 1, a reduced vocabulary the first ids."""
+
+    rng: np.random.Generator  # jax.random would compile a program for each shape
+    dtype: str
+
+    def weight(self, shape, axes, *, fan_in, dtype=None):
+        """A matrix, or a stack of them."""
+        return nnx.Param(jnp.asarray(self.rng.normal(size=shape) * fan_in**-0.5, self.dtype))
+
+    def norm(self, shape, *, dtype=None):
+        """The weights of a norm."""
+        return nnx.Param(jnp.ones(shape, self.dtype))
+
+    def token_ids(self, count):
+        """The target's token for each of the draft's."""
+        return nnx.Param(jnp.arange(count, dtype=jnp.int32))
+
+
 def abstract(config: Eagle3Config, dtype: str = "bfloat16", mesh: Mesh | None = None) -> Eagle3:
     """The draft with `jax.ShapeDtypeStruct` leaves."""
     check_dtype(dtype)
-    kind = lambda own: jnp.dtype(own) if own == "int32" else leaf_dtype(own, dtype)
-    make = lambda shape, axes, own, fan_in: jax.ShapeDtypeStruct(shape, kind(own), sharding=sharding(shape, axes, mesh))
-    return Eagle3(config, make)
+
+    def describe(shape, axes, least_dtype):
+        return jax.ShapeDtypeStruct(shape, parameter_dtype(least_dtype, dtype), sharding=sharding(shape, axes, mesh))
+
+    return Eagle3(config, MakeEachOfDraft(describe))
 
 
 def init(config: Eagle3Config, seed: int = 0, dtype: str = "float32") -> Eagle3:
     """Random weights: normal with standard deviation fan_in**-0.5; norms are 1, a reduced vocabulary the first ids."""
-    rng = np.random.default_rng(seed)  # jax.random would compile a program for each shape
-
-    def make(shape, axes, own, fan_in):
-        if own == "int32":
-            return jnp.arange(*shape, dtype=jnp.int32)
-        if fan_in is None:
-            return jnp.ones(shape, dtype)
-        return jnp.asarray(rng.normal(size=shape) * fan_in**-0.5, dtype)
-
     check_dtype(dtype)
-    return Eagle3(config, make)
+    return Eagle3(config, MakeRandomDraft(np.random.default_rng(seed), dtype))

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from m3jax.model.params import Make
+from m3jax.model.make import Make
 from m3jax.numerics import accumulator, einsum
 
 
@@ -25,20 +25,20 @@ def rope_table(
     positions: Int[Array, "B T"], rotary_dim: int, theta: float, dtype: jnp.dtype
 ) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
     """Cosines and sines of position x theta**(-2i / rotary_dim), R = rotary_dim / 2, in at least float32."""
-    kind = np.float64 if accumulator(dtype) == np.float64 else np.float32
-    exponent = np.arange(0, rotary_dim, 2, dtype=kind) / kind(rotary_dim)
-    angles = positions[..., None].astype(kind) * (kind(1.0) / kind(theta) ** exponent)
+    table_dtype = np.float64 if accumulator(dtype) == np.float64 else np.float32
+    exponent = np.arange(0, rotary_dim, 2, dtype=table_dtype) / table_dtype(rotary_dim)  # [R]
+    angles = positions[..., None].astype(table_dtype) * (table_dtype(1.0) / table_dtype(theta) ** exponent)  # [B T R]
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def apply_rope(
-    x: Float[Array, "B T X H"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"]
-) -> Float[Array, "B T X H"]:
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"]
+) -> Float[Array, "B T N H"]:
     """Rotate dims (i, i + R) of each head by the position's angle; dims from 2R on pass through (half-split)."""
     half = cos.shape[-1]
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]  # [B T 1 R]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def swiglu_oai(gate: Float[Array, "..."], up: Float[Array, "..."], alpha: float, limit: float) -> Float[Array, "..."]:
@@ -49,16 +49,19 @@ def swiglu_oai(gate: Float[Array, "..."], up: Float[Array, "..."], alpha: float,
 
 
 class MLP(nnx.Module):
-    """The dense feed-forward part, also the shared expert."""
+    """The dense feed-forward part, also the shared expert: gate_proj and up_proj [L D F], down_proj [L F D].
+
+    A call has the parameters of one layer, without L: a stack of layers is scanned.
+    """
 
     def __init__(self, depth: int, width: int, hidden: int, make: Make):
-        self.gate_proj = nnx.Param(make((depth, width, hidden), ("layers", None, "mlp"), None, width))
-        self.up_proj = nnx.Param(make((depth, width, hidden), ("layers", None, "mlp"), None, width))
-        self.down_proj = nnx.Param(make((depth, hidden, width), ("layers", "mlp", None), None, hidden))
+        self.gate_proj = make.weight((depth, width, hidden), ("layers", None, "mlp"), fan_in=width)
+        self.up_proj = make.weight((depth, width, hidden), ("layers", None, "mlp"), fan_in=width)
+        self.down_proj = make.weight((depth, hidden, width), ("layers", "mlp", None), fan_in=hidden)
 
     def __call__(self, x: Float[Array, "... D"], alpha: float, limit: float) -> Float[Array, "... D"]:
         """One layer's MLP, left in the accumulator's dtype."""
-        gate = einsum("...d,df->...f", x, self.gate_proj[...])
-        up = einsum("...d,df->...f", x, self.up_proj[...])
+        gate = einsum("...d,df->...f", x, self.gate_proj[...])  # [... F]
+        up = einsum("...d,df->...f", x, self.up_proj[...])  # [... F]
         hidden = swiglu_oai(gate, up, alpha, limit).astype(x.dtype)
         return einsum("...f,fd->...d", hidden, self.down_proj[...])

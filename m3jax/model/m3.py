@@ -8,57 +8,90 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 
-from m3jax.cache import Cache
+from m3jax.cache import Cache, CallPages, Places
 from m3jax.config import M3Config
-from m3jax.model.context import Context
+from m3jax.model.context import Context, selection_rules
 from m3jax.model.decoder import Decoder, Probe, Taps
-from m3jax.model.layers import gemma_norm
-from m3jax.model.params import Make
-from m3jax.msa import block_scores
-from m3jax.msa.backends import check_name
+from m3jax.model.layers import gemma_norm, rope_table
+from m3jax.model.make import Make
+from m3jax.msa import SCHEDULES, contiguous_index, walk_scores
 from m3jax.numerics import einsum
+from m3jax.ops import check_backend_name, check_schedule
 
 
 class M3(nnx.Module):
     """The model: a pytree of parameters with a static configuration.
 
-    Call it inside or outside `jax.jit`; pass it as an argument. `config`, `mesh`, `schedule` and `backend` are static;
-    the last two are those of `m3jax.msa.api.attention`. `schedule` can also be "dense": no selection at all, as in the
-    dense warm-up of training. A model trained sparse does not work dense (T18).
+    Call it inside or outside `jax.jit`; pass it as an argument. Static are `config`, `mesh`, and how it is computed:
+    `schedule`, `backend`, `dense`, `call_pages` and `expert_path`, which the methods `with_...` set.
     """
 
-    def __init__(
-        self, config: M3Config, make: Make, mesh: Mesh | None = None, schedule: str = "auto", backend: str = "auto"
-    ):
-        vocab = ((config.vocab_size, config.hidden_size), ("vocab", None), None)
+    def __init__(self, config: M3Config, make: Make, mesh: Mesh | None = None):
+        vocab_shape, vocab_axes = (config.vocab_size, config.hidden_size), ("vocab", None)
         self.config = config
         self.mesh = mesh
-        self.schedule = schedule
-        self.backend = backend
-        self.embed_tokens = nnx.Param(make(*vocab, 1))
+        self.schedule = "auto"
+        self.backend = "auto"
+        self.dense = False
+        self.call_pages = CallPages
+        self.expert_path = "auto"
+        self.embed_tokens = make.weight(vocab_shape, vocab_axes, fan_in=1)
         self.stacks = nnx.List([Decoder(stack, config, make) for stack in config.stacks])
-        self.norm = nnx.Param(make((config.hidden_size,), (None,), None, None))
-        self.lm_head = nnx.Param(make(*vocab, config.hidden_size))
+        self.norm = make.norm((config.hidden_size,))
+        self.lm_head = make.weight(vocab_shape, vocab_axes, fan_in=config.hidden_size)
 
     def with_schedule(self, schedule: str) -> "M3":
-        """The same parameters under another schedule."""
-        other = copy.copy(self)
-        other.schedule = schedule
-        return other
-
-    def with_backend(self, backend: str) -> "M3":
-        """The same parameters on another backend: one of `m3jax.msa.BACKENDS`.
+        """The same parameters under another schedule: "auto", or one of `m3jax.msa.SCHEDULES`.
 
         Raises:
           ValueError: an unknown one.
         """
-        check_name(backend)
+        if schedule == "dense":
+            raise ValueError("schedule = 'dense': attention to every block is another function; use with_dense()")
+        check_schedule(schedule, SCHEDULES)
+        return self._with(schedule=schedule)
+
+    def with_backend(self, backend: str) -> "M3":
+        """The same parameters on another backend: one of `m3jax.ops.BACKENDS`.
+
+        Raises:
+          ValueError: an unknown one.
+        """
+        check_backend_name(backend)
+        return self._with(backend=backend)
+
+    def with_dense(self, dense: bool = True) -> "M3":
+        """The same parameters, attending to every block: no selection, as in the dense warm-up of training.
+
+        That is another function: a model trained sparse does not work dense (T18).
+        """
+        return self._with(dense=dense)
+
+    def with_training_paths(self, call_pages: type[CallPages], expert_path: str) -> "M3":
+        """The same parameters, and calls without a cache computed in other ways, as training wants them.
+
+        Args:
+          call_pages: the class used in place of `m3jax.cache.CallPages`; one is made for each stack in each call.
+          expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
+        """
+        return self._with(call_pages=call_pages, expert_path=expert_path)
+
+    def _with(self, **fields: object) -> "M3":
+        """A copy that shares the parameters, with some static fields set."""
         other = copy.copy(self)
-        other.backend = backend
+        for name, value in fields.items():
+            setattr(other, name, value)
         return other
 
     def new_cache(self, pages: int, batch: int, blocks: int, **types) -> Cache:
-        """An empty `Cache.pool` for this model, where the model lies."""
+        """An empty cache for this model, on the model's mesh.
+
+        Args:
+          pages: how many there are.
+          batch: rows of the table.
+          blocks: how many pages a row can have.
+          **types: `kv_dtype`, `index_dtype`, `scales` and `device_pages` of `Cache.pool`.
+        """
         return Cache.pool(self.config, pages, batch, blocks, str(self.dtype), self.mesh, **types)
 
     @property
@@ -79,8 +112,9 @@ class M3(nnx.Module):
         Args:
           tokens: token ids, right-padded.
           cache: what was seen before; token t of row b is written at slot positions[b, t] and sees slots up to it.
-          positions: absolute positions; 0, 1, 2, ... by default. A position < 0 or >= lengths marks padding, which
-            is not written, is seen by nobody, and has logits that mean nothing.
+          positions: absolute positions; 0, 1, 2, ... by default, and without a cache no others but for padding. A
+            position < 0 or >= lengths marks padding, which is not written, is seen by nobody, and has logits that mean
+            nothing.
           lengths: valid tokens of each row after this call; all of `tokens` by default. Needed with a cache.
 
         Returns:
@@ -135,7 +169,7 @@ class M3(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"], Cache | None]:
-        """`hidden`, and the residual stream at some layers, before any norm: what a draft reads.
+        """The final hidden states, and the residual stream at some layers, before any norm: what a draft reads.
 
         Args:
           tokens: token ids, right-padded.
@@ -148,27 +182,50 @@ class M3(nnx.Module):
           (residual stream after the final norm, taps, cache).
 
         Raises:
-          ValueError: a layer that the model does not have.
+          ValueError: no layer, one twice, or one that the model does not have.
         """
-        if not all(0 <= n <= self.config.num_hidden_layers for n in layers):
-            raise ValueError(f"layers = {layers}: the model has 0 (the embedding) to {self.config.num_hidden_layers}")
+        depth = self.config.num_hidden_layers
+        if not layers or len(set(layers)) < len(layers) or not all(0 <= n <= depth for n in layers):
+            raise ValueError(f"layers = {layers}: the model has 0 (the embedding) to {depth}; give some, each once")
         x, cache, _, taps = self._run(tokens, cache, positions, lengths, layers=layers)
         return self.final_norm(x), jnp.moveaxis(taps.values[:-1], 0, 2), cache
 
-    def _run(self, tokens, cache, positions, lengths, probe=None, remat=False, layers=()):
-        """What `trunk` returns, and the taps."""
-        positions, lengths = _defaults(tokens, cache, positions, lengths)
-        static = self.schedule, self.mesh, self.backend
-        context = Context.make(positions, lengths, cache, self.config, self.dtype, *static)
-        x = self.embed_tokens[...][tokens]
+    def _run(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: Cache | None,
+        positions: Int[Array, "B T"] | None,
+        lengths: Int[Array, " B"] | None,
+        probe: Probe | None = None,
+        remat: bool = False,
+        layers: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]], Taps | None]:
+        """All layers: what `trunk` returns, and the taps at some of them."""
+        if cache is not None and (positions is None or lengths is None):
+            raise ValueError("a call with a cache needs positions [B T] and lengths [B]")
+        batch, length = tokens.shape
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        if lengths is None:
+            lengths = jnp.full((batch,), length, jnp.int32)
+        positions, lengths = positions.astype(jnp.int32), lengths.astype(jnp.int32)
+        cos, sin = rope_table(positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)
+        context = Context(
+            positions, lengths, cos, sin,
+            places=Places.nowhere(positions) if cache is None else cache.places(positions, lengths),
+            rules=selection_rules(self.config), schedule=self.schedule, backend=self.backend, dense=self.dense,
+            expert_path=self.expert_path, mesh=self.mesh, has_cache=cache is not None,
+        )  # fmt: skip
+        x = self.embed_tokens[...][tokens]  # [B T D]
         taps = Taps.start(x, layers) if layers else None
-        stacks, kept = [], []
+        new_stacks, kept = [], []
         for i, stack in enumerate(self.stacks):
-            own = None if cache is None else cache.stacks[i]
-            x, own, values, taps = stack(x, context.of_stack(i, cache), own, self.config, probe, remat, taps)
-            stacks.append(own)
+            # A call without a cache attends over pages that its layers are about to make.
+            pages = self.call_pages(block_size=self.config.index_block_size) if cache is None else cache.stacks[i]
+            x, pages, values, taps = stack(x, context.of_stack(i, cache), pages, self.config, probe, remat, taps)
+            new_stacks.append(pages)
             kept.append(values)
-        return x, None if cache is None else cache.replace(stacks=tuple(stacks)), kept, taps
+        return x, None if cache is None else cache.replace(stacks=tuple(new_stacks)), kept, taps
 
     def intermediates(
         self, tokens: Int[Array, "B T"], *, lengths: Int[Array, " B"] | None = None
@@ -196,19 +253,9 @@ class M3(nnx.Module):
         return out | {"final_norm": final, "logits": self.unembed(final)}
 
     def _probe(self, values: dict[str, Array], context: Context) -> dict[str, Array]:
+        """All named values of a layer, and the scores that its blocks had."""
         if "blocks" not in values:
             return values
-        args = (values["index_q"], values["index_k"], context.positions, context.lengths)
-        scores = block_scores(*args, self.config.index_block_size, self.config.index_score_type)
+        index = contiguous_index(values["index_k"], self.config.index_block_size)
+        scores = walk_scores(values["index_q"], index, context.positions, context.lengths, context.rules.score)
         return values | {"block_scores": scores}
-
-
-def _defaults(tokens, cache, positions, lengths):
-    if cache is not None and (positions is None or lengths is None):
-        raise ValueError("a call with a cache needs positions [B T] and lengths [B]")
-    batch, length = tokens.shape
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    if lengths is None:
-        lengths = jnp.full((batch,), length, jnp.int32)
-    return positions.astype(jnp.int32), lengths.astype(jnp.int32)

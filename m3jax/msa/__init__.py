@@ -1,20 +1,22 @@
-"""MiniMax Sparse Attention: the definition and its schedules, in pure JAX (docs/msa.md)."""
+"""MiniMax Sparse Attention: the definition, and its schedules in pure JAX (docs/msa.md)."""
 
-from m3jax.msa.backends import BACKENDS
-from m3jax.msa.dense import blockwise_attention, dense_attention
-from m3jax.msa.select import block_scores, index_topk, select_blocks, view_topk
-from m3jax.msa.sparse import SCHEDULES, sparse_attention
+from m3jax.msa.definition import block_scores, dense_attention, sees, select_blocks, sparse_attention
+from m3jax.msa.rules import SelectionRules
+from m3jax.msa.schedules import DENSE_SCHEDULES, SCHEDULES, index_walk, walk_scores
+from m3jax.msa.schedules.blockwise import blockwise_attention
+from m3jax.msa.schedules.index_walk import index_topk
 from m3jax.msa.views import BlockView, Contiguous, IndexView, Paged, PagedIndex, contiguous, contiguous_index
 from m3jax.msa.virtual import VirtualPages, paged_attention, virtual_pages
 
 __all__ = [
-    "BACKENDS",
+    "DENSE_SCHEDULES",
     "SCHEDULES",
     "BlockView",
     "Contiguous",
     "IndexView",
     "Paged",
     "PagedIndex",
+    "SelectionRules",
     "VirtualPages",
     "block_scores",
     "blockwise_attention",
@@ -22,9 +24,11 @@ __all__ = [
     "contiguous_index",
     "dense_attention",
     "index_topk",
+    "index_walk",
     "paged_attention",
+    "sees",
     "select_blocks",
     "sparse_attention",
-    "view_topk",
     "virtual_pages",
+    "walk_scores",
 ]

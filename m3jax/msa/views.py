@@ -6,46 +6,56 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
+
+from m3jax.msa.rules import check_block_size
 
 
 @runtime_checkable
 class BlockView(Protocol):
     """Keys and values of one layer, as blocks of P tokens per row and KV head.
 
-    Blocks that a view does not hold read as anything; `present` says which ones it holds.
+    Blocks that a view does not hold read as anything; `present` says which ones it holds. `device_axes` names the mesh
+    axes over which devices divide the blocks, each holding some of them; () where this device has all there are.
     """
 
     block_size: int
     num_blocks: int
     num_heads: int
+    width: int
+    device_axes: tuple[str, ...]
 
     def blocks(self, rows: Int[Array, "..."], heads: Int[Array, "..."], ids: Int[Array, "..."]) -> tuple[Array, Array]:
         """Read whole blocks of `(row, head)`: `(k, v)`, each `[... P H]`. Ids must lie in [0, num_blocks)."""
         ...
 
-    def run(self, first: Int[Array, ""] | int, count: int) -> tuple[Float[Array, "B K C H"], Float[Array, "B K C H"]]:
-        """Read `count` consecutive blocks of every row and head, from block `first` on."""
+    def run(self, first: Int[Array, ""] | int, count: int) -> tuple[Float[Array, "B K CP H"], Float[Array, "B K CP H"]]:
+        """Read `count` consecutive blocks of every row and head, as C * P tokens, from block `first` on."""
         ...
 
     def present(self, first: Int[Array, ""] | int, count: int) -> Bool[Array, "#B C"]:
-        """Which of these blocks the view holds."""
+        """Which of `count` consecutive blocks the view holds."""
         ...
 
 
 @runtime_checkable
 class IndexView(Protocol):
-    """Index keys of one layer, as blocks of P tokens per row."""
+    """Index keys of one layer, as blocks of P tokens per row; `device_axes` as in `BlockView`."""
 
     block_size: int
     num_blocks: int
+    device_axes: tuple[str, ...]
 
-    def run(self, first: Int[Array, ""] | int, count: int) -> Float[Array, "B C I"]:
-        """Read `count` consecutive blocks of every row, from block `first` on."""
+    def run(self, first: Int[Array, ""] | int, count: int) -> Float[Array, "B CP I"]:
+        """Read `count` consecutive blocks of every row, as C * P tokens, from block `first` on."""
         ...
 
     def present(self, first: Int[Array, ""] | int, count: int) -> Bool[Array, "#B C"]:
-        """Which of these blocks the view holds."""
+        """Which of `count` consecutive blocks the view holds."""
+        ...
+
+    def join_scores(self, scores: Float[Array, "B K T M"]) -> Float[Array, "B K T M"]:
+        """Scores of all blocks from those of the blocks held here; a block that is not held has -inf."""
         ...
 
 
@@ -57,6 +67,8 @@ class Contiguous:
     v: Float[Array, "B K S H"]
     block_size: int = struct.field(pytree_node=False)
 
+    device_axes = ()
+
     @property
     def num_blocks(self) -> int:
         """M, the number of blocks a row holds."""
@@ -67,19 +79,28 @@ class Contiguous:
         """K, the number of KV heads."""
         return self.k.shape[1]
 
+    @property
+    def width(self) -> int:
+        """H, numbers of a head."""
+        return self.k.shape[3]
+
     def blocks(self, rows, heads, ids):
         """Read blocks `ids` of `(rows, heads)` as `[... P H]`."""
-        read = lambda x: _at(x.reshape(*x.shape[:2], self.num_blocks, self.block_size, -1), rows, heads, ids)
+
+        def read(x):
+            by_block = x.reshape(*x.shape[:2], self.num_blocks, self.block_size, -1)  # [B K M P H]
+            return _gather(by_block, rows, heads, ids)
+
         return read(self.k), read(self.v)
 
     def run(self, first, count):
         """Read blocks `first` to `first + count` of every row and head, as tokens."""
         size = count * self.block_size
-        read = lambda x: jax.lax.dynamic_slice_in_dim(x, first * self.block_size, size, axis=2)
-        return read(self.k), read(self.v)
+        k, v = (jax.lax.dynamic_slice_in_dim(x, first * self.block_size, size, axis=2) for x in (self.k, self.v))
+        return k, v
 
     def present(self, first, count):
-        """All of them."""
+        """Every block is held."""
         return jnp.ones((1, count), bool)
 
 
@@ -89,6 +110,8 @@ class ContiguousIndex:
 
     k: Float[Array, "B S I"]
     block_size: int = struct.field(pytree_node=False)
+
+    device_axes = ()
 
     @property
     def num_blocks(self) -> int:
@@ -100,8 +123,12 @@ class ContiguousIndex:
         return jax.lax.dynamic_slice_in_dim(self.k, first * self.block_size, count * self.block_size, axis=1)
 
     def present(self, first, count):
-        """All of them."""
+        """Every block is held."""
         return jnp.ones((1, count), bool)
+
+    def join_scores(self, scores):
+        """The same scores: every block is held."""
+        return scores
 
 
 @struct.dataclass
@@ -118,6 +145,7 @@ class Paged:
     layer: Int[Array, ""] | int
     table: Int[Array, "B M"]
     dtype: DTypeLike = struct.field(pytree_node=False)
+    device_axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @property
     def block_size(self) -> int:
@@ -134,27 +162,33 @@ class Paged:
         """K, the number of KV heads."""
         return self.k.shape[2]
 
+    @property
+    def width(self) -> int:
+        """H, numbers of a head."""
+        return self.k.shape[4]
+
     def blocks(self, rows, heads, ids):
         """Read blocks `ids` of `(rows, heads)` as `[... P H]`."""
-        return self._read(_at(self.table, rows, ids), heads)
+        return self._read(_gather(self.table, rows, ids), heads)
 
     def run(self, first, count):
         """Read blocks `first` to `first + count` of every row and head, as tokens."""
-        table = jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1)
-        k, v = self._read(table[:, None], jnp.arange(self.num_heads)[:, None])
-        return tuple(x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
+        page_ids = jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1)  # [B C]
+        k, v = self._read(page_ids[:, None], jnp.arange(self.num_heads)[:, None])  # [B K C P H] each
+        k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))  # [B K C*P H]
+        return k, v
 
     def present(self, first, count):
-        """Which of these pages are held here."""
-        return _held(jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1), self.k.shape[1])
+        """Which pages lie on this device."""
+        return _is_page(jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1), self.k.shape[1])
 
-    def _read(self, pages, heads):
-        """Pages `[L pages K]` are virtual pages of single heads; one index to read by is what compiles best."""
-        layers, count, kv_heads = self.k.shape[:3]
-        at = (self.layer * count + jnp.clip(pages, 0, count - 1)) * kv_heads + heads
-        k, v = (_at(x.reshape(layers * count * kv_heads, *x.shape[3:]), at) for x in (self.k, self.v))
-        scales = [s[heads][..., None, None] for s in self.scales] if self.scales else (None, None)
-        return tuple(_restore(x, s, self.dtype) for x, s in zip((k, v), scales, strict=True))
+    def _read(self, page_ids, heads):
+        """The part of pages that some heads have, in the model's dtype."""
+        layers, num_pages, kv_heads = self.k.shape[:3]
+        # [L pages K] are virtual pages of single heads; one index to read by is what compiles best.
+        virtual_page = (self.layer * num_pages + jnp.clip(page_ids, 0, num_pages - 1)) * kv_heads + heads
+        k, v = (_gather(x.reshape(layers * num_pages * kv_heads, *x.shape[3:]), virtual_page) for x in (self.k, self.v))
+        return _scaled_back(k, v, self.scales, heads, self.dtype)
 
 
 @struct.dataclass
@@ -173,6 +207,8 @@ class Pooled:
     num_heads: int = struct.field(pytree_node=False)
     dtype: DTypeLike = struct.field(pytree_node=False)
 
+    device_axes = ()
+
     @property
     def block_size(self) -> int:
         """P, tokens of a page."""
@@ -183,29 +219,34 @@ class Pooled:
         """M, the number of blocks a row can have."""
         return self.table.shape[1]
 
-    def virtual(self, rows, heads, ids):
+    @property
+    def width(self) -> int:
+        """H, numbers of a head."""
+        return self.k.shape[3]
+
+    def virtual_page(self, rows, heads, ids):
         """The virtual page of each block, and whether there is one; `slot_of` has V of them."""
-        pages = _at(self.table, rows, ids)
-        inside = (pages >= 0) & (pages < len(self.slot_of) // self.num_heads)
-        return jnp.where(inside, pages, 0) * self.num_heads + heads, inside
+        page_ids = _gather(self.table, rows, ids)
+        is_page = _is_page(page_ids, len(self.slot_of) // self.num_heads)
+        return jnp.where(is_page, page_ids, 0) * self.num_heads + heads, is_page
 
     def blocks(self, rows, heads, ids):
         """Read blocks `ids` of `(rows, heads)` as `[... P H]`."""
         layers, size = self.k.shape[:2]
-        slot = _at(self.slot_of, self.virtual(rows, heads, ids)[0])
-        at = self.layer * size + jnp.maximum(slot, 0)
-        k, v = (_at(x.reshape(layers * size, *x.shape[2:]), at) for x in (self.k, self.v))
-        scales = [s[heads][..., None, None] for s in self.scales] if self.scales else (None, None)
-        return tuple(_restore(x, s, self.dtype) for x, s in zip((k, v), scales, strict=True))
+        virtual_page, _ = self.virtual_page(rows, heads, ids)
+        slot = self.layer * size + jnp.maximum(_gather(self.slot_of, virtual_page), 0)
+        k, v = (_gather(x.reshape(layers * size, *x.shape[2:]), slot) for x in (self.k, self.v))
+        return _scaled_back(k, v, self.scales, heads, self.dtype)
 
     def run(self, first, count):
         """Read blocks `first` to `first + count` of every row and head, as tokens."""
         rows, heads = jnp.arange(len(self.table))[:, None, None], jnp.arange(self.num_heads)[:, None]
-        k, v = self.blocks(rows, heads, first + jnp.arange(count))
-        return tuple(x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
+        k, v = self.blocks(rows, heads, first + jnp.arange(count))  # [B K C P H] each
+        k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))  # [B K C*P H]
+        return k, v
 
     def present(self, first, count):
-        """All that a caller may have selected."""
+        """Every block that a caller may have selected is held."""
         return jnp.ones((1, count), bool)
 
 
@@ -218,6 +259,7 @@ class PagedIndex:
     layer: Int[Array, ""] | int
     table: Int[Array, "B M"]
     dtype: DTypeLike = struct.field(pytree_node=False)
+    device_axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @property
     def block_size(self) -> int:
@@ -231,22 +273,28 @@ class PagedIndex:
 
     def run(self, first, count):
         """Read blocks `first` to `first + count` of every row, as tokens."""
-        table = jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1)
-        layers, count = self.k.shape[:2]
-        pages = self.layer * count + jnp.clip(table, 0, count - 1)
-        x = _restore(_at(self.k.reshape(layers * count, *self.k.shape[2:]), pages), self.scale, self.dtype)
-        return x.reshape(x.shape[0], -1, x.shape[-1])
+        page_ids = jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1)  # [B C]
+        layers, num_pages = self.k.shape[:2]
+        page_in_stack = self.layer * num_pages + jnp.clip(page_ids, 0, num_pages - 1)
+        stored = _gather(self.k.reshape(layers * num_pages, *self.k.shape[2:]), page_in_stack)  # [B C P I]
+        keys = _restore(stored, self.scale, self.dtype)
+        return keys.reshape(keys.shape[0], -1, keys.shape[-1])  # [B C*P I]
 
     def present(self, first, count):
-        """Which of these pages are held here."""
-        return _held(jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1), self.k.shape[1])
+        """Which pages lie on this device."""
+        return _is_page(jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1), self.k.shape[1])
+
+    def join_scores(self, scores):
+        """The highest score that any device has for each block: the one that holds it."""
+        return jax.lax.pmax(scores, self.device_axes) if self.device_axes else scores
 
 
 def contiguous(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], block_size: int) -> Contiguous:
     """View token-major arrays as blocks; the last block is padded with zeros."""
     check_block_size(block_size)
-    pad = ((0, 0), (0, -k.shape[1] % block_size), (0, 0), (0, 0))
-    return Contiguous(*(jnp.pad(x, pad).swapaxes(1, 2) for x in (k, v)), block_size)
+    padding = ((0, 0), (0, -k.shape[1] % block_size), (0, 0), (0, 0))
+    k, v = (jnp.pad(x, padding).swapaxes(1, 2) for x in (k, v))  # [B K S H]
+    return Contiguous(k, v, block_size)
 
 
 def contiguous_index(k: Float[Array, "B S I"], block_size: int) -> ContiguousIndex:
@@ -255,15 +303,30 @@ def contiguous_index(k: Float[Array, "B S I"], block_size: int) -> ContiguousInd
     return ContiguousIndex(jnp.pad(k, ((0, 0), (0, -k.shape[1] % block_size), (0, 0))), block_size)
 
 
-def check_block_size(block_size: int) -> None:
-    """Raise ValueError where a block would hold no token."""
-    if block_size < 1:
-        raise ValueError(f"block_size = {block_size}: must be at least 1")
+def only_held(blocks: Int[Array, "B K T J"], view: BlockView) -> Int[Array, "B K T J"]:
+    """A selection less the blocks that the view does not hold: -1 stands in their place."""
+    is_held = view.present(0, view.num_blocks)[:, None, None]  # [#B 1 1 M]
+    is_held = jnp.broadcast_to(is_held, (*blocks.shape[:3], is_held.shape[-1]))
+    return jnp.where(jnp.take_along_axis(is_held, jnp.maximum(blocks, 0), axis=-1), blocks, -1)
 
 
-def _at(x: Array, *index: Array) -> Array:
-    """`x[index]` for indices known to be inside: without it every read is compared and selected once more."""
-    return x.at[index].get(mode="promise_in_bounds")
+def _gather(x: Shaped[Array, "..."], *indices: Int[Array, "..."]) -> Shaped[Array, "..."]:
+    """`x[indices]` for indices known to be inside: without it every read is compared and selected once more."""
+    return x.at[indices].get(mode="promise_in_bounds")
+
+
+def _scaled_back(
+    k: Num[Array, "*X P H"],
+    v: Num[Array, "*X P H"],
+    scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
+    heads: Int[Array, "..."],
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "*X P H"], Float[Array, "*X P H"]]:
+    """Stored keys and values of some heads in the model's dtype; only float8 is scaled."""
+    if scales is None:
+        return _restore(k, None, dtype), _restore(v, None, dtype)
+    k_scale, v_scale = (scale[heads][..., None, None] for scale in scales)
+    return _restore(k, k_scale, dtype), _restore(v, v_scale, dtype)
 
 
 def _restore(x: Num[Array, "..."], scale: Float[Array, "..."] | None, dtype: DTypeLike) -> Float[Array, "..."]:
@@ -271,5 +334,6 @@ def _restore(x: Num[Array, "..."], scale: Float[Array, "..."] | None, dtype: DTy
     return x.astype(dtype) if scale is None else (x.astype(scale.dtype) * scale).astype(dtype)
 
 
-def _held(table: Int[Array, "B C"], pages: int) -> Bool[Array, "B C"]:
-    return (table >= 0) & (table < pages)
+def _is_page(page_ids: Int[Array, "..."], num_pages: int) -> Bool[Array, "..."]:
+    """Which entries of a table are pages of the pool here."""
+    return (page_ids >= 0) & (page_ids < num_pages)

@@ -1,11 +1,11 @@
-"""Virtual pages: MSA decode through a paged attention that knows nothing of MSA (design: the cache's layout)."""
+"""Virtual pages: MSA decode through a paged attention that knows nothing of MSA (docs/cache.md)."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from m3jax.msa.dense import blockwise_attention
+from m3jax.msa.schedules.blockwise import blockwise
 from m3jax.msa.views import Paged
 
 
@@ -36,13 +36,14 @@ def virtual_pages(
       R = B x K virtual rows; one of padding has length 0. Unused table entries are page 0.
     """
     batch, heads, _ = blocks.shape
-    pages = jnp.take_along_axis(view.table[:, None], jnp.maximum(blocks, 0), axis=-1)
-    table = jnp.where(blocks >= 0, pages * heads + jnp.arange(heads, dtype=jnp.int32)[:, None], 0)
-    full = jnp.maximum(jnp.sum(blocks >= 0, axis=-1, dtype=jnp.int32) - 1, 0)
-    valid = (positions >= 0) & (positions < lengths)
-    tokens = jnp.where(valid[:, None], full * view.block_size + (positions % view.block_size)[:, None] + 1, 0)
-    own = lambda x: x[view.layer].reshape(-1, view.block_size, x.shape[-1])
-    return VirtualPages(own(view.k), own(view.v), table.reshape(batch * heads, -1), tokens.reshape(-1))
+    page_ids = jnp.take_along_axis(view.table[:, None], jnp.maximum(blocks, 0), axis=-1)  # [B K J]
+    table = jnp.where(blocks >= 0, page_ids * heads + jnp.arange(heads, dtype=jnp.int32)[:, None], 0)
+    full_pages = jnp.maximum(jnp.sum(blocks >= 0, axis=-1, dtype=jnp.int32) - 1, 0)  # [B K]
+    is_token = (positions >= 0) & (positions < lengths)
+    num_tokens = full_pages * view.block_size + (positions % view.block_size)[:, None] + 1
+    num_tokens = jnp.where(is_token[:, None], num_tokens, 0)  # [B K]
+    k, v = (x[view.layer].reshape(-1, view.block_size, x.shape[-1]) for x in (view.k, view.v))  # [X*K P H]
+    return VirtualPages(k, v, table.reshape(batch * heads, -1), num_tokens.reshape(-1))
 
 
 def paged_attention(
@@ -51,4 +52,5 @@ def paged_attention(
 ) -> Float[Array, "R G H"]:  # fmt: skip
     """Plain paged attention of one query a row over one KV head: every token of the row's pages, up to its length."""
     view = Paged(k[None, :, None], v[None, :, None], None, 0, table, q.dtype)
-    return blockwise_attention(q[:, None], view, (lengths - 1)[:, None], lengths)[:, 0]
+    out, _ = blockwise(q[:, None], view, (lengths - 1)[:, None], lengths)
+    return out[:, 0]

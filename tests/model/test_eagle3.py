@@ -10,7 +10,7 @@ from support import tiny
 from support.drafts import CONFIG, config, draft, join, model
 
 from m3jax.decoding import Eagle3Drafter, Sampling, SamplingParams
-from m3jax.decoding.device import Chunk
+from m3jax.decoding.speculation.drafter import PromptContext
 from m3jax.model import eagle3
 from m3jax.train.eagle3 import draft_losses
 
@@ -122,10 +122,12 @@ def propose(module, taps, first, cut=13):
 def _propose(drafter, target, cache, taps, tokens, first, cut):
     rows = lambda x: jnp.full(2, x, jnp.int32)
     for start, end in ((0, cut), (cut, LENGTH)):
-        chunk = Chunk(jnp.arange(2), tokens[:, start:end], rows(start), rows(LENGTH), tokens[:, end])
-        cache, state = drafter.read_prompt(target, cache, chunk, taps[:, start:end], first)
+        piece, context = tokens[:, start:end], PromptContext(tokens[:, end])
+        cache, memory = drafter.read_prompt(
+            target, cache, piece, rows(start), rows(LENGTH), context, taps[:, start:end], first
+        )
     sampling = jax.tree.map(jnp.asarray, SamplingParams.stack([Sampling.greedy()] * 2))
-    return drafter.propose(target, cache, state, sampling, first, rows(LENGTH), rows(1) > 0, K)
+    return drafter.propose(target, cache, memory, sampling, first, rows(LENGTH), rows(1) > 0, K)
 
 
 def test_training_unrolls_what_decoding_does():

@@ -16,7 +16,6 @@ from support import tiny
 from m3jax import M3Config
 from m3jax import model as m3_model
 from m3jax.cache import Cache
-from m3jax.model import moe
 from m3jax.parallel import AXES, RULES, make_mesh, parse_mesh, sharding, spec
 from m3jax.planning import hlo
 
@@ -115,14 +114,15 @@ def layer_of_experts(mesh: str | None, platform: str):
     experts = tiny.model(MOE, mesh=parse_mesh(mesh) if mesh else None).stacks[0].mlp.experts
 
     def both(experts, x, ids, weights):
-        run = lambda e, x, w: e(x, ids, w, jnp.int32(1), ALPHA, LIMIT, "auto", parse_mesh(mesh) if mesh else None)
+        place = dict(backend="auto", mesh=parse_mesh(mesh) if mesh else None)
+        run = lambda e, x, w: e(x, ids, w, jnp.int32(1), ALPHA, LIMIT, **place)
         out, back = jax.vjp(run, experts, x, weights)
         return out, back(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
 
     call = jax.jit(both, compiler_options=QUICK)
 
     def run(*args):
-        with mock.patch.object(moe, "platform", lambda: platform):
+        with mock.patch("m3jax.ops.experts.platform", lambda: platform):
             return jax.device_get(call(experts, *args))
 
     return run

@@ -10,56 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import msa_reference as reference
+from support.msa_runs import TOLERANCE, assert_close, assert_equal, run, selected
 from support.msa_strategies import (
     CUT,
     GROUPED,
     ROOMY,
-    Case,
+    SPARSE,
     assert_partial,
     attention,
     blockwise,
     cases,
     dense_attention,
-    index_topk,
     prefill,
 )
 
 from m3jax import msa
 
-SCHEDULE = pytest.mark.parametrize("schedule", msa.SCHEDULES)
+SCHEDULE = pytest.mark.parametrize("schedule", SPARSE)
 PIECES = ["query_major in pieces", "kv_block_major in pieces"]
 GATHERING = pytest.mark.parametrize("schedule", ["query_major", "kv_block_major", *PIECES])
-EVERY = pytest.mark.parametrize("schedule", ["dense", "blockwise", "blockwise in pieces", *msa.SCHEDULES, *PIECES])
-TOLERANCE = dict(rtol=2e-5, atol=3e-6)  # float32 sums of at most 40 terms near 1
-
-
-def run(case: Case, schedule: str, blocks=None, qkv=None):
-    """(out, lse) of a schedule, "dense" and "blockwise" among them, as NumPy; "in pieces" makes the pieces small."""
-    small, schedule = schedule.endswith(" in pieces"), schedule.removesuffix(" in pieces")
-    args = (case.positions, case.lengths)
-    qkv = case.qkv() if qkv is None else qkv
-    if schedule == "dense":
-        result = dense_attention(*qkv, *args)
-    elif schedule == "blockwise":
-        result = blockwise(*qkv, *args, block_size=case.shape.P, small=small)
-    else:
-        blocks = case.any_blocks() if blocks is None else blocks
-        result = attention(*qkv, blocks, *args, block_size=case.shape.P, schedule=schedule, small=small)
-    return tuple(np.asarray(x) for x in result)
-
-
-def selected(case: Case, **changes) -> np.ndarray:
-    return np.asarray(index_topk(*case.index(), case.positions, case.lengths, **case.rules(**changes)))
-
-
-def assert_close(got, expected, **tolerance):
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, **(TOLERANCE | tolerance))
-
-
-def assert_equal(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+EVERY = pytest.mark.parametrize("schedule", ["dense", "blockwise", "blockwise in pieces", *SPARSE, *PIECES])
 
 
 # Against the oracle.
@@ -120,13 +90,13 @@ def test_float64_is_the_oracle(schedule, case):
     assert_close(got, reference.attention(*qkv, *args, blocks, case.shape.P), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["dense", "blockwise", *msa.SCHEDULES])
+@pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
 @given(seed=st.integers(0, 99))
 def test_bfloat16_is_within_the_published_bound(schedule, seed):
     """Outputs within 3e-2 and LSE within 1e-3 of float64 on the rounded inputs, as MiniMax-AI/MSA tests its kernels."""
     case = prefill(GROUPED, seed, [40, 31, 0])
     qkv = [jnp.asarray(x, jnp.bfloat16) for x in case.qkv()]
-    blocks = selected(case) if schedule in msa.SCHEDULES else None
+    blocks = selected(case) if schedule in SPARSE else None
     out, lse = run(case, schedule, blocks, qkv)
     assert out.dtype == jnp.bfloat16 and lse.dtype == np.float32
     exact = [np.asarray(x, np.float64) for x in qkv]
@@ -147,7 +117,7 @@ def test_order_of_slots(schedule, case, data):
     assert_close(run(case, schedule, blocks[..., order]), run(case, schedule, blocks))
 
 
-@pytest.mark.parametrize("schedule", ["dense", "blockwise", *msa.SCHEDULES])
+@pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
 @given(case=cases(CUT))
 def test_slots_beyond_a_length_are_never_read(schedule, poison, case):
@@ -231,7 +201,7 @@ def test_a_row_is_attended_alone(schedule, case, row):
     assert_equal([x[row] for x in run(other, schedule, blocks, qkv)], expected)
 
 
-@pytest.mark.parametrize("schedule", ["dense", "blockwise", *msa.SCHEDULES])
+@pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
 @given(case=cases((GROUPED,)), row=st.integers(0, 2))
 def test_a_row_needs_no_batch(schedule, case, row):
     """T5: to rounding, not to the bit: the compiler may sum in another order for another batch size."""
@@ -284,16 +254,8 @@ def test_layouts_do_not_matter(schedule):
     @partial(jax.jit, donate_argnums=1)
     def views(q, pair, blocks, *args):
         k, v = (pair[..., i].transpose(1, 0, 2, 3).swapaxes(0, 1) for i in range(2))
-        out = msa.sparse_attention(
-            q.transpose(0, 2, 1, 3),
-            k,
-            v,
-            blocks.swapaxes(1, 2),
-            *args,
-            block_size=4,
-            schedule=schedule,
-            return_lse=True,
-        )
+        static = dict(block_size=4, schedule=schedule)
+        out = attention.__wrapped__(q.transpose(0, 2, 1, 3), k, v, blocks.swapaxes(1, 2), *args, **static)
         return out, jnp.zeros_like(pair)
 
     args = (q.transpose(0, 2, 1, 3), jnp.asarray(pair), blocks.swapaxes(1, 2), case.positions, case.lengths)
@@ -305,7 +267,7 @@ def test_layouts_do_not_matter(schedule):
 # Any way of cutting a document into calls gives the same rows.
 
 
-@pytest.mark.parametrize("schedule", ["dense", "blockwise", *msa.SCHEDULES])
+@pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
 @given(seed=st.integers(0, 99), pick=st.lists(st.integers(0, 39), min_size=40, max_size=40))
 def test_any_queries_with_global_positions(schedule, seed, pick):
     """T15, T28: some queries, in any order, get the rows that they get among all."""
@@ -324,7 +286,7 @@ def test_draft_rows_over_a_block_border(schedule, seed, size, starts):
     """T18, T19, T20: 1 to 16 queries of a decode step, each with its own blocks, over slots not written yet."""
     case = prefill(GROUPED, seed)
     blocks, (q, k, v) = selected(case), case.qkv()
-    full = run(case, "mask", blocks)
+    full = run(case, "definition", blocks)
     lengths = np.minimum(np.array(starts) + size, 40).astype(np.int32)
     positions = np.array(starts, np.int32)[:, None] + np.arange(40, dtype=np.int32)
     written = (np.arange(40) < lengths[:, None])[..., None, None]
@@ -339,7 +301,7 @@ def test_draft_rows_over_a_block_border(schedule, seed, size, starts):
     assert_partial(case, blocks)
 
 
-@pytest.mark.parametrize("schedule", ["blockwise", *msa.SCHEDULES])
+@pytest.mark.parametrize("schedule", ["blockwise", *SPARSE])
 def test_lengths_are_data(schedule):
     """T11, T21: one program for a document that grows token by token, right at every length."""
     case = prefill(GROUPED)
@@ -351,8 +313,7 @@ def test_lengths_are_data(schedule):
     def step(q, k, v, blocks, positions, lengths):
         if is_dense:
             return msa.blockwise_attention(q, msa.contiguous(k, v, 4), positions, lengths, return_lse=True)
-        static = dict(block_size=4, schedule=schedule, return_lse=True)
-        return msa.sparse_attention(q, k, v, blocks, positions, lengths, **static)
+        return attention.__wrapped__(q, k, v, blocks, positions, lengths, block_size=4, schedule=schedule)
 
     for t in range(40):
         at = slice(t, t + 1)
@@ -378,13 +339,13 @@ def test_packed_documents_are_rows(schedule, lengths):
     assert_partial(case, blocks)
 
 
-@pytest.mark.parametrize("schedule", ["dense", "blockwise", *msa.SCHEDULES])
+@pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
 def test_vmap_is_a_loop(schedule):
     stack = [prefill(GROUPED, seed, [40, 17, 0]) for seed in range(2)]
     fn = {"dense": dense_attention, "blockwise": partial(blockwise, block_size=4)}.get(
         schedule, partial(attention, block_size=4, schedule=schedule)
     )
-    blocks = [(selected(c),) if schedule in msa.SCHEDULES else () for c in stack]
+    blocks = [(selected(c),) if schedule in SPARSE else () for c in stack]
     args = [(*c.qkv(), *b, c.positions, c.lengths) for c, b in zip(stack, blocks, strict=True)]
     got = jax.vmap(fn)(*(np.stack(x) for x in zip(*args, strict=True)))
     assert_close(got, [np.stack(x) for x in zip(*(fn(*a) for a in args), strict=True)])

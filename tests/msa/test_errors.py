@@ -43,4 +43,4 @@ def test_select_blocks_checks_its_rules():
     scores = jnp.zeros((1, 1, 1, 5))
     args = (scores, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
     with pytest.raises(ValueError, match="block_size = 0: must be at least 1"):
-        msa.select_blocks(*args, block_size=0, top_k=2)
+        msa.select_blocks(*args, msa.SelectionRules(top_k=2), block_size=0)

@@ -13,6 +13,8 @@ from support.msa_strategies import (
     CUT,
     GROUPED,
     RAGGED,
+    SPARSE,
+    WAYS,
     Case,
     assert_partial,
     attention,
@@ -27,7 +29,7 @@ from support.msa_strategies import (
 from m3jax import msa
 from m3jax.numerics import attend
 
-SMALL = pytest.mark.parametrize("small", [False, True], ids=["whole", "pieces"])
+EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 LINEAR = ["blockwise", "query_major", "kv_block_major"]
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)  # float32 against float64: a key's gradient sums over all queries
 
@@ -78,7 +80,7 @@ def assert_equal(got, expected):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("schedule", ["mask", "dense"])
+@pytest.mark.parametrize("schedule", ["definition", "dense"])
 def test_the_definition_has_the_gradient_of_finite_differences(schedule):
     case = prefill(GROUPED, 1, [40, 17, 0])
     with jax.enable_x64(True):
@@ -87,7 +89,7 @@ def test_the_definition_has_the_gradient_of_finite_differences(schedule):
         def loss(q, k, v):
             if schedule == "dense":
                 return jnp.sum(dense_attention(q, k, v, *rest)[0] * weights)
-            return jnp.sum(attention(q, k, v, blocks, *rest, block_size=4, schedule="mask")[0] * weights)
+            return jnp.sum(attention(q, k, v, blocks, *rest, block_size=4, schedule="definition")[0] * weights)
 
         check_grads(loss, (q, k, v), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
@@ -96,16 +98,16 @@ def test_the_definition_has_the_gradient_of_finite_differences(schedule):
 @given(case=cases(CUT))
 def test_schedules_have_the_gradient_of_the_definition(schedule, case):
     """T4, T9: any selection, with -1 slots, padding and empty rows among it; finite everywhere."""
-    assert_close(run(case, schedule), definition(case, "dense" if schedule == "blockwise" else "mask"))
+    assert_close(run(case, schedule), definition(case, "dense" if schedule == "blockwise" else "definition"))
 
 
-@pytest.mark.parametrize("schedule", ["mask", "dense"])
+@pytest.mark.parametrize("schedule", ["definition", "dense"])
 @given(case=cases((GROUPED,)))
 def test_float32_definitions(schedule, case):
     assert_close(run(case, schedule), definition(case, schedule))
 
 
-@pytest.mark.parametrize("schedule", msa.SCHEDULES)
+@pytest.mark.parametrize("schedule", SPARSE)
 @given(case=cases(CUT), block=st.integers(0, 4))
 def test_blocks_that_nobody_chose_have_no_gradient(schedule, case, block):
     """T9, T35: exactly zero, block 0 among them though unused slots may be read from it; so is padding."""
@@ -119,7 +121,7 @@ def test_blocks_that_nobody_chose_have_no_gradient(schedule, case, block):
     assert all(np.isfinite(x).all() for x in (dq, dk, dv))
 
 
-@pytest.mark.parametrize("schedule", ["blockwise", "dense", *msa.SCHEDULES])
+@pytest.mark.parametrize("schedule", ["blockwise", "dense", *SPARSE])
 def test_garbage_in_padding_has_no_gradient(schedule):
     """T8, T10: what lies beyond the lengths and in padding queries stays out of every gradient."""
     case = prefill(GROUPED, 3, [40, 17, 0])
@@ -130,7 +132,7 @@ def test_garbage_in_padding_has_no_gradient(schedule):
     assert_equal(fn(q2, k2, v2, *rest), fn(q, k, v, *rest))
 
 
-@pytest.mark.parametrize("schedule", ["blockwise", "dense", *msa.SCHEDULES])
+@pytest.mark.parametrize("schedule", ["blockwise", "dense", *SPARSE])
 def test_two_runs_have_the_same_bits(schedule):
     """T34: nothing is accumulated in an order that may change."""
     case = prefill(GROUPED, 4)
@@ -167,9 +169,9 @@ def test_vmap_of_a_gradient_is_a_loop(schedule):
 
 
 @cache
-def scores_gradient(score: str, small: bool):
+def scores_gradient(score: str, way: str):
     def loss(index_q, index_k, positions, lengths):
-        static = dict(block_size=4, score=score, small=small)
+        static = dict(block_size=4, score=score, way=way)
         scores = block_scores(index_q, index_k, positions, lengths, **static)
         return jnp.sum(jnp.where(jnp.isneginf(scores), 0, jnp.sin(scores)))
 
@@ -177,14 +179,14 @@ def scores_gradient(score: str, small: bool):
 
 
 @pytest.mark.parametrize("score", ["max", "lse"])
-@SMALL
+@EVERY_WAY
 @given(case=cases((GROUPED,)))
-def test_block_scores_have_a_finite_gradient(score, small, case):
+def test_block_scores_have_a_finite_gradient(score, way, case):
     """T8: padding, empty rows and blocks that nothing sees give zero, not NaN."""
     index, rest = case.index(exact=False), (case.positions, case.lengths)
-    dq, dk = scores_gradient(score, small)(*index, *rest)
+    dq, dk = scores_gradient(score, way)(*index, *rest)
     with jax.enable_x64(True):
-        exact = scores_gradient(score, False)(*(x.astype(np.float64) for x in index), *rest)
+        exact = scores_gradient(score, "definition")(*(x.astype(np.float64) for x in index), *rest)
     for got, expected in zip((dq, dk), exact, strict=True):
         assert np.isfinite(got).all()
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)

@@ -9,56 +9,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.msa_runs import TOLERANCE, assert_close, assert_equal, run, selected
 from support.msa_strategies import (
     FOURS,
     GROUPED,
-    Case,
+    SPARSE,
     assert_partial,
-    attention,
-    blockwise,
     cases,
-    dense_attention,
-    index_topk,
     prefill,
 )
 
 from m3jax import msa
-from m3jax.msa import api
-from m3jax.msa.csr import invert
+from m3jax.msa.inversion import invert
 from m3jax.msa.views import BlockView, Contiguous, ContiguousIndex, IndexView, Paged, PagedIndex, contiguous
-from m3jax.numerics import attend, merge
+from m3jax.numerics import attend, merge_parts
+from m3jax.ops import attend_all, attend_selected
 
-SCHEDULE = pytest.mark.parametrize("schedule", msa.SCHEDULES)
-TOLERANCE = dict(rtol=2e-5, atol=3e-6)  # float32 sums of at most 40 terms near 1
-
-
-def run(case: Case, schedule: str, blocks=None, qkv=None):
-    """(out, lse) of a schedule, "dense" and "blockwise" among them, as NumPy; "in pieces" makes the pieces small."""
-    small, schedule = schedule.endswith(" in pieces"), schedule.removesuffix(" in pieces")
-    args = (case.positions, case.lengths)
-    qkv = case.qkv() if qkv is None else qkv
-    if schedule == "dense":
-        result = dense_attention(*qkv, *args)
-    elif schedule == "blockwise":
-        result = blockwise(*qkv, *args, block_size=case.shape.P, small=small)
-    else:
-        blocks = case.any_blocks() if blocks is None else blocks
-        result = attention(*qkv, blocks, *args, block_size=case.shape.P, schedule=schedule, small=small)
-    return tuple(np.asarray(x) for x in result)
-
-
-def selected(case: Case, **changes) -> np.ndarray:
-    return np.asarray(index_topk(*case.index(), case.positions, case.lengths, **case.rules(**changes)))
-
-
-def assert_close(got, expected, **tolerance):
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, **(TOLERANCE | tolerance))
-
-
-def assert_equal(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+SCHEDULE = pytest.mark.parametrize("schedule", SPARSE)
 
 
 @given(seed=st.integers(0, 2**16), cuts=st.lists(st.integers(0, 12), min_size=5, max_size=5), hidden=st.integers(0, 12))
@@ -79,7 +46,7 @@ _attend = jax.jit(attend)
 
 @jax.jit
 def _merge(outs, lses):
-    return merge(lambda j: outs[j], lses)
+    return merge_parts(lambda j: outs[j], lses)
 
 
 def test_merge_of_parts_that_saw_nothing():
@@ -106,11 +73,11 @@ def test_inversion_is_exact(tile, case):
     """T9: each chosen (query, block) pair stands in one lane, its own, of a tile of that block; -1 stands nowhere."""
     s, blocks = case.shape, case.any_blocks()
     tiles = _invert(blocks, num_blocks=s.M, tile=tile)
-    row, head, block, query, valid, slot_of = (np.asarray(x) for x in tiles)
+    row, head, block, query, valid, place_of = (np.asarray(x) for x in tiles)
     lanes = {(row[x], head[x], query[x, c], block[x]): x * tile + c for x, c in zip(*np.nonzero(valid), strict=True)}
     pairs = [(b, k, t, blocks[b, k, t, j]) for b, k, t, j in np.argwhere(blocks >= 0)]
     assert len(lanes) == valid.sum() == len(pairs) == len(set(pairs))
-    assert [lanes[x] for x in pairs] == slot_of[blocks >= 0].tolist()
+    assert [lanes[x] for x in pairs] == place_of[blocks >= 0].tolist()
     used = valid.any(-1)
     order = (row * s.K + head) * s.M + block
     assert (np.diff(order[used]) >= 0).all() and not used[used.sum() :].any()
@@ -186,8 +153,8 @@ def test_small_pages_are_scaled_back():
 # The door.
 
 
-@pytest.mark.parametrize(("queries", "schedule"), [(8, "auto"), (9, "auto"), (9, "mask"), (9, "dense"), (9, None)])
-def test_the_api_reads_views(queries, schedule):
+@pytest.mark.parametrize(("queries", "schedule"), [(8, "auto"), (9, "auto"), (9, "mask"), (9, "dense mask"), (9, None)])
+def test_ops_read_views(queries, schedule):
     """Shuffled pages of a stack whose other layers are garbage; "auto" for few queries and many; dense too."""
     case = prefill(GROUPED, 2)
     blocks, (q, k, v) = selected(case), case.qkv()
@@ -195,10 +162,13 @@ def test_the_api_reads_views(queries, schedule):
     view = contiguous(*map(jnp.asarray, (k, v)), 4)
     table = np.random.default_rng(0).permutation(3 * view.num_blocks + 5)[: 3 * view.num_blocks].reshape(3, -1)
     view = paged(view.k, view.v, table)
-    is_dense = schedule in ("dense", None)
-    fn = jax.jit(partial(api.attention, schedule=schedule or "auto"))
-    got = fn(q[:, at], view, None if is_dense else blocks[:, :, at], case.positions[:, at], np.full(3, 30, np.int32))
-    for found, expected in zip(got, run(case, "dense" if is_dense else "mask", blocks), strict=True):
+    is_dense = schedule in ("dense mask", None)
+    rows = case.positions[:, at], np.full(3, 30, np.int32)
+    if is_dense:
+        got = jax.jit(partial(attend_all, schedule="mask" if schedule else "auto"))(q[:, at], view, *rows)
+    else:
+        got = jax.jit(partial(attend_selected, schedule=schedule))(q[:, at], view, blocks[:, :, at], *rows)
+    for found, expected in zip(got, run(case, "dense" if is_dense else "definition", blocks), strict=True):
         np.testing.assert_allclose(found, expected[:, at], **TOLERANCE)
     assert_partial(case, blocks)
 
@@ -208,10 +178,11 @@ def test_unknown_schedules():
     case = prefill(GROUPED)
     q, k, v = map(jnp.asarray, case.qkv())
     args = [jnp.asarray(x) for x in (case.any_blocks(), case.positions, case.lengths)]
-    with pytest.raises(ValueError, match="schedule = 'flash': allowed are 'mask', 'query_major', 'kv_block_major'"):
-        msa.sparse_attention(q, k, v, *args, block_size=4, schedule="flash")
-    with pytest.raises(ValueError, match="schedule = 'flash': allowed are 'auto', 'mask'"):
-        api.attention(q, msa.contiguous(k, v, 4), *args, schedule="flash")
+    view = msa.contiguous(k, v, 4)
+    with pytest.raises(ValueError, match="schedule = 'flash': allowed are 'auto', 'mask', 'query_major', 'kv_block_"):
+        attend_selected(q, view, *args, schedule="flash")
+    with pytest.raises(ValueError, match="schedule = 'kv_block_major': allowed are 'auto', 'mask', 'blockwise'"):
+        attend_all(q, view, *args[1:], schedule="kv_block_major")
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -232,9 +203,13 @@ def test_operands_that_do_not_fit(schedule, changes, message):
     shapes |= {name: x for name, x in changes.items() if name in shapes}
     arrays = {name: jnp.zeros(x, jnp.int32 if name == "blocks" else jnp.float32) for name, x in shapes.items()}
     case = prefill(GROUPED)
-    args = (*arrays.values(), jnp.asarray(case.positions), jnp.asarray(case.lengths))
+    q, k, v, blocks = arrays.values()
+    rows, block_size = (jnp.asarray(case.positions), jnp.asarray(case.lengths)), changes.get("block_size", 4)
     with pytest.raises(ValueError, match=message):
-        msa.sparse_attention(*args, block_size=changes.get("block_size", 4), schedule=schedule)
+        if schedule == "definition":
+            msa.sparse_attention(q, k, v, blocks, *rows, block_size=block_size)
+        else:
+            attend_selected(q, msa.contiguous(k, v, block_size), blocks, *rows, schedule=schedule)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -245,5 +220,5 @@ def test_dense_operands_that_do_not_fit():
     args = (jnp.asarray(case.positions), jnp.asarray(case.lengths))
     with pytest.raises(ValueError, match="q has 3 heads of 8 and k 2 of 8"):
         msa.dense_attention(q[:, :, :3], k, v, *args)
-    with pytest.raises(ValueError, match="q has 3 heads and the view 2: need a multiple of the KV heads"):
+    with pytest.raises(ValueError, match="q has 3 heads of 8 and k 2 of 8"):
         msa.blockwise_attention(q[:, :, :3], msa.contiguous(k, v, 4), *args)

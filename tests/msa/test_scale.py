@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 from support import msa_reference as reference
-from support.msa_strategies import GROUPED, pieces
+from support.msa_strategies import GROUPED, attention, pieces
 
 from m3jax import msa
 
@@ -30,16 +30,18 @@ def traced(op: str, T: int, S: int, *, B=1, N, K, H, P, J, small=False, grad=Fal
     of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
     rows = (of(B, T, dtype=jnp.int32), of(B, dtype=jnp.int32))
     rules = dict(block_size=P, top_k=J)
-    if op in ("index_topk", "block_scores"):
+    if op in ("index_topk", "walk_scores", "block_scores"):
         operands = (of(B, T, K, H), of(B, S, H))
         fn = partial(msa.index_topk, **rules) if op == "index_topk" else partial(msa.block_scores, block_size=P)
+        if op == "walk_scores":
+            fn = lambda q, k, *rows: msa.walk_scores(q, msa.contiguous_index(k, P), *rows)
     elif op == "blockwise":
         operands = (of(B, T, N, H), of(B, S, K, H), of(B, S, K, H))
         fn = lambda q, k, v, *rows: msa.blockwise_attention(q, msa.contiguous(k, v, P), *rows)
     else:
         operands = (of(B, T, N, H), of(B, S, K, H), of(B, S, K, H))
         rows = (of(B, K, T, J, dtype=jnp.int32), *rows)
-        fn = partial(msa.sparse_attention, block_size=P, schedule=op)
+        fn = lambda q, k, v, *rest: msa.SCHEDULES[op](q, msa.contiguous(k, v, P), *rest)[0]
     if grad:
         fn = jax.grad(lambda *args, inner=fn: inner(*args).sum(), argnums=range(len(operands)))
     with pieces(small):
@@ -72,14 +74,14 @@ def test_gathered_memory_is_bounded(op):
     assert largest(traced(op, LONG, LONG, **WIDTHS)) <= max(operands, 1 << 24)
 
 
-@pytest.mark.parametrize("op", ["mask", "block_scores"])
+@pytest.mark.parametrize("op", ["mask", "block_scores", "walk_scores"])
 def test_the_walk_over_jaxprs_sees_what_is_large(op):
-    """The two that do hold it, T x S scores or T x M block scores, are seen to."""
-    width = LONG if op == "mask" else LONG // WIDTHS["P"]
+    """Those that do hold it, T x S scores or T x M block scores, are seen to."""
+    width = LONG // WIDTHS["P"] if op == "walk_scores" else LONG
     assert largest(traced(op, LONG, LONG, **WIDTHS)) >= LONG * width
 
 
-@pytest.mark.parametrize("op", [*LINEAR, "block_scores"])
+@pytest.mark.parametrize("op", [*LINEAR, "walk_scores"])
 def test_small_pieces_are_many(op):
     """The other tests' small pieces do cut: queries, keys and tiles are walked in loops of several steps."""
     s = GROUPED
@@ -106,8 +108,7 @@ def test_more_than_65535_queries(schedule):
     own = positions // 16
     blocks = np.stack([own, own // 2, own // 3, own * 0], -1)
     blocks = np.where((np.diff(blocks, axis=-1, prepend=-1) == 0), -1, blocks)[:, None].astype(np.int32)
-    fn = jax.jit(partial(msa.sparse_attention, block_size=16, schedule=schedule, return_lse=True))
-    got = fn(q, k, v, blocks, positions, lengths)
+    got = attention(q, k, v, blocks, positions, lengths, block_size=16, schedule=schedule)
     at = np.array([0, 15, 16, 65_535, 65_536, PAST - 1])
     expected = reference.attention(q[:, at], k, v, positions[:, at], lengths, blocks[:, :, at], 16)
     for x, y in zip(got, expected, strict=True):
@@ -139,9 +140,9 @@ def test_more_than_8192_blocks(schedule):
     blocks = np.asarray(jax.jit(partial(msa.index_topk, block_size=4, top_k=4))(index_q, index_k, *rows))
     scores = reference.block_scores(index_q, index_k, *rows, 4)
     np.testing.assert_array_equal(blocks, reference.select_blocks(scores, *rows, block_size=4, top_k=4))
-    fn = jax.jit(partial(msa.sparse_attention, block_size=4, schedule=schedule))
+    got, _ = attention(q, k, v, blocks, *rows, block_size=4, schedule=schedule)
     expected, _ = reference.attention(q, k, v, *rows, blocks, 4)
-    np.testing.assert_allclose(fn(q, k, v, blocks, *rows), expected, rtol=2e-5, atol=3e-6)
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=3e-6)
 
 
 def test_blockwise_over_a_long_context():

@@ -15,6 +15,7 @@ from support.msa_strategies import (
     FOURS,
     GROUPED,
     PARTIAL,
+    WAYS,
     Case,
     Shape,
     assert_partial,
@@ -33,33 +34,33 @@ RULES = {
     "one init": dict(init_blocks=1),
     "all forced": dict(local_blocks=2, init_blocks=1),
 }
-SMALL = pytest.mark.parametrize("small", [False, True], ids=["whole", "pieces"])
+EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-def select(case: Case, index=None, small=False, **changes) -> np.ndarray:
+def select(case: Case, index=None, way="walk", **changes) -> np.ndarray:
     args = (*(index or case.index()), case.positions, case.lengths)
-    return np.asarray(index_topk(*args, small=small, **case.rules(**changes)))
+    return np.asarray(index_topk(*args, way=way, **case.rules(**changes)))
 
 
 # Against the oracle.
 
 
-@SMALL
+@EVERY_WAY
 @pytest.mark.parametrize("score", ["max", "lse"])
 @given(case=cases(CUT))
-def test_scores_are_those_of_the_oracle(score, small, case):
+def test_scores_are_those_of_the_oracle(score, way, case):
     args = (*case.index(), case.positions, case.lengths)
-    got = block_scores(*args, block_size=case.shape.P, score=score, small=small)
+    got = block_scores(*args, block_size=case.shape.P, score=score, way=way)
     expected = reference.block_scores(*args, case.shape.P, score)
     assert (np.isneginf(got) == np.isneginf(expected)).all()
     np.testing.assert_allclose(got, expected, rtol=0 if score == "max" else 1e-6, atol=1e-6 if score == "lse" else 0)
 
 
-@SMALL
+@EVERY_WAY
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
 @given(case=cases((GROUPED,)))
-def test_selection_is_that_of_the_oracle(rules, small, case):
-    got = select(case, small=small, **rules)
+def test_selection_is_that_of_the_oracle(rules, way, case):
+    got = select(case, way=way, **rules)
     scores = reference.block_scores(*case.index(), case.positions, case.lengths, case.shape.P)
     expected = reference.select_blocks(scores, case.positions, case.lengths, **case.rules(**rules))
     np.testing.assert_array_equal(got, expected)
@@ -76,12 +77,12 @@ def test_selection_is_that_of_the_oracle_in_every_shape(case):
     assert_partial(case, got)
 
 
-@SMALL
+@EVERY_WAY
 @given(case=cases(CUT))
-def test_lse_selection_beats_what_it_drops(small, case):
+def test_lse_selection_beats_what_it_drops(way, case):
     """T26: floating-point scores are compared by their gaps, not by the ids that they lead to."""
     index = case.index(exact=False)
-    got = select(case, index, small=small, score="lse")
+    got = select(case, index, way=way, score="lse")
     scores = reference.block_scores(*index, case.positions, case.lengths, case.shape.P, "lse")
     ids = np.arange(case.shape.M)
     kept = (got[..., None] == ids).any(-2)
@@ -194,17 +195,17 @@ def test_groups_pick_blocks_of_their_own():
     assert_partial(case, got)
 
 
-@SMALL
+@EVERY_WAY
 @pytest.mark.parametrize("score", ["max", "lse"])
 @given(case=cases(CUT), data=st.data())
-def test_no_query_sees_a_later_key(score, small, case, data):
+def test_no_query_sees_a_later_key(score, way, case, data):
     """T2: causality holds per token, before pooling, so later tokens of the own block do not leak either."""
     i = data.draw(st.integers(0, case.shape.S - 1))
     index_q, index_k = case.index(exact=False)
     other = index_k.copy()
     other[:, i + 1 :] = np.random.default_rng(case.seed).normal(size=other[:, i + 1 :].shape) * 100
     rows = case.valid & (case.positions <= i)
-    static = dict(score=score, small=small)
+    static = dict(score=score, way=way)
     before, after = (select(case, (index_q, k), **static) for k in (index_k, other))
     np.testing.assert_array_equal(before.swapaxes(1, 2)[rows], after.swapaxes(1, 2)[rows])
     args, static = (case.positions, case.lengths), static | dict(block_size=case.shape.P)
@@ -212,17 +213,17 @@ def test_no_query_sees_a_later_key(score, small, case, data):
     np.testing.assert_array_equal(before.swapaxes(1, 2)[rows], after.swapaxes(1, 2)[rows])
 
 
-@SMALL
+@EVERY_WAY
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
 @given(case=cases(CUT))
-def test_keys_beyond_a_length_are_never_read(poison, small, case):
+def test_keys_beyond_a_length_are_never_read(poison, way, case):
     """T10: the tail of the last page is arbitrary memory."""
     index_q, index_k = case.index()
     other = np.where((np.arange(case.shape.S) < case.lengths[:, None])[..., None], index_k, np.float32(poison))
-    got = select(case, (index_q, other), small=small)
-    np.testing.assert_array_equal(got, select(case, (index_q, index_k), small=small))
+    got = select(case, (index_q, other), way=way)
+    np.testing.assert_array_equal(got, select(case, (index_q, index_k), way=way))
     assert_partial(case, got)
-    static = dict(block_size=case.shape.P, small=small)
+    static = dict(block_size=case.shape.P, way=way)
     scores = [block_scores(index_q, k, case.positions, case.lengths, **static) for k in (other, index_k)]
     np.testing.assert_array_equal(*scores)
 

@@ -19,20 +19,22 @@ from support.msa_strategies import GROUPED, prefill
 from m3jax import M3Config
 from m3jax import model as m3_model
 from m3jax.decoding import device
-from m3jax.decoding.runner import Runner, Shapes
-from m3jax.msa import api, contiguous, contiguous_index
-from m3jax.msa.backends import BACKENDS, Case, choose, interpret, why_not
+from m3jax.decoding.engine.runner import Runner, Shapes
+from m3jax.msa import SelectionRules, contiguous, contiguous_index
+from m3jax.ops import BACKENDS, attend_all, attend_selected, interpret, select
+from m3jax.ops.backends import Case, choose, why_not
 
 H200 = AbstractMesh(
     (1,), ("x",), axis_types=(AxisType.Auto,),
     abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"),
 )  # fmt: skip
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-PREFILL = Case("sparse", 2048, BF16, BF16, 128, 128, 512, group=16, slots=16)
+SIZES = dict(queries=2048, dtype=BF16, stored=BF16, width=128, block_size=128, num_blocks=512)
+PREFILL = Case(op="sparse", **SIZES, group=16, slots=16)
 DECODE = replace(PREFILL, queries=1)
-SELECT = Case("select", 2048, BF16, BF16, 128, 128, 512, slots=16)
-DENSE = Case("dense", 2048, BF16, BF16, 128, 128, 512, group=16)
-INSERT = Case("insert", 2048, BF16, BF16, 128, 128, 512, group=16, rotated=64)
+SELECT = Case(op="select", **SIZES, slots=16)
+DENSE = Case(op="dense", **SIZES, group=16)
+INSERT = Case(op="insert", **SIZES, group=16, rotated=64)
 
 
 @contextlib.contextmanager
@@ -105,7 +107,7 @@ def test_e4m3_is_for_decode():
 def test_xla_alone_imports_no_kernel():
     """Whoever has no GPU does not pay for Pallas."""
     code = (
-        "import sys, m3jax, jax.numpy as jnp; from m3jax.msa import api; import m3jax.decoding;"
+        "import sys, m3jax, jax.numpy as jnp; import m3jax.ops, m3jax.decoding;"
         "assert not [m for m in sys.modules if m.startswith('pallas_kernels') or 'pallas.triton' in m]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -125,15 +127,15 @@ def test_ops_in_interpret_mode_give_what_xla_gives(few):
     first = -8 if few else 0
     rows = jnp.asarray(case.positions)[:, first:], jnp.asarray(case.lengths)
 
-    def ops(backend, dense, mask):
-        blocks = api.select(index_q[:, first:], index, *rows, top_k=GROUPED.J, backend=backend)
-        attend = lambda *how: api.attention(q[:, first:], view, *how, backend=backend)
-        return blocks, attend(blocks, *rows, mask), attend(None, *rows, dense)[0]
+    def ops(backend, schedule):
+        blocks = select(index_q[:, first:], index, *rows, SelectionRules(top_k=GROUPED.J), backend=backend)
+        sparse = attend_selected(q[:, first:], view, blocks, *rows, schedule=schedule, backend=backend)
+        return blocks, sparse, attend_all(q[:, first:], view, *rows, schedule=schedule, backend=backend)[0]
 
-    run = jax.jit(ops, static_argnums=(0, 1, 2))
+    run = jax.jit(ops, static_argnums=(0, 1))
     with interpret():
-        found = run("triton", "auto", "auto")
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run("xla", "dense", "mask")), strict=True):
+        found = run("triton", "auto")
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run("xla", "mask")), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
 
 
@@ -179,7 +181,7 @@ def test_prefill_and_decode_lower_for_a_gpu_with_kernels(dtype, unchecked):
     chunk = device.Chunk(*(np.zeros(s, np.int32) for s in ((1,), (1, 256), (1,), (1,))))
     with on_a_gpu():
         programs = [
-            device.prefill.trace(weights, runner.state, chunk, runner._stack([], 1)),
+            device.prefill.trace(weights, runner.state, chunk, runner.continuations([], 1)),
             device.decode.trace(weights, runner.state, np.int32(4), 4),
         ]
         texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in programs]

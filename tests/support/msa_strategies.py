@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from m3jax import msa
-from m3jax.msa import dense, kv_block_major, select, sparse
+from m3jax.msa.rules import SelectionRules
+from m3jax.msa.schedules import DENSE_SCHEDULES, SCHEDULES, walk_scores
 
 
 @dataclass(frozen=True)
@@ -116,41 +117,53 @@ def assert_partial(case: Case, blocks: np.ndarray) -> None:
     assert (visible > (np.asarray(blocks) >= 0).sum(-1)).any()
 
 
-_SMALL = (
-    (select, dict(_SCORE_BUDGET=200, _KEY_CHUNK=12, _FEW_ROWS=0)),
-    (dense, dict(_SCORE_BUDGET=400, _KEY_CHUNK=16)),
-    (sparse, dict(_GATHER_BUDGET=2000)),
-    (kv_block_major, dict(_QUERY_CHUNK=5, _STEP_SCORES=150)),
-)
+_SMALL = {
+    "index_walk": dict(_SCORE_BUDGET=200, _KEY_CHUNK=12, _FEW_ROWS=0),
+    "blockwise": dict(_SCORE_BUDGET=400, _KEY_CHUNK=16),
+    "query_major": dict(_GATHER_BUDGET=2000),
+    "kv_block_major": dict(_QUERY_CHUNK=5, _STEP_SCORES=150),
+}
 
 
 @contextmanager
 def pieces(small: bool) -> Iterator[None]:
     """Makes every walk in pieces take many of them, as it does at full size (in force while a function is traced)."""
     with ExitStack() as stack:
-        for module, values in _SMALL if small else ():
-            stack.enter_context(mock.patch.multiple(module, **values))
+        for name, values in _SMALL.items() if small else ():
+            stack.enter_context(mock.patch.multiple(f"m3jax.msa.schedules.{name}", **values))
         yield
 
 
 _RULES = ("block_size", "top_k", "local_blocks", "init_blocks")
 
 
-@partial(jax.jit, static_argnames=("block_size", "score", "small"))
-def block_scores(*args, block_size, score="max", small=False):
-    with pieces(small):
-        return msa.block_scores(*args, block_size, score)
+# How scores and selections are computed: as they are defined, or by the walk over the keys, whole or in small pieces.
+WAYS = ("definition", "walk", "pieces")
+# Sparse attention as it is defined, and the schedules that compute it otherwise.
+SPARSE = ("definition", "query_major", "kv_block_major")
+
+
+@partial(jax.jit, static_argnames=("block_size", "score", "way"))
+def block_scores(index_q, index_k, positions, lengths, *, block_size, score="max", way="definition"):
+    if way == "definition":
+        return msa.block_scores(index_q, index_k, positions, lengths, block_size, score)
+    with pieces(way == "pieces"):
+        return walk_scores(index_q, msa.contiguous_index(index_k, block_size), positions, lengths, score)
 
 
 @partial(jax.jit, static_argnames=_RULES)
-def select_blocks(*args, **rules):
-    return msa.select_blocks(*args, **rules)
+def select_blocks(scores, positions, lengths, *, block_size, **rules):
+    return msa.select_blocks(scores, positions, lengths, SelectionRules(**rules), block_size=block_size)
 
 
-@partial(jax.jit, static_argnames=(*_RULES, "score", "small"))
-def index_topk(*args, small=False, **rules):
-    with pieces(small):
-        return msa.index_topk(*args, **rules)
+@partial(jax.jit, static_argnames=(*_RULES, "score", "way"))
+def index_topk(index_q, index_k, positions, lengths, *, block_size, way="walk", **rules):
+    if way == "definition":
+        rules = SelectionRules(**rules)
+        scores = msa.block_scores(index_q, index_k, positions, lengths, block_size, rules.score)
+        return msa.select_blocks(scores, positions, lengths, rules, block_size=block_size)
+    with pieces(way == "pieces"):
+        return msa.index_topk(index_q, index_k, positions, lengths, block_size=block_size, **rules)
 
 
 @jax.jit
@@ -160,12 +173,15 @@ def dense_attention(*args):
 
 
 @partial(jax.jit, static_argnames=("block_size", "small"))
-def blockwise(q, k, v, *args, block_size, small=False):
+def blockwise(q, k, v, positions, lengths, *, block_size, small=False):
     with pieces(small):
-        return msa.blockwise_attention(q, msa.contiguous(k, v, block_size), *args, return_lse=True)
+        return DENSE_SCHEDULES["blockwise"](q, msa.contiguous(k, v, block_size), positions, lengths)
 
 
 @partial(jax.jit, static_argnames=("block_size", "schedule", "small"))
-def attention(*args, block_size, schedule, small=False):
+def attention(q, k, v, blocks, positions, lengths, *, block_size, schedule, small=False):
+    """Sparse attention by the definition, or by a schedule over a view of the same arrays."""
+    if schedule == "definition":
+        return msa.sparse_attention(q, k, v, blocks, positions, lengths, block_size=block_size, return_lse=True)
     with pieces(small):
-        return msa.sparse_attention(*args, block_size=block_size, schedule=schedule, return_lse=True)
+        return SCHEDULES[schedule](q, msa.contiguous(k, v, block_size), blocks, positions, lengths)

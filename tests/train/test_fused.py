@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from support import tiny
 
-from m3jax.msa import dense_attention, index_topk, select_blocks, sparse_attention
+from m3jax import ops
+from m3jax.msa import SelectionRules, dense_attention, index_topk, sparse_attention
 from m3jax.train import fused
 from m3jax.train.step import TrainOptions, losses
 
@@ -43,7 +44,7 @@ def test_attention_is_the_definition(schedule, kernel):
     q, k, v, blocks = operands()
     blocks = None if schedule == "dense" else blocks
     more = ("xla",) if kernel else ()
-    fn = fused._by_kernel if kernel else fused.causal_attention
+    fn = fused.attend_under_mask if kernel else fused.causal_attention
 
     def expected(q, k, v):
         if blocks is None:
@@ -56,33 +57,33 @@ def test_attention_is_the_definition(schedule, kernel):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_scores_at_once_choose_the_same_blocks():
+def test_scores_at_once_choose_the_same_blocks(monkeypatch):
+    monkeypatch.setattr(fused, "platform", lambda: "gpu")
     index_q, index_k = normal(BATCH, LENGTH, GROUPS, WIDTH, seed=3), normal(BATCH, LENGTH, WIDTH, seed=4)
-    rules = dict(block_size=BLOCK, top_k=3)
-    got = select_blocks(fused._block_maxima(index_q, index_k, BLOCK), *rows(), **rules)
-    np.testing.assert_array_equal(got, index_topk(index_q, index_k, *rows(), **rules))
+    got = fused.select_in_whole_rows(index_q, index_k, SelectionRules(top_k=3), BLOCK)
+    np.testing.assert_array_equal(got, index_topk(index_q, index_k, *rows(), block_size=BLOCK, top_k=3))
 
 
 @pytest.mark.parametrize("tile", [4, 512])
 def test_tiles_of_experts(monkeypatch, tile):
     """The product over tiles is the sum over experts, token by token; no token is dropped."""
-    monkeypatch.setattr(fused, "_TILE", tile)
-    model = tiny.model(CONFIG)
-    experts = fused.fuse(model).stacks[1].mlp.experts
+    monkeypatch.setattr(ops.experts, "_COPIED_TILE", tile)
+    experts = tiny.model(CONFIG).stacks[1].mlp.experts
+    weights = ops.experts.ExpertWeights(experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...])
     x, draw = normal(24, CONFIG.hidden_size), np.random.default_rng(5)
     ids = jnp.asarray(np.stack([draw.permutation(3)[:2] for _ in range(24)]).astype(np.int32))
     act = lambda gate, up: jnp.tanh(gate) * up
-    got = experts._on_gpu(x, ids, jnp.int32(0), act)
+    got = ops.run_experts(x, weights, ids, jnp.int32(0), act, path="copied")
     for token, chosen in enumerate(np.asarray(ids)):
         for slot, expert in enumerate(chosen):
-            gate, up, down = (np.asarray(w[0, expert]) for w in experts._weights())
+            gate, up, down = (np.asarray(weight[0, expert]) for weight in weights)
             want = (np.tanh(x[token] @ gate) * (x[token] @ up)) @ down
             np.testing.assert_allclose(got[token, slot], want, rtol=1e-4, atol=1e-5)
 
 
 @BOTH
 def test_losses_and_gradients_are_those_of_the_schedules(schedule):
-    model = tiny.model(CONFIG).with_schedule(schedule)
+    model = tiny.under(tiny.model(CONFIG), schedule)
     recall = np.random.default_rng(3).random((2, 64)) < 0.2
     arrays = {"tokens": tiny.tokens(CONFIG, 2, 65), "weights": np.ones((2, 64), np.float32), "recall": recall}
     arrays = jax.tree.map(jnp.asarray, arrays)

@@ -87,7 +87,7 @@ class HostMemory:
         if not any(isinstance(s, OffloadedStack) for s in cache.stacks):
             raise ValueError("no layer of this model is sparse: nothing is selected, so nothing can be offloaded")
         self.kind = max(kinds) if kind == "auto" else kind
-        self.heads = next(s.kv_heads for s in cache.stacks if isinstance(s, OffloadedStack))
+        self.heads = next(s.num_kv_heads for s in cache.stacks if isinstance(s, OffloadedStack))
         self.pages: Any = tuple(self._empty(s, device) if isinstance(s, OffloadedStack) else None for s in cache.stacks)
         self.bytes_out = 0
 

@@ -4,27 +4,19 @@ The unit is a virtual page: one KV head's part of a page, P tokens. KV heads cho
 would bring in heads that nobody asked for.
 """
 
-from typing import Protocol, runtime_checkable
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from m3jax.cache.storage import Places, Scales, stored
-from m3jax.msa.views import PagedIndex, Pooled
+from m3jax import ops
+from m3jax.cache.storage import FLOAT8, HostPages, Places, Scales, held_page, stored
+from m3jax.msa import PagedIndex, SelectionRules
+from m3jax.msa.views import Pooled
+from m3jax.numerics import UNSEEN, accumulator, merge_two
 
 GROUP = 8  # virtual pages that are brought in together
-
-
-@runtime_checkable
-class HostPages(Protocol):
-    """The virtual pages of a stack of layers in host memory."""
-
-    def read(self, layer: Int[Array, ""], pages: Int[Array, " F"]) -> Num[Array, "F 2 P H"]:
-        """Keys and values of some virtual pages, on the device; called within a jitted function."""
-        ...
 
 
 @struct.dataclass
@@ -55,32 +47,37 @@ class Slots:
           (slots, pages, their slots, count): `count` pages that have to be read, and where to.
         """
         slot_of, page_of, used_at, dirty = (x[layer] for x in (self.slot_of, self.page_of, self.used_at, self.dirty))
-        size, total = len(page_of), len(slot_of)
-        here = page_of >= 0
-        busy = dirty | (here & wanted[jnp.maximum(page_of, 0)])
-        missing = wanted & (slot_of < 0)
-        count = jnp.minimum(jnp.sum(missing), jnp.sum(~busy)).astype(jnp.int32)
-        slots = jnp.argsort(jnp.where(busy, jnp.iinfo(jnp.int32).max, jnp.where(here, used_at, -1))).astype(jnp.int32)
-        pages = jnp.nonzero(missing, size=size, fill_value=total)[0].astype(jnp.int32)
-        given = jnp.arange(size) < count
-        evicted = jnp.where(given & here[slots], page_of[slots], total)
-        arriving = jnp.where(given, pages, total)
+        num_slots, num_pages = len(page_of), len(slot_of)
+        is_taken = page_of >= 0  # [D]
+        is_kept = dirty | (is_taken & wanted[jnp.maximum(page_of, 0)])  # [D]
+        is_missing = wanted & (slot_of < 0)  # [V]
+        count = jnp.minimum(jnp.sum(is_missing), jnp.sum(~is_kept)).astype(jnp.int32)
+        # Free slots first, then those that were used longest ago, those to keep last.
+        last_used = jnp.where(is_kept, jnp.iinfo(jnp.int32).max, jnp.where(is_taken, used_at, -1))
+        slots = jnp.argsort(last_used).astype(jnp.int32)  # [D]
+        pages = jnp.nonzero(is_missing, size=num_slots, fill_value=num_pages)[0].astype(jnp.int32)  # [D]
+        is_given = jnp.arange(num_slots) < count
+        evicted = jnp.where(is_given & is_taken[slots], page_of[slots], num_pages)
+        arriving = jnp.where(is_given, pages, num_pages)
         slot_of = slot_of.at[evicted].set(-1, mode="drop").at[arriving].set(slots, mode="drop")
-        page_of = page_of.at[jnp.where(given, slots, size)].set(pages, mode="drop")
+        page_of = page_of.at[jnp.where(is_given, slots, num_slots)].set(pages, mode="drop")
         used_at = jnp.where((page_of >= 0) & wanted[jnp.maximum(page_of, 0)], now, used_at)
-        put = lambda x, new: x.at[layer].set(new)
-        new = self.replace(slot_of=put(self.slot_of, slot_of), page_of=put(self.page_of, page_of))
-        return new.replace(used_at=put(self.used_at, used_at)), pages, slots, count
+        assigned = self.replace(
+            slot_of=self.slot_of.at[layer].set(slot_of),
+            page_of=self.page_of.at[layer].set(page_of),
+            used_at=self.used_at.at[layer].set(used_at),
+        )
+        return assigned, pages, slots, count
 
     def forget(self, pages: Int[Array, " C"]) -> "Slots":
         """Drop virtual pages whose contents host memory has anew; one outside [0, V) is ignored."""
-        layers = jnp.arange(len(self.slot_of))[:, None]
-        total, size = self.slot_of.shape[1], self.page_of.shape[1]
-        inside = (pages >= 0) & (pages < total)
-        slots = jnp.where(inside, self.slot_of[:, jnp.where(inside, pages, 0)], -1)
-        slots = jnp.where(slots >= 0, slots, size)
+        layers = jnp.arange(len(self.slot_of))[:, None]  # [L 1]
+        num_pages, num_slots = self.slot_of.shape[1], self.page_of.shape[1]
+        is_page = (pages >= 0) & (pages < num_pages)
+        slots = jnp.where(is_page, self.slot_of[:, jnp.where(is_page, pages, 0)], -1)  # [L C]
+        slots = jnp.where(slots >= 0, slots, num_slots)
         return self.replace(
-            slot_of=self.slot_of.at[:, jnp.where(inside, pages, total)].set(-1, mode="drop"),
+            slot_of=self.slot_of.at[:, jnp.where(is_page, pages, num_pages)].set(-1, mode="drop"),
             page_of=self.page_of.at[layers, slots].set(-1, mode="drop"),
             dirty=self.dirty.at[layers, slots].set(False, mode="drop"),
         )
@@ -115,7 +112,7 @@ class OffloadedStack:
         return self.k.shape[2]
 
     @property
-    def kv_heads(self) -> int:
+    def num_kv_heads(self) -> int:
         """K, virtual pages of a page."""
         return self.slots.slot_of.shape[1] // self.num_pages
 
@@ -123,7 +120,7 @@ class OffloadedStack:
     def bytes_per_token(self) -> float:
         """Bytes of one token, those in host memory included."""
         layers, _, _, width = self.k.shape
-        return layers * (2 * self.kv_heads * width * self.k.dtype.itemsize + self.index_k[0, 0, 0].nbytes)
+        return float(layers * (2 * self.num_kv_heads * width * self.k.dtype.itemsize + self.index_k[0, 0, 0].nbytes))
 
     def write(
         self,
@@ -131,75 +128,175 @@ class OffloadedStack:
         places: Places,
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
-        index_k: Float[Array, "B T I"],
-        host: HostPages,
+        index_k: Float[Array, "B T I"] | None,
     ) -> "OffloadedStack":
-        """Put new tokens into the pool; what host memory has of a page that goes on is brought in first."""
-        held = (places.page >= 0) & (places.page < self.num_pages)
-        page = jnp.where(held, places.page, self.num_pages)
-        written = self._heads(jnp.zeros(self.num_pages, bool).at[page].set(True, mode="drop"))
-        begun = jnp.where(places.offset == 0, page, self.num_pages)
-        fresh = self._heads(jnp.zeros(self.num_pages, bool).at[begun].set(True, mode="drop"))
-        out = self.bring(layer, written & fresh, None).bring(layer, written, host)
-        slots, size = out.slots, out.k.shape[1]
-        page_of = slots.page_of[layer]
-        dirty = slots.dirty[layer] | ((page_of >= 0) & written[jnp.maximum(page_of, 0)])
-        virtual = jnp.minimum(page, self.num_pages - 1)[..., None] * self.kv_heads + jnp.arange(self.kv_heads)
-        slot = jnp.where(held[..., None], slots.slot_of[layer, virtual], size)
-        scale = lambda x: x[layer][:, None]
-        put = lambda x, new, s: x.at[layer, slot, places.offset[..., None]].set(stored(new, x.dtype, s), mode="drop")
-        keys = stored(index_k, self.index_k.dtype, self.scales.index_k[layer])
-        return out.replace(
-            k=put(out.k, k, scale(self.scales.k)),
-            v=put(out.v, v, scale(self.scales.v)),
-            index_k=self.index_k.at[layer, page, places.offset].set(keys, mode="drop"),
+        """Put new tokens into the pool; a page that earlier calls began is first brought in from host memory."""
+        page = held_page(places, self.num_pages)  # [B T]
+        begun_page = jnp.where(places.offset == 0, page, self.num_pages)
+        is_written = self._virtual_flags(jnp.zeros(self.num_pages, bool).at[page].set(True, mode="drop"))  # [V]
+        is_begun = self._virtual_flags(jnp.zeros(self.num_pages, bool).at[begun_page].set(True, mode="drop"))
+        pool = self.give_slots(layer, is_begun).bring(layer, is_written, places.host)
+
+        slots, num_slots = pool.slots, pool.k.shape[1]
+        page_of = slots.page_of[layer]  # [D]
+        dirty = slots.dirty[layer] | ((page_of >= 0) & is_written[jnp.maximum(page_of, 0)])
+        heads = jnp.arange(self.num_kv_heads)
+        virtual_page = jnp.minimum(page, self.num_pages - 1)[..., None] * self.num_kv_heads + heads  # [B T K]
+        slot = jnp.where((page < self.num_pages)[..., None], slots.slot_of[layer, virtual_page], num_slots)
+
+        def scatter(
+            memory: Num[Array, "L D P H"], new: Float[Array, "B T K H"], scale: Float[Array, "L K"]
+        ) -> Num[Array, "L D P H"]:
+            new = stored(new, memory.dtype, scale[layer][:, None])  # [B T K H]
+            return memory.at[layer, slot, places.offset[..., None]].set(new, mode="drop")
+
+        index_k = stored(index_k, self.index_k.dtype, self.scales.index_k[layer])
+        return pool.replace(
+            k=scatter(pool.k, k, self.scales.k),
+            v=scatter(pool.v, v, self.scales.v),
+            index_k=self.index_k.at[layer, page, places.offset].set(index_k, mode="drop"),
             slots=slots.replace(dirty=slots.dirty.at[layer].set(dirty)),
         )
 
-    def bring(self, layer: Int[Array, ""], wanted: Bool[Array, " V"], host: HostPages | None) -> "OffloadedStack":
-        """Bring wanted virtual pages into the pool, as many as find a slot; None gives them slots with anything in."""
+    def give_slots(self, layer: Int[Array, ""], wanted: Bool[Array, " V"]) -> "OffloadedStack":
+        """Give slots to wanted virtual pages, as many as find one; the slots hold anything."""
         now = self.now + 1
-        slots, pages, places, count = self.slots.assign(layer, wanted, now)
-        out = self.replace(slots=slots, now=now)
-        if host is None:
-            return out
-        size = self.k.shape[1]
-        pad = lambda x: jnp.concatenate([x, jnp.zeros(-size % GROUP, jnp.int32)])
-        pages, places = pad(jnp.minimum(pages, self.slots.slot_of.shape[1] - 1)), pad(places)
+        slots, *_ = self.slots.assign(layer, wanted, now)
+        return self.replace(slots=slots, now=now)
 
-        def group(carry):
-            at, k, v = carry
-            take = lambda x: jax.lax.dynamic_slice_in_dim(x, at, GROUP)
-            new = host.read(layer, take(pages))
-            slot = jnp.where(at + jnp.arange(GROUP) < count, take(places), size)
-            put = lambda x, i: x.at[layer, slot].set(new[:, i], mode="drop")
-            return at + GROUP, put(k, 0), put(v, 1)
+    def bring(self, layer: Int[Array, ""], wanted: Bool[Array, " V"], host: HostPages) -> "OffloadedStack":
+        """Bring wanted virtual pages from host memory into the pool, as many as find a slot."""
+        now = self.now + 1
+        slots, pages, target_slots, count = self.slots.assign(layer, wanted, now)
+        num_slots = self.k.shape[1]
+        pad_to_groups = lambda x: jnp.concatenate([x, jnp.zeros(-num_slots % GROUP, jnp.int32)])
+        pages = pad_to_groups(jnp.minimum(pages, self.slots.slot_of.shape[1] - 1))
+        target_slots = pad_to_groups(target_slots)
 
-        _, k, v = jax.lax.while_loop(lambda carry: carry[0] < count, group, (jnp.int32(0), self.k, self.v))
-        return out.replace(k=k, v=v, moved=self.moved.at[layer].add(-(-count // GROUP) * GROUP))
+        def bring_group(state):
+            first, k, v = state
+            in_group = lambda x: jax.lax.dynamic_slice_in_dim(x, first, GROUP)
+            contents = host.read(layer, in_group(pages))  # [GROUP 2 P H]
+            slot = jnp.where(first + jnp.arange(GROUP) < count, in_group(target_slots), num_slots)
+            k = k.at[layer, slot].set(contents[:, 0], mode="drop")
+            v = v.at[layer, slot].set(contents[:, 1], mode="drop")
+            return first + GROUP, k, v
+
+        _, k, v = jax.lax.while_loop(lambda state: state[0] < count, bring_group, (jnp.int32(0), self.k, self.v))
+        moved = self.moved.at[layer].add(-(-count // GROUP) * GROUP)
+        return self.replace(slots=slots, now=now, k=k, v=v, moved=moved)
+
+    def insert_backend(
+        self,
+        layer: Int[Array, ""],
+        places: Places,
+        q: Float[Array, "B T N H"],
+        rotated: int,
+        dtype: DTypeLike,
+        backend: str,
+    ) -> str:
+        """No kernel writes into the pool: the model norms and rotates, and `write` follows."""
+        return "xla"
+
+    def select(
+        self,
+        layer: Int[Array, ""],
+        places: Places,
+        index_q: Float[Array, "B T K I"],
+        positions: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        rules: SelectionRules,
+        backend: str,
+    ) -> Int[Array, "B K T J"]:
+        """The blocks that each query keeps of all that its row has: index keys are all on the device."""
+        index = self.index_view(layer, places, index_q.dtype)
+        return ops.select(index_q, index, positions, lengths, rules, backend=backend)
+
+    def attend_selected(
+        self,
+        layer: Int[Array, ""],
+        places: Places,
+        q: Float[Array, "B T N H"],
+        blocks: Int[Array, "B K T J"],
+        positions: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        schedule: str,
+        backend: str,
+    ) -> tuple[Float[Array, "B T N H"], "OffloadedStack"]:
+        """Attention over the selected blocks, in passes over what the pool has room for.
+
+        A decode step needs one pass. A chunk of a long prompt selects more pages than the pool has: each pass brings in
+        some, attends over those alone, and the passes are merged by log-sum-exp.
+
+        Raises:
+          ValueError: the schedule "mask", which reads all blocks.
+        """
+        if schedule == "mask":
+            raise ValueError(f"schedule {schedule!r} reads all blocks: it needs a cache without host memory")
+        view = self.view(layer, places, q.dtype)
+        row_ids, head_ids = jnp.arange(blocks.shape[0])[:, None, None, None], jnp.arange(blocks.shape[1])[:, None, None]
+        pages, is_page = view.virtual_page(row_ids, head_ids, jnp.maximum(blocks, 0))  # [B K T J] each
+        is_chosen = is_page & (blocks >= 0)
+        num_pages = self.slots.slot_of.shape[1]
+        wanted = jnp.zeros(num_pages, bool).at[jnp.where(is_chosen, pages, num_pages)].set(True, mode="drop")  # [V]
+
+        def attend_pass(state):
+            pool, remaining, out, lse = state
+            pool = pool.bring(layer, remaining, places.host)
+            is_here = remaining & (pool.slots.slot_of[layer] >= 0)  # [V]
+            blocks_here = jnp.where(is_chosen & is_here[pages], blocks, -1)
+            # The pool is no memory that a kernel can read: "auto" is XLA here.
+            part = ops.attend_selected(
+                q, pool.view(layer, places, q.dtype), blocks_here, positions, lengths, schedule=schedule
+            )
+            return pool, remaining & ~is_here, *merge_two(out, lse, *part)
+
+        dtype = accumulator(q.dtype)
+        nothing = jnp.zeros(q.shape, dtype), jnp.full(q.shape[:-1], UNSEEN, dtype)
+        state = self.count(layer, wanted), wanted, *nothing
+        pool, _, out, _ = jax.lax.while_loop(lambda state: jnp.any(state[1]), attend_pass, state)
+        return out.astype(q.dtype), pool
+
+    def attend_all(
+        self,
+        layer: Int[Array, ""],
+        places: Places,
+        q: Float[Array, "B T N H"],
+        positions: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        schedule: str,
+        backend: str,
+    ) -> tuple[Float[Array, "B T N H"], "OffloadedStack"]:
+        """Refused: the pool is for what was selected.
+
+        Raises:
+          ValueError: always.
+        """
+        raise ValueError("dense attention reads all blocks: it needs a cache without host memory")
+
+    def after_layer(self) -> "OffloadedStack":
+        """The same pages: they hold the keys of every layer."""
+        return self
 
     def count(self, layer: Int[Array, ""], wanted: Bool[Array, " V"]) -> "OffloadedStack":
-        """Count a selection: found here, or not."""
+        """Count how many of the selected pages were found in the pool, and how many not."""
         found = jnp.sum(wanted & (self.slots.slot_of[layer] >= 0)).astype(jnp.int32)
         absent = jnp.sum(wanted).astype(jnp.int32) - found
         return self.replace(hits=self.hits.at[layer].add(found), misses=self.misses.at[layer].add(absent))
 
     def view(self, layer: Int[Array, ""], places: Places, dtype: DTypeLike) -> Pooled:
-        """One layer's keys and values, as far as they are here."""
-        small = self.k.dtype.itemsize == 1
-        scales = (self.scales.k[layer], self.scales.v[layer]) if small else None
-        return Pooled(self.k, self.v, scales, layer, self.slots.slot_of[layer], places.table, self.kv_heads, dtype)
+        """One layer's keys and values, as far as they are in the pool."""
+        scales = (self.scales.k[layer], self.scales.v[layer]) if self.k.dtype == FLOAT8 else None
+        return Pooled(self.k, self.v, scales, layer, self.slots.slot_of[layer], places.table, self.num_kv_heads, dtype)
 
     def index_view(self, layer: Int[Array, ""], places: Places, dtype: DTypeLike) -> PagedIndex:
         """One layer's index keys, read in `dtype`."""
-        scale = self.scales.index_k[layer] if self.index_k.dtype.itemsize == 1 else None
+        scale = self.scales.index_k[layer] if self.index_k.dtype == FLOAT8 else None
         return PagedIndex(self.index_k, scale, layer, places.table, dtype)
 
     def copy_pages(self, source: Int[Array, " C"], target: Int[Array, " C"]) -> "OffloadedStack":
         """Copy index keys; keys and values are copied in host memory, so what is here of the targets is dropped."""
-        inside = jnp.where(target >= 0, target, self.num_pages)
-        keys = self.index_k.at[:, inside].set(self.index_k[:, source], mode="drop")
-        return self.replace(index_k=keys, slots=self.slots.forget(self.virtual(target)))
+        return self.write_pages(target, self.read_pages(source))
 
     def read_pages(self, pages: Int[Array, " C"]) -> tuple[None, None, Num[Array, "L C P I"]]:
         """Index keys; keys and values are in host memory."""
@@ -207,24 +304,25 @@ class OffloadedStack:
 
     def write_pages(self, pages: Int[Array, " C"], contents: tuple) -> "OffloadedStack":
         """Put back index keys, and drop what is here of keys and values."""
-        inside = jnp.where(pages >= 0, pages, self.num_pages)
-        keys = self.index_k.at[:, inside].set(contents[2], mode="drop")
-        return self.replace(index_k=keys, slots=self.slots.forget(self.virtual(pages)))
+        target = jnp.where(pages >= 0, pages, self.num_pages)
+        index_k = self.index_k.at[:, target].set(contents[2], mode="drop")
+        return self.replace(index_k=index_k, slots=self.slots.forget(self.virtual_page_ids(pages)))
 
-    def virtual(self, pages: Int[Array, " C"]) -> Int[Array, " CK"]:
+    def virtual_page_ids(self, pages: Int[Array, " C"]) -> Int[Array, " CK"]:
         """The virtual pages of some pages; those of -1 are outside of all."""
-        ids = pages[:, None] * self.kv_heads + jnp.arange(self.kv_heads)
+        ids = pages[:, None] * self.num_kv_heads + jnp.arange(self.num_kv_heads)  # [C K]
         return jnp.where(pages[:, None] >= 0, ids, -1).reshape(-1)
 
     def read_slots(self, pages: Int[Array, " C"]) -> Num[Array, "L CK 2 P H"]:
         """The contents of pages that are all here."""
-        slots = self.slots.slot_of[:, self.virtual(pages)]
+        slots = self.slots.slot_of[:, self.virtual_page_ids(pages)]  # [L C*K]
         layers = jnp.arange(len(slots))[:, None]
-        return jnp.stack([self.k[layers, slots], self.v[layers, slots]], axis=2)
+        return jnp.stack([self.k[layers, slots], self.v[layers, slots]], axis=2)  # [L C*K 2 P H]
 
     def clean(self) -> "OffloadedStack":
-        """Host memory has everything."""
+        """The same pool, now that host memory has everything that was written."""
         return self.replace(slots=self.slots.replace(dirty=jnp.zeros_like(self.slots.dirty)))
 
-    def _heads(self, pages: Bool[Array, " X"]) -> Bool[Array, " V"]:
-        return jnp.repeat(pages, self.kv_heads)
+    def _virtual_flags(self, of_page: Bool[Array, " X"]) -> Bool[Array, " V"]:
+        """A flag of each page as a flag of each of its virtual pages."""
+        return jnp.repeat(of_page, self.num_kv_heads)

@@ -1,7 +1,9 @@
-"""Which backend runs an op of MSA: XLA, or the kernels of `pallas_kernels` (docs/kernels.md).
+"""Which backend runs an operation: XLA, or the kernels of `pallas_kernels` (docs/kernels.md).
 
 The choice is made while tracing, from shapes and dtypes alone. "auto" takes kernels on a device that they are for,
-wherever they can run, and XLA elsewhere; a backend that is asked for by name runs or says why it cannot.
+wherever they can run, and XLA elsewhere; a backend that is asked for by name runs or says why it cannot. A model that
+asks for kernels leaves to XLA what has none: experts, dense layers on a TPU, selection over several devices, attention
+over host memory.
 """
 
 import importlib.util
@@ -16,16 +18,17 @@ from jax.typing import DTypeLike
 from m3jax.platform import platform
 
 BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")
-MAX_FEW = 16  # queries a row that the decode kernels take
-_PLATFORM = {"triton": "gpu", "mosaic_tpu": "tpu"}
-_FOLDER = {
+MAX_DECODE_QUERIES = 16  # queries a row that the decode kernels take
+_PLATFORM_OF = {"triton": "gpu", "mosaic_tpu": "tpu"}
+_PREFILL_FOLDER = {
     "select": "index_topk", "sparse": "sparse_prefill", "dense": "dense_causal", "insert": "qk_norm_rope_insert",
 }  # fmt: skip
+_DECODE_FOLDER = {"select": "index_topk_decode", "sparse": "sparse_decode", "dense": "dense_decode"}
 _MAX_DECODE_BLOCKS = 1 << 16
 _interpreted: ContextVar[Any] = ContextVar("interpreted", default=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """What of a call decides where it can run.
 
@@ -61,6 +64,17 @@ class Case:
     divided: bool = False
     pages: bool = True
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether there are as few queries a row as in a decode step, so that the decode kernels are for it."""
+        return self.queries <= MAX_DECODE_QUERIES
+
+    @property
+    def folder(self) -> str:
+        """The folder of `pallas_kernels` whose kernels are for it."""
+        folders = _PREFILL_FOLDER | _DECODE_FOLDER if self.is_decode else _PREFILL_FOLDER
+        return folders[self.op]
+
 
 def choose(case: Case, backend: str = "auto") -> str:
     """The backend that runs a call.
@@ -75,10 +89,10 @@ def choose(case: Case, backend: str = "auto") -> str:
     Raises:
       ValueError: an unknown backend, or one that is asked for and cannot run this, with the reason.
     """
-    check_name(backend)
+    check_backend_name(backend)
     if backend == "auto":
-        own = next((name for name, where in _PLATFORM.items() if where == platform()), "xla")
-        return own if own != "xla" and why_not(case, own) is None else "xla"
+        of_platform = next((name for name, where in _PLATFORM_OF.items() if where == platform()), "xla")
+        return of_platform if of_platform != "xla" and why_not(case, of_platform) is None else "xla"
     if backend != "xla" and (reason := why_not(case, backend)):
         raise ValueError(f"backend = {backend!r} cannot run this {case.op}: {reason}; choose 'auto' or 'xla'")
     return backend
@@ -86,12 +100,14 @@ def choose(case: Case, backend: str = "auto") -> str:
 
 def why_not(case: Case, backend: str) -> str | None:
     """Why a backend's kernels cannot run a call; None if they can."""
-    if reason := _elsewhere(backend):
+    if reason := _wrong_platform(backend):
         return reason
-    if not _exists(case, backend):
+    if not _has_kernel(case.folder, backend):
         return f"it has no kernel for {case.op}"
-    checks = (_view(case), _schedule(case), _numbers(case, backend), None if interpreted() else _sizes(case, backend))
-    return next((reason for reason in checks if reason), None)
+    reasons = [_why_not_memory(case), _why_not_schedule(case), _why_not_dtypes(case, backend)]
+    if not interpreted():
+        reasons.append(_why_not_sizes(case, backend))
+    return next((reason for reason in reasons if reason), None)
 
 
 def check_backend(backend: str) -> None:
@@ -100,21 +116,15 @@ def check_backend(backend: str) -> None:
     Raises:
       ValueError: an unknown name, or one of kernels for another platform.
     """
-    check_name(backend)
-    if backend in _PLATFORM and (reason := _elsewhere(backend)):
+    check_backend_name(backend)
+    if backend in _PLATFORM_OF and (reason := _wrong_platform(backend)):
         raise ValueError(f"backend = {backend!r}: {reason}; choose 'auto' or 'xla'")
 
 
-def check_name(backend: str) -> None:
-    """Raise ValueError for an unknown name."""
+def check_backend_name(backend: str) -> None:
+    """Raise ValueError for a name that is none of `BACKENDS`."""
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: allowed are {', '.join(map(repr, BACKENDS))}")
-
-
-def _elsewhere(backend: str) -> str | None:
-    if platform() == _PLATFORM[backend] or interpreted():
-        return None
-    return f"it needs a {_PLATFORM[backend].upper()}, and JAX runs on a {platform().upper()}"
 
 
 def interpreted() -> Any:
@@ -136,48 +146,47 @@ def interpret(how: Any = True) -> Iterator[None]:
         _interpreted.reset(token)
 
 
-def few(case: Case) -> bool:
-    """Whether this is a call for the decode kernels."""
-    return case.queries <= MAX_FEW
+def _wrong_platform(backend: str) -> str | None:
+    if platform() == _PLATFORM_OF[backend] or interpreted():
+        return None
+    return f"it needs a {_PLATFORM_OF[backend].upper()}, and JAX runs on a {platform().upper()}"
 
 
-def _exists(case: Case, backend: str) -> bool:
-    folder = _FOLDER[case.op]
-    if few(case) and case.op != "insert" and (case.op != "dense" or backend == "triton"):
-        folder = "index_topk_decode" if case.op == "select" else "sparse_decode"
+def _has_kernel(folder: str, backend: str) -> bool:
+    """Whether an op's folder has one of the backend's name; nothing is imported but the op's own package."""
     return importlib.util.find_spec(f"pallas_kernels.{folder}.{backend}") is not None
 
 
-def _view(case: Case) -> str | None:
+def _why_not_memory(case: Case) -> str | None:
     if not case.pages:
         return "it reads keys in pages or in one piece, not a pool of host memory's pages"
     if case.divided:
         return "several devices hold the keys, and it does not write the scores that they would have to join"
-    if case.op == "select" and few(case) and case.num_blocks > _MAX_DECODE_BLOCKS:
+    if case.op == "select" and case.is_decode and case.num_blocks > _MAX_DECODE_BLOCKS:
         return f"there are {case.num_blocks} blocks, and it ranks up to {_MAX_DECODE_BLOCKS}"
     return None
 
 
-def _schedule(case: Case) -> str | None:
+def _why_not_schedule(case: Case) -> str | None:
     if case.op == "select":
         return None if case.score == "max" else f"it has score 'max', and this is {case.score!r}"
-    if case.schedule == "auto" or (case.op == "sparse" and case.schedule == "kv_block_major" and not few(case)):
+    if case.schedule == "auto" or (case.op == "sparse" and case.schedule == "kv_block_major" and not case.is_decode):
         return None
     return f"the schedule {case.schedule!r} is one of XLA's"
 
 
-def _numbers(case: Case, backend: str) -> str | None:
-    half = () if backend == "mosaic_tpu" else ("float16",)
-    if str(case.dtype) not in ("bfloat16", "float32", *half):
+def _why_not_dtypes(case: Case, backend: str) -> str | None:
+    halves = ("bfloat16",) if backend == "mosaic_tpu" else ("bfloat16", "float16")
+    if str(case.dtype) not in (*halves, "float32"):
         return f"it has no kernel for queries in {case.dtype}"
-    small = str(case.stored) == "float8_e4m3fn"
-    if case.dtype != case.stored and not (small and (few(case) or case.op == "insert")):
+    reads_float8 = str(case.stored) == "float8_e4m3fn" and (case.is_decode or case.op == "insert")
+    if case.dtype != case.stored and not reads_float8:
         return f"it does not take keys in {case.stored} for {case.queries} queries a row in {case.dtype}"
     return None
 
 
-def _sizes(case: Case, backend: str) -> str | None:
-    """What the kernels were written and measured for."""
+def _why_not_sizes(case: Case, backend: str) -> str | None:
+    """Why a size is none of those that the kernels were written and measured for."""
     widths = (128,) if backend == "mosaic_tpu" else (64, 128)
     if case.width not in widths or case.block_size not in (64, 128):
         allowed = " or ".join(map(str, widths))

@@ -1,0 +1,199 @@
+"""MiniMax Sparse Attention, defined: the functions that everything faster is tested against.
+
+A query scores the blocks of P tokens that it can see by a small second attention, the index branch, keeps the best J of
+them for each KV head, and attends to their tokens alone. All scores are held at once; what holds less is a schedule.
+B rows, T queries, S keys (key s of a row has position s), N query heads, K KV heads (and as many index heads),
+G = N / K, M = ceil(S / P) blocks. Everywhere `lengths` are the valid keys of each row, memory behind them may hold
+anything, and `positions` are those of the queries: below 0, or at the row's length and beyond, for padding.
+"""
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange, repeat
+from jaxtyping import Array, Bool, Float, Int
+
+from m3jax.msa.rules import SelectionRules, check_block_size, check_heads, check_index, check_selection
+
+
+def sees(
+    positions: Int[Array, "B T"], lengths: Int[Array, " B"], key_positions: Int[Array, " S"]
+) -> Bool[Array, "B T S"]:
+    """Which keys a query sees: those up to its own position, and none at all if it is padding."""
+    is_token = positions < lengths[:, None]  # [B T]; what stands below 0 is before every key
+    return is_token[:, :, None] & (key_positions <= positions[:, :, None])  # [B T S]
+
+
+def block_scores(
+    index_q: Float[Array, "B T K I"],
+    index_k: Float[Array, "B S I"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    block_size: int,
+    score: str = "max",
+) -> Float[Array, "B K T M"]:
+    """How much each query wants each block: the largest score of a token in it that the query sees.
+
+    Args:
+      index_q, index_k: queries and keys of the index branch after norm and RoPE; one key head, which all share.
+      block_size: P.
+      score: "max", or "lse" for the log of the sum of exponentials of the scores times H**-0.5.
+
+    Returns:
+      Scores in float32 (float64 for float64 inputs); -inf for a block in which the query sees no token.
+
+    Raises:
+      ValueError: an unknown score, a block size below 1, or index widths that differ.
+
+    Source: paper section 3; transformers `MiniMaxM3VLIndexer`; SGLang for "lse".
+    """
+    check_index(index_q, index_k, block_size, score)
+    num_keys, width = index_k.shape[1:]
+    # A positive scale changes no order, so "max" has none. The mask comes before the pool: else tokens that the query
+    # does not see would speak for its own block.
+    token_scores = _product("btkh,bsh->bkts", index_q, index_k)  # [B K T S]
+    visible = sees(positions, lengths, jnp.arange(num_keys))[:, None]  # [B 1 T S]
+    token_scores = jnp.where(visible, token_scores * (width**-0.5 if score == "lse" else 1), -jnp.inf)
+    token_scores = jnp.pad(token_scores, ((0, 0),) * 3 + ((0, -num_keys % block_size),), constant_values=-jnp.inf)
+    by_block = rearrange(token_scores, "b k t (m p) -> b k t m p", p=block_size)  # [B K T M P]
+    if score == "max":
+        return jnp.max(by_block, axis=-1)  # [B K T M]
+    is_unseen = jnp.all(jnp.isneginf(by_block), axis=-1)  # [B K T M]; their 0 below makes the gradient 0, not NaN
+    return jnp.where(is_unseen, -jnp.inf, jax.nn.logsumexp(jnp.where(is_unseen[..., None], 0.0, by_block), axis=-1))
+
+
+def select_blocks(
+    scores: Float[Array, "B K T M"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    rules: SelectionRules,
+    *,
+    block_size: int,
+) -> Int[Array, "B K T J"]:
+    """The blocks that each query keeps: ascending ids, then -1.
+
+    Exactly min(J, own block + 1) of the blocks up to the query's own one, the first in this order: forced blocks (the
+    own one always), higher score, lower id, and NaN after every number. -0 equals +0, an infinity counts as the largest
+    number of its sign. Forced blocks use slots, they do not add any. A query that is padding keeps none.
+
+    Args:
+      scores: block scores; whatever stands beyond a query's own block is ignored.
+      rules: J, and which blocks are forced.
+      block_size: P, at least 1; else a ValueError.
+
+    Source: paper section 3; MiniMax-AI/MSA reference top-k (score descending, id ascending).
+    """
+    check_block_size(block_size)
+    num_blocks = scores.shape[-1]
+    num_slots = min(rules.top_k, num_blocks)
+    is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
+    own_block = jnp.where(is_token, positions // block_size, -1)[:, None, :, None]  # [B 1 T 1]
+    block_ids = jnp.arange(num_blocks, dtype=jnp.int32)  # [M]
+    is_forced = (block_ids > own_block - rules.local_blocks) | (block_ids < rules.init_blocks)  # [B 1 T M]
+
+    # One sort key holds the whole order: unseen (-inf) < NaN (lowest) < the finite numbers < forced (inf).
+    lowest = jnp.finfo(scores.dtype).min
+    above_nan = jnp.nextafter(lowest, jnp.zeros_like(lowest))
+    sort_key = jnp.clip(scores, above_nan, -above_nan)  # [B K T M]
+    sort_key = jnp.where(jnp.isnan(scores), lowest, jnp.where(sort_key == 0, 0.0, sort_key))
+    sort_key = jnp.where(is_forced, jnp.inf, sort_key)
+    sort_key = jnp.where(block_ids <= own_block, sort_key, -jnp.inf)
+
+    _, chosen = jax.lax.top_k(sort_key, num_slots)  # [B K T J], best first; of equal keys the lower id
+    is_used = jnp.arange(num_slots) <= own_block  # [B 1 T J]
+    chosen = jnp.sort(jnp.where(is_used, chosen, num_blocks).astype(jnp.int32), axis=-1)
+    chosen = jnp.where(chosen < num_blocks, chosen, -1)
+    return jnp.pad(chosen, ((0, 0),) * 3 + ((0, rules.top_k - num_slots),), constant_values=-1)  # [B K T J]
+
+
+def dense_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    return_lse: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Grouped-query causal attention: softmax over all keys that a query sees.
+
+    Args:
+      q: queries; head n reads KV head n // G.
+      k, v: keys >= lengths may hold NaN too; anything finite where a gradient is taken.
+      return_lse: also return the log-sum-exp of the scaled scores.
+
+    Returns:
+      Outputs in q's dtype; if asked for, the LSE in float32 (float64 for float64 inputs). For padding 0 and -inf.
+
+    Raises:
+      ValueError: head counts that do not divide, or widths that differ.
+
+    Source: paper section 3: scale H**-0.5, no sink, no soft cap.
+    """
+    visible = sees(positions, lengths, jnp.arange(k.shape[1]))[:, None]  # [B 1 T S]
+    out, lse = _attend(q, k, v, visible, lengths)
+    return (out, lse) if return_lse else out
+
+
+def sparse_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    block_size: int,
+    return_lse: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Grouped-query causal attention over the tokens of the selected blocks alone.
+
+    Args:
+      blocks: distinct block ids for each KV head and query in any order, -1 for an unused slot (`select_blocks`).
+      block_size: P. All else, what is returned and what is raised is as in `dense_attention`; a selection of another
+        shape and a block size below 1 are ValueErrors too.
+
+    Source: paper, equation 8.
+    """
+    check_selection(q, k.shape[2], blocks, block_size)
+    visible = sees(positions, lengths, jnp.arange(k.shape[1]))[:, None]  # [B 1 T S]
+    visible = visible & chosen_tokens(blocks, k.shape[1], block_size)  # [B K T S]
+    out, lse = _attend(q, k, v, visible, lengths)
+    return (out, lse) if return_lse else out
+
+
+def chosen_tokens(blocks: Int[Array, "B K T J"], num_keys: int, block_size: int) -> Bool[Array, "B K T S"]:
+    """Which tokens lie in the blocks that a query keeps."""
+    block_ids = jnp.arange(-(-num_keys // block_size))  # [M]
+    is_chosen = jnp.any(blocks[..., None] == block_ids, axis=-2)  # [B K T M]
+    return repeat(is_chosen, "b k t m -> b k t (m p)", p=block_size)[..., :num_keys]  # [B K T S]
+
+
+def _attend(
+    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"],
+    visible: Bool[Array, "B #K T S"], lengths: Int[Array, " B"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:  # fmt: skip
+    """(out in q's dtype, lse) of attention over visible keys; (0, -inf) where there are none."""
+    check_heads(q, k.shape[2], k.shape[3])
+    # Softmax weights of unseen keys are 0, but 0 x NaN is NaN, and memory behind a row may hold one.
+    is_key = jnp.arange(k.shape[1]) < lengths[:, None]  # [B S]
+    v = jnp.where(is_key[:, :, None, None], v, 0)  # [B S K H]
+    by_group = rearrange(q, "b t (k g) h -> b k g t h", k=k.shape[2])  # [B K G T H]
+    scores = _product("bkgth,bskh->bkgts", by_group, k) * q.shape[-1] ** -0.5  # [B K G T S]
+    scores = jnp.where(visible[:, :, None], scores, -jnp.inf)
+    highest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))  # [B K G T 1]
+    highest = jnp.where(jnp.isneginf(highest), 0.0, highest)
+    weights = jnp.exp(scores - highest)  # [B K G T S]
+    total = jnp.sum(weights, axis=-1, keepdims=True)  # [B K G T 1]
+    sees_any = total != 0.0  # true for NaN too, which must not pass for a query that sees nothing
+    total = jnp.where(sees_any, total, 1.0)
+    # The weights are rounded to the values' dtype before the product, their sum is not (docs/numerics.md).
+    out = jnp.where(sees_any, _product("bkgts,bskh->bkgth", weights.astype(v.dtype), v) / total, 0.0)
+    lse = jnp.where(sees_any, highest + jnp.log(total), -jnp.inf)
+    out = rearrange(out, "b k g t h -> b t (k g) h").astype(q.dtype)  # [B T N H]
+    return out, rearrange(lse, "b k g t 1 -> b t (k g)")  # [B T N]
+
+
+def _product(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A product of two arrays, summed and left in float32 (float64 for float64), never rounded to tf32 or bfloat16."""
+    dtype = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
+    return jnp.einsum(spec, a, b, precision="highest", preferred_element_type=dtype)

@@ -1,0 +1,16 @@
+"""Ways to compute the functions of `m3jax.msa.definition` that hold less, each tested against it.
+
+`SCHEDULES` are those of `sparse_attention` and `DENSE_SCHEDULES` those of `dense_attention`, by name and of one
+signature: (q, view, blocks, positions, lengths) -> (out, lse), without `blocks` where attention is dense.
+"""
+
+from m3jax.msa.schedules.blockwise import blockwise
+from m3jax.msa.schedules.index_walk import index_walk, walk_scores
+from m3jax.msa.schedules.kv_block_major import kv_block_major
+from m3jax.msa.schedules.mask import mask, mask_all
+from m3jax.msa.schedules.query_major import query_major
+
+SCHEDULES = {"mask": mask, "query_major": query_major, "kv_block_major": kv_block_major}
+DENSE_SCHEDULES = {"mask": mask_all, "blockwise": blockwise}
+
+__all__ = ["DENSE_SCHEDULES", "SCHEDULES", "blockwise", "index_walk", "kv_block_major", "query_major", "walk_scores"]

@@ -1,0 +1,32 @@
+"""The definition as a schedule: every key that a view holds is read, every score is held."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from m3jax.msa.definition import sparse_attention
+from m3jax.msa.views import BlockView, only_held
+
+
+def mask(
+    q: Float[Array, "B T N H"],
+    view: BlockView,
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """`sparse_attention` itself."""
+    is_held = jnp.repeat(view.present(0, view.num_blocks), view.block_size, axis=1)  # [#B S]
+    keys, values = (x.swapaxes(1, 2) for x in view.run(0, view.num_blocks))  # [B S K H] each
+    values = jnp.where(is_held[:, :, None, None], values, 0)  # what is not held here reads as anything
+    return sparse_attention(
+        q, keys, values, only_held(blocks, view), positions, lengths, block_size=view.block_size, return_lse=True
+    )
+
+
+def mask_all(
+    q: Float[Array, "B T N H"], view: BlockView, positions: Int[Array, "B T"], lengths: Int[Array, " B"]
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """`dense_attention`, as `sparse_attention` over all blocks."""
+    every_block = jnp.arange(view.num_blocks, dtype=jnp.int32)  # [M]
+    blocks = jnp.broadcast_to(every_block, (q.shape[0], view.num_heads, q.shape[1], view.num_blocks))
+    return mask(q, view, blocks, positions, lengths)

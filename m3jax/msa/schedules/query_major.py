@@ -1,0 +1,58 @@
+"""The query-major schedule of `sparse_attention`: gather the blocks of each query and attend (paper, section 4)."""
+
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, Int
+
+from m3jax.msa.chunks import map_chunks, rows_within
+from m3jax.msa.views import BlockView
+from m3jax.numerics import attend
+
+_GATHER_BUDGET = 1 << 24  # gathered key elements held at once
+
+
+def query_major(
+    q: Float[Array, "B T N H"],
+    view: BlockView,
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Gather the blocks of each query and attend: right for a few queries, as in a decode step.
+
+    Memory is linear in T: chunks of queries are gathered one after the other.
+    """
+    batch, heads, num_queries, slots = blocks.shape
+    gathered_per_query = batch * heads * slots * view.block_size * q.shape[-1]
+    chunk = rows_within(_GATHER_BUDGET, gathered_per_query, num_queries)
+
+    def attend_chunk(q, blocks, positions):
+        return _attend_chunk(q, view, blocks.swapaxes(1, 2), positions, lengths)
+
+    # [B K T J] -> [B T K J]: the axis of queries is walked, the same one in all arrays.
+    return map_chunks(attend_chunk, chunk, 1, q, blocks.swapaxes(1, 2), positions)
+
+
+def _attend_chunk(
+    q: Float[Array, "B T N H"],
+    view: BlockView,
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """One chunk of queries, whose blocks are gathered all at once."""
+    batch, heads = blocks.shape[:2]
+    row_ids = jnp.arange(batch)[:, None, None, None]
+    head_ids = jnp.arange(heads)[:, None, None]
+    keys, values = view.blocks(row_ids, head_ids, jnp.maximum(blocks, 0))  # [B K T J P H] each
+    key_positions = blocks[..., None] * view.block_size + jnp.arange(view.block_size, dtype=blocks.dtype)
+    query_positions = positions[:, None, :, None, None]  # [B 1 T 1 1]
+    is_token = query_positions < lengths[:, None, None, None, None]
+    visible = (blocks >= 0)[..., None] & (key_positions <= query_positions) & is_token  # [B K T J P]
+    # What an unused slot or an unseen token reads is arbitrary memory, and 0 x NaN would be NaN (T9, T10).
+    values = jnp.where(visible[..., None], values, 0)
+    keys, values = (rearrange(x, "b k t j p h -> b k t (j p) h") for x in (keys, values))
+    visible = rearrange(visible, "b k t j p -> b k t 1 (j p)")
+    queries = rearrange(q, "b t (k g) h -> b k t g h", k=heads)
+    out, lse = attend(queries, keys, values, visible)  # [B K T G H], [B K T G]
+    return rearrange(out, "b k t g h -> b t (k g) h").astype(q.dtype), rearrange(lse, "b k t g -> b t (k g)")

@@ -1,0 +1,156 @@
+"""Attention over the selected blocks, and over all of them."""
+
+from collections.abc import Callable
+
+from jaxtyping import Array, Float, Int
+
+from m3jax.msa import DENSE_SCHEDULES, SCHEDULES, BlockView, Contiguous, Paged
+from m3jax.msa.rules import check_heads, check_selection
+from m3jax.msa.views import only_held
+from m3jax.numerics import merge_over_devices
+from m3jax.ops.backends import Case, choose, interpreted
+from m3jax.ops.kernel_pages import kernel_pages
+
+_MAX_GATHERED_QUERIES = 8  # up to here gathering a query's blocks beats inverting the selection
+
+
+def attend_selected(
+    q: Float[Array, "B T N H"],
+    view: BlockView,
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    schedule: str = "auto",
+    backend: str = "auto",
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Attention of one layer over the selected blocks: `m3jax.msa.sparse_attention` over a view.
+
+    Where several devices hold the blocks, inside `shard_map`, each attends over those that are its own, and the outputs
+    are merged.
+
+    Args:
+      q: queries after norm and RoPE.
+      view: the layer's keys and values.
+      blocks: the selection.
+      positions: absolute position of each query; < 0 or >= lengths marks padding.
+      lengths: valid keys of each row.
+      schedule: "auto", or one of `m3jax.msa.SCHEDULES`; with "mask" the definition runs, which holds all T x S scores.
+      backend: one of `m3jax.ops.BACKENDS`. Over the keys of one call (`Contiguous`) kernels have the gradients of the
+        XLA schedule, over a cache none.
+
+    Returns:
+      Outputs in q's dtype, and the LSE (-inf where nothing is visible) in the accumulator's dtype.
+
+    Raises:
+      ValueError: an unknown schedule, heads that do not fit, a selection of another shape, or a backend that cannot run
+        this.
+    """
+    check_schedule(schedule, SCHEDULES)
+    check_heads(q, view.num_heads, view.width)
+    check_selection(q, view.num_heads, blocks, view.block_size)
+    if view.device_axes:
+        blocks = only_held(blocks, view)
+    suitable = "query_major" if q.shape[1] <= _MAX_GATHERED_QUERIES else "kv_block_major"
+    by_xla = SCHEDULES[suitable if schedule == "auto" else schedule]
+    case = attend_case("sparse", q, view, slots=blocks.shape[-1], schedule=schedule)
+    chosen = choose(case, backend)
+
+    def by_kernel(q, view, blocks, positions, lengths):
+        keys, values = kernel_pages(view, view.k), kernel_pages(view, view.v)
+        options = dict(return_lse=True, interpret=interpreted(), backend=chosen)
+        if case.is_decode:
+            from pallas_kernels.sparse_decode import sparse_decode
+
+            scales = getattr(view, "scales", None)
+            return sparse_decode(q, keys, values, blocks, positions, lengths, scales=scales, **options)
+        from pallas_kernels.sparse_prefill import sparse_prefill
+
+        return sparse_prefill(q, keys, values, blocks, positions, lengths, schedule=schedule, **options)
+
+    if chosen == "xla":
+        out, lse = by_xla(q, view, blocks, positions, lengths)
+    else:
+        out, lse = _with_gradient(by_kernel, by_xla, q, view, blocks, positions, lengths)
+    return merge_over_devices(out, lse, view.device_axes) if view.device_axes else (out, lse)
+
+
+def attend_all(
+    q: Float[Array, "B T N H"],
+    view: BlockView,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    schedule: str = "auto",
+    backend: str = "auto",
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Attention of one layer over every block: `m3jax.msa.dense_attention` over a view.
+
+    Args:
+      q, view, positions, lengths, backend: as in `attend_selected`.
+      schedule: "auto", or one of `m3jax.msa.DENSE_SCHEDULES`.
+
+    Returns:
+      As `attend_selected`.
+
+    Raises:
+      ValueError: an unknown schedule, heads that do not fit, or a backend that cannot run this.
+    """
+    check_schedule(schedule, DENSE_SCHEDULES)
+    check_heads(q, view.num_heads, view.width)
+    by_xla = DENSE_SCHEDULES["blockwise" if schedule == "auto" else schedule]
+    case = attend_case("dense", q, view, slots=0, schedule=schedule)
+    chosen = choose(case, backend)
+
+    def by_kernel(q, view, positions, lengths):
+        keys, values = kernel_pages(view, view.k), kernel_pages(view, view.v)
+        options = dict(kv_heads=view.num_heads, return_lse=True, interpret=interpreted(), backend=chosen)
+        if case.is_decode:
+            from pallas_kernels.dense_decode import dense_decode
+
+            scales = getattr(view, "scales", None)
+            return dense_decode(q, keys, values, positions, lengths, scales=scales, **options)
+        from pallas_kernels.dense_causal import dense_causal
+
+        return dense_causal(q, keys, values, positions, lengths, **options)
+
+    if chosen == "xla":
+        out, lse = by_xla(q, view, positions, lengths)
+    else:
+        out, lse = _with_gradient(by_kernel, by_xla, q, view, positions, lengths)
+    return merge_over_devices(out, lse, view.device_axes) if view.device_axes else (out, lse)
+
+
+def attend_case(op: str, q: Float[Array, "B T N H"], view: BlockView, *, slots: int, schedule: str = "auto") -> Case:
+    """What decides where attention can run: "sparse" over `slots` selected blocks, or "dense"."""
+    has_pages = isinstance(view, Contiguous | Paged)
+    return Case(
+        op=op, queries=q.shape[1], dtype=q.dtype, stored=view.k.dtype if has_pages else q.dtype, width=q.shape[-1],
+        block_size=view.block_size, num_blocks=view.num_blocks, group=q.shape[2] // view.num_heads, slots=slots,
+        schedule=schedule, pages=has_pages,
+    )  # fmt: skip
+
+
+def _with_gradient(
+    kernel: Callable[..., tuple[Array, Array]],
+    schedule: Callable[..., tuple[Array, Array]],
+    q: Float[Array, "B T N H"],
+    view: BlockView,
+    *selection_and_rows: Int[Array, "..."],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """A kernel's outputs, with the gradients of an XLA schedule where keys and values are new, not a cache's."""
+    if not isinstance(view, Contiguous):
+        return kernel(q, view, *selection_and_rows)
+    from pallas_kernels.gradient import with_gradient
+
+    def of_arrays(attend):
+        return lambda q, k, v, *rest: attend(q, view.replace(k=k, v=v), *rest)
+
+    return with_gradient(of_arrays(kernel), of_arrays(schedule), 3)(q, view.k, view.v, *selection_and_rows)
+
+
+def check_schedule(schedule: str, table: dict[str, Callable]) -> None:
+    """Raise ValueError for a schedule that is neither "auto" nor in the table."""
+    allowed = ("auto", *table)
+    if schedule not in allowed:
+        raise ValueError(f"schedule = {schedule!r}: allowed are {', '.join(map(repr, allowed))}")

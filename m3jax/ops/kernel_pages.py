@@ -1,0 +1,17 @@
+"""A view's memory as kernels read it."""
+
+from typing import Any
+
+from jaxtyping import Array, Num
+
+from m3jax.msa import Contiguous, Paged, PagedIndex
+from m3jax.msa.views import ContiguousIndex
+
+
+def kernel_pages(view: Contiguous | ContiguousIndex | Paged | PagedIndex, memory: Num[Array, "..."]) -> Any:
+    """One of a view's arrays (keys, values or index keys) as `pallas_kernels.pages.Pages`, nothing copied."""
+    from pallas_kernels.pages import contiguous, paged
+
+    if isinstance(view, Contiguous | ContiguousIndex):
+        return contiguous(memory, view.block_size)
+    return paged(memory, view.table, view.layer)

@@ -1,0 +1,60 @@
+"""Selection: the blocks that each query keeps."""
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from m3jax.msa import IndexView, SelectionRules, index_walk
+from m3jax.msa.views import ContiguousIndex, PagedIndex
+from m3jax.ops.backends import Case, choose, interpreted
+from m3jax.ops.kernel_pages import kernel_pages
+
+
+def select(
+    index_q: Float[Array, "B T K I"],
+    view: IndexView,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    rules: SelectionRules,
+    *,
+    backend: str = "auto",
+) -> Int[Array, "B K T J"]:
+    """The blocks that each query keeps; no gradient goes through it.
+
+    Args:
+      index_q: index queries after norm and RoPE.
+      view: the layer's index keys; where several devices hold them, their scores are joined.
+      positions: absolute position of each query; < 0 or >= lengths marks padding.
+      lengths: valid keys of each row.
+      rules: J, which blocks are forced, and what a block's score is.
+      backend: one of `m3jax.ops.BACKENDS`.
+
+    Returns:
+      Ascending ids, then -1.
+
+    Raises:
+      ValueError: a backend that cannot run this.
+    """
+    case = select_case(index_q, view, rules)
+    chosen = choose(case, backend)
+    if chosen == "xla":
+        return index_walk(index_q, view, positions, lengths, rules)
+    index_q, keys = jax.lax.stop_gradient((index_q, kernel_pages(view, view.k)))
+    forced = dict(top_k=rules.top_k, local_blocks=rules.local_blocks, init_blocks=rules.init_blocks)
+    options = dict(**forced, interpret=interpreted(), backend=chosen)
+    if case.is_decode:
+        from pallas_kernels.index_topk_decode import index_topk_decode
+
+        return index_topk_decode(index_q, keys, positions, lengths, **options)
+    from pallas_kernels.index_topk import index_topk
+
+    return index_topk(index_q, keys, positions, lengths, **options)
+
+
+def select_case(index_q: Float[Array, "B T K I"], view: IndexView, rules: SelectionRules) -> Case:
+    """What decides where `select` can run: `choose(select_case(...))` says what "auto" takes."""
+    has_pages = isinstance(view, ContiguousIndex | PagedIndex)
+    return Case(
+        op="select", queries=index_q.shape[1], dtype=index_q.dtype, stored=view.k.dtype if has_pages else index_q.dtype,
+        width=index_q.shape[-1], block_size=view.block_size, num_blocks=view.num_blocks, slots=rules.top_k,
+        score=rules.score, divided=bool(view.device_axes), pages=has_pages,
+    )  # fmt: skip
