@@ -91,7 +91,7 @@ def owners(engine, handles):
     state = np.array([FREE if page in free else CACHED for page in range(engine._pages.num_pages)])
     for page in np.unique(table[table >= 0]):
         rows = np.nonzero((table == page).any(1))[0]
-        state[page] = handles.index(engine._scheduler.rows[rows[0]].handle) if len(rows) == 1 else SHARED
+        state[page] = handles.index(engine._scheduler.request_of_row[rows[0]].handle) if len(rows) == 1 else SHARED
     return state
 
 
@@ -214,7 +214,7 @@ evictions, computed = engine.pages["evictions"], engine.timings.prompt_tokens
 prompts = [code[start : start + 200] for start in (0, 300, 600)]
 rounds, handles = watch(engine, *((0, prompt, greedy(100)) for prompt in prompts))
 draw(rounds, "three requests that do not fit: the youngest is preempted, and resumed")
-preempted = [engine._requests[handle].preempted for handle in handles]
+preempted = [engine._requests[handle].preemptions for handle in handles]
 computed = engine.timings.prompt_tokens - computed - sum(map(len, prompts))
 evictions = engine.pages["evictions"] - evictions
 print(f"preempted {preempted} times; {evictions} of the cached pages went to others; the youngest computed {computed} "

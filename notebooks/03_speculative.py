@@ -68,8 +68,10 @@ def code(start, size=60):
 @jax.jit
 def proposals(drafter, model, state):
     """What the next round will propose, [B K]."""
-    rows = state.rows.sampling, state.newest, state.lengths, state.reasons == 0, K
-    return drafter.propose(model, state.cache, state.draft, *rows)[0].tokens
+    sampling, is_live = state.continuations.sampling, state.stop_reasons == 0
+    rows = dict(memory=state.draft_memory, sampling=sampling, newest_token=state.newest_token, lengths=state.lengths)
+    proposal, _ = drafter.propose(model, state.cache, **rows, is_live=is_live, count=K)
+    return proposal.tokens
 
 
 def watch(engine, prompt, params):

@@ -1,10 +1,9 @@
 """Generation: sampling, the engine with its jitted prefill and decode loop, and text as it comes."""
 
-from m3jax.decoding.engine import Engine
+from m3jax.decoding.engine import Drafting, Engine, Generation, Params, Timings
 from m3jax.decoding.generate import check_logits, engine_for, generate
-from m3jax.decoding.request import Drafting, Generation, Params, Timings
 from m3jax.decoding.sampling import Sampling, SamplingParams, filtered_logits, row_keys, sample
-from m3jax.decoding.speculative import Drafter, Eagle3Drafter, PromptLookup
+from m3jax.decoding.speculation import Drafter, Eagle3Drafter, PromptLookup
 from m3jax.decoding.text import StoppableText, generate_text
 
 __all__ = [

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from m3jax.decoding.sampling import Sampling
 
@@ -47,7 +46,7 @@ class Defaults:
             raise ValueError(f"{file}: {error}") from error
 
     @classmethod
-    def from_dict(cls, data: Any) -> "Defaults":
+    def from_dict(cls, data: object) -> "Defaults":
         """Read a parsed generation_config.json.
 
         Raises:

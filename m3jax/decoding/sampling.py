@@ -101,20 +101,20 @@ class SamplingParams:
     seed: UInt32[HostOrDevice, "B"]
 
     @classmethod
-    def stack(cls, rows: Sequence[Sampling]) -> "SamplingParams":
-        """Host arrays (float32, int32, uint32) of B rows."""
+    def stack(cls, settings: Sequence[Sampling]) -> "SamplingParams":
+        """Host arrays (float32, int32, uint32) of the settings of B rows."""
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-        types = {"top_k": np.int32, "seed": np.uint32}
+        dtypes = {"top_k": np.int32, "seed": np.uint32}
         columns = {}
         for name in (f.name for f in fields(cls)):
-            values = [getattr(row, name) for row in rows]
-            values = [off[name] if value is None else _normal(value) for value in values]
-            columns[name] = np.asarray(values, types.get(name, np.float32))
+            values = [getattr(setting, name) for setting in settings]
+            values = [off[name] if value is None else _in_float32_range(value) for value in values]
+            columns[name] = np.asarray(values, dtypes.get(name, np.float32))
         return cls(**columns)
 
 
-def _normal(value: float | int) -> float | int:
-    """0, or what float32 can divide by: XLA flushes subnormals to 0."""
+def _in_float32_range(value: float | int) -> float | int:
+    """0, or the nearest number that float32 can divide by: XLA flushes subnormals to 0."""
     limits = np.finfo(np.float32)
     return value if value == 0 else min(max(value, float(limits.tiny)), float(limits.max))
 
@@ -127,10 +127,10 @@ def row_keys(seed: UInt32[HostOrDevice, "B"], positions: Int32[HostOrDevice, "B"
       positions: int32, 0-based positions in the row's whole sequence, prompt included.
     """
 
-    def one(seed, position):
+    def position_key(seed, position):
         return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
 
-    return jax.vmap(one)(seed, positions)
+    return jax.vmap(position_key)(seed, positions)
 
 
 def filtered_logits(
@@ -146,18 +146,21 @@ def filtered_logits(
     Returns:
       float32, -inf where a token is out; shifted per row so that the largest is 0. A greedy row holds one 0.
     """
-    x = logits.astype(jnp.float32)
+    x = logits.astype(jnp.float32)  # [B V]
     if seen is not None:
-        x = lax.cond(jnp.any(params.repetition_penalty != 1), _penalised, lambda x, *_: x, x, seen, params)
+        is_penalised = jnp.any(params.repetition_penalty != 1)
+        x = lax.cond(is_penalised, _penalise, lambda x, *_: x, x, seen, params.repetition_penalty)
     x = x - jnp.max(x, axis=-1, keepdims=True)
-    best = jnp.argmax(x, axis=-1, keepdims=True)
-    greedy = params.temperature[:, None] == 0
-    x = x / jnp.where(greedy, jnp.float32(1), params.temperature[:, None])
-    sorts = ((params.top_k > 0) | (params.top_p < 1)) & ~greedy[:, 0]
-    x = lax.cond(jnp.any(sorts), _keep_top, lambda x, _: x, x, params)
+    best_id = jnp.argmax(x, axis=-1, keepdims=True)  # [B 1]
+    is_greedy = params.temperature[:, None] == 0  # [B 1]
+    x = x / jnp.where(is_greedy, jnp.float32(1), params.temperature[:, None])
+    # Sorting a vocabulary is dear: it is left out where no row asks for it.
+    needs_sort = ((params.top_k > 0) | (params.top_p < 1)) & ~is_greedy[:, 0]
+    x = lax.cond(jnp.any(needs_sort), _keep_top, lambda x, *_: x, x, params.top_k, params.top_p)
+    # The largest logit is 0, so log(min_p) is where a token is min_p times as probable as the best one.
     x = jnp.where(x >= jnp.log(params.min_p)[:, None], x, -jnp.inf)
-    point = jnp.where(_ids(x) == best, jnp.float32(0), -jnp.inf)
-    return jnp.where(greedy, point, x)
+    point_mass = jnp.where(_token_ids(x) == best_id, jnp.float32(0), -jnp.inf)
+    return jnp.where(is_greedy, point_mass, x)
 
 
 def sample(
@@ -179,36 +182,39 @@ def sample(
     """
     filtered = filtered_logits(logits, params, seen)
 
-    def draw(keys, filtered):
-        return jax.vmap(jax.random.categorical)(keys, filtered)
-
-    def best(_, filtered):
-        return jnp.argmax(filtered, axis=-1)
-
+    best = lambda keys, filtered: jnp.argmax(filtered, axis=-1)
+    draw = lambda keys, filtered: jax.vmap(jax.random.categorical)(keys, filtered)
     tokens = lax.cond(jnp.all(params.temperature == 0), best, draw, keys, filtered)
-    usable = jnp.isfinite(jnp.max(logits, axis=-1)) & (jnp.max(filtered, axis=-1) == 0)
-    return jnp.where(usable, tokens.astype(jnp.int32), jnp.int32(-1))
+    is_usable = jnp.isfinite(jnp.max(logits, axis=-1)) & (jnp.max(filtered, axis=-1) == 0)
+    return jnp.where(is_usable, tokens.astype(jnp.int32), jnp.int32(-1))
 
 
-def _ids(x: Float[Array, "B V"]) -> Int32[Array, "B V"]:
+def _token_ids(x: Float[Array, "B V"]) -> Int32[Array, "B V"]:
+    """0 to V - 1 in every row."""
     return lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
 
-def _penalised(x: Float[Array, "B V"], seen: Bool[Array, "B V"], params: SamplingParams) -> Float[Array, "B V"]:
-    penalty = params.repetition_penalty[:, None]
+def _penalise(
+    x: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[HostOrDevice, "B"]
+) -> Float[Array, "B V"]:
+    """The repetition penalty: logits of seen tokens, moved towards less probable."""
+    penalty = penalty[:, None]
     return jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
 
 
-def _keep_top(x: Float[Array, "B V"], params: SamplingParams) -> Float[Array, "B V"]:
+def _keep_top(
+    x: Float[Array, "B V"], top_k: Int32[HostOrDevice, "B"], top_p: Float[HostOrDevice, "B"]
+) -> Float[Array, "B V"]:
     """Top-k, then top-p: both keep a prefix of the tokens sorted by logit descending, id ascending."""
-    ids = _ids(x)
-    negated, order = lax.sort((-x, ids), dimension=1, is_stable=True, num_keys=1)
-    k = jnp.where(params.top_k > 0, params.top_k, x.shape[1])[:, None]
-    ranked = jnp.where(ids < k, -negated, -jnp.inf)
-    mass = jnp.cumsum(jax.nn.softmax(ranked, axis=-1), axis=-1)
-    before = jnp.pad(mass[:, :-1], ((0, 0), (1, 0)))
-    kept = (ids < k) & ((before < params.top_p[:, None]) | (params.top_p[:, None] >= 1))
-    last = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32) - 1
-    edge = -jnp.take_along_axis(negated, last, axis=1)
-    edge_id = jnp.take_along_axis(order, last, axis=1)
-    return jnp.where((x > edge) | ((x == edge) & (ids <= edge_id)), x, -jnp.inf)
+    ids = rank = _token_ids(x)  # [B V]: the columns of x are ids, those of what is sorted are ranks
+    negated, sorted_ids = lax.sort((-x, ids), dimension=1, is_stable=True, num_keys=1)  # [B V]
+    k = jnp.where(top_k > 0, top_k, x.shape[1])[:, None]
+    top_logits = jnp.where(rank < k, -negated, -jnp.inf)
+    mass = jnp.cumsum(jax.nn.softmax(top_logits, axis=-1), axis=-1)  # of each token and those before it: [B V]
+    mass_before = jnp.pad(mass[:, :-1], ((0, 0), (1, 0)))
+    is_kept = (rank < k) & ((mass_before < top_p[:, None]) | (top_p[:, None] >= 1))
+    # Back from ranks to ids: what is kept is what comes no later than the last kept token.
+    last_rank = jnp.sum(is_kept, axis=-1, keepdims=True, dtype=jnp.int32) - 1  # [B 1]
+    edge_logit = -jnp.take_along_axis(negated, last_rank, axis=1)  # [B 1]
+    edge_id = jnp.take_along_axis(sorted_ids, last_rank, axis=1)  # [B 1]
+    return jnp.where((x > edge_logit) | ((x == edge_logit) & (ids <= edge_id)), x, -jnp.inf)

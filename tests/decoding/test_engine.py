@@ -15,7 +15,7 @@ from support.fake_model import FakeModel
 from support.generation import LETTERS, tokenizer
 
 from m3jax.decoding import Engine, Generation, Params, device, generate_text
-from m3jax.decoding.runner import Runner
+from m3jax.decoding.engine.runner import Runner
 from m3jax.model import M3
 
 
@@ -101,9 +101,9 @@ def test_a_step_makes_no_second_cache():
     served = engine(model(), pages=8192)
     served.warmup()
     chunk = device.Chunk(*(np.zeros(shape, np.int32) for shape in (2, (2, 12), 2, 2)))
-    rows = served._runner._stack([], 2)
-    prefill, cache_bytes = temporary_bytes(device.prefill, served, chunk, rows)
-    decode, _ = temporary_bytes(device.decode, served, np.int32(0), room=SHAPE["steps_per_call"])
+    continuations = served._runner.continuations([], 2)
+    prefill, cache_bytes = temporary_bytes(device.prefill, served, chunk, continuations)
+    decode, _ = temporary_bytes(device.decode, served, np.int32(0), max_steps=SHAPE["steps_per_call"])
     assert cache_bytes == served.cache_bytes > 7e7
     assert max(prefill, decode) < cache_bytes / 100
 
@@ -117,7 +117,7 @@ def test_a_step_takes_over_the_state():
         if step == 3:
             served.copy(handle)
         served.step()
-        assert all(x.is_deleted() for x in jax.tree.leaves((before.cache.stacks, before.rows, before.lengths)))
+        assert all(x.is_deleted() for x in jax.tree.leaves((before.cache.stacks, before.continuations, before.lengths)))
     assert served.result(handle).tokens
 
 
@@ -207,7 +207,7 @@ def test_who_is_ended_frees_its_pages_at_once(end: Callable[[Engine, int], None]
     end(served, ended)
     served.check()
     assert served.pages["used"] == pages_in_tables(served) < before
-    assert sum(row is not None for row in served._scheduler.rows) == 1
+    assert sum(request is not None for request in served._scheduler.request_of_row) == 1
     kept = served.result(ended)
     assert kept.tokens == alone(prompt(30), params(40)).tokens[: len(kept.tokens)]
     assert kept.stop_reason == ("aborted" if end is by_abort else "stop_string")

@@ -245,7 +245,7 @@ def test_any_companions(mix, share):
         served.check()
     finish(served)
     for i, (number, _) in enumerate(mix):
-        bits = not share and not served._requests[handles[i]].preempted
+        bits = not share and not served._requests[handles[i]].preemptions
         assert_same(outcome(served, notes, handles[i], WORK[number]), alone(number), bits)
 
 
@@ -266,7 +266,7 @@ def test_preempted_and_resumed_is_undisturbed(share):
     served = engine(model(), prefix_cache=share)
     notes = watch(served)
     older, younger = run(served, [WORK[2], WORK[3]], notes)
-    assert [r.preempted > 0 for r in served._requests.values()] == [False, True]
+    assert [r.preemptions > 0 for r in served._requests.values()] == [False, True]
     lengths = {len(tokens) for tokens in notes if tokens[:17] == WORK[3][0]}
     assert any(17 < n < 76 for n in lengths)
     assert_same(older, alone(2), bits=True)
@@ -326,7 +326,7 @@ def test_a_mesh_is_one_device(mesh):
         pages.extend(taken, (4096 - left) * SIZE)
         with compilations() as seen:
             found = run(served, WORK, used=4096 - left)
-        temporary, cache_bytes = temporary_bytes(device.decode, served, np.int32(0), room=4)
+        temporary, cache_bytes = temporary_bytes(device.decode, served, np.int32(0), max_steps=4)
     assert seen == []
     assert preemptions(served)
     assert temporary < cache_bytes / 4

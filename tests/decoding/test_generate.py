@@ -136,7 +136,7 @@ def test_no_logits_of_the_whole_prompt_are_made(fake):
     runner = small_engine(fake)._runner
     empty = lambda shape: np.zeros(shape, np.int32)
     chunk = device.Chunk(empty(2), empty((2, 128)), empty(2), empty(2))
-    text = str(jax.make_jaxpr(device.prefill)(fake, runner.state, chunk, runner._stack([], 2)))
+    text = str(jax.make_jaxpr(device.prefill)(fake, runner.state, chunk, runner.continuations([], 2)))
     assert f"2,{fake.config.vocab_size}]" in text
     assert f"2,128,{fake.config.vocab_size}]" not in text
 
@@ -162,7 +162,7 @@ def test_a_step_takes_over_the_cache(fake):
     before = engine._runner.state
     engine.step()
     assert before.cache.pages.is_deleted()
-    assert before.rows.seen.is_deleted()
+    assert before.continuations.seen.is_deleted()
 
 
 def test_nan_logits_are_an_error_and_touch_no_other_row(fake):

@@ -27,10 +27,10 @@ SHAPES = dict(pages=64, max_batch=4, prefill_chunk=64, max_length=256, steps_per
 class Forgetful(Eagle3Drafter):
     """A draft that begins where the prompt ends: its cache lacks the prompt."""
 
-    def read_prompt(self, model, cache, chunk, taps, token):
-        new, state = super().read_prompt(model, cache, chunk, taps, token)
-        empty = jax.tree.map(jnp.zeros_like, (new.draft.k, new.draft.v))
-        return new.replace(draft=new.draft.replace(k=empty[0], v=empty[1])), state
+    def read_prompt(self, model, cache, *prompt):
+        cache, memory = super().read_prompt(model, cache, *prompt)
+        k, v = jnp.zeros_like(cache.draft.k), jnp.zeros_like(cache.draft.v)
+        return cache.replace(draft=cache.draft.replace(k=k, v=v)), memory
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 from support.sampling_reference import reference
 
 from m3jax.decoding import Sampling, SamplingParams
-from m3jax.decoding.verify import Proposal, verify
+from m3jax.decoding.speculation.verify import Proposal, verify
 
 V, K = 16, 3
 DRAWS = 60_000

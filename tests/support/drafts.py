@@ -1,23 +1,20 @@
 """Random drafts for the tiny model, and drafters that know the target."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from support import tiny
-from support.engines import CONFIG, QUICK, quick
+from support.engines import CONFIG
 
-from m3jax.decoding import Eagle3Drafter, rounds
-from m3jax.decoding.verify import Proposal
+from m3jax.cache.drafted import DraftedCache
+from m3jax.decoding import Eagle3Drafter
+from m3jax.decoding.speculation.verify import Proposal
 from m3jax.model import eagle3
 
-__all__ = ["CONFIG", "Knowing", "config", "draft", "join", "model", "quick_rounds"]
+__all__ = ["CONFIG", "Knowing", "config", "draft", "join", "model"]
 
 
 def config(**changes) -> eagle3.Eagle3Config:
@@ -38,18 +35,18 @@ def model():
 def draft(seed: int = 0, dtype: str = "float32", **changes) -> eagle3.Eagle3:
     """Random weights, norms included, drawn by numpy."""
     rng = np.random.default_rng(seed)
-    own = config(**changes)
+    settings = config(**changes)
 
     def fill(leaf):
         if leaf.dtype == jnp.int32:
-            return jnp.asarray(np.sort(rng.permutation(own.vocab_size)[: leaf.size]), jnp.int32)
+            return jnp.asarray(np.sort(rng.permutation(settings.vocab_size)[: leaf.size]), jnp.int32)
         scale = 0.5 if leaf.ndim == 1 else float(np.prod(leaf.shape[:-1])) ** -0.5
         return jnp.asarray(rng.normal(size=leaf.shape) * scale + (leaf.ndim == 1), dtype)
 
-    return jax.tree.map(fill, eagle3.abstract(own))
+    return jax.tree.map(fill, eagle3.abstract(settings))
 
 
-def join(drafter: Eagle3Drafter, batch: int, blocks: int) -> Any:
+def join(drafter: Eagle3Drafter, batch: int, blocks: int) -> DraftedCache:
     """A cache of the tiny model and the draft in which every row has its pages, in no order."""
     cache = model().new_cache(batch * blocks, batch, blocks)
     table = np.random.default_rng(1).permutation(batch * blocks).reshape(batch, blocks).astype(np.int32)
@@ -80,36 +77,23 @@ class Knowing:
     def identity(self):
         return {}
 
-    def begin(self, model, batch, length):
+    def begin(self, model, batch, max_length):
         return np.zeros((batch, 0), np.float32)
 
-    def read_prompt(self, model, cache, chunk, taps, token):
-        return cache, jnp.zeros((len(token), 0))
+    def read_prompt(self, model, cache, tokens, start, lengths, context, taps, first_token):
+        return cache, jnp.zeros((len(first_token), 0))
 
-    def propose(self, model, cache, state, sampling, newest, lengths, live, count):
-        def step(carry, i):
-            token, own = carry
-            rows = dict(positions=jnp.where(live, lengths + i, -1)[:, None], lengths=lengths + i + live)
-            hidden, own = model.hidden(token[:, None], cache=own, **rows)
+    def propose(self, model, cache, memory, sampling, newest_token, lengths, is_live, count):
+        def step(carry, index):
+            token, written = carry
+            positions, end = jnp.where(is_live, lengths + index, -1)[:, None], lengths + index + is_live
+            hidden, written = model.hidden(token[:, None], cache=written, positions=positions, lengths=end)
             token = jnp.argmax(model.unembed(hidden[:, 0]), -1).astype(jnp.int32)
-            return (token, own), token
+            return (token, written), token
 
-        tokens = jax.lax.scan(step, (newest, cache), jnp.arange(count, dtype=jnp.int32))[1].T
+        tokens = jax.lax.scan(step, (newest_token, cache), jnp.arange(count, dtype=jnp.int32))[1].T  # [B K]
         wrong = jnp.arange(count) >= self.right[lengths % len(self.right)][:, None]
         return Proposal((tokens + wrong) % model.config.vocab_size), cache  # what was written is forgotten
 
-    def learn(self, model, cache, state, taps, tokens, lengths, counts):
-        return cache, state
-
-
-_QUICK_ROUNDS = jax.jit(
-    rounds.decode_in_rounds.__wrapped__, donate_argnames="state", static_argnames=("count", "room", "layout"),
-    compiler_options=QUICK,
-)  # fmt: skip
-
-
-@contextmanager
-def quick_rounds() -> Iterator[None]:
-    """`quick` for engines with a draft."""
-    with quick(), mock.patch.object(rounds, "decode_in_rounds", _QUICK_ROUNDS):
-        yield
+    def learn(self, model, cache, memory, taps, tokens, lengths, counts):
+        return cache, memory

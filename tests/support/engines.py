@@ -65,7 +65,7 @@ def assert_stays(engine: Engine, before: Sequence[Sharding]) -> None:
 
 
 def preemptions(engine: Engine) -> int:
-    return sum(entry.preempted for entry in engine._requests.values())
+    return sum(request.preemptions for request in engine._requests.values())
 
 
 def poison(engine: Engine, value: float = np.nan) -> None:
@@ -74,18 +74,18 @@ def poison(engine: Engine, value: float = np.nan) -> None:
     stale = np.zeros((pages.num_pages, SIZE), bool)
     stale[sorted(pages.free)] = True
     for handle in pages._sequences:
-        own, length = pages.table(handle, pages.num_pages), len(pages.tokens(handle))
+        table, length = pages.table(handle, pages.num_pages), len(pages.tokens(handle))
         slots = np.arange(pages.num_pages * SIZE).reshape(-1, SIZE)
-        used = own >= 0
-        stale[own[used]] |= (slots >= length)[used]
+        is_used = table >= 0
+        stale[table[is_used]] |= (slots >= length)[is_used]
     cache = engine._runner.state.cache
-    keys = lambda x: None if x is None else _overwrite(x, stale.reshape(_shape(x)), value)
-    stacks = tuple(s.replace(k=keys(s.k), v=keys(s.v), index_k=keys(s.index_k)) for s in cache.stacks)
+    poisoned = lambda x: None if x is None else _overwrite(x, stale.reshape(_beside(x)), value)
+    stacks = tuple(s.replace(k=poisoned(s.k), v=poisoned(s.v), index_k=poisoned(s.index_k)) for s in cache.stacks)
     engine._runner.state = replace(engine._runner.state, cache=cache.replace(stacks=stacks))
 
 
-def _shape(x) -> tuple[int, ...]:
-    """[X P] as what stands beside pages [L X K P H] or [L X P I]."""
+def _beside(x) -> tuple[int, ...]:
+    """The shape in which [X P] stands beside pages [L X K P H] or [L X P I]."""
     return (1, x.shape[1], 1, SIZE, 1) if x.ndim == 5 else (1, x.shape[1], SIZE, 1)
 
 
@@ -100,7 +100,12 @@ _QUICK_PROGRAMS = {
     name: jax.jit(
         getattr(device, name).__wrapped__, donate_argnames="state", static_argnames=statics, compiler_options=QUICK
     )
-    for name, statics in (("prefill", ("layout",)), ("prefill_on_cpu", ("layout",)), ("decode", ("room", "layout")))
+    for name, statics in (
+        ("prefill", ("layout",)),
+        ("prefill_on_cpu", ("layout",)),
+        ("decode", ("max_steps", "layout")),
+        ("decode_in_rounds", ("draft_tokens", "max_rounds", "layout")),
+    )
 }
 
 
@@ -140,8 +145,8 @@ class WatchedCache(Cache):
         return super().write_pages(pages, contents[0])._note(pages, contents[1])
 
     def _note(self, pages, chosen):
-        at = jnp.where(pages >= 0, pages, self.num_pages)
-        return self.replace(chosen=self.chosen.at[at].set(chosen, mode="drop"))
+        page_ids = jnp.where(pages >= 0, pages, self.num_pages)
+        return self.replace(chosen=self.chosen.at[page_ids].set(chosen, mode="drop"))
 
 
 @jax.tree_util.register_dataclass
@@ -169,12 +174,11 @@ class Watched:
 
     def hidden(self, tokens, *, cache, positions, lengths):
         probe = lambda values, _: values.get("blocks")
-        rows = dict(positions=positions, lengths=lengths)
-        x, new, kept = self.model.trunk(tokens, cache=cache, **rows, probe=probe)
-        blocks = jnp.concatenate([k for k in kept if k is not None])  # L B K T J
+        x, new, kept = self.model.trunk(tokens, cache=cache, positions=positions, lengths=lengths, probe=probe)
+        blocks = jnp.concatenate([blocks for blocks in kept if blocks is not None])  # [L B K T J]
         places = cache.places(positions, lengths)
         page = jnp.where(places.page >= 0, places.page, cache.num_pages)
-        blocks = jnp.transpose(blocks, (1, 3, 0, 2, 4)).astype(jnp.int8)
+        blocks = jnp.transpose(blocks, (1, 3, 0, 2, 4)).astype(jnp.int8)  # [B T L K J]
         chosen = cache.chosen.at[page, places.offset].set(blocks, mode="drop")
         return self.model.final_norm(x), new.replace(chosen=chosen)
 

@@ -1,6 +1,6 @@
 """A few lines with the model's contract, so that the decoding tests compile in a moment."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,11 @@ class FakeConfig:
     vocab_size: int = 64
     max_position_embeddings: int = 4096
     index_block_size: int = 16
+    index_topk_blocks: int = 4
     eos_token_id: tuple[int, ...] = (1,)
+
+    def to_dict(self):
+        return asdict(self)
 
 
 @struct.dataclass
@@ -33,11 +37,11 @@ class FakeCache:
 
     def write(self, positions, valid, values):
         block = jnp.clip(positions // self.page_size, 0, self.table.shape[1] - 1)
-        page = jnp.take_along_axis(self.table, block, axis=1)
+        page = jnp.take_along_axis(self.table, block, axis=1)  # [B T]
         page = jnp.where(valid & (page >= 0), page, self.num_pages)
         return self.replace(pages=self.pages.at[page, positions % self.page_size].set(values, mode="drop"))
 
-    def rows(self, lengths):
+    def read(self, lengths):
         """[B S D], zero at and past each row's length."""
         x = self.pages[jnp.maximum(self.table, 0)].reshape(len(self.table), -1, self.pages.shape[2])
         return jnp.where((jnp.arange(x.shape[1]) < lengths[:, None])[..., None], x, 0)
@@ -76,16 +80,16 @@ class FakeModel:
         return FakeCache(jnp.zeros(shape), jnp.full((batch, blocks), -1, jnp.int32))
 
     def hidden(self, tokens, cache=None, positions=None, lengths=None):
-        rows, count = tokens.shape
+        batch, count = tokens.shape
         if cache is None:
             blocks = -(-count // self.config.index_block_size)
-            table = jnp.arange(rows * blocks, dtype=jnp.int32).reshape(rows, blocks)
-            cache = self.new_cache(rows * blocks, rows, blocks).replace(table=table)
-            positions = jnp.broadcast_to(jnp.arange(count), (rows, count))
-            lengths = jnp.full(rows, count)
+            table = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
+            cache = self.new_cache(batch * blocks, batch, blocks).replace(table=table)
+            positions = jnp.broadcast_to(jnp.arange(count), (batch, count))
+            lengths = jnp.full(batch, count)
         valid = (positions >= 0) & (positions < lengths[:, None])
         cache = cache.write(positions, valid, self.embed[tokens])
-        seen = cache.rows(lengths)
+        seen = cache.read(lengths)
         age = positions[:, :, None] - jnp.arange(seen.shape[1])
         weights = jnp.where((age >= 0) & valid[:, :, None], 0.7 ** jnp.abs(age), 0)
         return jnp.einsum("bts,bsd->btd", weights, seen), cache

@@ -22,9 +22,10 @@ def small_engine(model, **options) -> Engine:
     return Engine(model, **shapes | options)
 
 
-def run(engine: Engine, prompts: Sequence, *rows: Params) -> list[Generation]:
+def run(engine: Engine, prompts: Sequence, *asked: Params) -> list[Generation]:
     """Serve all prompts, with params of each or the same for all."""
-    handles = [engine.add(p, q) for p, q in zip(prompts, rows * (len(prompts) // len(rows)), strict=True)]
+    asked *= len(prompts) // len(asked)
+    handles = [engine.add(prompt, each) for prompt, each in zip(prompts, asked, strict=True)]
     results = engine.run()
     engine.check()
     return [results[handle] for handle in handles]

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jaxtyping import Float, Int32, Shaped
 
 from m3jax import checkpoint
+from m3jax.model import M3
 
 _WAITS = "compares with transformers 5.23.0 (pip install 'm3jax[oracle]', CPython 3.11)"
 torch = pytest.importorskip("torch", reason=_WAITS)
@@ -78,8 +80,8 @@ class Case:
             rms_norm_eps=uniform(0.01, 0.1), max_position_embeddings=4096, bos_token_id=1, eos_token_id=EOS,
         )  # fmt: skip
 
-    def tokens(self, length: int | None = None) -> np.ndarray:
-        """Random ids [B T]."""
+    def tokens(self, length: int | None = None) -> Int32[np.ndarray, "B T"]:
+        """Random token ids, without the special ones."""
         draw = np.random.default_rng(self.seed + 1)
         return draw.integers(4, 96, (self.batch, length or self.length), dtype=np.int32)
 
@@ -104,14 +106,15 @@ CASES = {
 
 @dataclass(frozen=True)
 class Pair:
-    """One set of weights in both implementations."""
+    """A case's model in both implementations, with the same weights."""
 
     case: Case
     theirs: Any
     folder: Path
 
     @cached_property
-    def ours(self):
+    def ours(self) -> M3:
+        """Our model, loaded from the folder that transformers wrote."""
         return checkpoint.load(self.folder, dtype="float32", progress=False)
 
 
@@ -138,16 +141,17 @@ def random_model(case: Case):
     config = MiniMaxM3VLConfig(text_config=case.text_config(), vision_config=_VISION, projector_hidden_size=case.width)
     model = m3_vl.MiniMaxM3SparseForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
     draw = np.random.default_rng(case.seed + 2)
-    text = (*model.model.language_model.named_parameters(), *model.lm_head.named_parameters())
-    biases = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    weights = (*model.model.language_model.named_parameters(), *model.lm_head.named_parameters())
+    biases = [(name, bias) for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for name, weight in (*text, *biases):
-            value = draw.normal(size=weight.shape) * _scale(name, weight)
-            weight.copy_(torch.from_numpy(value.astype(np.float32)))
+        for name, weight in (*weights, *biases):
+            values = draw.normal(size=weight.shape) * _scale(name, weight)
+            weight.copy_(torch.from_numpy(values.astype(np.float32)))
     return model
 
 
 def _scale(name: str, weight) -> float:
+    """The standard deviation that a weight is drawn with."""
     if "norm" in name:
         return 0.5
     if name.endswith("e_score_correction_bias"):
@@ -155,97 +159,91 @@ def _scale(name: str, weight) -> float:
     return 1.0 if "embed_tokens" in name else 1.5 * weight.shape[-1] ** -0.5
 
 
-def logits(model, tokens: np.ndarray, **arguments) -> np.ndarray:
-    """Their logits [B T V] in float32."""
+def logits(model, tokens: Int32[np.ndarray, "B T"], **arguments) -> Float[np.ndarray, "B T V"]:
+    """The logits of a transformers model, in float32."""
     with torch.no_grad():
-        out = model(input_ids=torch.from_numpy(tokens).long(), **arguments)
-    return out.logits.float().numpy()
+        outputs = model(input_ids=torch.from_numpy(tokens).long(), **arguments)
+    return outputs.logits.float().numpy()
 
 
-def intermediates(model, tokens: np.ndarray, **arguments) -> dict[str, Any]:
-    """Run their model and record what `M3.intermediates` returns, in its shapes."""
-    text, modules = model.model.language_model, []
+def intermediates(model, tokens: Int32[np.ndarray, "B T"], **arguments) -> dict[str, Any]:
+    """Run a transformers model and record what `M3.intermediates` returns, in its shapes."""
+    text = model.model.language_model
+    modules = [text.norm]
     for layer in text.layers:
-        modules += _watched(layer)
-    seen: dict[Any, Any] = {}
-    with _rotated() as rotated:
-        hooks = [m.register_forward_hook(_keep(seen, m), with_kwargs=True) for m in modules]
-        hooks.append(text.norm.register_forward_hook(_keep(seen, text.norm), with_kwargs=True))
+        attention, mlp = layer.self_attn, layer.mlp
+        modules += [layer, layer.input_layernorm, layer.post_attention_layernorm, attention, mlp]
+        modules += [attention.o_proj, attention.v_proj]
+        modules += [part for part in (attention.indexer, getattr(mlp, "gate", None)) if part is not None]
+    calls: dict[Any, Any] = {}  # by module: (input, output)
+
+    def record(module, args, kwargs, output):
+        calls[module] = (args[0] if args else kwargs["hidden_states"], output)
+
+    with _recorded_rotations() as rotations:
+        hooks = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
         try:
-            out = {"logits": logits(model, tokens, **arguments)}
+            values = {"logits": logits(model, tokens, **arguments)}
         finally:
             for hook in hooks:
                 hook.remove()
-    out["final_norm"] = _numpy(seen[text.norm][1])
-    out["layers"] = [_layer_values(layer, seen, rotated) for layer in text.layers]
-    return out
-
-
-def _watched(layer) -> list:
-    attention, mlp = layer.self_attn, layer.mlp
-    out = [layer, layer.input_layernorm, layer.post_attention_layernorm, attention, mlp]
-    out += [attention.o_proj, attention.v_proj]
-    out += [m for m in (attention.indexer, getattr(mlp, "gate", None)) if m is not None]
-    return out
-
-
-def _keep(seen: dict, module):
-    def hook(_, args, kwargs, output):
-        seen[module] = (args[0] if args else kwargs["hidden_states"], output)
-
-    return hook
+    values["final_norm"] = _numpy(calls[text.norm][1])
+    values["layers"] = [_layer_values(layer, calls, rotations) for layer in text.layers]
+    return values
 
 
 @contextmanager
-def _rotated() -> Iterator[list]:
+def _recorded_rotations() -> Iterator[list]:
     """Collects the (q, k) pairs that leave the rotary embedding: a layer's own, then its indexer's."""
-    real, out = m3_vl.apply_rotary_pos_emb, []
+    rotate, pairs = m3_vl.apply_rotary_pos_emb, []
 
     def record(*args, **kwargs):
-        out.append(real(*args, **kwargs))
-        return out[-1]
+        pairs.append(rotate(*args, **kwargs))
+        return pairs[-1]
 
     m3_vl.apply_rotary_pos_emb = record
     try:
-        yield out
+        yield pairs
     finally:
-        m3_vl.apply_rotary_pos_emb = real
+        m3_vl.apply_rotary_pos_emb = rotate
 
 
-def _layer_values(layer, seen: dict, rotated: list) -> dict[str, np.ndarray]:
-    attention, heads = layer.self_attn, layer.self_attn.head_dim
-    q, k = (_numpy(x.transpose(1, 2)) for x in rotated.pop(0))
-    split = lambda x: _numpy(x.reshape(*x.shape[:2], -1, heads))
-    out = {
-        "input": _numpy(seen[layer][0]),
-        "attention_norm": _numpy(seen[layer.input_layernorm][1]),
+def _layer_values(layer, calls: dict, rotations: list) -> dict[str, Shaped[np.ndarray, "..."]]:
+    """The intermediates of one layer, whose rotations are the next ones."""
+    attention, head_dim = layer.self_attn, layer.self_attn.head_dim
+    q, k = (_numpy(heads.transpose(1, 2)) for heads in rotations.pop(0))  # from [B N T H]: [B T N H]
+    split = lambda flat: _numpy(flat.reshape(*flat.shape[:2], -1, head_dim))  # from [B T N*H]: [B T N H]
+    values = {
+        "input": _numpy(calls[layer][0]),
+        "attention_norm": _numpy(calls[layer.input_layernorm][1]),
         "q": q,
         "k": k,
-        "v": split(seen[attention.v_proj][1]),
-        "attention": split(seen[attention.o_proj][0]),
-        "attention_out": _numpy(seen[attention][1][0]),
-        "ffn_norm": _numpy(seen[layer.post_attention_layernorm][1]),
-        "ffn_out": _numpy(seen[layer.mlp][1]),
-        "output": _numpy(seen[layer][1]),
+        "v": split(calls[attention.v_proj][1]),
+        "attention": split(calls[attention.o_proj][0]),
+        "attention_out": _numpy(calls[attention][1][0]),
+        "ffn_norm": _numpy(calls[layer.post_attention_layernorm][1]),
+        "ffn_out": _numpy(calls[layer.mlp][1]),
+        "output": _numpy(calls[layer][1]),
     }
     if attention.indexer is not None:
-        index_q, index_k = rotated.pop(0)
-        out["index_q"], out["index_k"] = _numpy(index_q.transpose(1, 2)), _numpy(index_k[:, 0])
-        out["blocks"] = sorted_blocks(_numpy(seen[attention.indexer][1]), attention.indexer.topk_blocks)
+        index_q, index_k = rotations.pop(0)
+        values["index_q"] = _numpy(index_q.transpose(1, 2))  # [B T K H]
+        values["index_k"] = _numpy(index_k[:, 0])  # from one head, [B 1 T H]: [B T H]
+        values["blocks"] = sorted_blocks(_numpy(calls[attention.indexer][1]), attention.indexer.topk_blocks)
     if hasattr(layer.mlp, "gate"):
-        _, weights, ids = seen[layer.mlp.gate][1]
-        shape = (*out["input"].shape[:2], -1)
-        out["expert_ids"], out["expert_weights"] = (_numpy(x).reshape(shape) for x in (ids, weights))
-    return out
+        _, expert_weights, expert_ids = calls[layer.mlp.gate][1]
+        by_token = lambda flat: _numpy(flat).reshape(*values["input"].shape[:2], -1)  # from [B*T E]: [B T E]
+        values["expert_ids"], values["expert_weights"] = by_token(expert_ids), by_token(expert_weights)
+    return values
 
 
-def sorted_blocks(blocks: np.ndarray, slots: int) -> np.ndarray:
-    """Ascending ids, then -1, in `slots` slots."""
+def sorted_blocks(blocks: Shaped[np.ndarray, "B K T found"], slots: int) -> Int32[np.ndarray, "B K T J"]:
+    """A selection as ours are: ascending block ids, then -1, in `slots` slots."""
     last = np.iinfo(np.int32).max
-    blocks = np.sort(np.where(blocks < 0, last, blocks).astype(np.int32), axis=-1)
-    blocks = np.pad(blocks, [(0, 0)] * 3 + [(0, slots - blocks.shape[-1])], constant_values=last)
-    return np.where(blocks == last, -1, blocks)
+    ascending = np.sort(np.where(blocks < 0, last, blocks).astype(np.int32), axis=-1)
+    padded = np.pad(ascending, [(0, 0)] * 3 + [(0, slots - ascending.shape[-1])], constant_values=last)  # [B K T J]
+    return np.where(padded == last, -1, padded)
 
 
-def _numpy(x) -> np.ndarray:
-    return x.detach().float().numpy() if x.is_floating_point() else x.detach().numpy()
+def _numpy(tensor) -> Shaped[np.ndarray, "..."]:
+    return tensor.detach().float().numpy() if tensor.is_floating_point() else tensor.detach().numpy()

@@ -3,18 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from m3jax.decoding.engine import Engine
-from m3jax.decoding.request import Generation
+from m3jax.decoding.engine import Engine, Generation
 from m3jax.text import TextStream, Tokenizer
 
 
 class StoppableText:
-    """One row's text, token by token, with nothing at or past a stop string.
+    """One request's text, token by token, with nothing at or past a stop string.
 
     Text is held back while it ends in an unfinished character or in what may become a stop string.
 
     Args:
-      stream: the detokenizer of this row.
+      stream: the detokenizer of this request.
       stop: strings that end the text and are no part of it.
 
     Attributes:
@@ -30,38 +29,41 @@ class StoppableText:
         self.tokens = 0
         self.stopped = False
         self._stream = stream
-        self._stop = tuple(stop)
-        self._held = ""
+        self._stop_strings = tuple(stop)
+        self._held_back = ""
 
     def push(self, token: int) -> str:
         """The text that can be given out once this token is known."""
         self.tokens += 1
-        return self._give(self._stream.push(token))
+        return self._give_out(self._stream.push(token))
 
     def finish(self) -> str:
         """The text still held back, now that no token follows."""
-        given = self._give(self._stream.flush())
-        held, self._held = self._held, ""
-        self.text += held
-        return given + held
+        piece = self._give_out(self._stream.flush())
+        held_back, self._held_back = self._held_back, ""
+        self.text += held_back
+        return piece + held_back
 
-    def _give(self, new: str) -> str:
-        pending, self._held = self._held + new, ""
-        met = [at for at in (pending.find(s) for s in self._stop) if at >= 0]
-        cut = min(met) if met else len(pending) - _begun(pending, self._stop)
-        self.stopped = bool(met)
-        self._held = "" if met else pending[cut:]
-        self.text += pending[:cut]
-        return pending[:cut]
+    def _give_out(self, new: str) -> str:
+        """What of the pending text can be given out: up to a stop string, or to where one may have begun."""
+        pending = self._held_back + new
+        found = [position for position in map(pending.find, self._stop_strings) if position >= 0]
+        self.stopped = bool(found)
+        if found:
+            piece, self._held_back = pending[: min(found)], ""
+        else:
+            cut = len(pending) - self._begun(pending)
+            piece, self._held_back = pending[:cut], pending[cut:]
+        self.text += piece
+        return piece
 
-
-def _begun(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins a stop string."""
-    longest = max((len(s) - 1 for s in stop), default=0)
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(s.startswith(text[-size:]) for s in stop):
-            return size
-    return 0
+    def _begun(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stop_strings), default=0)
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stop_strings):
+                return size
+        return 0
 
 
 def generate_text(
@@ -90,27 +92,26 @@ def generate_text(
     texts = {handle: StoppableText(tokenizer.stream(), stop) for handle in handles}
     running = set(handles)
     while running:
-        running -= {handle for handle in sorted(running) if _push_new(engine, handle, texts[handle], on_text)}
+        running -= {handle for handle in sorted(running) if _push_latest(engine, handle, texts[handle], on_text)}
         if running:
             engine.step()
     return [replace(engine.result(handle), text=texts[handle].text) for handle in handles]
 
 
-def _push_new(engine: Engine, handle: int, text: StoppableText, on_text: Callable[[int, str], None] | None) -> bool:
-    """Turn a request's latest tokens into text; whether it has ended."""
+def _push_latest(engine: Engine, handle: int, text: StoppableText, on_text: Callable[[int, str], None] | None) -> bool:
+    """Turn a request's latest tokens into text, and end it at a stop string; whether it has ended."""
     tokens, reason = engine.take(handle), engine.reason(handle)
-    piece = _push_row(text, tokens, reason)
+    piece = ""
+    # A stop id is a token of the continuation, and no part of its text.
+    for token in tokens[:-1] if reason == "stop_id" else tokens:
+        piece += text.push(token)
+        if text.stopped:
+            break
+    else:
+        if reason != "unfinished":
+            piece += text.finish()
     if text.stopped:
         engine.stop(handle, text.tokens)
     if piece and on_text is not None:
         on_text(handle, piece)
     return text.stopped or reason != "unfinished"
-
-
-def _push_row(text: StoppableText, tokens: list[int], reason: str) -> str:
-    given = ""
-    for token in tokens[:-1] if reason == "stop_id" else tokens:
-        given += text.push(token)
-        if text.stopped:
-            return given
-    return given if reason == "unfinished" else given + text.finish()

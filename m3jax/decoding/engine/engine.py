@@ -4,18 +4,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
 import jax
 import numpy as np
 
-from m3jax.cache import HostMemory, OutOfPages, PageAllocator
+from m3jax.cache import HostMemory, OutOfPages, PageAllocator, Scales
 from m3jax.cache.device import page_shards
-from m3jax.decoding.exchange import Snapshot, check_identity, identity
-from m3jax.decoding.request import Drafting, Generation, Params, Timings, check_prompt
-from m3jax.decoding.runner import Runner, Shapes
-from m3jax.decoding.scheduler import Entry, Scheduler
-from m3jax.decoding.speculative import MAX_DRAFT_TOKENS, Drafter
+from m3jax.decoding.engine.exchange import Snapshot, check_identity, identity
+from m3jax.decoding.engine.report import Drafting, Timings
+from m3jax.decoding.engine.request import Generation, Params, Request, check_prompt
+from m3jax.decoding.engine.runner import Runner, Shapes
+from m3jax.decoding.engine.scheduler import Scheduler
+from m3jax.decoding.protocols import Identity, TargetModel
+from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
 
 PREFILL_CHUNK = 2048
 DRAFT_TOKENS = 3
@@ -43,7 +44,7 @@ class Engine:
       kv_dtype: of stored keys and values; the model's by default.
       index_dtype: of stored index keys; the model's by default.
       scales: for float8 (`m3jax.cache.measure_scales`).
-      draft: proposes tokens that the model then verifies, several in one call (`m3jax.decoding.speculative`).
+      draft: proposes tokens that the model then verifies, several in one call (`m3jax.decoding.speculation`).
       draft_tokens: K, proposals of a round, 1 to 8.
       device_pages: keys and values of sparse layers are in host memory and `pages` counts those; the device has room
         for this many of them in each layer, and keeps what was used last. Index keys and dense layers stay on it.
@@ -56,7 +57,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
+        model: TargetModel,
         *,
         pages: int,
         max_batch: int = 8,
@@ -68,7 +69,7 @@ class Engine:
         prefix_cache: bool = True,
         kv_dtype: str | None = None,
         index_dtype: str | None = None,
-        scales: Any = None,
+        scales: tuple[Scales, ...] | None = None,
         draft: Drafter | None = None,
         draft_tokens: int = DRAFT_TOKENS,
         device_pages: int | None = None,
@@ -83,26 +84,32 @@ class Engine:
         if not chunks:
             raise ValueError("prefill_chunk = (): give at least one size")
         self.config = model.config
-        size = self.config.index_block_size
-        limit = min(self.config.max_position_embeddings, pages * size)
-        self.max_length = limit if max_length is None else min(max_length, limit)
-        batch = _round_up(max_batch, 1 if model.mesh is None else model.mesh.shape.get("data", 1))
-        types = dict(kv_dtype=kv_dtype, index_dtype=index_dtype, scales=scales)
-        self.shapes = Shapes(batch, prefill_rows, tuple(sorted(chunks)), steps_per_call, max_stop_ids)
+        page_size = self.config.index_block_size
+        longest = min(self.config.max_position_embeddings, pages * page_size)
+        self.max_length = longest if max_length is None else min(max_length, longest)
+        batch_unit = 1 if model.mesh is None else model.mesh.shape.get("data", 1)
+        self.shapes = Shapes(
+            batch=math.ceil(max_batch / batch_unit) * batch_unit,
+            prompts=prefill_rows,
+            chunks=tuple(sorted(chunks)),
+            steps=steps_per_call,
+            stop_ids=max_stop_ids,
+        )
+        storage = dict(kv_dtype=kv_dtype, index_dtype=index_dtype, scales=scales)
         if draft is not None:
             _check_draft(draft, draft_tokens, model, device_pages)
             self.shapes = replace(self.shapes, draft_tokens=draft_tokens)
         if device_pages is not None:
             _check_device_pages(device_pages, model, self.shapes)
-            types["device_pages"] = device_pages
-        cache = model.new_cache(pages, batch, math.ceil(self.max_length / size), **types)
+            storage["device_pages"] = device_pages
+        cache = model.new_cache(pages, self.shapes.batch, math.ceil(self.max_length / page_size), **storage)
         host = None if device_pages is None else HostMemory(cache, host_memory)
         cache = cache if draft is None else draft.join(model, cache)
         self._runner = Runner(model, cache, self.shapes, host, draft)
-        self._pages = PageAllocator(cache.num_pages, size, share=prefix_cache, stripes=page_shards(model.mesh))
+        self._pages = PageAllocator(cache.num_pages, page_size, share=prefix_cache, stripes=page_shards(model.mesh))
         self._scheduler = Scheduler(self._runner, self._pages)
-        self._requests: dict[int, Entry] = {}
-        self._next = 0
+        self._requests: dict[int, Request] = {}
+        self._next_handle = 0
 
     # What a user does
 
@@ -120,7 +127,7 @@ class Engine:
           ValueError: what the model or the pool cannot serve, with the reason.
         """
         prompt = tuple(prompt)
-        self._check(prompt, params)
+        self._check_request(prompt, params)
         return self._queue(prompt, params).handle
 
     def step(self) -> bool:
@@ -133,13 +140,14 @@ class Engine:
         """Only the first half of a round; False once every prompt that has a row is through."""
         self._scheduler.admit()
         self._scheduler.prefill()
-        return bool(self._scheduler.of(running=False))
+        return bool(self._scheduler.requests_with_row(is_decoding=False))
 
     @property
     def prefilled(self) -> tuple[int, int]:
         """Prompt tokens in the cache, and the prompt tokens of all requests that have a row."""
-        rows = [r for r in self._scheduler.rows if r]
-        return sum(min(r.cached, len(r.prompt)) for r in rows), sum(len(r.prompt) for r in rows)
+        requests = [request for request in self._scheduler.request_of_row if request]
+        done = sum(min(request.cached, len(request.prompt)) for request in requests)
+        return done, sum(len(request.prompt) for request in requests)
 
     def run(self) -> dict[int, Generation]:
         """Work until every request has ended; what each one has, by handle."""
@@ -151,25 +159,25 @@ class Engine:
         """The new tokens of one request as they come; the others go on as well."""
         given = 0
         while True:
-            request = self._get(handle)
+            request = self._request(handle)
             yield from request.new[given:]
             given = len(request.new)
-            if request.reason != "unfinished":
+            if request.stop_reason != "unfinished":
                 return
             self.step()
 
     def result(self, handle: int) -> Generation:
         """What a request has so far."""
-        r = self._get(handle)
-        return Generation(list(r.new), list(r.logprobs), r.reason, len(r.prompt))
+        request = self._request(handle)
+        return Generation(list(request.new), list(request.logprobs), request.stop_reason, len(request.prompt))
 
     def reason(self, handle: int) -> str:
         """Why a request ended; "unfinished" while it goes on."""
-        return self._get(handle).reason
+        return self._request(handle).stop_reason
 
     def take(self, handle: int) -> list[int]:
         """The new tokens of a request since the last `take`."""
-        request = self._get(handle)
+        request = self._request(handle)
         new, request.taken = request.new[request.taken :], len(request.new)
         return new
 
@@ -183,17 +191,17 @@ class Engine:
 
     def stop(self, handle: int, keep: int) -> None:
         """End a request at a stop string, keeping its first `keep` new tokens."""
-        request = self._get(handle)
+        request = self._request(handle)
         if not 0 <= keep <= len(request.new):
             raise ValueError(f"keep = {keep}: request {handle} has {len(request.new)} new tokens; keep 0 to that many")
         del request.new[keep:], request.logprobs[keep:]
-        if request.reason == "unfinished":
+        if request.stop_reason == "unfinished":
             self._scheduler.stop(request, "stop_string")
-        request.reason = "stop_string"
+        request.stop_reason = "stop_string"
 
     def forget(self, handle: int) -> None:
         """Drop a request that has ended, with its tokens."""
-        if self._get(handle).reason == "unfinished":
+        if self._request(handle).stop_reason == "unfinished":
             raise ValueError(f"request {handle} has not ended: abort it first")
         del self._requests[handle]
 
@@ -207,14 +215,14 @@ class Engine:
         """
         source = self._unfinished(handle)
         params = params or source.params
-        self._check(source.prompt, params)
+        self._check_request(source.prompt, params)
         if params.max_new_tokens <= len(source.new):
             raise ValueError(
                 f"max_new_tokens = {params.max_new_tokens}: request {handle} has {len(source.new)} already"
             )
         copy = self._queue(source.prompt, params, source.new, source.logprobs)
-        if source.pages is not None:
-            copy.pages, copy.cached = self._pages.fork(source.pages), source.cached
+        if source.page_handle is not None:
+            copy.page_handle, copy.cached = self._pages.fork(source.page_handle), source.cached
         return copy.handle
 
     def truncate(self, handle: int, keep: int) -> None:
@@ -228,9 +236,9 @@ class Engine:
             raise ValueError(f"keep = {keep}: request {handle} has {len(request.new)} new tokens; keep 0 to that many")
         del request.new[keep:], request.logprobs[keep:]
         request.taken = min(request.taken, keep)
-        if request.pages is not None:
+        if request.page_handle is not None:
             request.cached = min(request.cached, len(request.tokens) - 1)
-            self._pages.truncate(request.pages, request.cached)
+            self._pages.truncate(request.page_handle, request.cached)
         if request.row is not None:
             self._scheduler.restart(request)
 
@@ -240,9 +248,17 @@ class Engine:
         Raises:
           ValueError: it is unknown or has ended.
         """
-        r = self._unfinished(handle)
-        pages = [] if r.pages is None else self._runner.read_pages(self._pages.pages_of(r.pages))
-        return Snapshot(r.prompt, tuple(r.new), tuple(r.logprobs), r.params, r.cached, pages, self._identity())
+        request = self._unfinished(handle)
+        page_ids = () if request.page_handle is None else self._pages.pages_of(request.page_handle)
+        return Snapshot(
+            prompt=request.prompt,
+            new=tuple(request.new),
+            logprobs=tuple(request.logprobs),
+            params=request.params,
+            cached=request.cached,
+            pages=self._runner.read_pages(page_ids),
+            identity=self._identity(),
+        )
 
     def import_request(self, snapshot: Snapshot) -> int:
         """Queue a request that another engine exported: it goes on with the same tokens.
@@ -252,27 +268,30 @@ class Engine:
           OutOfPages: its pages do not fit at the moment; nothing was changed.
         """
         check_identity(snapshot, self._identity())
-        self._check(snapshot.prompt, snapshot.params)
+        self._check_request(snapshot.prompt, snapshot.params)
         tokens = (*snapshot.prompt, *snapshot.new)[: snapshot.cached]
-        pages = None
+        page_handle = None
         if tokens:
-            pages, known = self._pages.add((*tokens, 0))
+            # With a token more, all pages of the cached ones may be shared: none has to be computed for its logits.
+            page_handle, known = self._pages.add((*tokens, 0))
             try:
-                self._runner.copy_pages(self._pages.extend(pages, len(tokens) - known))
+                self._runner.copy_pages(self._pages.extend(page_handle, len(tokens) - known))
             except OutOfPages:
-                self._pages.release(pages)
+                self._pages.release(page_handle)
                 raise
-            self._pages.commit(pages, tokens[known:])
-            skip = [-1] * (known // self._pages.page_size)
-            self._runner.write_pages([*skip, *self._pages.pages_of(pages)[len(skip) :]], snapshot.pages)
+            self._pages.commit(page_handle, tokens[known:])
+            # Pages that are known here are shared with other requests: they are not written again.
+            known_pages = known // self._pages.page_size
+            new_page_ids = self._pages.pages_of(page_handle)[known_pages:]
+            self._runner.write_pages([-1] * known_pages + list(new_page_ids), snapshot.pages)
         request = self._queue(snapshot.prompt, snapshot.params, snapshot.new, snapshot.logprobs)
-        request.pages, request.cached = pages, len(tokens)
+        request.page_handle, request.cached = page_handle, len(tokens)
         return request.handle
 
     @property
     def busy(self) -> bool:
         """Whether some request has not ended."""
-        return any(r.reason == "unfinished" for r in self._requests.values())
+        return any(request.stop_reason == "unfinished" for request in self._requests.values())
 
     @property
     def timings(self) -> Timings:
@@ -291,7 +310,7 @@ class Engine:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of cache that one token takes."""
+        """Bytes of cache that one token takes, wherever they lie (`Cache.bytes_per_token`)."""
         return self._runner.state.cache.bytes_per_token
 
     @property
@@ -310,20 +329,26 @@ class Engine:
         host, stacks = self._runner.host, self._runner.state.cache.stacks
         if host is None:
             return {}
-        own = [s for s, p in zip(stacks, host.pages, strict=True) if p is not None]
-        total = lambda name: int(sum(np.asarray(getattr(s, name), np.int64).sum() for s in own))
+        offloaded = [stack for stack, pages in zip(stacks, host.pages, strict=True) if pages is not None]
+        total = lambda name: int(sum(np.asarray(getattr(stack, name), np.int64).sum() for stack in offloaded))
         hits, misses = total("hits"), total("misses")
         return dict(
-            hits=hits, misses=misses, hit_rate=hits / max(1, hits + misses), bytes_in=total("moved") * host.page_bytes,
-            bytes_out=host.bytes_out, device_bytes=sum(s.k.nbytes + s.v.nbytes for s in own), host_bytes=host.nbytes,
-        )  # fmt: skip
+            hits=hits,
+            misses=misses,
+            hit_rate=hits / max(1, hits + misses),
+            bytes_in=total("moved") * host.page_bytes,
+            bytes_out=host.bytes_out,
+            device_bytes=sum(stack.k.nbytes + stack.v.nbytes for stack in offloaded),
+            host_bytes=host.nbytes,
+        )
 
     def check(self) -> None:
         """Raise if pages are lost, owned twice, or not where a row's table says."""
         self._pages.check()
-        for row, request in enumerate(self._scheduler.rows):
-            expected = -1 if request is None else self._pages.table(request.pages, self._runner.table.shape[1])
-            np.testing.assert_array_equal(self._runner.table[row], expected)
+        table = self._runner.table
+        for row, request in enumerate(self._scheduler.request_of_row):
+            expected = -1 if request is None else self._pages.table(request.page_handle, table.shape[1])
+            np.testing.assert_array_equal(table[row], expected)
 
     def warmup(self) -> None:
         """Compile all that any mix of requests will run, by running it on no rows."""
@@ -331,31 +356,36 @@ class Engine:
         self._runner.warmup()
         self._scheduler.timings.compile_seconds += perf_counter() - began
 
-    # Rounds
+    # Requests
 
-    def _queue(self, prompt, params: Params, new: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Entry:
-        request = Entry(self._next, prompt, params, list(new), list(logprobs), began=perf_counter())
-        self._next += 1
+    def _queue(
+        self, prompt: tuple[int, ...], params: Params, new: Sequence[int] = (), logprobs: Sequence[float] = ()
+    ) -> Request:
+        """Make a request, with what it has already, and have it wait for a row."""
+        request = Request(self._next_handle, prompt, params, list(new), list(logprobs), added_at=perf_counter())
+        self._next_handle += 1
         self._requests[request.handle] = request
         self._scheduler.waiting.append(request)
         return request
 
-    def _identity(self) -> dict[str, Any]:
-        own = {} if self._runner.drafter is None else self._runner.drafter.identity()
-        return identity(self.config, self._runner.state.cache) | own
+    def _identity(self) -> Identity:
+        """What another engine must share with this one to exchange pages."""
+        drafter = self._runner.drafter
+        return identity(self.config, self._runner.state.cache) | ({} if drafter is None else drafter.identity())
 
-    def _get(self, handle: int) -> Entry:
+    def _request(self, handle: int) -> Request:
         if handle not in self._requests:
             raise ValueError(f"no request {handle!r}: use a handle that add returned and forget did not drop")
         return self._requests[handle]
 
-    def _unfinished(self, handle: int) -> Entry:
-        request = self._get(handle)
-        if request.reason != "unfinished":
-            raise ValueError(f"request {handle} has ended already ({request.reason}): there is nothing to abort")
+    def _unfinished(self, handle: int) -> Request:
+        request = self._request(handle)
+        if request.stop_reason != "unfinished":
+            raise ValueError(f"request {handle} has ended already ({request.stop_reason}): there is nothing to abort")
         return request
 
-    def _check(self, prompt: tuple[int, ...], params: Params) -> None:
+    def _check_request(self, prompt: tuple[int, ...], params: Params) -> None:
+        """Raise ValueError where the model cannot serve a request, or this engine has no room for it."""
         check_prompt(prompt, params, self.config)
         asked = len(prompt) + params.max_new_tokens
         if asked > self.max_length:
@@ -375,7 +405,7 @@ def _check_sizes(sizes: dict[str, int]) -> None:
             raise ValueError(f"{name} = {size!r}: must be an integer of at least 1")
 
 
-def _check_draft(draft: Drafter, draft_tokens: int, model: Any, device_pages: int | None) -> None:
+def _check_draft(draft: Drafter, draft_tokens: int, model: TargetModel, device_pages: int | None) -> None:
     _check_sizes({"draft_tokens": draft_tokens})
     if draft_tokens > MAX_DRAFT_TOKENS:
         raise ValueError(f"draft_tokens = {draft_tokens}: at most {MAX_DRAFT_TOKENS}")
@@ -384,21 +414,17 @@ def _check_draft(draft: Drafter, draft_tokens: int, model: Any, device_pages: in
     draft.check(model)
 
 
-def _check_device_pages(device_pages: int, model: Any, shapes: Shapes) -> None:
+def _check_device_pages(device_pages: int, model: TargetModel, shapes: Shapes) -> None:
     """Raise ValueError where a decode step could not have all that it selects, or a chunk not all that it writes."""
     if model.mesh is not None and model.mesh.size > 1:
         raise ValueError("device_pages on a mesh: host memory is for one device; leave device_pages out")
-    size = model.config.index_block_size
-    begun = lambda tokens: math.ceil((tokens - 1) / size) + 1
-    step = shapes.batch * (model.config.index_topk_blocks + begun(shapes.steps) - 1)
-    chunk = shapes.prompts * begun(shapes.chunks[-1]) + 1
-    if device_pages < max(step, chunk):
+    page_size = model.config.index_block_size
+    touched = lambda tokens: math.ceil((tokens - 1) / page_size) + 1  # pages that so many tokens lie in, at most
+    decode_needs = shapes.batch * (model.config.index_topk_blocks + touched(shapes.steps) - 1)
+    prefill_needs = shapes.prompts * touched(shapes.chunks[-1]) + 1
+    if device_pages < max(decode_needs, prefill_needs):
         raise ValueError(
-            f"device_pages = {device_pages}: a decode call of {shapes.batch} rows can need {step} pages at once and a "
-            f"prefill call {chunk}; give {max(step, chunk)} or more, or a smaller max_batch, prefill_chunk or "
-            "prefill_rows"
+            f"device_pages = {device_pages}: a decode call of {shapes.batch} rows can need {decode_needs} pages at "
+            f"once and a prefill call {prefill_needs}; give {max(decode_needs, prefill_needs)} or more, or a smaller "
+            "max_batch, prefill_chunk or prefill_rows"
         )
-
-
-def _round_up(number: int, unit: int) -> int:
-    return math.ceil(number / unit) * unit

@@ -1,12 +1,12 @@
-"""What is asked of the model and what comes back, on the host."""
+"""What is asked of the model and what comes back, on the host: one request each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from m3jax.decoding.sampling import Sampling
+from m3jax.decoding.protocols import TargetConfig
+from m3jax.decoding.sampling import HostOrDevice, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,73 +45,65 @@ class Generation:
     text: str | None = None
 
 
-@dataclass
-class Timings:
-    """Where the seconds of an engine went.
+@dataclass(eq=False)
+class Request:
+    """A request in an engine. Its tokens are the prompt and what was generated; the last one is not in the cache.
 
     Attributes:
-      compile_seconds: tracing and compiling, in no other number here; about 0 for a shape met before.
-      prefill_seconds: the prompts, up to and with each one's first new token.
-      decode_seconds: the new tokens after the first.
-      prompt_tokens: that went through the model; those found in the prefix cache did not.
-      decoded_tokens: new tokens of all rows after each one's first.
+      handle: its number; an older request has a smaller one.
+      prompt: token ids.
+      params: how it goes on.
+      new: token ids generated so far.
+      logprobs: of them.
+      row: its place in the decode batch; None while it waits for one.
+      page_handle: the allocator's handle of its pages; None while it has none.
+      cached: tokens of it in the cache.
+      is_decoding: whether its prompt is through.
+      stop_reason: that of `Generation`; "unfinished" while it goes on.
+      taken: new tokens that were given out by `Engine.take`.
+      preemptions: how often it had to give its row back.
+      added_at: seconds of `time.perf_counter`.
+      first_token_at: the same; None before the first token.
     """
 
-    compile_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    prompt_tokens: int = 0
-    decoded_tokens: int = 0
+    handle: int
+    prompt: tuple[int, ...]
+    params: Params
+    new: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    row: int | None = None
+    page_handle: int | None = None
+    cached: int = 0
+    is_decoding: bool = False
+    stop_reason: str = "unfinished"
+    taken: int = 0
+    preemptions: int = 0
+    added_at: float = 0.0
+    first_token_at: float | None = None
 
     @property
-    def prefill_tokens_per_second(self) -> float | None:
-        """Prompt tokens a second, all rows together; None before prefill."""
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else None
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt and the new tokens."""
+        return (*self.prompt, *self.new)
 
     @property
-    def decode_tokens_per_second(self) -> float | None:
-        """New tokens a second after the first, all rows together; None where there are none."""
-        return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else None
-
-
-@dataclass
-class Drafting:
-    """What came of proposals.
-
-    Attributes:
-      draft_tokens: K, proposals of a round; 0 without a drafter.
-      forwards: calls of the target that verified proposals, counted for each row that took part.
-      accepted: of these, those in which the first proposal was accepted, the first two, and so on up to K.
-    """
-
-    draft_tokens: int
-    forwards: int = 0
-    accepted: tuple[int, ...] = ()
-
-    def add(self, rounds: Any) -> None:
-        """Count those of one call (`device.Rounds`)."""
-        self.forwards += int(rounds.forwards)
-        before = self.accepted or (0,) * self.draft_tokens
-        self.accepted = tuple(a + int(b) for a, b in zip(before, rounds.accepted, strict=True))
+    def new_remaining(self) -> int:
+        """New tokens it may still get."""
+        return self.params.max_new_tokens - len(self.new)
 
     @property
-    def acceptance(self) -> tuple[float, ...] | None:
-        """Share of the target's calls that accepted the first proposal, the first two, and so on; None before any."""
-        return tuple(n / self.forwards for n in self.accepted) if self.forwards else None
-
-    @property
-    def mean_length(self) -> float | None:
-        """Tokens of one verification, the target's own one counted, were no row to end; None before any."""
-        return 1 + sum(self.acceptance) if self.forwards else None
+    def uncached(self) -> int:
+        """Tokens that are not in the cache yet."""
+        return len(self.tokens) - self.cached
 
 
-def check_prompt(prompt: Sequence[int], params: Params, config: Any, name: str = "prompt") -> None:
+def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, name: str = "prompt") -> None:
     """Refuse what the model cannot do.
 
     Args:
       prompt: token ids.
       params: how it goes on.
-      config: has vocab_size and max_position_embeddings.
+      config: of the model.
       name: what the prompt is called in an error.
 
     Raises:
@@ -139,7 +131,7 @@ def _check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
             raise ValueError(f"{name}: {token!r} is no token id; they are integers from 0 to {vocab - 1}")
 
 
-def as_prompts(prompts: Any) -> list[tuple[int, ...]]:
+def as_prompts(prompts: Sequence[Sequence[int] | HostOrDevice]) -> list[tuple[int, ...]]:
     """Lists, tuples or 1-D arrays of token ids as tuples; anything else is refused with the reason.
 
     Raises:

@@ -1,0 +1,43 @@
+"""The device side: a chunk of prompts, a run of decode steps or of rounds, whole pages; each one jitted call.
+
+Nothing here reads a value on the host. Which rows, how long, where their pages lie, how they are sampled and when they
+stop is data, so the shapes (rows, chunk, pages, buffer) alone decide what is compiled.
+"""
+
+from m3jax.decoding.device.pages import copy_pages, read_pages, write_pages
+from m3jax.decoding.device.rounds import decode_in_rounds
+from m3jax.decoding.device.state import (
+    BAD_LOGITS,
+    IDLE,
+    LENGTH,
+    LIVE,
+    STOP_ID,
+    STOP_STRING,
+    Chunk,
+    Continuations,
+    Layout,
+    NewTokens,
+    State,
+)
+from m3jax.decoding.device.step import decode, prefill, prefill_on_cpu
+
+__all__ = [
+    "BAD_LOGITS",
+    "IDLE",
+    "LENGTH",
+    "LIVE",
+    "STOP_ID",
+    "STOP_STRING",
+    "Chunk",
+    "Continuations",
+    "Layout",
+    "NewTokens",
+    "State",
+    "copy_pages",
+    "decode",
+    "decode_in_rounds",
+    "prefill",
+    "prefill_on_cpu",
+    "read_pages",
+    "write_pages",
+]

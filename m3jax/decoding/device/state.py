@@ -1,0 +1,115 @@
+"""What lives on the device between calls, what a call is given, and what it gives back.
+
+A *row* is a place in the decode batch, everywhere: B rows decode together, and a request has one of them while it runs.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+from jax import lax
+from jax.sharding import Sharding
+from jaxtyping import Array, Bool, Float32, Int32
+
+from m3jax.decoding.protocols import PagedCache
+from m3jax.decoding.sampling import HostOrDevice, SamplingParams
+from m3jax.decoding.speculation.drafter import DraftMemory, PromptContext
+from m3jax.decoding.speculation.verify import DraftCounts
+
+# Why a row stopped; a row that nobody uses is IDLE.
+LIVE, LENGTH, STOP_ID, STOP_STRING, BAD_LOGITS, IDLE = range(6)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Continuations:
+    """How each row goes on, and how far it has come: what `Params` says of one request, as arrays of B rows.
+
+    Attributes:
+      sampling: how tokens are drawn.
+      stop_ids: a row ends with the first of these; padded with -1.
+      limits: new tokens at most.
+      counts: new tokens so far.
+      seen: which tokens the prompt and the continuation have.
+    """
+
+    sampling: SamplingParams
+    stop_ids: Int32[HostOrDevice, "B I"]
+    limits: Int32[HostOrDevice, "B"]
+    counts: Int32[HostOrDevice, "B"]
+    seen: Bool[HostOrDevice, "B V"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """Everything that lives on the device, donated from call to call.
+
+    Attributes:
+      cache: the model's cache, with its page table.
+      continuations: of B rows.
+      lengths: tokens of each row in the cache; the newest token is not in it yet.
+      newest_token: the last token of each row.
+      stop_reasons: LIVE, or why the row does not go on.
+      draft_memory: where there is a drafter, what it remembers of each row.
+    """
+
+    cache: PagedCache
+    continuations: Continuations
+    lengths: Int32[Array, "B"]
+    newest_token: Int32[Array, "B"]
+    stop_reasons: Int32[Array, "B"]
+    draft_memory: DraftMemory | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of C prompts: columns `start` to `start + T` of each.
+
+    Attributes:
+      rows: the row that each prompt has; B, one past the last, for none.
+      tokens: the piece; what lies past the prompt's end means nothing.
+      start: tokens of the prompt that are in the cache already.
+      lengths: tokens of the whole prompt; 0 for none.
+      context: where there is a drafter, what it reads of the prompts beyond the piece.
+    """
+
+    rows: Int32[HostOrDevice, "C"]
+    tokens: Int32[HostOrDevice, "C T"]
+    start: Int32[HostOrDevice, "C"]
+    lengths: Int32[HostOrDevice, "C"]
+    context: PromptContext | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NewTokens:
+    """What one call appended to each row.
+
+    Attributes:
+      tokens: W of them at most; what lies at or past `counts` means nothing.
+      logprobs: of each token under the model's own logits, before any knob.
+      counts: new tokens of each row.
+      stop_reasons: LIVE, or why the row does not go on.
+      drafting: where there is a drafter, what came of its proposals.
+    """
+
+    tokens: Int32[HostOrDevice, "B W"]
+    logprobs: Float32[HostOrDevice, "B W"]
+    counts: Int32[HostOrDevice, "B"]
+    stop_reasons: Int32[HostOrDevice, "B"]
+    drafting: DraftCounts | None = None
+
+
+Layout = tuple[Sharding, ...]  # on a mesh, where each array of the state stays
+_Tree = TypeVar("_Tree")
+
+
+def pin(tree: _Tree, layout: Layout | None) -> _Tree:
+    """Keep every array of a state, or of its cache, where the layout says; left alone, the compiler may move them."""
+    if layout is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    pinned = [lax.with_sharding_constraint(leaf, place) for leaf, place in zip(leaves, layout, strict=True)]
+    return jax.tree.unflatten(structure, pinned)

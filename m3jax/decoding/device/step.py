@@ -1,0 +1,233 @@
+"""A chunk of prompts, and decoding one token after the other: what a step does, top to bottom.
+
+Both run the model over the paged cache, draw each row's next token from the logits, and note which rows that ends.
+Decoding with proposals is in `rounds`.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from m3jax.decoding.device.state import (
+    BAD_LOGITS,
+    LENGTH,
+    LIVE,
+    STOP_ID,
+    Chunk,
+    Continuations,
+    Layout,
+    NewTokens,
+    State,
+    pin,
+)
+from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, TargetModel
+from m3jax.decoding.sampling import HostOrDevice, row_keys, sample
+from m3jax.decoding.speculation.drafter import Drafter
+
+
+@partial(jax.jit, donate_argnames=("state",), static_argnames=("layout",))
+def prefill(
+    model: TargetModel,
+    state: State,
+    chunk: Chunk,
+    continuations: Continuations,
+    host: HostStacks | None = None,
+    drafter: Drafter | None = None,
+    layout: Layout | None = None,
+) -> tuple[State, NewTokens]:
+    """Run a piece of some prompts; where a prompt ends in it, its row starts with a first token.
+
+    Only the hidden state of a prompt's last token is unembedded, so nothing of size T x V is made.
+
+    Args:
+      model: the target.
+      state: of B rows; donated.
+      chunk: a piece of C prompts.
+      continuations: how these C prompts will go on.
+      host: where keys and values are in host memory, its pages.
+      drafter: reads the prompts too, if there is one.
+      layout: on a mesh, where the results stay; left to itself the compiler may move them, and the next call compile
+        anew.
+
+    Returns:
+      The state, and the first token of each of the C prompts that ends here (counts are 0 for the others).
+    """
+    width = chunk.tokens.shape[1]
+    positions = chunk.start[:, None] + jnp.arange(width, dtype=jnp.int32)  # [C T]
+    lengths = jnp.minimum(chunk.lengths, chunk.start + width)
+    prompt_table = state.cache.table.at[chunk.rows].get(mode="fill", fill_value=-1)  # [C M]
+    last_column = chunk.lengths - 1 - chunk.start
+    ends_here = (last_column >= 0) & (last_column < width)
+
+    def run(cache):
+        hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths)
+        last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
+        last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
+        token, logprob = _draw_token(model, last_hidden, continuations, chunk.lengths)
+        if drafter is None:
+            return token, logprob, None, cache
+        cache, memory = drafter.read_prompt(
+            model, cache, chunk.tokens, chunk.start, chunk.lengths, chunk.context, taps, token
+        )
+        return token, logprob, memory, cache
+
+    def skip(cache):
+        count = len(last_column)
+        memory = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), state.draft_memory)
+        return jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.float32), memory, cache
+
+    # Where there is no prompt nothing runs, so that a caller can compile without computing.
+    has_prompt = jnp.any(chunk.lengths > chunk.start)
+    token, logprob, memory, cache = lax.cond(has_prompt, run, skip, state.cache.replace(table=prompt_table))
+    continuations, stop_reasons, is_appended = _append_token(continuations, token, ends_here)
+
+    started_rows = jnp.where(ends_here, chunk.rows, len(state.lengths))
+    update = lambda of_rows, of_prompts: of_rows.at[started_rows].set(of_prompts, mode="drop")
+    state = State(
+        cache=cache.replace(table=state.cache.table),
+        continuations=jax.tree.map(update, state.continuations, continuations),
+        lengths=update(state.lengths, chunk.lengths),
+        newest_token=update(state.newest_token, token),
+        stop_reasons=update(state.stop_reasons, stop_reasons),
+        draft_memory=jax.tree.map(update, state.draft_memory, memory),
+    )
+    counts = is_appended.astype(jnp.int32)
+    return pin(state, layout), NewTokens(token[:, None], logprob[:, None], counts, stop_reasons)
+
+
+# XLA's CPU backend leaves single matrix products to YNNPACK, which takes a quarter longer than XLA's own kernels at
+# the sizes of a prefill (docs/performance.md); for those of a decode step it is the faster one.
+prefill_on_cpu = jax.jit(
+    prefill.__wrapped__,
+    donate_argnames=("state",),
+    static_argnames=("layout",),
+    compiler_options={"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
+)
+
+
+@partial(jax.jit, donate_argnames=("state",), static_argnames=("max_steps", "layout"))
+def decode(
+    model: TargetModel,
+    state: State,
+    steps: Int32[HostOrDevice, ""],
+    max_steps: int,
+    host: HostStacks | None = None,
+    layout: Layout | None = None,
+) -> tuple[State, NewTokens]:
+    """Append up to `steps` tokens to every live row.
+
+    Args:
+      model: the target.
+      state: of B rows; donated.
+      steps: at most `max_steps`; the loop also ends when no row is live.
+      max_steps: W, the most new tokens of a row.
+      host: as in `prefill`.
+      layout: as in `prefill`.
+
+    Returns:
+      The state, and the new tokens of the B rows.
+    """
+    batch = len(state.lengths)
+    counts_before = state.continuations.counts
+
+    def goes_on(carry):
+        step, state, _, _ = carry
+        return (step < steps) & jnp.any(state.stop_reasons == LIVE)
+
+    def append_one(carry):
+        step, state, tokens, logprobs = carry
+        is_live = state.stop_reasons == LIVE
+        # Rows that have stopped are padding: nothing is written for them, and what comes out means nothing.
+        positions = jnp.where(is_live, state.lengths, -1)[:, None]  # [B 1]
+        lengths = state.lengths + is_live
+        hidden, _, cache = run_model(model, None, state.newest_token[:, None], state.cache, host, positions, lengths)
+        token, logprob = _draw_token(model, hidden[:, 0], state.continuations, lengths)
+        continuations, stop_reasons, is_appended = _append_token(state.continuations, token, is_live)
+        state = State(
+            cache=cache,
+            continuations=continuations,
+            lengths=lengths,
+            newest_token=jnp.where(is_appended, token, state.newest_token),
+            stop_reasons=jnp.where(is_live, stop_reasons, state.stop_reasons),
+        )
+        state = pin(state, layout)
+        tokens = lax.dynamic_update_slice(tokens, token[:, None], (jnp.int32(0), step))  # [B W]
+        logprobs = lax.dynamic_update_slice(logprobs, logprob[:, None], (jnp.int32(0), step))  # [B W]
+        return step + 1, state, tokens, logprobs
+
+    no_tokens, no_logprobs = jnp.zeros((batch, max_steps), jnp.int32), jnp.zeros((batch, max_steps), jnp.float32)
+    start = jnp.int32(0), state, no_tokens, no_logprobs
+    _, state, tokens, logprobs = lax.while_loop(goes_on, append_one, start)
+    state = pin(state, layout)
+    counts = state.continuations.counts - counts_before
+    return state, NewTokens(tokens, logprobs, counts, state.stop_reasons)
+
+
+def run_model(
+    model: TargetModel | TappedModel,
+    drafter: Drafter | None,
+    tokens: Int32[HostOrDevice, "B T"],
+    cache: PagedCache,
+    host: HostStacks | None,
+    positions: Int32[Array, "B T"],
+    lengths: Int32[Array, "B"],
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, PagedCache]:
+    """Run the target, whose cache has the host's pages for this call alone: no loop carries what it only reads.
+
+    Args:
+      model: the target; a `TappedModel` where the drafter has taps.
+      drafter: says which layers' residual stream is tapped, if there is one.
+      tokens: of each row.
+      cache: where they are written.
+      host: as in `prefill`.
+      positions: where each token stands; -1 for none.
+      lengths: tokens of each row after this call.
+
+    Returns:
+      (hidden states, what the drafter taps, cache).
+    """
+    if host is not None:
+        cache = cache.replace(host=host)
+    if drafter is None or not drafter.taps:
+        taps = None
+        hidden, cache = model.hidden(tokens, cache=cache, positions=positions, lengths=lengths)
+    else:
+        hidden, taps, cache = model.tapped(tokens, drafter.taps, cache=cache, positions=positions, lengths=lengths)
+    return hidden, taps, cache if host is None else cache.replace(host=None)
+
+
+def _draw_token(
+    model: TargetModel, hidden: Float[Array, "B D"], continuations: Continuations, positions: Int32[HostOrDevice, "B"]
+) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
+    """Each row's next token, and its log-probability under the model's own logits.
+
+    The token is -1 where the logits have no distribution. The draw depends on the row's seed and the position that the
+    token will have, and on nothing else.
+    """
+    logits, sampling = model.unembed(hidden).astype(jnp.float32), continuations.sampling  # [B V]
+    token = sample(logits, sampling, row_keys(sampling.seed, positions), continuations.seen)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]  # [B]
+    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _append_token(
+    continuations: Continuations, token: Int32[Array, "B"], is_active: Bool[Array, "B"]
+) -> tuple[Continuations, Int32[Array, "B"], Bool[Array, "B"]]:
+    """Give each active row its token; a negative one is none.
+
+    Returns:
+      (continuations, stop reasons, which rows have a token more).
+    """
+    is_bad = token < 0
+    is_appended = is_active & ~is_bad
+    counts = continuations.counts + is_appended
+    seen_id = jnp.where(is_appended, token, continuations.seen.shape[1])  # one past the vocabulary is dropped
+    seen = continuations.seen.at[jnp.arange(len(token)), seen_id].set(True, mode="drop")
+    is_stop_id = jnp.any(token[:, None] == continuations.stop_ids, axis=1)
+    reasons = jnp.where(counts >= continuations.limits, LENGTH, LIVE)
+    reasons = jnp.where(is_bad, BAD_LOGITS, jnp.where(is_stop_id, STOP_ID, reasons))
+    return replace(continuations, counts=counts, seen=seen), reasons.astype(jnp.int32), is_appended

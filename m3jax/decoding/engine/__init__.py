@@ -1,0 +1,19 @@
+"""The engine: requests come and go on the host, while the device runs the same few programs."""
+
+from m3jax.decoding.engine.engine import DRAFT_TOKENS, PREFILL_CHUNK, Engine
+from m3jax.decoding.engine.exchange import Snapshot
+from m3jax.decoding.engine.report import Drafting, Timings
+from m3jax.decoding.engine.request import Generation, Params, as_prompts, check_prompt
+
+__all__ = [
+    "DRAFT_TOKENS",
+    "PREFILL_CHUNK",
+    "Drafting",
+    "Engine",
+    "Generation",
+    "Params",
+    "Snapshot",
+    "Timings",
+    "as_prompts",
+    "check_prompt",
+]

@@ -1,0 +1,283 @@
+"""The device's state, and the host's copies of what it needs to know of it: page table, stop reasons, shapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+from jaxtyping import Int32
+
+from m3jax.cache import HostMemory
+from m3jax.decoding import device
+from m3jax.decoding.engine.request import Params
+from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel
+from m3jax.decoding.sampling import Sampling, SamplingParams
+from m3jax.decoding.speculation.drafter import Drafter, PromptContext
+from m3jax.parallel import sharding
+from m3jax.platform import platform
+
+_PAGES_A_CALL = 8
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What decides which programs are compiled.
+
+    Attributes:
+      batch: rows that decode together.
+      prompts: prompts that share a prefill call.
+      chunks: tokens of each in one call: the sizes that there are, ascending.
+      steps: decode steps of one call, at most.
+      stop_ids: of one row, at most.
+      draft_tokens: K, proposals of a round; 0 without a drafter.
+    """
+
+    batch: int
+    prompts: int
+    chunks: tuple[int, ...]
+    steps: int
+    stop_ids: int
+    draft_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of a row in one call, at most; a step is a round where there is a drafter."""
+        return self.steps * (1 + self.draft_tokens)
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """What of a request goes into a prefill call.
+
+    Attributes:
+      row: its place in the decode batch.
+      tokens: all of its tokens.
+      cached: how many of them are in the cache already.
+      params: how it goes on.
+      new_count: new tokens among its tokens; of a request that was preempted.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    cached: int
+    params: Params
+    new_count: int
+
+
+class Runner:
+    """Runs the engine's device calls and keeps their state.
+
+    Args:
+      model: from `m3jax.load`.
+      cache: empty.
+      shapes: fixed from here on.
+      host: where the cache is offloaded, its host memory.
+      drafter: proposes tokens, if there is one (`m3jax.decoding.speculation`).
+
+    Attributes:
+      table: the pages of each row, as the device will know them from the next call on.
+      state: what lives on the device.
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        cache: PagedCache,
+        shapes: Shapes,
+        host: HostMemory | None = None,
+        drafter: Drafter | None = None,
+    ):
+        self.model, self.shapes, self.host, self.drafter = model, shapes, host, drafter
+        self.table = np.array(cache.table)
+        self._stop_reasons = np.full(shapes.batch, device.IDLE, np.int32)
+        self._is_stale = False  # whether the device's table and stop reasons are older than the host's
+        self._max_length = cache.table.shape[1] * model.config.index_block_size
+
+        def place(array):
+            return jax.device_put(array, sharding(array.shape, ("batch",) + (None,) * (array.ndim - 1), model.mesh))
+
+        memory = None if drafter is None else drafter.begin(model, shapes.batch, self._max_length)
+        self.state = device.State(
+            cache=cache,
+            continuations=jax.tree.map(place, self.continuations([], shapes.batch)),
+            lengths=place(np.zeros(shapes.batch, np.int32)),
+            newest_token=place(np.zeros(shapes.batch, np.int32)),
+            stop_reasons=place(self._stop_reasons),
+            draft_memory=jax.tree.map(place, memory),
+        )
+        self._layout = self._cache_layout = None
+        if model.mesh is not None:
+            self._layout = tuple(leaf.sharding for leaf in jax.tree.leaves(self.state))
+            self._cache_layout = self._layout[: len(jax.tree.leaves(cache))]
+
+    def warmup(self) -> None:
+        """Compile every program by running it on nothing."""
+        self._is_stale = True
+        for width in self.shapes.chunks:
+            jax.device_get(self.prefill([], width))
+        jax.device_get(self.decode(0))
+        self._copy_group([])
+        contents = self.read_pages([0])
+        self.write_pages([-1], contents)
+        if self.host is not None:
+            self._replace_cache(self.host.warmup(self.state.cache))
+        jax.block_until_ready(self.state.lengths)
+
+    # Calls
+
+    def prefill(self, parts: Sequence[PromptPart], width: int) -> device.NewTokens:
+        """Run a chunk of `width` tokens of some prompts; row i of the result is that of part i, still on the device."""
+        count = self.shapes.prompts
+        rows = np.full(count, self.shapes.batch, np.int32)
+        start, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        tokens = np.zeros((count, width), np.int32)
+        for index, part in enumerate(parts):
+            piece = part.tokens[part.cached : part.cached + width]
+            tokens[index, : len(piece)] = piece
+            rows[index], start[index], lengths[index] = part.row, part.cached, len(part.tokens)
+        chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width))
+        self._send_changes()
+        run = device.prefill_on_cpu if platform() == "cpu" else device.prefill
+        self.state, new = run(
+            self.model,
+            self.state,
+            chunk,
+            self.continuations(parts, count),
+            host=self._host_pages,
+            drafter=self.drafter,
+            layout=self._layout,
+        )
+        self._flush_host()
+        return new
+
+    def decode(self, steps: int) -> device.NewTokens:
+        """Run decode steps of all live rows, or rounds where there is a drafter; what they gave, on the host."""
+        self._send_changes()
+        if self.drafter is None:
+            self.state, new = device.decode(
+                self.model,
+                self.state,
+                np.int32(steps),
+                max_steps=self.shapes.steps,
+                host=self._host_pages,
+                layout=self._layout,
+            )
+        else:
+            self.state, new = device.decode_in_rounds(
+                self.model,
+                self.drafter,
+                self.state,
+                np.int32(steps),
+                draft_tokens=self.shapes.draft_tokens,
+                max_rounds=self.shapes.steps,
+                host=self._host_pages,
+                layout=self._layout,
+            )
+        self._flush_host()
+        new = jax.device_get(new)
+        self._stop_reasons = np.array(new.stop_reasons)
+        return new
+
+    def continuations(self, parts: Sequence[PromptPart], count: int) -> device.Continuations:
+        """How some requests go on, padded to `count` rows."""
+        stop_ids = np.full((count, self.shapes.stop_ids), -1, np.int32)
+        limits, counts = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        seen = np.zeros((count, self.model.config.vocab_size), bool)
+        for index, part in enumerate(parts):
+            stop_ids[index, : len(part.params.stop_ids)] = part.params.stop_ids
+            limits[index], counts[index] = part.params.max_new_tokens, part.new_count
+            seen[index, list(part.tokens)] = True
+        sampling = [part.params.sampling for part in parts] + [Sampling.greedy()] * (count - len(parts))
+        return device.Continuations(SamplingParams.stack(sampling), stop_ids, limits, counts, seen)
+
+    def _context(self, parts: Sequence[PromptPart], width: int) -> PromptContext | None:
+        """What a drafter, if there is one, reads of prompts beyond a piece of `width` tokens."""
+        if self.drafter is None:
+            return None
+        following = np.zeros(self.shapes.prompts, np.int32)
+        for index, part in enumerate(parts):
+            following[index] = next(iter(part.tokens[part.cached + width :]), 0)
+        if not self.drafter.reads_tokens:
+            return PromptContext(following)
+        all_tokens = np.zeros((self.shapes.prompts, self._max_length), np.int32)
+        for index, part in enumerate(parts):
+            all_tokens[index, : len(part.tokens)] = part.tokens
+        return PromptContext(following, all_tokens)
+
+    # Rows
+
+    def start_row(self, row: int, stop_reason: int) -> None:
+        """Note what prefill made of a row: the device knows it already."""
+        self._stop_reasons[row] = stop_reason
+
+    def set_pages(self, row: int, page_ids: Int32[np.ndarray, "M"]) -> None:
+        """Give a row its pages."""
+        if (self.table[row] != page_ids).any():
+            self.table[row], self._is_stale = page_ids, True
+
+    def clear_row(self, row: int) -> None:
+        """Take a row out: it goes on no further and owns nothing."""
+        self.table[row], self._stop_reasons[row], self._is_stale = -1, device.IDLE, True
+
+    def _send_changes(self) -> None:
+        """Send table and stop reasons if the host changed them; they are plain transfers, nothing is compiled."""
+        if not self._is_stale:
+            return
+        send = lambda new, old: jax.device_put(new.copy(), old.sharding)
+        cache = self.state.cache.replace(table=send(self.table, self.state.cache.table))
+        stop_reasons = send(self._stop_reasons, self.state.stop_reasons)
+        self.state = replace(self.state, cache=cache, stop_reasons=stop_reasons)
+        self._is_stale = False
+
+    # Pages
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (source, target), all layers."""
+        for first in range(0, len(copies), _PAGES_A_CALL):
+            self._copy_group(copies[first : first + _PAGES_A_CALL])
+
+    def _copy_group(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy at most `_PAGES_A_CALL` pages; the rest of the group copies page 0 to nowhere."""
+        pairs = np.array([*copies, *[(0, -1)] * (_PAGES_A_CALL - len(copies))], np.int32)
+        source, target = pairs[:, 0], pairs[:, 1]
+        self._replace_cache(device.copy_pages(self.state.cache, source, target, layout=self._cache_layout))
+        if self.host is not None:
+            self.host.copy(copies)
+
+    def read_pages(self, page_ids: Sequence[int]) -> list[PageContents]:
+        """The contents of pages on the host, `_PAGES_A_CALL` at a time."""
+        groups = []
+        for ids in _padded_groups(page_ids):
+            ids = np.maximum(ids, 0)
+            contents = jax.device_get(device.read_pages(self.state.cache, ids))
+            if self.host is not None:
+                # Per stack of layers (k, v, index_k): keys and values of an offloaded one are in host memory.
+                stacks = zip(contents, self.host.read(ids), strict=True)
+                contents = [stack if kv is None else (*kv, stack[2]) for stack, kv in stacks]
+            groups.append(contents)
+        return groups
+
+    def write_pages(self, page_ids: Sequence[int], contents: list[PageContents]) -> None:
+        """Put back what `read_pages` gave, to other pages; a page of -1 is left out."""
+        for ids, group in zip(_padded_groups(page_ids), contents, strict=True):
+            self._replace_cache(device.write_pages(self.state.cache, ids, group, layout=self._cache_layout))
+            if self.host is not None:
+                self.host.write(ids, group)
+
+    @property
+    def _host_pages(self) -> HostStacks | None:
+        return None if self.host is None else self.host.pages
+
+    def _flush_host(self) -> None:
+        """Move what a call has written to host memory, where the cache is offloaded."""
+        if self.host is not None:
+            self._replace_cache(self.host.flush(self.state.cache))
+
+    def _replace_cache(self, cache: PagedCache) -> None:
+        self.state = replace(self.state, cache=cache)
+
+
+def _padded_groups(page_ids: Sequence[int]) -> list[Int32[np.ndarray, "C"]]:
+    """Page ids in groups of one size, the last one padded with -1, so that one compiled program serves all."""
+    groups = [page_ids[first : first + _PAGES_A_CALL] for first in range(0, len(page_ids), _PAGES_A_CALL)]
+    return [np.array([*group, *[-1] * (_PAGES_A_CALL - len(group))], np.int32) for group in groups]

@@ -1,0 +1,192 @@
+"""The engine's round: who gets a row and pages (admit), what runs (prefill, decode), and who gives way.
+
+Each of the three runs on the host around at most one call of the device (`Runner`), and tells the allocator of pages
+what that call wrote.
+"""
+
+import math
+from time import perf_counter
+
+import jax
+
+from m3jax.cache import OutOfPages, PageAllocator
+from m3jax.decoding import device
+from m3jax.decoding.engine.report import Drafting, Timings
+from m3jax.decoding.engine.request import Request
+from m3jax.decoding.engine.runner import PromptPart, Runner
+
+_STOP_REASONS = {
+    device.LENGTH: "length",
+    device.STOP_ID: "stop_id",
+    device.STOP_STRING: "stop_string",
+    device.BAD_LOGITS: "nan",
+}
+
+
+class Scheduler:
+    """Rows, pages and the queue.
+
+    Args:
+      runner: the device's side.
+      pages: the host's side of the cache.
+
+    Attributes:
+      request_of_row: the request of each row, or None.
+      waiting: requests without a row, oldest first.
+      timings: where the seconds went.
+      drafting: what came of proposals.
+    """
+
+    def __init__(self, runner: Runner, pages: PageAllocator):
+        self.runner, self.pages, self.shapes = runner, pages, runner.shapes
+        self.request_of_row: list[Request | None] = [None] * self.shapes.batch
+        self.waiting: list[Request] = []
+        self.timings = Timings()
+        self.drafting = Drafting(self.shapes.draft_tokens)
+        # A draft fills the slot of the newest token, which the target will only write in the next call.
+        self._draft_lead = int(self.shapes.draft_tokens > 0)
+
+    # A round
+
+    def admit(self) -> None:
+        """Give waiting requests a row, the oldest first, while their tokens find pages."""
+        while self.waiting and None in self.request_of_row:
+            request = self.waiting[0]
+            if request.page_handle is None:
+                request.page_handle, request.cached = self.pages.add(request.tokens)
+            needed = math.ceil((len(request.tokens) + 1) / self.pages.page_size)
+            missing = needed - len(self.pages.pages_of(request.page_handle))
+            if self.pages.available < missing and any(self.request_of_row):
+                return  # it keeps the known pages that it found, until somebody needs them more
+            del self.waiting[0]
+            request.row = self.request_of_row.index(None)
+            self.request_of_row[request.row] = request
+            self._send_pages(request)
+
+    def prefill(self) -> None:
+        """Run one chunk of the prompts that came first; those that end in it get their first token."""
+        began = perf_counter()
+        chosen = self.requests_with_row(is_decoding=False)[: self.shapes.prompts]
+        longest = max((request.uncached for request in chosen), default=0)
+        # The smallest chunk that holds what is left of all of them, else the largest.
+        width = next((width for width in self.shapes.chunks if width >= longest), self.shapes.chunks[-1])
+        for request in chosen:
+            self._reserve(request, min(width, request.uncached) + self._draft_lead)
+        chosen = [request for request in chosen if request.row is not None]  # the others had to give way
+        if not chosen:
+            return
+        parts = [PromptPart(r.row, r.tokens, r.cached, r.params, len(r.new)) for r in chosen]
+        new = self.runner.prefill(parts, width)
+        for request in chosen:
+            count = min(width, request.uncached)
+            self.timings.prompt_tokens += count
+            self._commit(request, request.cached + count)
+            request.is_decoding = request.uncached == 0
+        if any(request.is_decoding for request in chosen):
+            new = jax.device_get(new)
+        for index, request in enumerate(chosen):
+            if request.is_decoding:
+                self.runner.start_row(request.row, int(new.stop_reasons[index]))
+                # The first token is not in the cache: the next call will write it.
+                self._take_tokens(request, new, index, end=request.cached)
+        self.timings.prefill_seconds += perf_counter() - began
+
+    def decode(self) -> None:
+        """Run a few steps of every row whose prompt is through."""
+        began = perf_counter()
+        for request in self.requests_with_row(is_decoding=True):
+            self._reserve(request, min(self.shapes.tokens + self._draft_lead, request.new_remaining))
+        running = self.requests_with_row(is_decoding=True)
+        if not running:
+            return
+        new = self.runner.decode(self.shapes.steps)
+        for request in running:
+            count = int(new.counts[request.row])
+            self.timings.decoded_tokens += count
+            self._take_tokens(request, new, request.row, end=request.cached + count)
+        if new.drafting is not None:
+            self.drafting.add(new.drafting)
+        self.timings.decode_seconds += perf_counter() - began
+
+    def requests_with_row(self, is_decoding: bool) -> list[Request]:
+        """Requests that have a row, oldest first: those whose prompt is through, or the others."""
+        requests = (request for request in self.request_of_row if request is not None)
+        return sorted((r for r in requests if r.is_decoding == is_decoding), key=lambda r: r.handle)
+
+    def _take_tokens(self, request: Request, new: device.NewTokens, index: int, end: int) -> None:
+        """Take over a request's new tokens from what a call returned.
+
+        Args:
+          request: has a row.
+          new: on the host.
+          index: of the request in `new`.
+          end: tokens of the request that are in the cache now.
+        """
+        count, stop_reason = int(new.counts[index]), int(new.stop_reasons[index])
+        request.new += new.tokens[index, :count].tolist()
+        request.logprobs += new.logprobs[index, :count].tolist()
+        self._commit(request, end)
+        if request.first_token_at is None and count:
+            request.first_token_at = perf_counter()
+        if stop_reason != device.LIVE:
+            self.stop(request, _STOP_REASONS[stop_reason])
+
+    # Pages
+
+    def _reserve(self, request: Request, count: int) -> None:
+        """Find pages for `count` more tokens; the youngest requests give way, this one if it is the youngest.
+
+        Whoever has pages can give way: a request that waits has some if it was copied or imported, or if it found known
+        ones and too few others.
+        """
+        while request.row is not None:
+            try:
+                self.runner.copy_pages(self.pages.extend(request.page_handle, count))
+            except OutOfPages:
+                with_pages = [r for r in (*self.request_of_row, *self.waiting) if r and r.page_handle is not None]
+                self._preempt(max(with_pages, key=lambda r: r.handle))
+            else:
+                self._send_pages(request)
+                return
+
+    def _send_pages(self, request: Request) -> None:
+        """Have the device's table say what the allocator says of a request."""
+        self.runner.set_pages(request.row, self.pages.table(request.page_handle, self.runner.table.shape[1]))
+
+    def _commit(self, request: Request, end: int) -> None:
+        """Tell the allocator that the device has written a request's tokens up to `end` into its pages."""
+        self.pages.commit(request.page_handle, request.tokens[request.cached : end])
+        request.cached = end
+
+    # Who goes
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's pages, and its row if it has one: it waits again, before all younger ones."""
+        if request.row is not None:
+            request.preemptions += 1
+            self.waiting.append(request)
+            self.waiting.sort(key=lambda r: r.handle)
+        self._release(request)
+
+    def restart(self, request: Request) -> None:
+        """Have prefill run what of a request is not in the cache; until then its row stands still."""
+        request.is_decoding = False
+        self.runner.clear_row(request.row)
+        self._send_pages(request)
+
+    def stop(self, request: Request, stop_reason: str) -> None:
+        """End a request, whether it runs or waits."""
+        request.stop_reason = stop_reason
+        if request.row is None:
+            self.waiting.remove(request)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Release what a request has; known pages stay in the prefix cache."""
+        if request.row is not None:
+            self.runner.clear_row(request.row)
+            self.request_of_row[request.row] = None
+        if request.page_handle is not None:
+            self.pages.release(request.page_handle)
+        request.row = request.page_handle = None
+        request.is_decoding, request.cached = False, 0

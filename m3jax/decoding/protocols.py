@@ -1,0 +1,131 @@
+"""What decoding asks of the model that it serves and of that model's cache; `M3` and `Cache` are the ones at hand."""
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Int32, PyTree
+
+from m3jax.cache.storage import HostPages
+
+# Where keys and values are in host memory, the pages of each stack of layers (`Cache.host`); None for a stack on the
+# device.
+HostStacks = tuple[HostPages | None, ...]
+
+# What a cache keeps of some pages: arrays in whatever structure it writes back.
+PageContents = PyTree[Array | np.ndarray]
+
+# What two engines must have in common to exchange pages: numbers, strings, and dictionaries of them.
+Identity = dict[str, Any]
+
+
+@runtime_checkable
+class PagedCache(Protocol):
+    """Pages of P tokens and the table that finds those of each row: a pytree, donated from call to call.
+
+    What an engine reports of its storage and exchanges with another (`Engine.bytes_per_token`, `offload`, `export`)
+    asks for more: there it must be a `Cache`.
+
+    Attributes:
+      table: page ids of B rows, M blocks each; -1 where a row has no page.
+    """
+
+    table: Int[Array, "B M"]
+
+    @property
+    def num_pages(self) -> int:
+        """X, the pages of the pool."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """P, tokens of a page."""
+        ...
+
+    def replace(self, **changes: object) -> "PagedCache":
+        """The same cache with some attributes changed: `table`; `host`, where the cache is offloaded."""
+        ...
+
+    def copy_pages(self, source: Int32[Array, "C"], target: Int32[Array, "C"]) -> "PagedCache":
+        """Copy whole pages, all layers; a target of -1 is dropped."""
+        ...
+
+    def read_pages(self, pages: Int32[Array, "C"]) -> PageContents:
+        """The contents of pages."""
+        ...
+
+    def write_pages(self, pages: Int32[Array, "C"], contents: PageContents) -> "PagedCache":
+        """Put back what `read_pages` gave, to other pages; a page of -1 is dropped."""
+        ...
+
+
+@runtime_checkable
+class TargetConfig(Protocol):
+    """What decoding reads of a model's configuration (`M3Config`).
+
+    Attributes:
+      vocab_size: V.
+      max_position_embeddings: tokens of the model's context.
+      index_block_size: P, tokens of a block and of a page.
+      index_topk_blocks: J, blocks that a token selects.
+      eos_token_id: where a continuation ends by default.
+    """
+
+    vocab_size: int
+    max_position_embeddings: int
+    index_block_size: int
+    index_topk_blocks: int
+    eos_token_id: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting, to compare with another model's."""
+        ...
+
+
+@runtime_checkable
+class TargetModel(Protocol):
+    """The model that an engine serves: a pytree of parameters, passed to jitted functions as an argument.
+
+    Attributes:
+      config: its numbers.
+      mesh: the devices over which it lies; None for the first one.
+    """
+
+    config: TargetConfig
+    mesh: Mesh | None
+
+    def new_cache(self, pages: int, batch: int, blocks: int, **types: object) -> PagedCache:
+        """An empty pool of `pages` with a table for `batch` rows of `blocks`; `types` are those of `Cache.pool`."""
+        ...
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        cache: PagedCache,
+        positions: Int[Array, "B T"],
+        lengths: Int[Array, "B"],
+    ) -> tuple[Float[Array, "B T D"], PagedCache]:
+        """Write tokens at their positions and give the hidden state of each; see `M3.__call__`."""
+        ...
+
+    def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Logits of hidden states."""
+        ...
+
+
+@runtime_checkable
+class TappedModel(TargetModel, Protocol):
+    """A target whose residual stream a drafter reads."""
+
+    def tapped(
+        self,
+        tokens: Int[Array, "B T"],
+        layers: tuple[int, ...],
+        *,
+        cache: PagedCache,
+        positions: Int[Array, "B T"],
+        lengths: Int[Array, "B"],
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"], PagedCache]:
+        """`hidden`, and the residual stream at A layers; see `M3.tapped`."""
+        ...
