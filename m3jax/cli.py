@@ -28,11 +28,10 @@ from m3jax.decoding import (
     generate_text,
 )
 from m3jax.decoding.defaults import Defaults
-from m3jax.decoding.engine import DRAFT_TOKENS
-from m3jax.decoding.request import check_prompt
-from m3jax.decoding.speculative import MAX_DRAFT_TOKENS
+from m3jax.decoding.engine import DRAFT_TOKENS, check_prompt
+from m3jax.decoding.speculation import MAX_DRAFT_TOKENS
 from m3jax.model import M3
-from m3jax.msa.backends import BACKENDS, check_backend
+from m3jax.ops import BACKENDS, check_backend
 from m3jax.parallel import parse_mesh
 from m3jax.text import Tokenizer
 
@@ -129,23 +128,24 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = _tokenizer(folder, args)
     params = _params(args, config, Defaults.from_pretrained(folder))
     prompts = _prompts(args, tokenizer)
-    for row, prompt in enumerate(prompts):
-        check_prompt(prompt, params, config, f"prompt {row}")
+    for number, prompt in enumerate(prompts):
+        check_prompt(prompt, params, config, f"prompt {number}")
     mesh = None if args.mesh is None else parse_mesh(args.mesh)
     check_backend(args.backend)
     if not 1 <= args.draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"--draft-tokens {args.draft_tokens}: give 1 to {MAX_DRAFT_TOKENS}")
     draft = _drafter(args, config, mesh)
     model = load(args.model, dtype=args.dtype, mesh=mesh).with_backend(args.backend)
-    how = dict(draft=draft, draft_tokens=args.draft_tokens)
-    engine, handles = _start(model, prompts, params, _alone(args, len(prompts)), how)
-    results = _continue(engine, handles, tokenizer, args)
+    is_streamed = len(prompts) == 1 and not args.json  # then text is shown as it comes
+    engine, handles = _start(model, prompts, params, draft, args.draft_tokens, is_streamed)
+    results = _continue(engine, handles, tokenizer, args, is_streamed)
     if args.stats:
         _print_stats(engine)
     check_logits(results)
 
 
 def _drafter(args: argparse.Namespace, config: M3Config, mesh: Mesh | None) -> Drafter | None:
+    """What proposes tokens, as `--draft` says."""
     if args.draft is None:
         return None
     if args.draft == "ngram":
@@ -155,27 +155,27 @@ def _drafter(args: argparse.Namespace, config: M3Config, mesh: Mesh | None) -> D
 
 
 def _tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer | None:
-    needed = args.prompt_tokens is None or args.stop
-    return Tokenizer.from_pretrained(folder) if needed or (folder / "tokenizer.json").is_file() else None
+    """The folder's tokenizer; None where it has none, and nothing but token ids is asked for."""
+    is_needed = args.prompt_tokens is None or args.stop
+    return Tokenizer.from_pretrained(folder) if is_needed or (folder / "tokenizer.json").is_file() else None
 
 
 def _params(args: argparse.Namespace, config: M3Config, defaults: Defaults) -> Params:
+    """How to generate: a flag wins over the model folder's generation_config.json."""
     given = {name: getattr(args, name) for name in _KNOBS if getattr(args, name) is not None}
-    _note_defaults(defaults, given)
-    sampling = Sampling(**{**defaults.knobs, **given}, seed=args.seed)
-    stop_ids = config.eos_token_id if defaults.stop_ids is None else defaults.stop_ids
-    new_tokens = next(n for n in (args.max_new_tokens, defaults.max_new_tokens, _NEW_TOKENS) if n is not None)
-    return Params(max_new_tokens=new_tokens, sampling=sampling, stop_ids=stop_ids)
-
-
-def _note_defaults(defaults: Defaults, given: dict[str, Any]) -> None:
     if defaults.ignored:
         _say(f"{PROG}: note: generation_config.json: not supported and left out: {', '.join(defaults.ignored)}")
     if given and "temperature" not in given and defaults.knobs.get("temperature") == 0:
         _say(f"{PROG}: note: generation_config.json asks for greedy decoding; give --temperature to sample")
+    sampling = Sampling(**{**defaults.knobs, **given}, seed=args.seed)
+    stop_ids = config.eos_token_id if defaults.stop_ids is None else defaults.stop_ids
+    limits = (args.max_new_tokens, defaults.max_new_tokens, _NEW_TOKENS)
+    new_tokens = next(limit for limit in limits if limit is not None)
+    return Params(max_new_tokens=new_tokens, sampling=sampling, stop_ids=stop_ids)
 
 
 def _prompts(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The token ids of every prompt."""
     if args.prompt_tokens is not None:
         return [_token_ids(text) for text in args.prompt_tokens]
     texts = args.prompt if args.prompt is not None else [_read_prompt(args.prompt_file)]
@@ -183,6 +183,7 @@ def _prompts(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list
 
 
 def _token_ids(text: str) -> list[int]:
+    """The ids in a text like "1,2,3"."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -190,6 +191,7 @@ def _token_ids(text: str) -> list[int]:
 
 
 def _read_prompt(name: str) -> str:
+    """The text of a file, or of standard input for "-"."""
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         return data.decode("utf-8")
@@ -199,20 +201,19 @@ def _read_prompt(name: str) -> str:
         raise ValueError(f"the prompt file {name} is not UTF-8 text: byte {error.start} is wrong") from error
 
 
-def _alone(args: argparse.Namespace, count: int) -> bool:
-    """Whether text is shown as it comes."""
-    return count == 1 and not args.json
-
-
 def _start(
-    model: M3, prompts: list[list[int]], params: Params, alone: bool, draft: dict[str, Any]
+    model: M3, prompts: list[list[int]], params: Params, draft: Drafter | None, draft_tokens: int, is_streamed: bool
 ) -> tuple[Engine, list[int]]:
-    """An engine with all prompts through; on a terminal their progress is shown."""
-    status = lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-    show = status if sys.stderr.isatty() else lambda text: None
+    """An engine that has read all prompts, and the prompts' handles; on a terminal its progress is shown."""
+
+    def show(status: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{status}", end="", file=sys.stderr, flush=True)
+
     show("compiling")
-    steps = _STREAM_STEPS if alone and sys.stdout.isatty() else _BATCH_STEPS
-    engine = engine_for(model, prompts, [params] * len(prompts), steps_per_call=steps, **draft)
+    steps = _STREAM_STEPS if is_streamed and sys.stdout.isatty() else _BATCH_STEPS
+    every_params = [params] * len(prompts)
+    engine = engine_for(model, prompts, every_params, steps_per_call=steps, draft=draft, draft_tokens=draft_tokens)
     handles = [engine.add(prompt, params) for prompt in prompts]
     while engine.prefill():
         done, total = engine.prefilled
@@ -222,30 +223,34 @@ def _start(
 
 
 def _continue(
-    engine: Engine, handles: list[int], tokenizer: Tokenizer | None, args: argparse.Namespace
+    engine: Engine, handles: list[int], tokenizer: Tokenizer | None, args: argparse.Namespace, is_streamed: bool
 ) -> list[Generation]:
-    alone = _alone(args, len(handles))
-    show = (lambda handle, piece: print(piece, end="", flush=True)) if alone else None
+    """Generate to the end of every prompt, and print what came."""
     if tokenizer is None:
-        done = engine.run()
-        results = [done[handle] for handle in handles]
+        generations = engine.run()
+        results = [generations[handle] for handle in handles]
     else:
+        show = (lambda handle, piece: print(piece, end="", flush=True)) if is_streamed else None
         results = generate_text(engine, handles, tokenizer, stop=args.stop, on_text=show)
     if args.json:
         for result in results:
             print(json.dumps(_as_json(result, engine, args.logprobs)), flush=True)
-    elif alone and tokenizer is not None:
+    elif is_streamed and tokenizer is not None:
         print()
     else:
-        _print_texts(results)
+        for number, result in enumerate(results, 1):
+            if len(results) > 1:
+                print(f"==> prompt {number} <==")
+            print(",".join(map(str, result.tokens)) if result.text is None else result.text)
     return results
 
 
-def _as_json(result: Generation, engine: Engine, logprobs: bool) -> dict[str, Any]:
-    out = {"text": result.text, "token_ids": result.tokens}
-    if logprobs:
-        out["logprobs"] = result.logprobs
-    return out | {
+def _as_json(result: Generation, engine: Engine, with_logprobs: bool) -> dict[str, Any]:
+    """One prompt's result as `--json` prints it."""
+    return {
+        "text": result.text,
+        "token_ids": result.tokens,
+        **({"logprobs": result.logprobs} if with_logprobs else {}),
         "stop_reason": result.stop_reason,
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.tokens),
@@ -254,27 +259,24 @@ def _as_json(result: Generation, engine: Engine, logprobs: bool) -> dict[str, An
     }
 
 
-def _print_texts(results: Sequence[Generation]) -> None:
-    for number, result in enumerate(results, 1):
-        if len(results) > 1:
-            print(f"==> prompt {number} <==")
-        print(",".join(map(str, result.tokens)) if result.text is None else result.text)
-
-
 def _print_stats(engine: Engine) -> None:
-    t = engine.timings
+    """Print times and sizes on stderr; compilation is no part of any rate."""
+    times = engine.timings
     rate = lambda tokens_per_second: "" if tokens_per_second is None else f", {tokens_per_second:.1f} tokens/s"
-    _say(f"prefill: {t.prompt_tokens} tokens in {t.prefill_seconds:.3f} s{rate(t.prefill_tokens_per_second)}")
-    _say(f"decode: {t.decoded_tokens} tokens in {t.decode_seconds:.3f} s{rate(t.decode_tokens_per_second)}")
+    _say(f"prefill: {times.prompt_tokens} tokens in {times.prefill_seconds:.3f} s"
+         f"{rate(times.prefill_tokens_per_second)}")  # fmt: skip
+    _say(f"decode: {times.decoded_tokens} tokens in {times.decode_seconds:.3f} s"
+         f"{rate(times.decode_tokens_per_second)}")  # fmt: skip
     if (drafting := engine.drafting).forwards:
         shares = ", ".join(f"{share:.1%}" for share in drafting.acceptance)
         _say(f"draft: accepted by position {shares}; mean length {drafting.mean_length:.2f}; "
-             f"{t.decoded_tokens / drafting.forwards:.2f} tokens a call of the model")  # fmt: skip
-    _say(f"compile: {t.compile_seconds:.1f} s, not counted above")
+             f"{times.decoded_tokens / drafting.forwards:.2f} tokens a call of the model")  # fmt: skip
+    _say(f"compile: {times.compile_seconds:.1f} s, not counted above")
     _say(f"cache: {engine.cache_bytes / 2**20:.1f} MiB")
 
 
 def _one_line(error: BaseException) -> str:
+    """An error's message on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return "; ".join(lines) or type(error).__name__
 
@@ -284,5 +286,5 @@ def _say(text: str) -> None:
 
 
 def _silence_stdout() -> None:
-    """Nobody reads stdout any more; the interpreter's last flush must not complain about it."""
+    """Send stdout, which nobody reads any more, nowhere: the interpreter's last flush must not complain about it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -81,13 +81,12 @@ class M3Config:
     @property
     def stacks(self) -> tuple[Stack, ...]:
         """The runs of consecutive layers that share an attention kind and an MLP kind."""
-        kinds = list(zip(self.layer_types, self.mlp_layer_types, strict=True))
-        out, first = [], 0
-        for (attention, mlp), run in groupby(kinds):
-            count = len(list(run))
-            out.append(Stack(first, count, attention, mlp))
-            first += count
-        return tuple(out)
+        stacks, first_layer = [], 0
+        for (attention, mlp), layers in groupby(zip(self.layer_types, self.mlp_layer_types, strict=True)):
+            num_layers = len(list(layers))
+            stacks.append(Stack(first_layer, num_layers, attention, mlp))
+            first_layer += num_layers
+        return tuple(stacks)
 
     @classmethod
     def m3(cls) -> "M3Config":
@@ -96,7 +95,7 @@ class M3Config:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "M3Config":
-        """Read config.json of a model folder.
+        """Read the config.json of a model folder.
 
         Args:
           path: a folder in the hub's layout.
@@ -117,7 +116,7 @@ class M3Config:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "M3Config":
-        """Build from a parsed config.json: nested (`text_config`), flat transformers names, or text only.
+        """Build a configuration from a parsed config.json: nested (`text_config`), flat as transformers', or text only.
 
         Raises:
           ValueError: names every key that is missing, inconsistent, or would change the arithmetic in a way
@@ -125,36 +124,51 @@ class M3Config:
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"a config is a JSON object, got {type(data).__name__}")
-        nested = "text_config" in data
-        text = data["text_config"] if nested else data
+        is_nested = "text_config" in data
+        text = data["text_config"] if is_nested else data
         if not isinstance(text, Mapping):
             raise ValueError(f"text_config is a JSON object, got {type(text).__name__}")
-        extra = {k: v for k, v in data.items() if k not in ("text_config", "vision_config")} if nested else {}
+        extra = dict(data) if is_nested else {}
+        for read_elsewhere in ("text_config", "vision_config"):
+            extra.pop(read_elsewhere, None)
         values = keys.read_text_config(text, top=extra)
         return cls(**values, vision_config=data.get("vision_config"), extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """The hub's nested form, which `from_dict`, transformers and the other engines read."""
-        values = {k: v for k, v in asdict(self).items() if k not in ("vision_config", "extra")}
-        out = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl"}
-        out |= {k: v for k, v in self.extra.items() if k != "quantization_config"}
-        out["text_config"] = keys.write_text_config(values)
+        """The configuration in the hub's nested form, which `from_dict`, transformers and the other engines read."""
+        values = {name: value for name, value in asdict(self).items() if name not in ("vision_config", "extra")}
+        data = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl"}
+        data |= {key: value for key, value in self.extra.items() if key != "quantization_config"}
+        data["text_config"] = keys.write_text_config(values)
         if self.vision_config is not None:
-            out["vision_config"] = self.vision_config
-        return out
+            data["vision_config"] = self.vision_config
+        return data
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write config.json into a folder, which is made if it is not there."""
+        """Write the configuration as config.json into a folder, which is made if it is not there."""
         Path(path).mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
         (Path(path) / "config.json").write_text(text, encoding="utf-8")
 
 
+_REALS = ("routed_scaling_factor", "rms_norm_eps", "rope_theta", "swiglu_alpha", "swiglu_limit")
+_MAY_BE_ZERO = ("index_init_blocks", "index_local_blocks")  # `_shape_problems` says what these can be
+
+
 def _validate(c: M3Config) -> None:
+    """Raise ValueError with every reason for which there is no such model."""
+    is_number = lambda value, kinds: isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf
+    counts = [entry.name for entry in fields(c) if entry.type is int and entry.name not in _MAY_BE_ZERO]
     problems = [
-        f"{name} = {getattr(c, name)!r}: must be a positive integer" for name in _counts() if _not_count(c, name)
+        f"{name} = {getattr(c, name)!r}: must be a positive integer"
+        for name in counts
+        if not is_number(getattr(c, name), int)
     ]
-    problems += [f"{name} = {getattr(c, name)!r}: must be a positive number" for name in _REALS if _not_real(c, name)]
+    problems += [
+        f"{name} = {getattr(c, name)!r}: must be a positive number"
+        for name in _REALS
+        if not is_number(getattr(c, name), int | float)
+    ]
     checks = [
         (len(c.layer_types) == c.num_hidden_layers, f"layer_types has {len(c.layer_types)} entries for "
          f"{c.num_hidden_layers} layers"),
@@ -167,14 +181,15 @@ def _validate(c: M3Config) -> None:
         (c.index_score_type in ("max", "lse"), f"index_score_type (sparse_score_type) = {c.index_score_type!r}: "
          "allowed are 'max' and 'lse'"),
     ]  # fmt: skip
-    problems += [message for ok, message in checks if not ok]
+    problems += [message for is_right, message in checks if not is_right]
     if not problems:
-        problems += _validate_shapes(c)
+        problems += _shape_problems(c)
     if problems:
         raise ValueError("unsupported configuration: " + "; ".join(problems))
 
 
-def _validate_shapes(c: M3Config) -> list[str]:
+def _shape_problems(c: M3Config) -> list[str]:
+    """What does not go together in a configuration whose values are each of the right kind."""
     forced = c.index_local_blocks + c.index_init_blocks
     checks = [
         (c.num_attention_heads % c.num_key_value_heads == 0, f"num_attention_heads = {c.num_attention_heads} is "
@@ -196,23 +211,4 @@ def _validate_shapes(c: M3Config) -> list[str]:
         (c.bos_token_id is None or 0 <= c.bos_token_id < c.vocab_size, f"bos_token_id = {c.bos_token_id}: outside the "
          f"vocabulary of {c.vocab_size}"),
     ]  # fmt: skip
-    return [message for ok, message in checks if not ok]
-
-
-def _counts() -> list[str]:
-    return [
-        f.name for f in fields(M3Config) if f.type is int and f.name not in ("index_init_blocks", "index_local_blocks")
-    ]
-
-
-def _not_count(c: M3Config, name: str) -> bool:
-    value = getattr(c, name)
-    return isinstance(value, bool) or not isinstance(value, int) or value <= 0
-
-
-_REALS = ("routed_scaling_factor", "rms_norm_eps", "rope_theta", "swiglu_alpha", "swiglu_limit")
-
-
-def _not_real(c: M3Config, name: str) -> bool:
-    value = getattr(c, name)
-    return isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
+    return [message for is_right, message in checks if not is_right]

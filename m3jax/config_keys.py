@@ -88,20 +88,20 @@ _HARMLESS = frozenset(
 )
 
 
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: isinstance(x, list | tuple) and all(map(test, x))
+    return lambda value: isinstance(value, list | tuple) and all(map(test, value))
 
 
 def _or_none(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: x is None or test(x)
+    return lambda value: value is None or test(value)
 
 
 # (what a value must be, the test of it, keys)
@@ -112,14 +112,20 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], Iterable[str]], ...] = (
     ("an integer or null", _or_none(_is_integer), ("rotary_dim", "bos_token_id")),
     ("a number", _is_number, ("routed_scaling_factor", "rms_norm_eps", "swiglu_alpha", "swiglu_limit")),
     ("a number or null", _or_none(_is_number), ("rope_theta", "partial_rotary_factor")),
-    ("a list of 0 and 1", _or_none(_list_of(lambda x: x in (0, 1))), (
+    ("a list of 0 and 1", _or_none(_list_of(lambda value: value in (0, 1))), (
         "moe_layer_freq", "sparse_attention_freq", "sparse_disable_index_value",
     )),
-    ("a list of names", _or_none(_list_of(lambda x: isinstance(x, str))), ("layer_types", "mlp_layer_types")),
-    ("an integer, a list of them, or null", lambda x: x is None or _is_integer(x) or _list_of(_is_integer)(x), (
-        "eos_token_id",
-    )),
-    ("an object or null", _or_none(lambda x: isinstance(x, Mapping)), ("rope_parameters", "sparse_attention_config")),
+    ("a list of names", _or_none(_list_of(lambda value: isinstance(value, str))), ("layer_types", "mlp_layer_types")),
+    (
+        "an integer, a list of them, or null",
+        _or_none(lambda value: _is_integer(value) or _list_of(_is_integer)(value)),
+        ("eos_token_id",),
+    ),
+    (
+        "an object or null",
+        _or_none(lambda value: isinstance(value, Mapping)),
+        ("rope_parameters", "sparse_attention_config"),
+    ),
 )  # fmt: skip
 
 
@@ -133,33 +139,41 @@ def read_text_config(text: Mapping[str, Any], top: Mapping[str, Any]) -> dict[st
     Raises:
       ValueError: lists every missing, unknown or unsupported key.
     """
-    _check_kinds(text)
+    # Values that are not even of the right kind are refused before anything is computed from them.
+    _raise(_wrong_kinds(text))
+    for inner in ("rope_parameters", "sparse_attention_config"):
+        _raise(_wrong_kinds(text.get(inner) or {}))
     sparse = text.get("sparse_attention_config") or {}
     problems = _unsupported(text, _FIXED) + _unsupported(sparse, _FIXED_SPARSE) + _unsupported(top, _FIXED)
     values = dict(_INDEX_DEFAULTS)
-    values |= {k: text[k] for k in (*_REQUIRED, *_OPTIONAL, *_INDEX_DEFAULTS) if k in text}
-    values |= {_SPARSE_NAMES[k]: v for k, v in sparse.items() if k in _SPARSE_NAMES}
-    layers = text.get("num_hidden_layers", 0)
-    problems += _read_layers(values, text, sparse, layers) + _read_rope(values, text)
+    values |= {key: text[key] for key in (*_REQUIRED, *_OPTIONAL, *_INDEX_DEFAULTS) if key in text}
+    values |= {_SPARSE_NAMES[key]: value for key, value in sparse.items() if key in _SPARSE_NAMES}
+    num_layers = text.get("num_hidden_layers", 0)
+    problems += _read_layers(values, text, sparse, num_layers) + _read_rope(values, text)
     # The hub's file has no token ids; transformers' class fills in those of M3's tokenizer.
-    in_vocabulary = text.get("vocab_size", 0) > _M3_BOS
-    values.setdefault("bos_token_id", _M3_BOS if in_vocabulary else None)
-    default_eos = _M3_EOS if in_vocabulary else None
-    values["eos_token_id"] = _ids(text.get("eos_token_id", top.get("eos_token_id", default_eos)))
-    problems += [f"{k} is missing" for k in _REQUIRED if k not in values]
-    problems += [f"unknown key {k!r}: remove it if it does not change the arithmetic" for k in _unknown(text, sparse)]
+    is_m3_vocabulary = text.get("vocab_size", 0) > _M3_BOS
+    values.setdefault("bos_token_id", _M3_BOS if is_m3_vocabulary else None)
+    eos = text.get("eos_token_id", top.get("eos_token_id", _M3_EOS if is_m3_vocabulary else None))
+    values["eos_token_id"] = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    problems += [f"{key} is missing" for key in _REQUIRED if key not in values]
+    unknown = _unknown_keys(text, sparse)
+    problems += [f"unknown key {key!r}: remove it if it does not change the arithmetic" for key in unknown]
     _raise(problems)
     return values
 
 
 def write_text_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The hub's text_config of M3Config's fields; the inverse of `read_text_config`."""
-    flat = {"index_n_heads", "layer_types", "mlp_layer_types", "rotary_dim", "rope_theta", *_SPARSE_NAMES.values()}
-    out = {k: v for k, v in values.items() if k not in flat and k != "eos_token_id"}
-    is_sparse = [int(t == "minimax_m3_sparse") for t in values["layer_types"]]
-    factor = _factor(values["rotary_dim"], values["head_dim"])
+    """Write M3Config's fields as the hub's text_config, from which `read_text_config` reads the same fields."""
+    in_hub_form = {"index_n_heads", "layer_types", "mlp_layer_types", "rotary_dim", "rope_theta", "eos_token_id",
+                   *_SPARSE_NAMES.values()}  # fmt: skip
+    unchanged = {name: value for name, value in values.items() if name not in in_hub_form}
+    is_sparse = [int(kind == "minimax_m3_sparse") for kind in values["layer_types"]]
+    # Every reader takes int(head_dim x factor) for the rotated width, and a float product can fall short of an integer.
+    factor = values["rotary_dim"] / values["head_dim"]
+    if int(values["head_dim"] * factor) != values["rotary_dim"]:
+        factor = math.nextafter(factor, math.inf)
     eos = list(values["eos_token_id"])
-    return out | {
+    return unchanged | {
         "model_type": "minimax_m3_vl_text",
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
         "rotary_dim": values["rotary_dim"],
@@ -168,9 +182,9 @@ def write_text_config(values: Mapping[str, Any]) -> dict[str, Any]:
         "rope_parameters": {
             "rope_type": "default", "rope_theta": values["rope_theta"], "partial_rotary_factor": factor,
         },
-        "moe_layer_freq": [int(t == "sparse") for t in values["mlp_layer_types"]],
+        "moe_layer_freq": [int(kind == "sparse") for kind in values["mlp_layer_types"]],
         "hidden_act": "swigluoai",
-        "sparse_attention_config": {hub: values[flat_name] for hub, flat_name in _SPARSE_NAMES.items()} | {
+        "sparse_attention_config": {hub_name: values[name] for hub_name, name in _SPARSE_NAMES.items()} | {
             "use_sparse_attention": True, "sparse_attention_freq": is_sparse,
             "sparse_disable_index_value": is_sparse,
         },
@@ -198,95 +212,84 @@ def m3_hub_config() -> dict[str, Any]:
 
 
 def _unsupported(found: Mapping[str, Any], fixed: Mapping[str, tuple]) -> list[str]:
+    """A line for each key whose value makes it another model than this one."""
     return [
-        f"{k} = {found[k]!r} is not supported (only {' or '.join(map(repr, allowed))})"
-        for k, allowed in fixed.items()
-        if k in found and found[k] not in allowed
+        f"{key} = {found[key]!r} is not supported (only {' or '.join(map(repr, allowed))})"
+        for key, allowed in fixed.items()
+        if key in found and found[key] not in allowed
     ]
 
 
-def _unknown(text: Mapping[str, Any], sparse: Mapping[str, Any]) -> list[str]:
+def _unknown_keys(text: Mapping[str, Any], sparse: Mapping[str, Any]) -> list[str]:
+    """Keys of a text config, and of its sparse_attention_config, that are in no list here."""
     known = {*_REQUIRED, *_OPTIONAL, *_INDEX_DEFAULTS, *_FIXED, *_HARMLESS, "layer_types", "mlp_layer_types",
              "moe_layer_freq", "rope_theta", "rotary_dim", "partial_rotary_factor", "rope_parameters",
              "eos_token_id", "sparse_attention_config"}  # fmt: skip
     known_sparse = {*_SPARSE_NAMES, *_FIXED_SPARSE, "sparse_attention_freq", "sparse_disable_index_value"}
-    return sorted(set(text) - known) + sorted(f"sparse_attention_config.{k}" for k in set(sparse) - known_sparse)
+    return sorted(set(text) - known) + sorted(f"sparse_attention_config.{key}" for key in set(sparse) - known_sparse)
 
 
-def _read_layers(values: dict, text: Mapping, sparse: Mapping, layers: int) -> list[str]:
+def _read_layers(
+    values: dict[str, Any], text: Mapping[str, Any], sparse: Mapping[str, Any], num_layers: int
+) -> list[str]:
+    """Put the kinds of all layers into `values`, from lists of names or of 0 and 1; what is wrong with those lists."""
     problems = []
-    pairs = (
+    lists = (
         ("layer_types", sparse.get("sparse_attention_freq"), ("full_attention", "minimax_m3_sparse")),
         ("mlp_layer_types", text.get("moe_layer_freq"), ("dense", "sparse")),
     )
-    for name, freq, kinds in pairs:
-        from_freq = None if freq is None else tuple(kinds[bool(f)] for f in freq)
+    for name, frequencies, kinds in lists:
+        from_frequencies = None if frequencies is None else tuple(kinds[bool(is_on)] for is_on in frequencies)
         given = None if text.get(name) is None else tuple(text[name])
-        if from_freq is not None and given is not None and from_freq != given:
+        if from_frequencies is not None and given is not None and from_frequencies != given:
             problems.append(f"{name} and its frequency list disagree; keep one")
-        if from_freq is None and given is None:
+        if from_frequencies is None and given is None:
             problems.append(f"{name} (or its frequency list) is missing")
-        values[name] = given if given is not None else (from_freq or ())
-        if from_freq is not None and len(from_freq) != layers:
-            problems.append(f"the frequency list of {name} has {len(from_freq)} entries for {layers} layers")
-    return problems + _read_index_values(values["layer_types"], sparse, layers)
-
-
-def _read_index_values(kinds: tuple[str, ...], sparse: Mapping, layers: int) -> list[str]:
+        values[name] = given if given is not None else (from_frequencies or ())
+        if from_frequencies is not None and len(from_frequencies) != num_layers:
+            count = len(from_frequencies)
+            problems.append(f"the frequency list of {name} has {count} entries for {num_layers} layers")
+    # Index heads have no values in this model, so that path must be off wherever attention is sparse.
     disabled = sparse.get("sparse_disable_index_value")
-    disabled = [1] * layers if disabled is None else disabled
-    if len(disabled) != layers:
-        return [f"sparse_disable_index_value has {len(disabled)} entries for {layers} layers"]
-    enabled = [i for i, (kind, off) in enumerate(zip(kinds, disabled, strict=False))
-               if kind == "minimax_m3_sparse" and not off]  # fmt: skip
-    if not enabled:
-        return []
-    return [f"sparse_disable_index_value: the index value path of layers {enabled} is not supported"]
+    disabled = [1] * num_layers if disabled is None else disabled
+    if len(disabled) != num_layers:
+        problems.append(f"sparse_disable_index_value has {len(disabled)} entries for {num_layers} layers")
+        return problems
+    pairs = zip(values["layer_types"], disabled, strict=False)
+    enabled = [layer for layer, (kind, is_off) in enumerate(pairs) if kind == "minimax_m3_sparse" and not is_off]
+    if enabled:
+        problems.append(f"sparse_disable_index_value: the index value path of layers {enabled} is not supported")
+    return problems
 
 
-def _read_rope(values: dict, text: Mapping) -> list[str]:
+def _read_rope(values: dict[str, Any], text: Mapping[str, Any]) -> list[str]:
+    """Put base and width of the rotation into `values`, which stand in up to three places; where those disagree."""
     rope = text.get("rope_parameters") or {}
     problems = []
     if rope.get("rope_type", "default") != "default":
         problems.append(f"rope_parameters.rope_type = {rope['rope_type']!r}: rope scaling is not supported")
     unknown = sorted(set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"})
-    problems += [f"rope_parameters.{k} is not supported" for k in unknown]
-    thetas = {float(t) for t in (rope.get("rope_theta"), text.get("rope_theta")) if t is not None}
+    problems += [f"rope_parameters.{key} is not supported" for key in unknown]
+    thetas = {float(theta) for theta in (rope.get("rope_theta"), text.get("rope_theta")) if theta is not None}
     if len(thetas) > 1:
         problems.append(f"rope_theta and rope_parameters.rope_theta disagree: {sorted(thetas)}")
     values["rope_theta"] = next(iter(thetas), 5e6)
     widths = {text["rotary_dim"]} if text.get("rotary_dim") is not None else set()
     factors = (rope.get("partial_rotary_factor"), text.get("partial_rotary_factor"))
-    widths |= {int(text.get("head_dim", 0) * f) for f in factors if f is not None}
+    widths |= {int(text.get("head_dim", 0) * factor) for factor in factors if factor is not None}
     if len(widths) != 1:
         problems.append(f"rotary_dim and partial_rotary_factor x head_dim must give one width, got {sorted(widths)}")
     values["rotary_dim"] = next(iter(widths), 0)
     return problems
 
 
-def _factor(rotary_dim: int, head_dim: int) -> float:
-    """The partial_rotary_factor whose product with head_dim, cut to an integer, is rotary_dim in every reader."""
-    factor = rotary_dim / head_dim
-    return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)
-
-
-def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-
-
-def _check_kinds(text: Mapping[str, Any]) -> None:
-    """Raise for values that are not even of the right kind, before anything is computed from them."""
-    _raise(_wrong_kinds(text))
-    for inner in ("rope_parameters", "sparse_attention_config"):
-        _raise(_wrong_kinds(text.get(inner) or {}))
-
-
 def _wrong_kinds(found: Mapping[str, Any]) -> list[str]:
+    """A line for each key whose value is not of the kind in `_KINDS`."""
     return [
-        f"{name} = {found[name]!r}: must be {what}"
-        for what, test, names in _KINDS
-        for name in names
-        if name in found and not test(found[name])
+        f"{key} = {found[key]!r}: must be {expected}"
+        for expected, test, keys in _KINDS
+        for key in keys
+        if key in found and not test(found[key])
     ]
 
 

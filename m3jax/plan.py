@@ -15,7 +15,7 @@ from m3jax.planning.compiler import check_compiler, compile_programs
 from m3jax.planning.report import as_dict, as_text
 
 PROG = "m3jax.plan"
-_TRIED = 2  # meshes that are compiled, if the compiler refuses the first
+_TRIED = 2  # meshes that are compiled at most: the second if the compiler refuses the first
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,32 +75,28 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
       ValueError: an argument that cannot be, with the nearest that can; or no TPU compiler.
       RuntimeError: a compiler that ended without an answer.
     """
-    job = _job(args)
+    config = M3Config.m3() if args.model is None else M3Config.from_pretrained(args.model)
+    draft = M3_DRAFT if args.draft else None
+    if draft is not None:
+        draft.check_fits(config)
+    job = Job(
+        config=config, slice=parse_slice(args.topology), context=args.context, batch=args.batch, dtype=args.dtype,
+        kv_dtype=args.kv_dtype, index_dtype=args.index_dtype, chunk=min(args.prefill_chunk, args.context), draft=draft,
+    )  # fmt: skip
     compiles = job.slice.chip.kind == "tpu" and not args.no_compile
     if compiles:
         check_compiler()
     ranked = candidates(job)
     if args.mesh is None:
-        tried = [c for c in ranked if c.memory.fits][:_TRIED] or ranked[:1]
+        tried = [candidate for candidate in ranked if candidate.memory.fits][:_TRIED] or ranked[:1]
     else:
         tried = [evaluate(job, parse_sizes(args.mesh, job))]
-    plan = _compiled(job, tried, ranked) if compiles else as_dict(job, tried[0], ranked, None)
+    plan = _compiled_plan(job, tried, ranked) if compiles else as_dict(job, tried[0], ranked, None)
     print(json.dumps(plan) if args.json else as_text(plan), flush=True)
     return plan
 
 
-def _job(args: argparse.Namespace) -> Job:
-    config = M3Config.m3() if args.model is None else M3Config.from_pretrained(args.model)
-    draft = M3_DRAFT if args.draft else None
-    if draft is not None:
-        draft.check_fits(config)
-    return Job(
-        config=config, slice=parse_slice(args.topology), context=args.context, batch=args.batch, dtype=args.dtype,
-        kv_dtype=args.kv_dtype, index_dtype=args.index_dtype, chunk=min(args.prefill_chunk, args.context), draft=draft,
-    )  # fmt: skip
-
-
-def _compiled(job: Job, tried: list[Candidate], ranked: list[Candidate]) -> dict[str, Any]:
+def _compiled_plan(job: Job, tried: list[Candidate], ranked: list[Candidate]) -> dict[str, Any]:
     """The plan of the first mesh that the compiler accepts, else of the first one."""
     plans = []
     for candidate in tried:

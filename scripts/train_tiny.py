@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -25,7 +26,7 @@ import orbax.checkpoint as ocp
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import save
 from m3jax.config import M3Config
-from m3jax.model import init
+from m3jax.model import M3, init
 from m3jax.msa import SCHEDULES
 from m3jax.text import Tokenizer
 from m3jax.train.data import Corpus, PlainBatches, RecallBatches
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     begin = time.perf_counter()
     state = train(args, stages, corpora["train"])
     print(f"trained in {time.perf_counter() - begin:.0f} s", flush=True)
-    model = cast_weights(state.model.with_schedule("dense" if args.dense else "mask"), "bfloat16")
+    model = cast_weights(_under(state.model, "dense" if args.dense else "mask"), "bfloat16")
     save(model, args.out / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded_path() / name, args.out / "model" / name)
@@ -94,46 +95,59 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, stages: tuple[Stage, ...], corpus: Corpus) -> TrainState:
     """Run what is left of the stages, keeping the state as it goes."""
-    total = sum(s.steps for s in stages)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, min(200, total // 4 + 1), total, 0.0)
-    optimizer = make_optimizer(schedule, frozen_index=args.dense)
+    optimizer = _optimizer(sum(stage.steps for stage in stages), args.learning_rate, args.dense)
     fused = args.schedule == "fused"
     options = TrainOptions(recall_weight=args.recall_weight, kl_weight=0.0 if args.dense else 1.0, fused=fused)
     state = init_state(init(CONFIG, args.seed), optimizer)
-    with ocp.CheckpointManager(args.out.resolve() / "state", options=_manager_options()) as keeper:
+    settings = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    with ocp.CheckpointManager(args.out.resolve() / "state", options=settings) as keeper:
         state = _restore(keeper, state)
-        first = 0
+        last_step = 0
         for stage in stages:
-            last = first + stage.steps
-            if int(state.step) < last:
-                state = run_stage(stage, first, last, state, corpus, optimizer, options, keeper, args)
-            first = last
+            last_step += stage.steps
+            if int(state.step) < last_step:
+                sparse_schedule = "mask" if fused else args.schedule
+                state = _with_schedule(state, sparse_schedule if stage.sparse else "dense")
+                batches = RecallBatches(corpus, stage.seq_len, stage.batch, args.seed)
+                state = run_stage(stage.name, last_step, state, batches, optimizer, options, keeper)
     return state
 
 
-def run_stage(stage, first, last, state, corpus, optimizer, options, keeper, args) -> TrainState:
-    """The steps of one stage; batches are made one ahead, on another thread."""
-    sparse = "mask" if options.fused else args.schedule
-    schedule = sparse if stage.sparse else "dense"
-    state = state._replace(model=state.model.with_schedule(schedule))
-    state = state._replace(opt_state=_with_schedule(state.opt_state, schedule))
-    batches = RecallBatches(corpus, stage.seq_len, stage.batch, args.seed)
-    begin, seen = time.perf_counter(), int(state.step)
-    kept_at = begin
+@cache
+def _optimizer(num_steps: int, learning_rate: float, frozen_index: bool) -> optax.GradientTransformation:
+    """One object for the same settings: `train_step` is compiled for the object."""
+    warmup_steps = min(200, num_steps // 4 + 1)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, num_steps, 0.0)
+    return make_optimizer(schedule, frozen_index=frozen_index)
+
+
+def run_stage(
+    name: str,
+    last_step: int,
+    state: TrainState,
+    batches: RecallBatches,
+    optimizer: optax.GradientTransformation,
+    options: TrainOptions,
+    keeper: ocp.CheckpointManager,
+) -> TrainState:
+    """The steps of one stage up to the last; batches are made one ahead, on another thread."""
+    first_step = int(state.step)
+    begin = last_kept = time.perf_counter()
     with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(batches.__getitem__, seen)
-        for step in range(seen, last):
-            batch = ahead.result()
-            ahead = pool.submit(batches.__getitem__, step + 1)
-            arrays = {k: jnp.asarray(batch[k]) for k in ("tokens", "weights", "recall")}
+        next_batch = pool.submit(batches.__getitem__, first_step)
+        for step in range(first_step, last_step):
+            batch = next_batch.result()
+            next_batch = pool.submit(batches.__getitem__, step + 1)
+            arrays = {key: jnp.asarray(batch[key]) for key in ("tokens", "weights", "recall")}
             state, metrics = train_step(state, arrays, optimizer, options)
-            if step % 100 == 99 or step + 1 == last:
-                values = {k: round(float(v), 4) for k, v in metrics.items()}
-                rate = (step + 1 - seen) / (time.perf_counter() - begin)
-                print(f"{stage.name:>14} {step + 1:6d}/{last} {rate:6.2f} steps/s {values}", flush=True)
-            if time.perf_counter() - kept_at >= KEEP_SECONDS or step + 1 == last:
+            is_last = step + 1 == last_step
+            if step % 100 == 99 or is_last:
+                values = {key: round(float(value), 4) for key, value in metrics.items()}
+                rate = (step + 1 - first_step) / (time.perf_counter() - begin)
+                print(f"{name:>14} {step + 1:6d}/{last_step} {rate:6.2f} steps/s {values}", flush=True)
+            if time.perf_counter() - last_kept >= KEEP_SECONDS or is_last:
                 keeper.save(step + 1, args=ocp.args.StandardSave(_leaves(state)))
-                kept_at = time.perf_counter()
+                last_kept = time.perf_counter()
     return state
 
 
@@ -149,7 +163,7 @@ def measure(model, corpus: Corpus, short: bool, dense: bool) -> dict:
         "recall": recall_accuracy(model, corpus, distances, 4 if short else 256, seq_len, batch=4 if short else 16),
     }
     if not dense:
-        report["validation_loss_with_dense_attention"] = validation_loss(model.with_schedule("dense"), batches)
+        report["validation_loss_with_dense_attention"] = validation_loss(model.with_dense(), batches)
         tokens = np.concatenate([b["tokens"][:2, :-1] for b in batches])
         first = seq_len // 2 if short else None
         caught = lambda random: attention_caught(model, tokens, random, first).astype(float).round(4).tolist()
@@ -170,10 +184,12 @@ def _mismatch(args: argparse.Namespace) -> str | None:
 
 
 def _leaves(state: TrainState) -> dict[str, jax.Array]:
+    """The arrays of a state by name, as they are kept: in the order of the tree."""
     return {f"{i:04d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
 
 
 def _restore(keeper: ocp.CheckpointManager, state: TrainState) -> TrainState:
+    """The state that was kept last, or the given one where none was."""
     step = keeper.latest_step()
     if step is None:
         return state
@@ -182,14 +198,15 @@ def _restore(keeper: ocp.CheckpointManager, state: TrainState) -> TrainState:
     return jax.tree.unflatten(jax.tree.structure(state), [leaves[k] for k in sorted(leaves)])
 
 
-def _with_schedule(tree, schedule: str):
+def _with_schedule(state: TrainState, schedule: str) -> TrainState:
     """The optimiser's moments are models too, whose static schedule must follow the parameters'."""
-    is_model = lambda x: hasattr(x, "with_schedule")
-    return jax.tree.map(lambda x: x.with_schedule(schedule) if is_model(x) else x, tree, is_leaf=is_model)
+    is_model = lambda x: isinstance(x, M3)
+    return jax.tree.map(lambda x: _under(x, schedule) if is_model(x) else x, state, is_leaf=is_model)
 
 
-def _manager_options() -> ocp.CheckpointManagerOptions:
-    return ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+def _under(model: M3, schedule: str) -> M3:
+    """A model under a schedule, or, for "dense", attending to every block."""
+    return model.with_dense() if schedule == "dense" else model.with_dense(False).with_schedule(schedule)
 
 
 def _parser() -> argparse.ArgumentParser:

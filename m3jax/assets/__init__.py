@@ -1,4 +1,4 @@
-"""Files that come with the package."""
+"""Paths of the files that come with the package: a tiny model, and a draft for it."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""EAGLE3 drafts: folders as they are on the hub, to parameters and back."""
+"""Folders of EAGLE3 drafts as they are on the hub, to parameters and back."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from einops import rearrange
 from jax.sharding import Mesh
+from jaxtyping import Int32, Shaped
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -20,7 +21,8 @@ from m3jax.checkpoint.reader import FLOATS, SINGLE_NAME, CheckpointError, Stored
 from m3jax.config import M3Config
 from m3jax.model.eagle3 import Eagle3, Eagle3Config, abstract
 
-# Hub name, parameter, and the rearrangement from the hub's [out, in]: a taps, u tokens that the draft can propose.
+# Hub name, parameter, and the rearrangement from the hub's [out, in] to the parameter's axes. The package's letters in
+# lower case, and a taps, e the width of one tap, w = 2d what attention reads, u tokens that the draft can propose.
 _TABLE = (
     ("fc.weight", "fc", "d (a e) -> a e d"),
     ("layers.0.hidden_norm.weight", "hidden_norm", "d -> d"),
@@ -73,22 +75,26 @@ def load_draft(path: str | Path | None, target: M3Config, dtype: str = "bfloat16
     stored = {_canonical(name): tensor for name, tensor in folder.tensors.items()}
     config = draft_config(_read_json(path / "config.json"), target, stored)
     config.check_fits(target)
-    shapes, left = _expected(config), set(stored) - _LEFT_OUT - {_OFFSETS}
-    problems = [*folder.problems, *(f"{name}: missing, expected {list(shapes[name])}" for name in shapes.keys() - left)]
-    problems += [f"{stored[name].name}: unexpected, found {stored[name]}" for name in left - shapes.keys()]
+    shapes = _hub_shapes(config)
+    given = set(stored) - _LEFT_OUT - {_OFFSETS}
+    problems = [
+        *folder.problems,
+        *(f"{name}: missing, expected {list(shapes[name])}" for name in shapes.keys() - given),
+        *(f"{stored[name].name}: unexpected, found {stored[name]}" for name in given - shapes.keys()),
+    ]
     problems += [
         f"{stored[name].name}: expected a float of shape {list(shape)}, found {stored[name]}"
         for name, shape in shapes.items()
         if name in stored and (stored[name].shape != shape or stored[name].dtype not in FLOATS)
     ]
-    ids, wrong = _target_ids(config, stored.get(_OFFSETS))
-    if problems or wrong:
-        raise CheckpointError(path, sorted(problems) + wrong)
-    return _fill(config, stored, ids, dtype, mesh)
+    target_ids, id_problems = _read_target_ids(config, stored.get(_OFFSETS))
+    if problems or id_problems:
+        raise CheckpointError(path, sorted(problems) + id_problems)
+    return _fill(abstract(config, dtype, mesh), stored, target_ids)
 
 
 def save_draft(draft: Eagle3, path: str | Path) -> None:
-    """Write config.json and model.safetensors with the hub's names, which other engines read too.
+    """Write a draft's config.json and model.safetensors with the hub's names, which other engines read too.
 
     Args:
       draft: what it shares with the target is not written.
@@ -96,26 +102,29 @@ def save_draft(draft: Eagle3, path: str | Path) -> None:
     """
     path, config = Path(path), draft.config
     path.mkdir(parents=True, exist_ok=True)
-    out = {
-        hub: np.ascontiguousarray(rearrange(np.asarray(leaf[...]), " -> ".join(reversed(axes.split(" -> ")))))
-        for hub, name, axes in _TABLE
-        if (leaf := getattr(draft, name)) is not None
-    }
+    tensors = {}
+    for hub_name, name, axes in _TABLE:
+        if (parameter := getattr(draft, name)) is not None:
+            hub_axes, own_axes = axes.split(" -> ")
+            weight = rearrange(np.asarray(parameter[...]), f"{own_axes} -> {hub_axes}")  # of q_proj: [N*H W]
+            tensors[hub_name] = np.ascontiguousarray(weight)
     if config.fc_norm:
-        out |= {_FC_NORM.format(i): np.ascontiguousarray(w) for i, w in enumerate(np.asarray(draft.fc_norm[...]))}
+        for tap, weight in enumerate(np.asarray(draft.fc_norm[...])):
+            tensors[_FC_NORM.format(tap)] = np.ascontiguousarray(weight)
     if draft.target_ids is not None:
-        ids = np.asarray(draft.target_ids[...]).astype(np.int64)
-        out[_OFFSETS] = ids - np.arange(len(ids))
-    data = json.dumps(_to_json(config, str(draft.dtype)), indent=2, sort_keys=True) + "\n"
+        target_ids = np.asarray(draft.target_ids[...]).astype(np.int64)
+        tensors[_OFFSETS] = target_ids - np.arange(len(target_ids))
+    text = json.dumps(_to_json(config, str(draft.dtype)), indent=2, sort_keys=True) + "\n"
+    # Both files are complete before either takes the place of an old one.
     unfinished = {name: path / f".unfinished-{name}" for name in (SINGLE_NAME, "config.json")}
-    save_file(out, unfinished[SINGLE_NAME], metadata={"format": "pt"})
-    unfinished["config.json"].write_text(data, encoding="utf-8")
+    save_file(tensors, unfinished[SINGLE_NAME], metadata={"format": "pt"})
+    unfinished["config.json"].write_text(text, encoding="utf-8")
     for name, file in unfinished.items():
         os.replace(file, path / name)
 
 
 def draft_config(data: Mapping[str, Any], target: M3Config, tensors: Mapping[str, Any]) -> Eagle3Config:
-    """Read a draft's parsed config.json.
+    """Build a draft's configuration from its parsed config.json.
 
     Args:
       data: Llama's keys, those of EAGLE3, and the tapped layers under `eagle_aux_hidden_state_layer_ids`, at the top or
@@ -131,17 +140,17 @@ def draft_config(data: Mapping[str, Any], target: M3Config, tensors: Mapping[str
         for name, allowed in _FIXED.items()
         if name in data and data[name] not in allowed
     ]
-    needed = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
-    problems += [f"{name} is missing" for name in needed if name not in data]
-    wide = data.get("target_hidden_size")
-    if wide not in (None, data.get("hidden_size")):
-        problems.append(f"target_hidden_size = {wide}: supported is the draft's own hidden_size")
+    required = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
+    problems += [f"{name} is missing" for name in required if name not in data]
+    target_width = data.get("target_hidden_size")
+    if target_width not in (None, data.get("hidden_size")):
+        problems.append(f"target_hidden_size = {target_width}: supported is the draft's own hidden_size")
     if problems:
         raise ValueError("unsupported draft: " + "; ".join(problems))
     heads, layers = data["num_attention_heads"], target.num_hidden_layers
     taps = data.get(_TAPS) or (data.get("eagle_config") or {}).get(_TAPS) or (2, layers // 2, layers - 3)
     return Eagle3Config(
-        **{name: data[name] for name in needed},
+        **{name: data[name] for name in required},
         num_key_value_heads=data.get("num_key_value_heads") or heads,
         head_dim=data.get("head_dim") or data["hidden_size"] // heads,
         draft_vocab_size=data.get("draft_vocab_size") or data["vocab_size"],
@@ -153,61 +162,82 @@ def draft_config(data: Mapping[str, Any], target: M3Config, tensors: Mapping[str
 
 
 def _to_json(config: Eagle3Config, dtype: str) -> dict[str, Any]:
-    names = ("hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-             "intermediate_size", *_OPTIONAL)  # fmt: skip
-    return {name: getattr(config, name) for name in names} | {
+    """The config.json of a draft, from which `draft_config` makes the same configuration."""
+    written = ("hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "num_key_value_heads",
+               "head_dim", "intermediate_size", *_OPTIONAL)  # fmt: skip
+    return {name: getattr(config, name) for name in written} | {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
         "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": dtype, _TAPS: list(config.taps),
     }  # fmt: skip
 
 
 def _canonical(name: str) -> str:
+    """A stored tensor's name as the table writes it: no prefix, and the one layer called `layers.0`."""
     return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
-def _expected(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """The hub shape of every tensor but d2t."""
+def _hub_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """The shape in the file of every tensor of a draft but d2t, by hub name."""
     c = config
     sizes = dict(
         d=c.hidden_size, e=c.hidden_size, w=2 * c.hidden_size, a=len(c.taps), n=c.num_attention_heads,
         k=c.num_key_value_heads, h=c.head_dim, f=c.intermediate_size, v=c.vocab_size, u=c.draft_vocab_size,
     )  # fmt: skip
-    shared = {"embed_tokens.weight": not c.own_embedding, "lm_head.weight": not c.own_head}
-    groups = {hub: re.findall(r"\(.*?\)|\w", axes.split(" -> ")[0]) for hub, _, axes in _TABLE if not shared.get(hub)}
-    out = {hub: tuple(prod(sizes[x] for x in re.findall(r"\w", g)) for g in axes) for hub, axes in groups.items()}
-    return out | {_FC_NORM.format(i): (c.hidden_size,) for i in range(len(c.taps) * c.fc_norm)}
+    is_shared = {"embed_tokens.weight": not c.own_embedding, "lm_head.weight": not c.own_head}
+    shapes = {}
+    for hub_name, _, axes in _TABLE:
+        if not is_shared.get(hub_name):
+            groups = re.findall(r"\(.*?\)|\w", axes.split(" -> ")[0])  # "d (a e)": the axes d and (a e)
+            shapes[hub_name] = tuple(prod(sizes[letter] for letter in re.findall(r"\w", group)) for group in groups)
+    return shapes | {_FC_NORM.format(tap): (c.hidden_size,) for tap in range(len(c.taps) * c.fc_norm)}
 
 
-def _target_ids(config: Eagle3Config, stored: StoredTensor | None) -> tuple[np.ndarray | None, list[str]]:
-    """The target's id of each token that the draft can propose, where it cannot propose all; and what is wrong."""
-    count, vocab = config.draft_vocab_size, config.vocab_size
+def _read_target_ids(
+    config: Eagle3Config, stored: StoredTensor | None
+) -> tuple[Int32[np.ndarray, " draft_vocab"] | None, list[str]]:
+    """The target's id of each token that a draft can propose (None: it can propose all), and what is wrong with d2t."""
+    count, vocab_size = config.draft_vocab_size, config.vocab_size
     if stored is None:
-        return None, [f"{_OFFSETS}: missing, expected [{count}] integers"] if count != vocab else []
+        return None, [f"{_OFFSETS}: missing, expected [{count}] integers"] if count != vocab_size else []
     with safe_open(stored.file, framework="numpy") as file:
         offsets = file.get_tensor(stored.name)
-    ids = np.arange(count) + offsets if offsets.shape == (count,) and offsets.dtype.kind in "iu" else np.array([-1])
-    if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) < len(ids):
-        return None, [f"{_OFFSETS}: expected [{count}] offsets to different ids from 0 to {vocab - 1}, found {stored}"]
-    return (None if count == vocab and not offsets.any() else ids.astype(np.int32)), []
+    if offsets.shape == (count,) and offsets.dtype.kind in "iu":
+        target_ids = np.arange(count) + offsets
+        if target_ids.min() >= 0 and target_ids.max() < vocab_size and len(np.unique(target_ids)) == count:
+            proposes_all = count == vocab_size and not offsets.any()
+            return (None if proposes_all else target_ids.astype(np.int32)), []
+    return None, [f"{_OFFSETS}: expected [{count}] offsets to different ids from 0 to {vocab_size - 1}, found {stored}"]
 
 
-def _fill(config, stored, ids, dtype, mesh) -> Eagle3:
-    draft = abstract(config, dtype, mesh)
-    place = lambda x, spec: jax.device_put(np.ascontiguousarray(x).astype(spec.dtype), spec.sharding)
-    put = lambda name, x: setattr(draft, name, jax.tree.map(lambda spec: place(x, spec), getattr(draft, name)))
-    sizes = {"(a e)": dict(a=len(config.taps)), "(n h)": dict(h=config.head_dim), "(k h)": dict(h=config.head_dim)}
-    for hub, name, axes in _TABLE:
+def _fill(
+    draft: Eagle3, stored: Mapping[str, StoredTensor], target_ids: Int32[np.ndarray, " draft_vocab"] | None
+) -> Eagle3:
+    """An abstract draft with the stored values in the place of its shapes."""
+    config = draft.config
+
+    def set_parameter(name: str, value: Shaped[np.ndarray, "..."]) -> None:
+        place = lambda leaf: jax.device_put(np.ascontiguousarray(value).astype(leaf.dtype), leaf.sharding)
+        setattr(draft, name, jax.tree.map(place, getattr(draft, name)))
+
+    split_sizes = {
+        "(a e)": dict(a=len(config.taps)),
+        "(n h)": dict(h=config.head_dim),
+        "(k h)": dict(h=config.head_dim),
+    }
+    for hub_name, name, axes in _TABLE:
         if getattr(draft, name) is not None:
-            known = next((size for letters, size in sizes.items() if letters in axes), {})
-            put(name, rearrange(stored[hub].view(), axes, **known))
+            sizes = next((known for group, known in split_sizes.items() if group in axes), {})
+            set_parameter(name, rearrange(stored[hub_name].view(), axes, **sizes))  # of q_proj: [W N H]
     if config.fc_norm:
-        put("fc_norm", np.stack([stored[_FC_NORM.format(i)].view() for i in range(len(config.taps))]))
-    if ids is not None:
-        put("target_ids", ids)
+        norms = [stored[_FC_NORM.format(tap)].view() for tap in range(len(config.taps))]
+        set_parameter("fc_norm", np.stack(norms))  # [A D]
+    if target_ids is not None:
+        set_parameter("target_ids", target_ids)
     return draft
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; ValueError, with the file's name, for anything else."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

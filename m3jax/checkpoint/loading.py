@@ -1,4 +1,4 @@
-"""Streams a hub checkpoint into sharded parameters."""
+"""Streams a hub checkpoint into sharded parameters: each device gets its part of each stored tensor, one by one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, Sharding
+from jaxtyping import Array, Int32, Shaped
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -19,23 +20,26 @@ from m3jax import model as m3_model
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import tree
 from m3jax.checkpoint.names import Target
-from m3jax.checkpoint.plan import Plan, Source, make_plan
+from m3jax.checkpoint.plan import Source, make_plan
 from m3jax.checkpoint.values import cut
-from m3jax.model.params import check_dtype
+from m3jax.model.build import check_dtype
 
 # A parameter up to this size is put together on the host and moved at once; a larger one is written
 # in place on its devices, a hub tensor at a time.
 _HOST_BYTES = 16 << 20
 
+# A shard of an array: (start, stop) on each axis.
 _Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did.
+    """What was read by a load, and what was left in the files.
 
-    `bytes_read` are the bytes of stored weights that each device was sent, by device id; `vision` and `mtp` the
-    names of stored tensors that were not loaded.
+    Attributes:
+      bytes_read: of stored weights, by the id of the device that was sent them.
+      vision: names of the stored tensors of the vision tower, which are not loaded.
+      mtp: names of the stored tensors of multi-token prediction, which are not loaded.
     """
 
     bytes_read: dict[int, int] = field(default_factory=dict)
@@ -78,34 +82,36 @@ def load_with_report(
     mesh: Mesh | None = None,
     progress: bool = True,
 ) -> tuple[m3_model.M3, LoadReport]:
-    """`load`, and an account of what was read and what was left."""
+    """Load a text model as `load` does, and report which bytes were read and which tensors were left.
+
+    Args:
+      path, dtype, mesh, progress: as in `load`.
+
+    Returns:
+      The model and the report.
+
+    Raises:
+      CheckpointError, ValueError: as `load`.
+    """
     check_dtype(dtype)
     plan = make_plan(embedded_path() if path is None else path)
     abstract = m3_model.abstract(plan.config, dtype, mesh)
     shardings = tree.flatten(m3_model.shardings(plan.config, mesh))
-    parameters = _gather(tree.flatten(abstract), shardings, plan)
-    report = LoadReport({}, plan.vision, plan.mtp)
-    with _progress_bar(sum(p.stored_bytes for p in parameters), progress) as advance:
-        arrays = {p.path: p.assemble(report.bytes_read, advance) for p in parameters}
-    return tree.replace(abstract, arrays), report
-
-
-def _gather(
-    leaves: dict[str, jax.ShapeDtypeStruct],
-    shardings: dict[str, Sharding],
-    plan: Plan,
-) -> "list[_Parameter]":
-    out = {k: _Parameter(k, leaf.shape, leaf.dtype, shardings[k]) for k, leaf in leaves.items()}
+    parameters = {
+        name: _Parameter(leaf.shape, leaf.dtype, shardings[name]) for name, leaf in tree.flatten(abstract).items()
+    }
     for name, target in plan.targets.items():
-        out[target.param].pieces.append((target, plan.sources[name]))
-    return list(out.values())
+        parameters[target.param].pieces.append((target, plan.sources[name]))
+    report = LoadReport({}, plan.vision, plan.mtp)
+    with _progress_bar(sum(parameter.stored_bytes for parameter in parameters.values()), progress) as advance:
+        arrays = {name: parameter.assemble(report.bytes_read, advance) for name, parameter in parameters.items()}
+    return tree.replace(abstract, arrays), report
 
 
 @dataclass
 class _Parameter:
-    """One parameter and the hub tensors that it is made of."""
+    """One parameter, where its shards lie, and the hub tensors that it is made of."""
 
-    path: str
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: Sharding
@@ -113,40 +119,45 @@ class _Parameter:
 
     @property
     def boxes(self) -> dict[_Box, list[jax.Device]]:
-        """The distinct shards of this process: (start, stop) on each axis, and who holds them."""
-        out = {}
-        index_map = self.sharding.addressable_devices_indices_map(self.shape)
-        for device, index in index_map.items():
-            box = tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
-            out.setdefault(box, []).append(device)
-        return out
+        """The distinct shards of this process, each with the devices that hold it."""
+        devices_of: dict[_Box, list[jax.Device]] = {}
+        for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
+            box = tuple(part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True))
+            devices_of.setdefault(box, []).append(device)
+        return devices_of
 
     @property
     def stored_bytes(self) -> int:
-        """How much of the files this process reads for it."""
-        share = sum(prod(b - a for a, b in box) for box in self.boxes) / prod(self.shape)
+        """How many bytes of the files this process reads for the parameter."""
+        share = sum(prod(stop - start for start, stop in box) for box in self.boxes) / prod(self.shape)
         itemsizes = (source.weight.itemsize for _, source in self.pieces)
         return round(share * prod(self.pieces[0][0].dims) * sum(itemsizes))
 
-    def assemble(self, bytes_read: dict[int, int], advance: Callable[[int], None]) -> jax.Array:
-        """Read and place every piece, once for all the devices that hold it."""
-        stacked = len(self.pieces[0][0].index)
-        held = prod(self.shape) * self.dtype.itemsize
-        kind = _DeviceBuffer if stacked and held > _HOST_BYTES else _HostBuffer
-        buffers = [kind(box, devices, self.dtype) for box, devices in self.boxes.items()]
+    def assemble(self, bytes_read: dict[int, int], advance: Callable[[int], None]) -> Shaped[Array, "..."]:
+        """Read every piece once, place it on all the devices that hold it, and return the sharded array.
+
+        Args:
+          bytes_read: grows by what each device is sent, by device id.
+          advance: called with the bytes of each piece that was placed.
+        """
+        # Axes of the parameter in front of those of a piece: [L ...], of experts [L E ...].
+        stack_axes = len(self.pieces[0][0].index)
+        is_large = prod(self.shape) * self.dtype.itemsize > _HOST_BYTES
+        buffer_type = _DeviceBuffer if stack_axes and is_large else _HostBuffer
+        buffers = [buffer_type(box, devices, self.dtype) for box, devices in self.boxes.items()]
         for target, source in self.pieces:
             weight, scale = source.read()
             for buffer in buffers:
-                lead, rest = buffer.box[:stacked], buffer.box[stacked:]
-                if not all(a <= i < b for i, (a, b) in zip(target.index, lead, strict=True)):
-                    continue
-                start = tuple(i - a for i, (a, _) in zip(target.index, lead, strict=True))
-                piece = cut(source.weight.name, target, weight, scale, rest, self.dtype)
-                buffer.write(start, piece, target.perm)
-                nbytes = piece.size * weight.itemsize
-                advance(nbytes)
+                stack_box, piece_box = buffer.box[:stack_axes], buffer.box[stack_axes:]
+                if not all(start <= i < stop for i, (start, stop) in zip(target.index, stack_box, strict=True)):
+                    continue  # a layer or an expert of other devices
+                piece = cut(source.weight.name, target, weight, scale, piece_box, self.dtype)
+                place = tuple(i - start for i, (start, _) in zip(target.index, stack_box, strict=True))
+                buffer.write(place, piece, target.perm)
+                sent_bytes = piece.size * weight.itemsize
+                advance(sent_bytes)
                 for device in buffer.devices:
-                    bytes_read[device.id] = bytes_read.get(device.id, 0) + nbytes
+                    bytes_read[device.id] = bytes_read.get(device.id, 0) + sent_bytes
         arrays = [array for buffer in buffers for array in buffer.arrays()]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
 
@@ -156,47 +167,60 @@ class _HostBuffer:
 
     def __init__(self, box: _Box, devices: list[jax.Device], dtype: np.dtype):
         self.box, self.devices = box, devices
-        self._array = np.empty([b - a for a, b in box], dtype)
+        self._array = np.empty([stop - start for start, stop in box], dtype)
 
-    def write(self, start: tuple[int, ...], piece: np.ndarray, perm: tuple[int, ...]) -> None:
-        if start:
-            self._array[start] = piece.transpose(perm)
+    def write(self, place: tuple[int, ...], piece: Shaped[np.ndarray, "..."], perm: tuple[int, ...]) -> None:
+        """Write a piece with the hub's axes, turned to the parameter's, at its place in the stack."""
+        turned = piece.transpose(perm)  # of q_proj, from [N H D]: [D N H]
+        if place:
+            self._array[place] = turned
         else:
-            self._array = piece.transpose(perm)  # the whole shard: no need for a copy
+            self._array = turned  # the whole shard: no need for a copy
 
-    def arrays(self) -> list[jax.Array]:
+    def arrays(self) -> list[Shaped[Array, "..."]]:
+        """The finished shard on each of its devices."""
         return [jax.device_put(self._array, device, may_alias=False) for device in self.devices]
 
 
 class _DeviceBuffer:
-    """A shard that is written in place on its devices."""
+    """A shard that is written in place on its devices, a piece at a time."""
 
     def __init__(self, box: _Box, devices: list[jax.Device], dtype: np.dtype):
         self.box, self.devices = box, devices
-        shape = [b - a for a, b in box]
+        shape = [stop - start for start, stop in box]
         self._arrays = [jnp.zeros(shape, dtype, device=device) for device in devices]
 
-    def write(self, start: tuple[int, ...], piece: np.ndarray, perm: tuple[int, ...]) -> None:
+    def write(self, place: tuple[int, ...], piece: Shaped[np.ndarray, "..."], perm: tuple[int, ...]) -> None:
+        """Send a piece with the hub's axes to each device, which turns it and writes it at its place in the stack."""
+        start = tuple(map(np.int32, place))
         for i, device in enumerate(self.devices):
             sent = jax.device_put(piece, device, may_alias=False)
-            self._arrays[i] = _write(self._arrays[i], sent, tuple(map(np.int32, start)), perm)
+            self._arrays[i] = _write_piece(self._arrays[i], sent, start, perm)
         # Without the wait, pieces that are still on their way would pile up in host memory.
         jax.block_until_ready(self._arrays)
 
-    def arrays(self) -> list[jax.Array]:
+    def arrays(self) -> list[Shaped[Array, "..."]]:
+        """The finished shard on each of its devices."""
         return self._arrays
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="perm")
-def _write(buffer: jax.Array, piece: jax.Array, start: tuple[jax.Array, ...], perm: tuple[int, ...]) -> jax.Array:
-    piece = lax.expand_dims(piece.transpose(perm), range(len(start)))
-    return lax.dynamic_update_slice(buffer, piece, (*start, *[np.int32(0)] * len(perm)))
+def _write_piece(
+    shard: Shaped[Array, "*shard"],
+    piece: Shaped[Array, "*hub_axes"],
+    place: tuple[Int32[Array, ""], ...],
+    perm: tuple[int, ...],
+) -> Shaped[Array, "*shard"]:
+    """The shard with a piece, turned to the parameter's axes, at `place` of its stack."""
+    piece = lax.expand_dims(piece.transpose(perm), range(len(place)))  # of an expert, from [F D]: [1 1 D F]
+    return lax.dynamic_update_slice(shard, piece, (*place, *[np.int32(0)] * len(perm)))
 
 
 @contextmanager
 def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of `total` bytes on standard error, if that is a terminal; gives the function that advances it."""
     console = Console(stderr=True)
     columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    shown = shown and console.is_terminal
-    with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
+    is_shown = shown and console.is_terminal
+    with Progress(*columns, console=console, disable=not is_shown, transient=True) as bar:
         yield partial(bar.advance, bar.add_task("loading", total=total))

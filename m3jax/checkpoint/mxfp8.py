@@ -6,7 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float, Shaped, UInt8
 
 BLOCK = 32
 NAN_SCALE = 255
@@ -14,8 +14,10 @@ NAN_SCALE = 255
 _CHUNK = 1 << 17
 
 
-def dequantize(codes: UInt8[np.ndarray, "..."], scales: UInt8[np.ndarray, "..."], dtype: np.dtype) -> np.ndarray:
-    """W = e4m3(code) * 2^(scale - 127) in float32, then cast to `dtype`.
+def dequantize(
+    codes: UInt8[np.ndarray, "*axes"], scales: UInt8[np.ndarray, "*axes"], dtype: np.dtype
+) -> Float[np.ndarray, "*axes"]:
+    """Weights from MXFP8: W = e4m3(code) * 2^(scale - 127) in float32, then cast to `dtype`.
 
     The product has 4 significant bits: it is exact in bfloat16 and wider wherever its exponent is in
     range, rounds to nearest even among the subnormals, and is infinite above.
@@ -30,39 +32,39 @@ def dequantize(codes: UInt8[np.ndarray, "..."], scales: UInt8[np.ndarray, "..."]
 
     Source: OCP Microscaling Formats 1.0; transformers `Fp8Dequantize`.
     """
-    table = _table(np.dtype(dtype))
-    out = np.empty(codes.size, table.dtype)
-    codes, scales, shape = codes.reshape(-1), scales.reshape(-1), codes.shape
+    table = _weight_bits(np.dtype(dtype))
+    flat_codes, flat_scales = codes.reshape(-1), scales.reshape(-1)  # of a weight [F D]: [F*D]
+    bits = np.empty(codes.size, table.dtype)
     for start in range(0, codes.size, _CHUNK):
         chunk = slice(start, start + _CHUNK)
-        index = scales[chunk].astype(np.intp) << 8 | codes[chunk]
-        np.take(table, index, out=out[chunk], mode="clip")
-    return out.view(dtype).reshape(shape)
+        table_index = flat_scales[chunk].astype(np.intp) << 8 | flat_codes[chunk]
+        np.take(table, table_index, out=bits[chunk], mode="clip")
+    return bits.view(dtype).reshape(codes.shape)  # [F D]
 
 
 def check_config(config: Mapping[str, Any]) -> tuple[bool, list[str]]:
-    """Whether a parsed config.json announces MXFP8, and what is wrong with how it does."""
-    text = config.get("text_config") or {}
-    found = config.get("quantization_config") or text.get("quantization_config")
-    if not found:
+    """Whether a parsed config.json announces MXFP8 weights, and what is wrong with how it does."""
+    text_config = config.get("text_config") or {}
+    announced = config.get("quantization_config") or text_config.get("quantization_config")
+    if not announced:
         return False, []
-    if not isinstance(found, Mapping):
-        return True, [f"config.json: quantization_config must be an object, found {found!r}"]
+    if not isinstance(announced, Mapping):
+        return True, [f"config.json: quantization_config must be an object, found {announced!r}"]
     expected = {"quant_method": "mxfp8", "weight_block_size": [1, BLOCK]}
     return True, [
-        f"config.json: quantization_config.{key} must be {value!r}, found {found.get(key)!r}"
+        f"config.json: quantization_config.{key} must be {value!r}, found {announced.get(key)!r}"
         for key, value in expected.items()
-        if found.get(key) != value
+        if announced.get(key) != value
     ]
 
 
 @cache
-def _table(dtype: np.dtype) -> np.ndarray:
-    """The bits of the weight of (scale, code), at 256 * scale + code."""
+def _weight_bits(dtype: np.dtype) -> Shaped[np.ndarray, "65536"]:
+    """The bits of every weight that a scale byte and a code can give, at 256 * scale + code."""
     byte = np.arange(256, dtype=np.uint8)
-    values = byte.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    scale = np.where(byte == NAN_SCALE, np.nan, np.ldexp(1.0, byte.astype(int) - 127))
+    code_values = byte.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    scale_values = np.where(byte == NAN_SCALE, np.nan, np.ldexp(1.0, byte.astype(int) - 127))
     # float64 holds every product, so nothing rounds before the cast to float32 that the format asks for.
     with np.errstate(over="ignore"):
-        weights = (scale[:, None] * values).astype(np.float32).astype(dtype)
-    return weights.reshape(-1).view(f"u{dtype.itemsize}")
+        weights = (scale_values[:, None] * code_values).astype(np.float32).astype(dtype)  # [256 256]
+    return weights.reshape(-1).view(f"u{dtype.itemsize}")  # [65536]

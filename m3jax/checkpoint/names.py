@@ -4,7 +4,7 @@ import re
 from math import prod
 from typing import NamedTuple
 
-from m3jax.config import M3Config, Stack
+from m3jax.config import M3Config
 
 # Hub name, parameter, and the rearrangement from the hub's [out, in] to the parameter's axes.
 # Letters are the package's; Hi is the index head dim, Fd and Fs the hidden widths of the dense and
@@ -131,18 +131,19 @@ def targets(config: M3Config) -> dict[str, Target]:
     Source: the tensor list of MiniMaxAI/MiniMax-M3.
     """
     sizes = _sizes(config)
-    out = {hub: _target(param, axes, sizes) for hub, param, axes in _TOP[:1]}
-    for s, stack in enumerate(config.stacks):
-        rows = [(hub, _target(f"stacks.{s}.{p}", axes, sizes)) for hub, p, axes in _rows(stack)]
+    places = {hub: _target(param, axes, sizes) for hub, param, axes in _TOP[:1]}
+    for number, stack in enumerate(config.stacks):
+        table = _LAYER + (_INDEX if stack.is_sparse else ()) + (_MOE if stack.is_moe else _DENSE)
+        in_layer = {hub: _target(f"stacks.{number}.{param}", axes, sizes) for hub, param, axes in table}
         for layer in range(stack.num_layers):
             prefix = f"language_model.model.layers.{stack.first_layer + layer}."
-            for hub, target in rows:
+            for hub, target in in_layer.items():
                 if "{e}" not in hub:
-                    out[prefix + hub] = target._replace(index=(layer,))
+                    places[prefix + hub] = target._replace(index=(layer,))
                     continue
-                for e in range(config.num_local_experts):
-                    out[prefix + hub.format(e=e)] = target._replace(index=(layer, e))
-    return out | {hub: _target(param, axes, sizes) for hub, param, axes in _TOP[1:]}
+                for expert in range(config.num_local_experts):
+                    places[prefix + hub.format(e=expert)] = target._replace(index=(layer, expert))
+    return places | {hub: _target(param, axes, sizes) for hub, param, axes in _TOP[1:]}
 
 
 def entries(config: M3Config, places: dict[str, Target]) -> dict[str, Entry]:
@@ -157,12 +158,12 @@ def entries(config: M3Config, places: dict[str, Target]) -> dict[str, Entry]:
 
     Source: transformers `conversion_mapping`, "minimax_m3_vl".
     """
-    out = {name: Entry(t.hub_shape, (Part(name),)) for name, t in places.items()}
+    allowed = {name: Entry(target.hub_shape, (Part(name),)) for name, target in places.items()}
     for stack in config.stacks:
         for layer in range(stack.num_layers):
             prefix = f"language_model.model.layers.{stack.first_layer + layer}."
-            out |= _merged_moe(prefix, config) if stack.is_moe else _merged_dense(prefix, config)
-    return out
+            allowed |= _merged_moe(prefix, config) if stack.is_moe else _merged_dense(prefix, config)
+    return allowed
 
 
 def canonical(name: str) -> tuple[str, bool]:
@@ -199,19 +200,15 @@ def _sizes(c: M3Config) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _rows(stack: Stack) -> tuple[tuple[str, str, str], ...]:
-    return _LAYER + (_INDEX if stack.is_sparse else ()) + (_MOE if stack.is_moe else _DENSE)
-
-
 def _target(param: str, axes: str, sizes: dict[str, int]) -> Target:
-    stored, held = axes.split(" -> ")
-    letters = re.findall(r"\w+", stored)
-    outputs = re.match(r"\((.+?)\)", stored)
+    hub_axes, own_axes = axes.split(" -> ")
+    letters = re.findall(r"\w+", hub_axes)
+    outputs = re.match(r"\((.+?)\)", hub_axes)
     return Target(
         param,
         index=(),
         dims=tuple(sizes[letter] for letter in letters),
-        perm=tuple(letters.index(letter) for letter in held.split()),
+        perm=tuple(letters.index(letter) for letter in own_axes.split()),
         out_axes=len(outputs[1].split()) if outputs else 1,
     )
 

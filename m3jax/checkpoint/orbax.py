@@ -15,7 +15,7 @@ _PARAMETERS = "parameters"
 
 
 def save_orbax(model: m3_model.M3, path: str | Path) -> None:
-    """Write config.json and the parameters, each shard by the process that holds it.
+    """Write a model's config.json and parameters, each shard by the process that holds it.
 
     Unlike the hub's layout this works when no process holds the whole model, and the parameters keep
     the package's own stacked layout.
@@ -36,7 +36,7 @@ def save_orbax(model: m3_model.M3, path: str | Path) -> None:
 
 
 def load_orbax(path: str | Path, mesh: Mesh | None = None) -> m3_model.M3:
-    """Read what `save_orbax` wrote, in its dtype, onto any mesh.
+    """Read a model that `save_orbax` wrote, in its dtype, onto any mesh.
 
     Args:
       path: the folder.
@@ -55,9 +55,9 @@ def load_orbax(path: str | Path, mesh: Mesh | None = None) -> m3_model.M3:
     dtype = json.loads((path / "config.json").read_text(encoding="utf-8"))["torch_dtype"]
     abstract = m3_model.abstract(config, dtype, mesh)
     shardings = tree.flatten(m3_model.shardings(config, mesh))
-    wanted = {
+    placed_shapes = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
         for name, leaf in tree.flatten(abstract).items()
     }
     with ocp.StandardCheckpointer() as checkpointer:
-        return tree.replace(abstract, checkpointer.restore(path / _PARAMETERS, wanted))
+        return tree.replace(abstract, checkpointer.restore(path / _PARAMETERS, placed_shapes))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Shaped, UInt8
 
 from m3jax.checkpoint import mxfp8, names
 from m3jax.checkpoint.reader import FLOATS, CheckpointError, Folder, StoredTensor, read_folder
@@ -25,15 +26,16 @@ class Source(NamedTuple):
     scale: StoredTensor | None
     part: names.Part
 
-    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Views of the hub tensor's weight [out, in] or [out], and of its scales [out, in/32]."""
-        return self._select(self.weight), self.scale and self._select(self.scale)
+    def read(self) -> tuple[Shaped[np.ndarray, "out *in"], UInt8[np.ndarray, "out scales"] | None]:
+        """Views of the hub tensor's weight [out, in] or [out], and of its scales [out, in/32] if it has them."""
+        return self._part_of(self.weight), None if self.scale is None else self._part_of(self.scale)
 
-    def _select(self, stored: StoredTensor) -> np.ndarray:
-        array = stored.view()
+    def _part_of(self, stored: StoredTensor) -> Shaped[np.ndarray, "out *in"]:
+        """The hub tensor within a stored one, which may hold all experts, and gate and up together."""
+        array = stored.view()  # of merged experts: [E 2*F D]
         if self.part.expert is not None:
-            array = array[self.part.expert]
-        return array if self.part.rows is None else array[slice(*self.part.rows)]
+            array = array[self.part.expert]  # [2*F D]
+        return array if self.part.rows is None else array[slice(*self.part.rows)]  # [F D]
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,12 @@ class _Match:
     def __init__(self, config: M3Config, folder: Folder, quantization: tuple[bool, list[str]]):
         self.targets = names.targets(config)
         self.entries = names.entries(config, self.targets)
-        self.quantized, config_problems = quantization
+        self.is_quantized, config_problems = quantization
         self.problems = [*folder.problems, *config_problems]
         self.vision: list[str] = []
         self.mtp: list[str] = []
         self.sources: dict[str, Source] = {}
+        # By canonical name: a weight and its scale have the same.
         self.weights: dict[str, StoredTensor] = {}
         self.scales: dict[str, StoredTensor] = {}
         self.lost = {names.canonical(name) for name in folder.lost}
@@ -100,34 +103,34 @@ class _Match:
             self._check_missing()
 
     def _place(self, stored: StoredTensor) -> None:
+        """Put a stored tensor among the weights, the scales, or what is not loaded."""
         if names.is_mtp(stored.name):
             self.mtp.append(stored.name)
-        elif names.is_vision(stored.name):
+            return
+        if names.is_vision(stored.name):
             self.vision.append(stored.name)
-        else:
-            self._place_text(stored)
-
-    def _place_text(self, stored: StoredTensor) -> None:
+            return
         name, is_scale = names.canonical(stored.name)
-        held = self.scales if is_scale else self.weights
-        if name not in self.entries or (is_scale and not self._quantizable(name)):
+        same_kind = self.scales if is_scale else self.weights
+        if name not in self.entries or (is_scale and not self._is_quantizable(name)):
             self._fault(stored, f"unexpected, found {stored}")
-        elif name in held:
-            self._fault(stored, f"the same tensor as {held[name].name}, keep one")
+        elif name in same_kind:
+            self._fault(stored, f"the same tensor as {same_kind[name].name}, keep one")
         else:
-            held[name] = stored
+            same_kind[name] = stored
 
-    def _quantizable(self, name: str) -> bool:
+    def _is_quantizable(self, name: str) -> bool:
         return self.targets[self.entries[name].parts[0].name].quantizable
 
     def _fault(self, stored: StoredTensor, message: str) -> None:
         self.problems.append(f"{stored.name}: {message}")
 
     def _check_weight(self, name: str, weight: StoredTensor) -> None:
+        """Compare a weight with what a file may hold under its name, and make it the source of its hub tensors."""
         entry, scale = self.entries[name], self.scales.get(name)
         if weight.shape != entry.shape:
             self._fault(weight, f"expected shape {list(entry.shape)}, found {weight}")
-        if weight.dtype == _FP8 and self._quantizable(name):
+        if weight.dtype == _FP8 and self._is_quantizable(name):
             if scale is None and (name, True) not in self.lost:
                 self._fault(weight, f"{_FP8} without a scale, expected {weight.name}_scale_inv")
         elif scale is not None:
@@ -140,21 +143,23 @@ class _Match:
                 self._fault(weight, f"holds {part.name}, which {other.name} holds too, keep one")
 
     def _check_scales(self) -> None:
+        """Check each scale's weight, shape, dtype and bytes, and that config.json announces MXFP8 where it is used."""
         for name, scale in self.scales.items():
-            *rows, columns = self.entries[name].shape
-            expected = (*rows, -(-columns // mxfp8.BLOCK))
+            *lead_sizes, channels = self.entries[name].shape
+            expected = (*lead_sizes, -(-channels // mxfp8.BLOCK))
             if name not in self.weights and (name, False) not in self.lost:
                 self._fault(scale, "a scale without its weight")
             if scale.shape != expected or scale.dtype not in _SCALE_DTYPES:
                 self._fault(scale, f"expected U8 {list(expected)}, found {scale}")
-            elif count := int(np.count_nonzero(scale.view() == mxfp8.NAN_SCALE)):
-                self._fault(scale, f"{count} of its scales are NaN (byte {mxfp8.NAN_SCALE})")
-        count = sum(weight.dtype == _FP8 for weight in self.weights.values())
-        if count and not self.quantized:
-            self.problems.append(f"config.json: no quantization_config, but {count} weights are {_FP8}")
+            elif nan_count := int(np.count_nonzero(scale.view() == mxfp8.NAN_SCALE)):
+                self._fault(scale, f"{nan_count} of its scales are NaN (byte {mxfp8.NAN_SCALE})")
+        fp8_count = sum(weight.dtype == _FP8 for weight in self.weights.values())
+        if fp8_count and not self.is_quantized:
+            self.problems.append(f"config.json: no quantization_config, but {fp8_count} weights are {_FP8}")
 
     def _check_missing(self) -> None:
-        lost = {
+        """Name the hub tensors that no stored one holds, without those in a file that is itself named as lost."""
+        lost_names = {
             part.name
             for name, is_scale in self.lost
             if not is_scale and name in self.entries
@@ -163,5 +168,5 @@ class _Match:
         self.problems += [
             f"{name}: missing, expected {list(target.hub_shape)}"
             for name, target in self.targets.items()
-            if name not in self.sources and name not in lost
+            if name not in self.sources and name not in lost_names
         ]

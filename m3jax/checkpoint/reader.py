@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -51,26 +52,29 @@ class StoredTensor:
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element in the file."""
+        """Bytes of one element in the file."""
         return _DTYPES[self.dtype].itemsize
 
-    def view(self) -> np.ndarray:
-        """Map the tensor's bytes; the mapping goes with the last view, so that resident memory does."""
-        start = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    def view(self) -> Shaped[np.ndarray, "..."]:
+        """The tensor's values where they lie in the file, mapped: with the last view its memory is free again."""
+        # A mapping begins at a page of the file, a tensor anywhere.
+        page_start = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        lead, size = self.offset - page_start, prod(self.shape)
         with open(self.file, "rb") as file:
-            pages = mmap.mmap(
-                file.fileno(),
-                self.offset - start + prod(self.shape) * self.itemsize,
-                offset=start,
-                access=mmap.ACCESS_READ,
-            )
-        flat = np.frombuffer(pages, _DTYPES[self.dtype], prod(self.shape), self.offset - start)
-        return flat.reshape(self.shape)
+            mapped = mmap.mmap(file.fileno(), lead + size * self.itemsize, offset=page_start, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, _DTYPES[self.dtype], size, lead).reshape(self.shape)
 
 
 @dataclass
 class Folder:
-    """The tensors of a folder by stored name, what is wrong, and names that are lost with a file."""
+    """What the files of a folder hold.
+
+    Attributes:
+      tensors: by stored name.
+      problems: a line for each file or tensor at fault.
+      lost: names of tensors that stand in a file which cannot be read.
+      all_lost: whether no file can be read, so that nothing can be said of single tensors.
+    """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -91,9 +95,9 @@ def read_folder(path: Path) -> Folder:
     if (path / INDEX_NAME).is_file():
         _read_index(path, folder)
     elif (path / SINGLE_NAME).is_file():
-        held = _read_file(path / SINGLE_NAME, folder)
-        folder.all_lost = held is None
-        folder.tensors = held or {}
+        stored = _read_file(path / SINGLE_NAME, folder)
+        folder.all_lost = stored is None
+        folder.tensors = stored or {}
     else:
         others = sorted(file.name for file in path.glob("*.safetensors"))
         found = f", only {', '.join(others)}" if others else ""
@@ -103,12 +107,13 @@ def read_folder(path: Path) -> Folder:
 
 
 def _read_index(path: Path, folder: Folder) -> None:
+    """Read an index and the headers of the shards that it names into `folder`."""
     try:
         weight_map = json.loads((path / INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
-        shards = {shard: set() for shard in sorted(set(weight_map.values()))}
+        names_of = {shard: set() for shard in sorted(set(weight_map.values()))}
         for name, shard in weight_map.items():
-            shards[shard].add(name)
-        files = {path / shard: names for shard, names in shards.items()}
+            names_of[shard].add(name)
+        files = {path / shard: names for shard, names in names_of.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         folder.problems.append(f"{INDEX_NAME}: no weight_map of tensor to file ({error!r})")
         folder.all_lost = True
@@ -121,23 +126,24 @@ def _read_index(path: Path, folder: Folder) -> None:
 
 
 def _read_shard(file: Path, names: set[str], folder: Folder) -> None:
+    """Read a shard's header into `folder`, and compare it with the names that the index places there."""
     if not file.is_file():
         folder.problems.append(f"{file.name}: no such file; {INDEX_NAME} places {len(names)} tensors in it")
         folder.lost |= names
         return
-    held = _read_file(file, folder)
-    if held is None:
+    stored = _read_file(file, folder)
+    if stored is None:
         folder.lost |= names
         return
-    absent, extra = sorted(names - set(held)), sorted(set(held) - names)
+    absent, extra = sorted(names - set(stored)), sorted(set(stored) - names)
     folder.problems += [f"{name}: {INDEX_NAME} places it in {file.name}, which does not hold it" for name in absent]
     folder.problems += [f"{name}: {file.name} holds it, but {INDEX_NAME} does not place it there" for name in extra]
     folder.lost.update(absent, extra)
-    folder.tensors |= {name: held[name] for name in names & set(held)}
+    folder.tensors |= {name: stored[name] for name in names & set(stored)}
 
 
 def _read_file(file: Path, folder: Folder) -> dict[str, StoredTensor] | None:
-    """The tensors of a file; None, and a problem, when its header cannot be trusted."""
+    """The tensors of a file by name; None, and a line in `folder.problems`, when its header cannot be trusted."""
     try:
         with safe_open(file, framework="numpy"):
             pass  # the library checks the header, and that the tensors fill the file exactly
@@ -146,16 +152,11 @@ def _read_file(file: Path, folder: Folder) -> dict[str, StoredTensor] | None:
         folder.problems.append(f"{file.name}: truncated or damaged, {size} bytes ({error})")
         return None
     with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(header_bytes))
     header.pop("__metadata__", None)
+    data_start = 8 + header_bytes
     return {
-        name: StoredTensor(
-            name,
-            file,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            offset=8 + length + entry["data_offsets"][0],
-        )
+        name: StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), data_start + entry["data_offsets"][0])
         for name, entry in header.items()
     }

@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Float, Shaped, UInt8
 
 from m3jax.checkpoint import mxfp8
 from m3jax.checkpoint.names import Target
@@ -10,11 +11,11 @@ from m3jax.checkpoint.names import Target
 def cut(
     name: str,
     target: Target,
-    weight: np.ndarray,
-    scale: np.ndarray | None,
+    weight: Shaped[np.ndarray, "out *in"],
+    scale: UInt8[np.ndarray, "out scales"] | None,
     box: tuple[tuple[int, int], ...],
     dtype: np.dtype,
-) -> np.ndarray:
+) -> Float[np.ndarray, "..."]:
     """The values of a hub tensor inside a box of the parameter's axes.
 
     Args:
@@ -32,37 +33,42 @@ def cut(
       ValueError: a finite value does not fit in `dtype`.
     """
     window = [slice(None)] * len(target.dims)
-    for axis, (start, stop) in zip(target.perm, box, strict=True):
-        window[axis] = slice(start, stop)
-    stored = weight.reshape(target.dims)[tuple(window)]
+    for hub_axis, (start, stop) in zip(target.perm, box, strict=True):
+        window[hub_axis] = slice(start, stop)
+    stored = weight.reshape(target.dims)[tuple(window)]  # of q_proj, from [N*H D]: [N H D]
     if scale is None:
         return _cast(name, stored, dtype)
-    out = target.out_axes
-    columns = np.arange(weight.shape[-1]).reshape(target.dims[out:])[tuple(window[out:])]
-    rows = scale.reshape(*target.dims[:out], -1)[tuple(window[:out])]
-    scales = rows[..., columns.reshape(-1) // mxfp8.BLOCK].reshape(stored.shape)
+    # A box need not begin or end where the 32 channels of a scale do: each code looks up the scale of its own channel.
+    out_axes, in_sizes = target.out_axes, target.dims[target.out_axes :]
+    channels = np.arange(weight.shape[-1]).reshape(in_sizes)[tuple(window[out_axes:])]  # of o_proj: [N H]
+    scale_rows = scale.reshape(*target.dims[:out_axes], -1)[tuple(window[:out_axes])]  # of o_proj: [D N*H/32]
+    scales = scale_rows[..., channels.reshape(-1) // mxfp8.BLOCK].reshape(stored.shape)  # of o_proj: [D N H]
     return _dequantize(name, stored, scales, dtype)
 
 
-def _cast(name: str, stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _cast(name: str, stored: Shaped[np.ndarray, "*axes"], dtype: np.dtype) -> Float[np.ndarray, "*axes"]:
+    """Stored floats in another dtype; the same array where it has that dtype."""
     if stored.dtype == dtype:
         return stored
-    narrower = ml_dtypes.finfo(dtype).max < ml_dtypes.finfo(stored.dtype).max
+    is_narrower = ml_dtypes.finfo(dtype).max < ml_dtypes.finfo(stored.dtype).max
     # A NaN stays one without a warning; overflow gets an error that names the tensor.
     with np.errstate(over="ignore", invalid="ignore"):
-        out = stored.astype(dtype)
-        if narrower and np.count_nonzero(np.isinf(out)) > np.count_nonzero(np.isinf(stored)):
+        values = stored.astype(dtype)
+        if is_narrower and np.count_nonzero(np.isinf(values)) > np.count_nonzero(np.isinf(stored)):
             raise _overflow(name, dtype)
-    return out
+    return values
 
 
-def _dequantize(name: str, codes: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    out = mxfp8.dequantize(codes, scales, dtype)
+def _dequantize(
+    name: str, codes: UInt8[np.ndarray, "*axes"], scales: UInt8[np.ndarray, "*axes"], dtype: np.dtype
+) -> Float[np.ndarray, "*axes"]:
+    """MXFP8 weights in a dtype that holds them."""
+    values = mxfp8.dequantize(codes, scales, dtype)
     # The largest code is 1.75 * 2^8, and the product passes through float32.
-    largest = min(ml_dtypes.finfo(dtype).maxexp, 128)
-    if int(scales.max()) - 127 + 8 >= largest and np.isinf(out).any():
+    largest_exponent = min(ml_dtypes.finfo(dtype).maxexp, 128)
+    if int(scales.max()) - 127 + 8 >= largest_exponent and np.isinf(values).any():
         raise _overflow(name, dtype)
-    return out
+    return values
 
 
 def _overflow(name: str, dtype: np.dtype) -> ValueError:

@@ -1,4 +1,4 @@
-"""Device meshes."""
+"""Makes meshes of devices, from sizes or from text."""
 
 import math
 
@@ -9,7 +9,7 @@ AXES = ("data", "context", "expert", "tensor")
 
 
 def make_mesh(data: int = 1, context: int = 1, expert: int = 1, tensor: int = 1) -> Mesh:
-    """A mesh of data x context x expert x tensor devices, the first ones that JAX lists.
+    """Make a mesh of data x context x expert x tensor devices, the first ones that JAX lists.
 
     Rows lie on the data axis, experts on theirs, heads and the width of MLPs on the tensor axis. The pages of the cache
     are divided over data x context x expert. Weights are whole on each device of the context axis, which shares out
@@ -19,17 +19,18 @@ def make_mesh(data: int = 1, context: int = 1, expert: int = 1, tensor: int = 1)
       ValueError: a size below 1, or more devices than there are.
     """
     shape = (data, context, expert, tensor)
-    need, have = math.prod(shape), len(jax.devices())
-    if min(shape) < 1 or need > have:
+    needed, available = math.prod(shape), jax.devices()
+    if min(shape) < 1 or needed > len(available):
         sizes = ",".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
-        raise ValueError(f"mesh {sizes} needs {need} devices, there are {have}; "
+        raise ValueError(f"mesh {sizes} needs {needed} devices, there are {len(available)}; "
                          "give sizes of at least 1 whose product is at most that")  # fmt: skip
-    types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(shape, AXES, axis_types=types, devices=jax.devices()[:need])
+    # The default of `axis_types` differs between versions of JAX.
+    axis_types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(shape, AXES, axis_types=axis_types, devices=available[:needed])
 
 
 def parse_mesh(text: str) -> Mesh:
-    """A mesh from "data=2,tensor=4"; axes left out have size 1.
+    """Make a mesh from text like "data=2,tensor=4"; axes left out have size 1.
 
     Raises:
       ValueError: an unknown axis, a size that is no integer, or a mesh that does not fit.

@@ -1,4 +1,4 @@
-"""Logical axis names -> mesh axes, for parameters and caches alike."""
+"""The rules table: which mesh axes divide an axis of an array, by its logical name, in parameters and caches alike."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-# An axis that is not named here, and None, is never divided.
 PAGE_AXES = ("data", "context", "expert")
+# The mesh axes that divide an axis of this name. An axis that is not named here, and None, is never divided.
 RULES: dict[str, str | tuple[str, ...]] = {
     "batch": "data",
     "tokens": "data",
@@ -23,7 +23,7 @@ _REPLICATED_IF_UNEVEN = frozenset({"kv_heads", "tokens"})
 
 
 def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
-    """The partition of one array.
+    """The partition of an array over a mesh, by the rules.
 
     Args:
       shape: its shape.
@@ -33,26 +33,23 @@ def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> Partit
     Raises:
       ValueError: a dimension that its mesh axis does not divide.
     """
-    return PartitionSpec(*(_mesh_axis(size, name, mesh) for size, name in zip(shape, axes, strict=True)))
-
-
-def _mesh_axis(size: int, name: str | None, mesh: Mesh) -> str | tuple[str, ...] | None:
-    axis = RULES.get(name)
-    parts = math.prod(mesh.shape.get(a, 1) for a in (axis if isinstance(axis, tuple) else (axis,)))
-    if parts == 1:
-        return None
-    if size % parts:
-        if name in _REPLICATED_IF_UNEVEN:
-            return None
-        raise ValueError(
-            f"axis {name!r} of size {size} does not divide over {parts} devices of mesh axis {axis!r}; choose a "
-            f"{axis!r} size that divides {size}"
-        )
-    return axis
+    partition = []
+    for size, name in zip(shape, axes, strict=True):
+        mesh_axes = RULES.get(name)
+        names = mesh_axes if isinstance(mesh_axes, tuple) else (mesh_axes,)
+        parts = math.prod(mesh.shape.get(axis, 1) for axis in names)
+        is_uneven = size % parts != 0
+        if is_uneven and name not in _REPLICATED_IF_UNEVEN:
+            raise ValueError(
+                f"axis {name!r} of size {size} does not divide over {parts} devices of mesh axis {mesh_axes!r}; choose "
+                f"a {mesh_axes!r} size that divides {size}"
+            )
+        partition.append(None if parts == 1 or is_uneven else mesh_axes)
+    return PartitionSpec(*partition)
 
 
 def sharding(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh | None) -> jax.sharding.Sharding:
-    """Where an array lives: divided over a mesh by the rules, or whole on the first device without one."""
+    """Where an array lives: divided over a mesh by the rules, or whole on the first device where there is no mesh."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
     return NamedSharding(mesh, spec(shape, axes, mesh))

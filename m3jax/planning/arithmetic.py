@@ -7,6 +7,7 @@ program (`m3jax.planning.hlo`) can only do more.
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from m3jax.cache import Cache
-from m3jax.cache.device import INDEX_AXES, KV_AXES, page_shards
+from m3jax.cache.device import page_shards
+from m3jax.cache.device_pages import INDEX_AXES, KV_AXES
 from m3jax.config import M3Config
 from m3jax.model import abstract
-from m3jax.model.eagle3 import Eagle3
-from m3jax.model.params import leaf_dtype
+from m3jax.model.eagle3 import abstract as abstract_draft
 from m3jax.parallel import AXES, sharding
 from m3jax.planning.chips import Chip
 from m3jax.planning.job import DRAFT_TOKENS, Job
@@ -29,7 +30,17 @@ _GATHERED = 2**24  # elements of keys that a decode step gathers at once, and of
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device."""
+    """What lies in the memory of one device, in bytes.
+
+    Attributes:
+      experts: weights of routed experts.
+      other_weights: all other weights of the model.
+      cache: pages of keys and values, scales, and the page table.
+      index_keys: pages of index keys.
+      draft: weights, keys, values and edges of the draft, if there is one.
+      temporaries: what a call needs besides (a guess where nothing is compiled).
+      limit: what a program can have.
+    """
 
     experts: float
     other_weights: float
@@ -41,26 +52,26 @@ class Memory:
 
     @property
     def weights(self) -> float:
-        """Of the model."""
+        """Bytes of the model's weights."""
         return self.experts + self.other_weights
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Bytes of everything that lies on the device."""
         return self.weights + self.cache + self.index_keys + self.draft + self.temporaries
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room."""
+        """Whether the device has room for everything."""
         return self.total <= self.limit
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one device does in one call.
+    """What one device does in one call of a program.
 
     Attributes:
-      flops: operations.
+      flops: operations of matrix products.
       traffic: bytes read from and written to memory.
       sent: bytes sent to other devices, as a ring would.
     """
@@ -70,61 +81,71 @@ class Work:
     sent: float | int
 
     def seconds(self, chip: Chip) -> dict[str, float]:
-        """Time of each resource on its own."""
+        """Seconds that each resource takes on its own: "compute", "memory" and "links"."""
         return dict(
             compute=self.flops / chip.flops, memory=self.traffic / chip.hbm_rate, links=self.sent / chip.link_rate
         )
 
     def roofline(self, chip: Chip) -> float:
-        """Seconds at best: the slowest resource, the others hidden behind it."""
+        """Seconds at best: those of the slowest resource, with the others hidden behind it."""
         return max(self.seconds(chip).values())
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.traffic + other.traffic, self.sent + other.sent)
 
 
 def planned_mesh(sizes: dict[str, int]) -> Mesh:
-    """A mesh to divide shapes by; the one device in all its places is not asked to hold anything."""
+    """A mesh of these sizes to divide shapes by; the one device in all its places is not asked to hold anything."""
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     device = jax.local_devices(backend="cpu")[0]
     return Mesh(np.full(shape, device), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def cache_shapes(job: Job, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of the cache, in the order of the tree's leaves: the table is the last."""
-    axes = {5: KV_AXES, 4: INDEX_AXES, 2: ("layers", "kv_heads"), 1: ("layers",)}
-    table = jax.ShapeDtypeStruct((job.batch, job.blocks), jnp.int32)
-    out = []
-    for x in _one_page(job.config, job.dtype, job.kv_dtype, job.index_dtype)[:-1]:
-        shape = (x.shape[0], _pages(job, mesh), *x.shape[2:]) if x.ndim > 2 else x.shape
-        out.append(placed(jax.ShapeDtypeStruct(shape, x.dtype), axes[x.ndim], mesh))
-    return [*out, placed(table, (None, None), mesh)]
+    """The arrays of the cache, in the order of the tree's leaves: the page table is the last."""
+    # Told apart by their axes: keys and values, index keys, scales of heads, scales of index keys.
+    axes_of = {len(axes): axes for axes in (KV_AXES, INDEX_AXES, ("layers", "kv_heads"), ("layers",))}
+    pages = _page_count(job, mesh)
+    arrays = []
+    for leaf in _one_page_cache(job.config, job.dtype, job.kv_dtype, job.index_dtype)[:-1]:
+        shape = (leaf.shape[0], pages, *leaf.shape[2:]) if leaf.ndim > 2 else leaf.shape  # [L pages K P H]
+        arrays.append(placed(jax.ShapeDtypeStruct(shape, leaf.dtype), axes_of[leaf.ndim], mesh))
+    table = jax.ShapeDtypeStruct((job.batch, job.blocks), jnp.int32)  # [B M]
+    return [*arrays, placed(table, (None, None), mesh)]
 
 
 @cache
-def _one_page(config: M3Config, dtype: str, kv_dtype: str | None, index_dtype: str | None) -> list:
-    """The arrays of a cache with a single page."""
-    types = dict(kv_dtype=kv_dtype, index_dtype=index_dtype)
-    return jax.eval_shape(lambda: jax.tree.leaves(Cache.pool(config, 1, 1, 1, dtype, **types)))
+def _one_page_cache(
+    config: M3Config, dtype: str, kv_dtype: str | None, index_dtype: str | None
+) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of a cache with a single page, on no device."""
+    make = lambda: Cache.pool(config, 1, 1, 1, dtype, kv_dtype=kv_dtype, index_dtype=index_dtype)
+    return jax.eval_shape(lambda: jax.tree.leaves(make()))
 
 
 def new_cache(job: Job, mesh: Mesh) -> Cache:
     """A cache with as many pages as the mesh divides, for `jax.eval_shape`: it is not on the mesh."""
-    types = dict(kv_dtype=job.kv_dtype, index_dtype=job.index_dtype)
-    return Cache.pool(job.config, _pages(job, mesh), job.batch, job.blocks, job.dtype, **types)
+    return Cache.pool(
+        job.config, _page_count(job, mesh), job.batch, job.blocks, job.dtype,
+        kv_dtype=job.kv_dtype, index_dtype=job.index_dtype,
+    )  # fmt: skip
 
 
-def _pages(job: Job, mesh: Mesh) -> int:
-    parts = page_shards(mesh)
-    return -(-job.blocks * job.batch // parts) * parts
+def _page_count(job: Job, mesh: Mesh) -> int:
+    """Pages for every row's whole context, rounded up to what the mesh divides."""
+    shards = page_shards(mesh)
+    return -(-job.blocks * job.batch // shards) * shards
 
 
-def placed(x: jax.ShapeDtypeStruct | np.ndarray, axes: tuple[str | None, ...], mesh) -> jax.ShapeDtypeStruct:
-    """A shape where the rules put it."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape, axes, mesh))
+def placed(array: jax.ShapeDtypeStruct | np.ndarray, axes: tuple[str | None, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, where the rules put it on a mesh."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding(array.shape, axes, mesh))
 
 
-def held_bytes(tree) -> float:
-    """Bytes of a tree on one device."""
-    size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
-    return float(sum(size(x) for x in jax.tree.leaves(tree)))
+def held_bytes(tree: Any) -> float:
+    """Bytes that one device holds of a tree of arrays or shapes that have shardings."""
+    nbytes = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+    return float(sum(nbytes(leaf) for leaf in jax.tree.leaves(tree)))
 
 
 def memory(job: Job, sizes: dict[str, int]) -> Memory:
@@ -135,16 +156,24 @@ def memory(job: Job, sizes: dict[str, int]) -> Memory:
     """
     mesh, weights = planned_mesh(sizes), _weights(job.config, job.dtype, tuple(sizes.items()))
     arrays = cache_shapes(job, mesh)
-    index = held_bytes([x for x in arrays if x.ndim == len(INDEX_AXES)])
+    index_keys = held_bytes([array for array in arrays if array.ndim == len(INDEX_AXES)])
     return Memory(
-        experts=weights.experts, other_weights=weights.others, cache=held_bytes(arrays) - index, index_keys=index,
-        draft=_draft_bytes(job, mesh), temporaries=_temporaries(job, sizes), limit=job.slice.chip.hbm,
+        experts=weights.experts, other_weights=weights.others, cache=held_bytes(arrays) - index_keys,
+        index_keys=index_keys, draft=_draft_bytes(job, mesh), temporaries=_temporaries(job, sizes),
+        limit=job.slice.chip.hbm,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """Bytes of weights on one device, and how many of them a token meets besides experts, without and in the head."""
+    """Weights of the model on one device, in bytes.
+
+    Attributes:
+      experts: of routed experts.
+      others: of everything else.
+      body: of the others, what every token meets: all but the embedding and the head.
+      head: of the others, the head.
+    """
 
     experts: float
     others: float
@@ -154,122 +183,130 @@ class _Weights:
 
 @cache
 def _weights(config: M3Config, dtype: str, sizes: tuple[tuple[str, int], ...]) -> _Weights:
+    """The model's weights on one device of a mesh, whose sizes come as pairs so that they can be a key."""
     model = abstract(config, dtype, planned_mesh(dict(sizes)))
-    experts = held_bytes([s.mlp.experts for s in model.stacks if hasattr(s.mlp, "experts")])
+    experts = held_bytes([stack.mlp.experts for stack in model.stacks if hasattr(stack.mlp, "experts")])
     others, head = held_bytes(model) - experts, held_bytes(model.lm_head)
     return _Weights(experts, others, others - head - held_bytes(model.embed_tokens), head)
 
 
-def _draft_bytes(job: Job, mesh) -> float:
-    """Weights, keys, values and edges of the draft."""
+def _draft_bytes(job: Job, mesh: Mesh) -> float:
+    """Bytes of the draft on one device: its weights, its keys and values, and an edge for each page."""
     if job.draft is None:
         return 0.0
-    make = lambda shape, axes, own, _: placed(jax.ShapeDtypeStruct(shape, leaf_dtype(own, job.dtype)), axes, mesh)
-    pages = _pages(job, mesh)
-    size, d = job.config.index_block_size, job.draft
-    kv = jax.ShapeDtypeStruct((1, pages, d.num_key_value_heads, size, d.head_dim), jnp.dtype(job.dtype))
-    edges = placed(jax.ShapeDtypeStruct((pages, d.hidden_size), kv.dtype), ("pages", None), mesh)
-    return held_bytes(Eagle3(d, make)) + 2 * held_bytes(placed(kv, KV_AXES, mesh)) + held_bytes(edges)
+    pages, dtype = _page_count(job, mesh), jnp.dtype(job.dtype)
+    kv_shape = (1, pages, job.draft.num_key_value_heads, job.config.index_block_size, job.draft.head_dim)
+    keys = placed(jax.ShapeDtypeStruct(kv_shape, dtype), KV_AXES, mesh)  # [1 pages K P H]
+    edges = placed(jax.ShapeDtypeStruct((pages, job.draft.hidden_size), dtype), ("pages", None), mesh)  # [pages D]
+    return held_bytes(abstract_draft(job.draft, job.dtype, mesh)) + 2 * held_bytes(keys) + held_bytes(edges)
 
 
 def _temporaries(job: Job, sizes: dict[str, int]) -> float:
-    """A guess, where nothing is compiled: activations of a chunk, scores, gathered keys, logits."""
-    c, t = job.config, sizes["tensor"]
-    heads = c.num_attention_heads // t * c.head_dim
-    hidden = max(c.dense_intermediate_size, c.intermediate_size * c.num_experts_per_tok) // t
-    token = 4 * (4 * c.hidden_size + 2 * hidden + c.index_topk_blocks * heads)
-    logits = 4 * 4 * max(job.batch, 1) * c.vocab_size / t
-    return job.chunk * token + logits + 4 * (2 * _SCORES + 2 * _GATHERED)
+    """Bytes of temporaries where nothing is compiled, a guess: a chunk's activations, scores, gathered keys, logits."""
+    config, tensor_size = job.config, sizes["tensor"]
+    heads_width = config.num_attention_heads // tensor_size * config.head_dim
+    expert_width = config.intermediate_size * config.num_experts_per_tok
+    mlp_width = max(config.dense_intermediate_size, expert_width) // tensor_size
+    token_bytes = 4 * (4 * config.hidden_size + 2 * mlp_width + config.index_topk_blocks * heads_width)
+    logit_bytes = 4 * 4 * max(job.batch, 1) * config.vocab_size / tensor_size
+    return job.chunk * token_bytes + logit_bytes + 4 * (2 * _SCORES + 2 * _GATHERED)
 
 
 def decode(job: Job, sizes: dict[str, int]) -> Work:
-    """One token for every row, at the end of its context; with a draft, one round."""
+    """The work of one token for every row, at the end of its context; with a draft, of one round."""
     tokens = 1 + (DRAFT_TOKENS if job.draft else 0)
     work = _forward(job, sizes, rows=job.batch, tokens=tokens, divided=sizes["data"])
-    return work if job.draft is None else _plus(work, _drafting(job, sizes))
+    return work if job.draft is None else work + _drafting(job, sizes)
 
 
 def prefill(job: Job, sizes: dict[str, int]) -> Work:
-    """The last chunk of one prompt that fills the context; of it the data axis divides the routed experts alone."""
+    """The work of the last chunk of one prompt that fills the context.
+
+    Of a single prompt the data axis divides the routed experts alone.
+    """
     return _forward(job, sizes, rows=1, tokens=min(job.chunk, job.context), divided=1)
 
 
-def _plus(a: Work, b: Work) -> Work:
-    return Work(a.flops + b.flops, a.traffic + b.traffic, a.sent + b.sent)
-
-
 def _forward(job: Job, sizes: dict[str, int], rows: int, tokens: int, divided: int) -> Work:
-    """All layers for `tokens` new tokens of `rows` rows, of which a device computes one part in `divided`."""
-    parts = [_projections(job, sizes, rows * tokens / divided), _attention(job, sizes, rows, tokens)]
-    parts.append(_experts(job, sizes, rows * tokens, divided))
-    out = Work(0.0, 0.0, 0.0)
-    for part in parts:
-        out = _plus(out, part)
-    return out
+    """The work of all layers for `tokens` new tokens of each row, of which a device computes one part in `divided`."""
+    return (
+        Work(0.0, 0.0, 0.0)
+        + _projections(job, sizes, rows * tokens / divided)
+        + _attention(job, sizes, rows, tokens)
+        + _experts(job, sizes, rows * tokens, divided)
+    )
 
 
 def _projections(job: Job, sizes: dict[str, int], tokens: float | int) -> Work:
-    """All matrices that every token meets, and what the tensor axis sums after them."""
-    c, width, t = job.config, np.dtype(job.dtype).itemsize, sizes["tensor"]
-    weights, lasts = _weights(c, job.dtype, tuple(sizes.items())), min(tokens, job.batch)
-    # The head meets the last token of each row alone.
-    flops = 2 * (tokens * weights.body + lasts * weights.head) / width
-    sums, logits = 4 * tokens * c.hidden_size * (2 * c.num_hidden_layers + 1), 4 * lasts * c.vocab_size
-    return Work(flops, weights.body + weights.head, _ring(sums, t) + _ring(logits, t) / 2)
+    """The work of all matrices that every token meets, and of the sums over the tensor axis after them."""
+    config, itemsize = job.config, np.dtype(job.dtype).itemsize
+    weights = _weights(config, job.dtype, tuple(sizes.items()))
+    last_tokens = min(tokens, job.batch)  # the head meets the last token of each row alone
+    flops = 2 * (tokens * weights.body + last_tokens * weights.head) / itemsize
+    summed_bytes = 4 * tokens * config.hidden_size * (2 * config.num_hidden_layers + 1)
+    logit_bytes = 4 * last_tokens * config.vocab_size
+    sent = _ring(summed_bytes, sizes["tensor"]) + _ring(logit_bytes, sizes["tensor"]) / 2
+    return Work(flops, weights.body + weights.head, sent)
 
 
 def _experts(job: Job, sizes: dict[str, int], tokens: int, divided: int) -> Work:
-    """Routed experts: a device reads those of its own that its part of the pairs chose; then all parts are summed.
+    """The work of the routed experts.
 
+    A device reads those of its own experts that its part of the (token, expert) pairs chose; then all parts are summed.
     Tokens that are not divided over data yet (`divided` is 1) are for the experts, and come together again.
     """
-    c, width = job.config, np.dtype(job.dtype).itemsize
-    layers = sum(s.num_layers for s in c.stacks if s.is_moe)
-    one = 3 * c.hidden_size * c.intermediate_size / sizes["tensor"]
-    data = sizes["data"] if tokens % sizes["data"] == 0 else 1
-    pairs = tokens / data * c.num_experts_per_tok / sizes["context"]
-    chosen = c.num_local_experts * (1 - (1 - 1 / c.num_local_experts) ** pairs) / sizes["expert"]
-    out = layers * 4 * tokens / data * c.hidden_size
-    sent = _ring(out, sizes["expert"] * sizes["context"] * sizes["tensor"]) + out * (data / divided - 1)
-    return Work(2 * layers * pairs / sizes["expert"] * one, layers * chosen * one * width, sent)
+    config, itemsize = job.config, np.dtype(job.dtype).itemsize
+    layers = sum(stack.num_layers for stack in config.stacks if stack.is_moe)
+    expert_size = 3 * config.hidden_size * config.intermediate_size / sizes["tensor"]
+    data_size = sizes["data"] if tokens % sizes["data"] == 0 else 1
+    pairs = tokens / data_size * config.num_experts_per_tok / sizes["context"]
+    # As many different experts as this many pairs meet, where each takes one at random.
+    chosen = config.num_local_experts * (1 - (1 - 1 / config.num_local_experts) ** pairs) / sizes["expert"]
+    output_bytes = layers * 4 * tokens / data_size * config.hidden_size
+    sent = _ring(output_bytes, sizes["expert"] * sizes["context"] * sizes["tensor"])
+    sent += output_bytes * (data_size / divided - 1)
+    return Work(2 * layers * pairs / sizes["expert"] * expert_size, layers * chosen * expert_size * itemsize, sent)
 
 
 def _attention(job: Job, sizes: dict[str, int], rows: int, tokens: int) -> Work:
-    """Selection and attention over the cache, whose pages are divided, and the merge of their parts."""
-    c, parts = job.config, page_shards(planned_mesh(sizes))
-    t, size = sizes["tensor"], c.index_block_size
-    heads, kv = c.num_attention_heads / t, _kv_heads(c.num_key_value_heads, t)
-    sparse = sum(s.num_layers for s in c.stacks if s.is_sparse)
-    dense = c.num_hidden_layers - sparse
-    seen = min(c.index_topk_blocks * size, job.context)
-    read = min(tokens * seen, job.context)  # distinct keys; at most one selection a query, at least the best case
-    keys = rows * (dense * job.context + sparse * (read if tokens <= 16 else seen)) / parts
-    kv_bytes, index_bytes = np.dtype(job.kv).itemsize, np.dtype(job.index).itemsize
-    traffic = (
-        keys * 2 * kv * c.head_dim * kv_bytes + sparse * rows * job.context * c.index_head_dim * index_bytes / parts
-    )
-    pairs = rows * tokens / parts
-    flops = pairs * heads * c.head_dim * 4 * (sparse * seen + dense * job.context)
-    flops += pairs * sparse * kv * c.index_head_dim * 2 * job.context
-    scores = 4 * rows * tokens * kv * job.blocks * sparse
-    outputs = rows * tokens * heads * (c.head_dim * np.dtype(job.dtype).itemsize + 8) * c.num_hidden_layers
-    return Work(flops, traffic, _ring(scores + outputs, parts))
+    """The work of selection and attention over the cache, whose pages are divided, and of the merge of their parts."""
+    config, shards = job.config, page_shards(planned_mesh(sizes))
+    heads = config.num_attention_heads / sizes["tensor"]
+    kv_heads = _kv_heads(config.num_key_value_heads, sizes["tensor"])
+    sparse_layers = sum(stack.num_layers for stack in config.stacks if stack.is_sparse)
+    dense_layers = config.num_hidden_layers - sparse_layers
+    # In a sparse layer, keys that one query sees, and different keys that a few queries read: a selection each at most.
+    # For more queries the best case counts, in which all select the same blocks.
+    seen = min(config.index_topk_blocks * config.index_block_size, job.context)
+    distinct = min(tokens * seen, job.context)
+    keys = rows * (dense_layers * job.context + sparse_layers * (distinct if tokens <= 16 else seen)) / shards
+    kv_bytes = keys * 2 * kv_heads * config.head_dim * np.dtype(job.kv).itemsize
+    index_bytes = sparse_layers * rows * job.context * config.index_head_dim * np.dtype(job.index).itemsize / shards
+    queries = rows * tokens / shards
+    flops = queries * heads * config.head_dim * 4 * (sparse_layers * seen + dense_layers * job.context)
+    flops += queries * sparse_layers * kv_heads * config.index_head_dim * 2 * job.context
+    score_bytes = 4 * rows * tokens * kv_heads * job.blocks * sparse_layers
+    head_bytes = (
+        config.head_dim * np.dtype(job.dtype).itemsize + 8
+    )  # an output, the largest log-sum-exp, the weights' sum
+    output_bytes = rows * tokens * heads * head_bytes * config.num_hidden_layers
+    return Work(flops, kv_bytes + index_bytes, _ring(score_bytes + output_bytes, shards))
 
 
 def _drafting(job: Job, sizes: dict[str, int]) -> Work:
-    """`DRAFT_TOKENS` steps of the draft for every row: its weights, and its dense attention."""
-    d, mesh = job.draft, planned_mesh(sizes)
-    make = lambda shape, axes, own, _: placed(jax.ShapeDtypeStruct(shape, leaf_dtype(own, job.dtype)), axes, mesh)
-    model = Eagle3(d, make)
-    read = held_bytes(model) - held_bytes(model.embed_tokens)
-    kv = _kv_heads(d.num_key_value_heads, sizes["tensor"]) * d.head_dim * np.dtype(job.dtype).itemsize
-    keys = 2 * kv * job.context * job.batch / page_shards(mesh)
-    return Work(2 * DRAFT_TOKENS * job.batch * read / np.dtype(job.dtype).itemsize, DRAFT_TOKENS * (read + keys), 0.0)
+    """The work of `DRAFT_TOKENS` steps of the draft for every row: its weights, and its dense attention."""
+    draft, mesh, itemsize = job.draft, planned_mesh(sizes), np.dtype(job.dtype).itemsize
+    model = abstract_draft(draft, job.dtype, mesh)
+    weight_bytes = held_bytes(model) - held_bytes(model.embed_tokens)
+    kv_width = _kv_heads(draft.num_key_value_heads, sizes["tensor"]) * draft.head_dim * itemsize
+    key_bytes = 2 * kv_width * job.context * job.batch / page_shards(mesh)
+    flops = 2 * DRAFT_TOKENS * job.batch * weight_bytes / itemsize
+    return Work(flops, DRAFT_TOKENS * (weight_bytes + key_bytes), 0.0)
 
 
-def _kv_heads(heads: int, tensor: int) -> float:
-    """KV heads of one device: all where they cannot be divided."""
-    return heads / tensor if heads % tensor == 0 else float(heads)
+def _kv_heads(heads: int, tensor_size: int) -> float:
+    """KV heads of one device: all of them where the tensor axis cannot divide them."""
+    return heads / tensor_size if heads % tensor_size == 0 else float(heads)
 
 
 def _ring(size: float | int, devices: int) -> float:

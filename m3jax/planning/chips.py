@@ -56,19 +56,19 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Slice:
-    """Devices that are planned for."""
+    """A slice of accelerators: a kind of chip, and how many chips stand on each side of the torus."""
 
     chip: Chip
     shape: tuple[int, ...]
 
     @property
     def num_chips(self) -> int:
-        """Chips of the slice."""
+        """How many chips the slice has."""
         return math.prod(self.shape)
 
     @property
     def num_devices(self) -> int:
-        """Devices of the slice."""
+        """How many devices the slice has: two for each TPU7x chip, one for each other chip."""
         return self.num_chips * self.chip.devices
 
     def __str__(self):
@@ -76,19 +76,20 @@ class Slice:
 
 
 def parse_slice(text: str) -> Slice:
-    """A slice from "v5p:4x4x4" or "h200:8".
+    """Parse a slice, written as in "v5p:4x4x4" or "h200:8".
 
     Raises:
       ValueError: a chip or a shape that does not exist, with the nearest that does.
     """
     name, _, shape = text.strip().lower().partition(":")
     if name not in CHIPS:
-        near = difflib.get_close_matches(name, CHIPS, 1, 0.0)[0]
-        known = ", ".join(CHIPS)
-        raise ValueError(f"topology {text!r}: unknown chip {name!r}; the nearest known is {near!r} (all: {known})")
+        nearest_name = difflib.get_close_matches(name, CHIPS, 1, 0.0)[0]
+        raise ValueError(
+            f"topology {text!r}: unknown chip {name!r}; the nearest known is {nearest_name!r} (all: {', '.join(CHIPS)})"
+        )
     chip = CHIPS[name]
     sizes = tuple(map(int, shape.split("x"))) if re.fullmatch(r"\d+(x\d+)*", shape) else ()
-    nearest = _nearest(chip, sizes)
+    nearest = _nearest_shape(chip, sizes)
     if sizes != nearest:
         rule = f"1 to {chip.most} devices" if chip.kind == "gpu" else f"{chip.dims} sizes{_RULES[chip.dims]}"
         raise ValueError(f"topology {text!r}: {name} takes {rule}; the nearest valid is '{Slice(chip, nearest)}'")
@@ -99,25 +100,26 @@ _SIDES = (2, 4, 8, 16)
 _RULES = {2: ", each 2, 4, 8 or 16", 3: ", the first two even, all multiples of 4 above 4"}
 
 
-def _nearest(chip: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape itself where it exists, else the one with the closest number of chips."""
+def _nearest_shape(chip: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape itself where the chip has slices of it, else the one that is nearest in its sides, then in chips."""
     if chip.kind == "gpu":
         return (min(chip.most, max(1, math.prod(sizes))),)
     if _exists(chip, sizes):
         return sizes
-    side = _SIDES if chip.dims == 2 else (1, 2, *range(4, 33, 4))
-    shapes = [s for s in itertools.combinations_with_replacement(side, chip.dims) if _exists(chip, s)]
-    shapes += [s[::-1] for s in shapes if _exists(chip, s[::-1])]
-    return min(shapes, key=lambda s: (_distance(s, sizes), max(s)))
+    sides = _SIDES if chip.dims == 2 else (1, 2, *range(4, 33, 4))
+    shapes = [shape for shape in itertools.combinations_with_replacement(sides, chip.dims) if _exists(chip, shape)]
+    shapes += [shape[::-1] for shape in shapes if _exists(chip, shape[::-1])]
 
+    def distance(shape: tuple[int, ...]) -> tuple[int, int, int]:
+        pairs = zip(sorted(shape), sorted(sizes), strict=True) if len(shape) == len(sizes) else ()
+        in_chips = abs(math.prod(shape) - math.prod(sizes))
+        return sum(abs(side - given) for side, given in pairs), in_chips, max(shape)
 
-def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, int]:
-    """How far two shapes are apart: in their sides where both have as many, then in chips."""
-    sides = sum(abs(x - y) for x, y in zip(sorted(a), sorted(b), strict=True)) if len(a) == len(b) else 0
-    return sides, abs(math.prod(a) - math.prod(b))
+    return min(shapes, key=distance)
 
 
 def _exists(chip: Chip, sizes: tuple[int, ...]) -> bool:
-    if len(sizes) != chip.dims or not 0 < math.prod(sizes) <= chip.most or any(n % 2 for n in sizes[:2]):
+    """Whether there are slices of a TPU in this shape (`_RULES`)."""
+    if len(sizes) != chip.dims or not 0 < math.prod(sizes) <= chip.most or any(side % 2 for side in sizes[:2]):
         return False
-    return all(n in _SIDES if chip.dims == 2 else n in (1, 2) or n % 4 == 0 for n in sizes)
+    return all(side in _SIDES if chip.dims == 2 else side in (1, 2) or side % 4 == 0 for side in sizes)

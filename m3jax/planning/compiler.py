@@ -1,4 +1,4 @@
-"""Compiling for a slice in processes of their own: libtpu wants settings that this one must not have."""
+"""Compiles for a slice in processes of their own: libtpu wants settings that this process must not have."""
 
 import importlib.util
 import json
@@ -40,7 +40,10 @@ def compile_programs(
       RuntimeError: a process that ended without an answer.
     """
     check_compiler()
-    running = {name: _start(job.slice.chip) for name in programs}
+    command = [sys.executable, "-m", "m3jax.planning.program"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    settings = environment(job.slice.chip)
+    running = {name: subprocess.Popen(command, env=settings, **pipes) for name in programs}
     for name, process in running.items():
         process.stdin.write(pickle.dumps((job, sizes, name)))
         process.stdin.close()
@@ -53,24 +56,19 @@ def compile_programs(
 
 
 def environment(chip: Chip) -> dict[str, str]:
-    """What libtpu wants to be told where there is no TPU."""
-    told = {
+    """The environment of a process that compiles for a chip: what libtpu wants to be told where there is no TPU."""
+    settings = {
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": chip.compiler_name, "TPU_WORKER_HOSTNAMES": "localhost",
     }  # fmt: skip
-    return os.environ | told
-
-
-def _start(chip: Chip) -> subprocess.Popen:
-    command = [sys.executable, "-m", "m3jax.planning.program"]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(command, env=environment(chip), **pipes)
+    return os.environ | settings
 
 
 def _answer(name: str, process: subprocess.Popen) -> dict[str, Any]:
+    """What a compiling process prints; RuntimeError, with its last line, where it fails."""
     process.stdin = None  # closed; communicate would flush it
-    out, err = process.communicate()
+    answer, complaint = process.communicate()
     if process.returncode:
-        lines = err.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = complaint.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise RuntimeError(f"compiling {name} ended with status {process.returncode}: {lines[-1]}")
-    return json.loads(out)
+    return json.loads(answer)

@@ -1,4 +1,4 @@
-"""Counting in a compiled program: what its loops multiply, collectives, operations, memory traffic.
+"""Counts what a compiled program does: its collectives, operations and memory traffic, with its loops multiplied out.
 
 XLA's own cost analysis counts the body of a loop once. Here a body counts as often as its condition says, where that
 compares a counter with a constant; a loop whose end is data counts once. Of the branches of a conditional the most
@@ -23,11 +23,12 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "whil
          "partition-id", "replica-id", "iota", "optimization-barrier", "domain", "copy-done", "slice-done",
          "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-update"}  # fmt: skip
 _READS_PART = ("dynamic-slice", "slice", "gather")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # written in place; which operand is the update
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What one device does in one run of a program.
+    """What one device does in one run of a compiled program.
 
     Attributes:
       collectives: by kind, how many.
@@ -48,110 +49,147 @@ class Counts:
 
 @dataclass
 class _Cost:
-    count: Counter = field(default_factory=Counter)
-    size: Counter = field(default_factory=Counter)
+    """What a run of instructions comes to, in the units of `Counts`."""
+
+    collectives: Counter = field(default_factory=Counter)
+    collective_bytes: Counter = field(default_factory=Counter)
     flops: float = 0.0
     traffic: float = 0.0
-    unknown: int = 0
+    unknown_loops: int = 0
 
     def add(self, other: "_Cost", times: int = 1) -> None:
-        for name, n in other.count.items():
-            self.count[name] += n * times
-            self.size[name] += other.size[name] * times
+        """Add what comes to pass `times` times; a loop of unknown length in it is one such loop all the same."""
+        for kind, number in other.collectives.items():
+            self.collectives[kind] += number * times
+            self.collective_bytes[kind] += other.collective_bytes[kind] * times
         self.flops += other.flops * times
         self.traffic += other.traffic * times
-        self.unknown += other.unknown
+        self.unknown_loops += other.unknown_loops
 
 
 @dataclass
 class _Instruction:
+    """One line of a computation: `name = type op(operands), attributes`."""
+
     name: str
     type: str
     op: str
-    rest: str
-    root: bool
+    rest: str  # operands and attributes, from behind the bracket
+    is_root: bool
 
     @cached_property
     def operands(self) -> list[str]:
         return re.findall(r"%[\w.\-]+", self.rest.split(")", 1)[0])
 
+    @cached_property
+    def branches(self) -> list[str]:
+        """The computations of a conditional's branches, which are numbered, or called true and false."""
+        numbered = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
+        names = re.findall(r"%[\w.\-]+", numbered[1]) if numbered else []
+        named = (self.called("true_computation"), self.called("false_computation"))
+        return names or [name for name in named if name]
+
     def called(self, key: str) -> str | None:
+        """The computation that an attribute names: "calls" of a fusion, "body" of a loop."""
         found = re.search(rf"\b{key}=(%[\w.\-]+)", self.rest)
         return found and found[1]
 
-    @cached_property
-    def branches(self) -> list[str]:
-        found = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
-        names = re.findall(r"%[\w.\-]+", found[1]) if found else []
-        return names or [n for n in (self.called("true_computation"), self.called("false_computation")) if n]
+
+# A computation: its instructions by name.
+_Computation = dict[str, _Instruction]
 
 
 def count(text: str, heaviest: int = 5) -> Counts:
-    """Count in the text of a compiled module (`jax.stages.Compiled.as_text`)."""
+    """Count what one device does in a run of a compiled program.
+
+    Args:
+      text: of the compiled module (`jax.stages.Compiled.as_text`).
+      heaviest: how many of the instructions with the most traffic are named.
+    """
     program = _Program(text)
     cost = program.cost(program.entry)
-    found = sorted(program.runs(program.entry), key=lambda run: -run[0])[:heaviest]
-    return Counts(dict(cost.count), dict(cost.size), cost.flops, cost.traffic, cost.unknown, found)
+    runs = sorted(program.runs(program.entry), key=lambda run: -run[0])
+    return Counts(
+        collectives=dict(cost.collectives),
+        collective_bytes=dict(cost.collective_bytes),
+        flops=cost.flops,
+        traffic=cost.traffic,
+        unknown_loops=cost.unknown_loops,
+        heaviest=runs[:heaviest],
+    )
 
 
 class _Program:
+    """A compiled module: its computations by name, and what a run of each costs."""
+
     def __init__(self, text: str):
-        self.computations: dict[str, dict[str, _Instruction]] = {}
-        self.entry, self._known = "", {}
+        self.computations: dict[str, _Computation] = {}
+        self.entry = ""
+        self._costs: dict[str, _Cost] = {}
+        with_mark = lambda name: name if name.startswith("%") else f"%{name}"
         for line in text.splitlines():
             if head := _HEAD.match(line):
-                current = self.computations.setdefault(_name(head[2]), {})
-                self.entry = _name(head[2]) if head[1] else self.entry
+                is_entry, name = head.groups()
+                current = self.computations.setdefault(with_mark(name), {})
+                self.entry = with_mark(name) if is_entry else self.entry
             elif found := _LINE.match(line):
-                root, name, kind, op, rest = found.groups()
-                current[_name(name)] = _Instruction(_name(name), kind, op, rest, bool(root))
+                root, name, result_type, op, rest = found.groups()
+                current[with_mark(name)] = _Instruction(with_mark(name), result_type, op, rest, bool(root))
 
     def cost(self, name: str) -> _Cost:
-        """Of one run of a computation."""
-        if name not in self._known:
-            out = _Cost()
+        """The cost of one run of a computation."""
+        if name not in self._costs:
+            total = _Cost()
             for instruction in self.computations[name].values():
-                out.add(self._one(instruction, self.computations[name]))
-            self._known[name] = out
-        return self._known[name]
+                total.add(self._instruction_cost(instruction, self.computations[name]))
+            self._costs[name] = total
+        return self._costs[name]
 
     def runs(self, name: str, times: int = 1) -> Iterator[tuple[float, int, str]]:
         """(bytes, times, origin) of each instruction that one run of a computation comes to."""
-        for i in self.computations[name].values():
-            if i.op == "while":
-                turns = self._turns(i.called("condition")) or 1
-                yield from self.runs(i.called("body"), times * turns)
-            elif i.op == "conditional":
-                yield from self.runs(self._dearest(i), times)
-            elif i.op not in _FREE and i.op != "async-start":
-                origin = re.search(r'op_name="([^"]*)"', i.rest)
-                yield times * self._traffic(i, self.computations[name]), times, origin[1] if origin else i.name
+        for instruction in self.computations[name].values():
+            if instruction.op == "while":
+                turns = self._turns(instruction.called("condition")) or 1
+                yield from self.runs(instruction.called("body"), times * turns)
+            elif instruction.op == "conditional":
+                yield from self.runs(self._dearest_branch(instruction), times)
+            elif instruction.op not in _FREE and instruction.op != "async-start":
+                origin = re.search(r'op_name="([^"]*)"', instruction.rest)
+                traffic = times * self._traffic(instruction, self.computations[name])
+                yield traffic, times, origin[1] if origin else instruction.name
 
-    def _dearest(self, i: _Instruction) -> str:
-        return max(i.branches, key=lambda b: (self.cost(b).traffic, self.cost(b).flops))
+    def _dearest_branch(self, conditional: _Instruction) -> str:
+        return max(conditional.branches, key=lambda branch: (self.cost(branch).traffic, self.cost(branch).flops))
 
-    def _one(self, i: _Instruction, around: dict[str, _Instruction]) -> _Cost:
-        out = _Cost()
-        if i.op == "while":
-            turns = self._turns(i.called("condition"))
-            out.add(self.cost(i.called("body")), turns or 1)
-            out.unknown += turns is None
-        elif i.op == "conditional":
-            out.add(self.cost(self._dearest(i)))
-        elif i.op in ("call", "async-start") and (inner := i.called("to_apply") or i.called("calls")):
-            out.add(self.cost(inner))
-        kind = i.op.removesuffix("-start")
+    def _instruction_cost(self, instruction: _Instruction, around: _Computation) -> _Cost:
+        """The cost of one run of an instruction, with the computations that it calls."""
+        cost = _Cost()
+        op = instruction.op
+        if op == "while":
+            turns = self._turns(instruction.called("condition"))
+            cost.add(self.cost(instruction.called("body")), turns or 1)
+            cost.unknown_loops += turns is None
+        elif op == "conditional":
+            cost.add(self.cost(self._dearest_branch(instruction)))
+        elif op in ("call", "async-start"):
+            inner = instruction.called("to_apply") or instruction.called("calls")
+            if inner:
+                cost.add(self.cost(inner))
+        kind = op.removesuffix("-start")
         if kind in COLLECTIVES:
-            out.count[kind], out.size[kind] = 1, _largest(i.type) if i.op != kind else _size(i.type)
-        out.flops += self._flops(i, around)
-        if i.op not in _FREE and i.op != "async-start":
-            out.traffic += self._traffic(i, around)
-        return out
+            # The result of a start is a tuple of operand and result, of which the larger is what is sent.
+            sizes = [size for _, size, _ in _arrays(instruction.type)]
+            cost.collectives[kind] = 1
+            cost.collective_bytes[kind] = float(sum(sizes) if op == kind else max(sizes, default=0.0))
+        cost.flops += self._flops(instruction, around)
+        if op not in _FREE and op != "async-start":
+            cost.traffic += self._traffic(instruction, around)
+        return cost
 
     def _turns(self, name: str) -> int | None:
-        """How often a loop runs whose condition is `counter < constant`."""
+        """How often a loop runs whose condition is `counter < constant`; None for any other condition."""
         condition = self.computations[name]
-        root = next(i for i in condition.values() if i.root)
+        root = _root(condition)
         if root.op != "compare" or "direction=LT" not in root.rest:
             return None
         for operand in root.operands:
@@ -160,110 +198,113 @@ class _Program:
                 return int(number[1])
         return None
 
-    def _flops(self, i: _Instruction, around: dict[str, _Instruction]) -> float:
-        if i.op == "fusion":
-            inner = self.computations[i.called("calls")]
-            return float(sum(self._flops(x, inner) for x in inner.values()))
-        if i.op not in ("dot", "convolution"):
+    def _flops(self, instruction: _Instruction, around: _Computation) -> float:
+        """Operations of an instruction's matrix products: two for each product that is summed."""
+        if instruction.op == "fusion":
+            fused = self.computations[instruction.called("calls")]
+            return float(sum(self._flops(inner, fused) for inner in fused.values()))
+        if instruction.op not in ("dot", "convolution"):
             return 0.0
-        return 2.0 * _elements(i.type) * _contracted(i, [around[o].type for o in i.operands])
+        elements = sum(elements for elements, _, _ in _arrays(instruction.type))
+        operand_types = [around[operand].type for operand in instruction.operands]
+        return 2.0 * elements * _contracted(instruction, operand_types)
 
-    def _traffic(self, i: _Instruction, around: dict[str, _Instruction]) -> float:
-        if i.op != "fusion":
-            reads = sum(_hbm(around[o].type) for o in i.operands if o in around)
-            if i.op in _READS_PART:
-                reads = _size(i.type)
-            elif i.op in ("dynamic-update-slice", "scatter"):
-                return 2.0 * _hbm(around[i.operands[-1 if i.op == "scatter" else 1]].type)
-            return reads + (_hbm(i.type) if not i.op.endswith("-start") else 0.0)
-        inner = self.computations[i.called("calls")]
-        parameters = {int(x.rest.split(")")[0]): x for x in inner.values() if x.op == "parameter"}
-        reads = sum(
-            min(_hbm(around[o].type), self._read(parameters[n], inner)) for n, o in enumerate(i.operands) if o in around
-        )
-        return reads + self._written(i, inner)
+    def _traffic(self, instruction: _Instruction, around: _Computation) -> float:
+        """Bytes that an instruction reads from HBM and writes to it."""
+        op, operands = instruction.op, instruction.operands
+        if op == "fusion":
+            fused = self.computations[instruction.called("calls")]
+            parameters = {int(inner.rest.split(")")[0]): inner for inner in fused.values() if inner.op == "parameter"}
+            read = sum(
+                min(_hbm_size(around[operand].type), self._read_of(parameters[number], fused))
+                for number, operand in enumerate(operands)
+                if operand in around
+            )
+            return read + self._written_by(instruction, fused)
+        if op in _UPDATES:
+            return 2.0 * _hbm_size(around[operands[_UPDATES[op]]].type)
+        if op in _READS_PART:
+            read = _size(instruction.type)
+        else:
+            read = sum(_hbm_size(around[operand].type) for operand in operands if operand in around)
+        return read + (0.0 if op.endswith("-start") else _hbm_size(instruction.type))
 
-    def _read(self, parameter: _Instruction, inner: dict[str, _Instruction]) -> float:
-        """Bytes of a fusion's operand that are read: a part, where only parts of it are taken."""
+    def _read_of(self, parameter: _Instruction, fused: _Computation) -> float:
+        """Bytes that a fusion reads of one operand: a part, where it takes nothing but parts of it."""
         total = 0.0
-        for user in _users(parameter, inner):
+        for user in fused.values():
+            if parameter.name not in user.operands:
+                continue
             place = user.operands.index(parameter.name)
             if user.op in _READS_PART and place == 0:
                 total += _size(user.type)
-            elif user.op in ("dynamic-update-slice", "scatter") and place == 0:
-                continue
+            elif user.op in _UPDATES and place == 0:
+                continue  # it is written in place
             elif user.op == "bitcast":
-                total += self._read(user, inner)
+                total += self._read_of(user, fused)
             elif user.op == "fusion":
                 nested = self.computations[user.called("calls")]
-                own = next(x for x in nested.values() if x.op == "parameter" and x.rest.startswith(f"{place})"))
-                total += self._read(own, nested)
+                inner_parameter = next(
+                    inner for inner in nested.values() if inner.op == "parameter" and inner.rest.startswith(f"{place})")
+                )
+                total += self._read_of(inner_parameter, nested)
             else:
                 return _size(parameter.type)
         return total
 
-    def _written(self, i: _Instruction, inner: dict[str, _Instruction]) -> float:
-        """Bytes of a fusion's result: an update in place writes the update alone."""
-        root = next(x for x in inner.values() if x.root)
-        roots = [inner[o] for o in root.operands] if root.op == "tuple" else [root]
-        updates = [self._update(x, inner) for x in roots]
+    def _written_by(self, fusion: _Instruction, fused: _Computation) -> float:
+        """Bytes of a fusion's result that are written: of an update in place the update alone."""
+        root = _root(fused)
+        results = [fused[operand] for operand in root.operands] if root.op == "tuple" else [root]
+        updates = [self._update_size(result, fused) for result in results]
         if any(updates):
-            return float(sum(u or _hbm(x.type) for u, x in zip(updates, roots, strict=True)))
-        return _hbm(i.type)
+            pairs = zip(updates, results, strict=True)
+            return float(sum(update or _hbm_size(result.type) for update, result in pairs))
+        return _hbm_size(fusion.type)
 
-    def _update(self, i: _Instruction, inner: dict[str, _Instruction]) -> float:
-        """Bytes of the update, if this is one."""
-        if i.op == "bitcast" and i.operands[0] in inner:
-            return self._update(inner[i.operands[0]], inner)
-        if i.op == "fusion":
-            nested = self.computations[i.called("calls")]
-            return self._update(next(x for x in nested.values() if x.root), nested)
-        if i.op not in ("dynamic-update-slice", "scatter"):
+    def _update_size(self, instruction: _Instruction, around: _Computation) -> float:
+        """Bytes of the update that an instruction writes in place; 0 if it does not update."""
+        if instruction.op == "bitcast" and instruction.operands[0] in around:
+            return self._update_size(around[instruction.operands[0]], around)
+        if instruction.op == "fusion":
+            nested = self.computations[instruction.called("calls")]
+            return self._update_size(_root(nested), nested)
+        if instruction.op not in _UPDATES:
             return 0.0
-        return _size(inner[i.operands[-1 if i.op == "scatter" else 1]].type)
+        return _size(around[instruction.operands[_UPDATES[instruction.op]]].type)
 
 
-def _name(name: str) -> str:
-    return name if name.startswith("%") else f"%{name}"
+def _root(computation: _Computation) -> _Instruction:
+    """The instruction whose result is that of the computation."""
+    return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
-def _users(i: _Instruction, inner: dict[str, _Instruction]) -> Iterator[_Instruction]:
-    return (x for x in inner.values() if i.name in x.operands)
-
-
-def _arrays(kind: str) -> Iterator[tuple[int, float, str]]:
-    """(elements, bytes, layout) of each array of a type."""
-    for dtype, shape, layout in _ARRAY.findall(kind):
-        elements = math.prod(int(n) for n in shape.split(",") if n)
+def _arrays(type_text: str) -> Iterator[tuple[int, float, str]]:
+    """(elements, bytes, layout) of each array of a type, which may be a tuple."""
+    for dtype, shape, layout in _ARRAY.findall(type_text):
+        elements = math.prod(int(size) for size in shape.split(",") if size)
         yield elements, elements * _BITS.get(dtype, 8 if dtype.startswith("f8") else 0) / 8, layout
 
 
-def _elements(kind: str) -> int:
-    return sum(n for n, _, _ in _arrays(kind))
+def _size(type_text: str) -> float:
+    """Bytes of all arrays of a type."""
+    return float(sum(size for _, size, _ in _arrays(type_text)))
 
 
-def _size(kind: str) -> float:
-    return float(sum(size for _, size, _ in _arrays(kind)))
+def _hbm_size(type_text: str) -> float:
+    """Bytes of the arrays of a type that lie in HBM: in memory space 0, which a layout does not write out."""
+    return float(sum(size for _, size, layout in _arrays(type_text) if not re.search(r"S\([1-9]\d*\)", layout)))
 
 
-def _largest(kind: str) -> float:
-    return float(max((size for _, size, _ in _arrays(kind)), default=0.0))
-
-
-def _hbm(kind: str) -> float:
-    """Bytes that lie in HBM: memory space 0, which is not written out."""
-    return float(sum(size for _, size, layout in _arrays(kind) if not re.search(r"S\([1-9]\d*\)", layout)))
-
-
-def _contracted(i: _Instruction, operands: list[str]) -> int:
-    """Products that each element of the result sums."""
-    shape = lambda kind: [int(n) for n in _ARRAY.search(kind)[2].split(",") if n]
-    if i.op == "dot":
-        dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)[1]
-        return math.prod(shape(operands[0])[int(n)] for n in dims.split(",") if n)
+def _contracted(instruction: _Instruction, operand_types: list[str]) -> int:
+    """How many products each element of a matrix product's result sums."""
+    shape = lambda type_text: [int(size) for size in _ARRAY.search(type_text)[2].split(",") if size]
+    if instruction.op == "dot":
+        axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)[1]
+        return math.prod(shape(operand_types[0])[int(axis)] for axis in axes.split(",") if axis)
     # A product of matrices is a convolution here, whose window is one place wide where it stands for a batch.
-    kernel = re.search(r"dim_labels=\w+_(\w+)->", i.rest)[1]
-    sizes = dict(zip(kernel, shape(operands[1]), strict=True))
-    batched = "lhs_dilate" in i.rest or "rhs_reversal" in i.rest
-    window = 1 if batched else math.prod(n for label, n in sizes.items() if label.isdigit())
-    return window * sizes["i"]
+    kernel_labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)[1]
+    kernel_sizes = dict(zip(kernel_labels, shape(operand_types[1]), strict=True))
+    is_batched = "lhs_dilate" in instruction.rest or "rhs_reversal" in instruction.rest
+    window = 1 if is_batched else math.prod(size for label, size in kernel_sizes.items() if label.isdigit())
+    return window * kernel_sizes["i"]

@@ -1,11 +1,11 @@
-"""What is planned: a model, a slice, and the requests it shall serve."""
+"""The question to the planner: a model, a slice, and the requests it shall serve."""
 
 from dataclasses import dataclass
 
 from m3jax.cache.storage import DTYPES as CACHE_DTYPES
 from m3jax.config import M3Config
+from m3jax.model.build import DTYPES
 from m3jax.model.eagle3 import Eagle3Config
-from m3jax.model.params import DTYPES
 from m3jax.planning.chips import Slice
 
 # Published facts of Inferact/MiniMax-M3-EAGLE3 (its config.json was not read).
@@ -18,7 +18,7 @@ DRAFT_TOKENS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One question to the planner.
+    """What is planned: a model on a slice, and the requests that it serves there.
 
     Attributes:
       config: the model.
@@ -48,18 +48,20 @@ class Job:
     backend: str = "xla"
 
     def __post_init__(self):
-        most = self.config.max_position_embeddings
-        _in_range("context", self.context, 1, most, "the model's context")
-        _in_range("batch", self.batch, 1, 1 << 20, "the most rows that are planned")
-        _in_range("prefill-chunk", self.chunk, 1, most, "the model's context")
-        _one_of("dtype", self.dtype, [name for name in DTYPES if name != "float64"])
-        for name in ("kv_dtype", "index_dtype"):
-            if getattr(self, name) is not None:
-                _one_of(name.replace("_", "-"), getattr(self, name), [n for n in CACHE_DTYPES if n != "float64"])
+        longest = self.config.max_position_embeddings
+        _check_range("context", self.context, longest, "the model's context")
+        _check_range("batch", self.batch, 1 << 20, "the most rows that are planned")
+        _check_range("prefill-chunk", self.chunk, longest, "the model's context")
+        cache_dtypes = [dtype for dtype in CACHE_DTYPES if dtype != "float64"]
+        _check_choice("dtype", self.dtype, [dtype for dtype in DTYPES if dtype != "float64"])
+        if self.kv_dtype is not None:
+            _check_choice("kv-dtype", self.kv_dtype, cache_dtypes)
+        if self.index_dtype is not None:
+            _check_choice("index-dtype", self.index_dtype, cache_dtypes)
 
     @property
     def blocks(self) -> int:
-        """M, pages of a row."""
+        """How many blocks (= pages) a row has, M."""
         return -(-self.context // self.config.index_block_size)
 
     @property
@@ -73,13 +75,12 @@ class Job:
         return self.index_dtype or self.dtype
 
 
-def _in_range(name: str, value: int, low: int, high: int, what: str) -> None:
-    if not low <= value <= high:
-        raise ValueError(
-            f"--{name} {value}: must be {low} to {high} ({what}); the nearest is {min(max(value, low), high)}"
-        )
+def _check_range(name: str, value: int, largest: int, reason: str) -> None:
+    if not 1 <= value <= largest:
+        nearest = min(max(value, 1), largest)
+        raise ValueError(f"--{name} {value}: must be 1 to {largest} ({reason}); the nearest is {nearest}")
 
 
-def _one_of(name: str, value: str, allowed: list[str]) -> None:
+def _check_choice(name: str, value: str, allowed: list[str]) -> None:
     if value not in allowed:
         raise ValueError(f"--{name} {value!r}: allowed are {', '.join(allowed)}")

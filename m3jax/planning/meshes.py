@@ -12,7 +12,7 @@ from m3jax.planning.job import Job
 
 
 class Candidate(NamedTuple):
-    """A mesh and what arithmetic says of it."""
+    """A mesh of a slice, and what arithmetic says of a job on it."""
 
     sizes: dict[str, int]
     memory: Memory
@@ -21,12 +21,12 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As `--mesh` takes it."""
+        """The sizes as `--mesh` takes them."""
         return mesh_name(self.sizes)
 
 
 def mesh_name(sizes: dict[str, int]) -> str:
-    """Axes and sizes, as in data=1,context=2,expert=4,tensor=8."""
+    """The name of a mesh: its axes and sizes, as in data=1,context=2,expert=4,tensor=8."""
     return ",".join(f"{axis}={sizes[axis]}" for axis in AXES)
 
 
@@ -36,31 +36,43 @@ def candidates(job: Job) -> list[Candidate]:
     Those that fit come first, in the order of the product of both times (no weight says what a token of a prompt is
     worth against a decoded one), then the others, the smallest first.
     """
-    found = [evaluate(job, sizes) for sizes in divisions(job)]
     chip = job.slice.chip
-    time = lambda c: c.decode.roofline(chip) * c.prefill.roofline(chip)
-    return sorted(found, key=lambda c: (not c.memory.fits, time(c) if c.memory.fits else c.memory.total))
+
+    def rank(candidate: Candidate) -> tuple[bool, float]:
+        if not candidate.memory.fits:
+            return True, candidate.memory.total
+        return False, candidate.decode.roofline(chip) * candidate.prefill.roofline(chip)
+
+    return sorted((evaluate(job, sizes) for sizes in divisions(job)), key=rank)
 
 
 def evaluate(job: Job, sizes: dict[str, int]) -> Candidate:
-    """What arithmetic says of one mesh."""
+    """Count what a job needs on one mesh, and how fast it could be there; nothing is compiled."""
     return Candidate(
-        sizes, arithmetic.memory(job, sizes), arithmetic.decode(job, sizes), arithmetic.prefill(job, sizes)
+        sizes=sizes,
+        memory=arithmetic.memory(job, sizes),
+        decode=arithmetic.decode(job, sizes),
+        prefill=arithmetic.prefill(job, sizes),
     )
 
 
 def divisions(job: Job) -> Iterator[dict[str, int]]:
-    """Sizes whose product is the slice's, and which divide what they should."""
-    count = job.slice.num_devices
-    for tensor in filter(lambda n: _tensor_divides(job.config, n), _divisors(count)):
-        for expert in (n for n in _divisors(count // tensor) if job.config.num_local_experts % n == 0):
-            rest = count // tensor // expert
-            for data in (n for n in _divisors(rest) if job.batch % n == 0):
-                yield dict(data=data, context=rest // data, expert=expert, tensor=tensor)
+    """The meshes that use all of a job's slice, and whose axes divide what lies on them."""
+    devices = job.slice.num_devices
+    for tensor in _divisors(devices):
+        if not _tensor_divides(job.config, tensor):
+            continue
+        for expert in _divisors(devices // tensor):
+            if job.config.num_local_experts % expert:
+                continue
+            remaining = devices // tensor // expert
+            for data in _divisors(remaining):
+                if job.batch % data == 0:
+                    yield dict(data=data, context=remaining // data, expert=expert, tensor=tensor)
 
 
 def parse_sizes(text: str, job: Job) -> dict[str, int]:
-    """Sizes from "context=4,expert=4,tensor=4"; axes left out have size 1.
+    """Parse the sizes of a mesh, written as in "context=4,expert=4,tensor=4"; axes left out have size 1.
 
     Raises:
       ValueError: an unknown axis, or sizes that do not divide the slice or the model, with the nearest that do.
@@ -74,29 +86,31 @@ def parse_sizes(text: str, job: Job) -> dict[str, int]:
     allowed = list(divisions(job))
     if sizes in allowed:
         return sizes
-    near = min(allowed, key=lambda s: sum(abs(math.log2(s[a] / sizes[a])) for a in AXES))
-    raise ValueError(f"--mesh {text!r}: {_why_not(sizes, job)}; the nearest valid is '{mesh_name(near)}'")
+    distance = lambda other: sum(abs(math.log2(other[axis] / sizes[axis])) for axis in AXES)
+    nearest = mesh_name(min(allowed, key=distance))
+    raise ValueError(f"--mesh {text!r}: {_why_not(sizes, job)}; the nearest valid is '{nearest}'")
 
 
 def _why_not(sizes: dict[str, int], job: Job) -> str:
-    product, count = math.prod(sizes.values()), job.slice.num_devices
-    if product != count:
-        return f"is {product} devices and {job.slice} has {count}"
-    if not _tensor_divides(job.config, sizes["tensor"]):
-        c = job.config
+    """The first reason for which a mesh is none of `divisions`."""
+    config, devices = job.config, math.prod(sizes.values())
+    if devices != job.slice.num_devices:
+        return f"is {devices} devices and {job.slice} has {job.slice.num_devices}"
+    if not _tensor_divides(config, sizes["tensor"]):
         return (
-            f"tensor = {sizes['tensor']} does not divide {c.num_attention_heads} heads, a vocabulary of {c.vocab_size} "
-            f"and hidden widths of {c.intermediate_size}, {c.dense_intermediate_size} and {c.shared_intermediate_size}"
+            f"tensor = {sizes['tensor']} does not divide {config.num_attention_heads} heads, a vocabulary of "
+            f"{config.vocab_size} and hidden widths of {config.intermediate_size}, {config.dense_intermediate_size} "
+            f"and {config.shared_intermediate_size}"
         )
-    if job.config.num_local_experts % sizes["expert"]:
-        return f"expert = {sizes['expert']} does not divide {job.config.num_local_experts} experts"
+    if config.num_local_experts % sizes["expert"]:
+        return f"expert = {sizes['expert']} does not divide {config.num_local_experts} experts"
     return f"data = {sizes['data']} does not divide {job.batch} rows"
 
 
-def _tensor_divides(c: M3Config, size: int) -> bool:
-    widths = c.intermediate_size, c.dense_intermediate_size, c.shared_intermediate_size
-    return all(n % size == 0 for n in (c.num_attention_heads, c.vocab_size, *widths))
+def _tensor_divides(config: M3Config, tensor_size: int) -> bool:
+    widths = config.intermediate_size, config.dense_intermediate_size, config.shared_intermediate_size
+    return all(size % tensor_size == 0 for size in (config.num_attention_heads, config.vocab_size, *widths))
 
 
-def _divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,4 +1,4 @@
-"""The engine's two programs for a slice that is not there: shapes, lowering, compilation with the TPU's own compiler.
+"""Compiles the engine's two programs, with the TPU's own compiler, for a slice that is not there.
 
 Runs in a process of its own (`m3jax.planning.compiler`), because libtpu takes settings from the environment.
 """
@@ -28,13 +28,13 @@ STOP_IDS = 4
 
 
 def main() -> None:
-    """Answer one question: a pickled (job, sizes, program) on stdin, JSON on stdout."""
+    """Compile the program of a pickled (job, sizes, program name) on stdin, and print the answer as JSON."""
     job, sizes, name = pickle.load(sys.stdin.buffer)
     json.dump(compile_program(job, sizes, name), sys.stdout)
 
 
 def compile_program(job: Job, sizes: dict[str, int], name: str) -> dict[str, Any]:
-    """Compile one program and read what the compiler says of it.
+    """Compile one of the engine's programs and read what the compiler says of it.
 
     Args:
       job: the model and its requests.
@@ -46,27 +46,27 @@ def compile_program(job: Job, sizes: dict[str, int], name: str) -> dict[str, Any
       code in bytes, and what `hlo.count` finds, all for one device.
     """
     mesh = topology_mesh(str(job.slice), sizes)
-    began = time.perf_counter()
+    start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # so that the model is traced for its devices, not ours
         lowered = (decode if name == "decode" else prefill)(job, mesh).lower()
-    out = {"lower_seconds": time.perf_counter() - began}
-    began = time.perf_counter()
+    answer = {"lower_seconds": time.perf_counter() - start}
+    start = time.perf_counter()
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        return out | {"compile_seconds": time.perf_counter() - began, "error": str(error)}
-    sizes_of = compiled.memory_analysis()
-    return out | {
-        "compile_seconds": time.perf_counter() - began,
-        "arguments": sizes_of.argument_size_in_bytes,
-        "temporaries": sizes_of.temp_size_in_bytes,
-        "fresh_outputs": sizes_of.output_size_in_bytes - sizes_of.alias_size_in_bytes,
-        "code": sizes_of.generated_code_size_in_bytes,
+        return answer | {"compile_seconds": time.perf_counter() - start, "error": str(error)}
+    answer["compile_seconds"] = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    return answer | {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "fresh_outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,  # those that no argument gave way to
+        "code": memory.generated_code_size_in_bytes,
     } | asdict(hlo.count(compiled.as_text()))  # fmt: skip
 
 
 def topology_mesh(topology: str, sizes: dict[str, int]) -> Mesh:
-    """A mesh of devices that are described, not there."""
+    """A mesh of a slice's devices, which are described and not there."""
     devices = topologies.get_topology_desc(topology, "tpu").devices
     shape = [sizes[axis] for axis in AXES]
     try:
@@ -80,15 +80,15 @@ def topology_mesh(topology: str, sizes: dict[str, int]) -> Mesh:
 def decode(job: Job, mesh: Mesh) -> Any:
     """`device.decode` of one step, traced."""
     state, layout = _state(job, mesh)
-    return device.decode.trace(_model(job, mesh), state, _shape(), room=1, layout=layout)
+    return device.decode.trace(_model(job, mesh), state, _shape(), max_steps=1, layout=layout)
 
 
 def prefill(job: Job, mesh: Mesh) -> Any:
     """`device.prefill` of a chunk of one prompt, traced."""
     state, layout = _state(job, mesh)
     chunk = device.Chunk(_shape(1), _shape(1, job.chunk), _shape(1), _shape(1))
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _rows(job, 1))
-    return device.prefill.trace(_model(job, mesh), state, chunk, rows, layout=layout)
+    continuations = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _continuations(job, 1))
+    return device.prefill.trace(_model(job, mesh), state, chunk, continuations, layout=layout)
 
 
 def _model(job: Job, mesh: Mesh) -> Any:
@@ -103,14 +103,14 @@ def _state(job: Job, mesh: Mesh) -> tuple[device.State, device.Layout]:
     each = lambda: place(_shape(job.batch))
     structure = jax.tree.structure(jax.eval_shape(lambda: new_cache(job, mesh)))
     cache = jax.tree.unflatten(structure, cache_shapes(job, mesh))
-    state = device.State(cache, jax.tree.map(place, _rows(job, job.batch)), each(), each(), each())
+    state = device.State(cache, jax.tree.map(place, _continuations(job, job.batch)), each(), each(), each())
     return state, tuple(x.sharding for x in jax.tree.leaves(state))
 
 
-def _rows(job: Job, count: int) -> device.Rows:
+def _continuations(job: Job, count: int) -> device.Continuations:
     sampling = SamplingParams.stack([Sampling.greedy()] * count)
     seen = jax.ShapeDtypeStruct((count, job.config.vocab_size), jnp.bool_)
-    return device.Rows(sampling, _shape(count, STOP_IDS), _shape(count), _shape(count), seen)
+    return device.Continuations(sampling, _shape(count, STOP_IDS), _shape(count), _shape(count), seen)
 
 
 def _shape(*shape: int) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""What the planner found, as data and as text."""
+"""Reports what the planner found, as data and as text."""
 
 from typing import Any
 
@@ -15,62 +15,73 @@ _WIDTH = 80
 def as_dict(
     job: Job, chosen: Candidate, ranked: list[Candidate], compiled: dict[str, dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Everything, in bytes and seconds, for one device."""
+    """Everything that the planner found for one device, in bytes and seconds.
+
+    Args:
+      job: what was planned.
+      chosen: the mesh that the plan is for.
+      ranked: all meshes, best first.
+      compiled: what `compile_programs` returned for the chosen mesh, or None where nothing was compiled.
+    """
     chip = job.slice.chip
-    programs = {
-        name: _program(getattr(chosen, name), (compiled or {}).get(name), chip) for name in ("decode", "prefill")
-    }
-    memory = _memory(chosen, compiled)
+    answers = {} if compiled is None else compiled
+    memory = _memory(chosen, answers)
+    is_refused = any("error" in answer for answer in answers.values())
+    shown = [
+        {
+            "mesh": candidate.name, "fits": candidate.memory.fits, "total": candidate.memory.total,
+            "decode": candidate.decode.roofline(chip), "prefill": candidate.prefill.roofline(chip),
+        }
+        for candidate in ranked[:_SHOWN]
+    ]  # fmt: skip
     return {
         "topology": str(job.slice), "devices": job.slice.num_devices, "context": job.context, "batch": job.batch,
         "dtype": job.dtype, "kv_dtype": job.kv, "index_dtype": job.index, "prefill_chunk": job.chunk,
         "draft": job.draft is not None, "mesh": chosen.name, "how": "arithmetic" if compiled is None else "compiled",
-        "memory": memory, "fits": _fits(memory, compiled), "decode": programs["decode"], "prefill": programs["prefill"],
-        "meshes": [_short(c, chip) for c in ranked[:_SHOWN]],
+        "memory": memory, "fits": not is_refused and memory["total"] <= memory["limit"],
+        "decode": _program(chosen.decode, answers.get("decode"), chip),
+        "prefill": _program(chosen.prefill, answers.get("prefill"), chip), "meshes": shown,
     }  # fmt: skip
 
 
-def _memory(chosen: Candidate, compiled) -> dict[str, float]:
-    m = chosen.memory
-    out = {"weights": m.weights, "experts": m.experts, "keys_and_values": m.cache, "index_keys": m.index_keys,
-           "draft": m.draft, "temporaries": m.temporaries, "limit": m.limit}  # fmt: skip
-    done = [c for c in (compiled or {}).values() if "error" not in c]
-    if done and len(done) == len(compiled):
-        out["temporaries"] = max(c["temporaries"] + c["fresh_outputs"] + c["code"] for c in done)
-        out["arguments"] = max(c["arguments"] for c in done)
-    held = m.weights + m.cache + m.index_keys
-    return out | {"total": max(held, out.get("arguments", 0.0)) + m.draft + out["temporaries"]}
+def _memory(chosen: Candidate, answers: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Bytes of memory by what lies there; where both programs were compiled, with the compiler's own numbers."""
+    planned = chosen.memory
+    out = {
+        "weights": planned.weights, "experts": planned.experts, "keys_and_values": planned.cache,
+        "index_keys": planned.index_keys, "draft": planned.draft, "temporaries": planned.temporaries,
+        "limit": planned.limit,
+    }  # fmt: skip
+    accepted = [answer for answer in answers.values() if "error" not in answer]
+    if accepted and len(accepted) == len(answers):
+        out["temporaries"] = max(a["temporaries"] + a["fresh_outputs"] + a["code"] for a in accepted)
+        out["arguments"] = max(answer["arguments"] for answer in accepted)
+    lasting = max(planned.weights + planned.cache + planned.index_keys, out.get("arguments", 0.0))
+    return out | {"total": lasting + planned.draft + out["temporaries"]}
 
 
-def _fits(memory: dict[str, float], compiled) -> bool:
-    refused = any("error" in c for c in (compiled or {}).values())
-    return not refused and memory["total"] <= memory["limit"]
-
-
-def _program(work: Work, compiled: dict[str, Any] | None, chip: Chip) -> dict[str, Any]:
-    out = {"least": {"flops": work.flops, "traffic": work.traffic, "sent": work.sent, "seconds": work.roofline(chip),
-                     "by": work.seconds(chip)}}  # fmt: skip
-    if compiled is None or "error" in compiled:
-        return out if compiled is None else out | {"compiled": compiled}
-    real = Work(compiled["flops"], compiled["traffic"], sum(compiled["collective_bytes"].values()))
-    return out | {"compiled": compiled | {"seconds": real.roofline(chip), "by": real.seconds(chip)}}
-
-
-def _short(c: Candidate, chip: Chip) -> dict[str, Any]:
-    times = {name: getattr(c, name).roofline(chip) for name in ("decode", "prefill")}
-    return {"mesh": c.name, "fits": c.memory.fits, "total": c.memory.total, **times}
+def _program(least: Work, answer: dict[str, Any] | None, chip: Chip) -> dict[str, Any]:
+    """The least work of one program, and what the compiler answered."""
+    out = {"least": {"flops": least.flops, "traffic": least.traffic, "sent": least.sent,
+                     "seconds": least.roofline(chip), "by": least.seconds(chip)}}  # fmt: skip
+    if answer is None:
+        return out
+    if "error" in answer:
+        return out | {"compiled": answer}
+    counted = Work(answer["flops"], answer["traffic"], sum(answer["collective_bytes"].values()))
+    return out | {"compiled": answer | {"seconds": counted.roofline(chip), "by": counted.seconds(chip)}}
 
 
 def as_text(plan: dict[str, Any]) -> str:
-    """The report that the command line prints."""
-    compiled = plan["how"] == "compiled"
-    how = "compiled by the TPU's compiler" if compiled else "by arithmetic: nothing was compiled"
+    """The report that the command line prints, of a plan as `as_dict` makes it."""
+    is_compiled = plan["how"] == "compiled"
+    how = "compiled by the TPU's compiler" if is_compiled else "by arithmetic: nothing was compiled"
     lines = [
         f"{plan['topology']}, {plan['devices']} devices, mesh {plan['mesh']} ({how})",
         f"context {plan['context']:,}, batch {plan['batch']}, weights {plan['dtype']}, keys and values "
         f"{plan['kv_dtype']}, index keys {plan['index_dtype']}",
         "",
-        *_memory_lines(plan["memory"], compiled),
+        *_memory_lines(plan["memory"], is_compiled),
         "fits" if plan["fits"] else "DOES NOT FIT",
         "",
         *_program_lines("decode step", f"{plan['batch']} tokens", plan["decode"]),
@@ -84,55 +95,52 @@ def as_text(plan: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _memory_lines(m: dict[str, float], compiled: bool) -> list[str]:
-    names = ["weights", "keys_and_values", "index_keys", *(["draft"] if m["draft"] else []), "temporaries"]
-    notes = {"weights": f"of it experts {m['experts'] / GIB:.1f}", "temporaries": "" if compiled else "a guess"}
-    if compiled and "arguments" not in m:
-        notes["temporaries"] = "a guess: the compiler refused"
+def _memory_lines(memory: dict[str, float], is_compiled: bool) -> list[str]:
+    """A line for each thing that lies in memory, in GiB, and their sum."""
+    names = ["weights", "keys_and_values", "index_keys", *(["draft"] if memory["draft"] else []), "temporaries"]
+    notes = {"weights": f"of it experts {memory['experts'] / GIB:.1f}"}
+    if "arguments" not in memory:
+        notes["temporaries"] = "a guess: the compiler refused" if is_compiled else "a guess"
     lines = ["HBM of one device              GiB"]
     for name in names:
-        lines.append(f"  {name.replace('_', ' '):22s} {m[name] / GIB:9.2f}  {notes.get(name, '')}".rstrip())
-    over = m["total"] / m["limit"]
-    return [*lines, f"  {'total':22s} {m['total'] / GIB:9.2f}  of {m['limit'] / GIB:.2f}: {over:.0%}"]
+        lines.append(f"  {name.replace('_', ' '):22s} {memory[name] / GIB:9.2f}  {notes.get(name, '')}".rstrip())
+    share = memory["total"] / memory["limit"]
+    return [*lines, f"  {'total':22s} {memory['total'] / GIB:9.2f}  of {memory['limit'] / GIB:.2f}: {share:.0%}"]
 
 
-def _program_lines(name: str, what: str, program: dict[str, Any]) -> list[str]:
-    least, real = program["least"], program.get("compiled")
-    lines = [f"{name} ({what}), one device", f"  {'':12s} {'TFLOP':>9s} {'GB':>9s} {'GB sent':>9s} {'ms':>9s}"]
-    lines.append(_row("at least", least["flops"], least["traffic"], least["sent"], least))
-    if real and "error" in real:
-        lines.append(f"  the compiler refused: {_first_line(real['error'])}")
-    elif real:
-        sent = sum(real["collective_bytes"].values())
-        lines.append(_row("compiled", real["flops"], real["traffic"], sent, real))
-        for kind, count in sorted(real["collectives"].items()):
-            lines.append(f"  {kind:20s} {count:5d} x, {real['collective_bytes'][kind] / 1e6:12,.2f} MB together")
-        for size, times, origin in real["heaviest"][:_HEAVIEST]:
-            lines.append(f"  {size / real['traffic']:4.0%} of the traffic: {times} x {_end(origin)}")
-        spent = f"lowered in {real['lower_seconds']:.0f} s, compiled in {real['compile_seconds']:.0f} s"
-        lines.append(f"  {spent}; {real['unknown_loops']} loops whose length is data count once")
+def _program_lines(name: str, extent: str, program: dict[str, Any]) -> list[str]:
+    """One program's least work and, where the compiler was asked, what it made of it."""
+    least, answer = program["least"], program.get("compiled")
+    lines = [f"{name} ({extent}), one device", f"  {'':12s} {'TFLOP':>9s} {'GB':>9s} {'GB sent':>9s} {'ms':>9s}"]
+    lines.append(_work_line("at least", least, least["sent"]))
+    if answer and "error" in answer:
+        reason = next((line.strip() for line in answer["error"].splitlines() if line.strip()), "no reason given")
+        lines.append(f"  the compiler refused: {reason}")
+    elif answer:
+        lines.append(_work_line("compiled", answer, sum(answer["collective_bytes"].values())))
+        for kind, count in sorted(answer["collectives"].items()):
+            lines.append(f"  {kind:20s} {count:5d} x, {answer['collective_bytes'][kind] / 1e6:12,.2f} MB together")
+        for traffic, times, origin in answer["heaviest"][:_HEAVIEST]:
+            origin_end = origin if len(origin) <= _WIDTH else f"...{origin[-_WIDTH:]}"
+            lines.append(f"  {traffic / answer['traffic']:4.0%} of the traffic: {times} x {origin_end}")
+        spent = f"lowered in {answer['lower_seconds']:.0f} s, compiled in {answer['compile_seconds']:.0f} s"
+        lines.append(f"  {spent}; {answer['unknown_loops']} loops whose length is data count once")
     return [*lines, ""]
 
 
-def _row(name: str, flops: float | int, traffic: float | int, sent: float | int, times: dict[str, Any]) -> str:
-    slowest = max(times["by"], key=times["by"].get)
-    numbers = f"{flops / 1e12:9.3f} {traffic / 1e9:9.2f} {sent / 1e9:9.3f} {times['seconds'] * 1e3:9.2f}"
-    return f"  {name:12s} {numbers}  by {slowest}"
+def _work_line(name: str, work: dict[str, Any], sent: float | int) -> str:
+    """A line of numbers, and the resource that takes longest."""
+    slowest = max(work["by"], key=work["by"].get)
+    rates = f"{work['flops'] / 1e12:9.3f} {work['traffic'] / 1e9:9.2f} {sent / 1e9:9.3f} {work['seconds'] * 1e3:9.2f}"
+    return f"  {name:12s} {rates}  by {slowest}"
 
 
 def _mesh_lines(plan: dict[str, Any]) -> list[str]:
+    """The best meshes by arithmetic, a line each."""
     head = f"best meshes by arithmetic{'':18s} {'GiB':>7s} {'decode ms':>10s} {'prefill ms':>11s}"
-    rows = [
-        f"  {m['mesh']:41s} {m['total'] / GIB:7.1f} {m['decode'] * 1e3:10.2f} {m['prefill'] * 1e3:11.1f}"
-        f"{'' if m['fits'] else '  does not fit'}"
-        for m in plan["meshes"]
+    lines = [
+        f"  {mesh['mesh']:41s} {mesh['total'] / GIB:7.1f} {mesh['decode'] * 1e3:10.2f} {mesh['prefill'] * 1e3:11.1f}"
+        f"{'' if mesh['fits'] else '  does not fit'}"
+        for mesh in plan["meshes"]
     ]
-    return [head, *rows]
-
-
-def _end(text: str) -> str:
-    return text if len(text) <= _WIDTH else f"...{text[-_WIDTH:]}"
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+    return [head, *lines]

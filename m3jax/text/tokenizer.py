@@ -28,7 +28,7 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json and, where it is present, tokenizer_config.json.
+        """Read a folder's tokenizer.json and, where it is present, its tokenizer_config.json.
 
         Args:
             folder: a folder in the hub's layout.
@@ -57,7 +57,7 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; nothing is added, and special tokens written in it are recognised.
+        """Turn a text into token ids; nothing is added, and special tokens written in it are recognised.
 
         Args:
             text: any string that UTF-8 can hold.
@@ -72,13 +72,13 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of several texts at once, on all cores.
+        """Turn several texts into token ids at once, on all cores, each as `encode` does.
 
         Args:
             texts: any number of strings.
 
         Returns:
-            One list of ids a text.
+            A list of ids for each text.
 
         Raises:
             ValueError: as `encode`.
@@ -89,7 +89,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+        """Turn token ids into text; bytes that are not UTF-8 become U+FFFD.
 
         Args:
             ids: token ids.
@@ -101,13 +101,13 @@ class Tokenizer:
         Raises:
             ValueError: an id that the vocabulary does not have.
         """
-        ids = [index(token) for token in ids]
-        for token in ids:
+        token_ids = [index(token) for token in ids]
+        for token in token_ids:
             self._check_id(token)
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = True) -> "TextStream":
-        """An incremental detokenizer for one sequence.
+        """Make an incremental detokenizer for one sequence.
 
         Args:
             skip_special_tokens: leave special tokens out of the text.
@@ -126,7 +126,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns token ids into text as they come, and never shows part of a character.
+    """Turns token ids into text as they come, without ever showing part of a character.
 
     The texts that `push` returns, followed by that of `flush`, are together the decoded sequence.
 
@@ -143,7 +143,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def push(self, token: SupportsIndex) -> str:
-        """Takes one token id.
+        """Take the next token id, and return what text it completes.
 
         Args:
             token: the next id.
@@ -163,7 +163,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """Ends the sequence.
+        """End the sequence, and return the text that was held back.
 
         Returns:
             What is still held back; an unfinished character is U+FFFD.
@@ -173,14 +173,13 @@ class TextStream:
         return text
 
     def _pending_text(self) -> str:
-        shown = self._decode(self._shown)
-        return self._decode(self._shown + self._pending)[len(shown) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+        """What the pending ids add to the text of those that were shown last."""
+        decode = lambda ids: self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+        return decode(self._shown + self._pending)[len(decode(self._shown)) :]
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a tokenizer.json."""
     if not path.is_file():
         raise ValueError(f"{path.parent} has no tokenizer.json; copy the checkpoint's own there")
     try:
@@ -190,6 +189,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _read_settings(path: Path) -> dict:
+    """What a tokenizer_config.json holds; nothing where there is none."""
     if not path.is_file():
         return {}
     try:
@@ -199,18 +199,20 @@ def _read_settings(path: Path) -> dict:
 
 
 def _special_id(backend: tokenizers.Tokenizer, settings: dict, key: str, folder: Path) -> int | None:
+    """The id of the special token that the settings name under `key`, or None."""
     token = settings.get(key)
     # Older files write an AddedToken object where newer ones write its string.
     content = token["content"] if isinstance(token, dict) else token
     if content is None:
         return None
-    found = backend.token_to_id(content)
-    if found is None:
+    token_id = backend.token_to_id(content)
+    if token_id is None:
         raise ValueError(f"{folder}: {key} {content!r} is not in the vocabulary; correct the file")
-    return found
+    return token_id
 
 
 def _check_text(text: str) -> None:
+    """Raise ValueError for a text that has no UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -45,37 +45,32 @@ def python_corpus(split: str, root: str | Path | None = None) -> dict[str, str]:
     root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
     texts = {}
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        name = path.relative_to(root)
-        if _is_skipped(name) or _split_of(name.as_posix()) != split:
+        parts, name = path.relative_to(root).parts, path.relative_to(root).as_posix()
+        if not _SKIPPED_FOLDERS.isdisjoint(parts) or any(part.startswith(_SKIPPED_PREFIXES) for part in parts):
             continue
-        text = _read(path)
-        if text is not None and len(text) >= _MIN_CHARACTERS:
-            texts[name.as_posix()] = text
+        if _split_of(name) != split:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if len(text) >= _MIN_CHARACTERS:
+            texts[name] = text
     if not texts:
         raise ValueError(f"{root} holds no Python sources; use a Python that ships its library")
     return texts
 
 
-def _is_skipped(name: Path) -> bool:
-    return bool(_SKIPPED_FOLDERS & set(name.parts)) or any(part.startswith(_SKIPPED_PREFIXES) for part in name.parts)
-
-
 def _split_of(name: str) -> str:
+    """Train or validation, by a hash of a file's relative path: the same on every machine."""
     digest = hashlib.sha256(name.encode()).digest()
-    chosen = int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0
-    return "validation" if chosen else "train"
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return None
+    is_held_out = int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0
+    return "validation" if is_held_out else "train"
 
 
 @dataclass(frozen=True)
 class RecordTokens:
-    """Ids that records are written with.
+    """The token ids that a recall record is written with.
 
     Args:
         newline: id of a line break.
@@ -104,18 +99,18 @@ class RecordTokens:
         """
         lines = [f"\n# {word} -> {word}" for word in WORDS]
         encoded = tokenizer.encode_batch(lines)
-        wrong = [word for word, ids in zip(WORDS, encoded, strict=True) if len(ids) != RECORD_LENGTH]
-        if wrong:
+        split_words = [word for word, ids in zip(WORDS, encoded, strict=True) if len(ids) != RECORD_LENGTH]
+        if split_words:
             raise ValueError(
-                f"{len(wrong)} recall words are not single tokens here, {wrong[:8]} among them; "
+                f"{len(split_words)} recall words are not single tokens here, {split_words[:8]} among them; "
                 "use the tokenizer that scripts/train_tokenizer.py writes"
             )
-        newline, hash_, _, arrow, _ = encoded[0]
+        newline, hash_mark, _, arrow, _ = encoded[0]
         words = np.array([ids[KEY] for ids in encoded], np.int32)
-        return cls(newline=newline, hash=hash_, arrow=arrow, words=words)
+        return cls(newline=newline, hash=hash_mark, arrow=arrow, words=words)
 
     def write(self, keys: Int32[np.ndarray, " R"], values: Int32[np.ndarray, " R"]) -> Int32[np.ndarray, "R 5"]:
-        """Records of word ids."""
+        """The tokens of records that state these keys and values, given as word ids."""
         records = np.empty((len(keys), RECORD_LENGTH), np.int32)
         records[:] = (self.newline, self.hash, 0, self.arrow, 0)
         records[:, KEY], records[:, VALUE] = keys, values
@@ -171,11 +166,13 @@ class Corpus:
         tokens = _read_cache(cache, fingerprint)
         if tokens is None:
             tokens = _tokenise(tokenizer, texts, f"tokenising ({split})", progress)
-            _write_cache(cache, fingerprint, tokens)
-        newlines = _line_breaks(tokenizer, tokens)
-        return cls(tokens, newlines, np.flatnonzero(tokens == tokenizer.bos_id), records)
+            if cache is not None:
+                with open(cache, "wb") as file:  # a name without .npz stays as given
+                    np.savez(file, fingerprint=fingerprint, tokens=tokens)
+        starts = np.flatnonzero(tokens == tokenizer.bos_id)
+        return cls(tokens=tokens, newlines=_line_breaks(tokenizer, tokens), starts=starts, records=records)
 
-    def chunk(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def chunk(self, start: int, length: int) -> tuple[Int32[np.ndarray, " length"], Int64[np.ndarray, " places"]]:
         """A run of tokens, and where records may be put in it.
 
         Args:
@@ -186,8 +183,8 @@ class Corpus:
             The ids [length] and the ascending offsets of insertion, the last of which is `length`
             itself.
         """
-        first, last = np.searchsorted(self.newlines, (start, start + length))
-        places = np.append(self.newlines[first:last] - start, length)
+        first, end = np.searchsorted(self.newlines, (start, start + length))
+        places = np.append(self.newlines[first:end] - start, length)
         return self.tokens[start : start + length].astype(np.int32), places
 
     def draw_start(self, rng: np.random.Generator, length: int) -> int:
@@ -200,19 +197,21 @@ class Corpus:
         Returns:
             An index of a BOS or of a line break.
         """
-        marks = self.starts if rng.random() < 0.2 else self.newlines
-        fitting = np.searchsorted(marks, len(self.tokens) - length, side="right")
-        return int(marks[rng.integers(fitting)])
+        candidates = self.starts if rng.random() < 0.2 else self.newlines
+        num_fitting = np.searchsorted(candidates, len(self.tokens) - length, side="right")
+        return int(candidates[rng.integers(num_fitting)])
 
 
 def _fingerprint(tokenizer: Tokenizer, texts: list[str]) -> str:
+    """What a cache of tokens belongs to: this tokenizer and exactly these texts."""
     digest = hashlib.sha256(tokenizer.backend.to_str().encode())
     for text in texts:
         digest.update(hashlib.sha256(text.encode()).digest())
     return digest.hexdigest()
 
 
-def _read_cache(cache: str | Path | None, fingerprint: str) -> np.ndarray | None:
+def _read_cache(cache: str | Path | None, fingerprint: str) -> UInt[np.ndarray, " S"] | None:
+    """The tokens of a cache file, or None where there is none or it has another fingerprint."""
     if cache is None or not Path(cache).is_file():
         return None
     try:
@@ -222,13 +221,8 @@ def _read_cache(cache: str | Path | None, fingerprint: str) -> np.ndarray | None
         raise ValueError(f"{cache} is not a corpus cache ({error}); delete it") from error
 
 
-def _write_cache(cache: str | Path | None, fingerprint: str, tokens: np.ndarray) -> None:
-    if cache is not None:
-        with open(cache, "wb") as file:  # a name without .npz stays as given
-            np.savez(file, fingerprint=fingerprint, tokens=tokens)
-
-
-def _tokenise(tokenizer: Tokenizer, texts: list[str], description: str, progress: bool) -> np.ndarray:
+def _tokenise(tokenizer: Tokenizer, texts: list[str], description: str, progress: bool) -> UInt[np.ndarray, " S"]:
+    """The ids of all texts in one run, each text between the BOS and the EOS id."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     files = []
     groups = [texts[i : i + 32] for i in range(0, len(texts), 32)]
@@ -238,11 +232,12 @@ def _tokenise(tokenizer: Tokenizer, texts: list[str], description: str, progress
     return np.concatenate(files)
 
 
-def _line_breaks(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
+def _line_breaks(tokenizer: Tokenizer, tokens: UInt[np.ndarray, " S"]) -> Int64[np.ndarray, " lines"]:
+    """Indices of the line breaks that a record line may be put before."""
     pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.vocab_size)]
-    is_space = np.array([piece.isspace() for piece in pieces])
-    is_break = is_space & np.array(["\n" in piece for piece in pieces])
+    is_space = np.array([piece.isspace() for piece in pieces])  # [V]
+    is_break = is_space & np.array(["\n" in piece for piece in pieces])  # [V]
     # A long run of blanks is several tokens; only before the first is the text on either side
     # tokenised as it would be on its own.
-    opens = np.append(True, ~is_space[tokens[:-1]])
-    return np.flatnonzero(is_break[tokens] & opens)
+    opens_run = np.append(True, ~is_space[tokens[:-1]])  # [S]
+    return np.flatnonzero(is_break[tokens] & opens_run)

@@ -8,7 +8,7 @@ definition can predict the value.
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float64, Int32, Int64
 
 from m3jax.train.corpus import KEY, RECORD_LENGTH, VALUE, Corpus, RecordTokens, python_corpus
 
@@ -27,18 +27,6 @@ Batch = dict[str, np.ndarray]
 _MAX_PAIRS = 128
 _MIN_DISTANCE = 8
 _QUERIES = (0.6, 0.25, 0.15)  # probability of 1, 2, 3 repeats of a pair
-
-
-def _splice(code: np.ndarray, places: np.ndarray, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Inserts record r before code[places[r]]; places ascend. Also returns the records' starts."""
-    starts = places + RECORD_LENGTH * np.arange(len(places))
-    slots = (starts[:, None] + np.arange(RECORD_LENGTH)).ravel()
-    row = np.empty(len(code) + len(slots), np.int32)
-    is_code = np.ones(len(row), bool)
-    is_code[slots] = False
-    row[slots] = records.ravel()
-    row[is_code] = code
-    return row, starts
 
 
 @dataclass(frozen=True)
@@ -79,86 +67,33 @@ class RecallBatches:
         if index < 0:
             raise IndexError(f"batch {index} does not exist; batches count from 0 without end")
         rng = np.random.default_rng([self.seed, index])
-        rows = [self._row(rng) for _ in range(self.batch_size)]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        rows = []
+        for _ in range(self.batch_size):
+            has_records = rng.random() < self.recall_fraction
+            rows.append(self._recall_row(rng) if has_records else self._code_row(rng))
+        return _stacked(rows)
 
-    def _row(self, rng: np.random.Generator) -> Batch:
-        if rng.random() < self.recall_fraction:
-            return self._recall_row(rng)
+    def _code_row(self, rng: np.random.Generator) -> Batch:
+        """A row of code without records."""
         length = self.seq_len + 1
         start = self.corpus.draw_start(rng, length)
-        return _plain_row(self.corpus.tokens[start : start + length].astype(np.int32))
+        return _plain_targets(self.corpus.tokens[start : start + length].astype(np.int32))
 
     def _recall_row(self, rng: np.random.Generator) -> Batch:
-        length = self.seq_len + 1
-        pair, at = _schedule(rng, self._draw_pairs(rng), length)
-        code_length = length - RECORD_LENGTH * len(pair)
-        code, places = self.corpus.chunk(self.corpus.draw_start(rng, code_length), code_length)
-        wanted = np.searchsorted(places, at * (code_length / length))
-        words = rng.permutation(self.corpus.records.words)
-        records = self.corpus.records.write(words[2 * pair], words[2 * pair + 1])
-        row, starts = _splice(code, places[wanted], records)
-        return _recall_targets(row, starts, pair)
-
-    def _draw_pairs(self, rng: np.random.Generator) -> int:
+        """A row of code with records between its lines: which and about where first, then the code, then the words."""
+        length, records = self.seq_len + 1, self.corpus.records
         # 4 lines of 5 tokens a pair at most: records never fill more than 5/8 of a row.
-        most = min(_MAX_PAIRS, len(self.corpus.records.words) // 2, self.seq_len // 32)
+        most = min(_MAX_PAIRS, len(records.words) // 2, self.seq_len // 32)
         fewest = min(4, most)
-        return int(np.exp(rng.uniform(np.log(fewest), np.log(most + 1))))
-
-
-def _schedule(rng: np.random.Generator, pairs: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which pair each record of a row states, and about where, in tokens, in ascending order."""
-    repeats = rng.choice(len(_QUERIES), size=pairs, p=_QUERIES) + 1
-    used = np.arange(len(_QUERIES)) < repeats[:, None]
-    if rng.random() < 0.3:
-        # A table: all definitions on consecutive lines, the queries anywhere below.
-        first = rng.uniform(0, length / 4) + 1e-3 * np.arange(pairs)
-        later = rng.uniform(first[:, None] + _MIN_DISTANCE, length, size=used.shape)
-    else:
-        distance = np.where(used, _distances(rng, used.shape, length), 0)
-        first = rng.uniform(0, length - distance.max(axis=1))
-        later = first[:, None] + distance
-    pair = np.concatenate([np.arange(pairs), np.nonzero(used)[0]])
-    at = np.concatenate([first, later[used]])
-    order = np.argsort(at, kind="stable")
-    return pair[order], at[order]
-
-
-def _distances(rng: np.random.Generator, shape: tuple[int, ...], length: int) -> np.ndarray:
-    """Half uniform, half log-uniform: the far ones are common and the near ones not rare."""
-    near = np.exp(rng.uniform(np.log(_MIN_DISTANCE), np.log(length), size=shape))
-    far = rng.uniform(_MIN_DISTANCE, length, size=shape)
-    return np.where(rng.random(shape) < 0.5, near, far)
-
-
-def _plain_row(row: np.ndarray) -> Batch:
-    targets = len(row) - 1
-    return {
-        "tokens": row,
-        "weights": np.ones(targets, np.float32),
-        "recall": np.zeros(targets, bool),
-        "distance": np.zeros(targets, np.int32),
-        "recent": np.zeros(targets, np.int32),
-    }
-
-
-def _recall_targets(row: np.ndarray, starts: np.ndarray, pair: np.ndarray) -> Batch:
-    values = starts + VALUE
-    order = np.argsort(pair, kind="stable")
-    # In this order a pair's mentions are adjacent, and its definition comes first.
-    grouped, defines = values[order], np.diff(pair[order], prepend=-1) > 0
-    definition = grouped[defines][np.cumsum(defines) - 1]
-    queries = grouped[~defines]
-    weights, recall = np.ones(len(row), np.float32), np.zeros(len(row), bool)
-    distance, recent = np.zeros(len(row), np.int32), np.zeros(len(row), np.int32)
-    weights[(starts[:, None] + np.arange(KEY + 1)).ravel()] = 0
-    weights[grouped[defines]] = 0
-    recall[queries] = True
-    distance[queries] = queries - definition[~defines]
-    recent[queries] = np.diff(grouped, prepend=0)[~defines]
-    per_token = {"weights": weights, "recall": recall, "distance": distance, "recent": recent}
-    return {"tokens": row} | {name: array[1:] for name, array in per_token.items()}
+        num_pairs = int(np.exp(rng.uniform(np.log(fewest), np.log(most + 1))))
+        pair_of_record, wanted_offset = _schedule(rng, num_pairs, length)
+        code_length = length - RECORD_LENGTH * len(pair_of_record)
+        code, places = self.corpus.chunk(self.corpus.draw_start(rng, code_length), code_length)
+        chosen = np.searchsorted(places, wanted_offset * (code_length / length))
+        words = rng.permutation(records.words)
+        lines = records.write(keys=words[2 * pair_of_record], values=words[2 * pair_of_record + 1])
+        row, record_starts = _splice(code, places[chosen], lines)
+        return _recall_targets(row, record_starts, pair_of_record)
 
 
 @dataclass(frozen=True)
@@ -188,13 +123,9 @@ class PlainBatches:
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} does not exist; there are {len(self)}")
-        first = index * self.batch_size
-        rows = [self._row(first + b) for b in range(self.batch_size)]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-    def _row(self, index: int) -> Batch:
-        start = index * self.seq_len
-        return _plain_row(self.corpus.tokens[start : start + self.seq_len + 1].astype(np.int32))
+        starts = (index * self.batch_size + np.arange(self.batch_size)) * self.seq_len
+        windows = [self.corpus.tokens[start : start + self.seq_len + 1] for start in starts]
+        return _stacked([_plain_targets(window.astype(np.int32)) for window in windows])
 
 
 def recall_probe(
@@ -234,32 +165,110 @@ def recall_probe(
 
 def _probe(
     rng: np.random.Generator, corpus: Corpus, distance: int, seq_len: int, distractors: int
-) -> tuple[np.ndarray, int]:
-    # Tokens between the defining line and the question, and before the defining line.
-    after, before = distance - RECORD_LENGTH, seq_len - distance - VALUE
-    late, early = _share(distractors, after, before)
-    words = rng.permutation(corpus.records.words)[: 2 * (1 + late + early)].reshape(-1, 2)
-    records = corpus.records.write(words[:, 0], words[:, 1])
-    code_before, code_after = before - RECORD_LENGTH * early, after - RECORD_LENGTH * late
-    usable = corpus.newlines[(corpus.newlines >= code_before) & (corpus.newlines <= len(corpus.tokens) - code_after)]
-    middle = int(rng.choice(usable))
-    head = _scatter(rng, *corpus.chunk(middle - code_before, code_before), records[1 : 1 + early])
-    tail = _scatter(rng, *corpus.chunk(middle, code_after), records[1 + early :])
-    question = records[0, :VALUE]
-    return np.concatenate([head, records[0], tail, question]), int(records[0, VALUE])
+) -> tuple[Int32[np.ndarray, " T"], int]:
+    """One prompt of `recall_probe` and its answer: code, the defining line, code, the question."""
+    tokens_after = distance - RECORD_LENGTH  # between the defining line and the question
+    tokens_before = seq_len - distance - VALUE  # before the defining line
+    # Records take 5/8 of either side at most.
+    wanted = max(min(distractors, 16), round(distractors * tokens_after / max(1, tokens_after + tokens_before)))
+    num_after = min(wanted, tokens_after // 8)
+    num_before = min(distractors - num_after, tokens_before // 8)
+    words = rng.permutation(corpus.records.words)[: 2 * (1 + num_after + num_before)].reshape(-1, 2)
+    records = corpus.records.write(keys=words[:, 0], values=words[:, 1])  # [1+before+after 5]
+    code_before = tokens_before - RECORD_LENGTH * num_before
+    code_after = tokens_after - RECORD_LENGTH * num_after
+    has_room = (corpus.newlines >= code_before) & (corpus.newlines <= len(corpus.tokens) - code_after)
+    middle = int(rng.choice(corpus.newlines[has_room]))
+    before = _scatter(rng, corpus, middle - code_before, code_before, records[1 : 1 + num_before])
+    after = _scatter(rng, corpus, middle, code_after, records[1 + num_before :])
+    question, answer = records[0, :VALUE], int(records[0, VALUE])
+    return np.concatenate([before, records[0], after, question]), answer
 
 
-def _share(distractors: int, after: int, before: int) -> tuple[int, int]:
-    """Distractors after and before the definition; records take 5/8 of either side at most."""
-    room_after, room_before = after // 8, before // 8
-    wanted = max(min(distractors, 16), round(distractors * after / max(1, after + before)))
-    late = min(wanted, room_after)
-    return late, min(distractors - late, room_before)
+def _scatter(
+    rng: np.random.Generator, corpus: Corpus, start: int, length: int, records: Int32[np.ndarray, "R 5"]
+) -> Int32[np.ndarray, " S"]:
+    """A run of code with records between its lines, spread evenly by chance."""
+    code, places = corpus.chunk(start, length)
+    wanted_offset = np.sort(rng.uniform(0, length, size=len(records)))
+    row, _ = _splice(code, places[np.searchsorted(places, wanted_offset)], records)
+    return row
 
 
-def _scatter(rng: np.random.Generator, code: np.ndarray, places: np.ndarray, records: np.ndarray) -> np.ndarray:
-    wanted = np.sort(rng.uniform(0, len(code), size=len(records)))
-    return _splice(code, places[np.searchsorted(places, wanted)], records)[0]
+def _schedule(
+    rng: np.random.Generator, num_pairs: int, length: int
+) -> tuple[Int64[np.ndarray, " R"], Float64[np.ndarray, " R"]]:
+    """Which pair each record of a row states, and about where, in tokens, in ascending order."""
+    repeats = rng.choice(len(_QUERIES), size=num_pairs, p=_QUERIES) + 1
+    is_used = np.arange(len(_QUERIES)) < repeats[:, None]  # [pairs 3]
+    if rng.random() < 0.3:
+        # A table: all definitions on consecutive lines, the queries anywhere below.
+        definition = rng.uniform(0, length / 4) + 1e-3 * np.arange(num_pairs)
+        query = rng.uniform(definition[:, None] + _MIN_DISTANCE, length, size=is_used.shape)
+    else:
+        # Half uniform, half log-uniform: the far ones are common and the near ones not rare.
+        near = np.exp(rng.uniform(np.log(_MIN_DISTANCE), np.log(length), size=is_used.shape))
+        far = rng.uniform(_MIN_DISTANCE, length, size=is_used.shape)
+        distance = np.where(rng.random(is_used.shape) < 0.5, near, far)
+        distance = np.where(is_used, distance, 0)
+        definition = rng.uniform(0, length - distance.max(axis=1))
+        query = definition[:, None] + distance
+    pair_of_record = np.concatenate([np.arange(num_pairs), np.nonzero(is_used)[0]])
+    offset = np.concatenate([definition, query[is_used]])
+    order = np.argsort(offset, kind="stable")
+    return pair_of_record[order], offset[order]
+
+
+def _splice(
+    code: Int32[np.ndarray, " S"], places: Int64[np.ndarray, " R"], records: Int32[np.ndarray, "R 5"]
+) -> tuple[Int32[np.ndarray, " T"], Int64[np.ndarray, " R"]]:
+    """Inserts record r before code[places[r]]; places ascend. Also returns the records' starts."""
+    starts = places + RECORD_LENGTH * np.arange(len(places))  # [R]
+    record_slots = (starts[:, None] + np.arange(RECORD_LENGTH)).ravel()  # [R*5]
+    row = np.empty(len(code) + len(record_slots), np.int32)
+    is_code = np.ones(len(row), bool)
+    is_code[record_slots] = False
+    row[record_slots] = records.ravel()
+    row[is_code] = code
+    return row, starts
+
+
+def _plain_targets(row: Int32[np.ndarray, " T1"]) -> Batch:
+    """A row of T + 1 tokens without records: every target counts, none is recalled."""
+    num_targets = len(row) - 1
+    return {
+        "tokens": row,
+        "weights": np.ones(num_targets, np.float32),
+        "recall": np.zeros(num_targets, bool),
+        "distance": np.zeros(num_targets, np.int32),
+        "recent": np.zeros(num_targets, np.int32),
+    }
+
+
+def _recall_targets(
+    row: Int32[np.ndarray, " T1"], record_starts: Int64[np.ndarray, " R"], pair_of_record: Int64[np.ndarray, " R"]
+) -> Batch:
+    """A row of T + 1 tokens with records, and what `RecallBatches` says of its targets."""
+    value_index = record_starts + VALUE
+    # In this order a pair's mentions are adjacent, and its definition comes first.
+    order = np.argsort(pair_of_record, kind="stable")
+    mentions, defines = value_index[order], np.diff(pair_of_record[order], prepend=-1) > 0
+    definition = mentions[defines][np.cumsum(defines) - 1]  # of each mention's pair
+    queries = mentions[~defines]
+    weights, recall = np.ones(len(row), np.float32), np.zeros(len(row), bool)
+    distance, recent = np.zeros(len(row), np.int32), np.zeros(len(row), np.int32)
+    weights[(record_starts[:, None] + np.arange(KEY + 1)).ravel()] = 0
+    weights[mentions[defines]] = 0
+    recall[queries] = True
+    distance[queries] = queries - definition[~defines]
+    recent[queries] = np.diff(mentions, prepend=0)[~defines]
+    per_token = {"weights": weights, "recall": recall, "distance": distance, "recent": recent}
+    return {"tokens": row} | {name: array[1:] for name, array in per_token.items()}
+
+
+def _stacked(rows: list[Batch]) -> Batch:
+    """Rows of equal length as one batch."""
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def _check_positive(**sizes: int) -> None:

@@ -17,9 +17,11 @@ from m3jax.train.corpus import Corpus
 
 STEP_WEIGHT = 0.8  # of a draft step's loss, relative to the step before
 
+KeysAndValues = tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]  # of one draft step
+
 
 class DraftState(NamedTuple):
-    """Everything that a run goes on from: the step, float32 weights, the optimiser."""
+    """Everything that a draft's training goes on from: the step, float32 weights, the optimiser."""
 
     step: Int[Array, ""]
     draft: Eagle3
@@ -39,24 +41,26 @@ def continuations(
       temperatures: of the rows in turn; 0 is greedy.
       seed: of beginnings and draws.
       batch: rows that decode together.
+
+    Returns:
+      Token ids.
     """
     rng = np.random.default_rng(seed)
-    blocks = -(-length // model.config.index_block_size)
-    rows_a_call = min(batch, 128)
+    block_size = model.config.index_block_size
+    blocks = -(-length // block_size)
     engine = Engine(
-        model, pages=batch * blocks, max_batch=batch, prefill_chunk=length // 2, prefill_rows=rows_a_call,
-        max_length=blocks * model.config.index_block_size, steps_per_call=64, prefix_cache=False,
+        model, pages=batch * blocks, max_batch=batch, prefill_chunk=length // 2, prefill_rows=min(batch, 128),
+        max_length=blocks * block_size, steps_per_call=64, prefix_cache=False,
     )  # fmt: skip
-    handles = []
+    requests = []
     for row in range(count):
         size = int(rng.integers(max(1, length // 16), length // 2 + 1))
         start = corpus.draw_start(rng, size)
+        prompt = corpus.tokens[start : start + size].tolist()
         sampling = Sampling(temperature=temperatures[row % len(temperatures)], seed=row)
-        asked = Params(max_new_tokens=length - size, sampling=sampling)
-        handles.append((engine.add(corpus.tokens[start : start + size].tolist(), asked), start, size))
+        requests.append((prompt, engine.add(prompt, Params(max_new_tokens=length - size, sampling=sampling))))
     results = engine.run()
-    rows = [[*corpus.tokens[start : start + size], *results[handle].tokens] for handle, start, size in handles]
-    return np.asarray(rows, np.int32)
+    return np.asarray([[*prompt, *results[handle].tokens] for prompt, handle in requests], np.int32)
 
 
 def draft_losses(
@@ -79,49 +83,54 @@ def draft_losses(
     Returns:
       (losses in nats, share of positions where the most probable tokens are the same), one a step.
     """
-    feature = draft.features(taps)
+    features = draft.features(taps)  # [B T D]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    chain_step = jax.checkpoint(partial(_chain_step, draft, model))
     past, losses, agreements = [], [], []
-    one = jax.checkpoint(partial(_chain_step, draft, model))
     for step in range(steps):
-        ahead = lambda x, step=step: jnp.roll(x, -(step + 1), axis=1)
-        feature, found, past = one(feature, ahead(tokens), positions + step, past)
-        valid = positions < tokens.shape[1] - step - 1
-        target = ahead(logits)
-        cross = -jnp.sum(jax.nn.softmax(target) * jax.nn.log_softmax(found), axis=-1)
-        agree = jnp.argmax(target, axis=-1) == jnp.argmax(found, axis=-1)
-        mean = lambda x, valid=valid: jnp.sum(jnp.where(valid, x, 0)) / jnp.sum(valid)
-        losses.append(mean(cross))
-        agreements.append(mean(agree.astype(cross.dtype)))
+        tokens_ahead = jnp.roll(tokens, -(step + 1), axis=1)
+        features, draft_logits, past = chain_step(features, tokens_ahead, positions + step, past)
+        target_logits = jnp.roll(logits, -(step + 1), axis=1)  # [B T V]
+        cross_entropy = -jnp.sum(jax.nn.softmax(target_logits) * jax.nn.log_softmax(draft_logits), axis=-1)
+        agrees = jnp.argmax(target_logits, axis=-1) == jnp.argmax(draft_logits, axis=-1)
+        # What is rolled in from the front at a row's end is no target.
+        is_target = positions < tokens.shape[1] - step - 1
+        mean = lambda x, is_target=is_target: jnp.sum(jnp.where(is_target, x, 0)) / jnp.sum(is_target)
+        losses.append(mean(cross_entropy))
+        agreements.append(mean(agrees.astype(cross_entropy.dtype)))
     return jnp.stack(losses), jnp.stack(agreements)
 
 
-def _chain_step(draft, model, feature, tokens, positions, past):
-    """(features of the next step, logits, keys and values of all steps so far) of every position's chain."""
-    x, residual = draft.inputs(feature, tokens, model.embed_tokens[...])
-    new = draft.project(x, positions)
-    past = [*past, (new["k"], new["v"])]
-    output = draft.outputs(_chain_attention(new["q"], past), residual)
+def _chain_step(
+    draft: Eagle3, model: M3, features: Float[Array, "B T D"], tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"], past: list[KeysAndValues],
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T V"], list[KeysAndValues]]:  # fmt: skip
+    """One draft step of every position's chain: (features of the next step, logits, keys and values of all steps)."""
+    x, residual = draft.inputs(features, tokens, model.embed_tokens[...])
+    projected = draft.project(x, positions)
+    past = [*past, (projected["k"], projected["v"])]
+    output = draft.outputs(_chain_attention(projected["q"], past), residual)
     return draft.recur(output), draft.logits(output, model.lm_head[...]), past
 
 
-def _chain_attention(q, past):
-    """Queries [B T N H] over the first step's keys up to their own, and over the later steps' of their own chain."""
+def _chain_attention(q: Float[Array, "B T N H"], past: list[KeysAndValues]) -> Float[Array, "B T N H"]:
+    """Attention over the first step's keys up to the query's own, and over the later steps' of its own chain."""
     batch, length, _, width = q.shape
-    (k, v), chain = past[0], past[1:]
-    rows = q.reshape(batch, length, k.shape[2], -1, width)
-    far = einsum("btkgh,bskh->bkgts", rows, k)
-    far = jnp.where(jnp.tril(jnp.ones((length, length), bool)), far, -jnp.inf)
-    near = [einsum("btkgh,btkh->bkgt", rows, k)[..., None] for k, _ in chain]
-    weights = jax.nn.softmax(jnp.concatenate([far, *near], axis=-1) * width**-0.5, axis=-1).astype(q.dtype)
-    out = einsum("bkgts,bskh->btkgh", weights[..., :length], v)
+    (first_k, first_v), chain = past[0], past[1:]
+    grouped = q.reshape(batch, length, first_k.shape[2], -1, width)  # [B T K G H]
+    first_scores = einsum("btkgh,bskh->bkgts", grouped, first_k)
+    first_scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), first_scores, -jnp.inf)  # [B K G T T]
+    chain_scores = [einsum("btkgh,btkh->bkgt", grouped, k)[..., None] for k, _ in chain]  # each [B K G T 1]
+    scores = jnp.concatenate([first_scores, *chain_scores], axis=-1)  # [B K G T T+C]
+    weights = jax.nn.softmax(scores * width**-0.5, axis=-1).astype(q.dtype)
+    out = einsum("bkgts,bskh->btkgh", weights[..., :length], first_v)  # [B T K G H]
     for step, (_, v) in enumerate(chain):
         out += einsum("bkgt,btkh->btkgh", weights[..., length + step], v)
     return out.reshape(q.shape).astype(q.dtype)
 
 
 def init_draft_state(draft: Eagle3, optimizer: optax.GradientTransformation) -> DraftState:
-    """A state at step 0 with float32 weights."""
+    """A state of a draft's training at step 0, with float32 weights."""
     draft = jax.tree.map(lambda x: x.astype(jnp.float32), draft)
     return DraftState(jnp.int32(0), draft, optimizer.init(draft))
 
@@ -151,20 +160,20 @@ def draft_train_step(
     hidden, taps, _ = model.tapped(tokens, state.draft.config.taps)
     logits = model.unembed(hidden)
 
-    def loss(draft):
-        compute = jax.tree.map(lambda x: x.astype(dtype), draft)
-        losses, agreement = draft_losses(compute, taps, logits, tokens, model, steps)
-        weights = STEP_WEIGHT ** jnp.arange(steps)
-        return jnp.sum(losses * weights) / jnp.sum(weights), agreement
+    def mean_loss(draft):
+        compute_draft = jax.tree.map(lambda x: x.astype(dtype), draft)
+        losses, agreement = draft_losses(compute_draft, taps, logits, tokens, model, steps)
+        step_weights = STEP_WEIGHT ** jnp.arange(steps)
+        return jnp.sum(losses * step_weights) / jnp.sum(step_weights), agreement
 
-    (value, agreement), grads = jax.value_and_grad(loss, has_aux=True)(state.draft)
+    (loss, agreement), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.draft)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.draft)
-    metrics = {"loss": value, "agreement": agreement, "grad_norm": optax.tree.norm(grads)}
+    metrics = {"loss": loss, "agreement": agreement, "grad_norm": optax.tree.norm(grads)}
     return DraftState(state.step + 1, optax.apply_updates(state.draft, updates), opt_state), metrics
 
 
 def draft_optimizer(learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW with clipping by the global norm; norms are not decayed."""
-    decayed = lambda draft: jax.tree.map(lambda x: x.ndim > 1, draft)
-    adamw = optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.01, mask=decayed)
+    """AdamW with clipping by the global norm, for a draft; norms are not decayed."""
+    is_decayed = lambda draft: jax.tree.map(lambda x: x.ndim > 1, draft)
+    adamw = optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.01, mask=is_decayed)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)

@@ -13,22 +13,19 @@ from m3jax.train.data import Batch, Corpus, recall_probe
 from m3jax.train.losses import caught_mass, next_token_loss
 
 
-@jax.jit
-def _nll(model: M3, tokens, weights):
-    return next_token_loss(model(tokens[:, :-1]), tokens[:, 1:], weights), jnp.sum(weights)
-
-
 def validation_loss(model: M3, batches: Iterable[Batch]) -> float:
     """Mean cross-entropy of the next token, in nats, over batches of code; at least one batch is needed."""
-    sums = [_nll(model, jnp.asarray(b["tokens"]), jnp.asarray(b["weights"])) for b in batches]
-    means, weights = np.asarray(sums, np.float64).T
+    losses = [_loss_and_weight(model, jnp.asarray(b["tokens"]), jnp.asarray(b["weights"])) for b in batches]
+    means, weights = np.asarray(losses, np.float64).T
     return float(np.average(means, weights=weights))
 
 
 @jax.jit
-def _next(model: M3, tokens):
-    hidden, _ = model.hidden(tokens)
-    return jnp.argmax(model.unembed(hidden[:, -1]), axis=-1)
+def _loss_and_weight(
+    model: M3, tokens: Int[Array, "B T1"], weights: Float[Array, "B T"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """A batch's mean loss, and what that mean weighs among other batches."""
+    return next_token_loss(model(tokens[:, :-1]), tokens[:, 1:], weights), jnp.sum(weights)
 
 
 def recall_accuracy(
@@ -48,16 +45,23 @@ def recall_accuracy(
     Returns:
       Share from 0 to 1 by distance.
     """
-    out = {}
+    accuracy = {}
     for distance in distances:
         prompts, answers = recall_probe(corpus, distance, count, seq_len, seed)
-        found = [_next(model, jnp.asarray(prompts[i : i + batch])) for i in range(0, count, batch)]
-        out[distance] = float(np.mean(np.concatenate(found) == answers))
-    return out
+        found = [_best_next_token(model, jnp.asarray(prompts[i : i + batch])) for i in range(0, count, batch)]
+        accuracy[distance] = float(np.mean(np.concatenate(found) == answers))
+    return accuracy
+
+
+@jax.jit
+def _best_next_token(model: M3, tokens: Int[Array, "B T"]) -> Int[Array, " B"]:
+    """The most probable token after each row."""
+    hidden, _ = model.hidden(tokens)
+    return jnp.argmax(model.unembed(hidden[:, -1]), axis=-1)
 
 
 def attention_caught(
-    model: M3, tokens: np.ndarray, random: bool = False, first: int | None = None
+    model: M3, tokens: Int[np.ndarray, "B T"], random: bool = False, first: int | None = None
 ) -> Float[np.ndarray, "L K"]:
     """Share of dense attention's mass in the selected blocks, per sparse layer and KV group.
 
@@ -74,11 +78,13 @@ def attention_caught(
     first = 4 * config.index_topk_blocks * config.index_block_size if first is None else first
     if not 0 <= first < tokens.shape[1]:
         raise ValueError(f"first = {first}: rows of {tokens.shape[1]} tokens need one from 0 to {tokens.shape[1] - 1}")
-    return np.concatenate([np.asarray(x) for x in _caught(model, jnp.asarray(tokens), random, first)])
+    return np.concatenate([np.asarray(mass) for mass in _caught_by_stack(model, jnp.asarray(tokens), random, first)])
 
 
 @partial(jax.jit, static_argnames=("random", "first"))
-def _caught(model: M3, tokens, random: bool, first: int):
+def _caught_by_stack(model: M3, tokens: Int[Array, "B T"], random: bool, first: int) -> list[Float[Array, "L K"]]:
+    """`attention_caught` of each stack that has sparse layers."""
+
     def probe(values, context):
         if "blocks" not in values:
             return {}
@@ -86,19 +92,19 @@ def _caught(model: M3, tokens, random: bool, first: int):
         if random:
             blocks = _random_like(blocks, model.config.index_block_size, context.positions)
         mass = caught_mass(values["q"], values["k"], blocks, context.positions, context.lengths, model.config)
-        return {"mass": jnp.mean(mass[:, :, first:], axis=(0, 2))}
+        return {"mass": jnp.mean(mass[:, :, first:], axis=(0, 2))}  # [K]
 
-    _, _, kept = model.trunk(tokens, probe=probe)
-    return [k["mass"] for k in kept if "mass" in k]
+    _, _, stacks = model.trunk(tokens, probe=probe)
+    return [values["mass"] for values in stacks if "mass" in values]
 
 
 def _random_like(blocks: Int[Array, "B K T J"], block_size: int, positions: Int[Array, "B T"]) -> Int[Array, "B K T J"]:
     """The own block, and distinct random ones before it: fewer than J - 1 where there are no more."""
-    own = (positions // block_size)[:, None, :, None]
-    count = -(-positions.shape[1] // block_size)
-    draw = jax.random.uniform(jax.random.key(0), (*blocks.shape[:-1], count))
-    draw = jnp.where(jnp.arange(count) < own, draw, -1.0)
-    value, ids = jax.lax.top_k(draw, min(blocks.shape[-1] - 1, count))
-    ids = jnp.where(value >= 0, ids, -1).astype(jnp.int32)
-    own = jnp.broadcast_to(own, (*ids.shape[:-1], 1)).astype(jnp.int32)
-    return jnp.concatenate([ids, own], axis=-1)
+    own_block = (positions // block_size)[:, None, :, None]  # [B 1 T 1]
+    num_blocks = -(-positions.shape[1] // block_size)
+    scores = jax.random.uniform(jax.random.key(0), (*blocks.shape[:-1], num_blocks))
+    scores = jnp.where(jnp.arange(num_blocks) < own_block, scores, -1.0)  # [B K T M]
+    score, ids = jax.lax.top_k(scores, min(blocks.shape[-1] - 1, num_blocks))
+    ids = jnp.where(score >= 0, ids, -1).astype(jnp.int32)  # [B K T J-1]
+    own_block = jnp.broadcast_to(own_block, (*ids.shape[:-1], 1)).astype(jnp.int32)
+    return jnp.concatenate([ids, own_block], axis=-1)

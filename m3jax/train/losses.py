@@ -2,12 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from m3jax.config import M3Config
 from m3jax.msa.chunks import map_chunks, rows_within
-from m3jax.msa.dense import causal
-from m3jax.msa.sparse import expand_blocks
+from m3jax.msa.definition import chosen_tokens, sees
 from m3jax.numerics import einsum
 
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
@@ -16,9 +15,9 @@ _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
 def next_token_loss(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Weighted mean cross-entropy, in nats a token."""
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    losses = jax.nn.logsumexp(logits, axis=-1) - picked
+    """Weighted mean cross-entropy of the next token, in nats; 0 where all weights are."""
+    target_logit = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]  # [B T]
+    losses = jax.nn.logsumexp(logits, axis=-1) - target_logit
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
@@ -36,7 +35,7 @@ def index_kl(
 
     Teacher: per KV group the mean over its heads of their probabilities on the support. Student: softmax of the
     token-level index scores times I**-0.5 on the same support. Mean over queries and groups. No gradient reaches
-    q and k, so none reaches the trunk (T33).
+    q and k: the index branch learns from the trunk and never moves it (T33).
 
     Args:
       q, k: queries and keys of the main branch, after norm and RoPE.
@@ -49,24 +48,33 @@ def index_kl(
     Source: paper, the training objective of the index branch.
     """
     q, k = jax.lax.stop_gradient((q, k))
-    per_query = q.shape[0] * (q.shape[2] + 2 * k.shape[2]) * k.shape[1]
-    chunk = rows_within(_SCORE_BUDGET, per_query, q.shape[1])
+    num_keys, kv_heads = k.shape[1:3]
+    key_positions = jnp.arange(num_keys, dtype=jnp.int32)
 
-    def rows(q, index_q, positions, blocks):
-        support = causal(positions, lengths, jnp.arange(k.shape[1], dtype=jnp.int32))[:, None]
-        if blocks is not None:
-            support &= expand_blocks(blocks.swapaxes(1, 2), k.shape[1], block_size)
-        teacher = _teacher(q, k, support)
-        student = _masked_log_softmax(einsum("btki,bsi->bkts", index_q, index_k) * index_k.shape[-1] ** -0.5, support)
+    def divergence(q, index_q, support):
+        teacher = _mean_attention(q, k, support)  # [B K T S]
+        scores = einsum("btki,bsi->bkts", index_q, index_k) * index_k.shape[-1] ** -0.5
+        student = _masked_log_softmax(scores, support)
         log_teacher = jnp.log(jnp.where(teacher > 0, teacher, 1.0))
-        return jnp.sum(jnp.where(teacher > 0, teacher * (log_teacher - student), 0.0), axis=-1).swapaxes(1, 2)
+        kl = jnp.sum(jnp.where(teacher > 0, teacher * (log_teacher - student), 0.0), axis=-1)  # [B K T]
+        return kl.swapaxes(1, 2)
 
+    def whole_row(q, index_q, positions):
+        return divergence(q, index_q, sees(positions, lengths, key_positions)[:, None])
+
+    def selected(q, index_q, positions, blocks):
+        visible = sees(positions, lengths, key_positions)[:, None]  # [B 1 T S]
+        in_selection = chosen_tokens(blocks.swapaxes(1, 2), num_keys, block_size)  # [B K T S]
+        return divergence(q, index_q, visible & in_selection)
+
+    per_query = q.shape[0] * (q.shape[2] + 2 * kv_heads) * num_keys
+    chunk = rows_within(_SCORE_BUDGET, per_query, q.shape[1])
     if blocks is None:
-        out = map_chunks(lambda a, b, c: rows(a, b, c, None), chunk, 1, q, index_q, positions)
+        kl = map_chunks(whole_row, chunk, 1, q, index_q, positions)  # [B T K]
     else:
-        out = map_chunks(rows, chunk, 1, q, index_q, positions, blocks.swapaxes(1, 2))
-    real = (positions >= 0) & (positions < lengths[:, None])
-    return jnp.sum(jnp.where(real[..., None], out, 0.0)) / jnp.maximum(jnp.sum(real) * k.shape[2], 1)
+        kl = map_chunks(selected, chunk, 1, q, index_q, positions, blocks.swapaxes(1, 2))  # [B T K]
+    is_real = (positions >= 0) & (positions < lengths[:, None])
+    return jnp.sum(jnp.where(is_real[..., None], kl, 0.0)) / jnp.maximum(jnp.sum(is_real) * kv_heads, 1)
 
 
 def caught_mass(
@@ -78,26 +86,28 @@ def caught_mass(
     config: M3Config,
 ) -> Float[Array, "B K T"]:
     """Share of dense attention's probability that lies in the selected blocks, mean over a group's heads."""
-    per_query = q.shape[0] * 2 * q.shape[2] * k.shape[1]
+    num_keys = k.shape[1]
 
-    def rows(q, positions, blocks):
-        visible = causal(positions, lengths, jnp.arange(k.shape[1], dtype=jnp.int32))[:, None]
-        chosen = expand_blocks(blocks.swapaxes(1, 2), k.shape[1], config.index_block_size)
-        return jnp.sum(_teacher(q, k, visible) * chosen, axis=-1).swapaxes(1, 2)
+    def mass_in_blocks(q, positions, blocks):
+        visible = sees(positions, lengths, jnp.arange(num_keys, dtype=jnp.int32))[:, None]  # [B 1 T S]
+        in_selection = chosen_tokens(blocks.swapaxes(1, 2), num_keys, config.index_block_size)  # [B K T S]
+        return jnp.sum(_mean_attention(q, k, visible) * in_selection, axis=-1).swapaxes(1, 2)  # [B T K]
 
-    chunk = rows_within(_SCORE_BUDGET, per_query, q.shape[1])
-    return map_chunks(rows, chunk, 1, q, positions, blocks.swapaxes(1, 2)).swapaxes(1, 2)
+    chunk = rows_within(_SCORE_BUDGET, q.shape[0] * 2 * q.shape[2] * num_keys, q.shape[1])
+    return map_chunks(mass_in_blocks, chunk, 1, q, positions, blocks.swapaxes(1, 2)).swapaxes(1, 2)
 
 
-def _teacher(q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], support: Array) -> Float[Array, "B K T S"]:
+def _mean_attention(
+    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], support: Bool[Array, "B #K T S"]
+) -> Float[Array, "B K T S"]:
     """Mean over the heads of a group of their attention probabilities on the support."""
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # [B T K G H]
     scores = einsum("btkgh,bskh->bkgts", grouped, k) * q.shape[-1] ** -0.5
     return jnp.mean(jnp.exp(_masked_log_softmax(scores, support[:, :, None])), axis=2)
 
 
-def _masked_log_softmax(scores: Float[Array, "*X S"], mask: Array) -> Float[Array, "*X S"]:
-    """Log-softmax over the masked-in entries; -inf elsewhere, without NaN in rows that have none."""
-    low = jnp.finfo(scores.dtype).min
-    out = jax.nn.log_softmax(jnp.where(mask, scores, low), axis=-1)
-    return jnp.where(mask, out, low)
+def _masked_log_softmax(scores: Float[Array, "*X S"], mask: Bool[Array, "*#X S"]) -> Float[Array, "*X S"]:
+    """Log-softmax over the masked-in entries; the lowest number elsewhere, so that a row without any has no NaN."""
+    lowest = jnp.finfo(scores.dtype).min
+    log_probability = jax.nn.log_softmax(jnp.where(mask, scores, lowest), axis=-1)
+    return jnp.where(mask, log_probability, lowest)

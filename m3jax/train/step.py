@@ -11,6 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int, PyTree
 
+from m3jax.config import M3Config
 from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.train.fused import fuse
@@ -41,7 +42,7 @@ class TrainOptions:
 
 
 class TrainState(NamedTuple):
-    """Everything that a run resumes from."""
+    """Everything that a training run resumes from: the step, float32 master weights, the optimiser."""
 
     step: Int[Array, ""]
     model: M3
@@ -51,7 +52,7 @@ class TrainState(NamedTuple):
 def make_optimizer(
     learning_rate: optax.Schedule, weight_decay: float = 0.1, frozen_index: bool = False
 ) -> optax.GradientTransformation:
-    """AdamW with clipping by the global norm.
+    """AdamW with clipping by the global norm, for all but the parameters that are not the optimiser's.
 
     Norms are not decayed. The routing biases are not the optimiser's: `balance` alone moves them.
 
@@ -106,17 +107,18 @@ def losses(
       [L E], the share of routed pairs that each expert got; None where the MLP is dense.
     """
     tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    probe = partial(_probe, config=model.config, offset=offset, options=options)
-    compute = cast_weights(model, options.compute_dtype)
-    compute = fuse(compute) if options.fused else compute
-    x, _, kept = compute.trunk(tokens, probe=probe, remat=options.remat)
-    logits = compute.unembed(compute.final_norm(x))
+    probe = partial(_layer_measures, config=model.config, offset=offset, options=options)
+    compute_model = cast_weights(model, options.compute_dtype)
+    compute_model = fuse(compute_model) if options.fused else compute_model
+    x, _, stacks = compute_model.trunk(tokens, probe=probe, remat=options.remat)
+    logits = compute_model.unembed(compute_model.final_norm(x))  # [B T V]
     weights = batch["weights"] * (1.0 + options.recall_weight * batch["recall"])
     lm = next_token_loss(logits, targets, weights)
-    kls = [k["kl"] for k in kept if "kl" in k]
-    kl = sum(jnp.sum(k) for k in kls) / max(1, sum(k.shape[0] for k in kls))
     recall = next_token_loss(jax.lax.stop_gradient(logits), targets, batch["recall"].astype(logits.dtype))
-    parts = {"lm": lm, "recall": recall, "kl": jnp.asarray(kl, jnp.float32), "loads": [k.get("load") for k in kept]}
+    layer_kls = [measures["kl"] for measures in stacks if "kl" in measures]  # [L] of each sparse stack
+    kl = sum(jnp.sum(kls) for kls in layer_kls) / max(1, sum(kls.shape[0] for kls in layer_kls))
+    loads = [measures.get("load") for measures in stacks]
+    parts = {"lm": lm, "recall": recall, "kl": jnp.asarray(kl, jnp.float32), "loads": loads}
     return lm + options.kl_weight * parts["kl"], parts
 
 
@@ -141,14 +143,14 @@ def train_step(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
     model = optax.apply_updates(state.model, updates)
     model = balance(model, parts["loads"], options.balance_rate)
-    metrics = {k: parts[k] for k in ("lm", "recall", "kl")} | {"grad_norm": optax.tree.norm(grads)}
-    if worst := [jnp.max(load) * load.shape[-1] for load in parts["loads"] if load is not None]:
-        metrics["imbalance"] = jnp.max(jnp.stack(worst))
+    metrics = {name: parts[name] for name in ("lm", "recall", "kl")} | {"grad_norm": optax.tree.norm(grads)}
+    if imbalances := [jnp.max(load) * load.shape[-1] for load in parts["loads"] if load is not None]:
+        metrics["imbalance"] = jnp.max(jnp.stack(imbalances))
     return TrainState(state.step + 1, model, opt_state), metrics
 
 
 def balance(model: M3, loads: list[Float[Array, "L E"] | None], rate: float) -> M3:
-    """Move each routing bias against its expert's load: selection is balanced without a loss term.
+    """Move each routing bias against its expert's load, which balances the choice of experts without a loss term.
 
     Args:
       model: not changed.
@@ -166,26 +168,29 @@ def balance(model: M3, loads: list[Float[Array, "L E"] | None], rate: float) -> 
     return model
 
 
-def _probe(values: dict[str, Array], context: Context, config, offset, options) -> dict[str, Array]:
-    out = {}
+def _layer_measures(
+    values: dict[str, Array], context: Context, config: M3Config, offset: Int[Array, ""], options: TrainOptions
+) -> dict[str, Array]:
+    """What the losses need of one layer: "kl", its index loss, and "load" [E], each expert's share of the pairs."""
+    measures = {}
     if "index_q" in values and options.kl_weight:
-        pick = lambda x, axis=1: _strided(x, offset, options.kl_stride, axis)
-        blocks = values.get("blocks")
-        out["kl"] = index_kl(
-            pick(values["q"]), values["k"], pick(values["index_q"]), values["index_k"],
-            None if blocks is None else pick(blocks, 2), pick(context.positions), context.lengths,
-            config.index_block_size,
-        )  # fmt: skip
+        stride, length = options.kl_stride, context.positions.shape[1]
+        queries = offset + jnp.arange(length // stride, dtype=jnp.int32) * stride
+        pick_queries = lambda x, axis=1: jnp.take(x, queries, axis=axis)
+        measures["kl"] = index_kl(
+            pick_queries(values["q"]),
+            values["k"],
+            pick_queries(values["index_q"]),
+            values["index_k"],
+            blocks=pick_queries(values["blocks"], 2) if "blocks" in values else None,
+            positions=pick_queries(context.positions),
+            lengths=context.lengths,
+            block_size=config.index_block_size,
+        )
     if "expert_ids" in values:
         counts = jnp.bincount(values["expert_ids"].reshape(-1), length=config.num_local_experts)
-        out["load"] = counts / values["expert_ids"].size
-    return out
-
-
-def _strided(x: Array, offset: Int[Array, ""], stride: int, axis: int) -> Array:
-    """Every stride-th entry along an axis, from a traced offset on."""
-    index = offset + jnp.arange(x.shape[axis] // stride, dtype=jnp.int32) * stride
-    return jnp.take(x, index, axis=axis)
+        measures["load"] = counts / values["expert_ids"].size
+    return measures
 
 
 def cast_weights(model: M3, dtype: str) -> M3:
@@ -196,6 +201,9 @@ def cast_weights(model: M3, dtype: str) -> M3:
 
 def _map_names(fn: Callable[[str, Array], object], tree: PyTree) -> PyTree:
     """Map over leaves with their attribute path, as in "stacks.0.mlp.gate"."""
-    name = lambda path: ".".join(str(getattr(p, "name", getattr(p, "key", getattr(p, "idx", "")))) for p in path)
-    strip = lambda path: name(path).removesuffix(".value")
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(strip(path), leaf), tree)
+
+    def apply(path, leaf):
+        entries = (getattr(p, "name", getattr(p, "key", getattr(p, "idx", ""))) for p in path)
+        return fn(".".join(map(str, entries)).removesuffix(".value"), leaf)
+
+    return jax.tree_util.tree_map_with_path(apply, tree)

@@ -57,7 +57,7 @@ def faults(path: Path) -> list[str]:
 def test_table_lists_the_published_tensors():
     places = names.targets(M3Config.m3())
     assert len(places) == 22_893
-    assert sum(int(np.prod(t.hub_shape)) for t in places.values()) == 426_174_572_928
+    assert sum(int(np.prod(target.hub_shape)) for target in places.values()) == 426_174_572_928
 
 
 @pytest.mark.parametrize("config", [CONFIG, M3Config.m3()], ids=["tiny", "m3"])
@@ -66,55 +66,56 @@ def test_table_fills_every_parameter_once(config):
     filled, places = {}, names.targets(config)
     assert {name: target.hub_shape for name, target in places.items()} == shapes(config)
     for target in places.values():
-        own = tuple(target.dims[i] for i in target.perm)
-        assert leaves[target.param].shape[len(target.index) :] == own
+        own_shape = tuple(target.dims[axis] for axis in target.perm)
+        assert leaves[target.param].shape[len(target.index) :] == own_shape
         filled.setdefault(target.param, set()).add(target.index)
     assert filled.keys() == leaves.keys()
     for param, indices in filled.items():
-        stack = leaves[param].shape[: len(next(iter(indices)))]
-        assert indices == set(np.ndindex(stack))
+        stack_shape = leaves[param].shape[: len(next(iter(indices)))]
+        assert indices == set(np.ndindex(stack_shape))
 
 
 def rename(pattern: str, replacement: str):
-    return lambda tensors: {re.sub(pattern, replacement, k): v for k, v in tensors.items()}
+    return lambda tensors: {re.sub(pattern, replacement, name): values for name, values in tensors.items()}
 
 
 def merge_experts(tensors):
     """[E, 2F, D] with the rows of w1 first, and [E, D, F], as transformers holds them in memory."""
-    out, experts = {}, {}
-    for name, value in tensors.items():
+    merged, experts_of = {}, {}
+    for name, values in tensors.items():
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(w\d)\.weight", name):
-            experts.setdefault(match[1], {})[int(match[2]), match[3]] = value
+            experts_of.setdefault(match[1], {})[int(match[2]), match[3]] = values
         else:
-            out[name] = value
-    for prefix, held in experts.items():
-        count = range(1 + max(e for e, _ in held))
-        pairs = [np.concatenate([held[e, "w1"], held[e, "w3"]]) for e in count]
-        out[f"{prefix}.gate_up_proj"] = np.stack(pairs)
-        out[f"{prefix}.down_proj"] = np.stack([held[e, "w2"] for e in count])
-    return out
+            merged[name] = values
+    for prefix, weights in experts_of.items():
+        experts = range(1 + max(expert for expert, _ in weights))
+        pairs = [np.concatenate([weights[expert, "w1"], weights[expert, "w3"]]) for expert in experts]  # [2*F D]
+        merged[f"{prefix}.gate_up_proj"] = np.stack(pairs)  # [E 2*F D]
+        merged[f"{prefix}.down_proj"] = np.stack([weights[expert, "w2"] for expert in experts])  # [E D F]
+    return merged
 
 
 def merge_gate_up(tensors):
-    out = dict(tensors)
+    """Gate and up of dense and shared MLPs as [2F, D], with the rows of gate first."""
+    merged = dict(tensors)
     for name in tensors:
         if name.endswith(".gate_proj.weight"):
-            gate, up = out.pop(name), out.pop(name.replace("gate_proj", "up_proj"))
-            out[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([gate, up])
-    return out
+            gate, up = merged.pop(name), merged.pop(name.replace("gate_proj", "up_proj"))
+            merged[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([gate, up])  # [2*F D]
+    return merged
 
 
 def as_transformers_holds_it(tensors):
-    out = merge_gate_up(merge_experts(tensors))
-    for step in (
+    held = merge_gate_up(merge_experts(tensors))
+    for rename_all in (
         rename(r"^language_model\.lm_head", "lm_head"),
         rename(r"^language_model\.model", "model.language_model"),
         rename(r"block_sparse_moe\.e_score", "mlp.gate.e_score"),
         rename("block_sparse_moe", "mlp"),
         rename(r"index_([qk])_", r"indexer.\1_"),
     ):
-        out = step(out)
-    return out
+        held = rename_all(held)
+    return held
 
 
 VARIANTS = {
@@ -124,8 +125,8 @@ VARIANTS = {
     "bias under gate": rename(r"moe\.e_score", "moe.gate.e_score"),
     "indexer": rename(r"index_([qk])_", r"indexer.\1_"),
     "merged experts": merge_experts,
-    "merged experts with .weight": lambda t: rename(r"experts\.(gate_up_proj|down_proj)$", r"experts.\1.weight")(
-        merge_experts(t)
+    "merged experts with .weight": lambda tensors: rename(r"experts\.(gate_up_proj|down_proj)$", r"experts.\1.weight")(
+        merge_experts(tensors)
     ),
     "merged gate_up_proj": merge_gate_up,
     "all at once": as_transformers_holds_it,
@@ -141,7 +142,7 @@ def test_every_spelling_loads_the_same(variant, tensors, tmp_path):
 
 
 def test_vision_and_mtp_tensors_are_left_with_a_note(tensors, tmp_path, caplog):
-    other = np.zeros(3, np.int64)
+    values = np.zeros(3, np.int64)
     vision = [
         "vision_tower.vision_model.pre_layrnorm.bias",
         "multi_modal_projector.linear_1.weight",
@@ -149,7 +150,7 @@ def test_vision_and_mtp_tensors_are_left_with_a_note(tensors, tmp_path, caplog):
         "model.vision_tower.layers.0.mlp.fc1.weight",
     ]
     mtp = ["model.mtp.layers.0.enorm.weight", "mtp.layers.1.mlp.gate.weight"]
-    write_folder(tmp_path, CONFIG, tensors | dict.fromkeys([*vision, *mtp], other))
+    write_folder(tmp_path, CONFIG, tensors | dict.fromkeys([*vision, *mtp], values))
     with caplog.at_level(logging.INFO, "m3jax.checkpoint"):
         _, report = checkpoint.load_with_report(tmp_path, progress=False)
     assert (report.vision, report.mtp) == (tuple(sorted(vision)), tuple(sorted(mtp)))
@@ -172,7 +173,7 @@ def test_values_are_cast_and_the_router_stays_float32(stored, dtype, tmp_path):
     tensors = random_tensors(CONFIG, stored)
     tensors[GATE] = tensors[GATE].astype(stored)
     write_folder(tmp_path, CONFIG, tensors)
-    cast = {k: v.astype(np.float32 if is_router(k) else dtype) for k, v in tensors.items()}
+    cast = {name: values.astype(np.float32 if is_router(name) else dtype) for name, values in tensors.items()}
     assert_same(load_parameters(tmp_path, dtype=dtype), expected_parameters(CONFIG, cast))
 
 
@@ -180,18 +181,18 @@ def test_float64_holds_everything_in_float64(folder, tensors):
     with pytest.raises(ValueError, match="jax_enable_x64"):
         load_parameters(folder, dtype="float64")
     with jax.enable_x64(True):
-        cast = {k: v.astype(np.float64) for k, v in tensors.items()}
+        cast = {name: values.astype(np.float64) for name, values in tensors.items()}
         assert_same(load_parameters(folder, dtype="float64"), expected_parameters(CONFIG, cast))
 
 
 def test_all_bfloat16_values_survive_float32(tmp_path):
     config = tiny_config(vocab_size=1024)
     tensors = random_tensors(config)
-    every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(1024, 64)
-    tensors["language_model.lm_head.weight"] = every
+    every_value = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(1024, 64)  # [V D]
+    tensors["language_model.lm_head.weight"] = every_value
     write_folder(tmp_path, config, tensors)
     found = load_parameters(tmp_path, dtype="float32")["lm_head"]
-    bits = every.view(np.uint16).astype(np.uint32) << 16
+    bits = every_value.view(np.uint16).astype(np.uint32) << 16
     is_nan = bits << 1 > 0xFF000000
     np.testing.assert_array_equal(found.view(np.uint32)[~is_nan], bits[~is_nan])
     assert np.isnan(found[is_nan]).all()
@@ -227,16 +228,16 @@ def test_progress_bar_is_for_terminals(folder, monkeypatch, capsys):
 
 
 def test_one_error_lists_every_tensor_at_fault(tensors, tmp_path):
-    bad = dict(tensors)
+    broken = dict(tensors)
     norm = "language_model.model.norm.weight"
-    del bad[Q_PROJ], bad[GATE]
-    bad[norm] = np.zeros(65, ml_dtypes.bfloat16)
-    bad["language_model.lm_head.weight"] = np.zeros((96, 64), np.int32)
-    bad["language_model.model.layers.0.self_attn.index_k_proj.weight"] = np.zeros((40, 64), np.float32)
-    bad["language_model.model.layers.2.block_sparse_moe.experts.6.w1.weight"] = np.ones((32, 64))
-    bad["model.layers.1.mlp.up_proj.weight"] = bad["language_model.model.layers.1.mlp.up_proj.weight"]
-    bad["what.is.this"] = np.zeros(2, np.uint8)
-    found = "\n".join(faults(write_folder(tmp_path, CONFIG, bad, shards=2)))
+    del broken[Q_PROJ], broken[GATE]
+    broken[norm] = np.zeros(65, ml_dtypes.bfloat16)
+    broken["language_model.lm_head.weight"] = np.zeros((96, 64), np.int32)
+    broken["language_model.model.layers.0.self_attn.index_k_proj.weight"] = np.zeros((40, 64), np.float32)
+    broken["language_model.model.layers.2.block_sparse_moe.experts.6.w1.weight"] = np.ones((32, 64))
+    broken["model.layers.1.mlp.up_proj.weight"] = broken["language_model.model.layers.1.mlp.up_proj.weight"]
+    broken["what.is.this"] = np.zeros(2, np.uint8)
+    found = "\n".join(faults(write_folder(tmp_path, CONFIG, broken, shards=2)))
     for line in (
         f"{Q_PROJ}: missing, expected [192, 64]",
         f"{GATE}: missing, expected [6, 64]",
@@ -253,11 +254,11 @@ def test_one_error_lists_every_tensor_at_fault(tensors, tmp_path):
 
 
 def test_merged_tensors_are_checked_like_others(tensors, tmp_path):
-    bad = merge_experts(tensors)
+    broken = merge_experts(tensors)
     prefix = "language_model.model.layers.2.block_sparse_moe.experts."
-    bad[prefix + "gate_up_proj"] = bad[prefix + "gate_up_proj"][:, :63]
-    bad[prefix + "4.w2.weight"] = tensors[prefix + "4.w2.weight"]
-    lines = faults(write_folder(tmp_path, CONFIG, bad))
+    broken[prefix + "gate_up_proj"] = broken[prefix + "gate_up_proj"][:, :63]
+    broken[prefix + "4.w2.weight"] = tensors[prefix + "4.w2.weight"]
+    lines = faults(write_folder(tmp_path, CONFIG, broken))
     assert len(lines) == 2
     assert f"{prefix}gate_up_proj: expected shape [6, 64, 64], found BF16 [6, 63, 64]" in lines
     assert any(f"holds {prefix}4.w2.weight, which" in line for line in lines)
@@ -290,15 +291,15 @@ def test_index_that_does_not_match_its_shards(tensors, tmp_path):
     absent = "model-00002-of-00003.safetensors"
     (tmp_path / absent).unlink()
     first = "model-00001-of-00003.safetensors"
-    held = list(load_file(tmp_path / first))
-    del index["weight_map"][held[0]]
+    unplaced = next(iter(load_file(tmp_path / first)))
+    del index["weight_map"][unplaced]
     index["weight_map"]["language_model.model.layers.9.extra"] = first
     (tmp_path / INDEX).write_text(json.dumps(index))
     count = sum(file == absent for file in index["weight_map"].values())
     assert sorted(faults(tmp_path)) == sorted(
         [
             f"{absent}: no such file; {INDEX} places {count} tensors in it",
-            f"{held[0]}: {first} holds it, but {INDEX} does not place it there",
+            f"{unplaced}: {first} holds it, but {INDEX} does not place it there",
             f"language_model.model.layers.9.extra: {INDEX} places it in {first}, which does not hold it",
         ]
     )
@@ -329,8 +330,8 @@ def test_folder_without_weights(folder, tmp_path):
 
 
 def test_faults_are_found_before_anything_is_read(tensors, tmp_path, monkeypatch):
-    del (bad := dict(tensors))[GATE]
-    write_folder(tmp_path, CONFIG, bad)
+    broken = {name: values for name, values in tensors.items() if name != GATE}
+    write_folder(tmp_path, CONFIG, broken)
     monkeypatch.setattr("m3jax.checkpoint.reader.StoredTensor.view", None)
     monkeypatch.setattr("m3jax.model.abstract", None)
     assert faults(tmp_path) == [f"{GATE}: missing, expected [6, 64]"]

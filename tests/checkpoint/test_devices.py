@@ -1,5 +1,6 @@
 """Loading onto many devices, and how much host memory it takes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,15 +51,15 @@ def test_each_device_gets_its_slice_and_reads_no_more(axes, host_bytes, folder, 
     mesh = parallel.make_mesh(**axes)
     model, report = checkpoint.load_with_report(folder, mesh=mesh, progress=False)
     leaves, expected = tree.flatten(model), expected_parameters(CONFIG, tensors)
-    wanted = tree.flatten(m3_model.shardings(CONFIG, mesh))
-    held = dict.fromkeys(report.bytes_read, 0)
+    expected_sharding = tree.flatten(m3_model.shardings(CONFIG, mesh))
+    held_bytes = dict.fromkeys(report.bytes_read, 0)
     for path, leaf in leaves.items():
-        assert leaf.sharding == wanted[path]
+        assert leaf.sharding == expected_sharding[path]
         for shard in leaf.addressable_shards:
             assert same_bits(np.asarray(shard.data), expected[path][shard.index])
-            held[shard.device.id] += shard.data.nbytes
-    assert report.bytes_read == held
-    assert max(held.values()) < 0.7 * sum(value.nbytes for value in expected.values())
+            held_bytes[shard.device.id] += shard.data.nbytes
+    assert report.bytes_read == held_bytes
+    assert max(held_bytes.values()) < 0.7 * sum(value.nbytes for value in expected.values())
 
 
 # Memory
@@ -91,11 +92,14 @@ def test_peak_host_memory_is_the_model_and_a_few_tensors(tmp_path):
         name: draw(0, 1 << 15, shape, np.uint16).view(ml_dtypes.bfloat16) for name, shape in shapes(config).items()
     }
     write_folder(tmp_path, config, tensors, shards=4)
-    largest, total = (f(t.nbytes for t in tensors.values()) for f in (max, sum))
+    sizes = [values.nbytes for values in tensors.values()]
+    largest, total = max(sizes), sum(sizes)
     del tensors
+    # As users run it: the suite's flags for the compiler make what is loaded slow to cast and to move.
+    users = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     child = [sys.executable, "-c", _PEAK, str(tmp_path)]
-    output = subprocess.run(child, capture_output=True, text=True, check=True, timeout=300).stdout
-    peak, held = map(int, output.split())
-    assert 250e6 < total <= held
+    output = subprocess.run(child, capture_output=True, text=True, check=True, timeout=300, env=users).stdout
+    peak, model_bytes = map(int, output.split())
+    assert 250e6 < total <= model_bytes
     # Besides the model: the largest tensor as stored, cast and sent, and what JAX takes to compile.
-    assert peak < held + 3 * largest + 48e6
+    assert peak < model_bytes + 3 * largest + 48e6

@@ -19,11 +19,12 @@ VARIANTS = {
 }
 
 
-def assert_equal(a, b):
-    assert a.config == b.config
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+def assert_equal(found, expected):
+    """Fail where two drafts differ in their configuration or in a parameter."""
+    assert found.config == expected.config
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
 
 
 def edit(folder, tensors=None, **config):
@@ -31,7 +32,7 @@ def edit(folder, tensors=None, **config):
     if tensors is not None:
         save_file(tensors(load_file(folder / "model.safetensors")), folder / "model.safetensors")
     data = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -45,14 +46,18 @@ def test_what_is_saved_is_loaded(tmp_path, name, dtype):
 def test_names_and_shapes_are_the_hubs(tmp_path):
     """model.md 5.2, at the tiny model's widths: 17 tensors."""
     save_draft(draft(**VARIANTS["released"]), tmp_path)
-    d, n, f = CONFIG.hidden_size, 4 * 12, 32
-    expected = {f"layers.0.{x}_proj.weight": (n, 2 * d) for x in ("self_attn.q", "self_attn.k", "self_attn.v")}
-    expected |= {f"layers.0.{x}.weight": (d,) for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
-    expected |= {"layers.0.self_attn.o_proj.weight": (d, n), "layers.0.mlp.down_proj.weight": (d, f)}
-    expected |= {f"layers.0.mlp.{x}_proj.weight": (f, d) for x in ("gate", "up")}
-    expected |= {f"fc_norm.{i}.weight": (d,) for i in range(3)} | {"fc.weight": (d, 3 * d), "norm.weight": (d,)}
-    expected |= {"embed_tokens.weight": (64, d), "lm_head.weight": (64, d)}
-    assert {k: v.shape for k, v in load_file(tmp_path / "model.safetensors").items()} == expected
+    width, heads_width, hidden = CONFIG.hidden_size, 4 * 12, 32
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    expected = {f"layers.0.self_attn.{name}_proj.weight": (heads_width, 2 * width) for name in "qkv"}
+    expected |= {f"layers.0.{name}.weight": (width,) for name in norms}
+    expected |= {f"layers.0.mlp.{name}_proj.weight": (hidden, width) for name in ("gate", "up")}
+    expected |= {f"fc_norm.{tap}.weight": (width,) for tap in range(3)}
+    expected |= {
+        "layers.0.self_attn.o_proj.weight": (width, heads_width), "layers.0.mlp.down_proj.weight": (width, hidden),
+        "fc.weight": (width, 3 * width), "norm.weight": (width,),
+        "embed_tokens.weight": (64, width), "lm_head.weight": (64, width),
+    }  # fmt: skip
+    assert {name: values.shape for name, values in load_file(tmp_path / "model.safetensors").items()} == expected
     assert len(expected) == 17
 
 
@@ -69,9 +74,13 @@ def test_other_spellings(tmp_path):
     """`midlayer.`, a `model.` prefix, a list in `eagle_config`, a `t2d` mask; the heads that Llama leaves out."""
     module = draft(**VARIANTS["reduced"], num_key_value_heads=4)
     save_draft(module, tmp_path)
-    rename = lambda k: k if k == "d2t" else "model." + k.replace("layers.0.", "midlayer.")
     ids = np.asarray(module.target_ids[...])
-    edit(tmp_path, lambda x: {rename(k): v for k, v in x.items()} | {"t2d": np.isin(np.arange(64), ids)})
+
+    def respell(tensors):
+        new_name = lambda name: name if name == "d2t" else "model." + name.replace("layers.0.", "midlayer.")
+        return {new_name(name): values for name, values in tensors.items()} | {"t2d": np.isin(np.arange(64), ids)}
+
+    edit(tmp_path, respell)
     taps = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     edit(tmp_path, num_key_value_heads=None, **taps)
     assert_equal(load_draft(tmp_path, CONFIG, "float32"), module)
@@ -82,20 +91,20 @@ def test_layers_that_are_not_named_are_vllms(tmp_path):
     """[2, n // 2, n - 3]: of 60 layers 2, 30 and 57, the outputs of the layers 1, 29 and 56 counted from 0."""
     save_draft(draft(), tmp_path)
     edit(tmp_path, eagle_aux_hidden_state_layer_ids=None)
-    layers = ("minimax_m3_sparse",) * 60, ("sparse",) * 60
-    values = {k: getattr(CONFIG, k) for k in CONFIG.__dataclass_fields__}
-    target = M3Config(**values | dict(num_hidden_layers=60, layer_types=layers[0], mlp_layer_types=layers[1]))
+    sparse, experts = ("minimax_m3_sparse",) * 60, ("sparse",) * 60
+    values = {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__}
+    target = M3Config(**values | dict(num_hidden_layers=60, layer_types=sparse, mlp_layer_types=experts))
     assert load_draft(tmp_path, target, "float32").config.taps == (2, 30, 57)
     with pytest.raises(ValueError, match="different ones in ascending order"):
         load_draft(tmp_path, CONFIG)
 
 
 def without(name):
-    return lambda x: {k: v for k, v in x.items() if k != name}
+    return lambda tensors: {other: values for other, values in tensors.items() if other != name}
 
 
-def changed(name, fn):
-    return lambda x: x | {name: fn(x[name])}
+def changed(name, change):
+    return lambda tensors: tensors | {name: change(tensors[name])}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +112,7 @@ def changed(name, fn):
     [
         ("shared", without("norm.weight"), r"norm.weight: missing, expected \[48\]"),
         ("shared", without("fc_norm.1.weight"), r"fc_norm.1.weight: missing"),
-        ("shared", lambda x: x | {"more": np.zeros(3)}, r"more: unexpected, found F64 \[3\]"),
+        ("shared", lambda tensors: tensors | {"more": np.zeros(3)}, r"more: unexpected, found F64 \[3\]"),
         ("shared", changed("fc.weight", lambda x: x[:, :96]), r"expected a float of shape \[48, 144\], found F32 \[48"),
         ("shared", changed("norm.weight", lambda x: x.astype(np.uint8)), r"norm.weight: expected a float"),
         ("reduced", without("d2t"), r"d2t: missing, expected \[40\] integers"),

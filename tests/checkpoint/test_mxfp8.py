@@ -66,8 +66,8 @@ def test_every_code_with_every_scale(dtype):
             product = rounded(Fraction(product), dtype)
         expected[scale, code], expected[scale, code + 128] = product, -product
     np.testing.assert_array_equal(found.astype(np.float64), expected)
-    zero = (codes & 127 == 0) & (scales < 255)
-    assert (np.signbit(found[zero]) == (codes[zero] == 128)).all()
+    is_zero = (codes & 127 == 0) & (scales < 255)
+    assert (np.signbit(found[is_zero]) == (codes[is_zero] == 128)).all()
 
 
 def test_bfloat16_is_exact_in_range_and_rounds_below_it():
@@ -100,19 +100,20 @@ def quantized_folder(path: Path, rename=lambda tensors: tensors, seed: int = 0) 
 
 def merge_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Experts as [E, 2F, D] and [E, D, F] with scales [E, 2F, D/32] and [E, D, F/32]."""
-    out = {name: t for name, t in tensors.items() if ".experts." not in name}
+    merged = {name: values for name, values in tensors.items() if ".experts." not in name}
     for layer in (2, 3, 4):
         prefix = f"language_model.model.layers.{layer}.block_sparse_moe.experts."
         for kind in ("", "_scale_inv"):
-            hub = [[f"{prefix}{e}.{w}.weight{kind}" for w in ("w1", "w3", "w2")] for e in range(6)]
-            w1, w3, w2 = (np.stack([tensors[h[i]] for h in hub]) for i in range(3))
-            out[f"{prefix}gate_up_proj{kind}"] = np.concatenate([w1, w3], axis=1)
-            out[f"{prefix}down_proj{kind}"] = w2
-    return out
+            stacked = lambda name, prefix=prefix, kind=kind: np.stack(
+                [tensors[f"{prefix}{expert}.{name}.weight{kind}"] for expert in range(6)]
+            )
+            merged[f"{prefix}gate_up_proj{kind}"] = np.concatenate([stacked("w1"), stacked("w3")], axis=1)  # [E 2*F D]
+            merged[f"{prefix}down_proj{kind}"] = stacked("w2")  # [E D F]
+    return merged
 
 
 def short_scale_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name.replace("weight_scale_inv", "weight_scale"): t for name, t in tensors.items()}
+    return {name.replace("weight_scale_inv", "weight_scale"): values for name, values in tensors.items()}
 
 
 @pytest.mark.parametrize("host_bytes", [16 << 20, 0], ids=["on the host", "in place"])

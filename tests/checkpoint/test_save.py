@@ -41,10 +41,8 @@ def folder(tensors, tmp_path_factory) -> Path:
 
 
 def stored_tensors(path: Path) -> dict[str, np.ndarray]:
-    out = {}
-    for file in path.glob("*.safetensors"):
-        out |= load_file(file)
-    return out
+    """All tensors of a folder's files by name."""
+    return {name: values for file in path.glob("*.safetensors") for name, values in load_file(file).items()}
 
 
 @pytest.mark.parametrize("limit", [5_000_000_000, 100_000, 1])
@@ -59,11 +57,11 @@ def test_saved_folder_is_byte_identical(limit, folder, tensors, tmp_path):
         assert files == ["config.json", "model.safetensors"]
         return
     index = json.loads((tmp_path / "new" / INDEX).read_text())
-    assert index["metadata"] == {"total_size": sum(t.nbytes for t in tensors.values())}
+    assert index["metadata"] == {"total_size": sum(values.nbytes for values in tensors.values())}
     assert {*index["weight_map"].values(), "config.json", INDEX} == set(files)
     for file in set(index["weight_map"].values()):
-        held = load_file(tmp_path / "new" / file)
-        assert len(held) == 1 or sum(t.nbytes for t in held.values()) <= limit
+        in_file = load_file(tmp_path / "new" / file)
+        assert len(in_file) == 1 or sum(values.nbytes for values in in_file.values()) <= limit
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
@@ -80,7 +78,7 @@ def test_float64_comes_back(folder, tmp_path):
         model = checkpoint.load(folder, dtype="float64", progress=False)
         checkpoint.save(model, tmp_path)
         assert_same(load_parameters(tmp_path, dtype="float64"), load_parameters(folder, dtype="float64"))
-    assert {t.dtype.name for t in stored_tensors(tmp_path).values()} == {"float64"}
+    assert {values.dtype.name for values in stored_tensors(tmp_path).values()} == {"float64"}
 
 
 def test_a_sharded_model_saves_the_same_bytes(folder, tensors, tmp_path):
@@ -135,11 +133,11 @@ def test_orbax_restores_onto_another_mesh(folder, tensors, tmp_path):
     mesh = parallel.make_mesh(expert=2, tensor=2)
     checkpoint.save_orbax(checkpoint.load(folder, mesh=mesh, progress=False), tmp_path / "orbax")
     expected = expected_parameters(CONFIG, tensors)
-    for other in (None, parallel.make_mesh(tensor=4)):
-        leaves = tree.flatten(checkpoint.load_orbax(tmp_path / "orbax", mesh=other))
+    for other_mesh in (None, parallel.make_mesh(tensor=4)):
+        leaves = tree.flatten(checkpoint.load_orbax(tmp_path / "orbax", mesh=other_mesh))
         assert_same({path: np.asarray(leaf) for path, leaf in leaves.items()}, expected)
-        wanted = tree.flatten(m3_model.shardings(CONFIG, other))
-        assert all(leaves[path].sharding == wanted[path] for path in leaves)
+        expected_sharding = tree.flatten(m3_model.shardings(CONFIG, other_mesh))
+        assert all(leaves[path].sharding == expected_sharding[path] for path in leaves)
     with pytest.raises(ValueError, match="already exists"):
         checkpoint.save_orbax(checkpoint.load(folder, progress=False), tmp_path / "orbax")
     with pytest.raises(ValueError, match="save_orbax wrote"):
@@ -170,42 +168,44 @@ def oracle():
     config = transformers.MiniMaxM3VLConfig(text_config=text, vision_config=vision, projector_hidden_size=64)
     model = transformers.MiniMaxM3SparseForConditionalGeneration(config)
     with torch.no_grad():
-        for i, tensor in enumerate((*model.parameters(), *model.buffers())):
-            tensor.normal_(generator=torch.Generator().manual_seed(i))
+        for seed, tensor in enumerate((*model.parameters(), *model.buffers())):
+            tensor.normal_(generator=torch.Generator().manual_seed(seed))
     return model
 
 
 def oracle_parameters(oracle) -> dict[str, np.ndarray]:
     """The parameters by path, read off transformers' modules and turned by einsum."""
     text = oracle.model.language_model
-    out = {"embed_tokens": text.embed_tokens, "norm": text.norm, "lm_head": oracle.lm_head}
-    out = {path: module.weight.detach().numpy() for path, module in out.items()}
-    for s, layers in enumerate((text.layers[:1], text.layers[1:])):
+    top = {"embed_tokens": text.embed_tokens, "norm": text.norm, "lm_head": oracle.lm_head}
+    parameters = {path: module.weight.detach().numpy() for path, module in top.items()}
+    for number, layers in enumerate((text.layers[:1], text.layers[1:])):
         per_layer = [oracle_layer(layer) for layer in layers]
         for path in per_layer[0]:
-            out[f"stacks.{s}.{path}"] = np.stack([layer[path] for layer in per_layer])
-    return out
+            parameters[f"stacks.{number}.{path}"] = np.stack([layer[path] for layer in per_layer])  # [L ...]
+    return parameters
 
 
 def oracle_layer(layer) -> dict[str, np.ndarray]:
-    state = {k: v.detach().numpy() for k, v in layer.state_dict().items()}
-    out = {k: v.T for name, v in state.items() if (k := name.removesuffix(".weight")) != name}
+    """The parameters of one layer of transformers by our paths."""
+    state = {name: values.detach().numpy() for name, values in layer.state_dict().items()}
+    suffix = ".weight"
+    found = {name.removesuffix(suffix): values.T for name, values in state.items() if name.endswith(suffix)}
     for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)):
-        out[f"self_attn.{name}"] = out[f"self_attn.{name}"].reshape(64, heads, 24)
-    out["self_attn.o_proj"] = out["self_attn.o_proj"].reshape(4, 24, 64)
+        found[f"self_attn.{name}"] = found[f"self_attn.{name}"].reshape(64, heads, 24)  # [D N H]
+    found["self_attn.o_proj"] = found["self_attn.o_proj"].reshape(4, 24, 64)  # [N H D]
     for prefix in ("mlp.", "mlp.shared_experts."):
-        if prefix + "gate_up_proj" in out:
-            both = out.pop(prefix + "gate_up_proj")
-            out[prefix + "gate_proj"], out[prefix + "up_proj"] = np.split(both, 2, axis=1)
-    if "self_attn.indexer.q_proj" in out:
+        if prefix + "gate_up_proj" in found:
+            gate_up = found.pop(prefix + "gate_up_proj")  # [D 2*F]
+            found[prefix + "gate_proj"], found[prefix + "up_proj"] = np.split(gate_up, 2, axis=1)
+    if "self_attn.indexer.q_proj" in found:
         for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
-            out[f"self_attn.index_{name}"] = out.pop(f"self_attn.indexer.{name}")
-        out["self_attn.index_q_proj"] = out["self_attn.index_q_proj"].reshape(64, 2, 40)
-        both = np.einsum("efd->edf", state["mlp.experts.gate_up_proj"])
-        out["mlp.experts.gate_proj"], out["mlp.experts.up_proj"] = np.split(both, 2, axis=2)
-        out["mlp.experts.down_proj"] = np.einsum("edf->efd", state["mlp.experts.down_proj"])
-        out["mlp.e_score_correction_bias"] = state["mlp.gate.e_score_correction_bias"]
-    return out
+            found[f"self_attn.index_{name}"] = found.pop(f"self_attn.indexer.{name}")
+        found["self_attn.index_q_proj"] = found["self_attn.index_q_proj"].reshape(64, 2, 40)  # [D K H]
+        gate_up = np.einsum("efd->edf", state["mlp.experts.gate_up_proj"])  # [E D 2*F]
+        found["mlp.experts.gate_proj"], found["mlp.experts.up_proj"] = np.split(gate_up, 2, axis=2)
+        found["mlp.experts.down_proj"] = np.einsum("edf->efd", state["mlp.experts.down_proj"])  # [E F D]
+        found["mlp.e_score_correction_bias"] = state["mlp.gate.e_score_correction_bias"]
+    return found
 
 
 def test_what_transformers_saves_loads_exactly(oracle, tmp_path):
@@ -216,7 +216,7 @@ def test_what_transformers_saves_loads_exactly(oracle, tmp_path):
 
 def test_what_transformers_holds_in_memory_loads_exactly(oracle, tmp_path):
     oracle.config.save_pretrained(tmp_path)
-    state = {k: v.detach().numpy() for k, v in oracle.state_dict().items()}
+    state = {name: values.detach().numpy() for name, values in oracle.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
     assert any(".experts.gate_up_proj" in name for name in state)
     assert_same(load_parameters(tmp_path, dtype="float32"), oracle_parameters(oracle))
@@ -228,6 +228,6 @@ def test_names_and_bytes_are_those_that_transformers_saves(oracle, tmp_path):
     model = checkpoint.load(tmp_path / "theirs", dtype="float32", progress=False)
     checkpoint.save(model, tmp_path / "ours", max_shard_bytes=60_000)
     ours = stored_tensors(tmp_path / "ours")
-    text = {name: t for name, t in theirs.items() if name.startswith("language_model.")}
+    text = {name: values for name, values in theirs.items() if name.startswith("language_model.")}
     assert len(theirs) > len(text) and ours.keys() == text.keys()
     assert all(same_bits(ours[name], text[name]) for name in text)

@@ -15,7 +15,7 @@ from support import tiny
 from m3jax import plan
 from m3jax.cache import Cache
 from m3jax.config import M3Config
-from m3jax.model.params import num_bytes
+from m3jax.model.build import num_bytes
 from m3jax.parallel import AXES, parse_mesh
 from m3jax.planning import M3_DRAFT, Job, candidates, compiler, evaluate, hlo, parse_sizes, parse_slice
 from m3jax.planning.arithmetic import cache_shapes, memory
@@ -40,7 +40,7 @@ def sizes(text: str) -> dict[str, int]:
 
 def held(tree) -> int:
     """Bytes that the first device has."""
-    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
 # Arithmetic
@@ -49,38 +49,39 @@ def held(tree) -> int:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_memory_is_that_of_real_arrays(mesh):
     real = parse_mesh(mesh)
-    m = memory(job(kv_dtype="bfloat16"), sizes(mesh))
-    assert m.weights == held(tiny.model(CONFIG, mesh=real))
+    planned = memory(job(kv_dtype="bfloat16"), sizes(mesh))
+    assert planned.weights == held(tiny.model(CONFIG, mesh=real))
     cache = Cache.init(CONFIG, 4, 256, "float32", real, kv_dtype="bfloat16")
-    assert m.cache + m.index_keys == held(cache)
-    assert m.index_keys == held([s.index_k for s in cache.stacks])
+    assert planned.cache + planned.index_keys == held(cache)
+    assert planned.index_keys == held([stack.index_k for stack in cache.stacks])
 
 
 def test_the_abstract_cache_lies_where_the_real_one_does():
     mesh = parse_mesh("data=2,context=2,tensor=2")
     real = jax.tree.leaves(Cache.init(CONFIG, 4, 256, "float32", mesh))
-    for x, y in zip(real, cache_shapes(job(), mesh), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype) and x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    for array, shape in zip(real, cache_shapes(job(), mesh), strict=True):
+        assert (array.shape, array.dtype) == (shape.shape, shape.dtype)
+        assert array.sharding.is_equivalent_to(shape.sharding, array.ndim)
 
 
 def test_one_device_holds_all_of_the_published_model():
     """427.04e9 elements, less the vision tower, of which the routers have 4 bytes."""
-    m = memory(full("h200:1"), dict.fromkeys(AXES, 1))
-    assert 2 * 426e9 < m.weights < 2 * 427.1e9
+    planned = memory(full("h200:1"), dict.fromkeys(AXES, 1))
+    assert 2 * 426e9 < planned.weights < 2 * 427.1e9
     tokens = 4 * 2**20
-    assert m.cache + m.index_keys == pytest.approx(tokens * 137_472, rel=1e-3)
+    assert planned.cache + planned.index_keys == pytest.approx(tokens * 137_472, rel=1e-3)
 
 
 def test_the_draft_is_its_file_and_its_keys():
     """6,527,471,616 bytes of weights; keys and values of 64 heads, and a feature of each page's last token."""
-    with_draft, without = (memory(full("h200:1", draft=d), dict.fromkeys(AXES, 1)) for d in (M3_DRAFT, None))
+    with_draft, without = (memory(full("h200:1", draft=draft), dict.fromkeys(AXES, 1)) for draft in (M3_DRAFT, None))
     weights = with_draft.draft - 2**22 * 2 * 64 * 128 * 2 - 2**15 * 6144 * 2
     assert without.draft == 0 and weights == 6_527_471_616
 
 
 def test_work_divides():
     """Devices of an axis share what that axis divides, and a decode step reads each weight at most once."""
-    context, expert, tensor = (evaluate(full("h200:8"), s) for s in (
+    context, expert, tensor = (evaluate(full("h200:8"), sizes) for sizes in (
         dict(data=1, context=8, expert=1, tensor=1), dict(data=1, context=1, expert=8, tensor=1),
         dict(data=1, context=1, expert=1, tensor=8),
     ))  # fmt: skip
@@ -94,35 +95,30 @@ def test_work_divides():
         context.decode.seconds(parse_slice("h200:8").chip).values()
     )
     # Of a chunk, which is on all devices of the data axis, that axis divides the experts; they send their outputs.
-    rows = full("h200:8", batch=8)
-    whole, part = (evaluate(rows, s).prefill for s in (parse_sizes("tensor=8", rows), parse_sizes("data=8", rows)))
+    batched = full("h200:8", batch=8)
+    whole, part = (evaluate(batched, parse_sizes(mesh, batched)).prefill for mesh in ("tensor=8", "data=8"))
     assert part.sent > 0 and part.flops < 8 * whole.flops
 
 
 def test_small_storage_halves_the_cache():
-    m, small = (memory(full("v5p:4x4x4", **t), sizes_of(4, 4, 4)) for t in ({}, F8))
-    assert small.cache + small.index_keys == pytest.approx((m.cache + m.index_keys) / 2, rel=1e-4)
-    assert small.weights == m.weights
-
-
-F8 = dict(kv_dtype="float8_e4m3fn", index_dtype="float8_e4m3fn")
-
-
-def sizes_of(context: int, expert: int, tensor: int) -> dict[str, int]:
-    return dict(data=1, context=context, expert=expert, tensor=tensor)
+    mesh = dict(data=1, context=4, expert=4, tensor=4)
+    float8 = dict(kv_dtype="float8_e4m3fn", index_dtype="float8_e4m3fn")
+    large, small = memory(full("v5p:4x4x4"), mesh), memory(full("v5p:4x4x4", **float8), mesh)
+    assert small.cache + small.index_keys == pytest.approx((large.cache + large.index_keys) / 2, rel=1e-4)
+    assert small.weights == large.weights
 
 
 # Meshes and arguments
 
 
 def test_candidates_are_all_meshes_and_the_first_is_the_fastest_that_fits():
-    j = full("v5p:4x4x4", context=1 << 19)  # where the fastest mesh does not fit
-    found = candidates(j)
-    assert len({c.name for c in found}) == len(found)
-    assert all(np.prod(list(c.sizes.values())) == 64 for c in found)
-    fitting = [c for c in found if c.memory.fits]
-    time = lambda c: c.decode.roofline(j.slice.chip) * c.prefill.roofline(j.slice.chip)
-    assert fitting and found[: len(fitting)] == fitting and time(found[0]) == min(map(time, fitting))
+    planned = full("v5p:4x4x4", context=1 << 19)  # where the fastest mesh does not fit
+    found, chip = candidates(planned), planned.slice.chip
+    assert len({candidate.name for candidate in found}) == len(found)
+    assert all(np.prod(list(candidate.sizes.values())) == 64 for candidate in found)
+    fitting = [candidate for candidate in found if candidate.memory.fits]
+    times = [candidate.decode.roofline(chip) * candidate.prefill.roofline(chip) for candidate in fitting]
+    assert fitting and found[: len(fitting)] == fitting and times[0] == min(times)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +152,10 @@ def test_bad_input_is_one_line(arguments, message, capsys):
 
 
 def test_a_nearest_mesh_is_a_mesh():
-    j = full("v5p:4x4x4")
+    planned = full("v5p:4x4x4")
     with pytest.raises(ValueError, match="nearest valid is") as error:
-        parse_sizes("expert=5,tensor=7", j)
-    assert parse_sizes(re.search(r"valid is '([^']*)'", str(error.value))[1], j)
+        parse_sizes("expert=5,tensor=7", planned)
+    assert parse_sizes(re.search(r"valid is '([^']*)'", str(error.value))[1], planned)
 
 
 def test_without_a_compiler_the_line_says_what_to_install(monkeypatch, capsys):
@@ -179,10 +175,10 @@ def test_a_gpu_is_planned_by_arithmetic_and_says_so(capsys):
 
 
 def test_what_the_compiler_refuses_is_shown():
-    j = full("v5p:4x4x4")
-    best = candidates(j)[0]
+    planned = full("v5p:4x4x4")
+    best = candidates(planned)[0]
     refused = {"error": "RESOURCE_EXHAUSTED: too much\nmore", "lower_seconds": 1.0, "compile_seconds": 1.0}
-    data = as_dict(j, best, [best], {"decode": refused, "prefill": refused})
+    data = as_dict(planned, best, [best], {"decode": refused, "prefill": refused})
     assert not data["fits"] and "refused: RESOURCE_EXHAUSTED: too much\n" in as_text(data)
 
 
@@ -236,18 +232,18 @@ ENTRY %main (e0: f32[2], e1: s32[]) -> f32[] {
 
 
 def test_loops_multiply_and_the_dearest_branch_counts():
-    c = hlo.count(PROGRAM)
-    assert c.collectives == {"all-reduce": 5, "all-gather": 1}
-    assert c.collective_bytes == {"all-reduce": 5 * 4 * 8 * 4, "all-gather": 16}
-    assert c.flops == 5 * 2 * 4 * 16 * 8 and c.unknown_loops == 0
+    counts = hlo.count(PROGRAM)
+    assert counts.collectives == {"all-reduce": 5, "all-gather": 1}
+    assert counts.collective_bytes == {"all-reduce": 5 * 4 * 8 * 4, "all-gather": 16}
+    assert counts.flops == 5 * 2 * 4 * 16 * 8 and counts.unknown_loops == 0
     # A turn reads one slice of the weights and writes the sum; the gather reads 8 bytes and writes 16.
-    assert c.traffic == 5 * (8 * 16 * 4 + 4 * 8 * 4) + 24
-    assert c.heaviest[:2] == [(5 * 8 * 16 * 4.0, 5, "%f"), (5 * 4 * 8 * 4.0, 5, "%r")]
+    assert counts.traffic == 5 * (8 * 16 * 4 + 4 * 8 * 4) + 24
+    assert counts.heaviest[:2] == [(5 * 8 * 16 * 4.0, 5, "%f"), (5 * 4 * 8 * 4.0, 5, "%r")]
 
 
 def test_a_loop_that_data_ends_counts_once():
-    c = hlo.count(PROGRAM.replace("direction=LT", "direction=NE"))
-    assert c.unknown_loops == 1 and c.collectives["all-reduce"] == 1
+    counts = hlo.count(PROGRAM.replace("direction=LT", "direction=NE"))
+    assert counts.unknown_loops == 1 and counts.collectives["all-reduce"] == 1
 
 
 # The compiler
@@ -260,10 +256,11 @@ def compiled(tmp_path_factory) -> dict:
     CONFIG.save_pretrained(folder)
     command = [sys.executable, "-m", "m3jax.plan", "--topology", "v5e:2x2", "--context", "512", "--batch", "2"]
     command += ["--model", str(folder), "--mesh", "expert=2,tensor=2", "--json"]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(plan.__file__).parents[1])
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    root = Path(plan.__file__).parents[1]
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
 
 
 def test_both_programs_compile_for_a_slice(compiled):
@@ -275,7 +272,6 @@ def test_both_programs_compile_for_a_slice(compiled):
 
 def test_the_compiler_s_arguments_are_the_planned_ones(compiled):
     """Weights and cache; the rest is a few numbers a row, and what tiles of the TPU add to small arrays."""
-    m = compiled["memory"]
-    planned = m["weights"] + m["keys_and_values"] + m["index_keys"]
+    planned = sum(compiled["memory"][name] for name in ("weights", "keys_and_values", "index_keys"))
     whole = num_bytes(tiny.model(CONFIG)) / 2 + Cache.init(CONFIG, 2, 512).nbytes
     assert planned < whole and planned * 0.9 < compiled["decode"]["compiled"]["arguments"] < planned * 8

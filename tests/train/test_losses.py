@@ -182,7 +182,7 @@ def gradients(schedule: str) -> dict[str, dict[str, np.ndarray]]:
     options, arrays = TrainOptions(kl_stride=4, recall_weight=1.0), jax.tree.map(jnp.asarray, batch())
     one = lambda name: lambda model: training_losses(model, arrays, jnp.int32(1), options)[1][name]
     grad = jax.jit(lambda m: {k: jax.grad(one(k))(m) for k in ("lm", "kl", "recall")}, compiler_options=QUICK)
-    found = jax.device_get(grad(model().with_schedule(schedule)))
+    found = jax.device_get(grad(tiny.under(model(), schedule)))
     named = lambda tree: {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
     return {name: named(tree) for name, tree in found.items()}
 

@@ -48,7 +48,7 @@ def batch(config=CONFIG) -> dict[str, jax.Array]:
 def start(optimizer=OPTIMIZER, schedule: str = "mask") -> TrainState:
     """From weights that are committed to a device, as `m3jax.model.init` and `m3jax.load` leave them."""
     model = jax.device_put(tiny.model(CONFIG), SingleDeviceSharding(jax.devices()[0]))
-    return init_state(model.with_schedule(schedule), optimizer)
+    return init_state(tiny.under(model, schedule), optimizer)
 
 
 def steps(state: TrainState, count: int, optimizer=OPTIMIZER, options=OPTIONS) -> tuple[TrainState, list[dict]]:
