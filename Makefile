@@ -30,6 +30,8 @@ demo: $(VENV)/.runtime
 	$(PY) scripts/demo.py
 
 # Neighbouring tests stay in one process (they share compiled functions) until another process runs out of work.
+# Every process of the suite imports the same sources: compiled ones are kept, whatever the shell says of bytecode.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.test
 	$(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 

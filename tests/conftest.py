@@ -52,6 +52,45 @@ hypothesis.settings.load_profile(os.environ.get("M3JAX_HYPOTHESIS", "ci"))
 jaxtyping.install_import_hook(("m3jax", "pallas_kernels"), "beartype.beartype")
 
 
+# What `.ci/run` also runs under the newest jax, as the marker `core`: imports, the definitions and their schedules, the
+# model, the engine's equivalences, kernels in interpret mode and as they are lowered, the command line. The rest is
+# Python and numpy (text, checkpoints, planning, data), or long and of one version (notebooks, the TPU's compiler).
+TESTS = Path(__file__).parent
+CORE = (
+    "package/test_package.py",
+    "package/test_config.py",
+    "package/test_cli.py",
+    "msa",
+    "ops/test_backends.py",
+    "model",
+    "cache/test_pages.py",
+    "cache/test_types.py",
+    "decoding/test_engine.py",
+    "decoding/test_engine_equivalence.py",
+    "decoding/test_generate.py",
+    "decoding/test_sampling.py",
+    "decoding/test_speculative_verify.py",
+    "kernels/test_attention.py",
+    "kernels/test_experts.py",
+    "kernels/test_index.py",
+    "kernels/test_insert.py",
+    "kernels/test_lowering.py",
+    "kernels/test_tpu.py",
+    "train/test_losses.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of the files and folders in CORE."""
+    paths = [TESTS / name for name in CORE]
+    if missing := [str(path) for path in paths if not path.exists()]:
+        raise pytest.UsageError(f"tests/conftest.py: CORE names {', '.join(missing)}, which do not exist")
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in paths):
+            item.add_marker(pytest.mark.core)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Shares compiled functions between workers, subprocesses and runs (until `--cache-clear`)."""
     if cache := getattr(config, "cache", None):
@@ -67,16 +106,19 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+_MANY_MAPS = 40_000  # a module of tests adds 11,000 at most
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_maps() -> Iterator[None]:
     """Drops compiled functions where a process has many.
 
     Each takes several memory maps, of which Linux allows a process 65,530; at the next one jaxlib dies. What is needed
-    again comes from the compilation cache.
+    again is traced again, which is most of the time of a test, and comes from the compilation cache.
     """
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPS:
         import jax
 
         jax.clear_caches()

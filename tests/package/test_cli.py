@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save(init(CONFIG, dtype="float32"), path)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<eos>"])
@@ -73,6 +73,7 @@ def copy(folder, tmp_path):
 
 
 def objects(out):
+    """The JSON objects of an output, one on each line."""
     return [json.loads(line) for line in out.splitlines()]
 
 
@@ -96,7 +97,7 @@ def test_same_tokens_as_the_function(run, folder):
     flags = [text for name, value in knobs.items() for text in ("--" + name.replace("_", "-"), value)]
     _, out, _ = run("--prompt-tokens", "1,2,3", "--prompt-tokens", "7", "--json", *flags)
     expected = generate(load(folder, "float32"), [[1, 2, 3], [7]], max_new_tokens=12, **knobs)
-    assert [o["token_ids"] for o in objects(out)] == expected
+    assert [result["token_ids"] for result in objects(out)] == expected
 
 
 def test_prompt_file_and_standard_input(run, tmp_path, monkeypatch):
@@ -124,7 +125,7 @@ def test_a_stop_string_cuts_the_text(run):
 
 
 def test_generation_config_gives_the_defaults(run, copy):
-    """Greedy by do_sample, an EOS of its own, a limit; a flag wins over each."""
+    """The file says greedy (by do_sample) and ends at a token of its own; a flag wins over it."""
     greedy = objects(run("--prompt", "abc", "--temperature", 0, "--json")[1])[0]["token_ids"]
     sampled = run("--prompt", "abc", "--temperature", 1, "--seed", 1)
     settings = {"do_sample": False, "temperature": 1.0, "eos_token_id": [greedy[5], EOS], "num_beams": 4}
@@ -140,7 +141,7 @@ def test_generation_config_gives_the_defaults(run, copy):
 
 
 def test_defaults_of_a_hub_file():
-    """The keys of the released file; a value that is not there is off."""
+    """The keys of the hub's generation_config.json are read; a value that is not there is off."""
     text = {"bos_token_id": 200019, "do_sample": True, "eos_token_id": 200020, "temperature": 1.0, "top_p": 0.95,
             "transformers_version": "4.46.1"}  # fmt: skip
     assert Defaults.from_dict(text) == Defaults({"temperature": 1.0, "top_p": 0.95}, (200020,))
@@ -240,14 +241,14 @@ def test_interrupt(run, monkeypatch):
 
 @pytest.mark.parametrize("status", [0, 2, 130])
 def test_the_program_ends_with_the_status(monkeypatch, status):
-    """After an interrupt without the interpreter's own way out: the device may be at work still."""
-    hard = []
+    """After an interrupt it ends without the interpreter's own way out: the device may be at work still."""
+    exits = []
     monkeypatch.setattr(cli, "main", lambda: status)
-    monkeypatch.setattr(cli.os, "_exit", hard.append)
+    monkeypatch.setattr(cli.os, "_exit", exits.append)
     with pytest.raises(SystemExit) as ended:
         cli.program()
     assert ended.value.code == status
-    assert hard == ([130] if status == 130 else [])
+    assert exits == ([130] if status == 130 else [])
 
 
 def test_help(capsys):

@@ -72,17 +72,17 @@ FLAT: dict[str, Any] = dict(
 
 
 def edited(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with the value at a dotted path set, or removed where it is `...`."""
-    data = copy.deepcopy(data)
+    """A copy of `data` with the value at a dotted path set, or removed where it is `...`."""
+    changed = copy.deepcopy(data)
     *parents, key = path.split(".")
-    node = data
+    inner = changed
     for parent in parents:
-        node = node[parent]
+        inner = inner[parent]
     if value is ...:
-        del node[key]
+        del inner[key]
     else:
-        node[key] = value
-    return data
+        inner[key] = value
+    return changed
 
 
 # The three forms
@@ -112,24 +112,25 @@ def test_parameters_of_the_full_model():
 
 
 def test_the_rest_of_the_file_is_kept():
-    c = M3Config.from_dict(HUB)
-    assert c.vision_config == HUB["vision_config"]
-    written = c.to_dict()
+    config = M3Config.from_dict(HUB)
+    assert config.vision_config == HUB["vision_config"]
+    written = config.to_dict()
     kept = set(HUB) - {"text_config", "vision_config"}
-    assert {k: written[k] for k in kept} == {k: HUB[k] for k in kept}
+    assert {key: written[key] for key in kept} == {key: HUB[key] for key in kept}
     assert written["vision_config"] == HUB["vision_config"]
     assert M3Config.from_dict(FLAT).vision_config is None
 
 
 def test_written_text_config_is_the_hub_s():
-    """All that a reader of the hub's file looks for, with its values."""
+    """What is written holds all that a reader of the hub's file looks for, with its values."""
     written, hub = M3Config.from_dict(HUB).to_dict()["text_config"], HUB["text_config"]
     implied = {
         "architectures", "use_gemma_norm", "attention_output_gate", "use_qk_norm", "qk_norm_type",
         "tie_word_embeddings", "n_shared_experts", "scoring_func", "use_routing_bias", "num_mtp_modules",
         "num_nextn_predict_layers",
     }  # fmt: skip
-    assert {k: written[k] for k in set(hub) - implied} == {k: hub[k] for k in set(hub) - implied}
+    written_out = set(hub) - implied
+    assert {key: written[key] for key in written_out} == {key: hub[key] for key in written_out}
     # transformers takes the width of the rotation from here alone.
     assert written["rope_parameters"]["partial_rotary_factor"] == 0.5
 
@@ -139,7 +140,7 @@ def test_written_text_config_is_the_hub_s():
 
 @st.composite
 def fields(draw) -> dict[str, Any]:
-    """Of any valid config. (beartype draws random numbers, which hypothesis does not allow here, to check a config.)"""
+    """The fields of any valid config: not a config, to check which beartype draws numbers that hypothesis forbids."""
     small = st.integers(1, 6)
     layers = draw(small)
     kv_heads, head_dim = draw(small), draw(st.integers(2, 96))
@@ -177,11 +178,12 @@ def test_what_is_written_is_read_back(fields):
 @given(fields())
 def test_stacks_are_runs_of_equal_layers(fields):
     config = M3Config(**fields)
-    kinds = [(s.attention, s.mlp) for s in config.stacks for _ in range(s.num_layers)]
+    kinds = [(stack.attention, stack.mlp) for stack in config.stacks for _ in range(stack.num_layers)]
     assert kinds == list(zip(config.layer_types, config.mlp_layer_types, strict=True))
-    ends = [s.first_layer + s.num_layers for s in config.stacks]
-    assert [s.first_layer for s in config.stacks] == [0, *ends[:-1]] and ends[-1] == config.num_hidden_layers
-    assert all(a[2:] != b[2:] for a, b in zip(config.stacks, config.stacks[1:], strict=False))
+    ends = [stack.first_layer + stack.num_layers for stack in config.stacks]
+    assert [stack.first_layer for stack in config.stacks] == [0, *ends[:-1]] and ends[-1] == config.num_hidden_layers
+    neighbours = zip(config.stacks, config.stacks[1:], strict=False)
+    assert all((above.attention, above.mlp) != (below.attention, below.mlp) for below, above in neighbours)
 
 
 @given(fields())

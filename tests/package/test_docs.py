@@ -23,12 +23,12 @@ def text(document: str) -> str:
 
 
 def code(document: str, language: str) -> list[str]:
-    """The fenced blocks of one language."""
+    """The fenced code blocks of a document that are in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text(document), re.M | re.S)
 
 
 def commands(document: str) -> list[str]:
-    """The lines of its shell blocks, without remarks."""
+    """The lines of a document's shell blocks, without remarks."""
     lines = "\n".join(code(document, "sh")).splitlines()
     return [re.sub(r"\s{2,}#.*", "", line).strip() for line in lines if line.strip()]
 
@@ -38,7 +38,7 @@ README_COMMANDS = commands("README.md")
 
 @pytest.mark.parametrize("document", WITH_PYTHON)
 def test_python_runs(document, capsys):
-    """One block after the other, as a reader would paste them."""
+    """The blocks run one after the other, as a reader would paste them."""
     blocks = code(document, "python")
     assert blocks
     names = {"__name__": document}
@@ -56,7 +56,7 @@ def test_generate_commands_run(line, capsys):
 
 @pytest.mark.parametrize("line", [line for line in README_COMMANDS if line.startswith(PLAN)])
 def test_plan_commands_run(line, capsys):
-    """By arithmetic; tests/planning/test_plan.py has the compiler."""
+    """Plans are made by arithmetic here; tests/planning/test_plan.py has the compiler."""
     assert plan.main([*shlex.split(line.removeprefix(PLAN)), "--no-compile"]) == 0
     assert "HBM" in capsys.readouterr().out
 
@@ -99,10 +99,10 @@ def test_linked_names_are_defined(document):
 @cache
 def defined(path: Path) -> set[str]:
     """Functions, classes, methods and module constants of a file."""
-    out = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            out.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Assign):
-            out |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return out
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
