@@ -19,7 +19,7 @@ from bench_cpu import TEXT
 import m3jax
 from m3jax import M3Config
 from m3jax.decoding import Engine, Params, Sampling
-from m3jax.model import init
+from m3jax.model import M3, init
 
 SUFFIX = 64  # tokens that each request has of its own
 
@@ -55,24 +55,28 @@ def main() -> None:
         print("offload:", engine.offload)
 
 
-def build(name: str):
-    """A model of this name."""
+def build(name: str) -> M3:
+    """The model that `--model` names."""
     if name == "tiny":
         return m3jax.load()
     if name == "bench":
         return init(M3Config.from_dict(TEXT), 0)
     full = M3Config.m3()
-    layers = slice(full.layer_types.index("minimax_m3_sparse") - 1, None)
-    kinds = dict(layer_types=full.layer_types[layers][:4], mlp_layer_types=full.mlp_layer_types[layers][:4])
-    return init(dataclasses.replace(full, num_hidden_layers=4, vision_config=None, **kinds), 0, "bfloat16")
+    first = full.layer_types.index("minimax_m3_sparse") - 1
+    layer_types = full.layer_types[first : first + 4]
+    mlp_layer_types = full.mlp_layer_types[first : first + 4]
+    four_layers = dataclasses.replace(
+        full, num_hidden_layers=4, vision_config=None, layer_types=layer_types, mlp_layer_types=mlp_layer_types
+    )
+    return init(four_layers, 0, "bfloat16")
 
 
-def sizes(model, args, most: int) -> dict:
+def sizes(model: M3, args: argparse.Namespace, max_requests: int) -> dict:
     """An engine that holds the prefix once, and what each request adds."""
-    size = model.config.index_block_size
-    own = -(-(SUFFIX + args.new_tokens) // size) + 2
+    block_size = model.config.index_block_size
+    pages_of_request = -(-(SUFFIX + args.new_tokens) // block_size) + 2
     return dict(
-        pages=-(-args.prefix // size) + (most + 1) * own, max_batch=most,
+        pages=-(-args.prefix // block_size) + (max_requests + 1) * pages_of_request, max_batch=max_requests,
         prefill_chunk=[int(n) for n in args.chunks.split(",")],
         steps_per_call=args.steps, max_length=args.prefix + SUFFIX + args.new_tokens,
         kv_dtype=args.kv_dtype, index_dtype=args.index_dtype, device_pages=args.device_pages,
@@ -85,6 +89,7 @@ def prompt(engine: Engine, prefix: list[int], seed: int) -> list[int]:
 
 
 def params(new_tokens: int) -> Params:
+    """Greedy decoding of so many tokens."""
     return Params(max_new_tokens=new_tokens, sampling=Sampling.greedy())
 
 
@@ -103,10 +108,11 @@ def decode(engine: Engine, prefix: list[int], count: int, new_tokens: int) -> tu
         engine.add(prompt(engine, prefix, 1000 * count + seed), params(new_tokens))
     while engine.prefill():
         pass
-    last, before = time.perf_counter() - begin, engine.timings.decode_seconds
+    last_first_token = time.perf_counter() - begin
+    decode_before = engine.timings.decode_seconds
     engine.run()
-    spent = engine.timings.decode_seconds - before
-    return spent / (new_tokens - 1), count * (new_tokens - 1) / spent, last
+    decode_seconds = engine.timings.decode_seconds - decode_before
+    return decode_seconds / (new_tokens - 1), count * (new_tokens - 1) / decode_seconds, last_first_token
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import m3jax
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import load_draft
 from m3jax.decoding import Eagle3Drafter, Engine, Params, PromptLookup, Sampling
+from m3jax.model import M3
 from m3jax.text import Tokenizer
 from m3jax.train.data import Corpus
 
@@ -38,43 +39,46 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.dtype}", flush=True)
     print("| batch | temperature | draft | K | accepted by position | mean length | tokens/s | times plain |")
     for batch in args.batches:
-        kinds = [("none", None, 1)] + [(name, d, k) for k in args.draft_tokens for name, d in drafters.items()]
-        engines = {(name, k): _engine(model, batch, d, k) for name, d, k in kinds}
+        engines = {("none", 1): _engine(model, batch, draft=None, draft_tokens=1)}
+        for draft_tokens in args.draft_tokens:
+            for name, drafter in drafters.items():
+                engines[name, draft_tokens] = _engine(model, batch, drafter, draft_tokens)
         for temperature in args.temperatures:
             measure(engines, corpus, batch, temperature)
 
 
-def measure(engines: dict, corpus: Corpus, batch: int, temperature: float) -> None:
-    """All kinds of decoding on the same prompts."""
+def measure(engines: dict[tuple[str, int], Engine], corpus: Corpus, batch: int, temperature: float) -> None:
+    """All kinds of decoding on the same prompts; engines by (name of the draft, tokens that it proposes)."""
     rng = np.random.default_rng(11)
     starts = [corpus.draw_start(rng, PROMPT) for _ in range(max(batch, LEAST))]
     prompts = [corpus.tokens[start : start + PROMPT].tolist() for start in starts]
-    rates, found = {}, {}
+    rates, acceptance = {}, {}
     for _ in range(RUNS):
-        for kind, engine in engines.items():
-            rate, found[kind] = _run(engine, prompts, temperature)
-            rates[kind] = max(rate, rates.get(kind, 0.0))
-    for (name, count), rate in rates.items():
-        shares, length = found[name, count]
-        row = batch, temperature, name, count if length else "", shares, length, f"{rate:.0f}"
-        print("|", " | ".join(map(str, row)), f"| {rate / rates['none', 1]:.2f} |", flush=True)
+        for key, engine in engines.items():
+            rate, acceptance[key] = _run(engine, prompts, temperature)
+            rates[key] = max(rate, rates.get(key, 0.0))
+    for (name, draft_tokens), rate in rates.items():
+        shares, mean_length = acceptance[name, draft_tokens]
+        columns = batch, temperature, name, draft_tokens if mean_length else "", shares, mean_length, f"{rate:.0f}"
+        print("|", " | ".join(map(str, columns)), f"| {rate / rates['none', 1]:.2f} |", flush=True)
 
 
-def _engine(model, batch: int, draft, count: int) -> Engine:
-    size = model.config.index_block_size
-    blocks = -(-(PROMPT + NEW) // size)
+def _engine(model: M3, batch: int, draft: Eagle3Drafter | PromptLookup | None, draft_tokens: int) -> Engine:
+    """An engine with room for a batch of the script's prompts, compiled."""
+    block_size = model.config.index_block_size
+    blocks = -(-(PROMPT + NEW) // block_size)
     engine = Engine(
         model, pages=batch * blocks, max_batch=batch, prefill_chunk=PROMPT, prefill_rows=batch,
-        max_length=blocks * size, steps_per_call=32, prefix_cache=False, draft=draft, draft_tokens=count,
+        max_length=blocks * block_size, steps_per_call=32, prefix_cache=False, draft=draft, draft_tokens=draft_tokens,
     )  # fmt: skip
     engine.warmup()
     return engine
 
 
-def _run(engine: Engine, prompts, temperature: float) -> tuple[float, tuple[str, str]]:
-    """(new tokens a second, (acceptance, mean length)) of one run."""
-    before = engine.timings.decoded_tokens, engine.timings.decode_seconds
-    forwards, accepted = engine.drafting.forwards, np.array(engine.drafting.accepted or 0)
+def _run(engine: Engine, prompts: list[list[int]], temperature: float) -> tuple[float, tuple[str, str]]:
+    """(new tokens a second, (share accepted by position, mean length)) of one run."""
+    tokens_before, seconds_before = engine.timings.decoded_tokens, engine.timings.decode_seconds
+    forwards_before, accepted_before = engine.drafting.forwards, np.array(engine.drafting.accepted or 0)
     handles = [
         engine.add(prompt, Params(max_new_tokens=NEW, sampling=Sampling(temperature=temperature, seed=i)))
         for i, prompt in enumerate(prompts)
@@ -82,11 +86,12 @@ def _run(engine: Engine, prompts, temperature: float) -> tuple[float, tuple[str,
     engine.run()
     for handle in handles:
         engine.forget(handle)
-    tokens, seconds = engine.timings.decoded_tokens - before[0], engine.timings.decode_seconds - before[1]
+    tokens_a_second = (engine.timings.decoded_tokens - tokens_before) / (engine.timings.decode_seconds - seconds_before)
     if not engine.drafting.forwards:
-        return tokens / seconds, ("", "")
-    shares = (np.array(engine.drafting.accepted) - accepted) / (engine.drafting.forwards - forwards)
-    return tokens / seconds, (", ".join(f"{x:.0%}" for x in shares), f"{1 + shares.sum():.2f}")
+        return tokens_a_second, ("", "")
+    forwards = engine.drafting.forwards - forwards_before
+    shares = (np.array(engine.drafting.accepted) - accepted_before) / forwards
+    return tokens_a_second, (", ".join(f"{x:.0%}" for x in shares), f"{1 + shares.sum():.2f}")
 
 
 def _parser() -> argparse.ArgumentParser:

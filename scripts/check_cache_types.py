@@ -14,10 +14,12 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.cache import Cache, measure_scales
+from m3jax.model import M3
 from m3jax.msa import block_scores
 from m3jax.text import Tokenizer
 
@@ -35,51 +37,58 @@ def main() -> None:
     text = Tokenizer.from_pretrained(embedded_path()).encode(inspect.getsource(heapq) + inspect.getsource(argparse))
     tokens = jnp.asarray([text[: args.tokens]], jnp.int32)
     scales = measure_scales(model, tokens[:, : args.tokens // 4])
-    exact, _ = run(model, tokens, *TYPES[0], scales)
+    exact_logits, _, _ = run(model, tokens, "float32", "float32", scales)
     print(f"{'keys, values':>14s} {'index keys':>14s} {'bytes/token':>12s} {'output error':>13s} {'gap, mean':>10s} "
           f"{'gap, 99.9%':>11s} {'next token':>11s}")  # fmt: skip
-    for kv, index in TYPES:
-        logits, (gaps, size) = run(model, tokens, kv, index, scales)
-        error = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
-        same = np.mean(logits.argmax(-1) == exact.argmax(-1))
-        print(f"{kv:>14s} {index:>14s} {size:12.0f} {error:13.2e} {gaps.mean():10.2e} {np.quantile(gaps, 0.999):11.3f} "
-              f"{same:10.2%}")  # fmt: skip
+    for kv_dtype, index_dtype in TYPES:
+        logits, gaps, bytes_per_token = run(model, tokens, kv_dtype, index_dtype, scales)
+        error = np.linalg.norm(logits - exact_logits) / np.linalg.norm(exact_logits)
+        same = np.mean(logits.argmax(-1) == exact_logits.argmax(-1))
+        print(f"{kv_dtype:>14s} {index_dtype:>14s} {bytes_per_token:12.0f} {error:13.2e} {gaps.mean():10.2e} "
+              f"{np.quantile(gaps, 0.999):11.3f} {same:10.2%}")  # fmt: skip
 
 
-def run(model, tokens, kv_dtype, index_dtype, scales):
-    """Logits through a cache of these types; score gaps of its selections, and bytes a token."""
+def run(
+    model: M3, tokens: Int[Array, "1 T"], kv_dtype: str, index_dtype: str, scales
+) -> tuple[Float[np.ndarray, "1 T V"], Float[np.ndarray, " gaps"], float]:
+    """Through a cache of these types: logits, the score gaps of all selections, and bytes a token."""
     types = dict(kv_dtype=kv_dtype, index_dtype=index_dtype, scales=scales)
     cache = Cache.init(model.config, 1, tokens.shape[1], str(model.dtype), **types)
-    size = cache.bytes_per_token
-    logits, gaps = forward(model, tokens, cache)
-    return np.asarray(logits), (np.concatenate([np.asarray(g).ravel() for g in gaps]), size)
+    bytes_per_token = cache.bytes_per_token
+    logits, stack_gaps = forward(model, tokens, cache)
+    return np.asarray(logits), np.concatenate([np.asarray(gaps).ravel() for gaps in stack_gaps]), bytes_per_token
 
 
 @jax.jit
-def forward(model, tokens, cache):
-    """Logits, and the score gaps [L B K T] of each stack of sparse layers."""
-    config, length = model.config, tokens.shape[1]
+def forward(
+    model: M3, tokens: Int[Array, "1 T"], cache: Cache
+) -> tuple[Float[Array, "1 T V"], list[Float[Array, "L 1 K T"]]]:
+    """Logits, and the score gaps of each stack of sparse layers."""
+    block_size, length = model.config.index_block_size, tokens.shape[1]
     positions, lengths = jnp.arange(length, dtype=jnp.int32)[None], jnp.array([length], jnp.int32)
 
     def probe(values, context):
         if "blocks" not in values:
             return None
-        args = values["index_q"], values["index_k"], positions, lengths
-        return gap(block_scores(*args, config.index_block_size), values["blocks"], positions, config.index_block_size)
+        scores = block_scores(values["index_q"], values["index_k"], positions, lengths, block_size)  # [B K T M]
+        return score_gap(scores, values["blocks"], positions, block_size)
 
-    x, _, kept = model.trunk(tokens, cache=cache, positions=positions, lengths=lengths, probe=probe)
-    return model.unembed(model.final_norm(x)), [k for k in kept if k is not None]
+    x, _, stacks = model.trunk(tokens, cache=cache, positions=positions, lengths=lengths, probe=probe)
+    return model.unembed(model.final_norm(x)), [gaps for gaps in stacks if gaps is not None]
 
 
-def gap(scores, blocks, positions, block_size):
+def score_gap(
+    scores: Float[Array, "B K T M"], blocks: Int[Array, "B K T J"], positions: Int[Array, "B T"], block_size: int
+) -> Float[Array, "B K T"]:
     """How far the best block left out lies above the worst one kept, the own block aside; in standard deviations."""
-    ids = jnp.arange(scores.shape[-1])
-    chosen = jnp.any(blocks[..., None] == ids, axis=-2)
-    past = ids < (positions // block_size)[:, None, :, None]
-    left = jnp.max(jnp.where(past & ~chosen, scores, -jnp.inf), axis=-1)
-    kept = jnp.min(jnp.where(past & chosen, scores, jnp.inf), axis=-1)
-    deviation = jnp.sqrt(jnp.var(scores, axis=-1, where=past))
-    return jnp.where(jnp.any(past & ~chosen, axis=-1), jnp.maximum(left - kept, 0.0) / deviation, 0.0)
+    block_ids = jnp.arange(scores.shape[-1])
+    is_chosen = jnp.any(blocks[..., None] == block_ids, axis=-2)  # [B K T M]
+    is_past = block_ids < (positions // block_size)[:, None, :, None]  # [B 1 T M]
+    best_dropped = jnp.max(jnp.where(is_past & ~is_chosen, scores, -jnp.inf), axis=-1)
+    worst_chosen = jnp.min(jnp.where(is_past & is_chosen, scores, jnp.inf), axis=-1)
+    deviation = jnp.sqrt(jnp.var(scores, axis=-1, where=is_past))
+    drops_any = jnp.any(is_past & ~is_chosen, axis=-1)
+    return jnp.where(drops_any, jnp.maximum(best_dropped - worst_chosen, 0.0) / deviation, 0.0)
 
 
 if __name__ == "__main__":

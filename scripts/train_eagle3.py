@@ -22,7 +22,8 @@ import m3jax
 from m3jax.assets import embedded_path
 from m3jax.checkpoint.draft import save_draft
 from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling
-from m3jax.model.eagle3 import Eagle3Config, init
+from m3jax.model import M3
+from m3jax.model.eagle3 import Eagle3, Eagle3Config, init
 from m3jax.text import Tokenizer
 from m3jax.train.data import Corpus
 from m3jax.train.eagle3 import continuations, draft_optimizer, draft_train_step, init_draft_state
@@ -37,7 +38,7 @@ CONFIG = Eagle3Config(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much of everything."""
+    """How many rows, tokens, steps and prompts a run takes."""
 
     rows: int = 6144
     length: int = 512
@@ -65,10 +66,12 @@ def main(argv: list[str] | None = None) -> None:
         for split in ("train", "validation")
     }
     begin = time.perf_counter()
-    how = sizes.rows, sizes.length, TEMPERATURES, args.seed, sizes.decoding
-    rows = continuations(model, corpora["train"], *how)
-    print(f"{rows.size} tokens of continuations in {time.perf_counter() - begin:.0f} s", flush=True)
-    draft = train(model, corpora["train"], rows, sizes, args)
+    written = continuations(
+        model, corpora["train"], count=sizes.rows, length=sizes.length, temperatures=TEMPERATURES, seed=args.seed,
+        batch=sizes.decoding,
+    )  # fmt: skip
+    print(f"{written.size} tokens of continuations in {time.perf_counter() - begin:.0f} s", flush=True)
+    draft = train(model, corpora["train"], written, sizes, args)
     save_draft(draft, args.out / "draft")
     begin = time.perf_counter()
     report = {"parameters": sum(x.size for x in jax.tree.leaves(draft))}
@@ -78,44 +81,44 @@ def main(argv: list[str] | None = None) -> None:
     print(f"measured in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
-def train(model, corpus: Corpus, rows: np.ndarray, sizes: Sizes, args):
-    """Three quarters of a batch are what the target wrote, one quarter code as it is."""
+def train(model: M3, corpus: Corpus, written: np.ndarray, sizes: Sizes, args: argparse.Namespace) -> Eagle3:
+    """A draft trained on batches of which three quarters are what the target wrote, one quarter code as it is."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, sizes.steps // 20 + 1, sizes.steps, 0.0)
     optimizer = draft_optimizer(schedule)
     state = init_draft_state(init(CONFIG, args.seed), optimizer)
-    fused, rng, begin = fuse(model), np.random.default_rng(args.seed), time.perf_counter()
+    fused_model, rng, begin = fuse(model), np.random.default_rng(args.seed), time.perf_counter()
     for step in range(sizes.steps):
-        own = rows[rng.integers(len(rows), size=sizes.batch - sizes.batch // 4)]
+        continued = written[rng.integers(len(written), size=sizes.batch - sizes.batch // 4)]
         starts = [corpus.draw_start(rng, sizes.length) for _ in range(sizes.batch // 4)]
-        code = np.stack([corpus.tokens[s : s + sizes.length].astype(np.int32) for s in starts])
-        tokens = jnp.asarray(np.concatenate([own, code]))
-        state, metrics = draft_train_step(state, fused, tokens, optimizer, sizes.unroll)
+        code = np.stack([corpus.tokens[start : start + sizes.length].astype(np.int32) for start in starts])
+        tokens = jnp.asarray(np.concatenate([continued, code]))
+        state, metrics = draft_train_step(state, fused_model, tokens, optimizer, sizes.unroll)
         if step % 200 == 199 or step + 1 == sizes.steps:
-            values = {k: np.asarray(v).round(4).tolist() for k, v in metrics.items()}
+            values = {name: np.asarray(value).round(4).tolist() for name, value in metrics.items()}
             seconds = (time.perf_counter() - begin) / (step + 1)
             print(f"{step + 1:6d}/{sizes.steps} {seconds:.4f} s a step {values}", flush=True)
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.draft)
 
 
-def measure(model, draft, corpus: Corpus, sizes: Sizes, temperature: float) -> dict:
-    """Acceptance on continuations of held-out code, K = 3 and 7."""
-    rng, out = np.random.default_rng(7), {}
-    size = 4 * model.config.index_block_size
-    starts = [corpus.draw_start(rng, size) for _ in range(sizes.prompts)]
-    for count in (3, 7):
+def measure(model: M3, draft: Eagle3, corpus: Corpus, sizes: Sizes, temperature: float) -> dict:
+    """How much of a draft is accepted on continuations of held-out code, K = 3 and 7."""
+    rng, report = np.random.default_rng(7), {}
+    prompt_length = 4 * model.config.index_block_size
+    starts = [corpus.draw_start(rng, prompt_length) for _ in range(sizes.prompts)]
+    for draft_tokens in (3, 7):
         engine = Engine(
-            model, pages=sizes.prompts * 16, max_batch=sizes.prompts, prefill_chunk=size, prefill_rows=1,
-            max_length=16 * model.config.index_block_size, draft=Eagle3Drafter(draft), draft_tokens=count,
+            model, pages=sizes.prompts * 16, max_batch=sizes.prompts, prefill_chunk=prompt_length, prefill_rows=1,
+            max_length=16 * model.config.index_block_size, draft=Eagle3Drafter(draft), draft_tokens=draft_tokens,
         )  # fmt: skip
-        for i, start in enumerate(starts):
-            sampling = Sampling(temperature=temperature, seed=i)
-            prompt = corpus.tokens[start : start + size].tolist()
+        for seed, start in enumerate(starts):
+            sampling = Sampling(temperature=temperature, seed=seed)
+            prompt = corpus.tokens[start : start + prompt_length].tolist()
             engine.add(prompt, Params(max_new_tokens=sizes.new, sampling=sampling))
         engine.run()
-        done = engine.drafting
-        shares = [round(x, 4) for x in done.acceptance]
-        out[f"K = {count}"] = {"acceptance": shares, "mean_length": round(done.mean_length, 4)}
-    return out
+        acceptance = [round(share, 4) for share in engine.drafting.acceptance]
+        mean_length = round(engine.drafting.mean_length, 4)
+        report[f"K = {draft_tokens}"] = {"acceptance": acceptance, "mean_length": mean_length}
+    return report
 
 
 def _parser() -> argparse.ArgumentParser:
