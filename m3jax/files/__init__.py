@@ -1,0 +1,27 @@
+"""Files of a model folder: JSON read with limits, writing that survives a crash, and what a save left half done."""
+
+from m3jax.files.durable import NewFile, replace_file, sync_folder
+from m3jax.files.json_file import read_json
+from m3jax.files.pending import (
+    INDEX_NAME,
+    PENDING,
+    SAVE_KEY,
+    SINGLE_NAME,
+    committed_save,
+    current_file,
+    pending_name,
+)
+
+__all__ = [
+    "INDEX_NAME",
+    "PENDING",
+    "SAVE_KEY",
+    "SINGLE_NAME",
+    "NewFile",
+    "committed_save",
+    "current_file",
+    "pending_name",
+    "read_json",
+    "replace_file",
+    "sync_folder",
+]

@@ -1,0 +1,56 @@
+"""Which files of a folder belong to its weights, also where a save was cut short.
+
+A save ends in one rename, that of the weights (or of their index). A file beside them that has to change with them,
+config.json say, lies ready by then under a pending name with the save's token, and the weights' metadata names that
+token. So the rename makes the weights and all pending files current at once. Afterwards the pending files get their
+plain names; until they have them, readers take them from where they are.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+from m3jax.files.json_file import read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+SAVE_KEY = "m3jax_save"  # in the metadata of the index or of the single file: the token of the save that wrote it
+PENDING = re.compile(r"\.m3jax-([0-9a-f]{16})-(.+)")
+_MOST_INDEX_BYTES, _MOST_HEADER_BYTES = 256 << 20, 100_000_000
+
+
+def pending_name(token: str, name: str) -> str:
+    """The name under which a save of a token (16 hexadecimal digits) keeps a file until it is committed."""
+    return f".m3jax-{token}-{name}"
+
+
+def current_file(folder: Path, name: str) -> Path:
+    """Where the file lies that a folder's readers call `name`: there, or where a save left it after its commit.
+
+    Args:
+      folder: a model folder.
+      name: a file beside the weights, as config.json.
+    """
+    pending = [match[1] for file in os.listdir(folder) if (match := PENDING.fullmatch(file)) and match[2] == name]
+    if pending and (token := committed_save(folder)) in pending:
+        file = folder / pending_name(token, name)
+        if file.is_file():
+            return file
+    return folder / name
+
+
+def committed_save(folder: Path) -> str | None:
+    """The token in the metadata of a folder's weights; None where they have none, or cannot be read."""
+    try:
+        if (folder / INDEX_NAME).is_file():
+            metadata = read_json(folder / INDEX_NAME, _MOST_INDEX_BYTES, 10_000_000).get("metadata")
+        else:
+            with open(folder / SINGLE_NAME, "rb") as file:
+                header_bytes = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(header_bytes)) if header_bytes <= _MOST_HEADER_BYTES else None
+            metadata = header.get("__metadata__")
+        token = metadata.get(SAVE_KEY)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return token if isinstance(token, str) else None

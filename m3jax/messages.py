@@ -1,0 +1,74 @@
+"""What an error may say of text that comes from elsewhere: no control characters, and no more than one reads."""
+
+from collections.abc import Iterable, Sequence
+
+MOST_CHARACTERS = 2_000  # of one message
+MOST_PROBLEMS = 8  # that one message lists; the exception's notes have all of them
+_LIST_CHARACTERS = 1_760  # of a list of problems: with a heading it stays below MOST_CHARACTERS
+_VALUE_CHARACTERS = 80
+
+
+def printable(text: str) -> str:
+    """The text on one line, with escapes in the place of what a terminal would obey: control, direction, surrogates.
+
+    Args:
+      text: any string; a name from a file, say.
+    """
+    if text.isprintable():
+        return text
+    escape = lambda character: character.encode("unicode_escape").decode("ascii")
+    return "".join(character if character.isprintable() else escape(character) for character in text)
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """The text, or its beginning and how much more there is, in at most `most` characters.
+
+    Args:
+      text: any string.
+      most: at least 40.
+    """
+    if len(text) <= most:
+        return text
+    return text[: most - 32] + f"... ({len(text) - most + 32} more characters)"
+
+
+def shown(value: object) -> str:
+    """A value from a file as an error shows it: its `repr`, printable and short.
+
+    Args:
+      value: what a JSON file can hold.
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return shortened(printable(repr(value)), _VALUE_CHARACTERS)
+    except (ValueError, RecursionError):  # it holds an integer that Python refuses to write out, or itself
+        return f"a {type(value).__name__}"
+
+
+def listed(problems: Sequence[str], separator: str = "; ") -> str:
+    """The first 8 problems, printable, and short where they are long together, and how many more there are.
+
+    Args:
+      problems: what is wrong, a text for each.
+      separator: what stands between two.
+    """
+    lines = [printable(problem) for problem in problems[:MOST_PROBLEMS]]
+    if sum(map(len, lines)) > _LIST_CHARACTERS:
+        lines = [shortened(line, _LIST_CHARACTERS // MOST_PROBLEMS) for line in lines]
+    if len(problems) > MOST_PROBLEMS:
+        lines.append(f"and {len(problems) - MOST_PROBLEMS} more")
+    return separator.join(lines)
+
+
+def note_problems(error: BaseException, problems: Iterable[str]) -> None:
+    """Give an exception a note for each problem, where its message could not hold them all.
+
+    Args:
+      error: its `__notes__` become the problems, each printable and whole.
+      problems: all that is wrong, also what the message says.
+    """
+    lines = [printable(problem) for problem in problems]
+    if len(lines) > MOST_PROBLEMS or sum(map(len, lines)) > _LIST_CHARACTERS:
+        for line in lines:
+            error.add_note(line)
