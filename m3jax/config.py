@@ -1,7 +1,6 @@
 """The configuration of a MiniMax-M3 text model, to and from the hub's config.json."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from m3jax import config_keys as keys
+from m3jax.files import current_file, read_json, replace_file
+from m3jax.messages import listed, note_problems, printable, shortened, shown
 
 FULL, SPARSE = "full_attention", "minimax_m3_sparse"
 DENSE_MLP, MOE = "dense", "sparse"
@@ -94,6 +95,25 @@ class M3Config:
         return cls.from_dict(keys.m3_hub_config())
 
     @classmethod
+    def tiny(cls, **changes: Any) -> "M3Config":
+        """A small configuration for experiments: one dense and three sparse layers, 64 wide, 3 of 128 blocks of 8.
+
+        Args:
+          **changes: values of other fields, as in `tiny(index_topk_blocks=2)`.
+
+        Raises:
+          ValueError: values that do not go together.
+        """
+        values = dict(
+            vocab_size=256, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+            head_dim=16, intermediate_size=64, dense_intermediate_size=128, shared_intermediate_size=64,
+            num_local_experts=8, num_experts_per_tok=2, rotary_dim=8, layer_types=(FULL, SPARSE, SPARSE, SPARSE),
+            mlp_layer_types=(DENSE_MLP, MOE, MOE, MOE), index_n_heads=2, index_head_dim=16, index_block_size=8,
+            index_topk_blocks=3, max_position_embeddings=1024, rope_theta=1e4,
+        )  # fmt: skip
+        return cls(**(values | changes))
+
+    @classmethod
     def from_pretrained(cls, path: str | Path) -> "M3Config":
         """Read the config.json of a model folder.
 
@@ -101,22 +121,17 @@ class M3Config:
           path: a folder in the hub's layout.
 
         Raises:
-          ValueError: no such folder, no config.json, broken JSON, or a key that is missing or not supported.
+          ValueError: no such folder, no config.json, broken JSON, or a key that is missing or not supported; the
+            message names the file.
         """
-        file = Path(path) / "config.json"
-        if not Path(path).is_dir():
-            raise ValueError(f"no such model folder: {path}; give a folder that holds config.json")
-        if not file.is_file():
-            raise ValueError(f"{path} has no config.json; give a folder in the hub's layout")
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from error
-        return cls.from_dict(data)
+        return read_config(path)[0]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "M3Config":
         """Build a configuration from a parsed config.json: nested (`text_config`), flat as transformers', or text only.
+
+        Args:
+          data: the parsed JSON object.
 
         Raises:
           ValueError: names every key that is missing, inconsistent, or would change the arithmetic in a way
@@ -128,6 +143,8 @@ class M3Config:
         text = data["text_config"] if is_nested else data
         if not isinstance(text, Mapping):
             raise ValueError(f"text_config is a JSON object, got {type(text).__name__}")
+        if not isinstance(data.get("vision_config"), Mapping | None):
+            raise ValueError(f"vision_config = {shown(data['vision_config'])}: must be an object or null")
         extra = dict(data) if is_nested else {}
         for read_elsewhere in ("text_config", "vision_config"):
             extra.pop(read_elsewhere, None)
@@ -145,10 +162,43 @@ class M3Config:
         return data
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the configuration as config.json into a folder, which is made if it is not there."""
+        """Write the configuration as config.json into a folder, which is made if it is not there; all of it or nothing.
+
+        Args:
+          path: the folder.
+
+        Raises:
+          OSError: names the path; a config.json that was there is as it was.
+        """
         Path(path).mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
-        (Path(path) / "config.json").write_text(text, encoding="utf-8")
+        replace_file(Path(path) / "config.json", text.encode("utf-8"))
+
+
+def read_config(path: str | Path) -> tuple[M3Config, dict[str, Any]]:
+    """Read the config.json of a model folder, once.
+
+    Args:
+      path: a folder in the hub's layout.
+
+    Returns:
+      The configuration, and all that the file holds.
+
+    Raises:
+      ValueError: as `M3Config.from_pretrained`.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"no such model folder: {printable(str(path))}; give a folder that holds config.json")
+    file = current_file(folder, "config.json")
+    if not file.is_file():
+        raise ValueError(f"{printable(str(path))} has no config.json; give a folder in the hub's layout")
+    data = read_json(file)
+    try:
+        return M3Config.from_dict(data), data
+    except ValueError as error:
+        error.args = (shortened(f"{printable(str(file))}: {error}"),)
+        raise
 
 
 _REALS = ("routed_scaling_factor", "rms_norm_eps", "rope_theta", "swiglu_alpha", "swiglu_limit")
@@ -157,17 +207,17 @@ _MAY_BE_ZERO = ("index_init_blocks", "index_local_blocks")  # `_shape_problems` 
 
 def _validate(c: M3Config) -> None:
     """Raise ValueError with every reason for which there is no such model."""
-    is_number = lambda value, kinds: isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf
+    is_number = lambda value, kinds: isinstance(value, kinds) and not isinstance(value, bool)
     counts = [entry.name for entry in fields(c) if entry.type is int and entry.name not in _MAY_BE_ZERO]
     problems = [
-        f"{name} = {getattr(c, name)!r}: must be a positive integer"
-        for name in counts
-        if not is_number(getattr(c, name), int)
+        f"{name} = {shown(value)}: must be a positive integer of 32 bits"
+        for name, value in ((name, getattr(c, name)) for name in counts)
+        if not (is_number(value, int) and 0 < value <= keys.LARGEST_INTEGER)
     ]
     problems += [
-        f"{name} = {getattr(c, name)!r}: must be a positive number"
-        for name in _REALS
-        if not is_number(getattr(c, name), int | float)
+        f"{name} = {shown(value)}: must be a positive number, no smaller or larger than float32 can be"
+        for name, value in ((name, getattr(c, name)) for name in _REALS)
+        if not (is_number(value, int | float) and keys.SMALLEST_REAL <= value <= keys.LARGEST_REAL)
     ]
     checks = [
         (len(c.layer_types) == c.num_hidden_layers, f"layer_types has {len(c.layer_types)} entries for "
@@ -175,17 +225,19 @@ def _validate(c: M3Config) -> None:
         (len(c.mlp_layer_types) == c.num_hidden_layers, f"mlp_layer_types has {len(c.mlp_layer_types)} entries "
          f"for {c.num_hidden_layers} layers"),
         (set(c.layer_types) <= {FULL, SPARSE}, f"layer_types: allowed are {FULL!r} and {SPARSE!r}, got "
-         f"{sorted(set(c.layer_types))}"),
+         f"{shown(sorted(set(c.layer_types)))}"),
         (set(c.mlp_layer_types) <= {DENSE_MLP, MOE}, f"mlp_layer_types: allowed are {DENSE_MLP!r} and {MOE!r}, "
-         f"got {sorted(set(c.mlp_layer_types))}"),
-        (c.index_score_type in ("max", "lse"), f"index_score_type (sparse_score_type) = {c.index_score_type!r}: "
+         f"got {shown(sorted(set(c.mlp_layer_types)))}"),
+        (c.index_score_type in ("max", "lse"), f"index_score_type (sparse_score_type) = {shown(c.index_score_type)}: "
          "allowed are 'max' and 'lse'"),
     ]  # fmt: skip
     problems += [message for is_right, message in checks if not is_right]
     if not problems:
         problems += _shape_problems(c)
     if problems:
-        raise ValueError("unsupported configuration: " + "; ".join(problems))
+        error = ValueError("unsupported configuration: " + listed(problems))
+        note_problems(error, problems)
+        raise error
 
 
 def _shape_problems(c: M3Config) -> list[str]:
@@ -206,8 +258,8 @@ def _shape_problems(c: M3Config) -> list[str]:
          f"fit in index_topk_blocks = {c.index_topk_blocks}"),
         (c.index_local_blocks >= 1, f"index_local_blocks (sparse_local_block) = {c.index_local_blocks}: a query "
          "always keeps its own block, so at least 1"),
-        (all(0 <= i < c.vocab_size for i in c.eos_token_id), f"eos_token_id = {list(c.eos_token_id)}: outside the "
-         f"vocabulary of {c.vocab_size}"),
+        (all(0 <= i < c.vocab_size for i in c.eos_token_id), f"eos_token_id = {shown(list(c.eos_token_id))}: outside "
+         f"the vocabulary of {c.vocab_size}"),
         (c.bos_token_id is None or 0 <= c.bos_token_id < c.vocab_size, f"bos_token_id = {c.bos_token_id}: outside the "
          f"vocabulary of {c.vocab_size}"),
     ]  # fmt: skip

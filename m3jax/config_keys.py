@@ -4,6 +4,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from m3jax.messages import listed, note_problems, shown
+
+# Positions, ids and sizes are int32, and numbers float32: a larger or a smaller one is no setting of this model.
+LARGEST_INTEGER = 2**31 - 1
+SMALLEST_REAL, LARGEST_REAL = 1.1754943508222875e-38, 3.4028234663852886e38
+_MOST_STOP_IDS = 4096
+MODEL_TYPES = ("minimax_m3_vl", "minimax_m3_vl_text")
+
 # The hub's names for what the flat transformers names call otherwise.
 _SPARSE_NAMES = {
     "sparse_num_index_heads": "index_n_heads",
@@ -27,6 +35,7 @@ _OPTIONAL = ("routed_scaling_factor", "rms_norm_eps", "swiglu_alpha", "swiglu_li
 
 # Keys with one supported value; any other value is another model. An absent key means that value.
 _FIXED = {
+    "model_type": (*MODEL_TYPES, None),
     "attention_output_gate": (False,),
     "attention_bias": (False,),
     "use_gemma_norm": (True,),
@@ -54,7 +63,6 @@ _HARMLESS = frozenset(
     [
         "architectures",
         "auto_map",
-        "model_type",
         "torch_dtype",
         "dtype",
         "transformers_version",
@@ -89,11 +97,11 @@ _HARMLESS = frozenset(
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_INTEGER
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST_REAL <= value <= LARGEST_REAL
 
 
 def _list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -106,19 +114,19 @@ def _or_none(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 # (what a value must be, the test of it, keys)
 _KINDS: tuple[tuple[str, Callable[[Any], bool], Iterable[str]], ...] = (
-    ("an integer", _is_integer, (
+    ("an integer of 32 bits", _is_integer, (
         *_REQUIRED, "max_position_embeddings", "index_init_blocks", *(set(_SPARSE_NAMES) - {"sparse_score_type"}),
     )),
-    ("an integer or null", _or_none(_is_integer), ("rotary_dim", "bos_token_id")),
-    ("a number", _is_number, ("routed_scaling_factor", "rms_norm_eps", "swiglu_alpha", "swiglu_limit")),
-    ("a number or null", _or_none(_is_number), ("rope_theta", "partial_rotary_factor")),
+    ("an integer of 32 bits or null", _or_none(_is_integer), ("rotary_dim", "bos_token_id")),
+    ("a finite float32 number", _is_number, ("routed_scaling_factor", "rms_norm_eps", "swiglu_alpha", "swiglu_limit")),
+    ("a finite float32 number or null", _or_none(_is_number), ("rope_theta", "partial_rotary_factor")),
     ("a list of 0 and 1", _or_none(_list_of(lambda value: value in (0, 1))), (
         "moe_layer_freq", "sparse_attention_freq", "sparse_disable_index_value",
     )),
     ("a list of names", _or_none(_list_of(lambda value: isinstance(value, str))), ("layer_types", "mlp_layer_types")),
     (
-        "an integer, a list of them, or null",
-        _or_none(lambda value: _is_integer(value) or _list_of(_is_integer)(value)),
+        f"an integer of 32 bits, a list of at most {_MOST_STOP_IDS} of them, or null",
+        _or_none(lambda value: _is_integer(value) or (_list_of(_is_integer)(value) and len(value) <= _MOST_STOP_IDS)),
         ("eos_token_id",),
     ),
     (
@@ -141,6 +149,7 @@ def read_text_config(text: Mapping[str, Any], top: Mapping[str, Any]) -> dict[st
     """
     # Values that are not even of the right kind are refused before anything is computed from them.
     _raise(_wrong_kinds(text))
+    _raise(_wrong_kinds({key: top[key] for key in ("eos_token_id",) if key in top}))
     for inner in ("rope_parameters", "sparse_attention_config"):
         _raise(_wrong_kinds(text.get(inner) or {}))
     sparse = text.get("sparse_attention_config") or {}
@@ -157,7 +166,7 @@ def read_text_config(text: Mapping[str, Any], top: Mapping[str, Any]) -> dict[st
     values["eos_token_id"] = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     problems += [f"{key} is missing" for key in _REQUIRED if key not in values]
     unknown = _unknown_keys(text, sparse)
-    problems += [f"unknown key {key!r}: remove it if it does not change the arithmetic" for key in unknown]
+    problems += [f"unknown key {shown(key)}: remove it if it does not change the arithmetic" for key in unknown]
     _raise(problems)
     return values
 
@@ -214,7 +223,7 @@ def m3_hub_config() -> dict[str, Any]:
 def _unsupported(found: Mapping[str, Any], fixed: Mapping[str, tuple]) -> list[str]:
     """A line for each key whose value makes it another model than this one."""
     return [
-        f"{key} = {found[key]!r} is not supported (only {' or '.join(map(repr, allowed))})"
+        f"{key} = {shown(found[key])} is not supported (only {' or '.join(map(repr, allowed))})"
         for key, allowed in fixed.items()
         if key in found and found[key] not in allowed
     ]
@@ -251,7 +260,8 @@ def _read_layers(
             problems.append(f"the frequency list of {name} has {count} entries for {num_layers} layers")
     # Index heads have no values in this model, so that path must be off wherever attention is sparse.
     disabled = sparse.get("sparse_disable_index_value")
-    disabled = [1] * num_layers if disabled is None else disabled
+    if disabled is None:
+        return problems
     if len(disabled) != num_layers:
         problems.append(f"sparse_disable_index_value has {len(disabled)} entries for {num_layers} layers")
         return problems
@@ -267,7 +277,7 @@ def _read_rope(values: dict[str, Any], text: Mapping[str, Any]) -> list[str]:
     rope = text.get("rope_parameters") or {}
     problems = []
     if rope.get("rope_type", "default") != "default":
-        problems.append(f"rope_parameters.rope_type = {rope['rope_type']!r}: rope scaling is not supported")
+        problems.append(f"rope_parameters.rope_type = {shown(rope['rope_type'])}: rope scaling is not supported")
     unknown = sorted(set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"})
     problems += [f"rope_parameters.{key} is not supported" for key in unknown]
     thetas = {float(theta) for theta in (rope.get("rope_theta"), text.get("rope_theta")) if theta is not None}
@@ -286,7 +296,7 @@ def _read_rope(values: dict[str, Any], text: Mapping[str, Any]) -> list[str]:
 def _wrong_kinds(found: Mapping[str, Any]) -> list[str]:
     """A line for each key whose value is not of the kind in `_KINDS`."""
     return [
-        f"{key} = {found[key]!r}: must be {expected}"
+        f"{key} = {shown(found[key])}: must be {expected}"
         for expected, test, keys in _KINDS
         for key in keys
         if key in found and not test(found[key])
@@ -295,4 +305,6 @@ def _wrong_kinds(found: Mapping[str, Any]) -> list[str]:
 
 def _raise(problems: list[str]) -> None:
     if problems:
-        raise ValueError("unsupported config.json: " + "; ".join(problems))
+        error = ValueError("unsupported config.json: " + listed(problems))
+        note_problems(error, problems)
+        raise error

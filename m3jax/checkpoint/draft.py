@@ -1,7 +1,5 @@
 """Folders of EAGLE3 drafts as they are on the hub, to parameters and back."""
 
-import json
-import os
 import re
 from collections.abc import Mapping
 from math import prod
@@ -13,12 +11,14 @@ import numpy as np
 from einops import rearrange
 from jax.sharding import Mesh
 from jaxtyping import Int32, Shaped
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from m3jax.assets import embedded_draft_path
-from m3jax.checkpoint.reader import FLOATS, SINGLE_NAME, CheckpointError, StoredTensor, read_folder
+from m3jax.checkpoint.reader import FLOATS, INTEGERS, CheckpointError, StoredTensor, read_folder, version
+from m3jax.checkpoint.replacing import Replacement, as_json, file_order
 from m3jax.config import M3Config
+from m3jax.config_keys import LARGEST_INTEGER, LARGEST_REAL, SMALLEST_REAL
+from m3jax.files import current_file, read_json
+from m3jax.messages import listed, note_problems, printable, shortened, shown
 from m3jax.model.eagle3 import Eagle3, Eagle3Config, abstract
 
 # Hub name, parameter, and the rearrangement from the hub's [out, in] to the parameter's axes. The package's letters in
@@ -47,6 +47,7 @@ _FIXED = {
     "num_hidden_layers": (1,), "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
     "rope_scaling": (None,), "norm_before_fc": (False,), "sliding_window": (None,),
 }  # fmt: skip
+_REQUIRED = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
 _OPTIONAL = ("rms_norm_eps", "rope_theta", "fc_norm", "norm_output", "norm_before_residual")
 
 
@@ -69,16 +70,25 @@ def load_draft(path: str | Path | None, target: M3Config, dtype: str = "bfloat16
       ValueError: an unsupported config.json, or a draft of another target, with the reasons.
     """
     path = embedded_draft_path() if path is None else Path(path)
-    if not (path / "config.json").is_file():
+    before = version(path)
+    file = current_file(path, "config.json") if path.is_dir() else path / "config.json"
+    if not file.is_file():
         raise CheckpointError(path, ["no config.json; give a folder of an EAGLE3 draft in the hub's layout"])
-    folder = read_folder(path)
-    stored = {_canonical(name): tensor for name, tensor in folder.tensors.items()}
-    config = draft_config(_read_json(path / "config.json"), target, stored)
-    config.check_fits(target)
+    data, folder = read_json(file), read_folder(path)
+    if version(path) != before:
+        raise CheckpointError(path, ["replaced by a save while it was read; load again"])
+    stored, twice = _by_canonical_name(folder.tensors)
+    try:
+        config = draft_config(data, target, stored)
+        config.check_fits(target)
+    except ValueError as error:
+        error.args = (shortened(f"{printable(str(file))}: {error}"),)
+        raise
     shapes = _hub_shapes(config)
     given = set(stored) - _LEFT_OUT - {_OFFSETS}
     problems = [
         *folder.problems,
+        *twice,
         *(f"{name}: missing, expected {list(shapes[name])}" for name in shapes.keys() - given),
         *(f"{stored[name].name}: unexpected, found {stored[name]}" for name in given - shapes.keys()),
     ]
@@ -96,12 +106,17 @@ def load_draft(path: str | Path | None, target: M3Config, dtype: str = "bfloat16
 def save_draft(draft: Eagle3, path: str | Path) -> None:
     """Write a draft's config.json and model.safetensors with the hub's names, which other engines read too.
 
+    A draft that the folder has is replaced as `save` replaces a checkpoint: all of it, or nothing.
+
     Args:
       draft: what it shares with the target is not written.
       path: the folder, which is made if it is not there.
+
+    Raises:
+      ValueError: another save into the folder is running.
+      OSError: names the path; the folder's draft is as after an error of `save`.
     """
-    path, config = Path(path), draft.config
-    path.mkdir(parents=True, exist_ok=True)
+    config = draft.config
     tensors = {}
     for hub_name, name, axes in _TABLE:
         if (parameter := getattr(draft, name)) is not None:
@@ -114,13 +129,10 @@ def save_draft(draft: Eagle3, path: str | Path) -> None:
     if draft.target_ids is not None:
         target_ids = np.asarray(draft.target_ids[...]).astype(np.int64)
         tensors[_OFFSETS] = target_ids - np.arange(len(target_ids))
-    text = json.dumps(_to_json(config, str(draft.dtype)), indent=2, sort_keys=True) + "\n"
-    # Both files are complete before either takes the place of an old one.
-    unfinished = {name: path / f".unfinished-{name}" for name in (SINGLE_NAME, "config.json")}
-    save_file(tensors, unfinished[SINGLE_NAME], metadata={"format": "pt"})
-    unfinished["config.json"].write_text(text, encoding="utf-8")
-    for name, file in unfinished.items():
-        os.replace(file, path / name)
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    layout = {name: layout[name] for name in file_order(layout)}
+    with Replacement(Path(path), 1, {"config.json": as_json(_to_json(config, str(draft.dtype)))}) as new:
+        new.write_weights(new.names[0], layout, (tensors[name] for name in layout), {"format": "pt"})
 
 
 def draft_config(data: Mapping[str, Any], target: M3Config, tensors: Mapping[str, Any]) -> Eagle3Config:
@@ -136,21 +148,27 @@ def draft_config(data: Mapping[str, Any], target: M3Config, tensors: Mapping[str
       ValueError: a key that is missing, or a value that is not supported.
     """
     problems = [
-        f"{name} = {data[name]!r}: supported is {allowed[0]!r}"
+        f"{name} = {shown(data[name])}: supported is {allowed[0]!r}"
         for name, allowed in _FIXED.items()
         if name in data and data[name] not in allowed
     ]
-    required = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
-    problems += [f"{name} is missing" for name in required if name not in data]
+    problems += [f"{name} is missing" for name in _REQUIRED if name not in data]
     target_width = data.get("target_hidden_size")
     if target_width not in (None, data.get("hidden_size")):
-        problems.append(f"target_hidden_size = {target_width}: supported is the draft's own hidden_size")
+        problems.append(f"target_hidden_size = {shown(target_width)}: supported is the draft's own hidden_size")
+    named_layers, layers = data.get("eagle_config"), target.num_hidden_layers
+    if not isinstance(named_layers, Mapping | None):
+        problems.append(f"eagle_config = {shown(named_layers)}: must be an object or null")
+        named_layers = None
+    taps = data.get(_TAPS) or (named_layers or {}).get(_TAPS) or [2, layers // 2, layers - 3]
+    problems += _wrong_kinds(data) + _wrong_taps(taps, layers)
     if problems:
-        raise ValueError("unsupported draft: " + "; ".join(problems))
-    heads, layers = data["num_attention_heads"], target.num_hidden_layers
-    taps = data.get(_TAPS) or (data.get("eagle_config") or {}).get(_TAPS) or (2, layers // 2, layers - 3)
+        error = ValueError("unsupported draft: " + listed(problems))
+        note_problems(error, problems)
+        raise error
+    heads = data["num_attention_heads"]
     return Eagle3Config(
-        **{name: data[name] for name in required},
+        **{name: data[name] for name in _REQUIRED},
         num_key_value_heads=data.get("num_key_value_heads") or heads,
         head_dim=data.get("head_dim") or data["hidden_size"] // heads,
         draft_vocab_size=data.get("draft_vocab_size") or data["vocab_size"],
@@ -159,6 +177,34 @@ def draft_config(data: Mapping[str, Any], target: M3Config, tensors: Mapping[str
         own_head="lm_head.weight" in tensors,
         **{name: data[name] for name in _OPTIONAL if data.get(name) is not None},
     )
+
+
+def _wrong_kinds(data: Mapping[str, Any]) -> list[str]:
+    """A line for each number or switch of a draft's config.json that is none; one that may be absent may be null."""
+    is_number = lambda value, kinds: isinstance(value, kinds) and not isinstance(value, bool)
+    kinds = (
+        ("an integer from 1 to 2^31 - 1", lambda value: is_number(value, int) and 1 <= value <= LARGEST_INTEGER,
+         ("hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+          "intermediate_size")),
+        ("a positive float32 number",
+         lambda value: is_number(value, int | float) and SMALLEST_REAL <= value <= LARGEST_REAL,
+         ("rms_norm_eps", "rope_theta")),
+        ("true or false", lambda value: isinstance(value, bool), ("fc_norm", "norm_output", "norm_before_residual")),
+    )  # fmt: skip
+    return [
+        f"{name} = {shown(data[name])}: must be {expected}"
+        for expected, is_right, names in kinds
+        for name in names
+        if name in data and not is_right(data[name]) and not (data[name] is None and name not in _REQUIRED)
+    ]
+
+
+def _wrong_taps(taps: Any, layers: int) -> list[str]:
+    """What is wrong with the list of tapped layers, before anything is as long as it: at most all layers, by number."""
+    is_layer = lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_INTEGER
+    if isinstance(taps, list) and len(taps) <= layers + 1 and all(map(is_layer, taps)):
+        return []
+    return [f"{_TAPS} = {shown(taps)}: must be a list of at most {layers + 1} layer numbers"]
 
 
 def _to_json(config: Eagle3Config, dtype: str) -> dict[str, Any]:
@@ -171,9 +217,16 @@ def _to_json(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _canonical(name: str) -> str:
-    """A stored tensor's name as the table writes it: no prefix, and the one layer called `layers.0`."""
-    return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+def _by_canonical_name(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Stored tensors by the table's names (no prefix, the one layer called `layers.0`), and which are there twice."""
+    stored: dict[str, StoredTensor] = {}
+    problems = []
+    for name, tensor in tensors.items():
+        canonical = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+        if canonical in stored:
+            problems.append(f"{name}: the same tensor as {stored[canonical].name}, keep one")
+        stored[canonical] = tensor
+    return stored, problems
 
 
 def _hub_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -199,9 +252,8 @@ def _read_target_ids(
     count, vocab_size = config.draft_vocab_size, config.vocab_size
     if stored is None:
         return None, [f"{_OFFSETS}: missing, expected [{count}] integers"] if count != vocab_size else []
-    with safe_open(stored.file, framework="numpy") as file:
-        offsets = file.get_tensor(stored.name)
-    if offsets.shape == (count,) and offsets.dtype.kind in "iu":
+    if stored.shape == (count,) and stored.dtype in INTEGERS:
+        offsets = stored.view()
         target_ids = np.arange(count) + offsets
         if target_ids.min() >= 0 and target_ids.max() < vocab_size and len(np.unique(target_ids)) == count:
             proposes_all = count == vocab_size and not offsets.any()
@@ -234,14 +286,3 @@ def _fill(
     if target_ids is not None:
         set_parameter("target_ids", target_ids)
     return draft
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    """The object in a JSON file; ValueError, with the file's name, for anything else."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{file}: a config is a JSON object, got {type(data).__name__}")
-    return data

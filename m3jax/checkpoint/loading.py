@@ -1,5 +1,6 @@
 """Streams a hub checkpoint into sharded parameters: each device gets its part of each stored tensor, one by one."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, Sharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int32, Shaped
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -21,8 +23,10 @@ from m3jax.assets import embedded_path
 from m3jax.checkpoint import tree
 from m3jax.checkpoint.names import Target
 from m3jax.checkpoint.plan import Source, make_plan
+from m3jax.checkpoint.reader import CheckpointError
 from m3jax.checkpoint.values import cut
-from m3jax.model.build import check_dtype
+from m3jax.model.build import dtype_name
+from m3jax.parallel import as_mesh
 
 # A parameter up to this size is put together on the host and moved at once; a larger one is written
 # in place on its devices, a hub tensor at a time.
@@ -49,9 +53,10 @@ class LoadReport:
 
 def load(
     path: str | Path | None = None,
-    dtype: str = "bfloat16",
-    mesh: Mesh | None = None,
+    dtype: DTypeLike = "bfloat16",
+    mesh: Mesh | str | None = None,
     progress: bool = True,
+    check_finite: bool = False,
 ) -> m3_model.M3:
     """Load a text model from a folder in the hub's layout.
 
@@ -61,40 +66,47 @@ def load(
 
     Args:
       path: a folder with config.json and safetensors files, or None for the embedded checkpoint.
-      dtype: "bfloat16", "float32", "float64" (needs jax_enable_x64) or "float16". The router's weight
-        and bias are float32 at least.
-      mesh: devices to shard over, or None for the default device.
+      dtype: "bfloat16", "float32", "float64" (needs jax_enable_x64) or "float16", as a name or as `jnp.float32`. The
+        router's weight and bias are float32 at least.
+      mesh: devices to shard over: from `m3jax.make_mesh`, or text such as "expert=2,tensor=4"; None for the default
+        device.
       progress: whether to show a bar, if standard error is a terminal.
+      check_finite: whether to look at every value, and refuse weights that are NaN or infinite. Without it they are
+        loaded as they are stored; generating with them ends in a FloatingPointError where they reach the logits.
 
     Returns:
       The model.
 
     Raises:
-      CheckpointError: the folder does not fit; it lists every fault.
-      ValueError: a dtype that is not allowed, or a config.json that is not supported.
+      CheckpointError: the folder does not fit, or holds NaN or infinite weights under `check_finite`; it lists every
+        fault.
+      ValueError: a dtype that is not allowed, a mesh with other axes, or a config.json that is not supported.
+      OSError: a file that cannot be read.
     """
-    return load_with_report(path, dtype, mesh, progress)[0]
+    return load_with_report(path, dtype, mesh, progress, check_finite)[0]
 
 
 def load_with_report(
     path: str | Path | None = None,
-    dtype: str = "bfloat16",
-    mesh: Mesh | None = None,
+    dtype: DTypeLike = "bfloat16",
+    mesh: Mesh | str | None = None,
     progress: bool = True,
+    check_finite: bool = False,
 ) -> tuple[m3_model.M3, LoadReport]:
     """Load a text model as `load` does, and report which bytes were read and which tensors were left.
 
     Args:
-      path, dtype, mesh, progress: as in `load`.
+      path, dtype, mesh, progress, check_finite: as in `load`.
 
     Returns:
       The model and the report.
 
     Raises:
-      CheckpointError, ValueError: as `load`.
+      CheckpointError, ValueError, OSError: as `load`.
     """
-    check_dtype(dtype)
-    plan = make_plan(embedded_path() if path is None else path)
+    dtype, mesh = dtype_name(dtype), as_mesh(mesh)
+    path = embedded_path() if path is None else path
+    plan = make_plan(path)
     abstract = m3_model.abstract(plan.config, dtype, mesh)
     shardings = tree.flatten(m3_model.shardings(plan.config, mesh))
     parameters = {
@@ -104,7 +116,12 @@ def load_with_report(
         parameters[target.param].pieces.append((target, plan.sources[name]))
     report = LoadReport({}, plan.vision, plan.mtp)
     with _progress_bar(sum(parameter.stored_bytes for parameter in parameters.values()), progress) as advance:
-        arrays = {name: parameter.assemble(report.bytes_read, advance) for name, parameter in parameters.items()}
+        not_finite: Counter[str] | None = Counter() if check_finite else None
+        arrays = {
+            name: parameter.assemble(report.bytes_read, advance, not_finite) for name, parameter in parameters.items()
+        }
+    if not_finite:
+        raise CheckpointError(path, [f"{name}: {n} values are NaN or infinite" for name, n in not_finite.items()])
     return tree.replace(abstract, arrays), report
 
 
@@ -133,12 +150,15 @@ class _Parameter:
         itemsizes = (source.weight.itemsize for _, source in self.pieces)
         return round(share * prod(self.pieces[0][0].dims) * sum(itemsizes))
 
-    def assemble(self, bytes_read: dict[int, int], advance: Callable[[int], None]) -> Shaped[Array, "..."]:
+    def assemble(
+        self, bytes_read: dict[int, int], advance: Callable[[int], None], not_finite: Counter[str] | None
+    ) -> Shaped[Array, "..."]:
         """Read every piece once, place it on all the devices that hold it, and return the sharded array.
 
         Args:
           bytes_read: grows by what each device is sent, by device id.
           advance: called with the bytes of each piece that was placed.
+          not_finite: grows by the values of each hub tensor that are NaN or infinite; None, and nothing is counted.
         """
         # Axes of the parameter in front of those of a piece: [L ...], of experts [L E ...].
         stack_axes = len(self.pieces[0][0].index)
@@ -152,6 +172,8 @@ class _Parameter:
                 if not all(start <= i < stop for i, (start, stop) in zip(target.index, stack_box, strict=True)):
                     continue  # a layer or an expert of other devices
                 piece = cut(source.weight.name, target, weight, scale, piece_box, self.dtype)
+                if not_finite is not None and not np.isfinite(piece).all():
+                    not_finite[source.part.name] += int(np.count_nonzero(~np.isfinite(piece)))
                 place = tuple(i - start for i, (start, _) in zip(target.index, stack_box, strict=True))
                 buffer.write(place, piece, target.perm)
                 sent_bytes = piece.size * weight.itemsize

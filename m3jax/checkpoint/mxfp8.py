@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
+from m3jax.messages import shown
+
 BLOCK = 32
 NAN_SCALE = 255
 # The table's index takes 8 bytes a code, so codes are looked up some at a time.
@@ -45,14 +47,15 @@ def dequantize(
 def check_config(config: Mapping[str, Any]) -> tuple[bool, list[str]]:
     """Whether a parsed config.json announces MXFP8 weights, and what is wrong with how it does."""
     text_config = config.get("text_config") or {}
-    announced = config.get("quantization_config") or text_config.get("quantization_config")
-    if not announced:
+    given = (config.get("quantization_config"), text_config.get("quantization_config"))
+    announced = next((value for value in given if value not in (None, {})), None)
+    if announced is None:
         return False, []
     if not isinstance(announced, Mapping):
-        return True, [f"config.json: quantization_config must be an object, found {announced!r}"]
+        return True, [f"config.json: quantization_config must be an object, found {shown(announced)}"]
     expected = {"quant_method": "mxfp8", "weight_block_size": [1, BLOCK]}
     return True, [
-        f"config.json: quantization_config.{key} must be {value!r}, found {announced.get(key)!r}"
+        f"config.json: quantization_config.{key} must be {value!r}, found {shown(announced.get(key))}"
         for key, value in expected.items()
         if announced.get(key) != value
     ]

@@ -1,10 +1,11 @@
 """Hub tensor names, all their variants, and the parameters that they fill."""
 
 import re
+from collections import Counter
 from math import prod
 from typing import NamedTuple
 
-from m3jax.config import M3Config
+from m3jax.config import M3Config, Stack
 
 # Hub name, parameter, and the rearrangement from the hub's [out, in] to the parameter's axes.
 # Letters are the package's; Hi is the index head dim, Fd and Fs the hidden widths of the dense and
@@ -144,6 +145,27 @@ def targets(config: M3Config) -> dict[str, Target]:
                 for expert in range(config.num_local_experts):
                     places[prefix + hub.format(e=expert)] = target._replace(index=(layer, expert))
     return places | {hub: _target(param, axes, sizes) for hub, param, axes in _TOP[1:]}
+
+
+def totals(config: M3Config) -> tuple[int, int]:
+    """How many hub tensors `targets` lists, and how many values they have, without the list.
+
+    Args:
+      config: the model's configuration, of any size.
+    """
+    sizes = _sizes(config)
+    num_tensors = num_values = 0
+    layers_of = Counter(zip(config.layer_types, config.mlp_layer_types, strict=True))  # 4 kinds at most
+    tables = [(1, _TOP)]
+    for (attention, mlp), num_layers in layers_of.items():
+        kind = Stack(0, num_layers, attention, mlp)
+        tables.append((num_layers, _LAYER + (_INDEX if kind.is_sparse else ()) + (_MOE if kind.is_moe else _DENSE)))
+    for num_layers, table in tables:
+        for hub, param, axes in table:
+            copies = num_layers * (config.num_local_experts if "{e}" in hub else 1)
+            num_tensors += copies
+            num_values += copies * prod(_target(param, axes, sizes).dims)
+    return num_tensors, num_values
 
 
 def entries(config: M3Config, places: dict[str, Target]) -> dict[str, Entry]:

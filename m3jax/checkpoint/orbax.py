@@ -1,38 +1,79 @@
 """Sharded checkpoints by Orbax: every process writes and reads its own shards."""
 
-import json
+import os
+import shutil
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh
 
 from m3jax import model as m3_model
 from m3jax.checkpoint import tree
-from m3jax.config import M3Config
+from m3jax.checkpoint.replacing import as_json
+from m3jax.config import read_config
+from m3jax.files import replace_file, sync_folder
+from m3jax.messages import printable, shown
+from m3jax.model.build import DTYPES
 
-_PARAMETERS = "parameters"
+# The second is what is not complete; Orbax gives it a suffix of its own while it writes.
+_PARAMETERS, _UNFINISHED = "parameters", "parameters.unfinished"
 
 
 def save_orbax(model: m3_model.M3, path: str | Path) -> None:
     """Write a model's config.json and parameters, each shard by the process that holds it.
 
     Unlike the hub's layout this works when no process holds the whole model, and the parameters keep
-    the package's own stacked layout.
+    the package's own stacked layout. The folder gets its name `parameters` by one rename, when all that is
+    in it, and config.json beside it, are on the disk; until then there is no checkpoint. What a save that
+    was cut short left is removed by the next one.
 
     Args:
       model: the model.
-      path: a new folder.
+      path: a new folder, the same for all processes.
 
     Raises:
       ValueError: the folder holds a checkpoint already.
+      OSError: names the path at fault.
     """
     path = Path(path).absolute()
+    if (path / _PARAMETERS).exists():
+        raise ValueError(f"{path / _PARAMETERS} already exists: give a new folder")
+    is_first = jax.process_index() == 0
+    if is_first:
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in path.glob(_UNFINISHED + "*"):
+            shutil.rmtree(folder)
+        for file in path.glob(".m3jax-*-config.json"):
+            file.unlink()
+        replace_file(path / "config.json", as_json(model.config.to_dict() | {"torch_dtype": model.dtype.name}))
+    _wait_for_all("folder is ready")
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / _PARAMETERS, tree.flatten(model))
-    if jax.process_index() == 0:
-        config = model.config.to_dict() | {"torch_dtype": model.dtype.name}
-        (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        checkpointer.save(path / _UNFINISHED, tree.flatten(model))
+    _wait_for_all("parameters are written")
+    if is_first:
+        _sync_tree(path / _UNFINISHED)
+        os.rename(path / _UNFINISHED, path / _PARAMETERS)
+        sync_folder(path)
+    _wait_for_all("parameters have their name")
+
+
+def _sync_tree(folder: Path) -> None:
+    """Return when all files under a folder are on the disk."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(Path(parent))
+
+
+def _wait_for_all(point: str) -> None:
+    if jax.process_count() > 1:
+        sync_global_devices(f"m3jax.save_orbax: {point}")
 
 
 def load_orbax(path: str | Path, mesh: Mesh | None = None) -> m3_model.M3:
@@ -49,10 +90,13 @@ def load_orbax(path: str | Path, mesh: Mesh | None = None) -> m3_model.M3:
       ValueError: the folder is not one that `save_orbax` wrote.
     """
     path = Path(path).absolute()
-    config = M3Config.from_pretrained(path)
+    config, data = read_config(path)
+    place = printable(str(path))
     if not (path / _PARAMETERS).is_dir():
-        raise ValueError(f"{path} has no folder {_PARAMETERS!r}: give one that save_orbax wrote")
-    dtype = json.loads((path / "config.json").read_text(encoding="utf-8"))["torch_dtype"]
+        raise ValueError(f"{place} has no folder {_PARAMETERS!r}: give one that save_orbax wrote")
+    dtype = data.get("torch_dtype")
+    if dtype not in DTYPES:
+        raise ValueError(f"{place}: torch_dtype = {shown(dtype)} in config.json: give a folder that save_orbax wrote")
     abstract = m3_model.abstract(config, dtype, mesh)
     shardings = tree.flatten(m3_model.shardings(config, mesh))
     placed_shapes = {

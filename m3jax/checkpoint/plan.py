@@ -1,8 +1,8 @@
 """Matches what a folder holds with what a model needs; every misfit is found before a weight is read."""
 
-import json
 import logging
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,12 +10,14 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 
 from m3jax.checkpoint import mxfp8, names
-from m3jax.checkpoint.reader import FLOATS, CheckpointError, Folder, StoredTensor, read_folder
-from m3jax.config import M3Config
+from m3jax.checkpoint.reader import FLOATS, CheckpointError, Folder, StoredTensor, read_folder, version
+from m3jax.config import M3Config, read_config
 
 _LOG = logging.getLogger("m3jax.checkpoint")
 _FP8 = "F8_E4M3"
 _SCALE_DTYPES = ("U8", "F8_E8M0")
+# So many tensors are compared one by one with what the files hold, whatever that is. M3 has 22,893.
+_LISTED = 100_000
 _A_FLOAT = f"{', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
 
 
@@ -60,15 +62,19 @@ def make_plan(path: str | Path) -> Plan:
 
     Raises:
       CheckpointError: no such folder, or a line for every missing, unexpected, mis-shaped, wrongly
-        typed, doubled or badly scaled tensor, and for every absent or damaged file.
+        typed, doubled or badly scaled tensor, and for every absent or damaged file; or one line where config.json
+        describes far more than the files hold.
       ValueError: config.json is missing, broken, or describes another model.
     """
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(path, ["no such folder; give one in the hub's layout"])
-    config = M3Config.from_pretrained(path)
+    before = version(path)
+    config, raw_config = read_config(path)
     folder = read_folder(path)
-    raw_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if version(path) != before:
+        raise CheckpointError(path, ["replaced by a save while it was read; load again"])
+    _check_size(path, config, folder)
     match = _Match(config, folder, mxfp8.check_config(raw_config))
     if match.problems:
         raise CheckpointError(path, match.problems)
@@ -77,6 +83,18 @@ def make_plan(path: str | Path) -> Plan:
     if match.mtp:
         _LOG.info("%s: %d mtp.* tensors are skipped", path, len(match.mtp))
     return Plan(config, match.targets, match.sources, tuple(match.vision), tuple(match.mtp))
+
+
+def _check_size(path: Path, config: M3Config, folder: Folder) -> None:
+    """Raise CheckpointError where a list of what config.json asks for would itself be far larger than the files."""
+    num_tensors, num_values = names.totals(config)
+    held_values = sum(prod(tensor.shape) for tensor in folder.tensors.values())
+    if num_tensors > _LISTED and num_values > held_values:
+        fault = (
+            f"config.json describes {num_tensors:,} tensors of {num_values:,} values, the files hold "
+            f"{len(folder.tensors):,} of {held_values:,}: give the config.json of these weights"
+        )
+        raise CheckpointError(path, [fault, *folder.problems])
 
 
 class _Match:

@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import os
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -11,8 +12,12 @@ import numpy as np
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+from m3jax.files import INDEX_NAME, SINGLE_NAME, read_json
+from m3jax.messages import listed, note_problems, printable, shortened, shown
+
+# MXFP8's index of M3 has 45,838 entries in some 6 MB.
+_MOST_INDEX_BYTES, _MOST_ENTRIES = 256 << 20, 4_000_000
+_AGAIN = "download it again"
 
 # 8-bit floats are read as bytes: only their own decoder gives them a meaning.
 _DTYPES = {
@@ -23,18 +28,35 @@ _DTYPES = {
     "F8_E4M3": np.dtype(np.uint8),
     "F8_E8M0": np.dtype(np.uint8),
     "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
+INTEGERS = ("I32", "I64")
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that does not fit; `problems` has a line for each tensor or file at fault."""
+    """A checkpoint that does not fit: the message has the first 8 problems and how many more, the notes have all.
+
+    Attributes:
+      problems: a line for each tensor or file at fault, as it was found.
+    """
 
     def __init__(self, folder: str | Path, problems: list[str]):
         self.problems = tuple(problems)
-        lines = "".join(f"\n  {problem}" for problem in problems)
         count = f"{len(problems)} problem" + ("" if len(problems) == 1 else "s")
-        super().__init__(f"cannot load the checkpoint {folder}: {count}{lines}")
+        place = shortened(printable(str(folder)), 160)
+        super().__init__(f"cannot load the checkpoint {place}: {count}\n  " + listed(problems, "\n  "))
+        note_problems(self, problems)
+
+
+# A file as it was when its header was read: device, number, size and time of the last change.
+_Identity = tuple[int, int, int, int]
+
+
+def _identity(descriptor: int) -> _Identity:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    identity: _Identity
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -56,11 +79,17 @@ class StoredTensor:
         return _DTYPES[self.dtype].itemsize
 
     def view(self) -> Shaped[np.ndarray, "..."]:
-        """The tensor's values where they lie in the file, mapped: with the last view its memory is free again."""
+        """The tensor's values where they lie in the file, mapped: with the last view its memory is free again.
+
+        Raises:
+          CheckpointError: another file has this name by now, or other bytes.
+        """
         # A mapping begins at a page of the file, a tensor anywhere.
         page_start = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         lead, size = self.offset - page_start, prod(self.shape)
         with open(self.file, "rb") as file:
+            if _identity(file.fileno()) != self.identity:
+                raise CheckpointError(self.file.parent, [f"{self.file.name}: replaced while it was read; load again"])
             mapped = mmap.mmap(file.fileno(), lead + size * self.itemsize, offset=page_start, access=mmap.ACCESS_READ)
         return np.frombuffer(mapped, _DTYPES[self.dtype], size, lead).reshape(self.shape)
 
@@ -106,57 +135,91 @@ def read_folder(path: Path) -> Folder:
     return folder
 
 
+def version(path: Path) -> tuple[_Identity | None, ...]:
+    """What changes when a save replaces the weights of a folder: its index and its single file, as they are now."""
+    files = (path / INDEX_NAME, path / SINGLE_NAME)
+    statuses = [os.stat(file) if file.is_file() else None for file in files]
+    return tuple(s and (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in statuses)
+
+
 def _read_index(path: Path, folder: Folder) -> None:
     """Read an index and the headers of the shards that it names into `folder`."""
+    names_of: dict[str, set[str]] = {}
     try:
-        weight_map = json.loads((path / INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
-        names_of = {shard: set() for shard in sorted(set(weight_map.values()))}
+        index = read_json(path / INDEX_NAME, _MOST_INDEX_BYTES, _MOST_ENTRIES, "an index")
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ValueError(f"found {shown(weight_map)}; {_AGAIN}")
         for name, shard in weight_map.items():
-            names_of[shard].add(name)
-        files = {path / shard: names for shard, names in names_of.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        folder.problems.append(f"{INDEX_NAME}: no weight_map of tensor to file ({error!r})")
+            names_of.setdefault(shard, set()).add(name)
+    except ValueError as error:
+        folder.problems.append(f"{INDEX_NAME}: no weight_map of tensor to file ({error})")
         folder.all_lost = True
         return
-    for file, names in files.items():
-        _read_shard(file, names, folder)
-    if not files:
+    for shard in sorted(names_of):
+        _read_shard(path, shard, names_of[shard], folder)
+    if not names_of:
         folder.problems.append(f"{INDEX_NAME}: its weight_map is empty")
         folder.all_lost = True
 
 
-def _read_shard(file: Path, names: set[str], folder: Folder) -> None:
+def _read_shard(path: Path, shard: str, names: set[str], folder: Folder) -> None:
     """Read a shard's header into `folder`, and compare it with the names that the index places there."""
-    if not file.is_file():
-        folder.problems.append(f"{file.name}: no such file; {INDEX_NAME} places {len(names)} tensors in it")
-        folder.lost |= names
-        return
-    stored = _read_file(file, folder)
-    if stored is None:
-        folder.lost |= names
-        return
-    absent, extra = sorted(names - set(stored)), sorted(set(stored) - names)
-    folder.problems += [f"{name}: {INDEX_NAME} places it in {file.name}, which does not hold it" for name in absent]
-    folder.problems += [f"{name}: {file.name} holds it, but {INDEX_NAME} does not place it there" for name in extra]
-    folder.lost.update(absent, extra)
-    folder.tensors |= {name: stored[name] for name in names & set(stored)}
+    folder.lost |= names
+    file = path / shard
+    if fault := _wrong_name(shard):
+        folder.problems.append(f"{INDEX_NAME}: places {len(names)} tensors in {shown(shard)}: {fault}")
+    elif not file.is_file():
+        folder.problems.append(f"{shard}: no such file; {INDEX_NAME} places {len(names)} tensors in it; {_AGAIN}")
+    elif (stored := _read_file(file, folder)) is not None:
+        absent, extra = sorted(names - set(stored)), sorted(set(stored) - names)
+        folder.problems += [f"{name}: {INDEX_NAME} places it in {shard}, which does not hold it" for name in absent]
+        folder.problems += [f"{name}: {shard} holds it, but {INDEX_NAME} does not place it there" for name in extra]
+        folder.lost |= set(extra)
+        folder.lost -= names & set(stored)
+        folder.tensors |= {name: stored[name] for name in names & set(stored)}
+
+
+def _wrong_name(shard: str) -> str | None:
+    """Why a text in an index is not the name of a file in its folder."""
+    if not shard.isprintable() or any(separator in shard for separator in "/\\:") or not 0 < len(shard) <= 200:
+        return "a shard is the plain name of a file in the folder of the index"
+    return None if shard.endswith(".safetensors") else "a shard's name ends in .safetensors"
+
+
+def _leaves(file: Path) -> bool:
+    """Whether a file is a link out of its folder, other than those of a hub cache.
+
+    The hub's cache keeps files under `blobs`, and `snapshots/<revision>` holds links to them.
+    """
+    folder, target = file.parent.resolve(), file.resolve()
+    if target.parent == folder:
+        return False
+    is_snapshot = folder.parent.name == "snapshots"
+    return not (is_snapshot and target.parent == (folder.parent.parent / "blobs").resolve())
 
 
 def _read_file(file: Path, folder: Folder) -> dict[str, StoredTensor] | None:
     """The tensors of a file by name; None, and a line in `folder.problems`, when its header cannot be trusted."""
+    if _leaves(file):
+        folder.problems.append(f"{file.name}: a link to a file outside the folder; copy that file there")
+        return None
     try:
         with safe_open(file, framework="numpy"):
             pass  # the library checks the header, and that the tensors fill the file exactly
-    except (SafetensorError, OSError) as error:
+        with open(file, "rb") as stream:
+            identity = _identity(stream.fileno())
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(header_bytes))
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         size = file.stat().st_size
-        folder.problems.append(f"{file.name}: truncated or damaged, {size} bytes ({error})")
+        folder.problems.append(f"{file.name}: truncated or damaged, {size} bytes ({error}); {_AGAIN}")
         return None
-    with open(file, "rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(header_bytes))
     header.pop("__metadata__", None)
     data_start = 8 + header_bytes
     return {
-        name: StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), data_start + entry["data_offsets"][0])
+        name: StoredTensor(
+            name, file, entry["dtype"], tuple(entry["shape"]), data_start + entry["data_offsets"][0], identity
+        )
         for name, entry in header.items()
     }

@@ -1,26 +1,20 @@
 """Writes a model to a folder in the hub's layout: all of it, or nothing."""
 
-import json
-import os
-import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
-from safetensors.numpy import save_file
 
 from m3jax import model as m3_model
 from m3jax.checkpoint import tree
 from m3jax.checkpoint.names import Target, targets
-from m3jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
+from m3jax.checkpoint.replacing import Replacement, as_json, file_order
+from m3jax.files import current_file
 
 COPIED = (
     "generation_config.json",
@@ -32,8 +26,6 @@ COPIED = (
     "merges.txt",
     "chat_template.jinja",
 )
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_UNFINISHED = ".unfinished-"
 
 
 def save(
@@ -47,7 +39,9 @@ def save(
 
     Values are written as the model holds them, so a checkpoint that was loaded in its own dtype comes
     back byte for byte. Vision tensors are not part of the model and are not written. Host memory
-    holds one file at a time. The folder's old files stay until all new ones are complete.
+    holds one tensor at a time. A checkpoint that the folder has is replaced by one rename, all of it
+    or nothing, whatever ends the process (docs/reliability.md); its files of weights are removed
+    then, other files stay.
 
     Args:
       model: the model; all its shards must be on devices of this process.
@@ -59,33 +53,36 @@ def save(
 
     Raises:
       ValueError: `max_shard_bytes` is not positive, `copy_from` is no folder, or a parameter has
-        shards on another process.
+        shards on another process, or another save into the folder is running.
+      OSError: names the path, also where the disk is full. The folder's checkpoint is the old one then, or, where only
+        the removal of old files failed, the new one.
     """
     parameters = tree.flatten(model)
     _check(parameters, max_shard_bytes, copy_from)
-    files = _deal_out(parameters, targets(model.config), max_shard_bytes)
+    places = targets(model.config)
+    shards = _deal_out(parameters, places, max_shard_bytes)
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
-    with _replacing(Path(path)) as new_file:
-        for file, tensors in files.items():
-            # No name holds the values, so that one file's are freed before the next file's are fetched.
-            save_file(
-                {name: _hub_tensor(parameters[target.param], target) for name, target in tensors.items()},
-                new_file(file),
-                metadata=metadata,
-            )
+    config = model.config.to_dict()
+    config["dtype" if "dtype" in config else "torch_dtype"] = model.dtype.name
+    beside = _copies(copy_from) | {"config.json": as_json(config)}
+    with Replacement(Path(path), len(shards), beside) as new:
+        files = dict(zip(new.names, shards, strict=True))
+        for file, names in files.items():
+            layout = {name: (parameters[places[name].param].dtype, places[name].hub_shape) for name in names}
+            layout = {name: layout[name] for name in file_order(layout)}
+            tensors = (_hub_tensor(parameters[places[name].param], places[name]) for name in layout)
+            new.write_weights(file, layout, tensors, metadata)
         if len(files) > 1:
-            places = [(file, name, target) for file, tensors in files.items() for name, target in tensors.items()]
-            index = {
-                "metadata": {"total_size": sum(_nbytes(parameters[target.param], target) for _, _, target in places)},
-                "weight_map": {name: file for file, name, _ in places},
-            }
-            _write_json(new_file(INDEX_NAME), index)
-        config = model.config.to_dict()
-        config["dtype" if "dtype" in config else "torch_dtype"] = model.dtype.name
-        _write_json(new_file("config.json"), config)
-        for name in COPIED if copy_from is not None else ():
-            if (Path(copy_from) / name).is_file():
-                shutil.copyfile(Path(copy_from) / name, new_file(name))
+            total_size = sum(_nbytes(parameters[target.param], target) for target in places.values())
+            new.write_index({name: file for file, names in files.items() for name in names}, total_size)
+
+
+def _copies(folder: str | Path | None) -> dict[str, bytes]:
+    """The contents of a folder's tokenizer files and generation_config.json, by name, those it has."""
+    if folder is None:
+        return {}
+    files = {name: current_file(Path(folder), name) for name in COPIED}
+    return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
 
 
 def _check(parameters: dict[str, Shaped[Array, "..."]], max_shard_bytes: int, copy_from: str | Path | None) -> None:
@@ -109,19 +106,17 @@ def _nbytes(parameter: Shaped[Array, "..."], target: Target) -> int:
 
 def _deal_out(
     parameters: dict[str, Shaped[Array, "..."]], places: dict[str, Target], max_shard_bytes: int
-) -> dict[str, dict[str, Target]]:
-    """The hub tensors of each file, by file name: in order, and as many as stay below the limit."""
-    shards, remaining = [{}], max_shard_bytes
+) -> list[list[str]]:
+    """The names of the hub tensors of each file: in order, and as many as the limit holds, itself included."""
+    shards, remaining = [[]], max_shard_bytes
     for name, target in places.items():
         tensor_bytes = _nbytes(parameters[target.param], target)
         if tensor_bytes > remaining and shards[-1]:
-            shards.append({})
+            shards.append([])
             remaining = max_shard_bytes
-        shards[-1][name] = target
+        shards[-1].append(name)
         remaining -= tensor_bytes
-    if len(shards) == 1:
-        return {SINGLE_NAME: shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+    return shards
 
 
 def _hub_tensor(parameter: Shaped[Array, "..."], target: Target) -> Shaped[np.ndarray, "..."]:
@@ -142,33 +137,3 @@ def _take(
     start = (*index, *[np.int32(0)] * len(own_shape))  # one dtype, also where int is 64 bits wide
     piece = lax.dynamic_slice(parameter, start, (*[1] * len(index), *own_shape))  # of q_proj: [1 D N H]
     return piece.reshape(own_shape).transpose(np.argsort(perm)).reshape(hub_shape)  # [N H D], then [N*H D]
-
-
-def _write_json(file: Path, data: dict[str, Any]) -> None:
-    file.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Callable[[str], Path]]:
-    """Give files of a folder their names when all are written, and drop old weights; on an error remove the new files.
-
-    Gives a function from a file's name to the path that it is written to.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    started = []
-
-    def new_file(name: str) -> Path:
-        started.append(name)
-        return folder / (_UNFINISHED + name)
-
-    try:
-        yield new_file
-        for name in started:
-            os.replace(folder / (_UNFINISHED + name), folder / name)
-        for file in folder.iterdir():
-            holds_weights = _WEIGHTS.fullmatch(file.name) or file.name == INDEX_NAME
-            if holds_weights and file.name not in started:
-                file.unlink()
-    finally:
-        for name in started:
-            (folder / (_UNFINISHED + name)).unlink(missing_ok=True)

@@ -1,13 +1,15 @@
 """What a model folder says about how to decode: generation_config.json."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from m3jax.decoding.sampling import Sampling
+from m3jax.files import current_file, read_json
+from m3jax.messages import printable, shortened, shown
 
 _KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_MOST_STOP_IDS, _LARGEST_INTEGER = 4096, 2**31 - 1
 _OTHERS = ("do_sample", "eos_token_id", "max_new_tokens")
 # Keys that say nothing about how tokens are chosen.
 _NEUTRAL = ("bos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache")
@@ -36,14 +38,16 @@ class Defaults:
         Raises:
           ValueError: broken JSON, or a value outside its range; names the file.
         """
-        file = Path(folder) / "generation_config.json"
+        if not Path(folder).is_dir():
+            return cls({})
+        file = current_file(Path(folder), "generation_config.json")
         if not file.is_file():
             return cls({})
+        data = read_json(file, called="a generation config")
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
             return cls.from_dict(data)
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{file}: {error}") from error
+        except ValueError as error:
+            raise ValueError(shortened(f"{printable(str(file))}: {error}")) from error
 
     @classmethod
     def from_dict(cls, data: object) -> "Defaults":
@@ -56,14 +60,23 @@ class Defaults:
             raise ValueError(f"a generation config is a JSON object, got {type(data).__name__}")
         given = {key: value for key, value in data.items() if value is not None}
         knobs = {name: given[name] for name in _KNOBS if name in given}
+        if not isinstance(given.get("do_sample", True), bool):
+            raise ValueError(f"do_sample = {shown(given['do_sample'])}: must be true or false")
         if given.get("do_sample") is False:
             knobs["temperature"] = 0
         Sampling(**knobs)
-        eos = given.get("eos_token_id")
+        is_integer = lambda value: isinstance(value, int) and not isinstance(value, bool)
+        is_count = lambda value: is_integer(value) and 0 <= value <= _LARGEST_INTEGER
+        eos, max_new_tokens = given.get("eos_token_id"), given.get("max_new_tokens")
+        stop_ids = eos if eos is None else tuple(eos if isinstance(eos, list) else [eos])
+        if stop_ids is not None and not (len(stop_ids) <= _MOST_STOP_IDS and all(map(is_count, stop_ids))):
+            raise ValueError(f"eos_token_id = {shown(eos)}: must be a token id, or at most {_MOST_STOP_IDS} of them")
+        if max_new_tokens is not None and not (is_count(max_new_tokens) and max_new_tokens):
+            raise ValueError(f"max_new_tokens = {shown(max_new_tokens)}: must be a positive integer of 32 bits")
         known = {*_KNOBS, *_OTHERS, *_NEUTRAL}
         return cls(
             knobs=knobs,
-            stop_ids=eos if eos is None else tuple(eos if isinstance(eos, list) else [eos]),
-            max_new_tokens=given.get("max_new_tokens"),
+            stop_ids=stop_ids,
+            max_new_tokens=max_new_tokens,
             ignored=tuple(sorted(given.keys() - known)),
         )

@@ -43,12 +43,15 @@ def folder(tensors, tmp_path_factory) -> Path:
 
 
 def faults(path: Path) -> list[str]:
-    """The lines of the error that loading raises."""
+    """The lines of the error that loading raises: eight and how many more in its message, all of them in its notes."""
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(path, progress=False)
-    lines = str(caught.value).splitlines()[1:]
-    assert [line.strip() for line in lines] == list(caught.value.problems)
-    return list(caught.value.problems)
+    problems, lines = list(caught.value.problems), str(caught.value).splitlines()[1:]
+    more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+    assert [line.strip() for line in lines] == problems[:8] + more
+    assert getattr(caught.value, "__notes__", []) == (problems if more else [])
+    assert len(str(caught.value)) <= 2000
+    return problems
 
 
 # Names
@@ -298,7 +301,7 @@ def test_index_that_does_not_match_its_shards(tensors, tmp_path):
     count = sum(file == absent for file in index["weight_map"].values())
     assert sorted(faults(tmp_path)) == sorted(
         [
-            f"{absent}: no such file; {INDEX} places {count} tensors in it",
+            f"{absent}: no such file; {INDEX} places {count} tensors in it; download it again",
             f"{unplaced}: {first} holds it, but {INDEX} does not place it there",
             f"language_model.model.layers.9.extra: {INDEX} places it in {first}, which does not hold it",
         ]

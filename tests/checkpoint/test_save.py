@@ -1,6 +1,7 @@
 """Saving: hub folders, Orbax, and transformers as an independent writer and reader of names."""
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -20,8 +21,9 @@ from support.checkpoint_folders import (
 
 from m3jax import checkpoint, parallel
 from m3jax import model as m3_model
-from m3jax.checkpoint import tree
+from m3jax.checkpoint import names, tree
 from m3jax.config import M3Config
+from m3jax.files import NewFile
 
 CONFIG = tiny_config()
 GATE = "language_model.model.layers.2.block_sparse_moe.gate.weight"
@@ -64,6 +66,25 @@ def test_saved_folder_is_byte_identical(limit, folder, tensors, tmp_path):
         assert len(in_file) == 1 or sum(values.nbytes for values in in_file.values()) <= limit
 
 
+def test_a_shard_exactly_at_the_limit_is_one_shard(folder, tensors, tmp_path):
+    """The limit is the most that a file may hold, so a tensor that fills it belongs into it; one byte less, and not."""
+    order, sizes = list(names.targets(CONFIG)), {name: values.nbytes for name, values in tensors.items()}
+    model = checkpoint.load(folder, progress=False)
+    limit = sum(sizes[name] for name in order[:7])  # more than any tensor alone
+    assert limit >= max(sizes.values())
+    for limit_bytes, in_first in ((limit, order[:7]), (limit - 1, order[:6])):
+        path = tmp_path / str(limit_bytes)
+        checkpoint.save(model, path, max_shard_bytes=limit_bytes)
+        first = sorted(path.glob("*.safetensors"))[0]
+        held = set(load_file(first))
+        assert held == set(in_first), f"{first.name} of at most {limit_bytes} bytes holds {len(held)} tensors"
+    whole = sum(sizes.values())
+    checkpoint.save(model, tmp_path / "whole", max_shard_bytes=whole)
+    checkpoint.save(model, tmp_path / "more", max_shard_bytes=whole - 1)
+    assert (tmp_path / "whole" / "model.safetensors").is_file() and not (tmp_path / "whole" / INDEX).exists()
+    assert len(list((tmp_path / "more").glob("*.safetensors"))) == 2 and (tmp_path / "more" / INDEX).is_file()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_any_dtype_comes_back(dtype, folder, tmp_path):
     first = load_parameters(folder, dtype=dtype)
@@ -94,16 +115,16 @@ def test_save_replaces_a_whole_checkpoint_or_nothing(folder, tmp_path, monkeypat
     checkpoint.save(model, tmp_path, max_shard_bytes=100_000)
     (tmp_path / "notes.txt").write_text("mine")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    calls = []
+    opened = []
 
-    def save_two_files(*arguments, **keywords):
-        calls.append(arguments)
-        if len(calls) == 3:
+    def open_two_files(path):
+        opened.append(path)
+        if len(opened) == 3:
             raise KeyboardInterrupt
-        save_file(*arguments, **keywords)
+        return NewFile(path)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("m3jax.checkpoint.saving.save_file", save_two_files)
+        patch.setattr("m3jax.checkpoint.replacing.NewFile", open_two_files)
         checkpoint.save(model, tmp_path, max_shard_bytes=150_000)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     checkpoint.save(model, tmp_path)
@@ -142,6 +163,57 @@ def test_orbax_restores_onto_another_mesh(folder, tensors, tmp_path):
         checkpoint.save_orbax(checkpoint.load(folder, progress=False), tmp_path / "orbax")
     with pytest.raises(ValueError, match="save_orbax wrote"):
         checkpoint.load_orbax(folder)
+
+
+def test_orbax_that_dies_leaves_no_checkpoint_and_the_next_save_is_whole(folder, tmp_path, monkeypatch):
+    """Before each step that is ours: config.json gets its name, parameters do; in between there is nothing to load."""
+
+    class Died(BaseException):
+        pass
+
+    model, real = checkpoint.load(folder, progress=False), os.rename
+    replace, point = os.replace, tmp_path / "orbax"
+
+    def die(*arguments):
+        raise Died
+
+    for name in ("replace", "rename"):
+        with monkeypatch.context() as patch, pytest.raises(Died):
+            # Orbax renames too: only the last rename is the commit.
+            last = lambda source, target: die() if Path(target).name == "parameters" else real(source, target)
+            patch.setattr(os, name, die if name == "replace" else last)
+            checkpoint.save_orbax(model, point)
+        with pytest.raises(ValueError, match=r"has no config\.json|has no folder 'parameters'"):
+            checkpoint.load_orbax(point)
+    assert os.replace is replace and any(path.name.startswith("parameters.unfinished") for path in point.iterdir())
+    checkpoint.save_orbax(model, point)
+    assert sorted(path.name for path in point.iterdir()) == ["config.json", "parameters"]
+    loaded = tree.flatten(checkpoint.load_orbax(point))
+    assert_same({path: np.asarray(leaf) for path, leaf in loaded.items()}, load_parameters(folder))
+    for dtype in (None, "int8", ["bfloat16"]):
+        data = json.loads((point / "config.json").read_text()) | {"torch_dtype": dtype}
+        (point / "config.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match="torch_dtype = "):
+            checkpoint.load_orbax(point)
+
+
+def test_orbax_is_on_the_disk_before_it_has_its_name(folder, tmp_path, monkeypatch):
+    synced, at_commit, real_sync, real_rename = set(), [], os.fsync, os.rename
+
+    def sync(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        real_sync(descriptor)
+
+    def rename(source, target):
+        if Path(target).name == "parameters":
+            files = [path for path in [*Path(source).rglob("*"), Path(target).parent / "config.json"] if path.is_file()]
+            at_commit.extend((path.name, path.stat().st_ino in synced) for path in files)
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    checkpoint.save_orbax(checkpoint.load(folder, progress=False), tmp_path / "orbax")
+    assert len(at_commit) > 3 and all(is_synced for _, is_synced in at_commit), at_commit
 
 
 # The independent writer

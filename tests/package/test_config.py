@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import tracemalloc
 from typing import Any
 
 import jax
@@ -365,3 +366,62 @@ def test_folders_that_are_none(tmp_path, unchecked):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="a config is a JSON object"):
         M3Config.from_pretrained(tmp_path)
+
+
+def test_every_error_of_a_file_begins_with_its_path(tmp_path, unchecked):
+    for data in ({"hidden_size": "x"}, {}, edited(HUB, TEXT + "swiglu_beta", 2.0), edited(HUB, TEXT + "head_dim", 0)):
+        (tmp_path / "config.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match="^" + re.escape(str(tmp_path / "config.json")) + ": unsupported"):
+            M3Config.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["", TEXT], ids=["top", "text_config"])
+@pytest.mark.parametrize("name", ["llama", "", 3, ["minimax_m3_vl"], "minimax_m2"])
+def test_another_model_type_is_refused_with_those_that_are_not(where, name, unchecked):
+    with pytest.raises(ValueError, match=r"model_type = .* \(only 'minimax_m3_vl' or 'minimax_m3_vl_text' or None\)"):
+        M3Config.from_dict(edited(HUB, where + "model_type", name))
+    with pytest.raises(ValueError, match="model_type"):
+        M3Config.from_dict(FLAT | {"model_type": name})
+
+
+TOO_LARGE = {
+    "hidden_size": 2**31, "num_hidden_layers": 10**30, "vocab_size": 10**400, "rope_theta": 1e39, "rotary_dim": 2**31,
+    "rms_norm_eps": 1e-39, "swiglu_limit": 10**400, "routed_scaling_factor": 1e308, "eos_token_id": [1] * 5000,
+    "bos_token_id": 10**30, "partial_rotary_factor": 10**60, "max_position_embeddings": 2**31,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_number_that_no_model_has_is_refused_by_name(name, unchecked):
+    with pytest.raises(ValueError, match=rf"{name} = [^;]*: must be ") as caught:
+        M3Config.from_dict(FLAT | {name: TOO_LARGE[name]})
+    assert len(str(caught.value)) < 400
+
+
+def test_layers_that_no_list_has_cost_nothing():
+    """The lists of kinds are compared with the number of layers before anything is made for each."""
+    data = edited(edited(HUB, TEXT + "num_hidden_layers", 2**31 - 1), SPARSE_CONFIG + "sparse_disable_index_value", ...)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="60 entries for 2147483647 layers"):
+        M3Config.from_dict(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20, f"{peak} bytes were allocated"
+
+
+def test_an_eos_beside_the_text_config_is_checked_too(unchecked):
+    for value in ("[e~[", 1.5, {"a": 1}, [None], 2**31):
+        with pytest.raises(ValueError, match="eos_token_id = "):
+            M3Config.from_dict(HUB | {"eos_token_id": value})
+    with pytest.raises(ValueError, match=r"vision_config = \[1\]: must be an object"):
+        M3Config.from_dict(HUB | {"vision_config": [1]})
+
+
+def test_many_faults_are_eight_and_a_number_and_all_of_them_in_the_notes():
+    data = HUB["text_config"] | {f"unknown\x1b{i:03}": i for i in range(100)}
+    with pytest.raises(ValueError) as caught:
+        M3Config.from_dict(data)
+    text = str(caught.value)
+    assert text.endswith("; and 92 more") and text.isprintable() and len(text) < 2000
+    assert len(caught.value.__notes__) == 100
+    assert caught.value.__notes__[99].startswith(r"unknown key 'unknown\x1b099': remove it")

@@ -164,3 +164,113 @@ def test_training_reserves_the_words_and_repeats():
     assert first.to_str() == second.to_str()
     assert first.get_vocab_size() == 2048
     assert all(len(first.encode(" " + word).ids) == 1 for word in words)
+
+
+# Files that are damaged, or made to harm
+
+SETTINGS = {
+    "no object": ("[]", r"tokenizer_config\.json: a tokenizer config is a JSON object, got list"),
+    "a number": ('{"bos_token": 1.5}', r"tokenizer_config\.json: bos_token = 1\.5: must be a text"),
+    "a list": ('{"eos_token": ["a"]}', r"eos_token = \['a'\]: must be a text, an object with a content, or null"),
+    "no content": ('{"bos_token": {}}', r"bos_token = \{\}: must be a text"),
+    "content is a number": ('{"bos_token": {"content": 3}}', r"bos_token = \{'content': 3\}: must be a text"),
+    "a surrogate": ('{"eos_token": "\\ud800"}', r"eos_token = '\\ud800': holds a lone surrogate"),
+    "unprintable": ('{"eos_token": "\\u001b[31m"}', r"eos_token '\\x1b\[31m' is not in the vocabulary"),
+    "deep": ("[" * 10**5, "nest deeper than 64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_of_the_wrong_kind(case: str, folder: Path):
+    text, message = SETTINGS[case]
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokenizer.from_pretrained(folder)
+    assert str(caught.value).startswith(str(folder)) and str(caught.value).isprintable()
+
+
+def rewrite(folder: Path, **parts) -> None:
+    """Put other parts into a folder's tokenizer.json."""
+    layout = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer.json").write_text(json.dumps(layout | parts), encoding="utf-8")
+
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "é": 1, "aé": 2, "#é": 3}}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "merge", "message"),
+    [
+        ("#", ["a", "é"], r"the merge \['a', 'é'\] has no second part that begins with '#'"),  # ends the process
+        ("#", "a é", "the merge 'a é' has no second part"),
+        ("x" * 50, ["a", "é"], "has no second part"),  # a panic
+        ("éé", ["a", "é"], "continuing_subword_prefix = 'éé': must be ASCII text"),
+        (3, ["a", "é"], "continuing_subword_prefix = 3: must be ASCII text"),
+        ("#", 7, "the merge 7 has no second part"),
+        ("#", ["a"], "has no second part"),
+    ],
+)
+def test_a_prefix_that_the_library_would_cut_off_blindly(prefix, merge, message, folder: Path):
+    """tokenizers 0.23 cuts by length: within a character it ends the process, past the end it panics."""
+    rewrite(folder, model=BPE | {"continuing_subword_prefix": prefix, "merges": [merge]})
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_pretrained(folder)
+
+
+def test_a_prefix_that_is_there_is_read(folder: Path):
+    (folder / "tokenizer_config.json").unlink()
+    merges = {"continuing_subword_prefix": "#", "merges": [["a", "#é"]]}
+    rewrite(folder, model=BPE | merges, pre_tokenizer=None, decoder=None, added_tokens=[])
+    assert Tokenizer.from_pretrained(folder).encode("aé") == [2]
+    word_piece = {"type": "WordPiece", "unk_token": "no", "continuing_subword_prefix": "##", "vocab": {"a": 0, "no": 1}}
+    rewrite(folder, model=word_piece | {"max_input_chars_per_word": 100})
+    assert Tokenizer.from_pretrained(folder).encode("a") == [0]
+
+
+PANICS = {
+    "no table": ({"type": "Precompiled", "precompiled_charsmap": ""}, "precompiled_charsmap is cut short"),
+    "no base64": ({"type": "Precompiled", "precompiled_charsmap": "?"}, "precompiled_charsmap is not base64"),
+    "no text": ({"type": "Precompiled", "precompiled_charsmap": None}, "precompiled_charsmap is not base64"),
+    "short": ({"type": "Precompiled", "precompiled_charsmap": "BAAAAA=="}, "precompiled_charsmap is cut short"),
+    "empty": ({"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": ""}, "content": "x"}]},
+              "a normalizer replaces the empty text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PANICS)
+def test_what_the_library_panics_at_is_refused_before(case: str, folder: Path, capfd):
+    normalizer, message = PANICS[case]
+    rewrite(folder, normalizer=normalizer)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_pretrained(folder)
+    assert capfd.readouterr().err == "", "a panic prints a trace of its own"
+
+
+def test_a_panic_is_a_value_error_with_the_reason(folder: Path, capfd):
+    """It is no Exception in the library, so `except Exception` lets it through."""
+    single = [{"Sequence": {"id": "B", "type_id": 0}}]
+    rewrite(folder, post_processor={"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}})
+    tokenizer = Tokenizer.from_pretrained(folder)
+    for encode in (lambda: tokenizer.encode("a"), lambda: tokenizer.encode_batch(["a"])):
+        with pytest.raises(ValueError, match=r"cannot be encoded with this tokenizer\.json: its Rust code panicked"):
+            encode()
+    capfd.readouterr()
+
+
+def test_an_interrupt_is_not_an_error_of_the_library(monkeypatch, folder: Path):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tokenizers.Tokenizer.from_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer.from_pretrained(folder)
+
+
+def test_nothing_is_cut_or_padded_because_the_file_says_so(folder: Path):
+    """A file that was saved while training may carry both; the second would fill memory."""
+    text = "import os, sys\n" * 10
+    truncation = {"max_length": 3, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    padding = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+               "pad_type_id": 0, "pad_token": "]~!b["}  # fmt: skip
+    rewrite(folder, truncation=truncation, padding=padding)
+    assert Tokenizer.from_pretrained(folder).encode(text) == TOKENIZER.encode(text)
