@@ -1,15 +1,21 @@
 """A hub tokenizer.json, with ids and text kept strictly apart from special-token policy."""
 
-import json
-from collections.abc import Iterable, Sequence
+import base64
+import binascii
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import index
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import tokenizers
 
-# Bytes of an unfinished UTF-8 character decode to this.
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+from m3jax.files import current_file, read_json
+from m3jax.messages import printable, shortened, shown
+from m3jax.text.stream import Spelling, TextStream
+
+# A vocabulary of 200,000 tokens and its merges are some 20 MB.
+_MOST_BYTES, _MOST_ITEMS = 256 << 20, 5_000_000
 
 
 class Tokenizer:
@@ -25,6 +31,7 @@ class Tokenizer:
         self.backend = backend
         self.bos_id = bos_id
         self.eos_id = eos_id
+        self._spelling = Spelling(backend)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "Tokenizer":
@@ -37,18 +44,19 @@ class Tokenizer:
             The tokenizer; `bos_id` and `eos_id` are None where the folder names none.
 
         Raises:
-            ValueError: no such folder, no tokenizer.json in it, a file that does not parse, or a
-                bos or eos token that the vocabulary does not have.
+            ValueError: no such folder, no tokenizer.json in it, a file that does not parse or that
+                the library cannot use, or a bos or eos token that the vocabulary does not have.
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder; give one that holds tokenizer.json")
-        backend = _read_backend(folder / "tokenizer.json")
-        settings = _read_settings(folder / "tokenizer_config.json")
+            raise ValueError(f"{printable(str(folder))} is not a folder; give one that holds tokenizer.json")
+        backend = _read_backend(current_file(folder, "tokenizer.json"))
+        settings = current_file(folder, "tokenizer_config.json")
+        special = read_json(settings, _MOST_BYTES, _MOST_ITEMS, "a tokenizer config") if settings.is_file() else {}
         return cls(
             backend,
-            bos_id=_special_id(backend, settings, "bos_token", folder),
-            eos_id=_special_id(backend, settings, "eos_token", folder),
+            bos_id=_special_id(backend, special, "bos_token", settings),
+            eos_id=_special_id(backend, special, "eos_token", settings),
         )
 
     @property
@@ -69,7 +77,8 @@ class Tokenizer:
             ValueError: the text holds a lone surrogate.
         """
         _check_text(text)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with _library_errors("this text cannot be encoded with this tokenizer.json"):
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turn several texts into token ids at once, on all cores, each as `encode` does.
@@ -85,11 +94,12 @@ class Tokenizer:
         """
         for text in texts:
             _check_text(text)
-        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        with _library_errors("these texts cannot be encoded with this tokenizer.json"):
+            encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
-        """Turn token ids into text; bytes that are not UTF-8 become U+FFFD.
+        """Turn token ids into text; bytes that are not UTF-8 become U+FFFD, and no character beside them is lost.
 
         Args:
             ids: token ids.
@@ -103,8 +113,11 @@ class Tokenizer:
         """
         token_ids = [index(token) for token in ids]
         for token in token_ids:
-            self._check_id(token)
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            self._spelling.check_id(token)
+        if skip_special_tokens:
+            token_ids = [token for token in token_ids if token not in self._spelling.special_ids]
+        with _library_errors("these ids cannot be decoded with this tokenizer.json"):
+            return self._spelling.text(self._spelling.well_formed(token_ids))
 
     def stream(self, skip_special_tokens: bool = True) -> "TextStream":
         """Make an incremental detokenizer for one sequence.
@@ -114,101 +127,93 @@ class Tokenizer:
 
         Returns:
             A new stream.
-        """
-        return TextStream(self, skip_special_tokens)
-
-    def _check_id(self, token: int) -> None:
-        if token < 0 or self.backend.id_to_token(token) is None:
-            raise ValueError(
-                f"token id {token} is not in the vocabulary of {self.vocab_size} ids; "
-                "decode with the tokenizer that made the ids"
-            )
-
-
-class TextStream:
-    """Turns token ids into text as they come, without ever showing part of a character.
-
-    The texts that `push` returns, followed by that of `flush`, are together the decoded sequence.
-
-    Args:
-        tokenizer: the tokenizer that the ids belong to.
-        skip_special_tokens: leave special tokens out of the text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        # Ids already shown stay as context: some decoders drop the space before a first token.
-        self._shown: list[int] = []
-        self._pending: list[int] = []
-
-    def push(self, token: SupportsIndex) -> str:
-        """Take the next token id, and return what text it completes.
-
-        Args:
-            token: the next id.
-
-        Returns:
-            The text that is complete now and was not returned before; often empty.
 
         Raises:
-            ValueError: an id that the vocabulary does not have.
+            ValueError: a decoder that has ByteLevel among other steps.
         """
-        self._tokenizer._check_id(index(token))
-        self._pending.append(index(token))
-        text = self._pending_text()
-        if not text or text.endswith(_REPLACEMENT):
-            return ""
-        self._shown, self._pending = self._pending, []
-        return text
-
-    def flush(self) -> str:
-        """End the sequence, and return the text that was held back.
-
-        Returns:
-            What is still held back; an unfinished character is U+FFFD.
-        """
-        text = self._pending_text()
-        self._shown, self._pending = [], []
-        return text
-
-    def _pending_text(self) -> str:
-        """What the pending ids add to the text of those that were shown last."""
-        decode = lambda ids: self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
-        return decode(self._shown + self._pending)[len(decode(self._shown)) :]
+        return TextStream(self._spelling, skip_special_tokens)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json."""
+    """The tokenizer of a tokenizer.json, which neither cuts nor pads what it encodes."""
     if not path.is_file():
-        raise ValueError(f"{path.parent} has no tokenizer.json; copy the checkpoint's own there")
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception
-        raise ValueError(f"{path} is not a tokenizer.json that can be read: {error}") from error
+        raise ValueError(f"{printable(str(path.parent))} has no tokenizer.json; copy the checkpoint's own there")
+    place = printable(str(path))
+    if fault := _fault(read_json(path, _MOST_BYTES, _MOST_ITEMS, "a tokenizer")):
+        raise ValueError(f"{place} is not a tokenizer.json that can be read: {fault}; download it again")
+    with _library_errors(f"{place} is not a tokenizer.json that can be read"):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.no_truncation()  # a file may carry the settings of its training, which would cut prompts without a word
+    backend.no_padding()
+    return backend
 
 
-def _read_settings(path: Path) -> dict:
-    """What a tokenizer_config.json holds; nothing where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+def _fault(layout: dict[str, Any]) -> str | None:
+    """What in a parsed tokenizer.json would make the library end the process, or print a trace of its own."""
+    model = layout.get("model")
+    if not isinstance(model, dict):
+        return f"model = {shown(model)}: must be an object"
+    prefix, merges = model.get("continuing_subword_prefix") or "", model.get("merges") or []
+    if prefix and not (isinstance(prefix, str) and prefix.isascii() and isinstance(merges, list)):
+        return f"continuing_subword_prefix = {shown(prefix)}: must be ASCII text, and merges a list"
+    for merge in merges if prefix else ():
+        # The library cuts the prefix off the second part by its length, wherever in a character that is.
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(parts, list) and len(parts) == 2 and str(parts[1]).startswith(prefix)):
+            return f"the merge {shown(merge)} has no second part that begins with {shown(prefix)}"
+    return next((fault for normalizer in _steps(layout.get("normalizer")) if (fault := _bad_map(normalizer))), None)
 
 
-def _special_id(backend: tokenizers.Tokenizer, settings: dict, key: str, folder: Path) -> int | None:
-    """The id of the special token that the settings name under `key`, or None."""
-    token = settings.get(key)
-    # Older files write an AddedToken object where newer ones write its string.
-    content = token["content"] if isinstance(token, dict) else token
-    if content is None:
+def _steps(step: Any) -> Iterator[dict[str, Any]]:
+    """A normalizer, and those that it holds."""
+    if isinstance(step, dict):
+        yield step
+        inner = step.get("normalizers")
+        for each in inner if isinstance(inner, list) else ():
+            yield from _steps(each)
+
+
+def _bad_map(normalizer: dict[str, Any]) -> str | None:
+    """What is wrong with a normalizer's table, or with a pattern that would match the empty text."""
+    if normalizer.get("type") == "Replace" and normalizer.get("pattern") in ({"String": ""}, {"Regex": ""}):
+        return "a normalizer replaces the empty text"
+    if normalizer.get("type") != "Precompiled":
         return None
+    try:
+        table = base64.b64decode(normalizer.get("precompiled_charsmap"), validate=True)
+    except (TypeError, ValueError, binascii.Error):
+        return "precompiled_charsmap is not base64"
+    # Its length, a trie of that many bytes, and text.
+    trie_bytes = int.from_bytes(table[:4], "little")
+    return None if len(table) >= 4 + trie_bytes > 4 and trie_bytes % 4 == 0 else "precompiled_charsmap is cut short"
+
+
+def _special_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str, file: Path) -> int | None:
+    """The id of the special token that the settings name under `key`, or None."""
+    token, place = settings.get(key), printable(str(file))
+    # Older files write an AddedToken object where newer ones write its string.
+    content = token.get("content") if isinstance(token, dict) else token
+    if token is None:
+        return None
+    if not isinstance(content, str):
+        raise ValueError(f"{place}: {key} = {shown(token)}: must be a text, an object with a content, or null")
     token_id = backend.token_to_id(content)
     if token_id is None:
-        raise ValueError(f"{folder}: {key} {content!r} is not in the vocabulary; correct the file")
+        raise ValueError(f"{place}: {key} {shown(content)} is not in the vocabulary; correct the file")
     return token_id
+
+
+@contextmanager
+def _library_errors(failed: str) -> Iterator[None]:
+    """Make a ValueError of what the library raises: a bare Exception, or a panic of its Rust code, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"
+        if not is_panic and not isinstance(error, Exception):
+            raise  # an interrupt, an exit
+        reason = "its Rust code panicked: " if is_panic else ""
+        raise ValueError(shortened(f"{failed}: {reason}{printable(str(error))}")) from error
 
 
 def _check_text(text: str) -> None:

@@ -1,0 +1,229 @@
+"""Token ids to text as they come: nothing shown is taken back, and at most one character's bytes are held back."""
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from operator import index
+from typing import SupportsIndex
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how decoders with ByteFallback write a byte
+_MOST_LEADING = 8  # tokens without text at the start of a sequence that are kept as context
+
+
+class Spelling:
+    """How a tokenizer's decoder makes text of tokens.
+
+    There are two kinds. ByteLevel joins the bytes of all tokens: a character may end within a token. All other decoders
+    give each token a text of its own, which may depend on whether it is the first and on the token before it; with
+    ByteFallback some tokens are single bytes.
+
+    Args:
+        backend: the loaded `tokenizers.Tokenizer`; its decoder and vocabulary must not change any more.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        self.backend = backend
+        self._bytes_of: dict[int, bytes] = {}
+
+    @cached_property
+    def decoders(self) -> tuple[str, ...]:
+        """Names of the decoder's steps, in order; none where the tokenizer has no decoder."""
+        if self.backend.decoder is None:
+            return ()
+        settings = json.loads(self.backend.decoder.__getstate__())
+        steps = settings["decoders"] if settings["type"] == "Sequence" else [settings]
+        return tuple(step["type"] for step in steps)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens, which a text can be asked to leave out."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def byte_ids(self) -> tuple[int, ...]:
+        """The ids of the tokens <0x00> to <0xFF>; () where the decoder has no ByteFallback, or a byte has no token."""
+        if "ByteFallback" not in self.decoders:
+            return ()
+        ids = [self.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        return () if None in ids else tuple(ids)
+
+    def check_id(self, token: int) -> None:
+        """Raise ValueError for an id that the vocabulary does not have."""
+        if token < 0 or self.backend.id_to_token(token) is None:
+            raise ValueError(
+                f"token id {token} is not in the vocabulary of {self.backend.get_vocab_size(with_added_tokens=True)} "
+                "ids; decode with the tokenizer that made the ids"
+            )
+
+    def byte_of(self, token: int) -> int | None:
+        """The byte that a token is under ByteFallback; None for a token that is text."""
+        match = _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token)) if self.byte_ids else None
+        return None if match is None else int(match[1], 16)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token under ByteLevel; a token with a character that stands for no byte is its own UTF-8."""
+        if token not in self._bytes_of:
+            text = self.backend.id_to_token(token)
+            is_spelled = all(character in _BYTE_OF for character in text)
+            self._bytes_of[token] = bytes(_BYTE_OF[c] for c in text) if is_spelled else text.encode()
+        return self._bytes_of[token]
+
+    def well_formed(self, ids: Sequence[int]) -> list[int]:
+        """The ids with bytes that are no UTF-8 replaced by those of U+FFFD; only ByteFallback has such ids.
+
+        The decoder itself would lose the valid characters beside such a byte too: it gives up a whole run of bytes.
+        """
+        if not self.byte_ids:
+            return list(ids)
+        repair = Utf8Runs(self)
+        return [token for token_id in ids for token in repair.push(token_id)] + repair.flush()
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What the decoder makes of a sequence, special tokens included."""
+        return self.backend.decode(ids, skip_special_tokens=False)
+
+
+class Utf8Runs:
+    """Lets ids through, runs of byte tokens a whole character at a time: held back are at most three bytes."""
+
+    def __init__(self, spelling: Spelling):
+        self._spelling = spelling
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> list[int]:
+        """The ids that are known to be whole characters once this one is."""
+        byte = self._spelling.byte_of(token)
+        if byte is None:
+            return [*self.flush(), token]
+        return self._spelled(self._characters.decode(bytes([byte])))
+
+    def flush(self) -> list[int]:
+        """The end of a run: an unfinished character is U+FFFD."""
+        return self._spelled(self._characters.decode(b"", final=True))
+
+    def _spelled(self, text: str) -> list[int]:
+        return [self._spelling.byte_ids[byte] for byte in text.encode()]
+
+
+class TextOfBytes:
+    """The text of a ByteLevel decoder as it comes: the bytes of all tokens, decoded character by character."""
+
+    def __init__(self, spelling: Spelling):
+        self._bytes_of = spelling.bytes_of
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The characters that this token completes."""
+        return self._characters.decode(self._bytes_of(token))
+
+    def flush(self) -> str:
+        """U+FFFD where a character is unfinished."""
+        return self._characters.decode(b"", final=True)
+
+
+class TextOfTokens:
+    """The text of a decoder that gives each token its own, as it comes.
+
+    What a token adds is the difference that it makes behind a context: the sequence's beginning, up to the first text
+    (decoders treat a first token otherwise), and the token before it (CTC joins equal neighbours).
+    """
+
+    def __init__(self, spelling: Spelling):
+        self._spelling = spelling
+        self._runs = Utf8Runs(spelling)
+        self._leading: list[int] = []
+        self._previous: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text of what is whole now: the token itself, or the character that its byte completes."""
+        return self._added(self._runs.push(token))
+
+    def flush(self) -> str:
+        """U+FFFD where a character is unfinished; what follows is a new sequence."""
+        text = self._added(self._runs.flush())
+        self._leading, self._previous = [], []
+        return text
+
+    def _added(self, ids: list[int]) -> str:
+        """What these ids add to the text so far."""
+        if not ids:
+            return ""
+        context = self._leading + self._previous
+        shown, text = self._spelling.text(context), self._spelling.text(context + ids)
+        is_leading = not self._previous and not shown and len(self._leading) < _MOST_LEADING
+        if is_leading:
+            self._leading = context + ids
+        else:
+            self._previous = ids
+        return text[len(shown) :]
+
+
+class TextStream:
+    """Turns token ids into text as they come, without ever showing part of a character.
+
+    The texts that `push` returns, followed by that of `flush`, are together what `Tokenizer.decode` makes of the
+    sequence. Nothing is taken back, at most the bytes of one unfinished character are held back, and a token costs the
+    same whatever came before it. A U+FFFD that is text, or a byte that can belong to no character, is shown at once.
+
+    Args:
+        spelling: how the tokenizer's decoder makes text (`Tokenizer.stream` gives its own).
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ValueError: a decoder that has ByteLevel among other steps.
+    """
+
+    def __init__(self, spelling: Spelling, skip_special_tokens: bool = True):
+        self._spelling = spelling
+        self._left_out = spelling.special_ids if skip_special_tokens else frozenset()
+        if spelling.decoders == ("ByteLevel",):
+            self._text: TextOfBytes | TextOfTokens = TextOfBytes(spelling)
+        elif "ByteLevel" in spelling.decoders:
+            raise ValueError(
+                f"a stream cannot follow the decoder {' + '.join(spelling.decoders)}: ByteLevel has to be its only "
+                "step; decode the whole sequence instead"
+            )
+        else:
+            self._text = TextOfTokens(spelling)
+
+    def push(self, token: SupportsIndex) -> str:
+        """Take the next token id, and return what text it completes.
+
+        Args:
+            token: the next id.
+
+        Returns:
+            The text that is complete now and was not returned before; often empty.
+
+        Raises:
+            ValueError: an id that the vocabulary does not have.
+        """
+        token_id = index(token)
+        self._spelling.check_id(token_id)
+        return "" if token_id in self._left_out else self._text.push(token_id)
+
+    def flush(self) -> str:
+        """End the sequence, and return the text that was held back.
+
+        Returns:
+            What is still held back; an unfinished character is U+FFFD.
+        """
+        return self._text.flush()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a ByteLevel token stands for.
+
+    Source: GPT-2's `bytes_to_unicode`: what is printable in Latin-1 stands for itself, all else for 256 and on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
