@@ -33,12 +33,6 @@ def dot_scores(queries: Float[Array, "*X R H"], keys: Float[Array, "*X C H"]) ->
     return einsum("...ch,...rh->...cr", keys, queries).swapaxes(-1, -2)  # [*X C R] -> [*X R C]
 
 
-def logsumexp(x: Float[Array, "*X P"]) -> Float[Array, "*X"]:
-    """Log-sum-exp over the last axis, whose gradient is 0, not NaN, where every entry is -inf."""
-    is_empty = jnp.all(jnp.isneginf(x), axis=-1)  # [*X]
-    return jnp.where(is_empty, UNSEEN, jax.nn.logsumexp(jnp.where(is_empty[..., None], 0.0, x), axis=-1))
-
-
 class RunningSoftmax(NamedTuple):
     """A softmax average under way: sums of exponentials relative to the highest score so far.
 

@@ -10,23 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from m3jax.config import M3Config
 from m3jax.model.m3 import M3
-from m3jax.parallel import sharding
+from m3jax.parallel import as_mesh, sharding
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 Shape = tuple[int, ...]
 Axes = tuple[str | None, ...]
 
 
-def check_dtype(dtype: str) -> None:
-    """Raise ValueError for a dtype that a model cannot have."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype = {dtype!r}: allowed are {', '.join(DTYPES)}")
-    if dtype == "float64" and not jax.config.jax_enable_x64:
+def dtype_name(dtype: DTypeLike) -> str:
+    """The name of a model's dtype, given as a name ("bfloat16") or as `jnp.bfloat16` and the like.
+
+    Raises:
+      ValueError: a dtype that a model cannot have.
+    """
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"dtype = {name!r}: allowed are {', '.join(DTYPES)}")
+    if name == "float64" and not jax.config.jax_enable_x64:
         raise ValueError("dtype = 'float64' needs jax.config.update('jax_enable_x64', True) first")
+    return name
 
 
 def parameter_dtype(least: str | None, model_dtype: str) -> jnp.dtype:
@@ -61,14 +68,14 @@ class MakeRandom:
     order of construction.
     """
 
-    seed: int
+    key: Key[Array, ""]
     dtype: str
     mesh: Mesh | None
     num_drawn: int = field(default=0)
 
     def weight(self, shape: Shape, axes: Axes, *, fan_in: int, dtype: str | None = None) -> nnx.Param:
         """A matrix, or a stack of them, drawn where it lies."""
-        key = jax.random.fold_in(jax.random.key(self.seed), self.num_drawn)
+        key = jax.random.fold_in(self.key, self.num_drawn)
         self.num_drawn += 1
         place = sharding(shape, axes, self.mesh)
         draw = jax.jit(_normal, static_argnames=("shape", "dtype", "fan_in"), out_shardings=place)
@@ -84,29 +91,43 @@ def _normal(key: Key[Array, ""], shape: Shape, dtype: jnp.dtype, fan_in: int) ->
     return (jax.random.normal(key, shape, jnp.promote_types(dtype, jnp.float32)) * fan_in**-0.5).astype(dtype)
 
 
-def init(config: M3Config, seed: int = 0, dtype: str = "float32", mesh: Mesh | None = None) -> M3:
+def init(
+    config: M3Config,
+    seed: int = 0,
+    dtype: DTypeLike = "float32",
+    mesh: Mesh | str | None = None,
+    *,
+    rngs: nnx.Rngs | None = None,
+) -> M3:
     """A model with random weights (`MakeRandom`).
 
     Args:
-      config: the model's configuration.
+      config: the model's configuration; `M3Config.tiny()` for experiments.
       seed: of the draw.
       dtype: of weights and activations; the router's is at least float32.
-      mesh: where the weights lie.
+      mesh: where the weights lie: from `m3jax.make_mesh`, or text such as "expert=2,tensor=4"; None for the default
+        device.
+      rngs: its "params" stream draws the weights, in place of a seed.
 
     Raises:
-      ValueError: a dtype that a model cannot have.
+      ValueError: a dtype that a model cannot have, or a mesh with other axes.
     """
-    check_dtype(dtype)
-    return M3(config, MakeRandom(seed, dtype, mesh), mesh)
+    key = jax.random.key(seed) if rngs is None else rngs.params()
+    mesh = as_mesh(mesh)
+    return M3(config, MakeRandom(key, dtype_name(dtype), mesh), mesh)
 
 
-def abstract(config: M3Config, dtype: str = "bfloat16", mesh: Mesh | None = None) -> M3:
-    """The model with `jax.ShapeDtypeStruct` leaves: enough to trace, lower and plan."""
-    check_dtype(dtype)
+def abstract(config: M3Config, dtype: DTypeLike = "bfloat16", mesh: Mesh | str | None = None) -> M3:
+    """The model with `jax.ShapeDtypeStruct` leaves: enough to trace, lower and plan.
+
+    Args:
+      config, dtype, mesh: as in `init`.
+    """
+    name, mesh = dtype_name(dtype), as_mesh(mesh)
 
     def describe(shape, axes, least_dtype):
         place = None if mesh is None else sharding(shape, axes, mesh)
-        return jax.ShapeDtypeStruct(shape, parameter_dtype(least_dtype, dtype), sharding=place)
+        return jax.ShapeDtypeStruct(shape, parameter_dtype(least_dtype, name), sharding=place)
 
     return M3(config, MakeEach(describe), mesh)
 
@@ -116,12 +137,21 @@ class LogicalAxes(tuple):
 
 
 def logical_axes(config: M3Config) -> M3:
-    """The model with the tuple of logical axis names in place of each parameter."""
+    """The model with the tuple of logical axis names in place of each parameter.
+
+    Args:
+      config: the model's.
+    """
     return M3(config, MakeEach(lambda shape, axes, least_dtype: LogicalAxes(axes)), None)
 
 
 def shardings(config: M3Config, mesh: Mesh | None) -> M3:
-    """The model with the sharding of each parameter in its place."""
+    """The model with the sharding of each parameter in its place.
+
+    Args:
+      config: the model's.
+      mesh: as in `m3jax.parallel.sharding`.
+    """
     return M3(config, MakeEach(lambda shape, axes, least_dtype: sharding(shape, axes, mesh)), mesh)
 
 

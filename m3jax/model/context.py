@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from m3jax.cache import Cache, Places
 from m3jax.config import M3Config
 from m3jax.msa import SelectionRules
+from m3jax.msa.rules import Score
 
 
 @struct.dataclass
@@ -53,9 +54,9 @@ class Context:
         return self.replace(places=self.places.replace(host=cache.host[index]))
 
 
-def selection_rules(config: M3Config) -> SelectionRules:
-    """The model's rules of selection."""
+def selection_rules(config: M3Config, score: Score) -> SelectionRules:
+    """The model's rules of selection, with a score that may be another than the configuration's."""
     return SelectionRules(
         top_k=config.index_topk_blocks, local_blocks=config.index_local_blocks, init_blocks=config.index_init_blocks,
-        score=config.index_score_type,
+        score=score,
     )  # fmt: skip

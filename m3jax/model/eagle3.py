@@ -9,19 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from m3jax.cache import Places, StackCache
 from m3jax.config import FULL, M3Config
 from m3jax.model.attention import attend_over_pages
 from m3jax.model.attention.mesh import over_mesh
-from m3jax.model.build import MakeEach, check_dtype, parameter_dtype
+from m3jax.model.build import MakeEach, dtype_name, parameter_dtype
 from m3jax.model.layers import apply_rope, rope_table
 from m3jax.model.make import Make
 from m3jax.msa import SelectionRules
 from m3jax.numerics import accumulator, einsum
 from m3jax.ops import Heads
-from m3jax.parallel import sharding
+from m3jax.parallel import as_mesh, sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,17 +282,16 @@ class MakeRandomDraft:
         return nnx.Param(jnp.arange(count, dtype=jnp.int32))
 
 
-def abstract(config: Eagle3Config, dtype: str = "bfloat16", mesh: Mesh | None = None) -> Eagle3:
-    """The draft with `jax.ShapeDtypeStruct` leaves."""
-    check_dtype(dtype)
+def abstract(config: Eagle3Config, dtype: DTypeLike = "bfloat16", mesh: Mesh | str | None = None) -> Eagle3:
+    """The draft with `jax.ShapeDtypeStruct` leaves; dtype and mesh as in `m3jax.init`."""
+    name, mesh = dtype_name(dtype), as_mesh(mesh)
 
     def describe(shape, axes, least_dtype):
-        return jax.ShapeDtypeStruct(shape, parameter_dtype(least_dtype, dtype), sharding=sharding(shape, axes, mesh))
+        return jax.ShapeDtypeStruct(shape, parameter_dtype(least_dtype, name), sharding=sharding(shape, axes, mesh))
 
     return Eagle3(config, MakeEachOfDraft(describe))
 
 
-def init(config: Eagle3Config, seed: int = 0, dtype: str = "float32") -> Eagle3:
+def init(config: Eagle3Config, seed: int = 0, dtype: DTypeLike = "float32") -> Eagle3:
     """Random weights: normal with standard deviation fan_in**-0.5; norms are 1, a reduced vocabulary the first ids."""
-    check_dtype(dtype)
-    return Eagle3(config, MakeRandomDraft(np.random.default_rng(seed), dtype))
+    return Eagle3(config, MakeRandomDraft(np.random.default_rng(seed), dtype_name(dtype)))

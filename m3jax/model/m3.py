@@ -10,11 +10,14 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.cache import Cache, CallPages, Places
 from m3jax.config import M3Config
+from m3jax.model.calls import checked, compiled
 from m3jax.model.context import Context, selection_rules
 from m3jax.model.decoder import Decoder, Probe, Taps
 from m3jax.model.layers import gemma_norm, rope_table
 from m3jax.model.make import Make
+from m3jax.model.summary import table
 from m3jax.msa import SCHEDULES, contiguous_index, walk_scores
+from m3jax.msa.rules import Score, check_score
 from m3jax.numerics import einsum
 from m3jax.ops import check_backend_name, check_schedule
 
@@ -22,8 +25,9 @@ from m3jax.ops import check_backend_name, check_schedule
 class M3(nnx.Module):
     """The model: a pytree of parameters with a static configuration.
 
-    Call it inside or outside `jax.jit`; pass it as an argument. Static are `config`, `mesh`, and how it is computed:
-    `schedule`, `backend`, `dense`, `call_pages` and `expert_path`, which the methods `with_...` set.
+    A call outside `jax.jit` is one compiled program, kept for the next call of the same shapes; inside it is a part of
+    the caller's. There pass the model as an argument. Static are `config`, `mesh`, and how it is computed: `schedule`,
+    `backend`, `dense`, `score`, `call_pages` and `expert_path`, which the methods `with_...` set.
     """
 
     def __init__(self, config: M3Config, make: Make, mesh: Mesh | None = None):
@@ -33,6 +37,7 @@ class M3(nnx.Module):
         self.schedule = "auto"
         self.backend = "auto"
         self.dense = False
+        self.score = config.index_score_type
         self.call_pages = CallPages
         self.expert_path = "auto"
         self.embed_tokens = make.weight(vocab_shape, vocab_axes, fan_in=1)
@@ -41,7 +46,10 @@ class M3(nnx.Module):
         self.lm_head = make.weight(vocab_shape, vocab_axes, fan_in=config.hidden_size)
 
     def with_schedule(self, schedule: str) -> "M3":
-        """The same parameters under another schedule: "auto", or one of `m3jax.msa.SCHEDULES`.
+        """The same parameters under another schedule.
+
+        Args:
+          schedule: "auto", or one of `m3jax.msa.SCHEDULES`.
 
         Raises:
           ValueError: an unknown one.
@@ -52,7 +60,10 @@ class M3(nnx.Module):
         return self._with(schedule=schedule)
 
     def with_backend(self, backend: str) -> "M3":
-        """The same parameters on another backend: one of `m3jax.ops.BACKENDS`.
+        """The same parameters on another backend.
+
+        Args:
+          backend: one of `m3jax.ops.BACKENDS`.
 
         Raises:
           ValueError: an unknown one.
@@ -64,8 +75,24 @@ class M3(nnx.Module):
         """The same parameters, attending to every block: no selection, as in the dense warm-up of training.
 
         That is another function: a model trained sparse does not work dense (T18).
+
+        Args:
+          dense: False selects again.
         """
         return self._with(dense=dense)
+
+    def with_score(self, score: Score) -> "M3":
+        """The same parameters, and blocks that are scored in another way.
+
+        Args:
+          score: how the scores of a block's tokens become its own: "max", "lse", or a function of your own from
+            [... P] to [...], as in `m3jax.msa.SelectionRules`. A function runs by XLA.
+
+        Raises:
+          ValueError: an unknown one.
+        """
+        check_score(score)
+        return self._with(score=score)
 
     def with_training_paths(self, call_pages: type[CallPages], expert_path: str) -> "M3":
         """The same parameters, and calls without a cache computed in other ways, as training wants them.
@@ -83,6 +110,30 @@ class M3(nnx.Module):
             setattr(other, name, value)
         return other
 
+    def layer(self, index: int) -> Decoder:
+        """One layer's parameters, as a `Decoder` of depth 1: what the stacks hold of it, with a layer axis of size 1.
+
+        Args:
+          index: 0 to num_hidden_layers - 1.
+
+        Raises:
+          ValueError: another index.
+        """
+        if not 0 <= index < self.config.num_hidden_layers:
+            raise ValueError(f"layer {index}: the model has layers 0 to {self.config.num_hidden_layers - 1}")
+        layers = [(stack, layer) for stack in self.stacks for layer in range(stack.depth)]
+        stack, layer = layers[index]
+        return jax.tree.map(lambda parameter: parameter[layer : layer + 1], stack)
+
+    def summary(self) -> str:
+        """A table of all parameters: name, shape, dtype, how many numbers and bytes."""
+        return table(self)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "_nnx_tabulate_id":  # refused before nnx replaces the methods of these classes, and leaves them so
+            raise NotImplementedError("nnx.tabulate cannot follow layers that are scanned: see model.summary()")
+        super().__setattr__(name, value)
+
     def new_cache(self, pages: int, batch: int, blocks: int, **types) -> Cache:
         """An empty cache for this model, on the model's mesh.
 
@@ -99,6 +150,8 @@ class M3(nnx.Module):
         """The dtype of weights and activations (the router's is its own)."""
         return self.embed_tokens.dtype
 
+    @checked
+    @compiled()
     def __call__(
         self,
         tokens: Int[Array, "B T"],
@@ -121,12 +174,16 @@ class M3(nnx.Module):
           Logits in float32 (float64 for a float64 model), and the new cache if one was given.
 
         Raises:
-          ValueError: a cache without positions and lengths.
+          ValueError: a cache without positions and lengths, arrays of other shapes or dtypes, more tokens than the
+            model's context; where the arrays are at hand, or under `m3jax.checks()`, also ids outside the vocabulary
+            and lengths beyond the context or the cache.
         """
         hidden, new = self.hidden(tokens, cache=cache, positions=positions, lengths=lengths)
         logits = self.unembed(hidden)
         return logits if cache is None else (logits, new)
 
+    @checked
+    @compiled()
     def hidden(
         self,
         tokens: Int[Array, "B T"],
@@ -135,18 +192,36 @@ class M3(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """The residual stream after the final norm, for callers that need the logits of a few tokens only."""
+        """The residual stream after the final norm, for callers that need the logits of a few tokens only.
+
+        Args:
+          tokens: [B T] token ids, right-padded.
+          cache, positions, lengths: as in a call.
+
+        Returns:
+          (hidden states in the model's dtype, the new cache or None).
+        """
         x, cache, _ = self.trunk(tokens, cache=cache, positions=positions, lengths=lengths)
         return self.final_norm(x), cache
 
     def final_norm(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The norm between the last layer and the head."""
+        """The norm between the last layer and the head.
+
+        Args:
+          x: the residual stream.
+        """
         return gemma_norm(x, self.norm[...], self.config.rms_norm_eps).astype(x.dtype)
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Logits of normed hidden states; the product is not rounded to the model's dtype."""
+        """Logits of normed hidden states; the product is not rounded to the model's dtype.
+
+        Args:
+          hidden: as `hidden` returns them.
+        """
         return einsum("...d,vd->...v", hidden, self.lm_head[...])
 
+    @checked
+    @compiled("probe", "remat")
     def trunk(
         self,
         tokens: Int[Array, "B T"],
@@ -157,9 +232,21 @@ class M3(nnx.Module):
         probe: Probe | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]]]:
-        """The residual stream before the final norm, the cache, and what `probe` kept of each stack."""
+        """All layers.
+
+        Args:
+          tokens: [B T] token ids, right-padded.
+          cache, positions, lengths: as in a call.
+          probe: what to keep of each layer's named values (`m3jax.model.decoder.Probe`); None keeps nothing.
+          remat: recompute activations in the backward pass.
+
+        Returns:
+          (residual stream before the final norm, the new cache or None, what `probe` kept of each stack).
+        """
         return self._run(tokens, cache, positions, lengths, probe, remat)[:3]
 
+    @checked
+    @compiled("layers")
     def tapped(
         self,
         tokens: Int[Array, "B T"],
@@ -201,8 +288,6 @@ class M3(nnx.Module):
         layers: tuple[int, ...] = (),
     ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]], Taps | None]:
         """All layers: what `trunk` returns, and the taps at some of them."""
-        if cache is not None and (positions is None or lengths is None):
-            raise ValueError("a call with a cache needs positions [B T] and lengths [B]")
         batch, length = tokens.shape
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
@@ -213,8 +298,8 @@ class M3(nnx.Module):
         context = Context(
             positions, lengths, cos, sin,
             places=Places.nowhere(positions) if cache is None else cache.places(positions, lengths),
-            rules=selection_rules(self.config), schedule=self.schedule, backend=self.backend, dense=self.dense,
-            expert_path=self.expert_path, mesh=self.mesh, has_cache=cache is not None,
+            rules=selection_rules(self.config, self.score), schedule=self.schedule, backend=self.backend,
+            dense=self.dense, expert_path=self.expert_path, mesh=self.mesh, has_cache=cache is not None,
         )  # fmt: skip
         x = self.embed_tokens[...][tokens]  # [B T D]
         taps = Taps.start(x, layers) if layers else None
@@ -227,6 +312,8 @@ class M3(nnx.Module):
             kept.append(values)
         return x, None if cache is None else cache.replace(stacks=tuple(new_stacks)), kept, taps
 
+    @checked
+    @compiled()
     def intermediates(
         self, tokens: Int[Array, "B T"], *, lengths: Int[Array, " B"] | None = None
     ) -> dict[str, Array | list[dict[str, Array]]]:

@@ -33,12 +33,15 @@ def route(
       top_k: A, experts of a token.
 
     Returns:
-      (ids, weights), best first; of equal scores the lower id.
+      (ids, weights), best first; of equal scores the lower id. Weights are NaN where a score or its bias is NaN.
     """
     scores = jax.nn.sigmoid(einsum("xd,de->xe", x.astype(gate.dtype), gate))  # [X E]
     expert_ids = checkpoint_name(jax.lax.top_k(scores + bias, top_k)[1], "expert_ids")  # [X A]
     weights = jnp.take_along_axis(scores, expert_ids, axis=-1)  # [X A]
-    return expert_ids.astype(jnp.int32), weights / jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    # Top-k puts NaN first or last, as its sign bit is: an expert whose score is none would be passed over in silence.
+    is_broken = jnp.any(jnp.isnan(scores + bias), axis=-1, keepdims=True)  # [X 1]
+    return expert_ids.astype(jnp.int32), jnp.where(is_broken, jnp.nan, weights)
 
 
 class Experts(nnx.Module):

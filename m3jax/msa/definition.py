@@ -3,8 +3,8 @@
 A query scores the blocks of P tokens that it can see by a small second attention, the index branch, keeps the best J of
 them for each KV head, and attends to their tokens alone. All scores are held at once; what holds less is a schedule.
 B rows, T queries, S keys (key s of a row has position s), N query heads, K KV heads (and as many index heads),
-G = N / K, M = ceil(S / P) blocks. Everywhere `lengths` are the valid keys of each row, memory behind them may hold
-anything, and `positions` are those of the queries: below 0, or at the row's length and beyond, for padding.
+G = N / K, M = ceil(S / P) blocks. Memory behind the valid keys of a row may hold anything. Arrays that are not as
+annotated are ValueErrors; `m3jax.checks()` looks into them too.
 """
 
 import jax
@@ -12,55 +12,54 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Bool, Float, Int
 
-from m3jax.msa.rules import SelectionRules, check_block_size, check_heads, check_index, check_selection
+from m3jax.msa.rules import Score, SelectionRules, checked
 
 
+@checked
 def sees(
     positions: Int[Array, "B T"], lengths: Int[Array, " B"], key_positions: Int[Array, " S"]
 ) -> Bool[Array, "B T S"]:
-    """Which keys a query sees: those up to its own position, and none at all if it is padding."""
+    """Which keys a query sees: those up to its own position, and none at all if it is padding.
+
+    Args:
+      positions, lengths, key_positions: of each query, padding if < 0 or >= lengths; valid keys of a row; of each key.
+    """
     is_token = positions < lengths[:, None]  # [B T]; what stands below 0 is before every key
     return is_token[:, :, None] & (key_positions <= positions[:, :, None])  # [B T S]
 
 
+@checked
 def block_scores(
     index_q: Float[Array, "B T K I"],
     index_k: Float[Array, "B S I"],
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     block_size: int,
-    score: str = "max",
+    score: Score = "max",
 ) -> Float[Array, "B K T M"]:
     """How much each query wants each block: the largest score of a token in it that the query sees.
 
     Args:
       index_q, index_k: queries and keys of the index branch after norm and RoPE; one key head, which all share.
-      block_size: P.
-      score: "max", or "lse" for the log of the sum of exponentials of the scores times H**-0.5.
+      positions, lengths: of each query, padding if < 0 or >= lengths; valid keys of a row. block_size: P.
+      score: "max"; "lse", the log of the sum of exponentials of the scores times H**-0.5; or a function of your own.
 
     Returns:
       Scores in float32 (float64 for float64 inputs); -inf for a block in which the query sees no token.
 
-    Raises:
-      ValueError: an unknown score, a block size below 1, or index widths that differ.
-
     Source: paper section 3; transformers `MiniMaxM3VLIndexer`; SGLang for "lse".
     """
-    check_index(index_q, index_k, block_size, score)
     num_keys, width = index_k.shape[1:]
-    # A positive scale changes no order, so "max" has none. The mask comes before the pool: else tokens that the query
-    # does not see would speak for its own block.
+    # The mask comes before the pool: else tokens not seen would speak for a query's own block. "max" needs no scale.
     token_scores = _product("btkh,bsh->bkts", index_q, index_k)  # [B K T S]
     visible = sees(positions, lengths, jnp.arange(num_keys))[:, None]  # [B 1 T S]
     token_scores = jnp.where(visible, token_scores * (width**-0.5 if score == "lse" else 1), -jnp.inf)
-    token_scores = jnp.pad(token_scores, ((0, 0),) * 3 + ((0, -num_keys % block_size),), constant_values=-jnp.inf)
+    token_scores = jnp.pad(token_scores, [*[(0, 0)] * 3, (0, -num_keys % block_size)], constant_values=-jnp.inf)
     by_block = rearrange(token_scores, "b k t (m p) -> b k t m p", p=block_size)  # [B K T M P]
-    if score == "max":
-        return jnp.max(by_block, axis=-1)  # [B K T M]
-    is_unseen = jnp.all(jnp.isneginf(by_block), axis=-1)  # [B K T M]; their 0 below makes the gradient 0, not NaN
-    return jnp.where(is_unseen, -jnp.inf, jax.nn.logsumexp(jnp.where(is_unseen[..., None], 0.0, by_block), axis=-1))
+    return pool(by_block, score)  # [B K T M]
 
 
+@checked
 def select_blocks(
     scores: Float[Array, "B K T M"],
     positions: Int[Array, "B T"],
@@ -77,12 +76,10 @@ def select_blocks(
 
     Args:
       scores: block scores; whatever stands beyond a query's own block is ignored.
-      rules: J, and which blocks are forced.
-      block_size: P, at least 1; else a ValueError.
+      positions, lengths: as in `block_scores`. rules: J, and which blocks are forced. block_size: P.
 
     Source: paper section 3; MiniMax-AI/MSA reference top-k (score descending, id ascending).
     """
-    check_block_size(block_size)
     num_blocks = scores.shape[-1]
     num_slots = min(rules.top_k, num_blocks)
     is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
@@ -105,6 +102,7 @@ def select_blocks(
     return jnp.pad(chosen, ((0, 0),) * 3 + ((0, rules.top_k - num_slots),), constant_values=-1)  # [B K T J]
 
 
+@checked
 def dense_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -119,13 +117,11 @@ def dense_attention(
     Args:
       q: queries; head n reads KV head n // G.
       k, v: keys >= lengths may hold NaN too; anything finite where a gradient is taken.
+      positions, lengths: of each query, padding if < 0 or >= lengths; valid keys of a row.
       return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:
       Outputs in q's dtype; if asked for, the LSE in float32 (float64 for float64 inputs). For padding 0 and -inf.
-
-    Raises:
-      ValueError: head counts that do not divide, or widths that differ.
 
     Source: paper section 3: scale H**-0.5, no sink, no soft cap.
     """
@@ -134,6 +130,7 @@ def dense_attention(
     return (out, lse) if return_lse else out
 
 
+@checked
 def sparse_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -145,20 +142,24 @@ def sparse_attention(
     block_size: int,
     return_lse: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Grouped-query causal attention over the tokens of the selected blocks alone.
+    """Grouped-query causal attention over the tokens of the selected blocks alone (paper, equation 8).
 
     Args:
       blocks: distinct block ids for each KV head and query in any order, -1 for an unused slot (`select_blocks`).
-      block_size: P. All else, what is returned and what is raised is as in `dense_attention`; a selection of another
-        shape and a block size below 1 are ValueErrors too.
-
-    Source: paper, equation 8.
+      block_size: P. q, k, v, positions, lengths, return_lse and what is returned are as in `dense_attention`.
     """
-    check_selection(q, k.shape[2], blocks, block_size)
     visible = sees(positions, lengths, jnp.arange(k.shape[1]))[:, None]  # [B 1 T S]
-    visible = visible & chosen_tokens(blocks, k.shape[1], block_size)  # [B K T S]
-    out, lse = _attend(q, k, v, visible, lengths)
+    out, lse = _attend(q, k, v, visible & chosen_tokens(blocks, k.shape[1], block_size), lengths)
     return (out, lse) if return_lse else out
+
+
+def pool(token_scores: Float[Array, "*X P"], score: Score) -> Float[Array, "*X"]:
+    """The scores of blocks from those of their tokens; -inf where the query sees none of them."""
+    if score == "max":  # the maximum alone leaves NaN out of a large array on a CPU (jaxlib 0.10.2)
+        return jnp.where(jnp.any(jnp.isnan(token_scores), axis=-1), jnp.nan, jnp.max(token_scores, axis=-1))
+    is_unseen = jnp.all(jnp.isneginf(token_scores), axis=-1)
+    seen = jnp.where(is_unseen[..., None], 0.0, token_scores)  # 0 makes the gradient 0, not NaN
+    return jnp.where(is_unseen, -jnp.inf, jax.nn.logsumexp(seen, axis=-1) if score == "lse" else score(seen))
 
 
 def chosen_tokens(blocks: Int[Array, "B K T J"], num_keys: int, block_size: int) -> Bool[Array, "B K T S"]:
@@ -173,7 +174,6 @@ def _attend(
     visible: Bool[Array, "B #K T S"], lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:  # fmt: skip
     """(out in q's dtype, lse) of attention over visible keys; (0, -inf) where there are none."""
-    check_heads(q, k.shape[2], k.shape[3])
     # Softmax weights of unseen keys are 0, but 0 x NaN is NaN, and memory behind a row may hold one.
     is_key = jnp.arange(k.shape[1]) < lengths[:, None]  # [B S]
     v = jnp.where(is_key[:, :, None, None], v, 0)  # [B S K H]

@@ -1,10 +1,18 @@
-"""The rules of selection, and what the arrays of a call must satisfy: checked here, once."""
+"""The rules of selection, and what the arguments of a call must satisfy: checked here, once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import numpy as np
 from jaxtyping import Array, Float, Int
 
+from m3jax import arrays
+
 SCORES = ("max", "lse")
+Function = TypeVar("Function", bound=Callable)
+# How the scores of a block's tokens become the block's own: one of `SCORES`, or a function [... P] -> [...].
+Score = str | Callable[[Float[Array, "... P"]], Float[Array, "..."]]
 
 
 @dataclass(frozen=True)
@@ -15,8 +23,9 @@ class SelectionRules:
       top_k: J, how many blocks a query keeps at most, forced ones included.
       local_blocks: how many blocks, ending with the query's own, are always kept; at least 1.
       init_blocks: how many blocks at the start of the row are always kept.
-      score: how token scores become a block's: "max", or "lse", the log of the sum of exponentials of the scores
-        times H**-0.5.
+      score: how the scores of a block's tokens become the block's own: "max"; "lse", the log of the sum of
+        exponentials of the scores times H**-0.5; or a function of your own from [... P] to [...], which gets products
+        of queries and keys, -inf for tokens that the query does not see. XLA alone runs it.
 
     Raises:
       ValueError: counts that contradict each other, or an unknown score.
@@ -27,7 +36,7 @@ class SelectionRules:
     top_k: int
     local_blocks: int = 1
     init_blocks: int = 0
-    score: str = "max"
+    score: Score = "max"
 
     def __post_init__(self):
         check_score(self.score)
@@ -66,17 +75,92 @@ def check_selection(
         )
 
 
-def check_index(index_q: Float[Array, "B T K I"], index_k: Float[Array, "B S I2"], block_size: int, score: str) -> None:
-    """Raise ValueError where index queries and keys differ in width, blocks hold no token, or a score is unknown."""
-    check_score(score)
-    check_block_size(block_size)
-    if index_q.shape[-1] != index_k.shape[-1]:
-        raise ValueError(
-            f"index_q has width {index_q.shape[-1]} and index_k {index_k.shape[-1]}: they must be the same"
-        )
+def check_score(score: Score) -> None:
+    """Raise ValueError for a score that is none of `SCORES` and no function."""
+    if score not in SCORES and not callable(score):
+        raise ValueError(f"score = {score!r}: allowed are 'max', 'lse', and a function from token to block scores")
 
 
-def check_score(score: str) -> None:
-    """Raise ValueError for a score that is none of `SCORES`."""
-    if score not in SCORES:
-        raise ValueError(f"score = {score!r}: allowed are 'max' and 'lse'")
+def checked(function: Function) -> Function:
+    """Check what a public function of MSA gets, by the names of its arguments and the letters of its annotations.
+
+    Shapes, dtypes, block size and score at every call; lengths and selections under `m3jax.checks()`.
+    """
+
+    def check(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
+        block_size = arguments.get("block_size", 1)
+        check_block_size(block_size)
+        check_score(arguments.get("score", "max"))
+        if {"N", "K", "S"} <= sizes.keys():
+            check_heads(arguments["q"], sizes["K"], sizes["H"])
+        if view := arguments.get("view"):
+            num_keys, block_size = view.num_blocks * view.block_size, view.block_size
+        elif "key_positions" in arguments:  # those of a piece of the keys, it may be
+            return
+        else:
+            num_keys = sizes.get("S", sizes.get("M", 0) * block_size)
+        if num_keys and "lengths" in arguments:
+            check_lengths(arguments["lengths"], num_keys)
+            if {"blocks", "T"} <= arguments.keys() | sizes.keys():  # `virtual_pages` takes one query a row
+                check_chosen(*(arguments[name] for name in ("blocks", "positions", "lengths")), num_keys, block_size)
+
+    return arrays.checked(function, check)
+
+
+# What is in the arrays, where `m3jax.checks()` asks for it.
+
+
+def check_lengths(lengths: Int[Array, " B"], num_keys: int) -> None:
+    """Under `checks()`, refuse rows with fewer than no keys, or with more than there are."""
+    if not arrays.is_checking():
+        return
+
+    def find_problem(lengths):
+        bad = np.flatnonzero((lengths < 0) | (lengths > num_keys))
+        if len(bad):
+            return f"lengths[{bad[0]}] = {lengths[bad[0]]}: a row has 0 to {num_keys} keys here"
+
+    arrays.check_values(find_problem, lengths)
+
+
+def check_chosen(
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    num_keys: int,
+    block_size: int,
+) -> None:
+    """Under `checks()`, refuse a selection that `select_blocks` cannot have made for these queries.
+
+    Of each query that is a token the ids are distinct, none lies behind its own block or below -1, and its own block is
+    among them: else the selection was made with another block size, for other queries, or is a part of one.
+    """
+    check_lengths(lengths, num_keys)
+    if not arrays.is_checking():
+        return
+
+    def find_problem(blocks, positions, lengths):
+        is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
+        own_block = np.where(is_token, positions // block_size, -1)[:, None, :, None]  # [B 1 T 1]
+        is_used = blocks != -1  # [B K T J]
+        in_order = np.sort(blocks, axis=-1)  # [B K T J]
+        is_repeated = np.any((in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] != -1), axis=-1)
+        problems = (
+            (f"names a block that there is not: ids are -1 to {-(-num_keys // block_size) - 1} for {num_keys} keys in "
+             f"blocks of {block_size}", np.any((blocks < -1) | (blocks * block_size >= num_keys), axis=-1)),
+            ("names a block twice", is_repeated),
+            (f"names a block behind the query's own, in blocks of {block_size}",
+             np.any(is_used & (blocks > own_block), axis=-1) & is_token[:, None]),
+            (f"lacks the query's own block, in blocks of {block_size}",
+             ~np.any(blocks == own_block, axis=-1) & is_token[:, None]),
+        )  # fmt: skip
+        for problem, is_bad in problems:
+            if is_bad.any():
+                row, head, query = (int(i) for i in np.argwhere(is_bad)[0])
+                chosen = blocks[row, head, query].tolist()
+                return (
+                    f"blocks[{row}, {head}, {query}] = {chosen}, of a query at position {positions[row, query]} of "
+                    f"{lengths[row]}, {problem}"
+                )
+
+    arrays.check_values(find_problem, blocks, positions, lengths)

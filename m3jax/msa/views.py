@@ -8,7 +8,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
-from m3jax.msa.rules import check_block_size
+from m3jax.msa.rules import checked
 
 
 @runtime_checkable
@@ -289,17 +289,27 @@ class PagedIndex:
         return jax.lax.pmax(scores, self.device_axes) if self.device_axes else scores
 
 
+@checked
 def contiguous(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], block_size: int) -> Contiguous:
-    """View token-major arrays as blocks; the last block is padded with zeros."""
-    check_block_size(block_size)
+    """View token-major arrays as blocks; the last block is padded with zeros.
+
+    Args:
+      k, v: [B S K H] each.
+      block_size: P.
+    """
     padding = ((0, 0), (0, -k.shape[1] % block_size), (0, 0), (0, 0))
     k, v = (jnp.pad(x, padding).swapaxes(1, 2) for x in (k, v))  # [B K S H]
     return Contiguous(k, v, block_size)
 
 
+@checked
 def contiguous_index(k: Float[Array, "B S I"], block_size: int) -> ContiguousIndex:
-    """View index keys as blocks; the last block is padded with zeros."""
-    check_block_size(block_size)
+    """View index keys as blocks; the last block is padded with zeros.
+
+    Args:
+      k: [B S I].
+      block_size: P.
+    """
     return ContiguousIndex(jnp.pad(k, ((0, 0), (0, -k.shape[1] % block_size), (0, 0))), block_size)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa import DENSE_SCHEDULES, SCHEDULES, BlockView, Contiguous, Paged
-from m3jax.msa.rules import check_heads, check_selection
+from m3jax.msa.rules import check_heads, check_selection, checked
 from m3jax.msa.views import only_held
 from m3jax.numerics import merge_over_devices
 from m3jax.ops.backends import Case, choose, interpreted
@@ -14,6 +14,7 @@ from m3jax.ops.kernel_pages import kernel_pages
 _MAX_GATHERED_QUERIES = 8  # up to here gathering a query's blocks beats inverting the selection
 
 
+@checked
 def attend_selected(
     q: Float[Array, "B T N H"],
     view: BlockView,
@@ -75,6 +76,7 @@ def attend_selected(
     return merge_over_devices(out, lse, view.device_axes) if view.device_axes else (out, lse)
 
 
+@checked
 def attend_all(
     q: Float[Array, "B T N H"],
     view: BlockView,
@@ -150,7 +152,12 @@ def _with_gradient(
 
 
 def check_schedule(schedule: str, table: dict[str, Callable]) -> None:
-    """Raise ValueError for a schedule that is neither "auto" nor in the table."""
+    """Raise ValueError for a schedule that is neither "auto" nor in the table.
+
+    Args:
+      schedule: its name.
+      table: schedules by name.
+    """
     allowed = ("auto", *table)
     if schedule not in allowed:
         raise ValueError(f"schedule = {schedule!r}: allowed are {', '.join(map(repr, allowed))}")

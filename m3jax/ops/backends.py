@@ -15,6 +15,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
+from m3jax.msa.rules import Score
 from m3jax.platform import platform
 
 BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")
@@ -60,7 +61,7 @@ class Case:
     slots: int = 0
     rotated: int = 0
     schedule: str = "auto"
-    score: str = "max"
+    score: Score = "max"
     divided: bool = False
     pages: bool = True
 
@@ -113,6 +114,9 @@ def why_not(case: Case, backend: str) -> str | None:
 def check_backend(backend: str) -> None:
     """Refuse a backend that can run nothing here.
 
+    Args:
+      backend: one of `BACKENDS`.
+
     Raises:
       ValueError: an unknown name, or one of kernels for another platform.
     """
@@ -122,7 +126,11 @@ def check_backend(backend: str) -> None:
 
 
 def check_backend_name(backend: str) -> None:
-    """Raise ValueError for a name that is none of `BACKENDS`."""
+    """Raise ValueError for a name that is none of `BACKENDS`.
+
+    Args:
+      backend: the name.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: allowed are {', '.join(map(repr, BACKENDS))}")
 

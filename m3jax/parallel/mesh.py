@@ -15,6 +15,9 @@ def make_mesh(data: int = 1, context: int = 1, expert: int = 1, tensor: int = 1)
     are divided over data x context x expert. Weights are whole on each device of the context axis, which shares out
     what the routed experts have to compute.
 
+    Args:
+      data, context, expert, tensor: devices along each axis.
+
     Raises:
       ValueError: a size below 1, or more devices than there are.
     """
@@ -30,7 +33,10 @@ def make_mesh(data: int = 1, context: int = 1, expert: int = 1, tensor: int = 1)
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Make a mesh from text like "data=2,tensor=4"; axes left out have size 1.
+    """Make a mesh from text.
+
+    Args:
+      text: as in "data=2,tensor=4"; axes left out have size 1.
 
     Raises:
       ValueError: an unknown axis, a size that is no integer, or a mesh that does not fit.
@@ -42,3 +48,32 @@ def parse_mesh(text: str) -> Mesh:
             raise ValueError(f"mesh {text!r}: write axis=size pairs of {', '.join(AXES)}, as in data=2,tensor=4")
         sizes[name] = int(size)
     return make_mesh(**sizes)
+
+
+def as_mesh(mesh: Mesh | str | None) -> Mesh | None:
+    """A mesh as the model needs it.
+
+    Args:
+      mesh: from `make_mesh`, text as in `parse_mesh`, or None, which stays None.
+
+    Raises:
+      ValueError: a mesh whose axes are not those of `make_mesh`, with the nearest right call; text as in `parse_mesh`.
+    """
+    if mesh is None:
+        return None
+    if isinstance(mesh, str):
+        return parse_mesh(mesh)
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh is a {type(mesh).__name__}: make one with m3jax.make_mesh(data=1, expert=2, tensor=4)")
+    if set(mesh.axis_names) == set(AXES) and set(mesh.axis_types) == {AxisType.Auto}:
+        return mesh
+    # What goes by another name elsewhere; whatever is left over divides heads and widths.
+    also_called = {"dp": "data", "fsdp": "data", "batch": "data", "cp": "context", "sp": "context", "ep": "expert"}
+    sizes = dict.fromkeys(AXES, 1)
+    for name, size in mesh.shape.items():
+        sizes[name if name in AXES else also_called.get(str(name), "tensor")] *= size
+    asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+    raise ValueError(
+        f"a mesh with axes {dict(mesh.shape)} of types {sorted({str(kind) for kind in mesh.axis_types})}: the rules "
+        f"of sharding know {', '.join(AXES)}, all of type Auto; m3jax.make_mesh({asked}) is the nearest"
+    )

@@ -49,7 +49,12 @@ def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> Partit
 
 
 def sharding(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh | None) -> jax.sharding.Sharding:
-    """Where an array lives: divided over a mesh by the rules, or whole on the first device where there is no mesh."""
+    """Where an array lives.
+
+    Args:
+      shape, axes: as in `spec`.
+      mesh: divides it by the rules; None puts it whole on the first device.
+    """
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
     return NamedSharding(mesh, spec(shape, axes, mesh))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import tiny
+from support import comparisons, tiny
 from support.drafts import CONFIG, config, draft, join, model
 
 from m3jax.decoding import Eagle3Drafter, Sampling, SamplingParams
@@ -111,22 +111,44 @@ def test_the_paged_draft_is_the_written_one(name):
             feature, logits = written.step(feature, token, LENGTH + step)
 
 
-def propose(module, taps, first, cut=13):
-    """(K proposals after the prompts TOKENS[:, :LENGTH], cache), the prompt read in two chunks."""
-    drafter = Eagle3Drafter(module)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_paged_draft_draws_from_the_written_distribution(name):
+    """Its numbers, not its best tokens alone: log q of every proposal that was drawn, of the token and all others."""
+    module = draft(**VARIANTS[name])
+    hidden, taps, _ = taps_of(module.config.taps)
+    first = np.asarray(jnp.argmax(model().unembed(hidden)[:, LENGTH - 1], -1), np.int32)
+    proposal, _ = propose(module, taps, first, sampling=[Sampling(temperature=1.5, seed=row) for row in range(2)])
+    ids = np.arange(module.config.vocab_size) if module.target_ids is None else np.asarray(module.target_ids[...])
+    for row in range(2):
+        written = Written(module, model())
+        features = written.features(np.asarray(taps[row], np.float64))
+        tokens = [*TOKENS[row, :LENGTH], first[row]]
+        for t in range(LENGTH):
+            feature, logits = written.step(features[t], tokens[t + 1], t)
+        for step in range(K):
+            expected = np.full(module.config.vocab_size, -np.inf)
+            expected[ids] = logits / 1.5 - np.log(np.exp(logits / 1.5).sum())
+            found = np.asarray(proposal.log_q[row, step])
+            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4, err_msg=f"log q, row {row}, proposal {step}")
+            feature, logits = written.step(feature, int(proposal.tokens[row, step]), LENGTH + step)
+
+
+def propose(module, taps, first, cut=13, sampling=None):
+    """(K proposals after the prompts TOKENS[:, :LENGTH], cache), the prompt read in two chunks; drawn if so asked."""
+    drafter = Eagle3Drafter(module, sample=sampling is not None)
     cache = join(drafter, batch=2, blocks=5)
-    return _propose(drafter, model(), cache, taps, TOKENS, first, cut)
+    sampling = jax.tree.map(jnp.asarray, SamplingParams.stack(sampling or [Sampling.greedy()] * 2))
+    return _propose(drafter, model(), cache, taps, TOKENS, first, sampling, cut)
 
 
 @partial(jax.jit, static_argnames=("cut",))
-def _propose(drafter, target, cache, taps, tokens, first, cut):
+def _propose(drafter, target, cache, taps, tokens, first, sampling, cut):
     rows = lambda x: jnp.full(2, x, jnp.int32)
     for start, end in ((0, cut), (cut, LENGTH)):
         piece, context = tokens[:, start:end], PromptContext(tokens[:, end])
         cache, memory = drafter.read_prompt(
             target, cache, piece, rows(start), rows(LENGTH), context, taps[:, start:end], first
         )
-    sampling = jax.tree.map(jnp.asarray, SamplingParams.stack([Sampling.greedy()] * 2))
     return drafter.propose(target, cache, memory, sampling, first, rows(LENGTH), rows(1) > 0, K)
 
 
@@ -153,8 +175,8 @@ def test_training_unrolls_what_decoding_does():
             for kept in (written[row].k, written[row].v):
                 del kept[t + 1 :]
     count = (LENGTH + K - 1 - np.arange(3)) * 2
-    np.testing.assert_allclose(found[0], expected[0].sum((0, 2)) / count, rtol=1e-5)
-    np.testing.assert_allclose(found[1], expected[1].sum((0, 2)) / count, rtol=1e-5)
+    comparisons.assert_close(found[0], expected[0].sum((0, 2)) / count, "loss of each step", "step", rtol=1e-5)
+    comparisons.assert_close(found[1], expected[1].sum((0, 2)) / count, "hits of each step", "step", rtol=1e-5)
 
 
 def test_taps_are_the_residual_stream():
@@ -163,9 +185,9 @@ def test_taps_are_the_residual_stream():
     every = [values["embedding"], *(layer["output"] for layer in values["layers"])]
     hidden, taps, _ = taps_of((0, 1, 2))
     for n in range(3):
-        np.testing.assert_allclose(taps[:, :, n], every[n], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(hidden, values["final_norm"], rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(taps_of((2,))[1][:, :, 0], taps[:, :, 2])
+        comparisons.assert_close(taps[:, :, n], every[n], f"tap after layer {n}", "B T D", atol=1e-5)
+    comparisons.assert_close(hidden, values["final_norm"], "final_norm", "B T D", atol=1e-5)
+    comparisons.assert_equal(taps_of((2,))[1][:, :, 0], taps[:, :, 2], "the only tap, after layer 2", "B T D")
     with pytest.raises(ValueError, match=r"layers = \(0, 3\): the model has 0 \(the embedding\) to 2"):
         model().tapped(jnp.asarray(TOKENS), (0, 3))
 

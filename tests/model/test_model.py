@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import tiny
+from support import comparisons, tiny
 
 from m3jax.cache import Cache
 from m3jax.model import M3
@@ -92,12 +92,15 @@ def assert_like_whole(logits: np.ndarray, blocks: np.ndarray, fed: np.ndarray = 
     """Logits within the tolerance of one call's, block sets equal, for the first fed[b] tokens of each row."""
     expected = np.stack([layer["blocks"] for layer in sparse_layers(whole())])
     for row, n in enumerate(fed):
-        np.testing.assert_array_equal(blocks[:, row, :, :n], expected[:, row, :, :n])
-        np.testing.assert_allclose(logits[row, :n], whole()["logits"][row, :n], rtol=0, atol=TOLERANCE)
+        comparisons.assert_same_sets(blocks[:, row, :, :n], expected[:, row, :, :n], f"blocks of row {row}", "L K T")
+        found, of_whole = logits[row, :n], whole()["logits"][row, :n]
+        comparisons.assert_close(found, of_whole, f"logits of row {row}", "T V", atol=TOLERANCE)
 
 
 def assert_same_bits(a: Any, b: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    named = jax.tree_util.tree_leaves_with_path(a)
+    for (path, x), y in zip(named, jax.tree.leaves(b), strict=True):
+        comparisons.assert_equal(x, y, jax.tree_util.keystr(path) or "values")
 
 
 # Selection is really partial
@@ -197,7 +200,8 @@ def test_padding_is_not_seen_and_is_finite():
     assert all(np.isfinite(x).all() for x in (found["logits"], found["final_norm"]))
     for row, n in enumerate(lengths):
         assert_same_bits(found["logits"][row, :n], other["logits"][row, :n])
-        np.testing.assert_allclose(found["logits"][row, :n], whole()["logits"][row, :n], rtol=0, atol=TOLERANCE)
+        of_whole = whole()["logits"][row, :n]
+        comparisons.assert_close(found["logits"][row, :n], of_whole, f"logits of row {row}", "T V", atol=TOLERANCE)
         for layer in sparse_layers(found):
             assert np.all(layer["blocks"][row, :, n:] == -1)
         for layer in found["layers"]:
@@ -283,7 +287,7 @@ def test_selection_of_a_layer_is_its_own():
         rules = dict(block_size=BLOCK, top_k=CONFIG.index_topk_blocks)
         assert_same_bits(index_topk(*args, **rules), layer["blocks"])
         scores = block_scores(*args, BLOCK)
-        np.testing.assert_allclose(scores, layer["block_scores"], rtol=1e-5, atol=1e-5)
+        comparisons.assert_close(layer["block_scores"], scores, "block_scores", "B K T M", rtol=1e-5, atol=1e-5)
     other = jax.tree.map(lambda x: x, model())
     weights = other.stacks[1].self_attn.index_q_proj
     other.stacks[1].self_attn.index_q_proj = nnx.Param(weights[...].at[1].multiply(-1))
@@ -297,7 +301,7 @@ def test_selection_of_a_layer_is_its_own():
 def test_schedules_give_the_same_logits(schedule):
     """Each against "auto", which for so many queries is "kv_block_major"."""
     found = run_quick(model().with_schedule(schedule), tokens(), FULL)
-    np.testing.assert_allclose(found["logits"], whole()["logits"], rtol=0, atol=TOLERANCE)
+    comparisons.assert_close(found["logits"], whole()["logits"], "logits", "B T V", atol=TOLERANCE)
 
 
 def test_float64_agrees():
@@ -309,4 +313,4 @@ def test_float64_agrees():
     for mine, before in zip(found["layers"], whole()["layers"], strict=True):
         for name in mine.keys() & {"blocks", "expert_ids"}:
             assert_same_bits(mine[name], before[name])
-    np.testing.assert_allclose(found["logits"], whole()["logits"], rtol=0, atol=TOLERANCE)
+    comparisons.assert_close(found["logits"], whole()["logits"], "logits", "B T V", atol=TOLERANCE)

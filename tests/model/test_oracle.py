@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from support import oracle
+from support.comparisons import assert_close, assert_equal, assert_same_sets
 from support.oracle import CASES, m3_vl, torch
 
 from m3jax import checkpoint
@@ -22,6 +23,8 @@ LOGITS = 2e-4
 # It rounds at more points than we do, and its router is bfloat16 too (docs/numerics.md).
 BF16_SLACK = 2.0**-8
 
+ON_THE_WAY = ("input", "attention_norm", "q", "k", "v", "index_q", "index_k", "attention", "attention_out", "ffn_norm",
+              "ffn_out", "output")  # fmt: skip
 SPARSE_CASES = [name for name, case in CASES.items() if case.layers != case.layers.lower()]
 
 
@@ -57,19 +60,20 @@ def sparse_layers(values: dict[str, Any]) -> list[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name):
-    assert worst(ours(name)["logits"], theirs(name)["logits"]) < LOGITS
+    assert_close(ours(name)["logits"], theirs(name)["logits"], "logits", "B T V", atol=LOGITS)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_value_on_the_way(name):
     found, expected = ours(name), theirs(name)
-    assert worst(found["final_norm"], expected["final_norm"]) < LOGITS
     others = {"block_scores", "blocks", "expert_ids", "expert_weights"}
-    for mine, other in zip(found["layers"], expected["layers"], strict=True):
+    for layer, (mine, other) in enumerate(zip(found["layers"], expected["layers"], strict=True)):
         assert mine.keys() - {"block_scores"} == other.keys()
-        for key in mine.keys() - others:
+        for key in (key for key in ON_THE_WAY if key in mine.keys() - others):  # the first that is wrong is named
             scale = max(1.0, float(np.abs(other[key]).max()))
-            assert worst(mine[key], other[key]) < LOGITS * scale, key
+            assert_close(mine[key], other[key], f"{key} of layer {layer}", atol=LOGITS * scale)
+        assert mine.keys() - others <= set(ON_THE_WAY)
+    assert_close(found["final_norm"], expected["final_norm"], "final_norm", "B T D", atol=LOGITS)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "m" in case.layers.lower()])
@@ -78,8 +82,8 @@ def test_every_expert_and_its_weight(name):
         if "expert_ids" in other:
             # Theirs come in no order.
             (ids, weights), (other_ids, other_weights) = (by_id(layer) for layer in (mine, other))
-            np.testing.assert_array_equal(ids, other_ids)
-            assert worst(weights, other_weights) < 1e-5
+            assert_equal(ids, other_ids, "expert ids in order", "B T A")
+            assert_close(weights, other_weights, "expert weights by id", "B T A", atol=1e-5)
             np.testing.assert_allclose(mine["expert_weights"].sum(-1), 1, rtol=1e-6)
 
 
@@ -94,7 +98,7 @@ def by_id(layer: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("name", SPARSE_CASES)
 def test_every_block_set(name):
     for mine, other in zip(sparse_layers(ours(name)), sparse_layers(theirs(name)), strict=True):
-        np.testing.assert_array_equal(mine["blocks"], other["blocks"])
+        assert_same_sets(mine["blocks"], other["blocks"])
 
 
 @pytest.mark.parametrize("name", SPARSE_CASES)
@@ -179,9 +183,9 @@ def test_a_few_tokens_after_a_cached_prefix():
     for start in range(0, 20, 4):
         now = tokens[:, start : start + 4]
         logits, blocks, cache = extend(pair.ours, now, cache, positions + start, lengths + start)
-    assert worst(np.asarray(logits), expected["logits"]) < LOGITS
+    assert_close(logits, expected["logits"], "logits", "B T V", atol=LOGITS)
     for mine, other in zip(blocks[0], expected["layers"], strict=True):
-        np.testing.assert_array_equal(mine, other["blocks"])
+        assert_same_sets(mine, other["blocks"])
 
 
 def test_right_padded_rows():
@@ -191,7 +195,7 @@ def test_right_padded_rows():
     real = np.arange(301) < lengths[:, None]
     expected = oracle.logits(pair.theirs, tokens, attention_mask=torch.from_numpy(real).long())
     logits = jax.device_get(run(pair.ours, tokens, lengths))["logits"]
-    assert worst(logits[real], expected[real]) < LOGITS
+    assert_close(logits[real], expected[real], "logits of tokens", "token V", atol=LOGITS)
 
 
 def test_greedy_text():

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from support import tiny
+from support import comparisons, tiny
 
 from m3jax import M3Config
 from m3jax import model as m3_model
 from m3jax.cache import Cache
+from m3jax.numerics import merge_over_devices
 from m3jax.parallel import AXES, RULES, make_mesh, parse_mesh, sharding, spec
 from m3jax.planning import hlo
 
@@ -44,6 +45,20 @@ def model(mesh: str | None):
     return tiny.model(CONFIG, mesh=parse_mesh(mesh) if mesh else None)
 
 
+def test_a_query_that_no_device_sees_a_key_for_is_zero():
+    """T8, T38: padding, whose part is (anything, -inf) on every device, merges to (0, -inf); the others as they are."""
+    mesh = parse_mesh("context=8")
+    out = np.arange(8 * 3 * 2, dtype=np.float32).reshape(8, 3, 2)  # a part a device, of three queries
+    out[:, 1] = np.nan
+    lse = np.full((8, 3), -np.inf, np.float32)
+    lse[2, 0], lse[[1, 5], 2] = 0.5, 0.0
+    merge = lambda out, lse: merge_over_devices(out[0], lse[0], ("context",))
+    over_mesh = jax.shard_map(merge, mesh=mesh, in_specs=P("context"), out_specs=P(), check_vma=False)
+    merged, merged_lse = jax.jit(over_mesh)(out, lse)
+    np.testing.assert_array_equal(merged, [out[2, 0], [0, 0], (out[1, 2] + out[5, 2]) / 2])
+    np.testing.assert_array_equal(merged_lse, np.array([0.5, -np.inf, np.log(2)], np.float32))
+
+
 def put(x: np.ndarray, mesh) -> jax.Array:
     return jax.device_put(x, sharding(x.shape, ("batch",) + (None,) * (x.ndim - 1), mesh))
 
@@ -70,20 +85,20 @@ def results(mesh: str | None):
 
 def test_decode_is_forward_on_one_device():
     whole, decoded = results(None)[:2]
-    np.testing.assert_allclose(decoded[1:], whole[1:], rtol=1e-5, atol=2e-5)
-    np.testing.assert_allclose(decoded[0, 5:], whole[0, :-5], rtol=1e-5, atol=2e-5)
+    comparisons.assert_close(decoded[1:], whole[1:], "logits of rows 1 on", "B T V", rtol=1e-5, atol=2e-5)
+    comparisons.assert_close(decoded[0, 5:], whole[0, :-5], "logits of row 0", "T V", rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_forward_is_one_device_s(mesh):
-    np.testing.assert_allclose(results(mesh)[0], results(None)[0], rtol=1e-5, atol=1e-5)
+    comparisons.assert_close(results(mesh)[0], results(None)[0], "logits", "B T V", rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_cached_decode_is_one_device_s(mesh):
     found, expected = results(mesh)[1], results(None)[1]
-    np.testing.assert_allclose(found[1:], expected[1:], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found[0, 5:], expected[0, 5:], rtol=1e-5, atol=1e-5)
+    comparisons.assert_close(found[1:], expected[1:], "logits of rows 1 on", "B T V", rtol=1e-5, atol=1e-5)
+    comparisons.assert_close(found[0, 5:], expected[0, 5:], "logits of row 0 from 5", "T V", rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

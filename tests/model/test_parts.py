@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import tiny
+from support import comparisons, tiny
 
 from m3jax import model as m3_model
 from m3jax.cache import Cache
@@ -76,7 +76,7 @@ def path(name: str):
 def test_paths_agree_with_one_expert_at_a_time(name, choice):
     x = np.random.default_rng(1).normal(size=(PAIRS, MOE.hidden_size)).astype(np.float32)
     ids = choices()[choice]
-    np.testing.assert_allclose(path(name)(experts(), x, ids), one_by_one(x, ids), atol=1e-5)
+    comparisons.assert_close(path(name)(experts(), x, ids), one_by_one(x, ids), f"out of {name}", "X A D", atol=1e-5)
 
 
 def test_a_token_does_not_depend_on_its_tile():
@@ -89,7 +89,7 @@ def test_a_token_does_not_depend_on_its_tile():
         companions = np.where(np.arange(PAIRS)[:, None] == 7, x, x[order])
         other_ids = np.where(np.arange(PAIRS)[:, None] == 7, ids, ids[order])
         after = path("tiled")(experts(), companions.astype(np.float32), other_ids)
-        np.testing.assert_array_equal(after[7], before[7])
+        comparisons.assert_equal(after[7], before[7], "out of token 7", "A D")
 
 
 def test_paths_sum_the_chosen_experts():
@@ -101,7 +101,7 @@ def test_paths_sum_the_chosen_experts():
         ids, weights = choices()["any"][:tokens], draw.uniform(size=(tokens, ACTIVE))
         out = call(experts(), x, ids.astype(np.int32), weights.astype(np.float32), np.int32(1))
         expected = (one_by_one(x, ids) * weights[..., None]).sum(1)
-        np.testing.assert_allclose(out, expected, atol=1e-5)
+        comparisons.assert_close(out, expected, f"sum of experts of {tokens} tokens", "X D", atol=1e-5)
 
 
 # Router
@@ -113,9 +113,9 @@ def test_router_bias_chooses_and_does_not_weigh():
     bias = np.array([0, 0, 0, 0.5], np.float32)
     ids, weights = route(jnp.asarray(x), jnp.asarray(gate), jnp.asarray(bias), 2)
     # Of equal scores the lower id; the bias lifts expert 3 to the top everywhere.
-    np.testing.assert_array_equal(ids, [[3, 0], [3, 0], [3, 2], [3, 2]])
+    comparisons.assert_equal(ids, [[3, 0], [3, 0], [3, 2], [3, 2]], "expert ids", "X A")
     scores = np.take_along_axis(1 / (1 + np.exp(-gate)), np.asarray(ids), 1)
-    np.testing.assert_allclose(weights, scores / scores.sum(1, keepdims=True), rtol=1e-6)
+    comparisons.assert_close(weights, scores / scores.sum(1, keepdims=True), "expert weights", "X A", rtol=1e-6)
 
 
 def test_router_is_float32_in_a_bfloat16_model():
@@ -132,10 +132,11 @@ def test_router_is_float32_in_a_bfloat16_model():
     x = np.asarray(values["ffn_norm"][0], np.float64)
     scores = 1 / (1 + np.exp(-x @ np.asarray(mlp.gate[...][0], np.float64)))
     ids = np.argsort(-(scores + mlp.e_score_correction_bias[...][0]), axis=1, kind="stable")[:, :2]
-    np.testing.assert_array_equal(values["expert_ids"][0], ids)
+    comparisons.assert_equal(values["expert_ids"][0], ids, "expert ids", "T A")
     weights = np.take_along_axis(scores, ids, 1)
     # A router in bfloat16 would be off by 1e-3.
-    np.testing.assert_allclose(values["expert_weights"][0], weights / weights.sum(1, keepdims=True), rtol=2e-6)
+    weights /= weights.sum(1, keepdims=True)
+    comparisons.assert_close(values["expert_weights"][0], weights, "expert weights", "T A", rtol=2e-6)
 
 
 # Gradients
@@ -175,7 +176,7 @@ def test_remat_and_schedule_do_not_change_the_gradient():
     """T30: recomputed activations of the fast schedule against stored ones of the definition."""
     expected = by_name(gradient("mask", remat=False))
     for name, grad in by_name(gradient("auto", remat=True)).items():
-        np.testing.assert_allclose(grad, expected[name], rtol=0, atol=1e-6, err_msg=name)
+        comparisons.assert_close(grad, expected[name], f"gradient of {name}", atol=1e-6)
 
 
 def test_remat_keeps_the_selection():
@@ -255,7 +256,7 @@ def test_the_model_is_a_tree():
     for other in (jax.tree.unflatten(treedef, leaves), nnx.merge(*nnx.split(model))):
         np.testing.assert_array_equal(call(other, tokens), expected)
     assert call._cache_size() == 1
-    np.testing.assert_allclose(model(tokens), expected, rtol=0, atol=TOLERANCE)  # without jit
+    comparisons.assert_close(model(tokens), expected, "logits", "B T V", atol=TOLERANCE)  # without jit
 
 
 def test_the_model_can_be_vmapped():
@@ -265,7 +266,7 @@ def test_the_model_can_be_vmapped():
     expected = jax.jit(call, compiler_options=QUICK)(model, tokens)
     over = jax.jit(jax.vmap(call, in_axes=(None, 0)), compiler_options=QUICK)
     found = over(model, tokens.reshape(2, 2, 20))
-    np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=0, atol=TOLERANCE)
+    comparisons.assert_close(found.reshape(expected.shape), expected, "logits", "B T V", atol=TOLERANCE)
 
 
 def test_trees_of_one_structure():

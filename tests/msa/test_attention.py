@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import comparisons
 from support import msa_reference as reference
-from support.msa_runs import TOLERANCE, assert_close, assert_equal, run, selected
+from support.msa_runs import assert_close, assert_equal, run, selected
 from support.msa_strategies import (
     CUT,
     GROUPED,
@@ -101,8 +102,8 @@ def test_bfloat16_is_within_the_published_bound(schedule, seed):
     assert out.dtype == jnp.bfloat16 and lse.dtype == np.float32
     exact = [np.asarray(x, np.float64) for x in qkv]
     expected = reference.attention(*exact, case.positions, case.lengths, blocks, case.shape.P)
-    np.testing.assert_allclose(np.asarray(out, np.float32), expected[0], rtol=3e-2, atol=3e-2)
-    np.testing.assert_allclose(lse, expected[1], rtol=1e-3, atol=1e-3)
+    comparisons.assert_close(out, expected[0], "out", "B T N H", rtol=3e-2, atol=3e-2)
+    comparisons.assert_close(lse, expected[1], "lse", "B T N", rtol=1e-3, atol=1e-3)
 
 
 # What must not matter.
@@ -295,8 +296,7 @@ def test_draft_rows_over_a_block_border(schedule, seed, size, starts):
     step = replace(case, positions=positions, lengths=lengths)
     own = blocks.swapaxes(1, 2)[rows, at].swapaxes(1, 2)
     got = run(step, schedule, own, (q[rows, at], k, v))
-    for x, y in zip(got, full, strict=True):
-        np.testing.assert_allclose(x[step.valid], y[rows, at][step.valid], **TOLERANCE)
+    assert_close([x[step.valid] for x in got], [x[rows, at][step.valid] for x in full])
     assert (got[0][~step.valid] == 0).all()
     assert_partial(case, blocks)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
+from support import comparisons
 from support.msa_strategies import (
     CUT,
     GROUPED,
@@ -31,6 +32,7 @@ from m3jax.numerics import attend
 
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 LINEAR = ["blockwise", "query_major", "kv_block_major"]
+AXES = {"q": "B T N H", "k": "B S K H", "v": "B S K H"}
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)  # float32 against float64: a key's gradient sums over all queries
 
 
@@ -72,12 +74,12 @@ def definition(case: Case, schedule: str, blocks=None) -> list[np.ndarray]:
 
 def assert_close(got, expected, **tolerance):
     for name, a, b in zip("qkv", got, expected, strict=True):
-        np.testing.assert_allclose(a, b, err_msg=f"d{name}", **(tolerance or TOLERANCE))
+        comparisons.assert_close(a, b, f"d{name}", AXES[name], **(tolerance or TOLERANCE))
 
 
 def assert_equal(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+    for name, a, b in zip("qkv", got, expected, strict=True):
+        comparisons.assert_equal(a, b, f"d{name}", AXES[name])
 
 
 @pytest.mark.parametrize("schedule", ["definition", "dense"])
@@ -189,7 +191,7 @@ def test_block_scores_have_a_finite_gradient(score, way, case):
         exact = scores_gradient(score, "definition")(*(x.astype(np.float64) for x in index), *rest)
     for got, expected in zip((dq, dk), exact, strict=True):
         assert np.isfinite(got).all()
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+        comparisons.assert_close(got, expected, "gradient of the block scores", rtol=1e-4, atol=1e-4)
     assert not np.asarray(dq)[~case.valid].any()
     assert not np.asarray(dk)[np.arange(40) >= case.lengths[:, None]].any()
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.msa_runs import TOLERANCE, assert_close, assert_equal, run, selected
+from support import comparisons
+from support.msa_runs import assert_close, assert_equal, run, selected
 from support.msa_strategies import (
     FOURS,
     GROUPED,
@@ -57,7 +58,9 @@ def test_merge_of_parts_that_saw_nothing():
     out, lse = _merge(outs, lses)
     assert_equal((out, lse), (np.array([[1, 2], [0, 0]]), np.array([0.5, -np.inf])))
     grads = jax.grad(lambda *x: _merge(*x)[0].sum() + _merge(*x)[1][0], argnums=(0, 1))(outs, lses)
-    assert_equal(grads, (np.array([[[1, 1], [0, 0]], [[0, 0], [0, 0]]]), np.array([[1, 0], [0, 0]])))
+    assert_equal(
+        grads, (np.array([[[1, 1], [0, 0]], [[0, 0], [0, 0]]]), np.array([[1, 0], [0, 0]])), ("d out", "d lse")
+    )
 
 
 def test_large_scores_do_not_overflow():
@@ -113,8 +116,8 @@ def test_views_read_blocks_and_runs(kind):
     assert isinstance(view, BlockView)
     assert (view.num_blocks, view.num_heads, view.block_size) == (4, 2, 4)
     rows, heads, ids = jnp.array([0, 1]), jnp.array([1, 0]), jnp.array([3, 2])
-    assert_equal(view.blocks(rows, heads, ids), [jnp.stack([x[0, 1, 12:], x[1, 0, 8:12]]) for x in (k, v)])
-    assert_equal(view.run(jnp.int32(1), 2), [x[:, :, 4:12] for x in (k, v)])
+    assert_equal(view.blocks(rows, heads, ids), [jnp.stack([x[0, 1, 12:], x[1, 0, 8:12]]) for x in (k, v)], "kv")
+    assert_equal(view.run(jnp.int32(1), 2), [x[:, :, 4:12] for x in (k, v)], "kv")
     assert np.all(view.present(1, 2))
 
 
@@ -137,19 +140,6 @@ def test_pages_outside_the_pool_are_not_held():
     np.testing.assert_array_equal(view.present(0, 4), [[False, True, False, True], [True, False, False, True]])
 
 
-def test_small_pages_are_scaled_back():
-    k = normal(1, 2, 8, 4)
-    stored = (k / jnp.array([2.0, 0.5])[:, None, None]).astype(jnp.float8_e4m3fn)
-    pages = stored.reshape(1, 2, 2, 4, 4).swapaxes(1, 2)
-    scales = (jnp.array([2.0, 0.5]), jnp.array([4.0, 1.0]))
-    view = Paged(pages, pages, scales, 0, jnp.array([[0, 1]]), jnp.bfloat16)
-    got_k, got_v = view.run(0, 2)
-    expected = stored.astype(jnp.float32)
-    assert got_k.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(got_k, (expected * scales[0][:, None, None]).astype(jnp.bfloat16))
-    np.testing.assert_array_equal(got_v, (expected * scales[1][:, None, None]).astype(jnp.bfloat16))
-
-
 # The door.
 
 
@@ -168,8 +158,7 @@ def test_ops_read_views(queries, schedule):
         got = jax.jit(partial(attend_all, schedule="mask" if schedule else "auto"))(q[:, at], view, *rows)
     else:
         got = jax.jit(partial(attend_selected, schedule=schedule))(q[:, at], view, blocks[:, :, at], *rows)
-    for found, expected in zip(got, run(case, "dense" if is_dense else "definition", blocks), strict=True):
-        np.testing.assert_allclose(found, expected[:, at], **TOLERANCE)
+    assert_close(got, [x[:, at] for x in run(case, "dense" if is_dense else "definition", blocks)])
     assert_partial(case, blocks)
 
 
@@ -191,9 +180,15 @@ def test_unknown_schedules():
     ("changes", "message"),
     [
         (dict(q=(3, 40, 3, 8)), "q has 3 heads of 8 and k 2 of 8"),
-        (dict(q=(3, 40, 4, 4)), "q has 4 heads of 4 and k 2 of 8"),
-        (dict(blocks=(3, 1, 40, 3)), r"blocks has shape \(3, 1, 40, 3\): must be \[3 2 40 J\]"),
-        (dict(blocks=(3, 40, 2, 3)), r"blocks has shape \(3, 40, 2, 3\): must be \[3 2 40 J\]"),
+        (dict(q=(3, 40, 4, 4)), "q has 4 heads of 4 and k 2 of 8|k has shape .* with H = 4, as q has"),
+        (
+            dict(blocks=(3, 1, 40, 3)),
+            r"blocks has shape .3, 1, 40, 3..*: must be .*(\[3 2 40 J\]|with K = 2, as k has)",
+        ),
+        (
+            dict(blocks=(3, 40, 2, 3)),
+            r"blocks has shape .3, 40, 2, 3..*: must be .*with (K = 2, as k|T = 40, as q) has",
+        ),
         (dict(block_size=0), "block_size = 0: must be at least 1"),
     ],
 )
@@ -222,3 +217,28 @@ def test_dense_operands_that_do_not_fit():
         msa.dense_attention(q[:, :, :3], k, v, *args)
     with pytest.raises(ValueError, match="q has 3 heads of 8 and k 2 of 8"):
         msa.blockwise_attention(q[:, :, :3], msa.contiguous(k, v, 4), *args)
+
+
+# Where a key and a place no longer fit one 32-bit number.
+
+
+@pytest.mark.parametrize(
+    ("queries", "num_blocks"),
+    [(1025, 1_047_552), (1025, 1_047_553), (1025, 1_048_600)],
+    ids=["below", "the last pair above", "several above"],
+)
+def test_inversion_where_keys_and_places_fill_32_bits(queries, num_blocks):
+    """T37: blocks x pairs on both sides of 2**31, where the last query chose the last block."""
+    draw = np.random.default_rng(queries + num_blocks)
+    blocks = draw.integers(0, num_blocks, (1, 1, queries, 2)).astype(np.int32)
+    blocks[0, 0, :, 1] = np.where(draw.random(queries) < 0.5, num_blocks - 1, -1)
+    blocks[0, 0, ::7, 0] = -1
+    blocks[0, 0, -1] = -1, num_blocks - 1
+    tiles = _invert(blocks, num_blocks=num_blocks, tile=8)
+    block, query, valid, place_of = (np.asarray(x) for x in (tiles.block, tiles.query, tiles.valid, tiles.place_of))
+    pairs = np.argwhere(blocks[0, 0] >= 0)
+    assert valid.sum() == len(pairs), f"{valid.sum()} places are used, expected {len(pairs)}"
+    place = place_of[0, 0][tuple(pairs.T)]
+    comparisons.assert_equal(query.reshape(-1)[place], pairs[:, 0], "query in the place of a pair", "pair")
+    comparisons.assert_equal(block[place // 8], blocks[0, 0][tuple(pairs.T)], "block of a pair's tile", "pair")
+    assert valid.reshape(-1)[place].all()

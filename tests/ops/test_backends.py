@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from support import tiny
+from support import comparisons, tiny
 from support.engines import CONFIG, engine, params, prompt, quick, serve
 from support.msa_strategies import GROUPED, prefill
 
@@ -20,7 +20,7 @@ from m3jax import M3Config
 from m3jax import model as m3_model
 from m3jax.decoding import device
 from m3jax.decoding.engine.runner import Runner, Shapes
-from m3jax.msa import SelectionRules, contiguous, contiguous_index
+from m3jax.msa import Paged, SelectionRules, contiguous, contiguous_index
 from m3jax.ops import BACKENDS, attend_all, attend_selected, interpret, select
 from m3jax.ops.backends import Case, choose, why_not
 
@@ -118,8 +118,11 @@ def model():
     return tiny.model(CONFIG)
 
 
-@pytest.mark.parametrize("few", [False, True])
-def test_ops_in_interpret_mode_give_what_xla_gives(few):
+@pytest.mark.parametrize(
+    ("few", "forced"), [(False, dict(init_blocks=1)), (True, dict(local_blocks=2)), (True, dict(init_blocks=1))]
+)
+def test_ops_in_interpret_mode_give_what_xla_gives(few, forced):
+    """Under rules that are not M3's; those are what the models below have."""
     case = prefill(GROUPED, 1, lengths=[0, 40, 13])
     q, k, v = map(jnp.asarray, case.qkv())
     index_q, index_k = map(jnp.asarray, case.index())
@@ -127,16 +130,41 @@ def test_ops_in_interpret_mode_give_what_xla_gives(few):
     first = -8 if few else 0
     rows = jnp.asarray(case.positions)[:, first:], jnp.asarray(case.lengths)
 
+    rules = SelectionRules(top_k=GROUPED.J, **forced)
+
     def ops(backend, schedule):
-        blocks = select(index_q[:, first:], index, *rows, SelectionRules(top_k=GROUPED.J), backend=backend)
+        blocks = select(index_q[:, first:], index, *rows, rules, backend=backend)
         sparse = attend_selected(q[:, first:], view, blocks, *rows, schedule=schedule, backend=backend)
         return blocks, sparse, attend_all(q[:, first:], view, *rows, schedule=schedule, backend=backend)[0]
 
     run = jax.jit(ops, static_argnums=(0, 1))
     with interpret():
         found = run("triton", "auto")
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run("xla", "mask")), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+    names, expected = ("blocks", "out", "lse", "dense out"), run("xla", "mask")
+    for name, mine, theirs in zip(names, jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        comparisons.assert_close(mine, theirs, name, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["sparse", "dense"])
+def test_decode_kernels_read_float8_pages_by_their_scales(op):
+    """Scales of each head, other ones for keys than for values, and no powers of two."""
+    case = prefill(GROUPED, 3, lengths=[40, 17, 33])
+    (q, k, v), blocks = case.qkv(), case.any_blocks()
+    scales = jnp.array([0.03, 0.17]), jnp.array([0.05, 0.011])
+    of_pages = lambda x: np.moveaxis(x.reshape(30, GROUPED.P, 2, 8), 2, 1)[None]  # [1 pages K P H]
+    stored = (jnp.asarray(of_pages(x) / scale[:, None, None], E4M3) for x, scale in zip((k, v), scales, strict=True))
+    view = Paged(*stored, scales, jnp.int32(0), jnp.arange(30, dtype=jnp.int32).reshape(3, 10), F32)
+    rows = jnp.asarray(case.positions)[:, -4:], jnp.asarray(case.lengths)
+
+    def attend(backend):
+        if op == "dense":
+            return attend_all(jnp.asarray(q[:, -4:]), view, *rows, backend=backend)
+        return attend_selected(jnp.asarray(q[:, -4:]), view, jnp.asarray(blocks[:, :, -4:]), *rows, backend=backend)
+
+    with interpret():
+        found = jax.jit(attend, static_argnums=0)("triton")
+    for name, mine, theirs in zip(("out", "lse"), found, jax.jit(attend, static_argnums=0)("xla"), strict=True):
+        comparisons.assert_close(mine, theirs, f"{name} of {op}_decode", atol=1e-5)
 
 
 def test_a_model_in_interpret_mode_has_the_same_logits_blocks_and_gradients():
@@ -145,8 +173,8 @@ def test_a_model_in_interpret_mode_has_the_same_logits_blocks_and_gradients():
     with interpret():
         found = jax.jit(lambda m, t: m.intermediates(t))(kernels, tokens)
     expected = jax.jit(lambda m, t: m.intermediates(t))(model(), tokens)
-    np.testing.assert_allclose(found["logits"], expected["logits"], rtol=0, atol=2e-4)
-    np.testing.assert_array_equal(found["layers"][1]["blocks"], expected["layers"][1]["blocks"])
+    comparisons.assert_close(found["logits"], expected["logits"], "logits", "B T V", atol=2e-4)
+    comparisons.assert_same_sets(found["layers"][1]["blocks"], expected["layers"][1]["blocks"])
     loss = lambda m, t: jnp.mean(jnp.square(m(t)))
     with interpret():
         found = jax.jit(jax.grad(loss))(kernels, tokens)

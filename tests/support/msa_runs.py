@@ -1,8 +1,10 @@
 """A schedule run on a case, and what its results are compared by."""
 
 import numpy as np
+from support import comparisons
 from support.msa_strategies import Case, attention, blockwise, dense_attention, index_topk
 
+AXES = {"out": "B T N H", "lse": "B T N"}
 TOLERANCE = dict(rtol=2e-5, atol=3e-6)  # float32 sums of at most 40 terms near 1
 
 
@@ -25,11 +27,13 @@ def selected(case: Case, **changes) -> np.ndarray:
     return np.asarray(index_topk(*case.index(), case.positions, case.lengths, **case.rules(**changes)))
 
 
-def assert_close(got, expected, **tolerance):
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, **(TOLERANCE | tolerance))
+def assert_close(got, expected, names=("out", "lse"), **tolerance):
+    """Outputs and log-sum-exps, or what else is named, are within the tolerance."""
+    for name, a, b in zip(names, got, expected, strict=True):
+        comparisons.assert_close(a, b, name, AXES.get(name, ""), **(TOLERANCE | tolerance))
 
 
-def assert_equal(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+def assert_equal(got, expected, names=("out", "lse")):
+    """Outputs and log-sum-exps, or what else is named, are the same bits."""
+    for name, a, b in zip(names, got, expected, strict=True):
+        comparisons.assert_equal(a, b, name, AXES.get(name, ""))

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
 from m3jax.msa.definition import sees
-from m3jax.msa.rules import check_heads
+from m3jax.msa.rules import check_heads, checked
 from m3jax.msa.schedules.layout import group_rows, ungroup_rows, zero_behind_row
 from m3jax.msa.views import BlockView
 from m3jax.numerics import RunningSoftmax, accumulator
@@ -79,6 +79,7 @@ def _attend_chunk(
     return ungroup_rows(out, lse, q.shape[1], q.dtype)
 
 
+@checked
 def blockwise_attention(
     q: Float[Array, "B T N H"],
     view: BlockView,

@@ -6,10 +6,10 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
-from m3jax.msa.definition import sees, select_blocks
-from m3jax.msa.rules import SelectionRules, check_index
+from m3jax.msa.definition import pool, sees, select_blocks
+from m3jax.msa.rules import Score, SelectionRules, checked
 from m3jax.msa.views import IndexView, contiguous_index
-from m3jax.numerics import UNSEEN, accumulator, dot_scores, logsumexp
+from m3jax.numerics import UNSEEN, accumulator, dot_scores
 
 _SCORE_BUDGET = 1 << 19  # token scores held at once; more would leave the cache of a core
 _FEW_ROWS = 128  # up to here pieces are longer
@@ -27,6 +27,16 @@ def index_walk(
 
     Where several devices hold the keys, each scores its own and `view.join_scores` puts them together. No gradient
     goes through it.
+
+    Args:
+      index_q: index queries after norm and RoPE, one head for each KV head.
+      view: the index keys, as `m3jax.msa.contiguous_index` makes one.
+      positions: position of each query; < 0 or >= lengths marks padding.
+      lengths: valid keys of each row.
+      rules: J, which blocks are forced, and what a block's score is.
+
+    Returns:
+      Ascending ids, then -1.
     """
 
     def select_chunk(index_q, positions):
@@ -43,9 +53,17 @@ def walk_scores(
     view: IndexView,
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
-    score: str = "max",
+    score: Score = "max",
 ) -> Float[Array, "B K T M"]:
-    """`block_scores` over a view; token scores are held for a chunk of queries only."""
+    """`block_scores` over a view; token scores are held for a chunk of queries only.
+
+    Args:
+      index_q, view, positions, lengths: as in `index_walk`.
+      score: as in `SelectionRules`.
+
+    Returns:
+      [B K T M], float32 (float64 for float64 inputs); -inf for a block in which the query sees no token.
+    """
 
     def score_chunk(index_q, positions):
         return _score_chunk(index_q, view, positions, lengths, score).swapaxes(1, 2)  # [B T K M]
@@ -66,7 +84,7 @@ def _score_chunk(
     view: IndexView,
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
-    score: str,
+    score: Score,
 ) -> Float[Array, "B K T M"]:
     """Scores of all blocks for a chunk of queries, in pieces of whole blocks."""
     batch, num_queries, heads, _ = index_q.shape
@@ -88,7 +106,7 @@ def _score_chunk(
             key_positions = first_block * block_size + jnp.arange(keys.shape[1], dtype=jnp.int32)
             token_scores = jnp.where(sees(positions, lengths, key_positions)[:, None], token_scores, UNSEEN)
         by_block = rearrange(token_scores, "b k t (m p) -> b k t m p", p=block_size)
-        pooled = jnp.max(by_block, axis=-1) if score == "max" else logsumexp(by_block)  # [B K T m]
+        pooled = pool(by_block, score)  # [B K T m]
         return jnp.where(view.present(first_block, blocks_per_piece)[:, None, None], pooled, UNSEEN)
 
     def step(_, piece):
@@ -111,6 +129,7 @@ def _score_chunk(
     return jnp.concatenate([whole_pieces, by_piece[..., -1, repeated:]], axis=-1)
 
 
+@checked
 def index_topk(
     index_q: Float[Array, "B T K I"],
     index_k: Float[Array, "B S I"],
@@ -118,7 +137,7 @@ def index_topk(
     lengths: Int[Array, " B"],
     *,
     block_size: int,
-    **rules: int | str,
+    **rules: int | Score,
 ) -> Int[Array, "B K T J"]:
     """The blocks that each query keeps: `select_blocks` of `block_scores`, without ever holding all scores.
 
@@ -137,5 +156,4 @@ def index_topk(
       ValueError: rules that contradict each other, a block size below 1, or index widths that differ.
     """
     selection_rules = SelectionRules(**rules)
-    check_index(index_q, index_k, block_size, selection_rules.score)
     return index_walk(index_q, contiguous_index(index_k, block_size), positions, lengths, selection_rules)

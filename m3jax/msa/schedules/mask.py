@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from m3jax.arrays import unchecked
 from m3jax.msa.definition import sparse_attention
 from m3jax.msa.views import BlockView, only_held
 
@@ -18,9 +19,11 @@ def mask(
     is_held = jnp.repeat(view.present(0, view.num_blocks), view.block_size, axis=1)  # [#B S]
     keys, values = (x.swapaxes(1, 2) for x in view.run(0, view.num_blocks))  # [B S K H] each
     values = jnp.where(is_held[:, :, None, None], values, 0)  # what is not held here reads as anything
-    return sparse_attention(
-        q, keys, values, only_held(blocks, view), positions, lengths, block_size=view.block_size, return_lse=True
-    )
+    held_blocks = only_held(blocks, view)
+    with unchecked():  # a part of a selection may lack a query's own block
+        return sparse_attention(
+            q, keys, values, held_blocks, positions, lengths, block_size=view.block_size, return_lse=True
+        )
 
 
 def mask_all(

@@ -1,0 +1,71 @@
+"""What happens before a call of the model runs: its arrays are checked, and it becomes one compiled program."""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from m3jax import arrays
+
+Method = TypeVar("Method", bound=Callable)
+
+
+def compiled(*static: str) -> Callable[[Method], Method]:
+    """Make a method of the model one compiled program, where it is not called as a part of another one.
+
+    Args:
+      *static: names of the arguments whose values the program is compiled for.
+    """
+
+    def decorate(method):
+        program = jax.jit(method, static_argnames=static)
+
+        @wraps(method)
+        def call(self, *args, **kwargs):
+            run = method if arrays.is_traced(self, args, kwargs) else program
+            return run(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
+    """Refuse ids and lengths that the model does not have: always where they are at hand, else under `checks()`.
+
+    Padding may hold anything.
+    """
+    config, cache, tokens = arguments["self"].config, arguments.get("cache"), arguments["tokens"]
+    positions, lengths = arguments.get("positions"), arguments.get("lengths")
+    if cache is not None and (positions is None or lengths is None):
+        raise ValueError("a call with a cache needs positions [B T] and lengths [B]")
+    limit, where = config.max_position_embeddings, "the model's context is"
+    if cache is not None and cache.table.shape[1] * cache.page_size < limit:
+        limit, where = cache.table.shape[1] * cache.page_size, "a row of this cache has room for"
+    batch, width = tokens.shape
+    if positions is None and width > limit:
+        raise ValueError(f"tokens has {width} columns and {where} {limit} tokens: give fewer, or chunks with a cache")
+
+    def find_problem(tokens, positions, lengths):
+        if lengths.max() > limit or lengths.min() < 0:
+            row = int(np.argmax((lengths > limit) | (lengths < 0)))
+            return f"lengths[{row}] = {lengths[row]}: {where} {limit} tokens"
+        is_wrong = (positions >= 0) & (positions < lengths[:, None]) & ((tokens < 0) | (tokens >= config.vocab_size))
+        if is_wrong.any():
+            row, column = (int(i) for i in np.argwhere(is_wrong)[0])
+            return (
+                f"tokens[{row}, {column}] = {tokens[row, column]}: token ids are 0 to {config.vocab_size - 1}; what "
+                "only fills a row up must lie at or behind its length"
+            )
+
+    if arrays.is_checking() or not arrays.is_traced(tokens, positions, lengths):
+        if positions is None:
+            positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
+        if lengths is None:
+            lengths = np.full(batch, width, np.int32)
+        arrays.check_values(find_problem, tokens, positions, lengths)
+
+
+checked = partial(arrays.checked, also=_check_call)

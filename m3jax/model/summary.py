@@ -1,0 +1,35 @@
+"""A model's parameters as a table."""
+
+import io
+import math
+
+import jax
+import numpy as np
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH = 100
+
+
+def table(model: nnx.Module) -> str:
+    """The parameters of a real or an abstract model, one a line, and what they come to.
+
+    Args:
+      model: any module; a stack of layers has its layer axis first.
+    """
+    rows = Table("parameter", "shape", "dtype", "numbers", "MiB", box=None, pad_edge=False)
+    for name in ("numbers", "MiB"):
+        rows.columns[["parameter", "shape", "dtype", "numbers", "MiB"].index(name)].justify = "right"
+    numbers = nbytes = 0
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
+        name = jax.tree_util.keystr(keys, simple=True, separator=".").removesuffix(".value")
+        size = math.prod(leaf.shape)
+        leaf_bytes = size * np.dtype(leaf.dtype).itemsize
+        numbers, nbytes = numbers + size, nbytes + leaf_bytes
+        shape = " ".join(map(str, leaf.shape))
+        rows.add_row(name, shape, str(leaf.dtype), f"{size:,}", f"{leaf_bytes / 2**20:,.2f}")
+    rows.add_row("all", "", "", f"{numbers:,}", f"{nbytes / 2**20:,.2f}")
+    console = Console(file=io.StringIO(), width=_WIDTH)
+    console.print(rows)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -1,0 +1,119 @@
+"""Calls of the model: what they refuse, and that a call outside `jax.jit` compiles once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import tiny
+from support.compilations import compilations
+
+import m3jax
+from m3jax.decoding import Engine, Params, Sampling
+
+CONFIG = tiny.config(max_position_embeddings=64)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 40)), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        (TOKENS.at[1, 7].set(64), {}, r"tokens\[1, 7\] = 64: token ids are 0 to 63"),
+        (TOKENS.at[0, 0].set(-1), {}, r"tokens\[0, 0\] = -1: token ids are 0 to 63"),
+        (jnp.zeros((1, 65), jnp.int32), {}, "tokens has 65 columns and the model's context is 64"),
+        (TOKENS, dict(lengths=jnp.array([40])), r"lengths has shape \[1\] .* with B = 2, as tokens has"),
+        (TOKENS, dict(lengths=jnp.array([40, 65])), r"lengths\[1\] = 65: the model's context is 64 tokens"),
+        (TOKENS[0], {}, r"tokens has shape \[40\] .*: must be signed integers \[B T\]"),
+        (TOKENS * 1.0, {}, "tokens .* dtype float32: must be signed integers"),
+        (TOKENS.tolist(), {}, "tokens is a list: must be an array"),
+    ],
+)
+@pytest.mark.parametrize("method", ["__call__", "intermediates"])
+def test_a_call_refuses(model, method, tokens, options, message):
+    """An id beyond the vocabulary would be clamped and -1 wrap around."""
+    with pytest.raises(ValueError, match=message):
+        getattr(model, method)(tokens, **options)
+
+
+def test_a_traced_call_refuses_under_checks(model):
+    call = jax.jit(lambda model, tokens: model(tokens))
+    call(model, TOKENS + 64)  # nothing looks
+    with pytest.raises(ValueError, match=r"tokens\[0, 0\] = \d+: token ids are 0 to 63"), m3jax.checks():
+        call(model, TOKENS + 64)
+    with m3jax.checks():
+        call(model, TOKENS)
+
+
+def test_a_cache_without_room_is_refused(model):
+    cache = model.new_cache(8, 2, 4)
+    rows = dict(positions=jnp.broadcast_to(jnp.arange(40), (2, 40)), lengths=jnp.array([40, 40]))
+    with pytest.raises(ValueError, match=r"lengths\[0\] = 40: a row of this cache has room for 32 tokens"):
+        model(TOKENS, cache=cache, **rows)
+    with pytest.raises(ValueError, match="a call with a cache needs positions"):
+        model(TOKENS, cache=cache)
+
+
+def test_padding_may_hold_anything(model):
+    lengths = jnp.array([40, 11])
+    padded = jnp.where(jnp.arange(40) < lengths[:, None], TOKENS, -5)
+    np.testing.assert_array_equal(model(padded, lengths=lengths)[1, :11], model(TOKENS, lengths=lengths)[1, :11])
+
+
+def test_a_second_call_compiles_nothing(model):
+    """Outside `jax.jit` each call used to compile its scans again."""
+    other = TOKENS[::-1]
+    model(TOKENS), model.intermediates(TOKENS), model.tapped(TOKENS, (0, 2))
+    with compilations() as compiled:
+        model(other), model.intermediates(other), model.tapped(other, (0, 2))
+    assert not compiled
+
+
+def test_one_layer(model):
+    """`layer(i)` has the parameters that the i-th layer of the stacks has."""
+    depths = [stack.depth for stack in model.stacks]
+    for index, name in ((0, "0.0"), (1, "1.0"), (2, "1.1")):
+        stack, place = (int(part) for part in name.split("."))
+        one = model.layer(index)
+        assert one.depth == 1
+        jax.tree.map(lambda x, y, place=place: np.testing.assert_array_equal(x[0], y[place]), one, model.stacks[stack])
+    with pytest.raises(ValueError, match=f"layer 3: the model has layers 0 to {sum(depths) - 1}"):
+        model.layer(3)
+
+
+def test_tabulate_breaks_nothing(model):
+    """It used to leave the classes with replaced methods until the process ended."""
+    with pytest.raises(NotImplementedError, match=r"see model\.summary\(\)"):
+        nnx.tabulate(model, TOKENS)
+    model(TOKENS)
+    lines = model.summary().splitlines()
+    assert len(lines) == len(jax.tree.leaves(model)) + 2
+    assert f"{sum(x.size for x in jax.tree.leaves(model)):,}" in lines[-1]
+
+
+def test_a_score_of_ones_own_reaches_every_layer(model):
+    """The maximum written by hand selects as the configuration's does, its negative does not."""
+    blocks = lambda model: [layer["blocks"] for layer in model.intermediates(TOKENS)["layers"] if "blocks" in layer]
+    expected = blocks(model)
+    found = blocks(model.with_score(lambda scores: jnp.max(scores, axis=-1)))
+    other = blocks(model.with_score(lambda scores: -jnp.max(scores, axis=-1)))
+    assert len(expected) == 2
+    for a, b, c in zip(expected, found, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a != c).any()
+    with pytest.raises(ValueError, match="score = 'mean'"):
+        model.with_score("mean")
+
+
+def test_an_engine_passes_checks(model):
+    """What the engine gives the model is all in order, rows of padding and ends of pages included."""
+    params = Params(max_new_tokens=5, sampling=Sampling.greedy())
+    with m3jax.checks():
+        engine = Engine(model, pages=24, max_batch=2, prefill_chunk=16, steps_per_call=2)
+        handles = [engine.add(prompt, params) for prompt in (TOKENS[0], TOKENS[1, :3], TOKENS[1, :17])]
+        results = engine.run()
+    assert [len(results[handle].tokens) for handle in handles] == [5, 5, 5]

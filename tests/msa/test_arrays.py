@@ -1,0 +1,130 @@
+"""What the functions of MSA are given: refused by shape and dtype always, by what is in it under `m3jax.checks()`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.msa_strategies import GROUPED, prefill
+
+import m3jax
+from m3jax import msa
+
+CASE = prefill(GROUPED)
+INDEX_Q, INDEX_K = map(jnp.asarray, CASE.index())
+Q, K, V = map(jnp.asarray, CASE.qkv())
+POSITIONS, LENGTHS = jnp.asarray(CASE.positions), jnp.asarray(CASE.lengths)
+BLOCKS = jnp.asarray(msa.index_topk(INDEX_Q, INDEX_K, POSITIONS, LENGTHS, block_size=4, top_k=3))
+
+CALLS = {
+    "block_scores": (partial(msa.block_scores, block_size=4), dict(index_q=INDEX_Q, index_k=INDEX_K)),
+    "index_topk": (partial(msa.index_topk, block_size=4, top_k=3), dict(index_q=INDEX_Q, index_k=INDEX_K)),
+    "dense_attention": (msa.dense_attention, dict(q=Q, k=K, v=V)),
+    "sparse_attention": (partial(msa.sparse_attention, block_size=4), dict(q=Q, k=K, v=V, blocks=BLOCKS)),
+}
+ROWS = dict(positions=POSITIONS, lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(lengths=LENGTHS[:1]), r"lengths has shape \[1\] .*with B = 3, as (index_)?q has"),
+        (dict(lengths=[40, 40, 40]), r"lengths is a list: must be an array of signed integers \[B\]"),
+        (dict(lengths=LENGTHS.astype(jnp.uint32)), "lengths has shape .* and dtype uint32: must be signed integers"),
+        (dict(positions=POSITIONS[0]), r"positions has shape \[40\] .*: must be signed integers \[B T\]"),
+        (dict(positions=POSITIONS.astype(jnp.float32)), "positions .* dtype float32: must be signed integers"),
+        (dict(positions=POSITIONS[:, :0]), r"positions has shape \[3, 0\] .*(no axis|with T = 40)"),
+    ],
+)
+def test_rows_that_do_not_fit(name, changes, message):
+    """T5, T13: the lengths of one row are not those of three, and positions are whole numbers."""
+    call, operands = CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        call(**(operands | ROWS | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("index_topk", dict(index_q=INDEX_Q[0]), r"index_q has shape \[40, 2, 8\] .*: must be floats \[B T K I\]"),
+        ("index_topk", dict(index_q=INDEX_Q[:, :0]), r"index_q .*: no axis of floats \[B T K I\] may be empty"),
+        ("index_topk", dict(index_q=INDEX_Q.astype(jnp.int32)), "index_q .* dtype int32: must be floats"),
+        ("block_scores", dict(index_k=INDEX_K[:2]), r"index_k has shape \[2, 40, 8\] .* with B = 3, as index_q has"),
+        ("sparse_attention", dict(blocks=BLOCKS * 1.0), "blocks .* dtype float32: must be signed integers"),
+        ("sparse_attention", dict(v=V[:, :39]), r"v has shape \[3, 39, 2, 8\] .* with S = 40, as k has"),
+        ("dense_attention", dict(q=None), "q is a NoneType: must be an array of floats"),
+    ],
+)
+def test_operands_of_another_rank_dtype_or_size(name, changes, message):
+    call, operands = CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        call(**(operands | ROWS | changes))
+
+
+WRONG_VALUES = {
+    "another block size, too small": (dict(block_size=2), {}, "lacks the query's own block, in blocks of 2"),
+    "another block size, too large": (dict(block_size=8), {}, "names a block that there is not: ids are -1 to 4"),
+    "no such id": ({}, dict(blocks=BLOCKS.at[1, 1, 30, 0].set(10)), r"blocks\[1, 1, 30\] .* ids are -1 to 9"),
+    "a block twice": ({}, dict(blocks=BLOCKS.at[2, 0, 39, 0].set(9)), r"blocks\[2, 0, 39\] .* names a block twice"),
+    "a later block": ({}, dict(blocks=BLOCKS.at[0, 1, 20, 0].set(7)), "a block behind the query's own"),
+    "of other queries": ({}, dict(positions=POSITIONS + 4), "lacks the query's own block"),
+    "more keys than there are": ({}, dict(lengths=LENGTHS.at[1].set(41)), r"lengths\[1\] = 41: a row has 0 to 40 keys"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "changes", "message"), WRONG_VALUES.values(), ids=WRONG_VALUES)
+def test_wrong_numbers_are_found_under_checks(options, changes, message):
+    """Each changes what is attended to without an error; a compiled function finds it too, and is found as it was."""
+    arrays = dict(q=Q, k=K, v=V, blocks=BLOCKS) | ROWS | changes
+    attend = partial(msa.sparse_attention, **(dict(block_size=4) | options))
+    with m3jax.checks(), pytest.raises(ValueError, match=message):
+        attend(**arrays)
+
+    traced = []
+
+    @jax.jit
+    def compiled(arrays):
+        traced.append(None)
+        return attend(**arrays)
+
+    silent = compiled(arrays)
+    with pytest.raises(ValueError, match=message), m3jax.checks():
+        compiled(arrays)
+    np.testing.assert_array_equal(compiled(arrays), silent)
+    assert len(traced) == 2  # without checks, and with them
+
+
+def test_what_is_right_passes_checks():
+    """Also inside a program, and where padding holds anything."""
+    padded = POSITIONS.at[:, 35:].set(-1), LENGTHS.at[0].set(20)
+    run = lambda blocks, *rows: msa.sparse_attention(Q, K, V, blocks, *rows, block_size=4)
+    with m3jax.checks():
+        for positions, lengths in (tuple(ROWS.values()), padded):
+            blocks = msa.index_topk(INDEX_Q, INDEX_K, positions, lengths, block_size=4, top_k=3)
+            args = blocks, positions, lengths
+            np.testing.assert_allclose(run(*args), jax.jit(run)(*args), rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_in_a_block_of_checks_names_what_was_found():
+    """What a compiled program found is the likelier cause of what failed after it."""
+    compiled = jax.jit(lambda blocks: msa.sparse_attention(Q, K, V, blocks, POSITIONS, LENGTHS, block_size=4))
+    with pytest.raises(ValueError, match="names a block that there is not") as raised, m3jax.checks():
+        compiled(BLOCKS + 100)
+        raise KeyError("tensor")
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(KeyError, match="tensor"), m3jax.checks():
+        raise KeyError("tensor")
+
+
+def test_a_score_of_ones_own():
+    """Definition and walk agree on a custom score; one that is the maximum selects as "max" does."""
+    second_best = lambda scores: jnp.sort(scores, axis=-1)[..., -2]
+    for score in (second_best, lambda scores: jnp.max(scores, axis=-1)):
+        rules = msa.SelectionRules(3, score=score)
+        scores = msa.block_scores(INDEX_Q, INDEX_K, POSITIONS, LENGTHS, 4, score)
+        expected = msa.select_blocks(scores, POSITIONS, LENGTHS, rules, block_size=4)
+        found = msa.index_topk(INDEX_Q, INDEX_K, POSITIONS, LENGTHS, block_size=4, top_k=3, score=score)
+        np.testing.assert_array_equal(found, expected)
+        assert bool(jnp.all(found == BLOCKS)) == (score is not second_best)
