@@ -226,6 +226,13 @@ class PageAllocator:
         sequence = self._sequence(handle)
         return tuple(sequence.pages[: self._blocks(sequence.length)])
 
+    def held(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Every page whose contents are counted on, by a request or by the index of registered ones: (page, tokens)."""
+        yield from ((page, node.tokens) for page, node in self._prefix.nodes.items())
+        for sequence in self._sequences.values():
+            for block, page in enumerate(sequence.pages[: self._blocks(sequence.length)]):
+                yield page, tuple(sequence.tokens[block * self.page_size : (block + 1) * self.page_size])
+
     @property
     def free(self) -> frozenset[int]:
         """Pages whose contents nobody needs."""

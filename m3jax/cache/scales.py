@@ -43,7 +43,7 @@ def measure_scales(model: ProbedModel, tokens: Int[Array, "B T"], headroom: floa
     """
     if headroom < 1:
         raise ValueError(f"headroom = {headroom}: must be at least 1")
-    fit = lambda largest: jnp.where(largest > 0, headroom * largest / _LARGEST, 1.0)
+    fit = lambda largest: jnp.where(largest == 0, 1.0, headroom * largest / _LARGEST)  # NaN stays NaN
     scales = []
     for largest_k, largest_v, largest_index_k in _largest_values(model, tokens):
         scales.append(Scales(fit(largest_k), fit(largest_v), fit(largest_index_k)))
@@ -59,7 +59,11 @@ def _largest_values(
     """Per stack: the largest |k| and |v| of each layer and head [L K], and |index_k| of each layer [L]."""
 
     def probe(values, context):
-        largest = lambda name, axes: jnp.max(jnp.abs(values[name].astype(jnp.float32)), axis=axes)
+        def largest(name, axes):
+            x = jnp.abs(values[name].astype(jnp.float32))
+            # On a CPU a maximum alone leaves NaN out (`m3jax.decoding.sampling.has_distribution`).
+            return jnp.where(jnp.any(jnp.isnan(x), axis=axes), jnp.nan, jnp.max(x, axis=axes))
+
         k, v = largest("k", (0, 1, 3)), largest("v", (0, 1, 3))  # [B T K H] -> [K]
         index_k = largest("index_k", (0, 1, 2)) if "index_k" in values else jnp.float32(0)  # [B T I] -> []
         return k, v, index_k

@@ -4,7 +4,7 @@ from m3jax.decoding.engine import Drafting, Engine, Generation, Params, Timings
 from m3jax.decoding.generate import check_logits, engine_for, generate
 from m3jax.decoding.sampling import Sampling, SamplingParams, filtered_logits, row_keys, sample
 from m3jax.decoding.speculation import Drafter, Eagle3Drafter, PromptLookup
-from m3jax.decoding.text import StoppableText, generate_text
+from m3jax.decoding.text import StoppableText, generate_text, stream_text
 
 __all__ = [
     "Drafter",
@@ -25,4 +25,5 @@ __all__ = [
     "generate_text",
     "row_keys",
     "sample",
+    "stream_text",
 ]

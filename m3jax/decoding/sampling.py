@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, UInt32
 
 HostOrDevice = Array | np.ndarray
+Number = float | int | np.number | HostOrDevice  # of an array one without axes
 _MAX_SEED = 2**32 - 1
 
 
@@ -32,6 +33,8 @@ class Sampling:
       seed: with the token's position it decides the draw, so a row's tokens depend neither on the rows next to
         it nor on how the work is cut; rows of equal prompt and seed get equal tokens.
 
+    A number may be Python's, numpy's or jax's; it is kept as Python's.
+
     Raises:
       ValueError: a knob outside its range.
 
@@ -39,14 +42,18 @@ class Sampling:
     where logits tie at the edge of top-k or top-p, lower ids are kept.
     """
 
-    temperature: float | int = 1.0
-    top_k: int | None = None
-    top_p: float | int | None = None
-    min_p: float | int | None = None
-    repetition_penalty: float | int | None = None
-    seed: int = 0
+    temperature: Number = 1.0
+    top_k: Number | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    seed: Number = 0
 
     def __post_init__(self):
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, HostOrDevice | np.generic) and np.ndim(value) == 0:
+                object.__setattr__(self, name, value.item())  # so that equal settings are equal, and hashable
         for name, low, high, open_low in _RANGES:
             _check_number(name, getattr(self, name), low, high, open_low)
         _check_integer("top_k", self.top_k, 2**31 - 1)
@@ -55,7 +62,7 @@ class Sampling:
             raise ValueError("temperature and seed need a number; temperature 0 is greedy")
 
     @classmethod
-    def greedy(cls, repetition_penalty: float | int | None = None) -> "Sampling":
+    def greedy(cls, repetition_penalty: Number | None = None) -> "Sampling":
         """The most probable token each time."""
         return cls(temperature=0.0, repetition_penalty=repetition_penalty)
 
@@ -72,7 +79,7 @@ _RANGES = (
 def _check_number(name: str, value: object, low: float, high: float, open_low: bool) -> None:
     if value is None:
         return
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
         upper = "finite" if high == math.inf else f"at most {high:g}"
         raise ValueError(f"{name} = {value!r}: must be {'above' if open_low else 'at least'} {low:g} and {upper}")
@@ -81,7 +88,7 @@ def _check_number(name: str, value: object, low: float, high: float, open_low: b
 def _check_integer(name: str, value: object, high: int) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
         raise ValueError(f"{name} = {value!r}: must be an integer from 0 to {high}")
 
 
@@ -178,15 +185,24 @@ def sample(
       seen: as in `filtered_logits`.
 
     Returns:
-      int32 token ids; -1 for a row whose largest logit is NaN or infinite: it has no distribution.
+      int32 token ids; -1 for a row without a distribution (`has_distribution`).
     """
     filtered = filtered_logits(logits, params, seen)
 
     best = lambda keys, filtered: jnp.argmax(filtered, axis=-1)
     draw = lambda keys, filtered: jax.vmap(jax.random.categorical)(keys, filtered)
     tokens = lax.cond(jnp.all(params.temperature == 0), best, draw, keys, filtered)
-    is_usable = jnp.isfinite(jnp.max(logits, axis=-1)) & (jnp.max(filtered, axis=-1) == 0)
+    is_usable = has_distribution(logits) & (jnp.max(filtered, axis=-1) == 0)
     return jnp.where(is_usable, tokens.astype(jnp.int32), jnp.int32(-1))
+
+
+def has_distribution(logits: Float[Array, "*X V"]) -> Bool[Array, "*X"]:
+    """Whether a softmax of logits means anything: none is NaN or +inf, and not all are -inf, which rules a token out.
+
+    A maximum says nothing of NaN: on a CPU XLA leaves NaN out of the maximum of an array of 4,096 numbers or more
+    (jaxlib 0.10.2, whose reductions are YNNPACK's).
+    """
+    return ~jnp.any(jnp.isnan(logits), axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
 
 
 def _token_ids(x: Float[Array, "B V"]) -> Int32[Array, "B V"]:

@@ -14,6 +14,7 @@ from support.compilations import compilations
 from support.engines import CONFIG, SIZE, Watched, engine, finish, params, preemptions, prompt, quick, serve, watch
 
 from m3jax.cache import Cache, HostMemory
+from m3jax.cache.offload import host
 from m3jax.cache.offload.pool import GROUP, Slots
 from m3jax.parallel import parse_mesh
 
@@ -150,6 +151,23 @@ def test_copied_truncated_and_moved_requests_go_on_as_before(kind):
     assert other.result(back).tokens == expected.tokens
 
 
+def test_the_first_import_compiles_nothing():
+    """After `warmup`: pages from a snapshot are put by the program that puts those of a flush."""
+    source = engine(model(), pages=24, prefix_cache=False)
+    handle = source.add(*WORK[2])
+    for _ in range(7):
+        source.step()
+    snapshot = source.export(handle)
+    host._pinned_put.clear_cache()  # what another test compiled would hide it
+    target = engine(model(), pages=24, device_pages=16, host_memory="pinned_host", prefix_cache=False)
+    target.warmup()
+    with compilations() as seen:
+        moved = target.import_request(snapshot)
+        finish(target)
+    assert seen == []
+    assert_same([target.result(moved)], resident()[2:3], 1e-5)
+
+
 def test_a_prefix_hit_reads_host_memory():
     served = engine(model(), pages=24, device_pages=16, host_memory="pinned_host")
     first = serve(served, (prompt(90, 1), params(20)))[0]
@@ -185,6 +203,20 @@ def test_slots_keep_what_was_used_last(seed):
         if len(dirty) < 3:
             dirty = set(page_of[rng.random(6) < 0.2].tolist()) & found
         slots = slots.replace(dirty=jnp.asarray(np.isin(page_of, list(dirty)))[None])
+
+
+def test_a_copy_onto_a_page_that_is_here_forgets_it():
+    """Else what the slot holds of the page's last owner is read in the place of the copy, which is in host memory."""
+    cache = Cache.pool(CONFIG, 6, 1, 2, "float32", device_pages=6)
+    stack = next(stack for stack in cache.stacks if hasattr(stack, "slots"))
+    pages = jnp.array([2, 4])
+    wanted = jnp.zeros(6 * HEADS, bool).at[stack.virtual_page_ids(pages)].set(True)
+    stack = stack.give_slots(jnp.int32(0), wanted)
+    stack = stack.replace(index_k=stack.index_k.at[:, 2].set(7.0))
+    copied = stack.copy_pages(jnp.array([2, 0]), jnp.array([4, -1]))
+    slots = np.asarray(copied.slots.slot_of[0]).reshape(6, HEADS) >= 0
+    assert slots.any(1).tolist() == [False, False, True, False, False, False], "pages whose slots are believed"
+    assert (np.asarray(copied.index_k[:, 4]) == 7.0).all() and not np.asarray(copied.index_k[:, 3]).any()
 
 
 def test_forgotten_pages_are_read_again():

@@ -90,119 +90,6 @@ class Pool:
         return cached
 
 
-class Machine(RuleBasedStateMachine):
-    """Random requests; `model` has what each one's pages must hold."""
-
-    past = Bundle("past")  # tokens of requests, for others that begin alike
-
-    @initialize(
-        pages=st.sampled_from((12, 20, 7, 3)),
-        size=st.sampled_from((3, 4, 2, 1)),
-        share=st.integers(0, 4),
-        prompts=st.lists(TOKENS, min_size=3, max_size=3),
-    )
-    def start(self, pages, size, share, prompts):
-        self.pool = Pool(pages, size, share=share < 4)
-        self.pages, self.model = self.pool.pages, {}
-        self.limit, self.asked = pages * size, 0
-        for tokens in prompts:
-            self.open(tokens)
-
-    def pick(self, which):
-        return list(self.model)[which % len(self.model)]
-
-    def extend(self, handle, tokens, reserve=0):
-        """Write tokens; as in an engine, the youngest of the others give way while there is no room."""
-        had, size = len(self.model[handle]), self.pages.page_size
-        tokens = tokens[: self.limit - had]
-        reserve = min(reserve, self.limit - had - len(tokens))
-        new = -(-(had + len(tokens) + reserve) // size) - np.count_nonzero(self.pages.table(handle, self.limit) >= 0)
-        while tokens:
-            before = self.pool.snapshot()
-            try:
-                self.pool.write(handle, tokens, reserve)
-            except OutOfPages:
-                assert self.pages.available < max(new, 0) + (had % size > 0)
-                assert self.pool.snapshot() == before
-                if len(self.model) == 1:
-                    return
-                self.close(max(self.model.keys() - {handle}))
-            else:
-                self.model[handle] += tokens
-                return
-
-    def open(self, tokens):
-        tokens = tokens[: self.limit]
-        handle, cached = self.pages.add(tokens)
-        assert cached % self.pages.page_size == 0 and cached < len(tokens)
-        self.asked += len(tokens)
-        self.model[handle] = tokens[:cached]
-        self.extend(handle, tokens[cached:])
-
-    def close(self, handle):
-        self.pages.release(handle)
-        return self.model.pop(handle)
-
-    @rule(target=past, tokens=TOKENS)
-    def add(self, tokens):
-        self.open(tokens)
-        return tokens
-
-    @rule(begin=past, cut=st.integers(1, 20), tokens=TOKENS)
-    def add_alike(self, begin, cut, tokens):
-        self.open(begin[:cut] + tokens)
-
-    @precondition(lambda self: self.model)
-    @rule(which=WHICH, tokens=TOKENS, reserve=st.integers(0, 4))
-    def write(self, which, tokens, reserve):
-        self.extend(self.pick(which), tokens, reserve)
-
-    @precondition(lambda self: self.model)
-    @rule(which=WHICH, tokens=TOKENS, writer=st.sampled_from(("old", "new")))
-    def fork(self, which, tokens, writer):
-        old = self.pick(which)
-        new = self.pages.fork(old)
-        self.model[new] = list(self.model[old])
-        self.extend({"old": old, "new": new}[writer], tokens)
-
-    @precondition(lambda self: self.model)
-    @rule(which=WHICH, dropped=st.integers(1, 5), tokens=st.just([]) | TOKENS)
-    def truncate(self, which, dropped, tokens):
-        handle = self.pick(which)
-        length = max(0, len(self.model[handle]) - dropped)
-        self.pages.truncate(handle, length)
-        del self.model[handle][length:]
-        self.extend(handle, tokens)
-
-    @precondition(lambda self: self.model)
-    @rule(target=past, which=WHICH)
-    def release(self, which):
-        return self.close(self.pick(which))
-
-    @precondition(lambda self: self.model)
-    @rule(which=WHICH)
-    def preempt_and_resume(self, which):
-        if tokens := self.close(self.pick(which)):
-            self.open(tokens)
-
-    @precondition(lambda self: self.pages.statistics()["cached"])
-    @rule(n=st.integers(1, 3))
-    def evict(self, n):
-        before = self.pages.statistics()
-        assert self.pages.evict(n) == min(n, before["cached"]) == self.pages.statistics()["free"] - before["free"]
-
-    @invariant()
-    def device_holds_the_model_and_counters_add_up(self):
-        self.pool.verify(self.model)
-
-        s = self.pages.statistics()
-        assert s["hit_tokens"] + s["missed_tokens"] == self.asked
-
-
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=4 * settings.default.max_examples, stateful_step_count=40)
-
-
 @pytest.mark.parametrize("p", [1, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("suffix", [1, 2, 4, 7])
 def test_prefix_hit_is_every_full_page_before_the_last_token(p, suffix):
@@ -447,3 +334,116 @@ def test_check_names_what_is_broken(message):
     BROKEN[message](pool.pages)
     with pytest.raises(AssertionError, match=message):
         pool.pages.check()
+
+
+class Machine(RuleBasedStateMachine):
+    """Random requests; `model` has what each one's pages must hold. It stands last: red, it shrinks for minutes."""
+
+    past = Bundle("past")  # tokens of requests, for others that begin alike
+
+    @initialize(
+        pages=st.sampled_from((12, 20, 7, 3)),
+        size=st.sampled_from((3, 4, 2, 1)),
+        share=st.integers(0, 4),
+        prompts=st.lists(TOKENS, min_size=3, max_size=3),
+    )
+    def start(self, pages, size, share, prompts):
+        self.pool = Pool(pages, size, share=share < 4)
+        self.pages, self.model = self.pool.pages, {}
+        self.limit, self.asked = pages * size, 0
+        for tokens in prompts:
+            self.open(tokens)
+
+    def pick(self, which):
+        return list(self.model)[which % len(self.model)]
+
+    def extend(self, handle, tokens, reserve=0):
+        """Write tokens; as in an engine, the youngest of the others give way while there is no room."""
+        had, size = len(self.model[handle]), self.pages.page_size
+        tokens = tokens[: self.limit - had]
+        reserve = min(reserve, self.limit - had - len(tokens))
+        new = -(-(had + len(tokens) + reserve) // size) - np.count_nonzero(self.pages.table(handle, self.limit) >= 0)
+        while tokens:
+            before = self.pool.snapshot()
+            try:
+                self.pool.write(handle, tokens, reserve)
+            except OutOfPages:
+                assert self.pages.available < max(new, 0) + (had % size > 0)
+                assert self.pool.snapshot() == before
+                if len(self.model) == 1:
+                    return
+                self.close(max(self.model.keys() - {handle}))
+            else:
+                self.model[handle] += tokens
+                return
+
+    def open(self, tokens):
+        tokens = tokens[: self.limit]
+        handle, cached = self.pages.add(tokens)
+        assert cached % self.pages.page_size == 0 and cached < len(tokens)
+        self.asked += len(tokens)
+        self.model[handle] = tokens[:cached]
+        self.extend(handle, tokens[cached:])
+
+    def close(self, handle):
+        self.pages.release(handle)
+        return self.model.pop(handle)
+
+    @rule(target=past, tokens=TOKENS)
+    def add(self, tokens):
+        self.open(tokens)
+        return tokens
+
+    @rule(begin=past, cut=st.integers(1, 20), tokens=TOKENS)
+    def add_alike(self, begin, cut, tokens):
+        self.open(begin[:cut] + tokens)
+
+    @precondition(lambda self: self.model)
+    @rule(which=WHICH, tokens=TOKENS, reserve=st.integers(0, 4))
+    def write(self, which, tokens, reserve):
+        self.extend(self.pick(which), tokens, reserve)
+
+    @precondition(lambda self: self.model)
+    @rule(which=WHICH, tokens=TOKENS, writer=st.sampled_from(("old", "new")))
+    def fork(self, which, tokens, writer):
+        old = self.pick(which)
+        new = self.pages.fork(old)
+        self.model[new] = list(self.model[old])
+        self.extend({"old": old, "new": new}[writer], tokens)
+
+    @precondition(lambda self: self.model)
+    @rule(which=WHICH, dropped=st.integers(1, 5), tokens=st.just([]) | TOKENS)
+    def truncate(self, which, dropped, tokens):
+        handle = self.pick(which)
+        length = max(0, len(self.model[handle]) - dropped)
+        self.pages.truncate(handle, length)
+        del self.model[handle][length:]
+        self.extend(handle, tokens)
+
+    @precondition(lambda self: self.model)
+    @rule(target=past, which=WHICH)
+    def release(self, which):
+        return self.close(self.pick(which))
+
+    @precondition(lambda self: self.model)
+    @rule(which=WHICH)
+    def preempt_and_resume(self, which):
+        if tokens := self.close(self.pick(which)):
+            self.open(tokens)
+
+    @precondition(lambda self: self.pages.statistics()["cached"])
+    @rule(n=st.integers(1, 3))
+    def evict(self, n):
+        before = self.pages.statistics()
+        assert self.pages.evict(n) == min(n, before["cached"]) == self.pages.statistics()["free"] - before["free"]
+
+    @invariant()
+    def device_holds_the_model_and_counters_add_up(self):
+        self.pool.verify(self.model)
+
+        s = self.pages.statistics()
+        assert s["hit_tokens"] + s["missed_tokens"] == self.asked
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=4 * settings.default.max_examples, stateful_step_count=40)

@@ -248,6 +248,30 @@ def test_a_stop_id_frees_pages_at_once():
     assert served.result(other) == alone(prompt(9), params(40))
 
 
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_a_stop_id_as_the_last_token_that_is_allowed(draft):
+    """It ends the request as a stop id, and it is the limit that would have."""
+    free = alone(prompt(30), params(40)).tokens
+    stop = next(token for token in free[6:] if free.index(token) >= 6)
+    end = free.index(stop) + 1
+    for limit, reason in ((end - 1, "length"), (end, "stop_id"), (end + 1, "stop_id")):
+        (found,) = serve(engine(model(), draft=draft), (prompt(30), params(limit, [stop])))
+        assert (found.tokens, found.stop_reason) == (free[: min(end, limit)], reason), f"limit {limit}, stop at {end}"
+
+
+def test_take_gives_again_what_was_truncated():
+    """What was taken, and taken back, is new when it comes again."""
+    served, whole = engine(model()), alone(prompt(30), params(40)).tokens
+    handle = served.add(prompt(30), params(40))
+    while len(served.result(handle).tokens) < 8:
+        served.step()
+    taken = served.take(handle)
+    served.truncate(handle, 5)
+    finish(served)
+    assert taken[:5] + served.take(handle) == whole
+    assert served.take(handle) == []
+
+
 def test_a_stop_string_frees_pages_while_others_go_on():
     words = tokenizer(LETTERS)
     text = words.decode(alone(prompt(30), params(40)).tokens)

@@ -3,6 +3,8 @@
 from functools import cache
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import tiny
 from support.engines import CONFIG, SHAPE, engine, finish, params, prompt, quick, serve
@@ -36,6 +38,11 @@ def alone() -> Generation:
         ({"pages": True}, "pages = True: must be an integer"),
         ({"max_batch": 2.0}, r"max_batch = 2\.0: must be an integer"),
         ({"prefill_chunk": (8, 0)}, r"prefill_chunk\[1\] = 0: must be an integer of at least 1"),
+        ({"max_length": 161}, r"max_length = 161: at most 160 \(20 pages of 8 tokens\)"),
+        ({"max_length": 9999, "pages": 200}, r"max_length = 9999: at most 1024 \(the model's context\)"),
+        ({"draft": 3}, "draft is 3: give 'builtin', 'ngram', an EAGLE3 draft's folder, or a drafter"),
+        ({"draft": "nowhere"}, "no config.json; give a folder of an EAGLE3 draft"),
+        ({"draft": "builtin"}, "hidden_size is "),
         ({"prefill_chunk": ()}, r"prefill_chunk = \(\): give at least one size"),
         ({"kv_dtype": "int8"}, "a cache cannot hold int8: choose one of bfloat16, .* float8_e4m3fn"),
         ({"kv_dtype": "float8_e5m2"}, "a cache cannot hold float8_e5m2"),
@@ -54,7 +61,9 @@ BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
     ((3, 64), {}, "prompt: 64 is no token id; they are integers from 0 to 63"),
     ((-1,), {}, "prompt: -1 is no token id"),
     ((1.0,), {}, r"prompt: 1\.0 is no token id"),
-    ("text", {}, "prompt: 't' is no token id"),
+    ("text", {}, "the prompt is text: encode it with the model's tokenizer first"),
+    (((1, 2), (3, 4)), {}, r"the prompt is \(\(1, 2\), \(3, 4\)\): give one list of token ids"),
+    (7, {}, "the prompt is 7: give one list of token ids"),
     ((1, 2), {"new": 0}, "max_new_tokens = 0: must be an integer of at least 1"),
     ((1, 2), {"new": 2000}, "more than the model's context of 1024: ask for at most 1022"),
     ((1,) * 1024, {}, "prompt has 1024 tokens and the model's context is 1024: shorten"),
@@ -76,8 +85,24 @@ def test_a_request_that_cannot_be_changes_nothing():
         served.check()
         assert served.pages == pages
         served.step()
+    for bad, match in (
+        (None, r"params: got None; give Params\(max_new_tokens=..., sampling=Sampling\(...\)\)"),
+        (Params(max_new_tokens=3, sampling=None), "params: got None; give Params"),
+        (Params(max_new_tokens=3, sampling=Sampling(), stop_ids="1,2"), "stop_ids = '1,2': must be a tuple"),
+        (Params(max_new_tokens=3, sampling=Sampling(), stop_ids=1), "stop_ids = 1: must be a tuple"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            served.add((1, 2), bad)
     finish(served)
     assert served.run() == {handle: alone()}
+
+
+def test_a_prompt_may_be_an_array():
+    served = engine(model())
+    kinds = (np.array(prompt(9)), jnp.array(prompt(9)), list(prompt(9)))
+    handles = [served.add(tokens, params(40)) for tokens in kinds]
+    finish(served)
+    assert [served.result(handle) for handle in handles] == [alone()] * 3
 
 
 CALLS = [
@@ -108,7 +133,7 @@ def test_wrong_handles_change_nothing():
             with pytest.raises(ValueError, match=f"no request {handle}: use a handle that add returned"):
                 call(served, name, handle, arguments)
     for name, arguments in (("abort", ()), ("copy", ()), ("truncate", (0,)), ("export", ())):
-        with pytest.raises(ValueError, match=r"has ended already \(aborted\)"):
+        with pytest.raises(ValueError, match=rf"has ended already \(aborted\): there is nothing to {name}$"):
             call(served, name, ended, arguments)
     for name, arguments, match in (
         ("forget", (), "has not ended: abort it first"),

@@ -1,6 +1,5 @@
 """A request that one engine exports and another imports (T16), as prefill/decode disaggregation does."""
 
-import pickle
 from dataclasses import replace
 from functools import cache
 
@@ -8,6 +7,8 @@ import numpy as np
 import pytest
 from support import tiny
 from support.engines import CONFIG, SIZE, engine, finish, params, poison, prompt, serve
+
+from m3jax.decoding.engine import Snapshot
 
 WORK = prompt(45), params(20, temperature=0.8, seed=5)
 
@@ -35,7 +36,7 @@ def half_way(rounds: int):
 @pytest.mark.parametrize("rounds", [0, 2, 4, 7])
 def test_an_imported_request_goes_on_with_the_same_tokens(rounds):
     source, handle = half_way(rounds)
-    snapshot = pickle.loads(pickle.dumps(source.export(handle)))
+    snapshot = Snapshot.from_bytes(source.export(handle).to_bytes())
     assert len(snapshot.new) == len(source.result(handle).tokens)
     target = engine(model())
     others = [target.add(prompt(20, seed=3), params(6))]  # its pages are others than in the source

@@ -28,8 +28,8 @@ def fake() -> FakeModel:
     return FakeModel.random(config=SMALL)
 
 
-def small_engine(share: bool = True, pages: int = 14) -> Engine:
-    shape = dict(pages=pages, max_batch=4, prefill_rows=2, prefill_chunk=(2, 5), steps_per_call=3, max_length=ROOM)
+def small_engine(share: bool = True, pages: int = 14, room: int | None = ROOM) -> Engine:
+    shape = dict(pages=pages, max_batch=4, prefill_rows=2, prefill_chunk=(2, 5), steps_per_call=3, max_length=room)
     return Engine(fake(), **shape, max_stop_ids=2, prefix_cache=share)
 
 
@@ -106,7 +106,7 @@ def test_a_request_may_fill_the_pool():
 
 def test_longer_than_the_pool():
     """Where pages, not the model, are the limit."""
-    served = small_engine(pages=6)
+    served = small_engine(pages=6, room=None)
     assert served.max_length == 24
     with pytest.raises(ValueError, match="needs room for 25 tokens and a request of this engine can have 24"):
         served.add(BASE, params(5))

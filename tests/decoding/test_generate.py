@@ -110,6 +110,20 @@ def test_no_stop_ids_means_eos(fake):
     assert stopped == [row[: row.index(eos) + 1] if eos in row else row for row in free]
 
 
+def test_numbers_and_names_as_people_write_them(fake):
+    """Numbers of arrays, a draft by its name, a context that is no power of two."""
+    found = generate(
+        fake, PROMPTS, max_new_tokens=8, temperature=jnp.float32(0.5), seed=jnp.int32(3), top_k=np.int64(4)
+    )
+    assert found == generate(fake, PROMPTS, max_new_tokens=8, temperature=0.5, seed=3, top_k=4)
+    greedy = dict(max_new_tokens=8, temperature=0.0, stop_ids=[])
+    assert generate(fake, PROMPTS, **greedy, draft="ngram") == generate(fake, PROMPTS, **greedy)
+    with pytest.raises(ValueError, match="draft = 'builtin': an EAGLE3 draft is for an M3, not a FakeModel"):
+        generate(fake, PROMPTS, **greedy, draft="builtin")
+    short = FakeModel(fake.embed, fake.head, FakeConfig(max_position_embeddings=300))
+    assert len(generate(short, [PROMPTS[0] * 3], **greedy)[0]) == 8
+
+
 def test_limits_are_per_row(fake):
     results = run(small_engine(fake), PROMPTS, *(params(new) for new in (1, 9, 4, 17)))
     assert [len(r.tokens) for r in results] == [1, 9, 4, 17]
@@ -170,9 +184,9 @@ def test_nan_logits_are_an_error_and_touch_no_other_row(fake):
     results = run(small_engine(model), [[2, 3], [2, 7, 3]], params())
     assert [r.stop_reason for r in results] == ["length", "nan"]
     assert [len(r.tokens) for r in results] == [12, 0]
-    with pytest.raises(FloatingPointError, match=r"prompt 1: after 0 new tokens .*NaN or infinite"):
+    with pytest.raises(FloatingPointError, match=r"prompt 2: after 0 new tokens .*NaN or infinite"):
         check_logits(results)
-    with pytest.raises(FloatingPointError, match=r"prompt 1: after 0 new tokens .*NaN or infinite"):
+    with pytest.raises(FloatingPointError, match=r"prompt 2: after 0 new tokens .*NaN or infinite"):
         generate(model, [[2, 3], [2, 7, 3], [2] * 40], max_new_tokens=12, stop_ids=[])
 
 
@@ -195,15 +209,15 @@ def test_progress_and_timings(fake):
     ("prompts", "knobs", "match"),
     [
         ([], {}, "no prompts"),
-        ([[]], {}, "prompt 0 is empty"),
-        ([[1], [2, 64]], {}, "prompt 1: 64 is no token id; .* 0 to 63"),
-        ([[-1]], {}, "prompt 0: -1 is no token id"),
-        ([[1.5]], {}, "prompt 0: 1.5 is no token id"),
+        ([[]], {}, "prompt 1 is empty"),
+        ([[1], [2, 64]], {}, "prompt 2: 64 is no token id; .* 0 to 63"),
+        ([[-1]], {}, "prompt 1: -1 is no token id"),
+        ([[1.5]], {}, "prompt 1: 1.5 is no token id"),
         ([1, 2, 3], {}, r"wrap a single prompt as \[prompt\]"),
         (["text"], {}, "encode it with the model's tokenizer"),
         ("text", {}, "encode it with the model's tokenizer"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens = 0"),
-        ([[1] * 4096], {}, "prompt 0 has 4096 tokens and the model's context is 4096: shorten"),
+        ([[1] * 4096], {}, "prompt 1 has 4096 tokens and the model's context is 4096: shorten"),
         ([[1] * 4090], {}, "ask for at most 6 new tokens"),
         ([[1]], {"stop_ids": [99]}, "stop_ids: 99 is no token id"),
         ([[1]], {"stop_ids": [-1]}, "stop_ids: -1 is no token id"),

@@ -54,15 +54,20 @@ def test_matches_the_reference(case, logits):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("positive", [3, 2, 0])
 @pytest.mark.parametrize("penalty", [1.0, 1.3, 0.5, 100.0])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_repetition_penalty_acts_first(penalty, temperature):
+def test_repetition_penalty_acts_first(penalty, temperature, positive):
+    """Of the three best tokens, all seen, so many have positive logits; the others' are multiplied, and in top_k."""
+    best = np.argsort(-RNG_LOGITS)
+    above, below = RNG_LOGITS[best[positive - 1]] if positive else np.inf, RNG_LOGITS[best[positive]]
+    logits = RNG_LOGITS - np.float32(min((above + below) / 2, below + 0.5))  # a constant: the ranks stay
+    assert (logits[best[:3]] > 0).tolist() == [rank < positive for rank in range(3)]
     seen = np.zeros((1, V), bool)
-    seen[0, np.argsort(-RNG_LOGITS)[:3]] = True
-    seen[0, np.argmin(RNG_LOGITS)] = True
+    seen[0, best[[0, 1, 2, -1]]] = True
     case = Sampling(temperature=temperature, top_k=6, top_p=0.9, repetition_penalty=penalty)
-    expected = reference(RNG_LOGITS, case, seen[0])
-    np.testing.assert_allclose(probabilities(RNG_LOGITS, [case], seen)[0], expected, rtol=1e-4, atol=1e-7)
+    expected = reference(logits, case, seen[0])
+    np.testing.assert_allclose(probabilities(logits, [case], seen)[0], expected, rtol=1e-4, atol=1e-7)
 
 
 @given(
@@ -84,6 +89,14 @@ def test_top_p_keeps_the_token_that_crosses():
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
     kept = [int((probabilities(logits, [Sampling(top_p=p)]) > 0).sum()) for p in (0.49, 0.51, 0.74, 0.76, 0.9)]
     assert kept == [1, 2, 2, 3, 4]
+
+
+def test_top_p_equal_to_the_sum_ends_the_set():
+    """Of equal tokens, whose sums are exact: the smallest set that reaches the sum, and no token more."""
+    logits = np.zeros(V, np.float32)
+    for kept in (1, 3, 8, 15):
+        found = np.flatnonzero(probabilities(logits, [Sampling(top_p=kept / V)])[0])
+        assert found.tolist() == list(range(kept)), f"top_p = {kept} / {V} keeps {len(found)} of equal tokens"
 
 
 def test_ties_keep_lower_ids():
@@ -245,3 +258,23 @@ def test_bad_knobs_are_refused_by_name(knobs):
 
 def test_sampling_is_hashable():
     assert len({Sampling(), Sampling(temperature=1.0), Sampling.greedy()}) == 2
+
+
+@pytest.mark.parametrize(
+    "of", [np.float32, np.array, jnp.float32, jnp.array], ids=lambda f: f"{f.__module__}.{f.__name__}"
+)
+def test_numbers_of_arrays_are_numbers(of):
+    """Kept as Python's: equal settings are equal, whatever they were written as."""
+    whole = jnp.int32 if of is jnp.float32 else np.int64 if of is np.float32 else of
+    found = Sampling(temperature=of(0.5), top_p=of(0.25), min_p=of(0.125), top_k=whole(3), seed=whole(4))
+    assert found == Sampling(temperature=0.5, top_p=0.25, min_p=0.125, top_k=3, seed=4)
+    assert len({found, Sampling(temperature=0.5, top_p=0.25, min_p=0.125, top_k=3, seed=4)}) == 1
+    assert type(found.temperature) is float and type(found.seed) is int
+
+
+def test_what_is_no_single_number_is_refused():
+    for value in (np.array([0.5]), jnp.array([0.5, 1.0]), np.array(True), jnp.array(1j)):
+        with pytest.raises(ValueError, match=r"temperature = .*: must be at least 0 and finite"):
+            Sampling(temperature=value)
+    with pytest.raises(ValueError, match=r"top_k = 2\.0: must be an integer"):
+        Sampling(top_k=jnp.float32(2.0))

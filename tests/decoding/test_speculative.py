@@ -1,5 +1,6 @@
 """Drafting in the engine: greedy tokens are those of plain decoding, whatever is proposed; so is the cache."""
 
+from dataclasses import dataclass
 from functools import cache
 
 import jax
@@ -91,6 +92,23 @@ def test_real_drafters_give_the_plain_tokens(drafter):
     assert preemptions(served) > 0
     assert_plain(serve(served, *WORK))
     assert served.pages["hit_tokens"] > 0
+
+
+@pytest.mark.parametrize(("count", "rounds"), [(3, 6), (8, 3)])
+def test_a_request_that_fills_max_length_exactly(count, rounds):
+    """Its last rounds propose tokens beyond all pages: they are written nowhere, not into the last page."""
+    # After these rounds the newest token is the last but one, and all that is proposed after it is too much.
+    new = (1 + count) * rounds + 2
+    work = (prompt(128 - new), params(new))
+    (expected,) = serve(engine(model()), work)
+    (found,) = serve(drafted(ALL, count), work)
+    assert (found.tokens, found.stop_reason) == (expected.tokens, "length")
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=TOLERANCE)
+    fake, sizes = FakeModel.random(), dict(pages=4, max_batch=1, prefill_chunk=16, max_length=48)
+    (plain,) = serve(Engine(fake, **sizes), (prompt(48 - new), params(new)))
+    (found,) = serve(Engine(fake, **sizes, draft=ALL, draft_tokens=count), (prompt(48 - new), params(new)))
+    assert found.tokens == plain.tokens
+    np.testing.assert_allclose(found.logprobs, plain.logprobs, rtol=0, atol=1e-4)
 
 
 def test_rows_end_where_plain_ones_end():
@@ -216,6 +234,31 @@ def _read_at_once(tokens):
     return [*(x[:, :count] for x in stacks), k[:, : count - 1], v[:, : count - 1], edges[: count // SIZE]]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Right(Eagle3Drafter):
+    """Keeps the draft's pages as EAGLE3 does, and proposes what the target will say."""
+
+    def propose(self, model, cache, memory, sampling, newest_token, lengths, is_live, count):
+        target = dict(sampling=sampling, newest_token=newest_token, lengths=lengths, is_live=is_live, count=count)
+        return ALL.propose(model, cache, None, **target)[0], cache
+
+
+def test_a_draft_that_is_always_right_has_a_page_for_the_newest_token():
+    """Rounds of four tokens end where a page does: the slot of the token after it lies in the next page."""
+    served = drafted(Right(RANDOM.draft))
+    notes = contents(served)
+    for length in (16, 17, 18, 19):  # in some round the newest token is the first of a page
+        serve(served, (prompt(length, seed=length), params(42)))
+    assert served.drafting.acceptance == (1, 1, 1)
+    for tokens, found in notes.items():
+        for name, a, b in zip(NAMES, found[-3:], _read_at_once(tokens)[-3:], strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-4, err_msg=f"{name} after {len(tokens)} tokens")
+
+
+NAMES = ("keys of the draft", "values of the draft", "edges")
+
+
 # Sampled rows
 
 
@@ -238,6 +281,37 @@ def test_sampled_tokens_have_the_targets_distribution():
         assert ((counts - p * count)[p > 0] ** 2 / (p[p > 0] * count)).sum() < 44.3  # once in 10,000, of 15 degrees
 
 
+def test_tokens_have_the_targets_distribution_where_the_draft_draws():
+    """Eagle3 with `sample=True` in the engine's rounds; against all paths of first and second tokens."""
+    count, knobs, start = 1200, dict(temperature=1.3, top_k=5), prompt(5)
+    served = drafted(
+        Eagle3Drafter(RANDOM.draft, sample=True), 2,
+        pages=512, max_batch=128, prefill_rows=128, prefill_chunk=16, max_length=32, prefix_cache=False,
+    )  # fmt: skip
+    handles = [served.add(start, params(3, seed=1 + i, **knobs)) for i in range(count)]
+    results = served.run()
+    assert 50 < served.drafting.accepted[0] < count
+    pairs = np.array([[*start, a, b] for a in range(64) for b in range(64)], np.int32)
+    logits = np.asarray(_last_logits(model(), pairs), np.float64).reshape(64, 64, 3, 64)
+    first, second, third = (_top(x, knobs) for x in (logits[0, 0, 0], logits[:, 0, 1], logits[:, :, 2]))
+    for position, p in ((1, first @ second), (2, np.einsum("a,ab,abc->c", first, second, third))):
+        drawn = np.bincount([results[handle].tokens[position] for handle in handles], minlength=64)
+        assert not drawn[p == 0].any()
+        kept = p * count > 5
+        chi_square, limit = ((drawn - p * count)[kept] ** 2 / (p[kept] * count)).sum(), _limit(kept.sum() - 1)
+        assert chi_square < limit, f"position {position}: chi-square {chi_square:.0f}, limit {limit:.0f}"
+
+
+def _limit(degrees):
+    """What a chi-square variable exceeds once in 10,000 times (Wilson and Hilferty)."""
+    return degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
+
+
+@jax.jit
+def _last_logits(m, tokens):
+    return m.unembed(m.hidden(tokens)[0][:, 4:])
+
+
 def _top(logits, knobs):
     edge = np.sort(logits, axis=-1)[..., -knobs["top_k"], None]
     p = np.where(logits >= edge, np.exp((logits - logits.max(-1, keepdims=True)) / knobs["temperature"]), 0)
@@ -249,6 +323,10 @@ def test_a_sampled_row_does_not_depend_on_its_companions():
     drafter = Eagle3Drafter(RANDOM.draft, sample=True)
     warm = params(25, temperature=1.2, seed=5, top_p=0.9)
     (alone,) = serve(drafted(drafter), (prompt(40), warm))
+    others = [(prompt(9 + i), params(25, temperature=0.9, seed=31 + i)) for i in range(3)]
+    for place in range(4):  # rows are given in this order
+        together = serve(drafted(drafter), *others[:place], (prompt(40), warm), *others[place:])
+        assert together[place].tokens == alone.tokens, f"in row {place}"
     together = serve(drafted(drafter), *WORK[:2], (prompt(40), warm), WORK[3])
     assert together[2].tokens == alone.tokens
     assert together[0].tokens == plain()[0].tokens

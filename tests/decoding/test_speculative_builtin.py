@@ -11,9 +11,10 @@ import pytest
 
 import m3jax
 from m3jax import cli
-from m3jax.assets import embedded_path
+from m3jax.assets import embedded_draft_path, embedded_path
 from m3jax.checkpoint import load_draft
 from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling
+from m3jax.decoding.drafts import as_drafter
 from m3jax.text import Tokenizer
 from m3jax.train.data import python_corpus
 
@@ -64,6 +65,16 @@ def test_the_draft_pays_and_needs_the_whole_prompt():
     assert done.mean_length > 2.2
     assert list(done.acceptance) == sorted(done.acceptance, reverse=True)
     assert less.mean_length < done.mean_length - 0.1
+
+
+@pytest.mark.parametrize(
+    "name", ["builtin", embedded_draft_path(), str(embedded_draft_path())], ids=["name", "path", "text"]
+)
+def test_a_draft_by_its_name_is_loaded_like_its_target(name):
+    drafter = as_drafter(name, target())
+    assert isinstance(drafter, Eagle3Drafter)
+    assert drafter.draft.dtype == target().dtype == "float32"
+    assert as_drafter(drafter, target()) is drafter and as_drafter(None, target()) is None
 
 
 # The command line

@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import drafts, tiny
 from support.sampling_reference import reference
 
-from m3jax.decoding import Sampling, SamplingParams
-from m3jax.decoding.speculation.verify import Proposal, verify
+from m3jax.decoding import Eagle3Drafter, Sampling, SamplingParams
+from m3jax.decoding.speculation.verify import DRAFT as DRAFT_KEYS
+from m3jax.decoding.speculation.verify import Proposal, position_keys, verify
 
 V, K = 16, 3
+POSITION = 7  # of the first proposal
 DRAWS = 60_000
 GREEDY = Sampling.greedy()
 RNG = np.random.default_rng(0)
@@ -33,14 +36,15 @@ def emitted(params, seeds, rule):
     rows = len(seeds)
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), params)
     log_q = jnp.broadcast_to(jax.nn.log_softmax(DRAFT), (rows, K, V))
-    keys = jax.random.split(jax.random.key(99), (rows, K))
-    drawn = jax.vmap(jax.vmap(jax.random.categorical))(keys, log_q).astype(jnp.int32)
+    # With a drafter's own keys: were they those of the tests or of the next token, draws would depend on each other.
+    keys = [position_keys(seeds, jnp.full(rows, POSITION + column, jnp.int32), DRAFT_KEYS) for column in range(K)]
+    drawn = jax.vmap(jax.vmap(jax.random.categorical))(jnp.stack(keys, 1), log_q).astype(jnp.int32)
     best = jnp.broadcast_to(jnp.argmax(DRAFT, axis=-1).astype(jnp.int32), (rows, K))
     proposal = Proposal(drawn, log_q) if rule == "drawn" else Proposal(best)
     params = SamplingParams(**{**vars(params), "seed": seeds})
     logits = jnp.broadcast_to(TARGET, (rows, K + 1, V))
     seen = jnp.zeros((rows, V), bool)
-    return verify(logits, proposal, params, seen, jnp.full(rows, 7, jnp.int32))
+    return verify(logits, proposal, params, seen, jnp.full(rows, POSITION, jnp.int32))
 
 
 def chi_square(tokens, p):
@@ -81,6 +85,43 @@ def test_acceptance_is_what_the_rule_says():
     for rule, share in (("drawn", np.minimum(p, q).sum()), ("best", p[q.argmax()])):
         accepted = np.asarray(emitted(sampling, np.arange(DRAWS, dtype=np.uint32), rule).accepted)
         assert abs((accepted >= 1).mean() - share) < 5 * (share * (1 - share) / DRAWS) ** 0.5
+
+
+@jax.jit
+def drawn_by_eagle3(model, drafter, memory, seeds):
+    """Rows' knobs, and a proposal of EAGLE3 to each, all after one output of the draft [D]."""
+    rows = len(seeds)
+    stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, rows), SamplingParams.stack([Sampling()]))
+    params = SamplingParams(**{**vars(stacked), "seed": seeds})
+    newest, lengths = jnp.zeros(rows, jnp.int32), jnp.full(rows, POSITION - 1, jnp.int32)  # as a round passes them
+    cache = drafter.join(model, model.new_cache(1, rows, 1))  # not read: the only proposal is picked from the memory
+    outputs = jnp.broadcast_to(memory, (rows, len(memory)))  # [B D]
+    return params, drafter.propose(model, cache, outputs, params, newest, lengths, jnp.ones(rows, bool), count=1)[0]
+
+
+def test_the_token_after_a_refusal_does_not_depend_on_the_drafts_draw():
+    """What q gives its best token, p gives to the second and to the last, half each; so they share what is refused.
+
+    Drawn by one key, the refused token's win would say that the second, which it often is close to, drew low. Under a
+    random p that hardly shows: what p - q leaves is mostly on tokens of little q, whose draw a win says little about.
+    """
+    model = tiny.model(tiny.config("dM", vocab_size=V))
+    drafter = Eagle3Drafter(drafts.draft(vocab_size=V, draft_vocab_size=V), sample=True)
+    memory = jnp.asarray(np.random.default_rng(0).normal(size=model.config.hidden_size), jnp.float32)
+    params, proposal = drawn_by_eagle3(model, drafter, memory, jnp.arange(DRAWS, dtype=jnp.uint32))
+    p = np.exp(np.asarray(proposal.log_q[0, 0], np.float64))
+    best, second, last = np.argsort(-p)[[0, 1, -1]]
+    p[[second, last]] += p[best] / 2
+    p[best] = 0
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (DRAWS, 2, V))
+    found = _verify(logits, proposal, params, jnp.zeros((DRAWS, V), bool), jnp.full(DRAWS, POSITION, jnp.int32))
+    tokens = np.asarray(found.tokens)[:, 0]
+    corrections = tokens[np.asarray(found.accepted) == 0]
+    assert set(corrections.tolist()) == {second, last} and len(corrections) > 10_000
+    share, limit = (corrections == second).mean(), 4 * 0.5 / len(corrections) ** 0.5
+    message = f"token {second} is {share:.3f} of those after token {best} was refused, not 0.5 within {limit:.3f}"
+    assert abs(share - 0.5) < limit, message
+    assert chi_square(tokens, p) < LIMIT
 
 
 def check(proposed, sampling=GREEDY, logits=TARGET, seen=()):
@@ -134,6 +175,31 @@ def test_the_penalty_counts_accepted_proposals():
     assert check([4, 4, 4], penalty, logits)[:2] == (1, [4, 9])
     assert check([9, 4, 4], penalty, logits, seen=[4])[:2] == (3, [9, 4, 4, 4])
     assert check([4, 4, 4], penalty, logits, seen=[4])[:2] == (0, [9])
+
+
+def test_a_sampled_row_is_alone_in_every_place():
+    """Among companions with other seeds, knobs and proposals: the bits that it has in a call of its own."""
+    rng, rows = np.random.default_rng(4), 5
+    samplings = [Sampling(temperature=0.8 + row / 4, top_k=3 * row, seed=101 + 7 * row) for row in range(rows)]
+    logits = rng.normal(size=(rows, K + 1, V)).astype(np.float32)
+    log_q = np.asarray(jax.nn.log_softmax(logits[:, :K] + rng.normal(size=(rows, K, V)).astype(np.float32)))
+    tokens = rng.integers(0, V, (rows, K)).astype(np.int32)
+    positions, seen = 9 + 3 * np.arange(rows, dtype=np.int32), rng.random((rows, V)) < 0.3
+
+    def verdicts(order):
+        params = jax.tree.map(jnp.asarray, SamplingParams.stack([samplings[row] for row in order]))
+        proposal = Proposal(jnp.asarray(tokens[order]), jnp.asarray(log_q[order]))
+        found = _verify(jnp.asarray(logits[order]), proposal, params, jnp.asarray(seen[order]), positions[order])
+        return [jax.tree.map(lambda x, place=place: np.asarray(x[place]), found) for place in range(rows)]
+
+    alone = [verdicts([row] * rows)[0] for row in range(rows)]
+    assert len({int(verdict.accepted) for verdict in alone}) > 1
+    for turn in range(rows):  # every row in every place
+        order = np.roll(np.arange(rows), turn)
+        for place, verdict in enumerate(verdicts(order)):
+            count, expected = int(alone[order[place]].accepted), alone[order[place]]
+            assert int(verdict.accepted) == count, f"row {order[place]} in place {place}: accepted"
+            np.testing.assert_array_equal(verdict.tokens[: count + 1], expected.tokens[: count + 1])
 
 
 def test_a_proposal_outside_top_k_is_refused():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
-from support import tiny
+from support import comparisons, tiny
 from support.insertion import EPS, draw, expected
 from support.msa_strategies import GROUPED, RAGGED
 
@@ -45,7 +45,7 @@ def test_insert_is_that_of_the_model(shape, seed):
         expected(x, norms, cos, sin, positions, lengths, table, pools),
         strict=True,
     ):
-        np.testing.assert_allclose(getattr(got, name).reshape(want.shape), want, rtol=0, atol=2e-6, err_msg=name)
+        comparisons.assert_close(getattr(got, name).reshape(want.shape), want, name, atol=2e-6)
 
 
 def test_one_byte_pages_hold_what_is_divided_by_the_scale():
@@ -131,7 +131,7 @@ def close(mine, theirs):
     assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
     step = {"float32": 1e-6, "bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3}[str(mine.dtype)]
     mine, theirs = (np.asarray(y.astype(jnp.float32)) for y in (mine, theirs))
-    np.testing.assert_allclose(mine, theirs, rtol=step, atol=2e-3 if step > 0.1 else 2e-6)
+    comparisons.assert_close(mine, theirs, "what is written", rtol=step, atol=2e-3 if step > 0.1 else 2e-6)
     assert step == 1e-6 or np.mean(mine != theirs) < 0.02
 
 

@@ -38,7 +38,8 @@ class FakeCache:
     def write(self, positions, valid, values):
         block = jnp.clip(positions // self.page_size, 0, self.table.shape[1] - 1)
         page = jnp.take_along_axis(self.table, block, axis=1)  # [B T]
-        page = jnp.where(valid & (page >= 0), page, self.num_pages)
+        fits = positions < self.table.shape[1] * self.page_size  # else it would be written into the last page
+        page = jnp.where(valid & fits & (page >= 0), page, self.num_pages)
         return self.replace(pages=self.pages.at[page, positions % self.page_size].set(values, mode="drop"))
 
     def read(self, lengths):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import comparisons
 from support.msa_strategies import Case
 from support.msa_strategies import attention as definition
 
@@ -79,12 +80,11 @@ def attention(op, case: Case, layout: str, blocks=None, dtype=np.float32, **opti
 
 def check(got, expected) -> None:
     """Equal up to rounding; where nothing is seen exactly 0, with an LSE of exactly -inf."""
-    (out, lse), (want, want_lse) = got, (np.asarray(x, np.float32) for x in expected)
-    np.testing.assert_allclose(out, want, rtol=0, atol=2e-6)
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
-    seen = ~np.isneginf(want_lse)
-    np.testing.assert_allclose(lse[seen], want_lse[seen], rtol=2e-6, atol=2e-6)
-    assert not out[~seen].any()
+    (out, lse), (want, want_lse) = got, expected
+    comparisons.assert_close(out, want, "out", "B T N H", atol=2e-6)
+    comparisons.assert_close(lse, want_lse, "lse", "B T N", rtol=2e-6, atol=2e-6)
+    is_unseen = np.isneginf(np.asarray(want_lse))
+    assert not out[is_unseen].any(), f"out of queries that see nothing is {np.abs(out[is_unseen]).max()}, expected 0"
 
 
 def of_definition(case: Case, blocks: np.ndarray):

@@ -87,6 +87,7 @@ class HostMemory:
         if not any(isinstance(s, OffloadedStack) for s in cache.stacks):
             raise ValueError("no layer of this model is sparse: nothing is selected, so nothing can be offloaded")
         self.kind = max(kinds) if kind == "auto" else kind
+        self._device = device
         self.heads = next(s.num_kv_heads for s in cache.stacks if isinstance(s, OffloadedStack))
         self.pages: Any = tuple(self._empty(s, device) if isinstance(s, OffloadedStack) else None for s in cache.stacks)
         self.bytes_out = 0
@@ -144,7 +145,8 @@ class HostMemory:
         for group in _groups(kept):
             join = lambda k, v, g=group: np.stack([k[:, g], v[:, g]], axis=3).reshape(len(k), -1, 2, *k.shape[3:])
             new = [None if p is None else join(c[0], c[1]) for p, c in zip(self.pages, contents, strict=True)]
-            self._put(pages[group], new)
+            # From the device, as what a flush brings: one program puts both, and it is compiled already.
+            self._put(pages[group], jax.device_put(new, self._device) if self.kind == "pinned_host" else new)
 
     def _get(self, pages):
         return [None if p is None else p.get(self._virtual(pages)) for p in self.pages]

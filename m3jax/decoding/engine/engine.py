@@ -1,22 +1,27 @@
 """The engine: requests come and go, the device runs the same few programs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 
 import jax
 import numpy as np
 
-from m3jax.cache import HostMemory, OutOfPages, PageAllocator, Scales
+from m3jax.cache import HostMemory, PageAllocator, Scales
 from m3jax.cache.device import page_shards
-from m3jax.decoding.engine.exchange import Snapshot, check_identity, identity
+from m3jax.decoding.drafts import as_drafter
+from m3jax.decoding.engine.checks import check_device_pages, check_draft, check_max_length, check_sizes
+from m3jax.decoding.engine.exchange import Snapshot, check_snapshot, identity
 from m3jax.decoding.engine.report import Drafting, Timings
-from m3jax.decoding.engine.request import Generation, Params, Request, check_prompt
+from m3jax.decoding.engine.request import Generation, Params, Request, as_prompt, check_prompt
 from m3jax.decoding.engine.runner import Runner, Shapes
 from m3jax.decoding.engine.scheduler import Scheduler
 from m3jax.decoding.protocols import Identity, TargetModel
-from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
+from m3jax.decoding.sampling import HostOrDevice
+from m3jax.decoding.speculation.drafter import Drafter
 
 PREFILL_CHUNK = 2048
 DRAFT_TOKENS = 3
@@ -28,7 +33,8 @@ class Engine:
     `step` gives waiting requests a row while there are rows and pages, runs one chunk of prompts, and then a few
     decode steps of all rows whose prompt is through. Shapes are fixed at construction, so after `warmup` no mix of
     requests compiles anything. When the pages run out, the youngest request gives its own back and starts again
-    later, from whatever of it is still in the prefix cache; its tokens do not change.
+    later, from whatever of it is still in the prefix cache; its tokens do not change. A `handle` is what
+    `add`, `copy` or `import_request` returned.
 
     Args:
       model: from `m3jax.load`.
@@ -37,22 +43,24 @@ class Engine:
       prefill_chunk: prompt tokens of a row in one device call; it bounds the memory of prefill. Of several sizes the
         smallest that holds what is left is taken, so that the end of a prompt does not cost a whole chunk.
       prefill_rows: prompts that share a call.
-      max_length: tokens that one request can have; by default what the pages and the model's context allow.
+      max_length: tokens that one request can have; by default, and at most, what the pages and the model's context
+        allow.
       steps_per_call: decode steps in one device call. More is faster, fewer react sooner.
       max_stop_ids: of one request.
       prefix_cache: whether requests share the pages of equal beginnings.
       kv_dtype: of stored keys and values; the model's by default.
       index_dtype: of stored index keys; the model's by default.
       scales: for float8 (`m3jax.cache.measure_scales`).
-      draft: proposes tokens that the model then verifies, several in one call (`m3jax.decoding.speculation`).
+      draft: proposes tokens that the model then verifies, several in one call: "builtin", "ngram", the folder of an
+        EAGLE3 draft, or a drafter (`m3jax.decoding.speculation`).
       draft_tokens: K, proposals of a round, 1 to 8.
       device_pages: keys and values of sparse layers are in host memory and `pages` counts those; the device has room
         for this many of them in each layer, and keeps what was used last. Index keys and dense layers stay on it.
       host_memory: "pinned_host", "numpy", or "auto": the first of them that the device has.
 
     Raises:
-      ValueError: a size below 1, a draft that does not fit the model, too few `device_pages` for what a step selects,
-        or a mesh or a draft with them.
+      ValueError: a size below 1, a `max_length` beyond pages or context, a draft that does not fit the model, too few
+        `device_pages` for what a step selects, or a mesh or a draft with them.
     """
 
     def __init__(
@@ -70,7 +78,7 @@ class Engine:
         kv_dtype: str | None = None,
         index_dtype: str | None = None,
         scales: tuple[Scales, ...] | None = None,
-        draft: Drafter | None = None,
+        draft: Drafter | str | Path | None = None,
         draft_tokens: int = DRAFT_TOKENS,
         device_pages: int | None = None,
         host_memory: str = "auto",
@@ -80,13 +88,12 @@ class Engine:
                      max_stop_ids=max_stop_ids)  # fmt: skip
         sizes |= {f"prefill_chunk[{i}]": chunk for i, chunk in enumerate(chunks)}
         optional = dict(max_length=max_length, device_pages=device_pages)
-        _check_sizes(sizes | {name: size for name, size in optional.items() if size is not None})
+        check_sizes(sizes | {name: size for name, size in optional.items() if size is not None})
         if not chunks:
             raise ValueError("prefill_chunk = (): give at least one size")
         self.config = model.config
         page_size = self.config.index_block_size
-        longest = min(self.config.max_position_embeddings, pages * page_size)
-        self.max_length = longest if max_length is None else min(max_length, longest)
+        self.max_length = check_max_length(max_length, pages, self.config)
         batch_unit = 1 if model.mesh is None else model.mesh.shape.get("data", 1)
         self.shapes = Shapes(
             batch=math.ceil(max_batch / batch_unit) * batch_unit,
@@ -96,11 +103,12 @@ class Engine:
             stop_ids=max_stop_ids,
         )
         storage = dict(kv_dtype=kv_dtype, index_dtype=index_dtype, scales=scales)
+        draft = as_drafter(draft, model)
         if draft is not None:
-            _check_draft(draft, draft_tokens, model, device_pages)
+            check_draft(draft, draft_tokens, model, device_pages)
             self.shapes = replace(self.shapes, draft_tokens=draft_tokens)
         if device_pages is not None:
-            _check_device_pages(device_pages, model, self.shapes)
+            check_device_pages(device_pages, model, self.shapes)
             storage["device_pages"] = device_pages
         cache = model.new_cache(pages, self.shapes.batch, math.ceil(self.max_length / page_size), **storage)
         host = None if device_pages is None else HostMemory(cache, host_memory)
@@ -113,11 +121,11 @@ class Engine:
 
     # What a user does
 
-    def add(self, prompt: Sequence[int], params: Params) -> int:
+    def add(self, prompt: Sequence[int] | HostOrDevice, params: Params) -> int:
         """Queue a request.
 
         Args:
-          prompt: token ids, at least one.
+          prompt: token ids, at least one: a list, a tuple or a 1-D array.
           params: how it goes on.
 
         Returns:
@@ -126,7 +134,7 @@ class Engine:
         Raises:
           ValueError: what the model or the pool cannot serve, with the reason.
         """
-        prompt = tuple(prompt)
+        prompt = as_prompt(prompt)
         self._check_request(prompt, params)
         return self._queue(prompt, params).handle
 
@@ -187,10 +195,14 @@ class Engine:
         Raises:
           ValueError: it is unknown, or has ended.
         """
-        self._scheduler.stop(self._unfinished(handle), "aborted")
+        self._scheduler.stop(self._unfinished(handle, "abort"), "aborted")
 
     def stop(self, handle: int, keep: int) -> None:
-        """End a request at a stop string, keeping its first `keep` new tokens."""
+        """End a request at a stop string, keeping its first `keep` new tokens.
+
+        Args:
+          keep: how many new tokens stay.
+        """
         request = self._request(handle)
         if not 0 <= keep <= len(request.new):
             raise ValueError(f"keep = {keep}: request {handle} has {len(request.new)} new tokens; keep 0 to that many")
@@ -210,16 +222,16 @@ class Engine:
 
         Both share their pages until one of them writes. The new tokens so far count as the copy's own.
 
+        Args:
+          params: None for its own.
+
         Raises:
           ValueError: it is unknown or has ended, or the params do not fit.
         """
-        source = self._unfinished(handle)
+        source = self._unfinished(handle, "copy")
         params = params or source.params
         self._check_request(source.prompt, params)
-        if params.max_new_tokens <= len(source.new):
-            raise ValueError(
-                f"max_new_tokens = {params.max_new_tokens}: request {handle} has {len(source.new)} already"
-            )
+        self._check_limit(params, source.new, f"request {handle}")
         copy = self._queue(source.prompt, params, source.new, source.logprobs)
         if source.page_handle is not None:
             copy.page_handle, copy.cached = self._pages.fork(source.page_handle), source.cached
@@ -228,10 +240,13 @@ class Engine:
     def truncate(self, handle: int, keep: int) -> None:
         """Take a request back to its first `keep` new tokens; it goes on from there.
 
+        Args:
+          keep: how many new tokens stay.
+
         Raises:
           ValueError: it is unknown or has ended, or has fewer new tokens.
         """
-        request = self._unfinished(handle)
+        request = self._unfinished(handle, "truncate")
         if not 0 <= keep <= len(request.new):
             raise ValueError(f"keep = {keep}: request {handle} has {len(request.new)} new tokens; keep 0 to that many")
         del request.new[keep:], request.logprobs[keep:]
@@ -248,7 +263,7 @@ class Engine:
         Raises:
           ValueError: it is unknown or has ended.
         """
-        request = self._unfinished(handle)
+        request = self._unfinished(handle, "export")
         page_ids = () if request.page_handle is None else self._pages.pages_of(request.page_handle)
         return Snapshot(
             prompt=request.prompt,
@@ -263,12 +278,17 @@ class Engine:
     def import_request(self, snapshot: Snapshot) -> int:
         """Queue a request that another engine exported: it goes on with the same tokens.
 
+        Args:
+          snapshot: from `export`, or from bytes (`Snapshot.from_bytes`).
+
         Raises:
-          ValueError: it is of another model or cache, or does not fit.
+          ValueError: it is not whole, is of another model or cache, or does not fit; nothing was changed.
           OutOfPages: its pages do not fit at the moment; nothing was changed.
         """
-        check_identity(snapshot, self._identity())
+        page_size = self._pages.page_size
+        check_snapshot(snapshot, self._identity(), self._runner.page_layout, page_size, self.config.vocab_size)
         self._check_request(snapshot.prompt, snapshot.params)
+        self._check_limit(snapshot.params, snapshot.new, "the snapshot")
         tokens = (*snapshot.prompt, *snapshot.new)[: snapshot.cached]
         page_handle = None
         if tokens:
@@ -276,14 +296,14 @@ class Engine:
             page_handle, known = self._pages.add((*tokens, 0))
             try:
                 self._runner.copy_pages(self._pages.extend(page_handle, len(tokens) - known))
-            except OutOfPages:
+                # Pages that are known here are shared with other requests: they are not written again.
+                table = self._pages.table(page_handle, math.ceil(len(tokens) / page_size))
+                table[: known // page_size] = -1
+                self._runner.write_pages(table.tolist(), snapshot.pages, tokens)
+                self._pages.commit(page_handle, tokens[known:])  # now that they are written others may find them
+            except BaseException:
                 self._pages.release(page_handle)
                 raise
-            self._pages.commit(page_handle, tokens[known:])
-            # Pages that are known here are shared with other requests: they are not written again.
-            known_pages = known // self._pages.page_size
-            new_page_ids = self._pages.pages_of(page_handle)[known_pages:]
-            self._runner.write_pages([-1] * known_pages + list(new_page_ids), snapshot.pages)
         request = self._queue(snapshot.prompt, snapshot.params, snapshot.new, snapshot.logprobs)
         request.page_handle, request.cached = page_handle, len(tokens)
         return request.handle
@@ -343,17 +363,29 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raise if pages are lost, owned twice, or not where a row's table says."""
+        """Raise AssertionError if pages are lost, owned twice, not where a row's table says, or not what was written.
+
+        The last is for every page that a request or the prefix cache counts on: its tokens are those that device calls
+        have put there.
+        """
         self._pages.check()
+        for page, tokens in self._pages.held():
+            written = tuple(self._runner.written[page, : len(tokens)].tolist())
+            if written != tokens:
+                raise AssertionError(f"page {page} is known by the tokens {tokens}, and {written} were written into it")
         table = self._runner.table
         for row, request in enumerate(self._scheduler.request_of_row):
             expected = -1 if request is None else self._pages.table(request.page_handle, table.shape[1])
             np.testing.assert_array_equal(table[row], expected)
 
-    def warmup(self) -> None:
-        """Compile all that any mix of requests will run, by running it on no rows."""
+    def warmup(self, watch: Callable[[str], AbstractContextManager] = nullcontext) -> None:
+        """Compile all that any mix of requests will run, by running it on no rows.
+
+        Args:
+          watch: makes a context manager of each program's name, in which that program is compiled.
+        """
         began = perf_counter()
-        self._runner.warmup()
+        self._runner.warmup(watch)
         self._scheduler.timings.compile_seconds += perf_counter() - began
 
     # Requests
@@ -378,11 +410,18 @@ class Engine:
             raise ValueError(f"no request {handle!r}: use a handle that add returned and forget did not drop")
         return self._requests[handle]
 
-    def _unfinished(self, handle: int) -> Request:
+    def _unfinished(self, handle: int, purpose: str) -> Request:
         request = self._request(handle)
         if request.stop_reason != "unfinished":
-            raise ValueError(f"request {handle} has ended already ({request.stop_reason}): there is nothing to abort")
+            raise ValueError(
+                f"request {handle} has ended already ({request.stop_reason}): there is nothing to {purpose}"
+            )
         return request
+
+    def _check_limit(self, params: Params, new: Sequence[int], name: str) -> None:
+        """Raise ValueError where a request that goes on has all its tokens already."""
+        if params.max_new_tokens <= len(new):
+            raise ValueError(f"max_new_tokens = {params.max_new_tokens}: {name} has {len(new)} already")
 
     def _check_request(self, prompt: tuple[int, ...], params: Params) -> None:
         """Raise ValueError where the model cannot serve a request, or this engine has no room for it."""
@@ -397,34 +436,3 @@ class Engine:
         if len(params.stop_ids) > self.shapes.stop_ids:
             allowed = self.shapes.stop_ids
             raise ValueError(f"{len(params.stop_ids)} stop ids: this engine takes {allowed} (max_stop_ids)")
-
-
-def _check_sizes(sizes: dict[str, int]) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"{name} = {size!r}: must be an integer of at least 1")
-
-
-def _check_draft(draft: Drafter, draft_tokens: int, model: TargetModel, device_pages: int | None) -> None:
-    _check_sizes({"draft_tokens": draft_tokens})
-    if draft_tokens > MAX_DRAFT_TOKENS:
-        raise ValueError(f"draft_tokens = {draft_tokens}: at most {MAX_DRAFT_TOKENS}")
-    if device_pages is not None:
-        raise ValueError("device_pages with a draft: the pool is for one token a row and step; leave one of them out")
-    draft.check(model)
-
-
-def _check_device_pages(device_pages: int, model: TargetModel, shapes: Shapes) -> None:
-    """Raise ValueError where a decode step could not have all that it selects, or a chunk not all that it writes."""
-    if model.mesh is not None and model.mesh.size > 1:
-        raise ValueError("device_pages on a mesh: host memory is for one device; leave device_pages out")
-    page_size = model.config.index_block_size
-    touched = lambda tokens: math.ceil((tokens - 1) / page_size) + 1  # pages that so many tokens lie in, at most
-    decode_needs = shapes.batch * (model.config.index_topk_blocks + touched(shapes.steps) - 1)
-    prefill_needs = shapes.prompts * touched(shapes.chunks[-1]) + 1
-    if device_pages < max(decode_needs, prefill_needs):
-        raise ValueError(
-            f"device_pages = {device_pages}: a decode call of {shapes.batch} rows can need {decode_needs} pages at "
-            f"once and a prefill call {prefill_needs}; give {max(decode_needs, prefill_needs)} or more, or a smaller "
-            "max_batch, prefill_chunk or prefill_rows"
-        )

@@ -1,15 +1,30 @@
 """A request's state on its way from one engine to another: keys, values, index keys and lengths together (T16)."""
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
 
 from m3jax.cache import Cache
-from m3jax.decoding.engine.request import Params
+from m3jax.decoding.engine.request import Params, check_ids
+from m3jax.decoding.engine.sealed import seal, unseal
 from m3jax.decoding.protocols import Identity, PageContents, TargetConfig
+from m3jax.decoding.sampling import Sampling
+from m3jax.messages import shown
+
+PAGES_A_CALL = 8  # pages that one call reads or writes, and that one entry of a snapshot has
+
+_ARRAY = "array"  # in a header, the name of an array in the place where it stood
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that another engine needs to go on with a request; plain arrays and numbers, so it can be pickled.
+    """Everything that another engine needs to go on with a request: plain arrays and numbers.
 
     Attributes:
       prompt: token ids.
@@ -17,7 +32,7 @@ class Snapshot:
       logprobs: of them.
       params: how it goes on.
       cached: tokens whose keys, values and index keys are in `pages`.
-      pages: their contents, a few pages at a time, as `Runner.read_pages` gives them.
+      pages: their contents, eight pages at a time, as `Runner.read_pages` gives them.
       identity: what the receiving engine's model and cache must be.
     """
 
@@ -28,6 +43,71 @@ class Snapshot:
     cached: int
     pages: list[PageContents]
     identity: Identity
+
+    def to_bytes(self) -> bytes:
+        """The snapshot as a safetensors file with a checksum (`m3jax.decoding.engine.sealed`).
+
+        Raises:
+          ValueError: a cache of a structure or dtype that these bytes cannot hold.
+        """
+        arrays = {
+            "prompt": np.asarray(self.prompt, np.int64),
+            "new": np.asarray(self.new, np.int64),
+            "logprobs": np.asarray(self.logprobs, np.float64),
+        }
+        pages = [_written_out(group, f"pages.{index}", arrays) for index, group in enumerate(self.pages)]
+        params = asdict(self.params)
+        return seal(arrays, dict(params=params, cached=self.cached, pages=pages, identity=_plain(self.identity)))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Snapshot":
+        """What `to_bytes` wrote. Whether it fits an engine is seen by `Engine.import_request`.
+
+        A checksum tells damage, not malice: pages are used for other requests of the same beginning, so take snapshots
+        from engines that you trust.
+
+        Raises:
+          ValueError: the bytes are damaged, of another version, or no snapshot.
+        """
+        arrays, header = unseal(data)
+        try:
+            params = header["params"]
+            sampling = Sampling(**params["sampling"])
+            params = Params(**params | {"sampling": sampling, "stop_ids": tuple(params["stop_ids"])})
+            lists = (tuple(arrays[name].tolist()) for name in ("prompt", "new", "logprobs"))
+            pages = [_read_back(group, arrays) for group in header["pages"]]
+            return cls(*lists, params, header["cached"], pages, header["identity"])
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"a snapshot that cannot be read: {shown(error)}") from error
+
+
+def _written_out(tree: PyTree, name: str, arrays: dict[str, np.ndarray]) -> Any:
+    """A tree of arrays as JSON can say it; the arrays are added to `arrays`."""
+    if tree is None:
+        return None
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [_written_out(x, f"{name}.{i}", arrays) for i, x in enumerate(tree)]}
+    if not isinstance(tree, np.ndarray | jax.Array):
+        raise ValueError(f"{name} of a snapshot is a {type(tree).__name__}: bytes can hold lists, tuples and arrays")
+    arrays[name] = np.asarray(tree)
+    return {_ARRAY: name}
+
+
+def _read_back(entry: Any, arrays: dict[str, np.ndarray]) -> PyTree:
+    """The tree that `_written_out` wrote."""
+    if entry is None:
+        return None
+    ((kind, value),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [(None, entry)]
+    if kind == _ARRAY:
+        return arrays[value]
+    if kind not in ("list", "tuple") or not isinstance(value, list):
+        raise ValueError(f"a snapshot that cannot be read: {shown(entry)} is no page")
+    return {"list": list, "tuple": tuple}[kind](_read_back(x, arrays) for x in value)
+
+
+def _plain(identity: Identity) -> Identity:
+    """As JSON reads it back, so that two can be compared wherever they come from."""
+    return json.loads(json.dumps(identity))
 
 
 def identity(config: TargetConfig, cache: Cache) -> Identity:
@@ -41,14 +121,87 @@ def identity(config: TargetConfig, cache: Cache) -> Identity:
     return {"config": config.to_dict()} | dtypes
 
 
-def check_identity(snapshot: Snapshot, expected: Identity) -> None:
+def check_snapshot(
+    snapshot: Snapshot, expected: Identity, page_layout: PyTree[jax.ShapeDtypeStruct], page_size: int, vocab_size: int
+) -> None:
+    """Refuse a snapshot that is not whole, or not of this engine's model and cache; nothing is changed.
+
+    The prompt and whether there is room are left to the engine's own test of requests. What the pages' numbers are
+    cannot be seen: those of an edited page are taken as they are.
+
+    Args:
+      snapshot: as it came.
+      expected: this engine's identity.
+      page_layout: what one entry of `pages` is in this engine.
+      page_size: P.
+      vocab_size: V.
+
+    Raises:
+      ValueError: the first thing that is wrong.
+    """
+    if not isinstance(snapshot, Snapshot):
+        raise ValueError(f"import_request takes a Snapshot, got {type(snapshot).__name__}: see Snapshot.from_bytes")
+    _check_identity(snapshot.identity, _plain(expected))
+    for name in ("prompt", "new", "logprobs"):
+        if not isinstance(getattr(snapshot, name), tuple):
+            raise ValueError(f"the snapshot's {name} is {shown(getattr(snapshot, name))}: it must be a tuple")
+    check_ids("the snapshot's new tokens", snapshot.new, vocab_size)
+    if len(snapshot.logprobs) != len(snapshot.new) or not all(map(_is_finite, snapshot.logprobs)):
+        count = len(snapshot.new)
+        raise ValueError(f"the snapshot has {count} new tokens: it must have {count} finite log-probabilities too")
+    count, cached = len(snapshot.prompt) + len(snapshot.new), snapshot.cached
+    if not isinstance(cached, int) or isinstance(cached, bool) or not 0 <= cached < max(count, 1):
+        raise ValueError(f"the snapshot's cached is {shown(cached)}: of {count} tokens 0 to {count - 1} are in pages")
+    groups = math.ceil(cached / page_size / PAGES_A_CALL)
+    if not isinstance(snapshot.pages, list) or len(snapshot.pages) != groups:
+        found = f"{len(snapshot.pages)} entries" if isinstance(snapshot.pages, list) else shown(snapshot.pages)
+        raise ValueError(f"the snapshot's pages are {found}: {cached} cached tokens need {groups} of {PAGES_A_CALL}")
+    if problem := next((line for i, group in enumerate(snapshot.pages) for line in _unlike(group, page_layout, i)), ""):
+        raise ValueError(problem)
+
+
+def _check_identity(found: object, expected: Identity) -> None:
     """Raise ValueError, naming the first difference, where a snapshot is of another model or cache."""
-    found = snapshot.identity
-    if found.get("config") != expected.get("config"):
+    try:
+        found = _plain(found)
+    except (TypeError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("the snapshot does not say of which model and cache it is")
+    if found.get("config") != expected.get("config") and isinstance(found.get("config"), dict):
         found, expected = found["config"], expected["config"]
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
             raise ValueError(
-                f"the snapshot is of another model or cache: its {name} is {found.get(name)}, this engine's "
-                f"{expected.get(name)}; import it into an engine of the same checkpoint and storage types"
+                f"the snapshot is of another model or cache: its {shown(name)[1:-1]} is {_said(found.get(name))}, this "
+                f"engine's {_said(expected.get(name))}; import it into an engine of the same checkpoint and storage "
+                "types"
             )
+
+
+def _said(value: object) -> str:
+    """A value of an identity; text without quotes."""
+    return shown(value)[1:-1] if isinstance(value, str) else shown(value)
+
+
+def _unlike(group: PageContents, page_layout: PyTree[jax.ShapeDtypeStruct], index: int) -> Iterator[str]:
+    """How an entry of a snapshot's pages differs from what this engine writes."""
+    if jax.tree.structure(group) != jax.tree.structure(page_layout):
+        yield f"pages[{index}] of the snapshot has other arrays than this engine's pages: it is not whole"
+        return
+    (found, _), (expected, _) = map(jax.tree_util.tree_flatten_with_path, (group, page_layout))
+    for (path, array), (_, wanted) in zip(found, expected, strict=True):
+        name = f"pages[{index}]{jax.tree_util.keystr(path)} of the snapshot"
+        if not isinstance(array, np.ndarray | jax.Array):
+            yield f"{name} is {shown(array)}: it must be an array"
+        elif (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
+            yield f"{name} is {array.dtype} {list(array.shape)}, this engine's {wanted.dtype} {list(wanted.shape)}"
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def page_layout(groups: Sequence[PageContents]) -> PyTree[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what `Runner.read_pages` gives for a group of pages."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), groups[0])

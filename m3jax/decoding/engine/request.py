@@ -7,6 +7,7 @@ import numpy as np
 
 from m3jax.decoding.protocols import TargetConfig
 from m3jax.decoding.sampling import HostOrDevice, Sampling
+from m3jax.messages import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +108,17 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
       name: what the prompt is called in an error.
 
     Raises:
-      ValueError: an empty prompt, an id outside the vocabulary, or more tokens than the context.
+      ValueError: an empty prompt, an id outside the vocabulary, more tokens than the context, or params that are none.
     """
+    if not isinstance(params, Params) or not isinstance(params.sampling, Sampling):
+        given = params.sampling if isinstance(params, Params) else params
+        raise ValueError(f"params: got {shown(given)}; give Params(max_new_tokens=..., sampling=Sampling(...))")
+    if isinstance(params.stop_ids, str) or not isinstance(params.stop_ids, Sequence):
+        raise ValueError(f"stop_ids = {shown(params.stop_ids)}: must be a tuple of token ids, () for none")
     if not len(prompt):
         raise ValueError(f"{name} is empty: give it at least one token")
-    _check_ids(name, prompt, config.vocab_size)
-    _check_ids("stop_ids", params.stop_ids, config.vocab_size)
+    check_ids(name, prompt, config.vocab_size)
+    check_ids("stop_ids", params.stop_ids, config.vocab_size)
     limit, asked = config.max_position_embeddings, params.max_new_tokens
     if not _is_integer(asked) or asked < 1:
         raise ValueError(f"max_new_tokens = {asked!r}: must be an integer of at least 1")
@@ -125,10 +131,30 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
         )
 
 
-def _check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
+def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
+    """Refuse what is no token id of a vocabulary.
+
+    Raises:
+      ValueError: the first such one, under this name.
+    """
     for token in ids:
         if not _is_integer(token) or not 0 <= token < vocab:
-            raise ValueError(f"{name}: {token!r} is no token id; they are integers from 0 to {vocab - 1}")
+            raise ValueError(f"{name}: {shown(token)} is no token id; they are integers from 0 to {vocab - 1}")
+
+
+def as_prompt(prompt: Sequence[int] | HostOrDevice) -> tuple[int, ...]:
+    """A list, a tuple or a 1-D array of token ids as a tuple; whether they are ids is not looked at.
+
+    Raises:
+      ValueError: text, or no list.
+    """
+    if isinstance(prompt, str | bytes):
+        raise ValueError("the prompt is text: encode it with the model's tokenizer first")
+    # As objects, so that what is no integer stays what it is until it is refused by name.
+    array = np.asarray(prompt if hasattr(prompt, "__len__") else None, dtype=object)
+    if array.ndim != 1:
+        raise ValueError(f"the prompt is {shown(prompt)}: give one list of token ids")
+    return tuple(array.tolist())
 
 
 def as_prompts(prompts: Sequence[Sequence[int] | HostOrDevice]) -> list[tuple[int, ...]]:

@@ -1,22 +1,22 @@
 """The device's state, and the host's copies of what it needs to know of it: page table, stop reasons, shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, PyTree
 
 from m3jax.cache import HostMemory
 from m3jax.decoding import device
+from m3jax.decoding.engine.exchange import PAGES_A_CALL, page_layout
 from m3jax.decoding.engine.request import Params
 from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel
 from m3jax.decoding.sampling import Sampling, SamplingParams
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
 from m3jax.parallel import sharding
 from m3jax.platform import platform
-
-_PAGES_A_CALL = 8
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class Runner:
     Attributes:
       table: the pages of each row, as the device will know them from the next call on.
       state: what lives on the device.
+      written: the token that calls have written into each slot of each page, -1 before; what the device did, noted
+        beside what the allocator believes (`Engine.check`).
     """
 
     def __init__(
@@ -91,6 +93,9 @@ class Runner:
         self.table = np.array(cache.table)
         self._stop_reasons = np.full(shapes.batch, device.IDLE, np.int32)
         self._is_stale = False  # whether the device's table and stop reasons are older than the host's
+        self.written = np.full((cache.num_pages, cache.page_size), -1, np.int32)
+        self._lengths, self._newest_token = [0] * shapes.batch, [0] * shapes.batch  # as in `state`, of rows that decode
+        self._page_layout: PyTree[jax.ShapeDtypeStruct] | None = None
         self._max_length = cache.table.shape[1] * model.config.index_block_size
 
         def place(array):
@@ -110,18 +115,22 @@ class Runner:
             self._layout = tuple(leaf.sharding for leaf in jax.tree.leaves(self.state))
             self._cache_layout = self._layout[: len(jax.tree.leaves(cache))]
 
-    def warmup(self) -> None:
-        """Compile every program by running it on nothing."""
+    def warmup(self, watch: Callable[[str], AbstractContextManager] = nullcontext) -> None:
+        """Compile every program by running it on nothing, each inside what `watch` makes of its name."""
         self._is_stale = True
         for width in self.shapes.chunks:
-            jax.device_get(self.prefill([], width))
-        jax.device_get(self.decode(0))
-        self._copy_group([])
-        contents = self.read_pages([0])
-        self.write_pages([-1], contents)
-        if self.host is not None:
-            self._replace_cache(self.host.warmup(self.state.cache))
-        jax.block_until_ready(self.state.lengths)
+            with watch(f"prefill of {self.shapes.prompts} x {width} tokens"):
+                jax.device_get(self.prefill([], width))
+        with watch(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}"):
+            jax.device_get(self.decode(0))
+        with watch("copies of pages"):
+            self._copy_group([])
+            contents = self.read_pages([0])
+            self._page_layout = page_layout(contents)
+            self.write_pages([-1], contents, ())
+            if self.host is not None:
+                self._replace_cache(self.host.warmup(self.state.cache))
+            jax.block_until_ready(self.state.lengths)
 
     # Calls
 
@@ -134,6 +143,7 @@ class Runner:
         for index, part in enumerate(parts):
             piece = part.tokens[part.cached : part.cached + width]
             tokens[index, : len(piece)] = piece
+            self._note_written(part.row, part.cached, piece)
             rows[index], start[index], lengths[index] = part.row, part.cached, len(part.tokens)
         chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width))
         self._send_changes()
@@ -176,7 +186,19 @@ class Runner:
         self._flush_host()
         new = jax.device_get(new)
         self._stop_reasons = np.array(new.stop_reasons)
+        for row in np.flatnonzero(new.counts).tolist():
+            # A step writes the token before the one that it draws: the newest one is in no page yet.
+            tokens = [self._newest_token[row], *new.tokens[row, : new.counts[row]].tolist()]
+            self._note_written(row, self._lengths[row], tokens[:-1])
+            self._lengths[row] += len(tokens) - 1
+            self._newest_token[row] = tokens[-1]
         return new
+
+    def _note_written(self, row: int, start: int, tokens: Sequence[int]) -> None:
+        """Note which tokens a call writes into a row's pages, from a position on."""
+        slots = np.arange(start, start + len(tokens))
+        page_size = self.written.shape[1]
+        self.written[self.table[row][slots // page_size], slots % page_size] = tokens
 
     def continuations(self, parts: Sequence[PromptPart], count: int) -> device.Continuations:
         """How some requests go on, padded to `count` rows."""
@@ -206,9 +228,10 @@ class Runner:
 
     # Rows
 
-    def start_row(self, row: int, stop_reason: int) -> None:
+    def start_row(self, row: int, stop_reason: int, length: int, newest_token: int) -> None:
         """Note what prefill made of a row: the device knows it already."""
         self._stop_reasons[row] = stop_reason
+        self._lengths[row], self._newest_token[row] = length, newest_token
 
     def set_pages(self, row: int, page_ids: Int32[np.ndarray, "M"]) -> None:
         """Give a row its pages."""
@@ -233,22 +256,24 @@ class Runner:
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages (source, target), all layers."""
-        for first in range(0, len(copies), _PAGES_A_CALL):
-            self._copy_group(copies[first : first + _PAGES_A_CALL])
+        for first in range(0, len(copies), PAGES_A_CALL):
+            self._copy_group(copies[first : first + PAGES_A_CALL])
 
     def _copy_group(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy at most `_PAGES_A_CALL` pages; the rest of the group copies page 0 to nowhere."""
-        pairs = np.array([*copies, *[(0, -1)] * (_PAGES_A_CALL - len(copies))], np.int32)
+        """Copy at most `PAGES_A_CALL` pages; the rest of the group copies page 0 to nowhere."""
+        pairs = np.array([*copies, *[(0, -1)] * (PAGES_A_CALL - len(copies))], np.int32)
         source, target = pairs[:, 0], pairs[:, 1]
         self._replace_cache(device.copy_pages(self.state.cache, source, target, layout=self._cache_layout))
         if self.host is not None:
             self.host.copy(copies)
+        for source, target in copies:
+            self.written[target] = self.written[source]
 
     def read_pages(self, page_ids: Sequence[int]) -> list[PageContents]:
-        """The contents of pages on the host, `_PAGES_A_CALL` at a time."""
+        """The contents of pages on the host, `PAGES_A_CALL` at a time; the last group repeats its first page."""
         groups = []
         for ids in _padded_groups(page_ids):
-            ids = np.maximum(ids, 0)
+            ids = np.where(ids < 0, ids[0], ids)
             contents = jax.device_get(device.read_pages(self.state.cache, ids))
             if self.host is not None:
                 # Per stack of layers (k, v, index_k): keys and values of an offloaded one are in host memory.
@@ -257,12 +282,30 @@ class Runner:
             groups.append(contents)
         return groups
 
-    def write_pages(self, page_ids: Sequence[int], contents: list[PageContents]) -> None:
-        """Put back what `read_pages` gave, to other pages; a page of -1 is left out."""
+    @property
+    def page_layout(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a group of pages as `read_pages` gives it; before `warmup` one is read to know."""
+        if self._page_layout is None:
+            self._page_layout = page_layout(self.read_pages([0]))
+        return self._page_layout
+
+    def write_pages(self, page_ids: Sequence[int], contents: list[PageContents], tokens: Sequence[int]) -> None:
+        """Put back what `read_pages` gave, to other pages.
+
+        Args:
+          page_ids: where to; a page of -1 is left out.
+          contents: a group for every `PAGES_A_CALL` of them.
+          tokens: those that the pages hold; the last page may have room for more.
+        """
         for ids, group in zip(_padded_groups(page_ids), contents, strict=True):
             self._replace_cache(device.write_pages(self.state.cache, ids, group, layout=self._cache_layout))
             if self.host is not None:
                 self.host.write(ids, group)
+        page_size = self.written.shape[1]
+        for block, page in enumerate(page_ids):
+            if page >= 0:
+                held = tokens[block * page_size : (block + 1) * page_size]
+                self.written[page, : len(held)] = held
 
     @property
     def _host_pages(self) -> HostStacks | None:
@@ -279,5 +322,5 @@ class Runner:
 
 def _padded_groups(page_ids: Sequence[int]) -> list[Int32[np.ndarray, "C"]]:
     """Page ids in groups of one size, the last one padded with -1, so that one compiled program serves all."""
-    groups = [page_ids[first : first + _PAGES_A_CALL] for first in range(0, len(page_ids), _PAGES_A_CALL)]
-    return [np.array([*group, *[-1] * (_PAGES_A_CALL - len(group))], np.int32) for group in groups]
+    groups = [page_ids[first : first + PAGES_A_CALL] for first in range(0, len(page_ids), PAGES_A_CALL)]
+    return [np.array([*group, *[-1] * (PAGES_A_CALL - len(group))], np.int32) for group in groups]

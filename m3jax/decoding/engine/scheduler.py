@@ -86,7 +86,8 @@ class Scheduler:
             new = jax.device_get(new)
         for index, request in enumerate(chosen):
             if request.is_decoding:
-                self.runner.start_row(request.row, int(new.stop_reasons[index]))
+                first_token = int(new.tokens[index, 0])
+                self.runner.start_row(request.row, int(new.stop_reasons[index]), request.cached, first_token)
                 # The first token is not in the cache: the next call will write it.
                 self._take_tokens(request, new, index, end=request.cached)
         self.timings.prefill_seconds += perf_counter() - began

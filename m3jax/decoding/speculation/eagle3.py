@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from m3jax.cache import Cache
 from m3jax.cache.drafted import DraftedCache
 from m3jax.decoding.protocols import Identity
-from m3jax.decoding.sampling import SamplingParams, filtered_logits
+from m3jax.decoding.sampling import SamplingParams, filtered_logits, has_distribution
 from m3jax.decoding.speculation.drafter import PromptContext
 from m3jax.decoding.speculation.verify import DRAFT, Proposal, position_keys
 from m3jax.model import M3
@@ -192,7 +192,6 @@ class Eagle3Drafter:
         The token is -1 where the draft's logits have no distribution.
         """
         logits = self.draft.logits(output, model.lm_head[...]).astype(jnp.float32)  # [B V'], the draft's vocabulary
-        is_usable = jnp.isfinite(jnp.max(logits, axis=-1))
         target_ids = None if self.draft.target_ids is None else self.draft.target_ids[...]  # [V']
         log_q = None
         if self.sample:
@@ -206,4 +205,4 @@ class Eagle3Drafter:
         else:
             token = jnp.argmax(logits, axis=-1)
         token = token.astype(jnp.int32) if target_ids is None else target_ids[token]
-        return jnp.where(is_usable, token, -1), log_q
+        return jnp.where(has_distribution(logits), token, -1), log_q

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped, UInt32
 
-from m3jax.decoding.sampling import HostOrDevice, SamplingParams, filtered_logits, row_keys
+from m3jax.decoding.sampling import HostOrDevice, SamplingParams, filtered_logits, has_distribution, row_keys
 
 # What a random number at a position is for: each is drawn from a key of its own.
 _ACCEPT, _DRAW, DRAFT = range(3)
@@ -84,10 +84,10 @@ def verify(
     column_params = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), params)  # [B*X]
     column_seen = _seen_by_column(seen, proposal.tokens).reshape(-1, vocab)  # [B*X V]
     filtered = filtered_logits(logits.reshape(-1, vocab), column_params, column_seen)  # [B*X V]
-    is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
-    is_usable = is_finite & (jnp.max(filtered, axis=-1) == 0).reshape(batch, width)  # [B X]
+    is_usable = has_distribution(logits) & (jnp.max(filtered, axis=-1) == 0).reshape(batch, width)  # [B X]
     log_p = jax.nn.log_softmax(filtered).reshape(logits.shape)  # [B X V]
-    would_accept = _would_accept(log_p, proposal, params, positions)  # [B K]
+    # A knob may drop the NaN of a column and leave its proposal: such a column accepts nothing.
+    would_accept = _would_accept(log_p, proposal, params, positions) * is_usable[:, :-1]  # [B K]
     accepted = jnp.sum(jnp.cumprod(would_accept, axis=1), axis=1, dtype=jnp.int32)
 
     log_weights = _own_token_weights(log_p, proposal, accepted)  # [B V]

@@ -1,6 +1,6 @@
 """From token ids to text as they come, ending at a stop string."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from m3jax.decoding.engine import Engine, Generation
@@ -66,6 +66,31 @@ class StoppableText:
         return 0
 
 
+def stream_text(engine: Engine, texts: Mapping[int, StoppableText]) -> Iterator[tuple[int, str]]:
+    """Work until some requests have ended, decoding to text as it goes.
+
+    Args:
+      engine: has the requests.
+      texts: of each request, by its handle; they grow, and where one meets a stop string its request ends.
+
+    Yields:
+      A handle and the next piece of its text.
+
+    Raises:
+      ValueError: a token id that the tokenizer does not know.
+    """
+    running = sorted(texts)
+    while running:
+        for handle in tuple(running):
+            piece, has_ended = _push_latest(engine, handle, texts[handle])
+            if has_ended:
+                running.remove(handle)
+            if piece:
+                yield handle, piece
+        if running:
+            engine.step()
+
+
 def generate_text(
     engine: Engine,
     handles: Sequence[int],
@@ -90,16 +115,14 @@ def generate_text(
       ValueError: an empty stop string, or a token id that the tokenizer does not know.
     """
     texts = {handle: StoppableText(tokenizer.stream(), stop) for handle in handles}
-    running = set(handles)
-    while running:
-        running -= {handle for handle in sorted(running) if _push_latest(engine, handle, texts[handle], on_text)}
-        if running:
-            engine.step()
+    for handle, piece in stream_text(engine, texts):
+        if on_text is not None:
+            on_text(handle, piece)
     return [replace(engine.result(handle), text=texts[handle].text) for handle in handles]
 
 
-def _push_latest(engine: Engine, handle: int, text: StoppableText, on_text: Callable[[int, str], None] | None) -> bool:
-    """Turn a request's latest tokens into text, and end it at a stop string; whether it has ended."""
+def _push_latest(engine: Engine, handle: int, text: StoppableText) -> tuple[str, bool]:
+    """Turn a request's latest tokens into text, and end it at a stop string: (the new text, whether it has ended)."""
     tokens, reason = engine.take(handle), engine.reason(handle)
     piece = ""
     # A stop id is a token of the continuation, and no part of its text.
@@ -112,6 +135,4 @@ def _push_latest(engine: Engine, handle: int, text: StoppableText, on_text: Call
             piece += text.finish()
     if text.stopped:
         engine.stop(handle, text.tokens)
-    if piece and on_text is not None:
-        on_text(handle, piece)
-    return text.stopped or reason != "unfinished"
+    return piece, text.stopped or reason != "unfinished"

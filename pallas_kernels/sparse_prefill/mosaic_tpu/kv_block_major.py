@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.backends import Interpret
-from pallas_kernels.mosaic_common import PREFETCHED, Chip, dot_nt, dot_tn, locate, natural_lse
+from pallas_kernels.mosaic_common import PREFETCHED, Chip, divisor, dot_nt, dot_tn, locate, natural_lse
 from pallas_kernels.pages import FinderRefs, Pages, seen_positions
 from pallas_kernels.sparse_prefill.mosaic_tpu.sizes import Config, Sizes
 
@@ -201,7 +201,7 @@ def _kernel(lists: Lists, q_ref, positions_ref, k_ref, v_ref, out_ref, lse_ref, 
     # What lies behind the row's end, or in a page that is not held, may be NaN.
     seen = jnp.where(is_held, lists.lengths[lists.row[0]] - block * sizes.block_size, 0)
     v = jnp.where(key < seen, v_ref[0].astype(jnp.float32), 0.0).astype(q.dtype)
-    safe_total = jnp.where(total > 0.0, total, 1.0)
+    is_seen, safe_total = divisor(total)
     values = dot_tn(v, weights.astype(q.dtype)) / safe_total  # [H lanes]
     # Other pairs of this tile belong to other blocks: what they have written stays.
     first, stop = lists.starts[i], lists.starts[i + 1]
@@ -213,7 +213,7 @@ def _kernel(lists: Lists, q_ref, positions_ref, k_ref, v_ref, out_ref, lse_ref, 
     values = values.T.reshape(sizes.tokens, sizes.group, sizes.width)
     out_pair = jax.lax.broadcasted_iota(jnp.int32, out_ref.shape, 0)
     out_ref[...] = jnp.where(is_own(out_pair), values, out_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
-    lse = natural_lse(top, total > 0.0, safe_total)
+    lse = natural_lse(top, is_seen, safe_total)
     lse_pair = jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1) // sizes.group
     lse_ref[0] = jnp.where(is_own(lse_pair), lse, lse_ref[0])
 
@@ -225,11 +225,11 @@ def _merge(
     top = jnp.max(lses, axis=2, keepdims=True)  # [K C 1 G]
     weights = jnp.exp(lses - jnp.where(top == -jnp.inf, 0.0, top))
     total = jnp.sum(weights, axis=2)  # [K C G]
-    safe_total = jnp.where(total > 0.0, total, 1.0)
+    is_seen, safe_total = divisor(total)
     # A place that nothing wrote holds anything: 0 x NaN would be NaN.
-    weighted = jnp.where(weights[..., None] > 0.0, parts.astype(jnp.float32) * weights[..., None], 0.0)
+    weighted = jnp.where(weights[..., None] != 0.0, parts.astype(jnp.float32) * weights[..., None], 0.0)
     out = (jnp.sum(weighted, axis=2) / safe_total[..., None]).astype(parts.dtype)  # [K C G H]
-    lse = natural_lse(top[:, :, 0], total > 0.0, safe_total)
+    lse = natural_lse(top[:, :, 0], is_seen, safe_total)
 
     def by_token(x: Shaped[Array, "K C G ..."]) -> Shaped[Array, "C N ..."]:
         return jnp.moveaxis(x, 0, 1).reshape(sizes.length, sizes.heads, *x.shape[3:])

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.pages import FinderRefs, Pages, seen_positions
 from pallas_kernels.sparse_prefill.triton.csr import Inverted, invert, search, seen_blocks
 from pallas_kernels.sparse_prefill.triton.sizes import Config, Sizes
-from pallas_kernels.triton_common import LOG2E, div, dot, exp2, natural_lse, rem
+from pallas_kernels.triton_common import LOG2E, div, divisor, dot, exp2, natural_lse, rem
 
 _WORK_TILES = 32  # tiles of queries that share one load of a block
 _CHUNK_PAIRS = 1 << 17  # (query, slot) pairs of a KV head whose partial outputs are held at once
@@ -215,13 +215,13 @@ def _merge_kernel(parts_ref, part_lses_ref, is_seen_ref, before, out_ref, lse_re
         weight = exp2(part_lse(j) - top, sizes.interpret)
         part = parts_ref[(first_pair + j) * sizes.padded_group + member, :].astype(jnp.float32)
         # A place that nothing wrote holds anything: 0 x NaN would be NaN.
-        part = jnp.where(weight[:, None] > 0.0, part * weight[:, None], 0.0)
+        part = jnp.where(weight[:, None] != 0.0, part * weight[:, None], 0.0)
         return values + part, total + weight
 
     nothing = jnp.zeros((sizes.padded_group, sizes.width), jnp.float32), jnp.zeros((sizes.padded_group,), jnp.float32)
     values, total = jax.lax.fori_loop(0, sizes.slots, add_part, nothing)
-    divisor = jnp.where(total > 0.0, total, 1.0)
+    is_seen, safe_total = divisor(total)
     target = sizes.out_row(start + token, head, member)
-    out_ref[row, target, :] = (values / divisor[:, None]).astype(out_ref.dtype)
+    out_ref[row, target, :] = (values / safe_total[:, None]).astype(out_ref.dtype)
     if lse_ref is not None:
-        lse_ref[row, target] = natural_lse(top, total > 0.0, divisor)
+        lse_ref[row, target] = natural_lse(top, is_seen, safe_total)

@@ -1,0 +1,77 @@
+"""Runs README's Python blocks and commands as after `pip install -e .`: what only the tests install is not found.
+
+A program of its own: `python documented_install.py README.md`. Each command goes on in this process, as the programs of
+its name would.
+"""
+
+import importlib.machinery
+import importlib.metadata
+import re
+import runpy
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+
+def installed_with(distribution: str) -> set[str]:
+    """A distribution and all that it requires, without extras nobody asks for, by their normalised names."""
+    normalised = lambda name: re.sub(r"[-_.]+", "-", name).lower()
+    found, waiting = set(), [(distribution, "")]
+    while waiting:
+        name, extra = waiting.pop()
+        if (normalised(name), extra) in found:
+            continue
+        found.add((normalised(name), extra))
+        for line in importlib.metadata.requires(name) or ():
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                with suppress(importlib.metadata.PackageNotFoundError):
+                    importlib.metadata.distribution(requirement.name)
+                    waiting += [(requirement.name, wanted) for wanted in ("", *requirement.extras)]
+    return {name for name, _ in found}
+
+
+def hide_all_but(distributions: set[str]) -> set[str]:
+    """Make the modules of other distributions impossible to find; the names that are hidden."""
+    normalised = lambda name: re.sub(r"[-_.]+", "-", name).lower()
+    hidden = {
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if not distributions & set(map(normalised, owners))
+    }
+    find = importlib.machinery.PathFinder.find_spec
+
+    def find_others(name, path=None, target=None):
+        return None if name.split(".")[0] in hidden else find(name, path, target)
+
+    importlib.machinery.PathFinder.find_spec = find_others
+    return hidden
+
+
+def main(document: str) -> None:
+    """Run the document's blocks and commands; the first that fails ends the process."""
+    text = Path(document).read_text(encoding="utf-8")
+    hidden = hide_all_but(installed_with("m3jax"))
+    assert {"pytest", "matplotlib", "hypothesis"} <= hidden, sorted(hidden)
+    assert not {"jax", "flax", "m3jax", "tokenizers", "rich"} & hidden, sorted(hidden)
+    names = {"__name__": document}
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S), 1):
+        print(f"== block {number}", flush=True)
+        exec(compile(block, f"{document}, block {number}", "exec"), names)
+    for block in re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S):
+        for line in block.splitlines():
+            if line.startswith("python -m "):
+                print(f"== {line}", flush=True)
+                sys.argv = ["python", *shlex.split(line, comments=True)[3:]]
+                try:
+                    runpy.run_module(shlex.split(line)[2], run_name="__main__")
+                except SystemExit as end:
+                    assert end.code in (None, 0), f"{line}: exit status {end.code}"
+    print("== all ran", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
