@@ -3,9 +3,13 @@
 import sys
 
 if __name__ == "__main__":
-    from m3jax.cli import program
+    from m3jax.interrupts import end_at_interrupts
 
-    program()
+    end_at_interrupts()  # before the rest is imported
+    from m3jax.cli import main
+    from m3jax.console import run_program
+
+    run_program(main)
 
 from m3jax.decoding import generate
 

@@ -3,6 +3,7 @@
 python scripts/bench_compile.py
 """
 
+import argparse
 import time
 
 import jax
@@ -16,6 +17,7 @@ from m3jax.model.build import num_bytes
 
 def main() -> None:
     """Print seconds for a prefill chunk and a decode step of all 60 layers; nothing is allocated."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     config = M3Config.m3()
     model = abstract(config)
     print(f"{config.num_hidden_layers} layers, {num_bytes(model) / 2**30:.1f} GiB of weights in bfloat16")

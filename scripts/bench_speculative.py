@@ -69,7 +69,7 @@ def _engine(model: M3, batch: int, draft: Eagle3Drafter | PromptLookup | None, d
     blocks = -(-(PROMPT + NEW) // block_size)
     engine = Engine(
         model, pages=batch * blocks, max_batch=batch, prefill_chunk=PROMPT, prefill_rows=batch,
-        max_length=blocks * block_size, steps_per_call=32, prefix_cache=False, draft=draft, draft_tokens=draft_tokens,
+        max_length=PROMPT + NEW, steps_per_call=32, prefix_cache=False, draft=draft, draft_tokens=draft_tokens,
     )  # fmt: skip
     engine.warmup()
     return engine

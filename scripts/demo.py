@@ -1,5 +1,7 @@
 """What `make demo` prints: the embedded checkpoint writes Python with its draft, and recalls a key of long ago."""
 
+import argparse
+import inspect
 import time
 
 from rich.console import Console
@@ -16,6 +18,7 @@ KEY, VALUE = "harbor", "lantern"
 
 def main() -> None:
     """Load once, show both."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     console = Console(highlight=False)
     begin = time.perf_counter()
     model = m3jax.load(dtype="float32")
@@ -45,9 +48,6 @@ def main() -> None:
 
 def recall_prompt(tokenizer: Tokenizer, bos: int, length: int = 3500) -> tuple[list[int], int]:
     """A record, then the running Python's own `argparse` source, then the question."""
-    import argparse
-    import inspect
-
     record = tokenizer.encode(f"\n# {KEY} -> {VALUE}")
     filler = tokenizer.encode(inspect.getsource(argparse))[:length]
     question = tokenizer.encode(f"\n# {KEY} ->")

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ from m3jax.checkpoint.draft import save_draft
 from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling
 from m3jax.model import M3
 from m3jax.model.eagle3 import Eagle3, Eagle3Config, init
+from m3jax.progress import activity
 from m3jax.text import Tokenizer
 from m3jax.train.data import Corpus
 from m3jax.train.eagle3 import continuations, draft_optimizer, draft_train_step, init_draft_state
@@ -87,16 +89,19 @@ def train(model: M3, corpus: Corpus, written: np.ndarray, sizes: Sizes, args: ar
     optimizer = draft_optimizer(schedule)
     state = init_draft_state(init(CONFIG, args.seed), optimizer)
     fused_model, rng, begin = fuse(model), np.random.default_rng(args.seed), time.perf_counter()
-    for step in range(sizes.steps):
-        continued = written[rng.integers(len(written), size=sizes.batch - sizes.batch // 4)]
-        starts = [corpus.draw_start(rng, sizes.length) for _ in range(sizes.batch // 4)]
-        code = np.stack([corpus.tokens[start : start + sizes.length].astype(np.int32) for start in starts])
-        tokens = jnp.asarray(np.concatenate([continued, code]))
-        state, metrics = draft_train_step(state, fused_model, tokens, optimizer, sizes.unroll)
-        if step % 200 == 199 or step + 1 == sizes.steps:
-            values = {name: np.asarray(value).round(4).tolist() for name, value in metrics.items()}
-            seconds = (time.perf_counter() - begin) / (step + 1)
-            print(f"{step + 1:6d}/{sizes.steps} {seconds:.4f} s a step {values}", flush=True)
+    with activity(about=sizes) as line:
+        for step in range(sizes.steps):
+            continued = written[rng.integers(len(written), size=sizes.batch - sizes.batch // 4)]
+            starts = [corpus.draw_start(rng, sizes.length) for _ in range(sizes.batch // 4)]
+            code = np.stack([corpus.tokens[start : start + sizes.length].astype(np.int32) for start in starts])
+            tokens = jnp.asarray(np.concatenate([continued, code]))
+            with line.timed("compiling a training step") if step == 0 else nullcontext():
+                state, metrics = draft_train_step(state, fused_model, tokens, optimizer, sizes.unroll)
+            line.say(f"training: step {step + 1} of {sizes.steps}")
+            if step % 200 == 199 or step + 1 == sizes.steps:
+                values = {name: np.asarray(value).round(4).tolist() for name, value in metrics.items()}
+                seconds = (time.perf_counter() - begin) / (step + 1)
+                print(f"{step + 1:6d}/{sizes.steps} {seconds:.4f} s a step {values}", flush=True)
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.draft)
 
 
@@ -114,7 +119,10 @@ def measure(model: M3, draft: Eagle3, corpus: Corpus, sizes: Sizes, temperature:
             sampling = Sampling(temperature=temperature, seed=seed)
             prompt = corpus.tokens[start : start + prompt_length].tolist()
             engine.add(prompt, Params(max_new_tokens=sizes.new, sampling=sampling))
-        engine.run()
+        with activity(about=(engine.shapes, temperature)) as line:
+            engine.warmup(lambda program: line.timed(f"compiling {program}"))
+            while engine.step():
+                line.say(f"measuring: temperature {temperature}, K = {draft_tokens}")
         acceptance = [round(share, 4) for share in engine.drafting.acceptance]
         mean_length = round(engine.drafting.mean_length, 4)
         report[f"K = {draft_tokens}"] = {"acceptance": acceptance, "mean_length": mean_length}

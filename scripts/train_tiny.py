@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from m3jax.checkpoint import save
 from m3jax.config import M3Config
 from m3jax.model import M3, init
 from m3jax.msa import SCHEDULES
+from m3jax.progress import activity
 from m3jax.text import Tokenizer
 from m3jax.train.data import Corpus, PlainBatches, RecallBatches
 from m3jax.train.evaluate import attention_caught, recall_accuracy, validation_loss
@@ -133,13 +135,15 @@ def run_stage(
     """The steps of one stage up to the last; batches are made one ahead, on another thread."""
     first_step = int(state.step)
     begin = last_kept = time.perf_counter()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, activity(about=options) as line:
         next_batch = pool.submit(batches.__getitem__, first_step)
         for step in range(first_step, last_step):
             batch = next_batch.result()
             next_batch = pool.submit(batches.__getitem__, step + 1)
             arrays = {key: jnp.asarray(batch[key]) for key in ("tokens", "weights", "recall")}
-            state, metrics = train_step(state, arrays, optimizer, options)
+            with line.timed(f"{name}: compiling a step") if step == first_step else nullcontext():
+                state, metrics = train_step(state, arrays, optimizer, options)
+            line.say(f"{name}: step {step + 1} of {last_step}")
             is_last = step + 1 == last_step
             if step % 100 == 99 or is_last:
                 values = {key: round(float(value), 4) for key, value in metrics.items()}
@@ -157,17 +161,24 @@ def measure(model, corpus: Corpus, short: bool, dense: bool) -> dict:
     plain = PlainBatches(corpus, seq_len, 2 if short else 8)
     batches = [plain[i] for i in range(min(len(plain), 2 if short else 8))]
     distances = (64, 128) if short else (64, 256, 512, 1024, 2048, 3072, 3584)
-    report = {
-        "parameters": sum(x.size for x in jax.tree.leaves(model)),
-        "validation_loss": validation_loss(model, batches),
-        "recall": recall_accuracy(model, corpus, distances, 4 if short else 256, seq_len, batch=4 if short else 16),
-    }
-    if not dense:
-        report["validation_loss_with_dense_attention"] = validation_loss(model.with_dense(), batches)
+    count, batch = (4, 4) if short else (256, 16)
+    report = {"parameters": sum(x.size for x in jax.tree.leaves(model))}
+    with activity(about=(seq_len, count)) as line:
+        with line.timed("measuring the validation loss"):
+            report["validation_loss"] = validation_loss(model, batches)
+        report["recall"] = {}
+        for distance in distances:
+            with line.timed(f"measuring recall over {distance} tokens"):
+                report["recall"] |= recall_accuracy(model, corpus, [distance], count, seq_len, batch=batch)
+        if dense:
+            return report
+        with line.timed("measuring the validation loss with dense attention"):
+            report["validation_loss_with_dense_attention"] = validation_loss(model.with_dense(), batches)
         tokens = np.concatenate([b["tokens"][:2, :-1] for b in batches])
         first = seq_len // 2 if short else None
-        caught = lambda random: attention_caught(model, tokens, random, first).astype(float).round(4).tolist()
-        report |= {"caught": caught(False), "caught_by_random_blocks": caught(True)}
+        for name, random in (("caught", False), ("caught_by_random_blocks", True)):
+            with line.timed(f"measuring attention {name.replace('_', ' ')}"):
+                report[name] = attention_caught(model, tokens, random, first).astype(float).round(4).tolist()
     return report
 
 

@@ -18,7 +18,7 @@ def check_compiler() -> None:
     """Raise ValueError, with what to do, where the TPU compiler is not installed."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
-            "the TPU compiler is not installed: run pip install 'jax[tpu]', or plan by arithmetic with --no-compile"
+            "the TPU compiler is not installed (pip install 'jax[tpu]' brings it); --no-compile plans by arithmetic"
         )
 
 
@@ -37,7 +37,7 @@ def compile_programs(
 
     Raises:
       ValueError: no compiler.
-      RuntimeError: a process that ended without an answer.
+      ChildProcessError: a process that ended without an answer.
     """
     check_compiler()
     command = [sys.executable, "-m", "m3jax.planning.program"]
@@ -65,10 +65,10 @@ def environment(chip: Chip) -> dict[str, str]:
 
 
 def _answer(name: str, process: subprocess.Popen) -> dict[str, Any]:
-    """What a compiling process prints; RuntimeError, with its last line, where it fails."""
+    """What a compiling process prints; ChildProcessError, with its last line, where it fails."""
     process.stdin = None  # closed; communicate would flush it
     answer, complaint = process.communicate()
     if process.returncode:
         lines = complaint.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise RuntimeError(f"compiling {name} ended with status {process.returncode}: {lines[-1]}")
+        raise ChildProcessError(f"compiling {name} ended with status {process.returncode}: {lines[-1]}")
     return json.loads(answer)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32, Int64, UInt
-from rich.progress import track
 
+from m3jax.progress import activity
 from m3jax.text import Tokenizer
 from m3jax.train.words import WORDS
 
@@ -149,7 +149,7 @@ class Corpus:
             split: "train" or "validation".
             cache: an .npz file to read and, where it is absent or of other sources or another
                 tokenizer, to write.
-            progress: show a bar.
+            progress: whether to show how far it is (`m3jax.progress`).
             root: the folder of the library; that of the running Python by default.
 
         Returns:
@@ -226,9 +226,11 @@ def _tokenise(tokenizer: Tokenizer, texts: list[str], description: str, progress
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     files = []
     groups = [texts[i : i + 32] for i in range(0, len(texts), 32)]
-    for group in track(groups, description, disable=not progress):
-        for ids in tokenizer.encode_batch(group):
-            files.append(np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], dtype))
+    with activity(progress) as line:
+        for group in groups:
+            line.say(f"{description}: {len(files)} of {len(texts)} files")
+            for ids in tokenizer.encode_batch(group):
+                files.append(np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], dtype))
     return np.concatenate(files)
 
 

@@ -13,6 +13,7 @@ from m3jax.decoding import Engine, Params, Sampling
 from m3jax.model import M3
 from m3jax.model.eagle3 import Eagle3
 from m3jax.numerics import einsum
+from m3jax.progress import activity
 from m3jax.train.corpus import Corpus
 
 STEP_WEIGHT = 0.8  # of a draft step's loss, relative to the step before
@@ -29,7 +30,14 @@ class DraftState(NamedTuple):
 
 
 def continuations(
-    model: M3, corpus: Corpus, count: int, length: int, temperatures: tuple[float, ...], seed: int, batch: int
+    model: M3,
+    corpus: Corpus,
+    count: int,
+    length: int,
+    temperatures: tuple[float, ...],
+    seed: int,
+    batch: int,
+    progress: bool = True,
 ) -> Int[np.ndarray, "R T"]:
     """What a target writes after beginnings of code, beginnings included.
 
@@ -41,6 +49,7 @@ def continuations(
       temperatures: of the rows in turn; 0 is greedy.
       seed: of beginnings and draws.
       batch: rows that decode together.
+      progress: whether to show how far it is (`m3jax.progress`).
 
     Returns:
       Token ids.
@@ -50,7 +59,7 @@ def continuations(
     blocks = -(-length // block_size)
     engine = Engine(
         model, pages=batch * blocks, max_batch=batch, prefill_chunk=length // 2, prefill_rows=min(batch, 128),
-        max_length=blocks * block_size, steps_per_call=64, prefix_cache=False,
+        max_length=length, steps_per_call=64, prefix_cache=False,
     )  # fmt: skip
     requests = []
     for row in range(count):
@@ -59,6 +68,11 @@ def continuations(
         prompt = corpus.tokens[start : start + size].tolist()
         sampling = Sampling(temperature=temperatures[row % len(temperatures)], seed=row)
         requests.append((prompt, engine.add(prompt, Params(max_new_tokens=length - size, sampling=sampling))))
+    with activity(progress, about=(model.config, engine.shapes)) as line:
+        engine.warmup(lambda program: line.timed(f"compiling {program}"))
+        while engine.step():
+            ended = sum(engine.reason(handle) != "unfinished" for _, handle in requests)
+            line.say(f"writing continuations: {ended} of {count}")
     results = engine.run()
     return np.asarray([[*prompt, *results[handle].tokens] for prompt, handle in requests], np.int32)
 

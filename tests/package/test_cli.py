@@ -2,20 +2,27 @@
 
 import io
 import json
+import logging
 import shutil
 import subprocess
 import sys
 
+import jax
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from m3jax import cli
+from m3jax import cli, progress
 from m3jax.checkpoint import load, save
+from m3jax.cli import generation
 from m3jax.config import M3Config
 from m3jax.decoding import generate
 from m3jax.decoding.defaults import Defaults
+from m3jax.decoding.engine import DRAFT_TOKENS
+from m3jax.decoding.speculation import MAX_DRAFT_TOKENS
 from m3jax.model import init
+from m3jax.ops import BACKENDS
+from m3jax.text_model import NEW_TOKENS
 
 EOS = 256
 CONFIG = M3Config(
@@ -168,13 +175,13 @@ def test_token_ids_work_without_a_tokenizer(run, copy):
         (["--prompt", "a", "--seed", "-1"], "seed = -1"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens = 0"),
         (["--prompt", "a", "--max-new-tokens", "300"], "ask for at most 255"),
-        (["--prompt", "a" * 300], "prompt 0 has 300 tokens and the model's context is 256"),
-        (["--prompt", ""], "prompt 0 is empty"),
-        (["--prompt", "a", "--stop", ""], "none of them empty"),
+        (["--prompt", "a" * 300], "prompt 1 has 300 tokens and the model's context is 256"),
+        (["--prompt", ""], "prompt 1 is empty"),
+        (["--prompt", "a", "--stop", ""], "--stop '': the text would end before it began"),
         (["--prompt", "a", "--logprobs"], "--logprobs needs --json"),
         (["--prompt-tokens", "1,x"], "'1,x': write token ids with commas"),
-        (["--prompt-tokens", "257"], "prompt 0: 257 is no token id; they are integers from 0 to 256"),
-        (["--prompt-tokens", "-3"], "prompt 0: -3 is no token id"),
+        (["--prompt-tokens", "257"], "prompt 1: 257 is no token id; they are integers from 0 to 256"),
+        (["--prompt-tokens", "-3"], "prompt 1: -3 is no token id"),
         (["--prompt-file", "/nowhere/prompt"], "cannot read the prompt file /nowhere/prompt: No such file"),
         (["--prompt", "a", "--mesh", "rows=2"], "mesh 'rows=2'"),
         (["--prompt", "a", "--backend", "triton"], "needs a GPU, and JAX runs on a CPU"),
@@ -200,7 +207,7 @@ def test_errors_are_one_line(run, argv, match):
         ("tokenizer.json", None, "no tokenizer.json"),
         ("tokenizer.json", "{", "tokenizer.json"),
         ("generation_config.json", "{", "generation_config.json"),
-        ("generation_config.json", "[]", "a generation config is a JSON object"),
+        ("generation_config.json", "[]", "is a JSON object"),
         ("generation_config.json", '{"top_p": 7}', "generation_config.json: top_p = 7"),
         ("config.json", None, "no config.json"),
         ("model.safetensors", "", "model.safetensors"),
@@ -235,20 +242,50 @@ def test_interrupt(run, monkeypatch):
     def stop(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_continue", stop)
+    monkeypatch.setattr(generation, "_continue", stop)
     assert run("--prompt", "a") == (130, "", "")
 
 
-@pytest.mark.parametrize("status", [0, 2, 130])
-def test_the_program_ends_with_the_status(monkeypatch, status):
-    """After an interrupt it ends without the interpreter's own way out: the device may be at work still."""
-    exits = []
-    monkeypatch.setattr(cli, "main", lambda: status)
-    monkeypatch.setattr(cli.os, "_exit", exits.append)
-    with pytest.raises(SystemExit) as ended:
-        cli.program()
-    assert ended.value.code == status
-    assert exits == ([130] if status == 130 else [])
+def test_float64_needs_no_python(run, monkeypatch):
+    """It needs a setting of jax, which the command line makes, and takes back."""
+
+    def start(model, *_args):
+        raise ValueError(f"loaded in {model.dtype}")
+
+    monkeypatch.setattr(generation, "_start", start)
+    assert run("--prompt", "a", "--dtype", "float64") == (2, "", "m3jax.generate: error: loaded in float64\n")
+    assert not jax.config.jax_enable_x64
+
+
+def test_it_says_what_is_waited_for(run, folder, monkeypatch, capsys, caplog):
+    """Lines come by the clock, so that a fast machine shows few of them: the logger has all."""
+    monkeypatch.setenv("M3JAX_PROGRESS", "1")
+    monkeypatch.setattr(progress, "_PAUSE", 0.001)
+    with caplog.at_level(logging.DEBUG, "m3jax"):
+        status, out, err = run("--prompt", "abc", "--json")
+    assert status == 0 and len(objects(out)) == 1
+    assert err.startswith("m3jax: compiling ") and all(line.startswith("m3jax: ") for line in err.splitlines())
+    said = ["compiling prefill of 1 x 16 tokens", "compiling decode of 32 steps", "reading the prompt", "generating"]
+    assert [text for text in said if text in caplog.text] == said
+    model = load(folder, "float32")
+    with caplog.at_level(logging.DEBUG, "m3jax"):
+        generate(model, [[1, 2, 3]], max_new_tokens=12)
+    assert "m3jax: compiling " in capsys.readouterr().err
+    assert "compiling decode of 16 steps" in caplog.text
+    generate(model, [[1, 2, 3]], max_new_tokens=12, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_closed_standard_input(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    status, _, err = run("--prompt-file", "-")
+    assert status == 2 and "standard input is closed" in err and err.count("\n") == 1
+
+
+def test_the_arguments_say_what_the_package_says():
+    """They are read before the package is imported, so they have its constants of their own."""
+    assert (cli.BACKENDS, cli.DRAFT_TOKENS, cli.MAX_DRAFT_TOKENS) == (BACKENDS, DRAFT_TOKENS, MAX_DRAFT_TOKENS)
+    assert cli.NEW_TOKENS == NEW_TOKENS
 
 
 def test_help(capsys):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
@@ -18,7 +19,7 @@ from m3jax.config import M3Config
 from m3jax.model.build import num_bytes
 from m3jax.parallel import AXES, parse_mesh
 from m3jax.planning import M3_DRAFT, Job, candidates, compiler, evaluate, hlo, parse_sizes, parse_slice
-from m3jax.planning.arithmetic import cache_shapes, memory
+from m3jax.planning.arithmetic import Memory, cache_shapes, memory
 from m3jax.planning.report import as_dict, as_text
 
 CONFIG = tiny.config("dM")
@@ -108,6 +109,70 @@ def test_small_storage_halves_the_cache():
     assert small.weights == large.weights
 
 
+def bytes_read(**types) -> float:
+    """What a decode step of two sparse layers and one dense one reads, on one device."""
+    config = tiny.config("dMM")
+    planned = job(config=config, context=100, batch=3, **types)
+    return evaluate(planned, dict.fromkeys(AXES, 1)).decode.traffic
+
+
+@pytest.mark.parametrize("kv", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("index", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_traffic_counts_keys_and_index_keys_by_their_own_dtypes(kv, index):
+    """3 rows of 100 tokens: 2 x 4 heads of 16 dims of all keys in the dense layer and of 3 blocks of 8 in the two
+    sparse ones; 20 dims of all index keys in these two."""
+    size = lambda dtype: np.dtype(jnp.dtype(dtype)).itemsize
+    kv_numbers = 3 * 2 * 4 * 16 * (100 + 2 * 3 * 8)
+    index_numbers = 3 * 20 * 2 * 100
+    saved = bytes_read() - bytes_read(kv_dtype=kv, index_dtype=index)
+    expected = kv_numbers * (4 - size(kv)) + index_numbers * (4 - size(index))
+    assert saved == pytest.approx(expected), f"keys in {kv}, index keys in {index}: saves {saved}, expected {expected}"
+
+
+@pytest.mark.parametrize(("tensor_size", "held_heads"), [(1, 4), (2, 2), (4, 1), (8, 4)])
+def test_kv_heads_that_the_axis_cannot_divide_are_read_whole(tensor_size, held_heads):
+    """8 devices have all 4 heads each: keys and values of 4 rows of 256 tokens, of 3 blocks of 8 in a sparse layer."""
+    mesh = dict.fromkeys(AXES, 1) | {"tensor": tensor_size}
+    wide, narrow = (evaluate(job(kv_dtype=dtype), mesh).decode.traffic for dtype in ("float32", "bfloat16"))
+    assert wide - narrow == 2 * 2 * held_heads * 16 * 4 * (256 + 24)
+
+
+def test_a_sum_over_eight_devices_sends_seven_eighths_twice():
+    """4 tokens of a model with two dense layers: 5 sums of 48 numbers, and logits, which are gathered: sent once."""
+    sent = evaluate(job(config=tiny.config("dd")), dict.fromkeys(AXES, 1) | {"tensor": 8}).decode.sent
+    expected = 7 / 8 * (2 * 4 * 4 * 48 * 5 + 4 * 4 * 64)
+    assert sent == pytest.approx(expected), f"sent {sent}, expected {expected}"
+
+
+def test_pages_that_a_mesh_does_not_divide_are_rounded_up():
+    """5 blocks of 3 rows are 15 pages, and 8 devices have 2 each, as the real cache has."""
+    mesh = "data=2,context=4"
+    planned = memory(job(context=40, batch=3), sizes(mesh))
+    found = planned.cache + planned.index_keys
+    expected = held(Cache.init(CONFIG, 3, 40, "float32", parse_mesh(mesh)))
+    assert found == expected, f"the cache takes {found} bytes of a device, expected {expected}"
+
+
+def test_a_round_with_a_draft_verifies_its_proposals_too():
+    """3 proposals and the newest token: nearly four times the work of a step without a draft."""
+    alone, drafted = (evaluate(full("h200:8", draft=draft), dict.fromkeys(AXES, 1)) for draft in (None, M3_DRAFT))
+    ratio = drafted.decode.flops / alone.decode.flops
+    assert 3.5 < ratio < 5, f"a round is {ratio:.2f} times a step"
+
+
+def test_all_that_lies_on_a_device_has_to_fit():
+    parts = dict(experts=3.0, other_weights=2.0, cache=7.0, index_keys=1.0, draft=4.0, temporaries=6.0)
+    assert Memory(**parts, limit=23.0).fits
+    assert not Memory(**parts, limit=22.0).fits
+
+
+def test_no_more_keys_are_read_than_there_are():
+    """20 tokens are fewer than 3 blocks of 8: to select 3 or 30 of them is the same work."""
+    few, many = (evaluate(job(config=tiny.config("dM", index_topk_blocks=n), context=20, chunk=20),
+                          dict.fromkeys(AXES, 1)) for n in (3, 30))  # fmt: skip
+    assert (few.decode, few.prefill) == (many.decode, many.prefill)
+
+
 # Meshes and arguments
 
 
@@ -141,6 +206,7 @@ def test_candidates_are_all_meshes_and_the_first_is_the_fastest_that_fits():
         ("--topology h200:8 --mesh data=8", "data = 8 does not divide 1 rows; the nearest valid is"),
         ("--topology h200:8 --mesh rows=8", "write axis=size pairs of data, context, expert, tensor"),
         ("--topology h200:8 --model nowhere", "no such model folder: nowhere"),
+        ("--topology h200:8 --compile", "--compile: h200:8 is no TPU"),
         ("--topology h200:8 --what", "unrecognized arguments: --what"),
     ],
 )
@@ -158,11 +224,19 @@ def test_a_nearest_mesh_is_a_mesh():
     assert parse_sizes(re.search(r"valid is '([^']*)'", str(error.value))[1], planned)
 
 
-def test_without_a_compiler_the_line_says_what_to_install(monkeypatch, capsys):
+def test_without_a_compiler_a_tpu_is_planned_by_arithmetic_and_a_line_says_so(monkeypatch, capsys):
     monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
-    assert plan.main(["--topology", "v5e:2x2", "--context", "1024"]) == 2
-    assert "pip install 'jax[tpu]'" in capsys.readouterr().err
-    assert plan.main(["--topology", "v5e:2x2", "--context", "1024", "--no-compile"]) == 1
+    asked = ["--topology", "v5e:2x2", "--context", "1024"]
+    assert plan.main(asked) == 1
+    out, err = capsys.readouterr()
+    assert "by arithmetic: nothing was compiled" in out
+    assert err.startswith("m3jax.plan: note: planned by arithmetic: ") and "pip install 'jax[tpu]'" in err
+    assert err.count("\n") == 1
+    assert plan.main([*asked, "--no-compile"]) == 1
+    assert capsys.readouterr() == (out, "")
+    assert plan.main([*asked, "--compile"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "pip install 'jax[tpu]'" in err and err.count("\n") == 1
 
 
 def test_a_gpu_is_planned_by_arithmetic_and_says_so(capsys):

@@ -1,0 +1,209 @@
+"""What `python -m m3jax.generate` does, once its arguments are read."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from m3jax.assets import embedded_path
+from m3jax.checkpoint import load
+from m3jax.checkpoint.draft import load_draft
+from m3jax.compile_cache import compile_cache, why_not_kept
+from m3jax.config import M3Config
+from m3jax.console import say, write
+from m3jax.decoding import (
+    Drafter,
+    Eagle3Drafter,
+    Engine,
+    Generation,
+    Params,
+    PromptLookup,
+    check_logits,
+    engine_for,
+    generate_text,
+)
+from m3jax.decoding.defaults import Defaults
+from m3jax.decoding.engine import check_prompt
+from m3jax.model import M3
+from m3jax.ops import check_backend
+from m3jax.parallel import parse_mesh
+from m3jax.progress import activity
+from m3jax.text import Tokenizer
+from m3jax.text_model import params_of
+
+PROG = "m3jax.generate"
+_KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Tokens in one device call: few where somebody watches, more where nobody does.
+_STREAM_STEPS, _BATCH_STEPS = 4, 32
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Generate what the parsed arguments ask for.
+
+    Args:
+      args: of `m3jax.cli.parser`.
+
+    Raises:
+      ValueError: a bad argument, or a folder that cannot be used.
+      OSError: a file that cannot be read, or stdout that cannot be written.
+      FloatingPointError: the model's logits were NaN or infinite.
+    """
+    if not args.no_compile_cache and (reason := why_not_kept()):
+        say(f"{PROG}: note: compiled programs are not kept: {reason}")
+    with (
+        compile_cache(not args.no_compile_cache),
+        jax.enable_x64(args.dtype == "float64" or jax.config.jax_enable_x64),
+    ):
+        _generate(args)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    folder = embedded_path() if args.model is None else Path(args.model)
+    # Everything that can be refused is refused before the weights are read.
+    config = M3Config.from_pretrained(folder)
+    tokenizer = _tokenizer(folder, args)
+    params = _params(args, config, Defaults.from_pretrained(folder))
+    prompts = _prompts(args, tokenizer)
+    for number, prompt in enumerate(prompts, 1):
+        check_prompt(prompt, params, config, f"prompt {number}")
+    mesh = None if args.mesh is None else parse_mesh(args.mesh)
+    check_backend(args.backend)
+    draft = _drafter(args, config, mesh)
+    model = load(args.model, dtype=args.dtype, mesh=mesh).with_backend(args.backend)
+    is_streamed = len(prompts) == 1 and not args.json  # then text is shown as it comes
+    engine, handles = _start(model, prompts, params, draft, args.draft_tokens, is_streamed)
+    results = _continue(engine, handles, tokenizer, args, is_streamed)
+    if args.stats:
+        _print_stats(engine)
+    check_logits(results)
+
+
+def _drafter(args: argparse.Namespace, config: M3Config, mesh: Mesh | None) -> Drafter | None:
+    """What proposes tokens, as `--draft` says."""
+    if args.draft is None:
+        return None
+    if args.draft == "ngram":
+        return PromptLookup()
+    folder = None if args.draft == "builtin" else args.draft
+    return Eagle3Drafter(load_draft(folder, config, args.dtype, mesh))
+
+
+def _tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer | None:
+    """The folder's tokenizer; None where it has none, and nothing but token ids is asked for."""
+    is_needed = args.prompt_tokens is None or args.stop
+    return Tokenizer.from_pretrained(folder) if is_needed or (folder / "tokenizer.json").is_file() else None
+
+
+def _params(args: argparse.Namespace, config: M3Config, defaults: Defaults) -> Params:
+    """How to generate: a flag wins over the model folder's generation_config.json."""
+    given = {name: getattr(args, name) for name in _KNOBS if getattr(args, name) is not None}
+    if defaults.ignored:
+        say(f"{PROG}: note: generation_config.json: not supported and left out: {', '.join(defaults.ignored)}")
+    if given and "temperature" not in given and defaults.knobs.get("temperature") == 0:
+        say(f"{PROG}: note: generation_config.json asks for greedy decoding; give --temperature to sample")
+    return params_of(defaults, config, max_new_tokens=args.max_new_tokens, seed=args.seed, **given)
+
+
+def _prompts(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The token ids of every prompt."""
+    if args.prompt_tokens is not None:
+        return [_token_ids(text) for text in args.prompt_tokens]
+    texts = args.prompt if args.prompt is not None else [_read_prompt(args.prompt_file)]
+    return [tokenizer.encode(text) for text in texts]
+
+
+def _token_ids(text: str) -> list[int]:
+    """The ids in a text like "1,2,3"."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--prompt-tokens {text!r}: write token ids with commas between them, as in 1,2,3") from None
+
+
+def _read_prompt(name: str) -> str:
+    """The text of a file, or of standard input for "-"."""
+    if name == "-" and sys.stdin is None:
+        raise ValueError("--prompt-file -: standard input is closed; name a file, or give the text with --prompt")
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the prompt file {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt file {name} is not UTF-8 text: byte {error.start} is wrong") from error
+
+
+def _start(
+    model: M3, prompts: list[list[int]], params: Params, draft: Drafter | None, draft_tokens: int, is_streamed: bool
+) -> tuple[Engine, list[int]]:
+    """An engine that has read all prompts, and the prompts' handles."""
+    steps = _STREAM_STEPS if is_streamed and sys.stdout.isatty() else _BATCH_STEPS
+    every_params = [params] * len(prompts)
+    engine = engine_for(model, prompts, every_params, steps_per_call=steps, draft=draft, draft_tokens=draft_tokens)
+    handles = [engine.add(prompt, params) for prompt in prompts]
+    with activity() as line:
+        line.say("reading the prompt")
+        while engine.prefill():
+            done, total = engine.prefilled
+            line.say(f"reading the prompt: {done} of {total} tokens")
+    return engine, handles
+
+
+def _continue(
+    engine: Engine, handles: list[int], tokenizer: Tokenizer | None, args: argparse.Namespace, is_streamed: bool
+) -> list[Generation]:
+    """Generate to the end of every prompt, and print what came."""
+    # Text that is shown as it comes is all that anybody waits for.
+    with activity(shown=not (is_streamed and tokenizer is not None)) as line:
+        line.say("generating")
+        if tokenizer is None:
+            generations = engine.run()
+            results = [generations[handle] for handle in handles]
+        else:
+            show = (lambda handle, piece: write(piece)) if is_streamed else None
+            results = generate_text(engine, handles, tokenizer, stop=args.stop, on_text=show)
+    if args.json:
+        for result in results:
+            write(json.dumps(_as_json(result, engine, args.logprobs)) + "\n")
+    elif is_streamed and tokenizer is not None:
+        write("\n")
+    else:
+        for number, result in enumerate(results, 1):
+            heading = f"==> prompt {number} <==\n" if len(results) > 1 else ""
+            text = ",".join(map(str, result.tokens)) if result.text is None else result.text
+            write(f"{heading}{text}\n")
+    return results
+
+
+def _as_json(result: Generation, engine: Engine, with_logprobs: bool) -> dict[str, Any]:
+    """One prompt's result as `--json` prints it."""
+    return {
+        "text": result.text,
+        "token_ids": result.tokens,
+        **({"logprobs": result.logprobs} if with_logprobs else {}),
+        "stop_reason": result.stop_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": len(result.tokens),
+        "prefill_tokens_per_second": engine.timings.prefill_tokens_per_second,
+        "decode_tokens_per_second": engine.timings.decode_tokens_per_second,
+    }
+
+
+def _print_stats(engine: Engine) -> None:
+    """Print times and sizes on stderr; compilation is no part of any rate."""
+    times = engine.timings
+    rate = lambda tokens_per_second: "" if tokens_per_second is None else f", {tokens_per_second:.1f} tokens/s"
+    say(f"prefill: {times.prompt_tokens} tokens in {times.prefill_seconds:.3f} s"
+         f"{rate(times.prefill_tokens_per_second)}")  # fmt: skip
+    say(f"decode: {times.decoded_tokens} tokens in {times.decode_seconds:.3f} s"
+         f"{rate(times.decode_tokens_per_second)}")  # fmt: skip
+    if (drafting := engine.drafting).forwards:
+        shares = ", ".join(f"{share:.1%}" for share in drafting.acceptance)
+        say(f"draft: accepted by position {shares}; mean length {drafting.mean_length:.2f}; "
+             f"{times.decoded_tokens / drafting.forwards:.2f} tokens a call of the model")  # fmt: skip
+    say(f"compile: {times.compile_seconds:.1f} s, not counted above")
+    say(f"cache: {engine.cache_bytes / 2**20:.1f} MiB")

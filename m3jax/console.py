@@ -1,0 +1,166 @@
+"""What all command lines do alike: streams, signals, errors of one line, and how a process ends."""
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from m3jax.interrupts import INTERRUPTED, end_at_interrupts
+from m3jax.messages import MOST_CHARACTERS, printable, shortened
+
+ERROR, CLOSED_PIPE = 2, 141
+
+
+class Parser(argparse.ArgumentParser):
+    """Arguments whose errors are a ValueError, and whose help says so if it cannot be written."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=f"python -m {prog}", description=description, allow_abbrev=False)
+        self.add_argument("--verbose", action="store_true", help="print the whole of an error, however long")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the arguments."""
+        raise ValueError(f"{message}; --help lists the arguments")
+
+    def print_help(self, file: object = None) -> None:
+        """Write the help to stdout."""
+        write(self.format_help())
+
+
+def run_command(
+    prog: str, parser: Parser, run: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None
+) -> int:
+    """Parse arguments and run what they ask for.
+
+    Args:
+      prog: the name that an error begins with.
+      parser: of the arguments.
+      run: takes the parsed arguments and returns the exit status.
+      argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+      The exit status: that of `run`; 2 after an error, which is one line on stderr; 130 after an interrupt; 141 if the
+      reader of stdout went away.
+    """
+    verbose = False
+    try:
+        _check_stdout()
+        args = parser.parse_args(argv)
+        verbose = args.verbose
+        return run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return CLOSED_PIPE
+    except Exception as error:
+        if not _is_the_users(error):
+            raise
+        print_error(prog, error, verbose)
+        return ERROR
+
+
+def write(text: str) -> None:
+    """Write text to stdout now.
+
+    Raises:
+      BrokenPipeError: nobody reads it any more.
+      OSError: it cannot be written; names where stdout leads.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # What is left in the buffer would fail once more, when the process ends.
+        name = _stdout_name()
+        _forget_stdout()
+        raise OSError(error.errno, error.strerror, name) from error
+
+
+def say(text: str) -> None:
+    """Print a line on stderr now, if anybody can read it."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _forget(sys.stderr)
+
+
+def print_error(prog: str, error: BaseException, verbose: bool = False) -> None:
+    """Print an error as one line of at most 2,000 characters, or with all its notes, each on its line."""
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    else:
+        message = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    line = f"{prog}: error: {printable(message) or type(error).__name__}"
+    notes = [printable(note) for note in getattr(error, "__notes__", ())]
+    if verbose:
+        say("\n  ".join([line, *notes]))
+        return
+    hint = "; --verbose prints all of it" if notes or len(line) > MOST_CHARACTERS else ""
+    say(shortened(line, MOST_CHARACTERS - len(hint)) + hint)
+
+
+def _is_the_users(error: Exception) -> bool:
+    """Whether an error is about what was asked for or the machine, and not a fault of the program."""
+    jax = sys.modules.get("jax")
+    of_device = () if jax is None else (jax.errors.JaxRuntimeError,)
+    return isinstance(error, (ValueError, OSError, FloatingPointError, MemoryError, *of_device))
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Run a command line in this process, and end it.
+
+    Until `m3jax.interrupts.raise_interrupts` is called, Ctrl-C ends the process there and then.
+
+    Args:
+      main: returns the exit status.
+    """
+    end_at_interrupts()
+    _make_streams_usable()
+    status = main()
+    end_at_interrupts()
+    if status == INTERRUPTED:
+        # The device may be at work still, and the interpreter's own way out can crash under it.
+        os._exit(status)
+    sys.exit(status)
+
+
+def _make_streams_usable() -> None:
+    """Escape what stdout cannot encode; make up for standard streams that are closed."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: no file of ours may become a standard stream
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is not None and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _check_stdout() -> None:
+    """Raise OSError where stdout is closed: what is asked for would be lost."""
+    if sys.stdout is None:
+        reason = "it is closed, and the result would be lost; open it, as in > FILE"
+        raise OSError(errno.EBADF, reason, "standard output")
+
+
+def _stdout_name() -> str:
+    """Where stdout leads, as far as the system says."""
+    try:
+        return f"standard output ({os.readlink('/proc/self/fd/1')})"
+    except OSError:
+        return "standard output"
+
+
+def _forget_stdout() -> None:
+    _forget(sys.stdout)
+
+
+def _forget(stream) -> None:
+    """Send a stream that nobody can read nowhere: the interpreter's last flush must not complain about it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

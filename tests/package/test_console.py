@@ -1,0 +1,142 @@
+"""How every command line treats streams, signals and errors; what is asked before jax is imported is asked in 0.1 s."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from m3jax.console import print_error
+
+ROOT = Path(__file__).resolve().parents[2]
+# Streams are buffered, as for most users: what cannot be written fails at the flush, and again as the process ends.
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+LIGHT = (
+    "from m3jax.console import *; import m3jax.interrupts as i; "
+    "run_program(lambda: run_command('p', Parser('p', ''), lambda args: {body}, []))"
+)
+
+
+def shell(line: str, **variables: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a line of sh, in which `python` is this interpreter."""
+    environment = ENVIRONMENT | variables
+    finished = subprocess.run(
+        ["sh", "-c", f'python() {{ "{sys.executable}" "$@"; }}; {line}'],
+        env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False,
+    )  # fmt: skip
+    return finished.returncode, finished.stdout, finished.stderr
+
+
+def assert_one_line(err: str, *parts: str) -> None:
+    assert err.count("\n") == 1 and "Traceback" not in err, err
+    for part in parts:
+        assert part in err, (part, err)
+
+
+@pytest.mark.parametrize("module", ["m3jax", "m3jax.generate", "m3jax.plan"])
+def test_help_and_wrong_arguments_need_no_jax(module):
+    status, out, err = shell(f"python -X importtime -m {module} --help")
+    imported = {line.rpartition("|")[2].strip() for line in err.splitlines()}
+    assert status == 0 and out.startswith(f"usage: python -m {module} ") and "argparse" in imported
+    assert not imported & {"jax", "numpy", "rich", "m3jax.checkpoint"}
+    status, out, err = shell(f"python -m {module} --what")
+    assert (status, out) == (2, "")
+    assert_one_line(err, f"{module}: error: ")
+
+
+def test_the_package_lists_its_commands():
+    status, out, err = shell("python -m m3jax")
+    assert (status, err) == (0, "") and "python -m m3jax.generate" in out and "python -m m3jax.plan" in out
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("generate --prompt a", "jax"),
+        ("generate --prompt a", "tokenizers"),
+        ("plan --topology h200:8 --context 9", "flax"),
+    ],
+)
+def test_an_interrupt_in_an_import_ends_the_process(tmp_path, module, name):
+    """With 130 and without a word, also where the import swallows every exception, as some do."""
+    (tmp_path / f"{name}.py").write_text(
+        "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(1)\n"
+        "except BaseException:\n    print('swallowed')\nos._exit(77)\n"
+    )
+    assert shell(f"python -m m3jax.{module}", PYTHONPATH=f"{tmp_path}:{ROOT}") == (130, "", "")
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    body = "(__import__('os').kill(os.getpid(), 2), write('done'))[1] or 0"
+    assert shell(f"trap '' INT; python -c \"{LIGHT.format(body=body)}\"") == (0, "done", "")
+
+
+def test_the_first_interrupt_raises_and_the_second_ends_the_process():
+    kill = "os.kill(os.getpid(), 2)"
+    assert shell(f'python -c "{LIGHT.format(body=f"(i.raise_interrupts(), {kill}, write(1))")}"') == (130, "", "")
+    code = (
+        "from m3jax.console import *\nfrom m3jax.interrupts import raise_interrupts\n"
+        "def run(args):\n    raise_interrupts()\n    try: os.kill(os.getpid(), 2)\n"
+        "    except BaseException:\n        try: os.kill(os.getpid(), 2)\n        except BaseException: pass\n"
+        "    os._exit(77)\n"
+        "run_program(lambda: run_command('p', Parser('p', ''), run, []))"
+    )
+    assert shell(f'python -c "{code}"') == (130, "", "")
+
+
+@pytest.mark.parametrize("module", ["m3jax", "m3jax.generate --help", "m3jax.plan --help"])
+def test_streams_that_cannot_be_written(module):
+    status, _, err = shell(f"python -m {module} >/dev/full")
+    assert status == 2
+    assert_one_line(err, "/dev/full", "No space left on device")
+    status, _, err = shell(f"python -m {module} >&-")
+    assert status == 2
+    assert_one_line(err, "standard output", "closed")
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # the reader is gone before the first byte
+    command = [sys.executable, "-m", *module.split()]
+    finished = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, env=ENVIRONMENT, check=False)
+    os.close(write_end)
+    assert (finished.returncode, finished.stderr) == (141, b"")
+
+
+def test_closed_streams_that_are_not_needed():
+    assert shell("python -m m3jax.plan --what 2>&-") == (2, "", "")
+    assert shell("python -m m3jax.plan --what 2>/dev/full") == (2, "", "")
+    status, out, err = shell("python -m m3jax <&- 2>&-")
+    assert (status, err) == (0, "") and "m3jax.generate" in out
+    # A file that is opened later does not become a standard stream, on which messages would land.
+    body = "write(str(open('README.md').fileno()) + '\\n') or 0"
+    assert int(shell(f'cd {ROOT}; python -c "{LIGHT.format(body=body)}" <&- 2>&-')[1]) > 2
+
+
+def test_text_that_stdout_cannot_encode_is_escaped():
+    body = "write(chr(233) + chr(0xd800) + chr(0x4e2d)) or 0"
+    line = f'python -c "{LIGHT.format(body=body)}"'
+    assert shell(line, PYTHONIOENCODING="ascii") == (0, "\\xe9\\ud800\\u4e2d", "")
+    assert shell(line, PYTHONIOENCODING="utf-8") == (0, "é\\ud800中", "")
+
+
+def test_a_plan_that_nobody_reads_is_quiet():
+    status, out, err = shell("python -m m3jax.plan --topology h200:8 --context 1048576 | true")
+    assert (status, out, err) == (0, "", "")
+
+
+def test_an_error_is_one_short_line_unless_all_of_it_is_asked_for(capsys):
+    error = ValueError("12 problems: \x1b[31mone;\ntwo\x07; and 10 more")
+    for number in range(12):
+        error.add_note(f"problem {number}\r\x9b")
+    print_error("p", error)
+    err = capsys.readouterr().err
+    assert_one_line(err, "p: error: 12 problems: ", "\\x1b[31mone;; two\\x07", "--verbose")
+    assert "problem 3" not in err
+    print_error("p", error, verbose=True)
+    assert capsys.readouterr().err.splitlines()[1:] == [f"  problem {number}\\r\\x9b" for number in range(12)]
+    print_error("p", OSError(28, "No space left on device", "a\nfile"))
+    assert capsys.readouterr().err == "p: error: a\\nfile: No space left on device\n"
+    print_error("p", ValueError("x" * 5000))
+    err = capsys.readouterr().err
+    assert 1900 < len(err) <= 2001 and err.endswith("--verbose prints all of it\n")
+    print_error("p", MemoryError())
+    assert capsys.readouterr().err == "p: error: MemoryError\n"
