@@ -1,0 +1,202 @@
+"""A checkpoint as one object: text in, text out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from m3jax.assets import embedded_path
+from m3jax.config import M3Config
+from m3jax.decoding import Drafter, Params, Sampling, StoppableText, check_logits, engine_for, stream_text
+from m3jax.decoding.defaults import Defaults
+from m3jax.decoding.engine import DRAFT_TOKENS
+from m3jax.hub import M3, load, save
+from m3jax.text import Tokenizer
+
+NEW_TOKENS = 128  # of a prompt, where neither the caller nor the folder says how many
+
+
+def params_of(
+    defaults: Defaults, config: M3Config, *, max_new_tokens: int | None, seed: int, **knobs: float | int | None
+) -> Params:
+    """How to go on: what the caller gives wins over the folder's generation_config.json.
+
+    Args:
+      defaults: of the folder.
+      config: of the model, whose EOS ids end a continuation where the folder names none.
+      max_new_tokens: None for the folder's, or else `NEW_TOKENS`.
+      seed: of the draws.
+      **knobs: those of `Sampling`; None is not given.
+
+    Raises:
+      ValueError: a knob outside its range.
+    """
+    given = {name: value for name, value in knobs.items() if value is not None}
+    limits = (max_new_tokens, defaults.max_new_tokens, NEW_TOKENS)
+    return Params(
+        max_new_tokens=next(limit for limit in limits if limit is not None),
+        sampling=Sampling(**{**defaults.knobs, **given}, seed=seed),
+        stop_ids=config.eos_token_id if defaults.stop_ids is None else defaults.stop_ids,
+    )
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model with its tokenizer, its chat template and its defaults.
+
+    Attributes:
+      model: the parameters, and how they are computed.
+      tokenizer: the checkpoint's.
+      defaults: its generation_config.json.
+      template: its chat_template.jinja as text; None where the folder has none. A prompt is not put into it.
+      folder: where it was read from.
+
+    Example:
+      lm = m3jax.TextModel.from_pretrained()
+      print(lm.generate("import os, sys", max_new_tokens=16, temperature=0))
+    """
+
+    model: M3
+    tokenizer: Tokenizer
+    defaults: Defaults
+    template: str | None
+    folder: Path
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path | None = None,
+        *,
+        dtype: DTypeLike = "bfloat16",
+        mesh: Mesh | str | None = None,
+        backend: str = "auto",
+        progress: bool = True,
+    ) -> "TextModel":
+        """Read all of a folder in the hub's layout.
+
+        Args:
+          folder: None is the embedded checkpoint.
+          dtype, mesh, progress: as in `m3jax.load`.
+          backend: as in `M3.with_backend`.
+
+        Raises:
+          ValueError: a folder that cannot be used; it says what is wrong and where. What is small is read first.
+        """
+        folder = embedded_path() if folder is None else Path(folder)
+        M3Config.from_pretrained(folder)
+        tokenizer, defaults = Tokenizer.from_pretrained(folder), Defaults.from_pretrained(folder)
+        template_file = folder / "chat_template.jinja"
+        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
+        model = load(folder, dtype=dtype, mesh=mesh, progress=progress).with_backend(backend)
+        return cls(model, tokenizer, defaults, template, folder)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | int | None = None,
+        top_k: int | None = None,
+        top_p: float | int | None = None,
+        min_p: float | int | None = None,
+        repetition_penalty: float | int | None = None,
+        seed: int | Sequence[int] = 0,
+        stop: str | Sequence[str] = (),
+        stream: bool = False,
+        draft: Drafter | str | Path | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
+    ) -> str | list[str] | Iterator[str] | Iterator[tuple[int, str]]:
+        """Continue texts.
+
+        A prompt is what the model sees and no more, as on the command line: no BOS and no template is added; special
+        tokens that are written in it are those tokens. With the same seed the same text comes as from
+        `python -m m3jax.generate`.
+
+        Args:
+          prompts: a text, or several.
+          max_new_tokens: of each; None for the folder's default, or else 128.
+          temperature: 0 is greedy; None, here and in the other knobs, is the folder's default, or else off.
+          top_k: as in `Sampling`.
+          top_p: as in `Sampling`.
+          min_p: as in `Sampling`.
+          repetition_penalty: as in `Sampling`.
+          seed: one for all, or one a prompt.
+          stop: a text, or several, before which a continuation ends.
+          stream: give the text as it comes.
+          draft: as in `m3jax.generate`.
+          draft_tokens: as in `m3jax.generate`.
+
+        Returns:
+          The new text of one prompt, or a list of one a prompt. With `stream` an iterator of pieces, of several prompts
+          as (number of the prompt from 0, piece).
+
+        Raises:
+          ValueError: a bad argument, or a prompt that does not fit.
+          FloatingPointError: the model's logits were NaN or infinite.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        seeds = [seed] * len(texts) if isinstance(seed, int | np.integer) else list(seed)
+        if len(seeds) != len(texts):
+            raise ValueError(f"seed has {len(seeds)} entries for {len(texts)} prompts: give one number or one a prompt")
+        knobs = dict(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+        )
+        config, limit = self.model.config, max_new_tokens
+        params = [params_of(self.defaults, config, max_new_tokens=limit, seed=each, **knobs) for each in seeds]
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        tokens = [tuple(self.tokenizer.encode(text)) for text in texts]
+        new_texts = [StoppableText(self.tokenizer.stream(), stop) for _ in texts]
+        pieces = self._pieces(tokens, params, new_texts, draft, draft_tokens)
+        if stream:
+            return (piece for _, piece in pieces) if isinstance(prompts, str) else pieces
+        for _ in pieces:
+            pass
+        return new_texts[0].text if isinstance(prompts, str) else [new_text.text for new_text in new_texts]
+
+    def _pieces(
+        self,
+        prompts: list[tuple[int, ...]],
+        params: list[Params],
+        new_texts: list[StoppableText],
+        draft: Drafter | str | Path | None,
+        draft_tokens: int,
+    ) -> Iterator[tuple[int, str]]:
+        """The pieces of all continuations as they come, each with the number of its prompt."""
+        engine = engine_for(self.model, prompts, params, draft=draft, draft_tokens=draft_tokens)
+        handles = [engine.add(prompt, asked) for prompt, asked in zip(prompts, params, strict=True)]
+        number_of = {handle: number for number, handle in enumerate(handles)}
+        for handle, piece in stream_text(engine, dict(zip(handles, new_texts, strict=True))):
+            yield number_of[handle], piece
+        check_logits([engine.result(handle) for handle in handles])
+
+    def forward(self, text: str) -> dict[str, Array | list]:
+        """Run a text through the model once, and keep everything on the way.
+
+        Args:
+          text: T tokens of it.
+
+        Returns:
+          What `M3.intermediates` returns for a batch of one, with "tokens" [1 T] int32 and "pieces", their texts.
+
+        Raises:
+          ValueError: no token, or more than the model's context.
+        """
+        ids = self.tokenizer.encode(text)
+        if not ids:
+            raise ValueError("text is empty: give it at least one token")
+        tokens = jnp.asarray([ids], jnp.int32)
+        pieces = [self.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        return {"tokens": tokens, "pieces": pieces} | self.model.intermediates(tokens)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the model in the hub's layout (`m3jax.save`), with the tokenizer's files and defaults of its folder.
+
+        Args:
+          folder: it is made if it is not there.
+        """
+        save(self.model, folder, copy_from=self.folder)
