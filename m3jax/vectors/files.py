@@ -1,0 +1,167 @@
+"""Golden vectors as files: a safetensors file for each case, and manifest.json, which says what is in them."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Shaped
+
+from m3jax.files import NewFile, read_json
+from m3jax.messages import printable, shown
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+_MOST_FILE_BYTES = 1 << 30
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I32": "int32", "I64": "int64", "U32": "uint32", "F8_E4M3": "float8_e4m3fn",
+    "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+}  # fmt: skip
+_CODES = {name: code for code, name in _DTYPES.items()}
+Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
+
+
+def dtype_code(array: Shaped[np.ndarray, "..."]) -> str:
+    """The name that safetensors has for an array's dtype."""
+    return _CODES[str(array.dtype)]
+
+
+def packed(arrays: Arrays) -> bytes:
+    """Arrays as a safetensors file, in the order of their names: the same arrays give the same bytes."""
+    entries: dict[str, Any] = {}
+    pieces, offset = [], 0
+    # The widest first, so that every array is aligned for whoever maps the file.
+    for name in sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name)):
+        pieces.append(np.ascontiguousarray(arrays[name]).tobytes())
+        end = offset + len(pieces[-1])
+        entries[name] = {
+            "dtype": dtype_code(arrays[name]), "shape": list(arrays[name].shape), "data_offsets": [offset, end]
+        }  # fmt: skip
+        offset = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return b"".join((len(header).to_bytes(8, "little"), header, *pieces))
+
+
+def unpacked(data: bytes, place: str) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file.
+
+    Args:
+      data: the whole file.
+      place: its name, for errors.
+
+    Raises:
+      ValueError: the file is truncated, or is none.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or not 2 <= size <= len(data) - 8:
+        raise ValueError(f"{place}: {len(data)} bytes are no safetensors file, or only its beginning; make it again")
+    try:
+        entries = json.loads(data[8 : 8 + size])
+        entries.pop("__metadata__", None)
+        arrays = {name: _array(entry, data, 8 + size) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{place}: no safetensors file, or a damaged one ({shown(error)}); make it again") from None
+    return arrays
+
+
+def _array(entry: Mapping[str, Any], data: bytes, start: int) -> Shaped[np.ndarray, "..."]:
+    first, end = entry["data_offsets"]
+    if not 0 <= first <= end <= len(data) - start:
+        raise ValueError(f"it ends at byte {len(data)}, before the {start + end} that its header speaks of")
+    dtype = jnp.dtype(_DTYPES[entry["dtype"]])
+    return np.frombuffer(data[start + first : start + end], dtype).reshape(entry["shape"])
+
+
+def sha256(data: bytes) -> str:
+    """The checksum that manifest.json has of a file."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that nobody has had before, and its folder.
+
+    Raises:
+      OSError: it is there already, or cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NewFile(path) as file:
+        file.write(data)
+
+
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """A manifest as JSON, a case a paragraph and a tensor a line."""
+    lines = lambda x: ",\n".join(f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in x.items())
+
+    def case_text(case):
+        head = json.dumps({name: value for name, value in case.items() if name != "tensors"})
+        return f'  {head[:-1]},\n  "tensors": {{\n{lines(case["tensors"])}}}}}'
+
+    top = {name: value for name, value in manifest.items() if name not in ("cases", "tolerances")}
+    cases = ",\n\n".join(map(case_text, manifest["cases"]))
+    head = json.dumps(top)[1:-1]
+    return f'{{{head},\n "tolerances": {{\n{lines(manifest["tolerances"])}}},\n "cases": [\n{cases}]}}\n'
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder of vectors.
+
+    Raises:
+      ValueError: there is none, it is of another schema version, or it lacks what every one has.
+    """
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{printable(str(folder))}: no {MANIFEST}; it is no folder of golden vectors")
+    manifest = read_json(file)
+    if manifest.get("schema") != SCHEMA:
+        raise ValueError(f"{file}: schema version {shown(manifest.get('schema'))}, and {SCHEMA} can be read")
+    cases = manifest.get("cases")
+    if not isinstance(cases, list) or not cases:
+        raise ValueError(f"{file}: it names no cases; make the vectors again")
+    needed = {"group": str, "name": str, "file": str, "sha256": str, "rule": dict, "tensors": dict}
+    for index, case in enumerate(cases):
+        for name, kind in needed.items():
+            if not isinstance(case, dict) or not isinstance(case.get(name), kind):
+                raise ValueError(f"{file}: case {index} has no {name}; make the vectors again")
+        wrong = [name for name, entry in case["tensors"].items() if not isinstance(entry, dict) or "role" not in entry]
+        if wrong:
+            raise ValueError(f"{file}: tensor {shown(wrong[0])} of case {index} has no role; make the vectors again")
+    if not isinstance(manifest.get("tolerances"), dict):
+        raise ValueError(f"{file}: it has no tolerances; make the vectors again")
+    return manifest
+
+
+def read_case(folder: Path, case: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], str | None]:
+    """The tensors of a case, and what is wrong with the file if it is not the one that was written.
+
+    Raises:
+      ValueError: no file, no safetensors file, a name that leads elsewhere, or tensors that are missing.
+    """
+    file = folder / case["file"]
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{folder / MANIFEST}: file {shown(case['file'])} leads out of the folder")
+    if not file.is_file():
+        raise ValueError(f"{file}: not there, and {MANIFEST} names it; copy or make the vectors again")
+    if file.stat().st_size > _MOST_FILE_BYTES:
+        raise ValueError(f"{file}: larger than {_MOST_FILE_BYTES:,} bytes")
+    data = file.read_bytes()
+    arrays = unpacked(data, str(file))
+    missing = [name for name in case["tensors"] if name not in arrays]
+    if missing:
+        raise ValueError(f"{file}: no tensor {shown(missing[0])}, which {MANIFEST} names ({len(missing)} missing)")
+    for name, entry in case["tensors"].items():
+        found = [dtype_code(arrays[name]), list(arrays[name].shape)]
+        if found != [entry.get("dtype"), entry.get("shape")]:
+            expected = f"{shown(entry.get('dtype'))[1:-1]} {shown(entry.get('shape'))}"
+            raise ValueError(f"{file}: tensor {shown(name)} is {found[0]} {found[1]}, {MANIFEST} says {expected}")
+    sums = {file: (data, case["sha256"])}
+    if "model" in case:
+        weights = folder / case["model"] / "model.safetensors"
+        if not weights.resolve().is_relative_to(folder.resolve()) or not weights.is_file():
+            raise ValueError(f"{weights}: not there, and {MANIFEST} names it; copy or make the vectors again")
+        sums[weights] = weights.read_bytes(), case.get("model_sha256")
+    changed = [file.name for file, (data, expected) in sums.items() if sha256(data) != expected]
+    return arrays, f"the sha256 of {changed[0]} is not the one in {MANIFEST}: the file was changed" if changed else None

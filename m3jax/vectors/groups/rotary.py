@@ -1,0 +1,63 @@
+"""Per-head norm and rotary embedding: what stands between a projection and a query or key."""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+
+from m3jax.model.layers import apply_rope, gemma_norm, rope_table
+from m3jax.vectors.case import Arrays, Case, Group, Rule, Run, in_dtype, jitted, normal
+
+AXES = {
+    "x": "B T N H", "weight": "H", "positions": "B T", "normed": "B T N H", "cos": "B T R", "sin": "B T R",
+    "rotated": "B T N H", "cos_slack": "B T R", "sin_slack": "B T R", "rotated_slack": "B T N H",
+}  # fmt: skip
+TOLERANCES = {
+    "normed": "norm", "cos": "rope", "sin": "rope", "rotated": "norm", "normed_bf16": "norm_bf16",
+    "rotated_bf16": "norm_bf16",
+}  # fmt: skip
+
+
+def cases(large: bool) -> Iterator[Case]:
+    """M3's rotary embedding: half of the head's dims, in halves; from position 0 to the last of the context."""
+    if large:
+        return
+    yield turned("short", "positions to 2,000", 81, [[0, 1, 2, 63, 64, 1000, 1999]])
+    yield turned("long", "positions to the context's end, 1,048,575", 82, [[127, 131_071, 524_288, 1_048_575]])
+
+
+def turned(name: str, what: str, seed: int, positions: list[list[int]]) -> Case:
+    """A case; `*_slack` is what float32 angles may be off: a last place of position times frequency."""
+    rng, rule = np.random.default_rng(seed), dict(eps=1e-6, rotary_dim=16, theta=5e6)
+    positions = np.array(positions, np.int32)
+    x, weight = normal(rng, *positions.shape, 3, 32, scale=2.0), normal(rng, 32, scale=0.5)
+    frequencies = rule["theta"] ** (-np.arange(0, rule["rotary_dim"], 2) / rule["rotary_dim"])
+    # The frequency is off by two last places, the product by half a one.
+    angle_error = positions[..., None] * frequencies * 3 * 2.0**-24
+    largest = 12.0  # of a normed number with its weight: sqrt(32) times 1 + 2
+    half = angle_error[:, :, None] * largest * np.ones((1, 1, 3, 1))
+    rotated = np.concatenate([half, half, np.zeros((*half.shape[:3], 32 - 2 * half.shape[-1]))], axis=-1)
+    inputs = {"x": x, "weight": weight, "positions": positions, "cos_slack": angle_error, "sin_slack": angle_error,
+              "rotated_slack": rotated}  # fmt: skip
+    inputs = {name: value.astype(np.float32) if name.endswith("slack") else value for name, value in inputs.items()}
+    return Case(
+        name, f"norm with weight 1 + w, then dims (i, i + 8) turn; the last 16 stay; {what}", rule, seed, inputs
+    )
+
+
+def define(inputs: Arrays, rule: Rule) -> Arrays:
+    """By the model's functions, rounded where a query is."""
+    x = inputs["x"]
+    cos, sin = rope_table(inputs["positions"], rule["rotary_dim"], rule["theta"], x.dtype)
+    normed = gemma_norm(x, inputs["weight"], rule["eps"])
+    rotated = apply_rope(normed, cos, sin)
+    return {"normed": normed.astype(x.dtype), "cos": cos, "sin": sin, "rotated": rotated.astype(x.dtype)}
+
+
+def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
+    """The same in float32 and bfloat16: the model has no other way."""
+    for dtype in ("float32", "bfloat16"):
+        yield Run("the model's layers", dtype, jitted(define, rule, in_dtype(inputs, jnp.dtype(dtype))))
+
+
+GROUP = Group("rotary", cases, define, runs, AXES, TOLERANCES, rounded=("normed", "rotated"))

@@ -1,0 +1,107 @@
+"""Verifying proposals: how many are accepted, and the target's own token after them."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32, UInt32
+
+from m3jax.decoding.sampling import Sampling, SamplingParams
+from m3jax.decoding.speculation.verify import Proposal, position_keys, verify
+from m3jax.vectors.case import Arrays, Case, Group, Rule, Run, on_host
+from m3jax.vectors.groups.sampling import KNOBS, distribution, uniforms
+
+AXES = {name: "B" for name in (*KNOBS, "seed", "positions", "accepted")} | {
+    "logits": "B X V", "proposals": "B C", "draft_probabilities": "B C V", "seen": "B V", "accept_uniform": "B C",
+    "draw_uniform": "B X V", "tokens": "B X", "logprobs": "B X",
+}  # fmt: skip
+TOLERANCES = {"accepted": "bits", "tokens": "bits", "logprobs": "probabilities"}
+_ACCEPT, _DRAW = 0, 1  # what a key at a position is for, in `m3jax.decoding.speculation.verify`
+
+
+def cases(large: bool) -> Iterator[Case]:
+    """Proposals with the distribution that they were drawn from, and without one."""
+    if large:
+        return
+    for index, name in enumerate(("drafted", "point_mass")):
+        rng, (rows, count, vocab) = np.random.default_rng(111 + index), (12, 3, 16)
+        settings = [
+            Sampling(temperature=0.9),
+            Sampling.greedy(),
+            Sampling(top_k=6),
+            Sampling(top_p=0.8, repetition_penalty=1.3),
+        ]
+        params = SamplingParams.stack(settings * 3)
+        logits = (rng.normal(size=(rows, count + 1, vocab)) * 2).astype(np.float32)
+        proposals = np.argmax(logits[:, :count] + rng.gumbel(size=(rows, count, vocab)) * 0.7, axis=-1).astype(np.int32)
+        proposals[5, 1] = proposals[9, 0] = -1  # nothing was proposed
+        seed, positions = np.arange(40, 40 + rows, dtype=np.uint32), rng.integers(1, 4000, rows).astype(np.int32)
+        inputs = {knob: np.asarray(getattr(params, knob)) for knob in KNOBS}
+        inputs |= {"logits": logits, "proposals": proposals, "seen": rng.random((rows, vocab)) < 0.2, "seed": seed,
+                   "positions": positions} | _uniforms(seed, positions, count, vocab)  # fmt: skip
+        if name == "drafted":
+            noise = np.exp(logits[:, :count] + rng.normal(size=(rows, count, vocab)))
+            inputs["draft_probabilities"] = (noise / noise.sum(-1, keepdims=True)).astype(np.float32)
+        kind = "drawn from draft_probabilities" if name == "drafted" else "without a distribution: a point mass each"
+        what = (
+            f"proposals {kind}; -1 is none. Accepted while u q < p; then the token of the largest log w + g, with w = "
+            "p after all proposals, else max(p - q, 0), and g = -log(-log u) of draw_uniform in that column"
+        )
+        yield Case(name, what, {}, 111 + index, inputs)
+
+
+def _uniforms(
+    seed: UInt32[np.ndarray, " B"], positions: Int32[np.ndarray, " B"], count: int, vocab: int
+) -> dict[str, np.ndarray]:
+    """The uniform numbers behind each acceptance and each draw."""
+    accept, draw = [], []
+    for column in range(count + 1):
+        keys = position_keys(jnp.asarray(seed), jnp.asarray(positions) + column, _DRAW)
+        draw.append(uniforms(keys, (vocab,)))
+        keys = position_keys(jnp.asarray(seed), jnp.asarray(positions) + column, _ACCEPT)
+        accept.append(np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)))
+    return {"accept_uniform": np.stack(accept[:count], axis=1), "draw_uniform": np.stack(draw, axis=1)}
+
+
+def define(inputs: Arrays, rule: Rule) -> Arrays:
+    """Leviathan et al. 2023, algorithm 1, in float64 numpy, a row at a time."""
+    x = {name: np.asarray(value) for name, value in inputs.items()}
+    rows, count = x["proposals"].shape
+    accepted, tokens, logprobs = np.zeros(rows, np.int32), np.full((rows, count + 1), -1, np.int32), []
+    for b in range(rows):
+        knobs, seen = {name: x[name][b] for name in KNOBS}, x["seen"][b].copy()
+        for column in range(count + 1):
+            p = distribution(x["logits"][b, column], seen, knobs)
+            token = x["proposals"][b, column] if column < count else -1
+            q = np.zeros(len(p)) if token < 0 else np.eye(len(p))[token]
+            if token >= 0 and "draft_probabilities" in x:
+                q = x["draft_probabilities"][b, column].astype(np.float64)
+            if token >= 0 and x["accept_uniform"][b, column] * q[token] < p[token]:
+                tokens[b, column], seen[token], accepted[b] = token, True, column + 1
+                continue
+            weights = np.maximum(p - q, 0)
+            weights = weights if weights.any() else p
+            with np.errstate(divide="ignore"):
+                noisy = np.log(weights) - np.log(-np.log(x["draw_uniform"][b, column].astype(np.float64)))
+            tokens[b, column] = np.argmax(noisy)
+            break
+        logits = x["logits"][b].astype(np.float64)
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        logprobs.append(np.where(tokens[b] < 0, 0.0, log_p[np.arange(count + 1), tokens[b]]))
+    return {"accepted": accepted, "tokens": tokens, "logprobs": np.stack(logprobs)}
+
+
+def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
+    """`verify`; what stands behind the target's own token means nothing, and is made -1 here."""
+    params = SamplingParams(**{name: jnp.asarray(inputs[name]) for name in (*KNOBS, "seed")})
+    drafted = inputs.get("draft_probabilities")
+    proposal = Proposal(jnp.asarray(inputs["proposals"]), None if drafted is None else jnp.log(jnp.asarray(drafted)))
+    verdict = verify(jnp.asarray(inputs["logits"]), proposal, params, jnp.asarray(inputs["seen"]),
+                     jnp.asarray(inputs["positions"]))  # fmt: skip
+    meant = jnp.arange(verdict.tokens.shape[1]) <= verdict.accepted[:, None]
+    outputs = {"accepted": verdict.accepted, "tokens": jnp.where(meant, verdict.tokens, -1)}
+    yield Run("verify", "float32", on_host(outputs | {"logprobs": jnp.where(meant, verdict.logprobs, 0.0)}))
+
+
+GROUP = Group("verification", cases, define, runs, AXES, TOLERANCES, on_host=True)

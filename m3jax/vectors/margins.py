@@ -1,0 +1,37 @@
+"""How safe a selection is: the scores on the two sides of the cut."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from m3jax.vectors.case import Rule
+
+
+def cut(
+    scores: Float[Array, "B K T M"],
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    rule: Rule,
+) -> dict[str, Float[Array, "B K T"]]:
+    """The score of the last block that was kept for its score, and of the first that was dropped.
+
+    Args:
+      scores: of blocks.
+      blocks: the selection.
+      positions, lengths: as in `select_blocks`.
+      rule: block_size, and local_blocks and init_blocks where blocks are forced that are not M3's.
+
+    Returns:
+      "last_kept", inf where every kept block is forced, and "first_dropped", -inf where none is dropped. NaN counts as
+      below every number, here as in the choice.
+    """
+    ids = jnp.arange(scores.shape[-1])  # [M]
+    is_token = (positions >= 0) & (positions < lengths[:, None])
+    own = jnp.where(is_token, positions // rule["block_size"], -1)[:, None, :, None]  # [B 1 T 1]
+    is_forced = (ids > own - rule.get("local_blocks", 1)) | (ids < rule.get("init_blocks", 0))
+    is_kept = jnp.any(blocks[..., None] == ids, axis=-2)  # [B K T M]
+    is_visible = ids <= own
+    ranked = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    kept = jnp.min(jnp.where(is_kept & ~is_forced, ranked, jnp.inf), axis=-1)
+    dropped = jnp.max(jnp.where(is_visible & ~is_kept, ranked, -jnp.inf), axis=-1)
+    return {"last_kept": kept, "first_dropped": dropped}

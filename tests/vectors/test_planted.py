@@ -1,0 +1,319 @@
+"""Mistakes that engines have made, planted into right outputs: each is found, with quantity, place and both values."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from m3jax.vectors.files import packed, read_case, read_manifest
+from m3jax.vectors.groups import GROUPS
+
+STORED = Path(__file__).resolve().parents[2] / "vectors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def numpy_path():
+    """`vectors/` is where `check_numpy.py` finds its arithmetic when it is run."""
+    sys.path.insert(0, str(STORED))
+    yield
+    sys.path.remove(str(STORED))
+
+
+def again(x, rule, group, /, **changed):
+    """All outputs of a case as numpy has them, with some of its inputs or rules changed."""
+    operations = importlib.import_module("m3_numpy").GROUPS
+    inputs = {name: array for name, array in x.items() if name not in changed}
+    arrays = {name: value for name, value in changed.items() if isinstance(value, np.ndarray)}
+    return operations[group](inputs | arrays, rule | {n: value for n, value in changed.items() if n not in arrays})
+
+
+def higher_id_of_ties(x, rule):
+    """The selection that ranks blocks from behind."""
+    wrong = x["blocks"].copy()
+    for b, k, t in np.ndindex(wrong.shape[:3]):
+        own, scores = x["positions"][b, t] // rule["block_size"], x["block_scores"][b, k, t]
+        best = sorted(range(own), key=lambda m: (-scores[m], -m))[: rule["top_k"] - 1]
+        wrong[b, k, t, : len(best) + 1] = [*sorted(best), own]
+    return wrong
+
+
+def one_more(x, rule):
+    """The block before the first kept one, as one more."""
+    return np.maximum(x["blocks"][..., 0] - 1, -1)
+
+
+def pooled_first(x, rule):
+    keys = np.nan_to_num(x["index_k"])
+    token = np.einsum("btki,bsi->bkts", x["index_q"], keys)
+    return token.reshape(*token.shape[:3], -1, rule["block_size"]).max(-1)
+
+
+def nan_first(x, rule):
+    wrong = x["blocks"].copy()
+    wrong[:, :, 24:, 0] = 4  # the block of the key that is NaN
+    return wrong
+
+
+def drawn_from_p(x, rule):
+    """Tokens where no proposal takes anything from p: what would be drawn in the columns of refusals."""
+    refused = np.where(np.arange(3) < x["accepted"][:, None], x["proposals"], -1)
+    return again(x, rule, "verification", proposals=refused)["tokens"]
+
+
+def weights(rule):
+    found = importlib.import_module("check_numpy").read_safetensors(STORED / rule["model"] / "model.safetensors")
+    return {name: array for name, (_, array) in found.items()}
+
+
+def dense(x, rule):
+    return importlib.import_module("m3_numpy").dense(*(x[name] for name in ("q", "k", "v", "positions", "lengths")))[0]
+
+
+def interleaved(x, rule):
+    """Dims (2i, 2i + 1) turned in the place of (i, i + half)."""
+    half = rule["rotary_dim"] // 2
+    order = [*np.arange(2 * half).reshape(half, 2).T.reshape(-1), *range(2 * half, x["x"].shape[-1])]
+    back = np.argsort(order)
+    weight = x["weight"][order]
+    return again(x, rule, "rotary", x=x["x"][..., order], weight=weight)["rotated"][..., back]
+
+
+# A mistake: group/case, the output that it spoils, how, and words of the report. docs/vectors.md has the same table.
+PLANTED = {
+    "axes of heads and queries taken for each other": (
+        "selection/heads_as_queries",
+        "blocks",
+        lambda x, rule: x["blocks"].swapaxes(1, 2),
+        "axes of heads and queries",
+    ),
+    "one selection for all heads": (
+        "selection/ragged",
+        "blocks",
+        lambda x, rule: np.repeat(x["blocks"][:, :1], 2, axis=1),
+        "every head has the first",
+    ),
+    "of equal scores the higher id": (
+        "selection/ties",
+        "blocks",
+        higher_id_of_ties,
+        "at least 0 apart",
+    ),
+    "unused slots are block 0": (
+        "selection/local_and_init",
+        "blocks",
+        lambda x, rule: np.where(x["blocks"] < 0, 0, x["blocks"]),
+        "selections have an id twice",
+    ),
+    "a block beside the J best": (
+        "selection/ragged",
+        "blocks",
+        lambda x, rule: np.concatenate([x["blocks"], one_more(x, rule)[..., None]], axis=-1),
+        "more blocks than the rule allows",
+    ),
+    "mask after the pool": (
+        "selection/chunk",
+        "block_scores",
+        pooled_first,
+        "numbers differ beyond",
+    ),
+    "NaN first": (
+        "selection/nan_and_infinity",
+        "blocks",
+        nan_first,
+        "selections differ",
+    ),
+    "the maximum where the rule says lse": (
+        "selection/lse",
+        "blocks",
+        lambda x, rule: again(x, rule, "selection", score="max")["blocks"],
+        "selections differ",
+    ),
+    "dense fallback": (
+        "sparse_attention/prefill",
+        "out",
+        dense,
+        "it is dense attention",
+    ),
+    "lse in units of log 2": (
+        "sparse_attention/prefill",
+        "lse",
+        lambda x, rule: x["lse"] / np.log(2),
+        "numbers differ beyond",
+    ),
+    "a row that sees nothing has a number": (
+        "sparse_attention/unused_slots",
+        "lse",
+        lambda x, rule: np.where(np.isinf(x["lse"]), 1.0, x["lse"]),
+        "expected -inf",
+    ),
+    "the table is not followed": (
+        "pages/shuffled",
+        "out",
+        lambda x, rule: again(x, rule, "pages", table=np.sort(x["table"]))["out"],
+        "found nan",
+    ),
+    "positions of the first row for all": (
+        "pages/partial_prefix",
+        "blocks",
+        lambda x, rule: again(x, rule, "pages", positions=x["positions"][[0, 0]])["blocks"],
+        "selections",
+    ),
+    "a chunk's own tokens alone are scored": (
+        "pages/chunked",
+        "blocks",
+        lambda x, rule: again(x, rule, "pages", index_k=x["index_k"] * (np.arange(43) > 31)[:, None])["blocks"],
+        "selections",
+    ),
+    "rows of one step share a selection": (
+        "decode/rows_5",
+        "blocks",
+        lambda x, rule: np.repeat(x["blocks"][:, :, :1], 5, axis=2),
+        "selections differ",
+    ),
+    "the scale of keys forgotten": (
+        "float8/kv",
+        "out",
+        lambda x, rule: again(x, rule, "float8", k_scale=np.ones(2) / 64)["out"],
+        "numbers differ",
+    ),
+    "index keys kept in more bits": (
+        "float8/index",
+        "blocks",
+        lambda x, rule: x["blocks_of_exact_keys"],
+        "the scores at the cut of those that differ",
+    ),
+    "index keys left behind": (
+        "exchange/import",
+        "blocks",
+        lambda x, rule: again(x, rule, "exchange", index_pages=0 * np.nan_to_num(x["index_pages"]))["blocks"],
+        "selections",
+    ),
+    "parts merged without their weights": (
+        "shards/four_devices",
+        "out",
+        lambda x, rule: x["shard_out"].mean(0),
+        "numbers differ beyond",
+    ),
+    "the bias counts in the weights": (
+        "experts/layer",
+        "expert_weights",
+        lambda x, rule: x["expert_weights"] + x["bias"][x["expert_ids"]],
+        "numbers differ beyond",
+    ),
+    "of equal experts the higher id": (
+        "experts/router_ties",
+        "expert_ids",
+        lambda x, rule: np.select([x["expert_ids"] == i for i in (1, 2)], [6, 5], x["expert_ids"]),
+        "differ; the first",
+    ),
+    "no clamp": (
+        "experts/layer",
+        "out",
+        lambda x, rule: again(x, rule, "experts", limit=1e9)["out"],
+        "numbers differ beyond",
+    ),
+    "rotary pairs interleaved": (
+        "rotary/short",
+        "rotated",
+        interleaved,
+        "numbers differ beyond",
+    ),
+    "norm weights without 1 +": (
+        "rotary/short",
+        "normed",
+        lambda x, rule: x["normed"] / (1 + x["weight"]) * x["weight"],
+        "numbers differ beyond",
+    ),
+    "subnormal weights are zero": (
+        "mxfp8/all_scales",
+        "weights",
+        lambda x, rule: np.where(np.abs(x["weights"]) < 2.0**-126, 0, x["weights"]),
+        "numbers differ beyond",
+    ),
+    "no repetition penalty": (
+        "sampling/knobs",
+        "kept",
+        lambda x, rule: again(x, rule, "sampling", repetition_penalty=np.ones(14))["kept"],
+        "numbers differ",
+    ),
+    "uniform numbers of the row before": (
+        "sampling/knobs",
+        "tokens",
+        lambda x, rule: again(x, rule, "sampling", uniform=np.roll(x["uniform"], 1, axis=0))["tokens"],
+        "numbers differ",
+    ),
+    "a proposal counts as a point mass where it was drawn": (
+        "verification/drafted",
+        "accepted",
+        lambda x, rule: again(x, rule, "verification", draft_probabilities=np.round(x["draft_probabilities"] + 0.4))[
+            "accepted"
+        ],
+        "numbers differ",
+    ),
+    "after a refusal drawn from p": (
+        "verification/point_mass",
+        "tokens",
+        lambda x, rule: drawn_from_p(x, rule),
+        "numbers differ",
+    ),
+    "taps off by one": (
+        "eagle3/eagle31",
+        "feature",
+        lambda x, rule: again(x, rule, "eagle3", taps=np.roll(x["taps"], 1, axis=2))["feature"],
+        "numbers differ beyond",
+    ),
+    "a token goes with the feature of its own position": (
+        "eagle3/eagle3",
+        "logits",
+        lambda x, rule: again(x, rule, "eagle3", next_tokens=np.roll(x["next_tokens"], 1, axis=1))["logits"],
+        "numbers differ beyond",
+    ),
+    "a layer uses the selection of the one before": (
+        "model/prompts",
+        "layers.2.blocks",
+        lambda x, rule: x["layers.1.blocks"],
+        "selections differ",
+    ),
+    "the routed sum without its factor": (
+        "model/prompts",
+        "logits",
+        lambda x, rule: again(x, rule, "model", weights=weights(rule), routed_scaling_factor=1.0)["logits"],
+        "numbers differ beyond",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_bug_is_found(mistake, tmp_path, capsys):
+    """The same tensor is right before, wrong after."""
+    check_numpy = importlib.import_module("check_numpy")
+    label, tensor, plant, words = PLANTED[mistake]
+    (case,) = (case for case in read_manifest(STORED)["cases"] if f"{case['group']}/{case['name']}" == label)
+    arrays, _ = read_case(STORED, case)
+    decoded = {name: array for name, (_, array) in check_numpy.read_safetensors(STORED / case["file"]).items()}
+    right, wrong = tmp_path / "right" / "mine.safetensors", tmp_path / "wrong" / case["file"]
+    for file, name, value in (
+        (right, f"{label}/{tensor}", arrays[tensor]),
+        (wrong, tensor, plant(decoded, case["rule"])),
+    ):
+        file.parent.mkdir(parents=True)
+        value = np.ascontiguousarray(value)
+        file.write_bytes(packed({name: value}))
+    assert check_numpy.main([str(STORED), str(right.parent)]) == 0
+    assert capsys.readouterr().out == "1 of 1 cases agree (1 outputs compared)\n"
+    assert check_numpy.main([str(STORED), str(tmp_path / "wrong")]) == 1
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith(f"{label}: {tensor}: ") and "expected" in line and "found" in line and words in line, line
+
+
+def test_every_group_has_a_planted_bug():
+    assert {label.split("/")[0] for label, *_ in PLANTED.values()} == set(GROUPS)
+
+
+def test_float8_index_keys_choose_other_blocks():
+    """A case of float8 index keys in which exact ones choose the same blocks would find nothing."""
+    (case,) = (case for case in read_manifest(STORED)["cases"] if case["file"] == "float8/index.safetensors")
+    arrays, _ = read_case(STORED, case)
+    assert (arrays["blocks"] != arrays["blocks_of_exact_keys"]).any()
