@@ -14,8 +14,9 @@
 # %% [markdown]
 # # MiniMax Sparse Attention from scratch
 #
-# Full attention lets each token look at all tokens before it. MiniMax Sparse Attention (MSA) lets it look at a few
-# *blocks* of tokens, which it chooses itself. This notebook
+# For whoever wants to see what the choice of MiniMax Sparse Attention ([MSA](../docs/glossary.md#msa)) does before
+# reading formulas. Full attention lets each token look at all tokens before it. MSA lets it look at a few
+# [*blocks*](../docs/glossary.md#block) of tokens, which it chooses itself. This notebook
 #
 # 1. builds the choice by hand on a short sequence, in NumPy, with pictures;
 # 2. attends over the chosen blocks and compares with dense attention and with the schedules of `m3jax`;
@@ -36,7 +37,6 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch, Rectangle
 
 import m3jax
-from m3jax.assets import embedded_path
 from m3jax.msa import (
     SCHEDULES,
     SelectionRules,
@@ -47,17 +47,17 @@ from m3jax.msa import (
     select_blocks,
     sparse_attention,
 )
-from m3jax.numerics import attend
-from m3jax.text import Tokenizer
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.titlesize": 11, "figure.constrained_layout.use": True})
+BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#DDDDDD"  # told apart by all eyes, and in grey
 
 # %% [markdown]
 # ## 1. Choosing blocks
 #
-# 64 tokens in 8 blocks of 8. Each block is about one of three topics. The *index branch* of a layer gives every token
-# one small key, and one query for each KV head. Here they are made up, so that we know what should happen: head 0
-# looks for its own topic, head 1 for the next one.
+# 64 tokens in 8 blocks of 8. Each block is about one of three topics. The
+# [*index branch*](../docs/glossary.md#index-branch) of a layer gives every token one small key, and one query for each
+# [KV head](../docs/glossary.md#kv-head). Here they are made up, so that we know what should happen: head 0 looks for
+# its own topic, head 1 for the next one.
 
 # %%
 T, P, K, N, H, J = 64, 8, 2, 4, 16, 3
@@ -98,7 +98,7 @@ for head, axis in enumerate(axes):
     axis.set_title(f"token scores, KV head {head}: " + ("looks for its own topic", "looks for the next topic")[head])
     block_lines(axis)
 axes[0].set_ylabel("query token")
-fig.colorbar(image, ax=axes, shrink=0.8)
+fig.colorbar(image, ax=axes, shrink=0.8, label="score")
 plt.show()
 
 # %% [markdown]
@@ -134,27 +134,29 @@ for t in (3, 12, 40, 63):
     print(f"token {t:2}, own block {t // P}:  head 0 reads {blocks[0, t]},  head 1 reads {blocks[1, t]}")
 
 # %%
-fig, axes = plt.subplots(1, 2 * K, figsize=(12, 4.6), sharey=True)
+fig, axes = plt.subplots(1, 2 * K, figsize=(12, 4.8), sharey=True)
 chosen = (blocks[..., None] == np.arange(M)).any(2).astype(float)
 own = np.arange(T)[:, None] // P == np.arange(M)
 seen = np.arange(T)[:, None] // P >= np.arange(M)
 state = np.where(seen, chosen + 1 + own, 0)  # 0 not visible, 1 dropped, 2 chosen, 3 own
-colours = ListedColormap(["white", "#e3e3e3", "#3b6fb6", "#e08a1e"])
+colours = ListedColormap(["white", GREY, BLUE, ORANGE])
+low, high = scores[np.isfinite(scores)].min(), scores.max()
 for head in range(K):
     for axis, picture, how in (
-        (axes[2 * head], np.where(seen, scores[head], np.nan), dict(cmap="viridis")),
+        (axes[2 * head], np.where(seen, scores[head], np.nan), dict(cmap="viridis", vmin=low, vmax=high)),
         (axes[2 * head + 1], state[head], dict(cmap=colours, vmin=0, vmax=3)),
     ):
         axis.imshow(picture, aspect="auto", interpolation="nearest", **how)
         axis.set_xticks(np.arange(M), [f"{m}\n{'ABC'[t]}" for m, t in enumerate(topics)])
         axis.set_yticks(np.arange(0, T, P))
         axis.set_xlabel("key block, and its topic")
-    axes[2 * head].set_title(f"block scores, head {head}")
-    axes[2 * head + 1].set_title(f"kept, head {head}")
+    axes[2 * head].set_title(f"block scores, KV head {head}")
+    axes[2 * head + 1].set_title(f"blocks kept, KV head {head}")
 axes[0].set_ylabel("query token (a tick starts a block)")
 names = ("own block: always kept", "chosen by score", "seen and dropped")
 handles = [Patch(facecolor=colours(i), edgecolor="grey", label=name) for i, name in zip((3, 2, 1), names, strict=True)]
 fig.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+fig.colorbar(axes[0].images[0], ax=axes, shrink=0.8, pad=0.01, label="block score")
 plt.show()
 
 # %% [markdown]
@@ -180,7 +182,7 @@ positions, lengths = jnp.arange(T)[None], jnp.array([T])
 score = jax.jit(block_scores, static_argnames="block_size")
 select = jax.jit(select_blocks, static_argnames=("rules", "block_size"))
 topk = jax.jit(index_topk, static_argnames=("block_size", "top_k"))
-sparse = jax.jit(sparse_attention, static_argnames="block_size")
+sparse = jax.jit(sparse_attention, static_argnames=("block_size", "return_lse"))
 
 ours = score(row(index_q), row(index_k), positions, lengths, block_size=P)
 np.testing.assert_allclose(ours[0], scores, rtol=1e-5, atol=1e-5)
@@ -223,19 +225,18 @@ for name, schedule in SCHEDULES.items():
     print(f"{name:15} differs from the one by hand by at most {np.abs(out[0] - expected).max():.1e}")
 
 # %% [markdown]
-# One definition, three schedules. `mask` is the definition: it computes all T x S scores and hides most of them.
-# `query_major` gathers the blocks of each query. `kv_block_major` goes the other way round: it takes a block, and with
-# it all queries that chose it; each query's partial outputs are then **merged** by their log-sum-exp. The merge by
-# hand, for the last query of head 0:
+# One definition, three [schedules](../docs/glossary.md#schedule). `mask` is the definition: it computes all T x S
+# scores and hides most of them. `query_major` gathers the blocks of each query. `kv_block_major` goes the other way
+# round: it takes a block, and with it all queries that chose it; each query's partial outputs are then **merged** by
+# their log-sum-exp ([LSE](../docs/glossary.md#lse)). The merge by hand, for the last query of head 0:
 
 # %%
 parts = []
 for m in blocks[0, T - 1]:
-    tokens = np.arange(m * P, (m + 1) * P)
-    visible = jnp.asarray(tokens <= T - 1)[None]
-    parts.append(attend(jnp.asarray(q[T - 1, :1]), jnp.asarray(k[tokens, 0]), jnp.asarray(v[tokens, 0]), visible))
+    only = jnp.full((1, K, T, 1), m, jnp.int32)  # a selection of this one block
+    parts.append(sparse(*qkv, only, positions, lengths, block_size=P, return_lse=True))
 
-outs, lses = (np.stack([np.asarray(part[i][0], np.float64) for part in parts]) for i in (0, 1))
+outs, lses = (np.stack([np.asarray(part[i][0, T - 1, 0], np.float64) for part in parts]) for i in (0, 1))
 lse = np.log(np.exp(lses).sum())
 merged = (np.exp(lses - lse)[:, None] * outs).sum(0)
 print("weights of the three blocks:", np.exp(lses - lse).round(3))
@@ -243,8 +244,9 @@ print(f"merged and whole differ by at most {np.abs(merged - expected[T - 1, 0]).
 
 # %% [markdown]
 # **Against dense attention.** With J = M every block is chosen, and MSA is dense causal attention. With J = 3 it is so
-# for the first J x P = 24 tokens, which cannot see more than three blocks. Beyond that it is another function: these
-# keys and values are random, so whatever is dropped is missed. A trained model learns to drop what it does not need.
+# for the first J x P = 24 tokens, which cannot see more than three blocks (in the picture 0 is drawn as $10^{-8}$).
+# Beyond that it is another function: these keys and values are random, so whatever is dropped is missed. A trained
+# model learns to drop what it does not need.
 
 # %%
 dense = jax.jit(dense_attention)(*qkv, positions, lengths)
@@ -255,10 +257,12 @@ print(f"all {M} blocks against dense: {np.abs(out - dense).max():.1e}")
 distance = np.abs(expected - dense[0]).max(axis=(1, 2))
 assert distance[: J * P].max() < 1e-5
 fig, axis = plt.subplots(figsize=(9, 2.6))
-axis.semilogy(np.maximum(distance, 1e-8), marker=".", lw=0.8)
+axis.semilogy(np.maximum(distance, 1e-8), marker=".", lw=0.8, color=BLUE)
 axis.axvline(J * P - 0.5, color="black", lw=0.8, ls="--")
 axis.text(J * P, 3e-8, " from here on blocks are dropped")
-axis.set(xlabel="query token", ylabel="largest difference", title=f"3 blocks of {P} tokens against dense attention")
+axis.set(
+    xlabel="query token", ylabel="largest difference", title=f"Attention over 3 blocks of {P} tokens, and over all"
+)
 plt.show()
 
 # %% [markdown]
@@ -270,8 +274,8 @@ plt.show()
 # the end.
 
 # %%
-model = m3jax.load(dtype="float32")
-tokenizer = Tokenizer.from_pretrained(embedded_path())
+lm = m3jax.TextModel.from_pretrained(dtype="float32")
+model, tokenizer = lm.model, lm.tokenizer
 config = model.config
 P, J, G = config.index_block_size, config.index_topk_blocks, config.num_attention_heads // config.num_key_value_heads
 
@@ -290,8 +294,7 @@ M = -(-T // P)
 print(f"{T} tokens in {M} blocks; the value is token {place}, in block {home}, {T - place} tokens before the answer")
 
 # %%
-look = jax.jit(lambda model, tokens: model.intermediates(tokens))
-values = jax.device_get(look(model, tokens[None]))
+values = jax.device_get(model.intermediates(tokens[None]))
 answer = int(values["logits"][0, -1].argmax())
 print("# harbor ->" + tokenizer.decode([answer]))
 assert tokenizer.decode([answer]) == " lantern"
@@ -330,19 +333,19 @@ for i, head, layer in branches:
 assert {i for i, _, _ in found} == {config.num_hidden_layers - 1}
 
 # %%
-fig, axis = plt.subplots(figsize=(12, 3.6))
+fig, axis = plt.subplots(figsize=(12, 4))
 last = np.stack([layer["block_scores"][0, head, -1] for _, head, layer in branches])
 spread = (last - last.mean(1, keepdims=True)) / last.std(1, keepdims=True)
-image = axis.imshow(spread, aspect="auto", cmap="viridis", interpolation="nearest", vmin=-2.5, vmax=2.5)
+image = axis.imshow(spread, aspect="auto", cmap="Blues", interpolation="nearest", vmin=-2.5, vmax=4)
 for y, (_, head, layer) in enumerate(branches):
     for block in layer["blocks"][0, head, -1]:
-        axis.add_patch(Rectangle((block - 0.5, y - 0.5), 1, 1, fill=False, ec="red", lw=1.6))
+        axis.add_patch(Rectangle((block - 0.5, y - 0.4), 1, 0.8, fill=False, ec="#D55E00", lw=1.8))
 axis.set_yticks(range(len(branches)), [f"layer {i}, KV head {head}" for i, head, _ in branches])
 axis.set_xlabel("key block")
 arrow = dict(arrowstyle="->")
-axis.annotate("the record", (home, -0.5), (home, -1.5), ha="center", annotation_clip=False, arrowprops=arrow)
-axis.set_title("block scores of the last token (each row on its own scale); red: the blocks that it keeps", loc="right")
-fig.colorbar(image, ax=axis, label="standard deviations", pad=0.01)
+axis.annotate("the record", (home, -0.5), (home, -1.3), ha="center", annotation_clip=False, arrowprops=arrow)
+axis.set_title("Block scores of the last token; framed: the blocks that it keeps", loc="right")
+fig.colorbar(image, ax=axis, label="standard deviations\nfrom the mean of the row", pad=0.01)
 plt.show()
 
 # %% [markdown]
@@ -366,21 +369,31 @@ axis.set_title(f"layer {i}, KV head {head}: attention of the last token within b
 plt.show()
 
 # %% [markdown]
-# All choices of that layer, for every query. The diagonal is the own block and its neighbours; what stands alone far
-# from it was picked for what it holds. The blue lines enclose the record's block. The circles are the last token, which
-# keeps it under both heads.
+# All choices of that layer. Above, a square is a block of queries and a block of keys, the darker the more of the 16
+# queries keep it: the diagonal is the own block and its neighbours, and what is dark far from it was picked for what it
+# holds. Below are the last tokens one by one, the ends of the rows above, with the record's block in orange: the last
+# token keeps it under both heads.
 
 # %%
-fig, axes = plt.subplots(1, config.num_key_value_heads, figsize=(11, 5.2), sharey=True)
-for other, axis in enumerate(axes):
-    kept = (layer["blocks"][0, other, :, :, None] == np.arange(M)).any(1)
-    axis.imshow(kept, aspect="auto", cmap="Greys", interpolation="nearest")
-    for edge in (home - 1, home + 1):
-        axis.axvline(edge, color="tab:blue", lw=0.8)
-    if kept[-1, home]:
-        axis.plot(home, T - 1, "o", ms=14, mfc="none", mec="red", clip_on=False)
-    axis.set(xlabel="key block", title=f"blocks kept in layer {i}, KV head {other}")
-axes[0].set_ylabel("query token")
+SHOWN = 24  # queries of the lower pictures
+kinds = ListedColormap(["white", "#555555", "#D55E00"])  # not kept, kept, the record kept
+fig, axes = plt.subplots(2, config.num_key_value_heads, figsize=(12, 9), height_ratios=(5, 3))
+for other, (above, below) in enumerate(axes.T):
+    kept = (layer["blocks"][0, other, :, :, None] == np.arange(M)).any(1)  # [T M]
+    starts = np.arange(0, T, P)
+    share = np.add.reduceat(kept, starts, dtype=float) / np.diff(starts, append=T)[:, None]  # [M M]
+    image = above.imshow(share, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+    frame = (-0.5, (T - SHOWN) / P - 0.5), M, SHOWN / P
+    above.add_patch(Rectangle(*frame, fill=False, ec="#D55E00", lw=1.5, clip_on=False))
+    above.set(xlabel="key block", ylabel="block of queries", title=f"KV head {other}: blocks kept")
+    state = np.where(np.arange(M) == home, 2, 1) * kept
+    edges = (-0.5, M - 0.5, T - 0.5, T - SHOWN - 0.5)
+    below.imshow(state[-SHOWN:], aspect="auto", interpolation="nearest", cmap=kinds, vmin=0, vmax=2, extent=edges)
+    note = dict(va="center", arrowprops=arrow, bbox=dict(fc="white", ec="none", pad=1))
+    below.annotate("the last token keeps the record", (home, T - 1), (home + 5, T - 5), **note)
+    below.set(xlabel="key block", ylabel="query token", title=f"KV head {other}: the last {SHOWN} tokens, framed above")
+    assert kept[-1, home]
+fig.colorbar(image, ax=axes[0], label="share of the block's queries", shrink=0.9, pad=0.01)
 plt.show()
 
 # %% [markdown]
@@ -389,5 +402,5 @@ plt.show()
 # %%
 for value in ("castle", "onion"):
     changed, _ = prompt("harbor", value)
-    logits = look(model, changed[None])["logits"][0, -1]
+    logits = model(changed[None])[0, -1]
     print(f"# harbor -> {value}: the model says{tokenizer.decode([int(logits.argmax())])}")

@@ -14,8 +14,10 @@
 # %% [markdown]
 # # Pages, and an engine that shares them
 #
-# The cache of a model is a pool of *pages*, each for the keys, values and index keys of one block of tokens. An engine
-# serves many requests from one pool. This notebook
+# For whoever serves the model, or wants to see what an engine does with memory. The cache of a model is a pool of
+# [*pages*](../docs/glossary.md#page), each for the keys, values and
+# [index keys](../docs/glossary.md#index-branch) of one [block](../docs/glossary.md#block) of tokens. An engine serves
+# many requests from one pool. This notebook
 #
 # 1. watches who has which page while three requests run;
 # 2. shares the pages of a prefix, and copies one when two requests part;
@@ -36,25 +38,24 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 import m3jax
-from m3jax.assets import embedded_path
 from m3jax.cache import Cache
 from m3jax.decoding import Engine, Params, Sampling
-from m3jax.text import Tokenizer
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.titlesize": 11, "figure.constrained_layout.use": True})
 
-model = m3jax.load(dtype="float32")
+lm = m3jax.TextModel.from_pretrained(dtype="float32")
+model, tokenizer = lm.model, lm.tokenizer
 config = model.config
 P = config.index_block_size
-tokenizer = Tokenizer.from_pretrained(embedded_path())
 code = [config.bos_token_id, *tokenizer.encode(inspect.getsource(heapq))]
 print(f"pages of {P} tokens; {len(code)} tokens of Python to make prompts of")
 
 # %% [markdown]
 # ## 1. Who has which page
 #
-# 48 pages, at most three requests at a time, prompts in chunks of 64 tokens, four decode steps a round. All programs
-# are compiled by `warmup`, for the whole notebook: requests are data.
+# 48 pages, at most three requests at a time, prompts in [chunks](../docs/glossary.md#chunk) of 64 tokens, four
+# [decode](../docs/glossary.md#decode) steps a round. All programs are compiled by `warmup`, for the whole notebook:
+# requests are data.
 
 # %%
 engine = Engine(model, pages=48, max_batch=3, prefill_chunk=64, steps_per_call=4)
@@ -74,13 +75,14 @@ def greedy(new):
 
 # %%
 FREE, CACHED, SHARED = -3, -2, -1
+# Colours that all eyes tell apart. A free page is nothing: the picture's white ground.
 COLOURS = {
     FREE: ("white", "free"),
-    CACHED: ("#d9d9d9", "cached"),
-    SHARED: ("#222222", "several"),
-    0: ("#3b6fb6", "request 0"),
-    1: ("#e08a1e", "request 1"),
-    2: ("#4f9d5d", "request 2"),
+    CACHED: ("#CCCCCC", "cached"),
+    SHARED: ("black", "shared by several"),
+    0: ("#0072B2", "request 0"),
+    1: ("#E69F00", "request 1"),
+    2: ("#56B4E9", "request 2"),
 }
 
 
@@ -108,12 +110,13 @@ def watch(engine, *arrivals):
 
 
 def draw(rounds, title):
-    """Pages over rounds, coloured by owner."""
-    fig, axis = plt.subplots(figsize=(11, 4))
+    """Pages over rounds, coloured by owner; no lines between pages, which would look like data."""
+    fig, axis = plt.subplots(figsize=(11, 4.4))
     colours = ListedColormap([colour for colour, _ in COLOURS.values()])
-    axis.pcolormesh(rounds.T, cmap=colours, vmin=FREE - 0.5, vmax=2.5, edgecolors="#f2f2f2", linewidth=0.3)
-    axis.set(xlabel="round", ylabel="page", title=title)
-    handles = [Patch(fc=c, ec="grey", label=name) for owner, (c, name) in COLOURS.items() if (rounds == owner).any()]
+    axis.imshow(rounds.T, cmap=colours, vmin=FREE, vmax=2, aspect="auto", origin="lower", interpolation="nearest")
+    axis.set(xlabel="after round", ylabel=f"page (of {rounds.shape[1]})", title=title)
+    owners = [owner for owner in COLOURS if (rounds == owner).any()]
+    handles = [Patch(fc=COLOURS[owner][0], ec="black", lw=0.6, label=COLOURS[owner][1]) for owner in owners]
     fig.legend(handles=handles, loc="outside right center", frameon=False)
     plt.show()
 
@@ -121,7 +124,7 @@ def draw(rounds, title):
 rounds, handles = watch(
     engine, (0, code[:30], greedy(60)), (3, code[200:360], greedy(40)), (5, code[400:450], greedy(30))
 )
-draw(rounds, "three requests in one pool")
+draw(rounds, "Who has which page: three requests in one pool")
 results = [engine.result(handle) for handle in handles]
 for handle, result in zip(handles, results, strict=True):
     print(f"request {handle}: a prompt of {result.prompt_tokens} tokens, {len(result.tokens)} new ones")
@@ -158,7 +161,7 @@ before, computed = engine.pages, engine.timings.prompt_tokens
 prefix, own = code[:330], [code[1000 + 20 * i : 1020 + 20 * i] for i in range(3)]
 prompts = [prefix + each for each in own]
 rounds, handles = watch(engine, (0, prompts[0], greedy(40)), (7, prompts[1], greedy(24)), (8, prompts[2], greedy(24)))
-draw(rounds, "three requests that begin with the same 330 tokens")
+draw(rounds, "Three requests that begin with the same 330 tokens")
 hits = engine.pages["hit_tokens"] - before["hit_tokens"]
 computed = engine.timings.prompt_tokens - computed
 print(f"of 3 x {len(prompts[0])} prompt tokens {hits} were found and {computed} computed")
@@ -213,7 +216,7 @@ forget_all()
 evictions, computed = engine.pages["evictions"], engine.timings.prompt_tokens
 prompts = [code[start : start + 200] for start in (0, 300, 600)]
 rounds, handles = watch(engine, *((0, prompt, greedy(100)) for prompt in prompts))
-draw(rounds, "three requests that do not fit: the youngest is preempted, and resumed")
+draw(rounds, "Three requests that do not fit: the youngest is preempted, and resumed")
 preempted = [engine._requests[handle].preemptions for handle in handles]
 computed = engine.timings.prompt_tokens - computed - sum(map(len, prompts))
 evictions = engine.pages["evictions"] - evictions
@@ -232,8 +235,8 @@ print("the same tokens as alone")
 # %% [markdown]
 # ## 4. What it costs, and what it saves
 #
-# **Bytes.** A token takes a key and a value of each KV head in each layer, and one index key in each sparse layer.
-# Types are chosen for keys and values, and for index keys.
+# **Bytes.** A token takes a key and a value of each [KV head](../docs/glossary.md#kv-head) in each layer, and one index
+# key in each sparse layer. Types are chosen for keys and values, and for index keys.
 
 # %%
 types = {
@@ -277,9 +280,10 @@ for trial, i in np.ndindex(fresh.shape):
 
 fresh, again = fresh.min(0), again.min(0)
 fig, axis = plt.subplots(figsize=(7, 3.2))
-axis.plot(lengths, fresh * 1e3, "o-", label="empty cache")
-axis.plot(lengths, again * 1e3, "o-", label="prefix in the cache")
-axis.set(xlabel="tokens of the prefix", ylabel="ms to the first token", ylim=(0, None), title="the best of three runs")
+axis.plot(lengths, fresh * 1e3, "o-", color="#0072B2", label="empty cache")
+axis.plot(lengths, again * 1e3, "s--", color="#E69F00", label="prefix in the cache")
+axis.set(xlabel="tokens of the prefix", xticks=lengths, ylabel="ms to the first token", ylim=(0, None))
+axis.set_title("Time to the first token, the best of three runs")
 axis.legend(frameon=False)
 plt.show()
 assert again[-1] < fresh[-1] / 2
@@ -306,18 +310,18 @@ def offloaded(device_pages):
     return engine
 
 
-HOST, HERE, CHOSEN = range(3)
+ABSENT, HOST, HERE, CHOSEN = range(4)
 
 
 def pool(engine):
-    """For each page of the request what the first head of the first sparse layer has: HOST, HERE or CHOSEN."""
+    """For each page that the request may have: where the first head of the first sparse layer has its part of it."""
     stack = next(s for s, p in zip(engine._runner.state.cache.stacks, engine._runner.host.pages, strict=True) if p)
     slot = np.asarray(stack.slots.slot_of[0]).reshape(-1, config.num_key_value_heads)[:, 0]
     used = np.asarray(stack.slots.used_at[0])
     pages = engine._runner.table[0]
     slot = slot[pages[pages >= 0]]
     state = np.where(slot < 0, HOST, np.where(used[slot] == used.max(), CHOSEN, HERE))
-    return np.pad(state, (0, len(pages) - len(state)), constant_values=HOST)
+    return np.pad(state, (0, len(pages) - len(state)), constant_values=ABSENT)
 
 
 served = {12: offloaded(12)}
@@ -329,11 +333,18 @@ while served[12].busy:
     states.append(pool(served[12]))
     served[12].step()
 states = np.stack(states[1:])
-fig, axis = plt.subplots(figsize=(11, 4))
-names = {HOST: ("white", "in host memory only"), HERE: ("#c9d8ec", "on the device"), CHOSEN: ("#3b6fb6", "selected")}
-axis.pcolormesh(states.T, cmap=ListedColormap([colour for colour, _ in names.values()]), vmin=-0.5, vmax=2.5)
-axis.set(xlabel="new token", ylabel="block of the request", title="one head of one layer, 12 pages on the device")
-patches = [Patch(fc=colour, ec="grey", label=name) for colour, name in names.values()]
+names = {
+    ABSENT: ("white", "no such block yet"),
+    HOST: ("#CCCCCC", "in host memory only"),
+    HERE: ("#E69F00", "on the device too"),
+    CHOSEN: ("#0072B2", "selected by this token"),
+}
+fig, axis = plt.subplots(figsize=(11, 4.4))
+colours = ListedColormap([colour for colour, _ in names.values()])
+axis.imshow(states.T, cmap=colours, vmin=ABSENT, vmax=CHOSEN, aspect="auto", origin="lower", interpolation="nearest")
+axis.set(xlabel="new token", ylabel="block of the request")
+axis.set_title("Where one head of one layer has its keys and values; the device has room for 12 pages")
+patches = [Patch(fc=colour, ec="black", lw=0.6, label=name) for colour, name in names.values()]
 fig.legend(handles=patches, loc="outside right center", frameon=False)
 plt.show()
 forget_all()
@@ -358,10 +369,11 @@ for device_pages in sizes:
     found.append(hits / (hits + misses))
     moved.append(moved_bytes / 59)
 fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
-left.plot(sizes, np.array(found) * 100, "o-")
-left.set(xlabel="pages on the device", ylabel="% of selected pages found", ylim=(0, 103))
-right.plot(sizes, np.array(moved) / 1024, "o-")
-right.set(xlabel="pages on the device", ylabel="KiB brought in for a token", ylim=(0, None))
+for axis, values in ((left, np.array(found) * 100), (right, np.array(moved) / 1024)):
+    axis.plot(sizes, values, "o-", color="#0072B2")
+    axis.set(xlabel="pages on the device, of 48", xticks=sizes)
+left.set(ylabel="% of the selected", ylim=(0, 103), title="Selected pages found on the device")
+right.set(ylabel="KiB a token", ylim=(0, None), title="Brought in from host memory")
 plt.show()
 whole = 640 * (engine.bytes_per_token - sparse * config.index_head_dim * 4)
 print(f"a pool of 12 of 48 pages: {found[1]:.0%} found, {moved[1] / 1024:.0f} KiB a token; dense attention would read "

@@ -3,17 +3,19 @@
 import ast
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from m3jax import cli, plan
-
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted(["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
-WITH_PYTHON = ("README.md", "docs/msa.md")
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+DOCUMENTS = ["CONTRIBUTING.md", "README.md", "vectors/README.md", *PAGES]
+NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.py"))
+WITH_PYTHON = ("docs/msa.md",)
 GENERATE = "python -m m3jax.generate "
 PLAN = "python -m m3jax.plan "
 
@@ -37,28 +39,25 @@ README_COMMANDS = commands("README.md")
 
 
 @pytest.mark.parametrize("document", WITH_PYTHON)
-def test_python_runs(document, capsys):
+def test_python_runs(document):
     """The blocks run one after the other, as a reader would paste them."""
     blocks = code(document, "python")
     assert blocks
     names = {"__name__": document}
     for number, block in enumerate(blocks, 1):
         exec(compile(block, f"{document}, block {number}", "exec"), names)
-    if document == "README.md":
-        assert "lantern" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", [line for line in README_COMMANDS if line.startswith(GENERATE)])
-def test_generate_commands_run(line, capsys):
-    assert cli.main(shlex.split(line.removeprefix(GENERATE))) == 0
-    assert capsys.readouterr().out.strip()
-
-
-@pytest.mark.parametrize("line", [line for line in README_COMMANDS if line.startswith(PLAN)])
-def test_plan_commands_run(line, capsys):
-    """Plans are made by arithmetic here; tests/planning/test_plan.py has the compiler."""
-    assert plan.main([*shlex.split(line.removeprefix(PLAN)), "--no-compile"]) == 0
-    assert "HBM" in capsys.readouterr().out
+def test_readme_runs_where_only_the_documented_install_was_made():
+    """Its Python and its commands, without anything that only tests or notebooks bring: no libtpu, no matplotlib."""
+    program = ROOT / "tests" / "support" / "documented_install.py"
+    done = subprocess.run([sys.executable, program, ROOT / "README.md"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "== all ran" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    started = re.findall(r"^== (?:block \d+|python -m \S+)", done.stdout, re.M)
+    commands = [line for line in README_COMMANDS if line.startswith(("python -m",))]
+    assert len(started) == len(code("README.md", "python")) + len(commands) >= 10
+    assert "lantern" in done.stdout and "HBM" in done.stdout
+    assert "Traceback" not in done.stderr and "planned by arithmetic" in done.stdout + done.stderr
 
 
 def test_readme_has_no_command_that_nobody_checks():
@@ -82,11 +81,37 @@ def test_extras_exist(document):
     assert {name for group in named for name in group.split(",")} <= extras
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_to_files(document):
-    links = re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", text(document))
-    missing = [link for link in links if not (ROOT / document).parent.joinpath(link).exists()]
-    assert not missing
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS])
+def test_links_lead_to_files_and_to_places_in_them(document):
+    for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", text(document)):
+        file, _, place = link.partition("#")
+        target = (ROOT / document).parent.joinpath(file).resolve() if file else ROOT / document
+        assert target.exists(), f"{document} links to {file}, which is not there"
+        assert not place or place in places(target), f"{document} links to #{place}, which {target.name} does not have"
+
+
+@cache
+def places(path: Path) -> set[str]:
+    """What a link into a document can name: its anchors, and its headings as the hosts of repositories spell them."""
+    lines = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", lines, re.M)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', lines))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_first_who_needs_it(page):
+    opening = text(page).split("\n\n")[1]
+    assert "for whoever" in opening.lower(), f"{page} opens with {opening[:80]!r}: say what it is for, and for whom"
+
+
+def test_the_glossary_explains_every_trap_that_is_named():
+    sources = [
+        path for folder in ("m3jax", "pallas_kernels", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = {int(n) for path in sources for n in re.findall(r"\bT(\d\d?)\b", path.read_text(encoding="utf-8"))}
+    explained = {int(n) for n in re.findall(r'^\| <a id="t\d+"></a>T(\d+) \| .+ \|$', text("docs/glossary.md"), re.M)}
+    assert named <= explained, f"not in docs/glossary.md: {sorted(named - explained)}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

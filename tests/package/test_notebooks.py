@@ -1,6 +1,8 @@
 """The notebooks: they run from top to bottom, and each is the same as its script."""
 
+import ast
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ nbformat = pytest.importorskip("nbformat", reason=f"reading notebooks {_NEEDS}")
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+PLANNING = "04_capacity_planning"
 MOST_BYTES = 1 << 20
 SECONDS_A_CELL = 300  # on a busy machine most of it is compilation
 
@@ -49,14 +52,50 @@ def test_stored_notebook_is_valid_and_small(name):
     assert pictures(read(name)), "run it and save it: a reader on the web sees the stored pictures"
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_runs(name, monkeypatch):
+def execute(notebook, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason=f"running a notebook {_NEEDS}")
     # Of a notebook's time more is its programs' than the compiler's: here LLVM's first optimizations pay.
     level = "--xla_backend_optimization_level="
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(f"{level}0", f"{level}1", 1))
-    notebook, stored = read(name), read(name)
     nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3").execute()
-    assert pictures(notebook) == pictures(stored)
     # What a library warns of goes to stderr, and into the page.
     assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("name", [name for name in NOTEBOOKS if name != PLANNING])
+def test_notebook_runs(name, monkeypatch):
+    notebook, stored = read(name), read(name)
+    execute(notebook, monkeypatch)
+    assert pictures(notebook) == pictures(stored)
+
+
+def test_planning_runs_without_the_tpu_compiler_and_with_it(monkeypatch):
+    """From top to bottom where libtpu is hidden, as the extra 'notebooks' leaves it; then the last cell with libtpu."""
+    notebook, stored = read(PLANNING), read(PLANNING)
+    code = lambda source: nbformat.v4.new_code_cell(f"import sys\n{source}")
+    last = nbformat.v4.new_code_cell(notebook.cells[-1].source)
+    shown = code('del sys.modules["libtpu"]')
+    notebook.cells = [code('sys.modules["libtpu"] = None'), *notebook.cells, shown, last]
+    execute(notebook, monkeypatch)
+    assert pictures(notebook) == pictures(stored)
+    without, compiled = ("".join(output.text for output in cell.outputs) for cell in (notebook.cells[-3], last))
+    assert "left out" in without and "compiled:" not in without, without
+    assert "left out" not in compiled and "compiled:" in compiled, compiled
+
+
+def test_first_notebook_imports_what_the_documents_name():
+    """It is what a reader opens first: nothing in it has to be looked up in the sources."""
+    root = FOLDER.parent
+    pages = [page.read_text(encoding="utf-8") for page in (root / "README.md", *(root / "docs").rglob("*.md"))]
+    fenced = [block for page in pages for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)]
+    documented = {name for page in pages for name in re.findall(r"\[`(\w+)`\]\([^)]+\.py\)", page)}
+    documented |= {name for source in fenced for _, name in imported(source)}
+    script = (FOLDER / "01_msa_from_scratch.py").read_text(encoding="utf-8")
+    missing = [f"{name} of {module}" for module, name in imported(script) if name not in documented]
+    assert not missing, f"imported by the first notebook, but in no document: {', '.join(missing)}"
+
+
+def imported(source: str) -> list[tuple[str, str]]:
+    """(module, name) of what Python code takes from this package."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    return [(n.module, alias.name) for n in nodes if n.module.split(".")[0] == "m3jax" for alias in n.names]
