@@ -1,9 +1,10 @@
 # make demo   an environment, the package, and a run of the embedded model
 # make test   an environment, the package with the test tools, and every test
 # make lint   ruff
+# make lock   requirements/test.txt anew, at the newest versions: what `make test` installs on Python 3.11 (needs uv)
 #
 # Variables: PYTHON (interpreter of the environment), VENV (its folder), WORKERS (test processes), ARGS (for pytest),
-# EXTRAS (what `make test` installs), TORCH_ARGS (for pip, such as an --index-url that has CPU builds of PyTorch).
+# EXTRAS (what `make test` installs, unlocked), TORCH_ARGS (for pip, such as an --index-url that has CPU builds of PyTorch).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -21,7 +22,7 @@ WORKERS ?= auto
 TORCH_ARGS ?=
 ARGS ?=
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint format lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -55,22 +56,37 @@ $(VENV)/.runtime: pyproject.toml | $(PY)
 	$(INSTALL) --quiet --editable .
 	touch $@
 
-# The oracle's PyTorch goes in first and by pip, which takes a small CPU build from a local index where one is configured.
-# Its pin is tested on Python 3.11 only; elsewhere the tests that need it are skipped and say so.
-$(VENV)/.test: pyproject.toml | $(PY)
-	@extras="$(EXTRAS)"; \
+# On Python 3.11 everything is locked in requirements/test.txt, with hashes; on another Python, and where EXTRAS says what is
+# wanted, versions are free, as .ci/run wants them for the newest jax. PyTorch is never locked, since a small CPU build has
+# another hash than PyPI's: its version is pinned in pyproject.toml, and it goes in first and by pip, which takes a CPU build
+# from a local index where one is configured. It comes on 3.11 only; elsewhere the tests that need it are skipped and say so.
+$(VENV)/.test: pyproject.toml requirements/test.txt | $(PY)
+	@extras="$(EXTRAS)"; locked=; \
 	if [ -z "$$extras" ]; then \
-		extras=test; \
-		if $(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then extras=test,oracle; fi; \
+		if $(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then locked=1; else extras=test; fi; \
 	fi; \
-	if [[ ",$$extras," == *,oracle,* ]]; then \
+	if [[ -n "$$locked" || ",$$extras," == *,oracle,* ]]; then \
 		torch=$$(sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml); \
 		echo "installing $$torch"; \
 		$(PIP) install --quiet $(TORCH_ARGS) "$$torch"; \
 	fi; \
-	echo "installing m3jax[$$extras]"; \
-	$(INSTALL) --quiet --editable ".[$$extras]"
+	if [ -n "$$locked" ]; then \
+		echo "installing requirements/test.txt"; \
+		$(INSTALL) --quiet --require-hashes --requirement requirements/test.txt; \
+		$(INSTALL) --quiet --no-deps --no-build-isolation --editable .; \
+	else \
+		echo "installing m3jax[$$extras]"; \
+		$(INSTALL) --quiet --editable ".[$$extras]"; \
+	fi
 	touch $(VENV)/.runtime $@
+
+# After a change of pyproject.toml: `make lock UPGRADE=` keeps the versions that still fit.
+UPGRADE ?= --upgrade
+lock:
+	@$(if $(UV),true,echo "make lock needs uv: pip install uv" >&2; exit 1)
+	$(UV) pip compile pyproject.toml --extra test --extra oracle --group build --excludes <(echo torch) \
+		--python-version 3.11 --universal --generate-hashes --no-annotate --custom-compile-command "make lock" \
+		$(UPGRADE) --quiet --output-file requirements/test.txt
 
 clean:
 	rm -rf .venv .venv312 build dist .pytest_cache .hypothesis .ruff_cache

@@ -16,11 +16,16 @@ _FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    # A program as one piece for LLVM: the small programs here take longer to cut in 32 than to compile.
+    "--xla_cpu_parallel_codegen_split_count=1",
     # The older way to write loops compiles in half the time. Later versions have only the newer, and die of the flag.
     *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
 )
 os.environ["XLA_FLAGS"] = " ".join((*_FLAGS, os.environ.get("XLA_FLAGS", ""))).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Nothing is kept in the user's own folder, and stderr is for what is wrong; tests of the two ask for them.
+os.environ["M3JAX_CACHE_DIR"], os.environ["M3JAX_PROGRESS"] = "", "0"
 
 # The model is made of plain pytrees, so it must work with NNX's tree mode alone.
 os.environ.setdefault("NNX_GRAPH_MODE", "false")
@@ -42,8 +47,11 @@ _FEW_SLOW_EXAMPLES = dict(
         hypothesis.HealthCheck.data_too_large,
     ],
 )
-# "ci" draws the same examples on every run, "dev" new ones, "thorough" many of them.
+# "ci" draws the same examples on every run, "first" too but shows the first that fails, not the smallest (scripts/
+# mutants.py), "dev" draws new ones, "thorough" many of them.
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=25, **_FEW_SLOW_EXAMPLES)
+_NOTHING_SHRUNK = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+hypothesis.settings.register_profile("first", hypothesis.settings.get_profile("ci"), phases=_NOTHING_SHRUNK)
 hypothesis.settings.register_profile("dev", max_examples=25, **_FEW_SLOW_EXAMPLES)
 hypothesis.settings.register_profile("thorough", max_examples=1000, **_FEW_SLOW_EXAMPLES)
 hypothesis.settings.load_profile(os.environ.get("M3JAX_HYPOTHESIS", "ci"))
@@ -60,6 +68,8 @@ CORE = (
     "package/test_package.py",
     "package/test_config.py",
     "package/test_cli.py",
+    "package/test_console.py",
+    "package/test_waiting.py",
     "msa",
     "ops/test_backends.py",
     "model",
@@ -68,6 +78,7 @@ CORE = (
     "decoding/test_engine.py",
     "decoding/test_engine_equivalence.py",
     "decoding/test_generate.py",
+    "decoding/test_nan.py",
     "decoding/test_sampling.py",
     "decoding/test_speculative_verify.py",
     "kernels/test_attention.py",
