@@ -1,7 +1,11 @@
 """The walk over index keys: `block_scores` and `select_blocks` of a chunk of queries at a time, over pieces of keys."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
@@ -39,12 +43,14 @@ def index_walk(
       Ascending ids, then -1.
     """
 
+    index_q, view = jax.lax.stop_gradient((index_q, view))
+    pooled = _largest if rules.score == "max" else partial(pool, score=rules.score)
+
     def select_chunk(index_q, positions):
-        scores = view.join_scores(_score_chunk(index_q, view, positions, lengths, rules.score))
+        scores = view.join_scores(_score_chunk(index_q, view, positions, lengths, rules.score, pooled))
         blocks = select_blocks(scores, positions, lengths, rules, block_size=view.block_size)
         return blocks.swapaxes(1, 2)  # [B T K J]
 
-    index_q = jax.lax.stop_gradient(index_q)
     return map_chunks(select_chunk, _query_chunk(index_q, view), 1, index_q, positions).swapaxes(1, 2)
 
 
@@ -66,7 +72,8 @@ def walk_scores(
     """
 
     def score_chunk(index_q, positions):
-        return _score_chunk(index_q, view, positions, lengths, score).swapaxes(1, 2)  # [B T K M]
+        scores = _score_chunk(index_q, view, positions, lengths, score, partial(pool, score=score))
+        return scores.swapaxes(1, 2)  # [B T K M]
 
     return map_chunks(score_chunk, _query_chunk(index_q, view), 1, index_q, positions).swapaxes(1, 2)
 
@@ -79,14 +86,24 @@ def _query_chunk(index_q: Float[Array, "B T K I"], view: IndexView) -> int:
     return rows_within(elements_at_once(_SCORE_BUDGET), scores_per_query, num_queries)
 
 
+def _largest(token_scores: Float[Array, "*X P"]) -> Float[Array, "*X"]:
+    """`pool` by the maximum, NaN where one is NaN, in one pass over the scores; it has no gradient."""
+    lowest = np.asarray(-np.inf, token_scores.dtype)
+    take_in = lambda one, other: (jax.lax.max(one[0], other[0]), one[1] | other[1])
+    dimension = (token_scores.ndim - 1,)
+    largest, has_nan = jax.lax.reduce((token_scores, jnp.isnan(token_scores)), (lowest, np.False_), take_in, dimension)
+    return jnp.where(has_nan, jnp.nan, largest)
+
+
 def _score_chunk(
     index_q: Float[Array, "B T K I"],
     view: IndexView,
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     score: Score,
+    pool_tokens: Callable[[Float[Array, "*X P"]], Float[Array, "*X"]],
 ) -> Float[Array, "B K T M"]:
-    """Scores of all blocks for a chunk of queries, in pieces of whole blocks."""
+    """Scores of all blocks for a chunk of queries, in pieces of whole blocks; `pool_tokens` makes them of tokens'."""
     batch, num_queries, heads, _ = index_q.shape
     num_blocks, block_size = view.num_blocks, view.block_size
     is_few = batch * num_queries * heads <= _FEW_ROWS
@@ -106,7 +123,7 @@ def _score_chunk(
             key_positions = first_block * block_size + jnp.arange(keys.shape[1], dtype=jnp.int32)
             token_scores = jnp.where(sees(positions, lengths, key_positions)[:, None], token_scores, UNSEEN)
         by_block = rearrange(token_scores, "b k t (m p) -> b k t m p", p=block_size)
-        pooled = pool(by_block, score)  # [B K T m]
+        pooled = pool_tokens(by_block)  # [B K T m]
         return jnp.where(view.present(first_block, blocks_per_piece)[:, None, None], pooled, UNSEEN)
 
     def step(_, piece):
