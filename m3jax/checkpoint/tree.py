@@ -5,18 +5,15 @@ from typing import Any
 
 import jax
 
+from m3jax.model.summary import dotted_path
+
 
 def flatten(tree: Any) -> dict[str, Any]:
     """The leaves of a module, or of a tree of its structure, by path ("stacks.0.self_attn.q_proj")."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {_dotted_path(keys): leaf for keys, leaf in leaves}
+    return {dotted_path(keys): leaf for keys, leaf in leaves}
 
 
 def replace(tree: Any, leaves: Mapping[str, Any]) -> Any:
     """A tree of the same structure with other leaves, each named by its path."""
-    return jax.tree_util.tree_map_with_path(lambda keys, _: leaves[_dotted_path(keys)], tree)
-
-
-def _dotted_path(keys: tuple) -> str:
-    # An nnx.Param is a node of its own, with its array under "value".
-    return jax.tree_util.keystr(keys, simple=True, separator=".").removesuffix(".value")
+    return jax.tree_util.tree_map_with_path(lambda keys, _: leaves[dotted_path(keys)], tree)

@@ -7,26 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import load
-from m3jax.checkpoint.draft import load_draft
 from m3jax.compile_cache import compile_cache, why_not_kept
 from m3jax.config import M3Config
 from m3jax.console import say, write
 from m3jax.decoding import (
     Drafter,
-    Eagle3Drafter,
     Engine,
     Generation,
     Params,
-    PromptLookup,
     check_logits,
     engine_for,
     generate_text,
 )
 from m3jax.decoding.defaults import Defaults
+from m3jax.decoding.drafts import named_drafter
 from m3jax.decoding.engine import check_prompt
 from m3jax.model import M3
 from m3jax.ops import check_backend
@@ -72,7 +69,7 @@ def _generate(args: argparse.Namespace) -> None:
         check_prompt(prompt, params, config, f"prompt {number}")
     mesh = None if args.mesh is None else parse_mesh(args.mesh)
     check_backend(args.backend)
-    draft = _drafter(args, config, mesh)
+    draft = None if args.draft is None else named_drafter(args.draft, config, args.dtype, mesh)
     model = load(args.model, dtype=args.dtype, mesh=mesh).with_backend(args.backend)
     is_streamed = len(prompts) == 1 and not args.json  # then text is shown as it comes
     engine, handles = _start(model, prompts, params, draft, args.draft_tokens, is_streamed)
@@ -80,16 +77,6 @@ def _generate(args: argparse.Namespace) -> None:
     if args.stats:
         _print_stats(engine)
     check_logits(results)
-
-
-def _drafter(args: argparse.Namespace, config: M3Config, mesh: Mesh | None) -> Drafter | None:
-    """What proposes tokens, as `--draft` says."""
-    if args.draft is None:
-        return None
-    if args.draft == "ngram":
-        return PromptLookup()
-    folder = None if args.draft == "builtin" else args.draft
-    return Eagle3Drafter(load_draft(folder, config, args.dtype, mesh))
 
 
 def _tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer | None:

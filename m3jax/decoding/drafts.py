@@ -2,7 +2,10 @@
 
 from os import PathLike, fspath
 
+from jax.sharding import Mesh
+
 from m3jax.checkpoint.draft import load_draft
+from m3jax.config import M3Config
 from m3jax.decoding.protocols import TargetModel
 from m3jax.decoding.speculation import Drafter, Eagle3Drafter, PromptLookup
 from m3jax.messages import shown
@@ -31,5 +34,21 @@ def as_drafter(draft: Drafter | str | PathLike[str] | None, model: TargetModel) 
         return PromptLookup()
     if not isinstance(model, M3):
         raise ValueError(f"draft = {shown(fspath(draft))}: an EAGLE3 draft is for an M3, not a {type(model).__name__}")
-    folder = None if draft == "builtin" else draft
-    return Eagle3Drafter(load_draft(folder, model.config, str(model.dtype), model.mesh))
+    return named_drafter(draft, model.config, str(model.dtype), model.mesh)
+
+
+def named_drafter(name: str | PathLike[str], config: M3Config, dtype: str, mesh: Mesh | None) -> Drafter:
+    """A drafter before there is a model: what is wrong with a draft is said before the model's weights are read.
+
+    Args:
+      name: as in `as_drafter`.
+      config: of the target.
+      dtype: of the draft; the target's is best.
+      mesh: where the target will lie.
+
+    Raises:
+      ValueError: a draft that cannot be read or is for another target.
+    """
+    if name == "ngram":
+        return PromptLookup()
+    return Eagle3Drafter(load_draft(None if name == "builtin" else name, config, dtype, mesh))

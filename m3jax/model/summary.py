@@ -12,23 +12,28 @@ from rich.table import Table
 _WIDTH = 100
 
 
+def dotted_path(keys: tuple) -> str:
+    """The name of a parameter in its tree, as in "stacks.0.self_attn.q_proj"."""
+    # An nnx.Param is a node of its own, with its array under "value".
+    return jax.tree_util.keystr(keys, simple=True, separator=".").removesuffix(".value")
+
+
 def table(model: nnx.Module) -> str:
     """The parameters of a real or an abstract model, one a line, and what they come to.
 
     Args:
       model: any module; a stack of layers has its layer axis first.
     """
-    rows = Table("parameter", "shape", "dtype", "numbers", "MiB", box=None, pad_edge=False)
+    rows = Table("parameter", "shape", "dtype", box=None, pad_edge=False)
     for name in ("numbers", "MiB"):
-        rows.columns[["parameter", "shape", "dtype", "numbers", "MiB"].index(name)].justify = "right"
+        rows.add_column(name, justify="right")
     numbers = nbytes = 0
     for keys, leaf in jax.tree_util.tree_flatten_with_path(model)[0]:
-        name = jax.tree_util.keystr(keys, simple=True, separator=".").removesuffix(".value")
         size = math.prod(leaf.shape)
         leaf_bytes = size * np.dtype(leaf.dtype).itemsize
         numbers, nbytes = numbers + size, nbytes + leaf_bytes
         shape = " ".join(map(str, leaf.shape))
-        rows.add_row(name, shape, str(leaf.dtype), f"{size:,}", f"{leaf_bytes / 2**20:,.2f}")
+        rows.add_row(dotted_path(keys), shape, str(leaf.dtype), f"{size:,}", f"{leaf_bytes / 2**20:,.2f}")
     rows.add_row("all", "", "", f"{numbers:,}", f"{nbytes / 2**20:,.2f}")
     console = Console(file=io.StringIO(), width=_WIDTH)
     console.print(rows)

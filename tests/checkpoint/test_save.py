@@ -13,10 +13,8 @@ from support.checkpoint_folders import (
     assert_same,
     expected_parameters,
     load_parameters,
-    random_tensors,
     same_bits,
     tiny_config,
-    write_folder,
 )
 
 from m3jax import checkpoint, parallel
@@ -27,16 +25,6 @@ from m3jax.files import NewFile
 
 CONFIG = tiny_config()
 GATE = "language_model.model.layers.2.block_sparse_moe.gate.weight"
-
-
-@pytest.fixture(scope="module")
-def tensors() -> dict[str, np.ndarray]:
-    return random_tensors(CONFIG)
-
-
-@pytest.fixture(scope="module")
-def folder(tensors, tmp_path_factory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("hub"), CONFIG, tensors, shards=3)
 
 
 # Saving

@@ -13,7 +13,6 @@ from support.checkpoint_folders import (
     assert_same,
     expected_parameters,
     load_parameters,
-    random_tensors,
     shapes,
     tiny_config,
     write_folder,
@@ -29,16 +28,6 @@ CONFIG = tiny_config()
 NORM = "language_model.model.norm.weight"
 GATE = "language_model.model.layers.2.block_sparse_moe.gate.weight"
 EXPERT = "language_model.model.layers.3.block_sparse_moe.experts.5.w2.weight"
-
-
-@pytest.fixture(scope="module")
-def tensors() -> dict[str, np.ndarray]:
-    return random_tensors(CONFIG)
-
-
-@pytest.fixture(scope="module")
-def folder(tensors, tmp_path_factory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("hub"), CONFIG, tensors, shards=3)
 
 
 def problems(path: Path, **arguments) -> list[str]:
