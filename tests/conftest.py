@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,10 @@ _FLAGS = (
 )
 os.environ["XLA_FLAGS"] = " ".join((*_FLAGS, os.environ.get("XLA_FLAGS", ""))).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# A shell's background jobs ignore interrupts, and so would all that they start, which some tests then interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Nothing is kept in the user's own folder, and stderr is for what is wrong; tests of the two ask for them.
 os.environ["M3JAX_CACHE_DIR"], os.environ["M3JAX_PROGRESS"] = "", "0"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from support.drafts import CONFIG, Knowing, draft, model
 from support.engines import SIZE, engine, finish, params, poison, preemptions, prompt, quick, serve
 from support.fake_model import FakeConfig, FakeModel
 
-from m3jax.decoding import Eagle3Drafter, Engine, PromptLookup, Sampling, SamplingParams
+from m3jax.decoding import Eagle3Drafter, Engine, PromptLookup, Sampling, SamplingParams, device
 from m3jax.decoding.generate import generate
 
 # Prompts of less than a page and of many; with a penalty, with stop ids, and some that are sampled.
@@ -257,6 +258,23 @@ def test_a_draft_that_is_always_right_has_a_page_for_the_newest_token():
 
 
 NAMES = ("keys of the draft", "values of the draft", "edges")
+
+
+def test_drafters_that_differ_in_type_alone_have_programs_of_their_own():
+    """To jax `Right` and `Eagle3Drafter` are one structure: by chance one gets the program compiled for the other."""
+    drafters = RANDOM, Right(RANDOM.draft)
+    assert jax.tree.structure(drafters[0]) == jax.tree.structure(drafters[1])  # else nothing is proven below
+    keys = {"prefill_on_cpu": set(), "decode_in_rounds": set()}
+
+    def noting(name):
+        program = getattr(device, name)
+        return lambda *args, **kwargs: keys[name].add(kwargs["types"]) or program(*args, **kwargs)
+
+    with mock.patch.multiple(device, **{name: noting(name) for name in keys}):
+        for drafter in drafters:
+            serve(drafted(drafter), (prompt(5), params(6)))
+    for name, types in keys.items():
+        assert len(types) == 2, f"{name} has the keys {types} for two drafters"
 
 
 # Sampled rows

@@ -101,10 +101,10 @@ _QUICK_PROGRAMS = {
         getattr(device, name).__wrapped__, donate_argnames="state", static_argnames=statics, compiler_options=QUICK
     )
     for name, statics in (
-        ("prefill", ("layout",)),
-        ("prefill_on_cpu", ("layout",)),
-        ("decode", ("max_steps", "layout")),
-        ("decode_in_rounds", ("draft_tokens", "max_rounds", "layout")),
+        ("prefill", ("layout", "types")),
+        ("prefill_on_cpu", ("layout", "types")),
+        ("decode", ("max_steps", "layout", "types")),
+        ("decode_in_rounds", ("draft_tokens", "max_rounds", "layout", "types")),
     )
 }
 

@@ -20,7 +20,7 @@ from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.verify import DraftCounts, Verdict, verify
 
 
-@partial(jax.jit, donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "layout"))
+@partial(jax.jit, donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "layout", "types"))
 def decode_in_rounds(
     model: TargetModel,
     drafter: Drafter,
@@ -30,6 +30,7 @@ def decode_in_rounds(
     max_rounds: int,
     host: HostStacks | None = None,
     layout: Layout | None = None,
+    types: tuple[type, ...] = (),
 ) -> tuple[State, NewTokens]:
     """Append 1 to 1 + K tokens to every live row, up to `rounds` times.
 
@@ -42,6 +43,7 @@ def decode_in_rounds(
       max_rounds: rounds that there is room for: W = max_rounds x (1 + K) new tokens of a row.
       host: as in `prefill`.
       layout: as in `prefill`.
+      types: as in `prefill`.
 
     Returns:
       The state, and the new tokens of the B rows.

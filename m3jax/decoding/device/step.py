@@ -29,7 +29,7 @@ from m3jax.decoding.sampling import HostOrDevice, row_keys, sample
 from m3jax.decoding.speculation.drafter import Drafter
 
 
-@partial(jax.jit, donate_argnames=("state",), static_argnames=("layout",))
+@partial(jax.jit, donate_argnames=("state",), static_argnames=("layout", "types"))
 def prefill(
     model: TargetModel,
     state: State,
@@ -38,6 +38,7 @@ def prefill(
     host: HostStacks | None = None,
     drafter: Drafter | None = None,
     layout: Layout | None = None,
+    types: tuple[type, ...] = (),
 ) -> tuple[State, NewTokens]:
     """Run a piece of some prompts; where a prompt ends in it, its row starts with a first token.
 
@@ -52,6 +53,8 @@ def prefill(
       drafter: reads the prompts too, if there is one.
       layout: on a mesh, where the results stay; left to itself the compiler may move them, and the next call compile
         anew.
+      types: those of the model, the drafter and the cache, as part of the key by which jax finds the compiled program.
+        Its own key forgets them: structures of two registered dataclasses are equal where their fields are.
 
     Returns:
       The state, and the first token of each of the C prompts that ends here (counts are 0 for the others).
@@ -104,12 +107,12 @@ def prefill(
 prefill_on_cpu = jax.jit(
     prefill.__wrapped__,
     donate_argnames=("state",),
-    static_argnames=("layout",),
+    static_argnames=("layout", "types"),
     compiler_options={"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
 )
 
 
-@partial(jax.jit, donate_argnames=("state",), static_argnames=("max_steps", "layout"))
+@partial(jax.jit, donate_argnames=("state",), static_argnames=("max_steps", "layout", "types"))
 def decode(
     model: TargetModel,
     state: State,
@@ -117,6 +120,7 @@ def decode(
     max_steps: int,
     host: HostStacks | None = None,
     layout: Layout | None = None,
+    types: tuple[type, ...] = (),
 ) -> tuple[State, NewTokens]:
     """Append up to `steps` tokens to every live row.
 
@@ -127,6 +131,7 @@ def decode(
       max_steps: W, the most new tokens of a row.
       host: as in `prefill`.
       layout: as in `prefill`.
+      types: as in `prefill`.
 
     Returns:
       The state, and the new tokens of the B rows.

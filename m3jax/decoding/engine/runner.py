@@ -110,6 +110,7 @@ class Runner:
             stop_reasons=place(self._stop_reasons),
             draft_memory=jax.tree.map(place, memory),
         )
+        self._types = type(model), type(drafter), type(cache)
         self._layout = self._cache_layout = None
         if model.mesh is not None:
             self._layout = tuple(leaf.sharding for leaf in jax.tree.leaves(self.state))
@@ -156,6 +157,7 @@ class Runner:
             host=self._host_pages,
             drafter=self.drafter,
             layout=self._layout,
+            types=self._types,
         )
         self._flush_host()
         return new
@@ -171,6 +173,7 @@ class Runner:
                 max_steps=self.shapes.steps,
                 host=self._host_pages,
                 layout=self._layout,
+                types=self._types,
             )
         else:
             self.state, new = device.decode_in_rounds(
@@ -182,6 +185,7 @@ class Runner:
                 max_rounds=self.shapes.steps,
                 host=self._host_pages,
                 layout=self._layout,
+                types=self._types,
             )
         self._flush_host()
         new = jax.device_get(new)
