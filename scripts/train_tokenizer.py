@@ -1,7 +1,8 @@
 """Trains the embedded tokenizer: byte-level BPE of 2,048 tokens on Python's standard library.
 
 Merges come from the corpus, except that the last ones make each recall word and the arrow
-between two, with the space before it, a single token.
+between two, with the space before it, a single token. Tokens of a chat take the places of
+bytes that no text has.
 
     python scripts/train_tokenizer.py --out m3jax/assets/tiny
 """
@@ -20,6 +21,19 @@ from m3jax.train.words import WORDS
 
 VOCAB_SIZE = 2048
 BOS, EOS, ROLE = "]~!b[", "[e~[", "]~b]"
+# What a chat needs besides, and whether a text can be asked to leave it out: not the marks of reasoning and of calls,
+# by which what the model says is read.
+CHAT_TOKENS = {
+    "]<]minimax[>[": False,
+    "<mm:think>": False,
+    "</mm:think>": False,
+    "]<]image[>[": True,
+    "]<]video[>[": True,
+    "]<]start of image[>[": True,
+    "]<]end of image[>[": True,
+}
+# UTF-8 has no such byte, so no text has their tokens: their rows of the embedding were never read in training.
+SPARE_BYTES = (0xC0, 0xC1, *range(0xF5, 0x100))
 # A line break takes the indentation after it, but for the space that joins the first word; one
 # mark may lead a word (".append", "(self"); digits stand alone.
 PATTERN = (
@@ -107,6 +121,20 @@ def reserve_words(tokenizer: tokenizers.Tokenizer, words: tuple[str, ...]) -> to
     return tokenizers.Tokenizer.from_str(json.dumps(layout))
 
 
+def with_chat_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer, with the tokens of a chat at the ids of spare bytes: every other text keeps its ids."""
+    layout = json.loads(tokenizer.to_str())
+    vocab = layout["model"]["vocab"]
+    # Byte-level BPE writes the bytes from 0xA1 on, but for 0xAD, as the characters of the same number.
+    for byte, (content, is_special) in zip(SPARE_BYTES, CHAT_TOKENS.items(), strict=False):
+        token_id = vocab[content] = vocab.pop(chr(byte))
+        token = {"id": token_id, "content": content, "special": is_special}
+        layout["added_tokens"].append(dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | token)
+    layout["added_tokens"].sort(key=lambda token: token["id"])
+    layout["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda entry: entry[1]))
+    return tokenizers.Tokenizer.from_str(json.dumps(layout))
+
+
 def write(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
     """tokenizer.json and tokenizer_config.json, in the hub's layout."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +160,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("m3jax/assets/tiny"))
     folder = parser.parse_args().out
     texts = list(python_corpus("train").values())
-    write(reserve_words(train(texts), (*WORDS, "->")), folder)
+    write(with_chat_tokens(reserve_words(train(texts), (*WORDS, "->"))), folder)
     tokenizer = Tokenizer.from_pretrained(folder)
     held_out = list(python_corpus("validation").values())
     print(f"{folder}: {tokenizer.vocab_size} tokens")

@@ -173,13 +173,16 @@ class TextStream:
     Args:
         spelling: how the tokenizer's decoder makes text (`Tokenizer.stream` gives its own).
         skip_special_tokens: leave special tokens out of the text.
+        show_unfinished: end with U+FFFD where the last character is unfinished; else it is left out, which suits a
+            sequence that was cut at a limit.
 
     Raises:
         ValueError: a decoder that has ByteLevel among other steps.
     """
 
-    def __init__(self, spelling: Spelling, skip_special_tokens: bool = True):
+    def __init__(self, spelling: Spelling, skip_special_tokens: bool = True, show_unfinished: bool = True):
         self._spelling = spelling
+        self._shows_unfinished = show_unfinished
         self._left_out = spelling.special_ids if skip_special_tokens else frozenset()
         if spelling.decoders == ("ByteLevel",):
             self._text: TextOfBytes | TextOfTokens = TextOfBytes(spelling)
@@ -211,9 +214,10 @@ class TextStream:
         """End the sequence, and return the text that was held back.
 
         Returns:
-            What is still held back; an unfinished character is U+FFFD.
+            What is still held back: U+FFFD for an unfinished character, where those are shown.
         """
-        return self._text.flush()
+        unfinished = self._text.flush()
+        return unfinished if self._shows_unfinished else ""
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -25,10 +25,18 @@ class Tokenizer:
         backend: the loaded `tokenizers.Tokenizer`.
         bos_id: id that opens a conversation, or None. It is never added by `encode`.
         eos_id: id that ends a turn, or None.
+        folder: where it was read from, or None; the checkpoint's chat template lies there too.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None = None, eos_id: int | None = None):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        bos_id: int | None = None,
+        eos_id: int | None = None,
+        folder: Path | None = None,
+    ):
         self.backend = backend
+        self.folder = folder
         self.bos_id = bos_id
         self.eos_id = eos_id
         self._spelling = Spelling(backend)
@@ -57,6 +65,7 @@ class Tokenizer:
             backend,
             bos_id=_special_id(backend, special, "bos_token", settings),
             eos_id=_special_id(backend, special, "eos_token", settings),
+            folder=folder,
         )
 
     @property
@@ -119,11 +128,12 @@ class Tokenizer:
         with _library_errors("these ids cannot be decoded with this tokenizer.json"):
             return self._spelling.text(self._spelling.well_formed(token_ids))
 
-    def stream(self, skip_special_tokens: bool = True) -> "TextStream":
+    def stream(self, skip_special_tokens: bool = True, show_unfinished: bool = True) -> "TextStream":
         """Make an incremental detokenizer for one sequence.
 
         Args:
             skip_special_tokens: leave special tokens out of the text.
+            show_unfinished: end with U+FFFD where the last character is unfinished; else it is left out.
 
         Returns:
             A new stream.
@@ -131,7 +141,7 @@ class Tokenizer:
         Raises:
             ValueError: a decoder that has ByteLevel among other steps.
         """
-        return TextStream(self._spelling, skip_special_tokens)
+        return TextStream(self._spelling, skip_special_tokens, show_unfinished)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -39,6 +39,27 @@ def test_chat_tokens_are_single_and_small():
     assert (TOKENIZER.bos_id, TOKENIZER.eos_id) == (0, 1)
 
 
+CALLS_AND_THOUGHTS = {"]<]minimax[>[": 127, "<mm:think>": 128, "</mm:think>": 180}
+MEDIA = {"]<]image[>[": 181, "]<]video[>[": 182, "]<]start of image[>[": 183, "]<]end of image[>[": 184}
+
+
+def test_the_tokens_of_a_chat_are_bytes_that_no_text_has():
+    """Their ids were of bytes that UTF-8 never has, so no text got other ids when they came, and no weight moved."""
+    for text, token_id in (CALLS_AND_THOUGHTS | MEDIA).items():
+        assert TOKENIZER.encode(f"a{text}é") == [*TOKENIZER.encode("a"), token_id, *TOKENIZER.encode("é")], text
+        assert TOKENIZER.decode([token_id], skip_special_tokens=False) == text
+    in_characters = {byte for code in range(0x110000) if not 0xD800 <= code < 0xE000 for byte in chr(code).encode()}
+    spelled = {TOKENIZER._spelling.bytes_of(token) for token in range(TOKENIZER.vocab_size)}
+    assert {byte for byte in range(256) if bytes([byte]) not in spelled}.isdisjoint(in_characters)
+
+
+def test_marks_of_what_the_model_says_are_never_left_out():
+    """Reasoning and calls are read by them; roles, ends and media are left out of a text."""
+    said = "<mm:think>a</mm:think>b]<]minimax[>[<tool_call>"
+    assert TOKENIZER.decode(TOKENIZER.encode(f"]~b]{said}]<]image[>[[e~[")) == said
+    assert "".join(stream(TOKENIZER.encode(f"{said}[e~["))) == said
+
+
 def test_words_are_distinct():
     assert len(set(WORDS)) == len(WORDS) >= 256
 
@@ -162,8 +183,13 @@ def test_training_reserves_the_words_and_repeats():
     words = ("harbor", "lantern", "lanterns", "->")
     first, second = (script.reserve_words(script.train(texts), words) for _ in range(2))
     assert first.to_str() == second.to_str()
-    assert first.get_vocab_size() == 2048
+    with_tokens = script.with_chat_tokens(first)
+    assert first.get_vocab_size() == with_tokens.get_vocab_size() == 2048
     assert all(len(first.encode(" " + word).ids) == 1 for word in words)
+    assert [with_tokens.encode(text).ids for text in texts] == [first.encode(text).ids for text in texts]
+    assert {text: with_tokens.encode(text).ids for text in CALLS_AND_THOUGHTS | MEDIA} == {
+        text: [token_id] for text, token_id in (CALLS_AND_THOUGHTS | MEDIA).items()
+    }
 
 
 # Files that are damaged, or made to harm

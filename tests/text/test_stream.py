@@ -71,7 +71,8 @@ def byte_ids(decoder: str, data: bytes) -> list[int]:
     if decoder != "ByteLevel":
         return ids_of(decoder, *(BYTES[byte] for byte in data))
     alphabet = {tokenizer(decoder)._spelling.bytes_of(i): i for i in range(tokenizer(decoder).vocab_size)}
-    return [alphabet[bytes([byte])] for byte in data]
+    # The tokens of a chat have taken the places of some bytes that are in no character; 0xFF is another.
+    return [alphabet.get(bytes([byte]), alphabet[b"\xff"]) for byte in data]
 
 
 def pieces(decoder: str, ids: list[int], skip_special_tokens: bool = True) -> list[str]:

@@ -1,0 +1,101 @@
+"""What a message says: its text and media in one spelling, and the assistant's reasoning apart from its answer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from m3jax.messages import shown
+from m3jax.text.chat.fields import check_fields
+
+THINK, END_THINK = "<mm:think>", "</mm:think>"
+# The types of parts that clients write, and those that a template knows.
+PART_TYPES = {
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+}
+
+Content = str | list[str | dict[str, Any]]
+
+
+def ordered_content(content: Any, place: str) -> Content:
+    """Write a content in the spelling of templates.
+
+    Args:
+        content: a text, or a list of texts and parts.
+        place: where it stands in the request.
+
+    Returns:
+        A text, or a list of texts and of parts whose type is "text", "image" or "video". What a part of a medium holds
+        besides, its address say, is as it was: it is for whoever reads the medium.
+
+    Raises:
+        ValueError: neither, or a part that no template shows.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{place}: content is a text or a list of parts, got {shown(content)}")
+    return [_part(part, f"{place}, part {number}") for number, part in enumerate(content, 1)]
+
+
+def _part(part: Any, place: str) -> str | dict[str, Any]:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise ValueError(f"{place}: a part is a text or an object with a type, got {shown(part)}")
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in PART_TYPES:
+        raise ValueError(
+            f"{place}: type = {shown(kind)} would not reach the model: it is one of {', '.join(PART_TYPES)}"
+        )
+    if PART_TYPES[kind] != "text":
+        return {**part, "type": PART_TYPES[kind]}
+    check_fields(part, ("type", "text"), place, "a text part")
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"{place}: text = {shown(part.get('text'))}: must be a text")
+    return {"type": "text", "text": part["text"]}
+
+
+def reasoning_and_content(message: Mapping[str, Any], content: Content, place: str) -> tuple[str, Content]:
+    """Part what the assistant thought from what it said.
+
+    Args:
+        message: with `reasoning_content` or `reasoning`, of which an empty one says nothing.
+        content: of the message, in order. Where no reasoning is given apart, it may begin with it:
+            "<mm:think>thought</mm:think>said", or without the first mark, which a prompt ends with where thinking is
+            enabled.
+        place: where it stands in the request.
+
+    Returns:
+        The reasoning, "" for none, and the rest of the content. Line breaks beside marks that stood in the content
+        belong to neither.
+
+    Raises:
+        ValueError: two reasonings that differ; text before the marks, or marks twice: a template would drop some of it.
+    """
+    given = {name: message.get(name) for name in ("reasoning_content", "reasoning")}
+    for name, reasoning in given.items():
+        if not isinstance(reasoning, str | None):
+            raise ValueError(f"{place}: {name} = {shown(reasoning)}: must be a text or null")
+    found = {reasoning for reasoning in given.values() if reasoning}
+    if len(found) > 1:
+        raise ValueError(f"{place}: reasoning and reasoning_content say different things; give one of them")
+    if found:
+        return found.pop(), content
+    parts = [content] if isinstance(content, str) else content
+    texts = [part if isinstance(part, str) else part["text"] for part in parts if not _is_medium(part)]
+    text = "".join(texts)
+    if END_THINK not in text:
+        return "", content
+    before, _, answer = text.partition(END_THINK)
+    ahead, _, thought = before.rpartition(THINK)
+    if ahead.strip("\n") or END_THINK in answer or len(texts) < len(parts):
+        raise ValueError(
+            f"{place}: the reasoning in the content is not one {THINK}...{END_THINK} in front of text; give it as "
+            "reasoning_content"
+        )
+    return thought.strip("\n"), answer.strip("\n")
+
+
+def _is_medium(part: str | dict[str, Any]) -> bool:
+    return not isinstance(part, str) and part["type"] != "text"

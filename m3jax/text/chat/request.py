@@ -1,0 +1,100 @@
+"""A request put in order, so that a template shows all of it: what a template would drop in silence is an error.
+
+Templates are programs that look for the fields they know: a part of another type, a second system message or a message
+of another role is nothing to them, arguments that are JSON text end them, and results are linked to calls by their
+order alone. Clients send all of that.
+"""
+
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Any
+
+from m3jax.messages import shown
+from m3jax.text.chat.calls import linked_results, ordered_calls, ordered_tools
+from m3jax.text.chat.content import ordered_content, reasoning_and_content
+from m3jax.text.chat.fields import check_fields
+
+__all__ = ["ordered_messages", "ordered_tools"]
+
+# The fields of each role's messages.
+FIELDS = {
+    **dict.fromkeys(("root", "system", "developer", "user"), ("role", "content")),
+    "assistant": ("role", "content", "reasoning_content", "reasoning", "tool_calls"),
+    "tool": ("role", "content", "tool_call_id", "name"),
+}
+
+
+def ordered_messages(messages: Any) -> list[dict[str, Any]]:
+    """Put a conversation in the order and spelling of templates; the caller's own is left as it was.
+
+    - Parts of media and text have one spelling each: "image_url" and "input_image" become "image".
+    - The assistant's reasoning is `reasoning_content`, a text, whether it came so, as `reasoning` or in the content.
+    - Arguments of calls are objects, and each turn's results stand in the order of its calls.
+
+    Args:
+        messages: dicts with a role: at most one "root" and then one "system" or "developer" in front; "user";
+            "assistant", whose content may be null; "tool", the result of a call of the assistant's message before. The
+            calls of the last message may lack their results.
+
+    Returns:
+        The messages, each with the fields that templates read.
+
+    Raises:
+        ValueError: something that is no such list, or that the model would not see. It says which message, from 1.
+    """
+    if not isinstance(messages, list | tuple):
+        raise ValueError(f"messages is a list of messages, got {shown(messages)}")
+    ordered = [_ordered_message(message, number) for number, message in enumerate(messages, 1)]
+    system_number = 2 if ordered and ordered[0]["role"] == "root" else 1
+    for number, message in enumerate(ordered, 1):
+        role = message["role"]
+        if role == "root" and number > 1:
+            raise ValueError(f"message {number} (root): only the first message can be root")
+        if role in ("system", "developer") and number != system_number:
+            raise ValueError(
+                f"message {number} ({role}): there is one system or developer message, the first (or next to root); "
+                "put this text there, or into a user's message"
+            )
+    return _with_results_in_order(ordered)
+
+
+def _ordered_message(message: Any, number: int) -> dict[str, Any]:
+    """One message with the fields that templates read."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"message {number}: a message is an object with a role, got {shown(message)}")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in FIELDS:
+        raise ValueError(f"message {number}: role = {shown(role)}: must be one of {', '.join(FIELDS)}")
+    place = f"message {number} ({role})"
+    check_fields(message, FIELDS[role], place, "such a message")
+    content = message.get("content")
+    if content is None and role != "assistant":
+        raise ValueError(f"{place}: has no content; give a text, which may be empty")
+    ordered = {"role": role, "content": ordered_content("" if content is None else content, place)}
+    if role == "assistant":
+        reasoning, ordered["content"] = reasoning_and_content(message, ordered["content"], place)
+        ordered["reasoning_content"] = reasoning
+        if calls := ordered_calls(message.get("tool_calls"), place):
+            ordered["tool_calls"] = calls
+    if role == "tool":
+        for name in ("tool_call_id", "name"):
+            if not isinstance(message.get(name), str | None) or message.get(name) == "":
+                raise ValueError(f"{place}: {name} = {shown(message[name])}: must be a text, and not empty")
+            if message.get(name) is not None:
+                ordered[name] = message[name]
+    return ordered
+
+
+def _with_results_in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, each turn's results in the order of its calls."""
+    ordered: list[dict[str, Any]] = []
+    while (count := len(ordered)) < len(messages):
+        results = list(takewhile(lambda message: message["role"] == "tool", messages[count:]))
+        calls = ordered[-1].get("tool_calls", []) if ordered else []
+        if results and not calls:
+            raise ValueError(
+                f"message {count + 1} (tool): the message before it calls no tool; a result follows its call"
+            )
+        ordered += linked_results(calls, results, f"message {count} (assistant)")
+        ordered += messages[len(ordered) : len(ordered) + 1]
+    return ordered

@@ -1,0 +1,233 @@
+"""A checkpoint's chat template: jinja2 in a sandbox, with the settings that templates of the hub are written for."""
+
+import json
+import re
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from m3jax.files import current_file
+from m3jax.messages import printable, shortened, shown
+from m3jax.text.chat.request import ordered_messages, ordered_tools
+from m3jax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import jinja2
+
+FILE_NAME = "chat_template.jinja"
+_MOST_BYTES = 1 << 20  # M3's has 11,756
+
+# What other libraries give a template from the tokenizer's settings; a jinja variable that nobody gave is empty text.
+_TOKEN_VARIABLES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
+
+
+class ChatTemplate:
+    """What makes of a conversation the text that a model was trained to read.
+
+    The request is put in order first (`ordered_messages`), so that what the template would leave out in silence is an
+    error. The template is code from whoever made the checkpoint: it runs in jinja2's immutable sandbox.
+
+    Args:
+        source: the template as text.
+        name: what errors call it.
+
+    Raises:
+        ValueError: jinja2 is not installed, or the text is no template.
+
+    Example:
+        template = ChatTemplate.from_folder("MiniMax-M3")
+        prompt = template.encode(tokenizer, [{"role": "user", "content": "Hello"}], thinking_mode="enabled")
+    """
+
+    def __init__(self, source: str, name: str = "the chat template"):
+        self.source = source
+        self.name = printable(name)
+        self._compiled, self._variables = _compiled(source, self.name)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "ChatTemplate":
+        """Read a checkpoint's chat_template.jinja.
+
+        Args:
+            folder: a folder in the hub's layout.
+
+        Returns:
+            Its template.
+
+        Raises:
+            ValueError: no such folder, no template in it, or as `from_file`.
+        """
+        folder = Path(folder)
+        place = printable(str(folder))
+        if not folder.is_dir():
+            raise ValueError(f"{place} is not a folder; give one that holds {FILE_NAME}")
+        file = current_file(folder, FILE_NAME)
+        if not file.is_file():
+            raise ValueError(f"{place} has no {FILE_NAME}; copy the checkpoint's own there")
+        return cls.from_file(file)
+
+    @classmethod
+    def from_file(cls, file: str | Path) -> "ChatTemplate":
+        """Read a template.
+
+        Args:
+            file: jinja2, in UTF-8.
+
+        Returns:
+            The template.
+
+        Raises:
+            ValueError: no such file, larger than 1 MiB, not UTF-8, no template, or jinja2 is not installed.
+        """
+        place = printable(str(file))
+        try:
+            with open(file, "rb") as stream:
+                data = stream.read(_MOST_BYTES + 1)
+        except OSError as error:
+            raise ValueError(f"{place}: {error.strerror}; give the file of a chat template") from None
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"{place}: larger than {_MOST_BYTES:,} bytes, the most that is read; is it a template?")
+        try:
+            return cls(data.decode("utf-8"), place)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{place}: byte {error.start} is not UTF-8; download the template again") from None
+
+    def render(
+        self,
+        messages: Any,
+        tools: Any = None,
+        thinking_mode: Any = "adaptive",
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """Make the text of a conversation.
+
+        Args:
+            messages: a list of messages, as `ordered_messages` takes them.
+            tools: a list of tools, as `ordered_tools` takes them, or None.
+            thinking_mode: "adaptive", "enabled" or "disabled" for M3; another text goes to the template, which M3's own
+                then leaves unmentioned. None is not passed on.
+            add_generation_prompt: end where the assistant begins to write.
+            **kwargs: other variables of the template; M3's reads `model_identity`.
+
+        Returns:
+            The text, special tokens written out.
+
+        Raises:
+            ValueError: messages or tools that cannot be put in order, a variable that the template does not read, or
+                the template failed.
+        """
+        if thinking_mode is not None and not isinstance(thinking_mode, str):
+            raise ValueError(f"thinking_mode = {shown(thinking_mode)}: must be a text such as 'adaptive', or None")
+        variables = {
+            **kwargs,
+            "messages": ordered_messages(messages),
+            "tools": ordered_tools(tools) or None,
+            "add_generation_prompt": bool(add_generation_prompt),
+            **({} if thinking_mode is None else {"thinking_mode": thinking_mode}),
+        }
+        self._check_variables(kwargs, variables)
+        try:
+            return self._compiled.render(variables)
+        except RecursionError:
+            reason = "it calls itself without an end, or arguments nest too deep"
+        except Exception as error:  # the template's own, of any kind: it is a program
+            reason = str(error) or type(error).__name__
+        raise ValueError(shortened(f"{self.name} cannot render this conversation: {printable(reason)}"))
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Any,
+        tools: Any = None,
+        thinking_mode: Any = "adaptive",
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Make the token ids of a conversation; the template writes the special tokens, no others are added.
+
+        Args:
+            tokenizer: the checkpoint's.
+            messages, tools, thinking_mode, add_generation_prompt, kwargs: as in `render`.
+
+        Returns:
+            The ids.
+
+        Raises:
+            ValueError: as `render`, or a text that holds a lone surrogate, or that ends with the beginning of a special
+                token which the next one completes.
+        """
+        text = self.render(messages, tools, thinking_mode, add_generation_prompt, **kwargs)
+        ids = tokenizer.encode(text)
+        _check_tokens(tokenizer, text, ids)
+        return ids
+
+    def _check_variables(self, kwargs: dict[str, Any], variables: dict[str, Any]) -> None:
+        """Raise ValueError for what is given and the template never reads, or what it reads and nobody gave."""
+        unread = sorted(kwargs.keys() - self._variables)
+        if variables["tools"] and "tools" not in self._variables:
+            unread.append("tools")
+        if variables.get("thinking_mode", "adaptive") != "adaptive" and "thinking_mode" not in self._variables:
+            unread.append("thinking_mode")
+        if unread:
+            read = ", ".join(sorted(self._variables)) or "what is in it"
+            raise ValueError(shortened(f"{self.name} does not read {', '.join(map(printable, unread))}, only {read}"))
+        if lacking := sorted((_TOKEN_VARIABLES & self._variables) - variables.keys()):
+            raise ValueError(f"{self.name} reads {lacking[0]}, which is not in it: render(..., {lacking[0]}='...')")
+
+
+def _check_tokens(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
+    """Raise ValueError where a token that the template wrote is not among the ids.
+
+    A text that ends in "]<]minimax[>" and the "[e~[" behind are read as "]<]minimax[>[" and "e~[": a turn without end.
+    """
+    added = {token.content: token_id for token_id, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    places = {content: re.findall(f"(?={re.escape(content)})", text) for content in added if content in text}
+    written = {content: len(found) for content, found in places.items()}
+    read = Counter(ids)
+    for content, count in written.items():
+        is_part = any(content in other for other in written if other != content)
+        if not is_part and read[added[content]] != count:
+            raise ValueError(
+                f"{count} {printable(content)} are written and {read[added[content]]} are read: a text ends with the "
+                "beginning of a special token, such as ]<]minimax[>, and runs into the next one; end it otherwise"
+            )
+
+
+def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]]:
+    """A template ready to render, and the names of the variables that it reads."""
+    try:
+        import jinja2
+        import jinja2.ext
+        import jinja2.meta
+        import jinja2.sandbox
+    except ModuleNotFoundError:
+        raise ValueError("a chat template needs jinja2, which is not installed: pip install 'm3jax[chat]'") from None
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+
+    def raise_exception(message: object) -> NoReturn:
+        raise jinja2.TemplateError(str(message))
+
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
+    try:
+        read = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        return environment.from_string(source), frozenset(read - environment.globals.keys())
+    except jinja2.TemplateSyntaxError as error:
+        reason = printable(f"line {error.lineno}: {error.message}")
+    except RecursionError:
+        reason = "its expressions nest too deep"
+    raise ValueError(shortened(f"{name} is no template: {reason}"))
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """JSON without escapes of HTML, which jinja2's own filter makes, or of what is not ASCII."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, allow_nan=False
+    )
