@@ -1,6 +1,18 @@
-"""Text in and out of the model: the tokenizer and its streaming detokenizer."""
+"""Text in and out of the model: the tokenizer and its streaming detokenizer, conversations, and outputs."""
 
+from m3jax.text.chat import ChatTemplate
+from m3jax.text.output import Event, Message, OutputParser, ReasoningParser, ToolCall, ToolCallParser
 from m3jax.text.stream import TextStream
 from m3jax.text.tokenizer import Tokenizer
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "Event",
+    "Message",
+    "OutputParser",
+    "ReasoningParser",
+    "TextStream",
+    "Tokenizer",
+    "ToolCall",
+    "ToolCallParser",
+]

@@ -1,0 +1,58 @@
+"""An element of a call while it is open: what of it came so far, and whether it is still open what it will be."""
+
+from m3jax.text.output.shapes import Shapes, kinds_of
+from m3jax.text.output.values import MOST_WORD, Node
+
+_SCALARS = frozenset({"null", "boolean", "integer", "number"})
+_STRUCTURES = frozenset({"array", "object"})
+
+
+class Element:
+    """A parameter, a member or an item; at the root the call itself.
+
+    Attributes:
+        name: of its tag.
+        shapes: what the schema says of its value.
+        has_marker: whether its tag had the namespace marker; if not, the tag that closes it need not have it.
+        is_text: it is a string for sure. All up to its end is its text, tags of other names too.
+        is_streamed: its text is written as it comes, and not kept.
+        is_dropped: one of its name stood there before.
+        elements: those within it that are closed.
+        names: theirs.
+    """
+
+    def __init__(self, name: str, shapes: Shapes, has_marker: bool = True, is_call: bool = False):
+        self.name, self.shapes, self.has_marker, self.is_call = name, shapes, has_marker, is_call
+        kinds = kinds_of(shapes)
+        self._may_be_text = not is_call and (kinds is None or "string" in kinds)
+        self._has_other_words = kinds is not None and bool(kinds & _SCALARS)
+        self.is_text = not is_call and kinds == {"string"}
+        self.is_array = kinds is not None and "array" in kinds and "object" not in kinds
+        # Where no text is due, a tag may lack its marker.
+        self.is_loose = is_call or not has_marker or (not self._may_be_text and bool(kinds & _STRUCTURES))
+        self.is_streamed = self.is_dropped = False
+        self.elements: list[tuple[str, Node]] = []
+        self.names: set[str] = set()
+        self.has_words = False
+        self._parts: list[str] = []
+        self._size = 0
+
+    def add(self, text: str) -> None:
+        """Append text, which settles that this is a string, unless it may yet be a number, a boolean or null."""
+        self._parts.append(text)
+        self._size += len(text)
+        self.has_words = self.has_words or not text.isspace()
+        if self._may_be_text and not self.is_text:
+            self.is_text = self._size > MOST_WORD or (self.has_words and not self._has_other_words)
+
+    def text(self) -> str:
+        """The text that was kept."""
+        return "".join(self._parts)
+
+    def forget_text(self) -> None:
+        """Drop it: it stood before an element, and belongs to nothing."""
+        self._parts, self._size, self.has_words = [], 0, False
+
+    def node(self) -> Node:
+        """What came of it: its elements if it has any, else its text."""
+        return self.elements or self.text()

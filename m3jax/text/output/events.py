@@ -1,0 +1,117 @@
+"""What comes of an output: events while it streams, a message when it is through."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One piece of an output.
+
+    Attributes:
+        kind: "reasoning" or "content": `text` is the next piece of it.
+            "tool_call": a call begins; it has `index`, `id` and `name`.
+            "arguments": `text` is the next piece of the JSON object of the arguments of call `index`.
+            "tool_call_end": call `index` is whole, and the pieces of its arguments are valid JSON.
+        text: "" where the kind has none.
+        index: the number of the call in this output, from 0.
+        id: of the call.
+        name: of the tool that is called, declared or not.
+    """
+
+    kind: str
+    text: str = ""
+    index: int | None = None
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes:
+        id: names the call among all others.
+        name: of the tool.
+        arguments: by name. Of a call that the output broke off in, those that were whole.
+        is_whole: whether the call came to its end.
+    """
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An output that is through.
+
+    Attributes:
+        reasoning: what the model thought, "" for nothing.
+        content: what it said, "" for nothing.
+        tool_calls: in order.
+        faults: what was repaired or dropped, a line each; none where the output is as the grammar has it.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    faults: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, events: Iterable[Event], faults: Iterable[str] = ()) -> "Message":
+        """Put events together.
+
+        Args:
+            events: all of an output, or those so far.
+            faults: of the parser that made them.
+        """
+        texts: dict[tuple[str, int | None], list[str]] = {}
+        calls: list[Event] = []
+        ended = set()
+        for event in events:
+            if event.kind == "tool_call":
+                calls.append(event)
+            elif event.kind == "tool_call_end":
+                ended.add(event.index)
+            else:
+                texts.setdefault((event.kind, event.index), []).append(event.text)
+        joined = {key: "".join(pieces) for key, pieces in texts.items()}
+        found = []
+        for call in calls:
+            arguments, is_whole = joined.get(("arguments", call.index), ""), call.index in ended
+            members = json.loads(arguments) if is_whole else _whole_members(arguments)
+            found.append(ToolCall(call.id or "", call.name or "", members, is_whole))
+        reasoning, content = (joined.get((kind, None), "") for kind in ("reasoning", "content"))
+        return cls(reasoning, content, tuple(found), tuple(faults))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message as a conversation has it, for the next turn's prompt; calls that are not whole are left out."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.tool_calls
+            if call.is_whole
+        ]
+        optional = {"reasoning_content": self.reasoning, "tool_calls": calls}
+        given = {name: value for name, value in optional.items() if value}
+        return {"role": "assistant", "content": self.content, **given}
+
+
+def _whole_members(text: str) -> dict[str, Any]:
+    """The members of an object whose JSON breaks off, without one whose value does."""
+    found: dict[str, Any] = {}
+    place = 1
+    try:
+        while place < len(text):
+            name, place = _DECODER.raw_decode(text, place)
+            value, place = _DECODER.raw_decode(text, place + 1)  # behind the colon
+            found[name] = value
+            place += 1  # behind the comma
+    except (ValueError, IndexError):
+        pass
+    return found

@@ -1,0 +1,203 @@
+"""The grammar of an output as a machine of four states, which sees each character once.
+
+    outside --<tool_call>--> opening --<invoke name=...>--> call --</invoke>--> block --<invoke name=...>--> call
+       ^                        |                             |                   |
+       '-----anything else------'                             '---</tool_call>----'--</tool_call>--> outside
+
+A state takes what it can from the text that is there, and says whether to go on. What may be the beginning of a mark
+stays for the next time, so it makes no difference where the text was cut. (`verbatim` takes all that is left, where
+calls are not to be read.)
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+from m3jax.messages import printable, shortened, shown
+from m3jax.text.output.call import Call
+from m3jax.text.output.events import Event
+from m3jax.text.output.marks import BLOCK, END_THINK, LOOSE, NAMESPACE, OUTSIDE, THINK, invoked
+from m3jax.text.output.pieces import FEWEST, Pieces, grains
+from m3jax.text.output.shapes import ANYTHING, Shapes
+
+_SPACE = re.compile(r"\s*")
+_MOST_FAULTS, _MOST_FAULT = 32, 160
+
+
+class Machine:
+    """Reads one output.
+
+    Args:
+        tools: what the schema of each declared tool says of its arguments.
+        is_thinking: whether the prompt ended with the mark that opens reasoning.
+        has_reasoning: whether reasoning is told apart; else its marks are text.
+        has_calls: whether calls are read; else all from the first one on is content as it stands.
+        new_id: makes the id of a call.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Shapes],
+        is_thinking: bool,
+        has_reasoning: bool,
+        has_calls: bool,
+        new_id: Callable[[], str],
+    ):
+        self.tools, self.has_reasoning, self.has_calls, self.new_id = tools, has_reasoning, has_calls, new_id
+        self.faults: list[str] = []
+        self.state = self.outside
+        self.kind = "reasoning" if is_thinking else "content"  # of text that belongs to no call
+        self.pieces = Pieces()
+        self.marks = OUTSIDE[(THINK, END_THINK, BLOCK) if has_reasoning else (BLOCK,)]
+        self.fresh, self.text, self.at = "", "", 0  # not looked at; looked at; how much of that is done with
+        self.held: list[str] = []  # the mark that opens a block and the space behind it, until a call follows
+        self.has_prose = False  # within a block: whether there is text since the last call
+        self.calls = 0
+        self.open_call: Call | None = None
+
+    def feed(self, text: str) -> list[Event]:
+        """Read on. Fewer characters than an event has wait for more: to look at each alone would take longer."""
+        self.fresh += text
+        if len(self.fresh) < FEWEST:
+            return []
+        self.run()
+        return self.pieces.taken()
+
+    def finish(self) -> list[Event]:
+        """The text is through: what might have become a mark is text, but not within a call, which stays open."""
+        self.run()
+        if self.state == self.opening:
+            self.fault("the text ends where a call was to begin")
+        elif self.state == self.call:
+            self.fault(f"the text ends within call {self.calls - 1} ({shown(self.open_call.name)})")
+        elif self.state != self.block or (self.has_prose and NAMESPACE not in self.text[self.at :]):
+            self.say(self.text[self.at :])
+        self.pieces.end()
+        return self.pieces.taken()
+
+    def run(self) -> None:
+        """Go on until the text is used up, or nobody knows yet what its end is."""
+        self.text, self.at, self.fresh = self.text[self.at :] + self.fresh, 0, ""
+        while self.state():
+            pass
+
+    def outside(self) -> bool:
+        """Reasoning and content. Marks of reasoning are no text, also where there is nothing to open or close."""
+        match = self.next_mark(self.marks, self.say)
+        if match is None:
+            return False
+        if match["tag"] == BLOCK:
+            self.held, self.state = [BLOCK], self.opening
+        else:
+            self.kind = "reasoning" if match["tag"] == THINK else "content"
+        return True
+
+    def opening(self) -> bool:
+        """Behind the mark that opens a block. If no call follows, somebody wrote about the mark, and it is text."""
+        space = _SPACE.match(self.text, self.at)[0]
+        self.held.append(space)
+        self.at += len(space)
+        begun = self.text[self.at : self.at + len(NAMESPACE + "<invoke ")].removeprefix(NAMESPACE)
+        match = LOOSE.match(self.text, self.at)
+        is_unknown = match is not None and match["tag"] is None and begun.startswith("<invoke")
+        if is_unknown or NAMESPACE.startswith(begun) or "<invoke".startswith(begun):
+            return False
+        name = invoked(match["tag"]) if match and match["tag"] else None
+        if name is None:
+            self.say("".join(self.held))
+            self.state = self.outside
+            return True
+        if self.kind == "reasoning":
+            self.fault(f"reasoning was not closed before call {self.calls}")
+            self.kind = "content"
+        if self.has_calls:
+            self.at = match.end()
+            self.check_marker(match)
+            self.begin_call(name)
+        else:
+            self.say("".join(self.held))
+            self.state = self.verbatim
+        return True
+
+    def verbatim(self) -> bool:
+        """Where calls are not read: all that is left."""
+        self.say(self.text[self.at :])
+        self.at = len(self.text)
+        return False
+
+    def call(self) -> bool:
+        """Within a call, which knows what a tag is where."""
+        match = self.next_mark(self.open_call.pattern(), self.open_call.add)
+        if match is None:
+            return False
+        self.open_call.tag(match)
+        if self.open_call.after:
+            self.pieces.mark(Event("tool_call_end", index=self.open_call.index))
+            self.has_prose = False
+        if self.open_call.after == "call":
+            self.begin_call(invoked(match["tag"]))
+        elif self.open_call.after:
+            self.state = self.block if self.open_call.after == "block" else self.outside
+        return True
+
+    def block(self) -> bool:
+        """Between calls. Space there is no text; what else stands there is said, as outside.
+
+        A tag may lack its marker where one is due, which behind text it is not.
+        """
+        match = self.next_mark(LOOSE, self.say_in_block)
+        if match is None:
+            return False
+        is_tag = match["marker"] is not None or not self.has_prose
+        if is_tag and (name := invoked(match["tag"])):
+            self.check_marker(match)
+            self.begin_call(name)
+        elif is_tag and match["tag"] == "/tool_call":
+            self.check_marker(match)
+            self.state = self.outside
+        elif match[0] in (THINK, END_THINK) and self.has_reasoning:
+            self.kind, self.has_prose = "reasoning" if match[0] == THINK else "content", True
+        elif match["marker"] and match["tag"] in ("tool_call", "/invoke"):
+            self.fault(f"<{match['tag']}> between calls is ignored")
+        else:
+            self.say_in_block(match[0])
+        return True
+
+    def begin_call(self, name: str) -> None:
+        """Announce a call, and read it."""
+        self.open_call = Call(name, self.calls, self.tools.get(name, ANYTHING), self.pieces, self.fault)
+        self.pieces.mark(Event("tool_call", index=self.calls, id=self.new_id(), name=name))
+        self.calls += 1
+        self.kind, self.state = "content", self.call
+
+    def next_mark(self, pattern: re.Pattern[str], take: Callable[[str], None]) -> re.Match[str] | None:
+        """Hand on the text up to the next mark; None where there is none, or not all of it."""
+        match = pattern.search(self.text, self.at)
+        end = match.start() if match else len(self.text)
+        if end > self.at:
+            take(self.text[self.at : end])
+        self.at = end
+        if match is None or match["tag"] is None:
+            return None
+        self.at = match.end()
+        return match
+
+    def say(self, text: str) -> None:
+        """Text that belongs to no call."""
+        if text:
+            self.pieces.add(self.kind, None, grains(text))
+
+    def say_in_block(self, text: str) -> None:
+        """The same, between calls, where it begins behind the space."""
+        text = text if self.has_prose else text.lstrip()
+        self.has_prose = self.has_prose or bool(text)
+        self.say(text)
+
+    def check_marker(self, match: re.Match[str]) -> None:
+        """Note a tag that came without the namespace marker."""
+        if match["marker"] is None:
+            self.fault(f"<{match['tag']}> has no marker")
+
+    def fault(self, line: str) -> None:
+        """Note what was repaired or dropped."""
+        if len(self.faults) < _MOST_FAULTS:
+            self.faults.append(printable(shortened(line, _MOST_FAULT)))

@@ -1,0 +1,145 @@
+"""The parsers: what a user makes once, feeds with the text of an output, and may use for the next."""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from m3jax.messages import printable, shown
+from m3jax.text.chat import ordered_tools
+from m3jax.text.output.events import Event, Message
+from m3jax.text.output.machine import Machine
+from m3jax.text.output.shapes import Shapes, shapes_of
+
+MODES = ("enabled", "disabled", "adaptive")
+
+
+def new_call_id() -> str:
+    """A call's id as no other call has it: `call_` and 24 hexadecimal digits."""
+    return "call_" + secrets.token_hex(12)
+
+
+class OutputParser:
+    """Parts a model's output into reasoning, content and calls of tools, as it streams or at once.
+
+    It never raises for what a model wrote: what is not as the grammar has it is repaired, dropped or left as text by
+    the rules of docs/chat_output.md, and `faults` says so. How the text is cut makes no difference to the texts of the
+    events put together. Time is linear in the text; what is kept is the value that is open.
+
+    Args:
+        tools: the tools of the request, as `ChatTemplate.render` takes them; their schemas type the arguments.
+        thinking_mode: the request's, "enabled", "disabled" or "adaptive"; None is "adaptive". Where it is "enabled" the
+            prompt ended with the mark that opens reasoning.
+        new_id: makes the id of each call.
+
+    Raises:
+        ValueError: another mode, or tools that are none, or whose parameters are no JSON schema.
+    """
+
+    _has_reasoning = _has_calls = True
+
+    def __init__(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking_mode: str | None = "adaptive",
+        new_id: Callable[[], str] = new_call_id,
+    ):
+        if thinking_mode not in (None, *MODES):
+            raise ValueError(f"thinking_mode = {shown(thinking_mode)}: must be one of {', '.join(MODES)}")
+        self._schemas = _schemas_of(tools)
+        self._is_thinking = thinking_mode == "enabled"
+        self._new_id = new_id
+        self._machine, self._is_through = self._new_machine(), False
+
+    def _new_machine(self) -> Machine:
+        return Machine(self._schemas, self._is_thinking, self._has_reasoning, self._has_calls, self._new_id)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What was repaired or dropped, in this output or, where it is through, the last; 32 lines at most."""
+        return tuple(self._machine.faults)
+
+    def feed(self, text: str) -> list[Event]:
+        """Read the next piece of an output; after `finish`, the first piece of another.
+
+        Args:
+            text: what the model wrote, from the first character behind the prompt, with special tokens as their text.
+
+        Returns:
+            The events that are ready. Up to 13 characters wait for more, and what may be the beginning of a mark.
+
+        Raises:
+            ValueError: something that is no text.
+        """
+        _check_text(text)
+        if self._is_through:
+            self._machine, self._is_through = self._new_machine(), False
+        return self._machine.feed(text)
+
+    def finish(self) -> list[Event]:
+        """End the output: the parser can be used for another.
+
+        Returns:
+            The events of what waited. A call that did not come to its end gets none: what was sent of its arguments is
+            all that there is, and no "tool_call_end" follows.
+        """
+        events = [] if self._is_through else self._machine.finish()
+        self._is_through = True
+        return events
+
+    def parse(self, text: str) -> Message:
+        """Read a whole output; one that is being fed is not disturbed.
+
+        Args:
+            text: as in `feed`.
+
+        Returns:
+            The message that the events of `feed` and `finish` make.
+
+        Raises:
+            ValueError: something that is no text.
+        """
+        _check_text(text)
+        machine = self._new_machine()
+        return Message.of([*machine.feed(text), *machine.finish()], machine.faults)
+
+
+class ReasoningParser(OutputParser):
+    """Parts reasoning from content alone: from the first call on, all is content as it stands.
+
+    Args:
+        thinking_mode: as in `OutputParser`.
+    """
+
+    _has_calls = False
+
+    def __init__(self, thinking_mode: str | None = "adaptive"):
+        super().__init__(thinking_mode=thinking_mode)
+
+
+class ToolCallParser(OutputParser):
+    """Reads calls alone: the marks of reasoning are content.
+
+    Args:
+        tools: as in `OutputParser`.
+        new_id: as in `OutputParser`.
+    """
+
+    _has_reasoning = False
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None, new_id: Callable[[], str] = new_call_id):
+        super().__init__(tools, new_id=new_id)
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"an output is text, got {shown(text)}; decode tokens with skip_special_tokens=False")
+
+
+def _schemas_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Shapes]:
+    """What the schema of each tool says, by the tool's name."""
+    found = {}
+    for number, tool in enumerate(ordered_tools(tools), 1):
+        name, schema = tool["function"]["name"], tool["function"].get("parameters")
+        place = f"tool {number} ({printable(name)}): parameters"
+        found[name] = shapes_of(True if schema is None else schema, place)
+    return found

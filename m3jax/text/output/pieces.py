@@ -1,0 +1,89 @@
+"""Text cut into the events of a stream: neither single characters nor a whole file at once."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from m3jax.text.output.events import Event
+
+FEWEST, MOST = 5, 200
+_GRAIN = 32  # characters that are never parted; in JSON each may be an escape of six
+# Up to as many characters of JSON as make a grain, each escape whole.
+_JSON_GRAIN = re.compile(r"(?:[^\\]|\\u[0-9a-f]{4}|\\.){1,32}", re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def as_json(value: Any) -> str:
+    """Compact JSON in which UTF-8 can hold every character: lone surrogates are escaped."""
+    text = _ENCODER.encode(value)
+    return text if text.isascii() else _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def grains(text: str) -> Sequence[str]:
+    """Cut plain text into parts of 32 characters."""
+    return [text[start : start + _GRAIN] for start in range(0, len(text), _GRAIN)]
+
+
+def json_grains(text: str) -> Sequence[str]:
+    """Cut JSON, or the inside of a string of it, into parts of at most 192 characters that part no escape."""
+    return [text] if len(text) <= _GRAIN else _JSON_GRAIN.findall(text)
+
+
+class Pieces:
+    """Collects the text of one kind after the other, and cuts it into events of 5 to 200 characters.
+
+    The last few characters wait for more, so that the last event of a kind is no smaller; only a text that has less
+    than 5 in all is. A number, which is one grain however long, may exceed 200.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._kind, self._index = "", None
+        self._grains: list[str] = []
+        self._size = 0
+
+    def add(self, kind: str, index: int | None, parts: Sequence[str]) -> None:
+        """Append text of a kind, in grains; text of another kind ends what was before it."""
+        if kind != self._kind or index != self._index:
+            self.end()
+            self._kind, self._index = kind, index
+        self._grains += parts
+        self._size += sum(map(len, parts))
+
+    def mark(self, event: Event) -> None:
+        """Append an event that is no text."""
+        self.end()
+        self._events.append(event)
+
+    def end(self) -> None:
+        """Nothing more comes of this kind: make events of what waits."""
+        self._cut(self._grains)
+        self._grains, self._size = [], 0
+
+    def taken(self) -> list[Event]:
+        """The events that are ready and were not taken before."""
+        if self._size >= 2 * FEWEST:
+            waiting = 0
+            place = len(self._grains)
+            while waiting < FEWEST:
+                place -= 1
+                waiting += len(self._grains[place])
+            if self._size - waiting >= FEWEST:
+                self._cut(self._grains[:place])
+                self._grains, self._size = self._grains[place:], waiting
+        events, self._events = self._events, []
+        return events
+
+    def _cut(self, parts: Sequence[str]) -> None:
+        """Make events of grains, each as large as fits; a small rest goes with the one before it."""
+        pieces = [""]
+        for part in parts:
+            if pieces[-1] and len(pieces[-1]) + len(part) > MOST - FEWEST + 1:
+                pieces.append("")
+            pieces[-1] += part
+        if len(pieces) > 1 and len(pieces[-1]) < FEWEST:
+            rest = pieces.pop()
+            pieces[-1] += rest
+        self._events += [Event(self._kind, piece, self._index) for piece in pieces if piece]

@@ -1,0 +1,148 @@
+"""What an element of a call is as JSON: the wire writes no types, so the tool's schema decides.
+
+The wire writes a member of an object or an item of an array as an element, and every scalar as its bare text: the text
+5 is the number or the string, an element without text is "", [], {} or, in an array, null. A value that fits nothing
+that the schema takes stays the text that the model wrote, for the tool to refuse: nothing is guessed.
+"""
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from m3jax.text.output.shapes import Shape, Shapes, kind_of, kinds_of, member_shapes
+
+# An element as it was read: its text, or the elements in it, by name and in order; each a Node again.
+Node = str | list[tuple[str, Any]]
+
+MOST_DEPTH = 64
+MOST_WORD = 64  # characters; a longer text is a string wherever the schema takes one, so that it can stream
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_WORDS = {"true": True, "false": False}
+_DIGITS = {"1": True, "0": False}
+_MOST_DIGITS = 4_000  # Python refuses to read an integer of 4,300
+_EXACT = 2**53
+
+
+def value_of(node: Node, shapes: Shapes) -> Any:
+    """Read an element.
+
+    Args:
+        node: its text, or the elements in it.
+        shapes: what the schema says of it.
+
+    Returns:
+        What JSON can hold; finite numbers only.
+    """
+    return _scalar(node, shapes) if isinstance(node, str) else _structure(node, shapes)
+
+
+def _scalar(text: str, shapes: Shapes) -> Any:
+    """The value of an element that has only text."""
+    kinds = kinds_of(shapes)
+    if kinds is None or kinds == {"string"} or ("string" in kinds and len(text) > MOST_WORD):
+        return text
+    word = text.strip()
+    for shape in shapes:
+        for member in shape.members or ():
+            if text == member or (not isinstance(member, str) and word == written(member)):
+                return member
+    if "null" in kinds and word.lower() == "null":
+        return None
+    if "boolean" in kinds and word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    if "integer" in kinds and (number := _number(word, is_whole="number" not in kinds)) is not None:
+        return number
+    if "string" in kinds:
+        return text
+    if not word and kinds & {"array", "object", "null"}:
+        return [] if "array" in kinds else {} if "object" in kinds else None
+    if "boolean" in kinds and word in _DIGITS:
+        return _DIGITS[word]
+    return _json(text, kinds) if word[:1] in ("[", "{") else text
+
+
+def written(value: Any) -> str:
+    """How the wire writes a scalar that is no string."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _number(word: str, is_whole: bool) -> int | float | None:
+    """The number that a text is, as an int where it has neither point nor exponent; None where it is none.
+
+    Args:
+        word: without space around it.
+        is_whole: only whole numbers, always as an int.
+    """
+    if len(word) > _MOST_DIGITS or not _NUMBER.fullmatch(word):
+        return None
+    if _INTEGER.fullmatch(word):
+        return int(word)
+    number = float(word)
+    if is_whole:
+        return int(number) if number.is_integer() and abs(number) < _EXACT else None
+    return number if math.isfinite(number) else None
+
+
+def _json(text: str, kinds: frozenset[str]) -> Any:
+    """The object or array that a text is in JSON, where that is what the schema takes; else the text."""
+    try:
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return text
+    return value if kind_of(value) in kinds and not _is_deep(value, MOST_DEPTH) else text
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no {name}")
+
+
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _refuse(text)
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most < 0 or any(_is_deep(each, most - 1) for each in inner)
+
+
+def _structure(elements: list[tuple[str, Node]], shapes: Shapes) -> Any:
+    """The value of an element that has elements in it: an array or an object.
+
+    Where the schema takes both, or says neither, elements that are all named "item" are an array's.
+    """
+    kinds = kinds_of(shapes) or frozenset()
+    is_array = all(name == "item" for name, _ in elements)
+    if ("array" in kinds) != ("object" in kinds):
+        is_array = "array" in kinds
+    if is_array:
+        return [value_of(node, member_shapes(shapes, "item", place)) for place, (_, node) in enumerate(elements)]
+    objects = [shape for shape in shapes if shape.kinds and "object" in shape.kinds]
+    if len(objects) > 1:
+        objects = [shape for shape in objects if _fits(elements, shape)] or objects
+    found: dict[str, Any] = {}
+    for name, node in elements:
+        if name not in found:  # the first one stays, as in a stream, which takes nothing back
+            found[name] = value_of(node, member_shapes(objects or shapes, name, 0))
+    return found
+
+
+def _fits(elements: list[tuple[str, Node]], shape: Shape) -> bool:
+    """Whether elements can be an object of this alternative: names and scalars are looked at, not what lies deeper."""
+    names = {name for name, _ in elements}
+    if not shape.required <= names or (shape.others is None and not names <= shape.properties.keys()):
+        return False
+    return all(_is_taken(node, shape.properties[name]) for name, node in elements if name in shape.properties)
+
+
+def _is_taken(node: Node, shapes: Shapes) -> bool:
+    """Whether an element's type, and a scalar's value where the schema lists values, is one that it takes."""
+    kinds = kinds_of(shapes)
+    if kinds is None:
+        return True
+    if not isinstance(node, str):
+        return bool(kinds & {"array", "object"})
+    value = _scalar(node, shapes)
+    members = [shape.members for shape in shapes]
+    return kind_of(value) in kinds and (None in members or any(value in each for each in members))
