@@ -1,0 +1,36 @@
+"""Images and videos, from a file to what the model takes: patches, grids, placeholders. numpy, Pillow, PyAV; no jax."""
+
+from m3jax.media.bicubic import resize_definition
+from m3jax.media.frames import FRAME_RULES, choose_frames, timestamps
+from m3jax.media.images import decode_image
+from m3jax.media.packing import MediaBatch, batch, feature_places
+from m3jax.media.placeholders import PlaceholderIds, expand_text, expand_tokens
+from m3jax.media.presets import PRESETS, Preset
+from m3jax.media.process import ProcessedImage, ProcessedVideo, process_image, process_video
+from m3jax.media.resize import resize_bicubic
+from m3jax.media.sizes import LIMITS, LONG_SIDE_TIERS, smart_resize, target_stages
+
+__all__ = [
+    "FRAME_RULES",
+    "LIMITS",
+    "LONG_SIDE_TIERS",
+    "PRESETS",
+    "MediaBatch",
+    "PlaceholderIds",
+    "Preset",
+    "ProcessedImage",
+    "ProcessedVideo",
+    "batch",
+    "choose_frames",
+    "decode_image",
+    "expand_text",
+    "expand_tokens",
+    "feature_places",
+    "process_image",
+    "process_video",
+    "resize_bicubic",
+    "resize_definition",
+    "smart_resize",
+    "target_stages",
+    "timestamps",
+]

@@ -1,0 +1,153 @@
+"""Videos as bytes, files or frames, to a stream of frames: uint8 [H W 3], one at a time, upright."""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from m3jax.media.images import MediaError, check_pixels, decode_image, media_extra, read_file
+from m3jax.messages import printable, shortened
+
+_DEMUXERS = ("mov", "avi", "matroska")  # MP4 and MOV are one format, MKV and WebM another
+_FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")  # that an MP4 or MOV file begins with
+_NO_VIDEO = "must be a video: MP4, MOV, AVI or MKV"
+
+Pick = Callable[[int, float], Sequence[int]]  # frames of the source, frames a second -> the indices to take
+
+
+class Clip(NamedTuple):
+    """The chosen frames of a video. `frames` can be gone through once."""
+
+    frames: Iterator[UInt8[np.ndarray, "H W 3"]]
+    frame_indices: tuple[int, ...]
+    source_fps: float | None
+
+
+def read_video(source: Any, pick: Pick) -> Clip:
+    """A video file's frames; only chosen ones are kept, and no more than one is held at a time.
+
+    Args:
+      source: the bytes of an MP4, MOV, AVI or MKV file, or a `Path` of one.
+      pick: chooses frames from their number and the frames a second.
+
+    Returns:
+      The frames; going through them raises ValueError where the file turns out to be broken.
+
+    Raises:
+      ValueError: no such file, no video in it (an image, or sound alone), no frames, more pixels than Pillow's limit,
+        a broken file, or one that ends before its own index says.
+    """
+    if isinstance(source, Path):
+        source = read_file(source)
+    if not isinstance(source, bytes | bytearray | memoryview):
+        raise MediaError(f"a video as {type(source).__name__}: give bytes, a Path, or frames")
+    data = bytes(source)
+    if len(data) < (size := declared_bytes(data)):
+        raise MediaError(f"the video has {len(data)} bytes of {size}: it is cut short")
+    with _opened(data) as (container, stream):
+        declared = stream.frames
+        total = sum(packet.size > 0 for packet in container.demux(stream))
+        rate = stream.average_rate or stream.guessed_rate
+        check_pixels(stream.codec_context.height, stream.codec_context.width)
+    if total < declared:
+        raise MediaError(f"the video ends after {total} of {declared} frames: it is cut short")
+    if total == 0:
+        raise MediaError("the video has no frames")
+    if not rate or rate <= 0:
+        raise MediaError("the video does not say how many frames a second it has; decode it and give its frames")
+    indices = tuple(pick(total, float(rate)))
+    return Clip(_decoded(data, indices), indices, float(rate))
+
+
+def given_frames(frames: Any, source_fps: float | None, pick: Pick | None) -> Clip:
+    """Frames that are at hand.
+
+    Args:
+      frames: uint8 [F H W 3], or a sequence of images as `decode_image` takes one.
+      source_fps: frames that they show a second, or None.
+      pick: chooses among them; None takes all.
+
+    Raises:
+      ValueError: no frames, or frames that are to be chosen by time where no frame rate is given.
+    """
+    if len(frames) == 0:
+        raise MediaError("the video has no frames")
+    if source_fps is not None and not 0 < source_fps < float("inf"):
+        raise MediaError(f"source_fps = {source_fps}: must be a positive number")
+    if pick is not None and source_fps is None:
+        raise MediaError("frames are chosen by their time: give source_fps, the frames a second of those given")
+    indices = tuple(range(len(frames))) if pick is None else tuple(pick(len(frames), source_fps))
+    return Clip((decode_image(frames[index]) for index in indices), indices, source_fps)
+
+
+def declared_bytes(data: bytes) -> int:
+    """How many bytes a file says that it has, at least; 0 where it does not say.
+
+    FFmpeg reads what there is of a file that was cut, some kinds without a word.
+
+    Args:
+      data: the beginning of an AVI, MKV or MP4 file, or anything else.
+    """
+    if data[:4] == b"RIFF":
+        return 8 + int.from_bytes(data[4:8], "little")
+    if data[:4] == b"\x1a\x45\xdf\xa3":  # Matroska: a header and one segment, each an id of 4 bytes, a size, a body
+        header = _matroska_size(data, 4)
+        segment = _matroska_size(data, sum(header) + 4)
+        return 0 if 0 in (*header, *segment) else sum(segment)
+    end = 0 if data[4:8] in _FIRST_BOXES else len(data)
+    while data[end + 4 : end + 8].isalnum():  # boxes: a size of 4 bytes that counts itself, a name of 4, a body
+        size = int.from_bytes(data[end : end + 4], "big")
+        size = int.from_bytes(data[end + 8 : end + 16], "big") if size == 1 else size
+        if size < 8:  # 0 is up to the end
+            break
+        end += size
+    return end
+
+
+def _matroska_size(data: bytes, start: int) -> tuple[int, int]:
+    """Where a body begins whose size stands at `start`, and that size; zeros where it is not given.
+
+    The zero bits before the first one say how many bytes follow; all ones are a size that its writer did not know.
+    """
+    if start >= len(data) or data[start] == 0:
+        return 0, 0
+    width = 9 - data[start].bit_length()
+    unknown = (1 << 7 * width) - 1
+    size = int.from_bytes(data[start : start + width], "big") & unknown
+    return (0, 0) if size == unknown else (start + width, size)
+
+
+def _decoded(data: bytes, indices: tuple[int, ...]) -> Iterator[UInt8[np.ndarray, "H W 3"]]:
+    """The frames of those indices, which ascend."""
+    wanted, remaining = set(indices), len(indices)
+    with _opened(data) as (container, stream):
+        stream.thread_type = "AUTO"
+        for index, frame in enumerate(container.decode(stream)):
+            if index in wanted:
+                # A phone that is held upright writes frames that lie on their side, and how to turn them.
+                yield np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
+                remaining -= 1
+            if remaining == 0:
+                return
+    raise MediaError(f"the video's frames end before frame {max(indices)}: it is broken or cut short")
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
+    """A container and the stream of its moving pictures; what the library raises becomes one line."""
+    with media_extra("av"):
+        import av
+    try:
+        with av.open(io.BytesIO(data), options={"format_whitelist": ",".join(_DEMUXERS)}) as container:
+            cover = av.stream.Disposition.attached_pic  # the picture of a record, in a file of sound
+            streams = [stream for stream in container.streams.video if not stream.disposition & cover]
+            if not streams:
+                raise MediaError(f"the file has no moving pictures, only sound or data: {_NO_VIDEO}")
+            yield container, streams[0]
+    except (av.FFmpegError, EOFError, MemoryError, IndexError) as error:
+        reason = printable(getattr(error, "strerror", None) or type(error).__name__)
+        raise MediaError(shortened(f"the video cannot be read: {reason}; {_NO_VIDEO}, whole")) from error

@@ -1,0 +1,103 @@
+"""How large images and frames become: the table of the engines, tiers, and what no rule allows."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m3jax.media import LIMITS, LONG_SIDE_TIERS, PRESETS, smart_resize, target_stages
+from m3jax.media.sizes import FACTOR, TierRule
+
+# Height and width of an image, and of what each preset makes of it; tokens are a 784th of its pixels.
+TABLE = {
+    (672, 672): dict(hub=(672, 672), vllm=(672, 672), sglang=(672, 672), smg=(672, 672)),
+    (448, 448): dict(hub=(448, 448), vllm=(448, 448), sglang=(448, 448), smg=(448, 448)),
+    (720, 1280): dict(hub=(504, 896), vllm=(504, 896), sglang=(392, 672), smg=(504, 896)),
+    (300, 400): dict(hub=(308, 392), vllm=(308, 392), sglang=(308, 420), smg=(308, 392)),
+    (1, 1): dict(hub=(56, 56), vllm=(56, 56), sglang=(28, 28), smg=(112, 112)),
+    (40, 400): dict(hub=(28, 392), vllm=(28, 392), sglang=(56, 420), smg=(112, 1120)),
+    (70, 70): dict(hub=(56, 56), vllm=(56, 56), sglang=(84, 84), smg=(112, 112)),
+    (13, 2600): dict(hub=(28, 812), vllm=(28, 2604), sglang=(28, 672), smg=(28, 9408)),
+}
+TOKENS = {
+    (672, 672): (576, 576, 576, 576), (448, 448): (256, 256, 256, 256), (720, 1280): (576, 576, 336, 576),
+    (300, 400): (154, 154, 165, 154), (1, 1): (4, 4, 1, 16), (40, 400): (14, 14, 30, 160), (70, 70): (4, 4, 9, 16),
+    (13, 2600): (29, 93, 24, 336),
+}  # fmt: skip
+FRAMES = {(480, 640): (476, 644), (720, 1280): (560, 1008), (2160, 3840): (560, 1008), (300, 400): (308, 392)}
+
+side = st.integers(1, 6000)
+
+
+@pytest.mark.parametrize("size", TABLE)
+def test_sizes_of_the_table(size):
+    """Each engine's rule for images; 13 x 2600 differs, and the short side of SMG is raised to 112 first."""
+    found = {name: target_stages(*size, preset.image)[-1] for name, preset in PRESETS.items()}
+    assert {name: tuple(target) for name, target in found.items()} == TABLE[size]
+    assert tuple(target.tokens for target in found.values()) == TOKENS[size]
+
+
+def test_an_image_on_its_side_has_its_sides_changed():
+    for (height, width), row in TABLE.items():
+        turned = {name: tuple(target_stages(width, height, PRESETS[name].image)[-1]) for name in row}
+        assert turned == {name: target[::-1] for name, target in row.items()}, (width, height)
+
+
+@pytest.mark.parametrize("size", FRAMES)
+def test_frames_have_a_budget_each(size):
+    """Trap (smg #2575): the pixels of a video are bounded a frame, 602,112, whatever the number of frames."""
+    for name in ("hub", "vllm", "smg"):
+        assert tuple(target_stages(*size, PRESETS[name].frame)[-1]) == FRAMES[size], name
+
+
+def test_sizes_of_672_in_a_config_are_no_square():
+    """Trap: `"size": [672, 672]` of the hub's preprocessor_config stands for an area, 451,584 pixels, and no tiles."""
+    assert smart_resize(720, 1280) == (504, 896) and smart_resize(2000, 500) == (1344, 336)
+    assert PRESETS["hub"].image.max_pixels == 672 * 672
+
+
+@given(height=side, width=side, name=st.sampled_from(list(PRESETS)))
+def test_a_size_is_a_multiple_of_28_within_its_bounds(height, width, name):
+    rule = PRESETS[name].image
+    if max(height, width) > 200 * min(height, width):
+        with pytest.raises(ValueError, match="more than 200 times"):
+            target_stages(height, width, rule)
+        return
+    found = target_stages(height, width, rule)[-1]
+    assert found.height % FACTOR == found.width % FACTOR == 0 and min(found) >= FACTOR, found
+    most = getattr(rule, "max_pixels", 672 * 672)
+    assert found.area <= most, (found, most)
+    assert found.area >= getattr(rule, "min_pixels", FACTOR**2), found
+
+
+def test_an_image_is_raised_before_it_is_resized_in_one_preset_alone():
+    stages = {name: target_stages(13, 2600, preset.image) for name, preset in PRESETS.items()}
+    assert [len(found) for found in stages.values()] == [1, 1, 1, 2]
+    assert stages["smg"][0] == (54, 10625)  # 112 x 22400 shrunk to a quarter above the budget
+    assert target_stages(40, 400, PRESETS["smg"].image)[0] == (112, 1120)
+
+
+def test_tiers():
+    """A long side above the tier is shrunk to it, else a short side below 112 raised to that; both rounded to 28."""
+    size = lambda height, width, tier: tuple(target_stages(height, width, TierRule(long_side=tier))[-1])
+    tiers = [size(2160, 3840, tier) for tier in LONG_SIDE_TIERS.values()]
+    assert tiers == [(280, 504), (560, 1008), (1120, 2016)]  # 1134 is 40.5 times 28, and half goes to even
+    tokens = [size(2160, 3840, tier)[0] * size(2160, 3840, tier)[1] for tier in (252, 504, 1008)]
+    assert tokens == sorted(set(tokens))
+    assert size(50, 100, 1008) == (112, 224)
+    assert size(50, 2000, 1008) == (28, 1008)  # the two steps exclude each other
+    assert size(300, 400, 1008) == (308, 392)
+    assert LIMITS.image_pixels == 3584 * 3584
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "reason"),
+    [
+        (10, 2001, "10 x 2001 pixels: one side is more than 200 times the other"),
+        (0, 5, "0 x 5 pixels: both sides must be at least 1"),
+    ],
+)
+def test_shapes_that_no_rule_allows(height, width, reason):
+    for preset in PRESETS.values():
+        with pytest.raises(ValueError, match=reason):
+            target_stages(height, width, preset.image)
+    assert smart_resize(10, 2000) == (28, 812)  # 200 times is allowed

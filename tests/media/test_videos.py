@@ -1,0 +1,216 @@
+"""Videos of every container to frames, which frames are taken and when they were, and broken ones to one line."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.comparisons import assert_close, assert_equal
+from support.media import clip, image_file, picture, sound_file, video_file
+
+from m3jax.media import FRAME_RULES, PRESETS, choose_frames, process_image, process_video, timestamps
+from m3jax.media.videos import read_video
+
+EVERY = dict(frames="all")
+
+
+@pytest.mark.parametrize("kind", ["mp4", "mov", "avi", "matroska"])
+def test_containers(kind, tmp_path):
+    """The frames that were written, each in its place, from bytes and from a file, with sound beside them."""
+    frames, data = clip(7), video_file(clip(7), kind, sound=True)
+    path = tmp_path / "clip"
+    path.write_bytes(data)
+    for source in (data, path):
+        read = read_video(source, lambda total, rate: list(range(total)))
+        assert read.frame_indices == tuple(range(7)) and read.source_fps == 10.0
+        assert_close(np.stack(list(read.frames)), frames, f"frames of {kind}", "frame row column color", atol=6)
+
+
+def test_a_turned_phone():
+    """What a phone that is held upright writes lies on its side, and a matrix in the header says how to turn it."""
+    data = bytearray(video_file(clip(3), "mp4"))
+    matrix = data.index(b"tkhd") + 4 + 40
+    quarter = [0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30]  # a quarter clockwise
+    data[matrix : matrix + 36] = np.array(quarter, ">i4").tobytes()
+    frames = np.stack(list(read_video(bytes(data), lambda total, rate: range(total)).frames))
+    assert_close(frames, np.rot90(clip(3), -1, (1, 2)), "frames", "frame row column color", atol=6)
+
+
+def test_a_file_is_its_frames():
+    """A file's patches are those of its frames, and its time stamps those of its own frame rate."""
+    data = video_file(clip(21), rate=8)
+    chosen = [0, 10]  # int(21 / 8) frames at one a second, each at the beginning of its half
+    frames = list(read_video(data, lambda total, rate: chosen).frames)
+    made, given_frames = process_video(data, min_frames=1), process_video(frames)
+    assert made.frame_indices == (0, 10) and made.timestamps == (0.0,) and given_frames.timestamps is None
+    assert_equal(made.patches, given_frames.patches, "patches", "patch value")
+    assert made.grid == ((1, 4, 6),) and made.tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("frames", "grids"), [(1, [1]), (2, [1]), (3, [2]), (8, [4]), (9, [4, 1]), (16, [4, 4]), (19, [4, 4, 2])]
+)
+def test_chunks_count_temporal_patches(frames, grids):
+    """A chunk has four temporal patches, eight frames; an odd last frame is paired with itself."""
+    made = process_video(clip(frames))
+    assert made.grid == tuple((t, 4, 6) for t in grids)
+    assert made.temporal_patches == sum(grids) == -(-frames // 2) and made.tokens == 6 * made.temporal_patches
+    patches = made.patches.reshape(sum(grids), -1, 3, 2, 14, 14)
+    still = [process_image(clip(frames)[index]).patches.reshape(-1, 3, 2, 14, 14)[:, :, 0] for index in range(frames)]
+    for index in range(2 * len(patches)):
+        pixels = patches[index // 2, :, :, index % 2]
+        assert_equal(pixels, still[min(index, frames - 1)], f"frame {index}", "patch color row column")
+
+
+RULES = {
+    # 42 frames at 8 a second, one a second wanted.
+    "all": list(range(42)),
+    "hub": [0, 8, 16, 25, 33],
+    "vllm": [0, 8, 16, 24, 32, 40],
+    "sglang": [0, 8, 16, 24, 32, 40, 41],
+    "smg": [0, 10, 20, 31, 41],
+}
+
+
+def test_frame_rules():
+    """vLLM never adds the last frame, SGLang always does; the hub's rule and SMG's spread as many over the clip."""
+    assert RULES.keys() == FRAME_RULES.keys()
+    assert {rule: choose_frames(rule, 42, 8.0) for rule in FRAME_RULES} == RULES
+    frames = clip(42)
+    for rule, expected in RULES.items():
+        made = process_video(frames, frames=rule, source_fps=8.0, fps=1.0)
+        assert list(made.frame_indices) == expected, rule
+    for name, preset in PRESETS.items():
+        made = process_video(video_file(frames, rate=8), name)
+        assert list(made.frame_indices) == choose_frames(preset.frames, 42, 8.0, preset.fps), name
+    assert PRESETS["smg"].fps == 2.0
+    # Frames that are given are chosen where one of the settings asks for it, by the preset's rule.
+    for settings, expected in (
+        (dict(fps=1.0), RULES["hub"]),
+        (dict(max_frames=4), [0, 10, 21, 31]),
+        ({}, RULES["all"]),
+    ):
+        assert list(process_video(frames, source_fps=8.0, **settings).frame_indices) == expected, settings
+
+
+@given(total=st.integers(1, 300), rate=st.floats(0.5, 60.0), fps=st.floats(0.2, 5.0), most=st.integers(1, 40))
+def test_chosen_frames_are_of_the_video(total, rate, fps, most):
+    """Ascending, from the first frame, within bounds; frames by time are at least 1 / fps apart."""
+    for rule in FRAME_RULES:
+        chosen = choose_frames(rule, total, rate, fps, min(4, most), most)
+        assert chosen[0] == 0 or (rule == "sglang" and most == 1), (rule, chosen)
+        assert chosen == sorted(set(chosen)) and chosen[-1] < total, (rule, chosen)
+        if rule in ("hub", "smg", "sglang"):
+            assert len(chosen) <= most, (rule, chosen)
+        if rule in ("hub", "smg"):
+            assert len(chosen) >= min(4, most, total), (rule, chosen)
+        if rule == "vllm":
+            assert (np.diff(chosen) / rate >= 1 / fps - 2e-4).all(), chosen
+        if rule in ("sglang", "smg") and len(chosen) > 1:
+            assert chosen[-1] == total - 1 or (total - 1 - chosen[-1]) / rate <= 1e-4, (rule, chosen)
+
+
+def test_thinned_frames_keep_the_last():
+    assert choose_frames("sglang", 31, 30.0, 5.0, 1, 4) == [0, 12, 24, 30]
+    assert choose_frames("sglang", 31, 30.0, 5.0, 1, 1) == [30]
+
+
+def test_time_stamps_are_those_of_the_first_frame_of_a_pair():
+    """Trap (smg #2574): seconds of the source, not of the frames taken; an odd last frame has its own."""
+    assert timestamps([0, 8, 16, 24, 41], 8.0) == (0.0, 2.0, 5.125)
+    assert process_video(clip(5), source_fps=4.0).timestamps == (0.0, 0.5, 1.0)
+    assert process_video(clip(5)).timestamps is None
+
+
+def test_a_tier_bounds_the_pixels_of_a_whole_video():
+    """Trap (vLLM PR #56097): a size that the caller asks for has a limit, for frames 301,056,000 pixels in all."""
+    assert process_video(clip(2), max_long_side=252).grid == ((1, 8, 16),)  # the short side is raised to 112
+    frames = np.broadcast_to(np.zeros((1, 2016, 2016, 3), np.uint8), (75, 2016, 2016, 3))
+    with pytest.raises(ValueError, match="75 frames of 2016 x 2016 pixels: at most 301056000"):
+        process_video(frames, max_long_side=2016)
+
+
+FILE = video_file(clip(30))
+BROKEN = {
+    "empty": (b"", "cannot be read"),
+    "text": (b"<html>not found</html>" * 9, "cannot be read.*must be a video: MP4, MOV, AVI or MKV"),
+    "a word": (b"abcd" * 50, "cannot be read"),
+    "an image": (image_file(picture(30, 30)), "cannot be read"),
+    "cut": (FILE[: len(FILE) // 2], "cut short"),
+    "sound": (sound_file(), "no moving pictures, only sound"),
+    "sound with a cover": (sound_file(cover=True), "no moving pictures, only sound"),
+    "no frames": (video_file(clip(0)), "has no frames|no moving pictures|cannot be read"),
+    "no frames in an array": (clip(0), "has no frames"),
+    "no frames in a list": ([], "has no frames"),
+    "frames of two sizes": ([picture(30, 30), picture(30, 31)], "frame 1 has 30 x 31 pixels, the first one 30 x 30"),
+    "a broken frame": ([picture(30, 30), b"nothing"], "no image"),
+    "a name": ("clip.mp4", "a video as str: give bytes, a Path, or frames"),
+    "thin frames": (np.zeros((2, 1, 201, 3), np.uint8), "more than 200 times"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_videos_are_one_line(name, unchecked, capfd):
+    source, reason = BROKEN[name]
+    with pytest.raises(ValueError, match=reason) as caught:
+        process_video(source)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert capfd.readouterr().err == ""  # FFmpeg says nothing of its own
+
+
+def test_a_file_that_was_cut_is_no_shorter_video(tmp_path):
+    """Wherever it was cut: FFmpeg reads what there is, of MKV and of an MP4 whose index comes first without a word."""
+    import av
+
+    path = tmp_path / "clip.mp4"
+    with av.open(path, "w", options={"movflags": "faststart"}) as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.height, stream.width, stream.pix_fmt = 32, 64, "yuv420p"
+        for frame in clip(30):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    files = {"MP4, index first": path.read_bytes()}
+    files |= {kind: video_file(clip(30), kind, sound=True) for kind in ("mp4", "mov", "avi", "matroska")}
+    for kind, data in files.items():
+        assert process_video(data, **EVERY).frame_indices == tuple(range(30)), kind
+        for length in (len(data) // 2, 3 * len(data) // 4, len(data) - 300, len(data) - 1):
+            with pytest.raises(ValueError, match=f"the video has {length} bytes of {len(data)}: it is cut short"):
+                process_video(data[:length], **EVERY)
+
+
+def test_frames_that_an_index_has_and_the_file_has_not(monkeypatch):
+    """The same where the container has all its bytes: the index lists 30 frames, of which the data are not there."""
+    monkeypatch.setattr("m3jax.media.videos.declared_bytes", lambda data: 0)
+    data = video_file(clip(30), "avi")
+    with pytest.raises(ValueError, match=r"the video ends after \d+ of 30 frames: it is cut short"):
+        process_video(data[: 3 * len(data) // 4], **EVERY)
+
+
+def test_broken_frames_are_not_left_out():
+    """Pictures that are damaged inside a whole file: an error or as many frames, never fewer without a word."""
+    whole = process_video(FILE, **EVERY)
+    start = FILE.index(b"mdat") + 200
+    for width in (50, 500):
+        damaged = FILE[:start] + bytes(width) + FILE[start + width :]
+        try:
+            assert process_video(damaged, **EVERY).grid == whole.grid
+        except ValueError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(frames="first"), "no frame rule 'first': there are all, hub, vllm, sglang, smg"),
+        (dict(frames="vllm", source_fps=None), "give source_fps"),
+        (dict(source_fps=0.0), "source_fps = 0.0: must be a positive number"),
+        (dict(frames="hub", fps=0.0), "fps = 0.0: must be a positive number"),
+        (dict(frames="hub", max_frames=2), "max_frames = 2: must be at least min_frames = 4"),
+        (dict(fps=1.0, source_fps=None), "chosen by their time: give source_fps"),
+        (dict(video=FILE), "source_fps = 8.0 is for frames that are given"),
+        (dict(segment=0), "segment = 0: a chunk has at least 1"),
+        (dict(preset="sgl"), "no media preset 'sgl'"),
+    ],
+)
+def test_wrong_options(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        process_video(**(dict(video=clip(3), source_fps=8.0) | options))
