@@ -142,13 +142,14 @@ class StackCache:
         positions: Int[Array, "B T"],
         lengths: Int[Array, " B"],
         rules: SelectionRules,
+        schedule: str,
         backend: str,
     ) -> Int[Array, "B K T J"]:
         """The blocks that each query keeps of all that its row has."""
         # Scores that devices join go through memory, so XLA computes them, whichever kernels attend.
         backend = "xla" if places.device_axes else backend
         index = self.index_view(layer, places, index_q.dtype)
-        return ops.select(index_q, index, positions, lengths, rules, backend=backend)
+        return ops.select(index_q, index, positions, lengths, rules, schedule=schedule, backend=backend)
 
     def attend_selected(
         self,

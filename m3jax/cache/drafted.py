@@ -6,6 +6,7 @@ feature before it and stays empty. The first slot of a page needs the feature of
 that of its last token, its edge.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -78,6 +79,11 @@ class AfterFirst:
         slots = first + jnp.arange(count, dtype=jnp.int32)
         is_held = self.pages.present(0, self.pages.num_blocks)  # [B pages]
         return is_held[:, slots // self.pages.block_size] & (slots > 0)
+
+    def of_row(self, row, multiple=1):
+        """One row; behind it are tokens of no page."""
+        page_size = self.pages.block_size
+        return self.replace(pages=self.pages.of_row(row, multiple // math.gcd(multiple, page_size)))
 
 
 @struct.dataclass

@@ -51,6 +51,7 @@ class LayerPages(Protocol):
         positions: Int[Array, "B T"],
         lengths: Int[Array, " B"],
         rules: SelectionRules,
+        schedule: str,
         backend: str,
     ) -> Int[Array, "B K T J"]:
         """The blocks that each query keeps (`m3jax.msa.select_blocks`)."""
@@ -103,10 +104,10 @@ class CallPages:
         """No kernel: there are no pages to write into."""
         return "xla"
 
-    def select(self, layer, places, index_q, positions, lengths, rules, backend):
+    def select(self, layer, places, index_q, positions, lengths, rules, schedule, backend):
         """The blocks that each query keeps of those just written."""
         index = contiguous_index(self.heads.index_k, self.block_size)
-        return ops.select(index_q, index, positions, lengths, rules, backend=backend)
+        return ops.select(index_q, index, positions, lengths, rules, schedule=schedule, backend=backend)
 
     def attend_selected(self, layer, places, q, blocks, positions, lengths, schedule, backend):
         """Attention over the selected ones of the blocks just written."""

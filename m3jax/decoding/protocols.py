@@ -114,6 +114,11 @@ class TargetModel(Protocol):
         ...
 
 
+def token_tile(model: TargetModel) -> int | None:
+    """How many tokens an invariant model computes at once (`M3.with_invariance`); None of any other model."""
+    return getattr(model, "token_tile", None)
+
+
 @runtime_checkable
 class TappedModel(TargetModel, Protocol):
     """A target whose residual stream a drafter reads."""

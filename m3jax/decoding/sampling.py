@@ -205,6 +205,12 @@ def has_distribution(logits: Float[Array, "*X V"]) -> Bool[Array, "*X"]:
     return ~jnp.any(jnp.isnan(logits), axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
 
 
+def logprob_of(tokens: Int32[Array, "*X"], logits: Float[Array, "*X V"]) -> Float[Array, "*X"]:
+    """The log-probability of each token under logits, before any knob; of a token < 0 that of token 0."""
+    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
 def _token_ids(x: Float[Array, "B V"]) -> Int32[Array, "B V"]:
     """0 to V - 1 in every row."""
     return lax.broadcasted_iota(jnp.int32, x.shape, 1)

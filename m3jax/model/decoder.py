@@ -135,24 +135,26 @@ class Decoder(nnx.Module):
           (residual stream, pages with the new tokens, named values on the way).
         """
         eps = config.rms_norm_eps
-        attention_norm = gemma_norm(x, self.input_layernorm[...], eps).astype(x.dtype)
+        norm = lambda x, weight: context.by_token(lambda x: gemma_norm(x, weight[...], eps).astype(x.dtype), x)
+        attention_norm = norm(x, self.input_layernorm)
         attention_out, pages, values = self.self_attn(attention_norm, context, pages, layer, config)
         values |= {"input": x, "attention_norm": attention_norm, "attention_out": attention_out}
-        x = add(x, attention_out)
-        ffn_norm = gemma_norm(x, self.post_attention_layernorm[...], eps).astype(x.dtype)
+        x = context.by_token(add, x, attention_out)
+        ffn_norm = norm(x, self.post_attention_layernorm)
         if experts is None:
-            ffn_out = self.mlp(ffn_norm, config.swiglu_alpha, config.swiglu_limit)
+            ffn_out = context.by_token(lambda x: self.mlp(x, config.swiglu_alpha, config.swiglu_limit), ffn_norm)
         else:
             tokens = ffn_norm.reshape(-1, ffn_norm.shape[-1])  # [B*T D]
             ffn_out, expert_ids, expert_weights = self.mlp(
                 tokens, experts, layer, config,
                 backend=context.backend, mesh=context.mesh, expert_path=context.expert_path,
+                token_tile=context.token_tile,
             )  # fmt: skip
             ffn_out, expert_ids, expert_weights = (
                 y.reshape(*x.shape[:2], -1) for y in (ffn_out, expert_ids, expert_weights)
             )  # [B T D], [B T A], [B T A]
             values |= {"expert_ids": expert_ids, "expert_weights": expert_weights}
-        x = add(x, ffn_out)
+        x = context.by_token(add, x, ffn_out)
         return x, pages, values | {"ffn_norm": ffn_norm, "ffn_out": ffn_out, "output": x}
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from m3jax.cache import Cache, CallPages, Places
 from m3jax.config import M3Config
 from m3jax.model.calls import checked, compiled
-from m3jax.model.context import Context, selection_rules
+from m3jax.model.context import Context, by_token, selection_rules
 from m3jax.model.decoder import Decoder, Probe, Taps
 from m3jax.model.layers import gemma_norm, rope_table
 from m3jax.model.make import Make
@@ -20,6 +20,9 @@ from m3jax.msa import SCHEDULES, contiguous_index, walk_scores
 from m3jax.msa.rules import Score, check_score
 from m3jax.numerics import einsum
 from m3jax.ops import check_backend_name, check_schedule
+from m3jax.tiles import by_tiles
+
+TOKEN_TILE = 16  # of `with_invariance`
 
 
 class M3(nnx.Module):
@@ -40,6 +43,7 @@ class M3(nnx.Module):
         self.score = config.index_score_type
         self.call_pages = CallPages
         self.expert_path = "auto"
+        self.token_tile = None
         self.embed_tokens = make.weight(vocab_shape, vocab_axes, fan_in=1)
         self.stacks = nnx.List([Decoder(stack, config, make) for stack in config.stacks])
         self.norm = make.norm((config.hidden_size,))
@@ -93,6 +97,20 @@ class M3(nnx.Module):
         """
         check_score(score)
         return self._with(score=score)
+
+    def with_invariance(self, invariant: bool = True) -> "M3":
+        """The same parameters, and arithmetic whose order a token's own row decides, nothing beside it.
+
+        A token's bits are then the same alone and in a batch, in one chunk and in many, in a decode step and among
+        proposals, on one backend. Whole lives of requests: `Engine(..., invariant=True)`.
+
+        Args:
+          invariant: False computes as it is fastest again.
+        """
+        if not invariant:
+            return self._with(schedule="auto", expert_path="auto", token_tile=None)
+        fixed = dict(schedule="invariant", call_pages=CallPages, expert_path="in_fixed_tiles", token_tile=TOKEN_TILE)
+        return self._with(**fixed)
 
     def with_training_paths(self, call_pages: type[CallPages], expert_path: str) -> "M3":
         """The same parameters, and calls without a cache computed in other ways, as training wants them.
@@ -210,7 +228,8 @@ class M3(nnx.Module):
         Args:
           x: the residual stream.
         """
-        return gemma_norm(x, self.norm[...], self.config.rms_norm_eps).astype(x.dtype)
+        norm = lambda x: gemma_norm(x, self.norm[...], self.config.rms_norm_eps).astype(x.dtype)
+        return by_token(norm, self.token_tile, x)
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits of normed hidden states; the product is not rounded to the model's dtype.
@@ -218,7 +237,11 @@ class M3(nnx.Module):
         Args:
           hidden: as `hidden` returns them.
         """
-        return einsum("...d,vd->...v", hidden, self.lm_head[...])
+        product = lambda hidden: einsum("xd,vd->xv", hidden, self.lm_head[...])
+        if self.token_tile is None:
+            return einsum("...d,vd->...v", hidden, self.lm_head[...])
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return by_tiles(product, self.token_tile, rows).reshape(*hidden.shape[:-1], -1)
 
     @checked
     @compiled("probe", "remat")
@@ -294,12 +317,14 @@ class M3(nnx.Module):
         if lengths is None:
             lengths = jnp.full((batch,), length, jnp.int32)
         positions, lengths = positions.astype(jnp.int32), lengths.astype(jnp.int32)
-        cos, sin = rope_table(positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)
+        angles = lambda positions: rope_table(positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)
+        cos, sin = by_token(angles, self.token_tile, positions)
         context = Context(
             positions, lengths, cos, sin,
             places=Places.nowhere(positions) if cache is None else cache.places(positions, lengths),
             rules=selection_rules(self.config, self.score), schedule=self.schedule, backend=self.backend,
-            dense=self.dense, expert_path=self.expert_path, mesh=self.mesh, has_cache=cache is not None,
+            dense=self.dense, expert_path=self.expert_path, token_tile=self.token_tile, mesh=self.mesh,
+            has_cache=cache is not None,
         )  # fmt: skip
         x = self.embed_tokens[...][tokens]  # [B T D]
         taps = Taps.start(x, layers) if layers else None

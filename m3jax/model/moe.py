@@ -15,6 +15,7 @@ from m3jax.numerics import einsum
 from m3jax.ops import run_experts
 from m3jax.ops.experts import Activation, ExpertWeights
 from m3jax.parallel import spec
+from m3jax.tiles import by_tiles
 
 _UP_AXES, _DOWN_AXES = ("layers", "experts", None, "mlp"), ("layers", "experts", "mlp", None)
 
@@ -69,6 +70,7 @@ class Experts(nnx.Module):
         backend: str = "auto",
         mesh: Mesh | None = None,
         path: str = "auto",
+        token_tile: int | None = None,
     ) -> Float[Array, "X D"]:
         """The weighted sum of each token's experts, in the accumulator's dtype; no token is dropped.
 
@@ -85,6 +87,7 @@ class Experts(nnx.Module):
           backend: one of `m3jax.ops.BACKENDS`.
           mesh: where the experts lie.
           path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
+          token_tile: tokens whose sums are computed at once; None for all.
         """
 
         def activate(gate, up):
@@ -93,7 +96,7 @@ class Experts(nnx.Module):
         experts = ExpertWeights(self.gate_proj[...], self.up_proj[...], self.down_proj[...])
         if mesh is None or mesh.size == 1:
             out = run_experts(x, experts, expert_ids, layer, activate, path=path, backend=backend)  # [X A D]
-            return _weighted_sum(out, weights)
+            return by_tiles(_weighted_sum, token_tile, out, weights)
 
         def on_each_device(experts, x, expert_ids, weights, layer):
             return _share_of_device(experts, x, expert_ids, weights, layer, activate, path, backend, mesh)
@@ -169,6 +172,7 @@ class MoE(nnx.Module):
         backend: str = "auto",
         mesh: Mesh | None = None,
         expert_path: str = "auto",
+        token_tile: int | None = None,
     ) -> tuple[Float[Array, "X D"], Int[Array, "X A"], Float[Array, "X A"]]:
         """One layer's routed plus shared experts.
 
@@ -180,14 +184,18 @@ class MoE(nnx.Module):
           backend: one of `m3jax.ops.BACKENDS`.
           mesh: where the experts lie.
           expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
+          token_tile: tokens whose products are computed at once; None for all.
 
         Returns:
           (output in the accumulator's dtype, expert ids, their weights).
         """
         alpha, limit = config.swiglu_alpha, config.swiglu_limit
-        expert_ids, weights = route(x, self.gate[...], self.e_score_correction_bias[...], config.num_experts_per_tok)
+        gate, bias = self.gate[...], self.e_score_correction_bias[...]
+        expert_ids, weights = by_tiles(lambda x: route(x, gate, bias, config.num_experts_per_tok), token_tile, x)
         routed = experts(
-            x, expert_ids, weights, layer, alpha, limit, backend=backend, mesh=mesh, path=expert_path
-        )  # [X D]
-        out = config.routed_scaling_factor * routed + self.shared_experts(x, alpha, limit)
+            x, expert_ids, weights, layer, alpha, limit,
+            backend=backend, mesh=mesh, path=expert_path, token_tile=token_tile,
+        )  # fmt: skip  # [X D]
+        add_shared = lambda x, routed: config.routed_scaling_factor * routed + self.shared_experts(x, alpha, limit)
+        out = by_tiles(add_shared, token_tile, x, routed)
         return out, expert_ids, weights

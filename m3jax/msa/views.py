@@ -37,6 +37,10 @@ class BlockView(Protocol):
         """Which of `count` consecutive blocks the view holds."""
         ...
 
+    def of_row(self, row: Int[Array, ""], multiple: int = 1) -> "BlockView":
+        """One row as a view of its own; behind its blocks come others that mean nothing, up to a multiple of some."""
+        ...
+
 
 @runtime_checkable
 class IndexView(Protocol):
@@ -56,6 +60,10 @@ class IndexView(Protocol):
 
     def join_scores(self, scores: Float[Array, "B K T M"]) -> Float[Array, "B K T M"]:
         """Scores of all blocks from those of the blocks held here; a block that is not held has -inf."""
+        ...
+
+    def of_row(self, row: Int[Array, ""], multiple: int = 1) -> "IndexView":
+        """As that of `BlockView`."""
         ...
 
 
@@ -103,6 +111,12 @@ class Contiguous:
         """Every block is held."""
         return jnp.ones((1, count), bool)
 
+    def of_row(self, row, multiple=1):
+        """One row; zeros behind it."""
+        padding = ((0, 0), (0, 0), (0, -self.k.shape[2] % (multiple * self.block_size)), (0, 0))
+        k, v = (jnp.pad(jax.lax.dynamic_slice_in_dim(x, row, 1), padding) for x in (self.k, self.v))
+        return self.replace(k=k, v=v)
+
 
 @struct.dataclass
 class ContiguousIndex:
@@ -129,6 +143,11 @@ class ContiguousIndex:
     def join_scores(self, scores):
         """The same scores: every block is held."""
         return scores
+
+    def of_row(self, row, multiple=1):
+        """One row; zeros behind it."""
+        padding = ((0, 0), (0, -self.k.shape[1] % (multiple * self.block_size)), (0, 0))
+        return self.replace(k=jnp.pad(jax.lax.dynamic_slice_in_dim(self.k, row, 1), padding))
 
 
 @struct.dataclass
@@ -181,6 +200,10 @@ class Paged:
     def present(self, first, count):
         """Which pages lie on this device."""
         return _is_page(jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1), self.k.shape[1])
+
+    def of_row(self, row, multiple=1):
+        """One row; behind it the table names no page."""
+        return self.replace(table=_row_of_table(self.table, row, multiple))
 
     def _read(self, page_ids, heads):
         """The part of pages that some heads have, in the model's dtype."""
@@ -249,6 +272,10 @@ class Pooled:
         """Every block that a caller may have selected is held."""
         return jnp.ones((1, count), bool)
 
+    def of_row(self, row, multiple=1):
+        """One row; behind it the table names no page."""
+        return self.replace(table=_row_of_table(self.table, row, multiple))
+
 
 @struct.dataclass
 class PagedIndex:
@@ -288,6 +315,10 @@ class PagedIndex:
         """The highest score that any device has for each block: the one that holds it."""
         return jax.lax.pmax(scores, self.device_axes) if self.device_axes else scores
 
+    def of_row(self, row, multiple=1):
+        """One row; behind it the table names no page."""
+        return self.replace(table=_row_of_table(self.table, row, multiple))
+
 
 @checked
 def contiguous(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], block_size: int) -> Contiguous:
@@ -318,6 +349,12 @@ def only_held(blocks: Int[Array, "B K T J"], view: BlockView) -> Int[Array, "B K
     is_held = view.present(0, view.num_blocks)[:, None, None]  # [#B 1 1 M]
     is_held = jnp.broadcast_to(is_held, (*blocks.shape[:3], is_held.shape[-1]))
     return jnp.where(jnp.take_along_axis(is_held, jnp.maximum(blocks, 0), axis=-1), blocks, -1)
+
+
+def _row_of_table(table: Int[Array, "B M"], row: Int[Array, ""], multiple: int) -> Int[Array, "1 Mp"]:
+    """One row of a table, lengthened by entries that are no pages to a multiple of some."""
+    padding = ((0, 0), (0, -table.shape[1] % multiple))
+    return jnp.pad(jax.lax.dynamic_slice_in_dim(table, row, 1), padding, constant_values=-1)
 
 
 def _gather(x: Shaped[Array, "..."], *indices: Int[Array, "..."]) -> Shaped[Array, "..."]:

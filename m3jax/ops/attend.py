@@ -69,7 +69,9 @@ def attend_selected(
 
         return sparse_prefill(q, keys, values, blocks, positions, lengths, schedule=schedule, **options)
 
-    if chosen == "xla":
+    if chosen == "xla" and schedule == "invariant":
+        out, lse = _with_gradient(by_xla, SCHEDULES[suitable], q, view, blocks, positions, lengths)
+    elif chosen == "xla":
         out, lse = by_xla(q, view, blocks, positions, lengths)
     else:
         out, lse = _with_gradient(by_kernel, by_xla, q, view, blocks, positions, lengths)
@@ -116,7 +118,9 @@ def attend_all(
 
         return dense_causal(q, keys, values, positions, lengths, **options)
 
-    if chosen == "xla":
+    if chosen == "xla" and schedule == "invariant":
+        out, lse = _with_gradient(by_xla, DENSE_SCHEDULES["blockwise"], q, view, positions, lengths)
+    elif chosen == "xla":
         out, lse = by_xla(q, view, positions, lengths)
     else:
         out, lse = _with_gradient(by_kernel, by_xla, q, view, positions, lengths)
@@ -140,7 +144,10 @@ def _with_gradient(
     view: BlockView,
     *selection_and_rows: Int[Array, "..."],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """A kernel's outputs, with the gradients of an XLA schedule where keys and values are new, not a cache's."""
+    """A kernel's outputs, or those of a schedule without gradients, with the gradients of another schedule.
+
+    Where keys and values are a cache's, not new, there are none.
+    """
     if not isinstance(view, Contiguous):
         return kernel(q, view, *selection_and_rows)
     from pallas_kernels.gradient import with_gradient

@@ -176,6 +176,8 @@ def _why_not_memory(case: Case) -> str | None:
 
 
 def _why_not_schedule(case: Case) -> str | None:
+    if case.schedule == "invariant":
+        return "the schedule 'invariant' is one of XLA's"
     if case.op == "select":
         return None if case.score == "max" else f"it has score 'max', and this is {case.score!r}"
     if case.schedule == "auto" or (case.op == "sparse" and case.schedule == "kv_block_major" and not case.is_decode):

@@ -24,6 +24,7 @@ _FEW_PAIRS = 16  # (token, expert) pairs up to which each pair fetches its own e
 _MOST_SHARES = 4  # where devices divide experts, skipped pairs cost little: up to 4 x _FEW_PAIRS are walked
 _TILE = 64  # tokens that meet an expert at once on a CPU
 _KERNEL_TILES = (16, 32, 64)  # likewise in a kernel: as many as an expert has, on average
+_FIXED_TILE = 8  # likewise where a pair's bits may not depend on how many there are
 _COPIED_TILE = 512  # likewise where experts are copied: more than an expert is wide, so its copies are the smaller part
 
 
@@ -177,6 +178,41 @@ def tiled(
     return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
 
 
+def in_fixed_tiles(
+    x: Float[Array, "X D"],
+    weights: ExpertWeights,
+    expert_ids: Int[Array, "X A"],
+    layer: Int[Array, ""],
+    activate: Activation,
+) -> Float[Array, "X A D"]:
+    """The same bits for a pair whatever other pairs there are: `tiled` in tiles of one size, with its gradients.
+
+    The loop ends with the last tile that some expert filled; a compiler does not know how long it is (`m3jax.tiles`).
+    """
+    from pallas_kernels.gradient import with_gradient
+
+    def forward(x, gate, up, down, expert_ids, layer):
+        tiles = invert(expert_ids[None, None], gate.shape[1], _FIXED_TILE)
+
+        def run_tile(index, out):
+            expert, tokens = tiles.block[index], x[tiles.query[index]]  # [C D]
+            hidden = activate(
+                einsum("cd,df->cf", tokens, gate[layer, expert]), einsum("cd,df->cf", tokens, up[layer, expert])
+            )
+            one_tile = einsum("cf,fd->cd", hidden, down[layer, expert])
+            return jax.lax.dynamic_update_index_in_dim(out, one_tile, index, 0)
+
+        out = jnp.zeros((len(tiles.block), _FIXED_TILE, x.shape[1]), accumulator(x.dtype))
+        used_tiles = jnp.sum(jnp.any(tiles.valid, axis=1), dtype=jnp.int32)
+        out = jax.lax.fori_loop(0, used_tiles, run_tile, out)  # [tiles C D]
+        return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
+
+    def differentiable(x, gate, up, down, expert_ids, layer):
+        return tiled(x, ExpertWeights(gate, up, down), expert_ids, layer, activate)
+
+    return with_gradient(forward, differentiable, 4)(x, *weights, expert_ids, layer)
+
+
 def grouped(
     x: Float[Array, "X D"],
     weights: ExpertWeights,
@@ -228,6 +264,7 @@ EXPERT_PATHS = {
     "tiled": tiled,
     "grouped": grouped,
     "copied": copied,
+    "in_fixed_tiles": in_fixed_tiles,
 }
 
 

@@ -4,6 +4,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa import IndexView, SelectionRules, index_walk
+from m3jax.msa.schedules import select_invariant
 from m3jax.msa.views import ContiguousIndex, PagedIndex
 from m3jax.ops.backends import Case, choose, interpreted
 from m3jax.ops.kernel_pages import kernel_pages
@@ -16,6 +17,7 @@ def select(
     lengths: Int[Array, " B"],
     rules: SelectionRules,
     *,
+    schedule: str = "auto",
     backend: str = "auto",
 ) -> Int[Array, "B K T J"]:
     """The blocks that each query keeps; no gradient goes through it.
@@ -26,6 +28,7 @@ def select(
       positions: absolute position of each query; < 0 or >= lengths marks padding.
       lengths: valid keys of each row.
       rules: J, which blocks are forced, and what a block's score is.
+      schedule: "invariant" is one that gives a query the same bits in every call; any other leaves the choice here.
       backend: one of `m3jax.ops.BACKENDS`.
 
     Returns:
@@ -34,10 +37,11 @@ def select(
     Raises:
       ValueError: a backend that cannot run this.
     """
-    case = select_case(index_q, view, rules)
+    case = select_case(index_q, view, rules, schedule)
     chosen = choose(case, backend)
     if chosen == "xla":
-        return index_walk(index_q, view, positions, lengths, rules)
+        by_xla = select_invariant if schedule == "invariant" else index_walk
+        return by_xla(index_q, view, positions, lengths, rules)
     index_q, keys = jax.lax.stop_gradient((index_q, kernel_pages(view, view.k)))
     forced = dict(top_k=rules.top_k, local_blocks=rules.local_blocks, init_blocks=rules.init_blocks)
     options = dict(**forced, interpret=interpreted(), backend=chosen)
@@ -50,11 +54,13 @@ def select(
     return index_topk(index_q, keys, positions, lengths, **options)
 
 
-def select_case(index_q: Float[Array, "B T K I"], view: IndexView, rules: SelectionRules) -> Case:
+def select_case(
+    index_q: Float[Array, "B T K I"], view: IndexView, rules: SelectionRules, schedule: str = "auto"
+) -> Case:
     """What decides where `select` can run: `choose(select_case(...))` says what "auto" takes."""
     has_pages = isinstance(view, ContiguousIndex | PagedIndex)
     return Case(
         op="select", queries=index_q.shape[1], dtype=index_q.dtype, stored=view.k.dtype if has_pages else index_q.dtype,
         width=index_q.shape[-1], block_size=view.block_size, num_blocks=view.num_blocks, slots=rules.top_k,
-        score=rules.score, divided=bool(view.device_axes), pages=has_pages,
+        score=rules.score, schedule=schedule, divided=bool(view.device_axes), pages=has_pages,
     )  # fmt: skip

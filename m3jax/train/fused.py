@@ -35,7 +35,7 @@ def fuse(model: M3) -> M3:
 class WholeRows(CallPages):
     """The keys of a call whose rows begin at position 0 and have no padding."""
 
-    def select(self, layer, places, index_q, positions, lengths, rules, backend):
+    def select(self, layer, places, index_q, positions, lengths, rules, schedule, backend):
         """The blocks that each query keeps."""
         return select_in_whole_rows(index_q, self.heads.index_k, rules, self.block_size)
 

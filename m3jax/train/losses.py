@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from m3jax.config import M3Config
+from m3jax.decoding.sampling import logprob_of
+from m3jax.model import M3
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens, sees
 from m3jax.numerics import einsum
+from m3jax.tiles import by_tiles
 
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
 
@@ -19,6 +21,23 @@ def next_token_loss(
     target_logit = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]  # [B T]
     losses = jax.nn.logsumexp(logits, axis=-1) - target_logit
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+def token_logprobs(model: M3, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
+    """The log-probability of each token but the first, after those before it; it has gradients.
+
+    Of a model in its invariant mode (`M3.with_invariance`) these are to the bit those that an invariant engine reports
+    for the tokens that it drew, on the same backend and with the same weights and dtype: training is on-policy then.
+
+    Args:
+      model: the target.
+      tokens: prompts and what followed.
+    """
+    hidden, _ = model.hidden(tokens)
+    of_tokens = lambda hidden, tokens: logprob_of(tokens, model.unembed(hidden).astype(jnp.float32))
+    batch, length, width = hidden[:, :-1].shape
+    rows = hidden[:, :-1].reshape(-1, width), tokens[:, 1:].reshape(-1)
+    return by_tiles(of_tokens, model.token_tile, *rows).reshape(batch, length)
 
 
 def index_kl(
@@ -52,7 +71,7 @@ def index_kl(
     key_positions = jnp.arange(num_keys, dtype=jnp.int32)
 
     def divergence(q, index_q, support):
-        teacher = _mean_attention(q, k, support)  # [B K T S]
+        teacher = mean_attention(q, k, support)  # [B K T S]
         scores = einsum("btki,bsi->bkts", index_q, index_k) * index_k.shape[-1] ** -0.5
         student = _masked_log_softmax(scores, support)
         log_teacher = jnp.log(jnp.where(teacher > 0, teacher, 1.0))
@@ -77,30 +96,16 @@ def index_kl(
     return jnp.sum(jnp.where(is_real[..., None], kl, 0.0)) / jnp.maximum(jnp.sum(is_real) * kv_heads, 1)
 
 
-def caught_mass(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    blocks: Int[Array, "B K T J"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    config: M3Config,
-) -> Float[Array, "B K T"]:
-    """Share of dense attention's probability that lies in the selected blocks, mean over a group's heads."""
-    num_keys = k.shape[1]
-
-    def mass_in_blocks(q, positions, blocks):
-        visible = sees(positions, lengths, jnp.arange(num_keys, dtype=jnp.int32))[:, None]  # [B 1 T S]
-        in_selection = chosen_tokens(blocks.swapaxes(1, 2), num_keys, config.index_block_size)  # [B K T S]
-        return jnp.sum(_mean_attention(q, k, visible) * in_selection, axis=-1).swapaxes(1, 2)  # [B T K]
-
-    chunk = rows_within(_SCORE_BUDGET, q.shape[0] * 2 * q.shape[2] * num_keys, q.shape[1])
-    return map_chunks(mass_in_blocks, chunk, 1, q, positions, blocks.swapaxes(1, 2)).swapaxes(1, 2)
-
-
-def _mean_attention(
+def mean_attention(
     q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], support: Bool[Array, "B #K T S"]
 ) -> Float[Array, "B K T S"]:
-    """Mean over the heads of a group of their attention probabilities on the support."""
+    """Mean over the heads of a group of their attention probabilities on the support.
+
+    Args:
+      q: queries of the main branch, after norm and RoPE.
+      k: its keys.
+      support: the keys that each query attends to; a query with none has probability 0 everywhere.
+    """
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # [B T K G H]
     scores = einsum("btkgh,bskh->bkgts", grouped, k) * q.shape[-1] ** -0.5
     return jnp.mean(jnp.exp(_masked_log_softmax(scores, support[:, :, None])), axis=2)

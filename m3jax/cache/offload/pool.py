@@ -206,11 +206,12 @@ class OffloadedStack:
         positions: Int[Array, "B T"],
         lengths: Int[Array, " B"],
         rules: SelectionRules,
+        schedule: str,
         backend: str,
     ) -> Int[Array, "B K T J"]:
         """The blocks that each query keeps of all that its row has: index keys are all on the device."""
         index = self.index_view(layer, places, index_q.dtype)
-        return ops.select(index_q, index, positions, lengths, rules, backend=backend)
+        return ops.select(index_q, index, positions, lengths, rules, schedule=schedule, backend=backend)
 
     def attend_selected(
         self,

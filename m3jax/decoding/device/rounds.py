@@ -10,14 +10,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from m3jax.decoding.device.state import BAD_LOGITS, LENGTH, LIVE, STOP_ID, Continuations, Layout, NewTokens, State, pin
-from m3jax.decoding.device.step import run_model
-from m3jax.decoding.protocols import HostStacks, TargetModel
+from m3jax.decoding.device.step import draw_token, run_model
+from m3jax.decoding.protocols import HostStacks, TargetModel, token_tile
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
-from m3jax.decoding.speculation.verify import DraftCounts, Verdict, verify
+from m3jax.decoding.speculation.verify import DraftCounts, Proposal, Verdict, seen_by_column, verify
 
 
 @partial(jax.jit, donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "layout", "types"))
@@ -70,8 +70,11 @@ def decode_in_rounds(
         positions = jnp.where(is_live[:, None], positions, -1)
         end = lengths + (1 + draft_tokens) * is_live
         hidden, taps, cache = run_model(model, drafter, tokens, cache, host, positions, end)
-        logits = model.unembed(hidden).astype(jnp.float32)  # [B X V]
-        verdict = verify(logits, proposal, sampling, state.continuations.seen, lengths + 1)
+        if token_tile(model) is None:
+            logits = model.unembed(hidden).astype(jnp.float32)  # [B X V]
+            verdict = verify(logits, proposal, sampling, state.continuations.seen, lengths + 1)
+        else:
+            verdict = _draw_all(model, hidden, proposal, state.continuations, lengths + 1)
 
         # Keep what a row may have of the accepted ones and the target's own; its length says what is in the cache.
         continuations, stop_reasons, counts = _append_tokens(state.continuations, verdict, is_live)
@@ -107,6 +110,36 @@ def decode_in_rounds(
     state = pin(state, layout)
     counts = state.continuations.counts - counts_before
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons, drafting)
+
+
+def _draw_all(
+    model: TargetModel,
+    hidden: Float[Array, "B X D"],
+    proposal: Proposal,
+    continuations: Continuations,
+    positions: Int32[Array, "B"],
+) -> Verdict:
+    """The tokens that decoding without a draft would draw, and how many of the proposals they are.
+
+    The right distribution too, and the same text with any draft, or none. A proposal that is a point mass is accepted
+    as often as by `verify`, one that was drawn less often.
+
+    Args:
+      model: the target, invariant.
+      hidden: after the newest token and after each proposal: X = 1 + K columns.
+      proposal: K tokens a row.
+      continuations: of B rows.
+      positions: that the first proposal of each row would have.
+    """
+    batch, width = hidden.shape[:2]
+    seen = seen_by_column(continuations.seen, proposal.tokens).reshape(batch * width, -1)  # [B*X V]
+    sampling = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), continuations.sampling)  # [B*X]
+    positions = (positions[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1)  # [B*X]
+    drawn = draw_token(model, hidden.reshape(batch * width, -1), sampling, seen, positions)
+    tokens, logprobs = (x.reshape(batch, width) for x in drawn)  # [B X] each
+    is_agreed = (tokens[:, :-1] == proposal.tokens) & (tokens[:, :-1] >= 0)
+    accepted = jnp.sum(jnp.cumprod(is_agreed, axis=1), axis=1, dtype=jnp.int32)
+    return Verdict(accepted, tokens, logprobs)
 
 
 def _append_tokens(

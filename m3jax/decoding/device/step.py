@@ -24,9 +24,10 @@ from m3jax.decoding.device.state import (
     State,
     pin,
 )
-from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, TargetModel
-from m3jax.decoding.sampling import HostOrDevice, row_keys, sample
+from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, TargetModel, token_tile
+from m3jax.decoding.sampling import HostOrDevice, SamplingParams, logprob_of, row_keys, sample
 from m3jax.decoding.speculation.drafter import Drafter
+from m3jax.tiles import by_tiles
 
 
 @partial(jax.jit, donate_argnames=("state",), static_argnames=("layout", "types"))
@@ -70,7 +71,7 @@ def prefill(
         hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths)
         last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
         last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
-        token, logprob = _draw_token(model, last_hidden, continuations, chunk.lengths)
+        token, logprob = draw_token(model, last_hidden, continuations.sampling, continuations.seen, chunk.lengths)
         if drafter is None:
             return token, logprob, None, cache
         cache, memory = drafter.read_prompt(
@@ -150,7 +151,8 @@ def decode(
         positions = jnp.where(is_live, state.lengths, -1)[:, None]  # [B 1]
         lengths = state.lengths + is_live
         hidden, _, cache = run_model(model, None, state.newest_token[:, None], state.cache, host, positions, lengths)
-        token, logprob = _draw_token(model, hidden[:, 0], state.continuations, lengths)
+        sampling, seen = state.continuations.sampling, state.continuations.seen
+        token, logprob = draw_token(model, hidden[:, 0], sampling, seen, lengths)
         continuations, stop_reasons, is_appended = _append_token(state.continuations, token, is_live)
         state = State(
             cache=cache,
@@ -205,18 +207,25 @@ def run_model(
     return hidden, taps, cache if host is None else cache.replace(host=None)
 
 
-def _draw_token(
-    model: TargetModel, hidden: Float[Array, "B D"], continuations: Continuations, positions: Int32[HostOrDevice, "B"]
+def draw_token(
+    model: TargetModel,
+    hidden: Float[Array, "B D"],
+    sampling: SamplingParams,
+    seen: Bool[HostOrDevice, "B V"],
+    positions: Int32[HostOrDevice, "B"],
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     """Each row's next token, and its log-probability under the model's own logits.
 
     The token is -1 where the logits have no distribution. The draw depends on the row's seed and the position that the
     token will have, and on nothing else.
     """
-    logits, sampling = model.unembed(hidden).astype(jnp.float32), continuations.sampling  # [B V]
-    token = sample(logits, sampling, row_keys(sampling.seed, positions), continuations.seen)
-    chosen = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]  # [B]
-    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+    def draw(hidden, sampling, seen, positions):
+        logits = model.unembed(hidden).astype(jnp.float32)  # [B V]
+        token = sample(logits, sampling, row_keys(sampling.seed, positions), seen)
+        return token, logprob_of(token, logits)
+
+    return by_tiles(draw, token_tile(model), hidden, sampling, seen, positions)
 
 
 def _append_token(

@@ -7,6 +7,7 @@ import numpy as np
 from m3jax.decoding.engine.runner import Shapes
 from m3jax.decoding.protocols import TargetConfig, TargetModel
 from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
+from m3jax.model import M3
 
 
 def check_sizes(sizes: dict[str, int]) -> None:
@@ -24,6 +25,19 @@ def check_max_length(max_length: int | None, pages: int, config: TargetConfig) -
         what = "the model's context" if longest < in_pages else f"{pages} pages of {config.index_block_size} tokens"
         raise ValueError(f"max_length = {max_length}: at most {longest} ({what})")
     return longest if max_length is None else max_length
+
+
+def as_invariant(model: TargetModel, device_pages: int | None) -> TargetModel:
+    """The model in its invariant mode; ValueError where it has none, or the engine could not keep it."""
+    if not isinstance(model, M3):
+        raise ValueError(f"invariant = True needs an M3, and the model is a {type(model).__name__}")
+    if device_pages is not None:
+        raise ValueError(
+            "invariant = True with device_pages: what a pool's passes bring in depends on other requests; leave one out"
+        )
+    if model.mesh is not None and model.mesh.size > 1:
+        raise ValueError("invariant = True with a mesh: sums over devices have no fixed order here; leave one out")
+    return model.with_invariance()
 
 
 def check_draft(draft: Drafter, draft_tokens: int, model: TargetModel, device_pages: int | None) -> None:

@@ -13,13 +13,13 @@ import numpy as np
 from m3jax.cache import HostMemory, PageAllocator, Scales
 from m3jax.cache.device import page_shards
 from m3jax.decoding.drafts import as_drafter
-from m3jax.decoding.engine.checks import check_device_pages, check_draft, check_max_length, check_sizes
+from m3jax.decoding.engine.checks import as_invariant, check_device_pages, check_draft, check_max_length, check_sizes
 from m3jax.decoding.engine.exchange import Snapshot, check_snapshot, identity
 from m3jax.decoding.engine.report import Drafting, Timings
 from m3jax.decoding.engine.request import Generation, Params, Request, as_prompt, check_prompt
 from m3jax.decoding.engine.runner import Runner, Shapes
 from m3jax.decoding.engine.scheduler import Scheduler
-from m3jax.decoding.protocols import Identity, TargetModel
+from m3jax.decoding.protocols import Identity, TargetModel, token_tile
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
 
@@ -57,6 +57,9 @@ class Engine:
       device_pages: keys and values of sparse layers are in host memory and `pages` counts those; the device has room
         for this many of them in each layer, and keeps what was used last. Index keys and dense layers stay on it.
       host_memory: "pinned_host", "numpy", or "auto": the first of them that the device has.
+      invariant: run the model in its invariant mode (`M3.with_invariance`): tokens and log-probabilities of a request
+        are to the bit those that it has alone, whatever runs beside it, however its prompt is cut, with any draft or
+        none, after a preemption or a move. A draft's proposals are accepted where they are what the model draws.
 
     Raises:
       ValueError: a size below 1, a `max_length` beyond pages or context, a draft that does not fit the model, too few
@@ -82,7 +85,10 @@ class Engine:
         draft_tokens: int = DRAFT_TOKENS,
         device_pages: int | None = None,
         host_memory: str = "auto",
+        invariant: bool = False,
     ):
+        if invariant or token_tile(model) is not None:
+            model = as_invariant(model, device_pages)
         chunks = tuple(prefill_chunk) if isinstance(prefill_chunk, Sequence) else (prefill_chunk,)
         sizes = dict(pages=pages, max_batch=max_batch, prefill_rows=prefill_rows, steps_per_call=steps_per_call,
                      max_stop_ids=max_stop_ids)  # fmt: skip
@@ -177,7 +183,13 @@ class Engine:
     def result(self, handle: int) -> Generation:
         """What a request has so far."""
         request = self._request(handle)
-        return Generation(list(request.new), list(request.logprobs), request.stop_reason, len(request.prompt))
+        return Generation(
+            tokens=list(request.new),
+            logprobs=list(request.logprobs),
+            stop_reason=request.stop_reason,
+            prompt_tokens=len(request.prompt),
+            cached_tokens=min(request.found or 0, len(request.prompt)),
+        )
 
     def reason(self, handle: int) -> str:
         """Why a request ended; "unfinished" while it goes on."""

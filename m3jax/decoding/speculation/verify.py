@@ -82,7 +82,7 @@ def verify(
     batch, width, vocab = logits.shape
     # The knobs take rows of logits: each of the X columns becomes a row with its own row's parameters.
     column_params = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), params)  # [B*X]
-    column_seen = _seen_by_column(seen, proposal.tokens).reshape(-1, vocab)  # [B*X V]
+    column_seen = seen_by_column(seen, proposal.tokens).reshape(-1, vocab)  # [B*X V]
     filtered = filtered_logits(logits.reshape(-1, vocab), column_params, column_seen)  # [B*X V]
     is_usable = has_distribution(logits) & (jnp.max(filtered, axis=-1) == 0).reshape(batch, width)  # [B X]
     log_p = jax.nn.log_softmax(filtered).reshape(logits.shape)  # [B X V]
@@ -144,7 +144,7 @@ def _column_of_row(x: Shaped[Array, "B X ..."], column: Int32[Array, "B"]) -> Sh
     return jnp.take_along_axis(x, column.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
 
 
-def _seen_by_column(seen: Bool[Array, "B V"], tokens: Int32[Array, "B K"]) -> Bool[Array, "B X V"]:
+def seen_by_column(seen: Bool[Array, "B V"], tokens: Int32[Array, "B K"]) -> Bool[Array, "B X V"]:
     """What each of the X = 1 + K columns has seen: the row's tokens and the proposals before it."""
     batch, count = tokens.shape
     is_earlier = jnp.arange(count) < jnp.arange(count + 1)[:, None]  # [X K]

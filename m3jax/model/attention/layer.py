@@ -59,13 +59,18 @@ class Attention(nnx.Module):
           (output in the accumulator's dtype, the pages with the new tokens, named values on the way: q, k, v, index_q,
           index_k, blocks, attention; where a kernel writes the pages only blocks and attention).
         """
-        projections = self.project(x, context, config)
-        # A kernel that norms, rotates and writes in one go does so where the pages are; "xla" says that there is none.
-        insert_backend = pages.insert_backend(
-            layer, context.places, projections.raw.q,
-            rotated=2 * context.cos.shape[-1], dtype=x.dtype, backend=context.backend,
-        )  # fmt: skip
-        heads = projections.finish() if insert_backend == "xla" else projections
+        insert_backend = "xla"
+        if context.token_tile is None:
+            heads = self.project(x, context.cos, context.sin, config)
+            # A kernel that norms, rotates and writes in one go does so where the pages are; "xla": there is none.
+            insert_backend = pages.insert_backend(
+                layer, context.places, heads.raw.q,
+                rotated=2 * context.cos.shape[-1], dtype=x.dtype, backend=context.backend,
+            )  # fmt: skip
+            heads = heads.finish() if insert_backend == "xla" else heads
+        else:
+            project = lambda x, cos, sin: self.project(x, cos, sin, config).finish()
+            heads = context.by_token(project, x, context.cos, context.sin)
         attend = partial(
             attend_over_pages,
             rules=context.rules,
@@ -82,12 +87,15 @@ class Attention(nnx.Module):
 
         # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
         flat = attention.reshape(*x.shape[:2], -1)  # [B T N*H]
-        out = einsum("btx,xd->btd", flat, self.o_proj[...].reshape(flat.shape[-1], -1))
+        o_proj = self.o_proj[...].reshape(flat.shape[-1], -1)
+        out = context.by_token(lambda flat: einsum("btx,xd->btd", flat, o_proj), flat)
         values = heads._asdict() if isinstance(heads, Heads) else {}
         values |= {"attention": attention, "blocks": blocks}
         return out, pages, {name: value for name, value in values.items() if value is not None}
 
-    def project(self, x: Float[Array, "B T D"], context: Context, config: M3Config) -> Projections:
+    def project(
+        self, x: Float[Array, "B T D"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"], config: M3Config
+    ) -> Projections:
         """Queries, keys and values before norm and rotation, in the accumulator's dtype."""
         # "..." is the axis of heads; index keys have one head, and no axis for it.
         project = lambda x, weight: einsum("btd,d...h->bt...h", x, weight[...])
@@ -100,7 +108,7 @@ class Attention(nnx.Module):
         q, k, v = project(x, self.q_proj), project(x, self.k_proj), project(x, self.v_proj)
         heads = Heads(q, k, v, index_q, index_k)
         norms = Heads(self.q_norm[...], self.k_norm[...], None, index_q_norm, index_k_norm)
-        return Projections(heads, norms, context.cos, context.sin, config.rms_norm_eps, x.dtype)
+        return Projections(heads, norms, cos, sin, config.rms_norm_eps, x.dtype)
 
     @property
     def is_sparse(self) -> bool:
@@ -149,13 +157,13 @@ def attend_over_pages(
     else:
         pages = pages.write(layer, places, heads.k, heads.v, heads.index_k)
     if selects:
-        blocks = pages.select(layer, places, heads.index_q, positions, lengths, rules, backend)  # [B K T J]
+        blocks = pages.select(layer, places, heads.index_q, positions, lengths, rules, schedule, backend)
         blocks = checkpoint_name(blocks, "msa_blocks")  # so that a backward pass cannot select otherwise (T30)
         out, pages = pages.attend_selected(layer, places, heads.q, blocks, positions, lengths, schedule, backend)
         return out, blocks, pages
     # A schedule asked for by name is one of XLA's. Those of selected blocks say nothing of dense layers: these then go
     # blockwise. There is no TPU kernel for dense layers.
-    dense_schedule = schedule if schedule in ("auto", "mask") else "blockwise"
+    dense_schedule = schedule if schedule in ("auto", "mask", "invariant") else "blockwise"
     dense_backend = "auto" if backend == "mosaic_tpu" else backend
     out, pages = pages.attend_all(layer, places, heads.q, positions, lengths, dense_schedule, dense_backend)
     return out, None, pages

@@ -27,20 +27,20 @@ def query_major(
     chunk = rows_within(_GATHER_BUDGET, gathered_per_query, num_queries)
 
     def attend_chunk(q, blocks, positions):
-        return _attend_chunk(q, view, blocks.swapaxes(1, 2), positions, lengths)
+        return attend_gathered(q, view, blocks.swapaxes(1, 2), positions, lengths)
 
     # [B K T J] -> [B T K J]: the axis of queries is walked, the same one in all arrays.
     return map_chunks(attend_chunk, chunk, 1, q, blocks.swapaxes(1, 2), positions)
 
 
-def _attend_chunk(
+def attend_gathered(
     q: Float[Array, "B T N H"],
     view: BlockView,
     blocks: Int[Array, "B K T J"],
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """One chunk of queries, whose blocks are gathered all at once."""
+    """`sparse_attention` of a few queries, whose blocks are gathered all at once."""
     batch, heads = blocks.shape[:2]
     row_ids = jnp.arange(batch)[:, None, None, None]
     head_ids = jnp.arange(heads)[:, None, None]

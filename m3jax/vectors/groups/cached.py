@@ -252,7 +252,7 @@ def _by_cache(chunks: tuple[int, ...], inputs: Arrays, rule: Rule) -> Arrays:
         places, stack = cache.places(positions, seen), cache.stacks[0]
         stack = stack.write(layer, places, part("k"), part("v"), part("index_k"))
         rules = selection.selection_rules(rule)
-        chosen = stack.select(layer, places, part("index_q"), positions, seen, rules, "xla")
+        chosen = stack.select(layer, places, part("index_q"), positions, seen, rules, "auto", "xla")
         out, stack = stack.attend_selected(layer, places, part("q"), chosen, positions, seen, "auto", "xla")
         outs, blocks, cache, start = [*outs, out], [*blocks, chosen], cache.replace(stacks=(stack,)), start + count
     after = {f"{name}_after": getattr(cache.stacks[0], name.removesuffix("_pages")) for name in _PAGES[:2]}

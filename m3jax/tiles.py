@@ -1,0 +1,65 @@
+"""Tokens in tiles of one fixed size, for arithmetic that has one order whatever else is computed beside it.
+
+How a compiler sums a product, or a norm, depends on the shape of the whole operand: a token's bits then depend on how
+many tokens a call has. A loop over tiles runs one and the same program for each, and a token's place in a tile changes
+none of its bits (`tests/model/test_invariance.py` looks at both).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+
+def by_tiles(fn: Callable[..., PyTree[Array]], tile: int | None, *arrays: PyTree[Array]) -> PyTree[Array]:
+    """`fn(*arrays)`, some rows at a time.
+
+    The loop's length is data to the compiler: it would unroll one of a single tile, and fuse it with what surrounds it.
+    The gradient is that of a loop which autodiff can reverse.
+
+    Args:
+      fn: of arrays [X ...] with X rows, each of which it treats alone; gives arrays [X ...].
+      tile: rows at a time; the last tile is filled up with zeros. None is all at once, as if `fn` had been called.
+      *arrays: pytrees of arrays [X ...].
+    """
+    if tile is None:
+        return fn(*arrays)
+    leaves, structure = jax.tree.flatten(arrays)
+    num_rows = len(leaves[0])
+    num_tiles = -(-num_rows // tile)
+
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, ((0, num_tiles * tile - num_rows),) + ((0, 0),) * (x.ndim - 1))
+        return x.reshape(num_tiles, tile, *x.shape[1:])
+
+    tiles = [cut(leaf) for leaf in leaves]
+    of_leaves = lambda *leaves: fn(*jax.tree.unflatten(structure, leaves))
+    of_leaves, closed_over = jax.closure_convert(of_leaves, *(x[0] for x in tiles))
+    out = _loop(of_leaves, tiles, closed_over)  # [tiles tile ...]
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], out)
+
+
+def _loop(fn: Callable, tiles: list[Array], closed_over: list[Array]) -> PyTree[Array]:
+    """`fn` of each tile, and of what it closes over, with a gradient."""
+
+    def run(tiles, closed_over):
+        shapes = jax.eval_shape(fn, *(x[0] for x in tiles), *closed_over)
+        empty = jax.tree.map(lambda x: jnp.zeros((len(tiles[0]), *x.shape), x.dtype), shapes)
+
+        def step(index, out):
+            one_tile = [jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in tiles]
+            results = fn(*one_tile, *closed_over)
+            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), out, results)
+
+        num_tiles = jax.lax.optimization_barrier(jnp.int32(len(tiles[0])))
+        return jax.lax.fori_loop(0, num_tiles, step, empty)
+
+    def backward(residuals, gradient):
+        tiles, closed_over = residuals
+        differentiable = lambda tiles, closed_over: jax.lax.map(lambda one_tile: fn(*one_tile, *closed_over), tiles)
+        return jax.vjp(differentiable, tiles, closed_over)[1](gradient)
+
+    with_gradient = jax.custom_vjp(run)
+    with_gradient.defvjp(lambda tiles, closed_over: (run(tiles, closed_over), (tiles, closed_over)), backward)
+    return with_gradient(tiles, closed_over)

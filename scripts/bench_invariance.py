@@ -1,0 +1,101 @@
+"""What the invariant mode costs, and how often a request's bits depend on its company without it; one run, ratios.
+
+    python scripts/bench_invariance.py [--prompt 4096] [--texts 32] [--dtype bfloat16]
+
+The embedded checkpoint. Prefill and steps of 1, 8 and 32 rows are timed in turns, fast and invariant, the best of some
+rounds. Then texts are continued greedily: alone, all at once, and with two drafts.
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+import m3jax
+from m3jax.assets import embedded_path
+from m3jax.decoding import Engine, Params, Sampling
+
+ROUNDS = 3
+STEPS = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens of the long prompt (default: 4096)")
+    parser.add_argument("--texts", type=int, default=32, help="how many greedy texts (default: 32)")
+    parser.add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    model = m3jax.load(dtype=args.dtype, progress=False)
+    print(f"{args.dtype}; ms, best of {ROUNDS} in turns\n{'':24}{'fast':>10}{'invariant':>11}{'ratio':>8}")
+    _print_times(model, args.prompt)
+    print(f"\n{args.texts} greedy texts of {STEPS * 2} tokens: how many differ from themselves alone, undrafted")
+    print(f"{'':24}{'fast':>16}{'invariant':>16}\n{'':24}{'text  log-prob.':>16}{'text  log-prob.':>16}")
+    _print_changes(model, args.texts)
+
+
+def _engine(model, invariant: bool, rows: int, prompt: int, **more) -> Engine:
+    blocks = -(-(prompt + 4 * STEPS) // model.config.index_block_size)
+    served = Engine(
+        model, pages=rows * blocks, max_batch=rows, prefill_chunk=min(prompt, 2048), prefix_cache=False,
+        max_length=blocks * model.config.index_block_size, steps_per_call=STEPS, invariant=invariant, **more,
+    )  # fmt: skip
+    served.warmup()
+    return served
+
+
+def _print_times(model, prompt: int) -> None:
+    rng = np.random.default_rng(0)
+    for rows in (1, 8, 32):
+        length = prompt if rows == 1 else min(prompt, 512)
+        engines = [_engine(model, invariant, rows, length) for invariant in (False, True)]
+        prefill, step = [[], []], [[], []]
+        for _ in range(ROUNDS):
+            texts = [rng.integers(0, model.config.vocab_size, length).tolist() for _ in range(rows)]
+            for mode, served in enumerate(engines):
+                asked = Params(max_new_tokens=2 * STEPS, sampling=Sampling.greedy(), stop_ids=())
+                handles = [served.add(text, asked) for text in texts]
+                start = time.perf_counter()
+                while served.prefill():
+                    pass
+                prefill[mode].append(time.perf_counter() - start)
+                start = time.perf_counter()
+                served.run()
+                step[mode].append((time.perf_counter() - start) / (2 * STEPS))
+                for handle in handles:
+                    served.forget(handle)
+        of_tokens = f"prefill {rows} x {length}"
+        for name, times in ((of_tokens, prefill), (f"step of {rows} rows", step)):
+            fast, invariant = (1000 * min(x) for x in times)
+            print(f"{name:24}{fast:10.2f}{invariant:11.2f}{invariant / fast:8.2f}", flush=True)
+
+
+def _print_changes(model, count: int) -> None:
+    tokenizer = m3jax.Tokenizer.from_pretrained(embedded_path())
+    rng = np.random.default_rng(1)
+    words = ["import os", "class Reader", "def main(", "for line in", "return self", "x = [", "if not", "raise Value"]
+    texts = [tokenizer.encode(" ".join(rng.permutation(words)[: 2 + i % 6].tolist()) + "\n") for i in range(count)]
+    asked = Params(max_new_tokens=2 * STEPS, sampling=Sampling.greedy(), stop_ids=())
+    longest = max(map(len, texts))
+
+    def results(invariant, rows, **more):
+        served = _engine(model, invariant, rows, longest, **more)
+        if rows == 1:
+            return [served.result(handle) for text in texts for handle in [served.add(text, asked)] if served.run()]
+        handles = [served.add(text, asked) for text in texts]
+        served.run()
+        return [served.result(handle) for handle in handles]
+
+    alone = [results(invariant, 1) for invariant in (False, True)]
+    for name, more in (("all at once", {}), ("EAGLE3", dict(draft="builtin")), ("lookup", dict(draft="ngram"))):
+        cells = []
+        for invariant in (False, True):
+            found = results(invariant, 8, **more)
+            pairs = list(zip(found, alone[invariant], strict=True))
+            changed = sum(a.tokens != b.tokens for a, b in pairs)
+            differing = sum(a.logprobs != b.logprobs for a, b in pairs)
+            cells.append(f"{changed:8}{differing:8}")
+        print(f"{name:24}{cells[0]}{cells[1]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

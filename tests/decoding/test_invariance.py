@@ -1,0 +1,171 @@
+"""The invariant mode: tokens and log-probabilities are, to the bit, those of the request alone in one chunk."""
+
+from functools import cache
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import tiny
+from support.drafts import Knowing, draft
+from support.engines import CONFIG, SHAPE, finish, params, preemptions, prompt, quick, serve
+
+from m3jax.decoding import Eagle3Drafter, Engine, Generation
+from m3jax.train.losses import token_logprobs
+
+# Prompts of less than a page and of many, beyond J * P tokens; greedy, with a penalty, and sampled.
+BASE = prompt(100, seed=9)
+LIVES = [
+    (prompt(5), {}),
+    (prompt(1), dict(temperature=1.0, seed=1)),
+    (prompt(17), dict(repetition_penalty=1.3)),
+    (BASE[:40], {}),
+    (BASE[:61], dict(temperature=1.1, seed=3)),
+    (BASE, dict(temperature=1.0, top_k=5, seed=4)),
+    (BASE[:41], dict(temperature=0.8, top_p=0.9, seed=5)),
+]
+ROOM = 128
+# What each engine has beside the shape that all have: rows, pages, chunks, steps of a call, drafts, stored dtypes.
+ENGINES = {
+    "batched": {},
+    "good draft": dict(draft=Knowing.of(2, 0, 1, 2, 0, 8, 1), draft_tokens=2),
+    "drawn draft": dict(
+        draft=Eagle3Drafter(draft(), sample=True), draft_tokens=3, max_batch=3, prefill_rows=1, prefill_chunk=(4, 20)
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs():
+    # Rows of at most 128 tokens: with pieces of 32 keys sums go over several of them, and over parts of the last.
+    with quick(), mock.patch("m3jax.msa.schedules.lanes._PIECE", 32):
+        yield
+
+
+@cache
+def model(dtype):
+    return tiny.model(CONFIG, dtype=dtype)
+
+
+@cache
+def served(dtype: str, name: str) -> Engine:
+    """One engine for all examples: it is empty between them, but for its prefix cache."""
+    return Engine(model(dtype), **SHAPE | ENGINES[name], invariant=True)
+
+
+@cache
+def lonely(dtype: str) -> Engine:
+    shape = dict(pages=16, max_batch=1, prefill_chunk=ROOM, steps_per_call=1, max_length=ROOM, max_stop_ids=4)
+    return Engine(model(dtype), **shape, prefix_cache=False, invariant=True)
+
+
+@cache
+def life(dtype: str, number: int) -> Generation:
+    """All that request `number` can get, alone and in one chunk; with a lower limit it gets the beginning of it."""
+    tokens, knobs = LIVES[number]
+    return serve(lonely(dtype), (tokens, params(min(40, ROOM - len(tokens)), **knobs)))[0]
+
+
+def assert_same_bits(found: Generation, whole: Generation, what: str) -> None:
+    count = len(found.tokens)
+    assert found.tokens == whole.tokens[:count], what
+    differing = np.flatnonzero(np.asarray(found.logprobs) != np.asarray(whole.logprobs[:count]))
+    assert not differing.size, (
+        f"{what}: log-probability of new token {differing[0]} is {found.logprobs[differing[0]]!r}, alone "
+        f"{whole.logprobs[differing[0]]!r}; {differing.size} of {count} differ"
+    )
+
+
+ADD = st.tuples(st.just("add"), st.sampled_from(range(len(LIVES))), st.integers(3, 25))
+STEP = st.tuples(st.just("step"), st.just(0), st.integers(1, 3))
+OTHERS = st.tuples(
+    st.sampled_from(("abort", "prefill", "truncate", "copy", "move")), st.integers(0, 9), st.integers(0, 30)
+)
+RUNS = [("bfloat16", "batched"), ("bfloat16", "good draft"), ("float32", "drawn draft")]
+
+
+@pytest.mark.parametrize(("dtype", "name"), RUNS)
+@settings(max_examples=8)
+@given(st.lists(ADD, min_size=2, max_size=4), st.lists(st.one_of(ADD, STEP, OTHERS), min_size=5, max_size=12))
+def test_a_request_has_the_bits_that_it_has_alone(dtype, name, first, then):
+    """Whatever is added, aborted, copied, taken back, moved, preempted or drafted beside it or for it."""
+    engine, numbers = served(dtype, name), {}
+    for what, which, size in (*first, *then):
+        live = [handle for handle in numbers if engine.reason(handle) == "unfinished"]
+        if what == "add":
+            tokens, knobs = LIVES[which]
+            numbers[engine.add(tokens, params(min(size, ROOM - len(tokens)), **knobs))] = which
+        elif what == "step":
+            for _ in range(size):
+                engine.step()
+        elif live:
+            act(engine, what, live[which % len(live)], size, numbers)
+    finish(engine)
+    for handle, number in numbers.items():
+        assert_same_bits(engine.result(handle), life(dtype, number), f"request {number} in {name}, {dtype}")
+        engine.forget(handle)
+
+
+def act(engine: Engine, what: str, handle: int, size: int, numbers: dict[int, int]) -> None:
+    had, number = len(engine.result(handle).tokens), numbers[handle]
+    if what == "abort":
+        engine.abort(handle)
+    elif what == "truncate":
+        engine.truncate(handle, size % (had + 1))
+    elif what == "prefill":
+        engine.prefill()
+    elif what == "move":
+        snapshot = engine.export(handle)
+        engine.abort(handle)
+        numbers[engine.import_request(snapshot)] = number
+    else:
+        tokens, knobs = LIVES[number]
+        limit = min(had + size + 1, ROOM - len(tokens), 40)
+        numbers[engine.copy(handle, params(limit, **knobs))] = number
+
+
+def test_preempted_requests_have_their_bits():
+    """Requests that the pool cannot hold together: the youngest gives its pages back and starts again."""
+    engine = served("bfloat16", "good draft")
+    asked = [params(min(40, ROOM - len(tokens)), **knobs) for tokens, knobs in LIVES]
+    results = serve(engine, *((tokens, how) for (tokens, _), how in zip(LIVES, asked, strict=True)))
+    assert preemptions(engine)
+    assert min(engine.drafting.accepted) > 0  # proposals that are what the model draws are taken
+    for number, found in enumerate(results):
+        assert_same_bits(found, life("bfloat16", number), f"request {number}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_training_sees_the_bits_that_the_engine_drew_with(dtype):
+    """On-policy: the log-probabilities under the gradient are those of decoding, and the ratio of the two is 1."""
+    rows = [(LIVES[number][0], life(dtype, number)) for number in (3, 4)]  # of 40 and 61 tokens
+    texts = [(*start, *found.tokens) for start, found in rows]
+    tokens = np.zeros((2, ROOM), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+
+    def loss(weights):
+        logprobs = token_logprobs(weights.with_invariance(), jnp.asarray(tokens))
+        return jnp.sum(logprobs[:, :90]), logprobs
+
+    (_, logprobs), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(model(dtype))
+    for row, (start, found) in enumerate(rows):
+        seen = np.asarray(logprobs[row, len(start) - 1 : len(texts[row]) - 1])
+        np.testing.assert_array_equal(seen, np.float32(found.logprobs), err_msg=f"row {row}, {dtype}")
+    if dtype == "float32":  # the order of a sum is no part of the function
+        fast = jax.jit(jax.grad(lambda weights: jnp.sum(token_logprobs(weights, jnp.asarray(tokens))[:, :90])))
+        expected = fast(model(dtype))
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(gradient), strict=True):
+            scale = float(jnp.max(jnp.abs(a))) + 1e-6
+            np.testing.assert_allclose(b / scale, a / scale, rtol=0, atol=2e-4, err_msg=jax.tree_util.keystr(path))
+
+
+def test_what_cannot_be_invariant_is_refused():
+    for changes, message in ((dict(device_pages=8), "invariant = True with device_pages"),):
+        with pytest.raises(ValueError, match=message):
+            Engine(model("float32"), **SHAPE, **changes, invariant=True)
+        with pytest.raises(ValueError, match=message):  # a model that is invariant already is no way around it
+            Engine(model("float32").with_invariance(), **SHAPE, **changes)
