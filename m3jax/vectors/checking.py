@@ -13,7 +13,7 @@ from m3jax.vectors.files import Arrays, read_case, read_manifest
 from m3jax.vectors.groups import GROUPS
 
 
-class Report(NamedTuple):
+class CaseReport(NamedTuple):
     """What came of one case.
 
     Attributes:
@@ -27,7 +27,7 @@ class Report(NamedTuple):
     differences: list[str]
 
 
-def check(folder: Path) -> list[Report]:
+def check(folder: Path) -> list[CaseReport]:
     """Compute every case anew, by the definitions in float64 and in each way that users have.
 
     Raises:
@@ -37,7 +37,7 @@ def check(folder: Path) -> list[Report]:
     return [check_case(folder, case, manifest["tolerances"]) for case in manifest["cases"]]
 
 
-def check_case(folder: Path, case: Mapping[str, Any], tolerances: Mapping[str, Any]) -> Report:
+def check_case(folder: Path, case: Mapping[str, Any], tolerances: Mapping[str, Any]) -> CaseReport:
     """One case: its file against its sum, the definition in float64, and what the package runs."""
     name = f"{case['group']}/{case['name']}"
     if case["group"] not in GROUPS:
@@ -74,4 +74,4 @@ def check_case(folder: Path, case: Mapping[str, Any], tolerances: Mapping[str, A
         raise ValueError(message) from error
     if not compared:
         raise ValueError(f"{name}: no output of it is one that this version computes")
-    return Report(name, compared, found)
+    return CaseReport(name, compared, found)

@@ -1,12 +1,26 @@
 """Whether an output is the stored one: what differs, where, and both values."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Bool, Int, Shaped
 
 Tensor = Shaped[np.ndarray, "..."]
+
+
+class Gap(NamedTuple):
+    """Numbers that are not the expected ones.
+
+    Attributes:
+      wrong: which ones.
+      place: of the one that is farthest beyond what is allowed.
+      bound: what is allowed, in words; nothing where bits are compared.
+    """
+
+    wrong: Bool[np.ndarray, "..."]
+    place: tuple[int, ...]
+    bound: str
 
 
 def difference(
@@ -24,7 +38,25 @@ def difference(
     if expected.shape != found.shape:
         return f"found shape {list(found.shape)}, expected {list(expected.shape)}"
     if tolerance["compare"] == "blocks":
-        return _differing_sets(expected, found)
+        return _first_other_set(expected, found)
+    gap = farthest(expected, found, tolerance, dtype, slack)
+    if gap is None:
+        return None
+    return (
+        f"{gap.wrong.sum()} of {expected.size} numbers differ{gap.bound}; the farthest at {list(gap.place)}: "
+        f"{both_values(expected, found, gap.place)}"
+    )
+
+
+def farthest(
+    expected: Tensor, found: Tensor, tolerance: Mapping[str, Any], dtype: str, slack: Tensor | float = 0.0
+) -> Gap | None:
+    """The numbers that are farther from the expected ones than is allowed; None if there are none.
+
+    Args:
+      expected, found: of one shape. NaN agrees with NaN, and an infinity with itself.
+      tolerance, dtype, slack: as in `difference`; the tolerance is not that of sets.
+    """
     if expected.size == 0:
         return None
     exact = tolerance["compare"] == "bits"
@@ -44,19 +76,31 @@ def difference(
     if not wrong.any():
         return None
     place = np.unravel_index(np.argmax(np.where(wrong, gap, -1)), gap.shape)
-    values = f"expected {expected[place]:.9g}, found {found[place]:.9g}"
-    return f"{wrong.sum()} of {wrong.size} numbers differ{bound}; the farthest at {[int(i) for i in place]}: {values}"
+    return Gap(wrong, tuple(int(i) for i in place), bound)
 
 
-def _differing_sets(expected: Tensor, found: Tensor) -> str | None:
+def both_values(expected: Tensor, found: Tensor, place: tuple[Any, ...]) -> str:
+    """The expected number and the one that was found at a place, in words."""
+    return f"expected {expected[place].astype(np.float64):.9g}, found {found[place].astype(np.float64):.9g}"
+
+
+def other_sets(expected: Int[np.ndarray, "... J"], found: Int[np.ndarray, "... J"]) -> Bool[np.ndarray, "..."]:
+    """Which selections are another set than the expected one, or have an id another number of times."""
+    return np.any(np.sort(expected, axis=-1) != np.sort(found, axis=-1), axis=-1)
+
+
+def ids_in(selection: Int[np.ndarray, " J"]) -> list[int]:
+    """The ids of a selection in ascending order, without its unused slots."""
+    return sorted(int(i) for i in selection if i >= 0)
+
+
+def _first_other_set(expected: Tensor, found: Tensor) -> str | None:
     """The first selection of a query that is another set, or has an id twice."""
-    ordered, given = np.sort(expected, axis=-1), np.sort(found, axis=-1)
-    wrong = np.any(ordered != given, axis=-1)
+    wrong = other_sets(expected, found)
     if not wrong.any():
         return None
     place = tuple(int(i) for i in np.argwhere(wrong)[0])
-    ids = lambda x: [int(i) for i in x[place] if i >= 0]
     return (
         f"{wrong.sum()} of {wrong.size} selections differ; the first at {list(place)}: "
-        f"expected blocks {ids(ordered)}, found {ids(given)}"
+        f"expected blocks {ids_in(expected[place])}, found {ids_in(found[place])}"
     )

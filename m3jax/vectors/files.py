@@ -17,7 +17,8 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 _MOST_FILE_BYTES = 1 << 30
 _DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I32": "int32", "I64": "int64", "U32": "uint32", "F8_E4M3": "float8_e4m3fn",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F16": "float16",
     "BF16": "bfloat16", "F32": "float32", "F64": "float64",
 }  # fmt: skip
 _CODES = {name: code for code, name in _DTYPES.items()}
@@ -46,11 +47,11 @@ def packed(arrays: Arrays) -> bytes:
     return b"".join((len(header).to_bytes(8, "little"), header, *pieces))
 
 
-def unpacked(data: bytes, place: str) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file.
+def unpacked(data: bytes | memoryview, place: str) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file, which share its memory.
 
     Args:
-      data: the whole file.
+      data: the whole file, or a view of where it is mapped.
       place: its name, for errors.
 
     Raises:
@@ -60,7 +61,7 @@ def unpacked(data: bytes, place: str) -> dict[str, np.ndarray]:
     if len(data) < 8 or not 2 <= size <= len(data) - 8:
         raise ValueError(f"{place}: {len(data)} bytes are no safetensors file, or only its beginning; make it again")
     try:
-        entries = json.loads(data[8 : 8 + size])
+        entries = json.loads(bytes(data[8 : 8 + size]))
         entries.pop("__metadata__", None)
         arrays = {name: _array(entry, data, 8 + size) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -68,7 +69,7 @@ def unpacked(data: bytes, place: str) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _array(entry: Mapping[str, Any], data: bytes, start: int) -> Shaped[np.ndarray, "..."]:
+def _array(entry: Mapping[str, Any], data: bytes | memoryview, start: int) -> Shaped[np.ndarray, "..."]:
     first, end = entry["data_offsets"]
     if not 0 <= first <= end <= len(data) - start:
         raise ValueError(f"it ends at byte {len(data)}, before the {start + end} that its header speaks of")

@@ -1,0 +1,110 @@
+"""Dumps as files: named arrays in safetensors or npz, in one file or a folder, or in one file for each rank."""
+
+import mmap
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Shaped
+
+from m3jax.messages import printable, shown
+from m3jax.vectors.files import unpacked
+
+_SUFFIXES = (".safetensors", ".npz")
+_RANK = re.compile(r"(?:^|[^a-z])(?:rank|tp)[-_]?(\d{1,4})(?!\d)", re.IGNORECASE)
+
+
+class Stored(NamedTuple):
+    """One array of a dump.
+
+    Attributes:
+      file: where it stands.
+      ranks: the array as each rank of a divided model has it; one where the model is not divided.
+    """
+
+    file: Path
+    ranks: list[Shaped[np.ndarray, "..."]]
+
+
+def read_dump(place: Path) -> dict[str, Stored]:
+    """All arrays of a dump by name; large files are mapped, not read.
+
+    Args:
+      place: a safetensors or npz file, or a folder of them. Of files that are called rank0, rank1, ... (or tp0, ...)
+        the arrays of one name are what the ranks have.
+
+    Raises:
+      ValueError: no such file, none in the folder, one that is damaged or of another kind, no array in any, or a name
+        that stands in several files which are not called by ranks.
+      OSError: a file that cannot be read.
+    """
+    where = printable(str(place))
+    if place.is_dir():
+        files = sorted(path for path in place.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+        if not files:
+            raise ValueError(f"{where}: an empty dump, no .safetensors and no .npz file in this folder")
+    elif place.is_file():
+        files = [place]
+    else:
+        raise ValueError(f"{where}: there is no such file or folder")
+    pieces: dict[str, list[tuple[Path, np.ndarray]]] = {}
+    for file in files:
+        for name, array in _arrays(file):
+            pieces.setdefault(name, []).append((file, array))
+    if not pieces:
+        raise ValueError(f"{where}: an empty dump, without a single array")
+    return {name: Stored(found[0][0], _by_rank(name, found)) for name, found in pieces.items()}
+
+
+def _by_rank(name: str, found: list[tuple[Path, np.ndarray]]) -> list[np.ndarray]:
+    """The arrays of one name in the order of their files' ranks."""
+    if len(found) == 1:
+        return [found[0][1]]
+    ranks = {}
+    for file, array in found:
+        match = _RANK.search(file.stem)
+        if match is None or int(match[1]) in ranks:
+            files = " and ".join(printable(file.name) for file, _ in found[:2])
+            raise ValueError(f"{files} both have {shown(name)}; call the files of ranks rank0, rank1, ...")
+        ranks[int(match[1])] = array
+    if sorted(ranks) != [*range(len(ranks))]:
+        folder = printable(str(found[0][0].parent))
+        raise ValueError(f"{folder}: {shown(name)} is there for ranks {sorted(ranks)}, not for every one from 0 on")
+    return [array for _, array in sorted(ranks.items())]
+
+
+def _arrays(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of one file, each of numbers."""
+    where = printable(str(file))
+    if file.suffix not in _SUFFIXES:
+        raise ValueError(f"{where}: neither a .safetensors nor a .npz file; docs/compare.md says how to dump")
+    if file.suffix == ".npz":
+        yield from _of_npz(file, where)
+        return
+    with open(file, "rb") as stream:
+        empty = stream.seek(0, 2) == 0  # which cannot be mapped
+        data = b"" if empty else memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+    yield from unpacked(data, where).items()
+
+
+def _of_npz(file: Path, where: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of an npz file; what numpy kept of bfloat16, two bytes without a meaning, is bfloat16 again."""
+    try:
+        with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("a single array without a name")
+            for name in archive.files:
+                array = archive[name]
+                array = array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array
+                if array.dtype.kind not in "biuf" and array.dtype != ml_dtypes.bfloat16:
+                    raise ValueError(f"{shown(name)} has dtype {array.dtype}, which are no real numbers")
+                yield name, array
+    except (ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{where}: no npz file of arrays, or a damaged one ({shown(str(error))}); dump again"
+        ) from None

@@ -1,0 +1,88 @@
+"""Selections that are another set than the reference's, and whether rounding can have made them so."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from m3jax.vectors.compare import other_sets
+
+
+class Flips(NamedTuple):
+    """Which selections of one quantity are others. Q are tokens, or tokens and KV heads, one after the other.
+
+    Attributes:
+      is_other: selections that are another set.
+      gap: of those, by how much the reference's scores of what was dropped lie above those of what came instead: so
+        much the scores must be wrong together. Infinite where the number of ids differs, where an id is there twice or
+        a forced one is missing, and where no scores are known; 0 for the rest.
+      is_inside: those of a gap that roundings explain.
+    """
+
+    is_other: Bool[np.ndarray, " Q"]
+    gap: Float[np.ndarray, " Q"]
+    is_inside: Bool[np.ndarray, " Q"]
+
+
+def find_flips(
+    expected: Int[np.ndarray, "Q J"],
+    found: Int[np.ndarray, "Q L"],
+    scores: Float[np.ndarray, "Q M"] | None,
+    rtol: float,
+    atol: float,
+) -> Flips:
+    """Compare selections as sets.
+
+    Args:
+      expected: the reference's, -1 for an unused slot.
+      found: the other side's; it may have another number of slots.
+      scores: what the reference ranked: of everything that a query may choose from, inf for what it must choose, -inf
+        for what it must not. None where they are not known.
+      rtol, atol: what one score may be off. Two of them decide a flip, so the margin is twice that.
+    """
+    slots = max(expected.shape[-1], found.shape[-1])
+    pad = lambda ids: np.pad(ids, ((0, 0), (0, slots - ids.shape[-1])), constant_values=-1)
+    is_other = other_sets(pad(expected), pad(found))
+    gap, is_inside = np.zeros(len(is_other)), np.zeros(len(is_other), bool)
+    queries = np.flatnonzero(is_other)
+    if scores is None or not len(queries):
+        gap[queries] = np.inf
+        return Flips(is_other, gap, is_inside)
+    ranked = np.where(
+        np.isnan(scores[queries]), -np.inf, scores[queries].astype(np.float64)
+    )  # NaN is below all numbers
+    count = ranked.shape[-1]
+    given = found[queries]
+    kept, taken = _counts(expected[queries], count), _counts(np.where(given < count, given, -1), count)  # [Q M]
+    highest_lost = np.max(np.where((kept > 0) & (taken == 0), ranked, -np.inf), axis=-1)
+    lowest_new = np.min(np.where((taken > 0) & (kept == 0), ranked, np.inf), axis=-1)
+    is_exchange = (kept.sum(-1) == taken.sum(-1)) & (taken.max(-1) <= 1)
+    with np.errstate(invalid="ignore"):
+        difference = np.maximum(highest_lost - lowest_new, 0.0)
+        size = np.maximum(np.abs(highest_lost), np.abs(lowest_new))
+        gap[queries] = np.where(is_exchange & np.isfinite(difference), difference, np.inf)
+        is_inside[queries] = np.isfinite(gap[queries]) & (gap[queries] <= 2 * (atol + rtol * size))
+    return Flips(is_other, gap, is_inside)
+
+
+def _counts(ids: Int[np.ndarray, "Q J"], count: int) -> Int[np.ndarray, "Q M"]:
+    """How often each of `count` ids is in each selection."""
+    out = np.zeros((len(ids), count + 1), np.int64)
+    np.add.at(out, (np.arange(len(ids))[:, None], np.where(ids < 0, count, ids)), 1)
+    return out[:, :count]
+
+
+def block_ranks(
+    scores: Float[np.ndarray, "X K M"], positions: Int[np.ndarray, " X"], block_size: int, local: int, init: int
+) -> Float[np.ndarray, "X K M"]:
+    """Scores as selection ranks them: inf for blocks that are forced, -inf for those that a query does not see.
+
+    Args:
+      scores: of blocks.
+      positions: of the tokens.
+      block_size: P.
+      local, init: how many blocks are forced at the query's end, and at the beginning.
+    """
+    ids, own = np.arange(scores.shape[-1]), (positions // block_size)[:, None, None]
+    ranked = np.where((ids > own - local) | (ids < init), np.inf, scores)
+    return np.where(ids <= own, ranked, -np.inf)

@@ -1,0 +1,204 @@
+"""What mistake a difference looks like, if it looks like one that engines have made; each is tried on the numbers."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from jaxtyping import Int, Shaped
+
+from m3jax.compare.pairs import Pair, are_close
+from m3jax.compare.quantities import Quantity
+from m3jax.vectors.compare import other_sets
+
+Tensor = Shaped[np.ndarray, "..."]
+_MOST_STEP = 16  # tokens of one step of decode
+
+
+def hint(pair: Pair, found: Quantity) -> str | None:
+    """The first mistake that explains a quantity's difference, in one sentence.
+
+    Args:
+      pair: the two sides.
+      found: a quantity of both that differs.
+    """
+    one, other, tokens = pair.arrays(found.name)
+    if found.kind == "blocks":
+        guesses = _of_blocks(pair, found, one, other)
+    elif found.kind == "expert_ids":
+        guesses = _of_sets(one, other, "experts")
+    else:
+        guesses = _of_numbers(pair, found, one, other, tokens)
+    return next(guesses, None)
+
+
+def _of_sets(one: Int[np.ndarray, "X ... J"], other: Int[np.ndarray, "X ... J"], things: str) -> Iterator[str]:
+    """Mistakes of any selection."""
+    ordered = np.sort(other, axis=-1)
+    if repeated := int(np.any((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0), axis=-1).sum()):
+        yield f"{repeated} selections have an id twice (T4)"
+    valid, wanted = (other >= 0).sum(-1), (one >= 0).sum(-1)
+    if (valid > wanted).any():
+        yield f"{(valid > wanted).sum()} selections have more {things} than the reference's (T3)"
+    if (valid < wanted).any():
+        yield f"{(valid < wanted).sum()} selections have fewer {things} than the reference's (T23)"
+
+
+def _of_blocks(
+    pair: Pair, found: Quantity, one: Int[np.ndarray, "X K J"], other: Int[np.ndarray, "X K J"]
+) -> Iterator[str]:
+    """Mistakes of a selection of blocks."""
+    if any(not other_sets(one, turned).any() for turned in misread(other, pair.places[:, 0])):
+        yield "the axes of heads and tokens are taken for each other (T7)"
+    for layer in (found.layer - 1, found.layer + 1):
+        name = f"layers.{layer}.blocks"
+        if pair.has(name) and not other_sets(pair.arrays(name)[0], other).any():
+            yield f"the selection of layer {layer} (T25)"
+    is_shared = other.shape[1] > 1 and not other_sets(other, np.broadcast_to(other[:, :1], other.shape)).any()
+    if is_shared and other_sets(one, np.broadcast_to(one[:, :1], one.shape)).any():
+        yield "every KV head has the same selection (T1)"
+    for step in range(_MOST_STEP, 1, -1):
+        first = np.arange(len(other)) - pair.places[:, 1] % step
+        if (first >= 0).all() and not other_sets(other, other[first]).any() and other_sets(one, one[first]).any():
+            yield f"every {step} tokens share the selection of the first of them (T19)"
+    yield from _of_sets(one, other, "blocks")
+
+
+def misread(blocks: Int[np.ndarray, "X K J"], prompts: Int[np.ndarray, " X"]) -> list[Int[np.ndarray, "X K J"]]:
+    """A buffer of selections read with the order of tokens and heads mistaken, either way (T7).
+
+    Args:
+      blocks: as they were chosen.
+      prompts: of each token. A buffer holds one prompt, or all of them.
+    """
+    ends = np.flatnonzero(np.diff(prompts)) + 1
+    parts = {len(cuts): np.split(blocks, cuts) for cuts in (ends, ends[:0])}
+
+    def as_if_by_head(part: Int[np.ndarray, "T K J"]) -> Int[np.ndarray, "T K J"]:
+        tokens, heads, slots = part.shape
+        return np.ascontiguousarray(part).reshape(heads, tokens, slots).swapaxes(0, 1)
+
+    def as_if_by_token(part: Int[np.ndarray, "T K J"]) -> Int[np.ndarray, "T K J"]:
+        return np.ascontiguousarray(part.swapaxes(0, 1)).reshape(part.shape)
+
+    return [
+        np.concatenate([read(x) for x in some]) for some in parts.values() for read in (as_if_by_head, as_if_by_token)
+    ]
+
+
+def _of_numbers(
+    pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: Int[np.ndarray, " X"]
+) -> Iterator[str]:
+    """Mistakes of numbers: those of one quantity first, then those that any can have."""
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    if found.kind == "attention":
+        yield from _of_attention(pair, found, one, other, tokens)
+    if found.kind == "block_scores":
+        yield from _of_scores(pair, found, one, other, tokens)
+    if found.kind == "taps":
+        yield from _of_taps(pair, other, tokens)
+    twin = {"gate": "up", "up": "gate", "k": "v", "v": "k"}.get(found.kind)
+    name = f"layers.{found.layer}.{twin}"
+    if pair.has(name) and are_close(pair.arrays(name)[0], other):
+        yield f"the reference's {twin}: the parts of a fused projection are taken for each other"
+    if (wrong := np.isnan(other) & ~np.isnan(one)).any():
+        yield f"{wrong.sum()} numbers are NaN"
+    is_number = np.isfinite(one) & np.isfinite(other)
+    x, y = one[is_number], other[is_number]
+    scale = float(x @ y / (x @ x)) if (x @ x) > 0 else 1.0
+    if abs(scale) > 1e-3 and not are_close(x, y) and are_close(scale * x, y):
+        yield f"all of it is {scale:.4g} times the reference's"
+    flat = other.reshape(len(other), -1)
+    if (empty := np.flatnonzero(~flat.any(-1) & one.reshape(len(one), -1).any(-1))).size:
+        yield f"0 at {len(empty)} of {len(other)} tokens, the first at {pair.where(tokens[empty[0]])}"
+    if found.kind in ("q", "k", "index_q", "index_k"):
+        lengths = np.linalg.norm(one, axis=-1), np.linalg.norm(other, axis=-1)
+        if are_close(*lengths, share=1e-2):
+            yield "every vector has its length and another direction: RoPE (pairs, theta, rotated width or positions)"
+        # Dims that RoPE leaves alone.
+        rest = (x[..., 0 if pair.config is None else pair.config.rotary_dim :] for x in (one, other))
+        x, y = (part.reshape(-1, part.shape[-1]) for part in rest)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            factors = (x * y).sum(0) / (x * x).sum(0)
+        if pair.config is not None and x.size and not are_close(x, y) and are_close(x * factors, y):
+            yield "every dim that RoPE leaves alone has a factor of its own: another weight of the norm, or w for 1 + w"
+    if are_float8(y) and not are_float8(x):
+        yield "every number of it is one of float8_e4m3fn, times a power of two at most (T26)"
+    same_prompt = pair.places[tokens[1:], 0] == pair.places[tokens[:-1], 0]
+    if same_prompt.any():
+        if are_close(one[:-1][same_prompt], other[1:][same_prompt]):
+            yield "each token has what the one before it should have: off by one"
+        if are_close(one[1:][same_prompt], other[:-1][same_prompt]):
+            yield "each token has what the one after it should have: off by one"
+
+
+def _of_scores(pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: Int[np.ndarray, " X"]) -> Iterator[str]:
+    """What blocks would score with other index keys, or under another mask."""
+    with np.errstate(invalid="ignore"):
+        is_other = (one != other) & ~(np.abs(one - other) <= 1e-3 * np.abs(one) + 1e-6)
+    is_seen = ~np.isneginf(one)
+    empty = [m for m in range(one.shape[-1]) if is_seen[..., m].any() and not other[..., m][is_seen[..., m]].any()]
+    if empty:
+        yield f"the score is 0 for every query in {_listed(empty)}: no index keys are there (T16)"
+    if pair.config is not None:
+        own = pair.places[tokens, 1] // pair.config.index_block_size
+        is_own = np.arange(one.shape[-1]) == own[:, None, None]
+        if is_other.any() and not (is_other & ~is_own).any():
+            yield "only queries' own blocks score otherwise: tokens behind the query speak in them (T2)"
+    scores = pair.scores_of(pair.b, found.layer, in_float8=True)
+    if scores is not None:
+        mine = scores[pair.index[tokens, 1]][..., : one.shape[-1]]
+        if mine.shape == one.shape and are_close(mine[is_seen], other[is_seen]):
+            yield "scores of index keys in float8_e4m3fn (T26)"
+
+
+def _listed(blocks: list[int]) -> str:
+    """Blocks in words, a run of them by its ends."""
+    if len(blocks) > 1 and blocks == [*range(blocks[0], blocks[-1] + 1)]:
+        return f"blocks {blocks[0]} to {blocks[-1]}"
+    return f"block{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}"
+
+
+def _of_attention(
+    pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: Int[np.ndarray, " X"]
+) -> Iterator[str]:
+    """What would be the output of another set of keys, for the side's own q, k and v."""
+    rows = pair.index[tokens, 1]
+    everything = pair.attention_of(pair.b, found.layer, None)
+    if everything is not None and not are_close(everything[rows], one) and are_close(everything[rows], other):
+        yield "dense attention over all keys: no block was left out (T18)"
+    blocks = pair.b.values.get(f"layers.{found.layer}.blocks")
+    for turned in [] if blocks is None else misread(blocks.array, pair.b.places[:, 0]):
+        guess = pair.attention_of(pair.b, found.layer, turned)
+        if guess is not None and are_close(guess[rows], other):
+            yield "attention over the chosen blocks with the axes of heads and tokens taken for each other (T7)"
+    if pair.config is not None:
+        error = np.linalg.norm((other - one).reshape(len(one), -1), axis=-1)
+        is_wrong = error > 1e-3 * np.linalg.norm(one.reshape(len(one), -1), axis=-1)
+        is_last = (pair.places[tokens, 1] + 1) % pair.config.index_block_size == 0
+        if is_wrong.any() and is_last.any() and not is_wrong[is_last].any():
+            yield "no mask behind a row's last token (T10): tokens that end a block agree, others do not"
+
+
+def _of_taps(pair: Pair, other: Tensor, tokens: Int[np.ndarray, " X"]) -> Iterator[str]:
+    """Which layers' outputs the taps are."""
+    streams = {0: pair.a.values.get("embedding")}
+    layers = [int(name.split(".")[1]) for name in pair.a.values if name.endswith(".output")]
+    streams |= {layer + 1: pair.a.values[f"layers.{layer}.output"] for layer in layers}
+    rows = pair.index[tokens, 0]
+    expected = pair.a.values["taps"].array[rows]
+    names = []
+    for taps in (expected, other):
+        near = lambda tap: [
+            n for n, value in streams.items() if value is not None and are_close(value.array[rows], tap)
+        ]
+        names.append([min(near(taps[:, c]), default=None) for c in range(taps.shape[1])])
+    if None not in names[0] + names[1] and names[0] != names[1]:
+        yield f"the streams after {names[1]} layers, the reference's those after {names[0]}"
+
+
+def are_float8(x: Tensor) -> bool:
+    """Whether all numbers have the few bits of float8_e4m3fn, under one power of two."""
+    x = x[(x != 0) & np.isfinite(x)]
+    if not x.size:
+        return False
+    fraction, _ = np.frexp(x)
+    return bool((fraction * 16 == np.rint(fraction * 16)).all())

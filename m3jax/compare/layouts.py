@@ -1,0 +1,198 @@
+"""Axes of an engine's array brought into the order of its quantity: all tokens, heads, the rest.
+
+Letters: B prompts, T tokens of the longest one (or more, where an engine pads further), X the tokens of all prompts,
+one after the other and without padding; those of `Quantity.axes` besides.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int, Shaped
+
+from m3jax.compare.quantities import Quantity
+
+Tensor = Shaped[np.ndarray, "..."]
+# Axes whose length is not the model's: blocks that are scored, slots, what a draft taps.
+_FREE = ("M", "J", "C")
+
+
+class Rows(NamedTuple):
+    """Which tokens a dump's arrays have.
+
+    Attributes:
+      is_token: of a padded array, which places are no padding.
+      places: (prompt, position) of each token, in the order in which arrays have them.
+    """
+
+    is_token: Bool[np.ndarray, "B T"]
+    places: Int[np.ndarray, "X 2"]
+
+
+class Layout(NamedTuple):
+    """One way in which an array may lie.
+
+    Attributes:
+      axes: of each of the array's axes: a letter, "1", or several letters with * between them, which are one axis.
+      parts: how many ranks share the letter that is divided; 1 where none is.
+      divided: that letter.
+    """
+
+    axes: tuple[str, ...]
+    parts: int = 1
+    divided: str | None = None
+
+
+def aligned(
+    found: Quantity, ranks: list[Tensor], rows: Rows, sizes: Mapping[str, int], axes: str | None = None
+) -> Tensor:
+    """An array with its axes in its quantity's order, and without padding.
+
+    Args:
+      found: which quantity it is.
+      ranks: as each rank has it, whole or a slice.
+      rows: which tokens it has.
+      sizes: of the letters that are known.
+      axes: how it lies, where that is known; else the first layout that fits, tokens before heads.
+
+    Raises:
+      ValueError: no layout fits, or ranks that all have the whole have different numbers.
+    """
+    spelled = [tuple(axes.split())] if axes else [*layouts(found.axes)]
+    # An engine may pad rows further than the longest prompt; what fits without that comes first.
+    for most, spelling in itertools.product((rows.is_token.shape[1], None), spelled):
+        if (layout := _fit(spelling, ranks, rows, sizes, most)) is not None:
+            return _in_order(found, _joined(found, ranks, layout, sizes), layout, rows, sizes)
+    shape = "" if len(ranks) == 1 else f" on each of {len(ranks)} ranks"
+    known = {letter: size for letter, size in sizes.items() if any(letter in axis for axis in found.axes)}
+    count, longest = len(rows.is_token), rows.is_token.shape[1]
+    need = ", ".join(f"{letter} = {size}" for letter, size in known.items())
+    hint = "" if known or len(found.axes) < 3 else "; --config FOLDER says the model's sizes"
+    raise ValueError(
+        f"{found.name} has shape {list(ranks[0].shape)}{shape}, which cannot be aligned with [{' '.join(found.axes)}] "
+        f"for X = {len(rows.places)} tokens of {count} prompts of up to {longest}{f', {need}' if need else ''}{hint}"
+    )
+
+
+def layouts(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The ways in which engines lay a quantity out, the usual ones first.
+
+    Args:
+      axes: in the quantity's order.
+    """
+    rest = axes[1:]
+    tokens = (("B", "T"), ("X",), ("1", "X"), ("B*T",))
+    yield from ((*first, *rest) for first in tokens)
+    if len(rest) == 2:
+        if rest[1] not in _FREE:
+            yield from ((*first, "*".join(rest)) for first in tokens)
+        yield from ((*first[:-1], rest[0], first[-1], rest[1]) for first in tokens)  # heads before tokens
+    if rest == ("I",):  # one head for all
+        yield from ((*first, "1", "I") for first in tokens)
+        yield from ((*first[:-1], "1", first[-1], "I") for first in tokens)
+
+
+def _fit(
+    spelling: tuple[str, ...], ranks: list[Tensor], rows: Rows, sizes: Mapping[str, int], most: int | None
+) -> Layout | None:
+    """A layout of this spelling that has the array's shape: whole on each rank, else with one letter divided.
+
+    Args:
+      spelling, ranks, rows, sizes: as in `aligned` and `Layout`.
+      most: how long a padded row may be; None for any length.
+    """
+    shape = ranks[0].shape
+    if len(spelling) != len(shape) or any(array.shape != shape for array in ranks):
+        return None
+    if _is_shape(shape, spelling, rows, sizes, most):
+        return Layout(spelling)
+    letters = {letter for axis in spelling for letter in axis.split("*")} - {"B", "T", "X", "1", *_FREE}
+    for letter in sorted(letters & sizes.keys()):
+        # More ranks than KV heads: neighbours have the same one.
+        parts = min(len(ranks), sizes[letter]) if letter == "K" else len(ranks)
+        can_divide = parts > 1 and sizes[letter] % parts == 0 and len(ranks) % parts == 0
+        if can_divide and _is_shape(shape, spelling, rows, {**sizes, letter: sizes[letter] // parts}, most):
+            return Layout(spelling, parts, letter)
+    return None
+
+
+def _is_shape(
+    shape: tuple[int, ...], spelling: tuple[str, ...], rows: Rows, sizes: Mapping[str, int], most: int | None
+) -> bool:
+    """Whether an array of this shape can lie in this way."""
+    prompts, longest = rows.is_token.shape
+    known = {**sizes, "B": prompts, "X": len(rows.places), "1": 1}
+    for axis, size in zip(spelling, shape, strict=True):
+        letters = axis.split("*")
+        if "T" in letters:
+            width = size if len(letters) == 1 else size // prompts
+            fits = width * (prompts if len(letters) == 2 else 1) == size and longest <= width <= (most or width)
+        elif any(letter in _FREE for letter in letters):
+            fits = size % prod(known.get(letter, 1) for letter in letters) == 0
+        elif all(letter in known for letter in letters):
+            fits = size == prod(known[letter] for letter in letters)
+        else:
+            fits = len(letters) == 1  # one axis of two unknown ones cannot be parted
+        if not fits:
+            return False
+    return True
+
+
+def _joined(found: Quantity, ranks: list[Tensor], layout: Layout, sizes: Mapping[str, int]) -> Tensor:
+    """The whole array of what the ranks have of it."""
+    if layout.divided is None:
+        other = [rank for rank, array in enumerate(ranks) if not _same(ranks[0], array)]
+        if other:
+            raise ValueError(f"{found.name}: ranks 0 and {other[0]} both have all of it, and other numbers")
+        return ranks[0]
+    axis = next(i for i, name in enumerate(layout.axes) if layout.divided in name.split("*"))
+    copies = len(ranks) // layout.parts
+    return np.concatenate([np.asarray(array) for array in ranks[::copies]], axis=axis)
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return np.ascontiguousarray(left).tobytes() == np.ascontiguousarray(right).tobytes()
+
+
+def _in_order(found: Quantity, array: Tensor, layout: Layout, rows: Rows, sizes: Mapping[str, int]) -> Tensor:
+    """From the layout's axes to the quantity's: [X ...]."""
+    prompts = len(rows.is_token)
+    known = {**sizes, "B": prompts, "1": 1}
+    shape, letters = [], []
+    for axis, size in zip(layout.axes, array.shape, strict=True):
+        parts = axis.split("*")
+        unknown = [letter for letter in parts if len(parts) > 1 and (letter in _FREE or letter == "T")]
+        rest = prod(known[letter] for letter in parts if letter not in unknown) if len(parts) > 1 else 1
+        shape += [size // rest if letter in unknown or len(parts) == 1 else known[letter] for letter in parts]
+        letters += parts
+    array = np.reshape(array, shape)
+    singles = tuple(i for i, letter in enumerate(letters) if letter == "1")
+    array = np.squeeze(array, axis=singles)
+    letters = [letter for letter in letters if letter != "1"]
+    is_padded = "B" in letters
+    front = ["B", "T"] if is_padded else ["X"]
+    array = np.transpose(array, [letters.index(letter) for letter in (*front, *found.axes[1:])])
+    if not is_padded:
+        return array
+    width = rows.is_token.shape[1]
+    return array[:, :width][rows.is_token]  # [B T ...] -> [X ...]
+
+
+def cut(found: list[Quantity], ranks: list[Tensor], sizes: Mapping[str, int]) -> dict[str, list[Tensor]] | None:
+    """The parts of a fused projection along its last axis, for each rank; None where the last axis has another length.
+
+    Args:
+      found: the parts in their order.
+      ranks: as each rank has the projection.
+      sizes: of all letters of the parts.
+    """
+    count = len(ranks)
+    share = lambda letter: max(sizes[letter] // count, 1) if letter in "NKW" else sizes[letter]
+    widths = [prod(share(letter) for letter in part.axes[1:]) for part in found]
+    if sum(widths) != ranks[0].shape[-1]:
+        return None
+    ends = np.cumsum(widths)[:-1]
+    pieces = [np.split(array, ends, axis=-1) for array in ranks]
+    return {part.name: [piece[i] for piece in pieces] for i, part in enumerate(found)}

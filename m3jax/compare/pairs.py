@@ -1,0 +1,175 @@
+"""Two sides' arrays at the tokens that both have, and what can be computed of them."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+from m3jax.compare.quantities import Quantity, quantity
+from m3jax.compare.sides import Side, Value
+from m3jax.config import M3Config
+from m3jax.msa import contiguous_index, walk_scores
+from m3jax.msa.definition import dense_attention, sparse_attention
+
+Tensor = Shaped[np.ndarray, "..."]
+# Of a prompt: attention by the definition holds all its scores at once.
+_MOST_TOKENS = 2048
+
+
+class Pair:
+    """The two sides of a comparison, token by token.
+
+    Attributes:
+      a: the reference.
+      b: what is in question.
+      config: of the model; None where nobody knows it.
+      index: for each token that both have, which one of a's and of b's it is [X 2].
+      places: its (prompt, position) [X 2].
+    """
+
+    def __init__(self, a: Side, b: Side, config: M3Config | None):
+        """Raises ValueError where the sides have no token in common, or other ids."""
+        self.a, self.b, self.config = a, b, config
+        of_b = {tuple(place): i for i, place in enumerate(b.places.tolist())}
+        shared = [(i, of_b[key]) for i, place in enumerate(a.places.tolist()) if (key := tuple(place)) in of_b]
+        if not shared or (len(shared) < max(len(a.places), len(b.places)) and not (a.has_some or b.has_some)):
+            counts = [f"{len(side.places)} tokens of {len(set(side.places[:, 0]))} prompts" for side in (a, b)]
+            raise ValueError(
+                f"A has {counts[0]}, B {counts[1]}; a dump with some of the tokens alone says which by positions, "
+                "[B T] or [X]"
+            )
+        self.index = np.array(shared)
+        self.places = a.places[self.index[:, 0]]
+        if a.tokens is not None and b.tokens is not None:
+            ids = a.tokens[self.index[:, 0]], b.tokens[self.index[:, 1]]
+            if (wrong := np.flatnonzero(ids[0] != ids[1])).size:
+                at = wrong[0]
+                raise ValueError(f"other tokens: at {self.where(at)} A has {ids[0][at]} and B has {ids[1][at]}")
+
+    def where(self, token: int | np.integer) -> str:
+        """A token's place in words."""
+        prompt, position = self.places[token].tolist()
+        return f"prompt {prompt + 1}, position {position}"
+
+    def has(self, name: str) -> bool:
+        """Whether both sides have a quantity."""
+        return name in self.a.values and name in self.b.values
+
+    def arrays(self, name: str) -> tuple[Tensor, Tensor, Int[np.ndarray, " Y"]]:
+        """A quantity of both sides, [Y ...] each, and which of the pair's tokens these are.
+
+        Raises:
+          ValueError: the two have other shapes.
+        """
+        which = [self._rows(side.values[name], column) for side, column in ((self.a, 0), (self.b, 1))]
+        has_both = (which[0] >= 0) & (which[1] >= 0)
+        one, other = (
+            side.values[name].array[rows[has_both]] for side, rows in zip((self.a, self.b), which, strict=True)
+        )
+        found = quantity(name)
+        if found.axes[-1] in ("M", "J"):
+            width = max(one.shape[-1], other.shape[-1])
+            filler = -1 if found.axes[-1] == "J" else -np.inf
+            pad = lambda x: np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])], constant_values=filler)
+            one, other = pad(one), pad(other)
+        if one.shape != other.shape:
+            shapes = f"{list(one.shape)} in A and {list(other.shape)} in B"
+            raise ValueError(f"{name} [{' '.join(found.axes)}] cannot be aligned: {shapes}")
+        tokens = np.flatnonzero(has_both)
+        if found.kind == "block_scores" and self.config is not None:
+            own = self.places[tokens, 1] // self.config.index_block_size  # what stands behind it may be anything
+            is_seen = np.arange(one.shape[-1]) <= own[:, None, None]
+            one, other = np.where(is_seen, one, -np.inf), np.where(is_seen, other, -np.inf)
+        return one, other, tokens
+
+    def _rows(self, value: Value, column: int) -> Int[np.ndarray, " X"]:
+        """For each token of the pair, its row in a value; -1 where that has none."""
+        row_of = np.full(int(self.index[:, column].max()) + 1, -1)
+        is_known = value.tokens < len(row_of)
+        row_of[value.tokens[is_known]] = np.arange(len(value.tokens))[is_known]
+        return row_of[self.index[:, column]]
+
+    def block_scores(self, layer: int) -> Float[np.ndarray, "X K M"] | None:
+        """What the reference ranked, or, where it does not say, the other side; None if neither does.
+
+        Args:
+          layer: counted from 0.
+        """
+        for side, column in ((self.a, 0), (self.b, 1)):
+            if (value := side.values.get(f"layers.{layer}.block_scores")) is not None:
+                return value.array[self._rows(value, column)]
+            if (scores := self.scores_of(side, layer)) is not None:
+                return scores[self.index[:, column]]
+        return None
+
+    def scores_of(self, side: Side, layer: int, in_float8: bool = False) -> Float[np.ndarray, "X K M"] | None:
+        """The scores of blocks that a side's index queries and keys give; None where it has not all of them.
+
+        Args:
+          side: one of the pair's.
+          layer: counted from 0.
+          in_float8: whether the keys are rounded to float8_e4m3fn before.
+        """
+        names = [f"layers.{layer}.{kind}" for kind in ("index_q", "index_k")]
+        if self.config is None or not all(name in side.values for name in names) or not is_whole(side):
+            return None
+        score, size = self.config.index_score_type, self.config.index_block_size
+        blocks = -(-int(side.places[:, 1].max() + 1) // size)
+        out = np.full((len(side.places), self.config.num_key_value_heads, blocks), -np.inf)
+        for tokens in of_prompts(side):
+            q, k = (jnp.asarray(side.values[name].array[tokens], jnp.float32)[None] for name in names)
+            k = k.astype(jnp.float8_e4m3fn).astype(jnp.float32) if in_float8 else k
+            positions, lengths = jnp.arange(len(tokens))[None], jnp.array([len(tokens)])
+            scores = walk_scores(q, contiguous_index(k, size), positions, lengths, score)[0]
+            out[tokens, :, : scores.shape[-1]] = np.moveaxis(np.asarray(scores), 0, 1)  # [K T M] -> [T K M]
+        return out
+
+    def attention_of(self, side: Side, layer: int, blocks: Tensor | None) -> Tensor | None:
+        """What attention gives for a side's own q, k and v at each of its tokens; None where that cannot be had.
+
+        Args:
+          side: one of the pair's.
+          layer: counted from 0.
+          blocks: chosen blocks [X K J]; None for all of them.
+        """
+        names = [f"layers.{layer}.{kind}" for kind in "qkv"]
+        if self.config is None or not all(name in side.values for name in names) or not is_whole(side):
+            return None
+        out = []
+        for tokens in of_prompts(side):
+            if len(tokens) > _MOST_TOKENS:
+                return None
+            q, k, v = (jnp.asarray(side.values[name].array[tokens], jnp.float32)[None] for name in names)
+            where = jnp.arange(len(tokens))[None], jnp.array([len(tokens)])
+            if blocks is None:
+                out.append(dense_attention(q, k, v, *where)[0])
+            else:
+                chosen = jnp.asarray(np.moveaxis(blocks[tokens], 0, 1), jnp.int32)[None]  # [T K J] -> [1 K T J]
+                out.append(sparse_attention(q, k, v, chosen, *where, block_size=self.config.index_block_size)[0])
+        return np.concatenate([np.asarray(one) for one in out])
+
+
+def of_prompts(side: Side) -> list[Int[np.ndarray, " T"]]:
+    """Which of a side's tokens each prompt has, in the order of positions."""
+    prompts = side.places[:, 0]
+    return [np.flatnonzero(prompts == prompt) for prompt in np.unique(prompts)]
+
+
+def is_whole(side: Side) -> bool:
+    """Whether a side has all tokens of its prompts, from position 0 on."""
+    return all((side.places[tokens, 1] == np.arange(len(tokens))).all() for tokens in of_prompts(side))
+
+
+def are_close(expected: Tensor, found: Tensor, share: float = 1e-3) -> bool:
+    """Whether two arrays are the same but for roundings: far nearer to one another than either is to 0."""
+    if expected.shape != found.shape or not np.isfinite(found).all():
+        return False
+    expected, found = expected.astype(np.float64), found.astype(np.float64)
+    return bool(np.linalg.norm(expected - found) <= share * np.linalg.norm(expected))
+
+
+def at(found: Quantity, place: Sequence[int | np.integer]) -> str:
+    """The place of a number, or of a selection, in words, but for its token."""
+    words = {"N": "head", "K": "KV head", "M": "block", "E": "expert", "A": "choice", "C": "tap", "V": "token id"}
+    return "".join(f", {words.get(letter, 'dim')} {i}" for letter, i in zip(found.axes[1:], place[1:], strict=False))

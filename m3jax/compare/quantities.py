@@ -1,0 +1,66 @@
+"""What lies between tokens and logits, by name, in the order in which a model computes it."""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+# Of each layer. Letters are those of CONTRIBUTING.md, and X all tokens of all prompts; W is the hidden width of the MLP
+# that every token goes through: that of a dense layer, or the shared expert.
+_LAYER = {
+    "input": "X D", "attention_norm": "X D",
+    # before norm and RoPE
+    "q_proj": "X N H", "k_proj": "X K H", "v": "X K H", "index_q_proj": "X K I", "index_k_proj": "X I",
+    # after the norm, before RoPE
+    "q_normed": "X N H", "k_normed": "X K H", "index_q_normed": "X K I", "index_k_normed": "X I",
+    "q": "X N H", "k": "X K H", "index_q": "X K I", "index_k": "X I",
+    "block_scores": "X K M", "blocks": "X K J", "attention": "X N H", "attention_out": "X D",
+    "ffn_input": "X D", "ffn_norm": "X D", "router_logits": "X E", "router_scores": "X E", "expert_ids": "X A",
+    "expert_weights": "X A", "gate": "X W", "up": "X W", "ffn_out": "X D", "output": "X D",
+}  # fmt: skip
+_BEFORE, _AFTER = {"embedding": "X D"}, {"taps": "X C D", "final_norm": "X D", "logits": "X V"}
+LAYER_NAMES = tuple(_LAYER)
+# The residual stream, and what a layer adds to it: an error there goes on into all that follows.
+STREAM = ("attention", "attention_out", "ffn_out", "output")
+_NAME = re.compile(r"layers\.(\d{1,5})\.(\w+)")
+
+
+class Quantity(NamedTuple):
+    """One named value.
+
+    Attributes:
+      name: as in `M3.intermediates`, with the layer before it: "layers.3.blocks".
+      axes: a letter for each, tokens first.
+      layer: counted from 0; None before the first and after the last.
+      kind: the name without the layer.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    layer: int | None
+    kind: str
+
+
+def quantity(name: str) -> Quantity | None:
+    """The quantity of a name, if it is one."""
+    if name in _BEFORE or name in _AFTER:
+        return Quantity(name, tuple((_BEFORE | _AFTER)[name].split()), None, name)
+    match = _NAME.fullmatch(name)
+    if match is None or match[2] not in _LAYER:
+        return None
+    return Quantity(f"layers.{int(match[1])}.{match[2]}", tuple(_LAYER[match[2]].split()), int(match[1]), match[2])
+
+
+def in_order(names: Iterable[str]) -> list[Quantity]:
+    """Quantities in the order of computation.
+
+    Args:
+      names: of quantities, all of them known.
+    """
+    kinds = [*_LAYER]
+
+    def place(found: Quantity) -> tuple[int, int, int]:
+        if found.layer is not None:
+            return 1, found.layer, kinds.index(found.kind)
+        return (0, 0, 0) if found.kind in _BEFORE else (2, 0, [*_AFTER].index(found.kind))
+
+    return sorted({name: quantity(name) for name in names}.values(), key=place)

@@ -1,0 +1,256 @@
+"""The comparison itself: quantity by quantity in the order of computation, and what it comes to in the logits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Shaped
+
+from m3jax.compare.flips import block_ranks, find_flips
+from m3jax.compare.hints import hint
+from m3jax.compare.pairs import Pair, at
+from m3jax.compare.quantities import STREAM, Quantity, in_order
+from m3jax.compare.sides import Side
+from m3jax.config import M3Config
+from m3jax.messages import printable
+from m3jax.vectors.compare import both_values, farthest, ids_in, other_sets
+from m3jax.vectors.tolerances import TOLERANCES
+
+Tensor = Shaped[np.ndarray, "..."]
+_SETS = ("blocks", "expert_ids")
+_CHUNK = 256  # tokens whose logits are looked at together
+
+
+class Difference(NamedTuple):
+    """The first quantity beyond its tolerance.
+
+    Attributes:
+      name: of the quantity.
+      what: how much of it differs, and in another sentence where and both values.
+      kind: what mistake it looks like, or None.
+    """
+
+    name: str
+    what: tuple[str, str]
+    kind: str | None
+
+
+@dataclass
+class Layer:
+    """What differs in one layer.
+
+    Attributes:
+      errors: by kind of quantity (`STREAM`), the root mean square of the difference over that of the reference.
+      blocks: how many selections of blocks there are, how many flipped inside the margin, or at a token where another
+        one had before, and how many outside.
+      experts: likewise.
+    """
+
+    errors: dict[str, float] = field(default_factory=dict)
+    blocks: tuple[int, int, int] | None = None
+    experts: tuple[int, int, int] | None = None
+
+
+class Logits(NamedTuple):
+    """What it comes to.
+
+    Attributes:
+      largest: difference of two logits, and the (prompt, position) where.
+      place: see largest.
+      mean_kl, most_kl: of the reference's distribution from the other, in nats, over tokens.
+      same: tokens at which both have the same most probable next token.
+      count: tokens.
+    """
+
+    largest: float
+    place: tuple[int, int]
+    mean_kl: float
+    most_kl: float
+    same: int
+    count: int
+
+
+@dataclass
+class Report:
+    """Where two sides part.
+
+    Attributes:
+      labels: of the two sides.
+      dtypes: likewise.
+      tokens: how many both sides have; of how many prompts.
+      prompts: see tokens.
+      compared: names of the quantities, in order of computation.
+      only: names that one side alone has, for each side.
+      unknown: names that no table knows, for each side.
+      beyond: names of the quantities beyond their tolerance, in order.
+      first: the first of them.
+      errors: of each compared quantity of numbers, as in `Layer`.
+      layers: by number.
+      excused: tokens that follow a flip inside the margin, which the tolerances do not judge from there on.
+      logits: what it comes to; None where one side has none.
+    """
+
+    labels: tuple[str, str]
+    dtypes: tuple[str, str]
+    tokens: int
+    prompts: int
+    compared: list[str] = field(default_factory=list)
+    only: tuple[list[str], list[str]] = ((), ())
+    unknown: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    beyond: list[str] = field(default_factory=list)
+    first: Difference | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    layers: dict[int, Layer] = field(default_factory=dict)
+    excused: int = 0
+    logits: Logits | None = None
+
+
+def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol: float | None) -> Report:
+    """Hold b against a.
+
+    Args:
+      a: the reference.
+      b: what is in question.
+      config: of the model, where it is known; without it no flip of blocks can be told from a rounding.
+      rtol, atol: for all numbers; by default those of `TOLERANCES["model"]` for the narrower of the two dtypes.
+
+    Raises:
+      ValueError: nothing to compare: no token or no quantity that both have, other tokens, or shapes that differ.
+    """
+    pair = Pair(a, b, config)
+    report = Report((a.label, b.label), (a.dtype, b.dtype), len(pair.places), len(np.unique(pair.places[:, 0])))
+    shared = in_order(name for name in a.values if name in b.values)
+    if not shared:
+        names = [printable(min(side.values)) for side in (a, b)]
+        raise ValueError(f"no quantity that both sides have: A has {names[0]} and others, B {names[1]} and others")
+    dtype = min(a.dtype, b.dtype, key=("bfloat16", "float32", "float64").index)
+    default = TOLERANCES["model"][dtype]
+    bounds = [default[0] if rtol is None else rtol, default[1] if atol is None else atol]
+    tolerance = {"compare": "close", "bfloat16": bounds, dtype: bounds}
+    missing = lambda one, other: [each.name for each in in_order(n for n in one.values if n not in other.values)]
+    report.only, report.unknown = (missing(a, b), missing(b, a)), (a.unknown, b.unknown)
+    report.compared = [each.name for each in shared]
+    is_excused = np.zeros(len(pair.places), bool)
+    for each in shared:
+        layer = Layer() if each.layer is None else report.layers.setdefault(each.layer, Layer())
+        if each.kind in _SETS:
+            what, flipped = _sets(pair, each, layer, *tolerance[dtype], is_excused)
+            is_excused |= flipped
+        else:
+            what, error = _numbers(pair, each, tolerance, dtype, is_excused)
+            report.errors[each.name] = error
+            if each.kind in STREAM:
+                layer.errors[each.kind] = error
+        if what is not None:
+            report.beyond.append(each.name)
+            if report.first is None:
+                report.first = Difference(each.name, what, hint(pair, each))
+    report.excused = int(is_excused.sum())
+    if "logits" in report.compared:
+        report.logits = _logits(pair)
+    return report
+
+
+def _sets(
+    pair: Pair, found: Quantity, layer: Layer, rtol: float, atol: float, is_excused: Bool[np.ndarray, " X"]
+) -> tuple[tuple[str, str] | None, Bool[np.ndarray, " X"]]:
+    """What is wrong with selections, and which tokens have one that flipped inside the margin and none outside."""
+    one, other, tokens = pair.arrays(found.name)
+    if found.kind == "blocks":
+        scores = pair.block_scores(found.layer)
+        if scores is not None and pair.config is not None:
+            config, positions = pair.config, pair.places[:, 1]
+            rule = config.index_block_size, config.index_local_blocks, config.index_init_blocks
+            scores = block_ranks(scores, positions, *rule)
+    else:
+        name = f"layers.{found.layer}.router_scores"
+        sides = [(side, column) for side, column in ((pair.a, 0), (pair.b, 1)) if name in side.values]
+        scores = sides[0][0].values[name].array[pair.index[:, sides[0][1]]] if sides else None
+    by_query = lambda x: x.reshape(-1, x.shape[-1])
+    ranked = None if scores is None else by_query(scores[tokens])
+    flips = find_flips(by_query(one), by_query(other), ranked, rtol, atol)
+    heads = one.shape[1] if one.ndim == 3 else 1
+    by_token = lambda mask: mask.reshape(-1, heads).any(-1)
+    # What follows a flip inside the margin counts as inside, whatever its gap.
+    is_inside = flips.is_inside | (flips.is_other & np.repeat(is_excused[tokens], heads))
+    is_outside = flips.is_other & ~is_inside
+    inside, outside = int(is_inside.sum()), int(is_outside.sum())
+    setattr(layer, "blocks" if found.kind == "blocks" else "experts", (len(is_inside), inside, outside))
+    excused = np.zeros(len(pair.places), bool)
+    excused[tokens] = by_token(is_inside) & ~by_token(is_outside)
+    if not is_outside.any():
+        return None, excused
+    query = int(np.argmax(is_outside))
+    place = np.unravel_index(query, one.shape[:-1])
+    gap = flips.gap[query]
+    apart = f", scores {gap:.3g} apart" if np.isfinite(gap) else ""
+    things = "blocks" if found.kind == "blocks" else "experts"
+    what = f"{outside} of {len(is_outside)} selections differ beyond the margin, {inside} inside it"
+    values = f"expected {things} {ids_in(one[place])}, found {ids_in(other[place])}{apart}"
+    return (what, f"the first at {pair.where(tokens[place[0]])}{at(found, place)}: {values}"), excused
+
+
+def _numbers(
+    pair: Pair, found: Quantity, tolerance: Mapping[str, Any], dtype: str, is_excused: Bool[np.ndarray, " X"]
+) -> tuple[tuple[str, str] | None, float]:
+    """What is wrong with numbers at the tokens that are judged, and the error at all of them."""
+    one, other, tokens = pair.arrays(found.name)
+    is_judged = ~is_excused[tokens]
+    if found.kind == "expert_weights":
+        one, other, is_same = _by_expert(pair, found, one, other)
+        is_judged &= is_same
+    error = _relative_error(one, other)
+    gap = farthest(one[is_judged], other[is_judged], tolerance, dtype)
+    if gap is None:
+        return None, error
+    rows = np.flatnonzero(is_judged)
+    place = (int(rows[gap.place[0]]), *gap.place[1:])
+    off = rows[np.flatnonzero(gap.wrong.reshape(len(rows), -1).any(-1))]
+    what = f"{gap.wrong.sum()} of {one.size} numbers differ{gap.bound}, at {len(off)} of {len(one)} tokens"
+    first = f"from {pair.where(tokens[off[0]])} on"
+    farthest_at = f"the farthest at {pair.where(tokens[place[0]])}{at(found, place)}: {both_values(one, other, place)}"
+    return (f"{what} {first}", farthest_at), error
+
+
+def _by_expert(
+    pair: Pair, found: Quantity, one: Float[np.ndarray, "X A"], other: Float[np.ndarray, "X A"]
+) -> tuple[Float[np.ndarray, "X A"], Float[np.ndarray, "X A"], Bool[np.ndarray, " X"]]:
+    """Weights in the order of their experts' ids, and the tokens at which both sides have the same experts."""
+    name = f"layers.{found.layer}.expert_ids"
+    if name not in pair.a.values or name not in pair.b.values:
+        return np.sort(one, axis=-1), np.sort(other, axis=-1), np.ones(len(one), bool)
+    ids = pair.arrays(name)[:2]
+    orders = [np.argsort(x, axis=-1, kind="stable") for x in ids]
+    one, other = (np.take_along_axis(x, order, -1) for x, order in zip((one, other), orders, strict=True))
+    return one, other, ~other_sets(*ids)
+
+
+def _relative_error(one: Tensor, other: Tensor) -> float:
+    """The root mean square of the difference over that of the reference, where both are finite."""
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    is_number = np.isfinite(one) & np.isfinite(other)
+    size = float(np.linalg.norm(one[is_number]))
+    error = float(np.linalg.norm(other[is_number] - one[is_number]))
+    if not np.isfinite(other[np.isfinite(one)]).all():
+        return float("inf")
+    return error / size if size else (0.0 if not error else float("inf"))
+
+
+def _logits(pair: Pair) -> Logits:
+    """What all differences come to, a chunk of tokens at a time."""
+    one, other, tokens = pair.arrays("logits")
+    kl, same, largest, where = [], 0, -1.0, 0
+    for start in range(0, len(one), _CHUNK):
+        p, q = (x[start : start + _CHUNK].astype(np.float64) for x in (one, other))
+        gap = np.abs(p - q).max(-1)
+        gap = np.where(np.isnan(gap), np.inf, gap)
+        if gap.max() > largest:
+            largest, where = float(gap.max()), start + int(gap.argmax())
+        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        log_p, log_q = (x - x.max(-1, keepdims=True) for x in (p, q))
+        log_p, log_q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (log_p, log_q))
+        kl.append((np.exp(log_p) * (log_p - log_q)).sum(-1))
+    each = np.concatenate(kl)
+    place = tuple(int(i) for i in pair.places[tokens[where]])
+    return Logits(largest, place, float(each.mean()), float(each.max()), same, len(one))

@@ -1,0 +1,330 @@
+"""The diff tool: layouts, names, margins and verdicts, on arrays small enough to look at."""
+
+import itertools
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.dumps import TINY, VECTORS, golden, written
+
+from m3jax.compare.flips import find_flips
+from m3jax.compare.layouts import Rows, aligned, layouts
+from m3jax.compare.names import meanings
+from m3jax.compare.quantities import LAYER_NAMES, in_order, quantity
+from m3jax.compare.report import compare
+from m3jax.compare.running import compare_sides
+from m3jax.compare.sides import Source, side
+from m3jax.config import M3Config
+from m3jax.vectors.groups import model as model_group
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = M3Config.from_pretrained(TINY)
+SIZES = {"D": 7, "N": 6, "K": 3, "H": 5, "I": 4, "E": 8, "A": 2, "V": 9, "W": 10}
+
+
+def test_quantities_have_the_axes_of_the_golden_vectors():
+    """One letter, one meaning: [B T ...] there, tokens in one axis here."""
+    for name, axes in model_group.AXES.items():
+        if name == "tokens" or name.endswith(("last_kept", "first_dropped")):
+            continue
+        letters = axes.replace("B T", "X").replace("B K T", "X K").split()
+        assert [*quantity(name).axes] == letters, name
+
+
+def test_quantities_come_in_the_order_of_computation():
+    names = ["logits", "layers.10.q", "layers.2.output", "taps", "layers.2.input", "embedding", "final_norm"]
+    found = [each.name for each in in_order(names)]
+    assert found == ["embedding", "layers.2.input", "layers.2.output", "layers.10.q", "taps", "final_norm", "logits"]
+
+
+# Layouts
+
+
+def spelled(array: np.ndarray, axes: tuple[str, ...], spelling: tuple[str, ...], rows: Rows, pad: int) -> np.ndarray:
+    """An array [X ...] laid out in another way: written without a look at how `aligned` goes back."""
+    prompts = len(rows.is_token)
+    is_padded = any("B" in axis.split("*") for axis in spelling)
+    if is_padded:
+        whole = np.full((prompts, rows.is_token.shape[1] + pad, *array.shape[1:]), 99.0)
+        for x, (prompt, position) in zip(array, rows.places, strict=True):
+            whole[prompt, position] = x
+        array, names = whole, ["B", "T", *axes[1:]]
+    else:
+        names = ["X", *axes[1:]]
+    order = [name for axis in spelling for name in axis.split("*") if name != "1"]
+    array = np.transpose(array, [names.index(name) for name in order])
+    shape, sizes = [], dict(zip(order, array.shape, strict=True)) | {"1": 1}
+    for axis in spelling:
+        shape.append(int(np.prod([sizes[name] for name in axis.split("*")])))
+    return array.reshape(shape)
+
+
+def test_the_layouts_of_engines_are_known():
+    """Heads first, as kernels and llama.cpp have them; flat, as projections leave them; a head axis of one."""
+    heads, index_k = {*layouts(("X", "N", "H"))}, {*layouts(("X", "I"))}
+    assert {("X", "N", "H"), ("B", "T", "N*H"), ("B", "N", "T", "H"), ("N", "X", "H"), ("X", "N*H")} <= heads
+    assert {("B", "1", "T", "I"), ("X", "1", "I"), ("B*T", "I")} <= index_k
+
+
+@given(st.data())
+def test_every_layout_leads_back(data):
+    """Tokens or heads first, flat heads, padded or in a row, divided over ranks: the same numbers in their places."""
+    name = data.draw(
+        st.sampled_from([f"layers.0.{kind}" for kind in LAYER_NAMES if kind not in ("blocks", "block_scores")])
+    )
+    found = quantity(name)
+    lengths = data.draw(st.sampled_from([(11,), (13, 2), (1, 12, 4)]))
+    is_token = np.arange(max(lengths)) < np.array(lengths)[:, None]
+    rows = Rows(is_token, np.argwhere(is_token))
+    shape = [len(rows.places), *(SIZES[letter] for letter in found.axes[1:])]
+    array = np.arange(np.prod(shape), dtype=float).reshape(shape)
+    spelling = data.draw(st.sampled_from([*layouts(found.axes)]))
+    lying = spelled(array, found.axes, spelling, rows, data.draw(st.integers(0, 2)))
+    ranks = [lying]
+    divided = next((letter for letter in "NKWE" if letter in found.axes), None)
+    if divided is not None and data.draw(st.booleans()):
+        axis = next(i for i, part in enumerate(spelling) if divided in part.split("*"))
+        parts = SIZES[divided] if divided == "K" else 2
+        ranks = [x.copy() for x in np.split(lying, parts, axis)]
+        if divided == "K":  # more ranks than KV heads
+            ranks = [x for x in ranks for _ in range(2)]
+    back = aligned(found, ranks, rows, SIZES, axes=" ".join(spelling))
+    assert back.shape == array.shape and (back == array).all(), (name, spelling, len(ranks))
+    again = aligned(found, ranks, rows, SIZES)  # by shape alone: no two sizes here are equal
+    assert (again == array).all(), (name, spelling, len(ranks))
+
+
+# Margins
+
+
+def chosen(scores: np.ndarray, count: int) -> np.ndarray:
+    """The ids of the `count` largest scores of each query; of equal ones the lower id."""
+    return np.sort(np.argsort(-scores, axis=-1, kind="stable")[:, :count], axis=-1)
+
+
+@given(st.integers(0, 10_000), st.floats(0.0, 0.3))
+def test_every_flip_that_roundings_make_is_inside(seed, size):
+    """Scores that are off by no more than the tolerance flip selections inside the margin alone (T26)."""
+    draw = np.random.default_rng(seed)
+    scores = draw.normal(size=(40, 9)).round(1)  # with ties
+    noisy = scores + draw.uniform(-size, size, scores.shape)
+    flips = find_flips(chosen(scores, 3), chosen(noisy, 3), scores, 0.0, size + 1e-12)
+    assert (flips.is_inside == flips.is_other).all(), flips.gap[flips.is_other]
+
+
+@given(st.integers(0, 10_000))
+def test_a_gap_is_what_scores_must_be_wrong_by(seed):
+    """No smaller error of two scores gives a flipped selection: by search over all exchanges of a small case."""
+    draw = np.random.default_rng(seed)
+    scores, other = draw.normal(size=(1, 6)), np.sort(draw.permutation(6)[:3])[None]
+    expected = chosen(scores, 3)
+    flips = find_flips(expected, other, scores, 0.0, 0.0)
+    pairs = itertools.product(set(expected[0]) - set(other[0]), set(other[0]) - set(expected[0]))
+    needed = max((scores[0, lost] - scores[0, new] for lost, new in pairs), default=0.0)
+    assert flips.gap[0] == needed and flips.is_other[0] == (set(expected[0]) != set(other[0]))
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ([0, 1, 2, 4], "a block more (T3)"),
+        ([2, 4, -1, -1], "one too few (T23)"),
+        ([0, 4, 4, -1], "an id twice (T4)"),
+        ([0, 1, 2, -1], "the own block is not in (T3)"),
+        ([0, 2, 7, -1], "a block that there is not"),
+        ([2, 4, 5, -1], "a block behind the query"),
+    ],
+)
+def test_no_tolerance_excuses_another_kind_of_set(found, why):
+    """Only an exchange of scored blocks can be a rounding, however wide the tolerance."""
+    scores = np.array([[0.5, 0.5, 0.5, 0.1, np.inf, -np.inf]])
+    flips = find_flips(np.array([[0, 2, 4]]), np.array([found]), scores, 1.0, 10.0)
+    assert flips.is_other[0] and not flips.is_inside[0], f"inside the margin although {why}"
+
+
+def test_unknown_scores_excuse_nothing():
+    flips = find_flips(np.array([[0, 2]]), np.array([[1, 2]]), None, 1.0, 10.0)
+    assert flips.is_other[0] and not flips.is_inside[0] and np.isinf(flips.gap[0])
+
+
+def near_tie() -> tuple[dict, dict]:
+    """Golden values, and those of an engine that chose the other of two blocks whose scores nearly tie."""
+    right = golden(only=r"layers\.1\.(block_scores|blocks|attention|output)$|logits")
+    wrong = {name: array.copy() for name, array in right.items()}
+    blocks, scores = right["layers.1.blocks"], right["layers.1.block_scores"]
+    kept, own = blocks[0, 0, 20], 5
+    lost = min((m for m in kept if m != own), key=lambda m: scores[0, 0, 20, m])
+    new = next(m for m in range(own) if m not in kept)
+    scores[0, 0, 20, lost] = wrong["layers.1.block_scores"][0, 0, 20, lost] = scores[0, 0, 20, new] + 1e-5
+    wrong["layers.1.blocks"][0, 0, 20] = sorted([m for m in kept if m != lost] + [new])
+    wrong["layers.1.attention"][0, 20] += 1.0
+    wrong["logits"][0, 20] += 3.0
+    return right, wrong
+
+
+def test_what_follows_a_flip_inside_the_margin_is_not_judged(tmp_path):
+    """Of two near-equal blocks either is right, and so are the different numbers that follow at that token."""
+    right, wrong = near_tie()
+    a, b = written(tmp_path / "a.safetensors", right), written(tmp_path / "b.safetensors", wrong)
+    report = compare_sides(a, b, config=TINY)
+    assert report.beyond == [] and report.excused == 1 and report.layers[1].blocks == (176, 1, 0)
+    assert report.logits.largest == pytest.approx(3.0), "the effect on logits is told all the same"
+    wrong["layers.1.attention"][1, 7] += 1.0  # at a token that did not flip
+    written(tmp_path / "b.safetensors", wrong)
+    assert compare_sides(a, b, config=TINY).first.name == "layers.1.attention"
+
+
+# Names and whole dumps of other engines
+
+
+def as_vllm(values: dict[str, np.ndarray], ranks: int) -> list[dict[str, np.ndarray]]:
+    """The values of a live m3jax model as vLLM's modules have them on each rank: fused, flat, heads divided."""
+    flat = lambda x: x.reshape(-1, *x.shape[2:])
+    out: list[dict[str, np.ndarray]] = [{} for _ in range(ranks)]
+    part = lambda x, rank, axis=-1: np.array_split(x, ranks, axis)[rank]
+    for rank, own in enumerate(out):
+        own |= {"language_model.model.embed_tokens": flat(values["embedding"]), "tokens": flat(values["tokens"])}
+        own |= {"language_model.model.norm.0": flat(values["final_norm"])}
+        own |= {"language_model.lm_head": part(flat(values["logits"]), rank)}  # a slice of the vocabulary
+        for layer in range(3):
+            v = {name.removeprefix(f"layers.{layer}."): flat(x) for name, x in values.items() if f"s.{layer}." in name
+                 and "block" not in name}  # fmt: skip
+            is_sparse, at = "index_q" in v, f"language_model.model.layers.{layer}."
+            mlp = at + ("block_sparse_moe." if is_sparse else "mlp.")
+            heads = [part(v[name], rank, 1).reshape(88, -1) for name in ("q_proj", "k_proj", "v")]
+            if is_sparse:
+                heads += [part(v["index_q_proj"], rank, 1).reshape(88, -1), v["index_k_proj"]]
+                blocks = np.concatenate(np.moveaxis(values[f"layers.{layer}.blocks"], 1, 2))  # [X K J]
+                own[at + "self_attn.indexer"] = part(blocks.swapaxes(0, 1), rank, 0)  # [K X J]
+                own[mlp + "gate.0"] = v["router_logits"]
+            own[at + "self_attn.qkv_proj.0"] = np.concatenate(heads, -1)
+            own[at + "self_attn.attn"] = part(v["attention"], rank, 1).reshape(88, -1)
+            own[at + "self_attn.attn.input.0"] = part(v["q"], rank, 1).reshape(88, -1)
+            own[at + "input_layernorm.0"], own[at + "input_layernorm.1"] = v["attention_norm"], v["input"]
+            own[at + "0"] = v["ffn_out"]
+            up = mlp + ("shared_experts." if is_sparse else "")
+            own[up + "gate_up_proj.0"] = np.concatenate([part(v["gate"], rank), part(v["up"], rank)], -1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def live():
+    """All values of the tiny model on the golden prompts, as the tool's live side gives them."""
+    from m3jax.compare.live import run_m3jax
+
+    source = run_m3jax("live", str(TINY), golden(only="^$")["tokens"].tolist(), "float32", None)
+    return {name: ranks[0] for name, ranks in source.arrays.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_vllms_dump_is_read_whole(ranks, live, tmp_path):
+    """Fused projections, two streams, heads of each rank, more ranks than KV heads: every quantity is compared."""
+    if ranks == 4:  # two KV heads: ranks 0 and 1 have the first one
+        dumps = as_vllm(live, 2)
+        fused = "language_model.model.layers.1.self_attn.attn"
+        halves = [np.split(dump[fused].reshape(88, 2, 16), 2, 1) for dump in dumps]
+        dumps = [{fused: half.reshape(88, -1), "tokens": dumps[0]["tokens"]} for pair in halves for half in pair]
+        key = "language_model.model.layers.1.self_attn.indexer"
+        for rank, dump in enumerate(dumps):
+            dump[key] = as_vllm(live, 2)[rank // 2][key]
+    else:
+        dumps = as_vllm(live, ranks)
+    for rank, dump in enumerate(dumps):
+        written(tmp_path / "dump" / f"rank{rank}.safetensors", dump)
+    tokens = [row.tolist() for row in live["tokens"]]
+    report = compare_sides(f"m3jax:{TINY}", str(tmp_path / "dump"), tokens)
+    assert report.beyond == [] and report.unknown == ((), ()), report
+    expected = {1: 41, 2: 41, 4: 2}[ranks]
+    assert len(report.compared) == expected, report.compared
+    if ranks == 2:
+        dumps[1]["language_model.model.layers.2.self_attn.qkv_proj.0"][5, 48:64] *= -1  # v of the second KV head
+        written(tmp_path / "dump" / "rank1.safetensors", dumps[1])
+        first = compare_sides(f"m3jax:{TINY}", str(tmp_path / "dump"), tokens).first
+        assert first.name == "layers.2.v" and "position 5, KV head 1" in first.what[1], first
+
+
+def test_each_engines_names_are_told_apart():
+    """The table that knows most names is used: `layers.0.0` is a layer's output for one engine, not for another."""
+    stem = "model.layers.3."
+    found = meanings([stem + "0", stem + "1", stem + "self_attn.qkv_proj.0"])
+    assert [found[stem + tail].names for tail in ("0", "1")] == [("layers.3.ffn_out",), ("layers.3.ffn_input",)]
+    assert len(found[stem + "self_attn.qkv_proj.0"].names) == 5
+    found = meanings([stem + "0", stem + "mlp.gate.2", "model.vision_tower.layers.3.self_attn.q_proj"])
+    assert found[stem + "0"].names == ("layers.3.output",) and found[stem + "mlp.gate.2"].names == (
+        "layers.3.expert_ids",
+    )
+    assert len(found) == 2
+    found = meanings([stem + "mlp.topk.1", stem + "self_attn.index_qkv_proj.0", stem + "mlp"])
+    assert found[stem + "self_attn.index_qkv_proj.0"].names == ("layers.3.index_q_proj", "layers.3.index_k_proj")
+
+
+def test_the_map_of_the_page_names_llama_cpps_tensors(tmp_path):
+    """docs/compare.md's map is read, and leads to the quantities."""
+    page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    (names,) = re.findall(r"^```json\n(.*?)^```$", page, re.M | re.S)
+    (tmp_path / "names.json").write_text(names)
+    right = golden(only=r"layers\.\d\.(q|attention|expert_ids|output)$|logits|embedding")
+    flat = {name: x.reshape(88, *x.shape[2:]) for name, x in right.items()}
+    theirs = {"tokens": flat["tokens"], "inp_embd": flat["embedding"], "result_output": flat["logits"]}
+    for layer in range(3):
+        theirs |= {f"{a}-{layer}": flat[f"layers.{layer}.{b}"]
+                   for a, b in (("Qcur", "q"), ("kqv_out", "attention"), ("l_out", "output"))}  # fmt: skip
+        theirs |= {f"ffn_moe_topk-{layer}": flat[f"layers.{layer}.expert_ids"]} if layer else {}
+        theirs[f"kqv_out-{layer}"] = theirs[f"kqv_out-{layer}"].reshape(88, -1)
+    np.savez(tmp_path / "theirs.npz", **theirs)
+    tokens = [row.tolist() for row in right["tokens"]]
+    report = compare_sides(str(VECTORS), str(tmp_path / "theirs.npz"), tokens, names=tmp_path / "names.json")
+    assert report.beyond == [] and len(report.compared) == 13, report
+
+
+def test_bfloat16_survives_npz(tmp_path):
+    """numpy forgets what two bytes meant; the tool takes them for bfloat16, and its tolerance with them."""
+    right = golden(only="output$|logits")
+    kept = {name: x.astype(ml_dtypes.bfloat16) if x.dtype.kind == "f" else x for name, x in right.items()}
+    np.savez(tmp_path / "b.npz", **kept)
+    report = compare_sides(str(VECTORS), str(tmp_path / "b.npz"))
+    assert report.dtypes == ("float64", "bfloat16") and report.beyond == []
+    assert 1e-4 < report.errors["logits"] < 2**-8
+
+
+def test_some_tokens_alone_are_compared_with_theirs(tmp_path):
+    """A decode instance's tokens by their positions, padding among them, and logits of each prompt's last token."""
+    right = golden(only=r"layers\.\d\.(q|output)$")
+    some = {name: x[:, 30:] for name, x in right.items()}
+    some["positions"] = np.tile(np.arange(30, 44), (2, 1))
+    some["positions"][1, 9:] = -1
+    for name in ("layers.0.q", "layers.2.output"):
+        some[name] = some[name].copy()
+        some[name][1, 9:] = np.nan  # padding may be anything
+    report = compare_sides(str(VECTORS), written(tmp_path / "some.safetensors", some))
+    assert report.beyond == [] and report.tokens == 23
+    last = golden(only="^$") | {"logits": golden(only="logits")["logits"][:, -1]}
+    last["lengths"] = np.array([44, 44])
+    report = compare_sides(str(VECTORS), written(tmp_path / "last.safetensors", last))
+    assert report.beyond == [] and report.logits.count == 2
+    last["logits"] = last["logits"][::-1]
+    report = compare_sides(str(VECTORS), written(tmp_path / "last.safetensors", last))
+    assert report.first.name == "logits" and "prompt 1, position 43" in report.first.what[0]
+
+
+def test_order_of_experts_does_not_matter(tmp_path):
+    """Engines list a token's experts in any order, and its weights in the same one."""
+    right = golden(only="expert_")
+    turned = {name: x[..., ::-1] if "expert_" in name else x for name, x in right.items()}
+    assert compare_sides(str(VECTORS), written(tmp_path / "b.safetensors", turned)).beyond == []
+    turned["layers.1.expert_weights"] = right["layers.1.expert_weights"]
+    report = compare_sides(str(VECTORS), written(tmp_path / "b.safetensors", turned))
+    assert report.first.name == "layers.1.expert_weights"
+
+
+def test_a_tie_of_axes_is_told(tmp_path):
+    """As many tokens as KV heads: a buffer whose axes are swapped has the right shape, and the report says it (T7)."""
+    blocks = np.array([[[0, 1], [0, 2]], [[1, 2], [0, 1]]])  # [T K J]
+    make = lambda x: Source("x", {"layers.1.blocks": [x[None]], "tokens": [np.array([[1, 2]])]}, CONFIG)
+    sides = [side(make(x), CONFIG, None, {}) for x in (blocks.swapaxes(0, 1), blocks)]
+    report = compare(*sides, CONFIG, None, None)
+    assert "heads and tokens" in report.first.kind

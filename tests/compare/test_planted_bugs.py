@@ -1,0 +1,63 @@
+"""docs/compare.md's bugs: each is planted into an engine that is otherwise right, and the report is the page's."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from m3jax.compare.running import compare_sides
+from m3jax.compare.text import first_lines, lines_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^### (\w+)\n\n(.*?)^```\n$", PAGE, re.M | re.S))
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "plant_bugs.py"), run_name="plant_bugs")
+# The quantity that each bug spoils first: what computes it is where the bug is.
+FIRST = {
+    "right": None, "misread_topk": "attention", "index_keys_left_behind": "block_scores", "unmasked_tail": "attention",
+    "float8_index": "block_scores", "taps_off_by_one": "taps", "dense_fallback": "attention", "one_selection": "blocks",
+    "one_block_more": "blocks", "mask_after_pool": "block_scores", "wrong_page": "attention",
+    "shared_by_steps": "blocks",
+    "scale_forgotten": "attention", "merged_unweighted": "attention", "bias_in_weights": "expert_weights",
+    "no_clamp": "ffn_out", "rope_interleaved": "q", "norm_without_one": "q", "scale_byte_off": "ffn_out",
+    "selection_of_before": "blocks", "no_factor": "ffn_out",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """The dumps that the page's command writes."""
+    folder = tmp_path_factory.mktemp("planted")
+    SCRIPT["main"](["--out", str(folder)])
+    return folder
+
+
+def test_the_page_has_every_bug():
+    assert [*SECTIONS] == [bug.__name__ for bug in SCRIPT["BUGS"]] and FIRST.keys() == SECTIONS.keys()
+
+
+@pytest.mark.parametrize("bug", SCRIPT["BUGS"], ids=lambda bug: bug.__name__)
+def test_the_report_is_the_pages(bug, planted):
+    """Where the bug is, and the page's words and numbers; the right engine agrees."""
+    report = compare_sides(str(ROOT / "vectors"), str(planted / f"{bug.__name__}.safetensors"))
+    found, expected = None if report.first is None else report.first.name.split(".")[-1], FIRST[bug.__name__]
+    assert found == expected, f"{bug.__name__}: the first difference is in {found}, expected {expected}"
+    prose, _, shown = SECTIONS[bug.__name__].partition("```\n")
+    assert bug.__doc__ in " ".join(prose.split()), f"the page does not say what {bug.__name__} is: {bug.__doc__}"
+    assert shown.splitlines() == first_lines(report)
+
+
+def test_a_bug_of_float8_lies_inside_the_margin_of_float8(planted):
+    """Every flip of float8 index keys comes of scores that rtol 0.0625 allows; in float32 each is a bug (T26)."""
+    command = re.search(
+        r"^\$ python -m m3jax.compare vectors planted/(\S+) --rtol (\S+)\n(.*?)^```$", PAGE, re.M | re.S
+    )
+    a, b = str(ROOT / "vectors"), str(planted / command[1])
+    report = compare_sides(a, b, rtol=float(command[2]))
+    labelled = "\n".join(lines_of(report)).replace(a, "vectors").replace(b, f"planted/{command[1]}")
+    assert labelled + "\n" == command[3]
+    counts = [layer.blocks for layer in report.layers.values() if layer.blocks]
+    assert all(inside > 0 and outside == 0 for _, inside, outside in counts), counts
+    strict = [layer.blocks for layer in compare_sides(a, b).layers.values() if layer.blocks]
+    assert all(inside == 0 and outside > 0 for _, inside, outside in strict), strict
