@@ -19,7 +19,7 @@ __all__ = [
     "RecallBatches",
     "RecordTokens",
     "python_corpus",
-    "recall_probe",
+    "scatter",
 ]
 
 Batch = dict[str, np.ndarray]
@@ -128,67 +128,21 @@ class PlainBatches:
         return _stacked([_plain_targets(window.astype(np.int32)) for window in windows])
 
 
-def recall_probe(
-    corpus: Corpus, distance: int, count: int, seq_len: int, seed: int, distractors: int = 24
-) -> tuple[Int32[np.ndarray, "C T"], Int32[np.ndarray, " C"]]:
-    """Prompts that end in `# key ->`, each key defined once, a given number of tokens before.
-
-    Args:
-        corpus: where the code around comes from.
-        distance: tokens from the defining value to the answer, which is the token after the
-            prompt; from 5 to seq_len - 4.
-        count: number of prompts, C.
-        seq_len: tokens of a prompt, T.
-        seed: of the whole set, not negative.
-        distractors: other records, stated once each. 16 of them, or as many as there is room
-            for, come after the definition; the rest are spread over the prompt.
-
-    Returns:
-        The prompts, and the answers' token ids.
-
-    Raises:
-        ValueError: a distance that does not fit, or arguments out of range.
-    """
-    _check_positive(count=count)
-    _check_fits(corpus, seq_len)
-    if not RECORD_LENGTH <= distance <= seq_len - VALUE:
-        raise ValueError(
-            f"distance {distance} does not fit a prompt of {seq_len} tokens; give {RECORD_LENGTH} to {seq_len - VALUE}"
-        )
-    if not 0 <= distractors < len(corpus.records.words) // 2:
-        raise ValueError(f"distractors {distractors} is not between 0 and {len(corpus.records.words) // 2 - 1}")
-    rng = np.random.default_rng(seed)
-    probes = [_probe(rng, corpus, distance, seq_len, distractors) for _ in range(count)]
-    prompts, answers = zip(*probes, strict=True)
-    return np.stack(prompts), np.array(answers, np.int32)
-
-
-def _probe(
-    rng: np.random.Generator, corpus: Corpus, distance: int, seq_len: int, distractors: int
-) -> tuple[Int32[np.ndarray, " T"], int]:
-    """One prompt of `recall_probe` and its answer: code, the defining line, code, the question."""
-    tokens_after = distance - RECORD_LENGTH  # between the defining line and the question
-    tokens_before = seq_len - distance - VALUE  # before the defining line
-    # Records take 5/8 of either side at most.
-    wanted = max(min(distractors, 16), round(distractors * tokens_after / max(1, tokens_after + tokens_before)))
-    num_after = min(wanted, tokens_after // 8)
-    num_before = min(distractors - num_after, tokens_before // 8)
-    words = rng.permutation(corpus.records.words)[: 2 * (1 + num_after + num_before)].reshape(-1, 2)
-    records = corpus.records.write(keys=words[:, 0], values=words[:, 1])  # [1+before+after 5]
-    code_before = tokens_before - RECORD_LENGTH * num_before
-    code_after = tokens_after - RECORD_LENGTH * num_after
-    has_room = (corpus.newlines >= code_before) & (corpus.newlines <= len(corpus.tokens) - code_after)
-    middle = int(rng.choice(corpus.newlines[has_room]))
-    before = _scatter(rng, corpus, middle - code_before, code_before, records[1 : 1 + num_before])
-    after = _scatter(rng, corpus, middle, code_after, records[1 + num_before :])
-    question, answer = records[0, :VALUE], int(records[0, VALUE])
-    return np.concatenate([before, records[0], after, question]), answer
-
-
-def _scatter(
+def scatter(
     rng: np.random.Generator, corpus: Corpus, start: int, length: int, records: Int32[np.ndarray, "R 5"]
 ) -> Int32[np.ndarray, " S"]:
-    """A run of code with records between its lines, spread evenly by chance."""
+    """A run of code with records between its lines, spread evenly by chance.
+
+    Args:
+        rng: the source of all that is random in it.
+        corpus: where the code comes from.
+        start: index of its first token.
+        length: tokens of code, S - 5 R.
+        records: the lines, in order.
+
+    Returns:
+        The ids.
+    """
     code, places = corpus.chunk(start, length)
     wanted_offset = np.sort(rng.uniform(0, length, size=len(records)))
     row, _ = _splice(code, places[np.searchsorted(places, wanted_offset)], records)

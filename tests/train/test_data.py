@@ -15,7 +15,6 @@ from m3jax.train.data import (
     RecallBatches,
     RecordTokens,
     python_corpus,
-    recall_probe,
 )
 
 TOKENIZER = Tokenizer.from_pretrained(Path(__file__).parents[2] / "m3jax" / "assets" / "tiny")
@@ -187,27 +186,6 @@ def test_plain_batches_iterate(corpus: Corpus):
     assert len(list(batches)) == len(batches) > 0
 
 
-@given(st.sampled_from([5, 9, 41, 128, 300, 700, 1020]), st.integers(0, 1000))
-def test_probe_distance(corpus: Corpus, distance: int, seed: int):
-    prompts, answers = recall_probe(corpus, distance, 3, 1024, seed)
-    assert prompts.shape == (3, 1024) and answers.shape == (3,)
-    ids = corpus.records
-    for prompt, answer in zip(prompts, answers, strict=True):
-        key = prompt[-2]
-        assert prompt[-4:].tolist() == [ids.newline, ids.hash, key, ids.arrow]
-        records = records_of(corpus, prompt)
-        assert [(start, value) for start, k, value in records if k == key] == [(1024 - distance - 4, answer)]
-        assert len({k for _, k, _ in records}) == len(records)
-        if distance >= 300:
-            assert sum(start > 1024 - distance for start, _, _ in records) >= 15
-
-
-def test_probe_repeats(corpus: Corpus):
-    one, two = (recall_probe(corpus, 200, 4, 512, 3) for _ in range(2))
-    np.testing.assert_array_equal(one[0], two[0])
-    np.testing.assert_array_equal(one[1], two[1])
-
-
 def test_unknown_split():
     with pytest.raises(ValueError, match="split 'test' is unknown"):
         python_corpus("test")
@@ -249,18 +227,3 @@ def test_batch_that_does_not_exist(corpus: Corpus):
     plain = PlainBatches(corpus, 64, 1)
     with pytest.raises(IndexError):
         plain[len(plain)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"distance": 4}, "give 5 to 508"),
-        ({"distance": 509}, "give 5 to 508"),
-        ({"count": 0}, "count 0"),
-        ({"distractors": 1000}, "distractors 1000"),
-    ],
-)
-def test_wrong_probe(corpus: Corpus, arguments: dict, message: str):
-    given = {"distance": 100, "count": 1, "seq_len": 512, "seed": 0} | arguments
-    with pytest.raises(ValueError, match=message):
-        recall_probe(corpus, **given)

@@ -1,6 +1,6 @@
-"""The losses of training and what is measured of a model, against numpy in float64."""
+"""The losses of training, against numpy in float64."""
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,8 @@ import pytest
 from jax.test_util import check_grads
 from support import tiny
 
-from m3jax.train import evaluate, losses
-from m3jax.train.data import Corpus, RecordTokens
-from m3jax.train.losses import caught_mass, index_kl, next_token_loss
+from m3jax.train import losses
+from m3jax.train.losses import index_kl, next_token_loss
 from m3jax.train.step import TrainOptions
 from m3jax.train.step import losses as training_losses
 
@@ -121,31 +120,6 @@ def test_index_loss_does_not_read_beyond_the_lengths():
             np.testing.assert_array_equal(loss_of(x | poisoned, whole), loss_of(x, whole))
 
 
-def caught(x: dict[str, np.ndarray]) -> np.ndarray:
-    config = tiny.config("M", index_block_size=BLOCK)
-    args = (jnp.asarray(x[name]) for name in ("q", "k", "blocks", "positions", "lengths"))
-    return np.asarray(caught_mass(*args, config))
-
-
-@pytest.mark.parametrize("chunk", [1 << 26, 2000], ids=["at once", "chunks"])
-def test_caught_mass(monkeypatch, chunk):
-    """Padding catches nothing, for it attends to nothing."""
-    monkeypatch.setattr(losses, "_SCORE_BUDGET", chunk)
-    expected = np.zeros((BATCH, GROUPS, QUERIES))
-    for (b, t, g), teacher, _, _, chosen in rows(operands(), whole=True):
-        expected[b, g, t] = teacher[chosen].sum()
-    assert 0.1 < expected[0].mean() < 0.9
-    np.testing.assert_allclose(caught(operands()), expected, atol=1e-6)
-
-
-def test_all_blocks_catch_everything():
-    x, count = operands(), -(-KEYS // BLOCK)
-    every = np.broadcast_to(np.arange(count, dtype=np.int32), (BATCH, GROUPS, QUERIES, count))
-    real = (x["positions"] >= 0) & (x["positions"] < x["lengths"][:, None])
-    for group in np.moveaxis(caught(x | {"blocks": every}), 1, 0):
-        np.testing.assert_allclose(group, real, atol=1e-6)
-
-
 def test_next_token_loss():
     draw = np.random.default_rng(0)
     logits, targets = draw.normal(size=(2, 5, 7)).astype(np.float32), draw.integers(0, 7, (2, 5))
@@ -201,89 +175,3 @@ def test_no_gradient_leaks_between_trunk_and_index_branch(schedule):
 def test_recall_is_measured_not_trained():
     """The loss of recalled values alone is a metric; what trains is the language loss with its extra weights."""
     assert not any(np.any(grad) for grad in gradients("mask")["recall"].values())
-
-
-# What is measured
-
-WORDS = np.arange(8, 64, dtype=np.int32)
-
-
-def corpus() -> Corpus:
-    """Noise with line breaks, in the vocabulary of the tiny models."""
-    tokens = np.random.default_rng(0).integers(5, 8, 4000).astype(np.uint16)
-    newlines = np.arange(10, 3990, 10)
-    tokens[newlines] = 2
-    return Corpus(tokens, newlines, np.array([0]), RecordTokens(newline=2, hash=3, arrow=4, words=WORDS))
-
-
-@jax.tree_util.register_pytree_node_class
-class LooksUp:
-    """Answers with what followed the question's key at its first mention, plus an error."""
-
-    def __init__(self, error: int):
-        self.error = error
-
-    def tree_flatten(self):
-        return (), self.error
-
-    @classmethod
-    def tree_unflatten(cls, error, _):
-        return cls(error)
-
-    def hidden(self, tokens):
-        first = jnp.argmax(tokens == tokens[:, -2:-1], axis=1)
-        value = jnp.take_along_axis(tokens, first[:, None] + 2, axis=1)
-        return jnp.broadcast_to(value, tokens.shape)[..., None], None
-
-    def unembed(self, hidden):
-        return jax.nn.one_hot(hidden[..., 0] + self.error, 128)
-
-
-def test_recall_accuracy_counts_exact_answers(unchecked):
-    measure = partial(evaluate.recall_accuracy, corpus=corpus(), distances=(8, 100), count=6, seq_len=200, batch=4)
-    assert measure(LooksUp(0)) == {8: 1.0, 100: 1.0}
-    assert measure(LooksUp(1)) == {8: 0.0, 100: 0.0}
-
-
-def test_recall_accuracy_of_a_model():
-    """Random weights guess."""
-    found = evaluate.recall_accuracy(model(), corpus(), (16, 60), 4, 72, batch=4)
-    assert found.keys() == {16, 60} and all(0 <= x <= 0.5 for x in found.values())
-
-
-def test_validation_loss_is_a_mean_over_tokens():
-    """Not over batches: the second one counts for less here."""
-    batches = [batch(), batch() | {"tokens": tiny.tokens(CONFIG, 2, 65, seed=1)}]
-    batches[1]["weights"] = np.pad(batches[1]["weights"][:, :20], ((0, 0), (0, 44)))
-    logits = jax.jit(lambda model, tokens: model(tokens), compiler_options=QUICK)
-    total = weight = 0.0
-    for b in batches:
-        log_p = np.asarray(jax.nn.log_softmax(logits(model(), b["tokens"][:, :-1])), np.float64)
-        nll = -np.take_along_axis(log_p, b["tokens"][:, 1:, None], axis=-1)[..., 0]
-        total, weight = total + np.sum(nll * b["weights"]), weight + np.sum(b["weights"])
-    np.testing.assert_allclose(evaluate.validation_loss(model(), batches), total / weight, rtol=1e-5)
-
-
-def test_attention_caught_by_selection_and_by_chance():
-    tokens = tiny.tokens(CONFIG, 2, 128)
-    for random in (False, True):
-        found = evaluate.attention_caught(model(), tokens, random)
-        assert found.shape == (1, CONFIG.num_key_value_heads) and np.all((found > 0.05) & (found < 0.95))
-    everything = model(index_topk_blocks=16)
-    np.testing.assert_allclose(evaluate.attention_caught(everything, tokens, first=0), 1.0, atol=1e-6)
-
-
-@pytest.mark.parametrize("first", [None, 96, -1])
-def test_attention_caught_needs_queries_that_count(first):
-    with pytest.raises(ValueError, match=r"rows of 96 tokens need one from 0 to 95"):
-        evaluate.attention_caught(model(), tiny.tokens(CONFIG, 1, 96), first=first)
-
-
-def test_random_blocks_are_distinct_and_keep_the_own_one():
-    """As many as a selection has, or all that there are."""
-    positions = np.broadcast_to(np.arange(64, dtype=np.int32), (2, 64))
-    drawn = np.asarray(evaluate._random_like(jnp.zeros((2, 3, 64, 4), jnp.int32), 8, jnp.asarray(positions)))
-    for b, k, t in np.ndindex(2, 3, 64):
-        ids = drawn[b, k, t][drawn[b, k, t] >= 0]
-        assert ids[-1] == t // 8 and len(set(ids)) == len(ids) == min(4, t // 8 + 1) and np.all(ids <= t // 8)
-    assert len({tuple(x) for x in drawn[..., -1, :].reshape(-1, 4)}) > 1

@@ -1,0 +1,122 @@
+"""Perplexity of texts, by file and by how much of a text the model has seen."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from m3jax.evaluate.definition import windows
+from m3jax.evaluate.reading import Reading, token_scores
+from m3jax.model import M3
+from m3jax.train.data import Batch
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to predict.
+
+    Attributes:
+      name: of its file.
+      tokens: its ids, the BOS id first where the tokenizer has one.
+      num_bytes: what the tokens but the first spell, in UTF-8.
+    """
+
+    name: str
+    tokens: Int[np.ndarray, " T"]
+    num_bytes: int
+
+
+def perplexity(model: M3, texts: Sequence[Text], context: int, skip: int, how: Reading | None = None) -> dict[str, Any]:
+    """How well a model predicts texts.
+
+    Args:
+      model: any M3.
+      texts: two tokens or more each.
+      context: tokens that are read at once; a longer text is read in windows (`definition.windows`).
+      skip: tokens of each window but a text's first that are context alone.
+      how: sizes and dtypes.
+
+    Returns:
+      "tokens" counted, "loss" (mean, nats a token) and "standard_error" of it, "perplexity", "bits_per_byte",
+      "top1" (share of tokens that were the most probable one); "files", the same of each, and "by_position", the loss
+      by how many tokens of its window a prediction had before it: from, to, tokens, loss.
+
+    Raises:
+      ValueError: sizes that cannot be.
+    """
+    if not 0 <= skip < context:
+        raise ValueError(f"skip = {skip}: of a window of {context} tokens it must be 0 to {context - 1}")
+    places = [(i, *window) for i, text in enumerate(texts) for window in windows(len(text.tokens), context, skip)]
+    scores = token_scores(model, [texts[i].tokens[start : end + 1] for i, start, end, _ in places], how)
+    losses: list[list] = [[] for _ in texts]
+    hits: list[list] = [[] for _ in texts]
+    seen: list[list] = [[] for _ in texts]
+    for (i, start, end, counted), (loss, is_best) in zip(places, scores, strict=True):
+        losses[i].append(loss[counted - start :])
+        hits[i].append(is_best[counted - start :])
+        seen[i].append(np.arange(counted, end) - start + 1)
+    joined = [tuple(np.concatenate(part) for part in parts) for parts in zip(losses, hits, seen, strict=True)]
+    files = {text.name: _summary(loss, hit, text.num_bytes) for text, (loss, hit, _) in zip(texts, joined, strict=True)}
+    loss, hit, before = (np.concatenate(part) for part in zip(*joined, strict=True))
+    whole = _summary(loss, hit, sum(text.num_bytes for text in texts))
+    return whole | {"files": files, "by_position": _by_position(loss, before)}
+
+
+def _summary(loss: Float[np.ndarray, " X"], hit: Bool[np.ndarray, " X"], num_bytes: int) -> dict[str, Any]:
+    """The figures of some tokens."""
+    mean, count = float(np.mean(loss)), len(loss)
+    return {
+        "tokens": count,
+        "loss": mean,
+        "standard_error": float(np.std(loss, ddof=1) / np.sqrt(count)) if count > 1 else None,
+        "perplexity": float(np.exp(mean)),
+        "bits_per_byte": float(np.sum(loss) / np.log(2) / num_bytes) if num_bytes else None,
+        "top1": float(np.mean(hit)),
+    }
+
+
+def _by_position(loss: Float[np.ndarray, " X"], seen: Int[np.ndarray, " X"]) -> list[dict[str, Any]]:
+    """The mean loss by tokens seen before: 1, 2, 3 to 4, 5 to 8, and so on; intervals without a token are left out."""
+    found, first, last = [], 1, 1
+    while first <= seen.max():
+        inside = (seen >= first) & (seen <= last)
+        if inside.any():
+            found.append({"from": first, "to": last, "tokens": int(inside.sum()), "loss": float(loss[inside].mean())})
+        first, last = last + 1, 2 * last
+    return found
+
+
+def validation_loss(model: M3, batches: Iterable[Batch]) -> float:
+    """Mean cross-entropy of the next token, in nats, over batches of code; at least one batch is needed.
+
+    Args:
+      model: any M3; it reads whole rows without a cache, as in training.
+      batches: of `m3jax.train.data`, rows of one length each; a token counts by its weight.
+    """
+    losses, weights = [], []
+    for batch in batches:
+        scores = token_scores(model, list(batch["tokens"]), Reading(chunk=0, batch=len(batch["tokens"])))
+        losses += [loss for loss, _ in scores]
+        weights += list(batch["weights"])
+    return float(np.average(np.concatenate(losses), weights=np.concatenate(weights)))
+
+
+def perplexity_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The figures as lines of a table, a column for each result."""
+    per_cent = lambda share: f"{share:.1%}"
+    number = lambda digits: lambda x: "" if x is None else f"{x:,.{digits}f}"
+    shown = {"perplexity": number(3), "loss": number(4), "standard_error": number(4), "bits_per_byte": number(4),
+             "top1": per_cent, "tokens": number(0)}  # fmt: skip
+    names = {"loss": "loss, nats a token", "standard_error": "its standard error", "bits_per_byte": "bits a byte",
+             "top1": "most probable token right", "tokens": "tokens counted"}  # fmt: skip
+    lines = [[names.get(key, key), *(show(result[key]) for result in results)] for key, show in shown.items()]
+    for name in results[0]["files"]:
+        found = [result["files"].get(name) for result in results]
+        lines.append([f"  {name}", *("" if each is None else number(3)(each["perplexity"]) for each in found)])
+    by_position = [{each["to"]: each["loss"] for each in result["by_position"]} for result in results]
+    for last in sorted(set().union(*by_position)):
+        name = f"  loss after {f'{last // 2 + 1:,} to ' if last > 2 else ''}{last:,} tokens"
+        lines.append([name, *(number(4)(losses.get(last)) for losses in by_position)])
+    return lines
