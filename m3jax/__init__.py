@@ -8,13 +8,26 @@ if TYPE_CHECKING:
     from m3jax.arrays import checks
     from m3jax.config import M3Config
     from m3jax.decoding import generate
+    from m3jax.dialogue import chat
     from m3jax.hub import M3, init, load, save
     from m3jax.parallel import make_mesh
     from m3jax.text import Tokenizer
     from m3jax.text_model import TextModel
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
-__all__ = ["M3", "M3Config", "TextModel", "Tokenizer", "checks", "generate", "init", "load", "make_mesh", "save"]
+__all__ = [
+    "M3",
+    "M3Config",
+    "TextModel",
+    "Tokenizer",
+    "chat",
+    "checks",
+    "generate",
+    "init",
+    "load",
+    "make_mesh",
+    "save",
+]
 
 # Where each name comes from. It is imported when it is first asked for: a command line whose arguments are wrong, or
 # that is asked for help, answers without jax.
@@ -23,6 +36,7 @@ _HOMES = {
     "M3Config": "m3jax.config",
     "TextModel": "m3jax.text_model",
     "Tokenizer": "m3jax.text",
+    "chat": "m3jax.dialogue",
     "checks": "m3jax.arrays",
     "generate": "m3jax.decoding",
     "init": "m3jax.hub",

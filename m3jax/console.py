@@ -62,6 +62,18 @@ def run_command(
         return ERROR
 
 
+def token_ids(text: str) -> list[int]:
+    """The ids in an argument like "1,2,3".
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--prompt-tokens {text!r}: write token ids with commas between them, as in 1,2,3") from None
+
+
 def write(text: str) -> None:
     """Write text to stdout now.
 

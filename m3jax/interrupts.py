@@ -21,6 +21,31 @@ def raise_interrupts() -> None:
         signal.signal(signal.SIGINT, _raise_once)
 
 
+class NotedInterrupts:
+    """Inside, the first Ctrl-C is only noted, for who looks between two steps of work; the second ends the process.
+
+    A context manager; after `end_at_interrupts`. Afterwards Ctrl-C does what it did before.
+
+    Attributes:
+      noted: whether there was one.
+    """
+
+    def __enter__(self) -> "NotedInterrupts":
+        self.noted = False
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before in (_end, _raise_once):
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before in (_end, _raise_once):
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *_: object) -> None:
+        self.noted = True
+        signal.signal(signal.SIGINT, _end)
+
+
 def _end(*_: object) -> None:
     if os.isatty(2):
         os.write(2, b"\x1b[?25h")  # shows the cursor again, which a moving line hides

@@ -1,8 +1,9 @@
 """A checkpoint as one object: text in, text out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +13,12 @@ from jaxtyping import Array
 
 from m3jax.assets import embedded_path
 from m3jax.config import M3Config
-from m3jax.decoding import Drafter, Params, Sampling, StoppableText, check_logits, engine_for, stream_text
+from m3jax.decoding import Drafter, Engine, Params, Sampling, StoppableText, check_logits, engine_for, stream_text
 from m3jax.decoding.defaults import Defaults
 from m3jax.decoding.engine import DRAFT_TOKENS
+from m3jax.dialogue import Reply, chat
 from m3jax.hub import M3, load, save
-from m3jax.text import Tokenizer
+from m3jax.text import ChatTemplate, Event, Tokenizer
 
 NEW_TOKENS = 128  # of a prompt, where neither the caller nor the folder says how many
 
@@ -173,6 +175,74 @@ class TextModel:
         for handle, piece in stream_text(engine, dict(zip(handles, new_texts, strict=True))):
             yield number_of[handle], piece
         check_logits([engine.result(handle) for handle in handles])
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking_mode: str | None = "adaptive",
+        stream: bool = True,
+        max_new_tokens: int | None = None,
+        temperature: float | int | None = None,
+        top_k: int | None = None,
+        top_p: float | int | None = None,
+        min_p: float | int | None = None,
+        repetition_penalty: float | int | None = None,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        engine: Engine | None = None,
+        draft: Drafter | str | Path | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
+    ) -> Iterator[Event | Reply] | Reply:
+        """Answer the last of some messages, which the folder's chat template makes a prompt of.
+
+        Args:
+          messages: of a history, in OpenAI's layout.
+          tools: that the model may call.
+          thinking_mode: "enabled", "disabled", or "adaptive", where the model decides.
+          stream: give events as they come, else the whole answer.
+          max_new_tokens: of the answer; None for the folder's default, or else as in `m3jax.chat`.
+          temperature: 0 is greedy; None, here and in the other knobs, is the folder's default, or else off.
+          top_k: as in `Sampling`.
+          top_p: as in `Sampling`.
+          min_p: as in `Sampling`.
+          repetition_penalty: as in `Sampling`.
+          seed: of the draws.
+          stop: a text, or several, before which the answer ends.
+          engine: one to run on, with what it has read before; None makes one for this call.
+          draft: as in `m3jax.generate`.
+          draft_tokens: as in `m3jax.generate`.
+
+        Returns:
+          As `m3jax.chat`: the answer, or with `stream` an iterator of its events.
+
+        Raises:
+          ValueError: a folder without a template, a bad argument, or messages that do not fit.
+          FloatingPointError: the model's logits were NaN or infinite.
+        """
+        knobs = dict(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+        )
+        asked = {**self.defaults.knobs, **{name: value for name, value in knobs.items() if value is not None}}
+        template = None if self.template is None else ChatTemplate(self.template, f"the chat template of {self.folder}")
+        return chat(
+            self.model,
+            self.tokenizer,
+            messages,
+            tools=tools,
+            thinking_mode=thinking_mode,
+            stream=stream,
+            template=template,
+            max_new_tokens=self.defaults.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            **asked,
+            seed=seed,
+            stop=stop,
+            stop_at=self.defaults.stop_ids,
+            engine=engine,
+            draft=draft,
+            draft_tokens=draft_tokens,
+        )
 
     def forward(self, text: str) -> dict[str, Array | list]:
         """Run a text through the model once, and keep everything on the way.

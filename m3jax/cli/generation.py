@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import load
-from m3jax.compile_cache import compile_cache, why_not_kept
+from m3jax.cli.knobs import asked_params, settings
 from m3jax.config import M3Config
-from m3jax.console import say, write
+from m3jax.console import say, token_ids, write
 from m3jax.decoding import (
     Drafter,
     Engine,
@@ -30,10 +28,8 @@ from m3jax.ops import check_backend
 from m3jax.parallel import parse_mesh
 from m3jax.progress import activity
 from m3jax.text import Tokenizer
-from m3jax.text_model import params_of
 
 PROG = "m3jax.generate"
-_KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Tokens in one device call: few where somebody watches, more where nobody does.
 _STREAM_STEPS, _BATCH_STEPS = 4, 32
 
@@ -49,12 +45,7 @@ def generate(args: argparse.Namespace) -> None:
       OSError: a file that cannot be read, or stdout that cannot be written.
       FloatingPointError: the model's logits were NaN or infinite.
     """
-    if not args.no_compile_cache and (reason := why_not_kept()):
-        say(f"{PROG}: note: compiled programs are not kept: {reason}")
-    with (
-        compile_cache(not args.no_compile_cache),
-        jax.enable_x64(args.dtype == "float64" or jax.config.jax_enable_x64),
-    ):
+    with settings(args, PROG):
         _generate(args)
 
 
@@ -63,14 +54,14 @@ def _generate(args: argparse.Namespace) -> None:
     # Everything that can be refused is refused before the weights are read.
     config = M3Config.from_pretrained(folder)
     tokenizer = _tokenizer(folder, args)
-    params = _params(args, config, Defaults.from_pretrained(folder))
+    params = asked_params(args, PROG, config, Defaults.from_pretrained(folder))
     prompts = _prompts(args, tokenizer)
     for number, prompt in enumerate(prompts, 1):
         check_prompt(prompt, params, config, f"prompt {number}")
     mesh = None if args.mesh is None else parse_mesh(args.mesh)
     check_backend(args.backend)
     draft = None if args.draft is None else named_drafter(args.draft, config, args.dtype, mesh)
-    model = load(args.model, dtype=args.dtype, mesh=mesh).with_backend(args.backend)
+    model = load(args.model, dtype=args.dtype, mesh=mesh).with_backend(args.backend).with_invariance(args.invariant)
     is_streamed = len(prompts) == 1 and not args.json  # then text is shown as it comes
     engine, handles = _start(model, prompts, params, draft, args.draft_tokens, is_streamed)
     results = _continue(engine, handles, tokenizer, args, is_streamed)
@@ -85,30 +76,12 @@ def _tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer | None:
     return Tokenizer.from_pretrained(folder) if is_needed or (folder / "tokenizer.json").is_file() else None
 
 
-def _params(args: argparse.Namespace, config: M3Config, defaults: Defaults) -> Params:
-    """How to generate: a flag wins over the model folder's generation_config.json."""
-    given = {name: getattr(args, name) for name in _KNOBS if getattr(args, name) is not None}
-    if defaults.ignored:
-        say(f"{PROG}: note: generation_config.json: not supported and left out: {', '.join(defaults.ignored)}")
-    if given and "temperature" not in given and defaults.knobs.get("temperature") == 0:
-        say(f"{PROG}: note: generation_config.json asks for greedy decoding; give --temperature to sample")
-    return params_of(defaults, config, max_new_tokens=args.max_new_tokens, seed=args.seed, **given)
-
-
 def _prompts(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list[int]]:
     """The token ids of every prompt."""
     if args.prompt_tokens is not None:
-        return [_token_ids(text) for text in args.prompt_tokens]
+        return [token_ids(text) for text in args.prompt_tokens]
     texts = args.prompt if args.prompt is not None else [_read_prompt(args.prompt_file)]
     return [tokenizer.encode(text) for text in texts]
-
-
-def _token_ids(text: str) -> list[int]:
-    """The ids in a text like "1,2,3"."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--prompt-tokens {text!r}: write token ids with commas between them, as in 1,2,3") from None
 
 
 def _read_prompt(name: str) -> str:

@@ -1,7 +1,7 @@
 """Files of a model folder: JSON read with limits, writing that survives a crash, and what a save left half done."""
 
 from m3jax.files.durable import NewFile, replace_file, sync_folder
-from m3jax.files.json_file import read_json
+from m3jax.files.json_file import read_json, read_json_list
 from m3jax.files.pending import (
     INDEX_NAME,
     PENDING,
@@ -22,6 +22,7 @@ __all__ = [
     "current_file",
     "pending_name",
     "read_json",
+    "read_json_list",
     "replace_file",
     "sync_folder",
 ]

@@ -33,6 +33,31 @@ def read_json(
         The message begins with the file's path.
       OSError: the file cannot be read.
     """
+    parsed = _read(file, most_bytes, most_items)
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{printable(str(file))}: {called} is a JSON object, got {_kind(parsed)}")
+    return parsed
+
+
+def read_json_list(file: Path, called: str) -> list[Any]:
+    """Read the list in a JSON file of at most 16 MiB.
+
+    Args:
+      file: a file that is there.
+      called: what it is, for the error of a file that holds no list.
+
+    Raises:
+      ValueError: as `read_json`, and where the file holds no list.
+      OSError: the file cannot be read.
+    """
+    parsed = _read(file, MOST_BYTES, MOST_ITEMS)
+    if not isinstance(parsed, list):
+        raise ValueError(f"{printable(str(file))}: {called} is a JSON list, got {_kind(parsed)}")
+    return parsed
+
+
+def _read(file: Path, most_bytes: int, most_items: int) -> Any:
+    """What a JSON file holds, within the limits of `read_json`."""
     with open(file, "rb") as stream:
         data = stream.read(most_bytes + 1)
     place = printable(str(file))
@@ -48,9 +73,7 @@ def read_json(
         raise ValueError(f"{place}: lists and objects nest deeper than {MOST_DEPTH}") from None
     except ValueError as error:
         raise ValueError(f"{place} is not valid JSON: {error}; download it again, or correct it") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{place}: {called} is a JSON object, got {_kind(parsed)}")
-    if fault := _fault(parsed, most_items):
+    if isinstance(parsed, dict | list) and (fault := _fault(parsed, most_items)):
         raise ValueError(f"{place}: {fault}")
     return parsed
 
@@ -69,7 +92,7 @@ def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MOST_DIGITS else math.inf
 
 
-def _fault(parsed: dict[str, Any], most_items: int) -> str | None:
+def _fault(parsed: dict[str, Any] | list[Any], most_items: int) -> str | None:
     """The first value that is beyond a limit, by the path of its key."""
     stack: list[tuple[tuple, dict | list]] = [((), parsed)]
     while stack:

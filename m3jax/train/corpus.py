@@ -118,7 +118,35 @@ class RecordTokens:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TokenRun:
+    """Texts as one run of token ids, with the places where a line may be put in.
+
+    Args:
+        tokens: ids of all texts, one after the other.
+        newlines: indices of the line breaks that a line may be put before.
+    """
+
+    tokens: UInt[np.ndarray, " S"] | Int32[np.ndarray, " S"]
+    newlines: Int64[np.ndarray, " lines"]
+
+    def chunk(self, start: int, length: int) -> tuple[Int32[np.ndarray, " length"], Int64[np.ndarray, " places"]]:
+        """A run of tokens, and where records may be put in it.
+
+        Args:
+            start: index of the first token.
+            length: number of tokens.
+
+        Returns:
+            The ids [length] and the ascending offsets of insertion, the last of which is `length`
+            itself.
+        """
+        first, end = np.searchsorted(self.newlines, (start, start + length))
+        places = np.append(self.newlines[first:end] - start, length)
+        return self.tokens[start : start + length].astype(np.int32), places
+
+
+@dataclass(frozen=True)
+class Corpus(TokenRun):
     """A split of the sources as one run of token ids.
 
     Args:
@@ -128,8 +156,6 @@ class Corpus:
         records: ids that records are written with.
     """
 
-    tokens: UInt[np.ndarray, " S"]
-    newlines: Int64[np.ndarray, " lines"]
     starts: Int64[np.ndarray, " files"]
     records: RecordTokens
 
@@ -170,22 +196,7 @@ class Corpus:
                 with open(cache, "wb") as file:  # a name without .npz stays as given
                     np.savez(file, fingerprint=fingerprint, tokens=tokens)
         starts = np.flatnonzero(tokens == tokenizer.bos_id)
-        return cls(tokens=tokens, newlines=_line_breaks(tokenizer, tokens), starts=starts, records=records)
-
-    def chunk(self, start: int, length: int) -> tuple[Int32[np.ndarray, " length"], Int64[np.ndarray, " places"]]:
-        """A run of tokens, and where records may be put in it.
-
-        Args:
-            start: index of the first token.
-            length: number of tokens.
-
-        Returns:
-            The ids [length] and the ascending offsets of insertion, the last of which is `length`
-            itself.
-        """
-        first, end = np.searchsorted(self.newlines, (start, start + length))
-        places = np.append(self.newlines[first:end] - start, length)
-        return self.tokens[start : start + length].astype(np.int32), places
+        return cls(tokens=tokens, newlines=line_breaks(tokenizer, tokens), starts=starts, records=records)
 
     def draw_start(self, rng: np.random.Generator, length: int) -> int:
         """A random index that `length` tokens follow: one in five a file's start, else a line's.
@@ -234,8 +245,15 @@ def _tokenise(tokenizer: Tokenizer, texts: list[str], description: str, progress
     return np.concatenate(files)
 
 
-def _line_breaks(tokenizer: Tokenizer, tokens: UInt[np.ndarray, " S"]) -> Int64[np.ndarray, " lines"]:
-    """Indices of the line breaks that a record line may be put before."""
+def line_breaks(
+    tokenizer: Tokenizer, tokens: UInt[np.ndarray, " S"] | Int32[np.ndarray, " S"]
+) -> Int64[np.ndarray, " lines"]:
+    """Indices of the line breaks that a record line may be put before.
+
+    Args:
+        tokenizer: that wrote the tokens.
+        tokens: ids.
+    """
     pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.vocab_size)]
     is_space = np.array([piece.isspace() for piece in pieces])  # [V]
     is_break = is_space & np.array(["\n" in piece for piece in pieces])  # [V]

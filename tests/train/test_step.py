@@ -16,6 +16,7 @@ from support import tiny
 import m3jax
 from m3jax.model import M3, moe
 from m3jax.parallel import make_mesh
+from m3jax.train import run
 from m3jax.train import step as training
 from m3jax.train.step import TrainOptions, TrainState, balance, init_state, make_optimizer
 
@@ -228,7 +229,7 @@ def script(monkeypatch, tmp_path):
     spec.loader.exec_module(module)
     changes = dict(vocab_size=2048, index_block_size=16, index_topk_blocks=4)
     monkeypatch.setattr(module, "CONFIG", tiny.config("dM", **changes))
-    monkeypatch.setattr(module, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(run, "KEEP_SECONDS", 0.0)
     (tmp_path / "sources").mkdir()
     for i in range(60):
         text = "\n".join(f"def f{i}_{j}(x):\n    return x + {j}" for j in range(200))
@@ -245,7 +246,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(script, monkeypatch, tmp_pa
     script.main(arguments(tmp_path, "whole"))
     check_report(script, tmp_path / "whole")
 
-    done, step = [], script.train_step
+    done, step = [], run.train_step
     monkeypatch.setattr(script, "measure", lambda *args: {})
 
     def stops(state, *args):
@@ -254,10 +255,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(script, monkeypatch, tmp_pa
         done.append(int(state.step))
         return step(state, *args)
 
-    monkeypatch.setattr(script, "train_step", stops)
+    monkeypatch.setattr(run, "train_step", stops)
     with pytest.raises(KeyboardInterrupt):
         script.main(arguments(tmp_path, "parts"))
-    monkeypatch.setattr(script, "train_step", lambda state, *args: done.append(int(state.step)) or step(state, *args))
+    monkeypatch.setattr(run, "train_step", lambda state, *args: done.append(int(state.step)) or step(state, *args))
     script.main(arguments(tmp_path, "parts"))
     assert done == [0, 1, 2, 3, 4, 5]
     weights = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "parts")]
@@ -294,7 +295,9 @@ def test_a_dense_run_keeps_its_index_branch(script, monkeypatch, tmp_path):
 
 def test_a_folder_belongs_to_one_kind_of_run(script, tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    script._mismatch(script._parser().parse_args(arguments(tmp_path, "run")))
+    settings = vars(script._parser().parse_args(arguments(tmp_path, "run")))
+    remembered = ("dense", "short", "seed", "learning_rate", "recall_weight", "schedule")
+    assert script.mismatch(tmp_path / "run", {name: settings[name] for name in remembered}) is None
     with pytest.raises(SystemExit, match="2"):
         script.main(arguments(tmp_path, "run", "--dense", "--seed", "1"))
     assert "dense = False, not True; seed = 0, not 1" in capsys.readouterr().err

@@ -35,6 +35,7 @@ class Generation:
       stop_reason: "length", "stop_id", "stop_string", "nan" (the logits had no distribution), "aborted", or
         "unfinished".
       prompt_tokens: length of the prompt.
+      cached_tokens: of these, those that the prefix cache had when the request first got its pages.
       text: the decoded continuation, without the stop id and cut before a stop string; None where no text was
         asked for.
     """
@@ -44,6 +45,7 @@ class Generation:
     stop_reason: str
     prompt_tokens: int
     text: str | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -59,6 +61,7 @@ class Request:
       row: its place in the decode batch; None while it waits for one.
       page_handle: the allocator's handle of its pages; None while it has none.
       cached: tokens of it in the cache.
+      found: of its tokens those that were in the prefix cache when it first got pages; None before.
       is_decoding: whether its prompt is through.
       stop_reason: that of `Generation`; "unfinished" while it goes on.
       taken: new tokens that were given out by `Engine.take`.
@@ -75,6 +78,7 @@ class Request:
     row: int | None = None
     page_handle: int | None = None
     cached: int = 0
+    found: int | None = None
     is_decoding: bool = False
     stop_reason: str = "unfinished"
     taken: int = 0

@@ -12,7 +12,7 @@ from m3jax.cache import HostMemory
 from m3jax.decoding import device
 from m3jax.decoding.engine.exchange import PAGES_A_CALL, page_layout
 from m3jax.decoding.engine.request import Params
-from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel
+from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel, token_tile
 from m3jax.decoding.sampling import Sampling, SamplingParams
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
 from m3jax.parallel import sharding
@@ -148,7 +148,9 @@ class Runner:
             rows[index], start[index], lengths[index] = part.row, part.cached, len(part.tokens)
         chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width))
         self._send_changes()
-        run = device.prefill_on_cpu if platform() == "cpu" else device.prefill
+        # One set of the compiler's options for prompts and steps, where they are to get the same bits.
+        is_own_way = platform() == "cpu" and token_tile(self.model) is None
+        run = device.prefill_on_cpu if is_own_way else device.prefill
         self.state, new = run(
             self.model,
             self.state,

@@ -54,6 +54,7 @@ class Scheduler:
             request = self.waiting[0]
             if request.page_handle is None:
                 request.page_handle, request.cached = self.pages.add(request.tokens)
+                request.found = request.cached if request.found is None else request.found
             needed = math.ceil((len(request.tokens) + 1) / self.pages.page_size)
             missing = needed - len(self.pages.pages_of(request.page_handle))
             if self.pages.available < missing and any(self.request_of_row):

@@ -1,0 +1,17 @@
+"""`python -m m3jax.chat`, the command line. Imported, it is the function of its name."""
+
+import sys
+
+if __name__ == "__main__":
+    from m3jax.interrupts import end_at_interrupts
+
+    end_at_interrupts()  # before the rest is imported
+    from m3jax.cli.chat import main
+    from m3jax.console import run_program
+
+    run_program(main)
+
+from m3jax.dialogue import chat
+
+# An import of this module becomes the attribute `chat` of the package: the function has to stay there.
+sys.modules[__name__] = chat

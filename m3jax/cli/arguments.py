@@ -1,0 +1,30 @@
+"""Arguments that several command lines have; nothing large is imported for them."""
+
+from m3jax.console import Parser
+
+BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")  # as m3jax.ops has them; a test compares the two
+
+
+def add_model(out: Parser) -> None:
+    """Which model."""
+    out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded checkpoint)")
+
+
+def add_knobs(out: Parser) -> None:
+    """How tokens are drawn."""
+    out.add_argument("--temperature", metavar="X", type=float, help="0 is greedy")
+    out.add_argument("--top-k", metavar="K", type=int, help="keep the K most probable tokens; 0 is off")
+    out.add_argument("--top-p", metavar="P", type=float, help="keep the fewest tokens of total probability P; 1 is off")
+    out.add_argument("--min-p", metavar="P", type=float, help="drop tokens below P times the best one; 0 is off")
+    out.add_argument("--repetition-penalty", metavar="X", type=float, help="1 is off")
+
+
+def add_machine(out: Parser) -> None:
+    """Where and how the model runs."""
+    out.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16, float32 or float64")
+    out.add_argument(
+        "--backend", choices=BACKENDS, default="auto", help="auto (default) takes kernels where they can run"
+    )
+    out.add_argument("--mesh", metavar="AXES", help="devices to shard over, as in data=1,expert=2,tensor=4")
+    out.add_argument("--no-compile-cache", action="store_true", help="neither use nor keep compiled programs; they are "
+                     "kept in M3JAX_CACHE_DIR, else ~/.cache/m3jax")  # fmt: skip

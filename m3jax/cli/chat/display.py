@@ -1,0 +1,130 @@
+"""How a dialogue looks on a terminal: what is thought is dim, a call stands in a box, numbers of tokens stand below."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from m3jax.cli.chat.shown import visible
+from m3jax.dialogue import Reply
+from m3jax.messages import printable
+from m3jax.text import Event
+
+_REMARKS = {"length": "; cut there, --max-new-tokens allows more", "interrupted": "; stopped"}
+
+
+class Display:
+    """A terminal's screen.
+
+    Args:
+      console: rich's; standard output by default.
+    """
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False)
+        self._ends_line = True
+        self._box: Live | None = None
+        self._call: tuple[str, str] = "", ""  # the name and the arguments so far of the call in the box
+
+    def show(self, events: Iterable[Event | Reply]) -> Reply:
+        """Show an answer as it comes.
+
+        Args:
+          events: of one answer.
+
+        Returns:
+          The whole answer.
+        """
+        try:
+            for event in events:
+                if event.kind in ("reasoning", "content"):
+                    self._close()
+                    self._write(event.text, "dim" if event.kind == "reasoning" else None)
+                elif event.kind == "tool_call":
+                    self._open(event.name)
+                elif event.kind == "arguments":
+                    self._fill(event.text)
+                elif event.kind == "tool_call_end":
+                    self._close()
+                else:
+                    reply = event
+        finally:
+            self._close()
+            self.end_line()
+        return reply
+
+    def counts(self, reply: Reply, seconds: float) -> None:
+        """Say what an answer took, how much of the dialogue did not have to be read again, and what ended it."""
+        self.note(
+            f"{reply.new_tokens} tokens in {seconds:.1f} s; {reply.cached_tokens} of the {reply.prompt_tokens} before "
+            f"them from the prefix cache{_REMARKS.get(reply.finish_reason, '')}"
+        )
+
+    def history(self, messages: Iterable[Mapping[str, Any]]) -> None:
+        """Show messages again, each under its role."""
+        for message in messages:
+            self.note(f"[{message['role']}]")
+            self._write(message.get("reasoning_content") or "", "dim")
+            self.end_line()
+            self._write(message.get("content") or "", None)
+            self.end_line()
+            for call in message.get("tool_calls") or ():
+                function = call["function"]
+                self._open(function["name"])
+                self._fill(json.dumps(function["arguments"], ensure_ascii=False))
+                self._close()
+
+    def note(self, text: str) -> None:
+        """A remark of the program's own, on a line."""
+        self.console.out(visible(text), style="dim italic", highlight=False)
+
+    def error(self, error: Exception) -> None:
+        """What went wrong, on a line."""
+        is_of_file = isinstance(error, OSError) and error.filename is not None
+        text = f"{error.filename}: {error.strerror}" if is_of_file else str(error)
+        self.console.out(f"error: {printable(text)}", style="red", highlight=False)
+
+    def end_line(self) -> None:
+        """Go to the beginning of a line."""
+        if not self._ends_line:
+            self.console.out("")
+        self._ends_line = True
+
+    def _write(self, text: str, style: str | None) -> None:
+        if text:
+            self.console.out(visible(text), style=style, end="", highlight=False)
+            self.console.file.flush()
+            self._ends_line = text.endswith("\n")
+
+    def _open(self, name: str) -> None:
+        """Begin the box of a call."""
+        self._close()
+        self.end_line()
+        self._call = name, ""
+        self._box = Live(self._panel(), console=self.console, refresh_per_second=8)
+        self._box.start()
+
+    def _fill(self, arguments: str) -> None:
+        """Add to the arguments in the box."""
+        self._call = self._call[0], self._call[1] + arguments
+        self._box.update(self._panel())
+
+    def _close(self) -> None:
+        """Leave the box as it is."""
+        if self._box is not None:
+            self._box.stop()
+            self._box = None
+
+    def _panel(self) -> Panel:
+        name, arguments = self._call
+        return Panel(Text(visible(arguments)), title=Text(printable(name)), title_align="left", expand=False)
+
+
+def headline(message: Mapping[str, Any]) -> str:
+    """The beginning of a message's text, on a line."""
+    text = " ".join(str(message.get("content") or "").split())
+    return text if len(text) <= 60 else text[:57] + "..."

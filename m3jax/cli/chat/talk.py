@@ -1,0 +1,69 @@
+"""What `python -m m3jax.chat` does, once its arguments are read: a dialogue, and who talks in it."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from m3jax.assets import embedded_path
+from m3jax.checkpoint import load
+from m3jax.cli.chat.pipe import answer_lines
+from m3jax.cli.chat.terminal import Terminal
+from m3jax.cli.knobs import asked_params, settings
+from m3jax.config import M3Config
+from m3jax.decoding.defaults import Defaults
+from m3jax.dialogue import Dialogue
+from m3jax.files import read_json_list
+from m3jax.ops import check_backend
+from m3jax.parallel import parse_mesh
+from m3jax.text import ChatTemplate, OutputParser, Tokenizer
+
+PROG = "m3jax.chat"
+
+
+def talk(args: argparse.Namespace) -> None:
+    """Hold the dialogue that the parsed arguments ask for, to its end.
+
+    Args:
+      args: of `m3jax.cli.chat.parser`.
+
+    Raises:
+      ValueError: a bad argument, a folder that cannot be used, or, in a pipe, a message that cannot be sent.
+      OSError: a file that cannot be read, or stdout that cannot be written.
+      FloatingPointError: the model's logits were NaN or infinite.
+    """
+    is_terminal = not args.json and all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
+    with settings(args, PROG):
+        dialogue, title = _begin(args)
+        if is_terminal:
+            Terminal(dialogue, title).run()
+        else:
+            answer_lines(dialogue, is_json=args.json)
+
+
+def _begin(args: argparse.Namespace) -> tuple[Dialogue, str]:
+    """The dialogue, and a line on what is talked with. What can be refused is refused before the weights are read."""
+    folder = embedded_path() if args.model is None else Path(args.model)
+    config, tokenizer = M3Config.from_pretrained(folder), Tokenizer.from_pretrained(folder)
+    template = ChatTemplate.from_folder(folder) if args.template is None else ChatTemplate.from_file(args.template)
+    tools = None if args.tools is None else read_json_list(args.tools, called="a file of tools")
+    messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    OutputParser(tools=tools, thinking_mode=args.thinking)
+    template.render([*messages, {"role": "user", "content": "?"}], tools=tools, thinking_mode=args.thinking)
+    defaults = Defaults.from_pretrained(folder)
+    params = asked_params(args, PROG, config, defaults)
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {args.max_new_tokens}: give at least 1")
+    if args.context is not None and not 1 <= args.context <= config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise ValueError(f"--context {args.context}: give 1 to {limit}, the model's context")
+    mesh = None if args.mesh is None else parse_mesh(args.mesh)
+    check_backend(args.backend)
+    model = load(args.model, dtype=args.dtype, mesh=mesh).with_backend(args.backend)
+    dialogue = Dialogue(
+        model, tokenizer, template=template, tools=tools, thinking_mode=args.thinking, messages=messages,
+        max_new_tokens=defaults.max_new_tokens if args.max_new_tokens is None else args.max_new_tokens,
+        sampling=params.sampling, stop_at=params.stop_ids, context=args.context,
+    )  # fmt: skip
+    name = "the embedded model" if args.model is None else str(args.model)
+    title = f"{name}: room for {dialogue.context:,} tokens, thinking {args.thinking}, {len(tools or ())} tools"
+    return dialogue, title

@@ -1,0 +1,126 @@
+"""A chat on a terminal: what is typed, and what is done about it."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from m3jax.cli.chat.display import Display, headline
+from m3jax.dialogue import Dialogue, open_calls
+from m3jax.files import NewFile
+from m3jax.interrupts import NotedInterrupts, end_at_interrupts, raise_interrupts
+from m3jax.messages import printable
+
+PROMPT, QUOTES = "> ", '"""'
+HELP = f"""Type a message. One that begins with {QUOTES} goes on over several lines, to one that ends with {QUOTES}.
+
+  /history    the dialogue so far
+  /undo       take back your last message and all that followed
+  /save FILE  write the dialogue into a new file, as a JSON list of messages
+  /help       this
+  /quit       end, as Ctrl-D does
+
+Ctrl-C stops an answer, which stays as far as it came; a second one at once ends the chat. Where the result of a call is
+asked for, Ctrl-C takes the turn back."""
+
+
+class Terminal:
+    """A dialogue between the model and whoever sits at the terminal.
+
+    Args:
+      dialogue: the messages so far and the engine.
+      title: what is talked with, in a line.
+    """
+
+    def __init__(self, dialogue: Dialogue, title: str):
+        self.dialogue, self.title = dialogue, title
+        self.display = Display()
+
+    def run(self) -> None:
+        """Talk until the input ends, or /quit."""
+        with suppress(ImportError):  # with it a line can be edited, and earlier ones come back
+            import readline  # noqa: F401
+        self.display.note(f"{self.title}; /help lists the commands")
+        while True:
+            try:
+                line = _typed(PROMPT)
+                if line.split(" ")[0].strip() == "/quit":
+                    return
+                self._obey(line) if line.startswith("/") else self._talk(line)
+            except EOFError:
+                self.display.console.out("")
+                return
+            except KeyboardInterrupt:
+                self.display.console.out("")
+                self.display.note("Ctrl-D or /quit ends the chat")
+            except (ValueError, OSError, FloatingPointError) as error:
+                self.display.error(error)
+
+    def _obey(self, line: str) -> None:
+        """Do what a command says."""
+        command, _, argument = line.strip().partition(" ")
+        if command == "/help":
+            self.display.console.out(HELP, highlight=False)
+        elif command == "/history":
+            self.display.history(self.dialogue.messages)
+        elif command == "/undo":
+            self._undo()
+        elif command == "/save":
+            self._save(argument.strip())
+        else:
+            raise ValueError(f"no command {command}: /help lists them; a space before it makes it a message")
+
+    def _undo(self) -> None:
+        taken_back = self.dialogue.undo()
+        self.display.note(f"taken back: {headline(taken_back[0])}")
+
+    def _save(self, name: str) -> None:
+        """Write the messages into a new file."""
+        if not name:
+            raise ValueError("/save needs the name of a file that is not there yet")
+        messages = self.dialogue.messages
+        data = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
+        with NewFile(Path(name).expanduser()) as file:
+            file.write(data.encode())
+        self.display.note(f"{len(messages)} messages in {printable(name)}")
+
+    def _talk(self, line: str) -> None:
+        """Send a message and show the answer; ask for the results of its calls, and go on until there are none."""
+        if not line.strip():
+            return
+        self._answer({"role": "user", "content": line})
+        while calls := open_calls(self.dialogue.messages):
+            try:
+                self._answer(*(_result(call, f"{i} of {len(calls)}") for i, call in enumerate(calls, 1)))
+            except (KeyboardInterrupt, EOFError):
+                self.display.console.out("")
+                self._undo()
+            except (ValueError, FloatingPointError) as error:
+                self.display.error(error)  # and they are asked for again
+
+    def _answer(self, *messages: dict[str, Any]) -> None:
+        """Send messages and show the answer as it comes, then what it took."""
+        began = perf_counter()
+        with NotedInterrupts() as interrupts:
+            reply = self.display.show(self.dialogue.send(*messages, is_interrupted=lambda: interrupts.noted))
+        self.display.counts(reply, perf_counter() - began)
+
+
+def _typed(prompt: str) -> str:
+    """A message, over as many lines as it has."""
+    end_at_interrupts()
+    raise_interrupts()  # for each message anew: the first Ctrl-C at it raises
+    text = input(prompt)
+    if text.startswith(QUOTES):
+        text = text.removeprefix(QUOTES)
+        while not text.endswith(QUOTES):
+            text += "\n" + input("  ")
+        text = text.removesuffix(QUOTES)
+    return text
+
+
+def _result(call: dict[str, Any], place: str) -> dict[str, Any]:
+    """The result of a call, as it is typed."""
+    text = _typed(f"result of {printable(call['function']['name'])} ({place})> ")
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}

@@ -1,0 +1,90 @@
+"""One answer, from the prompt's tokens to events: the loop that a single chat and a running dialogue share."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from m3jax.decoding import Engine, Params, StoppableText, check_logits, stream_text
+from m3jax.dialogue.reply import Reply
+from m3jax.progress import activity
+from m3jax.text import Event, Message, OutputParser, Tokenizer
+
+END_OF_TURN = "[e~["
+_FINISH_REASONS = {"length": "length", "aborted": "interrupted"}
+
+
+def stop_ids(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> tuple[int, ...]:
+    """The ids that end a turn: those of the model, and the tokenizer's own end of a turn.
+
+    Args:
+      tokenizer: of the model.
+      eos_ids: of the model's configuration, or of its folder's generation_config.json.
+    """
+    own = (tokenizer.eos_id, tokenizer.backend.token_to_id(END_OF_TURN))
+    return tuple(dict.fromkeys((*eos_ids, *(token for token in own if token is not None))))
+
+
+def answer(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    parser: OutputParser,
+    prompt: Sequence[int],
+    params: Params,
+    *,
+    stop: Sequence[str] = (),
+    is_interrupted: Callable[[], bool] = lambda: False,
+    progress: bool = True,
+) -> Iterator[Event | Reply]:
+    """Run one request of an engine, and give what it says as events.
+
+    Special tokens are part of the text, for markers may be special; nothing is given out that ends within a character,
+    and an answer that is cut within one ends before it. Whoever stops asking ends the request.
+
+    Args:
+      engine: its other requests go on as well.
+      tokenizer: of the model.
+      parser: a new one, which knows the tools and the thinking mode.
+      prompt: token ids, checked already.
+      params: how it goes on.
+      stop: texts before which the answer ends.
+      is_interrupted: asked after each device call; where it says so the answer ends there.
+      progress: whether reading the prompt is shown (`m3jax.progress`).
+
+    Yields:
+      The parser's events, and last the whole answer.
+
+    Raises:
+      FloatingPointError: the model's logits were NaN or infinite.
+    """
+    handle = engine.add(prompt, params)
+    try:
+        with activity(progress) as line:
+            line.say("reading the dialogue")
+            while engine.prefill() and not is_interrupted():
+                done, total = engine.prefilled
+                line.say(f"reading the dialogue: {done} of {total} tokens")
+        if is_interrupted() and engine.reason(handle) == "unfinished":
+            engine.abort(handle)
+        text = StoppableText(tokenizer.stream(skip_special_tokens=False, show_unfinished=False), stop)
+        events: list[Event] = []
+        for _, piece in stream_text(engine, {handle: text}):
+            new = list(parser.feed(piece))
+            events += new
+            yield from new
+            if is_interrupted() and engine.reason(handle) == "unfinished":
+                engine.abort(handle)
+        result = engine.result(handle)
+        check_logits([result])
+        last = list(parser.finish())
+        yield from last
+        parsed = Message.of([*events, *last])
+        has_calls = any(call.is_whole for call in parsed.tool_calls)
+        yield Reply(
+            parsed=parsed,
+            finish_reason=_FINISH_REASONS.get(result.stop_reason) or ("tool_calls" if has_calls else "stop"),
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            new_tokens=len(result.tokens),
+        )
+    finally:
+        if engine.reason(handle) == "unfinished":
+            engine.abort(handle)
+        engine.forget(handle)

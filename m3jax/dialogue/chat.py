@@ -1,0 +1,141 @@
+"""One answer to a list of messages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from m3jax.decoding import Drafter, Engine, Params, Sampling, engine_for
+from m3jax.decoding.engine import DRAFT_TOKENS, check_prompt
+from m3jax.decoding.protocols import TargetConfig, TargetModel
+from m3jax.decoding.sampling import Number
+from m3jax.dialogue.answer import answer, stop_ids
+from m3jax.dialogue.reply import Reply
+from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer
+
+MOST_NEW_TOKENS = 4096  # of an answer, where nobody says how many
+_STREAM_STEPS, _WHOLE_STEPS = 4, 32  # tokens in one device call: few where somebody watches
+
+
+def chat(
+    model: TargetModel,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    thinking_mode: str | None = "adaptive",
+    stream: bool = True,
+    template: ChatTemplate | str | PathLike[str] | None = None,
+    max_new_tokens: int | None = None,
+    temperature: Number = 1.0,
+    top_k: Number | None = None,
+    top_p: Number | None = None,
+    min_p: Number | None = None,
+    repetition_penalty: Number | None = None,
+    seed: Number = 0,
+    stop: str | Sequence[str] = (),
+    stop_at: Sequence[int] | None = None,
+    engine: Engine | None = None,
+    draft: Drafter | str | PathLike[str] | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
+    progress: bool = True,
+) -> Iterator[Event | Reply] | Reply:
+    """Answer the last of some messages.
+
+    What is wrong with the arguments is raised at the call, before anything runs. A dialogue of many turns is better
+    held by `m3jax.dialogue.Dialogue`, whose engine keeps what it has read.
+
+    Args:
+      model: from `m3jax.load`.
+      tokenizer: of the same folder.
+      messages: of a history, in OpenAI's layout; the roles are those that the template knows.
+      tools: that the model may call, each {"type": "function", "function": {"name", "parameters": a JSON schema}}.
+      thinking_mode: "enabled", "disabled", or "adaptive", where the model decides; None does not tell the template.
+      stream: give events as they come, else the whole answer.
+      template: how messages become text: a template or its file; None is that of the tokenizer's folder.
+      max_new_tokens: of the answer; None is 4,096, or less where the model's context has no room for more.
+      temperature: 0 is greedy. This and the other knobs are those of `Sampling`.
+      top_k: None is off.
+      top_p: None is off.
+      min_p: None is off.
+      repetition_penalty: None is off.
+      seed: of the draws.
+      stop: a text, or several, before which the answer ends.
+      stop_at: token ids that end the answer besides the end of a turn; None is the model's EOS.
+      engine: one to run on, which finds in its prefix cache what it read before; None makes one for this call.
+      draft: as in `m3jax.generate`; for the engine that is made here.
+      draft_tokens: as in `m3jax.generate`.
+      progress: as in `m3jax.generate`.
+
+    Returns:
+      The answer. With `stream` an iterator of events, of kind "reasoning", "content" (their `text` is the next piece),
+      "tool_call" (`index`, `id`, `name`), "arguments" (`index`, and in `text` a piece of their JSON), "tool_call_end";
+      the last is the whole answer, of kind "reply", with its finish reason and token counts.
+
+    Raises:
+      ValueError: a bad argument, messages that the template cannot take, or more tokens than the context has.
+      FloatingPointError: the model's logits were NaN or infinite.
+    """
+    template = as_template(template, tokenizer)
+    parser = OutputParser(tools=tools, thinking_mode=thinking_mode)
+    prompt = template.encode(tokenizer, messages, tools=tools, thinking_mode=thinking_mode)
+    knobs = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty)
+    room = model.config.max_position_embeddings if engine is None else engine.max_length
+    params = Params(
+        max_new_tokens=new_tokens_within(len(prompt), room, max_new_tokens),
+        sampling=Sampling(**knobs, seed=seed),
+        stop_ids=stop_ids(tokenizer, model.config.eos_token_id if stop_at is None else stop_at),
+    )
+    check_answer(prompt, params, model.config, room)
+    if engine is None:
+        steps = _STREAM_STEPS if stream else _WHOLE_STEPS
+        engine = engine_for(
+            model, [prompt], [params], steps_per_call=steps, draft=draft, draft_tokens=draft_tokens, progress=progress
+        )
+    elif draft is not None:
+        raise ValueError("draft with an engine: the engine has its own draft, or none; leave one of the two out")
+    stop = [stop] if isinstance(stop, str) else list(stop)
+    if not all(stop):
+        raise ValueError("stop = '': the answer would end before it began; give at least one character")
+    events = answer(engine, tokenizer, parser, prompt, params, stop=stop, progress=progress)
+    if stream:
+        return events
+    *_, reply = events
+    return reply
+
+
+def as_template(template: ChatTemplate | str | PathLike[str] | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template that a user means: one, a file's, or that of the folder that the tokenizer was read from.
+
+    Raises:
+      ValueError: no template, or a broken one.
+    """
+    if isinstance(template, ChatTemplate):
+        return template
+    if template is not None:
+        return ChatTemplate.from_file(Path(template))
+    if tokenizer.folder is None:
+        raise ValueError("the tokenizer was not read from a folder, so it has no chat template: give template=FILE")
+    return ChatTemplate.from_folder(tokenizer.folder)
+
+
+def new_tokens_within(prompt_tokens: int, room: int, asked: int | None) -> int:
+    """How many tokens an answer may have: as many as asked for, else what the room has left, at most 4,096."""
+    return max(1, min(MOST_NEW_TOKENS, room - prompt_tokens)) if asked is None else asked
+
+
+def check_answer(prompt: Sequence[int], params: Params, config: TargetConfig, room: int) -> None:
+    """Raise ValueError where a dialogue and its answer are more than there is room for, or are none that the model has.
+
+    Args:
+      prompt: token ids of the dialogue.
+      params: how it goes on.
+      config: of the model.
+      room: tokens that a request can have.
+    """
+    check_prompt(prompt, params, config, "the dialogue")
+    if len(prompt) + params.max_new_tokens > room:
+        raise ValueError(
+            f"the dialogue has {len(prompt)} tokens, which with an answer of {params.max_new_tokens} are more than the "
+            f"{room} that there is room for: shorten the messages or the answer, or make more room"
+        )

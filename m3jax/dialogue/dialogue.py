@@ -1,0 +1,201 @@
+"""A dialogue of many turns: its messages, and an engine that keeps what it has read of them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import jax
+
+from m3jax.compile_cache import compile_cache
+from m3jax.decoding import Drafter, Engine, Params, Sampling
+from m3jax.decoding.engine import DRAFT_TOKENS, PREFILL_CHUNK
+from m3jax.decoding.protocols import TargetModel
+from m3jax.dialogue.answer import answer, stop_ids
+from m3jax.dialogue.chat import as_template, check_answer, new_tokens_within
+from m3jax.dialogue.reply import Reply
+from m3jax.platform import platform
+from m3jax.progress import activity
+from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer
+
+MOST_CONTEXT = 32768  # tokens of a dialogue, where nobody says how many
+_STEPS = 4  # tokens in one device call: somebody watches
+_STOP_IDS = 8
+
+Message = Mapping[str, Any]
+
+
+class Dialogue:
+    """Messages, and an engine in whose prefix cache all that was read and said so far stays.
+
+    A turn is rendered and tokenised from its beginning, as by `m3jax.chat`; what it has in common with the turn before
+    is in the cache, and only the rest is computed. What cannot be sent leaves the messages as they were.
+
+    Args:
+      model: from `m3jax.load`.
+      tokenizer: of the same folder.
+      tools: as in `m3jax.chat`.
+      thinking_mode: as in `m3jax.chat`.
+      template: as in `m3jax.chat`.
+      messages: a history to go on from.
+      max_new_tokens: of an answer; None is 4,096, or less where there is no room for more.
+      sampling: how tokens are drawn; None is by the model's own probabilities.
+      stop: texts before which an answer ends.
+      stop_at: token ids that end an answer besides the end of a turn; None is the model's EOS.
+      context: tokens that the dialogue can have; None is the model's context, at most 32,768. Its cache is allocated at
+        once.
+      draft: as in `m3jax.generate`.
+      draft_tokens: as in `m3jax.generate`.
+      progress: whether compiling, and reading a turn, are shown (`m3jax.progress`).
+
+    Attributes:
+      messages: the history, in OpenAI's layout; answers are in it too.
+
+    Raises:
+      ValueError: a template that is missing or broken, tools that are none, or a context beyond the model's.
+
+    Example:
+      dialogue = m3jax.dialogue.Dialogue(model, tokenizer, tools=tools)
+      for event in dialogue.send({"role": "user", "content": "What is harbor?"}):
+          ...
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        tokenizer: Tokenizer,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking_mode: str | None = "adaptive",
+        template: ChatTemplate | str | PathLike[str] | None = None,
+        messages: Sequence[Message] = (),
+        max_new_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        stop_at: Sequence[int] | None = None,
+        context: int | None = None,
+        draft: Drafter | str | PathLike[str] | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
+        progress: bool = True,
+    ):
+        self.messages = [dict(message) for message in messages]
+        self.tools, self.thinking_mode = tools, thinking_mode
+        self._model, self._tokenizer, self._progress = model, tokenizer, progress
+        self._max_new_tokens, self._sampling, self._stop = max_new_tokens, sampling or Sampling(), tuple(stop)
+        self._template = as_template(template, tokenizer)
+        self._stop_ids = stop_ids(tokenizer, model.config.eos_token_id if stop_at is None else stop_at)
+        OutputParser(tools=tools, thinking_mode=thinking_mode)  # says what is wrong with the tools
+        longest = min(model.config.max_position_embeddings, MOST_CONTEXT) if context is None else context
+        self._engine = _engine(model, longest, len(self._stop_ids), draft, draft_tokens, progress)
+
+    @property
+    def context(self) -> int:
+        """How many tokens the dialogue can have."""
+        return self._engine.max_length
+
+    def send(self, *messages: Message, is_interrupted: Callable[[], bool] = lambda: False) -> Iterator[Event | Reply]:
+        """Add messages, and have them answered.
+
+        They are in `messages` once the answer begins, and the answer is once it has ended. An answer that is
+        interrupted stays as far as it came, without calls. Where nothing came, the model's logits were NaN, or whoever
+        asked stops asking, the messages are as before.
+
+        Args:
+          *messages: what comes next: what the user says, or the results of all open calls.
+          is_interrupted: asked after each device call; where it says so the answer ends there.
+
+        Returns:
+          Events as from `m3jax.chat`, the whole answer last.
+
+        Raises:
+          ValueError: messages that the template cannot take, or that do not fit; nothing was added.
+          FloatingPointError: the model's logits were NaN or infinite.
+        """
+        history = [*self.messages, *map(dict, messages)]
+        prompt = self._template.encode(self._tokenizer, history, tools=self.tools, thinking_mode=self.thinking_mode)
+        limit = new_tokens_within(len(prompt), self.context, self._max_new_tokens)
+        params = Params(max_new_tokens=limit, sampling=self._sampling, stop_ids=self._stop_ids)
+        check_answer(prompt, params, self._model.config, self.context)
+        parser = OutputParser(tools=self.tools, thinking_mode=self.thinking_mode)
+        events = answer(
+            self._engine, self._tokenizer, parser, prompt, params,
+            stop=self._stop, is_interrupted=is_interrupted, progress=self._progress,
+        )  # fmt: skip
+        return self._kept(events, history)
+
+    def _kept(self, events: Iterator[Event | Reply], history: list[dict[str, Any]]) -> Iterator[Event | Reply]:
+        """The events as they are; history and answer become the messages, which are as before where none comes."""
+        before, self.messages = self.messages, history
+        has_answer = False
+        try:
+            for event in events:
+                if event.kind == "reply":
+                    message = event.message
+                    if event.finish_reason == "interrupted":
+                        message.pop("tool_calls", None)
+                    has_answer = event.finish_reason != "interrupted" or bool(event.content or event.reasoning)
+                    self.messages += [message] if has_answer else []
+                yield event
+        finally:
+            if not has_answer:
+                self.messages = before
+
+    def undo(self) -> list[dict[str, Any]]:
+        """Take back what the user said last, and all that followed; what was read of it stays in the cache.
+
+        Returns:
+          The messages that were taken back.
+
+        Raises:
+          ValueError: the user has said nothing.
+        """
+        places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        if not places:
+            raise ValueError("nothing to undo: no message of yours is left")
+        taken_back, self.messages = self.messages[places[-1] :], self.messages[: places[-1]]
+        return taken_back
+
+
+def open_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The calls of the last answer that have no result yet.
+
+    Args:
+      messages: a history.
+
+    Returns:
+      The calls as they stand in their message, in its order.
+    """
+    answered = set()
+    for message in reversed(messages):
+        if message["role"] != "tool":
+            return [call for call in message.get("tool_calls") or () if call["id"] not in answered]
+        answered.add(message.get("tool_call_id"))
+    return []
+
+
+def _engine(
+    model: TargetModel,
+    context: int,
+    stop_ids: int,
+    draft: Drafter | str | PathLike[str] | None,
+    draft_tokens: int,
+    progress: bool,
+) -> Engine:
+    """An engine for one dialogue of so many tokens, compiled."""
+    with compile_cache():
+        engine = Engine(
+            model,
+            pages=math.ceil(context / model.config.index_block_size),
+            max_batch=1,
+            prefill_chunk=sorted({min(chunk, context) for chunk in (PREFILL_CHUNK // 8, PREFILL_CHUNK)}),
+            max_length=context,
+            steps_per_call=_STEPS,
+            max_stop_ids=max(_STOP_IDS, stop_ids),
+            draft=draft,
+            draft_tokens=draft_tokens,
+        )
+        dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
+        about = (platform(), model.config, dtypes, engine.shapes, type(draft).__name__)
+        with activity(progress, about) as line:
+            engine.warmup(lambda program: line.timed(f"compiling {program}"))
+    return engine

@@ -1,0 +1,46 @@
+"""What an answer is once it has ended."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from m3jax.text import Message, ToolCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A whole answer; in a stream of events it is the last one, of kind "reply".
+
+    Attributes:
+      parsed: what its text says.
+      finish_reason: "stop", "tool_calls", "length" (cut at the limit of new tokens) or "interrupted".
+      prompt_tokens: tokens of the dialogue before the answer.
+      cached_tokens: of these, those that were in the prefix cache: they were not computed again.
+      new_tokens: tokens of the answer, the end of the turn included.
+    """
+
+    kind: ClassVar[str] = "reply"
+    parsed: Message
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought, "" for nothing."""
+        return self.parsed.reasoning
+
+    @property
+    def content(self) -> str:
+        """What it says, "" for nothing."""
+        return self.parsed.content
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that it wrote to their end."""
+        return tuple(call for call in self.parsed.tool_calls if call.is_whole)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of a history, which `m3jax.chat` takes back."""
+        return self.parsed.as_dict()

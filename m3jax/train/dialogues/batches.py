@@ -1,0 +1,135 @@
+"""Training rows of dialogues, in which only what the assistant writes counts, beside rows of the older data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from m3jax.text import ChatTemplate, Tokenizer
+from m3jax.train.corpus import Corpus
+from m3jax.train.data import Batch, RecallBatches
+from m3jax.train.dialogues.tasks import draw_task
+
+END_OF_TURN = "[e~["
+_FEWEST_DOCUMENT_TOKENS = 32
+_ROOM_FOR_DIALOGUE = 448  # tokens around a document: the tools, the questions, the answers
+
+
+@dataclass(frozen=True)
+class DialogueBatches:
+    """Random training batches; batch i is a function of (seed, i) alone, so a run can resume.
+
+    `batches[i]` has the arrays of `RecallBatches`. Rows of dialogues come first: as many dialogues as find room, with
+    documents of all lengths, then code. There a weight is 1 where the target is code, or the assistant's own word, the
+    end of its turn included, and 0 elsewhere; none is recalled.
+
+    Args:
+      corpus: where the code comes from.
+      tokenizer: the corpus's.
+      template: how a dialogue becomes text.
+      seq_len: T, at least 512.
+      batch_size: B.
+      seed: of all batches, not negative.
+      dialogue_fraction: share of rows with dialogues; the others are those of `RecallBatches`.
+
+    Raises:
+      ValueError: a size or a share that is out of range.
+    """
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    seq_len: int
+    batch_size: int
+    seed: int
+    dialogue_fraction: float = 0.625
+
+    def __post_init__(self):
+        if self.seq_len < 512:
+            raise ValueError(f"seq_len {self.seq_len} has no room for dialogues; give at least 512")
+        if not 0 <= self.dialogue_fraction <= 1:
+            raise ValueError(f"dialogue_fraction {self.dialogue_fraction} is not between 0 and 1")
+        RecallBatches(self.corpus, self.seq_len, self.batch_size, self.seed)  # refuses the rest
+
+    def __getitem__(self, index: int) -> Batch:
+        num_dialogues = round(self.dialogue_fraction * self.batch_size)
+        rng = np.random.default_rng([self.seed, index, 1])
+        rows = [self._row(rng) for _ in range(num_dialogues)]
+        parts = [{name: np.stack([row[name] for row in rows]) for name in rows[0]}] if rows else []
+        if num_dialogues < self.batch_size:
+            parts.append(RecallBatches(self.corpus, self.seq_len, self.batch_size - num_dialogues, self.seed)[index])
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _row(self, rng: np.random.Generator) -> Batch:
+        """Dialogues, and code after them, in T + 1 tokens."""
+        length = self.seq_len + 1
+        tokens, counts = np.zeros(0, np.int32), np.zeros(0, bool)
+        while (room := length - len(tokens) - _ROOM_FOR_DIALOGUE) >= _FEWEST_DOCUMENT_TOKENS:
+            document_tokens = int(np.exp(rng.uniform(np.log(_FEWEST_DOCUMENT_TOKENS), np.log(room + 1))))
+            task = draw_task(rng, self.corpus, self.tokenizer, document_tokens)
+            ids, is_written = written_tokens(
+                self.template, self.tokenizer, task.messages, task.tools, task.thinking_mode
+            )
+            if len(tokens) + len(ids) > length:
+                break
+            tokens, counts = np.concatenate([tokens, ids]), np.concatenate([counts, is_written])
+        code_length = length - len(tokens)
+        start = self.corpus.draw_start(rng, max(code_length, 1))
+        code = self.corpus.tokens[start : start + code_length].astype(np.int32)
+        is_predicted = np.arange(code_length) > 0  # nothing predicts which file it is
+        counts = np.concatenate([counts, is_predicted])[1:]
+        return {
+            "tokens": np.concatenate([tokens, code]),
+            "weights": counts.astype(np.float32),
+            "recall": np.zeros(self.seq_len, bool),
+            "distance": np.zeros(self.seq_len, np.int32),
+            "recent": np.zeros(self.seq_len, np.int32),
+        }
+
+
+def written_tokens(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    thinking_mode: str,
+) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
+    """A dialogue's tokens, and which of them the assistant writes.
+
+    Those are the tokens from where a prompt for the answer ends to the end of the turn, which is one of them. Each part
+    is tokenised by itself, as it is when the model answers.
+
+    Args:
+      template: how a dialogue becomes text.
+      tokenizer: of the model.
+      messages: of the dialogue, answers included.
+      tools: that it declares.
+      thinking_mode: under which it is held; it decides what the prompt for an answer ends in.
+
+    Returns:
+      The ids of the whole dialogue, and for each whether the assistant writes it.
+
+    Raises:
+      ValueError: a template whose history of an answer does not begin as the prompt for that answer.
+    """
+    render = lambda count, prompts: template.render(
+        list(messages[:count]), tools=tools, thinking_mode=thinking_mode, add_generation_prompt=prompts
+    )
+    whole = render(len(messages), False)
+    parts: list[tuple[str, bool]] = []
+    done = 0
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = render(place, True)
+            if not whole.startswith(prompt):
+                raise ValueError(f"message {place + 1}: the history does not begin as the prompt for this answer does")
+            end = whole.index(END_OF_TURN, len(prompt)) + len(END_OF_TURN)
+            parts += [(whole[done : len(prompt)], False), (whole[len(prompt) : end], True)]
+            done = end
+    parts.append((whole[done:], False))
+    encoded = tokenizer.encode_batch([text for text, _ in parts])
+    ids = np.concatenate([np.array(part, np.int32) for part in encoded])
+    is_written = np.repeat([is_written for _, is_written in parts], [len(part) for part in encoded])
+    return ids, is_written

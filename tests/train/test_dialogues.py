@@ -1,0 +1,253 @@
+"""Dialogues to train on: they render and parse back, only the assistant's words count, a batch is its seed's."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import tiny
+from support.scripted_chat import ScriptedModel
+
+import m3jax
+from m3jax.assets import embedded_path
+from m3jax.text import ChatTemplate, OutputParser, Tokenizer
+from m3jax.train import run
+from m3jax.train.data import Corpus
+from m3jax.train.dialogues import KINDS, MODES, DialogueBatches, Task, dialogue_accuracy, draw_task, written_tokens
+from m3jax.train.dialogues.evaluate import _hear, _judge, _Play
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = Tokenizer.from_pretrained(embedded_path())
+TEMPLATE = ChatTemplate.from_folder(embedded_path())
+EVERY_TASK = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sources")
+    for i in range(60):
+        text = "\n".join(f"def f{i}_{j}(x):\n    return x + {j}  # é" for j in range(200))
+        (folder / f"part{i}.py").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(sources) -> Corpus:
+    return Corpus.build(TOKENIZER, "train", progress=False, root=sources)
+
+
+def task_of(corpus: Corpus, kind: str | None, mode: str | None, seed: int = 0, tokens: int = 120) -> Task:
+    return draw_task(np.random.default_rng(seed), corpus, TOKENIZER, tokens, kind, mode)
+
+
+def written_texts(task: Task) -> list[str]:
+    """What the mask says that the assistant writes, a text a turn."""
+    ids, is_written = written_tokens(TEMPLATE, TOKENIZER, task.messages, task.tools, task.thinking_mode)
+    edges = np.flatnonzero(np.diff(is_written.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return [TOKENIZER.decode(ids[begin:end], skip_special_tokens=False) for begin, end in edges]
+
+
+@EVERY_TASK
+@pytest.mark.parametrize("mode", MODES)
+def test_what_counts_is_what_the_assistant_says_and_parses_back(corpus, kind, mode):
+    """Each written turn ends with the end of the turn, and the parser makes of it the message that the task has."""
+    for seed in range(3):
+        task = task_of(corpus, kind, mode, seed)
+        answers = [message for message in task.messages if message["role"] == "assistant"]
+        texts = written_texts(task)
+        assert len(texts) == len(answers) and answers
+        for text, answer in zip(texts, answers, strict=True):
+            assert text.endswith("[e~[") and text.count("[e~[") == 1
+            parsed = OutputParser(tools=task.tools, thinking_mode=mode).parse(text.removesuffix("[e~["))
+            calls = [(c["function"]["name"], c["function"]["arguments"]) for c in answer.get("tool_calls", ())]
+            assert [(call.name, call.arguments) for call in parsed.tool_calls] == calls and not parsed.faults
+            assert (parsed.content, parsed.reasoning) == (answer["content"], answer.get("reasoning_content", ""))
+        thinks = {bool(answer.get("reasoning_content")) for answer in answers}
+        assert mode == "adaptive" or thinks == {mode == "enabled"}
+
+
+@EVERY_TASK
+def test_a_dialogue_is_the_prompts_that_the_model_will_see(corpus, kind):
+    """Token by token: the parts together are the whole text's tokens, and what comes before an answer is its prompt."""
+    task = task_of(corpus, kind, "enabled")
+    ids, is_written = written_tokens(TEMPLATE, TOKENIZER, task.messages, task.tools, "enabled")
+    encode = lambda count, prompts: TEMPLATE.encode(
+        TOKENIZER, task.messages[:count], tools=task.tools, thinking_mode="enabled", add_generation_prompt=prompts
+    )
+    assert ids.tolist() == encode(len(task.messages), False)
+    begins = np.flatnonzero(np.diff(is_written.astype(int), prepend=0) == 1)
+    places = [place for place, message in enumerate(task.messages) if message["role"] == "assistant"]
+    for begin, place in zip(begins, places, strict=True):
+        assert ids[:begin].tolist() == encode(place, True)
+
+
+def test_answers_follow_from_what_was_said(corpus):
+    """A document's answer is in its records, a sum is a sum, and results go to the calls of their order."""
+    for seed in range(20):
+        document = task_of(corpus, "document", "disabled", seed)
+        question, answer = (message["content"] for message in document.messages)
+        key, value = answer.removesuffix(".").split(" is ")
+        assert f"# {key} -> {value}\n" in question and question.endswith(f"\n\nWhat is {key}?")
+        assert question.count(f"# {key} ->") == 1 and "\ufffd" not in question
+        total = task_of(corpus, "sum", "disabled", seed)
+        ((call,), result) = total.messages[1]["tool_calls"], total.messages[2]["content"]
+        assert sum(call["function"]["arguments"].values()) == int(result)
+        assert total.messages[3]["content"].endswith(f"= {result}.")
+        both = task_of(corpus, "two look-ups, then sum", "disabled", seed).messages
+        ids = [call["id"] for call in both[1]["tool_calls"]]
+        assert [message["tool_call_id"] for message in both[2:4]] == ids and len(set(ids)) == 2
+        terms = [int(message["content"]) for message in both[2:4]]
+        assert list(both[4]["tool_calls"][0]["function"]["arguments"].values()) == terms
+        assert both[-1]["content"] == f"The sum is {sum(terms)}."
+
+
+def test_dialogues_are_many(corpus):
+    """All kinds and modes come up, tools have several names, and some dialogues ask twice."""
+    tasks = [task_of(corpus, None, None, seed, tokens=40) for seed in range(60)]
+    assert {task.kind for task in tasks} == set(KINDS) and {task.thinking_mode for task in tasks} == set(MODES)
+    names = {tool["function"]["name"] for task in tasks for tool in task.tools or ()}
+    questions = {sum(message["role"] == "user" for message in task.messages) for task in tasks}
+    assert len(names) == 6 and questions == {1, 2}
+    assert any(task.tools is None for task in tasks)
+
+
+# Batches
+
+
+def test_batches_are_those_of_their_seed_and_number(corpus):
+    first, again = (DialogueBatches(corpus, TOKENIZER, TEMPLATE, 512, 4, seed=3) for _ in range(2))
+    for name, array in first[2].items():
+        np.testing.assert_array_equal(array, again[2][name], err_msg=name)
+    others = [first[3], DialogueBatches(corpus, TOKENIZER, TEMPLATE, 512, 4, seed=4)[2]]
+    assert all(not np.array_equal(first[2]["tokens"], other["tokens"]) for other in others)
+
+
+def test_a_row_has_dialogues_then_code_beside_rows_of_the_older_data(corpus):
+    """In a dialogue a weight is 1 where the mask says so: most of its tokens are read, and few are written."""
+    batch = DialogueBatches(corpus, TOKENIZER, TEMPLATE, 1024, 4, seed=0, dialogue_fraction=0.5)[0]
+    assert batch["tokens"].shape == (4, 1025) and batch["weights"].shape == (4, 1024)
+    assert {name: array.dtype.name for name, array in batch.items()} == {
+        **{"tokens": "int32", "weights": "float32", "recall": "bool", "distance": "int32", "recent": "int32"}
+    }
+    turn = TOKENIZER.encode("]~b]")[0]
+    assert (batch["tokens"][:2] == turn).any(axis=1).all() and not (batch["tokens"][2:] == turn).any()
+    for row, weights in zip(batch["tokens"][:2], batch["weights"][:2], strict=True):
+        assert row[0] == TOKENIZER.bos_id
+        last = np.flatnonzero(row == TOKENIZER.eos_id)
+        text = TOKENIZER.decode(row[1:][weights > 0], skip_special_tokens=False)
+        assert "]~b]" not in text.split("def ")[0] and "<response>" not in text and "What is" not in text
+        assert weights[last[2] - 1] in (0, 1) and 0.02 < weights.mean() < 0.9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(seq_len=511), "seq_len 511"),
+        (dict(batch_size=0), "batch_size 0"),
+        (dict(seed=-1), "seed -1"),
+        (dict(dialogue_fraction=1.5), "dialogue_fraction 1.5"),
+    ],
+)
+def test_wrong_batches(corpus, change, message):
+    given = dict(seq_len=512, batch_size=2, seed=0) | change
+    with pytest.raises(ValueError, match=message):
+        DialogueBatches(corpus, TOKENIZER, TEMPLATE, **given)
+
+
+# The measure
+
+
+def play(task: Task, *texts: str) -> _Play:
+    """A dialogue in which the model says these texts."""
+    game = _Play(task)
+    _hear(game)
+    for text in texts:
+        assert game.is_open
+        _judge(game, OutputParser(tools=task.tools, thinking_mode=task.thinking_mode).parse(text), True)
+    return game
+
+
+@EVERY_TASK
+def test_right_answers_are_right_and_a_wrong_one_is_not(corpus, kind):
+    task = task_of(corpus, kind, "enabled")
+    texts = [text.removesuffix("[e~[") for text in written_texts(task)]
+    right = play(task, *texts)
+    assert right.is_right and not right.is_open and right.num_well_formed == right.num_calls == len(texts) - 1
+    assert not play(task, *texts[:-1], texts[-1].replace(".", "!")).is_right
+    thought = play(task, *(text.replace("</mm:think>", " Hm.</mm:think>") for text in texts))
+    assert thought.is_right, "what is thought does not matter"
+    if len(texts) > 1:
+        mended = play(task, texts[0].replace("</invoke>", "", 1))
+        assert (mended.num_well_formed, mended.num_calls) == (0, 1), "the parser mends it, and it was not well formed"
+        missing = play(task, texts[0].split("]<]minimax[>[")[0] + "Nothing to call.")
+        assert (missing.num_well_formed, missing.num_calls, missing.is_right) == (0, 1, False)
+
+
+def test_a_call_that_lacks_a_parameter_or_has_another_type_is_not_well_formed(corpus):
+    task = task_of(corpus, "sum", "disabled")
+    (text, _) = (text.removesuffix("[e~[") for text in written_texts(task))
+    function = task.messages[1]["tool_calls"][0]["function"]
+    one, other = function["arguments"].values()
+    for changed in (text.replace(f">{one}]", ">many]", 1), text.replace(f'"{function["name"]}"', '"rob"')):
+        assert changed != text
+        assert (play(task, changed).num_well_formed, play(task, changed).num_calls) == (0, 1)
+    swapped = text.replace(f">{one}]", ">#]").replace(f">{other}]", f">{one}]").replace(">#]", f">{other}]")
+    game = play(task, swapped)
+    assert (game.num_well_formed, game.is_right) == (1, one == other), "well formed, and wrong"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_model_that_says_the_right_things_gets_all_of_them(corpus):
+    """Through the engine, turn by turn, with the results between; another dialogue's answers are wrong ones."""
+    tasks = [task_of(corpus, kind, "enabled", seed=1, tokens=32) for kind in ("two look-ups, then sum", "look-up")]
+    model = ScriptedModel.of([text.removesuffix("[e~[") for text in written_texts(tasks[0])], "enabled")
+    counts = dialogue_accuracy(model, TOKENIZER, TEMPLATE, tasks)
+    assert counts == {
+        "two look-ups, then sum": {"dialogues": 1, "calls": 2, "well_formed": 1.0, "right": 1.0},
+        "look-up": {"dialogues": 1, "calls": 1, "well_formed": counts["look-up"]["well_formed"], "right": 0.0},
+        "all": {"dialogues": 2, "calls": 3, "well_formed": counts["all"]["well_formed"], "right": 0.5},
+    }
+
+
+# The script
+
+
+def test_a_short_run_goes_on_where_it_stopped(monkeypatch, tmp_path, sources):
+    """Steps from a model of ours, interrupted after the second: none is done twice, and none is left out.
+
+    That the weights are then those of a run in one go, to the bit, is tested of `m3jax.train.run` in test_step.py.
+    """
+    spec = importlib.util.spec_from_file_location("train_chat", ROOT / "scripts" / "train_chat.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert sum(stage.steps for stage in script.SHORT) == 6
+    monkeypatch.setattr(script, "SHORT", (run.Stage("dialogues", 3, 512, 2, True),))
+    monkeypatch.setattr(script, "measure", lambda *_: {})
+    monkeypatch.setattr(script, "measure_dialogues", lambda *_: {})
+    config = tiny.config("dM", vocab_size=2048, index_block_size=16, index_topk_blocks=4)
+    m3jax.save(tiny.model(config), tmp_path / "base")
+    for name in script.FILES:
+        (tmp_path / "base" / name).write_bytes((embedded_path() / name).read_bytes())
+    arguments = lambda out: [
+        *("--out", str(tmp_path / out), "--model", str(tmp_path / "base"), "--sources", str(sources), "--short"),
+    ]
+    monkeypatch.setattr(run, "KEEP_SECONDS", 0.0)
+    step, done = run.train_step, []
+
+    def stops(state, *args):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(int(state.step))
+        return step(state, *args)
+
+    monkeypatch.setattr(run, "train_step", stops)
+    with pytest.raises(KeyboardInterrupt):
+        script.main(arguments("parts"))
+    monkeypatch.setattr(run, "train_step", lambda state, *args: done.append(int(state.step)) or step(state, *args))
+    script.main(arguments("parts"))
+    assert done == [0, 1, 2]
+    weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("parts/model", "base")]
+    assert weights[0] != weights[1]
+    assert {path.name for path in (tmp_path / "parts" / "model").iterdir()} >= set(script.FILES)
+    with pytest.raises(SystemExit):
+        script.main([*arguments("parts"), "--seed", "1"])
