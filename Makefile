@@ -1,5 +1,6 @@
 # make demo   an environment, the package, and a run of the embedded model
 # make test   an environment, the package with the test tools, and every test
+# make docs   the site, into docs/_build/html, in the environment of the tests
 # make lint   ruff
 # make lock   requirements/test.txt anew, at the newest versions: what `make test` installs on Python 3.11 (needs uv)
 #
@@ -22,7 +23,7 @@ WORKERS ?= auto
 TORCH_ARGS ?=
 ARGS ?=
 
-.PHONY: help demo test lint format lock clean
+.PHONY: help demo test docs lint format lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -35,6 +36,13 @@ demo: $(VENV)/.runtime
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.test
 	$(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+
+# All pages are read anew each time: Sphinx warns of a page only when it reads it, and a page that is gone must go.
+docs: $(VENV)/.test
+	@echo "building the site: half a minute"
+	@rm -rf docs/_build/html
+	$(PY) -m sphinx -q -W --keep-going -E -c docs -d docs/_build/doctrees . docs/_build/html
+	@echo "built docs/_build/html/index.html"
 
 lint: $(VENV)/.test
 	$(PY) -m ruff check .
@@ -89,5 +97,5 @@ lock:
 		$(UPGRADE) --quiet --output-file requirements/test.txt
 
 clean:
-	rm -rf .venv .venv312 build dist .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv312 build dist .pytest_cache .hypothesis .ruff_cache docs/_build docs/api docs/traps
 	find m3jax pallas_kernels tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What the site needs beside Sphinx: its table of contents, the pages of traps, of the API and of source files."""
