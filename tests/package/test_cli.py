@@ -284,7 +284,11 @@ def test_closed_standard_input(run, monkeypatch):
 
 def test_the_arguments_say_what_the_package_says():
     """They are read before the package is imported, so they have its constants of their own."""
-    assert (cli.BACKENDS, cli.DRAFT_TOKENS, cli.MAX_DRAFT_TOKENS) == (BACKENDS, DRAFT_TOKENS, MAX_DRAFT_TOKENS)
+    assert (cli.arguments.BACKENDS, cli.DRAFT_TOKENS, cli.MAX_DRAFT_TOKENS) == (
+        BACKENDS,
+        DRAFT_TOKENS,
+        MAX_DRAFT_TOKENS,
+    )
     assert cli.NEW_TOKENS == NEW_TOKENS
 
 

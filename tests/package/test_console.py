@@ -34,7 +34,7 @@ def assert_one_line(err: str, *parts: str) -> None:
         assert part in err, (part, err)
 
 
-@pytest.mark.parametrize("module", ["m3jax", "m3jax.generate", "m3jax.plan"])
+@pytest.mark.parametrize("module", ["m3jax", "m3jax.chat", "m3jax.compare", "m3jax.generate", "m3jax.plan"])
 def test_help_and_wrong_arguments_need_no_jax(module):
     status, out, err = shell(f"python -X importtime -m {module} --help")
     imported = {line.rpartition("|")[2].strip() for line in err.splitlines()}

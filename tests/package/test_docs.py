@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+# docs/traps and docs/_build are written by `make docs`.
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix() for folder in ("docs", "docs/notes") for path in ROOT.glob(f"{folder}/*.md")
+)
 DOCUMENTS = ["CONTRIBUTING.md", "README.md", "vectors/README.md", *PAGES]
 NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.py"))
-WITH_PYTHON = ("docs/msa.md",)
+WITH_PYTHON = ("docs/chat.md", "docs/chat_output.md", "docs/media.md", "docs/msa.md")
 GENERATE = "python -m m3jax.generate "
 PLAN = "python -m m3jax.plan "
 

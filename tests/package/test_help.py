@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-ROOMS = ("m3jax", "m3jax.msa", "m3jax.ops", "m3jax.decoding", "m3jax.cache", "m3jax.checkpoint", "m3jax.parallel",
-         "m3jax.model", "m3jax.text")  # fmt: skip
-CLASSES = ("m3jax.M3", "m3jax.M3Config", "m3jax.TextModel", "m3jax.Tokenizer", "m3jax.decoding.Engine")
+ROOMS = ("m3jax", "m3jax.dialogue", "m3jax.msa", "m3jax.ops", "m3jax.decoding", "m3jax.cache", "m3jax.checkpoint",
+         "m3jax.parallel", "m3jax.model", "m3jax.text")  # fmt: skip
+CLASSES = ("m3jax.M3", "m3jax.M3Config", "m3jax.TextModel", "m3jax.Tokenizer", "m3jax.decoding.Engine",
+           "m3jax.dialogue.Dialogue", "m3jax.text.ChatTemplate", "m3jax.text.OutputParser")  # fmt: skip
 
 
 def found(name: str):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.house import ALL_THEY_KNOW, ALL_THEY_NEED, EXTRAS_OF, FLOOR_OF, KERNEL_CALLER
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("m3jax", "pallas_kernels")
@@ -21,55 +22,8 @@ TOP_LEVEL = {
 }
 MAX_LINES = 450
 
-# The rooms of the house from the ground up. A room imports from the floors below its own: neither from above, nor from
-# the other rooms of its floor. A new room goes on the lowest floor that is above all that it imports.
-FLOORS = (
-    ("m3jax.interrupts", "m3jax.messages", "pallas_kernels"),
-    (
-        *("m3jax.arrays", "m3jax.assets", "m3jax.compile_cache", "m3jax.config_keys", "m3jax.console", "m3jax.files"),
-        *("m3jax.parallel", "m3jax.platform"),
-    ),
-    ("m3jax.config", "m3jax.numerics", "m3jax.progress", "m3jax.text"),
-    ("m3jax.msa",),
-    ("m3jax.ops",),
-    ("m3jax.cache",),
-    ("m3jax.model",),
-    ("m3jax.checkpoint",),
-    ("m3jax.decoding", "m3jax.hub"),
-    ("m3jax.planning", "m3jax.text_model", "m3jax.train"),
-    ("m3jax.cli", "m3jax.vectors"),
-    ("m3jax", "m3jax.__main__", "m3jax.generate", "m3jax.plan"),
-)
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-
-# Rooms and modules that know less than their floor would let them: all that each may import of the house.
-ALL_THEY_KNOW = {
-    "m3jax.arrays": (),
-    "m3jax.assets": (),
-    "m3jax.config": ("m3jax.config_keys", "m3jax.files", "m3jax.messages"),
-    "m3jax.files": ("m3jax.messages",),
-    "m3jax.msa.definition": ("m3jax.msa.rules",),
-    "m3jax.compile_cache": (),
-    "m3jax.console": ("m3jax.interrupts", "m3jax.messages"),
-    "m3jax.interrupts": (),
-    "m3jax.messages": (),
-    "m3jax.parallel": (),
-    "m3jax.platform": (),
-    "m3jax.progress": ("m3jax.compile_cache",),
-    "m3jax.text": ("m3jax.files", "m3jax.messages"),
-}
-# Of other people's: distributions that these may import besides the standard library.
-ALL_THEY_NEED = {
-    "m3jax.compile_cache": ("filelock", "jax"),
-    **dict.fromkeys(("m3jax.console", "m3jax.files", "m3jax.interrupts", "m3jax.messages"), ()),
-    "m3jax.msa.definition": ("einops", "jax", "jaxtyping"),
-    "m3jax.progress": ("rich",),
-    "m3jax.text": ("tokenizers",),
-}
-KERNEL_CALLER = "m3jax.ops"
-
 # Distributions whose import name is another, and where jax itself takes bfloat16 from.
-IMPORT_NAMES = {"orbax-checkpoint": "orbax"}
+IMPORT_NAMES = {"orbax-checkpoint": "orbax", "Pillow": "PIL"}
 COME_WITH_JAX = {"ml_dtypes"}
 
 # Folders of one person's machine; the lookbehind leaves web addresses and relative paths alone.
@@ -322,6 +276,8 @@ def test_one_room_calls_kernels():
         (too_much, "m3jax.config", "from m3jax.parallel import AXES"),
         (too_much, "m3jax.text.tokenizer", "from m3jax.platform import platform"),
         (too_much, "m3jax.text.tokenizer", "if True:\n    import jax.numpy as jnp"),
+        (too_much, "m3jax.media.packing", "import jax"),
+        (too_much, "m3jax.media.packing", "from m3jax.msa.rules import SelectionRules"),
         (too_much, "m3jax.msa.definition", "from m3jax.msa.schedules import blockwise"),
         (too_much, "m3jax.msa.definition", "from m3jax.numerics import einsum"),
         (too_much, "m3jax.msa.definition", "from pallas_kernels.pages import paged"),
@@ -385,13 +341,15 @@ def test_nothing_imports_scripts_or_notebooks():
 
 def test_imports_are_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    distributions = (re.match(r"[\w-]+", line)[0] for line in project["dependencies"])
-    allowed = {IMPORT_NAMES.get(name, name) for name in distributions} | COME_WITH_JAX
-    allowed |= set(PACKAGES) | sys.stdlib_module_names
+    imported = lambda lines: {IMPORT_NAMES.get(name, name) for name in (re.match(r"[\w-]+", line)[0] for line in lines)}
+    allowed = imported(project["dependencies"]) | COME_WITH_JAX | set(PACKAGES) | sys.stdlib_module_names
+    of_extra = {name: imported(lines) for name, lines in project["optional-dependencies"].items()}
+    of_room = {name: set().union(*(of_extra[extra] for extra in extras)) for name, extras in EXTRAS_OF.items()}
     # An op's folder by the name of a backend, one of pallas_kernels; what m3jax has by the name that is asked for.
     computed = {("pallas_kernels.backends", "a computed module"), ("m3jax", "a computed module")}
     edges = (edge for edge in imports_of_packages() if (edge.importer, edge.name) not in computed)
-    wrong = [str(edge) for edge in edges if edge.name.split(".")[0] not in allowed]
+    is_declared = lambda edge: edge.name.split(".")[0] in allowed | of_room.get(room(edge.importer), set())
+    wrong = [str(edge) for edge in edges if not is_declared(edge)]
     assert not wrong, "\n".join(wrong)
 
 
