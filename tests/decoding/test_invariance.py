@@ -14,6 +14,7 @@ from support.drafts import Knowing, draft
 from support.engines import CONFIG, SHAPE, finish, params, preemptions, prompt, quick, serve
 
 from m3jax.decoding import Eagle3Drafter, Engine, Generation
+from m3jax.parallel import parse_mesh
 from m3jax.train.losses import token_logprobs
 
 # Prompts of less than a page and of many, beyond J * P tokens; greedy, with a penalty, and sampled.
@@ -169,3 +170,6 @@ def test_what_cannot_be_invariant_is_refused():
             Engine(model("float32"), **SHAPE, **changes, invariant=True)
         with pytest.raises(ValueError, match=message):  # a model that is invariant already is no way around it
             Engine(model("float32").with_invariance(), **SHAPE, **changes)
+    divided = tiny.model(CONFIG, mesh=parse_mesh("context=2"))
+    with pytest.raises(ValueError, match="invariant = True with a mesh"):
+        Engine(divided, **SHAPE, invariant=True)

@@ -149,8 +149,8 @@ class Runner:
         chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width))
         self._send_changes()
         # One set of the compiler's options for prompts and steps, where they are to get the same bits.
-        is_own_way = platform() == "cpu" and token_tile(self.model) is None
-        run = device.prefill_on_cpu if is_own_way else device.prefill
+        has_own_options = platform() == "cpu" and token_tile(self.model) is None
+        run = device.prefill_on_cpu if has_own_options else device.prefill
         self.state, new = run(
             self.model,
             self.state,
