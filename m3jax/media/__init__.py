@@ -3,33 +3,41 @@
 from m3jax.media.bicubic import resize_definition
 from m3jax.media.frames import FRAME_RULES, choose_frames, timestamps
 from m3jax.media.images import decode_image
-from m3jax.media.packing import MediaBatch, batch, feature_places
+from m3jax.media.packing import MediaBatch, Segment, batch, bucket_size, feature_places, pack, segment_places, segments
 from m3jax.media.placeholders import PlaceholderIds, expand_text, expand_tokens
 from m3jax.media.presets import PRESETS, Preset
 from m3jax.media.process import ProcessedImage, ProcessedVideo, process_image, process_video
 from m3jax.media.resize import resize_bicubic
-from m3jax.media.sizes import LIMITS, LONG_SIDE_TIERS, smart_resize, target_stages
+from m3jax.media.sizes import LIMITS, LONG_SIDE_TIERS, MERGE, smart_resize, target_stages
+from m3jax.media.sources import media_source
 
 __all__ = [
     "FRAME_RULES",
     "LIMITS",
     "LONG_SIDE_TIERS",
+    "MERGE",
     "PRESETS",
     "MediaBatch",
     "PlaceholderIds",
     "Preset",
     "ProcessedImage",
     "ProcessedVideo",
+    "Segment",
     "batch",
+    "bucket_size",
     "choose_frames",
     "decode_image",
     "expand_text",
     "expand_tokens",
     "feature_places",
+    "media_source",
+    "pack",
     "process_image",
     "process_video",
     "resize_bicubic",
     "resize_definition",
+    "segment_places",
+    "segments",
     "smart_resize",
     "target_stages",
     "timestamps",

@@ -1,6 +1,6 @@
 """Several images and videos in arrays of fixed sizes, as the vision tower reads them, and where their features go."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,51 @@ class MediaBatch(NamedTuple):
     video_features: Int32[np.ndarray, ""]
 
 
+class Segment(NamedTuple):
+    """What attends to itself alone: an image, or a chunk of a video.
+
+    Attributes:
+      patches: [X 1176], X = t h w.
+      grid: (t, h, w) in patches.
+      is_video: whether its features go to video placeholders.
+    """
+
+    patches: Float32[np.ndarray, "X P"]
+    grid: Grid
+    is_video: bool
+
+    @property
+    def features(self) -> int:
+        """Features that it gives, one for every four patches."""
+        return len(self.patches) // MERGE**2
+
+
+def segments(
+    images: Iterable[Any] = (), videos: Iterable[Any] = (), config: M3Config | None = None
+) -> tuple[Segment, ...]:
+    """Images, then the chunks of videos, each with its own patches: the parts that a tower can read one at a time.
+
+    Args:
+      images, videos, config: as in `batch`.
+
+    Raises:
+      ValueError: as `batch`, but for no image and no video, which gives ().
+    """
+    most = _segment_frames(config)
+    still = [_checked(item, f"image {number}", 1) for number, item in enumerate(images, 1)]
+    moving = [_checked(item, f"video {number}", most) for number, item in enumerate(videos, 1)]
+    for number, (_, grids) in enumerate(still, 1):
+        if len(grids) != 1:
+            raise ValueError(f"image {number} has grids {shown(grids)}: an image has one, (1, h, w)")
+    found = []
+    for is_video, items in ((False, still), (True, moving)):
+        for patches, grids in items:
+            ends = np.cumsum([t * h * w for t, h, w in grids])
+            pieces = np.split(patches, ends[:-1])
+            found += [Segment(piece, grid, is_video) for piece, grid in zip(pieces, grids, strict=True)]
+    return tuple(found)
+
+
 def batch(images: Iterable[Any] = (), videos: Iterable[Any] = (), config: M3Config | None = None) -> MediaBatch:
     """Pack images and videos for one call of the model.
 
@@ -54,24 +99,30 @@ def batch(images: Iterable[Any] = (), videos: Iterable[Any] = (), config: M3Conf
       ValueError: no image and no video, patches that do not fit their grid, a model without a vision tower, or one
         whose patches are not 14 x 14 pixels of 2 frames merged 2 x 2.
     """
-    most = _segment_frames(config)
-    still = [_checked(item, f"image {number}", 1) for number, item in enumerate(images, 1)]
-    moving = [_checked(item, f"video {number}", most) for number, item in enumerate(videos, 1)]
-    for number, (_, grids) in enumerate(still, 1):
-        if len(grids) != 1:
-            raise ValueError(f"image {number} has grids {shown(grids)}: an image has one, (1, h, w)")
-    if not still and not moving:
+    found = segments(images, videos, config)
+    if not found:
         raise ValueError("no image and no video: leave `media` out of the call")
-    count = lambda items: sum(len(patches) for patches, _ in items)
-    total, grids = count(still) + count(moving), [grid for _, grids in still + moving for grid in grids]
-    patches = np.zeros((bucket_size(total), PATCH_VALUES), np.float32)
-    np.concatenate([patches for patches, _ in still + moving], out=patches[:total])
-    segments = np.full(len(patches), NO_SEGMENT, np.int32)
-    segments[:total] = np.repeat(np.arange(len(grids)), [t * h * w for t, h, w in grids])
-    positions = np.zeros((len(patches), 3), np.int32)
-    np.concatenate([patch_positions(grid) for grid in grids], out=positions[:total])
-    features = lambda items: np.asarray(count(items) // MERGE**2, np.int32)
-    return MediaBatch(patches, segments, positions, features(still), features(moving))
+    return pack(found, bucket_size(sum(len(segment.patches) for segment in found)))
+
+
+def pack(found: Sequence[Segment], size: int) -> MediaBatch:
+    """Segments one behind the other in arrays of a given size.
+
+    Args:
+      found: images' before videos'; () gives padding alone.
+      size: X, at least as many as there are patches, and a multiple of 4.
+    """
+    total = sum(len(segment.patches) for segment in found)
+    patches = np.zeros((size, PATCH_VALUES), np.float32)
+    if found:
+        np.concatenate([segment.patches for segment in found], out=patches[:total])
+    numbers = np.full(size, NO_SEGMENT, np.int32)
+    numbers[:total] = np.repeat(np.arange(len(found)), [len(segment.patches) for segment in found])
+    positions = np.zeros((size, 3), np.int32)
+    if found:
+        np.concatenate([patch_positions(segment.grid) for segment in found], out=positions[:total])
+    features = lambda is_video: np.asarray(sum(s.features for s in found if s.is_video == is_video), np.int32)
+    return MediaBatch(patches, numbers, positions, features(False), features(True))
 
 
 def bucket_size(patches: int) -> int:
@@ -102,26 +153,67 @@ def feature_places(
       ValueError: more placeholders than features or fewer, or placeholders of one image or pair of frames that do not
         stand together, as where two images of different sizes changed places.
     """
-    ids = ids or PlaceholderIds()
-    flat = np.asarray(tokens).reshape(-1)
+    used = slice(0, int(media.image_features) + int(media.video_features))
+    numbers, pairs = media.segments[:: MERGE**2][used], media.positions[:: MERGE**2, 0][used]
     places = np.full(len(media.segments) // MERGE**2, -1, np.int32)
-    first = 0
+    places[used] = _places(np.asarray(tokens).reshape(-1), numbers, pairs, int(media.image_features), ids)
+    return places
+
+
+def segment_places(
+    tokens: Sequence[int] | Int[np.ndarray, "T"], found: Sequence[Segment], ids: PlaceholderIds | None = None
+) -> list[Int32[np.ndarray, "_"]]:
+    """`feature_places` of one prompt whose segments have not been packed: for each its features' places.
+
+    Args:
+      tokens: [T] of the prompt, expanded.
+      found: its segments, images' before videos'.
+      ids: of the placeholders; None is M3's.
+
+    Raises:
+      ValueError: as `feature_places`.
+    """
+    counts = [segment.features for segment in found]
+    numbers = np.repeat(np.arange(len(found)), counts)
+    of_pairs = [np.repeat(np.arange(t), h * w // MERGE**2) for _, (t, h, w), _ in found]
+    pairs = np.concatenate([np.zeros(0, np.int64), *of_pairs])
+    image_features = sum(segment.features for segment in found if not segment.is_video)
+    places = _places(np.asarray(tokens, np.int64), numbers, pairs, image_features, ids)
+    return np.split(places, np.cumsum(counts)[:-1]) if found else []
+
+
+def _places(
+    tokens: Int[np.ndarray, " T"],
+    segments: Int[np.ndarray, " F"],
+    pairs: Int[np.ndarray, " F"],
+    image_features: int,
+    ids: PlaceholderIds | None,
+) -> Int32[np.ndarray, " F"]:
+    """The place of each feature, images' first.
+
+    Args:
+      tokens: of all rows.
+      segments: of each feature, its segment.
+      pairs: of each feature, its pair of frames within the segment.
+      image_features: how many of the F features are images'.
+      ids: of the placeholders; None is M3's.
+    """
+    ids = ids or PlaceholderIds()
+    places = []
     for kind, token, features in (
-        ("image", ids.image, int(media.image_features)),
-        ("video", ids.video, int(media.video_features)),
+        ("image", ids.image, image_features),
+        ("video", ids.video, len(segments) - image_features),
     ):
-        found = np.flatnonzero(flat == token)
+        found = np.flatnonzero(tokens == token).astype(np.int32)
         if len(found) != features:
             raise ValueError(
                 f"the tokens have {len(found)} {kind} placeholders (id {token}) for {features} features: expand the "
                 "prompt with the images and videos of this batch"
             )
-        places[first : first + features] = found
-        first += features
-    used = slice(0, first)
-    segments, pairs = media.segments[:: MERGE**2][used], media.positions[:: MERGE**2, 0][used]
+        places.append(found)
+    places = np.concatenate(places)
     same_run = (np.diff(segments) == 0) & (np.diff(pairs) == 0)
-    torn = np.flatnonzero(same_run & (np.diff(places[used]) != 1))
+    torn = np.flatnonzero(same_run & (np.diff(places) != 1))
     if len(torn):
         before, behind = places[torn[0]], places[torn[0] + 1]
         raise ValueError(

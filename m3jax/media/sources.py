@@ -1,0 +1,49 @@
+"""Where an image or a video comes from: a file, a data URL, or what `decode_image` and `read_video` take as it is."""
+
+import base64
+import binascii
+from pathlib import Path
+from typing import Any
+
+from m3jax.media.images import MediaError
+from m3jax.media.sizes import LIMITS
+from m3jax.messages import shown
+
+_DATA = "data:"
+
+
+def media_source(source: Any, most_bytes: int = LIMITS.video_bytes) -> Any:
+    """What a text names, and anything else as it is.
+
+    Args:
+      source: a path or a data URL as text, or what needs no reading: bytes, a `Path`, a Pillow image, an array, frames.
+      most_bytes: of a data URL's content.
+
+    Returns:
+      Bytes for a data URL, a `Path` for another text, else what was given.
+
+    Raises:
+      ValueError: a data URL that is no base64 or too large, an address (nothing is fetched), or an empty text.
+    """
+    if not isinstance(source, str):
+        return source
+    if source[: len(_DATA)].lower() == _DATA:
+        return _content(source, most_bytes)
+    if "://" in source:
+        raise MediaError(f"{shown(source)} is an address, and nothing is fetched: give the file, or a data URL")
+    if not source or "\0" in source:
+        raise MediaError(f"{shown(source)} is no name of a file")
+    return Path(source)
+
+
+def _content(url: str, most_bytes: int) -> bytes:
+    """The bytes of a data URL, whose header ends in ;base64 (what it says of the type is not looked at)."""
+    header, comma, body = url.partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        raise MediaError("a data URL has the form data:image/png;base64,...: this one is not base64")
+    if len(body) > -(-most_bytes // 3) * 4:
+        raise MediaError(f"the data URL has {len(body)} characters: at most {most_bytes} bytes can be given so")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MediaError(f"the data URL is not valid base64: {error}") from error
