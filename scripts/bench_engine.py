@@ -36,8 +36,10 @@ def main() -> None:
     parser.add_argument("--kv-dtype", help="storage type of keys and values")
     parser.add_argument("--index-dtype", help="storage type of index keys")
     parser.add_argument("--device-pages", type=int, help="keys and values in host memory, so many pages on the device")
+    parser.add_argument("--weights", choices=("dequantize", "mxfp8"), default="dequantize", help="mxfp8 quantises them")
     args = parser.parse_args()
-    model, counts = build(args.model), [int(n) for n in args.concurrency.split(",")]
+    model = build(args.model) if args.weights == "dequantize" else m3jax.quantize(build(args.model))
+    counts = [int(n) for n in args.concurrency.split(",")]
     engine = Engine(model, **sizes(model, args, max(counts)))
     engine.warmup()
     print(f"{args.model} on {jax.devices()[0].device_kind}, jax {jax.__version__}, {args.prefix} + {SUFFIX} tokens a "

@@ -11,6 +11,7 @@ import os
 import statistics
 import sys
 import tempfile
+from functools import partial
 
 # Kernels inside a command buffer have no times of their own.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
@@ -21,7 +22,10 @@ import numpy as np
 
 from m3jax.cache import Places, Scales, StackCache
 from m3jax.model.attention import Projections
-from m3jax.ops import Heads
+from m3jax.model.layers import swiglu_oai
+from m3jax.mxfp8 import MXFP8Array, dequantize
+from m3jax.ops import Heads, run_experts
+from m3jax.ops.experts import ExpertWeights
 from pallas_kernels.cudnn_causal import cudnn_causal
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.index_topk import index_topk
@@ -260,6 +264,40 @@ def bench_insert(batch: int, queries: int, bandwidth: float) -> None:
         line(name, us, floor, f"{len(kernels)} kernels")
 
 
+def bench_experts(peak: float, bandwidth: float) -> None:
+    """Experts of M3's widths, four of 128 a token: the weights in MXFP8, and the same numbers in bfloat16."""
+    layers, count, width, hidden = 2, 128, 6144, 3072
+
+    @partial(jax.jit, static_argnums=(1, 2))
+    def draw(key, inputs, outputs):
+        codes = jax.random.bits(key, (layers, count, inputs, outputs), jnp.uint8)
+        codes = jnp.where(codes & 127 == 127, 0, codes)
+        scales = jnp.full((layers, count, inputs // 32, outputs), 127 - 7 - round(inputs**0.5).bit_length(), jnp.uint8)
+        return MXFP8Array(codes, scales)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    kept = ExpertWeights(draw(keys[0], width, hidden), draw(keys[1], width, hidden), draw(keys[2], hidden, width))
+    activate = lambda gate, up: swiglu_oai(gate, up, 1.702, 7.0).astype(jnp.bfloat16)
+    run = jax.jit(lambda x, weights, ids: run_experts(x, weights, ids, jnp.int32(1), activate))
+    as_numbers = jax.jit(
+        lambda weight: jax.lax.map(lambda w: jax.lax.map(lambda w: dequantize(w, "bfloat16"), w), weight)
+    )
+    for name, weights, number_bytes in (("MXFP8", kept, 33 / 32), ("bfloat16", None, 2)):
+        if weights is None:
+            weights = ExpertWeights(*(as_numbers(weight) for weight in kept))
+            del kept
+        for tokens in (1, 4, 8, 32, 2048):
+            rng = np.random.default_rng(tokens)
+            calls = []
+            for seed in range(4 if tokens < 32 else 1):  # other experts each time: nothing is found in the cache
+                ids = rng.random((tokens, count)).argsort(axis=1)[:, :4]
+                calls.append((normal(seed, tokens, width), weights, jnp.asarray(ids, jnp.int32)))
+            read = np.mean([len(np.unique(ids)) for *_, ids in calls]) * 3 * width * hidden * number_bytes
+            us, kernels = kernel_times(run, calls, 8)
+            floor = max(read / bandwidth, 2 * 3 * tokens * 4 * width * hidden / peak)
+            line(f"experts of {tokens:,} tokens in {name}", us, floor, f"{read / 1e9:.2f} GB, {len(kernels)} kernels")
+
+
 def ceilings() -> tuple[float, float]:
     """(multiply-add operations, bytes) a microsecond: of a bfloat16 matrix product, of a copy."""
     a, b = normal(0, 8192, 8192), normal(1, 8192, 8192)
@@ -287,6 +325,9 @@ def main() -> int:
         bench_prefill(s, peak, not args.no_dense) if s in PREFILL else bench_decode(s, bandwidth, not args.no_dense)
     for batch, queries in INSERT if args.only in "insert" else ():
         bench_insert(batch, queries, bandwidth)
+    if args.only in "experts":
+        print("experts")
+        bench_experts(peak, bandwidth)
     return 0
 
 

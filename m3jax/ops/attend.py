@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.msa import DENSE_SCHEDULES, SCHEDULES, BlockView, Contiguous, Paged
 from m3jax.msa.rules import check_heads, check_selection, checked
-from m3jax.msa.views import only_held
+from m3jax.msa.views import Joined, only_held
 from m3jax.numerics import merge_over_devices
 from m3jax.ops.backends import Case, choose, interpreted
 from m3jax.ops.kernel_pages import kernel_pages
@@ -50,6 +50,8 @@ def attend_selected(
     check_schedule(schedule, SCHEDULES)
     check_heads(q, view.num_heads, view.width)
     check_selection(q, view.num_heads, blocks, view.block_size)
+    if view.device_axes and schedule == "invariant":
+        view = Joined(view)  # a merge of devices' parts would depend on which pages a request was given
     if view.device_axes:
         blocks = only_held(blocks, view)
     suitable = "query_major" if q.shape[1] <= _MAX_GATHERED_QUERIES else "kv_block_major"
@@ -102,6 +104,8 @@ def attend_all(
     """
     check_schedule(schedule, DENSE_SCHEDULES)
     check_heads(q, view.num_heads, view.width)
+    if view.device_axes and schedule == "invariant":
+        view = Joined(view)
     by_xla = DENSE_SCHEDULES["blockwise" if schedule == "auto" else schedule]
     case = attend_case("dense", q, view, slots=0, schedule=schedule)
     chosen = choose(case, backend)

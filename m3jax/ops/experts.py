@@ -6,6 +6,7 @@ dropped. An id of -1 is an expert that is not held here; what stands in its plac
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import NamedTuple
 
 import jax
@@ -14,8 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa.inversion import invert
-from m3jax.numerics import accumulator, einsum
+from m3jax.mxfp8 import BLOCK, MXFP8Array
+from m3jax.numerics import accumulator
 from m3jax.ops.backends import interpreted
+from m3jax.ops.project import operands, project
 from m3jax.platform import platform
 
 Activation = Callable[[Float[Array, "..."], Float[Array, "..."]], Float[Array, "..."]]
@@ -29,11 +32,11 @@ _COPIED_TILE = 512  # likewise where experts are copied: more than an expert is 
 
 
 class ExpertWeights(NamedTuple):
-    """Projections of the experts of a stack of layers."""
+    """Projections of the experts of a stack of layers; in MXFP8, a way reads the codes and scales of those chosen."""
 
-    gate: Float[Array, "L E D F"]
-    up: Float[Array, "L E D F"]
-    down: Float[Array, "L E F D"]
+    gate: Float[Array, "L E D F"] | MXFP8Array
+    up: Float[Array, "L E D F"] | MXFP8Array
+    down: Float[Array, "L E F D"] | MXFP8Array
 
 
 def run_experts(
@@ -64,9 +67,10 @@ def run_experts(
     where, num_pairs, is_divided = platform(), expert_ids.size, num_shares is not None
     is_few = num_pairs <= _FEW_PAIRS * min(num_shares or 1, _MOST_SHARES)
     if where == "gpu":
-        if num_pairs <= _FEW_PAIRS:
+        by_kernel = kernel_takes(weights) and kernel_runs_experts(x.dtype, *weights.gate.shape[2:], backend=backend)
+        is_mxfp8 = isinstance(weights.gate, MXFP8Array)
+        if num_pairs <= _FEW_PAIRS and not (is_mxfp8 and by_kernel):
             return gathered(x, weights, expert_ids, layer, activate)
-        by_kernel = kernel_runs_experts(x.dtype, *weights.gate.shape[2:], backend=backend)
         return (grouped if by_kernel else tiled)(x, weights, expert_ids, layer, activate)
     if where == "tpu" and not is_few:
         return ragged(x, weights, expert_ids, layer, activate)
@@ -86,9 +90,9 @@ def gathered(
 ) -> Float[Array, "X A D"]:
     """A few tokens: each pair reads its expert's weights, all at once."""
     gate, up, down = (w[layer, expert_ids] for w in weights)  # [X A D F] twice, [X A F D]
-    hidden = activate(einsum("xd,xadf->xaf", x, gate), einsum("xd,xadf->xaf", x, up))
+    hidden = activate(project("xd,xadf->xaf", x, gate), project("xd,xadf->xaf", x, up))
     # Else XLA computes the activation again for every element of `down`: 1 ms instead of 0.05 at M3's widths.
-    return einsum("xaf,xafd->xad", jax.lax.optimization_barrier(hidden), down)
+    return project("xaf,xafd->xad", jax.lax.optimization_barrier(hidden), down)
 
 
 def one_by_one(
@@ -102,9 +106,9 @@ def one_by_one(
     """A few tokens: one pair after the other, whose weights then stay in the cache of a CPU's core."""
 
     def run_pair(token, expert):
-        gate = einsum("d,df->f", token, weights.gate[layer, expert])
-        up = einsum("d,df->f", token, weights.up[layer, expert])
-        return einsum("f,fd->d", activate(gate, up), weights.down[layer, expert])
+        gate = project("d,df->f", token, weights.gate[layer, expert])
+        up = project("d,df->f", token, weights.up[layer, expert])
+        return project("f,fd->d", activate(gate, up), weights.down[layer, expert])
 
     def skip_pair(token, expert):
         return jnp.zeros(token.shape, accumulator(token.dtype))
@@ -138,6 +142,7 @@ def ragged(
     precision = None if x.dtype.itemsize == 2 else "highest"
 
     def product(rows, weight):
+        rows, weight = operands(rows, weight)
         dtype = accumulator(rows.dtype)
         return jax.lax.ragged_dot(rows, weight, sizes, precision=precision, preferred_element_type=dtype)
 
@@ -163,9 +168,9 @@ def tiled(
 
     def run_tile(expert, token_ids, valid):
         tokens = x[token_ids]  # [C D]
-        gate = einsum("cd,df->cf", tokens, weights.gate[layer, expert])
-        up = einsum("cd,df->cf", tokens, weights.up[layer, expert])
-        return einsum("cf,fd->cd", activate(gate, up), weights.down[layer, expert])
+        gate = project("cd,df->cf", tokens, weights.gate[layer, expert])
+        up = project("cd,df->cf", tokens, weights.up[layer, expert])
+        return project("cf,fd->cd", activate(gate, up), weights.down[layer, expert])
 
     def idle(expert, token_ids, valid):
         return jnp.zeros((tile, x.shape[1]), accumulator(x.dtype))
@@ -197,9 +202,9 @@ def in_fixed_tiles(
         def run_tile(index, out):
             expert, tokens = tiles.block[index], x[tiles.query[index]]  # [C D]
             hidden = activate(
-                einsum("cd,df->cf", tokens, gate[layer, expert]), einsum("cd,df->cf", tokens, up[layer, expert])
+                project("cd,df->cf", tokens, gate[layer, expert]), project("cd,df->cf", tokens, up[layer, expert])
             )
-            one_tile = einsum("cf,fd->cd", hidden, down[layer, expert])
+            one_tile = project("cf,fd->cd", hidden, down[layer, expert])
             return jax.lax.dynamic_update_index_in_dim(out, one_tile, index, 0)
 
         out = jnp.zeros((len(tiles.block), _FIXED_TILE, x.shape[1]), accumulator(x.dtype))
@@ -220,16 +225,23 @@ def grouped(
     layer: Int[Array, ""],
     activate: Activation,
 ) -> Float[Array, "X A D"]:
-    """Many tokens on a GPU: a kernel, with the gradients of `tiled`. Training has another way, `copied`."""
+    """Many tokens on a GPU: a kernel, with the gradients of `tiled`. Training has another way, `copied`.
+
+    Experts in MXFP8 go this way with few tokens too: what XLA gathers it would write as 16-bit numbers, and read again.
+    """
     from pallas_kernels.gradient import with_gradient
     from pallas_kernels.grouped_experts import grouped_experts
+    from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
 
     def by_kernel(x, gate, up, down, expert_ids, layer):
         num_experts = gate.shape[1]
         tokens_per_expert = expert_ids.size // num_experts
         tile = next((size for size in _KERNEL_TILES if size >= tokens_per_expert), _KERNEL_TILES[-1])
         tiles = invert(expert_ids[None, None], num_experts, tile)
-        out = grouped_experts(
+        kernel = grouped_experts
+        if isinstance(gate, MXFP8Array):
+            kernel, (gate, up, down) = mxfp8_experts, (Weights(w.codes, w.scales) for w in (gate, up, down))
+        out = kernel(
             x, gate, up, down, layer, tiles.block, tiles.query, tiles.valid,
             activate=activate, interpret=interpreted(), backend="triton",
         )  # fmt: skip
@@ -252,8 +264,8 @@ def copied(
     gate, up, down = (w[layer] for w in weights)  # [E D F] twice, [E F D]
     tiles = invert(expert_ids[None, None], gate.shape[0], min(_COPIED_TILE, expert_ids.size))
     tokens = x[tiles.query]  # [tiles C D]
-    project = lambda weight: einsum("xcd,xdf->xcf", tokens, weight[tiles.block])
-    out = einsum("xcf,xfd->xcd", activate(project(gate), project(up)), down[tiles.block])
+    into_hidden = lambda weight: project("xcd,xdf->xcf", tokens, weight[tiles.block])
+    out = project("xcf,xfd->xcd", activate(into_hidden(gate), into_hidden(up)), down[tiles.block])
     return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
 
 
@@ -266,6 +278,18 @@ EXPERT_PATHS = {
     "copied": copied,
     "in_fixed_tiles": in_fixed_tiles,
 }
+
+
+def kernel_takes(weights: ExpertWeights) -> bool:
+    """Whether `grouped` can read these weights.
+
+    Not MXFP8 whose activations are quantised too, or with a block that is not whole, or in between 2 and 4 GiB.
+    """
+    if not isinstance(weights.gate, MXFP8Array):
+        return True
+    is_whole = all(width % BLOCK == 0 for width in weights.gate.shape[2:])
+    size = prod(weights.gate.shape)
+    return weights.gate.activations is None and is_whole and not 2**31 <= size <= 2**32
 
 
 def kernel_runs_experts(dtype: DTypeLike, *widths: int, backend: str = "auto") -> bool:

@@ -1,5 +1,6 @@
 """MXFP8 weights: the format bit by bit, and folders that are stored in it."""
 
+import json
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -22,6 +23,9 @@ from support.checkpoint_folders import (
 
 from m3jax import checkpoint, parallel
 from m3jax.checkpoint import CheckpointError, mxfp8, tree
+from m3jax.checkpoint.reader import read_folder
+from m3jax.config import M3Config
+from m3jax.model import dequantize, quantize
 
 CONFIG = tiny_config()
 QUANTIZATION = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
@@ -79,12 +83,14 @@ def test_bfloat16_is_exact_in_range_and_rounds_below_it():
     np.testing.assert_array_equal(found, expected)
 
 
-def quantized_folder(path: Path, rename=lambda tensors: tensors, seed: int = 0) -> dict[str, np.ndarray]:
+def quantized_folder(
+    path: Path, rename=lambda tensors: tensors, seed: int = 0, config: M3Config = CONFIG
+) -> dict[str, np.ndarray]:
     """Write a random MXFP8 folder; the tensors of the BF16 folder that it stands for."""
     draw = np.random.default_rng(seed).integers
-    stored = random_tensors(CONFIG, seed=seed)
+    stored = random_tensors(config, seed=seed)
     plain = dict(stored)
-    for name, shape in shapes(CONFIG).items():
+    for name, shape in shapes(config).items():
         if len(shape) == 1 or is_router(name) or "embed_tokens" in name or "lm_head" in name:
             continue
         codes = draw(0, 256, shape, np.uint8)
@@ -94,7 +100,7 @@ def quantized_folder(path: Path, rename=lambda tensors: tensors, seed: int = 0) 
         stored[name + "_scale_inv"] = scales
         powers = np.ldexp(1.0, scales.astype(int) - 127).repeat(32, axis=1)[:, : shape[1]]
         plain[name] = (stored[name].astype(np.float64) * powers).astype(ml_dtypes.bfloat16)
-    write_folder(path, CONFIG, rename(stored), shards=2, quantization_config=QUANTIZATION)
+    write_folder(path, config, rename(stored), shards=2, quantization_config=QUANTIZATION)
     return plain
 
 
@@ -138,6 +144,108 @@ def test_shards_that_cut_through_scale_blocks(tmp_path):
     for path, leaf in tree.flatten(model).items():
         for shard in leaf.addressable_shards:
             assert same_bits(np.asarray(shard.data), expected[path][shard.index]), path
+
+
+def stored(path: Path) -> dict[str, tuple]:
+    """Dtype, shape and bytes of every tensor of a folder, by its name."""
+    tensors = read_folder(path).tensors.values()
+    return {tensor.name: (tensor.dtype, tensor.shape, tensor.view().tobytes()) for tensor in tensors}
+
+
+@pytest.mark.parametrize("host_bytes", [16 << 20, 0], ids=["on the host", "in place"])
+def test_kept_weights_stand_for_the_same_model_and_are_saved_byte_for_byte(host_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
+    expected = expected_parameters(CONFIG, quantized_folder(tmp_path / "hub"))
+    model = checkpoint.load(tmp_path / "hub", progress=False, weights="mxfp8")
+    assert_same({path: np.asarray(leaf) for path, leaf in tree.flatten(dequantize(model)).items()}, expected)
+    checkpoint.save(model, tmp_path / "again", max_shard_bytes=60_000)
+    assert stored(tmp_path / "again") == stored(tmp_path / "hub")
+    assert json.loads((tmp_path / "again/config.json").read_text())["quantization_config"] == QUANTIZATION
+
+
+def test_merged_experts_are_kept_as_those_of_one_expert_a_tensor(tmp_path):
+    quantized_folder(tmp_path / "hub")
+    quantized_folder(tmp_path / "merged", merge_experts)
+    found = load_parameters(tmp_path / "merged", weights="mxfp8")
+    assert_same(found, load_parameters(tmp_path / "hub", weights="mxfp8"))
+
+
+def test_kept_weights_on_a_mesh_have_the_scales_of_their_codes(tmp_path):
+    """Devices of the tensor axis hold other input channels of o_proj: three blocks of scales each."""
+    config = tiny_config(intermediate_size=64, dense_intermediate_size=192)
+    expected = expected_parameters(config, quantized_folder(tmp_path, config=config))
+    mesh = parallel.make_mesh(expert=2, tensor=2)
+    found = tree.flatten(checkpoint.load(tmp_path, mesh=mesh, progress=False, weights="mxfp8"))
+    for name, leaf in found.items():
+        if not name.endswith(".codes"):
+            continue
+        weight = name.removesuffix(".codes")
+        num_inputs = 2 if weight.endswith("o_proj") else 1  # heads and their channels
+        scale_shards = found[f"{weight}.scales"].addressable_shards
+        for codes, scales in zip(leaf.addressable_shards, scale_shards, strict=True):
+            assert codes.device == scales.device
+            values, blocks = np.asarray(codes.data).view(np.uint8), np.asarray(scales.data)
+            axis = 2 if "experts." in weight and "shared" not in weight else 1  # of inputs, behind layers and experts
+            flat = values.reshape(*values.shape[:axis], -1, *values.shape[axis + num_inputs :])
+            repeated = blocks.repeat(32, axis).take(range(flat.shape[axis]), axis)
+            part = mxfp8.dequantize(flat, repeated, np.dtype(ml_dtypes.bfloat16)).reshape(values.shape)
+            assert same_bits(part, expected[weight][codes.index]), name
+
+
+def test_a_mesh_that_cuts_through_blocks_of_kept_weights(tmp_path):
+    """Half of 160 channels is two blocks and a half: a device would not have the scale of its last ones."""
+    quantized_folder(tmp_path)
+    with pytest.raises(ValueError, match="mesh axis 'tensor' of size 2 cuts 160 input channels"):
+        checkpoint.load(tmp_path, mesh="tensor=2", progress=False, weights="mxfp8")
+
+
+def test_orbax_keeps_codes_and_scales(tmp_path):
+    quantized_folder(tmp_path / "hub")
+    model = checkpoint.load(tmp_path / "hub", progress=False, weights="mxfp8")
+    checkpoint.save_orbax(model, tmp_path / "orbax")
+    found = tree.flatten(checkpoint.load_orbax(tmp_path / "orbax"))
+    assert_same(
+        {name: np.asarray(leaf) for name, leaf in found.items()}, load_parameters(tmp_path / "hub", weights="mxfp8")
+    )
+
+
+def test_quantizing_a_bfloat16_model_writes_the_release_s_layout(tmp_path):
+    write_folder(tmp_path / "bf16", CONFIG, random_tensors(CONFIG))
+    quantized_folder(tmp_path / "hub")
+    model = quantize(checkpoint.load(tmp_path / "bf16", progress=False))
+    checkpoint.save(model, tmp_path / "mxfp8")
+    layout = lambda path: {name: tensor[:2] for name, tensor in stored(path).items()}
+    assert layout(tmp_path / "mxfp8") == layout(tmp_path / "hub")
+    announced = json.loads((tmp_path / "mxfp8/config.json").read_text())["quantization_config"]
+    assert {key: announced[key] for key in QUANTIZATION} == QUANTIZATION
+    gates = [f"language_model.model.layers.{layer}.block_sparse_moe.gate" for layer in (2, 3, 4)]
+    assert announced["ignored_layers"][-3:] == gates
+    kept = {name: np.asarray(leaf) for name, leaf in tree.flatten(dequantize(model)).items()}
+    assert_same(load_parameters(tmp_path / "mxfp8"), kept)
+
+
+def test_weights_that_cannot_be_kept(tmp_path):
+    write_folder(tmp_path / "bf16", CONFIG, random_tensors(CONFIG))
+    with pytest.raises(CheckpointError, match="no weight is in MXFP8: load it with weights = 'dequantize', then"):
+        checkpoint.load(tmp_path / "bf16", progress=False, weights="mxfp8")
+    with pytest.raises(ValueError, match="weights = 'fp8': allowed are 'dequantize', 'mxfp8'"):
+        checkpoint.load(tmp_path / "bf16", progress=False, weights="fp8")
+
+    def with_one_in_bfloat16(tensors):
+        tensors.pop(EXPERT + "_scale_inv")
+        return tensors | {EXPERT: tensors[EXPERT].astype(ml_dtypes.bfloat16)}
+
+    quantized_folder(tmp_path / "mixed", with_one_in_bfloat16)
+    with pytest.raises(CheckpointError, match=f"{EXPERT}: BF16, and weights = 'mxfp8' needs MXFP8"):
+        checkpoint.load(tmp_path / "mixed", progress=False, weights="mxfp8")
+
+    def too_large(tensors):
+        tensors[Q_PROJ + "_scale_inv"][0, 0], tensors[Q_PROJ].view(np.uint8)[0, 0] = 250, 0x7E
+        return tensors
+
+    quantized_folder(tmp_path / "large", too_large)
+    with pytest.raises(ValueError, match=f"{Q_PROJ}: a value is beyond the range of bfloat16"):
+        checkpoint.load(tmp_path / "large", progress=False, weights="mxfp8")
 
 
 def test_saved_in_bfloat16_without_quantization_config(tmp_path):
