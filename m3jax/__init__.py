@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from m3jax.config import M3Config
     from m3jax.decoding import generate
     from m3jax.dialogue import chat
-    from m3jax.hub import M3, init, load, save
+    from m3jax.hub import M3, init, load, quantize, save
     from m3jax.parallel import make_mesh
     from m3jax.text import Tokenizer
     from m3jax.text_model import TextModel
@@ -26,6 +26,7 @@ __all__ = [
     "init",
     "load",
     "make_mesh",
+    "quantize",
     "save",
 ]
 
@@ -42,6 +43,7 @@ _HOMES = {
     "init": "m3jax.hub",
     "load": "m3jax.hub",
     "make_mesh": "m3jax.parallel",
+    "quantize": "m3jax.hub",
     "save": "m3jax.hub",
 }
 

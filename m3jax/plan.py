@@ -37,6 +37,8 @@ def parser() -> Parser:
         "--model", metavar="DIR", help="a folder with a config.json (default: the full 428B configuration)"
     )
     out.add_argument("--dtype", default="bfloat16", help="of weights: bfloat16 (default), float16 or float32")
+    out.add_argument("--weights", default="dequantize", help="mxfp8 keeps the linear layers' in MXFP8; dequantize "
+                     "(default) has all in --dtype")  # fmt: skip
     out.add_argument("--kv-dtype", metavar="DTYPE", help="of keys and values: also float8_e4m3fn (default: --dtype)")
     out.add_argument("--index-dtype", metavar="DTYPE", help="of index keys: also float8_e4m3fn (default: --dtype)")
     out.add_argument(
@@ -44,6 +46,8 @@ def parser() -> Parser:
     )
     out.add_argument("--prefill-chunk", metavar="N", type=int, default=2048, help="prompt tokens of a call (2048)")
     out.add_argument("--draft", action="store_true", help="plan the EAGLE3 draft of M3 too")
+    out.add_argument("--images", metavar="N", type=int, default=0, help="go through the vision tower at once (0)")
+    out.add_argument("--image-tokens", metavar="N", type=int, default=576, help="of each image (default: 576)")
     out.add_argument("--compile", action=argparse.BooleanOptionalAction, help="ask a TPU's compiler, or plan by "
                      "arithmetic, as a GPU always is (default: ask it where it is installed)")  # fmt: skip
     out.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")

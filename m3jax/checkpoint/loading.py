@@ -22,10 +22,10 @@ from m3jax import model as m3_model
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import tree
 from m3jax.checkpoint.names import Target
-from m3jax.checkpoint.plan import Source, make_plan
+from m3jax.checkpoint.plan import Plan, Source, make_plan
 from m3jax.checkpoint.reader import CheckpointError
-from m3jax.checkpoint.values import cut
-from m3jax.model.build import dtype_name
+from m3jax.checkpoint.values import check_range, cut, is_finite
+from m3jax.model.build import check_weights, dtype_name
 from m3jax.parallel import as_mesh
 
 # A parameter up to this size is put together on the host and moved at once; a larger one is written
@@ -42,7 +42,7 @@ class LoadReport:
 
     Attributes:
       bytes_read: of stored weights, by the id of the device that was sent them.
-      vision: names of the stored tensors of the vision tower, which are not loaded.
+      vision: names of the stored tensors of the vision tower, where it was left out.
       mtp: names of the stored tensors of multi-token prediction, which are not loaded.
     """
 
@@ -57,22 +57,27 @@ def load(
     mesh: Mesh | str | None = None,
     progress: bool = True,
     check_finite: bool = False,
+    vision: bool | None = None,
+    weights: str = "dequantize",
 ) -> m3_model.M3:
-    """Load a text model from a folder in the hub's layout.
+    """Load a model from a folder in the hub's layout.
 
     Peak host memory is that of one stored tensor, besides the model's share where devices are the
-    host's own. Each device is sent only what it holds. MXFP8 weights are dequantised. Vision and
-    `mtp.*` tensors are not loaded, which is logged.
+    host's own. Each device is sent only what it holds. `mtp.*` tensors are not loaded, which is logged.
 
     Args:
       path: a folder with config.json and safetensors files, or None for the embedded checkpoint.
       dtype: "bfloat16", "float32", "float64" (needs jax_enable_x64) or "float16", as a name or as `jnp.float32`. The
-        router's weight and bias are float32 at least.
+        router's weight and bias and the tower's patch embedding are float32 at least.
       mesh: devices to shard over: from `m3jax.make_mesh`, or text such as "expert=2,tensor=4"; None for the default
         device.
       progress: whether to show a bar, if standard error is a terminal.
       check_finite: whether to look at every value, and refuse weights that are NaN or infinite. Without it they are
         loaded as they are stored; generating with them ends in a FloatingPointError where they reach the logits.
+      vision: whether to load the vision tower. None loads it where the files hold it; False leaves it out, and the
+        model has neither a tower nor a `vision_config`; with True a folder that does not hold it does not fit.
+      weights: what becomes of MXFP8 weights: "dequantize" gives them `dtype`, "mxfp8" keeps their codes and scales, in
+        half the memory of bfloat16 and with the same results on XLA, to the bit (docs/mxfp8.md).
 
     Returns:
       The model.
@@ -80,10 +85,11 @@ def load(
     Raises:
       CheckpointError: the folder does not fit, or holds NaN or infinite weights under `check_finite`; it lists every
         fault.
-      ValueError: a dtype that is not allowed, a mesh with other axes, or a config.json that is not supported.
+      ValueError: a dtype or `weights` that is not allowed, a mesh with other axes or one that cuts through MXFP8's
+        blocks, or a config.json that is not supported.
       OSError: a file that cannot be read.
     """
-    return load_with_report(path, dtype, mesh, progress, check_finite)[0]
+    return load_with_report(path, dtype, mesh, progress, check_finite, vision, weights)[0]
 
 
 def load_with_report(
@@ -92,11 +98,13 @@ def load_with_report(
     mesh: Mesh | str | None = None,
     progress: bool = True,
     check_finite: bool = False,
+    vision: bool | None = None,
+    weights: str = "dequantize",
 ) -> tuple[m3_model.M3, LoadReport]:
-    """Load a text model as `load` does, and report which bytes were read and which tensors were left.
+    """Load a model as `load` does, and report which bytes were read and which tensors were left.
 
     Args:
-      path, dtype, mesh, progress, check_finite: as in `load`.
+      path, dtype, mesh, progress, check_finite, vision, weights: as in `load`.
 
     Returns:
       The model and the report.
@@ -106,14 +114,16 @@ def load_with_report(
     """
     dtype, mesh = dtype_name(dtype), as_mesh(mesh)
     path = embedded_path() if path is None else path
-    plan = make_plan(path)
-    abstract = m3_model.abstract(plan.config, dtype, mesh)
-    shardings = tree.flatten(m3_model.shardings(plan.config, mesh))
+    check_weights(weights)
+    plan = make_plan(path, vision)
+    abstract = m3_model.abstract(plan.config, dtype, mesh, weights)
+    shardings = tree.flatten(m3_model.shardings(plan.config, mesh, weights))
     parameters = {
         name: _Parameter(leaf.shape, leaf.dtype, shardings[name]) for name, leaf in tree.flatten(abstract).items()
     }
-    for name, target in plan.targets.items():
-        parameters[target.param].pieces.append((target, plan.sources[name]))
+    places = _dequantized(plan) if weights == "dequantize" else _kept(path, plan, np.dtype(dtype))
+    for target, source in places:
+        parameters[target.param].pieces.append((target, source))
     report = LoadReport({}, plan.vision, plan.mtp)
     with _progress_bar(sum(parameter.stored_bytes for parameter in parameters.values()), progress) as advance:
         not_finite: Counter[str] | None = Counter() if check_finite else None
@@ -123,6 +133,37 @@ def load_with_report(
     if not_finite:
         raise CheckpointError(path, [f"{name}: {n} values are NaN or infinite" for name, n in not_finite.items()])
     return tree.replace(abstract, arrays), report
+
+
+def _dequantized(plan: Plan) -> Iterator[tuple[Target, Source]]:
+    """Where each hub tensor goes when all become numbers of one dtype."""
+    for name, target in plan.targets.items():
+        yield target, plan.sources[name]
+
+
+def _kept(path: str | Path, plan: Plan, dtype: np.dtype) -> Iterator[tuple[Target, Source]]:
+    """Where each hub tensor goes when MXFP8 weights stay codes and scales.
+
+    Raises:
+      CheckpointError: weights that are not in MXFP8 where they could be.
+      ValueError: a weight beyond the range of `dtype`, which activations have.
+    """
+    quantizable = {name for name, target in plan.targets.items() if target.quantizable}
+    if others := [name for name in sorted(quantizable) if plan.sources[name].scale is None]:
+        raise CheckpointError(
+            path,
+            [f"{name}: {plan.sources[name].weight.dtype}, and weights = 'mxfp8' needs MXFP8" for name in others]
+            if len(others) < len(quantizable)
+            else ["no weight is in MXFP8: load it with weights = 'dequantize', then m3jax.quantize(model)"],
+        )
+    for name, target in plan.targets.items():
+        source = plan.sources[name]
+        if name not in quantizable:
+            yield target, source
+            continue
+        check_range(source.weight.name, *source.read(), dtype)
+        yield target.codes, Source(source.weight, None, source.part)
+        yield target.scales, Source(source.scale, None, source.part)
 
 
 @dataclass
@@ -172,8 +213,8 @@ class _Parameter:
                 if not all(start <= i < stop for i, (start, stop) in zip(target.index, stack_box, strict=True)):
                     continue  # a layer or an expert of other devices
                 piece = cut(source.weight.name, target, weight, scale, piece_box, self.dtype)
-                if not_finite is not None and not np.isfinite(piece).all():
-                    not_finite[source.part.name] += int(np.count_nonzero(~np.isfinite(piece)))
+                if not_finite is not None and (broken := np.count_nonzero(~is_finite(target, piece))):
+                    not_finite[source.part.name] += int(broken)
                 place = tuple(i - start for i, (start, _) in zip(target.index, stack_box, strict=True))
                 buffer.write(place, piece, target.perm)
                 sent_bytes = piece.size * weight.itemsize

@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
+from m3jax.config import M3Config
 from m3jax.messages import shown
+from m3jax.mxfp8 import BLOCK, NAN_SCALE
 
-BLOCK = 32
-NAN_SCALE = 255
 # The table's index takes 8 bytes a code, so codes are looked up some at a time.
 _CHUNK = 1 << 17
 
@@ -59,6 +59,24 @@ def check_config(config: Mapping[str, Any]) -> tuple[bool, list[str]]:
         for key, value in expected.items()
         if announced.get(key) != value
     ]
+
+
+def announcement(config: M3Config) -> dict[str, Any]:
+    """The quantization_config of a config.json beside MXFP8 weights: the folder's own, or that of the release.
+
+    Args:
+      config: of the model; it remembers what its config.json said.
+    """
+    if announced := config.extra.get("quantization_config"):
+        return announced
+    ignored = ["lm_head", "model.embed_tokens", "vision_tower", "multi_modal_projector", "patch_merge_mlp"]
+    for stack in config.stacks:
+        layers = range(stack.first_layer, stack.first_layer + stack.num_layers) if stack.is_moe else ()
+        ignored += [f"language_model.model.layers.{layer}.block_sparse_moe.gate" for layer in layers]
+    return {
+        "quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, BLOCK],
+        "ignored_layers": ignored,
+    }  # fmt: skip
 
 
 @cache

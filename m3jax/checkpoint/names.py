@@ -6,11 +6,14 @@ from math import prod
 from typing import NamedTuple
 
 from m3jax.config import M3Config, Stack
+from m3jax.mxfp8 import BLOCK
+from m3jax.vision import VisionConfig
 
 # Hub name, parameter, and the rearrangement from the hub's [out, in] to the parameter's axes.
 # Letters are the package's; Hi is the index head dim, Fd and Fs the hidden widths of the dense and
-# the shared MLP. A name with a layer in front stands in a stack, so its parameter has an axis L
-# (and E for {e}) before the axes given here.
+# the shared MLP. Of the tower W is the width, Nv and Hv are its heads, Fv is the hidden width, and Q the projector's;
+# Dm is D times the patches of a merge block. A name with a layer in front stands in a stack, so its parameter has an
+# axis L (and E for {e}) before the axes given here.
 _TOP = (
     ("language_model.model.embed_tokens.weight", "embed_tokens", "V D -> V D"),
     ("language_model.model.norm.weight", "norm", "D -> D"),
@@ -63,6 +66,38 @@ _MOE = (
     ("block_sparse_moe.experts.{e}.w3.weight", "mlp.experts.up_proj", "F D -> D F"),
     ("block_sparse_moe.experts.{e}.w2.weight", "mlp.experts.down_proj", "D F -> F D"),
 )
+_VISION_TOP = (
+    ("vision_tower.vision_model.embeddings.patch_embedding.weight", "patch_embedding", "W C Fr Ph Pw -> C Fr Ph Pw W"),
+    ("vision_tower.vision_model.pre_layrnorm.weight", "pre_layrnorm.weight", "W -> W"),
+    ("vision_tower.vision_model.pre_layrnorm.bias", "pre_layrnorm.bias", "W -> W"),
+    ("multi_modal_projector.linear_1.weight", "projector.linear_1.weight", "Q W -> W Q"),
+    ("multi_modal_projector.linear_1.bias", "projector.linear_1.bias", "Q -> Q"),
+    ("multi_modal_projector.linear_2.weight", "projector.linear_2.weight", "D Q -> Q D"),
+    ("multi_modal_projector.linear_2.bias", "projector.linear_2.bias", "D -> D"),
+    ("patch_merge_mlp.linear_1.weight", "projector.merge_linear_1.weight", "Q Dm -> Dm Q"),
+    ("patch_merge_mlp.linear_1.bias", "projector.merge_linear_1.bias", "Q -> Q"),
+    ("patch_merge_mlp.linear_2.weight", "projector.merge_linear_2.weight", "D Q -> Q D"),
+    ("patch_merge_mlp.linear_2.bias", "projector.merge_linear_2.bias", "D -> D"),
+)
+_VISION_LAYER = (
+    ("layer_norm1.weight", "layers.layer_norm1.weight", "W -> W"),
+    ("layer_norm1.bias", "layers.layer_norm1.bias", "W -> W"),
+    ("self_attn.q_proj.weight", "layers.self_attn.q_proj.weight", "(Nv Hv) W -> W Nv Hv"),
+    ("self_attn.q_proj.bias", "layers.self_attn.q_proj.bias", "(Nv Hv) -> Nv Hv"),
+    ("self_attn.k_proj.weight", "layers.self_attn.k_proj.weight", "(Nv Hv) W -> W Nv Hv"),
+    ("self_attn.k_proj.bias", "layers.self_attn.k_proj.bias", "(Nv Hv) -> Nv Hv"),
+    ("self_attn.v_proj.weight", "layers.self_attn.v_proj.weight", "(Nv Hv) W -> W Nv Hv"),
+    ("self_attn.v_proj.bias", "layers.self_attn.v_proj.bias", "(Nv Hv) -> Nv Hv"),
+    ("self_attn.out_proj.weight", "layers.self_attn.out_proj.weight", "W (Nv Hv) -> Nv Hv W"),
+    ("self_attn.out_proj.bias", "layers.self_attn.out_proj.bias", "W -> W"),
+    ("layer_norm2.weight", "layers.layer_norm2.weight", "W -> W"),
+    ("layer_norm2.bias", "layers.layer_norm2.bias", "W -> W"),
+    ("mlp.fc1.weight", "layers.mlp.fc1.weight", "Fv W -> W Fv"),
+    ("mlp.fc1.bias", "layers.mlp.fc1.bias", "Fv -> Fv"),
+    ("mlp.fc2.weight", "layers.mlp.fc2.weight", "W Fv -> Fv W"),
+    ("mlp.fc2.bias", "layers.mlp.fc2.bias", "W -> W"),
+)
+_VISION_PREFIX = "vision_tower.vision_model.encoder.layers."
 _NEVER_QUANTIZED = ("embed_tokens", "lm_head", "mlp.gate")
 
 _SPELLINGS = (
@@ -72,6 +107,11 @@ _SPELLINGS = (
     (r"\.mlp\.(?=(gate|experts|shared_experts)\.|e_score_)", ".block_sparse_moe."),
     (r"\.gate\.e_score_correction_bias$", ".e_score_correction_bias"),
     (r"\.experts\.(gate_up_proj|down_proj)\.weight$", r".experts.\1"),
+    (r"^model\.(?=(vision_tower|multi_modal_projector|patch_merge_mlp)\.)", ""),
+    (r"^vision_tower\.embeddings\.proj\.", "vision_tower.embeddings.patch_embedding."),
+    (r"^vision_tower\.(?=layers\.)", "vision_tower.encoder."),
+    (r"^vision_tower\.(?=(embeddings|pre_layrnorm|encoder)\.)", "vision_tower.vision_model."),
+    (r"^multi_modal_projector\.merge_linear_", "patch_merge_mlp.linear_"),
 )  # fmt: skip
 _SCALE = re.compile(r"(?:\.weight_scale|_scale)(?:_inv)?$")
 _MTP = re.compile(r"(^|\.)mtp\.")
@@ -84,6 +124,7 @@ class Target(NamedTuple):
     `param` is a dotted parameter path and `index` the place in its stack ((layer,), (layer, expert)
     or ()). `dims` are the hub tensor's axes with heads split out, the first `out_axes` of which are
     its output channels; parameter axis i is axis `perm[i]` of them.
+    A convolution's kernel has all its axes in the file.
     """
 
     param: str
@@ -91,18 +132,39 @@ class Target(NamedTuple):
     dims: tuple[int, ...]
     perm: tuple[int, ...]
     out_axes: int
+    is_kernel: bool = False
 
     @property
     def hub_shape(self) -> tuple[int, ...]:
-        """The shape in the file: [out, in], or [out] of a vector."""
-        if len(self.dims) == 1:
+        """The shape in the file: [out, in], [out] of a vector, or that of a convolution's kernel."""
+        if self.is_kernel:
             return self.dims
-        return (prod(self.dims[: self.out_axes]), prod(self.dims[self.out_axes :]))
+        outputs, inputs = self.dims[: self.out_axes], self.dims[self.out_axes :]
+        return (prod(outputs), prod(inputs)) if inputs else (prod(outputs),)
 
     @property
     def quantizable(self) -> bool:
-        """Whether an MXFP8 checkpoint stores this tensor in 8 bits."""
-        return len(self.dims) > 1 and not self.param.endswith(_NEVER_QUANTIZED)
+        """Whether an MXFP8 checkpoint stores this tensor in 8 bits: of the text model's matrices most, no others."""
+        is_of_text = not self.param.startswith("vision.")
+        return is_of_text and len(self.dims) > 1 and not self.param.endswith(_NEVER_QUANTIZED)
+
+    @property
+    def codes(self) -> "Target":
+        """The place of an MXFP8 tensor's codes, where they stay codes."""
+        return self._replace(param=f"{self.param}.codes")
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether the parameter has E4M3 codes, as bytes."""
+        return self.param.endswith(".codes")
+
+    @property
+    def scales(self) -> "Target":
+        """The place of an MXFP8 tensor's scales: 32 input channels are one, and heads among them are not told apart."""
+        outputs = self.dims[: self.out_axes]
+        blocks = -(-prod(self.dims[self.out_axes :]) // BLOCK)
+        perm = (self.out_axes, *range(self.out_axes))
+        return self._replace(param=f"{self.param}.scales", dims=(*outputs, blocks), perm=perm)
 
 
 class Part(NamedTuple):
@@ -121,7 +183,7 @@ class Entry(NamedTuple):
 
 
 def targets(config: M3Config) -> dict[str, Target]:
-    """Every text tensor of the hub layout, in the hub's order.
+    """Every tensor of the hub layout: the text model's in the hub's order, then the tower's if there is one.
 
     Args:
       config: the model's configuration.
@@ -144,7 +206,20 @@ def targets(config: M3Config) -> dict[str, Target]:
                     continue
                 for expert in range(config.num_local_experts):
                     places[prefix + hub.format(e=expert)] = target._replace(index=(layer, expert))
-    return places | {hub: _target(param, axes, sizes) for hub, param, axes in _TOP[1:]}
+    places |= {hub: _target(param, axes, sizes) for hub, param, axes in _TOP[1:]}
+    if config.vision_config is not None:
+        places |= _vision_targets(VisionConfig.of(config).num_hidden_layers, sizes)
+    return places
+
+
+def _vision_targets(num_layers: int, sizes: dict[str, int]) -> dict[str, Target]:
+    """The tower's and the projector's part of `targets`."""
+    of = lambda param, axes: _target(f"vision.{param}", axes, sizes)
+    places = {hub: of(param, axes) for hub, param, axes in _VISION_TOP}
+    for hub, param, axes in _VISION_LAYER:
+        target = of(param, axes)
+        places |= {f"{_VISION_PREFIX}{layer}.{hub}": target._replace(index=(layer,)) for layer in range(num_layers)}
+    return places
 
 
 def totals(config: M3Config) -> tuple[int, int]:
@@ -165,11 +240,16 @@ def totals(config: M3Config) -> tuple[int, int]:
             copies = num_layers * (config.num_local_experts if "{e}" in hub else 1)
             num_tensors += copies
             num_values += copies * prod(_target(param, axes, sizes).dims)
+    if config.vision_config is not None:
+        num_layers = VisionConfig.of(config).num_hidden_layers
+        for copies, table in ((1, _VISION_TOP), (num_layers, _VISION_LAYER)):
+            num_tensors += copies * len(table)
+            num_values += copies * sum(prod(_target(param, axes, sizes).dims) for _, param, axes in table)
     return num_tensors, num_values
 
 
 def entries(config: M3Config, places: dict[str, Target]) -> dict[str, Entry]:
-    """Every text tensor that a file may hold under its canonical name: the hub's, or a merged one.
+    """Every tensor that a file may hold under its canonical name: the hub's, or a merged one.
 
     Merged tensors are those of transformers: `experts.gate_up_proj` [E, 2F, D] (rows of w1, then of
     w3), `experts.down_proj` [E, D, F], and `gate_up_proj` [2F, D] of a dense or shared MLP.
@@ -189,7 +269,7 @@ def entries(config: M3Config, places: dict[str, Target]) -> dict[str, Entry]:
 
 
 def canonical(name: str) -> tuple[str, bool]:
-    """The canonical name of a stored text tensor's weight, and whether this is the weight's scale.
+    """The canonical name of a stored tensor's weight, and whether this is the weight's scale.
 
     Args:
       name: any variant: with or without prefix, `mlp` or `block_sparse_moe`, the bias beside or under
@@ -204,6 +284,15 @@ def canonical(name: str) -> tuple[str, bool]:
     return weight, is_scale
 
 
+def scale_name(name: str) -> str:
+    """The hub's name for the scales of an MXFP8 tensor.
+
+    Args:
+      name: of the tensor.
+    """
+    return f"{name}_scale_inv"
+
+
 def is_mtp(name: str) -> bool:
     """Whether a stored tensor belongs to a multi-token-prediction module, which is not loaded."""
     return _MTP.search(name) is not None
@@ -215,10 +304,19 @@ def is_vision(name: str) -> bool:
 
 
 def _sizes(c: M3Config) -> dict[str, int]:
-    return {
+    text = {
         "V": c.vocab_size, "D": c.hidden_size, "N": c.num_attention_heads, "K": c.num_key_value_heads,
         "H": c.head_dim, "Hi": c.index_head_dim, "E": c.num_local_experts, "F": c.intermediate_size,
         "Fd": c.dense_intermediate_size, "Fs": c.shared_intermediate_size,
+    }  # fmt: skip
+    if c.vision_config is None:
+        return text
+    v = VisionConfig.of(c)
+    channels, frames, rows, columns = v.kernel
+    return text | {
+        "W": v.hidden_size, "Nv": v.num_attention_heads, "Hv": v.head_dim, "Fv": v.intermediate_size,
+        "Q": v.projector_hidden_size, "Dm": c.hidden_size * v.merged_patches, "C": channels, "Fr": frames, "Ph": rows,
+        "Pw": columns,
     }  # fmt: skip
 
 
@@ -232,6 +330,7 @@ def _target(param: str, axes: str, sizes: dict[str, int]) -> Target:
         dims=tuple(sizes[letter] for letter in letters),
         perm=tuple(letters.index(letter) for letter in own_axes.split()),
         out_axes=len(outputs[1].split()) if outputs else 1,
+        is_kernel=len(letters) > 3,
     )
 
 

@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 
 import jax
-import orbax.checkpoint as ocp
 from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh
 
 from m3jax import model as m3_model
 from m3jax.checkpoint import tree
+from m3jax.checkpoint.mxfp8 import announcement, check_config
 from m3jax.checkpoint.replacing import as_json
 from m3jax.config import read_config
 from m3jax.files import replace_file, sync_folder
@@ -47,8 +47,13 @@ def save_orbax(model: m3_model.M3, path: str | Path) -> None:
             shutil.rmtree(folder)
         for file in path.glob(".m3jax-*-config.json"):
             file.unlink()
-        replace_file(path / "config.json", as_json(model.config.to_dict() | {"torch_dtype": model.dtype.name}))
+        config = model.config.to_dict() | {"torch_dtype": model.dtype.name}
+        if model.is_mxfp8:
+            config["quantization_config"] = announcement(model.config)
+        replace_file(path / "config.json", as_json(config))
     _wait_for_all("folder is ready")
+    import orbax.checkpoint as ocp  # 0.2 s, of which most programs have no use
+
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / _UNFINISHED, tree.flatten(model))
     _wait_for_all("parameters are written")
@@ -77,7 +82,7 @@ def _wait_for_all(point: str) -> None:
 
 
 def load_orbax(path: str | Path, mesh: Mesh | None = None) -> m3_model.M3:
-    """Read a model that `save_orbax` wrote, in its dtype, onto any mesh.
+    """Read a model that `save_orbax` wrote, in its dtype or in MXFP8, onto any mesh.
 
     Args:
       path: the folder.
@@ -97,11 +102,17 @@ def load_orbax(path: str | Path, mesh: Mesh | None = None) -> m3_model.M3:
     dtype = data.get("torch_dtype")
     if dtype not in DTYPES:
         raise ValueError(f"{place}: torch_dtype = {shown(dtype)} in config.json: give a folder that save_orbax wrote")
-    abstract = m3_model.abstract(config, dtype, mesh)
-    shardings = tree.flatten(m3_model.shardings(config, mesh))
+    is_quantized, problems = check_config(data)
+    if problems:
+        raise ValueError(f"{place}: {problems[0]}")
+    weights = "mxfp8" if is_quantized else "dequantize"
+    abstract = m3_model.abstract(config, dtype, mesh, weights)
+    shardings = tree.flatten(m3_model.shardings(config, mesh, weights))
     placed_shapes = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
         for name, leaf in tree.flatten(abstract).items()
     }
+    import orbax.checkpoint as ocp  # 0.2 s, of which most programs have no use
+
     with ocp.StandardCheckpointer() as checkpointer:
         return tree.replace(abstract, checkpointer.restore(path / _PARAMETERS, placed_shapes))

@@ -1,7 +1,7 @@
 """Matches what a folder holds with what a model needs; every misfit is found before a weight is read."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +12,8 @@ from jaxtyping import Shaped, UInt8
 from m3jax.checkpoint import mxfp8, names
 from m3jax.checkpoint.reader import FLOATS, CheckpointError, Folder, StoredTensor, read_folder, version
 from m3jax.config import M3Config, read_config
+from m3jax.messages import printable
+from m3jax.vision import VisionConfig
 
 _LOG = logging.getLogger("m3jax.checkpoint")
 _FP8 = "F8_E4M3"
@@ -44,7 +46,8 @@ class Source(NamedTuple):
 class Plan:
     """A checkpoint that fits: its configuration, and each hub tensor's place and source by name.
 
-    `vision` and `mtp` are the names of stored tensors that are not loaded.
+    `vision` and `mtp` are the names of stored tensors that are not loaded; without the tower the configuration has no
+    `vision_config`.
     """
 
     config: M3Config
@@ -54,11 +57,12 @@ class Plan:
     mtp: tuple[str, ...]
 
 
-def make_plan(path: str | Path) -> Plan:
+def make_plan(path: str | Path, vision: bool | None = None) -> Plan:
     """Match a hub folder's headers with its configuration.
 
     Args:
       path: a folder with config.json and safetensors files.
+      vision: whether to load the tower; None loads it where config.json describes one and the files hold any of it.
 
     Raises:
       CheckpointError: no such folder, or a line for every missing, unexpected, mis-shaped, wrongly
@@ -74,15 +78,35 @@ def make_plan(path: str | Path) -> Plan:
     folder = read_folder(path)
     if version(path) != before:
         raise CheckpointError(path, ["replaced by a save while it was read; load again"])
+    config = _with_or_without_tower(path, config, folder, vision)
     _check_size(path, config, folder)
     match = _Match(config, folder, mxfp8.check_config(raw_config))
     if match.problems:
         raise CheckpointError(path, match.problems)
     if match.vision:
         _LOG.info("%s: %d vision tensors are kept aside, not loaded", path, len(match.vision))
+    elif raw_config.get("vision_config") is not None and config.vision_config is None and vision is None:
+        _LOG.warning("%s: config.json describes a vision tower and no file holds it: the model takes text alone", path)
     if match.mtp:
         _LOG.info("%s: %d mtp.* tensors are skipped", path, len(match.mtp))
     return Plan(config, match.targets, match.sources, tuple(match.vision), tuple(match.mtp))
+
+
+def _with_or_without_tower(path: Path, config: M3Config, folder: Folder, vision: bool | None) -> M3Config:
+    """The configuration of what is to be loaded: without `vision_config` where the tower is left out."""
+    if vision and config.vision_config is None:
+        raise CheckpointError(path, ["config.json: no vision_config: this model has no tower; load with vision=False"])
+    if vision is None:
+        vision = any(map(names.is_vision, (*folder.tensors, *folder.lost)))
+    if not vision:
+        return replace(config, vision_config=None)
+    if config.vision_config is not None:
+        try:
+            VisionConfig.of(config)
+        except ValueError as error:
+            error.args = (f"{printable(str(path))}: {error}; load with vision=False for the text model alone",)
+            raise
+    return config
 
 
 def _check_size(path: Path, config: M3Config, folder: Folder) -> None:
@@ -103,6 +127,7 @@ class _Match:
     def __init__(self, config: M3Config, folder: Folder, quantization: tuple[bool, list[str]]):
         self.targets = names.targets(config)
         self.entries = names.entries(config, self.targets)
+        self.has_tower = config.vision_config is not None
         self.is_quantized, config_problems = quantization
         self.problems = [*folder.problems, *config_problems]
         self.vision: list[str] = []
@@ -125,7 +150,7 @@ class _Match:
         if names.is_mtp(stored.name):
             self.mtp.append(stored.name)
             return
-        if names.is_vision(stored.name):
+        if names.is_vision(stored.name) and not self.has_tower:
             self.vision.append(stored.name)
             return
         name, is_scale = names.canonical(stored.name)
@@ -150,7 +175,7 @@ class _Match:
             self._fault(weight, f"expected shape {list(entry.shape)}, found {weight}")
         if weight.dtype == _FP8 and self._is_quantizable(name):
             if scale is None and (name, True) not in self.lost:
-                self._fault(weight, f"{_FP8} without a scale, expected {weight.name}_scale_inv")
+                self._fault(weight, f"{_FP8} without a scale, expected {names.scale_name(weight.name)}")
         elif scale is not None:
             self._fault(weight, f"expected {_FP8} because {scale.name} is there, found {weight}")
         elif weight.dtype not in FLOATS:

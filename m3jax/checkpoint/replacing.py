@@ -47,7 +47,10 @@ _HUB_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOSYS)
 
 # The names that safetensors has for the dtypes of a model.
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64"}
+_DTYPES = {
+    "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3", "uint8": "U8",
+}  # fmt: skip
 
 
 class Replacement:

@@ -6,13 +6,15 @@ from math import prod
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
 from m3jax import model as m3_model
 from m3jax.checkpoint import tree
-from m3jax.checkpoint.names import Target, targets
+from m3jax.checkpoint.mxfp8 import announcement
+from m3jax.checkpoint.names import Target, scale_name, targets
 from m3jax.checkpoint.replacing import Replacement, as_json, file_order
 from m3jax.files import current_file
 
@@ -37,11 +39,11 @@ def save(
 ) -> None:
     """Write a model's config.json and safetensors files with the hub's names, which every engine reads.
 
-    Values are written as the model holds them, so a checkpoint that was loaded in its own dtype comes
-    back byte for byte. Vision tensors are not part of the model and are not written. Host memory
-    holds one tensor at a time. A checkpoint that the folder has is replaced by one rename, all of it
-    or nothing, whatever ends the process (docs/reliability.md); its files of weights are removed
-    then, other files stay.
+    Values are written as the model holds them, so a checkpoint that was loaded in its own dtype comes back byte for
+    byte, and so does one in MXFP8 that was loaded with weights="mxfp8". The vision tower is written where the
+    model has one. Host memory holds one tensor at a time. A checkpoint that the folder has is replaced by one rename,
+    all of it or nothing, whatever ends the process (docs/reliability.md); its files of weights are removed then, other
+    files stay.
 
     Args:
       model: the model; all its shards must be on devices of this process.
@@ -59,22 +61,35 @@ def save(
     """
     parameters = tree.flatten(model)
     _check(parameters, max_shard_bytes, copy_from)
-    places = targets(model.config)
+    places = _places(parameters, targets(model.config))
     shards = _deal_out(parameters, places, max_shard_bytes)
     metadata = {"format": "pt"} if metadata is None else dict(metadata)
     config = model.config.to_dict()
     config["dtype" if "dtype" in config else "torch_dtype"] = model.dtype.name
+    if model.is_mxfp8:
+        config["quantization_config"] = announcement(model.config)
     beside = _copies(copy_from) | {"config.json": as_json(config)}
     with Replacement(Path(path), len(shards), beside) as new:
         files = dict(zip(new.names, shards, strict=True))
         for file, names in files.items():
-            layout = {name: (parameters[places[name].param].dtype, places[name].hub_shape) for name in names}
+            layout = {name: (_stored_dtype(parameters, places[name]), places[name].hub_shape) for name in names}
             layout = {name: layout[name] for name in file_order(layout)}
             tensors = (_hub_tensor(parameters[places[name].param], places[name]) for name in layout)
             new.write_weights(file, layout, tensors, metadata)
         if len(files) > 1:
             total_size = sum(_nbytes(parameters[target.param], target) for target in places.values())
             new.write_index({name: file for file, names in files.items() for name in names}, total_size)
+
+
+def _places(parameters: Mapping[str, Shaped[Array, "..."]], hub: Mapping[str, Target]) -> dict[str, Target]:
+    """The place of each tensor that is written: of an MXFP8 weight's codes, and behind them of its scales."""
+    places = {}
+    for name, target in hub.items():
+        if target.param in parameters:
+            places[name] = target
+        else:
+            places |= {name: target.codes, scale_name(name): target.scales}
+    return places
 
 
 def _copies(folder: str | Path | None) -> dict[str, bytes]:
@@ -97,6 +112,11 @@ def _check(parameters: dict[str, Shaped[Array, "..."]], max_shard_bytes: int, co
             f"{len(remote)} parameters have shards on other processes ({remote[0]}, ...): "
             "use save_orbax, which writes from all of them"
         )
+
+
+def _stored_dtype(parameters: Mapping[str, Shaped[Array, "..."]], target: Target) -> np.dtype:
+    """The dtype of a hub tensor in the file."""
+    return np.dtype(ml_dtypes.float8_e4m3fn) if target.holds_codes else parameters[target.param].dtype
 
 
 def _nbytes(parameter: Shaped[Array, "..."], target: Target) -> int:
@@ -122,7 +142,8 @@ def _deal_out(
 def _hub_tensor(parameter: Shaped[Array, "..."], target: Target) -> Shaped[np.ndarray, "..."]:
     """One hub tensor of a parameter, on the host, with the axes that it has in the file."""
     index = tuple(np.int32(i) for i in target.index)
-    return np.ascontiguousarray(_take(parameter, index, target.perm, target.hub_shape))
+    tensor = np.ascontiguousarray(_take(parameter, index, target.perm, target.hub_shape))
+    return tensor.view(ml_dtypes.float8_e4m3fn) if target.holds_codes else tensor
 
 
 @partial(jax.jit, static_argnames=("perm", "hub_shape"))

@@ -2,7 +2,7 @@
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Shaped, UInt8
+from jaxtyping import Bool, Float, Shaped, UInt8
 
 from m3jax.checkpoint import mxfp8
 from m3jax.checkpoint.names import Target
@@ -15,16 +15,16 @@ def cut(
     scale: UInt8[np.ndarray, "out scales"] | None,
     box: tuple[tuple[int, int], ...],
     dtype: np.dtype,
-) -> Float[np.ndarray, "..."]:
+) -> Shaped[np.ndarray, "..."]:
     """The values of a hub tensor inside a box of the parameter's axes.
 
     Args:
       name: the stored tensor's name, for errors.
       target: its place among the parameters.
-      weight: [out, in] or [out]; of an MXFP8 weight the codes, uint8.
-      scale: [out, in/32] scale bytes, uint8, of an MXFP8 weight.
+      weight: [out, in] or [out]; of an MXFP8 weight the codes, or the scales, uint8.
+      scale: [out, in/32] scale bytes, uint8, of an MXFP8 weight that is dequantised.
       box: (start, stop) on each of the parameter's own axes (without those of its stack).
-      dtype: of the result.
+      dtype: of the result; uint8 for codes and scales that stay what they are.
 
     Returns:
       The values with the axes of `target.dims`: a view of `weight` where its dtype is `dtype`.
@@ -37,13 +37,44 @@ def cut(
         window[hub_axis] = slice(start, stop)
     stored = weight.reshape(target.dims)[tuple(window)]  # of q_proj, from [N*H D]: [N H D]
     if scale is None:
-        return _cast(name, stored, dtype)
+        return stored if dtype == np.uint8 else _cast(name, stored, dtype)  # codes and scales are moved as they are
     # A box need not begin or end where the 32 channels of a scale do: each code looks up the scale of its own channel.
     out_axes, in_sizes = target.out_axes, target.dims[target.out_axes :]
     channels = np.arange(weight.shape[-1]).reshape(in_sizes)[tuple(window[out_axes:])]  # of o_proj: [N H]
     scale_rows = scale.reshape(*target.dims[:out_axes], -1)[tuple(window[:out_axes])]  # of o_proj: [D N*H/32]
     scales = scale_rows[..., channels.reshape(-1) // mxfp8.BLOCK].reshape(stored.shape)  # of o_proj: [D N H]
     return _dequantize(name, stored, scales, dtype)
+
+
+def is_finite(target: Target, values: Shaped[np.ndarray, "*axes"]) -> Bool[np.ndarray, "*axes"]:
+    """Which values of a piece are neither NaN nor infinite; of MXFP8's codes, which codes.
+
+    Args:
+      target: the piece's place.
+      values: as `cut` gives them.
+    """
+    return np.isfinite(values.view(ml_dtypes.float8_e4m3fn) if target.holds_codes else values)
+
+
+def check_range(
+    name: str, codes: UInt8[np.ndarray, "out in"], scales: UInt8[np.ndarray, "out scales"], dtype: np.dtype
+) -> None:
+    """Raise ValueError where an MXFP8 weight that stays one has a value beyond the dtype that it is multiplied in.
+
+    Args:
+      name: the stored tensor's name.
+      codes: of the weight.
+      scales: of its blocks.
+      dtype: the model's.
+    """
+    if _may_overflow(scales, dtype):
+        repeated = np.repeat(scales, mxfp8.BLOCK, axis=-1)[..., : codes.shape[-1]]
+        _dequantize(name, codes, repeated, dtype)
+
+
+def _may_overflow(scales: UInt8[np.ndarray, "..."], dtype: np.dtype) -> bool:
+    """Whether the largest code, 1.75 * 2^8, is too large under some scale; the product passes through float32."""
+    return int(scales.max()) - 127 + 8 >= min(ml_dtypes.finfo(dtype).maxexp, 128)
 
 
 def _cast(name: str, stored: Shaped[np.ndarray, "*axes"], dtype: np.dtype) -> Float[np.ndarray, "*axes"]:
@@ -64,9 +95,7 @@ def _dequantize(
 ) -> Float[np.ndarray, "*axes"]:
     """MXFP8 weights in a dtype that holds them."""
     values = mxfp8.dequantize(codes, scales, dtype)
-    # The largest code is 1.75 * 2^8, and the product passes through float32.
-    largest_exponent = min(ml_dtypes.finfo(dtype).maxexp, 128)
-    if int(scales.max()) - 127 + 8 >= largest_exponent and np.isinf(values).any():
+    if _may_overflow(scales, dtype) and np.isinf(values).any():
         raise _overflow(name, dtype)
     return values
 

@@ -10,6 +10,7 @@ from m3jax.planning import M3_DRAFT, Candidate, Job, candidates, evaluate, parse
 from m3jax.planning.compiler import check_compiler, compile_programs
 from m3jax.planning.report import as_dict, as_text
 from m3jax.progress import Activity, activity
+from m3jax.vision import VisionConfig
 
 PROG = "m3jax.plan"
 _TRIED = 2  # meshes that are compiled at most: the second if the compiler refuses the first
@@ -30,12 +31,16 @@ def plan(args: argparse.Namespace) -> int:
       OSError: stdout that cannot be written.
     """
     config = M3Config.m3() if args.model is None else M3Config.from_pretrained(args.model)
+    if args.images and args.model is None:
+        config = VisionConfig().add_to(config)
     draft = M3_DRAFT if args.draft else None
     if draft is not None:
         draft.check_fits(config)
     job = Job(
         config=config, slice=parse_slice(args.topology), context=args.context, batch=args.batch, dtype=args.dtype,
         kv_dtype=args.kv_dtype, index_dtype=args.index_dtype, chunk=min(args.prefill_chunk, args.context), draft=draft,
+        images=args.images, image_tokens=args.image_tokens,
+        weights=args.weights,
     )  # fmt: skip
     compiles = _compiles(job, args.compile)
     with activity(about=job) as line:

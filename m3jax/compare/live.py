@@ -19,6 +19,7 @@ from m3jax.config import M3Config
 from m3jax.model import M3
 from m3jax.model.layers import MLP, gemma_norm
 from m3jax.numerics import einsum
+from m3jax.ops import project
 
 Tensor = Shaped[np.ndarray, "..."]
 
@@ -61,12 +62,12 @@ def _between_in(model: M3, index: int, values: dict[str, Array]) -> dict[str, Ar
         heads["index_k"] = attention.index_k_proj, attention.index_k_norm
     found: dict[str, Array] = {}
     for name, (weight, norm) in heads.items():
-        projected = einsum("btd,d...h->bt...h", x, weight[0])
+        projected = project("btd,d...h->bt...h", x, weight[0])
         found[f"{name}_proj"] = projected.astype(dtype)
         found[f"{name}_normed"] = gemma_norm(projected, norm[0], eps).astype(dtype)
     x = values["ffn_norm"]
     mlp = layer.mlp if isinstance(layer.mlp, MLP) else layer.mlp.shared_experts
-    found["gate"], found["up"] = (einsum("btd,df->btf", x, weight[0]) for weight in (mlp.gate_proj, mlp.up_proj))
+    found["gate"], found["up"] = (project("btd,df->btf", x, weight[0]) for weight in (mlp.gate_proj, mlp.up_proj))
     if not isinstance(layer.mlp, MLP):
         found["router_logits"] = einsum(
             "btd,de->bte", x.astype(jnp.promote_types(dtype, jnp.float32)), layer.mlp.gate[0]

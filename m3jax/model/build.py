@@ -14,10 +14,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from m3jax.config import M3Config
+from m3jax.make import Frozen
 from m3jax.model.m3 import M3
-from m3jax.parallel import as_mesh, sharding
+from m3jax.mxfp8 import BLOCK, MXFP8Array, scales_shape
+from m3jax.parallel import as_mesh, sharding, spec
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+# What becomes of MXFP8 weights: they are dequantised into the model's dtype, or stay codes and scales.
+WEIGHTS = ("dequantize", "mxfp8")
 Shape = tuple[int, ...]
 Axes = tuple[str | None, ...]
 
@@ -45,27 +49,71 @@ def parameter_dtype(least: str | None, model_dtype: str) -> jnp.dtype:
     return jnp.promote_types(least, model_dtype)
 
 
+def check_weights(weights: str) -> None:
+    """Raise ValueError for a name that is none of `WEIGHTS`.
+
+    Args:
+      weights: the name.
+    """
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights = {weights!r}: allowed are {', '.join(map(repr, WEIGHTS))}")
+
+
 @dataclass(frozen=True)
 class MakeEach:
-    """Makes every parameter by one function of its shape, axes and dtype, as shapes and shardings need no more."""
+    """Makes every parameter by one function of its shape, axes and dtype, as shapes and shardings need no more.
+
+    Attributes:
+      make: the function.
+      weights: one of `WEIGHTS`: whether the matrices of linear layers are in MXFP8.
+      mesh: what they are divided over; it must leave blocks of 32 channels whole.
+    """
 
     make: Callable[[Shape, Axes, str | None], Any]
+    weights: str = "dequantize"
+    mesh: Mesh | None = None
 
     def weight(self, shape: Shape, axes: Axes, *, fan_in: int, dtype: str | None = None) -> nnx.Param:
         """A matrix, or a stack of them."""
         return nnx.Param(self.make(shape, axes, dtype))
 
-    def norm(self, shape: Shape, *, dtype: str | None = None) -> nnx.Param:
+    def linear(self, shape: Shape, axes: Axes, *, inputs: int = 1, outputs: int = 1) -> nnx.Param | Frozen:
+        """A matrix of a linear layer, or a stack of them; in MXFP8 its codes and scales."""
+        if self.weights == "dequantize":
+            return nnx.Param(self.make(shape, axes, None))
+        _check_blocks(shape, axes, inputs, outputs, self.mesh)
+        first_input = len(shape) - outputs - inputs
+        block_axes = (*axes[: first_input + 1], *axes[first_input + inputs :])  # the inputs are one axis
+        codes = self.make(shape, axes, "uint8")
+        scales = self.make(scales_shape(shape, inputs, outputs), block_axes, "uint8")
+        return Frozen(MXFP8Array(codes, scales, inputs, outputs))
+
+    def norm(self, shape: Shape, *, dtype: str | None = None, start: float = 0.0) -> nnx.Param:
         """The weights of a norm, or a bias."""
         return nnx.Param(self.make(shape, (None,) * len(shape), dtype))
 
 
+def _check_blocks(shape: Shape, axes: Axes, inputs: int, outputs: int, mesh: Mesh | None) -> None:
+    """Raise ValueError where a mesh cuts through a block of 32 input channels, which has one scale."""
+    first_input, first_output = len(shape) - outputs - inputs, len(shape) - outputs
+    if mesh is None:
+        return
+    num_channels = math.prod(shape[first_input:first_output])
+    mesh_axis = spec(shape, axes, mesh)[first_input]
+    parts = 1 if mesh_axis is None else mesh.shape[mesh_axis]
+    if parts > 1 and num_channels % (parts * BLOCK):
+        raise ValueError(
+            f"mesh axis {mesh_axis!r} of size {parts} cuts {num_channels} input channels of an MXFP8 weight into parts "
+            f"that are not whole blocks of {BLOCK}: choose a smaller one, or weights = 'dequantize'"
+        )
+
+
 @dataclass
 class MakeRandom:
-    """Draws weights from a normal distribution with standard deviation fan_in**-0.5; norms and biases are zero.
+    """Draws weights from a normal distribution with standard deviation fan_in**-0.5; norms do nothing, biases are 0.
 
-    The stored norm weight is centred on 0 (the model adds 1). Each weight has a key of its own, by its place in the
-    order of construction.
+    The stored weight of the text model's norms is centred on 0 (the model adds 1), that of the tower's on 1. Each
+    matrix has a key of its own, by its place in the order of construction.
     """
 
     key: Key[Array, ""]
@@ -81,10 +129,15 @@ class MakeRandom:
         draw = jax.jit(_normal, static_argnames=("shape", "dtype", "fan_in"), out_shardings=place)
         return nnx.Param(draw(key, shape=shape, dtype=parameter_dtype(dtype, self.dtype), fan_in=fan_in))
 
-    def norm(self, shape: Shape, *, dtype: str | None = None) -> nnx.Param:
-        """The weights of a norm, or a bias: zero."""
+    def linear(self, shape: Shape, axes: Axes, *, inputs: int = 1, outputs: int = 1) -> nnx.Param:
+        """A matrix of a linear layer, or a stack of them, drawn where it lies."""
+        first_output = len(shape) - outputs
+        return self.weight(shape, axes, fan_in=math.prod(shape[first_output - inputs : first_output]))
+
+    def norm(self, shape: Shape, *, dtype: str | None = None, start: float = 0.0) -> nnx.Param:
+        """The weights of a norm, or a bias: all of one value."""
         place = sharding(shape, (None,) * len(shape), self.mesh)
-        return nnx.Param(jnp.zeros(shape, parameter_dtype(dtype, self.dtype), device=place))
+        return nnx.Param(jnp.full(shape, start, parameter_dtype(dtype, self.dtype), device=place))
 
 
 def _normal(key: Key[Array, ""], shape: Shape, dtype: jnp.dtype, fan_in: int) -> Float[Array, "..."]:
@@ -117,19 +170,29 @@ def init(
     return M3(config, MakeRandom(key, dtype_name(dtype), mesh), mesh)
 
 
-def abstract(config: M3Config, dtype: DTypeLike = "bfloat16", mesh: Mesh | str | None = None) -> M3:
+def abstract(
+    config: M3Config,
+    dtype: DTypeLike = "bfloat16",
+    mesh: Mesh | str | None = None,
+    weights: str = "dequantize",
+) -> M3:
     """The model with `jax.ShapeDtypeStruct` leaves: enough to trace, lower and plan.
 
     Args:
       config, dtype, mesh: as in `init`.
+      weights: "mxfp8" keeps the matrices of linear layers as codes and scales (docs/mxfp8.md).
+
+    Raises:
+      ValueError: a dtype that a model cannot have, a mesh with other axes, or one that cuts through MXFP8's blocks.
     """
     name, mesh = dtype_name(dtype), as_mesh(mesh)
+    check_weights(weights)
 
     def describe(shape, axes, least_dtype):
         place = None if mesh is None else sharding(shape, axes, mesh)
         return jax.ShapeDtypeStruct(shape, parameter_dtype(least_dtype, name), sharding=place)
 
-    return M3(config, MakeEach(describe), mesh)
+    return M3(config, MakeEach(describe, weights, mesh), mesh)
 
 
 class LogicalAxes(tuple):
@@ -145,14 +208,16 @@ def logical_axes(config: M3Config) -> M3:
     return M3(config, MakeEach(lambda shape, axes, least_dtype: LogicalAxes(axes)), None)
 
 
-def shardings(config: M3Config, mesh: Mesh | None) -> M3:
+def shardings(config: M3Config, mesh: Mesh | None, weights: str = "dequantize") -> M3:
     """The model with the sharding of each parameter in its place.
 
     Args:
       config: the model's.
       mesh: as in `m3jax.parallel.sharding`.
+      weights: as in `abstract`.
     """
-    return M3(config, MakeEach(lambda shape, axes, least_dtype: sharding(shape, axes, mesh)), mesh)
+    place = lambda shape, axes, least_dtype: sharding(shape, axes, mesh)
+    return M3(config, MakeEach(place, weights, mesh), mesh)
 
 
 def num_bytes(tree: nnx.Module) -> int:

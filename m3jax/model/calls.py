@@ -44,6 +44,10 @@ def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
     limit, where = config.max_position_embeddings, "the model's context is"
     if cache is not None and cache.table.shape[1] * cache.page_size < limit:
         limit, where = cache.table.shape[1] * cache.page_size, "a row of this cache has room for"
+    if (media := arguments.get("media")) is not None:
+        if arguments.get("embeddings") is not None:
+            raise ValueError("a call has media or embeddings, not both: embed(tokens, features, places) joins them")
+        arguments["self"].check_media(tokens, media)
     batch, width = tokens.shape
     if positions is None and width > limit:
         raise ValueError(f"tokens has {width} columns and {where} {limit} tokens: give fewer, or chunks with a cache")

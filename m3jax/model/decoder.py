@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.cache import LayerPages
 from m3jax.config import M3Config, Stack
+from m3jax.make import Make
 from m3jax.model.attention import Attention
 from m3jax.model.context import Context
 from m3jax.model.layers import MLP, gemma_norm
-from m3jax.model.make import Make
 from m3jax.model.moe import Experts, MoE
 
 # Maps the named values of a layer to what the scan shall keep of them.

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import Places, StackCache
 from m3jax.config import FULL, M3Config
+from m3jax.make import MakeArrays
 from m3jax.model.attention import attend_over_pages
 from m3jax.model.attention.mesh import over_mesh
 from m3jax.model.build import MakeEach, dtype_name, parameter_dtype
 from m3jax.model.layers import apply_rope, rope_table
-from m3jax.model.make import Make
 from m3jax.msa import SelectionRules
 from m3jax.numerics import accumulator, einsum
 from m3jax.ops import Heads
@@ -108,7 +108,7 @@ class Eagle3Config:
 
 
 @runtime_checkable
-class MakeDraft(Make, Protocol):
+class MakeDraft(MakeArrays, Protocol):
     """What a draft asks for: as a model, and the ids of a reduced vocabulary."""
 
     def token_ids(self, count: int) -> nnx.Param:

@@ -6,8 +6,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from m3jax.model.make import Make
-from m3jax.numerics import accumulator, einsum
+from m3jax.make import Make
+from m3jax.numerics import accumulator
+from m3jax.ops import project
 
 
 def gemma_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
@@ -55,13 +56,13 @@ class MLP(nnx.Module):
     """
 
     def __init__(self, depth: int, width: int, hidden: int, make: Make):
-        self.gate_proj = make.weight((depth, width, hidden), ("layers", None, "mlp"), fan_in=width)
-        self.up_proj = make.weight((depth, width, hidden), ("layers", None, "mlp"), fan_in=width)
-        self.down_proj = make.weight((depth, hidden, width), ("layers", "mlp", None), fan_in=hidden)
+        self.gate_proj = make.linear((depth, width, hidden), ("layers", None, "mlp"))
+        self.up_proj = make.linear((depth, width, hidden), ("layers", None, "mlp"))
+        self.down_proj = make.linear((depth, hidden, width), ("layers", "mlp", None))
 
     def __call__(self, x: Float[Array, "... D"], alpha: float, limit: float) -> Float[Array, "... D"]:
         """One layer's MLP, left in the accumulator's dtype."""
-        gate = einsum("...d,df->...f", x, self.gate_proj[...])  # [... F]
-        up = einsum("...d,df->...f", x, self.up_proj[...])  # [... F]
+        gate = project("...d,df->...f", x, self.gate_proj[...])  # [... F]
+        up = project("...d,df->...f", x, self.up_proj[...])  # [... F]
         hidden = swiglu_oai(gate, up, alpha, limit).astype(x.dtype)
-        return einsum("...f,fd->...d", hidden, self.down_proj[...])
+        return project("...f,fd->...d", hidden, self.down_proj[...])

@@ -1,4 +1,4 @@
-"""MiniMax-M3's text model."""
+"""MiniMax-M3: the text model, and the vision tower where it has one."""
 
 import copy
 
@@ -10,23 +10,26 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.cache import Cache, CallPages, Places
 from m3jax.config import M3Config
+from m3jax.make import Frozen, Make
+from m3jax.media import MediaBatch
 from m3jax.model.calls import checked, compiled
 from m3jax.model.context import Context, by_token, selection_rules
 from m3jax.model.decoder import Decoder, Probe, Taps
 from m3jax.model.layers import gemma_norm, rope_table
-from m3jax.model.make import Make
+from m3jax.model.media import WithMedia, vision_of
 from m3jax.model.summary import table
 from m3jax.msa import SCHEDULES, contiguous_index, walk_scores
 from m3jax.msa.rules import Score, check_score
+from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import einsum
 from m3jax.ops import check_backend_name, check_schedule
 from m3jax.tiles import by_tiles
 
-TOKEN_TILE = 16  # of `with_invariance`
+TOKEN_TILE = 32  # of `with_invariance`
 
 
-class M3(nnx.Module):
-    """The model: a pytree of parameters with a static configuration.
+class M3(WithMedia):
+    """The model: a pytree of parameters with a static configuration. `vision` is None where that has no tower.
 
     A call outside `jax.jit` is one compiled program, kept for the next call of the same shapes; inside it is a part of
     the caller's. There pass the model as an argument. Static are `config`, `mesh`, and how it is computed: `schedule`,
@@ -48,6 +51,7 @@ class M3(nnx.Module):
         self.stacks = nnx.List([Decoder(stack, config, make) for stack in config.stacks])
         self.norm = make.norm((config.hidden_size,))
         self.lm_head = make.weight(vocab_shape, vocab_axes, fan_in=config.hidden_size)
+        self.vision = vision_of(config, make)
 
     def with_schedule(self, schedule: str) -> "M3":
         """The same parameters under another schedule.
@@ -111,6 +115,29 @@ class M3(nnx.Module):
             return self._with(schedule="auto", expert_path="auto", token_tile=None)
         fixed = dict(schedule="invariant", call_pages=CallPages, expert_path="in_fixed_tiles", token_tile=TOKEN_TILE)
         return self._with(**fixed)
+
+    def with_activations(self, activations: str | None) -> "M3":
+        """The same MXFP8 weights, and products that quantise activations too, or leave them as they are.
+
+        With "mxfp8" each token's channels are rounded to MXFP8, 32 by 32, before they meet a weight that is in MXFP8:
+        that is another function ("W8A8"), the one of engines on chips that multiply MXFP8 numbers.
+
+        Args:
+          activations: "mxfp8", or None for the model's dtype.
+
+        Raises:
+          ValueError: something else, or a model whose weights are not in MXFP8.
+        """
+        if not self.is_mxfp8:
+            raise ValueError(f"activations = {activations!r}: no weight is in MXFP8; see m3jax.quantize")
+        is_array = lambda x: isinstance(x, MXFP8Array)
+        change = lambda x: x.with_activations(activations) if is_array(x) else x
+        return jax.tree.map(change, self, is_leaf=is_array)
+
+    @property
+    def is_mxfp8(self) -> bool:
+        """Whether the matrices of linear layers are in MXFP8."""
+        return isinstance(self.stacks[0].self_attn.q_proj, Frozen)
 
     def with_training_paths(self, call_pages: type[CallPages], expert_path: str) -> "M3":
         """The same parameters, and calls without a cache computed in other ways, as training wants them.
@@ -177,6 +204,8 @@ class M3(nnx.Module):
         cache: Cache | None = None,
         positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+        media: MediaBatch | None = None,
     ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], Cache]:
         """Logits of every token.
 
@@ -187,6 +216,8 @@ class M3(nnx.Module):
             position < 0 or >= lengths marks padding, which is not written, is seen by nobody, and has logits that mean
             nothing.
           lengths: valid tokens of each row after this call; all of `tokens` by default. Needed with a cache.
+          embeddings: what the first layer reads, from `embed`; by default the tokens' own.
+          media: the images and videos whose placeholders are in `tokens`, from `m3jax.media.batch`.
 
         Returns:
           Logits in float32 (float64 for a float64 model), and the new cache if one was given.
@@ -194,9 +225,11 @@ class M3(nnx.Module):
         Raises:
           ValueError: a cache without positions and lengths, arrays of other shapes or dtypes, more tokens than the
             model's context; where the arrays are at hand, or under `m3jax.checks()`, also ids outside the vocabulary
-            and lengths beyond the context or the cache.
+            and lengths beyond the context or the cache, and placeholders that are not those of the media.
         """
-        hidden, new = self.hidden(tokens, cache=cache, positions=positions, lengths=lengths)
+        if media is not None:
+            embeddings = self.embed(tokens, self.features(media), self.places(tokens, media))
+        hidden, new = self.hidden(tokens, cache=cache, positions=positions, lengths=lengths, embeddings=embeddings)
         logits = self.unembed(hidden)
         return logits if cache is None else (logits, new)
 
@@ -209,17 +242,18 @@ class M3(nnx.Module):
         cache: Cache | None = None,
         positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         """The residual stream after the final norm, for callers that need the logits of a few tokens only.
 
         Args:
           tokens: [B T] token ids, right-padded.
-          cache, positions, lengths: as in a call.
+          cache, positions, lengths, embeddings: as in a call.
 
         Returns:
           (hidden states in the model's dtype, the new cache or None).
         """
-        x, cache, _ = self.trunk(tokens, cache=cache, positions=positions, lengths=lengths)
+        x, cache, _ = self.trunk(tokens, cache=cache, positions=positions, lengths=lengths, embeddings=embeddings)
         return self.final_norm(x), cache
 
     def final_norm(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -252,6 +286,7 @@ class M3(nnx.Module):
         cache: Cache | None = None,
         positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
         probe: Probe | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]]]:
@@ -259,14 +294,14 @@ class M3(nnx.Module):
 
         Args:
           tokens: [B T] token ids, right-padded.
-          cache, positions, lengths: as in a call.
+          cache, positions, lengths, embeddings: as in a call.
           probe: what to keep of each layer's named values (`m3jax.model.decoder.Probe`); None keeps nothing.
           remat: recompute activations in the backward pass.
 
         Returns:
           (residual stream before the final norm, the new cache or None, what `probe` kept of each stack).
         """
-        return self._run(tokens, cache, positions, lengths, probe, remat)[:3]
+        return self._run(tokens, cache, positions, lengths, embeddings, probe, remat)[:3]
 
     @checked
     @compiled("layers")
@@ -278,15 +313,14 @@ class M3(nnx.Module):
         cache: Cache | None = None,
         positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"], Cache | None]:
         """The final hidden states, and the residual stream at some layers, before any norm: what a draft reads.
 
         Args:
           tokens: token ids, right-padded.
           layers: A of them: 0 is the embedding, n the output of the n-th layer, counted from 1.
-          cache: as in a call.
-          positions: as in a call.
-          lengths: as in a call.
+          cache, positions, lengths, embeddings: as in a call.
 
         Returns:
           (residual stream after the final norm, taps, cache).
@@ -297,7 +331,7 @@ class M3(nnx.Module):
         depth = self.config.num_hidden_layers
         if not layers or len(set(layers)) < len(layers) or not all(0 <= n <= depth for n in layers):
             raise ValueError(f"layers = {layers}: the model has 0 (the embedding) to {depth}; give some, each once")
-        x, cache, _, taps = self._run(tokens, cache, positions, lengths, layers=layers)
+        x, cache, _, taps = self._run(tokens, cache, positions, lengths, embeddings, layers=layers)
         return self.final_norm(x), jnp.moveaxis(taps.values[:-1], 0, 2), cache
 
     def _run(
@@ -306,6 +340,7 @@ class M3(nnx.Module):
         cache: Cache | None,
         positions: Int[Array, "B T"] | None,
         lengths: Int[Array, " B"] | None,
+        embeddings: Float[Array, "B T D"] | None,
         probe: Probe | None = None,
         remat: bool = False,
         layers: tuple[int, ...] = (),
@@ -326,7 +361,7 @@ class M3(nnx.Module):
             dense=self.dense, expert_path=self.expert_path, token_tile=self.token_tile, mesh=self.mesh,
             has_cache=cache is not None,
         )  # fmt: skip
-        x = self.embed_tokens[...][tokens]  # [B T D]
+        x = self.embed(tokens) if embeddings is None else embeddings
         taps = Taps.start(x, layers) if layers else None
         new_stacks, kept = [], []
         for i, stack in enumerate(self.stacks):
@@ -340,13 +375,18 @@ class M3(nnx.Module):
     @checked
     @compiled()
     def intermediates(
-        self, tokens: Int[Array, "B T"], *, lengths: Int[Array, " B"] | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
     ) -> dict[str, Array | list[dict[str, Array]]]:
         """Named values of every layer, for comparison with another engine.
 
         Args:
           tokens: token ids, right-padded.
           lengths: valid tokens of each row; all by default.
+          embeddings: as in a call.
 
         Returns:
           "embedding" [B T D], "final_norm" [B T D], "logits" [B T V], and "layers", one dict a layer: input,
@@ -354,14 +394,15 @@ class M3(nnx.Module):
           [B T D]; in sparse layers index_q [B T K I], index_k [B T I], block_scores [B K T M], blocks [B K T J]; in
           MoE layers expert_ids and expert_weights [B T A].
         """
-        x, _, kept = self.trunk(tokens, lengths=lengths, probe=self._probe)
+        embeddings = self.embed(tokens) if embeddings is None else embeddings
+        x, _, kept = self.trunk(tokens, lengths=lengths, embeddings=embeddings, probe=self._probe)
         final = self.final_norm(x)
         layers = [
             jax.tree.map(lambda a, i=i: a[i], values)
             for stack, values in zip(self.stacks, kept, strict=True)
             for i in range(stack.depth)
         ]
-        out = {"embedding": self.embed_tokens[...][tokens], "layers": layers}
+        out = {"embedding": embeddings, "layers": layers}
         return out | {"final_norm": final, "logits": self.unembed(final)}
 
     def _probe(self, values: dict[str, Array], context: Context) -> dict[str, Array]:

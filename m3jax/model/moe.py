@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from m3jax.config import M3Config
+from m3jax.make import Make
 from m3jax.model.layers import MLP, swiglu_oai
-from m3jax.model.make import Make
 from m3jax.numerics import einsum
 from m3jax.ops import run_experts
 from m3jax.ops.experts import Activation, ExpertWeights
@@ -54,9 +54,9 @@ class Experts(nnx.Module):
 
     def __init__(self, depth: int, config: M3Config, make: Make):
         experts, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
-        self.gate_proj = make.weight((depth, experts, width, hidden), _UP_AXES, fan_in=width)
-        self.up_proj = make.weight((depth, experts, width, hidden), _UP_AXES, fan_in=width)
-        self.down_proj = make.weight((depth, experts, hidden, width), _DOWN_AXES, fan_in=hidden)
+        self.gate_proj = make.linear((depth, experts, width, hidden), _UP_AXES)
+        self.up_proj = make.linear((depth, experts, width, hidden), _UP_AXES)
+        self.down_proj = make.linear((depth, experts, hidden, width), _DOWN_AXES)
 
     def __call__(
         self,
@@ -98,8 +98,13 @@ class Experts(nnx.Module):
             out = run_experts(x, experts, expert_ids, layer, activate, path=path, backend=backend)  # [X A D]
             return by_tiles(_weighted_sum, token_tile, out, weights)
 
+        if token_tile is not None:
+            # With a choice or several for each device of the context axis, a token's place does not say who gets which.
+            unused = ((0, 0), (0, -expert_ids.shape[1] % mesh.shape["context"]))
+            expert_ids, weights = jnp.pad(expert_ids, unused, constant_values=-1), jnp.pad(weights, unused)
+
         def on_each_device(experts, x, expert_ids, weights, layer):
-            return _share_of_device(experts, x, expert_ids, weights, layer, activate, path, backend, mesh)
+            return _share_of_device(experts, x, expert_ids, weights, layer, activate, path, backend, mesh, token_tile)
 
         up_spec, down_spec = spec(experts.up.shape, _UP_AXES, mesh), spec(experts.down.shape, _DOWN_AXES, mesh)
         by_token = P(*spec(x.shape[:1], ("tokens",), mesh))
@@ -122,6 +127,7 @@ def _share_of_device(
     path: str,
     backend: str,
     mesh: Mesh,
+    token_tile: int | None,
 ) -> Float[Array, "X D"]:
     """What one device of a mesh does: the pairs dealt to it whose experts, or parts of their width, it holds."""
     num_held = experts.gate.shape[1]
@@ -144,7 +150,7 @@ def _share_of_device(
         out = jnp.where(own_ids[..., None] >= 0, out, 0.0)  # [rounds 1 D]
         every_turn = jnp.zeros((*dealt.shape, out.shape[-1]), out.dtype).at[:, turn].set(out[:, 0])  # [rounds parts D]
         out = every_turn.reshape(-1, out.shape[-1])[: held_ids.size].reshape(num_tokens, num_chosen, -1)  # [X A D]
-    return jax.lax.psum(_weighted_sum(out, weights), ("context", "expert", "tensor"))
+    return jax.lax.psum(by_tiles(_weighted_sum, token_tile, out, weights), ("context", "expert", "tensor"))
 
 
 def _weighted_sum(out: Float[Array, "X A D"], weights: Float[Array, "X A"]) -> Float[Array, "X D"]:

@@ -17,9 +17,12 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "experts": "expert",
+    "vision_heads": "tensor",
+    "vision_mlp": "tensor",
 }
-# Fewer KV heads than devices is normal (M3 has 4), and so are tokens of one prompt: then each device has them all.
-_REPLICATED_IF_UNEVEN = frozenset({"kv_heads", "tokens"})
+# Fewer KV heads than devices is normal (M3 has 4), and so are tokens of one prompt: then each device has them all. The
+# vision tower is a small part of a model, and does not say over how many devices the rest may lie.
+_REPLICATED_IF_UNEVEN = frozenset({"kv_heads", "tokens", "vision_heads", "vision_mlp"})
 
 
 def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:

@@ -5,7 +5,7 @@ program (`m3jax.planning.hlo`) can only do more.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from m3jax.cache.device_pages import INDEX_AXES, KV_AXES
 from m3jax.config import M3Config
 from m3jax.model import abstract
 from m3jax.model.eagle3 import abstract as abstract_draft
+from m3jax.mxfp8 import BLOCK
 from m3jax.parallel import AXES, sharding
 from m3jax.planning.chips import Chip
 from m3jax.planning.job import DRAFT_TOKENS, Job
@@ -38,6 +39,7 @@ class Memory:
       cache: pages of keys and values, scales, and the page table.
       index_keys: pages of index keys.
       draft: weights, keys, values and edges of the draft, if there is one.
+      vision: weights of the vision tower and the projector, if there are any.
       temporaries: what a call needs besides (a guess where nothing is compiled).
       limit: what a program can have.
     """
@@ -49,16 +51,17 @@ class Memory:
     draft: float
     temporaries: float
     limit: float
+    vision: float = 0.0
 
     @property
     def weights(self) -> float:
-        """Bytes of the model's weights."""
+        """Bytes of the text model's weights."""
         return self.experts + self.other_weights
 
     @property
     def total(self) -> float:
         """Bytes of everything that lies on the device."""
-        return self.weights + self.cache + self.index_keys + self.draft + self.temporaries
+        return self.weights + self.vision + self.cache + self.index_keys + self.draft + self.temporaries
 
     @property
     def fits(self) -> bool:
@@ -149,12 +152,12 @@ def held_bytes(tree: Any) -> float:
 
 
 def memory(job: Job, sizes: dict[str, int]) -> Memory:
-    """What one device of a mesh holds.
+    """What one device of a mesh holds, but for images (`m3jax.planning.images`).
 
     Raises:
       ValueError: a size that does not divide what it should.
     """
-    mesh, weights = planned_mesh(sizes), _weights(job.config, job.dtype, tuple(sizes.items()))
+    mesh, weights = planned_mesh(sizes), _weights(job.config, job.dtype, job.weights, tuple(sizes.items()))
     arrays = cache_shapes(job, mesh)
     index_keys = held_bytes([array for array in arrays if array.ndim == len(INDEX_AXES)])
     return Memory(
@@ -166,28 +169,40 @@ def memory(job: Job, sizes: dict[str, int]) -> Memory:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Weights of the model on one device, in bytes.
+    """Weights of the model on one device.
 
     Attributes:
-      experts: of routed experts.
-      others: of everything else.
-      body: of the others, what every token meets: all but the embedding and the head.
-      head: of the others, the head.
+      experts: bytes of routed experts.
+      others: bytes of everything else.
+      body: bytes, of the others, of what every token meets: all but the embedding and the head.
+      head: bytes, of the others, of the head.
+      body_numbers: how many numbers the body has.
+      head_numbers: how many the head has.
+      number_bytes: of one number of an expert, its share of a scale included.
     """
 
     experts: float
     others: float
     body: float
     head: float
+    body_numbers: float
+    head_numbers: float
+    number_bytes: float | int
 
 
 @cache
-def _weights(config: M3Config, dtype: str, sizes: tuple[tuple[str, int], ...]) -> _Weights:
-    """The model's weights on one device of a mesh, whose sizes come as pairs so that they can be a key."""
-    model = abstract(config, dtype, planned_mesh(dict(sizes)))
+def _weights(config: M3Config, dtype: str, weights: str, sizes: tuple[tuple[str, int], ...]) -> _Weights:
+    """The text model's weights on one device of a mesh, whose sizes come as pairs so that they can be a key."""
+    text, itemsize = replace(config, vision_config=None), np.dtype(dtype).itemsize
+    model = abstract(text, dtype, planned_mesh(dict(sizes)), weights)
     experts = held_bytes([stack.mlp.experts for stack in model.stacks if hasattr(stack.mlp, "experts")])
     others, head = held_bytes(model) - experts, held_bytes(model.lm_head)
-    return _Weights(experts, others, others - head - held_bytes(model.embed_tokens), head)
+    body = others - head - held_bytes(model.embed_tokens)
+    if weights == "dequantize":
+        return _Weights(experts, others, body, head, body / itemsize, head / itemsize, itemsize)
+    numbers = _weights(config, dtype, "dequantize", sizes)
+    number_bytes = 1 + 1 / BLOCK
+    return _Weights(experts, others, body, head, numbers.body_numbers, numbers.head_numbers, number_bytes)
 
 
 def _draft_bytes(job: Job, mesh: Mesh) -> float:
@@ -209,7 +224,11 @@ def _temporaries(job: Job, sizes: dict[str, int]) -> float:
     mlp_width = max(config.dense_intermediate_size, expert_width) // tensor_size
     token_bytes = 4 * (4 * config.hidden_size + 2 * mlp_width + config.index_topk_blocks * heads_width)
     logit_bytes = 4 * 4 * max(job.batch, 1) * config.vocab_size / tensor_size
-    return job.chunk * token_bytes + logit_bytes + 4 * (2 * _SCORES + 2 * _GATHERED)
+    weight_bytes = 0.0
+    if job.weights == "mxfp8":  # the widest matrix of a layer, dequantised
+        widest = max(config.dense_intermediate_size, config.num_attention_heads * config.head_dim)
+        weight_bytes = np.dtype(job.dtype).itemsize * config.hidden_size * widest / tensor_size
+    return job.chunk * token_bytes + logit_bytes + weight_bytes + 4 * (2 * _SCORES + 2 * _GATHERED)
 
 
 def decode(job: Job, sizes: dict[str, int]) -> Work:
@@ -239,13 +258,12 @@ def _forward(job: Job, sizes: dict[str, int], rows: int, tokens: int, divided: i
 
 def _projections(job: Job, sizes: dict[str, int], tokens: float | int) -> Work:
     """The work of all matrices that every token meets, and of the sums over the tensor axis after them."""
-    config, itemsize = job.config, np.dtype(job.dtype).itemsize
-    weights = _weights(config, job.dtype, tuple(sizes.items()))
+    config, weights = job.config, _weights(job.config, job.dtype, job.weights, tuple(sizes.items()))
     last_tokens = min(tokens, job.batch)  # the head meets the last token of each row alone
-    flops = 2 * (tokens * weights.body + last_tokens * weights.head) / itemsize
+    flops = 2 * (tokens * weights.body_numbers + last_tokens * weights.head_numbers)
     summed_bytes = 4 * tokens * config.hidden_size * (2 * config.num_hidden_layers + 1)
     logit_bytes = 4 * last_tokens * config.vocab_size
-    sent = _ring(summed_bytes, sizes["tensor"]) + _ring(logit_bytes, sizes["tensor"]) / 2
+    sent = ring(summed_bytes, sizes["tensor"]) + ring(logit_bytes, sizes["tensor"]) / 2
     return Work(flops, weights.body + weights.head, sent)
 
 
@@ -255,7 +273,7 @@ def _experts(job: Job, sizes: dict[str, int], tokens: int, divided: int) -> Work
     A device reads those of its own experts that its part of the (token, expert) pairs chose; then all parts are summed.
     Tokens that are not divided over data yet (`divided` is 1) are for the experts, and come together again.
     """
-    config, itemsize = job.config, np.dtype(job.dtype).itemsize
+    config, weights = job.config, _weights(job.config, job.dtype, job.weights, tuple(sizes.items()))
     layers = sum(stack.num_layers for stack in config.stacks if stack.is_moe)
     expert_size = 3 * config.hidden_size * config.intermediate_size / sizes["tensor"]
     data_size = sizes["data"] if tokens % sizes["data"] == 0 else 1
@@ -263,9 +281,10 @@ def _experts(job: Job, sizes: dict[str, int], tokens: int, divided: int) -> Work
     # As many different experts as this many pairs meet, where each takes one at random.
     chosen = config.num_local_experts * (1 - (1 - 1 / config.num_local_experts) ** pairs) / sizes["expert"]
     output_bytes = layers * 4 * tokens / data_size * config.hidden_size
-    sent = _ring(output_bytes, sizes["expert"] * sizes["context"] * sizes["tensor"])
+    sent = ring(output_bytes, sizes["expert"] * sizes["context"] * sizes["tensor"])
     sent += output_bytes * (data_size / divided - 1)
-    return Work(2 * layers * pairs / sizes["expert"] * expert_size, layers * chosen * expert_size * itemsize, sent)
+    read_bytes = layers * chosen * expert_size * weights.number_bytes
+    return Work(2 * layers * pairs / sizes["expert"] * expert_size, read_bytes, sent)
 
 
 def _attention(job: Job, sizes: dict[str, int], rows: int, tokens: int) -> Work:
@@ -290,7 +309,7 @@ def _attention(job: Job, sizes: dict[str, int], rows: int, tokens: int) -> Work:
         config.head_dim * np.dtype(job.dtype).itemsize + 8
     )  # an output, the largest log-sum-exp, the weights' sum
     output_bytes = rows * tokens * heads * head_bytes * config.num_hidden_layers
-    return Work(flops, kv_bytes + index_bytes, _ring(score_bytes + output_bytes, shards))
+    return Work(flops, kv_bytes + index_bytes, ring(score_bytes + output_bytes, shards))
 
 
 def _drafting(job: Job, sizes: dict[str, int]) -> Work:
@@ -309,6 +328,6 @@ def _kv_heads(heads: int, tensor_size: int) -> float:
     return heads / tensor_size if heads % tensor_size == 0 else float(heads)
 
 
-def _ring(size: float | int, devices: int) -> float:
+def ring(size: float | int, devices: int) -> float:
     """Bytes that a device sends when `size` bytes are summed on a ring."""
     return 2.0 * size * (devices - 1) / devices

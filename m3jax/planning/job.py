@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from m3jax.cache.storage import DTYPES as CACHE_DTYPES
 from m3jax.config import M3Config
-from m3jax.model.build import DTYPES
+from m3jax.model.build import DTYPES, WEIGHTS
 from m3jax.model.eagle3 import Eagle3Config
 from m3jax.planning.chips import Slice
 
@@ -26,11 +26,14 @@ class Job:
       context: tokens that every row can have.
       batch: rows that decode together.
       dtype: of weights and activations.
+      weights: "dequantize" has all weights in `dtype`, "mxfp8" those of linear layers in MXFP8.
       kv_dtype: of cached keys and values.
       index_dtype: of cached index keys.
       chunk: prompt tokens of one prefill call, of one row.
       draft: an EAGLE3 draft that is planned too.
       backend: of attention; "xla" is what runs everywhere.
+      images: how many go through the vision tower in one call; 0 plans none.
+      image_tokens: of each.
 
     Raises:
       ValueError: a number outside its range, with the nearest valid choice.
@@ -46,14 +49,23 @@ class Job:
     chunk: int = 2048
     draft: Eagle3Config | None = None
     backend: str = "xla"
+    images: int = 0
+    image_tokens: int = 576
+    weights: str = "dequantize"
 
     def __post_init__(self):
         longest = self.config.max_position_embeddings
         _check_range("context", self.context, longest, "the model's context")
         _check_range("batch", self.batch, 1 << 20, "the most rows that are planned")
         _check_range("prefill-chunk", self.chunk, longest, "the model's context")
+        if self.images:
+            _check_range("images", self.images, 1 << 12, "the most that are planned for a call")
+            _check_range("image-tokens", self.image_tokens, 1 << 14, "16,384, an image of 3584 x 3584 pixels")
+            if self.config.vision_config is None:
+                raise ValueError(f"--images {self.images}: this model has no vision_config: it takes text alone")
         cache_dtypes = [dtype for dtype in CACHE_DTYPES if dtype != "float64"]
         _check_choice("dtype", self.dtype, [dtype for dtype in DTYPES if dtype != "float64"])
+        _check_choice("weights", self.weights, list(WEIGHTS))
         if self.kv_dtype is not None:
             _check_choice("kv-dtype", self.kv_dtype, cache_dtypes)
         if self.index_dtype is not None:

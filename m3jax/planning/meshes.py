@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
-from m3jax.config import M3Config
+from m3jax.mxfp8 import BLOCK
 from m3jax.parallel import AXES
-from m3jax.planning import arithmetic
+from m3jax.planning import arithmetic, images
 from m3jax.planning.arithmetic import Memory, Work
 from m3jax.planning.job import Job
 
@@ -18,6 +19,7 @@ class Candidate(NamedTuple):
     memory: Memory
     decode: Work
     prefill: Work
+    images: Work | None = None
 
     @property
     def name(self) -> str:
@@ -48,11 +50,14 @@ def candidates(job: Job) -> list[Candidate]:
 
 def evaluate(job: Job, sizes: dict[str, int]) -> Candidate:
     """Count what a job needs on one mesh, and how fast it could be there; nothing is compiled."""
+    memory = arithmetic.memory(job, sizes)
+    temporaries = max(memory.temporaries, images.temporaries(job, sizes))  # one program runs at a time
     return Candidate(
         sizes=sizes,
-        memory=arithmetic.memory(job, sizes),
+        memory=replace(memory, vision=images.held_weights(job, sizes), temporaries=temporaries),
         decode=arithmetic.decode(job, sizes),
         prefill=arithmetic.prefill(job, sizes),
+        images=images.see(job, sizes) if job.images else None,
     )
 
 
@@ -60,7 +65,7 @@ def divisions(job: Job) -> Iterator[dict[str, int]]:
     """The meshes that use all of a job's slice, and whose axes divide what lies on them."""
     devices = job.slice.num_devices
     for tensor in _divisors(devices):
-        if not _tensor_divides(job.config, tensor):
+        if not _tensor_divides(job, tensor):
             continue
         for expert in _divisors(devices // tensor):
             if job.config.num_local_experts % expert:
@@ -96,7 +101,9 @@ def _why_not(sizes: dict[str, int], job: Job) -> str:
     config, devices = job.config, math.prod(sizes.values())
     if devices != job.slice.num_devices:
         return f"is {devices} devices and {job.slice} has {job.slice.num_devices}"
-    if not _tensor_divides(config, sizes["tensor"]):
+    if not _tensor_divides(job, sizes["tensor"]):
+        if _tensor_divides(replace(job, weights="dequantize"), sizes["tensor"]):
+            return f"tensor = {sizes['tensor']} cuts through blocks of {BLOCK} input channels, which share a scale"
         return (
             f"tensor = {sizes['tensor']} does not divide {config.num_attention_heads} heads, a vocabulary of "
             f"{config.vocab_size} and hidden widths of {config.intermediate_size}, {config.dense_intermediate_size} "
@@ -107,8 +114,14 @@ def _why_not(sizes: dict[str, int], job: Job) -> str:
     return f"data = {sizes['data']} does not divide {job.batch} rows"
 
 
-def _tensor_divides(config: M3Config, tensor_size: int) -> bool:
+def _tensor_divides(job: Job, tensor_size: int) -> bool:
+    """Whether a tensor axis divides heads, vocabulary and hidden widths, and leaves the blocks of MXFP8 whole."""
+    config = job.config
     widths = config.intermediate_size, config.dense_intermediate_size, config.shared_intermediate_size
+    if job.weights == "mxfp8" and tensor_size > 1:
+        input_sizes = (*widths, config.num_attention_heads * config.head_dim)
+        if any(size % (tensor_size * BLOCK) for size in input_sizes):
+            return False
     return all(size % tensor_size == 0 for size in (config.num_attention_heads, config.vocab_size, *widths))
 
 

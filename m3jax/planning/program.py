@@ -92,7 +92,7 @@ def prefill(job: Job, mesh: Mesh) -> Any:
 
 
 def _model(job: Job, mesh: Mesh) -> Any:
-    return abstract(job.config, job.dtype, mesh).with_backend(job.backend)
+    return abstract(job.config, job.dtype, mesh, job.weights).with_backend(job.backend)
 
 
 def _state(job: Job, mesh: Mesh) -> tuple[device.State, device.Layout]:

@@ -36,12 +36,21 @@ def as_dict(
     ]  # fmt: skip
     return {
         "topology": str(job.slice), "devices": job.slice.num_devices, "context": job.context, "batch": job.batch,
-        "dtype": job.dtype, "kv_dtype": job.kv, "index_dtype": job.index, "prefill_chunk": job.chunk,
+        "dtype": job.dtype, "weights": job.weights, "kv_dtype": job.kv, "index_dtype": job.index,
+        "prefill_chunk": job.chunk,
         "draft": job.draft is not None, "mesh": chosen.name, "how": "arithmetic" if compiled is None else "compiled",
         "memory": memory, "fits": not is_refused and memory["total"] <= memory["limit"],
         "decode": _program(chosen.decode, answers.get("decode"), chip),
         "prefill": _program(chosen.prefill, answers.get("prefill"), chip), "meshes": shown,
-    }  # fmt: skip
+    } | _images(job, chosen)  # fmt: skip
+
+
+def _images(job: Job, chosen: Candidate) -> dict[str, Any]:
+    """A call of the vision tower, where images are planned: always by arithmetic."""
+    if chosen.images is None:
+        return {}
+    return {"image_count": job.images, "image_tokens": job.image_tokens,
+            "images": _program(chosen.images, None, job.slice.chip)}  # fmt: skip
 
 
 def _memory(chosen: Candidate, answers: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -49,15 +58,15 @@ def _memory(chosen: Candidate, answers: dict[str, dict[str, Any]]) -> dict[str, 
     planned = chosen.memory
     out = {
         "weights": planned.weights, "experts": planned.experts, "keys_and_values": planned.cache,
-        "index_keys": planned.index_keys, "draft": planned.draft, "temporaries": planned.temporaries,
-        "limit": planned.limit,
+        "index_keys": planned.index_keys, "draft": planned.draft, "vision": planned.vision,
+        "temporaries": planned.temporaries, "limit": planned.limit,
     }  # fmt: skip
     accepted = [answer for answer in answers.values() if "error" not in answer]
     if accepted and len(accepted) == len(answers):
         out["temporaries"] = max(a["temporaries"] + a["fresh_outputs"] + a["code"] for a in accepted)
         out["arguments"] = max(answer["arguments"] for answer in accepted)
     lasting = max(planned.weights + planned.cache + planned.index_keys, out.get("arguments", 0.0))
-    return out | {"total": lasting + planned.draft + out["temporaries"]}
+    return out | {"total": lasting + planned.vision + planned.draft + out["temporaries"]}
 
 
 def _program(least: Work, answer: dict[str, Any] | None, chip: Chip) -> dict[str, Any]:
@@ -75,10 +84,11 @@ def _program(least: Work, answer: dict[str, Any] | None, chip: Chip) -> dict[str
 def as_text(plan: dict[str, Any]) -> str:
     """The report that the command line prints, of a plan as `as_dict` makes it."""
     is_compiled = plan["how"] == "compiled"
+    weights = plan["dtype"] if plan["weights"] == "dequantize" else f"mxfp8 and {plan['dtype']}"
     how = "compiled by the TPU's compiler" if is_compiled else "by arithmetic: nothing was compiled"
     lines = [
         f"{plan['topology']}, {plan['devices']} devices, mesh {plan['mesh']} ({how})",
-        f"context {plan['context']:,}, batch {plan['batch']}, weights {plan['dtype']}, keys and values "
+        f"context {plan['context']:,}, batch {plan['batch']}, weights {weights}, keys and values "
         f"{plan['kv_dtype']}, index keys {plan['index_dtype']}",
         "",
         *_memory_lines(plan["memory"], is_compiled),
@@ -88,6 +98,7 @@ def as_text(plan: dict[str, Any]) -> str:
         *_program_lines(
             "prefill chunk", f"{plan['prefill_chunk']:,} tokens at the end of the context", plan["prefill"]
         ),
+        *_image_lines(plan),
         *_mesh_lines(plan),
     ]
     if plan["draft"]:
@@ -95,9 +106,18 @@ def as_text(plan: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _image_lines(plan: dict[str, Any]) -> list[str]:
+    """The vision tower's call, where images are planned."""
+    if "images" not in plan:
+        return []
+    extent = f"{plan['image_count']} of {plan['image_tokens']} tokens, by arithmetic"
+    return _program_lines("images", extent, plan["images"])
+
+
 def _memory_lines(memory: dict[str, float], is_compiled: bool) -> list[str]:
     """A line for each thing that lies in memory, in GiB, and their sum."""
-    names = ["weights", "keys_and_values", "index_keys", *(["draft"] if memory["draft"] else []), "temporaries"]
+    optional = [name for name in ("draft", "vision") if memory[name]]
+    names = ["weights", "keys_and_values", "index_keys", *optional, "temporaries"]
     notes = {"weights": f"of it experts {memory['experts'] / GIB:.1f}"}
     if "arguments" not in memory:
         notes["temporaries"] = "a guess: the compiler refused" if is_compiled else "a guess"

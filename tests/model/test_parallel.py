@@ -19,6 +19,7 @@ from m3jax.cache import Cache
 from m3jax.numerics import merge_over_devices
 from m3jax.parallel import AXES, RULES, make_mesh, parse_mesh, sharding, spec
 from m3jax.planning import hlo
+from m3jax.vision import VisionConfig
 
 CONFIG = tiny.config("dM")
 BATCH, LENGTH = 8, 33
@@ -267,7 +268,8 @@ def test_neighbouring_blocks_lie_on_different_devices():
 
 def test_every_rule_names_a_mesh_axis():
     assert {axis for rule in RULES.values() for axis in (rule if isinstance(rule, tuple) else (rule,))} <= set(AXES)
-    names = {name for axes in jax.tree.leaves(m3_model.logical_axes(CONFIG)) for name in axes}
+    seeing = VisionConfig.tiny().add_to(CONFIG)
+    names = {name for axes in jax.tree.leaves(m3_model.logical_axes(seeing)) for name in axes}
     assert names - {None, "layers"} == set(RULES) - {"batch", "pages", "tokens"}
     assert spec((4, 6), (None, "layers"), make_mesh(tensor=8)) == P(None, None)
 

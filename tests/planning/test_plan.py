@@ -11,16 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import tiny
+from support import tiny, vision
 
 from m3jax import plan
 from m3jax.cache import Cache
 from m3jax.config import M3Config
-from m3jax.model.build import num_bytes
+from m3jax.model import quantize
+from m3jax.model.build import WEIGHTS, num_bytes
 from m3jax.parallel import AXES, parse_mesh
 from m3jax.planning import M3_DRAFT, Job, candidates, compiler, evaluate, hlo, parse_sizes, parse_slice
 from m3jax.planning.arithmetic import Memory, cache_shapes, memory
 from m3jax.planning.report import as_dict, as_text
+from m3jax.vision import VisionConfig
 
 CONFIG = tiny.config("dM")
 MESHES = ["tensor=8", "expert=4,tensor=2", "data=2,context=4", "data=2,context=2,tensor=2"]
@@ -55,6 +57,36 @@ def test_memory_is_that_of_real_arrays(mesh):
     cache = Cache.init(CONFIG, 4, 256, "float32", real, kv_dtype="bfloat16")
     assert planned.cache + planned.index_keys == held(cache)
     assert planned.index_keys == held([stack.index_k for stack in cache.stacks])
+
+
+@pytest.mark.parametrize("mesh", ["expert=4,tensor=2"])
+def test_memory_of_kept_mxfp8_weights_is_that_of_real_arrays(mesh):
+    config = tiny.config("dM", intermediate_size=64, dense_intermediate_size=192, shared_intermediate_size=128)
+    kept = quantize(tiny.model(config, mesh=parse_mesh(mesh)))
+    assert memory(job(config=config, weights="mxfp8"), sizes(mesh)).weights == held(kept)
+
+
+@pytest.mark.parametrize("topology", ["h200:4", "h100:8"])
+def test_the_whole_model_fits_four_h200s_or_eight_h100s_in_mxfp8_alone(topology):
+    """32 numbers and their scale are 33 bytes, not 64."""
+    best = {weights: candidates(full(topology, context=1 << 17, weights=weights))[0] for weights in WEIGHTS}
+    assert best["mxfp8"].memory.fits and not best["dequantize"].memory.fits
+    sizes = dict(data=1, context=1, expert=parse_slice(topology).num_devices, tensor=1)
+    kept, plain = (evaluate(full(topology, weights=weights), sizes) for weights in ("mxfp8", "dequantize"))
+    experts_share = kept.memory.experts / plain.memory.experts
+    assert experts_share == pytest.approx((1 + 1 / 32) / 2)
+    # A step of 4 rows reads the experts that 16 pairs meet, and of all else everything but the embedding, once.
+    met = 57 * 128 * (1 - (127 / 128) ** 16) / parse_slice(topology).num_devices * 3 * 6144 * 3072
+    saved = met * (2 - 33 / 32) + plain.memory.other_weights - kept.memory.other_weights
+    assert kept.decode.flops == plain.decode.flops
+    assert plain.decode.traffic - kept.decode.traffic == pytest.approx(saved)
+
+
+def test_mxfp8_divides_between_blocks_alone():
+    """A device of 8 on the tensor axis would have 24 of the dense MLP's 192 input channels."""
+    config = tiny.config("dM", intermediate_size=256, dense_intermediate_size=192, shared_intermediate_size=256)
+    with pytest.raises(ValueError, match="tensor = 8 cuts through blocks of 32 input channels"):
+        parse_sizes("tensor=8", job(config=config, weights="mxfp8"))
 
 
 def test_the_abstract_cache_lies_where_the_real_one_does():
@@ -166,6 +198,36 @@ def test_all_that_lies_on_a_device_has_to_fit():
     assert not Memory(**parts, limit=22.0).fits
 
 
+# Images
+
+
+def test_the_tower_is_planned_as_it_lies():
+    """Its weights on a device are those of real arrays; a model with one plans its text as a model without."""
+    config = vision.config("dM")
+    for mesh in ("tensor=2", "tensor=8"):  # 3 heads divide over neither, hidden widths of 88 and 72 over both
+        planned = evaluate(job(config=config, images=2), sizes(mesh))
+        assert planned.memory.vision == held(tiny.model(config, mesh=parse_mesh(mesh)).vision)
+        assert planned.memory.weights == memory(job(), sizes(mesh)).weights
+        assert planned.decode == evaluate(job(), sizes(mesh)).decode
+
+
+def test_work_of_images_at_the_published_size():
+    """64 images of 576 tokens: 269 TFLOP, counted by hand; as many tokens in larger images are more work."""
+    config, one = VisionConfig().add_to(M3Config.m3()), dict.fromkeys(AXES, 1)
+    found = evaluate(full("h200:8", config=config, images=64), one)
+    patches, features = 64 * 2304, 64 * 576
+    layers = 32 * patches * (4 * 1280**2 + 2 * 1280 * 5120 + 2 * 2304 * 1280)
+    expected = layers + patches * (1176 * 1280 + 1280 * 6144 + 6144**2) + features * (24576 * 6144 + 6144**2)
+    assert found.images.flops == 2 * expected and round(2 * expected / 1e12) == 269
+    assert found.images.sent == 0 and found.memory.temporaries > evaluate(full("h200:8"), one).memory.temporaries
+    large = evaluate(full("h200:8", config=config, images=16, image_tokens=4 * 576), one)
+    assert large.images.flops > found.images.flops
+    divided = evaluate(full("h200:8", config=config, images=64), one | {"tensor": 8})
+    assert 1 / 8 <= divided.images.flops / found.images.flops < 1 / 7 and divided.images.sent > 0
+    text = as_text(as_dict(full("h200:8", config=config, images=64), found, [found], None))
+    assert "images (64 of 576 tokens, by arithmetic), one device" in text and "  vision  " in text
+
+
 def test_no_more_keys_are_read_than_there_are():
     """20 tokens are fewer than 3 blocks of 8: to select 3 or 30 of them is the same work."""
     few, many = (evaluate(job(config=tiny.config("dM", index_topk_blocks=n), context=20, chunk=20),
@@ -199,6 +261,7 @@ def test_candidates_are_all_meshes_and_the_first_is_the_fastest_that_fits():
         ("--topology h200:8 --batch 0", "--batch 0: must be 1 to"),
         ("--topology h200:8 --prefill-chunk 0", "--prefill-chunk 0: must be 1 to"),
         ("--topology h200:8 --dtype int8", "--dtype 'int8': allowed are bfloat16, float16, float32"),
+        ("--topology h200:8 --weights fp8", "--weights 'fp8': allowed are dequantize, mxfp8"),
         ("--topology h200:8 --kv-dtype int8", "--kv-dtype 'int8': allowed are"),
         ("--topology h200:8 --mesh tensor=4", "is 4 devices and h200:8 has 8; the nearest valid is"),
         ("--topology v5p:4x4x12 --mesh tensor=192", "tensor = 192 does not divide 64 heads"),
@@ -207,6 +270,8 @@ def test_candidates_are_all_meshes_and_the_first_is_the_fastest_that_fits():
         ("--topology h200:8 --mesh rows=8", "write axis=size pairs of data, context, expert, tensor"),
         ("--topology h200:8 --model nowhere", "no such model folder: nowhere"),
         ("--topology h200:8 --compile", "--compile: h200:8 is no TPU"),
+        ("--topology h200:8 --images -1", "--images -1: must be 1 to 4096"),
+        ("--topology h200:8 --images 1 --image-tokens 0", "--image-tokens 0: must be 1 to"),
         ("--topology h200:8 --what", "unrecognized arguments: --what"),
     ],
 )

@@ -9,13 +9,13 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import LayerPages, Places
 from m3jax.config import M3Config
+from m3jax.make import Make
 from m3jax.model.attention.mesh import over_mesh
 from m3jax.model.attention.projections import Projections
 from m3jax.model.context import Context
-from m3jax.model.make import Make
 from m3jax.msa import SelectionRules
-from m3jax.numerics import einsum
-from m3jax.ops import Heads
+from m3jax.mxfp8 import merge_inputs
+from m3jax.ops import Heads, project
 
 
 class Attention(nnx.Module):
@@ -29,17 +29,15 @@ class Attention(nnx.Module):
         width, head_dim, index_dim = config.hidden_size, config.head_dim, config.index_head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         kv_axes = ("layers", None, "kv_heads", None)
-        self.q_proj = make.weight((depth, width, heads, head_dim), ("layers", None, "heads", None), fan_in=width)
-        self.k_proj = make.weight((depth, width, kv_heads, head_dim), kv_axes, fan_in=width)
-        self.v_proj = make.weight((depth, width, kv_heads, head_dim), kv_axes, fan_in=width)
-        self.o_proj = make.weight(
-            (depth, heads, head_dim, width), ("layers", "heads", None, None), fan_in=heads * head_dim
-        )
+        self.q_proj = make.linear((depth, width, heads, head_dim), ("layers", None, "heads", None), outputs=2)
+        self.k_proj = make.linear((depth, width, kv_heads, head_dim), kv_axes, outputs=2)
+        self.v_proj = make.linear((depth, width, kv_heads, head_dim), kv_axes, outputs=2)
+        self.o_proj = make.linear((depth, heads, head_dim, width), ("layers", "heads", None, None), inputs=2)
         self.q_norm = make.norm((depth, head_dim))
         self.k_norm = make.norm((depth, head_dim))
         if sparse:
-            self.index_q_proj = make.weight((depth, width, kv_heads, index_dim), kv_axes, fan_in=width)
-            self.index_k_proj = make.weight((depth, width, index_dim), ("layers", None, None), fan_in=width)
+            self.index_q_proj = make.linear((depth, width, kv_heads, index_dim), kv_axes, outputs=2)
+            self.index_k_proj = make.linear((depth, width, index_dim), ("layers", None, None))
             self.index_q_norm = make.norm((depth, index_dim))
             self.index_k_norm = make.norm((depth, index_dim))
 
@@ -69,8 +67,8 @@ class Attention(nnx.Module):
             )  # fmt: skip
             heads = heads.finish() if insert_backend == "xla" else heads
         else:
-            project = lambda x, cos, sin: self.project(x, cos, sin, config).finish()
-            heads = context.by_token(project, x, context.cos, context.sin)
+            finished = lambda x, cos, sin: self.project(x, cos, sin, config).finish()
+            heads = context.by_token(finished, x, context.cos, context.sin)
         attend = partial(
             attend_over_pages,
             rules=context.rules,
@@ -87,8 +85,8 @@ class Attention(nnx.Module):
 
         # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
         flat = attention.reshape(*x.shape[:2], -1)  # [B T N*H]
-        o_proj = self.o_proj[...].reshape(flat.shape[-1], -1)
-        out = context.by_token(lambda flat: einsum("btx,xd->btd", flat, o_proj), flat)
+        o_proj = merge_inputs(self.o_proj[...], 2)
+        out = context.by_token(lambda flat: project("btx,xd->btd", flat, o_proj), flat)
         values = heads._asdict() if isinstance(heads, Heads) else {}
         values |= {"attention": attention, "blocks": blocks}
         return out, pages, {name: value for name, value in values.items() if value is not None}
@@ -98,14 +96,14 @@ class Attention(nnx.Module):
     ) -> Projections:
         """Queries, keys and values before norm and rotation, in the accumulator's dtype."""
         # "..." is the axis of heads; index keys have one head, and no axis for it.
-        project = lambda x, weight: einsum("btd,d...h->bt...h", x, weight[...])
+        heads_of = lambda x, weight: project("btd,d...h->bt...h", x, weight[...])
         index_q, index_k, index_q_norm, index_k_norm = None, None, None, None
         if self.is_sparse:
             # The index branch reads the residual stream but does not train it (paper, 3.2; T33).
             detached = jax.lax.stop_gradient(x)
-            index_q, index_k = project(detached, self.index_q_proj), project(detached, self.index_k_proj)
+            index_q, index_k = heads_of(detached, self.index_q_proj), heads_of(detached, self.index_k_proj)
             index_q_norm, index_k_norm = self.index_q_norm[...], self.index_k_norm[...]
-        q, k, v = project(x, self.q_proj), project(x, self.k_proj), project(x, self.v_proj)
+        q, k, v = heads_of(x, self.q_proj), heads_of(x, self.k_proj), heads_of(x, self.v_proj)
         heads = Heads(q, k, v, index_q, index_k)
         norms = Heads(self.q_norm[...], self.k_norm[...], None, index_q_norm, index_k_norm)
         return Projections(heads, norms, cos, sin, config.rms_norm_eps, x.dtype)
