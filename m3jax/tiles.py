@@ -9,13 +9,21 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
+
+# `compiler_options` for `jax.jit` where programs are to give a tile the same bits on a GPU. Else XLA times several ways
+# to compute a product, anew in each program, and takes what was fastest; and it leaves a rounding out where it fuses
+# what rounds with what reads.
+GPU_OPTIONS = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_allow_excess_precision": False,
+}
 
 
 def by_tiles(fn: Callable[..., PyTree[Array]], tile: int | None, *arrays: PyTree[Array]) -> PyTree[Array]:
     """`fn(*arrays)`, some rows at a time.
 
-    The loop's length is data to the compiler: it would unroll one of a single tile, and fuse it with what surrounds it.
     The gradient is that of a loop which autodiff can reverse.
 
     Args:
@@ -40,6 +48,11 @@ def by_tiles(fn: Callable[..., PyTree[Array]], tile: int | None, *arrays: PyTree
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], out)
 
 
+def unknown_length(num_turns: int) -> Int[Array, ""]:
+    """A loop's length as data to the compiler: it would unroll a single turn, and fuse it with what surrounds it."""
+    return jax.lax.optimization_barrier(jnp.int32(num_turns))
+
+
 def _loop(fn: Callable, tiles: list[Array], closed_over: list[Array]) -> PyTree[Array]:
     """`fn` of each tile, and of what it closes over, with a gradient."""
 
@@ -52,8 +65,7 @@ def _loop(fn: Callable, tiles: list[Array], closed_over: list[Array]) -> PyTree[
             results = fn(*one_tile, *closed_over)
             return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), out, results)
 
-        num_tiles = jax.lax.optimization_barrier(jnp.int32(len(tiles[0])))
-        return jax.lax.fori_loop(0, num_tiles, step, empty)
+        return jax.lax.fori_loop(0, unknown_length(len(tiles[0])), step, empty)
 
     def backward(residuals, gradient):
         tiles, closed_over = residuals

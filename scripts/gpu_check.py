@@ -1,8 +1,9 @@
 """Checks every GPU kernel against a float64 reference on this machine's GPU: `python scripts/gpu_check.py`.
 
 Prints one line for each op and shape, and exits 1 if any failed. `--model` adds a whole model with kernels against the
-same model with XLA: logits of a forward pass, and tokens from the engine. `--small` takes one small shape an op, for
-`compute-sanitizer python scripts/gpu_check.py --small`.
+same model with XLA: logits of a forward pass, and tokens from the engine. `--invariant` instead checks that a request
+has the same bits alone, in batches, drafted and in training (`gpu_check_invariant.py`). `--small` takes one small shape
+an op, for `compute-sanitizer python scripts/gpu_check.py --small`; with `--invariant` it needs no GPU.
 """
 
 import argparse
@@ -14,8 +15,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_check_invariant import check as check_invariant
 from gpu_check_model import FORWARD, PROMPTS, check_forward, check_tokens
 
+from m3jax import mxfp8
+from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
+from m3jax.mxfp8 import MXFP8Array
 from m3jax.parallel import parse_mesh
 from pallas_kernels.cudnn_causal import cudnn_causal
 from pallas_kernels.dense_causal import dense_causal
@@ -23,6 +28,7 @@ from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.grouped_experts import grouped_experts
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
 from pallas_kernels.pages import paged
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 from pallas_kernels.sparse_decode import sparse_decode
@@ -270,6 +276,61 @@ def check_experts(shape, dtype, *, seed: int) -> dict[str, float]:
     return {"error": error, "ok": ok and error < (2e-5 if dtype == jnp.float32 else OUT)}
 
 
+def check_mxfp8_experts(shape, dtype, *, seed: int) -> dict[str, float]:
+    """Like `check_experts`, of codes and scales; and every scale byte, by tokens that pick one input channel each."""
+    tokens, count, chosen, width, hidden, tile = shape
+    rng = np.random.default_rng(seed)
+    keys = jax.random.split(jax.random.key(seed), 4)
+
+    def draw(key, inputs, outputs):
+        codes, scales = jax.random.split(key)
+        code = jax.random.randint(codes, (2, count, inputs, outputs), 0, 256).astype(jnp.uint8)
+        code = jnp.where(code & 127 == 127, 0, code)
+        # Numbers of E4M3 have a root mean square of about 2^7; a scale of 2^-14 or so gives products of about 1.
+        scale = jax.random.randint(scales, (2, count, inputs // 32, outputs), 113, 119)
+        return Weights(code, (scale - round(np.log2(inputs) / 2)).astype(jnp.uint8))
+
+    x = jax.random.normal(keys[0], (tokens, width), jnp.float32).astype(dtype)
+    gate, up, down = draw(keys[1], width, hidden), draw(keys[2], width, hidden), draw(keys[3], hidden, width)
+    ids = rng.random((tokens, count - 1)).argsort(axis=1)[:, :chosen]
+    expert, token, valid = _tiles(ids, tile)
+    act = lambda gate, up: gate * jax.nn.sigmoid(gate) * up
+    used = lambda out, valid: jnp.where(valid[..., None], out, 0)
+    fn = jax.jit(lambda *args: used(mxfp8_experts(*args, activate=act, backend="triton"), args[-1]))
+    (got,), ok = twice(fn, x, gate, up, down, jnp.int32(1), expert, token, valid)
+    dense = lambda w, e: np.asarray(mxfp8.dequantize(MXFP8Array(w.codes[1, e], w.scales[1, e]), "float32"), np.float64)
+    error = norm = 0.0
+    for i in {0, len(expert) - 2, len(expert) // 2} if len(expert) > 2 else range(len(expert)):
+        rows, e = np.asarray(x[token[i][valid[i]]].astype(jnp.float32), np.float64), int(expert[i])
+        g, u = rows @ dense(gate, e), rows @ dense(up, e)
+        want = (g / (1 + np.exp(-g)) * u) @ dense(down, e)
+        error += ((got[i][valid[i]] - want) ** 2).sum()
+        norm += (want**2).sum()
+    error = (error / norm) ** 0.5
+    return {"error": error, "ok": ok and error < OUT and _every_scale(dtype)}
+
+
+def _every_scale(dtype) -> bool:
+    """Whether the kernel's numbers are the definition's, and the definition's, bit by bit, those that loading gives."""
+    codes, scales = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
+    block = MXFP8Array(jnp.asarray(codes[:, None].repeat(32, axis=1)), jnp.asarray(scales[:, None]))
+    found = np.asarray(jax.jit(mxfp8.dequantize, static_argnums=1)(block, np.dtype(dtype)))[:, 31]
+    ok = np.array_equal(found, dequantize_by_table(codes, scales, np.dtype(dtype)), equal_nan=True)
+    codes = np.random.default_rng(0).integers(0, 127, (1, 2, 128, 128)).astype(np.uint8)
+    scales = np.arange(1024).reshape(1, 2, 4, 128) % (247 if dtype == jnp.bfloat16 else 134)  # larger ones overflow
+    gate = Weights(jnp.asarray(codes), jnp.asarray(scales, jnp.uint8))
+    identity = mxfp8.quantize(jnp.eye(128)[None, None].repeat(2, axis=1))
+    token = jnp.arange(128, dtype=jnp.int32).reshape(4, 32).repeat(2, axis=0)
+    out = mxfp8_experts(
+        jnp.eye(128, dtype=dtype), gate, gate, Weights(identity.codes, identity.scales), jnp.int32(0),
+        jnp.arange(8, dtype=jnp.int32) % 2, token, jnp.ones((8, 32), bool), activate=lambda gate, up: gate,
+        backend="triton",
+    )  # fmt: skip
+    got = np.asarray(out).reshape(4, 2, 32, 128).swapaxes(0, 1).reshape(2, 128, 128)
+    want = np.asarray(mxfp8.dequantize(MXFP8Array(gate.codes[0], gate.scales[0]), dtype).astype(jnp.float32))
+    return ok and np.allclose(got, want, rtol=0, atol=448 * 2.0**-127)  # what has no leading bit may be flushed
+
+
 def _tiles(ids, tile: int):
     """(expert of each tile, its tokens, which count): tiles of each expert's tokens, and an idle one."""
     expert, token = [], []
@@ -302,11 +363,13 @@ def cases(small: bool):
     ops = [(name, PREFILL, drawn(check)) for name, check in prefill.items()]
     ops += [(name, DECODE, drawn(check)) for name, check in decode.items()]
     ops += [("grouped_experts", EXPERTS, check_experts), ("cudnn_causal", CUDNN, drawn(check_cudnn))]
+    ops += [("mxfp8_experts", EXPERTS, check_mxfp8_experts)]
     for name, shapes, check in ops:
         for shape in [shapes[SMALL]] if small else shapes:
             yield name, shape, jnp.bfloat16, partial(check, shape, jnp.bfloat16)
         some = () if small or shapes is CUDNN else (shapes[0], shapes[SMALL])
-        for shape, dtype in itertools.product(some, (jnp.float16, jnp.float32)):
+        others = (jnp.float16,) if check is check_mxfp8_experts else (jnp.float16, jnp.float32)
+        for shape, dtype in itertools.product(some, others):
             yield name, shape, dtype, partial(check, shape, dtype)
     for name, check in decode.items():
         wide = [] if small else [(shape, jnp.float32) for shape in (DECODE[0], DECODE[SMALL])]
@@ -316,14 +379,15 @@ def cases(small: bool):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="check ops whose name contains this")
+    parser.add_argument("--only", default="", help="check ops, or looks at invariance, whose name contains this")
     parser.add_argument("--model", action="store_true", help="also check a whole model")
+    parser.add_argument("--invariant", action="store_true", help="check the invariant mode, and nothing else")
     parser.add_argument("--mesh", help="GPUs of the model with kernels, like expert=2,tensor=2")
     parser.add_argument("--small", action="store_true", help="one small shape an op")
     parser.add_argument("--jobs", type=int, default=4, help="checks at a time")
     parser.add_argument("--seed", type=int, default=int.from_bytes(np.random.default_rng().bytes(3), "big"))
     args = parser.parse_args()
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() != "gpu" and not (args.invariant and args.small):
         print(f"error: jax runs on {jax.default_backend()!r} here: this needs an NVIDIA GPU and jax[cuda13]")
         return 2
     try:
@@ -331,6 +395,10 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, seed {args.seed}")
+    if args.invariant:
+        failures = check_invariant(args.small, args.seed, args.jobs, args.only)
+        print(f"{failures} failed" if failures else "all passed")
+        return 1 if failures else 0
     print(f"{'op':24} {'B, T, S, N, K, J, H, P':34} {'dtype':9} result")
     work = [(name, shape, jnp.dtype(dtype).name, partial(check, seed=args.seed + i))
             for i, (name, shape, dtype, check) in enumerate(cases(args.small))]  # fmt: skip

@@ -278,6 +278,63 @@ class Pooled:
 
 
 @struct.dataclass
+class Joined:
+    """Blocks that several devices hold, inside `shard_map`, as a view that has them all: a read brings them together.
+
+    What is summed over devices is one block and zeros, so every device gets the numbers as the one has them that holds
+    them (but for the sign of a zero). All devices have to read the same blocks, in the same order.
+    """
+
+    part: Paged
+
+    device_axes = ()
+
+    @property
+    def block_size(self) -> int:
+        """P, tokens of a page."""
+        return self.part.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """M, the number of blocks a row can have."""
+        return self.part.num_blocks
+
+    @property
+    def num_heads(self) -> int:
+        """K, the number of KV heads."""
+        return self.part.num_heads
+
+    @property
+    def width(self) -> int:
+        """H, numbers of a head."""
+        return self.part.width
+
+    def blocks(self, rows, heads, ids):
+        """Read blocks `ids` of `(rows, heads)` as `[... P H]`."""
+        is_held = _is_page(_gather(self.part.table, rows, ids), self.part.k.shape[1])
+        k, v = self.part.blocks(rows, heads, ids)
+        is_held = jnp.broadcast_to(is_held, k.shape[:-2])[..., None, None]
+        return self._join(k, v, is_held)
+
+    def run(self, first, count):
+        """Read blocks `first` to `first + count` of every row and head, as tokens."""
+        k, v = self.part.run(first, count)  # [B K C*P H] each
+        is_held = jnp.repeat(self.part.present(first, count), self.block_size, axis=1)  # [B C*P]
+        return self._join(k, v, is_held[:, None, :, None])
+
+    def present(self, first, count):
+        """Which blocks lie on any device."""
+        return jax.lax.pmax(self.part.present(first, count).astype(jnp.int32), self.part.device_axes) > 0
+
+    def of_row(self, row, multiple=1):
+        """One row; behind it the table names no page."""
+        return self.replace(part=self.part.of_row(row, multiple))
+
+    def _join(self, k, v, is_held):
+        return jax.lax.psum((jnp.where(is_held, k, 0), jnp.where(is_held, v, 0)), self.part.device_axes)
+
+
+@struct.dataclass
 class PagedIndex:
     """Index-key pages `[L pages P I]` of a stack of layers, read at one layer through a table."""
 

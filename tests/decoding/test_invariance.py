@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support import tiny
 from support.drafts import Knowing, draft
 from support.engines import CONFIG, SHAPE, finish, params, preemptions, prompt, quick, serve
+from support.fake_model import FakeModel
 
 from m3jax.decoding import Eagle3Drafter, Engine, Generation
-from m3jax.parallel import parse_mesh
 from m3jax.train.losses import token_logprobs
 
 # Prompts of less than a page and of many, beyond J * P tokens; greedy, with a penalty, and sampled.
@@ -36,6 +36,8 @@ ENGINES = {
     "drawn draft": dict(
         draft=Eagle3Drafter(draft(), sample=True), draft_tokens=3, max_batch=3, prefill_rows=1, prefill_chunk=(4, 20)
     ),
+    # Room on the device for what a chunk writes, and no more: what its queries select comes in several passes.
+    "host memory": dict(device_pages=13, host_memory="numpy", max_batch=3, prefill_chunk=40, prefix_cache=False),
 }
 
 
@@ -139,6 +141,16 @@ def test_preempted_requests_have_their_bits():
         assert_same_bits(found, life("bfloat16", number), f"request {number}")
 
 
+def test_requests_in_host_memory_have_the_bits_of_device_pages():
+    """What is in the pool depends on other requests, and so does what a pass over it can bring in."""
+    engine = served("float32", "host memory")
+    asked = [params(min(40, ROOM - len(tokens)), **knobs) for tokens, knobs in LIVES]
+    results = serve(engine, *((tokens, how) for (tokens, _), how in zip(LIVES, asked, strict=True)))
+    assert engine.offload["misses"] > 2 * 13 * CONFIG.num_key_value_heads  # every slot had several pages
+    for number, found in enumerate(results):
+        assert_same_bits(found, life("float32", number), f"request {number}")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_training_sees_the_bits_that_the_engine_drew_with(dtype):
     """On-policy: the log-probabilities under the gradient are those of decoding, and the ratio of the two is 1."""
@@ -164,12 +176,6 @@ def test_training_sees_the_bits_that_the_engine_drew_with(dtype):
             np.testing.assert_allclose(b / scale, a / scale, rtol=0, atol=2e-4, err_msg=jax.tree_util.keystr(path))
 
 
-def test_what_cannot_be_invariant_is_refused():
-    for changes, message in ((dict(device_pages=8), "invariant = True with device_pages"),):
-        with pytest.raises(ValueError, match=message):
-            Engine(model("float32"), **SHAPE, **changes, invariant=True)
-        with pytest.raises(ValueError, match=message):  # a model that is invariant already is no way around it
-            Engine(model("float32").with_invariance(), **SHAPE, **changes)
-    divided = tiny.model(CONFIG, mesh=parse_mesh("context=2"))
-    with pytest.raises(ValueError, match="invariant = True with a mesh"):
-        Engine(divided, **SHAPE, invariant=True)
+def test_a_model_without_an_invariant_mode_is_refused():
+    with pytest.raises(ValueError, match="invariant = True needs an M3, and the model is a FakeModel"):
+        Engine(FakeModel.random(), **SHAPE, invariant=True)

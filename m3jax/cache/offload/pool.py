@@ -4,6 +4,8 @@ The unit is a virtual page: one KV head's part of a page, P tokens. KV heads cho
 would bring in heads that nobody asked for.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -13,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from m3jax import ops
 from m3jax.cache.storage import FLOAT8, HostPages, Places, Scales, held_page, stored
 from m3jax.msa import PagedIndex, SelectionRules
+from m3jax.msa.schedules import gather, invariant_reading
 from m3jax.msa.views import Pooled
 from m3jax.numerics import UNSEEN, accumulator, merge_two
 
@@ -227,7 +230,8 @@ class OffloadedStack:
         """Attention over the selected blocks, in passes over what the pool has room for.
 
         A decode step needs one pass. A chunk of a long prompt selects more pages than the pool has: each pass brings in
-        some, attends over those alone, and the passes are merged by log-sum-exp.
+        some, attends over those alone, and the passes are merged by log-sum-exp. What a pass brings in depends on what
+        the pool has, and so on other requests: "invariant" is a schedule that copies in passes and attends once.
 
         Raises:
           ValueError: the schedule "mask", which reads all blocks.
@@ -240,6 +244,11 @@ class OffloadedStack:
         is_chosen = is_page & (blocks >= 0)
         num_pages = self.slots.slot_of.shape[1]
         wanted = jnp.zeros(num_pages, bool).at[jnp.where(is_chosen, pages, num_pages)].set(True, mode="drop")  # [V]
+
+        if schedule == "invariant":
+            read = partial(self.read_invariant, layer=layer, places=places, dtype=q.dtype)
+            pool, out, _ = invariant_reading(read, self.count(layer, wanted), q, blocks, positions, lengths)
+            return out, pool
 
         def attend_pass(state):
             pool, remaining, out, lse = state
@@ -257,6 +266,50 @@ class OffloadedStack:
         state = self.count(layer, wanted), wanted, *nothing
         pool, _, out, _ = jax.lax.while_loop(lambda state: jnp.any(state[1]), attend_pass, state)
         return out.astype(q.dtype), pool
+
+    @staticmethod
+    def read_invariant(
+        pool: "OffloadedStack",
+        rows: Int[Array, " C"],
+        blocks: Int[Array, "C K 1 J"],
+        *,
+        layer: Int[Array, ""],
+        places: Places,
+        dtype: DTypeLike,
+    ) -> tuple["OffloadedStack", Float[Array, "C K 1 J P H"], Float[Array, "C K 1 J P H"]]:
+        """Keys and values of the selected blocks, copied from the pool in as many passes as it needs to have had them.
+
+        Args:
+          pool: before.
+          rows: of each query.
+          blocks: that it keeps; what is read for a slot of -1 is anything.
+          layer: which of the stack.
+          places: of the call.
+          dtype: of the model.
+
+        Returns:
+          (pool, keys, values).
+        """
+        head_ids = jnp.arange(blocks.shape[1])[:, None, None]
+        view = pool.view(layer, places, dtype)
+        pages, is_page = view.virtual_page(rows[:, None, None, None], head_ids, jnp.maximum(blocks, 0))  # [C K 1 J]
+        is_chosen = is_page & (blocks >= 0)
+        num_pages = pool.slots.slot_of.shape[1]
+        wanted = jnp.zeros(num_pages, bool).at[jnp.where(is_chosen, pages, num_pages)].set(True, mode="drop")  # [V]
+
+        def copy_pass(state):
+            pool, remaining, keys, values = state
+            pool = pool.bring(layer, remaining, places.host)
+            is_here = remaining & (pool.slots.slot_of[layer] >= 0)  # [V]
+            is_copied = (is_chosen & is_here[pages])[..., None, None]  # [C K 1 J 1 1]
+            new_keys, new_values = gather(pool.view(layer, places, dtype), rows, blocks)
+            keys, values = jnp.where(is_copied, new_keys, keys), jnp.where(is_copied, new_values, values)
+            return pool, remaining & ~is_here, keys, values
+
+        nothing = jnp.zeros((*blocks.shape, view.block_size, view.width), dtype)
+        state = jax.lax.while_loop(lambda state: jnp.any(state[1]), copy_pass, (pool, wanted, nothing, nothing))
+        pool, _, keys, values = state
+        return pool, keys, values
 
     def attend_all(
         self,

@@ -7,9 +7,9 @@ signature: (q, view, blocks, positions, lengths) -> (out, lse), without `blocks`
 from m3jax.msa.schedules.blockwise import blockwise
 from m3jax.msa.schedules.index_walk import index_walk, walk_scores
 from m3jax.msa.schedules.kv_block_major import kv_block_major
-from m3jax.msa.schedules.lanes import invariant, invariant_all, select_invariant
+from m3jax.msa.schedules.lanes import invariant, invariant_all, invariant_reading, select_invariant
 from m3jax.msa.schedules.mask import mask, mask_all
-from m3jax.msa.schedules.query_major import query_major
+from m3jax.msa.schedules.query_major import gather, query_major
 
 SCHEDULES = {"mask": mask, "query_major": query_major, "kv_block_major": kv_block_major, "invariant": invariant}
 DENSE_SCHEDULES = {"mask": mask_all, "blockwise": blockwise, "invariant": invariant_all}
@@ -18,7 +18,9 @@ __all__ = [
     "DENSE_SCHEDULES",
     "SCHEDULES",
     "blockwise",
+    "gather",
     "index_walk",
+    "invariant_reading",
     "kv_block_major",
     "query_major",
     "select_invariant",

@@ -3,9 +3,11 @@
 A lane is a few consecutive queries of one row. Lanes run one after the other, each over pieces of the row's keys that
 begin at multiples of one fixed length, so every product has one shape: whether a query comes in a long prompt, in a
 chunk of one, in a decode step or among proposals. A key that a query does not see adds exactly nothing to its sums.
+Where each query reads blocks of its own, a lane may hold queries of several rows.
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,16 @@ from jaxtyping import Array, Float, Int
 from m3jax.msa.definition import pool, sees, select_blocks
 from m3jax.msa.rules import SelectionRules
 from m3jax.msa.schedules.layout import group_rows, ungroup_rows, zero_behind_row
-from m3jax.msa.schedules.query_major import attend_gathered
+from m3jax.msa.schedules.query_major import attend_to_gathered, gather
 from m3jax.msa.views import BlockView, IndexView
 from m3jax.numerics import UNSEEN, RunningSoftmax, accumulator, dot_scores
-from m3jax.tiles import by_tiles
+from m3jax.tiles import by_tiles, unknown_length
 
 _LANE = 16  # queries
+_DENSE_LANE = 4  # likewise in dense attention, where a decode step has a lane for each row
 _PIECE = 512  # keys
+
+State = TypeVar("State")
 
 
 def select_invariant(
@@ -59,7 +64,7 @@ def select_invariant(
         return select_blocks(scores, positions, length, rules, block_size=block_size).swapaxes(1, 2)
 
     index_q, view = jax.lax.stop_gradient((index_q, view))
-    return _by_lanes(select_lane, positions, index_q).swapaxes(1, 2)  # [B T K J] -> [B K T J]
+    return _by_lanes(select_lane, _LANE, positions, index_q).swapaxes(1, 2)  # [B T K J] -> [B K T J]
 
 
 def invariant(
@@ -69,12 +74,59 @@ def invariant(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`sparse_attention`: each query's blocks are gathered, as in `query_major`, for one lane at a time."""
+    """`sparse_attention`: each query's blocks are gathered, as in `query_major`, for some queries of any rows."""
+    read = lambda state, rows, blocks: (state, *gather(view, rows, blocks))
+    _, out, lse = invariant_reading(read, (), q, blocks, positions, lengths)
+    return out, lse
 
-    def attend_lane(row, positions, q, blocks):
-        return attend_gathered(q, view.of_row(row[0]), blocks.swapaxes(1, 2), positions, lengths[row])
 
-    return _by_lanes(attend_lane, positions, q, blocks.swapaxes(1, 2))
+def invariant_reading(
+    read: Callable[..., tuple[State, Array, Array]],
+    state: State,
+    q: Float[Array, "B T N H"],
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> tuple[State, Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """`invariant` of keys and values that have to be fetched, and leave something behind.
+
+    Args:
+      read: of the state, rows [C] and the blocks [C K 1 J] of a query of each: (state, keys, values), as `gather` gives
+        them; those of the slots that are -1 may be anything.
+      state: before the first read.
+      q, blocks, positions, lengths: as in `sparse_attention`.
+
+    Returns:
+      (state, outputs, LSE).
+    """
+    batch, num_queries, num_heads = q.shape[:3]
+    num_tiles = -(-batch * num_queries // _LANE)
+
+    def cut(x, filling):
+        x = x.reshape(batch * num_queries, *x.shape[2:])
+        padding = ((0, num_tiles * _LANE - len(x)),) + ((0, 0),) * (x.ndim - 1)
+        return jnp.pad(x, padding, constant_values=filling).reshape(num_tiles, _LANE, *x.shape[1:])
+
+    row_ids = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], positions.shape)
+    rows, positions = cut(row_ids, 0), cut(positions, -1)  # [tiles C]
+    queries, blocks = cut(q, 0), cut(blocks.swapaxes(1, 2), -1)  # [tiles C N H], [tiles C K J]
+
+    def attend_tile(tile, carry):
+        state, out, lse = carry
+        one_tile = [jax.lax.dynamic_index_in_dim(x, tile, keepdims=False) for x in (rows, positions, queries, blocks)]
+        tile_rows, tile_positions, tile_queries, tile_blocks = one_tile
+        tile_blocks = tile_blocks[:, :, None]  # [C K 1 J]
+        state, keys, values = read(state, tile_rows, tile_blocks)
+        tile_out, tile_lse = attend_to_gathered(
+            tile_queries[:, None], keys, values, tile_blocks, tile_positions[:, None], lengths[tile_rows]
+        )
+        out = jax.lax.dynamic_update_index_in_dim(out, tile_out[:, 0], tile, 0)
+        return state, out, jax.lax.dynamic_update_index_in_dim(lse, tile_lse[:, 0], tile, 0)
+
+    empty = jnp.zeros_like(queries), jnp.zeros(queries.shape[:-1], accumulator(q.dtype))
+    state, out, lse = jax.lax.fori_loop(0, unknown_length(num_tiles), attend_tile, (state, *empty))
+    out = out.reshape(-1, *q.shape[2:])[: batch * num_queries].reshape(q.shape)
+    return state, out, lse.reshape(-1, num_heads)[: batch * num_queries].reshape(q.shape[:-1])
 
 
 def invariant_all(
@@ -103,9 +155,9 @@ def invariant_all(
         nothing_seen = RunningSoftmax.empty(queries.shape[:-1], q.shape[-1], accumulator(q.dtype))
         softmax = jax.lax.fori_loop(0, _pieces_seen(positions, length, piece_size), fold_piece, nothing_seen)
         out, lse = softmax.average()
-        return ungroup_rows(out, lse, _LANE, q.dtype)
+        return ungroup_rows(out, lse, _DENSE_LANE, q.dtype)
 
-    return _by_lanes(attend_lane, positions, q)
+    return _by_lanes(attend_lane, _DENSE_LANE, positions, q)
 
 
 def _pieces_seen(positions: Int[Array, "1 T"], length: Int[Array, " 1"], piece_size: int) -> Int[Array, ""]:
@@ -115,22 +167,23 @@ def _pieces_seen(positions: Int[Array, "1 T"], length: Int[Array, " 1"], piece_s
 
 
 def _by_lanes(
-    attend_lane: Callable[..., Array | tuple[Array, ...]], positions: Int[Array, "B T"], *arrays: Array
+    attend_lane: Callable[..., Array | tuple[Array, ...]], size: int, positions: Int[Array, "B T"], *arrays: Array
 ) -> Array | tuple[Array, ...]:
     """A function of lanes over all rows and queries.
 
     Args:
       attend_lane: of the row [1], positions [1 T], and the other arrays [1 T ...], where T is a lane's queries; gives
         arrays [1 T ...].
+      size: T, queries of a lane.
       positions: of all queries.
       *arrays: [B T ...].
     """
     batch, num_queries = positions.shape
-    lanes_per_row = -(-num_queries // _LANE)
+    lanes_per_row = -(-num_queries // size)
 
     def cut(x, filling):
-        padding = ((0, 0), (0, lanes_per_row * _LANE - num_queries)) + ((0, 0),) * (x.ndim - 2)
-        return jnp.pad(x, padding, constant_values=filling).reshape(-1, _LANE, *x.shape[2:])
+        padding = ((0, 0), (0, lanes_per_row * size - num_queries)) + ((0, 0),) * (x.ndim - 2)
+        return jnp.pad(x, padding, constant_values=filling).reshape(-1, size, *x.shape[2:])
 
     def join(x):
         return x.reshape(batch, -1, *x.shape[2:])[:, :num_queries]

@@ -41,11 +41,29 @@ def attend_gathered(
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """`sparse_attention` of a few queries, whose blocks are gathered all at once."""
-    batch, heads = blocks.shape[:2]
-    row_ids = jnp.arange(batch)[:, None, None, None]
-    head_ids = jnp.arange(heads)[:, None, None]
-    keys, values = view.blocks(row_ids, head_ids, jnp.maximum(blocks, 0))  # [B K T J P H] each
-    key_positions = blocks[..., None] * view.block_size + jnp.arange(view.block_size, dtype=blocks.dtype)
+    keys, values = gather(view, jnp.arange(len(blocks)), blocks)
+    return attend_to_gathered(q, keys, values, blocks, positions, lengths)
+
+
+def gather(
+    view: BlockView, rows: Int[Array, " B"], blocks: Int[Array, "B K T J"]
+) -> tuple[Float[Array, "B K T J P H"], Float[Array, "B K T J P H"]]:
+    """Keys and values of the blocks that queries of some rows of a view keep; what an unused slot reads is anything."""
+    head_ids = jnp.arange(blocks.shape[1])[:, None, None]
+    return view.blocks(rows[:, None, None, None], head_ids, jnp.maximum(blocks, 0))
+
+
+def attend_to_gathered(
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "B K T J P H"],
+    values: Float[Array, "B K T J P H"],
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """`sparse_attention` from what `gather` gave."""
+    heads, block_size = blocks.shape[1], keys.shape[-2]
+    key_positions = blocks[..., None] * block_size + jnp.arange(block_size, dtype=blocks.dtype)
     query_positions = positions[:, None, :, None, None]  # [B 1 T 1 1]
     is_token = query_positions < lengths[:, None, None, None, None]
     visible = (blocks >= 0)[..., None] & (key_positions <= query_positions) & is_token  # [B K T J P]

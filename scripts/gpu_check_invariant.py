@@ -1,0 +1,427 @@
+"""The part of `gpu_check.py --invariant`: whether a request has the same bits alone, in batches, drafted, in training.
+
+M3's heads and widths, a few layers and experts, random bfloat16 weights. Three looks, so that where bits differ one run
+says where: each part of the model by itself, in programs of several shapes and under several options of the compiler;
+each part inside of whole models, where what went in had the same bits; and whole requests through engines.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from m3jax import M3Config
+from m3jax.cache import Places
+from m3jax.decoding import Engine, Generation, Params, Sampling
+from m3jax.decoding.device.step import draw_token
+from m3jax.decoding.sampling import SamplingParams
+from m3jax.model import M3, init
+from m3jax.model.context import Context, selection_rules
+from m3jax.model.layers import gemma_norm, rope_table
+from m3jax.model.moe import route
+from m3jax.msa import Paged, PagedIndex
+from m3jax.numerics import einsum
+from m3jax.ops import attend_all, attend_selected, select
+from m3jax.tiles import GPU_OPTIONS, by_tiles
+from m3jax.train.losses import token_logprobs
+
+NEW_TOKENS = 64
+SETTINGS = {  # of the compiler; the first is what the mode has
+    "GPU_OPTIONS": GPU_OPTIONS,
+    "no autotuning": {"xla_gpu_autotune_level": 0},
+    "deterministic": {"xla_gpu_deterministic_ops": True},
+    "none": {},
+}
+
+
+class Sizes(NamedTuple):
+    """Tokens of a text in whole models, more than a selection keeps; of prompts, of neighbours at most, of a chunk."""
+
+    text: int
+    prompts: tuple[int, ...]
+    neighbours: int
+    chunk: int
+
+
+LARGE = Sizes(text=2304, prompts=(2500, 1300, 700, 300, 128, 65, 17, 1), neighbours=600, chunk=256)
+SMALL = Sizes(text=96, prompts=(70, 40, 33, 17, 8, 5, 3, 1), neighbours=20, chunk=16)
+
+
+def build(small: bool) -> M3:
+    """Three layers, the first dense; `small` is for a machine without a GPU."""
+    if small:
+        config = M3Config.tiny(num_hidden_layers=3, layer_types=M3Config.tiny().layer_types[:3],
+                               mlp_layer_types=M3Config.tiny().mlp_layer_types[:3])  # fmt: skip
+    else:
+        full = M3Config.m3()
+        first = full.layer_types.index("minimax_m3_sparse") - 1
+        config = dataclasses.replace(
+            full, num_hidden_layers=3, num_local_experts=32, vision_config=None, eos_token_id=(), bos_token_id=None,
+            layer_types=full.layer_types[first : first + 3], mlp_layer_types=full.mlp_layer_types[first : first + 3],
+        )  # fmt: skip
+    return init(config, 0, "bfloat16").with_invariance()
+
+
+def check(small: bool, seed: int, jobs: int, only: str = "") -> int:
+    """Print the looks whose names contain `only`; how many of them found a bit that differs."""
+    sizes, model, start = SMALL if small else LARGE, build(small), time.perf_counter()
+    failures = 0
+    for name, look in (("parts", check_parts), ("programs", check_programs), ("requests", check_requests)):
+        if only not in name:
+            continue
+        print(f"\n== {name}", flush=True)
+        try:
+            failures += not look(model, sizes, np.random.default_rng(seed), jobs)
+        except Exception as error:  # one look that breaks must not hide the others
+            print(f"FAILED {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            failures += 1
+        print(f"({time.perf_counter() - start:.0f} s)", flush=True)
+    return failures
+
+
+# Each part by itself
+
+ROWS, QUERIES = 8, 64
+SHAPES = ((1, 1), (8, 1), (8, 4), (1, 64))  # rows, tokens of each; compared with all eight rows of 64
+
+
+def check_parts(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int) -> bool:
+    """A part's results for some tokens, in programs for several numbers of tokens; a table, a line for each part."""
+    arrays, parts = _parts(model, sizes, rng)
+    settings = SETTINGS if jax.default_backend() == "gpu" else {"none": {}}
+    work = [(part, name) for part in parts for name in settings]
+    with ThreadPoolExecutor(jobs) as pool:
+        found = pool.map(lambda job: _differing(parts[job[0]], arrays, settings[job[1]]), work)
+    found = dict(zip(work, found, strict=True))
+    print(f"{'tokens that differ, of those compared':38}" + "".join(f"{name:>22}" for name in settings))
+    for part in parts:
+        print(f"{part:38}" + "".join(f"{found[part, name]:>22}" for name in settings))
+    return all(found[part, next(iter(settings))].startswith("0 ") for part in parts)
+
+
+def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
+    """(arrays [8 64 ...], the parts): a part is a function of some of the rows and tokens of these arrays."""
+    config = model.config
+    page_size, width = config.index_block_size, config.hidden_size
+    blocks = -(-sizes.text // page_size)
+    pages = ROWS * blocks
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jax.random.normal(jax.random.key(int(rng.integers(2**31))), shape, jnp.float32).astype(dtype)
+
+    lengths = jnp.asarray(rng.integers(QUERIES, sizes.text + 1, ROWS), jnp.int32)
+    positions = lengths[:, None] - QUERIES + jnp.arange(QUERIES, dtype=jnp.int32)  # [B T]
+    table = jnp.asarray(rng.permutation(pages).reshape(ROWS, blocks), jnp.int32)
+    heads, kv_heads, index_heads = config.num_attention_heads, config.num_key_value_heads, config.index_n_heads
+    experts = rng.random((ROWS * QUERIES, config.num_local_experts)).argsort(1)[:, : config.num_experts_per_tok]
+    arrays = dict(
+        positions=positions, table=table, lengths=lengths,
+        x=normal(ROWS, QUERIES, width), y=normal(ROWS, QUERIES, width, dtype=jnp.float32),
+        attention=normal(ROWS, QUERIES, heads * config.head_dim),
+        q=normal(ROWS, QUERIES, heads, config.head_dim),
+        index_q=normal(ROWS, QUERIES, index_heads, config.index_head_dim),
+        expert_ids=jnp.asarray(experts.reshape(ROWS, QUERIES, -1), jnp.int32),
+        expert_weights=jnp.abs(normal(ROWS, QUERIES, config.num_experts_per_tok, dtype=jnp.float32)),
+    )  # fmt: skip
+    k, v = (normal(1, pages, kv_heads, page_size, config.head_dim) for _ in range(2))
+    index_k = normal(1, pages, page_size, config.index_head_dim)
+    rules = selection_rules(config, model.score)
+    view = lambda rows: Paged(k, v, None, 0, rows["table"], jnp.bfloat16)
+    index_view = lambda rows: PagedIndex(index_k, None, 0, rows["table"], jnp.bfloat16)
+    choose = lambda rows: select(
+        rows["index_q"], index_view(rows), rows["positions"], rows["lengths"], rules, schedule="invariant"
+    )
+    # What is selected is drawn once: attention is to be looked at by itself.
+    arrays["blocks"] = jax.jit(choose)(arrays).swapaxes(1, 2)  # [B T K J]
+
+    dense, sparse = model.layer(0), model.layer(1)
+    layers = dict(dense=jax.tree.map(lambda p: p[0], dense), sparse=jax.tree.map(lambda p: p[0], sparse))
+    moe, tile = sparse.mlp, model.token_tile
+    alpha, limit = config.swiglu_alpha, config.swiglu_limit
+
+    def context(rows):
+        cos, sin = rope_table(rows["positions"], config.rotary_dim, config.rope_theta, jnp.bfloat16)
+        return Context(
+            rows["positions"], rows["lengths"], cos, sin, Places.nowhere(rows["positions"]), rules, token_tile=tile
+        )
+
+    def flat(fn, *names):
+        """A part that takes tokens without their rows."""
+
+        def run(weights, rows):
+            batch, length = rows["positions"].shape
+            out = fn(weights, *(rows[name].reshape(batch * length, *rows[name].shape[2:]) for name in names))
+            return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), out)
+
+        return run
+
+    def norm(weights, rows):
+        fn = lambda x: gemma_norm(x, weights["sparse"].input_layernorm[...], config.rms_norm_eps).astype(x.dtype)
+        return context(rows).by_token(fn, rows["x"])
+
+    def project(weights, rows):
+        shared = context(rows)
+        fn = lambda x, cos, sin: weights["sparse"].self_attn.project(x, cos, sin, config).finish()
+        return shared.by_token(fn, rows["x"], shared.cos, shared.sin)
+
+    def project_out(weights, rows):
+        o_proj = weights["sparse"].self_attn.o_proj[...].reshape(-1, width)
+        return context(rows).by_token(lambda x: einsum("btx,xd->btd", x, o_proj), rows["attention"])
+
+    def run_dense(weights, rows):
+        return context(rows).by_token(lambda x: weights["dense"].mlp(x, alpha, limit), rows["x"])
+
+    def run_router(weights, x):
+        gate, bias = weights["sparse"].mlp.gate[...], weights["sparse"].mlp.e_score_correction_bias[...]
+        return by_tiles(lambda x: route(x, gate, bias, config.num_experts_per_tok), tile, x)
+
+    def run_experts(weights, x, ids, expert_weights):
+        return weights["experts"](
+            x, ids, expert_weights, jnp.int32(0), alpha, limit, path=model.expert_path, token_tile=tile
+        )
+
+    def run_shared(weights, x, y):
+        return by_tiles(lambda x, y: 2.0 * y + weights["sparse"].mlp.shared_experts(x, alpha, limit), tile, x, y)
+
+    def draw(weights, x, positions):
+        seen = jnp.zeros((len(x), config.vocab_size), bool)
+        sampling = SamplingParams.stack([Sampling(temperature=1.0, seed=1)] * len(x))
+        return draw_token(weights["model"], x, jax.tree.map(jnp.asarray, sampling), seen, positions)
+
+    def attend_to_blocks(weights, rows):
+        chosen = rows["blocks"].swapaxes(1, 2)
+        return attend_selected(rows["q"], view(rows), chosen, rows["positions"], rows["lengths"], schedule="invariant")
+
+    def attend_to_all(weights, rows):
+        return attend_all(rows["q"], view(rows), rows["positions"], rows["lengths"], schedule="invariant")
+
+    weights = layers | {"experts": moe.experts, "model": model}
+    parts = {
+        "norm": norm, "projections, head norms, RoPE": project, "index scores, selection":
+        lambda weights, rows: choose(rows).swapaxes(1, 2), "sparse attention": attend_to_blocks,
+        "dense attention": attend_to_all, "output projection": project_out, "dense MLP": run_dense,
+        "router": flat(run_router, "x"), "experts": flat(run_experts, "x", "expert_ids", "expert_weights"),
+        "shared expert, sum": flat(run_shared, "x", "y"), "head, log-probability, draw": flat(draw, "x", "positions"),
+    }  # fmt: skip
+    return arrays, {name: partial(fn, weights) for name, fn in parts.items()}
+
+
+def _differing(part, arrays: dict, options: dict) -> str:
+    """How many tokens of those in smaller programs have other bits than in the program of all."""
+    weights, fn = part.args[0], part.func
+    program = jax.jit(fn, compiler_options=options)
+
+    def run(rows, queries):
+        per_row = ("table", "lengths")
+        chosen = {name: x[rows] if name in per_row else x[rows, queries] for name, x in arrays.items()}
+        return _token_bits(program(weights, chosen))
+
+    whole, differing, compared = run(slice(None), slice(None)), 0, 0
+    for batch, length in SHAPES:
+        for first in sorted({0, QUERIES // 3, QUERIES - length} if length < QUERIES else {0}):
+            rows, queries = (slice(ROWS - batch, ROWS), slice(first, first + length))
+            same = run(rows, queries) == whole[rows, queries]
+            differing, compared = differing + int((~same).sum()), compared + same.size
+    return f"{differing} of {compared}"
+
+
+def _token_bits(tree) -> np.ndarray:
+    """A number for each token [B T] that is the same where all bits of some arrays [B T ...] are."""
+    return np.asarray(sum(_hash(x) * np.uint32(2 * i + 1) for i, x in enumerate(jax.tree.leaves(tree))))
+
+
+@jax.jit
+def _hash(x: jax.Array) -> jax.Array:
+    """uint32 [B T] of the bits of [B T ...]; a sum of integers, which has no order."""
+    batch, length = x.shape[:2]
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32).reshape(batch, length, -1)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(2654435761)
+    odd = jnp.arange(bits.shape[-1], dtype=jnp.uint32) * jnp.uint32(2246822519) | jnp.uint32(1)
+    return jnp.sum((bits ^ (bits >> 13)) * odd, axis=-1, dtype=jnp.uint32)
+
+
+# Each part inside of whole models
+
+# What each part of a layer reads: values of the token itself, and values of all of its row up to it.
+READS = {
+    "attention_norm": (("input",), ()),
+    "q": (("attention_norm",), ()),
+    "k": (("attention_norm",), ()),
+    "v": (("attention_norm",), ()),
+    "index_q": (("attention_norm",), ()),
+    "index_k": (("attention_norm",), ()),
+    "blocks": (("index_q",), ("index_k",)),
+    "attention": (("q", "blocks"), ("k", "v")),
+    "attention_out": (("attention",), ()),
+    "ffn_norm": (("input", "attention_out"), ()),
+    "expert_ids": (("ffn_norm",), ()),
+    "expert_weights": (("ffn_norm",), ()),
+    "ffn_out": (("ffn_norm", "expert_ids", "expert_weights"), ()),
+    "output": (("input", "attention_out", "ffn_out"), ()),
+}
+
+
+def check_programs(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int) -> bool:
+    """Fixed texts, whole and alone, in chunks of eight rows, in steps, among proposals: which part differs first."""
+    config, length = model.config, sizes.text
+    texts = rng.integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
+    blocks = -(-length // config.index_block_size)
+    cache = model.new_cache(ROWS * blocks, ROWS, blocks)
+    table = jnp.asarray(rng.permutation(ROWS * blocks).reshape(ROWS, blocks), jnp.int32)
+    options = GPU_OPTIONS if jax.default_backend() == "gpu" else {}
+    run = jax.jit(_bits_of_call, donate_argnums=1, compiler_options=options)
+
+    def call(cache, rows, start, width):
+        positions = np.broadcast_to(np.arange(start, start + width, dtype=np.int32), (len(rows), width))
+        tokens = texts[rows][:, start : start + width]
+        bits, cache = run(model, cache.replace(table=table[rows]), tokens, positions, np.full(len(rows), start + width,
+                          np.int32))  # fmt: skip
+        return [{name: np.asarray(x) for name, x in layer.items()} for layer in bits], cache
+
+    every_row = np.arange(ROWS)
+    alone = [[] for _ in every_row]
+    for row in every_row:
+        alone[row], cache = call(cache, every_row[row : row + 1], 0, length)
+    whole = [{name: np.concatenate([alone[row][i][name] for row in every_row]) for name in layer}
+             for i, layer in enumerate(alone[0])]  # of each layer, and last the head: [B T]  # fmt: skip
+    last = length - 8
+    programs = {
+        "step of 1 row": [(every_row[:1], last + i, 1) for i in range(4)],
+        "step of 8 rows": [(every_row, last + i, 1) for i in range(4)],
+        "8 rows of 4 columns": [(every_row, last, 4)],
+        f"chunks of 8 x {length // 8}": [(every_row, i * (length // 8), length // 8) for i in range(8)],
+    }
+    ok = True
+    for name, calls in programs.items():
+        counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        for rows, start, width in calls:
+            bits, cache = call(cache, rows, start, width)
+            for layer, values in enumerate(bits):
+                _count(counts, values, {key: x[rows] for key, x in whole[layer].items()}, start)
+        differing = {part: x for part, x in counts.items() if x[0] or x[1]}
+        ok &= not differing
+        print(f"{name:24} {'ok' if not differing else 'DIFFERS'}  ({len(counts)} parts)")
+        for part, (by_itself, after_others, compared) in differing.items():
+            print(f"    {part:20} {by_itself} of {compared} tokens and layers where what it read had the same bits; "
+                  f"{after_others} where not")  # fmt: skip
+    return ok
+
+
+def _bits_of_call(model, cache, tokens, positions, lengths):
+    """(bits [B T] of every named value of each layer and of the head, the cache)."""
+    keep = lambda values, context: {
+        name: _hash(x.swapaxes(1, 2) if name == "blocks" else x) for name, x in values.items()
+    }
+    x, cache, kept = model.trunk(tokens, cache=cache, positions=positions, lengths=lengths, probe=keep)
+    final = model.final_norm(x)
+    rows = final.reshape(1, -1, final.shape[-1])
+    of_logits = lambda x: _hash(model.unembed(x)[None])[0]
+    logits = by_tiles(of_logits, model.token_tile, rows[0]).reshape(tokens.shape)
+    layers = [{name: x[i] for name, x in values.items()} for values in kept for i in range(len(values["input"]))]
+    return [*layers, {"final norm": _hash(final), "logits": logits}], cache
+
+
+def _count(counts: dict[str, list[int]], found: dict, whole: dict, start: int) -> None:
+    """Add one call's tokens: [differs by itself, differs after others, compared], by part."""
+    width = next(iter(found.values())).shape[1]
+    columns = slice(start, start + width)
+    same = {name: x == whole[name][:, columns] for name, x in found.items()}
+    for part in found:
+        if part == "input":
+            continue
+        of_token, of_row = READS.get(part, (("final norm",) if part == "logits" else (), ()))
+        reads_same = np.ones_like(same[part])
+        for name in of_token:
+            reads_same &= same.get(name, True)
+        for name in of_row:
+            # Earlier calls put the same bits there, or their own parts are found to differ.
+            reads_same &= np.cumprod(same[name], axis=1).astype(bool)
+        counts[part][0] += int((~same[part] & reads_same).sum())
+        counts[part][1] += int((~same[part] & ~reads_same).sum())
+        counts[part][2] += same[part].size
+
+
+# Whole requests
+
+
+def check_requests(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int) -> bool:
+    """Greedy and sampled texts of eight requests: alone in one chunk, beside others, drafted, and in training."""
+    vocabulary = model.config.vocab_size
+    prompts = [rng.integers(0, vocabulary, n).tolist() for n in sizes.prompts]
+    lengths = rng.integers(1, sizes.neighbours, 24)
+    neighbours = [rng.integers(0, vocabulary, n).tolist() for n in lengths]
+    # A prompt that repeats itself is what a lookup of earlier tokens finds its proposals in.
+    prompts = [(prompt[: len(prompt) // 4 + 1] * 4)[: len(prompt)] for prompt in prompts]
+    longest = max(sizes.prompts) + NEW_TOKENS
+    shapes = {
+        "alone": dict(max_batch=1, prefill_chunk=longest),
+        "in a batch of 8": dict(max_batch=8, prefill_chunk=sizes.chunk),
+        "in a batch of 32": dict(max_batch=32, prefill_chunk=sizes.chunk),
+        "8, drafted": dict(max_batch=8, prefill_chunk=sizes.chunk, draft="ngram"),
+    }
+    page_size = model.config.index_block_size
+    pages = sum(-(-(len(p) + NEW_TOKENS) // page_size) + 1 for p in (*prompts, *neighbours))
+    engines = {
+        (mode, name): Engine(
+            model.with_invariance(mode == "invariant"), pages=pages, max_length=longest, steps_per_call=16,
+            prefix_cache=False, **shape,
+        )
+        for mode in ("invariant", "fast") for name, shape in shapes.items()
+    }  # fmt: skip
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda engine: engine.warmup(), engines.values()))
+    results = {key: _serve(engine, prompts, neighbours if "32" in key[1] else []) for key, engine in engines.items()}
+    ok = True
+    print(f"{'requests of 8 that differ from themselves alone':50}{'invariant':>16}{'fast':>16}")
+    print(f"{'':50}{'tokens   bits':>16}{'tokens   bits':>16}")
+    for name in list(shapes)[1:]:
+        cells = []
+        for mode in ("invariant", "fast"):
+            pairs = list(zip(results[mode, name], results[mode, "alone"], strict=True))
+            tokens, bits = sum(a.tokens != b.tokens for a, b in pairs), sum(a.logprobs != b.logprobs for a, b in pairs)
+            cells.append(f"{tokens:>9}{bits:>7}")
+            ok &= mode == "fast" or not tokens + bits
+        print(f"{name:50}{cells[0]}{cells[1]}")
+    drafting = engines["invariant", "8, drafted"].drafting
+    print(f"of proposals, {sum(drafting.accepted)} were accepted in {drafting.forwards} calls")
+    texts = [(prompt, found) for prompt, found in zip(prompts, results["invariant", "alone"], strict=True)]
+    differing, compared = _training_differs(model, texts[2:4], longest)
+    print(f"{'token log-probabilities, training':50}{differing} of {compared} differ")
+    return ok and not differing
+
+
+def _serve(engine: Engine, prompts: list[list[int]], neighbours: list[list[int]]) -> list[Generation]:
+    """What every second prompt draws greedily and the others sample."""
+    greedy, sampled = (Params(max_new_tokens=NEW_TOKENS, sampling=how, stop_ids=())
+                       for how in (Sampling.greedy(), Sampling(temperature=1.0, seed=7)))  # fmt: skip
+    handles = [engine.add(prompt, (greedy, sampled)[i % 2]) for i, prompt in enumerate(prompts)]
+    for prompt in neighbours:
+        engine.add(prompt, sampled)
+    engine.run()
+    return [engine.result(handle) for handle in handles]
+
+
+def _training_differs(model: M3, texts: list[tuple[list[int], Generation]], longest: int) -> tuple[int, int]:
+    """(how many of the log-probabilities under a gradient are not those of the engine, of how many)."""
+    tokens = np.zeros((len(texts), longest), np.int32)
+    for row, (prompt, found) in zip(tokens, texts, strict=True):
+        row[: len(prompt) + len(found.tokens)] = [*prompt, *found.tokens]
+    options = GPU_OPTIONS if jax.default_backend() == "gpu" else {}
+    logprobs = np.asarray(jax.jit(token_logprobs, compiler_options=options)(model, jnp.asarray(tokens)))
+    differing = [
+        logprobs[row, len(prompt) - 1 : len(prompt) - 1 + len(found.tokens)] != np.float32(found.logprobs)
+        for row, (prompt, found) in enumerate(texts)
+    ]
+    return int(np.sum(differing)), np.size(differing)
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    raise SystemExit("nothing to do: run python scripts/gpu_check.py --invariant")

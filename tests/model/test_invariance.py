@@ -1,0 +1,90 @@
+"""What the invariant mode rests on: tiles whose bits nothing beside them changes, and calls of a model made of them."""
+
+import itertools
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import tiny
+
+from m3jax.cache import HostMemory
+from m3jax.model.layers import gemma_norm
+from m3jax.numerics import einsum
+from m3jax.parallel import parse_mesh
+from m3jax.tiles import by_tiles
+
+CONFIG = tiny.config("dM", num_experts_per_tok=3)  # of two experts any order of the sum is the same
+SIZE, LENGTH, ROWS, CHUNK = CONFIG.index_block_size, 40, 4, 10
+BLOCKS = LENGTH // SIZE
+FLOAT8 = "float8_e4m3fn"
+
+
+@cache
+def products():
+    """A norm, a product and an activation of some tokens in tiles, and what has them."""
+    rng = np.random.default_rng(0)
+    tokens, matrix = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((48, 200), (200, 120)))
+    weight = jnp.asarray(rng.normal(size=200), jnp.bfloat16)
+    fn = lambda x: jax.nn.silu(einsum("xd,df->xf", gemma_norm(x, weight, 1e-6).astype(x.dtype), matrix))
+    return tokens, jax.jit(lambda x, tile: by_tiles(fn, tile, x), static_argnums=1)
+
+
+@given(st.permutations(range(48)), st.sampled_from([1, 5, 16, 37]))
+def test_a_token_s_bits_depend_on_neither_its_place_nor_its_company(order, count):
+    tokens, in_tiles = products()
+    everywhere = np.asarray(in_tiles(tokens, 16))
+    chosen = np.array(order[:count])
+    np.testing.assert_array_equal(in_tiles(tokens[chosen], 16), everywhere[chosen])
+
+
+def run(mesh: str | None, dtype: str, rows: int, width: int, device_pages: int | None = None, **types) -> np.ndarray:
+    """Hidden states [4 40 D] of four texts, so many in a call and so many tokens of each, in pages drawn by lot."""
+    model = tiny.model(CONFIG, dtype=dtype, mesh=parse_mesh(mesh) if mesh else None).with_invariance()
+    tokens, pages = tiny.tokens(CONFIG, ROWS, LENGTH), ROWS * BLOCKS
+    cache = model.new_cache(pages, rows, BLOCKS, device_pages=device_pages, **types)
+    host = None if device_pages is None else HostMemory(cache, "numpy")
+    table = np.random.default_rng(rows).permutation(pages).reshape(ROWS, BLOCKS).astype(np.int32)
+    call = jax.jit(lambda m, t, c, p, n: m.hidden(t, cache=c, positions=p, lengths=n), donate_argnums=2)
+    hidden = np.zeros((ROWS, LENGTH, CONFIG.hidden_size), dtype)
+    for first, start in itertools.product(range(0, ROWS, rows), range(0, LENGTH, width)):
+        some, columns = slice(first, first + rows), slice(start, start + width)
+        positions = np.broadcast_to(np.arange(start, start + width, dtype=np.int32), (rows, width))
+        place = jax.device_put(table[some], cache.table.sharding)
+        cache = cache.replace(table=place, host=None if host is None else host.pages)
+        out, cache = call(model, tokens[some, columns], cache, positions, np.full(rows, start + width, np.int32))
+        cache = cache if host is None else host.flush(cache.replace(host=None))
+        hidden[some, columns] = out
+    return hidden
+
+
+@cache
+def alone(mesh: str | None, dtype: str, **types) -> np.ndarray:
+    """Each text in one call."""
+    return run(mesh, dtype, 1, LENGTH, **types)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "types"),
+    [
+        (None, "bfloat16", dict(kv_dtype=FLOAT8, index_dtype=FLOAT8)),
+        ("data=2", "bfloat16", {}),
+        ("context=4,tensor=2", "float32", {}),
+    ],
+)
+def test_a_row_in_chunks_beside_others_has_the_bits_that_it_has_alone(mesh, dtype, types):
+    """Over float8 pages, and on a mesh, whichever devices were given a row's pages and its experts' pairs."""
+    np.testing.assert_array_equal(run(mesh, dtype, ROWS, CHUNK, **types), alone(mesh, dtype, **types))
+
+
+def test_host_memory_changes_no_bit():
+    """Room for what a chunk writes and one page more: what is selected comes in several passes over the pool."""
+    found = run(None, "float32", ROWS, CHUNK, device_pages=13)
+    np.testing.assert_array_equal(found, alone(None, "float32"))
+
+
+def test_the_data_axis_changes_no_bit():
+    np.testing.assert_array_equal(alone("data=2", "bfloat16"), alone(None, "bfloat16"))
