@@ -93,6 +93,8 @@ CORE = (
     "kernels/test_lowering.py",
     "kernels/test_tpu.py",
     "train/test_losses.py",
+    "vision/test_attention.py",
+    "vision/test_tower.py",
 )
 
 
@@ -120,6 +122,26 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def lowering_is_unchecked() -> Iterator[None]:
+    """Turns the annotation checks off while a traced program is lowered: jax then puts no arrays into a cache."""
+    from jax.stages import Traced
+
+    lower = Traced.lower
+
+    def lower_unchecked(*args, **options):
+        before = jaxtyping.config.jaxtyping_disable
+        jaxtyping.config.update("jaxtyping_disable", True)
+        try:
+            return lower(*args, **options)
+        finally:
+            jaxtyping.config.update("jaxtyping_disable", before)
+
+    Traced.lower = lower_unchecked
+    yield
+    Traced.lower = lower
 
 
 _MANY_MAPS = 40_000  # a module of tests adds 11,000 at most

@@ -96,30 +96,12 @@ class Cache:
         for stored_dtype in (kv_dtype, index_dtype):
             if str(stored_dtype) not in DTYPES:
                 raise ValueError(f"a cache cannot hold {stored_dtype}: choose one of {', '.join(DTYPES)}")
-        shards = page_shards(mesh)
-        pages = -(-pages // shards) * shards
-        page_size, heads = config.index_block_size, config.num_key_value_heads
-
-        def zeros(shape, axes, dtype):
-            return jnp.zeros(shape, dtype, device=sharding(shape, axes, mesh))
-
-        def place_scale(scale):
-            # Copied: a cache is donated from call to call, the caller's scales are not.
-            return jax.device_put(jnp.copy(scale), sharding(scale.shape, ("layers", "kv_heads")[: scale.ndim], mesh))
-
-        stacks = []
-        for stack, scale in zip(config.stacks, scales or tuple(unit_scales(config)), strict=True):
-            index_k, layers = None, stack.num_layers
-            if stack.is_sparse:
-                index_k = zeros((layers, pages, page_size, config.index_head_dim), INDEX_AXES, index_dtype)
-            scale = jax.tree.map(place_scale, scale)
-            if device_pages is not None and stack.is_sparse:
-                stacks.append(_offloaded(layers, config, index_k, scale, device_pages, kv_dtype))
-                continue
-            shape = (layers, pages, heads, page_size, config.head_dim)
-            stacks.append(StackCache(zeros(shape, KV_AXES, kv_dtype), zeros(shape, KV_AXES, kv_dtype), index_k, scale))
-        table = jnp.full((batch, blocks), -1, jnp.int32, device=sharding((batch, blocks), (None, None), mesh))
-        return cls(tuple(stacks), table)
+        pages = -(-pages // page_shards(mesh)) * page_shards(mesh)
+        given = (config, pages, batch, blocks, kv_dtype, index_dtype, mesh, device_pages, scales)
+        if mesh is not None:
+            return _empty(*given)  # array by array: inside a program, `zeros` forgets on which devices
+        # Committed, as what a call returns is: else the second call of each program would compile it again.
+        return jax.device_put(_empty_as_one_program(*given), sharding((), (), None))
 
     @property
     def max_length(self) -> int:
@@ -168,6 +150,49 @@ class Cache:
         return self.replace(stacks=tuple(s.write_pages(pages, content) for s, content in pairs))
 
 
+def _empty(
+    config: M3Config,
+    pages: int,
+    batch: int,
+    blocks: int,
+    kv_dtype: str,
+    index_dtype: str,
+    mesh: Mesh | None,
+    device_pages: int | None,
+    scales: tuple[Scales, ...] | None,
+) -> Cache:
+    """An empty cache."""
+    page_size, heads = config.index_block_size, config.num_key_value_heads
+
+    def zeros(shape, axes, dtype):
+        return jnp.zeros(shape, dtype, device=None if mesh is None else sharding(shape, axes, mesh))
+
+    def place_scale(scale):
+        # Copied: a cache is donated from call to call, the caller's scales are not.
+        scale, axes = jnp.copy(scale), ("layers", "kv_heads")[: scale.ndim]
+        return scale if mesh is None else jax.device_put(scale, sharding(scale.shape, axes, mesh))
+
+    stacks = []
+    for stack, scale in zip(config.stacks, scales or tuple(unit_scales(config)), strict=True):
+        index_k, layers = None, stack.num_layers
+        if stack.is_sparse:
+            index_k = zeros((layers, pages, page_size, config.index_head_dim), INDEX_AXES, index_dtype)
+        scale = jax.tree.map(place_scale, scale)
+        if device_pages is not None and stack.is_sparse:
+            stacks.append(_offloaded(layers, config, index_k, scale, device_pages, kv_dtype))
+            continue
+        shape = (layers, pages, heads, page_size, config.head_dim)
+        stacks.append(StackCache(zeros(shape, KV_AXES, kv_dtype), zeros(shape, KV_AXES, kv_dtype), index_k, scale))
+    no_pages = zeros((batch, blocks), (None, None), jnp.int32) - 1
+    return Cache(tuple(stacks), no_pages)
+
+
+# An array that is made by itself is a program of its own, and would be compiled before all others.
+_empty_as_one_program = jax.jit(
+    _empty, static_argnames=("config", "pages", "batch", "blocks", "kv_dtype", "index_dtype", "mesh", "device_pages")
+)
+
+
 def _offloaded(
     layers: int, config: M3Config, index_k: Array, scales: Scales, device_pages: int, dtype: str
 ) -> OffloadedStack:
@@ -176,13 +201,10 @@ def _offloaded(
     num_slots = device_pages * heads
     shape = (layers, num_slots, config.index_block_size, config.head_dim)
     slots = Slots.empty(layers, index_k.shape[1] * heads, num_slots)
-    # An array for each counter: two names for one cannot both be donated.
     hits, misses, moved = (jnp.zeros(layers, jnp.int32) for _ in range(3))
-    stack = OffloadedStack(
+    return OffloadedStack(
         jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), index_k, scales, slots, jnp.int32(0), hits, misses, moved
     )
-    # Committed, as what a call returns is: else the second call of each program would compile it again.
-    return jax.device_put(stack, index_k.sharding)
 
 
 def page_shards(mesh: Mesh | None) -> int:

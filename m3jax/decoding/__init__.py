@@ -1,8 +1,9 @@
 """Generation: sampling, the engine with its jitted prefill and decode loop, and text as it comes."""
 
-from m3jax.decoding.engine import Drafting, Engine, Generation, Params, Timings
+from m3jax.decoding.engine import Drafting, Engine, Generation, Media, Params, Timings
 from m3jax.decoding.generate import check_logits, engine_for, generate
 from m3jax.decoding.sampling import Sampling, SamplingParams, filtered_logits, row_keys, sample
+from m3jax.decoding.seen import marked, read_media, with_placeholders
 from m3jax.decoding.speculation import Drafter, Eagle3Drafter, PromptLookup
 from m3jax.decoding.text import StoppableText, generate_text, stream_text
 
@@ -12,6 +13,7 @@ __all__ = [
     "Eagle3Drafter",
     "Engine",
     "Generation",
+    "Media",
     "Params",
     "PromptLookup",
     "Sampling",
@@ -23,7 +25,10 @@ __all__ = [
     "filtered_logits",
     "generate",
     "generate_text",
+    "marked",
+    "read_media",
     "row_keys",
     "sample",
     "stream_text",
+    "with_placeholders",
 ]

@@ -3,17 +3,30 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from m3jax.compile_cache import compile_cache
-from m3jax.decoding.engine import DRAFT_TOKENS, PREFILL_CHUNK, Engine, Generation, Params, as_prompts, check_prompt
-from m3jax.decoding.protocols import TargetModel
+from m3jax.decoding.engine import (
+    DRAFT_TOKENS,
+    PREFILL_CHUNK,
+    Engine,
+    Generation,
+    Media,
+    Params,
+    as_prompts,
+    check_prompt,
+)
+from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.decoding.sampling import HostOrDevice, Number, Sampling
+from m3jax.decoding.seen import read_media, with_placeholders
 from m3jax.decoding.speculation import Drafter
+from m3jax.media import bucket_size, segments
 from m3jax.platform import platform
 from m3jax.progress import activity
+from m3jax.text import Tokenizer
 
 _MIN_TOKENS = 256  # of a prompt and its continuation: shorter ones share one program
 _PREFILL_TOKENS = 4 * PREFILL_CHUNK  # of all prompts in one prefill call
@@ -34,6 +47,9 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     draft: Drafter | str | Path | None = None,
     draft_tokens: int = DRAFT_TOKENS,
+    images: Sequence[Sequence[Any]] | None = None,
+    videos: Sequence[Sequence[Any]] | None = None,
+    tokenizer: Tokenizer | None = None,
     progress: bool = True,
 ) -> list[list[int]]:
     """Continue prompts of token ids.
@@ -61,6 +77,11 @@ def generate(
       draft: proposes tokens that the model then verifies: "builtin", "ngram", the folder of an EAGLE3 draft, or a
         drafter (`m3jax.decoding.speculation`).
       draft_tokens: proposals of a round.
+      images: for each prompt a list of its images, each a path or a data URL as text, a `Path`, bytes, a Pillow image,
+        an array, or what `m3jax.media.process_image` gave. The prompt has one placeholder (`]<]image[>[`) for each, or
+        none at all, and then they stand in front.
+      videos: the same for videos; of a video also frames can be given, or what `m3jax.media.process_video` gave.
+      tokenizer: of the model; needed with images and videos, since it knows the tokens around them.
       progress: whether to say on stderr what is waited for: a moving line on a terminal, elsewhere a line every 1.5
         seconds, for as long as something is waited for (`m3jax.progress`).
 
@@ -79,8 +100,10 @@ def generate(
     knobs = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty)
     samplings = [Sampling(**knobs, seed=prompt_seed) for prompt_seed in seeds]
     params = [Params(max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop) for sampling in samplings]
-    engine = engine_for(model, prompts, params, draft=draft, draft_tokens=draft_tokens, progress=progress)
-    handles = [engine.add(prompt, asked) for prompt, asked in zip(prompts, params, strict=True)]
+    media = _media_of(prompts, images, videos, model, progress)
+    prompts = [with_placeholders(prompt, seen, tokenizer) for prompt, seen in zip(prompts, media, strict=True)]
+    engine = engine_for(model, prompts, params, media=media, draft=draft, draft_tokens=draft_tokens, progress=progress)
+    handles = [engine.add(*request) for request in zip(prompts, params, media, strict=True)]
     with activity(progress) as line:
         line.say("generating")
         while engine.step():
@@ -96,24 +119,26 @@ def engine_for(
     prompts: Sequence[Sequence[int]],
     params: Sequence[Params],
     *,
+    media: Sequence[Media | None] | None = None,
     steps_per_call: int | None = None,
     draft: Drafter | str | Path | None = None,
     draft_tokens: int = DRAFT_TOKENS,
     progress: bool = True,
 ) -> Engine:
-    """An engine in which all these prompts run at once, compiled.
+    """An engine in which all these prompts run at once, with all compiled that they need.
 
     Args:
       model: from `m3jax.load`.
       prompts: token ids.
       params: one a prompt.
+      media: images and videos, one a prompt; None where no prompt has any.
       steps_per_call: decode steps of a device call; by default as many as are wanted, up to 64.
       draft: as in `generate`.
       draft_tokens: as in `generate`.
       progress: as in `generate`.
 
     Raises:
-      ValueError: no prompts, or one that the model cannot serve.
+      ValueError: no prompts, one that the model cannot serve, or media that it does not take.
     """
     if not prompts:
         raise ValueError("no prompts: give at least one")
@@ -124,6 +149,10 @@ def engine_for(
     blocks = _bucket(math.ceil(max(_MIN_TOKENS, *lengths) / page_size), 1)
     pages = _bucket(sum(math.ceil(length / page_size) for length in lengths), 1)
     max_batch, chunk = _bucket(len(prompts), 1), min(PREFILL_CHUNK, _bucket(longest_prompt, 16))
+    shown_media = [given for given in media or () if given is not None and (given.images or given.videos)]
+    found = [segment for given in shown_media for segment in segments(given.images, given.videos, model.config)]
+    # One size of call, which holds the largest picture; no tower where there is none.
+    patches = (bucket_size(max(len(segment.patches) for segment in found)),) if found else ()
     with compile_cache():
         engine = Engine(
             model,
@@ -134,14 +163,38 @@ def engine_for(
             max_length=min(blocks * page_size, model.config.max_position_embeddings),
             steps_per_call=steps_per_call or min(_STEPS, _bucket(max(asked.max_new_tokens for asked in params), 16)),
             max_stop_ids=_bucket(max(len(asked.stop_ids) for asked in params), 4),
+            media_patches=patches,
             draft=draft,
             draft_tokens=draft_tokens,
         )
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
         about = (platform(), model.config, dtypes, engine.shapes, type(draft).__name__)
+        # The first token comes out of prefill; nothing is copied, for no prompt comes after another.
+        programs = ("prefill", "decode") if any(asked.max_new_tokens > 1 for asked in params) else ("prefill",)
         with activity(progress, about) as line:
-            engine.warmup(lambda program: line.timed(f"compiling {program}"))
+            engine.warmup(lambda names: line.timed(f"compiling {names}"), programs)
     return engine
+
+
+def _media_of(
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[Sequence[Any]] | None,
+    videos: Sequence[Sequence[Any]] | None,
+    model: TargetModel,
+    progress: bool,
+) -> list[Media]:
+    """What each prompt shows, read and processed; what cannot be is refused before anything runs."""
+    shown = {"images": images, "videos": videos}
+    for name, lists in shown.items():
+        if lists is not None and len(lists) != len(prompts):
+            raise ValueError(
+                f"{name} has {len(lists)} lists for {len(prompts)} prompts: give a list for each, [] for none"
+            )
+    if any(lists is not None and any(map(len, lists)) for lists in shown.values()) and not sees(model):
+        raise ValueError("the model has no vision tower: it takes text alone; leave the images and videos out")
+    none = [[]] * len(prompts)
+    every = zip(images or none, videos or none, strict=True)
+    return [read_media(*of_prompt, progress=progress) for of_prompt in every]
 
 
 def check_logits(generations: Sequence[Generation]) -> None:

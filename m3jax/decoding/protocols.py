@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int32, PyTree
 
 from m3jax.cache.storage import HostPages
+from m3jax.media import MediaBatch
 
 # Where keys and values are in host memory, the pages of each stack of layers (`Cache.host`); None for a stack on the
 # device.
@@ -117,6 +118,30 @@ class TargetModel(Protocol):
 def token_tile(model: TargetModel) -> int | None:
     """How many tokens an invariant model computes at once (`M3.with_invariance`); None of any other model."""
     return getattr(model, "token_tile", None)
+
+
+def sees(model: TargetModel) -> bool:
+    """Whether a model has a vision tower: then it is a `SeeingModel`."""
+    return getattr(model, "vision", None) is not None
+
+
+@runtime_checkable
+class SeeingModel(TargetModel, Protocol):
+    """A target that reads images and videos; `hidden` and `tapped` take `embeddings` [B T D] in place of its own.
+
+    Attributes:
+      vision: the tower; anything but None.
+    """
+
+    vision: object
+
+    def features(self, media: MediaBatch) -> Float[Array, "R D"]:
+        """A feature for every four patches; those of padding mean nothing. See `M3.features`."""
+        ...
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Embeddings of tokens."""
+        ...
 
 
 @runtime_checkable

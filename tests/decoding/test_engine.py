@@ -1,7 +1,11 @@
 """The engine as a server: what compiles, what memory it takes, who runs when, how requests end."""
 
+import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +18,11 @@ from support.engines import CONFIG, SHAPE, engine, finish, params, prompt, quick
 from support.fake_model import FakeModel
 from support.generation import LETTERS, tokenizer
 
-from m3jax.decoding import Engine, Generation, Params, device, generate_text
+from m3jax.decoding import Engine, Generation, Params, device, engine_for, generate_text
+from m3jax.decoding.engine.compiling import compile_all
 from m3jax.decoding.engine.runner import Runner
 from m3jax.model import M3
+from m3jax.progress import Activity
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,6 +83,65 @@ def random_params(rng: np.random.Generator) -> Params:
     return params(int(rng.integers(4, 30)), rng.choice(64, rng.integers(5), replace=False).tolist(), **knobs)
 
 
+def test_warmup_runs_no_program_of_the_model():
+    """It compiles for the state that there is, and leaves that as it is; what it compiled is what requests then run.
+
+    T21 too where a model's new cache is bound to no device, which is part of the key of a compiled program.
+    """
+    served = Engine(FakeModel.random(), pages=7, max_batch=3, prefill_chunk=(5, 9), steps_per_call=3, max_stop_ids=4)
+    pages = served._runner.state.cache.pages
+    served.warmup(programs=("prefill", "decode"))
+    assert served._runner.state.cache.pages is pages and not pages.is_deleted()
+    with compilations() as seen:
+        results = serve(served, (prompt(20), params(9)), (prompt(3), params(4)), (prompt(9), params(1)))
+    assert seen == [] and [len(result.tokens) for result in results] == [9, 4, 1]
+    with pytest.raises(ValueError, match=r"programs = \('prefil',\): there is no 'prefil'; choose of"):
+        served.warmup(programs=("prefil",))
+
+
+def test_programs_are_compiled_side_by_side():
+    """Two that wait for each other while they are compiled; then one that fails, whose error comes out."""
+    together, done = threading.Barrier(2, timeout=10), []
+
+    class Program(NamedTuple):
+        compile: Callable[[], None]
+
+        def trace(self, *_args, **_options):
+            return self
+
+        def lower(self):
+            return self
+
+        def __call__(self):
+            raise AssertionError("it ran")
+
+    compile_all([partial(Program(together.wait))] * 2, meanwhile=lambda: done.append(threading.current_thread()))
+    assert done == [threading.main_thread()]
+
+    def fail():
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        compile_all([partial(Program(fail))])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("m3jax compile")]
+
+
+def test_what_no_request_will_run_is_not_compiled():
+    """A first token comes out of prefill: where nobody wants a second one, decode is left alone."""
+    names = []
+
+    @contextmanager
+    def timed(self, text):
+        names.append(text)
+        yield
+
+    with mock.patch.object(Activity, "timed", timed):
+        for count in (1, 2):
+            engine_for(FakeModel.random(), [[1, 2, 3]] * 2, [params(1), params(count)])
+    prefill = "compiling prefill of 2 x 16 tokens"
+    assert names == [prefill, f"{prefill}, decode of 16 steps"]
+
+
 def test_the_counter_counts():
     """What a new shape compiles is seen."""
     served = Engine(FakeModel.random(), pages=3)
@@ -87,7 +152,7 @@ def test_the_counter_counts():
 
 def test_a_page_table_that_changes_compiles_nothing():
     served = engine(model())
-    served.warmup()
+    serve(served, (prompt(5), params()))
     programs = [f._cache_size() for f in (device.prefill_on_cpu, device.decode, device.copy_pages)]
     serve(served, (prompt(50), params()), (prompt(3), params(40)))
     assert [f._cache_size() for f in (device.prefill_on_cpu, device.decode, device.copy_pages)] == programs

@@ -80,7 +80,7 @@ class FakeModel:
         shape = pages, self.config.index_block_size, self.embed.shape[1]
         return FakeCache(jnp.zeros(shape), jnp.full((batch, blocks), -1, jnp.int32))
 
-    def hidden(self, tokens, cache=None, positions=None, lengths=None):
+    def hidden(self, tokens, cache=None, positions=None, lengths=None, embeddings=None):
         batch, count = tokens.shape
         if cache is None:
             blocks = -(-count // self.config.index_block_size)
@@ -89,7 +89,8 @@ class FakeModel:
             positions = jnp.broadcast_to(jnp.arange(count), (batch, count))
             lengths = jnp.full(batch, count)
         valid = (positions >= 0) & (positions < lengths[:, None])
-        cache = cache.write(positions, valid, self.embed[tokens])
+        values = self.embed[tokens] if embeddings is None else embeddings
+        cache = cache.write(positions, valid, values)
         seen = cache.read(lengths)
         age = positions[:, :, None] - jnp.arange(seen.shape[1])
         weights = jnp.where((age >= 0) & valid[:, :, None], 0.7 ** jnp.abs(age), 0)

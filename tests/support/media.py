@@ -1,10 +1,11 @@
 """Pictures and clips for tests: arrays, files that Pillow and PyAV write, and processed media without pixels."""
 
 import io
+import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float32, UInt8
 from PIL import Image
 
 from m3jax.media import ProcessedImage, ProcessedVideo
@@ -79,6 +80,11 @@ def _write_silence(container: Any, track: Any) -> None:
 def blank_image(height: int, width: int) -> ProcessedImage:
     """An image of height x width patches, without its pixels."""
     return ProcessedImage(np.zeros((height * width, 1176), np.float32), (1, height, width))
+
+
+def noise_patches(grid: tuple[int, int, int], seed: int = 0) -> tuple[Float32[np.ndarray, "X P"], tuple[int, int, int]]:
+    """(patches, grid) of noise."""
+    return np.random.default_rng((seed, *grid)).normal(size=(math.prod(grid), 1176)).astype(np.float32), grid
 
 
 def blank_video(grids: tuple[tuple[int, int, int], ...], timestamps: tuple[float, ...] | None = None) -> ProcessedVideo:

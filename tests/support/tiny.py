@@ -40,7 +40,10 @@ def model(config: M3Config, seed: int = 0, dtype: str = "float32", mesh: Mesh | 
 
 
 def _scale(name: str, shape: tuple[int, ...]) -> float:
-    """The standard deviation of a parameter: fan_in**-0.5 of a projection, [L D N H], [L N H D] or [... in out]."""
+    """The standard deviation of a parameter: fan_in**-0.5 of a projection, [L D N H], [L N H D] or [... in out].
+
+    Of the tower's too, with biases, and layer norms none of which is near an identity.
+    """
     if "norm" in name:
         return 0.5
     if "e_score_correction_bias" in name:
@@ -49,7 +52,11 @@ def _scale(name: str, shape: tuple[int, ...]) -> float:
         return 1.0
     if "lm_head" in name:
         return shape[-1] ** -0.5
-    if "o_proj" in name:
+    if ".bias" in name:
+        return 0.3
+    if "patch_embedding" in name:
+        return float(np.prod(shape[:-1]) ** -0.5)
+    if "o_proj" in name or "out_proj" in name:
         return float(np.prod(shape[1:-1]) ** -0.5)
     is_to_heads = "self_attn" in name and len(shape) == 4
     return float(shape[1 if is_to_heads else -2] ** -0.5)

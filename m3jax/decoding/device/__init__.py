@@ -4,8 +4,9 @@ Nothing here reads a value on the host. Which rows, how long, where their pages 
 stop is data, so the shapes (rows, chunk, pages, buffer) alone decide what is compiled.
 """
 
+from m3jax.decoding.device.media import invariant_read_media_on_gpu, read_media
 from m3jax.decoding.device.pages import copy_pages, read_pages, write_pages
-from m3jax.decoding.device.rounds import decode_in_rounds
+from m3jax.decoding.device.rounds import decode_in_rounds, invariant_rounds_on_gpu
 from m3jax.decoding.device.state import (
     BAD_LOGITS,
     IDLE,
@@ -17,9 +18,16 @@ from m3jax.decoding.device.state import (
     Continuations,
     Layout,
     NewTokens,
+    Pictures,
     State,
 )
-from m3jax.decoding.device.step import decode, prefill, prefill_on_cpu
+from m3jax.decoding.device.step import (
+    decode,
+    invariant_decode_on_gpu,
+    invariant_prefill_on_gpu,
+    prefill,
+    prefill_on_cpu,
+)
 
 __all__ = [
     "BAD_LOGITS",
@@ -32,12 +40,18 @@ __all__ = [
     "Continuations",
     "Layout",
     "NewTokens",
+    "Pictures",
     "State",
     "copy_pages",
     "decode",
     "decode_in_rounds",
+    "invariant_decode_on_gpu",
+    "invariant_prefill_on_gpu",
+    "invariant_read_media_on_gpu",
+    "invariant_rounds_on_gpu",
     "prefill",
     "prefill_on_cpu",
+    "read_media",
     "read_pages",
     "write_pages",
 ]

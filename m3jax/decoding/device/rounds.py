@@ -18,6 +18,7 @@ from m3jax.decoding.protocols import HostStacks, TargetModel, token_tile
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.verify import DraftCounts, Proposal, Verdict, seen_by_column, verify
+from m3jax.tiles import GPU_OPTIONS
 
 
 @partial(jax.jit, donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "layout", "types"))
@@ -110,6 +111,14 @@ def decode_in_rounds(
     state = pin(state, layout)
     counts = state.continuations.counts - counts_before
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons, drafting)
+
+
+invariant_rounds_on_gpu = jax.jit(
+    decode_in_rounds.__wrapped__,
+    donate_argnames=("state",),
+    static_argnames=("draft_tokens", "max_rounds", "layout", "types"),
+    compiler_options=GPU_OPTIONS,
+)
 
 
 def _draw_all(

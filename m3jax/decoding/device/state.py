@@ -9,7 +9,7 @@ from typing import TypeVar
 import jax
 from jax import lax
 from jax.sharding import Sharding
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from m3jax.decoding.protocols import PagedCache
 from m3jax.decoding.sampling import HostOrDevice, SamplingParams
@@ -64,6 +64,20 @@ class State:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Pictures:
+    """Features of images and videos, and the tokens of a chunk that stand for them.
+
+    Attributes:
+      features: all that the device keeps, of whatever requests.
+      rows: the row of the feature that stands in place of each token's embedding; -1 for none.
+    """
+
+    features: Float[Array, "F D"]
+    rows: Int32[HostOrDevice, "C T"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Chunk:
     """A piece of C prompts: columns `start` to `start + T` of each.
 
@@ -73,6 +87,7 @@ class Chunk:
       start: tokens of the prompt that are in the cache already.
       lengths: tokens of the whole prompt; 0 for none.
       context: where there is a drafter, what it reads of the prompts beyond the piece.
+      pictures: where images and videos are served, their features; None where only text is.
     """
 
     rows: Int32[HostOrDevice, "C"]
@@ -80,6 +95,7 @@ class Chunk:
     start: Int32[HostOrDevice, "C"]
     lengths: Int32[HostOrDevice, "C"]
     context: PromptContext | None = None
+    pictures: Pictures | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from m3jax.decoding.device.media import embed
 from m3jax.decoding.device.state import (
     BAD_LOGITS,
     LENGTH,
@@ -27,7 +28,7 @@ from m3jax.decoding.device.state import (
 from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, TargetModel, token_tile
 from m3jax.decoding.sampling import HostOrDevice, SamplingParams, logprob_of, row_keys, sample
 from m3jax.decoding.speculation.drafter import Drafter
-from m3jax.tiles import by_tiles
+from m3jax.tiles import GPU_OPTIONS, by_tiles
 
 
 @partial(jax.jit, donate_argnames=("state",), static_argnames=("layout", "types"))
@@ -68,7 +69,8 @@ def prefill(
     ends_here = (last_column >= 0) & (last_column < width)
 
     def run(cache):
-        hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths)
+        embeddings = None if chunk.pictures is None else embed(model, chunk.tokens, chunk.pictures)
+        hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
         last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
         last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
         token, logprob = draw_token(model, last_hidden, continuations.sampling, continuations.seen, chunk.lengths)
@@ -110,6 +112,12 @@ prefill_on_cpu = jax.jit(
     donate_argnames=("state",),
     static_argnames=("layout", "types"),
     compiler_options={"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
+)
+invariant_prefill_on_gpu = jax.jit(
+    prefill.__wrapped__,
+    donate_argnames=("state",),
+    static_argnames=("layout", "types"),
+    compiler_options=GPU_OPTIONS,
 )
 
 
@@ -174,6 +182,14 @@ def decode(
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons)
 
 
+invariant_decode_on_gpu = jax.jit(
+    decode.__wrapped__,
+    donate_argnames=("state",),
+    static_argnames=("max_steps", "layout", "types"),
+    compiler_options=GPU_OPTIONS,
+)
+
+
 def run_model(
     model: TargetModel | TappedModel,
     drafter: Drafter | None,
@@ -182,6 +198,7 @@ def run_model(
     host: HostStacks | None,
     positions: Int32[Array, "B T"],
     lengths: Int32[Array, "B"],
+    embeddings: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, PagedCache]:
     """Run the target, whose cache has the host's pages for this call alone: no loop carries what it only reads.
 
@@ -193,17 +210,21 @@ def run_model(
       host: as in `prefill`.
       positions: where each token stands; -1 for none.
       lengths: tokens of each row after this call.
+      embeddings: what the layers read in place of the tokens' own embeddings.
 
     Returns:
       (hidden states, what the drafter taps, cache).
     """
     if host is not None:
         cache = cache.replace(host=host)
+    call = dict(cache=cache, positions=positions, lengths=lengths)
+    if embeddings is not None:
+        call["embeddings"] = embeddings
     if drafter is None or not drafter.taps:
         taps = None
-        hidden, cache = model.hidden(tokens, cache=cache, positions=positions, lengths=lengths)
+        hidden, cache = model.hidden(tokens, **call)
     else:
-        hidden, taps, cache = model.tapped(tokens, drafter.taps, cache=cache, positions=positions, lengths=lengths)
+        hidden, taps, cache = model.tapped(tokens, drafter.taps, **call)
     return hidden, taps, cache if host is None else cache.replace(host=None)
 
 

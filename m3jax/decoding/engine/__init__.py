@@ -2,6 +2,7 @@
 
 from m3jax.decoding.engine.engine import DRAFT_TOKENS, PREFILL_CHUNK, Engine
 from m3jax.decoding.engine.exchange import Snapshot
+from m3jax.decoding.engine.media import Media
 from m3jax.decoding.engine.report import Drafting, Timings
 from m3jax.decoding.engine.request import Generation, Params, as_prompts, check_prompt
 
@@ -11,6 +12,7 @@ __all__ = [
     "Drafting",
     "Engine",
     "Generation",
+    "Media",
     "Params",
     "Snapshot",
     "Timings",

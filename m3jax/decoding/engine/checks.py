@@ -1,12 +1,16 @@
-"""What an engine refuses to be made of."""
+"""What an engine refuses: to be made of, and for want of room to serve."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
+from m3jax.decoding.engine.media import MEDIA_PATCHES, MEDIA_TOKENS
+from m3jax.decoding.engine.request import Params
 from m3jax.decoding.engine.runner import Shapes
-from m3jax.decoding.protocols import TargetConfig, TargetModel
+from m3jax.decoding.protocols import TargetConfig, TargetModel, sees
 from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
+from m3jax.media import MERGE
 from m3jax.model import M3
 
 
@@ -27,17 +31,44 @@ def check_max_length(max_length: int | None, pages: int, config: TargetConfig) -
     return longest if max_length is None else max_length
 
 
-def as_invariant(model: TargetModel, device_pages: int | None) -> TargetModel:
-    """The model in its invariant mode; ValueError where it has none, or the engine could not keep it."""
+def as_invariant(model: TargetModel) -> TargetModel:
+    """The model in its invariant mode; ValueError where it has none."""
     if not isinstance(model, M3):
         raise ValueError(f"invariant = True needs an M3, and the model is a {type(model).__name__}")
-    if device_pages is not None:
-        raise ValueError(
-            "invariant = True with device_pages: what a pool's passes bring in depends on other requests; leave one out"
-        )
-    if model.mesh is not None and model.mesh.size > 1:
-        raise ValueError("invariant = True with a mesh: sums over devices have no fixed order here; leave one out")
     return model.with_invariance()
+
+
+def media_sizes(
+    patches: int | Sequence[int] | None, tokens: int | None, model: TargetModel, shapes: Shapes
+) -> tuple[tuple[int, ...], int]:
+    """Patches in calls of the tower, ascending, and the features that the device keeps; () and 0 for text alone.
+
+    Raises:
+      ValueError: sizes that are none, or that the tower cannot have, too few features for a chunk of a prompt, or a
+        model without a tower.
+    """
+    if not sees(model):
+        raise ValueError(f"media_patches = {patches}: the model has no vision tower; leave it out")
+    if patches is None:
+        patches = MEDIA_PATCHES
+    sizes = tuple(sorted(patches)) if isinstance(patches, Sequence) else (patches,)
+    check_sizes({f"media_patches[{i}]": size for i, size in enumerate(sizes)})
+    if uneven := [size for size in sizes if size % MERGE**2]:
+        raise ValueError(f"media_patches = {uneven[0]}: a feature has {MERGE**2} patches; give a multiple of that")
+    if not sizes:
+        return (), 0
+    # What a chunk of the oldest prompt needs always finds room. It may begin and end inside a segment, and where an
+    # image stands between a video's frames inside two.
+    needed = shapes.chunks[-1] + 4 * (sizes[-1] // MERGE**2)
+    if tokens is None:
+        tokens = max(MEDIA_TOKENS, needed)
+    check_sizes({"media_tokens": tokens})
+    if tokens < needed:
+        raise ValueError(
+            f"media_tokens = {tokens}: a chunk of {shapes.chunks[-1]} tokens can need {needed} features; give that "
+            "many, or a smaller media_patches or prefill_chunk"
+        )
+    return sizes, tokens
 
 
 def check_draft(draft: Drafter, draft_tokens: int, model: TargetModel, device_pages: int | None) -> None:
@@ -64,3 +95,36 @@ def check_device_pages(device_pages: int, model: TargetModel, shapes: Shapes) ->
             f"once and a prefill call {prefill_needs}; give {max(decode_needs, prefill_needs)} or more, or a smaller "
             "max_batch, prefill_chunk or prefill_rows"
         )
+
+
+def check_room(prompt: Sequence[int], params: Params, max_length: int, max_stop_ids: int) -> None:
+    """Refuse what an engine has no room for.
+
+    Args:
+      prompt: token ids.
+      params: how it goes on.
+      max_length: tokens that a request of the engine can have.
+      max_stop_ids: stop ids that it can have.
+
+    Raises:
+      ValueError: more of either.
+    """
+    asked = len(prompt) + params.max_new_tokens
+    if asked > max_length:
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens with max_new_tokens = {params.max_new_tokens} needs room for "
+            f"{asked} tokens and a request of this engine can have {max_length}: ask for less, or make the "
+            "engine with more pages or a larger max_length"
+        )
+    if len(params.stop_ids) > max_stop_ids:
+        raise ValueError(f"{len(params.stop_ids)} stop ids: this engine takes {max_stop_ids} (max_stop_ids)")
+
+
+def check_goes_on(new: Sequence[int], params: Params, name: str) -> None:
+    """Refuse params under which a request with some new tokens already, called `name`, would not go on.
+
+    Raises:
+      ValueError: it has as many as it may have.
+    """
+    if params.max_new_tokens <= len(new):
+        raise ValueError(f"max_new_tokens = {params.max_new_tokens}: {name} has {len(new)} already")

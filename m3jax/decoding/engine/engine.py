@@ -13,13 +13,14 @@ import numpy as np
 from m3jax.cache import HostMemory, PageAllocator, Scales
 from m3jax.cache.device import page_shards
 from m3jax.decoding.drafts import as_drafter
-from m3jax.decoding.engine.checks import as_invariant, check_device_pages, check_draft, check_max_length, check_sizes
+from m3jax.decoding.engine import checks
 from m3jax.decoding.engine.exchange import Snapshot, check_snapshot, identity
-from m3jax.decoding.engine.report import Drafting, Timings
+from m3jax.decoding.engine.media import FeatureRows, Media, PlacedSegment, Placer, as_media, prefix_keys
+from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
 from m3jax.decoding.engine.request import Generation, Params, Request, as_prompt, check_prompt
-from m3jax.decoding.engine.runner import Runner, Shapes
+from m3jax.decoding.engine.runner import PROGRAMS, Runner, Shapes
 from m3jax.decoding.engine.scheduler import Scheduler
-from m3jax.decoding.protocols import Identity, TargetModel, token_tile
+from m3jax.decoding.protocols import Identity, TargetModel, sees, token_tile
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
 
@@ -57,6 +58,12 @@ class Engine:
       device_pages: keys and values of sparse layers are in host memory and `pages` counts those; the device has room
         for this many of them in each layer, and keeps what was used last. Index keys and dense layers stay on it.
       host_memory: "pinned_host", "numpy", or "auto": the first of them that the device has.
+      media_patches: patches in one call of the vision tower, a program a size. An image, or a chunk of a video, runs
+        alone in the smallest that holds it, and no larger one is taken. None is 256, 1,024, 2,304 (the hub's largest
+        image) and 12,288 (its largest chunk) where the model has a tower; () serves text alone.
+      media_tokens: features of images and videos that the device keeps, for prompts that are not through and for the
+        next one with the same picture; None is 16,384, or more where a chunk of a prompt can need more. Each takes as
+        much memory as the embedding of a token.
       invariant: run the model in its invariant mode (`M3.with_invariance`): tokens and log-probabilities of a request
         are to the bit those that it has alone, whatever runs beside it, however its prompt is cut, with any draft or
         none, after a preemption or a move. A draft's proposals are accepted where they are what the model draws.
@@ -85,21 +92,23 @@ class Engine:
         draft_tokens: int = DRAFT_TOKENS,
         device_pages: int | None = None,
         host_memory: str = "auto",
+        media_patches: int | Sequence[int] | None = None,
+        media_tokens: int | None = None,
         invariant: bool = False,
     ):
         if invariant or token_tile(model) is not None:
-            model = as_invariant(model, device_pages)
+            model = checks.as_invariant(model)
         chunks = tuple(prefill_chunk) if isinstance(prefill_chunk, Sequence) else (prefill_chunk,)
         sizes = dict(pages=pages, max_batch=max_batch, prefill_rows=prefill_rows, steps_per_call=steps_per_call,
                      max_stop_ids=max_stop_ids)  # fmt: skip
         sizes |= {f"prefill_chunk[{i}]": chunk for i, chunk in enumerate(chunks)}
         optional = dict(max_length=max_length, device_pages=device_pages)
-        check_sizes(sizes | {name: size for name, size in optional.items() if size is not None})
+        checks.check_sizes(sizes | {name: size for name, size in optional.items() if size is not None})
         if not chunks:
             raise ValueError("prefill_chunk = (): give at least one size")
         self.config = model.config
         page_size = self.config.index_block_size
-        self.max_length = check_max_length(max_length, pages, self.config)
+        self.max_length = checks.check_max_length(max_length, pages, self.config)
         batch_unit = 1 if model.mesh is None else model.mesh.shape.get("data", 1)
         self.shapes = Shapes(
             batch=math.ceil(max_batch / batch_unit) * batch_unit,
@@ -111,28 +120,35 @@ class Engine:
         storage = dict(kv_dtype=kv_dtype, index_dtype=index_dtype, scales=scales)
         draft = as_drafter(draft, model)
         if draft is not None:
-            check_draft(draft, draft_tokens, model, device_pages)
+            checks.check_draft(draft, draft_tokens, model, device_pages)
             self.shapes = replace(self.shapes, draft_tokens=draft_tokens)
+        if sees(model) or media_patches:
+            patches, tokens = checks.media_sizes(media_patches, media_tokens, model, self.shapes)
+            self.shapes = replace(self.shapes, media_patches=patches, media_tokens=tokens)
         if device_pages is not None:
-            check_device_pages(device_pages, model, self.shapes)
+            checks.check_device_pages(device_pages, model, self.shapes)
             storage["device_pages"] = device_pages
         cache = model.new_cache(pages, self.shapes.batch, math.ceil(self.max_length / page_size), **storage)
         host = None if device_pages is None else HostMemory(cache, host_memory)
         cache = cache if draft is None else draft.join(model, cache)
         self._runner = Runner(model, cache, self.shapes, host, draft)
         self._pages = PageAllocator(cache.num_pages, page_size, share=prefix_cache, stripes=page_shards(model.mesh))
-        self._scheduler = Scheduler(self._runner, self._pages)
+        self._placer = Placer(self.config, sees(model), self.shapes.media_patches)
+        self._features = FeatureRows(self.shapes.media_tokens) if self.shapes.media_patches else None
+        self._scheduler = Scheduler(self._runner, self._pages, self._features)
         self._requests: dict[int, Request] = {}
         self._next_handle = 0
 
     # What a user does
 
-    def add(self, prompt: Sequence[int] | HostOrDevice, params: Params) -> int:
+    def add(self, prompt: Sequence[int] | HostOrDevice, params: Params, media: Media | None = None) -> int:
         """Queue a request.
 
         Args:
-          prompt: token ids, at least one: a list, a tuple or a 1-D array.
+          prompt: token ids, at least one: a list, a tuple or a 1-D array. For each feature of an image or a video there
+            is a placeholder (`m3jax.media.expand_tokens`).
           params: how it goes on.
+          media: images and videos of the prompt; the engine keeps a copy of their patches until the request ends.
 
         Returns:
           Its handle.
@@ -142,7 +158,7 @@ class Engine:
         """
         prompt = as_prompt(prompt)
         self._check_request(prompt, params)
-        return self._queue(prompt, params).handle
+        return self._queue(prompt, params, self._placer.place(prompt, media)).handle
 
     def step(self) -> bool:
         """Do one round of work: a chunk of prompts, then decode steps. False once nothing is left to do."""
@@ -243,8 +259,8 @@ class Engine:
         source = self._unfinished(handle, "copy")
         params = params or source.params
         self._check_request(source.prompt, params)
-        self._check_limit(params, source.new, f"request {handle}")
-        copy = self._queue(source.prompt, params, source.new, source.logprobs)
+        checks.check_goes_on(source.new, params, f"request {handle}")
+        copy = self._queue(source.prompt, params, source.segments, source.new, source.logprobs)
         if source.page_handle is not None:
             copy.page_handle, copy.cached = self._pages.fork(source.page_handle), source.cached
         return copy.handle
@@ -285,6 +301,7 @@ class Engine:
             cached=request.cached,
             pages=self._runner.read_pages(page_ids),
             identity=self._identity(),
+            media=as_media(request.segments),
         )
 
     def import_request(self, snapshot: Snapshot) -> int:
@@ -297,27 +314,15 @@ class Engine:
           ValueError: it is not whole, is of another model or cache, or does not fit; nothing was changed.
           OutOfPages: its pages do not fit at the moment; nothing was changed.
         """
-        page_size = self._pages.page_size
-        check_snapshot(snapshot, self._identity(), self._runner.page_layout, page_size, self.config.vocab_size)
+        layout, sizes = self._runner.page_layout, (self._pages.page_size, self.config.vocab_size)
+        check_snapshot(snapshot, self._identity(), layout, *sizes)
         self._check_request(snapshot.prompt, snapshot.params)
-        self._check_limit(snapshot.params, snapshot.new, "the snapshot")
-        tokens = (*snapshot.prompt, *snapshot.new)[: snapshot.cached]
-        page_handle = None
-        if tokens:
-            # With a token more, all pages of the cached ones may be shared: none has to be computed for its logits.
-            page_handle, known = self._pages.add((*tokens, 0))
-            try:
-                self._runner.copy_pages(self._pages.extend(page_handle, len(tokens) - known))
-                # Pages that are known here are shared with other requests: they are not written again.
-                table = self._pages.table(page_handle, math.ceil(len(tokens) / page_size))
-                table[: known // page_size] = -1
-                self._runner.write_pages(table.tolist(), snapshot.pages, tokens)
-                self._pages.commit(page_handle, tokens[known:])  # now that they are written others may find them
-            except BaseException:
-                self._pages.release(page_handle)
-                raise
-        request = self._queue(snapshot.prompt, snapshot.params, snapshot.new, snapshot.logprobs)
-        request.page_handle, request.cached = page_handle, len(tokens)
+        checks.check_goes_on(snapshot.new, snapshot.params, "the snapshot")
+        placed = self._placer.place(snapshot.prompt, snapshot.media)
+        keys = (*prefix_keys(snapshot.prompt, placed), *snapshot.new)[: snapshot.cached]
+        page_handle = self._scheduler.receive(keys, snapshot.pages) if keys else None
+        request = self._queue(snapshot.prompt, snapshot.params, placed, snapshot.new, snapshot.logprobs)
+        request.page_handle, request.cached = page_handle, len(keys)
         return request.handle
 
     @property
@@ -358,27 +363,19 @@ class Engine:
           hits and misses (distinct pages that a layer selected in a call), hit_rate, bytes_in and bytes_out (moved to
           and from the device), device_bytes and host_bytes of keys and values; nothing without `device_pages`.
         """
-        host, stacks = self._runner.host, self._runner.state.cache.stacks
-        if host is None:
-            return {}
-        offloaded = [stack for stack, pages in zip(stacks, host.pages, strict=True) if pages is not None]
-        total = lambda name: int(sum(np.asarray(getattr(stack, name), np.int64).sum() for stack in offloaded))
-        hits, misses = total("hits"), total("misses")
-        return dict(
-            hits=hits,
-            misses=misses,
-            hit_rate=hits / max(1, hits + misses),
-            bytes_in=total("moved") * host.page_bytes,
-            bytes_out=host.bytes_out,
-            device_bytes=sum(stack.k.nbytes + stack.v.nbytes for stack in offloaded),
-            host_bytes=host.nbytes,
-        )
+        host = self._runner.host
+        return {} if host is None else offload_counters(host, self._runner.state.cache.stacks)
+
+    @property
+    def media(self) -> dict[str, int]:
+        """Counters of the features on the device (`FeatureRows.statistics`), and their bytes; {} for text alone."""
+        return {} if self._features is None else self._features.statistics() | dict(bytes=self._runner.features.nbytes)
 
     def check(self) -> None:
         """Raise AssertionError if pages are lost, owned twice, not where a row's table says, or not what was written.
 
-        The last is for every page that a request or the prefix cache counts on: its tokens are those that device calls
-        have put there.
+        The last is for every page that a request or the prefix cache counts on: its tokens, and the features of images
+        in place of tokens, are those that device calls have put there.
         """
         self._pages.check()
         for page, tokens in self._pages.held():
@@ -390,23 +387,39 @@ class Engine:
             expected = -1 if request is None else self._pages.table(request.page_handle, table.shape[1])
             np.testing.assert_array_equal(table[row], expected)
 
-    def warmup(self, watch: Callable[[str], AbstractContextManager] = nullcontext) -> None:
-        """Compile all that any mix of requests will run, by running it on no rows.
+    def warmup(
+        self, watch: Callable[[str], AbstractContextManager] = nullcontext, programs: Sequence[str] = PROGRAMS
+    ) -> None:
+        """Compile all that any mix of requests will run, side by side; no program of the model is run.
 
         Args:
-          watch: makes a context manager of each program's name, in which that program is compiled.
+          watch: makes a context manager of the programs' names, in which they are compiled.
+          programs: fewer of them, for who knows that no others will run; one that does is compiled by its first call.
+            "prefill", and the tower; "decode", for requests of more than one new token; "pages", for `copy`, `export`,
+            `import_request`, and for prompts that begin like a request of an earlier round and end within its pages.
+
+        Raises:
+          ValueError: there is no such program.
         """
+        if unknown := [name for name in programs if name not in PROGRAMS]:
+            raise ValueError(f"programs = {tuple(programs)}: there is no {unknown[0]!r}; choose of {PROGRAMS}")
         began = perf_counter()
-        self._runner.warmup(watch)
+        self._runner.warmup(programs, watch)
         self._scheduler.timings.compile_seconds += perf_counter() - began
 
     # Requests
 
     def _queue(
-        self, prompt: tuple[int, ...], params: Params, new: Sequence[int] = (), logprobs: Sequence[float] = ()
+        self,
+        prompt: tuple[int, ...],
+        params: Params,
+        placed: tuple[PlacedSegment, ...],
+        new: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
     ) -> Request:
         """Make a request, with what it has already, and have it wait for a row."""
-        request = Request(self._next_handle, prompt, params, list(new), list(logprobs), added_at=perf_counter())
+        request = Request(self._next_handle, prompt, params, placed, prefix_keys(prompt, placed), list(new))
+        request.logprobs, request.added_at = list(logprobs), perf_counter()
         self._next_handle += 1
         self._requests[request.handle] = request
         self._scheduler.waiting.append(request)
@@ -430,21 +443,7 @@ class Engine:
             )
         return request
 
-    def _check_limit(self, params: Params, new: Sequence[int], name: str) -> None:
-        """Raise ValueError where a request that goes on has all its tokens already."""
-        if params.max_new_tokens <= len(new):
-            raise ValueError(f"max_new_tokens = {params.max_new_tokens}: {name} has {len(new)} already")
-
     def _check_request(self, prompt: tuple[int, ...], params: Params) -> None:
         """Raise ValueError where the model cannot serve a request, or this engine has no room for it."""
         check_prompt(prompt, params, self.config)
-        asked = len(prompt) + params.max_new_tokens
-        if asked > self.max_length:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens with max_new_tokens = {params.max_new_tokens} needs room for "
-                f"{asked} tokens and a request of this engine can have {self.max_length}: ask for less, or make the "
-                "engine with more pages or a larger max_length"
-            )
-        if len(params.stop_ids) > self.shapes.stop_ids:
-            allowed = self.shapes.stop_ids
-            raise ValueError(f"{len(params.stop_ids)} stop ids: this engine takes {allowed} (max_stop_ids)")
+        checks.check_room(prompt, params, self.max_length, self.shapes.stop_ids)

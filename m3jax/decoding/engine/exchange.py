@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from m3jax.cache import Cache
+from m3jax.decoding.engine.media import Media
 from m3jax.decoding.engine.request import Params, check_ids
 from m3jax.decoding.engine.sealed import seal, unseal
 from m3jax.decoding.protocols import Identity, PageContents, TargetConfig
@@ -34,6 +35,8 @@ class Snapshot:
       cached: tokens whose keys, values and index keys are in `pages`.
       pages: their contents, eight pages at a time, as `Runner.read_pages` gives them.
       identity: what the receiving engine's model and cache must be.
+      media: its images and videos, (patches, grid) each; a chunk of a video is a video here. They travel too: without
+        them the receiver could not read the prompt again where its pages had to go.
     """
 
     prompt: tuple[int, ...]
@@ -43,6 +46,7 @@ class Snapshot:
     cached: int
     pages: list[PageContents]
     identity: Identity
+    media: Media = field(default_factory=Media)
 
     def to_bytes(self) -> bytes:
         """The snapshot as a safetensors file with a checksum (`m3jax.decoding.engine.sealed`).
@@ -56,8 +60,12 @@ class Snapshot:
             "logprobs": np.asarray(self.logprobs, np.float64),
         }
         pages = [_written_out(group, f"pages.{index}", arrays) for index, group in enumerate(self.pages)]
-        params = asdict(self.params)
-        return seal(arrays, dict(params=params, cached=self.cached, pages=pages, identity=_plain(self.identity)))
+        media = {}
+        for kind, items in (("images", self.media.images), ("videos", self.media.videos)):
+            arrays |= {f"{kind}.{index}": patches for index, (patches, _) in enumerate(items)}
+            media[kind] = [list(map(int, grid)) for _, grid in items]
+        header = dict(params=asdict(self.params), cached=self.cached, pages=pages, media=media)
+        return seal(arrays, header | dict(identity=_plain(self.identity)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Snapshot":
@@ -76,8 +84,14 @@ class Snapshot:
             params = Params(**params | {"sampling": sampling, "stop_ids": tuple(params["stop_ids"])})
             lists = (tuple(arrays[name].tolist()) for name in ("prompt", "new", "logprobs"))
             pages = [_read_back(group, arrays) for group in header["pages"]]
-            return cls(*lists, params, header["cached"], pages, header["identity"])
-        except (KeyError, TypeError, RecursionError) as error:
+            media = Media(
+                **{
+                    kind: tuple((arrays[f"{kind}.{index}"], tuple(grid)) for index, grid in enumerate(grids))
+                    for kind, grids in header.get("media", {}).items()
+                }
+            )
+            return cls(*lists, params, header["cached"], pages, header["identity"], media)
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"a snapshot that cannot be read: {shown(error)}") from error
 
 
@@ -145,6 +159,8 @@ def check_snapshot(
     for name in ("prompt", "new", "logprobs"):
         if not isinstance(getattr(snapshot, name), tuple):
             raise ValueError(f"the snapshot's {name} is {shown(getattr(snapshot, name))}: it must be a tuple")
+    if not isinstance(snapshot.media, Media):
+        raise ValueError(f"the snapshot's media is {shown(snapshot.media)}: it must be a Media")
     check_ids("the snapshot's new tokens", snapshot.new, vocab_size)
     if len(snapshot.logprobs) != len(snapshot.new) or not all(map(_is_finite, snapshot.logprobs)):
         count = len(snapshot.new)

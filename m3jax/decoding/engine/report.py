@@ -1,7 +1,13 @@
 """What an engine did so far: where the seconds went, and what came of proposals."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from m3jax.cache import HostMemory
+from m3jax.cache.device_pages import StackCache
+from m3jax.cache.offload.pool import OffloadedStack
 from m3jax.decoding.speculation.verify import DraftCounts
 
 
@@ -63,3 +69,19 @@ class Drafting:
     def mean_length(self) -> float | None:
         """Tokens of one verification, the target's own one counted, were no row to end; None before any."""
         return 1 + sum(self.acceptance) if self.forwards else None
+
+
+def offload_counters(host: HostMemory, stacks: Sequence[StackCache | OffloadedStack]) -> dict[str, int | float]:
+    """What `Engine.offload` returns of a cache whose keys and values are in host memory."""
+    offloaded = [stack for stack, pages in zip(stacks, host.pages, strict=True) if pages is not None]
+    total = lambda name: int(sum(np.asarray(getattr(stack, name), np.int64).sum() for stack in offloaded))
+    hits, misses = total("hits"), total("misses")
+    return dict(
+        hits=hits,
+        misses=misses,
+        hit_rate=hits / max(1, hits + misses),
+        bytes_in=total("moved") * host.page_bytes,
+        bytes_out=host.bytes_out,
+        device_bytes=sum(stack.k.nbytes + stack.v.nbytes for stack in offloaded),
+        host_bytes=host.nbytes,
+    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from m3jax.decoding.engine.media import PlacedSegment
 from m3jax.decoding.protocols import TargetConfig
 from m3jax.decoding.sampling import HostOrDevice, Sampling
 from m3jax.messages import shown
@@ -56,6 +57,8 @@ class Request:
       handle: its number; an older request has a smaller one.
       prompt: token ids.
       params: how it goes on.
+      segments: its images and chunks of videos, until it has ended.
+      prompt_keys: what the pages of its prompt are known by; the prompt itself where it has no segments.
       new: token ids generated so far.
       logprobs: of them.
       row: its place in the decode batch; None while it waits for one.
@@ -73,6 +76,8 @@ class Request:
     handle: int
     prompt: tuple[int, ...]
     params: Params
+    segments: tuple[PlacedSegment, ...] = ()
+    prompt_keys: tuple[int, ...] = ()
     new: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     row: int | None = None
@@ -90,6 +95,15 @@ class Request:
     def tokens(self) -> tuple[int, ...]:
         """The prompt and the new tokens."""
         return (*self.prompt, *self.new)
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """What its pages are known by: tokens, and keys of features (`m3jax.decoding.engine.media`)."""
+        return (*self.prompt_keys, *self.new)
+
+    def segments_in(self, count: int) -> list[PlacedSegment]:
+        """Those that have features among its next `count` tokens that are not in the cache."""
+        return [placed for placed in self.segments if placed.is_in(self.cached, self.cached + count)]
 
     @property
     def new_remaining(self) -> int:

@@ -3,20 +3,27 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int32, PyTree
+from jaxtyping import Array, Float, Int32, PyTree
 
 from m3jax.cache import HostMemory
 from m3jax.decoding import device
+from m3jax.decoding.engine.compiling import compile_all
 from m3jax.decoding.engine.exchange import PAGES_A_CALL, page_layout
+from m3jax.decoding.engine.media import PlacedSegment
 from m3jax.decoding.engine.request import Params
 from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel, token_tile
 from m3jax.decoding.sampling import Sampling, SamplingParams
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
+from m3jax.media import MERGE, Segment, pack
 from m3jax.parallel import sharding
 from m3jax.platform import platform
+
+PROGRAMS = ("prefill", "decode", "pages")
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,8 @@ class Shapes:
       steps: decode steps of one call, at most.
       stop_ids: of one row, at most.
       draft_tokens: K, proposals of a round; 0 without a drafter.
+      media_patches: of one call of the tower: the sizes that there are, ascending; () where only text is served.
+      media_tokens: F, features of images and videos that the device keeps.
     """
 
     batch: int
@@ -38,6 +47,8 @@ class Shapes:
     steps: int
     stop_ids: int
     draft_tokens: int = 0
+    media_patches: tuple[int, ...] = ()
+    media_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -55,6 +66,7 @@ class PromptPart:
       cached: how many of them are in the cache already.
       params: how it goes on.
       new_count: new tokens among its tokens; of a request that was preempted.
+      feature_rows: the row of the feature that each token of the piece stands for, -1 for a token that is one.
     """
 
     row: int
@@ -62,6 +74,7 @@ class PromptPart:
     cached: int
     params: Params
     new_count: int
+    feature_rows: Int32[np.ndarray, " T"]
 
 
 class Runner:
@@ -77,8 +90,9 @@ class Runner:
     Attributes:
       table: the pages of each row, as the device will know them from the next call on.
       state: what lives on the device.
-      written: the token that calls have written into each slot of each page, -1 before; what the device did, noted
-        beside what the allocator believes (`Engine.check`).
+      written: the token, or the key of the feature, that calls have written into each slot of each page, -1 before;
+        what the device did, noted beside what the allocator believes (`Engine.check`).
+      features: of images and videos, on the device; None where only text is served.
     """
 
     def __init__(
@@ -93,7 +107,7 @@ class Runner:
         self.table = np.array(cache.table)
         self._stop_reasons = np.full(shapes.batch, device.IDLE, np.int32)
         self._is_stale = False  # whether the device's table and stop reasons are older than the host's
-        self.written = np.full((cache.num_pages, cache.page_size), -1, np.int32)
+        self.written = np.full((cache.num_pages, cache.page_size), -1, np.int64)
         self._lengths, self._newest_token = [0] * shapes.batch, [0] * shapes.batch  # as in `state`, of rows that decode
         self._page_layout: PyTree[jax.ShapeDtypeStruct] | None = None
         self._max_length = cache.table.shape[1] * model.config.index_block_size
@@ -101,6 +115,8 @@ class Runner:
         def place(array):
             return jax.device_put(array, sharding(array.shape, ("batch",) + (None,) * (array.ndim - 1), model.mesh))
 
+        # Committed to where they lie, as what a call returns is: else the second call would be another program.
+        cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
         memory = None if drafter is None else drafter.begin(model, shapes.batch, self._max_length)
         self.state = device.State(
             cache=cache,
@@ -110,48 +126,92 @@ class Runner:
             stop_reasons=place(self._stop_reasons),
             draft_memory=jax.tree.map(place, memory),
         )
+        self.features, self._features_layout = None, None
+        self._feature_keys = np.full(shapes.media_tokens, -1, np.int64)
+        if shapes.media_patches:
+            found = jax.eval_shape(lambda model, media: model.features(media), model, pack((), shapes.media_patches[0]))
+            layout = sharding((shapes.media_tokens, found.shape[1]), (None, None), model.mesh)
+            self.features = jax.device_put(np.zeros((shapes.media_tokens, found.shape[1]), found.dtype), layout)
+            self._features_layout = None if model.mesh is None else (layout,)
         self._types = type(model), type(drafter), type(cache)
+        self._programs = _programs(is_invariant=token_tile(model) is not None)
         self._layout = self._cache_layout = None
         if model.mesh is not None:
             self._layout = tuple(leaf.sharding for leaf in jax.tree.leaves(self.state))
             self._cache_layout = self._layout[: len(jax.tree.leaves(cache))]
 
-    def warmup(self, watch: Callable[[str], AbstractContextManager] = nullcontext) -> None:
-        """Compile every program by running it on nothing, each inside what `watch` makes of its name."""
-        self._is_stale = True
-        for width in self.shapes.chunks:
-            with watch(f"prefill of {self.shapes.prompts} x {width} tokens"):
-                jax.device_get(self.prefill([], width))
-        with watch(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}"):
-            jax.device_get(self.decode(0))
-        with watch("copies of pages"):
-            self._copy_group([])
-            contents = self.read_pages([0])
-            self._page_layout = page_layout(contents)
-            self.write_pages([-1], contents, ())
+    def warmup(
+        self, programs: Sequence[str] = PROGRAMS, watch: Callable[[str], AbstractContextManager] = nullcontext
+    ) -> None:
+        """Compile programs, all inside what `watch` makes of their names."""
+        calls, names = [], []
+        if "prefill" in programs:
+            widths = self.shapes.chunks
+            calls += [lambda width=width: self._prefill_call([], width) for width in widths]
+            names.append(f"prefill of {self.shapes.prompts} x {' and '.join(map(str, widths))} tokens")
+            if sizes := self.shapes.media_patches:
+                calls += [lambda size=size: self._tower_call((), size, np.zeros(0, np.int32)) for size in sizes]
+                names.append(f"vision tower for {' and '.join(map(str, sizes))} patches")
+        if "decode" in programs:
+            calls.append(lambda: self._decode_call(0))
+            names.append(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}")
+        if "pages" in programs:
+            names.append("copies of pages")
+        with watch(", ".join(names)):
+            compile_all((call() for call in calls), meanwhile=self._move_no_pages if "pages" in programs else None)
             if self.host is not None:
                 self._replace_cache(self.host.warmup(self.state.cache))
             jax.block_until_ready(self.state.lengths)
 
+    def _move_no_pages(self) -> None:
+        """Compile what copies, reads and writes pages by running it on none: these are small."""
+        self._copy_group([])
+        contents = self.read_pages([0])
+        self._page_layout = page_layout(contents)
+        self.write_pages([-1], contents, ())
+
     # Calls
+
+    def read_segment(self, placed: PlacedSegment, size: int, rows: Int32[np.ndarray, " F"]) -> None:
+        """Run the tower on a segment, filled up to `size` patches, and keep its features in some rows."""
+        self.features = self._tower_call((placed.segment,), size, rows)()
+        self._feature_keys[rows] = placed.keys
+
+    def _tower_call(
+        self, segments: Sequence[Segment], size: int, rows: Int32[np.ndarray, " F"]
+    ) -> partial[Float[Array, "F D"]]:
+        """The device's call for some segments, whose features go to some rows; what fills them up goes nowhere."""
+        padded_rows = np.full(size // MERGE**2, -1, np.int32)
+        padded_rows[: len(rows)] = rows
+        media, shared = pack(segments, size), dict(layout=self._features_layout, types=self._types)
+        return partial(self._programs.read_media, self.model, self.features, media, padded_rows, **shared)
 
     def prefill(self, parts: Sequence[PromptPart], width: int) -> device.NewTokens:
         """Run a chunk of `width` tokens of some prompts; row i of the result is that of part i, still on the device."""
+        for part in parts:
+            piece = part.tokens[part.cached : part.cached + width]
+            self._note_written(part.row, part.cached, piece, part.feature_rows)
+        self._send_changes()
+        self.state, new = self._prefill_call(parts, width)()
+        self._flush_host()
+        return new
+
+    def _prefill_call(self, parts: Sequence[PromptPart], width: int) -> partial[tuple[device.State, device.NewTokens]]:
+        """The device's call for a chunk of `width` tokens of some prompts."""
         count = self.shapes.prompts
         rows = np.full(count, self.shapes.batch, np.int32)
         start, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
         tokens = np.zeros((count, width), np.int32)
+        feature_rows = np.full((count, width), -1, np.int32)
         for index, part in enumerate(parts):
             piece = part.tokens[part.cached : part.cached + width]
             tokens[index, : len(piece)] = piece
-            self._note_written(part.row, part.cached, piece)
+            feature_rows[index, : len(piece)] = part.feature_rows
             rows[index], start[index], lengths[index] = part.row, part.cached, len(part.tokens)
-        chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width))
-        self._send_changes()
-        # One set of the compiler's options for prompts and steps, where they are to get the same bits.
-        has_own_options = platform() == "cpu" and token_tile(self.model) is None
-        run = device.prefill_on_cpu if has_own_options else device.prefill
-        self.state, new = run(
+        pictures = None if self.features is None else device.Pictures(self.features, feature_rows)
+        chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width), pictures)
+        return partial(
+            self._programs.prefill,
             self.model,
             self.state,
             chunk,
@@ -161,34 +221,11 @@ class Runner:
             layout=self._layout,
             types=self._types,
         )
-        self._flush_host()
-        return new
 
     def decode(self, steps: int) -> device.NewTokens:
         """Run decode steps of all live rows, or rounds where there is a drafter; what they gave, on the host."""
         self._send_changes()
-        if self.drafter is None:
-            self.state, new = device.decode(
-                self.model,
-                self.state,
-                np.int32(steps),
-                max_steps=self.shapes.steps,
-                host=self._host_pages,
-                layout=self._layout,
-                types=self._types,
-            )
-        else:
-            self.state, new = device.decode_in_rounds(
-                self.model,
-                self.drafter,
-                self.state,
-                np.int32(steps),
-                draft_tokens=self.shapes.draft_tokens,
-                max_rounds=self.shapes.steps,
-                host=self._host_pages,
-                layout=self._layout,
-                types=self._types,
-            )
+        self.state, new = self._decode_call(steps)()
         self._flush_host()
         new = jax.device_get(new)
         self._stop_reasons = np.array(new.stop_reasons)
@@ -200,11 +237,35 @@ class Runner:
             self._newest_token[row] = tokens[-1]
         return new
 
-    def _note_written(self, row: int, start: int, tokens: Sequence[int]) -> None:
-        """Note which tokens a call writes into a row's pages, from a position on."""
+    def _decode_call(self, steps: int) -> partial[tuple[device.State, device.NewTokens]]:
+        """The device's call for decode steps, or rounds."""
+        shared = dict(host=self._host_pages, layout=self._layout, types=self._types)
+        if self.drafter is None:
+            return partial(
+                self._programs.decode, self.model, self.state, np.int32(steps), max_steps=self.shapes.steps, **shared
+            )
+        return partial(
+            self._programs.decode_in_rounds,
+            self.model,
+            self.drafter,
+            self.state,
+            np.int32(steps),
+            draft_tokens=self.shapes.draft_tokens,
+            max_rounds=self.shapes.steps,
+            **shared,
+        )
+
+    def _note_written(
+        self, row: int, start: int, tokens: Sequence[int], feature_rows: Int32[np.ndarray, " T"] | None = None
+    ) -> None:
+        """Note which tokens a call writes into a row's pages, from a position on, and which features in their place."""
         slots = np.arange(start, start + len(tokens))
         page_size = self.written.shape[1]
-        self.written[self.table[row][slots // page_size], slots % page_size] = tokens
+        keys = np.array(tokens, np.int64)
+        if feature_rows is not None:
+            is_feature = feature_rows >= 0
+            keys[is_feature] = self._feature_keys[feature_rows[is_feature]]
+        self.written[self.table[row][slots // page_size], slots % page_size] = keys
 
     def continuations(self, parts: Sequence[PromptPart], count: int) -> device.Continuations:
         """How some requests go on, padded to `count` rows."""
@@ -295,13 +356,13 @@ class Runner:
             self._page_layout = page_layout(self.read_pages([0]))
         return self._page_layout
 
-    def write_pages(self, page_ids: Sequence[int], contents: list[PageContents], tokens: Sequence[int]) -> None:
+    def write_pages(self, page_ids: Sequence[int], contents: list[PageContents], keys: Sequence[int]) -> None:
         """Put back what `read_pages` gave, to other pages.
 
         Args:
           page_ids: where to; a page of -1 is left out.
           contents: a group for every `PAGES_A_CALL` of them.
-          tokens: those that the pages hold; the last page may have room for more.
+          keys: of what the pages hold (`Request.keys`); the last page may have room for more.
         """
         for ids, group in zip(_padded_groups(page_ids), contents, strict=True):
             self._replace_cache(device.write_pages(self.state.cache, ids, group, layout=self._cache_layout))
@@ -310,7 +371,7 @@ class Runner:
         page_size = self.written.shape[1]
         for block, page in enumerate(page_ids):
             if page >= 0:
-                held = tokens[block * page_size : (block + 1) * page_size]
+                held = keys[block * page_size : (block + 1) * page_size]
                 self.written[page, : len(held)] = held
 
     @property
@@ -324,6 +385,29 @@ class Runner:
 
     def _replace_cache(self, cache: PagedCache) -> None:
         self.state = replace(self.state, cache=cache)
+
+
+class _Programs(NamedTuple):
+    """The device's jitted calls, compiled with the options that suit the platform."""
+
+    prefill: Callable[..., tuple[device.State, device.NewTokens]]
+    decode: Callable[..., tuple[device.State, device.NewTokens]]
+    decode_in_rounds: Callable[..., tuple[device.State, device.NewTokens]]
+    read_media: Callable[..., Float[Array, "F D"]]
+
+
+def _programs(is_invariant: bool) -> _Programs:
+    """Prompts and steps have one set of the compiler's options where they are to get the same bits."""
+    if is_invariant and platform() == "gpu":
+        return _Programs(
+            device.invariant_prefill_on_gpu,
+            device.invariant_decode_on_gpu,
+            device.invariant_rounds_on_gpu,
+            device.invariant_read_media_on_gpu,
+        )
+    has_own_options = platform() == "cpu" and not is_invariant
+    prefill = device.prefill_on_cpu if has_own_options else device.prefill
+    return _Programs(prefill, device.decode, device.decode_in_rounds, device.read_media)
 
 
 def _padded_groups(page_ids: Sequence[int]) -> list[Int32[np.ndarray, "C"]]:

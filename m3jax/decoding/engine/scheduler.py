@@ -5,15 +5,20 @@ what that call wrote.
 """
 
 import math
+from itertools import islice
 from time import perf_counter
 
 import jax
+import numpy as np
+from jaxtyping import Int32
 
 from m3jax.cache import OutOfPages, PageAllocator
 from m3jax.decoding import device
+from m3jax.decoding.engine.media import FeatureRows
 from m3jax.decoding.engine.report import Drafting, Timings
 from m3jax.decoding.engine.request import Request
 from m3jax.decoding.engine.runner import PromptPart, Runner
+from m3jax.decoding.protocols import PageContents
 
 _STOP_REASONS = {
     device.LENGTH: "length",
@@ -29,6 +34,7 @@ class Scheduler:
     Args:
       runner: the device's side.
       pages: the host's side of the cache.
+      features: the host's side of images' and videos' features; None where only text is served.
 
     Attributes:
       request_of_row: the request of each row, or None.
@@ -37,8 +43,8 @@ class Scheduler:
       drafting: what came of proposals.
     """
 
-    def __init__(self, runner: Runner, pages: PageAllocator):
-        self.runner, self.pages, self.shapes = runner, pages, runner.shapes
+    def __init__(self, runner: Runner, pages: PageAllocator, features: FeatureRows | None = None):
+        self.runner, self.pages, self.shapes, self.features = runner, pages, runner.shapes, features
         self.request_of_row: list[Request | None] = [None] * self.shapes.batch
         self.waiting: list[Request] = []
         self.timings = Timings()
@@ -53,7 +59,7 @@ class Scheduler:
         while self.waiting and None in self.request_of_row:
             request = self.waiting[0]
             if request.page_handle is None:
-                request.page_handle, request.cached = self.pages.add(request.tokens)
+                request.page_handle, request.cached = self.pages.add(request.keys)
                 request.found = request.cached if request.found is None else request.found
             needed = math.ceil((len(request.tokens) + 1) / self.pages.page_size)
             missing = needed - len(self.pages.pages_of(request.page_handle))
@@ -64,22 +70,52 @@ class Scheduler:
             self.request_of_row[request.row] = request
             self._send_pages(request)
 
+    def read_media(self) -> None:
+        """Run the tower on what the next chunks of prompts need and the device lacks, for the oldest prompt first.
+
+        At most as many patches as one call can have, so that the others wait for no more than that. What an older
+        prompt needs next is not dropped for a younger one.
+        """
+        if self.features is None:
+            return
+        remaining, kept = self.shapes.media_patches[-1], set()
+        for request in self.requests_with_row(is_decoding=False):
+            needed = request.segments_in(self._next_count(request))
+            kept.update(placed.number for placed in needed)
+            for placed in needed:
+                if placed.number in self.features:
+                    continue
+                patches = len(placed.segment.patches)
+                size = next(size for size in self.shapes.media_patches if size >= patches)
+                if size > remaining:
+                    return
+                rows = self.features.take(placed.number, len(placed.places), kept)
+                if rows is None:
+                    return
+                self.runner.read_segment(placed, size, rows)
+                remaining -= size
+
     def prefill(self) -> None:
-        """Run one chunk of the prompts that came first; those that end in it get their first token."""
+        """Run one chunk of the prompts that came first; those that end in it get their first token.
+
+        A prompt whose next chunk still lacks features waits, and the next one takes its place.
+        """
         began = perf_counter()
-        chosen = self.requests_with_row(is_decoding=False)[: self.shapes.prompts]
+        self.read_media()
+        can_go_on = (request for request in self.requests_with_row(is_decoding=False) if self._has_features(request))
+        chosen = list(islice(can_go_on, self.shapes.prompts))
         longest = max((request.uncached for request in chosen), default=0)
         # The smallest chunk that holds what is left of all of them, else the largest.
         width = next((width for width in self.shapes.chunks if width >= longest), self.shapes.chunks[-1])
         for request in chosen:
-            self._reserve(request, min(width, request.uncached) + self._draft_lead)
+            self._reserve(request, self._next_count(request) + self._draft_lead)
         chosen = [request for request in chosen if request.row is not None]  # the others had to give way
         if not chosen:
             return
-        parts = [PromptPart(r.row, r.tokens, r.cached, r.params, len(r.new)) for r in chosen]
+        parts = [PromptPart(r.row, r.tokens, r.cached, r.params, len(r.new), self._feature_rows(r)) for r in chosen]
         new = self.runner.prefill(parts, width)
         for request in chosen:
-            count = min(width, request.uncached)
+            count = self._next_count(request)
             self.timings.prompt_tokens += count
             self._commit(request, request.cached + count)
             request.is_decoding = request.uncached == 0
@@ -133,6 +169,25 @@ class Scheduler:
         if stop_reason != device.LIVE:
             self.stop(request, _STOP_REASONS[stop_reason])
 
+    # Images and videos
+
+    def _next_count(self, request: Request) -> int:
+        """How many tokens of a prompt go into its next chunk: a smaller one is taken only where it holds them all."""
+        return min(self.shapes.chunks[-1], request.uncached)
+
+    def _has_features(self, request: Request) -> bool:
+        """Whether the device has all features that a prompt's next chunk needs."""
+        return all(placed.number in self.features for placed in request.segments_in(self._next_count(request)))
+
+    def _feature_rows(self, request: Request) -> Int32[np.ndarray, " T"]:
+        """The row of the feature that each token of a prompt's next chunk stands for; -1 for a token that is one."""
+        rows = np.full(self._next_count(request), -1, np.int32)
+        for placed in request.segments_in(len(rows)):
+            columns = placed.places - request.cached
+            is_inside = (columns >= 0) & (columns < len(rows))
+            rows[columns[is_inside]] = self.features.rows(placed.number)[is_inside]
+        return rows
+
     # Pages
 
     def _reserve(self, request: Request, count: int) -> None:
@@ -157,8 +212,35 @@ class Scheduler:
 
     def _commit(self, request: Request, end: int) -> None:
         """Tell the allocator that the device has written a request's tokens up to `end` into its pages."""
-        self.pages.commit(request.page_handle, request.tokens[request.cached : end])
+        self.pages.commit(request.page_handle, request.keys[request.cached : end])
         request.cached = end
+
+    def receive(self, keys: tuple[int, ...], contents: list[PageContents]) -> int:
+        """Put the pages of a request that another engine exported where this one has room.
+
+        Args:
+          keys: of all that its pages hold (`Request.keys`).
+          contents: of the pages.
+
+        Returns:
+          The allocator's handle of them.
+
+        Raises:
+          OutOfPages: they do not fit at the moment. Whatever is raised, nothing is changed.
+        """
+        # With a token more, all pages of the cached ones may be shared: none has to be computed for its logits.
+        page_handle, known = self.pages.add((*keys, 0))
+        try:
+            self.runner.copy_pages(self.pages.extend(page_handle, len(keys) - known))
+            # Pages that are known here are shared with other requests: they are not written again.
+            table = self.pages.table(page_handle, math.ceil(len(keys) / self.pages.page_size))
+            table[: known // self.pages.page_size] = -1
+            self.runner.write_pages(table.tolist(), contents, keys)
+            self.pages.commit(page_handle, keys[known:])  # now that they are written others may find them
+        except BaseException:
+            self.pages.release(page_handle)
+            raise
+        return page_handle
 
     # Who goes
 
@@ -179,6 +261,7 @@ class Scheduler:
     def stop(self, request: Request, stop_reason: str) -> None:
         """End a request, whether it runs or waits."""
         request.stop_reason = stop_reason
+        request.segments = ()  # nothing will ask for its patches again
         if request.row is None:
             self.waiting.remove(request)
         self._release(request)

@@ -1,0 +1,55 @@
+"""Images and videos on the device: the tower's call, and how a chunk of prompts reads its features."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from m3jax.decoding.device.state import Layout, Pictures, pin
+from m3jax.decoding.protocols import SeeingModel
+from m3jax.decoding.sampling import HostOrDevice
+from m3jax.media import MediaBatch
+from m3jax.tiles import GPU_OPTIONS
+
+
+@partial(jax.jit, donate_argnames=("features",), static_argnames=("layout", "types"))
+def read_media(
+    model: SeeingModel,
+    features: Float[Array, "F D"],
+    media: MediaBatch,
+    rows: Int32[HostOrDevice, "R"],
+    layout: Layout | None = None,
+    types: tuple[type, ...] = (),
+) -> Float[Array, "F D"]:
+    """Run the tower on X patches and write its R = X / 4 features into some of the rows that the device keeps.
+
+    Args:
+      model: the target.
+      features: all that the device keeps; donated.
+      media: the patches; their number alone decides what is compiled.
+      rows: where each feature goes; -1 is dropped.
+      layout: as in `prefill`.
+      types: as in `prefill`.
+    """
+    target_rows = jnp.where(rows >= 0, rows, len(features))
+    found = model.features(media).astype(features.dtype)  # [R D]
+    return pin(features.at[target_rows].set(found, mode="drop"), layout)
+
+
+invariant_read_media_on_gpu = jax.jit(
+    read_media.__wrapped__,
+    donate_argnames=("features",),
+    static_argnames=("layout", "types"),
+    compiler_options=GPU_OPTIONS,
+)
+
+
+def embed(model: SeeingModel, tokens: Int32[HostOrDevice, "C T"], pictures: Pictures) -> Float[Array, "C T D"]:
+    """What the layers read of a chunk: the embedding of each token, or the feature that stands in its place.
+
+    Features are gathered by row, so that a chunk may begin and end inside an image.
+    """
+    rows = pictures.rows
+    feature = pictures.features[jnp.maximum(rows, 0)]  # [C T D]
+    return jnp.where(rows[..., None] >= 0, feature, model.embed(tokens))

@@ -1,0 +1,232 @@
+"""Images and videos of requests on the host: what each place of a prompt stands for, and where its feature lies.
+
+A *segment* is what the tower reads alone: an image, or a chunk of a video (`m3jax.media.Segment`). It is known by a
+number of its contents. The same contents have the same number wherever they come from, and others another one.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from m3jax.decoding.protocols import TargetConfig
+from m3jax.media import PlaceholderIds, Segment, segment_places, segments
+from m3jax.messages import shown
+
+# Patches in one call of the tower, where the caller does not say: an icon, a picture of 1,024 and of the hub's most
+# (2,304 patches, 576 tokens), and a chunk of a video (four pairs of frames of at most 3,072 patches).
+MEDIA_PATCHES = (256, 1024, 2304, 12288)
+MEDIA_TOKENS = 16384
+
+_MOST_NUMBERS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Media:
+    """Images and videos of one prompt.
+
+    Attributes:
+      images: in the order of their placeholders: for each what `m3jax.media.process_image` gave, or its
+        (patches [X 1176], grid).
+      videos: the same, as `m3jax.media.process_video` gave them.
+
+    Raises:
+      ValueError: one of them is no list or tuple.
+    """
+
+    images: Sequence[Any] = ()
+    videos: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("images", "videos"):
+            if not isinstance(given := getattr(self, name), list | tuple):
+                raise ValueError(f"{name} is {shown(given)}: give a list, [] for none")
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedSegment:
+    """A segment in a prompt.
+
+    Attributes:
+      segment: its patches and grid.
+      places: of its features in the prompt, ascending.
+      number: of its contents; feature j has the key `keys[j]`.
+    """
+
+    segment: Segment
+    places: Int32[np.ndarray, " F"]
+    number: int
+
+    @property
+    def keys(self) -> Int64[np.ndarray, " F"]:
+        """What stands in place of the placeholders' ids where tokens say what a page holds: negative, one a feature."""
+        return -2 - (self.number + np.arange(len(self.places), dtype=np.int64))
+
+    def is_in(self, start: int, stop: int) -> bool:
+        """Whether some of its features are at the places from `start` to `stop`."""
+        return bool(self.places[0] < stop and self.places[-1] >= start)
+
+
+class Numbers:
+    """Gives contents their numbers, so far apart that no two features share a key.
+
+    Those of the last 65,536 contents are remembered. One that was forgotten gets a new number, never another's: its old
+    pages are then not found again, and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._of_digest: OrderedDict[bytes, int] = OrderedDict()
+        self._next = 0
+
+    def of(self, segment: Segment) -> int:
+        """The number of a segment's contents."""
+        digest = _digest(segment)
+        if digest not in self._of_digest:
+            self._of_digest[digest], self._next = self._next, self._next + segment.features
+        self._of_digest.move_to_end(digest)
+        number = self._of_digest[digest]
+        if len(self._of_digest) > _MOST_NUMBERS:
+            self._of_digest.popitem(last=False)
+        return number
+
+
+def _digest(segment: Segment) -> bytes:
+    """SHA-256 of all that its features and places depend on: numbers of the patches, grid, image or video."""
+    header = np.array([segment.is_video, *segment.grid], np.int64)
+    return hashlib.sha256(header.tobytes() + segment.patches.tobytes()).digest()
+
+
+class FeatureRows:
+    """Which row of the device's features holds which feature.
+
+    The features of a segment come and go together, the least recently used first. Rows that follow one another need not
+    belong together, so nothing is ever moved.
+
+    Args:
+      num_rows: F, features that the device has room for.
+    """
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._rows: OrderedDict[int, Int32[np.ndarray, " _"]] = OrderedDict()  # by number, the oldest use first
+        self.computed = self.dropped = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._rows
+
+    def rows(self, number: int) -> Int32[np.ndarray, " _"]:
+        """Where the features of a segment lie, which counts as a use."""
+        self._rows.move_to_end(number)
+        return self._rows[number]
+
+    def take(self, number: int, count: int, kept: Collection[int]) -> Int32[np.ndarray, " _"] | None:
+        """Rows for the features of a segment that has none.
+
+        Args:
+          number: of the segment.
+          count: its features.
+          kept: segments that must stay.
+
+        Returns:
+          Its rows; None, and nothing changed, where those that must stay leave too few.
+        """
+        droppable = [other for other in self._rows if other not in kept]
+        dropped, room = [], len(self._free)
+        while room < count and droppable:
+            dropped.append(droppable.pop(0))
+            room += len(self._rows[dropped[-1]])
+        if room < count:
+            return None
+        for other in dropped:
+            self._free += self._rows.pop(other).tolist()
+        self.dropped += len(dropped)
+        self.computed += 1
+        self._rows[number] = np.array([self._free.pop() for _ in range(count)], np.int32)
+        return self._rows[number]
+
+    def statistics(self) -> dict[str, int]:
+        """Counters: rows there are, rows in use, segments in them, segments computed and dropped so far."""
+        used = self.num_rows - len(self._free)
+        return dict(
+            rows=self.num_rows, used=used, segments=len(self._rows), computed=self.computed, dropped=self.dropped
+        )
+
+
+class Placer:
+    """Finds the places of images and videos in prompts, and gives them their numbers.
+
+    Args:
+      config: the model's.
+      can_see: whether the model has a tower.
+      sizes: patches in its calls, ascending; () where the engine serves text alone.
+    """
+
+    def __init__(self, config: TargetConfig, can_see: bool, sizes: tuple[int, ...]):
+        self._config, self._can_see, self._sizes = config, can_see, sizes
+        self._numbers = Numbers()
+        self._ids, self._fault = None, None
+        if can_see:
+            try:
+                self._ids = PlaceholderIds.of_config(config)
+            except ValueError as error:  # a small random model: no prompt can hold its placeholders, text it can
+                self._fault = error
+
+    def place(self, prompt: tuple[int, ...], media: Media | None) -> tuple[PlacedSegment, ...]:
+        """The segments of a prompt, each at its places.
+
+        The patches are copied: what the caller does to his array later changes nothing here. For a model without a
+        tower a placeholder is a token like others.
+
+        Raises:
+          ValueError: placeholders without features or features without placeholders, patches that do not fit their
+            grid, a segment that is too large, or media that this model or engine does not take.
+        """
+        media = Media() if media is None else media
+        if not isinstance(media, Media):
+            raise ValueError(f"media is {shown(media)}: give m3jax.decoding.Media(images=[...], videos=[...])")
+        if len(media.images) + len(media.videos) and not self._sizes:
+            why = "this engine has media_patches = ()" if self._can_see else "the model has no vision tower"
+            raise ValueError(f"{why} and takes text alone: leave the images and videos out")
+        if not self._can_see:
+            return ()
+        found = segments(media.images, media.videos, self._config)
+        if self._ids is None:
+            if found:
+                raise self._fault
+            return ()
+        places = segment_places(prompt, found, self._ids)
+        for segment in found:
+            if len(segment.patches) > self._sizes[-1]:
+                kind = "a chunk of a video" if segment.is_video else "an image"
+                raise ValueError(
+                    f"{kind} has {len(segment.patches)} patches, grid {segment.grid}, and this engine takes up to "
+                    f"{self._sizes[-1]}: make it smaller (max_long_side), or the engine with a larger media_patches"
+                )
+        copies = [segment._replace(patches=segment.patches.copy()) for segment in found]
+        return tuple(
+            PlacedSegment(copy, where, self._numbers.of(copy)) for copy, where in zip(copies, places, strict=True)
+        )
+
+
+def as_media(placed: Sequence[PlacedSegment]) -> Media:
+    """Segments as images and videos, (patches, grid) each; a chunk of a video is a video of its own."""
+    still, moving = (
+        tuple((one.segment.patches, one.segment.grid) for one in placed if one.segment.is_video == is_video)
+        for is_video in (False, True)
+    )
+    return Media(still, moving)
+
+
+def prefix_keys(prompt: tuple[int, ...], placed: Sequence[PlacedSegment]) -> tuple[int, ...]:
+    """What a prompt's pages are known by: its tokens, and where a feature stands the key of that feature."""
+    if not placed:
+        return prompt
+    keys = np.array(prompt, np.int64)
+    for one in placed:
+        keys[one.places] = one.keys
+    return tuple(keys.tolist())
