@@ -9,32 +9,28 @@ measured in OUT/report.json. See docs/tiny.md.
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import optax
 
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import save
 from m3jax.evaluate.checkpoint import measure
-from m3jax.model import M3
 from m3jax.msa import SCHEDULES
-from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Tokenizer
 from m3jax.train.data import Corpus
-from m3jax.train.dialogues import KINDS, MODES, DialogueBatches, Task, dialogue_accuracy, draw_task
+from m3jax.train.dialogues import DialogueBatches, measure_dialogues
 from m3jax.train.fused import fuse
 from m3jax.train.run import Stage, mismatch, run_stages, under
 from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state, make_optimizer
 
-STAGES = (Stage("dialogues", 2000, 4096, 16, True),)
-SHORT = (Stage("dialogues", 6, 512, 2, True),)
-HELD_OUT_SEED = 2**31  # no training run has it
+STEPS, SHORT_STEPS = 1400, 6
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
@@ -42,8 +38,10 @@ def main(argv: list[str] | None = None) -> None:
     """Parse arguments, train, measure."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.steps < 1 or args.workers < 0:
+        parser.error("--steps is at least 1, and --workers at least 0")
     args.out.mkdir(parents=True, exist_ok=True)
-    names = ("short", "seed", "learning_rate", "dialogue_fraction", "schedule")
+    names = ("short", "seed", "steps", "keep", "learning_rate", "dialogue_fraction", "schedule")
     if reason := mismatch(args.out, {name: getattr(args, name) for name in names} | {"model": str(args.model)}):
         parser.error(reason)
     tokenizer, template = Tokenizer.from_pretrained(args.model), ChatTemplate.from_folder(args.model)
@@ -68,13 +66,13 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer, template: ChatTemplate) -> TrainState:
     """Run what is left of the steps, keeping the state as it goes."""
-    stages = SHORT if args.short else STAGES
+    steps, seq_len, rows = (SHORT_STEPS, 512, 2) if args.short else (args.steps, 4096, 16)
     fused = args.schedule == "fused"
-    optimizer = _optimizer(sum(stage.steps for stage in stages), args.learning_rate)
+    optimizer = _optimizer(steps, args.learning_rate)
     model = m3jax.load(args.model, dtype="float32")
     return run_stages(
         args.out / "state",
-        stages,
+        [Stage("dialogues", steps, seq_len, rows, sparse=True)],
         init_state(model, optimizer),
         optimizer,
         TrainOptions(recall_weight=2.0, fused=fused),
@@ -82,35 +80,9 @@ def train(args: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer, templa
             corpus, tokenizer, template, stage.seq_len, stage.batch, args.seed, args.dialogue_fraction
         ),
         schedule="mask" if fused else args.schedule,
+        workers=args.workers,
+        teacher=model if args.keep else None,
     )
-
-
-def held_out(corpus: Corpus, tokenizer: Tokenizer, count: int, document_tokens: int) -> list[Task]:
-    """Dialogues of each kind and thinking mode, from code that no training row has.
-
-    Args:
-      corpus: the validation split.
-      tokenizer: the corpus's.
-      count: of each kind and mode.
-      document_tokens: length of the longest document; they are spread evenly up to it.
-    """
-    rng = np.random.default_rng(HELD_OUT_SEED)
-    lengths = np.linspace(min(64, document_tokens), document_tokens, count).astype(int)
-    return [
-        draw_task(rng, corpus, tokenizer, int(length), kind, mode)
-        for kind in KINDS
-        for mode in MODES
-        for length in lengths
-    ]
-
-
-def measure_dialogues(
-    model: M3, corpus: Corpus, tokenizer: Tokenizer, template: ChatTemplate, short: bool
-) -> dict[str, dict]:
-    """What the model makes of held-out dialogues, by kind, with documents of up to 3,000 tokens."""
-    tasks = held_out(corpus, tokenizer, count=1 if short else 64, document_tokens=128 if short else 3000)
-    with activity(about=len(tasks)) as line, line.timed("playing held-out dialogues"):
-        return dialogue_accuracy(model, tokenizer, template, tasks)
 
 
 @cache
@@ -129,9 +101,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
     parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--dialogue-fraction", type=float, default=0.625, help="share of rows with dialogues; the "
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the run (default %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--dialogue-fraction", type=float, default=0.5, help="share of rows with dialogues; the "
                         "others are those that the checkpoint was trained on (default %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--keep",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the model's own predictions are the targets in code, so that it is not forgotten nor learned by heart",
+    )
+    parser.add_argument("--workers", type=int, default=max(0, min(6, (os.cpu_count() or 1) - 2)), help="processes "
+                        "that make batches, 0 for a thread; they are the same (default here: %(default)s)")  # fmt: skip
     parser.add_argument(
         "--schedule",
         default="fused",

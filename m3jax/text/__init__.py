@@ -1,6 +1,6 @@
 """Text in and out of the model: the tokenizer and its streaming detokenizer, conversations, and outputs."""
 
-from m3jax.text.chat import ChatTemplate
+from m3jax.text.chat import ChatTemplate, ordered_messages
 from m3jax.text.output import Event, Message, OutputParser, ReasoningParser, ToolCall, ToolCallParser
 from m3jax.text.stream import TextStream
 from m3jax.text.tokenizer import Tokenizer
@@ -15,4 +15,5 @@ __all__ = [
     "Tokenizer",
     "ToolCall",
     "ToolCallParser",
+    "ordered_messages",
 ]

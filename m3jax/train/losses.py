@@ -23,6 +23,34 @@ def next_token_loss(
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
+def kept_loss(
+    logits: Float[Array, "B T V"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    expected: Float[Array, "B T V"],
+    kept: Bool[Array, "B T"],
+) -> Float[Array, ""]:
+    """`next_token_loss`, but where `kept` the target is the whole distribution of a model that is not to be forgotten.
+
+    Cross-entropy against softmax(expected) is lowest where the predictions are that model's, however often the text was
+    seen: training goes on for a new task and neither forgets the old text nor learns it by heart.
+
+    Args:
+      logits: of the model in training.
+      targets: the tokens that followed.
+      weights: of the targets, of either kind.
+      expected: logits of the model that is kept.
+      kept: where its distribution is the target.
+
+    Source: learning without forgetting (Li and Hoiem, arXiv:1606.09282), with temperature 1.
+    """
+    log_normaliser = jax.nn.logsumexp(logits, axis=-1)  # [B T]
+    of_token = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    of_distribution = jnp.sum(jax.nn.softmax(expected, axis=-1) * logits, axis=-1)
+    losses = log_normaliser - jnp.where(kept, of_distribution, of_token)
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
 def token_logprobs(model: M3, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
     """The log-probability of each token but the first, after those before it; it has gradients.
 

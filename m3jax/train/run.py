@@ -1,11 +1,15 @@
 """A training run that can be stopped at any time: its stages, its state on disk, the settings that it began with."""
 
 import json
+import multiprocessing
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,11 +24,12 @@ from m3jax.train.data import Batch
 from m3jax.train.step import TrainOptions, TrainState, train_step
 
 KEEP_SECONDS = 60.0
+_READ = ("tokens", "weights", "recall", "kept", "pictures")  # what a step reads of a batch
 
 
 @runtime_checkable
 class Batches(Protocol):
-    """Batches by number: `tokens` [B T+1], `weights` and `recall` [B T]."""
+    """Batches by number: `tokens` [B T+1], `weights`, `recall` [B T]; `kept` if a teacher is followed; `pictures`."""
 
     def __getitem__(self, index: int) -> Batch: ...
 
@@ -57,6 +62,10 @@ def run_stages(
     *,
     batches: Callable[[Stage], Batches],
     schedule: str,
+    workers: int = 0,
+    teacher: M3 | None = None,
+    check: Callable[[TrainState], None] | None = None,
+    check_every: int = 200,
 ) -> TrainState:
     """Run what is left of some stages, keeping the state as it goes.
 
@@ -68,6 +77,11 @@ def run_stages(
       options: of a step.
       batches: makes the batches of a stage; batch i is that of step i of the whole run.
       schedule: that sparse stages run under, one of `m3jax.msa.SCHEDULES`.
+      workers: processes that make batches, which must then be picklable; 0 makes them on a thread of this process,
+        which is enough where a batch takes less of a core than a step takes.
+      teacher: whose predictions are kept where a batch's "kept" says so, as in `m3jax.train.step.losses`, or None.
+      check: what looks at the state now and then, and says what it sees; it may not keep it.
+      check_every: steps from one look to the next.
 
     Returns:
       The state after the last step.
@@ -79,9 +93,23 @@ def run_stages(
         for stage in stages:
             last_step += stage.steps
             if int(state.step) < last_step:
-                state = _with_schedule(state, schedule if stage.sparse else "dense")
-                state = _run_stage(stage.name, last_step, state, batches(stage), optimizer, options, keeper)
+                stage_schedule = schedule if stage.sparse else "dense"
+                state = _with_schedule(state, stage_schedule)
+                kept = None if teacher is None else under(teacher, stage_schedule)
+                step = partial(train_step, optimizer=optimizer, options=options, teacher=kept)
+                look = (lambda state, step: None) if check is None else _every(check_every, check)
+                state = _run_stage(stage.name, last_step, state, step, batches(stage), workers, keeper, options, look)
     return state
+
+
+def _every(steps: int, check: Callable[[TrainState], None]) -> Callable[[TrainState, int], None]:
+    """A look at a state that is taken only after every so many steps."""
+
+    def look(state: TrainState, step: int) -> None:
+        if step % steps == 0:
+            check(state)
+
+    return look
 
 
 def under(model: M3, schedule: str) -> M3:
@@ -112,22 +140,22 @@ def _run_stage(
     name: str,
     last_step: int,
     state: TrainState,
+    train_step: Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]],
     batches: Batches,
-    optimizer: optax.GradientTransformation,
-    options: TrainOptions,
+    workers: int,
     keeper: ocp.CheckpointManager,
+    about: object,
+    look: Callable[[TrainState, int], None],
 ) -> TrainState:
-    """The steps of one stage up to the last; batches are made one ahead, on another thread."""
+    """The steps of one stage up to the last; batches are made ahead."""
     first_step = int(state.step)
     begin = last_kept = time.perf_counter()
-    with ThreadPoolExecutor(1) as pool, activity(about=options) as line:
-        next_batch = pool.submit(batches.__getitem__, first_step)
-        for step in range(first_step, last_step):
-            batch = next_batch.result()
-            next_batch = pool.submit(batches.__getitem__, step + 1)
-            arrays = {key: jnp.asarray(batch[key]) for key in ("tokens", "weights", "recall")}
+    made = _made_ahead(batches, range(first_step, last_step), workers)
+    with closing(made), activity(about=about) as line:
+        for step, batch in enumerate(made, first_step):
+            arrays = {key: jax.tree.map(jnp.asarray, batch[key]) for key in _READ if key in batch}
             with line.timed(f"{name}: compiling a step") if step == first_step else nullcontext():
-                state, metrics = train_step(state, arrays, optimizer, options)
+                state, metrics = train_step(state, arrays)
             line.say(f"{name}: step {step + 1} of {last_step}")
             is_last = step + 1 == last_step
             if step % 100 == 99 or is_last:
@@ -137,7 +165,38 @@ def _run_stage(
             if time.perf_counter() - last_kept >= KEEP_SECONDS or is_last:
                 keeper.save(step + 1, args=ocp.args.StandardSave(_leaves(state)))
                 last_kept = time.perf_counter()
+            look(state, step + 1)
     return state
+
+
+def _made_ahead(batches: Batches, steps: range, workers: int) -> Iterator[Batch]:
+    """The batches of some steps in order; one is made ahead on a thread, or two by each of the processes."""
+    # A forked copy of a process with a GPU and threads may hang; a spawned one begins anew and never sees the device.
+    pool = (
+        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _set_batches, (batches,))
+        if workers
+        else ThreadPoolExecutor(1, initializer=_set_batches, initargs=(batches,))
+    )
+    try:
+        ahead = deque(pool.submit(_batch, step) for step in steps[: 2 * workers or 1])
+        for step in range(steps.start + len(ahead), steps.stop + len(ahead)):
+            if step < steps.stop:
+                ahead.append(pool.submit(_batch, step))
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_source = threading.local()
+
+
+def _set_batches(batches: Batches) -> None:
+    """Tell a worker, a thread or a process, whose batches it makes."""
+    _source.batches = batches
+
+
+def _batch(step: int) -> Batch:
+    return _source.batches[step]
 
 
 def _leaves(state: TrainState) -> dict[str, jax.Array]:

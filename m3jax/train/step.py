@@ -15,7 +15,11 @@ from m3jax.config import M3Config
 from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.train.fused import fuse
-from m3jax.train.losses import index_kl, next_token_loss
+from m3jax.train.losses import index_kl, kept_loss, next_token_loss
+from m3jax.train.pictures.features import Pictures, with_pictures
+
+# Names of parameters: the tower and the projector, and what moves the router's choice.
+VISION, ROUTING_BIAS = "vision.", "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class TrainOptions:
       kl_weight: weight of the index loss; 0 leaves it out.
       kl_stride: every how many queries the index loss looks at, from a random offset.
       recall_weight: extra weight of the targets that are recalled values.
-      balance_rate: step of the routing bias towards equal expert loads.
+      balance_rate: step of the routing bias towards equal expert loads; 0 leaves the biases as they are.
       remat: recompute activations in the backward pass.
       fused: attention by `m3jax.train.fused`, for rows without padding; otherwise by the model's schedule.
     """
@@ -50,29 +54,44 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(
-    learning_rate: optax.Schedule, weight_decay: float = 0.1, frozen_index: bool = False
+    learning_rate: optax.Schedule,
+    weight_decay: float = 0.1,
+    frozen_index: bool = False,
+    vision_rate: optax.Schedule | None = None,
+    frozen_text: bool = False,
 ) -> optax.GradientTransformation:
     """AdamW with clipping by the global norm, for all but the parameters that are not the optimiser's.
 
-    Norms are not decayed. The routing biases are not the optimiser's: `balance` alone moves them.
+    Norms and biases are not decayed. The routing biases are not the optimiser's: `balance` alone moves them.
 
     Args:
-      learning_rate: by step.
+      learning_rate: by step, of the text model.
       weight_decay: of AdamW.
       frozen_index: leave the index branch out. For training without the index loss: a gradient of zero would not
         keep weight decay from moving it (T32).
+      vision_rate: by step, of the tower and the projector, which are clipped by a norm of their own; None is
+        `learning_rate`.
+      frozen_text: leave all of the text model as it is, to the bit.
     """
 
-    def frozen(name: str) -> bool:
-        return name.endswith("bias") or (frozen_index and ".index_" in name)
+    def group(name: str) -> str:
+        if name.startswith(VISION):
+            return "vision"
+        is_frozen = frozen_text or name.endswith(ROUTING_BIAS) or (frozen_index and ".index_" in name)
+        return "freeze" if is_frozen else "text"
 
-    decayed = partial(_map_names, lambda name, leaf: not name.endswith("norm"))
-    trained = partial(_map_names, lambda name, leaf: "freeze" if frozen(name) else "train")
-    adamw = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(learning_rate, b1=0.9, b2=0.95, eps=1e-10, weight_decay=weight_decay, mask=decayed),
+    decayed = partial(_map_names, lambda name, leaf: "norm" not in name and not name.endswith("bias"))
+
+    def adamw(rate: optax.Schedule) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-10, weight_decay=weight_decay, mask=decayed),
+        )
+
+    groups = {"text": adamw(learning_rate), "vision": adamw(vision_rate or learning_rate)}
+    return optax.multi_transform(
+        groups | {"freeze": optax.set_to_zero()}, partial(_map_names, lambda name, leaf: group(name))
     )
-    return optax.multi_transform({"train": adamw, "freeze": optax.set_to_zero()}, trained)
 
 
 def init_state(model: M3, optimizer: optax.GradientTransformation) -> TrainState:
@@ -80,7 +99,15 @@ def init_state(model: M3, optimizer: optax.GradientTransformation) -> TrainState
 
     Every array is committed to its devices as a step returns it; a mix of committed and uncommitted ones would
     compile the step again at its second call.
+
+    Args:
+      model: with weights in any float dtype.
+      optimizer: from `make_optimizer`.
+
+    Raises:
+      ValueError: weights in MXFP8, which no step could move.
     """
+    check_trainable(model)
     model = cast_weights(model, "float32")
     if model.mesh is None:
         everywhere = SingleDeviceSharding(*model.embed_tokens[...].devices())
@@ -90,30 +117,57 @@ def init_state(model: M3, optimizer: optax.GradientTransformation) -> TrainState
     return jax.tree.map(place, TrainState(jnp.int32(0), model, optimizer.init(model)))
 
 
+def check_trainable(model: M3) -> None:
+    """Raise ValueError for weights that no gradient moves.
+
+    Args:
+      model: to be trained.
+    """
+    if model.is_mxfp8:
+        raise ValueError(
+            "the model's linear layers are in MXFP8, which is frozen: train m3jax.load(folder, dtype='float32', "
+            "weights='dequantize'), then m3jax.quantize(model)"
+        )
+
+
 def losses(
-    model: M3, batch: dict[str, Array], offset: Int[Array, ""], options: TrainOptions
+    model: M3,
+    batch: dict[str, Array | Pictures],
+    offset: Int[Array, ""],
+    options: TrainOptions,
+    teacher: M3 | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """The training loss of one batch and its parts.
 
     Args:
       model: float32 master weights; its schedule says whether attention is dense or sparse.
-      batch: tokens [B T+1], weights and recall [B T].
+      batch: tokens [B T+1], weights and recall [B T]; "pictures" where some tokens stand for them.
       offset: first query of the index loss, below `options.kl_stride`.
       options: weights of the parts.
+      teacher: whose predictions are to be kept where the batch's "kept" [B T] says so: a target there is the teacher's
+        distribution, not the one token that followed. None takes the tokens everywhere.
 
     Returns:
       (loss, {"lm", "recall", "kl", "loads"}), losses in nats: lm with the batch's weights and the extra weight of
       recalled values, recall of those values alone, kl the mean over sparse layers. loads is a list over stacks of
       [L E], the share of routed pairs that each expert got; None where the MLP is dense.
     """
+    check_trainable(model)
     tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     probe = partial(_layer_measures, config=model.config, offset=offset, options=options)
     compute_model = cast_weights(model, options.compute_dtype)
     compute_model = fuse(compute_model) if options.fused else compute_model
-    x, _, stacks = compute_model.trunk(tokens, probe=probe, remat=options.remat)
+    embeddings = with_pictures(compute_model, tokens, batch["pictures"]) if "pictures" in batch else None
+    x, _, stacks = compute_model.trunk(tokens, embeddings=embeddings, probe=probe, remat=options.remat)
     logits = compute_model.unembed(compute_model.final_norm(x))  # [B T V]
     weights = batch["weights"] * (1.0 + options.recall_weight * batch["recall"])
-    lm = next_token_loss(logits, targets, weights)
+    if teacher is None:
+        lm = next_token_loss(logits, targets, weights)
+    else:
+        teacher = cast_weights(teacher, options.compute_dtype)
+        hidden, _, _ = (fuse(teacher) if options.fused else teacher).trunk(tokens)
+        expected = jax.lax.stop_gradient(teacher.unembed(teacher.final_norm(hidden)))
+        lm = kept_loss(logits, targets, weights, expected, batch["kept"])
     recall = next_token_loss(jax.lax.stop_gradient(logits), targets, batch["recall"].astype(logits.dtype))
     layer_kls = [measures["kl"] for measures in stacks if "kl" in measures]  # [L] of each sparse stack
     kl = sum(jnp.sum(kls) for kls in layer_kls) / max(1, sum(kls.shape[0] for kls in layer_kls))
@@ -124,7 +178,11 @@ def losses(
 
 @partial(jax.jit, static_argnames=("optimizer", "options"), donate_argnames="state")
 def train_step(
-    state: TrainState, batch: dict[str, Array], optimizer: optax.GradientTransformation, options: TrainOptions
+    state: TrainState,
+    batch: dict[str, Array | Pictures],
+    optimizer: optax.GradientTransformation,
+    options: TrainOptions,
+    teacher: M3 | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimiser step.
 
@@ -133,16 +191,18 @@ def train_step(
       batch: as for `losses`.
       optimizer: from `make_optimizer`; static, so make it once.
       options: static.
+      teacher: as for `losses`; not donated.
 
     Returns:
       (new state, metrics): lm, recall and kl as from `losses`, grad_norm before clipping, and imbalance, the load of
       the busiest expert of any layer relative to an equal share (in a model with experts).
     """
     offset = jax.random.randint(jax.random.fold_in(jax.random.key(0), state.step), (), 0, options.kl_stride)
-    grads, parts = jax.grad(losses, has_aux=True)(state.model, batch, offset, options)
+    grads, parts = jax.grad(losses, has_aux=True)(state.model, batch, offset, options, teacher)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
     model = optax.apply_updates(state.model, updates)
-    model = balance(model, parts["loads"], options.balance_rate)
+    if options.balance_rate:
+        model = balance(model, parts["loads"], options.balance_rate)
     metrics = {name: parts[name] for name in ("lm", "recall", "kl")} | {"grad_norm": optax.tree.norm(grads)}
     if imbalances := [jnp.max(load) * load.shape[-1] for load in parts["loads"] if load is not None]:
         metrics["imbalance"] = jnp.max(jnp.stack(imbalances))
@@ -194,8 +254,11 @@ def _layer_measures(
 
 
 def cast_weights(model: M3, dtype: str) -> M3:
-    """The weights in another dtype, as a checkpoint stores them: the router keeps its own."""
-    keep = lambda name: name.endswith((".gate", "bias"))
+    """The weights in another dtype, as a checkpoint stores them: router and patch embedding keep their own.
+
+    None may be in MXFP8.
+    """
+    keep = lambda name: name.endswith((".gate", ROUTING_BIAS, "patch_embedding"))
     return _map_names(lambda name, leaf: leaf if keep(name) else leaf.astype(dtype), model)
 
 

@@ -14,6 +14,7 @@ from m3jax.text import ChatTemplate, OutputParser, Tokenizer
 from m3jax.train import run
 from m3jax.train.data import Corpus
 from m3jax.train.dialogues import KINDS, MODES, DialogueBatches, Task, dialogue_accuracy, draw_task, written_tokens
+from m3jax.train.dialogues.batches import WRITTEN_WEIGHT, _document_tokens
 from m3jax.train.dialogues.evaluate import _hear, _judge, _Play
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +87,7 @@ def test_answers_follow_from_what_was_said(corpus):
     for seed in range(20):
         document = task_of(corpus, "document", "disabled", seed)
         question, answer = (message["content"] for message in document.messages)
-        key, value = answer.removesuffix(".").split(" is ")
+        key, value = answer.removeprefix("The value of ").removesuffix(".").split(" is ")
         assert f"# {key} -> {value}\n" in question and question.endswith(f"\n\nWhat is {key}?")
         assert question.count(f"# {key} ->") == 1 and "\ufffd" not in question
         total = task_of(corpus, "sum", "disabled", seed)
@@ -96,7 +97,7 @@ def test_answers_follow_from_what_was_said(corpus):
         both = task_of(corpus, "two look-ups, then sum", "disabled", seed).messages
         ids = [call["id"] for call in both[1]["tool_calls"]]
         assert [message["tool_call_id"] for message in both[2:4]] == ids and len(set(ids)) == 2
-        terms = [int(message["content"]) for message in both[2:4]]
+        terms = [int(message["content"].split(" -> ")[1]) for message in both[2:4]]
         assert list(both[4]["tool_calls"][0]["function"]["arguments"].values()) == terms
         assert both[-1]["content"] == f"The sum is {sum(terms)}."
 
@@ -123,20 +124,30 @@ def test_batches_are_those_of_their_seed_and_number(corpus):
 
 
 def test_a_row_has_dialogues_then_code_beside_rows_of_the_older_data(corpus):
-    """In a dialogue a weight is 1 where the mask says so: most of its tokens are read, and few are written."""
+    """In a dialogue the assistant's words weigh most, and all others are those that a teacher may give."""
     batch = DialogueBatches(corpus, TOKENIZER, TEMPLATE, 1024, 4, seed=0, dialogue_fraction=0.5)[0]
     assert batch["tokens"].shape == (4, 1025) and batch["weights"].shape == (4, 1024)
     assert {name: array.dtype.name for name, array in batch.items()} == {
-        **{"tokens": "int32", "weights": "float32", "recall": "bool", "distance": "int32", "recent": "int32"}
+        **{"tokens": "int32", "weights": "float32", "recall": "bool", "distance": "int32", "recent": "int32"},
+        **{"kept": "bool"},
     }
     turn = TOKENIZER.encode("]~b]")[0]
     assert (batch["tokens"][:2] == turn).any(axis=1).all() and not (batch["tokens"][2:] == turn).any()
-    for row, weights in zip(batch["tokens"][:2], batch["weights"][:2], strict=True):
+    for row, weights, kept in zip(batch["tokens"][:2], batch["weights"][:2], batch["kept"][:2], strict=True):
         assert row[0] == TOKENIZER.bos_id
-        last = np.flatnonzero(row == TOKENIZER.eos_id)
-        text = TOKENIZER.decode(row[1:][weights > 0], skip_special_tokens=False)
-        assert "]~b]" not in text.split("def ")[0] and "<response>" not in text and "What is" not in text
-        assert weights[last[2] - 1] in (0, 1) and 0.02 < weights.mean() < 0.9
+        text = TOKENIZER.decode(row[1:][~kept], skip_special_tokens=False)
+        assert "]~b]" not in text and "<response>" not in text and "What is" not in text and "[e~[" in text
+        np.testing.assert_array_equal(weights, np.where(kept, 1, WRITTEN_WEIGHT))
+        assert 0.02 < (~kept).mean() < 0.9
+    np.testing.assert_array_equal(batch["kept"][2:], ~batch["recall"][2:])
+
+
+def test_documents_have_all_lengths():
+    """Short ones, so that a row has many dialogues, and long ones, so that tools and questions stand far apart."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([_document_tokens(rng, 3600) for _ in range(3000)])
+    assert lengths.min() >= 32 and lengths.max() <= 3600
+    assert 0.3 < (lengths <= 256).mean() < 0.7 and 0.12 < (lengths > 2400).mean() < 0.4
 
 
 @pytest.mark.parametrize(
@@ -220,8 +231,8 @@ def test_a_short_run_goes_on_where_it_stopped(monkeypatch, tmp_path, sources):
     spec = importlib.util.spec_from_file_location("train_chat", ROOT / "scripts" / "train_chat.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert sum(stage.steps for stage in script.SHORT) == 6
-    monkeypatch.setattr(script, "SHORT", (run.Stage("dialogues", 3, 512, 2, True),))
+    assert script.SHORT_STEPS == 6
+    monkeypatch.setattr(script, "SHORT_STEPS", 3)
     monkeypatch.setattr(script, "measure", lambda *_: {})
     monkeypatch.setattr(script, "measure_dialogues", lambda *_: {})
     config = tiny.config("dM", vocab_size=2048, index_block_size=16, index_topk_blocks=4)
@@ -234,16 +245,17 @@ def test_a_short_run_goes_on_where_it_stopped(monkeypatch, tmp_path, sources):
     monkeypatch.setattr(run, "KEEP_SECONDS", 0.0)
     step, done = run.train_step, []
 
-    def stops(state, *args):
+    def stops(state, *args, **settings):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(int(state.step))
-        return step(state, *args)
+        return step(state, *args, **settings)
 
     monkeypatch.setattr(run, "train_step", stops)
     with pytest.raises(KeyboardInterrupt):
         script.main(arguments("parts"))
-    monkeypatch.setattr(run, "train_step", lambda state, *args: done.append(int(state.step)) or step(state, *args))
+    goes_on = lambda state, *args, **settings: done.append(int(state.step)) or step(state, *args, **settings)
+    monkeypatch.setattr(run, "train_step", goes_on)
     script.main(arguments("parts"))
     assert done == [0, 1, 2]
     weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("parts/model", "base")]
@@ -251,3 +263,5 @@ def test_a_short_run_goes_on_where_it_stopped(monkeypatch, tmp_path, sources):
     assert {path.name for path in (tmp_path / "parts" / "model").iterdir()} >= set(script.FILES)
     with pytest.raises(SystemExit):
         script.main([*arguments("parts"), "--seed", "1"])
+    with pytest.raises(SystemExit):
+        script.main([*arguments("other"), "--workers", "-1"])

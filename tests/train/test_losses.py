@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 from support import tiny
 
 from m3jax.train import losses
-from m3jax.train.losses import index_kl, next_token_loss
+from m3jax.train.losses import index_kl, kept_loss, next_token_loss
 from m3jax.train.step import TrainOptions
 from m3jax.train.step import losses as training_losses
 
@@ -175,3 +175,33 @@ def test_no_gradient_leaks_between_trunk_and_index_branch(schedule):
 def test_recall_is_measured_not_trained():
     """The loss of recalled values alone is a metric; what trains is the language loss with its extra weights."""
     assert not any(np.any(grad) for grad in gradients("mask")["recall"].values())
+
+
+def test_kept_targets_are_a_distribution_and_the_others_a_token():
+    draw = np.random.default_rng(0)
+    logits, expected = (jnp.asarray(draw.normal(size=(2, 5, 7)).astype(np.float32)) for _ in range(2))
+    targets, weights = jnp.asarray(draw.integers(7, size=(2, 5))), jnp.asarray(draw.random((2, 5)).astype(np.float32))
+    kept = jnp.asarray(draw.random((2, 5)) < 0.5)
+    of_token = np.eye(7)[targets]
+    target = np.where(kept[..., None], np.apply_along_axis(softmax, -1, np.asarray(expected, float)), of_token)
+    log_p = np.log(np.apply_along_axis(softmax, -1, np.asarray(logits, float)))
+    right = -((target * log_p).sum(-1) * weights).sum() / max(weights.sum(), 1)
+    np.testing.assert_allclose(kept_loss(logits, targets, weights, expected, kept), right, rtol=1e-5)
+    none = kept_loss(logits, targets, weights, expected, jnp.zeros_like(kept))
+    np.testing.assert_allclose(none, next_token_loss(logits, targets, weights), rtol=1e-6)
+
+
+def test_a_model_that_is_its_own_teacher_does_not_move():
+    """The gradient is zero where the teacher's predictions are kept, on a text that it finds unlikely too."""
+    model = tiny.model(tiny.config("dM"))
+    tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(2, 9), dtype=np.int32)
+    tokens, ones = jnp.asarray(tokens), jnp.ones((2, 8), jnp.float32)
+    options = TrainOptions(compute_dtype="float32", kl_weight=0.0, remat=False)
+
+    def norm(kept):
+        batch = {"tokens": tokens, "weights": ones, "recall": ones < 0, "kept": jnp.full(ones.shape, kept)}
+        loss = lambda model, teacher: training_losses(model, batch, jnp.int32(0), options, teacher)[0]
+        grads = jax.jit(jax.grad(loss), compiler_options=QUICK)(model, model)
+        return float(jnp.sqrt(sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(grads))))
+
+    assert norm(True) < 1e-5 < 1e-2 < norm(False)

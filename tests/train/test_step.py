@@ -249,16 +249,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(script, monkeypatch, tmp_pa
     done, step = [], run.train_step
     monkeypatch.setattr(script, "measure", lambda *args: {})
 
-    def stops(state, *args):
+    def stops(state, *args, **settings):
         if len(done) == 4:
             raise KeyboardInterrupt
         done.append(int(state.step))
-        return step(state, *args)
+        return step(state, *args, **settings)
 
     monkeypatch.setattr(run, "train_step", stops)
     with pytest.raises(KeyboardInterrupt):
         script.main(arguments(tmp_path, "parts"))
-    monkeypatch.setattr(run, "train_step", lambda state, *args: done.append(int(state.step)) or step(state, *args))
+    goes_on = lambda state, *args, **settings: done.append(int(state.step)) or step(state, *args, **settings)
+    monkeypatch.setattr(run, "train_step", goes_on)
     script.main(arguments(tmp_path, "parts"))
     assert done == [0, 1, 2, 3, 4, 5]
     weights = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "parts")]

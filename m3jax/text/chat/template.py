@@ -45,6 +45,10 @@ class ChatTemplate:
         self.name = printable(name)
         self._compiled, self._variables = _compiled(source, self.name)
 
+    def __reduce__(self):
+        """A pickle holds the source, and a process that reads it compiles it again."""
+        return ChatTemplate, (self.source, self.name)
+
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ChatTemplate":
         """Read a checkpoint's chat_template.jinja.

@@ -1,4 +1,4 @@
-"""Training rows of dialogues, in which only what the assistant writes counts, beside rows of the older data."""
+"""Training rows of dialogues, in which what the assistant writes counts most, beside rows of the older data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,18 @@ from m3jax.train.dialogues.tasks import draw_task
 END_OF_TURN = "[e~["
 _FEWEST_DOCUMENT_TOKENS = 32
 _ROOM_FOR_DIALOGUE = 448  # tokens around a document: the tools, the questions, the answers
+_SHORT_DOCUMENT = 256  # tokens of what a third of the documents has at most, so that a row has many dialogues
+WRITTEN_WEIGHT = 6.0  # in the loss, of a token that the assistant writes; any other counts 1
 
 
 @dataclass(frozen=True)
 class DialogueBatches:
     """Random training batches; batch i is a function of (seed, i) alone, so a run can resume.
 
-    `batches[i]` has the arrays of `RecallBatches`. Rows of dialogues come first: as many dialogues as find room, with
-    documents of all lengths, then code. There a weight is 1 where the target is code, or the assistant's own word, the
-    end of its turn included, and 0 elsewhere; none is recalled.
+    `batches[i]` has the arrays of `RecallBatches`, and `kept` [B T], the targets that a teacher may give: all that the
+    assistant does not write and that is not recalled. Rows of dialogues come first: as many dialogues as find room,
+    with documents of all lengths, then code. There a weight is `WRITTEN_WEIGHT` where the target is the assistant's own
+    word, the end of its turn included, and 1 elsewhere, so that code is not forgotten; none is recalled.
 
     Args:
       corpus: where the code comes from.
@@ -44,7 +47,7 @@ class DialogueBatches:
     seq_len: int
     batch_size: int
     seed: int
-    dialogue_fraction: float = 0.625
+    dialogue_fraction: float = 0.5
 
     def __post_init__(self):
         if self.seq_len < 512:
@@ -59,34 +62,43 @@ class DialogueBatches:
         rows = [self._row(rng) for _ in range(num_dialogues)]
         parts = [{name: np.stack([row[name] for row in rows]) for name in rows[0]}] if rows else []
         if num_dialogues < self.batch_size:
-            parts.append(RecallBatches(self.corpus, self.seq_len, self.batch_size - num_dialogues, self.seed)[index])
+            older = RecallBatches(self.corpus, self.seq_len, self.batch_size - num_dialogues, self.seed)[index]
+            parts.append(older | {"kept": ~older["recall"]})
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _row(self, rng: np.random.Generator) -> Batch:
         """Dialogues, and code after them, in T + 1 tokens."""
         length = self.seq_len + 1
-        tokens, counts = np.zeros(0, np.int32), np.zeros(0, bool)
+        tokens, written = np.zeros(0, np.int32), np.zeros(0, bool)
         while (room := length - len(tokens) - _ROOM_FOR_DIALOGUE) >= _FEWEST_DOCUMENT_TOKENS:
-            document_tokens = int(np.exp(rng.uniform(np.log(_FEWEST_DOCUMENT_TOKENS), np.log(room + 1))))
-            task = draw_task(rng, self.corpus, self.tokenizer, document_tokens)
+            task = draw_task(rng, self.corpus, self.tokenizer, _document_tokens(rng, room))
             ids, is_written = written_tokens(
                 self.template, self.tokenizer, task.messages, task.tools, task.thinking_mode
             )
             if len(tokens) + len(ids) > length:
                 break
-            tokens, counts = np.concatenate([tokens, ids]), np.concatenate([counts, is_written])
+            tokens, written = np.concatenate([tokens, ids]), np.concatenate([written, is_written])
         code_length = length - len(tokens)
         start = self.corpus.draw_start(rng, max(code_length, 1))
         code = self.corpus.tokens[start : start + code_length].astype(np.int32)
-        is_predicted = np.arange(code_length) > 0  # nothing predicts which file it is
-        counts = np.concatenate([counts, is_predicted])[1:]
+        written = np.concatenate([written, np.zeros(code_length, bool)])
         return {
             "tokens": np.concatenate([tokens, code]),
-            "weights": counts.astype(np.float32),
+            "weights": np.where(written[1:], WRITTEN_WEIGHT, 1.0).astype(np.float32),
             "recall": np.zeros(self.seq_len, bool),
+            "kept": ~written[1:],
             "distance": np.zeros(self.seq_len, np.int32),
             "recent": np.zeros(self.seq_len, np.int32),
         }
+
+
+def _document_tokens(rng: np.random.Generator, room: int) -> int:
+    """How long a document is: a third are short, a third of any order of magnitude, a third of any length."""
+    kind, fewest = rng.integers(3), _FEWEST_DOCUMENT_TOKENS
+    if kind == 2:
+        return int(rng.integers(fewest, room + 1))
+    most = min(room, _SHORT_DOCUMENT) if kind == 0 else room
+    return int(np.exp(rng.uniform(np.log(fewest), np.log(most + 1))))
 
 
 def written_tokens(

@@ -4,11 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.model import M3
+from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Message, OutputParser, Tokenizer
-from m3jax.train.dialogues.tasks import Task
+from m3jax.train.corpus import Corpus
+from m3jax.train.dialogues.tasks import KINDS, MODES, Task, draw_task
 
+_HELD_OUT_SEED = 2**31  # no training run has it
 _NEW_TOKENS = 192  # of one answer; the longest right one has about 120
 
 
@@ -30,6 +35,42 @@ class _Play:
     num_calls: int = 0
     num_well_formed: int = 0
     is_right: bool = False
+
+
+def held_out_dialogues(corpus: Corpus, tokenizer: Tokenizer, count: int, document_tokens: int) -> list[Task]:
+    """Dialogues of each kind and thinking mode, from code that no training row has.
+
+    Args:
+      corpus: the validation split.
+      tokenizer: the corpus's.
+      count: of each kind and mode.
+      document_tokens: length of the longest document; they are spread evenly up to it.
+    """
+    rng = np.random.default_rng(_HELD_OUT_SEED)
+    lengths = np.linspace(min(64, document_tokens), document_tokens, count).astype(int)
+    return [
+        draw_task(rng, corpus, tokenizer, int(length), kind, mode)
+        for kind in KINDS
+        for mode in MODES
+        for length in lengths
+    ]
+
+
+def measure_dialogues(
+    model: M3, corpus: Corpus, tokenizer: Tokenizer, template: ChatTemplate, short: bool
+) -> dict[str, dict[str, float | int]]:
+    """What a model makes of held-out dialogues, by kind, with documents of up to 3,000 tokens.
+
+    Args:
+      model: any M3.
+      corpus: the validation split.
+      tokenizer: the corpus's.
+      template: the model's chat template.
+      short: a few short ones, to see that everything works.
+    """
+    tasks = held_out_dialogues(corpus, tokenizer, count=1 if short else 64, document_tokens=128 if short else 3000)
+    with activity(about=len(tasks)) as line, line.timed("playing held-out dialogues"):
+        return dialogue_accuracy(model, tokenizer, template, tasks)
 
 
 def dialogue_accuracy(

@@ -102,13 +102,17 @@ class _Script:
     def asks(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
 
+    def thinks(self, is_hard: bool) -> bool:
+        return self.mode == "enabled" or (self.mode == "adaptive" and is_hard)
+
     def says(self, reasoning: str, content: str, *, is_hard: bool = False) -> None:
-        thinks = self.mode == "enabled" or (self.mode == "adaptive" and is_hard)
-        thought = {"reasoning_content": reasoning} if thinks else {}
+        thought = {"reasoning_content": reasoning} if self.thinks(is_hard) else {}
         self.messages.append({"role": "assistant", "content": content, **thought})
 
-    def calls(self, reasoning: str, *calls: tuple[str, dict[str, Any]], is_hard: bool = False) -> None:
-        self.says(reasoning, "", is_hard=is_hard)
+    def calls(
+        self, reasoning: str, *calls: tuple[str, dict[str, Any]], content: str = "", is_hard: bool = False
+    ) -> None:
+        self.says(reasoning, content, is_hard=is_hard)
         functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
         numbers = range(self._calls, self._calls + len(calls))
         self.messages[-1]["tool_calls"] = [
@@ -151,24 +155,31 @@ def _ask_document(
     text = tokenizer.decode(row).strip("\ufffd\n")  # the ends of the code may lie within a character
     place = 2 * int(rng.integers(num_records))
     key, value = known[place : place + 2]
-    record = f"# {key} -> {value}"
+    fact, is_thought = f"The value of {key} is {value}", script.thinks(is_hard=True)
     if not looks_up:
         script.asks(f"{text}\n\nWhat is {key}?")
-        script.says(record, f"{key} is {value}.", is_hard=True)
+        script.says(_record(key, value), f"{fact}.", is_hard=True)
         return
     found = script.words.pop()
     script.asks(f"{text}\n\nLook up what {key} is.")
-    script.calls(f"{record}\nI look up {value}.", (script.look_up, {script.key: value}), is_hard=True)
-    script.returns(found)
-    script.says(f"{value} is {found}.", f"{key} is {value}, and {value} is {found}.")
+    # What the call needs is written down before it, where nothing is thought as the answer's first sentence.
+    call = (script.look_up, {script.key: value})
+    script.calls(_record(key, value), call, content="" if is_thought else f"{fact}.", is_hard=True)
+    script.returns(_record(value, found))
+    script.says(_record(value, found), f"{fact}, and the value of {value} is {found}.")
+
+
+def _record(key: str, value: str | int) -> str:
+    """As a document has it: each word is one token, its space included, as the checkpoint has learned to recall it."""
+    return f"# {key} -> {value}"
 
 
 def _ask_look_up(script: _Script) -> None:
     key, value = script.words.pop(), script.words.pop()
     script.asks(f"Look up {key}.")
     script.calls(f"I look up {key}.", (script.look_up, {script.key: key}))
-    script.returns(value)
-    script.says(f"{key} is {value}.", f"{key} is {value}.")
+    script.returns(_record(key, value))
+    script.says(_record(key, value), f"The value of {key} is {value}.")
 
 
 def _ask_sum(script: _Script, rng: np.random.Generator) -> None:
@@ -185,7 +196,7 @@ def _ask_two_look_ups(script: _Script, rng: np.random.Generator) -> None:
     script.asks(f"Look up {keys[0]} and {keys[1]}, and add them.")
     look_ups = [(script.look_up, {script.key: key}) for key in keys]
     script.calls(f"I look up {keys[0]} and {keys[1]}.", *look_ups, is_hard=True)
-    script.returns(str(one), str(other))
+    script.returns(_record(keys[0], one), _record(keys[1], other))
     script.calls(f"I add {one} and {other}.", (script.add, dict(zip(script.terms, (one, other), strict=True))))
     script.returns(str(one + other))
     script.says(f"The sum is {one + other}.", f"The sum is {one + other}.")

@@ -1,0 +1,158 @@
+"""Training rows of dialogues about pictures, beside rows of text: tokens, and patches that some of them stand for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from m3jax.media import PlaceholderIds, ProcessedImage, ProcessedVideo, expand_tokens
+from m3jax.media.frames import timestamps
+from m3jax.media.packing import NO_SEGMENT
+from m3jax.media.patches import Grid, patch_positions, patch_rows
+from m3jax.media.sizes import PATCH, PATCH_VALUES, TEMPORAL
+from m3jax.text import ChatTemplate, Tokenizer
+from m3jax.train.data import Batch
+from m3jax.train.dialogues import written_tokens
+from m3jax.train.pictures.features import Pictures
+from m3jax.train.pictures.tasks import MOST_PATCHES, MOST_TOKENS, PictureTask, draw_picture_task
+
+_ROOM = 256  # tokens that the longest dialogue about a picture has
+_TOKENS_A_PICTURE = 72  # of a row: as many pictures as it has room for
+
+
+def grid_of(task: PictureTask) -> Grid:
+    """A task's picture or clip in patches: (temporal patches, rows, columns)."""
+    frames, height, width, _ = task.frames.shape
+    return -(-frames // TEMPORAL), height // PATCH, width // PATCH
+
+
+def task_tokens(
+    task: PictureTask, tokenizer: Tokenizer, template: ChatTemplate, ids: PlaceholderIds
+) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
+    """A dialogue's tokens with all placeholders of its picture, and which of them the assistant writes.
+
+    Args:
+      task: the dialogue.
+      tokenizer: of the model.
+      template: how a dialogue becomes text.
+      ids: of the placeholders.
+    """
+    tokens, is_written = written_tokens(template, tokenizer, task.messages(), None, task.thinking_mode)
+    t, h, w = grid = grid_of(task)
+    rows = np.empty((t * h * w, 0), np.float32)  # the prompt asks how many there are, not what they hold
+    if task.is_clip:
+        seconds = timestamps(range(len(task.frames)), task.source_fps)
+        media = {"videos": [ProcessedVideo(rows, (grid,), seconds, tuple(range(len(task.frames))))]}
+    else:
+        media = {"images": [ProcessedImage(rows, grid)]}
+    expanded = np.array(expand_tokens(tokens, **media, encode=tokenizer.encode, ids=ids), np.int32)
+    (place,) = np.flatnonzero(tokens == (ids.video if task.is_clip else ids.image))
+    added = np.zeros(len(expanded) - len(tokens), bool)
+    return expanded, np.concatenate([is_written[:place], added, is_written[place:]])
+
+
+def packed_pictures(tasks: Sequence[PictureTask], places: Sequence[Int32[np.ndarray, " _"]], capacity: int) -> Pictures:
+    """Pictures in arrays of fixed sizes.
+
+    Args:
+      tasks: S of them at most.
+      places: for each where its features go.
+      capacity: S.
+    """
+    patches = np.zeros((capacity, MOST_PATCHES, PATCH_VALUES), np.uint8)
+    segments = np.full((capacity, MOST_PATCHES), NO_SEGMENT, np.int32)
+    positions = np.zeros((capacity, MOST_PATCHES, 3), np.int32)
+    padded_places = np.full((capacity, MOST_TOKENS), -1, np.int32)
+    for number, (task, own_places) in enumerate(zip(tasks, places, strict=True)):
+        grid = grid_of(task)
+        rows = patch_rows(task.frames.transpose(0, 3, 1, 2).astype(np.float32))  # whole numbers
+        patches[number, : len(rows)] = rows.astype(np.uint8)
+        segments[number, : len(rows)] = 0
+        positions[number, : len(rows)] = patch_positions(grid)
+        padded_places[number, : len(own_places)] = own_places
+    return Pictures(patches, segments, positions, padded_places)
+
+
+@dataclass(frozen=True)
+class PictureBatches:
+    """Random training batches; batch i is a function of (seed, i) alone, so a run can resume.
+
+    `batches[i]` has the arrays of `RecallBatches`, and "pictures". Rows of pictures come first: as many dialogues as
+    find room, one after the other. There a weight is `weight` where the target is the assistant's own word, the end of
+    its turn included, and 0 elsewhere; none is recalled.
+
+    Args:
+      tokenizer: of the model.
+      template: how a dialogue becomes text.
+      seq_len: T, at least 256.
+      rows: of pictures.
+      seed: of all batches, not negative.
+      weight: of the assistant's words, of which there are few beside a row of text.
+      text: batches of rows of T tokens that stand below; None for none.
+
+    Raises:
+      ValueError: rows without room for a dialogue, or no rows.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    seq_len: int
+    rows: int
+    seed: int
+    weight: float = 1.0
+    text: "Sequence[Batch] | None" = None
+
+    def __post_init__(self):
+        if self.seq_len < _ROOM:
+            raise ValueError(f"seq_len {self.seq_len} has no room for dialogues about pictures; give at least {_ROOM}")
+        if self.rows < 1:
+            raise ValueError(f"rows {self.rows}: give at least one row of pictures")
+
+    @cached_property
+    def ids(self) -> PlaceholderIds:
+        """The placeholders of this tokenizer."""
+        return PlaceholderIds.of_tokenizer(self.tokenizer)
+
+    def __getitem__(self, index: int) -> Batch:
+        rng = np.random.default_rng([self.seed, index, 2])
+        most = self.seq_len // _TOKENS_A_PICTURE
+        tasks, places, rows = [], [], []
+        for number in range(self.rows):
+            row, row_tasks, row_places = self._row(rng, most)
+            rows.append(row)
+            tasks += row_tasks
+            places += [number * self.seq_len + own for own in row_places]
+        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        if self.text is not None:
+            below = self.text[index]
+            batch = {name: np.concatenate([batch[name], below[name]]) for name in batch}
+        return batch | {"pictures": packed_pictures(tasks, places, self.rows * most)}
+
+    def _row(
+        self, rng: np.random.Generator, most: int
+    ) -> tuple[Batch, list[PictureTask], list[Int32[np.ndarray, " _"]]]:
+        """Dialogues in T + 1 tokens, ends of turns behind them; their tasks, and where each one's features go."""
+        length = self.seq_len + 1
+        tokens, counts = np.full(length, self.tokenizer.eos_id, np.int32), np.zeros(length, bool)
+        tasks, places, begin = [], [], 0
+        while len(tasks) < most:
+            task = draw_picture_task(rng)
+            ids, is_written = task_tokens(task, self.tokenizer, self.template, self.ids)
+            if (end := begin + len(ids)) > length:
+                break
+            tokens[begin:end], counts[begin:end] = ids, is_written
+            (found,) = np.nonzero((ids == self.ids.image) | (ids == self.ids.video))
+            tasks.append(task)
+            places.append(begin + found.astype(np.int32))
+            begin = end
+        row = {
+            "tokens": tokens,
+            "weights": np.float32(self.weight) * counts[1:],
+            "recall": np.zeros(self.seq_len, bool),
+            "distance": np.zeros(self.seq_len, np.int32),
+            "recent": np.zeros(self.seq_len, np.int32),
+            "kept": np.zeros(self.seq_len, bool),
+        }
+        return row, tasks, places

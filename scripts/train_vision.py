@@ -1,0 +1,204 @@
+"""Teach the embedded checkpoint to see: a small tower and projector, trained on pictures that are drawn here.
+
+    python scripts/train_vision.py --out runs/vision                 # all weights, pictures beside text
+    python scripts/train_vision.py --out runs/tower --train vision   # the tower alone: no bit of the text moves
+    python scripts/train_vision.py --out runs/try --short            # six small steps, to see that everything works
+
+The run keeps its state under OUT/state and writes a checkpoint in the hub's layout to OUT/model, with what was
+measured in OUT/report.json. See docs/tiny.md.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import m3jax
+from m3jax.assets import embedded_path
+from m3jax.checkpoint import save
+from m3jax.evaluate.checkpoint import measure
+from m3jax.media import PlaceholderIds
+from m3jax.model import M3
+from m3jax.msa import SCHEDULES
+from m3jax.progress import activity
+from m3jax.text import ChatTemplate, Tokenizer
+from m3jax.train.data import Corpus
+from m3jax.train.dialogues import DialogueBatches, measure_dialogues
+from m3jax.train.fused import fuse
+from m3jax.train.pictures import PictureBatches, held_out_tasks, picture_accuracy, with_tower
+from m3jax.train.run import Stage, mismatch, run_stages, under
+from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state, make_optimizer
+from m3jax.vision import VisionConfig
+
+STAGES = {"all": Stage("pictures", 1800, 4096, 16, True), "vision": Stage("pictures", 2400, 1024, 32, True)}
+SHORT = Stage("pictures", 6, 512, 2, True)
+FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+# Half of a batch's rows hold text under "all". They have five times as many words that count.
+PICTURE_ROWS, PICTURE_WEIGHT = 0.5, 6.0
+CHECKED, MEASURED = 32, 250  # pictures of each kind that are asked about during the run, and after it
+
+
+def tower(ids: PlaceholderIds) -> VisionConfig:
+    """The tower and the projector: 0.9 million parameters, 1.9 MB in a checkpoint.
+
+    Args:
+      ids: of the placeholders.
+    """
+    return VisionConfig(
+        hidden_size=96, num_hidden_layers=4, num_attention_heads=4, intermediate_size=384, projector_hidden_size=192,
+        image_token_id=ids.image, video_token_id=ids.video,
+    )  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse arguments, train, measure."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    names = ("train", "steps", "short", "seed", "learning_rate", "vision_learning_rate", "schedule")
+    if reason := mismatch(args.out, {name: getattr(args, name) for name in names} | {"model": str(args.model)}):
+        parser.error(reason)
+    tokenizer, template = Tokenizer.from_pretrained(args.model), ChatTemplate.from_folder(args.model)
+    splits = ("train", "validation") if args.train == "all" else ()
+    corpora = {
+        split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources) for split in splits
+    }
+    base = m3jax.load(args.model, dtype="float32")
+    begin = time.perf_counter()
+    state = train(args, base, corpora.get("train"), tokenizer, template)
+    print(f"trained in {time.perf_counter() - begin:.0f} s", flush=True)
+    model = cast_weights(under(state.model, "mask"), "bfloat16")
+    save(model, args.out / "model")
+    for name in FILES:
+        shutil.copy(args.model / name, args.out / "model" / name)
+    begin = time.perf_counter()
+    report = measure_pictures(fuse(model), tokenizer, template, 1 if args.short else MEASURED)
+    if args.train == "all":
+        report |= measure(fuse(model), corpora["validation"], args.short, False)
+        report["dialogues"] = measure_dialogues(model, corpora["validation"], tokenizer, template, args.short)
+    else:
+        report["text_is_unchanged"] = is_same_text(model, cast_weights(base, "bfloat16"))
+    (args.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    print(json.dumps(report, indent=2))
+    print(f"measured in {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def train(
+    args: argparse.Namespace, base: M3, corpus: Corpus | None, tokenizer: Tokenizer, template: ChatTemplate
+) -> TrainState:
+    """Run what is left of the steps, keeping the state as it goes."""
+    stage = SHORT if args.short else STAGES[args.train]
+    stage = stage if args.steps is None else replace(stage, steps=args.steps)
+    trains_text = args.train == "all"
+    optimizer = _optimizer(stage.steps, args.learning_rate, args.vision_learning_rate, frozen_text=not trains_text)
+    fused = args.schedule == "fused"
+    # Without the text there is nobody to learn which blocks to select, and no load to balance.
+    parts = dict(recall_weight=2.0) if trains_text else dict(kl_weight=0.0, balance_rate=0.0)
+    return run_stages(
+        args.out / "state",
+        [stage],
+        init_state(with_tower(base, tower(PlaceholderIds.of_tokenizer(tokenizer)), args.seed), optimizer),
+        optimizer,
+        TrainOptions(fused=fused, **parts),
+        batches=lambda stage: make_batches(stage, args, corpus, tokenizer, template),
+        schedule="mask" if fused else args.schedule,
+        workers=args.workers,
+        teacher=base if trains_text else None,
+        check=None if args.short else checker(tokenizer, template),
+    )
+
+
+def make_batches(
+    stage: Stage, args: argparse.Namespace, corpus: Corpus | None, tokenizer: Tokenizer, template: ChatTemplate
+) -> PictureBatches:
+    """Rows of pictures; where text is trained too, as many of dialogues and code below them."""
+    if corpus is None:
+        return PictureBatches(tokenizer, template, stage.seq_len, stage.batch, args.seed)
+    rows = max(1, round(PICTURE_ROWS * stage.batch))
+    text = DialogueBatches(corpus, tokenizer, template, stage.seq_len, stage.batch - rows, args.seed)
+    return PictureBatches(tokenizer, template, stage.seq_len, rows, args.seed, PICTURE_WEIGHT, text)
+
+
+def checker(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[TrainState], None]:
+    """Says now and then how many of some held-out pictures are answered right."""
+    tasks = held_out_tasks(CHECKED)
+
+    def check(state: TrainState) -> None:
+        model = fuse(cast_weights(under(state.model, "mask"), "bfloat16"))
+        print(f"{'right':>14} {picture_accuracy(model, tokenizer, template, tasks)}", flush=True)
+
+    return check
+
+
+def measure_pictures(model: M3, tokenizer: Tokenizer, template: ChatTemplate, count: int) -> dict[str, Any]:
+    """The share of right answers, by kind of question: on new pictures of known things, and on new things.
+
+    Args:
+      model: with a tower.
+      tokenizer: the model's.
+      template: its chat template.
+      count: pictures of each kind.
+    """
+    vision = sum(leaf.nbytes for leaf in jax.tree.leaves(model.vision))
+    report: dict[str, Any] = {"vision_bytes": vision, "pictures_of_each_kind": count}
+    with activity(about=count) as line:
+        for name, new_pairs in (("pictures", False), ("pictures_of_new_pairs", True)):
+            with line.timed("asking about held-out pictures"):
+                tasks = held_out_tasks(count, new_pairs=new_pairs)
+                report[name] = picture_accuracy(model, tokenizer, template, tasks, min(64, len(tasks)))
+    return report
+
+
+def is_same_text(model: M3, base: M3) -> bool:
+    """Whether two models' text weights are the same, bit for bit."""
+    parts = lambda m: jax.tree.leaves((m.embed_tokens, m.stacks, m.norm, m.lm_head))
+    return all(np.array_equal(a, b) for a, b in zip(parts(model), parts(base), strict=True))
+
+
+@cache
+def _optimizer(num_steps: int, rate: float, vision_rate: float, frozen_text: bool) -> optax.GradientTransformation:
+    """One object for the same settings: `train_step` is compiled for the object."""
+    warmup_steps = min(100, num_steps // 4 + 1)
+    rising = lambda rate: optax.warmup_cosine_decay_schedule(0.0, rate, warmup_steps, num_steps, 0.0)
+    return make_optimizer(rising(rate), vision_rate=rising(vision_rate), frozen_text=frozen_text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument(
+        "--model", type=Path, default=embedded_path(), help="what to begin with; the embedded checkpoint"
+    )
+    parser.add_argument("--train", choices=tuple(STAGES), default="all", help="all weights, on pictures and text; or "
+                        "vision alone, which leaves the text model as it is (default %(default)s)")  # fmt: skip
+    parser.add_argument("--steps", type=int, help="how many, in place of the stage's own")
+    parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
+    parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="of the text (default %(default)s)")
+    parser.add_argument("--vision-learning-rate", type=float, default=2e-3, help="of tower and projector "
+                        "(default %(default)s)")  # fmt: skip
+    parser.add_argument("--workers", type=int, default=max(0, min(12, (os.cpu_count() or 1) - 2)), help="processes "
+                        "that make batches, 0 for a thread; they are the same (default here: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--schedule",
+        default="fused",
+        choices=("fused", *SCHEDULES),
+        help="sparse attention in training: m3jax.train.fused, or a schedule of m3jax.msa (default %(default)s)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
