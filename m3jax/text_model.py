@@ -13,7 +13,20 @@ from jaxtyping import Array
 
 from m3jax.assets import embedded_path
 from m3jax.config import M3Config
-from m3jax.decoding import Drafter, Engine, Params, Sampling, StoppableText, check_logits, engine_for, stream_text
+from m3jax.decoding import (
+    Drafter,
+    Engine,
+    Media,
+    Params,
+    Sampling,
+    StoppableText,
+    check_logits,
+    engine_for,
+    marked,
+    read_media,
+    stream_text,
+    with_placeholders,
+)
 from m3jax.decoding.defaults import Defaults
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.dialogue import Reply, chat
@@ -78,12 +91,13 @@ class TextModel:
         mesh: Mesh | str | None = None,
         backend: str = "auto",
         progress: bool = True,
+        weights: str = "dequantize",
     ) -> "TextModel":
         """Read all of a folder in the hub's layout.
 
         Args:
           folder: None is the embedded checkpoint.
-          dtype, mesh, progress: as in `m3jax.load`.
+          dtype, mesh, progress, weights: as in `m3jax.load`.
           backend: as in `M3.with_backend`.
 
         Raises:
@@ -94,7 +108,7 @@ class TextModel:
         tokenizer, defaults = Tokenizer.from_pretrained(folder), Defaults.from_pretrained(folder)
         template_file = folder / "chat_template.jinja"
         template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
-        model = load(folder, dtype=dtype, mesh=mesh, progress=progress).with_backend(backend)
+        model = load(folder, dtype=dtype, mesh=mesh, progress=progress, weights=weights).with_backend(backend)
         return cls(model, tokenizer, defaults, template, folder)
 
     def generate(
@@ -112,6 +126,8 @@ class TextModel:
         stream: bool = False,
         draft: Drafter | str | Path | None = None,
         draft_tokens: int = DRAFT_TOKENS,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
     ) -> str | list[str] | Iterator[str] | Iterator[tuple[int, str]]:
         """Continue texts.
 
@@ -132,6 +148,9 @@ class TextModel:
           stream: give the text as it comes.
           draft: as in `m3jax.generate`.
           draft_tokens: as in `m3jax.generate`.
+          images: that every prompt shows, one at each `<image>` of a prompt, or in front where it says that nowhere; as
+            on the command line. What an image can be is said in `m3jax.generate`.
+          videos: the same, one at each `<video>`.
 
         Returns:
           The new text of one prompt, or a list of one a prompt. With `stream` an iterator of pieces, of several prompts
@@ -151,9 +170,17 @@ class TextModel:
         config, limit = self.model.config, max_new_tokens
         params = [params_of(self.defaults, config, max_new_tokens=limit, seed=each, **knobs) for each in seeds]
         stop = [stop] if isinstance(stop, str) else list(stop)
+        media = None
+        if images or videos:
+            if self.model.vision is None:
+                raise ValueError("the model has no vision tower: it takes text alone; leave images and videos out")
+            media = read_media(images, videos)
+            texts = [marked(text, media) for text in texts]
         tokens = [tuple(self.tokenizer.encode(text)) for text in texts]
+        if media is not None:
+            tokens = [tuple(with_placeholders(prompt, media, self.tokenizer)) for prompt in tokens]
         new_texts = [StoppableText(self.tokenizer.stream(), stop) for _ in texts]
-        pieces = self._pieces(tokens, params, new_texts, draft, draft_tokens)
+        pieces = self._pieces(tokens, params, media, new_texts, draft, draft_tokens)
         if stream:
             return (piece for _, piece in pieces) if isinstance(prompts, str) else pieces
         for _ in pieces:
@@ -164,13 +191,14 @@ class TextModel:
         self,
         prompts: list[tuple[int, ...]],
         params: list[Params],
+        media: Media | None,
         new_texts: list[StoppableText],
         draft: Drafter | str | Path | None,
         draft_tokens: int,
     ) -> Iterator[tuple[int, str]]:
         """The pieces of all continuations as they come, each with the number of its prompt."""
-        engine = engine_for(self.model, prompts, params, draft=draft, draft_tokens=draft_tokens)
-        handles = [engine.add(prompt, asked) for prompt, asked in zip(prompts, params, strict=True)]
+        engine = engine_for(self.model, prompts, params, media=[media], draft=draft, draft_tokens=draft_tokens)
+        handles = [engine.add(prompt, asked, media) for prompt, asked in zip(prompts, params, strict=True)]
         number_of = {handle: number for number, handle in enumerate(handles)}
         for handle, piece in stream_text(engine, dict(zip(handles, new_texts, strict=True))):
             yield number_of[handle], piece

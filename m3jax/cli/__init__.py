@@ -33,6 +33,10 @@ def parser() -> Parser:
     prompt.add_argument("--prompt", metavar="TEXT", action="append", help="may be given several times")
     prompt.add_argument("--prompt-file", metavar="F", help="the whole file is one prompt; - is standard input")
     prompt.add_argument("--prompt-tokens", metavar="IDS", action="append", help="ids, as in 1,2,3; may be repeated")
+    out.add_argument("--image", metavar="F", action="append", default=[], help="an image that every prompt shows, "
+                     "where it says <image>, or in front; may be repeated")  # fmt: skip
+    out.add_argument("--video", metavar="F", action="append", default=[], help="the same for a video, where a prompt "
+                     "says <video>")  # fmt: skip
     out.add_argument("--max-new-tokens", metavar="N", type=int, help=f"default: the model folder's, else {NEW_TOKENS}")
     add_knobs(out)
     out.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; may be repeated")

@@ -2,7 +2,9 @@
 
 from m3jax.console import Parser
 
-BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")  # as m3jax.ops has them; a test compares the two
+# As m3jax.ops and m3jax.model.build have them; a test compares.
+BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")
+WEIGHTS = ("dequantize", "mxfp8")
 
 
 def add_model(out: Parser) -> None:
@@ -22,6 +24,8 @@ def add_knobs(out: Parser) -> None:
 def add_machine(out: Parser) -> None:
     """Where and how the model runs."""
     out.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16, float32 or float64")
+    out.add_argument("--weights", choices=WEIGHTS, default="dequantize", help="of a folder in MXFP8: mxfp8 keeps them "
+                     "in half the memory, dequantize (default) gives them --dtype")  # fmt: skip
     out.add_argument(
         "--backend", choices=BACKENDS, default="auto", help="auto (default) takes kernels where they can run"
     )

@@ -15,10 +15,14 @@ from m3jax.decoding import (
     Drafter,
     Engine,
     Generation,
+    Media,
     Params,
     check_logits,
     engine_for,
     generate_text,
+    marked,
+    read_media,
+    with_placeholders,
 )
 from m3jax.decoding.defaults import Defaults
 from m3jax.decoding.drafts import named_drafter
@@ -55,15 +59,17 @@ def _generate(args: argparse.Namespace) -> None:
     config = M3Config.from_pretrained(folder)
     tokenizer = _tokenizer(folder, args)
     params = asked_params(args, PROG, config, Defaults.from_pretrained(folder))
-    prompts = _prompts(args, tokenizer)
+    media = _media(args, config)
+    prompts = [with_placeholders(prompt, media, tokenizer) for prompt in _prompts(args, tokenizer, media)]
     for number, prompt in enumerate(prompts, 1):
         check_prompt(prompt, params, config, f"prompt {number}")
     mesh = None if args.mesh is None else parse_mesh(args.mesh)
     check_backend(args.backend)
     draft = None if args.draft is None else named_drafter(args.draft, config, args.dtype, mesh)
-    model = load(args.model, dtype=args.dtype, mesh=mesh).with_backend(args.backend).with_invariance(args.invariant)
+    model = load(args.model, dtype=args.dtype, mesh=mesh, weights=args.weights)
+    model = model.with_backend(args.backend).with_invariance(args.invariant)
     is_streamed = len(prompts) == 1 and not args.json  # then text is shown as it comes
-    engine, handles = _start(model, prompts, params, draft, args.draft_tokens, is_streamed)
+    engine, handles = _start(model, prompts, params, media, draft, args.draft_tokens, is_streamed)
     results = _continue(engine, handles, tokenizer, args, is_streamed)
     if args.stats:
         _print_stats(engine)
@@ -72,16 +78,23 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer | None:
     """The folder's tokenizer; None where it has none, and nothing but token ids is asked for."""
-    is_needed = args.prompt_tokens is None or args.stop
+    is_needed = args.prompt_tokens is None or args.stop or args.image or args.video
     return Tokenizer.from_pretrained(folder) if is_needed or (folder / "tokenizer.json").is_file() else None
 
 
-def _prompts(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """The token ids of every prompt."""
+def _media(args: argparse.Namespace, config: M3Config) -> Media:
+    """The images and videos, read and processed."""
+    if (args.image or args.video) and config.vision_config is None:
+        raise ValueError("--image, --video: this model has no vision tower, it takes text alone")
+    return read_media(args.image, args.video)
+
+
+def _prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, media: Media) -> list[list[int]]:
+    """The token ids of every prompt, with a placeholder for each image and video that it has a place for."""
     if args.prompt_tokens is not None:
         return [token_ids(text) for text in args.prompt_tokens]
     texts = args.prompt if args.prompt is not None else [_read_prompt(args.prompt_file)]
-    return [tokenizer.encode(text) for text in texts]
+    return [tokenizer.encode(marked(text, media)) for text in texts]
 
 
 def _read_prompt(name: str) -> str:
@@ -98,13 +111,21 @@ def _read_prompt(name: str) -> str:
 
 
 def _start(
-    model: M3, prompts: list[list[int]], params: Params, draft: Drafter | None, draft_tokens: int, is_streamed: bool
+    model: M3,
+    prompts: list[list[int]],
+    params: Params,
+    media: Media,
+    draft: Drafter | None,
+    draft_tokens: int,
+    is_streamed: bool,
 ) -> tuple[Engine, list[int]]:
     """An engine that has read all prompts, and the prompts' handles."""
     steps = _STREAM_STEPS if is_streamed and sys.stdout.isatty() else _BATCH_STEPS
     every_params = [params] * len(prompts)
-    engine = engine_for(model, prompts, every_params, steps_per_call=steps, draft=draft, draft_tokens=draft_tokens)
-    handles = [engine.add(prompt, params) for prompt in prompts]
+    engine = engine_for(
+        model, prompts, every_params, media=[media], steps_per_call=steps, draft=draft, draft_tokens=draft_tokens
+    )
+    handles = [engine.add(prompt, params, media) for prompt in prompts]
     with activity() as line:
         line.say("reading the prompt")
         while engine.prefill():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from m3jax.decoding import Engine, Params, StoppableText, check_logits, stream_text
+from m3jax.decoding import Engine, Media, Params, StoppableText, check_logits, stream_text
 from m3jax.dialogue.reply import Reply
 from m3jax.progress import activity
 from m3jax.text import Event, Message, OutputParser, Tokenizer
@@ -28,6 +28,7 @@ def answer(
     parser: OutputParser,
     prompt: Sequence[int],
     params: Params,
+    media: Media | None = None,
     *,
     stop: Sequence[str] = (),
     is_interrupted: Callable[[], bool] = lambda: False,
@@ -44,6 +45,7 @@ def answer(
       parser: a new one, which knows the tools and the thinking mode.
       prompt: token ids, checked already.
       params: how it goes on.
+      media: images and videos of the prompt.
       stop: texts before which the answer ends.
       is_interrupted: asked after each device call; where it says so the answer ends there.
       progress: whether reading the prompt is shown (`m3jax.progress`).
@@ -54,7 +56,7 @@ def answer(
     Raises:
       FloatingPointError: the model's logits were NaN or infinite.
     """
-    handle = engine.add(prompt, params)
+    handle = engine.add(prompt, params, media)
     try:
         with activity(progress) as line:
             line.say("reading the dialogue")

@@ -7,9 +7,10 @@ from typing import Any
 
 from m3jax.decoding import Drafter, Engine, Params, Sampling, engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS, check_prompt
-from m3jax.decoding.protocols import TargetConfig, TargetModel
+from m3jax.decoding.protocols import TargetConfig, TargetModel, sees
 from m3jax.decoding.sampling import Number
 from m3jax.dialogue.answer import answer, stop_ids
+from m3jax.dialogue.media import dialogue_tokens
 from m3jax.dialogue.reply import Reply
 from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer
 
@@ -48,7 +49,10 @@ def chat(
     Args:
       model: from `m3jax.load`.
       tokenizer: of the same folder.
-      messages: of a history, in OpenAI's layout; the roles are those that the template knows.
+      messages: of a history, in OpenAI's layout; the roles are those that the template knows. A part of a content
+        {"type": "image", "image": source} shows an image, {"type": "video", "video": source} a video, where source is a
+        path or a data URL as text, a `Path`, bytes, a Pillow image, an array, or frames of a video. "image_url" and
+        "input_image" of OpenAI's clients mean the same.
       tools: that the model may call, each {"type": "function", "function": {"name", "parameters": a JSON schema}}.
       thinking_mode: "enabled", "disabled", or "adaptive", where the model decides; None does not tell the template.
       stream: give events as they come, else the whole answer.
@@ -78,7 +82,9 @@ def chat(
     """
     template = as_template(template, tokenizer)
     parser = OutputParser(tools=tools, thinking_mode=thinking_mode)
-    prompt = template.encode(tokenizer, messages, tools=tools, thinking_mode=thinking_mode)
+    prompt, media = dialogue_tokens(
+        template, tokenizer, messages, tools, thinking_mode, can_see=sees(model), progress=progress
+    )
     knobs = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty)
     room = model.config.max_position_embeddings if engine is None else engine.max_length
     params = Params(
@@ -90,14 +96,15 @@ def chat(
     if engine is None:
         steps = _STREAM_STEPS if stream else _WHOLE_STEPS
         engine = engine_for(
-            model, [prompt], [params], steps_per_call=steps, draft=draft, draft_tokens=draft_tokens, progress=progress
-        )
+            model, [prompt], [params], media=[media], steps_per_call=steps, draft=draft, draft_tokens=draft_tokens,
+            progress=progress,
+        )  # fmt: skip
     elif draft is not None:
         raise ValueError("draft with an engine: the engine has its own draft, or none; leave one of the two out")
     stop = [stop] if isinstance(stop, str) else list(stop)
     if not all(stop):
         raise ValueError("stop = '': the answer would end before it began; give at least one character")
-    events = answer(engine, tokenizer, parser, prompt, params, stop=stop, progress=progress)
+    events = answer(engine, tokenizer, parser, prompt, params, media, stop=stop, progress=progress)
     if stream:
         return events
     *_, reply = events

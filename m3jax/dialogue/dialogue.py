@@ -10,9 +10,10 @@ import jax
 from m3jax.compile_cache import compile_cache
 from m3jax.decoding import Drafter, Engine, Params, Sampling
 from m3jax.decoding.engine import DRAFT_TOKENS, PREFILL_CHUNK
-from m3jax.decoding.protocols import TargetModel
+from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.dialogue.answer import answer, stop_ids
 from m3jax.dialogue.chat import as_template, check_answer, new_tokens_within
+from m3jax.dialogue.media import dialogue_tokens
 from m3jax.dialogue.reply import Reply
 from m3jax.platform import platform
 from m3jax.progress import activity
@@ -37,7 +38,7 @@ class Dialogue:
       tools: as in `m3jax.chat`.
       thinking_mode: as in `m3jax.chat`.
       template: as in `m3jax.chat`.
-      messages: a history to go on from.
+      messages: a history to go on from; images and videos are parts of a content, as in `m3jax.chat`.
       max_new_tokens: of an answer; None is 4,096, or less where there is no room for more.
       sampling: how tokens are drawn; None is by the model's own probabilities.
       stop: texts before which an answer ends.
@@ -81,6 +82,7 @@ class Dialogue:
         self.messages = [dict(message) for message in messages]
         self.tools, self.thinking_mode = tools, thinking_mode
         self._model, self._tokenizer, self._progress = model, tokenizer, progress
+        self._seen: dict[Any, Any] = {}  # images and videos of the history, by their sources
         self._max_new_tokens, self._sampling, self._stop = max_new_tokens, sampling or Sampling(), tuple(stop)
         self._template = as_template(template, tokenizer)
         self._stop_ids = stop_ids(tokenizer, model.config.eos_token_id if stop_at is None else stop_at)
@@ -112,13 +114,16 @@ class Dialogue:
           FloatingPointError: the model's logits were NaN or infinite.
         """
         history = [*self.messages, *map(dict, messages)]
-        prompt = self._template.encode(self._tokenizer, history, tools=self.tools, thinking_mode=self.thinking_mode)
+        prompt, media = dialogue_tokens(
+            self._template, self._tokenizer, history, self.tools, self.thinking_mode,
+            can_see=sees(self._model), known=self._seen, progress=self._progress,
+        )  # fmt: skip
         limit = new_tokens_within(len(prompt), self.context, self._max_new_tokens)
         params = Params(max_new_tokens=limit, sampling=self._sampling, stop_ids=self._stop_ids)
         check_answer(prompt, params, self._model.config, self.context)
         parser = OutputParser(tools=self.tools, thinking_mode=self.thinking_mode)
         events = answer(
-            self._engine, self._tokenizer, parser, prompt, params,
+            self._engine, self._tokenizer, parser, prompt, params, media,
             stop=self._stop, is_interrupted=is_interrupted, progress=self._progress,
         )  # fmt: skip
         return self._kept(events, history)

@@ -21,6 +21,7 @@ from m3jax.decoding.defaults import Defaults
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.speculation import MAX_DRAFT_TOKENS
 from m3jax.model import init
+from m3jax.model.build import WEIGHTS
 from m3jax.ops import BACKENDS
 from m3jax.text_model import NEW_TOKENS
 
@@ -265,13 +266,13 @@ def test_it_says_what_is_waited_for(run, folder, monkeypatch, capsys, caplog):
         status, out, err = run("--prompt", "abc", "--json")
     assert status == 0 and len(objects(out)) == 1
     assert err.startswith("m3jax: compiling ") and all(line.startswith("m3jax: ") for line in err.splitlines())
-    said = ["compiling prefill of 1 x 16 tokens", "compiling decode of 32 steps", "reading the prompt", "generating"]
+    said = ["compiling prefill of 1 x 16 tokens, decode of 32 steps", "reading the prompt", "generating"]
     assert [text for text in said if text in caplog.text] == said
     model = load(folder, "float32")
     with caplog.at_level(logging.DEBUG, "m3jax"):
         generate(model, [[1, 2, 3]], max_new_tokens=12)
     assert "m3jax: compiling " in capsys.readouterr().err
-    assert "compiling decode of 16 steps" in caplog.text
+    assert "compiling prefill of 1 x 16 tokens, decode of 16 steps" in caplog.text
     generate(model, [[1, 2, 3]], max_new_tokens=12, progress=False)
     assert capsys.readouterr().err == ""
 
@@ -284,8 +285,9 @@ def test_closed_standard_input(run, monkeypatch):
 
 def test_the_arguments_say_what_the_package_says():
     """They are read before the package is imported, so they have its constants of their own."""
-    assert (cli.arguments.BACKENDS, cli.DRAFT_TOKENS, cli.MAX_DRAFT_TOKENS) == (
+    assert (cli.arguments.BACKENDS, cli.arguments.WEIGHTS, cli.DRAFT_TOKENS, cli.MAX_DRAFT_TOKENS) == (
         BACKENDS,
+        WEIGHTS,
         DRAFT_TOKENS,
         MAX_DRAFT_TOKENS,
     )

@@ -58,7 +58,7 @@ def _begin(args: argparse.Namespace) -> tuple[Dialogue, str]:
         raise ValueError(f"--context {args.context}: give 1 to {limit}, the model's context")
     mesh = None if args.mesh is None else parse_mesh(args.mesh)
     check_backend(args.backend)
-    model = load(args.model, dtype=args.dtype, mesh=mesh).with_backend(args.backend)
+    model = load(args.model, dtype=args.dtype, mesh=mesh, weights=args.weights).with_backend(args.backend)
     dialogue = Dialogue(
         model, tokenizer, template=template, tools=tools, thinking_mode=args.thinking, messages=messages,
         max_new_tokens=defaults.max_new_tokens if args.max_new_tokens is None else args.max_new_tokens,
