@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from html import escape
 from pathlib import Path
 
@@ -81,8 +82,8 @@ def source_of(domain: str, info: dict[str, str]) -> str | None:
     found = importlib.import_module(info["module"])
     for name in info["fullname"].split("."):
         found = inspect.getattr_static(found, name, None) if inspect.isclass(found) else getattr(found, name, None)
-    if isinstance(found, property):
-        found = found.fget
+    if isinstance(found, property | cached_property):
+        found = found.fget if isinstance(found, property) else found.func
     found = inspect.unwrap(getattr(found, "__func__", found))
     if not (inspect.isclass(found) or inspect.isroutine(found)):
         return None
