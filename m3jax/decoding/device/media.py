@@ -12,8 +12,10 @@ from m3jax.decoding.sampling import HostOrDevice
 from m3jax.media import MediaBatch
 from m3jax.tiles import GPU_OPTIONS
 
+_READ = dict(donate_argnames=("features",), static_argnames=("layout", "types"))
 
-@partial(jax.jit, donate_argnames=("features",), static_argnames=("layout", "types"))
+
+@partial(jax.jit, **_READ)
 def read_media(
     model: SeeingModel,
     features: Float[Array, "F D"],
@@ -37,12 +39,7 @@ def read_media(
     return pin(features.at[target_rows].set(found, mode="drop"), layout)
 
 
-invariant_read_media_on_gpu = jax.jit(
-    read_media.__wrapped__,
-    donate_argnames=("features",),
-    static_argnames=("layout", "types"),
-    compiler_options=GPU_OPTIONS,
-)
+invariant_read_media_on_gpu = jax.jit(read_media.__wrapped__, **_READ, compiler_options=GPU_OPTIONS)
 
 
 def embed(model: SeeingModel, tokens: Int32[HostOrDevice, "C T"], pictures: Pictures) -> Float[Array, "C T D"]:

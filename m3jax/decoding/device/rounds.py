@@ -20,8 +20,10 @@ from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.verify import DraftCounts, Proposal, Verdict, seen_by_column, verify
 from m3jax.tiles import GPU_OPTIONS
 
+_ROUNDS = dict(donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "layout", "types"))
 
-@partial(jax.jit, donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "layout", "types"))
+
+@partial(jax.jit, **_ROUNDS)
 def decode_in_rounds(
     model: TargetModel,
     drafter: Drafter,
@@ -113,12 +115,7 @@ def decode_in_rounds(
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons, drafting)
 
 
-invariant_rounds_on_gpu = jax.jit(
-    decode_in_rounds.__wrapped__,
-    donate_argnames=("state",),
-    static_argnames=("draft_tokens", "max_rounds", "layout", "types"),
-    compiler_options=GPU_OPTIONS,
-)
+invariant_rounds_on_gpu = jax.jit(decode_in_rounds.__wrapped__, **_ROUNDS, compiler_options=GPU_OPTIONS)
 
 
 def _draw_all(

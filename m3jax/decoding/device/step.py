@@ -30,8 +30,12 @@ from m3jax.decoding.sampling import HostOrDevice, SamplingParams, logprob_of, ro
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.tiles import GPU_OPTIONS, by_tiles
 
+# How jax takes the arguments of each program: it is compiled with other options too.
+_PREFILL = dict(donate_argnames=("state",), static_argnames=("layout", "types"))
+_DECODE = dict(donate_argnames=("state",), static_argnames=("max_steps", "layout", "types"))
 
-@partial(jax.jit, donate_argnames=("state",), static_argnames=("layout", "types"))
+
+@partial(jax.jit, **_PREFILL)
 def prefill(
     model: TargetModel,
     state: State,
@@ -109,19 +113,13 @@ def prefill(
 # the sizes of a prefill (docs/performance.md); for those of a decode step it is the faster one.
 prefill_on_cpu = jax.jit(
     prefill.__wrapped__,
-    donate_argnames=("state",),
-    static_argnames=("layout", "types"),
+    **_PREFILL,
     compiler_options={"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
 )
-invariant_prefill_on_gpu = jax.jit(
-    prefill.__wrapped__,
-    donate_argnames=("state",),
-    static_argnames=("layout", "types"),
-    compiler_options=GPU_OPTIONS,
-)
+invariant_prefill_on_gpu = jax.jit(prefill.__wrapped__, **_PREFILL, compiler_options=GPU_OPTIONS)
 
 
-@partial(jax.jit, donate_argnames=("state",), static_argnames=("max_steps", "layout", "types"))
+@partial(jax.jit, **_DECODE)
 def decode(
     model: TargetModel,
     state: State,
@@ -182,12 +180,7 @@ def decode(
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons)
 
 
-invariant_decode_on_gpu = jax.jit(
-    decode.__wrapped__,
-    donate_argnames=("state",),
-    static_argnames=("max_steps", "layout", "types"),
-    compiler_options=GPU_OPTIONS,
-)
+invariant_decode_on_gpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=GPU_OPTIONS)
 
 
 def run_model(
