@@ -9,7 +9,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.backends import Interpret
-from pallas_kernels.numbers import UNSEEN
+from pallas_kernels.numbers import UNSEEN, can_reach
 from pallas_kernels.pages import Pages
 
 # JAX 0.11 deprecates the backend as a whole; it says so at each lowering.
@@ -19,11 +19,8 @@ LOG2E = 1.4426950408889634  # softmax works with powers of two, which the hardwa
 
 
 def check_pool(name: str, pages: Pages, interpret: Interpret) -> None:
-    """Raise ValueError where a pool is out of a Triton kernel's reach.
-
-    Offsets are 32-bit numbers up to 4 GiB: of one-byte numbers, those would overflow between 2 and 4 GiB.
-    """
-    if pages.pool.dtype.itemsize == 1 and 2**31 <= pages.pool.size <= 2**32:
+    """Raise ValueError where a pool is out of a Triton kernel's reach."""
+    if pages.pool.dtype.itemsize == 1 and not can_reach(pages.pool.size):
         raise ValueError(f"{name}: a pool of {pages.pool.size} one-byte numbers: use below 2**31, or above 2**32")
 
 

@@ -285,11 +285,12 @@ def kernel_takes(weights: ExpertWeights) -> bool:
 
     Not MXFP8 whose activations are quantised too, or with a block that is not whole, or in between 2 and 4 GiB.
     """
+    from pallas_kernels.numbers import can_reach
+
     if not isinstance(weights.gate, MXFP8Array):
         return True
     is_whole = all(width % BLOCK == 0 for width in weights.gate.shape[2:])
-    size = prod(weights.gate.shape)
-    return weights.gate.activations is None and is_whole and not 2**31 <= size <= 2**32
+    return weights.gate.activations is None and is_whole and can_reach(prod(weights.gate.shape))
 
 
 def kernel_runs_experts(dtype: DTypeLike, *widths: int, backend: str = "auto") -> bool:

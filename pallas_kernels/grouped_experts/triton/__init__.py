@@ -8,16 +8,15 @@ of them reads the others find in the cache.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.triton_common import dot
+from pallas_kernels.triton_experts import Tiles, run_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +30,6 @@ class Config(TileConfig):
 
 
 LIMITS = Limits(config=Config)
-
-
-class Tiles(NamedTuple):
-    """Which weights a tile takes; inside a kernel, references."""
-
-    layer: Any  # [1] of the stack
-    expert: Any  # [Y] of each tile
-    used: Any  # [Y] 0 where no token of the tile counts
 
 
 def run(
@@ -60,31 +51,16 @@ def run(
     Raises:
       ValueError: widths that are not whole pieces of a program.
     """
-    width, hidden_width = gate.shape[2:]
-    if config is None:
-        config = _fitting_config(gate)
-    unit = max(config.columns, config.depth)
-    if width % unit or hidden_width % unit:
-        raise ValueError(f"widths {width} and {hidden_width}: need multiples of {unit}")
-    used = jnp.any(valid, axis=1).astype(jnp.int32)
-    tiles = Tiles(layer.reshape(1).astype(jnp.int32), expert, used)
-    call = partial(
-        pl.pallas_call,
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+    return run_tiles(
+        (x, gate, up, down),
+        Tiles.of(layer, expert, valid),
+        token,
+        widths=gate.shape[2:],
+        kernels=(partial(_hidden_kernel, activate=activate), _out_kernel),
+        config=_fitting_config(gate) if config is None else config,
         interpret=interpret,
+        name="experts",
     )
-    hidden = call(
-        partial(_hidden_kernel, activate=activate, config=config),
-        grid=(len(token), hidden_width // config.columns),
-        out_shape=jax.ShapeDtypeStruct((*token.shape, hidden_width), x.dtype),
-        name="experts_hidden",
-    )(tiles, token, x, gate, up)
-    return call(
-        partial(_out_kernel, config=config),
-        grid=(len(token), width // config.columns),
-        out_shape=jax.ShapeDtypeStruct((*token.shape, width), jnp.float32),
-        name="experts_out",
-    )(tiles, hidden, down)
 
 
 def _fitting_config(gate: Float[Array, "L E D F"]) -> Config:

@@ -7,17 +7,18 @@ one after the other: each has one scale a column, which then needs no other layo
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.mxfp8_experts import BLOCK, Weights
+from pallas_kernels.numbers import can_reach
 from pallas_kernels.triton_common import dot
+from pallas_kernels.triton_experts import Tiles, run_tiles
 
 _NAN_SCALE = 255
 _FEW_TILES = 32  # up to which narrow pieces keep more of a GPU's processors busy
@@ -34,14 +35,6 @@ class Config(TileConfig):
 
 
 LIMITS = Limits(config=Config)
-
-
-class Tiles(NamedTuple):
-    """Which weights a tile takes; inside a kernel, references."""
-
-    layer: Any  # [1] of the stack
-    expert: Any  # [Y] of each tile
-    used: Any  # [Y] 0 where no token of the tile counts
 
 
 def run(
@@ -63,38 +56,20 @@ def run(
     Raises:
       ValueError: widths that are not whole pieces of a program, or codes out of reach.
     """
-    width, hidden_width = gate.codes.shape[2:]
     if config is None:
         config = Config(columns=64) if len(token) <= _FEW_TILES else Config()
-    unit = max(config.columns, config.depth)
-    if width % unit or hidden_width % unit:
-        raise ValueError(f"widths {width} and {hidden_width}: need multiples of {unit}")
     if not can_reach(gate.codes.size):
         raise ValueError(f"{gate.codes.size} codes: need below 2**31 or above 2**32; join layers, or use XLA")
-    used = jnp.any(valid, axis=1).astype(jnp.int32)
-    tiles = Tiles(layer.reshape(1).astype(jnp.int32), expert, used)
-    call = partial(
-        pl.pallas_call,
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+    return run_tiles(
+        (x, gate, up, down),
+        Tiles.of(layer, expert, valid),
+        token,
+        widths=gate.codes.shape[2:],
+        kernels=(partial(_hidden_kernel, activate=activate), _out_kernel),
+        config=config,
         interpret=interpret,
+        name="mxfp8_experts",
     )
-    hidden = call(
-        partial(_hidden_kernel, activate=activate, config=config),
-        grid=(len(token), hidden_width // config.columns),
-        out_shape=jax.ShapeDtypeStruct((*token.shape, hidden_width), x.dtype),
-        name="mxfp8_experts_hidden",
-    )(tiles, token, x, gate, up)
-    return call(
-        partial(_out_kernel, config=config),
-        grid=(len(token), width // config.columns),
-        out_shape=jax.ShapeDtypeStruct((*token.shape, width), jnp.float32),
-        name="mxfp8_experts_out",
-    )(tiles, hidden, down)
-
-
-def can_reach(size: int) -> bool:
-    """Whether offsets into so many one-byte numbers are right: between 2 and 4 GiB they would overflow 32 bits."""
-    return size < 2**31 or size > 2**32
 
 
 def _hidden_kernel(
