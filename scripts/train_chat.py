@@ -9,29 +9,29 @@ measured in OUT/report.json. See docs/tiny.md.
 
 import argparse
 import json
-import os
-import shutil
 import sys
 import time
 from functools import cache
-from pathlib import Path
 
 import optax
 
 import m3jax
-from m3jax.assets import embedded_path
-from m3jax.checkpoint import save
 from m3jax.evaluate.checkpoint import measure
-from m3jax.msa import SCHEDULES
 from m3jax.text import ChatTemplate, Tokenizer
 from m3jax.train.data import Corpus
 from m3jax.train.dialogues import DialogueBatches, measure_dialogues
 from m3jax.train.fused import fuse
-from m3jax.train.run import Stage, mismatch, run_stages, under
-from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state, make_optimizer
+from m3jax.train.run import (
+    Stage,
+    add_run_arguments,
+    add_tuning_arguments,
+    keep_model,
+    mismatch,
+    run_stages,
+)
+from m3jax.train.step import TrainOptions, TrainState, init_state, make_optimizer
 
 STEPS, SHORT_STEPS = 1400, 6
-FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -52,10 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     begin = time.perf_counter()
     state = train(args, corpora["train"], tokenizer, template)
     print(f"trained in {time.perf_counter() - begin:.0f} s", flush=True)
-    model = cast_weights(under(state.model, "mask"), "bfloat16")
-    save(model, args.out / "model")
-    for name in FILES:
-        shutil.copy(args.model / name, args.out / "model" / name)
+    model = keep_model(state.model, args.model, args.out / "model")
     begin = time.perf_counter()
     report = measure(fuse(model), corpora["validation"], args.short, False)
     report["dialogues"] = measure_dialogues(model, corpora["validation"], tokenizer, template, args.short)
@@ -94,13 +91,8 @@ def _optimizer(num_steps: int, learning_rate: float) -> optax.GradientTransforma
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument(
-        "--model", type=Path, default=embedded_path(), help="what to begin with; the embedded checkpoint"
-    )
-    parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
-    parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
-    parser.add_argument("--seed", type=int, default=0)
+    add_run_arguments(parser)
+    add_tuning_arguments(parser, most_workers=6)
     parser.add_argument("--steps", type=int, default=STEPS, help="of the run (default %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--dialogue-fraction", type=float, default=0.5, help="share of rows with dialogues; the "
@@ -110,14 +102,6 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="the model's own predictions are the targets in code, so that it is not forgotten nor learned by heart",
-    )
-    parser.add_argument("--workers", type=int, default=max(0, min(6, (os.cpu_count() or 1) - 2)), help="processes "
-                        "that make batches, 0 for a thread; they are the same (default here: %(default)s)")  # fmt: skip
-    parser.add_argument(
-        "--schedule",
-        default="fused",
-        choices=("fused", *SCHEDULES),
-        help="sparse attention in training: m3jax.train.fused, or a schedule of m3jax.msa (default %(default)s)",
     )
     return parser
 

@@ -14,7 +14,6 @@ import shutil
 import sys
 import time
 from functools import cache
-from pathlib import Path
 
 import optax
 
@@ -23,11 +22,10 @@ from m3jax.checkpoint import save
 from m3jax.config import M3Config
 from m3jax.evaluate.checkpoint import measure
 from m3jax.model import init
-from m3jax.msa import SCHEDULES
 from m3jax.text import Tokenizer
 from m3jax.train.data import Corpus, RecallBatches
 from m3jax.train.fused import fuse
-from m3jax.train.run import Stage, mismatch, run_stages, under
+from m3jax.train.run import Stage, add_run_arguments, mismatch, run_stages, under
 from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state, make_optimizer
 
 CONFIG = M3Config(
@@ -103,19 +101,10 @@ def _optimizer(num_steps: int, learning_rate: float, frozen_index: bool) -> opta
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    add_run_arguments(parser)
     parser.add_argument("--dense", action="store_true", help="dense attention throughout, for comparison")
-    parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
-    parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--recall-weight", type=float, default=2.0, help="extra weight of recalled values")
-    parser.add_argument(
-        "--schedule",
-        default="fused",
-        choices=("fused", *SCHEDULES),
-        help="sparse attention in training: m3jax.train.fused, or a schedule of m3jax.msa (default %(default)s)",
-    )
     return parser
 
 

@@ -10,14 +10,11 @@ measured in OUT/report.json. See docs/tiny.md.
 
 import argparse
 import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,25 +22,29 @@ import numpy as np
 import optax
 
 import m3jax
-from m3jax.assets import embedded_path
-from m3jax.checkpoint import save
 from m3jax.evaluate.checkpoint import measure
 from m3jax.media import PlaceholderIds
 from m3jax.model import M3
-from m3jax.msa import SCHEDULES
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Tokenizer
 from m3jax.train.data import Corpus
 from m3jax.train.dialogues import DialogueBatches, measure_dialogues
 from m3jax.train.fused import fuse
 from m3jax.train.pictures import PictureBatches, held_out_tasks, picture_accuracy, with_tower
-from m3jax.train.run import Stage, mismatch, run_stages, under
+from m3jax.train.run import (
+    Stage,
+    add_run_arguments,
+    add_tuning_arguments,
+    keep_model,
+    mismatch,
+    run_stages,
+    under,
+)
 from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state, make_optimizer
 from m3jax.vision import VisionConfig
 
 STAGES = {"all": Stage("pictures", 1800, 4096, 16, True), "vision": Stage("pictures", 2400, 1024, 32, True)}
 SHORT = Stage("pictures", 6, 512, 2, True)
-FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 # Half of a batch's rows hold text under "all". They have five times as many words that count.
 PICTURE_ROWS, PICTURE_WEIGHT = 0.5, 6.0
 CHECKED, MEASURED = 32, 250  # pictures of each kind that are asked about during the run, and after it
@@ -65,6 +66,8 @@ def main(argv: list[str] | None = None) -> None:
     """Parse arguments, train, measure."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if (args.steps is not None and args.steps < 1) or args.workers < 0:
+        parser.error("--steps is at least 1, and --workers at least 0")
     args.out.mkdir(parents=True, exist_ok=True)
     names = ("train", "steps", "short", "seed", "learning_rate", "vision_learning_rate", "schedule")
     if reason := mismatch(args.out, {name: getattr(args, name) for name in names} | {"model": str(args.model)}):
@@ -78,10 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     begin = time.perf_counter()
     state = train(args, base, corpora.get("train"), tokenizer, template)
     print(f"trained in {time.perf_counter() - begin:.0f} s", flush=True)
-    model = cast_weights(under(state.model, "mask"), "bfloat16")
-    save(model, args.out / "model")
-    for name in FILES:
-        shutil.copy(args.model / name, args.out / "model" / name)
+    model = keep_model(state.model, args.model, args.out / "model")
     begin = time.perf_counter()
     report = measure_pictures(fuse(model), tokenizer, template, 1 if args.short else MEASURED)
     if args.train == "all":
@@ -176,27 +176,14 @@ def _optimizer(num_steps: int, rate: float, vision_rate: float, frozen_text: boo
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument(
-        "--model", type=Path, default=embedded_path(), help="what to begin with; the embedded checkpoint"
-    )
+    add_run_arguments(parser)
+    add_tuning_arguments(parser, most_workers=12)
     parser.add_argument("--train", choices=tuple(STAGES), default="all", help="all weights, on pictures and text; or "
                         "vision alone, which leaves the text model as it is (default %(default)s)")  # fmt: skip
     parser.add_argument("--steps", type=int, help="how many, in place of the stage's own")
-    parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
-    parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="of the text (default %(default)s)")
     parser.add_argument("--vision-learning-rate", type=float, default=2e-3, help="of tower and projector "
                         "(default %(default)s)")  # fmt: skip
-    parser.add_argument("--workers", type=int, default=max(0, min(12, (os.cpu_count() or 1) - 2)), help="processes "
-                        "that make batches, 0 for a thread; they are the same (default here: %(default)s)")  # fmt: skip
-    parser.add_argument(
-        "--schedule",
-        default="fused",
-        choices=("fused", *SCHEDULES),
-        help="sparse attention in training: m3jax.train.fused, or a schedule of m3jax.msa (default %(default)s)",
-    )
     return parser
 
 

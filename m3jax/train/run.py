@@ -1,7 +1,10 @@
 """A training run that can be stopped at any time: its stages, its state on disk, the settings that it began with."""
 
+import argparse
 import json
 import multiprocessing
+import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -18,12 +21,16 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 
+from m3jax.assets import embedded_path
+from m3jax.checkpoint import save
 from m3jax.model import M3
+from m3jax.msa import SCHEDULES
 from m3jax.progress import activity
 from m3jax.train.data import Batch
-from m3jax.train.step import TrainOptions, TrainState, train_step
+from m3jax.train.step import TrainOptions, TrainState, cast_weights, train_step
 
 KEEP_SECONDS = 60.0
+FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 _READ = ("tokens", "weights", "recall", "kept", "pictures")  # what a step reads of a batch
 
 
@@ -97,24 +104,62 @@ def run_stages(
                 state = _with_schedule(state, stage_schedule)
                 kept = None if teacher is None else under(teacher, stage_schedule)
                 step = partial(train_step, optimizer=optimizer, options=options, teacher=kept)
-                look = (lambda state, step: None) if check is None else _every(check_every, check)
-                state = _run_stage(stage.name, last_step, state, step, batches(stage), workers, keeper, options, look)
+                state = _run_stage(
+                    stage.name, last_step, state, step, batches(stage), workers, keeper, options, check, check_every
+                )
     return state
-
-
-def _every(steps: int, check: Callable[[TrainState], None]) -> Callable[[TrainState, int], None]:
-    """A look at a state that is taken only after every so many steps."""
-
-    def look(state: TrainState, step: int) -> None:
-        if step % steps == 0:
-            check(state)
-
-    return look
 
 
 def under(model: M3, schedule: str) -> M3:
     """A model under a schedule, or, for "dense", attending to every block."""
     return model.with_dense() if schedule == "dense" else model.with_dense(False).with_schedule(schedule)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that every training script has: --out, --short, --sources, --seed, --schedule."""
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
+    parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--schedule",
+        default="fused",
+        choices=("fused", *SCHEDULES),
+        help="sparse attention in training: m3jax.train.fused, or a schedule of m3jax.msa (default %(default)s)",
+    )
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser, most_workers: int) -> None:
+    """Those of a script that goes on from a checkpoint, besides: --model, --workers.
+
+    Args:
+      parser: of the script.
+      most_workers: processes that are enough for its batches; by default two cores are left to the rest.
+    """
+    workers = max(0, min(most_workers, (os.cpu_count() or 1) - 2))
+    parser.add_argument(
+        "--model", type=Path, default=embedded_path(), help="what to begin with; the embedded checkpoint"
+    )
+    parser.add_argument("--workers", type=int, default=workers, help="processes that make batches, 0 for a thread; "
+                        "they are the same (default here: %(default)s)")  # fmt: skip
+
+
+def keep_model(model: M3, base: Path, folder: Path) -> M3:
+    """Write a trained model as a checkpoint, with the text files of the one that it went on from.
+
+    Args:
+      model: float32 master weights, under any schedule.
+      base: folder of the checkpoint that training began with.
+      folder: to write to.
+
+    Returns:
+      The model as it was written, in bfloat16 and under "mask".
+    """
+    model = cast_weights(under(model, "mask"), "bfloat16")
+    save(model, folder)
+    for name in FILES:
+        shutil.copy(base / name, folder / name)
+    return model
 
 
 def mismatch(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -145,7 +190,8 @@ def _run_stage(
     workers: int,
     keeper: ocp.CheckpointManager,
     about: object,
-    look: Callable[[TrainState, int], None],
+    check: Callable[[TrainState], None] | None,
+    check_every: int,
 ) -> TrainState:
     """The steps of one stage up to the last; batches are made ahead."""
     first_step = int(state.step)
@@ -165,7 +211,8 @@ def _run_stage(
             if time.perf_counter() - last_kept >= KEEP_SECONDS or is_last:
                 keeper.save(step + 1, args=ocp.args.StandardSave(_leaves(state)))
                 last_kept = time.perf_counter()
-            look(state, step + 1)
+            if check is not None and (step + 1) % check_every == 0:
+                check(state)
     return state
 
 

@@ -237,7 +237,7 @@ def test_a_short_run_goes_on_where_it_stopped(monkeypatch, tmp_path, sources):
     monkeypatch.setattr(script, "measure_dialogues", lambda *_: {})
     config = tiny.config("dM", vocab_size=2048, index_block_size=16, index_topk_blocks=4)
     m3jax.save(tiny.model(config), tmp_path / "base")
-    for name in script.FILES:
+    for name in run.FILES:
         (tmp_path / "base" / name).write_bytes((embedded_path() / name).read_bytes())
     arguments = lambda out: [
         *("--out", str(tmp_path / out), "--model", str(tmp_path / "base"), "--sources", str(sources), "--short"),
@@ -260,7 +260,7 @@ def test_a_short_run_goes_on_where_it_stopped(monkeypatch, tmp_path, sources):
     assert done == [0, 1, 2]
     weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("parts/model", "base")]
     assert weights[0] != weights[1]
-    assert {path.name for path in (tmp_path / "parts" / "model").iterdir()} >= set(script.FILES)
+    assert {path.name for path in (tmp_path / "parts" / "model").iterdir()} >= set(run.FILES)
     with pytest.raises(SystemExit):
         script.main([*arguments("parts"), "--seed", "1"])
     with pytest.raises(SystemExit):
