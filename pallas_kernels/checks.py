@@ -80,3 +80,20 @@ def _need_dtypes(what: str, limits: Limits) -> str:
         return "they must be the same"
     others = ", ".join(jnp.dtype(dtype).name for dtype in limits.stored)
     return f"need the same width, and {what} in the queries' dtype or {others}"
+
+
+def check_expert_weights(
+    x: Float[Array, "X D"],
+    gate: Float[Array, "L E D F"],
+    up: Float[Array, "L E D F"],
+    down: Float[Array, "L E F D"],
+) -> None:
+    """Raise ValueError for weights of another width than the tokens, or in another dtype."""
+    width, hidden = x.shape[1], gate.shape[3]
+    if gate.shape != up.shape or gate.shape[2] != width or down.shape != (*gate.shape[:2], hidden, width):
+        raise ValueError(
+            f"x has width {width}, gate has shape {gate.shape}, up {up.shape}, down {down.shape}: need [L E D F] twice "
+            f"and [L E F D] with D = {width}"
+        )
+    if len({x.dtype, gate.dtype, up.dtype, down.dtype}) > 1:
+        raise ValueError(f"x is {x.dtype}, gate {gate.dtype}, up {up.dtype}, down {down.dtype}: need one dtype")

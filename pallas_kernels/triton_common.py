@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -45,11 +46,39 @@ def rem(x: Int[Array, "..."], n: int) -> Int[Array, "..."]:
     return jnp.zeros_like(x) if n == 1 else jax.lax.rem(x, jnp.full(x.shape, n, x.dtype))
 
 
-def dot(a: Shaped[Array, "R C"], b: Shaped[Array, "_ _"], transpose: bool = False) -> Float[Array, "R _"]:
-    """Matrix product into float32; float32 operands keep their precision (no tf32). `transpose` reads b as `[N C]`."""
+def dot(
+    a: Shaped[Array, "_ _"], b: Shaped[Array, "_ _"], transpose: bool = False, transpose_a: bool = False
+) -> Float[Array, "_ _"]:
+    """Matrix product into float32; float32 operands keep their precision (no tf32).
+
+    `transpose` reads b as `[N C]` instead of `[C N]`, `transpose_a` reads a as `[C R]` instead of `[R C]`.
+    """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((1,), (1 if transpose else 0,)), ((), ()))
+    dims = (((0 if transpose_a else 1,), (1 if transpose else 0,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def store_rows(
+    ref,
+    rows: Int[Array, " R"],
+    columns: pl.Slice,
+    values: Shaped[Array, "R C"],
+    is_stored: Bool[Array, " R"],
+    interpret: bool,
+) -> None:
+    """Write each row of `values` that is to be stored to a row of its own, rounded to the dtype of `ref`."""
+    values = values.astype(ref.dtype)
+    if not interpret:
+        plgpu.store(ref.at[rows, columns], values, mask=jnp.broadcast_to(is_stored[:, None], values.shape))
+        return
+
+    # Interpret mode has no masked store to rows that are data.
+    def store_row(i, _):
+        @pl.when(is_stored[i])
+        def _():
+            ref[rows[i], columns] = values[i]
+
+    jax.lax.fori_loop(0, len(rows), store_row, None)
 
 
 def exp2(x: Shaped[Array, "..."], interpret: bool) -> Shaped[Array, "..."]:

@@ -3,6 +3,7 @@
 A program takes one tile and a piece of the output's width, and walks the input's width.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,40 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backends import TileConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a program computes of one product, and how.
+
+    Attributes:
+      columns: of the output.
+      depth: of the input, a step.
+      num_warps: of the program.
+      num_stages: steps that are under way at once, all but one of them being fetched.
+    """
+
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+    def count(self, inputs: int, outputs: int) -> int:
+        """Pieces of a product from so many input channels to so many outputs.
+
+        Raises:
+          ValueError: it does not consist of whole pieces.
+        """
+        if inputs % self.depth or outputs % self.columns:
+            raise ValueError(
+                f"a product from {inputs} to {outputs} channels: need multiples of {self.depth} and {self.columns}"
+            )
+        return outputs // self.columns
+
+    @property
+    def compiler_params(self) -> plgpu.CompilerParams:
+        """For the call."""
+        return plgpu.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 class Tiles(NamedTuple):

@@ -23,8 +23,8 @@ import numpy as np
 from m3jax.cache import Places, Scales, StackCache
 from m3jax.model.attention import Projections
 from m3jax.model.layers import swiglu_oai
-from m3jax.mxfp8 import MXFP8Array, dequantize
-from m3jax.ops import Heads, run_experts
+from m3jax.mxfp8 import MXFP8Array, MXFP8Layer, dequantize
+from m3jax.ops import Heads, project_each, run_experts
 from m3jax.ops.experts import ExpertWeights
 from pallas_kernels.cudnn_causal import cudnn_causal
 from pallas_kernels.dense_decode import dense_decode
@@ -277,8 +277,6 @@ def bench_experts(peak: float, bandwidth: float) -> None:
 
     keys = jax.random.split(jax.random.key(0), 3)
     kept = ExpertWeights(draw(keys[0], width, hidden), draw(keys[1], width, hidden), draw(keys[2], hidden, width))
-    activate = lambda gate, up: swiglu_oai(gate, up, 1.702, 7.0).astype(jnp.bfloat16)
-    run = jax.jit(lambda x, weights, ids: run_experts(x, weights, ids, jnp.int32(1), activate))
     as_numbers = jax.jit(
         lambda weight: jax.lax.map(lambda w: jax.lax.map(lambda w: dequantize(w, "bfloat16"), w), weight)
     )
@@ -286,16 +284,92 @@ def bench_experts(peak: float, bandwidth: float) -> None:
         if weights is None:
             weights = ExpertWeights(*(as_numbers(weight) for weight in kept))
             del kept
-        for tokens in (1, 4, 8, 32, 2048):
-            rng = np.random.default_rng(tokens)
-            calls = []
-            for seed in range(4 if tokens < 32 else 1):  # other experts each time: nothing is found in the cache
-                ids = rng.random((tokens, count)).argsort(axis=1)[:, :4]
-                calls.append((normal(seed, tokens, width), weights, jnp.asarray(ids, jnp.int32)))
-            read = np.mean([len(np.unique(ids)) for *_, ids in calls]) * 3 * width * hidden * number_bytes
-            us, kernels = kernel_times(run, calls, 8)
-            floor = max(read / bandwidth, 2 * 3 * tokens * 4 * width * hidden / peak)
-            line(f"experts of {tokens:,} tokens in {name}", us, floor, f"{read / 1e9:.2f} GB, {len(kernels)} kernels")
+        for tokens in (1, 4, 8, 32, 2048, 8192):
+            us, kernels, read = time_experts("auto", weights, tokens, 4, number_bytes)
+            flops = 2 * 3 * tokens * 4 * width * hidden
+            extra = f"{read / us / 1e6:.2f} TB/s" if tokens < 2048 else f"{flops / us / 1e6:.0f} TFLOP/s"
+            floor = max(read / bandwidth, flops / peak)
+            line(f"experts of {tokens:,} tokens in {name}", us, floor, f"{extra}, {kernels} kernels")
+    bench_expert_paths("M3's experts", weights, 4)
+
+
+def bench_embedded_experts() -> None:
+    """Experts of the embedded model's widths, two of eight a token."""
+    count, width, hidden = 8, 192, 192
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    weights = (normal(i, 3, count, *shape) * shape[0] ** -0.5 for i, shape in enumerate(shapes))
+    bench_expert_paths("the embedded model's experts", ExpertWeights(*weights), 2)
+
+
+def bench_expert_paths(name: str, weights: ExpertWeights, num_chosen: int) -> None:
+    """Microseconds of each way to run a few tokens, by which m3jax/ops/experts.py chooses."""
+    is_whole = all(width % 128 == 0 for width in weights.gate.shape[2:])
+    paths = ("gathered", "few", "grouped" if is_whole else "tiled")
+    print(f"{name}, microseconds (and kernels) by tokens\n  {'tokens':>8} {''.join(f'{path:>16}' for path in paths)}")
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        row = []
+        for path in paths:
+            if path == "gathered" and tokens * num_chosen > 16:  # a copy of an expert for each pair
+                row.append(f"{'':16}")
+                continue
+            us, kernels, _ = time_experts(path, weights, tokens, num_chosen, 2)
+            row.append(f"{us:11.1f} ({kernels:2})")
+        print(f"  {tokens:8} {''.join(row)}", flush=True)
+
+
+def time_experts(
+    path: str, weights: ExpertWeights, tokens: int, num_chosen: int, number_bytes: float
+) -> tuple[float, int, float]:
+    """(microseconds, kernels, bytes of the experts that are read), for choices that differ from call to call."""
+    _, count, width, hidden = weights.gate.shape
+    activate = lambda gate, up: swiglu_oai(gate, up, 1.702, 7.0).astype(jnp.bfloat16)
+    run = jax.jit(lambda x, weights, ids: run_experts(x, weights, ids, jnp.int32(1), activate, path=path))
+    rng, calls = np.random.default_rng(tokens), []
+    for seed in range(4 if tokens < 32 else 1):  # other experts each time: nothing is found in the cache
+        ids = rng.random((tokens, count)).argsort(axis=1)[:, :num_chosen]
+        calls.append((normal(seed, tokens, width), weights, jnp.asarray(ids, jnp.int32)))
+    read = np.mean([len(np.unique(ids)) for *_, ids in calls]) * 3 * width * hidden * number_bytes
+    us, kernels = kernel_times(run, calls, 8)
+    return us, len(kernels), read
+
+
+def bench_projections(peak: float, bandwidth: float) -> None:
+    """q, k and v of a token at M3's widths, from a stack of layers: in MXFP8, and the same numbers in bfloat16."""
+    layers, width, outputs = 12, 6144, (8192, 512, 512)
+
+    @partial(jax.jit, static_argnums=1)
+    def draw(key, outputs):
+        codes = jax.random.bits(key, (layers, width, outputs), jnp.uint8)
+        return MXFP8Array(
+            jnp.where(codes & 127 == 127, 0, codes), jnp.full((layers, width // 32, outputs), 113, jnp.uint8)
+        )
+
+    kept = [draw(key, n) for key, n in zip(jax.random.split(jax.random.key(0), 3), outputs, strict=True)]
+    as_numbers = jax.jit(lambda weight: jax.lax.map(lambda w: dequantize(w, "bfloat16"), weight))
+    in_bfloat16 = [as_numbers(weight) for weight in kept]
+
+    @jax.jit
+    def by_kernel(x, weights, layer):
+        return project_each("xd,df->xf", x, [MXFP8Layer(weight, layer) for weight in weights])
+
+    @jax.jit
+    def by_xla(x, weights, layer):
+        take = partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+        return project_each("xd,df->xf", x, [jax.tree.map(lambda w: take(w, layer), weight) for weight in weights])
+
+    ways = (
+        ("MXFP8", by_kernel, kept, 33 / 32),
+        ("MXFP8 by XLA", by_xla, kept, 33 / 32),
+        ("bfloat16", by_xla, in_bfloat16, 2),
+    )
+    for rows in (1, 4, 16, 48, 256, 2048, 8192):
+        for name, run, weights, number_bytes in ways:
+            calls = [(normal(rows, rows, width), weights, jnp.int32(layer)) for layer in range(layers)]
+            us, kernels = kernel_times(run, calls, 12)
+            size = width * sum(outputs)
+            floor = max(size * number_bytes / bandwidth, 2 * rows * size / peak)
+            extra = f"{size * number_bytes / 1e6:.0f} MB, {len(kernels)} kernels"
+            line(f"{rows:,} rows, {name}", us, floor, extra)
 
 
 def ceilings() -> tuple[float, float]:
@@ -328,6 +402,10 @@ def main() -> int:
     if args.only in "experts":
         print("experts")
         bench_experts(peak, bandwidth)
+        bench_embedded_experts()
+    if args.only in "projections":
+        print("projections")
+        bench_projections(peak, bandwidth)
     return 0
 
 

@@ -34,6 +34,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
+from pallas_kernels.mxfp8_project import mxfp8_project
 from pallas_kernels.pages import contiguous, paged
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 from pallas_kernels.shapes import Shape
@@ -48,12 +50,15 @@ OPS = dict(
     query_union=partial(sparse_prefill, schedule="query_union"),
     kv_block_major=partial(sparse_prefill, schedule="kv_block_major"),
     qk_norm_rope_insert=qk_norm_rope_insert,
+    mxfp8_project=mxfp8_project,
+    mxfp8_experts=mxfp8_experts,
 )
 BF16, FP32, E4M3 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
 CONTEXTS = (8192, 131072, 1048576)
 TOKENS = 16  # of a tile of query_union
 LANES = 128
 ANGLES = 32  # of a head: rotary dim 64
+WIDTH, HIDDEN = 6144, 3072  # of the model, of an expert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +148,54 @@ class Case:
         return s.attention_flops, s.batch * s.blocks * s.block_size * pages / keys + query_bytes * (1 + 3 * s.top_k)
 
 
+@dataclasses.dataclass(frozen=True)
+class ByWeights:
+    """One call of a kernel that multiplies rows by MXFP8 weights of M3's widths."""
+
+    op: str
+    rows: int
+    tile: int = 0  # of the experts
+    dtype: jax.typing.DTypeLike = BF16
+    donated: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.rows:,} rows{f' in tiles of {self.tile}' if self.tile else ''}"
+
+    @property
+    def tiles(self) -> int:
+        """Of 4 experts a row, as many as can be chosen of 16."""
+        return min(self.rows * 4, 16 + self.rows * 4 // self.tile)
+
+    def arguments(self) -> tuple:
+        """(rows, weights, layer), or those of experts."""
+        weights = lambda *shape: Weights(
+            array(jnp.uint8, *shape), array(jnp.uint8, *shape[:-2], shape[-2] // 32, shape[-1])
+        )
+        x, layer = array(self.dtype, self.rows, WIDTH), array(jnp.int32)
+        if not self.tile:
+            return x, (weights(3, WIDTH, 8192), weights(3, WIDTH, 128)), layer
+        into, out = weights(2, 16, WIDTH, HIDDEN), weights(2, 16, HIDDEN, WIDTH)
+        places = array(jnp.int32, self.tiles, self.tile), array(jnp.bool_, self.tiles, self.tile)
+        return x, into, into, out, layer, array(jnp.int32, self.tiles), *places
+
+    def function(self) -> Callable:
+        """The op over these."""
+        options = dict(activate=lambda gate, up: (gate * up).astype(self.dtype)) if self.tile else {}
+        return partial(OPS[self.op], backend="mosaic_tpu", **options)
+
+    def work(self) -> tuple[float, float]:
+        """(products and sums, bytes of HBM): each tile reads its matrix, of which 33 bytes are 32 numbers."""
+        matrices, rows = (WIDTH * 8320, 256) if not self.tile else (3 * WIDTH * HIDDEN, self.tile)
+        tiles = self.tiles if self.tile else -(-self.rows // rows)
+        return 2.0 * tiles * min(rows, self.rows) * matrices, tiles * matrices * 33 / 32
+
+
 def array(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
     """An operand that nobody makes."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def cases(contexts: tuple[int, ...], quick: bool) -> Iterator[Case]:
+def cases(contexts: tuple[int, ...], quick: bool) -> Iterator[Case | ByWeights]:
     """Those of the table, or the few of them that hold every kernel and dtype."""
     if quick:
         yield Case("index_topk_decode", _shape(8, 4, 131072))
@@ -160,7 +207,13 @@ def cases(contexts: tuple[int, ...], quick: bool) -> Iterator[Case]:
         yield Case("query_union", _shape(1, 256, 8192), FP32, FP32)
         yield Case("kv_block_major", _shape(1, 64, 131072))  # XLA's part, a sort, takes the compiler longer with more
         yield Case("qk_norm_rope_insert", _shape(8, 4, 8192))
+        yield ByWeights("mxfp8_project", 8)
+        yield ByWeights("mxfp8_experts", 4, 16)
         return
+    for rows in (1, 16, 48):
+        yield ByWeights("mxfp8_project", rows)
+    for rows, tile in ((1, 1), (8, 1), (32, 16), (1024, 64)):
+        yield ByWeights("mxfp8_experts", rows, tile)
     kinds = ((BF16, BF16), (BF16, E4M3), (FP32, FP32))
     for context in contexts:
         for dtype, stored in kinds:
@@ -187,7 +240,7 @@ class Compiled:
     around: float | None  # its estimate for the operations around the kernel, in seconds
 
 
-def compile_case(case: Case, device: jax.Device, mesh: AbstractMesh) -> Compiled:
+def compile_case(case: Case | ByWeights, device: jax.Device, mesh: AbstractMesh) -> Compiled:
     """Lower for the chip and compile; the compiler's error goes through."""
     everywhere = NamedSharding(Mesh([device], "x", axis_types=(AxisType.Auto,)), PartitionSpec())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
@@ -223,7 +276,7 @@ def main() -> int:
     return int(failed)
 
 
-def _report(case: Case, device, mesh, rates) -> bool:
+def _report(case: Case | ByWeights, device, mesh, rates) -> bool:
     flops, moved = case.work()
     # The MXU multiplies float32 in passes of bfloat16: six of them for all bits.
     floor = max(flops * (6 if case.dtype == FP32 else 1) / rates[0], moved / rates[1])

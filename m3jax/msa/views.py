@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from m3jax.msa.rules import checked
+from m3jax.platform import platform
 
 
 @runtime_checkable
@@ -207,10 +208,10 @@ class Paged:
 
     def _read(self, page_ids, heads):
         """The part of pages that some heads have, in the model's dtype."""
-        layers, num_pages, kv_heads = self.k.shape[:3]
+        num_pages, kv_heads = self.k.shape[1:3]
         # [L pages K] are virtual pages of single heads; one index to read by is what compiles best.
         virtual_page = (self.layer * num_pages + jnp.clip(page_ids, 0, num_pages - 1)) * kv_heads + heads
-        k, v = (_gather(x.reshape(layers * num_pages * kv_heads, *x.shape[3:]), virtual_page) for x in (self.k, self.v))
+        k, v = (_gather_pages(x.reshape(-1, *x.shape[3:]), virtual_page) for x in (self.k, self.v))
         return _scaled_back(k, v, self.scales, heads, self.dtype)
 
 
@@ -255,10 +256,9 @@ class Pooled:
 
     def blocks(self, rows, heads, ids):
         """Read blocks `ids` of `(rows, heads)` as `[... P H]`."""
-        layers, size = self.k.shape[:2]
         virtual_page, _ = self.virtual_page(rows, heads, ids)
-        slot = self.layer * size + jnp.maximum(_gather(self.slot_of, virtual_page), 0)
-        k, v = (_gather(x.reshape(layers * size, *x.shape[2:]), slot) for x in (self.k, self.v))
+        slot = self.layer * self.k.shape[1] + jnp.maximum(_gather(self.slot_of, virtual_page), 0)
+        k, v = (_gather_pages(x.reshape(-1, *x.shape[2:]), slot) for x in (self.k, self.v))
         return _scaled_back(k, v, self.scales, heads, self.dtype)
 
     def run(self, first, count):
@@ -360,7 +360,7 @@ class PagedIndex:
         page_ids = jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1)  # [B C]
         layers, num_pages = self.k.shape[:2]
         page_in_stack = self.layer * num_pages + jnp.clip(page_ids, 0, num_pages - 1)
-        stored = _gather(self.k.reshape(layers * num_pages, *self.k.shape[2:]), page_in_stack)  # [B C P I]
+        stored = _gather_pages(self.k.reshape(layers * num_pages, *self.k.shape[2:]), page_in_stack)  # [B C P I]
         keys = _restore(stored, self.scale, self.dtype)
         return keys.reshape(keys.shape[0], -1, keys.shape[-1])  # [B C*P I]
 
@@ -417,6 +417,13 @@ def _row_of_table(table: Int[Array, "B M"], row: Int[Array, ""], multiple: int) 
 def _gather(x: Shaped[Array, "..."], *indices: Int[Array, "..."]) -> Shaped[Array, "..."]:
     """`x[indices]` for indices known to be inside: without it every read is compared and selected once more."""
     return x.at[indices].get(mode="promise_in_bounds")
+
+
+def _gather_pages(memory: Num[Array, "V P H"], page_ids: Int[Array, "..."]) -> Num[Array, "... P H"]:
+    """`memory[page_ids]` for pages known to be inside."""
+    if platform() == "cpu":  # a loop over a page's numbers moves eight at a time, one over a head's a single one
+        return _gather(memory.reshape(len(memory), -1), page_ids).reshape(*page_ids.shape, *memory.shape[1:])
+    return _gather(memory, page_ids)
 
 
 def _scaled_back(

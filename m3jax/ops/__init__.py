@@ -7,7 +7,7 @@ from m3jax.ops.attend import attend_all, attend_selected, check_schedule
 from m3jax.ops.backends import BACKENDS, check_backend, check_backend_name, interpret
 from m3jax.ops.experts import EXPERT_PATHS, run_experts
 from m3jax.ops.insert import Heads, insert, insert_backend
-from m3jax.ops.project import project
+from m3jax.ops.project import kernel_reads, project, project_each
 from m3jax.ops.select import select
 
 __all__ = [
@@ -22,7 +22,9 @@ __all__ = [
     "insert",
     "insert_backend",
     "interpret",
+    "kernel_reads",
     "project",
+    "project_each",
     "run_experts",
     "select",
 ]

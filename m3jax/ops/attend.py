@@ -10,6 +10,7 @@ from m3jax.msa.views import Joined, only_held
 from m3jax.numerics import merge_over_devices
 from m3jax.ops.backends import Case, choose, interpreted
 from m3jax.ops.kernel_pages import kernel_pages
+from m3jax.ops.lanes import attend_in_lanes
 
 _MAX_GATHERED_QUERIES = 8  # up to here gathering a query's blocks beats inverting the selection
 
@@ -62,10 +63,12 @@ def attend_selected(
     def by_kernel(q, view, blocks, positions, lengths):
         keys, values = kernel_pages(view, view.k), kernel_pages(view, view.v)
         options = dict(return_lse=True, interpret=interpreted(), backend=chosen)
+        scales = getattr(view, "scales", None)
+        if schedule == "invariant":
+            return attend_in_lanes(q, keys, values, blocks, positions, lengths, kv_heads=view.num_heads, scales=scales)
         if case.is_decode:
             from pallas_kernels.sparse_decode import sparse_decode
 
-            scales = getattr(view, "scales", None)
             return sparse_decode(q, keys, values, blocks, positions, lengths, scales=scales, **options)
         from pallas_kernels.sparse_prefill import sparse_prefill
 
@@ -76,7 +79,8 @@ def attend_selected(
     elif chosen == "xla":
         out, lse = by_xla(q, view, blocks, positions, lengths)
     else:
-        out, lse = _with_gradient(by_kernel, by_xla, q, view, blocks, positions, lengths)
+        gradient_of = SCHEDULES[suitable] if schedule == "invariant" else by_xla
+        out, lse = _with_gradient(by_kernel, gradient_of, q, view, blocks, positions, lengths)
     return merge_over_devices(out, lse, view.device_axes) if view.device_axes else (out, lse)
 
 
@@ -113,10 +117,12 @@ def attend_all(
     def by_kernel(q, view, positions, lengths):
         keys, values = kernel_pages(view, view.k), kernel_pages(view, view.v)
         options = dict(kv_heads=view.num_heads, return_lse=True, interpret=interpreted(), backend=chosen)
+        scales = getattr(view, "scales", None)
+        if schedule == "invariant":
+            return attend_in_lanes(q, keys, values, None, positions, lengths, kv_heads=view.num_heads, scales=scales)
         if case.is_decode:
             from pallas_kernels.dense_decode import dense_decode
 
-            scales = getattr(view, "scales", None)
             return dense_decode(q, keys, values, positions, lengths, scales=scales, **options)
         from pallas_kernels.dense_causal import dense_causal
 
@@ -127,7 +133,8 @@ def attend_all(
     elif chosen == "xla":
         out, lse = by_xla(q, view, positions, lengths)
     else:
-        out, lse = _with_gradient(by_kernel, by_xla, q, view, positions, lengths)
+        gradient_of = DENSE_SCHEDULES["blockwise"] if schedule == "invariant" else by_xla
+        out, lse = _with_gradient(by_kernel, gradient_of, q, view, positions, lengths)
     return merge_over_devices(out, lse, view.device_axes) if view.device_axes else (out, lse)
 
 

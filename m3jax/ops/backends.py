@@ -2,8 +2,8 @@
 
 The choice is made while tracing, from shapes and dtypes alone. "auto" takes kernels on a device that they are for,
 wherever they can run, and XLA elsewhere; a backend that is asked for by name runs or says why it cannot. A model that
-asks for kernels leaves to XLA what has none: experts, dense layers on a TPU, selection over several devices, attention
-over host memory.
+asks for kernels leaves to XLA what has none: experts and dense layers on a TPU, selection over several devices,
+attention over host memory.
 """
 
 import importlib.util
@@ -67,8 +67,8 @@ class Case:
 
     @property
     def is_decode(self) -> bool:
-        """Whether there are as few queries a row as in a decode step, so that the decode kernels are for it."""
-        return self.queries <= MAX_DECODE_QUERIES
+        """Whether the decode kernels are for it: few queries a row, or any number of them in the invariant mode."""
+        return self.queries <= MAX_DECODE_QUERIES or self.schedule == "invariant"
 
     @property
     def folder(self) -> str:
@@ -105,10 +105,22 @@ def why_not(case: Case, backend: str) -> str | None:
         return reason
     if not _has_kernel(case.folder, backend):
         return f"it has no kernel for {case.op}"
-    reasons = [_why_not_memory(case), _why_not_schedule(case), _why_not_dtypes(case, backend)]
+    reasons = [_why_not_memory(case), _why_not_schedule(case, backend), _why_not_dtypes(case, backend)]
     if not interpreted():
         reasons.append(_why_not_sizes(case, backend))
     return next((reason for reason in reasons if reason), None)
+
+
+def kernel_name(backend: str) -> str | None:
+    """The kernels that "auto", or a backend by its name, means on this platform; None for XLA.
+
+    Args:
+      backend: one of `BACKENDS`.
+    """
+    of_platform = next((name for name, where in _PLATFORM_OF.items() if where == platform()), None)
+    if of_platform is None and interpreted():
+        of_platform = "triton" if isinstance(interpreted(), bool) else "mosaic_tpu"
+    return of_platform if backend in ("auto", of_platform) else None
 
 
 def check_backend(backend: str) -> None:
@@ -175,12 +187,13 @@ def _why_not_memory(case: Case) -> str | None:
     return None
 
 
-def _why_not_schedule(case: Case) -> str | None:
-    if case.schedule == "invariant":
-        return "the schedule 'invariant' is one of XLA's"
+def _why_not_schedule(case: Case, backend: str) -> str | None:
+    if case.schedule == "invariant" and backend != "triton":
+        return "in the invariant mode it has no schedule"
     if case.op == "select":
         return None if case.score == "max" else f"it has score 'max', and this is {case.score!r}"
-    if case.schedule == "auto" or (case.op == "sparse" and case.schedule == "kv_block_major" and not case.is_decode):
+    is_blockwise = case.op == "sparse" and case.schedule == "kv_block_major" and not case.is_decode
+    if case.schedule in ("auto", "invariant") or is_blockwise:
         return None
     return f"the schedule {case.schedule!r} is one of XLA's"
 

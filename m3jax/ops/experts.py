@@ -5,8 +5,9 @@ the activation. It gives [X A D] in the accumulator's dtype: what each pair's ex
 dropped. An id of -1 is an expert that is not held here; what stands in its place may be anything.
 """
 
+import math
 from collections.abc import Callable
-from math import prod
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,9 +16,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa.inversion import invert
-from m3jax.mxfp8 import BLOCK, MXFP8Array
+from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import accumulator
-from m3jax.ops.backends import interpreted
+from m3jax.ops.backends import interpreted, kernel_name
+from m3jax.ops.mxfp8_kernels import mxfp8_kernel
 from m3jax.ops.project import operands, project
 from m3jax.platform import platform
 
@@ -26,8 +28,13 @@ Activation = Callable[[Float[Array, "..."], Float[Array, "..."]], Float[Array, "
 _FEW_PAIRS = 16  # (token, expert) pairs up to which each pair fetches its own expert's weights
 _MOST_SHARES = 4  # where devices divide experts, skipped pairs cost little: up to 4 x _FEW_PAIRS are walked
 _TILE = 64  # tokens that meet an expert at once on a CPU
-_KERNEL_TILES = (16, 32, 64)  # likewise in a kernel: as many as an expert has, on average
+_KERNEL_TILES = (16, 32, 64, 128)  # likewise in a kernel
+_MXFP8_TILES = (16, 64)  # likewise of experts in MXFP8: as many as an expert has, on average
+_GROUPED_UNIT, _FEW_UNIT = 128, 64  # widths are multiples of these where `grouped` or `few` runs
+# Tokens up to which `few` is the fastest way on an H200, by widths (`scripts/bench_gpu.py --only experts`).
+_FEW_TOKENS = {(6144, 3072): 64, (192, 192): 64}
 _FIXED_TILE = 8  # likewise where a pair's bits may not depend on how many there are
+_FIXED_KERNEL_TILE = 64  # likewise in a kernel
 _COPIED_TILE = 512  # likewise where experts are copied: more than an expert is wide, so its copies are the smaller part
 
 
@@ -62,16 +69,19 @@ def run_experts(
       backend: where kernels are not wanted, "xla".
       num_shares: where devices divide the experts, how many do.
     """
+    is_mxfp8 = isinstance(weights.gate, MXFP8Array)
+    by_kernel = not is_mxfp8 and kernel_runs_experts(x.dtype, *weights.gate.shape[2:], backend=backend)
+    if path == "in_fixed_tiles" and by_kernel:
+        return grouped(x, weights, expert_ids, layer, activate, tile=_FIXED_KERNEL_TILE)
     if path != "auto":
         return EXPERT_PATHS[path](x, weights, expert_ids, layer, activate)
     where, num_pairs, is_divided = platform(), expert_ids.size, num_shares is not None
     is_few = num_pairs <= _FEW_PAIRS * min(num_shares or 1, _MOST_SHARES)
+    if is_mxfp8 and kernel_takes_mxfp8(weights, x.dtype, backend):
+        return grouped(x, weights, expert_ids, layer, activate)
     if where == "gpu":
-        by_kernel = kernel_takes(weights) and kernel_runs_experts(x.dtype, *weights.gate.shape[2:], backend=backend)
-        is_mxfp8 = isinstance(weights.gate, MXFP8Array)
-        if num_pairs <= _FEW_PAIRS and not (is_mxfp8 and by_kernel):
-            return gathered(x, weights, expert_ids, layer, activate)
-        return (grouped if by_kernel else tiled)(x, weights, expert_ids, layer, activate)
+        run_path = EXPERT_PATHS[_path_on_gpu(weights, x.dtype, expert_ids.shape, backend)]
+        return run_path(x, weights, expert_ids, layer, activate)
     if where == "tpu" and not is_few:
         return ragged(x, weights, expert_ids, layer, activate)
     if where == "tpu" and not is_divided:
@@ -115,10 +125,13 @@ def one_by_one(
 
     def step(_, pair):
         token, expert = pair
-        if not skips_absent:
-            return None, run_pair(token, expert)
-        return None, jax.lax.cond(expert >= 0, run_pair, skip_pair, token, expert)
+        # 16-bit weights are read inside a branch even where no expert is absent: outside of one XLA's CPU backend makes
+        # 32-bit numbers of the experts of all layers, once a call, into memory of twice their size.
+        if skips_absent or is_narrow:
+            return None, jax.lax.cond(expert >= 0, run_pair, skip_pair, token, expert)
+        return None, run_pair(token, expert)
 
+    is_narrow = not isinstance(weights.gate, MXFP8Array) and weights.gate.dtype != accumulator(x.dtype)
     tokens = jnp.repeat(x, expert_ids.shape[1], axis=0)  # [X*A D]
     _, out = jax.lax.scan(step, None, (tokens, expert_ids.reshape(-1)))
     return out.reshape(*expert_ids.shape, -1)  # [X A D]
@@ -218,39 +231,93 @@ def in_fixed_tiles(
     return with_gradient(forward, differentiable, 4)(x, *weights, expert_ids, layer)
 
 
-def grouped(
+def few(
     x: Float[Array, "X D"],
     weights: ExpertWeights,
     expert_ids: Int[Array, "X A"],
     layer: Int[Array, ""],
     activate: Activation,
 ) -> Float[Array, "X A D"]:
+    """A few tokens on a GPU: a kernel that reads each chosen expert once, with the gradients of `tiled`.
+
+    Experts in MXFP8 go to `grouped`, whose kernel knows few tokens too.
+    """
+    if isinstance(weights.gate, MXFP8Array):
+        return grouped(x, weights, expert_ids, layer, activate)
+    from pallas_kernels.few_experts import few_experts
+
+    def by_kernel(x, gate, up, down, expert_ids, layer):
+        return few_experts(
+            x, gate, up, down, layer, expert_ids, activate=activate, interpret=interpreted(), backend="triton"
+        )
+
+    return _with_gradient_of_tiled(by_kernel, x, weights, expert_ids, layer, activate)
+
+
+def grouped(
+    x: Float[Array, "X D"],
+    weights: ExpertWeights,
+    expert_ids: Int[Array, "X A"],
+    layer: Int[Array, ""],
+    activate: Activation,
+    tile: int | None = None,
+) -> Float[Array, "X A D"]:
     """Many tokens on a GPU: a kernel, with the gradients of `tiled`. Training has another way, `copied`.
 
     Experts in MXFP8 go this way with few tokens too: what XLA gathers it would write as 16-bit numbers, and read again.
+    With one tile for any number of tokens (16-bit weights only) a pair's bits are the same whatever other pairs there
+    are: a program walks an expert's width for one tile, in one order.
     """
-    from pallas_kernels.gradient import with_gradient
     from pallas_kernels.grouped_experts import grouped_experts
     from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
 
+    num_experts, options = weights.gate.shape[1], dict(activate=activate, interpret=interpreted())
+    num_pairs, num_chosen = expert_ids.size, expert_ids.shape[1]
+    tokens_per_expert = num_pairs // num_experts
+
     def by_kernel(x, gate, up, down, expert_ids, layer):
-        num_experts = gate.shape[1]
-        tokens_per_expert = expert_ids.size // num_experts
-        tile = next((size for size in _KERNEL_TILES if size >= tokens_per_expert), _KERNEL_TILES[-1])
-        tiles = invert(expert_ids[None, None], num_experts, tile)
-        kernel = grouped_experts
-        if isinstance(gate, MXFP8Array):
-            kernel, (gate, up, down) = mxfp8_experts, (Weights(w.codes, w.scales) for w in (gate, up, down))
-        out = kernel(
-            x, gate, up, down, layer, tiles.block, tiles.query, tiles.valid,
-            activate=activate, interpret=interpreted(), backend="triton",
+        # Twice the average, so that few experts need a second tile and are read by it again.
+        suitable = next((size for size in _KERNEL_TILES if size >= 2 * tokens_per_expert), _KERNEL_TILES[-1])
+        tiles = invert(expert_ids[None, None], num_experts, tile or suitable)
+        count = jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
+        return grouped_experts(
+            x, gate, up, down, layer, tiles.block, tiles.pair, count,
+            num_chosen=num_chosen, backend="triton", **options,
         )  # fmt: skip
+
+    def by_mxfp8_kernel(x, gate, up, down, expert_ids, layer):
+        kept = [Weights(weight.codes, weight.scales) for weight in (gate, up, down)]
+        run = partial(mxfp8_experts, x, *kept, layer, backend=kernel_name("auto"), **options)
+        # A GPU finds in its cache what the pair before has read of the same expert.
+        most_pairs = num_experts * 3 // 2 if kernel_name("auto") == "triton" else _FEW_PAIRS
+        if num_pairs <= most_pairs:
+            token = jnp.arange(num_pairs, dtype=jnp.int32)[:, None] // num_chosen  # [X*A 1]
+            expert, valid = jnp.maximum(expert_ids, 0).reshape(-1), expert_ids.reshape(-1, 1) >= 0
+            return run(expert, token, valid).reshape(*expert_ids.shape, -1)
+        tile = next((size for size in _MXFP8_TILES if size >= tokens_per_expert), _MXFP8_TILES[-1])
+        tiles = invert(expert_ids[None, None], num_experts, tile)
+        out = run(tiles.block, tiles.query, tiles.valid)
         return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
+
+    kernel = by_mxfp8_kernel if isinstance(weights.gate, MXFP8Array) else by_kernel
+    return _with_gradient_of_tiled(kernel, x, weights, expert_ids, layer, activate)
+
+
+def _with_gradient_of_tiled(
+    kernel: Callable[..., Float[Array, "X A D"]],
+    x: Float[Array, "X D"],
+    weights: ExpertWeights,
+    expert_ids: Int[Array, "X A"],
+    layer: Int[Array, ""],
+    activate: Activation,
+) -> Float[Array, "X A D"]:
+    """What a kernel makes of (x, gate, up, down, expert_ids, layer), which is also what `tiled` makes of them."""
+    from pallas_kernels.gradient import with_gradient
 
     def by_xla(x, gate, up, down, expert_ids, layer):
         return tiled(x, ExpertWeights(gate, up, down), expert_ids, layer, activate)
 
-    return with_gradient(by_kernel, by_xla, 4)(x, weights.gate, weights.up, weights.down, expert_ids, layer)
+    return with_gradient(kernel, by_xla, 4)(x, *weights, expert_ids, layer)
 
 
 def copied(
@@ -274,30 +341,51 @@ EXPERT_PATHS = {
     "one_by_one": one_by_one,
     "ragged": ragged,
     "tiled": tiled,
+    "few": few,
     "grouped": grouped,
     "copied": copied,
     "in_fixed_tiles": in_fixed_tiles,
 }
 
 
-def kernel_takes(weights: ExpertWeights) -> bool:
-    """Whether `grouped` can read these weights.
+def _path_on_gpu(weights: ExpertWeights, dtype: DTypeLike, choice_shape: tuple[int, int], backend: str) -> str:
+    """The fastest way of those that can run, for so many tokens with so many experts each."""
+    (num_tokens, num_chosen), widths = choice_shape, weights.gate.shape[2:]
+    can_run = partial(kernel_runs_experts, dtype, *widths, backend=backend)
+    is_mxfp8 = isinstance(weights.gate, MXFP8Array)
+    if not is_mxfp8 and num_tokens <= few_tokens(*widths) and can_run(unit=_FEW_UNIT):
+        return "few"
+    if not is_mxfp8 and can_run():
+        return "grouped"
+    return "gathered" if num_tokens * num_chosen <= _FEW_PAIRS else "tiled"
 
-    Not MXFP8 whose activations are quantised too, or with a block that is not whole, or in between 2 and 4 GiB.
+
+def few_tokens(width: int, hidden_width: int) -> int:
+    """Tokens up to which `few` is the fastest way on a GPU, by what was measured of the nearest widths."""
+    size = math.log(width * hidden_width)
+    return _FEW_TOKENS[min(_FEW_TOKENS, key=lambda measured: abs(math.log(math.prod(measured)) - size))]
+
+
+def kernel_takes_mxfp8(weights: ExpertWeights, dtype: DTypeLike, backend: str = "auto") -> bool:
+    """Whether `grouped` can run with weights in MXFP8, on a GPU or a TPU.
+
+    Not with activations that are quantised too, nor with a block that is not whole, nor in between 2 and 4 GiB.
+
+    Args:
+      weights: of all layers of a stack.
+      dtype: of the activations.
+      backend: where kernels are not wanted, "xla".
     """
-    from pallas_kernels.numbers import can_reach
-
-    if not isinstance(weights.gate, MXFP8Array):
-        return True
-    is_whole = all(width % BLOCK == 0 for width in weights.gate.shape[2:])
-    return weights.gate.activations is None and is_whole and can_reach(prod(weights.gate.shape))
+    width, hidden = weights.gate.shape[2:]
+    is_whole = not (width % 128 or hidden % 128)
+    return is_whole and mxfp8_kernel(weights.gate, dtype, [(width, hidden), (hidden, width)], backend) is not None
 
 
-def kernel_runs_experts(dtype: DTypeLike, *widths: int, backend: str = "auto") -> bool:
-    """Whether `grouped` can run: 16-bit numbers, widths in whole pieces, on one GPU whose backend is not "xla".
+def kernel_runs_experts(dtype: DTypeLike, *widths: int, backend: str = "auto", unit: int = _GROUPED_UNIT) -> bool:
+    """Whether `grouped` or `few` can run: 16-bit numbers, widths in whole units, on a GPU whose backend is not "xla".
 
     There is nothing to ask for by name: what a kernel cannot take, XLA's tiles do.
     """
     is_gpu = platform() == "gpu" or bool(interpreted())
     is_wanted = backend in ("auto", "triton")
-    return is_gpu and is_wanted and jnp.dtype(dtype).itemsize == 2 and not any(width % 128 for width in widths)
+    return is_gpu and is_wanted and jnp.dtype(dtype).itemsize == 2 and not any(width % unit for width in widths)

@@ -8,6 +8,7 @@ from m3jax.msa.schedules import select_invariant
 from m3jax.msa.views import ContiguousIndex, PagedIndex
 from m3jax.ops.backends import Case, choose, interpreted
 from m3jax.ops.kernel_pages import kernel_pages
+from m3jax.ops.lanes import select_in_lanes
 
 
 def select(
@@ -43,6 +44,8 @@ def select(
         by_xla = select_invariant if schedule == "invariant" else index_walk
         return by_xla(index_q, view, positions, lengths, rules)
     index_q, keys = jax.lax.stop_gradient((index_q, kernel_pages(view, view.k)))
+    if schedule == "invariant":
+        return select_in_lanes(index_q, keys, positions, lengths, rules)
     forced = dict(top_k=rules.top_k, local_blocks=rules.local_blocks, init_blocks=rules.init_blocks)
     options = dict(**forced, interpret=interpreted(), backend=chosen)
     if case.is_decode:

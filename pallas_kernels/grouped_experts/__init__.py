@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Interpret, TileConfig, load_backend
+from pallas_kernels.checks import check_expert_weights
 
 __all__ = ["grouped_experts"]
+
+_TILES = (16, 32, 64, 128)  # tokens
 
 
 def grouped_experts(
@@ -16,15 +19,18 @@ def grouped_experts(
     down: Float[Array, "L E F D"],
     layer: Int[Array, ""],
     expert: Int[Array, " Y"],
-    token: Int[Array, "Y C"],
-    valid: Bool[Array, "Y C"],
+    pair: Int[Array, "Y C"],
+    count: Int[Array, " Y"],
     *,
+    num_chosen: int,
     activate: Callable[[Array, Array], Array],
     backend: str,
     config: TileConfig | None = None,
     interpret: Interpret = False,
-) -> Float[Array, "Y C D"]:
+) -> Float[Array, "X A D"]:
     """What each expert makes of each of its tokens: `activate(x gate, x up) down`.
+
+    A pair is a token and one of the A experts that it chose: pair p is token p // A's choice p % A.
 
     Args:
       x: tokens; bfloat16, float16 or float32.
@@ -33,31 +39,26 @@ def grouped_experts(
       down: likewise.
       layer: which layer of the stack; it is not copied.
       expert: of each tile.
-      token: rows of x that a tile takes, C one of 16, 32 and 64.
-      valid: which of them count. A tile with none is skipped, and its output is anything, as that of invalid rows.
+      pair: the pairs of a tile, C one of 16, 32, 64 and 128; what stands behind the first `count` may be any pair.
+      count: how many of its pairs count. A tile of 0 is skipped.
+      num_chosen: A.
       activate: of two arrays in float32, element by element.
       backend: "triton".
       config: tile sizes, a `Config` of the backend.
       interpret: run on the CPU.
 
     Returns:
-      Outputs in float32, not yet weighted.
+      Outputs in float32, not yet weighted, each pair's where it belongs; those of a pair in no tile are anything.
 
     Raises:
-      ValueError: operands that do not fit together, widths that are not whole tiles of the backend, an unknown backend,
+      ValueError: operands that do not fit together, widths that are not whole pieces of a program, an unknown backend,
         or an option of another one.
     """
     runner = load_backend(__name__, backend, config, interpret)
-    tile_tokens, width, hidden = token.shape[1], x.shape[1], gate.shape[3]
-    if gate.shape != up.shape or gate.shape[2] != width or down.shape != (*gate.shape[:2], hidden, width):
-        raise ValueError(
-            f"x has width {width}, gate has shape {gate.shape}, up {up.shape}, down {down.shape}: need [L E D F] twice "
-            f"and [L E F D] with D = {width}"
-        )
-    if len({x.dtype, gate.dtype, up.dtype, down.dtype}) > 1:
-        raise ValueError(f"x is {x.dtype}, gate {gate.dtype}, up {up.dtype}, down {down.dtype}: need one dtype")
-    if tile_tokens not in (16, 32, 64):
-        raise ValueError(f"tiles of {tile_tokens} tokens: need 16, 32 or 64 tokens")
+    check_expert_weights(x, gate, up, down)
+    if pair.shape[1] not in _TILES:
+        raise ValueError(f"tiles of {pair.shape[1]} tokens: need {', '.join(map(str, _TILES[:-1]))} or {_TILES[-1]}")
     return runner.run(
-        x, gate, up, down, layer, expert, token, valid, activate=activate, config=config, interpret=interpret
-    )
+        x, gate, up, down, layer, expert, pair, count,
+        num_chosen=num_chosen, activate=activate, config=config, interpret=interpret,
+    )  # fmt: skip

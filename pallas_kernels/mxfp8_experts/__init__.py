@@ -1,27 +1,13 @@
 """The feed-forward experts of a mixture, each for the tokens that chose it, with weights in MXFP8."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backends import Interpret, TileConfig, load_backend
+from pallas_kernels.mxfp8 import Weights, check_weights
 
-__all__ = ["BLOCK", "Weights", "mxfp8_experts"]
-
-BLOCK = 32  # input channels that share a scale
-
-
-class Weights(NamedTuple):
-    """One projection of all experts of a stack of layers: W = e4m3(code) * 2^(scale - 127).
-
-    Attributes:
-      codes: bit patterns of float8_e4m3fn.
-      scales: exponents, one for every 32 input channels; 255 is NaN.
-    """
-
-    codes: UInt8[Array, "L E I O"]
-    scales: UInt8[Array, "L E I32 O"]
+__all__ = ["Weights", "mxfp8_experts"]
 
 
 def mxfp8_experts(
@@ -50,7 +36,8 @@ def mxfp8_experts(
       down: of shape [L E F D].
       layer: which layer of the stack; it is not copied.
       expert: of each tile.
-      token: rows of x that a tile takes, C one of 16, 32 and 64.
+      token: rows of x that a tile takes, C one of 1, 16, 32 and 64. Tiles of 1 are for few pairs of a token
+        and an expert, whose products need no tensor cores.
       valid: which of them count. A tile with none is skipped, and its output is anything, as that of invalid rows.
       activate: of two arrays in float32, element by element.
       backend: "triton".
@@ -73,16 +60,11 @@ def mxfp8_experts(
             f"need [L E D F] twice and [L E F D] with D = {width}"
         )
     for name, weights in (("gate", gate), ("up", up), ("down", down)):
-        needed = (layers, experts, weights.codes.shape[2] // BLOCK, weights.codes.shape[3])
-        if weights.codes.shape[2] % BLOCK or weights.scales.shape != needed:
-            raise ValueError(
-                f"{name} has codes {weights.codes.shape} and scales {weights.scales.shape}: need {needed}, a scale for "
-                f"every {BLOCK} input channels"
-            )
+        check_weights(name, weights)
     if x.dtype.itemsize != 2:
         raise ValueError(f"x is {x.dtype}: need bfloat16 or float16")
-    if tile_tokens not in (16, 32, 64):
-        raise ValueError(f"tiles of {tile_tokens} tokens: need 16, 32 or 64 tokens")
+    if tile_tokens not in (1, 16, 32, 64):
+        raise ValueError(f"tiles of {tile_tokens} tokens: need 1, 16, 32 or 64 tokens")
     return runner.run(
         x, gate, up, down, layer, expert, token, valid, activate=activate, config=config, interpret=interpret
     )

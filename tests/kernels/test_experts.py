@@ -1,21 +1,25 @@
-"""The kernel of routed experts in interpret mode against what XLA's tiles compute, and its lowering for CUDA."""
+"""The kernels of routed experts in interpret mode against their definition and XLA's tiles, and lowered for CUDA."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import comparisons, tiny
 from support.lowering import array, lower, refuse
 
 from m3jax import mxfp8
 from m3jax.make import Frozen
 from m3jax.model.layers import swiglu_oai
+from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import interpret, run_experts
-from m3jax.ops.experts import ExpertWeights, kernel_runs_experts, kernel_takes
+from m3jax.ops.experts import ExpertWeights, _path_on_gpu, kernel_runs_experts, kernel_takes_mxfp8
+from pallas_kernels.few_experts import few_experts
 from pallas_kernels.grouped_experts import grouped_experts
 from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
 
@@ -50,7 +54,90 @@ def on_gpu(experts, x, ids, path):
     return run_experts(x, weights, ids, jnp.int32(1), act, path=path)
 
 
-def test_experts_and_their_gradients_are_those_of_xla():
+# The definition: each pair of a token and an expert on its own.
+
+LAYERS, EXPERTS, WIDTH, HIDDEN = 2, 5, 128, 256
+
+
+def silu_times(gate, up):
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def by_pair(x, weights, ids):
+    """In float64, of the second layer; NaN for an expert that is not held."""
+    x, gate, up, down = (np.asarray(array, np.float64) for array in (x, *weights))
+    out = np.full((*ids.shape, x.shape[1]), np.nan)
+    for token, choice in np.argwhere(ids >= 0):
+        e = ids[token, choice]
+        out[token, choice] = silu_times(x[token] @ gate[1, e], x[token] @ up[1, e]) @ down[1, e]
+    return out
+
+
+def weights_of(chosen, seed: int):
+    """Three projections in float32; NaN in the first layer and for experts that nobody chose: these are not read."""
+    draw = np.random.default_rng(seed)
+    weights = []
+    for inputs, outputs in ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)):
+        weight = draw.normal(size=(LAYERS, EXPERTS, inputs, outputs)).astype(np.float32) * inputs**-0.5
+        weight[0] = weight[:, np.setdiff1d(np.arange(EXPERTS), chosen)] = np.nan
+        weights.append(weight)
+    return weights
+
+
+def check_pairs(out, x, weights, ids):
+    expected = by_pair(x, weights, ids)
+    is_held = ids >= 0
+    comparisons.assert_close(np.asarray(out)[is_held], expected[is_held], "out", "PD", atol=2e-5)
+
+
+@jax.jit
+def run_few(x, weights, ids):
+    options = dict(activate=lambda gate, up: jax.nn.silu(gate) * up, backend="triton", interpret=True)
+    return few_experts(x, *weights, jnp.int32(1), ids, **options)
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**16), spread=st.integers(0, EXPERTS))
+@pytest.mark.parametrize("shape", [(1, 4), (5, 3), (17, 2)])
+def test_few_tokens_meet_the_experts_that_they_chose(shape, seed, spread):
+    """From one expert for all to any; some are not held, and a token may choose an expert twice."""
+    draw = np.random.default_rng(seed)
+    ids = draw.permutation(EXPERTS)[draw.integers(0, max(spread, 1), shape)].astype(np.int32)
+    ids[draw.random(shape) < 0.2] = -1
+    x, weights = draw.normal(size=(shape[0], WIDTH)).astype(np.float32), weights_of(ids, seed)
+    check_pairs(run_few(x, weights, ids), x, weights, ids)
+
+
+@partial(jax.jit, static_argnames="tile")
+def run_grouped(x, weights, ids, tile):
+    tiles = invert(ids[None, None], EXPERTS, tile)
+    count = jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
+    return grouped_experts(
+        x, *weights, jnp.int32(1), tiles.block, tiles.pair, count, num_chosen=ids.shape[1],
+        activate=lambda gate, up: jax.nn.silu(gate) * up, backend="triton", interpret=True,
+    )  # fmt: skip
+
+
+LOADS = [(1, 0, 130, 64, 5), (0, 65, 0, 0, 135), (63, 66, 1, 2, 68), (40, 40, 40, 40, 40), (0, 0, 200, 0, 0)]
+
+
+@pytest.mark.parametrize("tile", [16, 128])
+@pytest.mark.parametrize("load", LOADS, ids=str)
+def test_many_tokens_meet_the_experts_that_they_chose(tile, load):
+    """Experts of 0 to 200 pairs: tiles that are full, that need half of their rows, and of a single pair."""
+    draw = np.random.default_rng(sum(load[:2]))
+    ids = draw.permutation(np.repeat(np.arange(EXPERTS, dtype=np.int32), load)).reshape(100, 2)
+    if 0 in load:
+        ids[draw.random(ids.shape) < 0.1] = -1
+    x, weights = draw.normal(size=(100, WIDTH)).astype(np.float32), weights_of(ids, 0)
+    check_pairs(run_grouped(x, weights, ids, tile), x, weights, ids)
+
+
+# Through the model's own door, in bfloat16.
+
+
+@pytest.mark.parametrize("path", ["few", "grouped"])
+def test_experts_and_their_gradients_are_those_of_xla(path):
     """The second layer of a stack; of eight experts six are idle, and two have more than a tile."""
     x, ids = choice(6)
     weight = jnp.asarray(np.random.default_rng(1).normal(size=(TOKENS, 2, 128)), jnp.float32)
@@ -61,7 +148,7 @@ def test_experts_and_their_gradients_are_those_of_xla():
 
     run = jax.jit(both, static_argnums=2)
     with interpret():
-        found = run(experts(), x, "grouped")
+        found = run(experts(), x, path)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run(experts(), x, "tiled")), strict=True):
         mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
         assert np.linalg.norm(mine - theirs) <= 2e-3 * np.linalg.norm(theirs)
@@ -118,25 +205,33 @@ def test_the_kernel_s_numbers_are_the_definition_s_under_every_scale():
 
 def test_when_the_kernel_runs_with_mxfp8():
     weights = lambda *shape, **how: ExpertWeights(*[replace(MXFP8Array(array(jnp.uint8, *shape), None), **how)] * 3)
-    assert kernel_takes(weights(57, 128, 6144, 3072))
-    assert not kernel_takes(weights(1, 128, 6144, 3072))  # 2.4e9 codes: their offsets would overflow
-    assert not kernel_takes(weights(2, 8, 128, 80))
-    assert not kernel_takes(weights(57, 128, 6144, 3072, activations="mxfp8"))
+    assert not kernel_takes_mxfp8(weights(57, 128, 6144, 3072), "bfloat16")  # no GPU here
+    with interpret():
+        assert kernel_takes_mxfp8(weights(57, 128, 6144, 3072), "bfloat16")
+        assert not kernel_takes_mxfp8(weights(57, 128, 6144, 3072), "float32")
+        assert not kernel_takes_mxfp8(weights(57, 128, 6144, 3072), "bfloat16", "xla")
+        # 2.4e9 codes: their offsets would overflow.
+        assert not kernel_takes_mxfp8(weights(1, 128, 6144, 3072), "bfloat16")
+        assert not kernel_takes_mxfp8(weights(2, 8, 128, 80), "bfloat16")
+        assert not kernel_takes_mxfp8(weights(57, 128, 6144, 3072, activations="mxfp8"), "bfloat16")
 
 
-def mxfp8_operands(*args, **sizes):
-    x, *weights, layer, expert, token, valid = operands(*args, **sizes)
+def mxfp8_operands(tokens: int, tile: int, **widths):
+    tiles = tokens * 4 // tile + min(tokens * 4, 128)
     scales = lambda w: array(jnp.uint8, *w.shape[:2], w.shape[2] // 32, w.shape[3])
-    return x, *(Weights(array(jnp.uint8, *w.shape), scales(w)) for w in weights), layer, expert, token, valid
+    weights = [Weights(w, scales(w)) for w in weights_in(jnp.uint8, **widths)]
+    places = array(jnp.int32, tiles), array(jnp.int32, tiles, tile), array(bool, tiles, tile)
+    return array(jnp.bfloat16, tokens, weights[0].codes.shape[2]), *weights, array(jnp.int32), *places
 
 
 def run_mxfp8(*args):
     return mxfp8_experts(*args, activate=act, backend="triton")
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(1, 16), (2048, 64)])
+@pytest.mark.parametrize(("tokens", "tile"), [(1, 1), (32, 16), (2048, 64)])
 def test_experts_in_mxfp8_lower(tokens, tile):
-    assert "mxfp8_experts_out" in lower(run_mxfp8, *mxfp8_operands(tokens, tile))
+    name = "mxfp8_experts_out" if tile == 64 else "mxfp8_experts_few_out"
+    assert name in lower(run_mxfp8, *mxfp8_operands(tokens, tile))
 
 
 def test_wrong_operands_in_mxfp8_are_refused(unchecked):
@@ -145,7 +240,8 @@ def test_wrong_operands_in_mxfp8_are_refused(unchecked):
     refuse("a scale for every 32 input channels", run_mxfp8, x, gate._replace(scales=down.scales), up, down, *rest)
     refuse("need bfloat16 or float16", run_mxfp8, array(jnp.float32, *x.shape), gate, up, down, *rest)
     refuse("tiles of 8 tokens", run_mxfp8, *mxfp8_operands(32, 8))
-    refuse("multiples of 64", run_mxfp8, *mxfp8_operands(1, 16, hidden=96))
+    refuse("multiples of 32 and 128", run_mxfp8, *mxfp8_operands(1, 16, hidden=96))
+    refuse("multiples of 128", run_mxfp8, *mxfp8_operands(100, 32, hidden=192))
 
 
 def test_when_the_kernel_runs():
@@ -158,20 +254,38 @@ def test_when_the_kernel_runs():
         assert not kernel_runs_experts("bfloat16", 6144, 3072, backend="xla")
 
 
-def operands(tokens: int, tile: int, width: int = 6144, hidden: int = 3072):
+def test_which_way_runs_on_a_gpu(monkeypatch):
+    """A few tokens go to the kernel that sorts nothing, however narrow; what no kernel takes, XLA's ways run."""
+    monkeypatch.setattr("m3jax.ops.experts.platform", lambda: "gpu")
+
+    def way(tokens, width, hidden, dtype=jnp.bfloat16, backend="auto"):
+        up, down = array(dtype, 2, 8, width, hidden), array(dtype, 2, 8, hidden, width)
+        return _path_on_gpu(ExpertWeights(up, up, down), dtype, (tokens, 4), backend)
+
+    assert [way(tokens, 6144, 3072) for tokens in (1, 4, 16, 65, 2048)] == ["few"] * 3 + ["grouped"] * 2
+    assert [way(tokens, 192, 192) for tokens in (1, 4, 2048)] == ["few", "few", "tiled"]
+    assert [way(tokens, 192, 192, dtype=jnp.float32) for tokens in (1, 5)] == ["gathered", "tiled"]
+    assert [way(tokens, 6144, 3072, backend="xla") for tokens in (1, 5)] == ["gathered", "tiled"]
+    assert [way(tokens, 96, 128) for tokens in (1, 5)] == ["gathered", "tiled"]
+
+
+def weights_in(dtype, width: int = 6144, hidden: int = 3072):
     """M3's experts, abstract: 57 layers of them."""
-    bf16 = jnp.bfloat16
-    up, down = array(bf16, 57, 128, width, hidden), array(bf16, 57, 128, hidden, width)
+    up = array(dtype, 57, 128, width, hidden)
+    return up, up, array(dtype, 57, 128, hidden, width)
+
+
+def operands(tokens: int, tile: int, width: int = 6144, hidden: int = 3072):
     tiles = tokens * 4 // tile + min(tokens * 4, 128)
-    places = array(jnp.int32), array(jnp.int32, tiles), array(jnp.int32, tiles, tile), array(bool, tiles, tile)
-    return array(bf16, tokens, width), up, up, down, *places
+    places = array(jnp.int32, tiles), array(jnp.int32, tiles, tile), array(jnp.int32, tiles)
+    return array(jnp.bfloat16, tokens, width), *weights_in(jnp.bfloat16, width, hidden), array(jnp.int32), *places
 
 
 def run(*args):
-    return grouped_experts(*args, activate=act, backend="triton")
+    return grouped_experts(*args, num_chosen=4, activate=act, backend="triton")
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(32, 16), (2048, 64)])
+@pytest.mark.parametrize(("tokens", "tile"), [(32, 16), (2048, 64), (16384, 128)])
 def test_experts_lower(tokens, tile):
     assert "experts_out" in lower(run, *operands(tokens, tile))
 
@@ -180,6 +294,28 @@ def test_wrong_operands_are_refused(unchecked):
     x, gate, up, down, *rest = operands(32, 16)
     refuse("need \\[L E D F\\] twice", run, x, gate, down, down, *rest)
     refuse("need one dtype", run, array(jnp.float32, *x.shape), gate, up, down, *rest)
-    refuse("tiles of 8 tokens", run, *operands(32, 8))
-    refuse("tiles of 128 tokens", run, *operands(2048, 128))
-    refuse("multiples of 128", run, *operands(32, 16, hidden=1000))
+    refuse("tiles of 8 tokens: need 16, 32, 64 or 128", run, *operands(32, 8))
+    refuse("from 6144 to 1000 channels: need multiples of 64 and 128", run, *operands(32, 16, hidden=1000))
+
+
+def few_operands(tokens: int, dtype=jnp.bfloat16, **widths):
+    weights = weights_in(dtype, **widths)
+    return array(dtype, tokens, weights[0].shape[2]), *weights, array(jnp.int32), array(jnp.int32, tokens, 4)
+
+
+def run_few_in_bf16(*args):
+    return few_experts(*args, activate=act, backend="triton")
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_few_tokens_lower(tokens):
+    assert "few_experts_out" in lower(run_few_in_bf16, *few_operands(tokens))
+    assert "few_experts_out" in lower(run_few_in_bf16, *few_operands(tokens, width=192, hidden=192))
+
+
+def test_wrong_operands_of_few_tokens_are_refused(unchecked):
+    x, gate, up, down, layer, ids = few_operands(4)
+    refuse("need \\[L E D F\\] twice", run_few_in_bf16, x, gate, down, down, layer, ids)
+    refuse("4 tokens and the choices of 3", run_few_in_bf16, x, gate, up, down, layer, array(jnp.int32, 3, 4))
+    refuse("need as many, 1 to 64", run_few_in_bf16, *few_operands(65))
+    refuse("need multiples of 64 and 64", run_few_in_bf16, *few_operands(4, hidden=96))

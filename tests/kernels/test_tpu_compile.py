@@ -8,6 +8,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tpu_compile.py"
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
 OPS = ("index_topk_decode", "sparse_decode", "index_topk", "query_union", "kv_block_major", "qk_norm_rope_insert")
+OPS += ("mxfp8_project", "mxfp8_experts")
 
 
 def run(*args: str) -> subprocess.CompletedProcess:

@@ -12,6 +12,7 @@ from support.msa_strategies import SPARSE, WAYS, attention, block_scores, blockw
 from m3jax.cache.storage import FLOAT8, stored
 from m3jax.model.layers import swiglu_oai
 from m3jax.model.moe import route
+from m3jax.msa.schedules.layout import zero_from
 from m3jax.numerics import attend, merge_parts, merge_two
 
 P = 8
@@ -46,6 +47,16 @@ def test_a_nan_key_is_in_the_attention_of_who_sees_it(schedule, num_keys):
         assert_nan_in_row_one(*blockwise(q, k, v, positions, lengths, block_size=P))
     else:
         assert_nan_in_row_one(*attention(q, k, v, blocks, positions, lengths, block_size=P, schedule=schedule))
+
+
+def test_what_a_query_does_not_see_of_a_block_is_zero_whatever_it_holds():
+    """T10, at every place that the end of a row can have in a block: 0 x NaN would be NaN."""
+    values = np.full((P + 1, P, 4), np.nan, np.float32)
+    seen = np.arange(P + 1, dtype=np.int32)  # block n has n tokens to be seen
+    is_seen = np.arange(P) < seen[:, None]
+    values[is_seen] = 1.0
+    found = jax.jit(zero_from)(values, seen)
+    np.testing.assert_array_equal(found, np.broadcast_to(is_seen[..., None], values.shape).astype(np.float32))
 
 
 @SIZES

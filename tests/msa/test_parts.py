@@ -21,7 +21,7 @@ from support.msa_strategies import (
 )
 
 from m3jax import msa
-from m3jax.msa.inversion import invert
+from m3jax.msa import inversion
 from m3jax.msa.views import BlockView, Contiguous, ContiguousIndex, IndexView, Paged, PagedIndex, contiguous
 from m3jax.numerics import attend, merge_parts
 from m3jax.ops import attend_all, attend_selected
@@ -70,23 +70,31 @@ def test_large_scores_do_not_overflow():
     assert_equal(_merge(out[None], lse[None]), (np.full((1, 4), 2.0), np.full(1, 2e8)))
 
 
-@pytest.mark.parametrize("tile", [1, 8])
+@pytest.mark.parametrize(("way", "tile"), [("by_sorting", 1), ("by_sorting", 8), ("by_comparison", 8)])
 @given(case=cases((GROUPED, FOURS)))
-def test_inversion_is_exact(tile, case):
+def test_inversion_is_exact(way, tile, case):
     """T9: each chosen (query, block) pair stands in one lane, its own, of a tile of that block; -1 stands nowhere."""
     s, blocks = case.shape, case.any_blocks()
-    tiles = _invert(blocks, num_blocks=s.M, tile=tile)
-    row, head, block, query, valid, place_of = (np.asarray(x) for x in tiles)
+    tiles = _INVERT[way](blocks, num_blocks=s.M, tile=tile)
+    row, head, block, query, pair, valid, place_of = (np.asarray(x) for x in tiles)
     lanes = {(row[x], head[x], query[x, c], block[x]): x * tile + c for x, c in zip(*np.nonzero(valid), strict=True)}
     pairs = [(b, k, t, blocks[b, k, t, j]) for b, k, t, j in np.argwhere(blocks >= 0)]
     assert len(lanes) == valid.sum() == len(pairs) == len(set(pairs))
     assert [lanes[x] for x in pairs] == place_of[blocks >= 0].tolist()
+    assert (blocks.reshape(-1)[pair] == block[:, None])[valid].all()
+    assert (pair.reshape(-1)[place_of[blocks >= 0]] == np.flatnonzero(blocks >= 0)).all()
     used = valid.any(-1)
     order = (row * s.K + head) * s.M + block
     assert (np.diff(order[used]) >= 0).all() and not used[used.sum() :].any()
+    bins = [(b * s.K + k) * s.M + m for b, k, _, m in pairs]
+    by_bin = place_of[blocks >= 0][np.argsort(bins, kind="stable")]
+    assert (np.diff(by_bin) > 0).all(), "the queries of a bin do not ascend"
 
 
-_invert = jax.jit(invert, static_argnames=("num_blocks", "tile"))
+_INVERT = {
+    way.__name__: jax.jit(way, static_argnames=("num_blocks", "tile"))
+    for way in (inversion.invert, inversion.by_sorting, inversion.by_comparison)
+}
 
 
 def normal(*shape):
@@ -234,7 +242,7 @@ def test_inversion_where_keys_and_places_fill_32_bits(queries, num_blocks):
     blocks[0, 0, :, 1] = np.where(draw.random(queries) < 0.5, num_blocks - 1, -1)
     blocks[0, 0, ::7, 0] = -1
     blocks[0, 0, -1] = -1, num_blocks - 1
-    tiles = _invert(blocks, num_blocks=num_blocks, tile=8)
+    tiles = _INVERT["invert"](blocks, num_blocks=num_blocks, tile=8)
     block, query, valid, place_of = (np.asarray(x) for x in (tiles.block, tiles.query, tiles.valid, tiles.place_of))
     pairs = np.argwhere(blocks[0, 0] >= 0)
     assert valid.sum() == len(pairs), f"{valid.sum()} places are used, expected {len(pairs)}"

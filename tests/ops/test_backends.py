@@ -169,17 +169,18 @@ def test_decode_kernels_read_float8_pages_by_their_scales(op):
 
 def test_a_model_in_interpret_mode_has_the_same_logits_blocks_and_gradients():
     tokens = jnp.asarray(tiny.tokens(CONFIG, 2, 70))
-    kernels = model().with_backend("triton")
+
+    def loss(model, tokens):
+        found = model.intermediates(tokens)
+        return jnp.mean(jnp.square(found["logits"])), (found["logits"], found["layers"][1]["blocks"])
+
+    run = jax.jit(jax.grad(loss, has_aux=True))
     with interpret():
-        found = jax.jit(lambda m, t: m.intermediates(t))(kernels, tokens)
-    expected = jax.jit(lambda m, t: m.intermediates(t))(model(), tokens)
-    comparisons.assert_close(found["logits"], expected["logits"], "logits", "B T V", atol=2e-4)
-    comparisons.assert_same_sets(found["layers"][1]["blocks"], expected["layers"][1]["blocks"])
-    loss = lambda m, t: jnp.mean(jnp.square(m(t)))
-    with interpret():
-        found = jax.jit(jax.grad(loss))(kernels, tokens)
-    expected = jax.jit(jax.grad(loss))(model(), tokens)
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        gradients, (logits, blocks) = run(model().with_backend("triton"), tokens)
+    expected_gradients, (expected_logits, expected_blocks) = run(model(), tokens)
+    comparisons.assert_close(logits, expected_logits, "logits", "B T V", atol=2e-4)
+    comparisons.assert_same_sets(blocks, expected_blocks)
+    for mine, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4 * (1e-3 + float(jnp.max(jnp.abs(theirs)))))
 
 

@@ -22,8 +22,9 @@ from m3jax.msa.views import BlockView, IndexView
 from m3jax.numerics import UNSEEN, RunningSoftmax, accumulator, dot_scores
 from m3jax.tiles import by_tiles, unknown_length
 
-_LANE = 16  # queries
+_LANE = 16  # queries of a row, in selection
 _DENSE_LANE = 4  # likewise in dense attention, where a decode step has a lane for each row
+_SPARSE_LANE = 16  # queries of any rows, in sparse attention
 _PIECE = 512  # keys
 
 State = TypeVar("State")
@@ -100,12 +101,12 @@ def invariant_reading(
       (state, outputs, LSE).
     """
     batch, num_queries, num_heads = q.shape[:3]
-    num_tiles = -(-batch * num_queries // _LANE)
+    num_tiles = -(-batch * num_queries // _SPARSE_LANE)
 
     def cut(x, filling):
         x = x.reshape(batch * num_queries, *x.shape[2:])
-        padding = ((0, num_tiles * _LANE - len(x)),) + ((0, 0),) * (x.ndim - 1)
-        return jnp.pad(x, padding, constant_values=filling).reshape(num_tiles, _LANE, *x.shape[1:])
+        padding = ((0, num_tiles * _SPARSE_LANE - len(x)),) + ((0, 0),) * (x.ndim - 1)
+        return jnp.pad(x, padding, constant_values=filling).reshape(num_tiles, _SPARSE_LANE, *x.shape[1:])
 
     row_ids = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], positions.shape)
     rows, positions = cut(row_ids, 0), cut(positions, -1)  # [tiles C]

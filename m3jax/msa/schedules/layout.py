@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
+from m3jax.platform import platform
+
 
 def group_rows(q: Float[Array, "B T N H"], num_kv_heads: int) -> Float[Array, "B K R H"]:
     """The queries of each KV head as rows: R = T x G, a token's heads side by side."""
@@ -24,3 +26,16 @@ def zero_behind_row(
     """Zeros in place of whatever lies beyond a row's length: 0 x NaN would be NaN."""
     is_key: Bool[Array, "B S"] = key_positions < lengths[:, None]
     return jnp.where(is_key[:, None, :, None], values, 0)
+
+
+def zero_from(values: Float[Array, "*X P H"], first: Int[Array, "*X"]) -> Float[Array, "*X P H"]:
+    """Zeros in place of the values of each block from token `first` on, whatever they hold."""
+    block_size, width = values.shape[-2:]
+    if platform() != "cpu":
+        return jnp.where(jnp.arange(block_size, dtype=first.dtype)[:, None] < first[..., None, None], values, 0)
+    # Over whole blocks, as `m3jax.msa.views` reads them, so that reading and clearing are one loop; a block that is
+    # kept whole is told apart, so that most blocks are read without a mask.
+    by_block = values.reshape(*values.shape[:-2], -1)  # [*X P*H]
+    is_whole = (first >= block_size)[..., None]
+    is_kept = jnp.arange(block_size * width, dtype=first.dtype) < (first * width)[..., None]
+    return jnp.where(is_whole, by_block, jnp.where(is_kept, by_block, 0)).reshape(values.shape)

@@ -5,6 +5,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa.chunks import map_chunks, rows_within
+from m3jax.msa.schedules.layout import zero_from
 from m3jax.msa.views import BlockView
 from m3jax.numerics import attend
 
@@ -63,12 +64,13 @@ def attend_to_gathered(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """`sparse_attention` from what `gather` gave."""
     heads, block_size = blocks.shape[1], keys.shape[-2]
-    key_positions = blocks[..., None] * block_size + jnp.arange(block_size, dtype=blocks.dtype)
-    query_positions = positions[:, None, :, None, None]  # [B 1 T 1 1]
-    is_token = query_positions < lengths[:, None, None, None, None]
-    visible = (blocks >= 0)[..., None] & (key_positions <= query_positions) & is_token  # [B K T J P]
+    query_positions = positions[:, None, :, None]  # [B 1 T 1]
+    is_read = (blocks >= 0) & (query_positions < lengths[:, None, None, None])
+    # Of a block a query sees the first tokens, up to its own place.
+    num_seen = jnp.where(is_read, jnp.clip(query_positions + 1 - blocks * block_size, 0, block_size), 0)  # [B K T J]
+    visible = jnp.arange(block_size, dtype=blocks.dtype) < num_seen[..., None]  # [B K T J P]
     # What an unused slot or an unseen token reads is arbitrary memory, and 0 x NaN would be NaN (T9, T10).
-    values = jnp.where(visible[..., None], values, 0)
+    values = zero_from(values, num_seen)
     keys, values = (rearrange(x, "b k t j p h -> b k t (j p) h") for x in (keys, values))
     visible = rearrange(visible, "b k t j p -> b k t 1 (j p)")
     queries = rearrange(q, "b t (k g) h -> b k t g h", k=heads)

@@ -1,8 +1,8 @@
 """Gate, up and down projections of routed experts in two Triton kernels, over tiles of tokens that share an expert.
 
-A program takes one tile and a piece of the output's width, and walks the input's width.
-Weights are read where they lie in the stack of layers. Tiles of one expert are neighbours in the grid, so that what one
-of them reads the others find in the cache.
+A program takes one tile and a piece of the output's width, and walks the input's width. Weights are read where they lie
+in the stack of layers. Programs that run side by side share what they read: those of a few neighbouring tiles, which
+are mostly of one or two experts, take all pieces of the width before those of the next tiles begin.
 """
 
 import dataclasses
@@ -12,21 +12,22 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
-from pallas_kernels.triton_common import dot
-from pallas_kernels.triton_experts import Tiles, run_tiles
+from pallas_kernels.triton_common import div, dot, rem, store_rows
+from pallas_kernels.triton_experts import Piece
+
+_LEAST_ROWS = 64  # of a product that the tensor cores take at once; lower ones save nothing in a tall tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(TileConfig):
-    """Sizes of a program's piece."""
+    """Sizes of a program's piece of both products, and in which order programs start."""
 
-    columns: int = 256  # of the output, a program
-    depth: int = 64  # of the input, a step
-    num_warps: int = 8
-    num_stages: int = 3
+    hidden: Piece  # of gate and of up each
+    out: Piece
+    group: int = 8  # tiles whose programs start before those of the next
 
 
 LIMITS = Limits(config=Config)
@@ -39,80 +40,140 @@ def run(
     down: Float[Array, "L E F D"],
     layer: Int[Array, ""],
     expert: Int[Array, " Y"],
-    token: Int[Array, "Y C"],
-    valid: Bool[Array, "Y C"],
+    pair: Int[Array, "Y C"],
+    count: Int[Array, " Y"],
     *,
+    num_chosen: int,
     activate: Callable[[Array, Array], Array],
     config: Config | None,
     interpret: bool,
-) -> Float[Array, "Y C D"]:
+) -> Float[Array, "X A D"]:
     """The op, of checked operands.
 
     Raises:
       ValueError: widths that are not whole pieces of a program.
     """
-    return run_tiles(
-        (x, gate, up, down),
-        Tiles.of(layer, expert, valid),
-        token,
-        widths=gate.shape[2:],
-        kernels=(partial(_hidden_kernel, activate=activate), _out_kernel),
-        config=_fitting_config(gate) if config is None else config,
-        interpret=interpret,
-        name="experts",
+    config = default_config(gate.dtype, pair.shape[1], gate.shape[2:]) if config is None else config
+    (num_tiles, tile_tokens), (width, hidden_width) = pair.shape, gate.shape[2:]
+    layer = layer.reshape(1).astype(jnp.int32)
+
+    def call(kernel, piece: Piece, inputs: int, outputs: int, out_shape, name: str):
+        num_pieces = piece.count(inputs, outputs)
+        return pl.pallas_call(
+            partial(kernel, piece=piece, num_pieces=num_pieces, group=config.group, interpret=interpret),
+            grid=(num_tiles * num_pieces,),
+            out_shape=out_shape,
+            compiler_params=piece.compiler_params,
+            interpret=interpret,
+            name=name,
+        )
+
+    hidden_kernel = partial(_hidden_kernel, num_chosen=num_chosen, activate=activate)
+    hidden_shape = jax.ShapeDtypeStruct((num_tiles, tile_tokens, hidden_width), x.dtype)
+    hidden = call(hidden_kernel, config.hidden, width, hidden_width, hidden_shape, "experts_hidden")(
+        layer, expert, pair, count, x, gate, up
     )
+    out_shape = jax.ShapeDtypeStruct((len(x) * num_chosen, width), jnp.float32)
+    out = call(_out_kernel, config.out, hidden_width, width, out_shape, "experts_out")(
+        layer, expert, pair, count, hidden, down
+    )
+    return out.reshape(len(x), num_chosen, width)
 
 
-def _fitting_config(gate: Float[Array, "L E D F"]) -> Config:
-    """What fits in shared memory and divides the widths."""
-    if gate.dtype.itemsize == 4:
-        return Config(columns=128, num_warps=4, num_stages=2)
-    is_narrow = any(width % Config.columns for width in gate.shape[2:])
-    return Config(columns=128, num_warps=4) if is_narrow else Config()
+def default_config(dtype: jax.typing.DTypeLike, tile_tokens: int, widths: tuple[int, int]) -> Config:
+    """What was fastest of what fits in shared memory and divides the widths."""
+    if jnp.dtype(dtype).itemsize == 4:
+        piece = Piece(64, 32, 8, 2) if tile_tokens > 32 else Piece(128, 64, 4, 2)
+        return Config(piece, piece)
+    is_wide = not any(width % 256 for width in widths)
+    if tile_tokens > 64:
+        return Config(Piece(128, 64, 8, 4), Piece(256 if is_wide else 128, 64, 8, 4))
+    piece = Piece(256, 64, 8, 3) if is_wide else Piece(128, 64, 4, 3)
+    return Config(piece, piece)
 
 
 def _hidden_kernel(
-    tiles: Tiles,
-    token_ref,
+    layer_ref,
+    expert_ref,
+    pair_ref,
+    count_ref,
     x_ref,
     gate_ref,
     up_ref,
     hidden_ref,
     *,
+    num_chosen: int,
     activate: Callable[[Array, Array], Array],
-    config: Config,
+    piece: Piece,
+    num_pieces: int,
+    group: int,
+    interpret: bool,
 ):
-    tile, piece = pl.program_id(0), pl.program_id(1)
+    num_tiles, tile_tokens = pair_ref.shape
+    tile, columns = _place(num_tiles, num_pieces, group, piece)
+    layer, expert, count = layer_ref[0], expert_ref[tile], count_ref[tile]
 
-    @pl.when(tiles.used[tile] > 0)
-    def _():
-        layer, expert = tiles.layer[0], tiles.expert[tile]
-        tokens = token_ref[tile, :]
-        columns = pl.ds(piece * config.columns, config.columns)
+    def take(rows: int) -> None:
+        token = div(pair_ref[tile, pl.ds(0, rows)], num_chosen)
 
         def take_depth(i, sums):
             gate_sum, up_sum = sums
-            depth = pl.ds(i * config.depth, config.depth)
-            x = x_ref[tokens, depth]  # [C depth]
+            depth = pl.ds(i * piece.depth, piece.depth)
+            x = x_ref[token, depth]  # [rows depth]
             gate_sum = gate_sum + dot(x, gate_ref[layer, expert, depth, columns])
             return gate_sum, up_sum + dot(x, up_ref[layer, expert, depth, columns])
 
-        zero = jnp.zeros((token_ref.shape[1], config.columns), jnp.float32)
-        gate, up = jax.lax.fori_loop(0, x_ref.shape[1] // config.depth, take_depth, (zero, zero))
-        hidden_ref[tile, :, columns] = activate(gate, up).astype(hidden_ref.dtype)
+        zero = jnp.zeros((rows, piece.columns), jnp.float32)
+        gate, up = jax.lax.fori_loop(0, x_ref.shape[1] // piece.depth, take_depth, (zero, zero))
+        hidden_ref[tile, pl.ds(0, rows), columns] = activate(gate, up).astype(hidden_ref.dtype)
+
+    _as_high_as_needed(take, count, tile_tokens)
 
 
-def _out_kernel(tiles: Tiles, hidden_ref, down_ref, out_ref, *, config: Config):
-    tile, piece = pl.program_id(0), pl.program_id(1)
+def _out_kernel(
+    layer_ref,
+    expert_ref,
+    pair_ref,
+    count_ref,
+    hidden_ref,
+    down_ref,
+    out_ref,
+    *,
+    piece: Piece,
+    num_pieces: int,
+    group: int,
+    interpret: bool,
+):
+    num_tiles, tile_tokens = pair_ref.shape
+    tile, columns = _place(num_tiles, num_pieces, group, piece)
+    layer, expert, count = layer_ref[0], expert_ref[tile], count_ref[tile]
 
-    @pl.when(tiles.used[tile] > 0)
-    def _():
-        layer, expert = tiles.layer[0], tiles.expert[tile]
-        columns = pl.ds(piece * config.columns, config.columns)
-
+    def take(rows: int) -> None:
         def take_depth(i, out):
-            depth = pl.ds(i * config.depth, config.depth)
-            return out + dot(hidden_ref[tile, :, depth], down_ref[layer, expert, depth, columns])
+            depth = pl.ds(i * piece.depth, piece.depth)
+            return out + dot(hidden_ref[tile, pl.ds(0, rows), depth], down_ref[layer, expert, depth, columns])
 
-        zero = jnp.zeros((hidden_ref.shape[1], config.columns), jnp.float32)
-        out_ref[tile, :, columns] = jax.lax.fori_loop(0, hidden_ref.shape[2] // config.depth, take_depth, zero)
+        zero = jnp.zeros((rows, piece.columns), jnp.float32)
+        out = jax.lax.fori_loop(0, hidden_ref.shape[2] // piece.depth, take_depth, zero)
+        is_used = jnp.arange(rows, dtype=jnp.int32) < count
+        store_rows(out_ref, pair_ref[tile, pl.ds(0, rows)], columns, out, is_used, interpret)
+
+    _as_high_as_needed(take, count, tile_tokens)
+
+
+def _place(num_tiles: int, num_pieces: int, group: int, piece: Piece) -> tuple[Int[Array, ""], pl.Slice]:
+    """(tile, columns) of this program: a group of tiles takes one piece after the other, then the next comes."""
+    order, programs = pl.program_id(0), group * num_pieces
+    first_tile, place = div(order, programs) * group, rem(order, programs)
+    tiles_of_group = jnp.minimum(num_tiles - first_tile, group)
+    tile, index = first_tile + jax.lax.rem(place, tiles_of_group), jax.lax.div(place, tiles_of_group)
+    return tile, pl.ds(index * piece.columns, piece.columns)
+
+
+def _as_high_as_needed(take: Callable[[int], None], count: Int[Array, ""], tile_tokens: int) -> None:
+    """`take` rows that hold the tokens of a tile: all of them, or as many as tensor cores take at once; or none."""
+    if tile_tokens <= _LEAST_ROWS:
+        pl.when(count > 0)(lambda: take(tile_tokens))
+        return
+    pl.when((count > 0) & (count <= _LEAST_ROWS))(lambda: take(_LEAST_ROWS))
+    pl.when(count > _LEAST_ROWS)(lambda: take(tile_tokens))

@@ -42,6 +42,7 @@ class Config(TileConfig):
     """Sizes of the grid and of a step."""
 
     programs: int = 264  # of the whole grid, two a multiprocessor: selections are cut in as many pieces as that allows
+    splits: int | None = None  # so many pieces, whatever else the call has
     keys: int = 64  # keys of one matrix product
     num_warps: int = 4
     num_stages: int = 3
@@ -149,7 +150,7 @@ def attend(
     """
     batch, length, heads, width = q.shape
     units = slots * (k.block_size // min(config.keys, k.block_size))
-    splits = max(1, min(units, config.programs // (batch * length * kv_heads)))
+    splits = config.splits or max(1, min(units, config.programs // (batch * length * kv_heads)))
     sizes = Sizes(k, config, length, heads, kv_heads, slots, width, splits, interpret)
     if scales is not None:
         scales = Scales(*(scale.astype(jnp.float32) for scale in scales))

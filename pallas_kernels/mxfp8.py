@@ -1,0 +1,35 @@
+"""Matrices in MXFP8 as kernels read them, whatever the backend."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, UInt8
+
+BLOCK = 32  # input channels that share a scale
+NAN_SCALE = 255  # the one scale that is no power of two
+
+
+class Weights(NamedTuple):
+    """A stack of matrices: W = e4m3(code) * 2^(scale - 127).
+
+    Attributes:
+      codes: bit patterns of float8_e4m3fn, I input channels of O outputs.
+      scales: exponents, one for every 32 input channels; 255 is NaN.
+    """
+
+    codes: UInt8[Array, "*stack I O"]
+    scales: UInt8[Array, "*stack I32 O"]
+
+
+def check_weights(name: str, weights: Weights) -> None:
+    """Raise ValueError for scales that are not one for every 32 input channels.
+
+    Args:
+      name: of the weights, for the message.
+      weights: codes and scales.
+    """
+    *stack, inputs, outputs = weights.codes.shape
+    if inputs % BLOCK or weights.scales.shape != (*stack, inputs // BLOCK, outputs):
+        raise ValueError(
+            f"{name} has codes {weights.codes.shape} and scales {weights.scales.shape}: need a scale for every {BLOCK} "
+            "input channels"
+        )

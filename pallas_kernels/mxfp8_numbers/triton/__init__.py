@@ -1,0 +1,56 @@
+"""MXFP8 to numbers in Triton: a program reads a block of 32 input channels of some columns, and writes them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.mxfp8 import BLOCK, Weights
+from pallas_kernels.numbers import can_reach
+from pallas_kernels.triton_mxfp8 import numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(TileConfig):
+    """Sizes of a program's piece."""
+
+    columns: int = 512
+    num_warps: int = 4
+
+
+LIMITS = Limits(config=Config)
+
+
+def run(
+    weights: Weights, layer: Int[Array, ""], dtype: jax.typing.DTypeLike, *, config: Config | None, interpret: bool
+) -> Float[Array, "I O"]:
+    """The op, of checked operands.
+
+    Raises:
+      ValueError: a width that is not whole pieces of a program, or codes out of reach.
+    """
+    num_layers, inputs, outputs = weights.codes.shape
+    config = Config(min(outputs & -outputs, Config.columns)) if config is None else config
+    if not can_reach(weights.codes.size):
+        raise ValueError(f"{weights.codes.size} codes: need below 2**31 or above 2**32; divide the stack, or use XLA")
+    if outputs % config.columns:
+        raise ValueError(f"{outputs} outputs: need a multiple of {config.columns}")
+
+    def kernel(layer_ref, weights, out_ref):
+        columns, block = pl.ds(pl.program_id(0) * config.columns, config.columns), pl.program_id(1)
+        codes = weights.codes[layer_ref[0], block, :, columns]  # [32 W]
+        out_ref[block, :, columns] = numbers(codes, weights.scales[layer_ref[0], block, columns], dtype)
+
+    out = pl.pallas_call(
+        kernel,
+        grid=(outputs // config.columns, inputs // BLOCK),
+        out_shape=jax.ShapeDtypeStruct((inputs // BLOCK, BLOCK, outputs), dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="mxfp8_numbers",
+    )(layer.reshape(1).astype(jnp.int32), weights._replace(codes=weights.codes.reshape(num_layers, -1, BLOCK, outputs)))
+    return out.reshape(inputs, outputs)

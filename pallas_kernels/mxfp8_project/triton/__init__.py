@@ -1,0 +1,123 @@
+"""Dense projections of up to some 50 rows in Triton, with MXFP8 weights that become numbers in registers.
+
+A program takes a piece of the columns of one matrix and a part of the input channels, for a few rows; sums of the parts
+are XLA's. One or two rows are multiplied in float32 without tensor cores, more of them 16 at a time with those: each
+thread multiplies what it has read itself, 16 bytes eight times before it begins (`pallas_kernels.triton_mxfp8`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.mxfp8 import BLOCK, Weights
+from pallas_kernels.numbers import can_reach
+from pallas_kernels.triton_mxfp8 import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    FewConfig,
+    FragmentConfig,
+    in_fragments,
+    in_quarters,
+    multiply_tile,
+    num_splits,
+    rows_in_fragments,
+    rows_in_quarters,
+    sum_rows,
+)
+
+_FEW_ROWS = 2
+
+LIMITS = Limits(config=TileConfig)
+
+
+def run(
+    x: Float[Array, "X I"],
+    weights: tuple[Weights, ...],
+    layer: Int[Array, ""],
+    *,
+    config: TileConfig | None,
+    interpret: bool,
+) -> tuple[Float[Array, "X _"], ...]:
+    """The op, of checked operands: a `FragmentConfig` is for tensor cores.
+
+    Raises:
+      ValueError: widths that are not whole pieces of a program, or codes out of reach.
+    """
+    config = _fitting_config(x, weights) if config is None else config
+    if unreachable := [w.codes.size for w in weights if not can_reach(w.codes.size)]:
+        raise ValueError(f"{unreachable[0]} codes: need below 2**31 or above 2**32; divide the stack, or use XLA")
+    by_tensor_cores = isinstance(config, FragmentConfig)
+    columns, blocks = (TILE_COLUMNS, 1) if by_tensor_cores else (config.columns, config.blocks)
+    widths = [w.codes.shape[2] for w in weights]
+    if x.shape[1] % (blocks * BLOCK) or any(width % columns for width in widths):
+        raise ValueError(
+            f"{x.shape[1]} input channels and {', '.join(map(str, widths))} outputs: need multiples of "
+            f"{blocks * BLOCK} and {columns}"
+        )
+    tiles = [width // columns for width in widths]
+    rows_of_tile = TILE_ROWS if by_tensor_cores else min(config.rows, len(x))
+    row_tiles = pl.cdiv(len(x), rows_of_tile)
+    splits = num_splits(sum(tiles) * row_tiles, x.shape[1] // BLOCK // blocks, config.programs)
+    multiply = (
+        partial(_multiply_tile, splits=splits)
+        if by_tensor_cores
+        else partial(_sum_rows, splits=splits, config=config, num_rows=rows_of_tile)
+    )
+    to_rows, to_weights = (rows_in_fragments, in_fragments) if by_tensor_cores else (rows_in_quarters, in_quarters)
+
+    def shape_of_parts(width: int) -> jax.ShapeDtypeStruct:
+        outputs = (width // columns, 8, 16) if by_tensor_cores else (width,)
+        return jax.ShapeDtypeStruct((splits, row_tiles * rows_of_tile, *outputs), jnp.float32)
+
+    parts = pl.pallas_call(
+        partial(_kernel, tiles=tiles, multiply=multiply),
+        grid=(row_tiles, sum(tiles), splits),
+        out_shape=[shape_of_parts(width) for width in widths],
+        compiler_params=plgpu.CompilerParams(num_warps=1 if by_tensor_cores else config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="mxfp8_project_tiles" if by_tensor_cores else "mxfp8_project_few",
+    )(layer.reshape(1).astype(jnp.int32), to_rows(x), tuple(map(to_weights, weights)))
+    merged = (part.reshape(*part.shape[:2], -1)[:, : len(x)] for part in parts)
+    return tuple(jnp.sum(part, axis=0) for part in merged)
+
+
+def _fitting_config(x: Float[Array, "X I"], weights: tuple[Weights, ...]) -> FewConfig | FragmentConfig:
+    """Tensor cores for more than two rows, where the widths are whole tiles of theirs; sizes that divide the widths."""
+    divides = lambda width, most: min(width & -width, most)
+    columns = min(divides(w.codes.shape[2], FewConfig.columns) for w in weights)
+    if len(x) > _FEW_ROWS and columns >= TILE_COLUMNS:
+        return FragmentConfig()
+    return FewConfig(columns, divides(x.shape[1] // BLOCK, FewConfig.blocks))
+
+
+def _kernel(layer_ref, x_ref, weights: tuple[Weights, ...], *out_refs, tiles: list[int], multiply: Callable[..., None]):
+    """Programs of all matrices in a row: each finds the one that it is for."""
+    row_tile, split, first = pl.program_id(0), pl.program_id(2), 0
+    for some_weights, out_ref, num_tiles in zip(weights, out_refs, tiles, strict=True):
+        tile = pl.program_id(1) - first
+        first += num_tiles
+
+        @pl.when((tile >= 0) & (tile < num_tiles))
+        def _(weights=some_weights, out_ref=out_ref, tile=tile):
+            multiply(x_ref, row_tile, weights, (layer_ref[0],), tile, split, out_ref)
+
+
+def _sum_rows(x_ref, row_tile, weights, where, tile, split, out_ref, *, splits: int, config: FewConfig, num_rows: int):
+    columns = pl.ds(tile * config.columns, config.columns)
+    places = [row_tile * num_rows + i for i in range(num_rows)]
+    rows = [jnp.minimum(place, x_ref.shape[0] - 1) for place in places]
+    sums = sum_rows(x_ref, rows, weights, where, columns, split, splits, config)
+    for place, total in zip(places, sums, strict=True):
+        out_ref[split, place, columns] = total
+
+
+def _multiply_tile(x_ref, row_tile, weights, where, tile, split, out_ref, *, splits: int):
+    rows = jnp.minimum(row_tile * TILE_ROWS + jnp.arange(TILE_ROWS), x_ref.shape[0] - 1)
+    out = multiply_tile(x_ref, rows, weights, where, tile, split, splits)
+    out_ref[split, pl.ds(row_tile * TILE_ROWS, TILE_ROWS), tile] = out

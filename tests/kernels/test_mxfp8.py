@@ -1,0 +1,306 @@
+"""Kernels that multiply by MXFP8 weights: in interpret mode against the definition, and their lowering for CUDA."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from support import tiny
+from support.lowering import array, lower, refuse
+
+from m3jax import mxfp8
+from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
+from m3jax.model import quantize
+from m3jax.mxfp8 import MXFP8Array, MXFP8Layer
+from m3jax.ops import interpret, kernel_reads, project_each
+from m3jax.parallel import parse_mesh
+from pallas_kernels.mosaic_mxfp8 import Config as TpuConfig
+from pallas_kernels.mxfp8_experts import mxfp8_experts
+from pallas_kernels.mxfp8_numbers import mxfp8_numbers
+from pallas_kernels.mxfp8_project import Weights, mxfp8_project
+from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
+
+STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+TPU = dict(backend="mosaic_tpu", interpret=STRICT, config=TpuConfig(rows=4, columns=64, depth=64))
+LAYER = jnp.int32(1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter():
+    """After an exception the TPU interpreter's memory would be that of the failed kernel."""
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def drawn(*shape: int, seed: int = 0) -> Weights:
+    """Finite codes of both signs, whose scales differ from block to block and column to column."""
+    draw = np.random.default_rng(seed)
+    codes = draw.integers(0, 127, shape) | draw.integers(0, 2, shape) << 7
+    scales = draw.integers(110, 124, (*shape[:-2], shape[-2] // 32, shape[-1]))
+    return Weights(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
+
+
+def numbers(weights: Weights, dtype="float32") -> np.ndarray:
+    """What the weights of the second layer stand for, in float64."""
+    of_layer = MXFP8Array(weights.codes[1], weights.scales[1])
+    return np.asarray(mxfp8.dequantize(of_layer, dtype).astype(jnp.float32), np.float64)
+
+
+def tokens(num_rows: int, width: int, dtype=jnp.bfloat16) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(num_rows).normal(size=(num_rows, width)), dtype)
+
+
+def distance(found, expected) -> float:
+    return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+
+
+# The op
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "widths", "dtype"),
+    [(1, (256, 64, 32), "bfloat16"), (3, (96, 32), "float16"), (21, (256, 128), "bfloat16"), (16, (128,), "float16")],
+)
+def test_projections_are_those_of_the_definition(num_rows, widths, dtype):
+    """The second of three layers; matrices of several widths in one call; 7 blocks, which nothing but 1 divides."""
+    weights = [drawn(3, 224, width, seed=width) for width in widths]
+    x = tokens(num_rows, 224, dtype)
+    found = mxfp8_project(x, weights, LAYER, backend="triton", interpret=True)
+    for out, w in zip(found, weights, strict=True):
+        assert out.dtype == jnp.float32
+        assert distance(out, np.asarray(x, np.float64) @ numbers(w, dtype)) < 1e-6
+
+
+@pytest.mark.parametrize("config", [FewConfig(32, 2, rows=3), FewConfig(64, 1, programs=4), FragmentConfig(2)])
+def test_sizes_of_programs_change_nothing_but_the_order_of_sums(config):
+    weights = drawn(2, 128, 128)
+    x = tokens(4, 128)
+    (found,) = mxfp8_project(x, [weights], LAYER, backend="triton", interpret=True, config=config)
+    assert distance(found, np.asarray(x, np.float64) @ numbers(weights)) < 1e-6
+
+
+def every_scale() -> Weights:
+    """All scales but those beyond bfloat16 with a code of 448, and the scale that is NaN in the last column."""
+    codes = np.random.default_rng(0).integers(0, 127, (2, 128, 128)) | 128 * (np.arange(128) % 2)
+    scales = np.arange(512).reshape(4, 128) % 247
+    scales[:, -1] = 255
+    return Weights(jnp.asarray(codes, jnp.uint8), jnp.asarray(np.stack([scales, scales]), jnp.uint8))
+
+
+@pytest.mark.parametrize("kernel", ["few", "fragments", "tpu"])
+def test_weights_are_the_definition_s_under_every_scale(kernel):
+    """Each row picks one input channel, in all four blocks: what comes out are weights."""
+    weights = every_scale()
+    channels = np.arange(4) * 32 + np.array([0, 7, 18, 31])
+    x = jnp.asarray(np.eye(128)[channels], jnp.bfloat16)
+    options = dict(few=dict(config=FewConfig()), fragments=dict(config=FragmentConfig()), tpu=TPU)[kernel]
+    options = dict(backend="triton", interpret=True) | options
+    (found,) = mxfp8_project(x, [weights], LAYER, **options)
+    scales = np.asarray(weights.scales[1]).repeat(32, axis=0)[channels]
+    expected = dequantize_by_table(np.asarray(weights.codes[1])[channels], scales, np.dtype("bfloat16"))
+    # The interpreter's CPU flushes to zero what has no leading bit, the smallest scale too.
+    np.testing.assert_allclose(found, expected.astype(np.float32), rtol=0, atol=448 * 2.0**-127)
+    assert np.isnan(found[:, -1]).all() and np.isfinite(found[:, :-1]).all()
+
+
+def test_a_code_that_is_nan_stays_one():
+    weights = drawn(2, 128, 128)
+    weights = weights._replace(codes=weights.codes.at[1, 5, 3].set(127).at[1, 77, 9].set(255))
+    for num_rows in (1, 16):
+        (found,) = mxfp8_project(tokens(num_rows, 128), [weights], LAYER, backend="triton", interpret=True)
+        assert (np.isnan(found).all(axis=0) == np.isin(np.arange(128), [3, 9])).all()
+    found = mxfp8_numbers(weights, LAYER, jnp.bfloat16, backend="triton", interpret=True)
+    assert (np.argwhere(np.isnan(found)) == [(5, 3), (77, 9)]).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numbers_of_many_rows_are_the_definition_s_to_the_bit(dtype):
+    weights = every_scale()
+    if dtype == "float16":
+        weights = weights._replace(scales=jnp.clip(weights.scales, 100, 133))
+    found = mxfp8_numbers(weights, LAYER, dtype, backend="triton", interpret=True)
+    assert found.dtype == dtype
+    expected = mxfp8.dequantize(MXFP8Array(weights.codes[1], weights.scales[1]), dtype)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), rtol=0, atol=448 * 2.0**-127)
+
+
+@pytest.mark.parametrize("tile", [1, 16, 32])
+def test_experts_of_one_token_of_tensor_cores_and_of_tiles(tile):
+    """The second layer; two experts, a tile that is not used, and tokens in another order than they are in."""
+    gate, up, down = drawn(2, 3, 128, 256), drawn(2, 3, 128, 256, seed=1), drawn(2, 3, 256, 128, seed=2)
+    x, expert = tokens(40, 128) / 256, jnp.asarray([2, 1, 0], jnp.int32)
+    token = jnp.asarray(np.random.default_rng(0).integers(0, 40, (3, tile)), jnp.int32)
+    valid = jnp.asarray([[True], [False], [True]]).repeat(tile, axis=1)
+    multiply = lambda gate, up: (gate * up).astype(jnp.bfloat16)
+    out = mxfp8_experts(
+        x, gate, up, down, LAYER, expert, token, valid, activate=multiply, backend="triton", interpret=True
+    )
+    rows = np.asarray(x, np.float64)[np.asarray(token)]  # [tiles C D]
+    for i in (0, 2):
+        e = int(expert[i])
+        hidden = (rows[i] @ numbers(gate)[e]) * (rows[i] @ numbers(up)[e])
+        hidden = np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float64)
+        assert distance(out[i], hidden @ numbers(down)[e]) < 4e-3
+
+
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_projections_on_a_tpu(num_rows):
+    """Three steps of depth, two pieces of columns, and rows that do not fill their last tile."""
+    weights = [drawn(2, 192, 128), drawn(2, 192, 64, seed=1)]
+    x = tokens(num_rows, 192)
+    found = mxfp8_project(x, weights, LAYER, **TPU)
+    for out, w in zip(found, weights, strict=True):
+        assert distance(out, np.asarray(x, np.float64) @ numbers(w)) < 1e-6
+
+
+def test_experts_on_a_tpu():
+    """Two tiles of two tokens, and one that is not used."""
+    gate, up, down = drawn(2, 3, 64, 128), drawn(2, 3, 64, 128, seed=1), drawn(2, 3, 128, 64, seed=2)
+    x, expert = tokens(3, 64) / 64, jnp.asarray([2, 0, 1], jnp.int32)
+    token, valid = jnp.asarray([[0, 2], [1, 0], [0, 0]], jnp.int32), jnp.asarray([[1, 1], [1, 0], [0, 0]], bool)
+    multiply = lambda gate, up: (gate * up).astype(jnp.bfloat16)
+    out = mxfp8_experts(
+        x, gate, up, down, LAYER, expert, token.repeat(8, 1), valid.repeat(8, 1), activate=multiply, **TPU
+    )
+    rows = np.asarray(x, np.float64)[np.asarray(token)]  # [tiles 2 D]
+    for tile, e in ((0, 2), (1, 0)):
+        hidden = (rows[tile] @ numbers(gate)[e]) * (rows[tile] @ numbers(up)[e])
+        hidden = np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float64)
+        assert distance(out[tile, ::8], hidden @ numbers(down)[e]) < 2e-2
+
+
+# In the model
+
+
+def of_layer(*outputs: int) -> MXFP8Layer:
+    """A matrix of 64 inputs."""
+    codes, scales = (y.reshape(*y.shape[:2], *outputs) for y in drawn(2, 64, int(np.prod(outputs))))
+    return MXFP8Layer(MXFP8Array(codes, scales, num_outputs=len(outputs)), LAYER)
+
+
+@pytest.mark.parametrize("num_rows", [2, 49])
+def test_a_layer_s_products_and_their_gradients_are_those_of_xla(num_rows):
+    """Outputs of two axes beside those of one, and a batch; the gradient goes to the activations."""
+    weights = [of_layer(4, 16), of_layer(32)]
+    x = tokens(num_rows, 64).reshape(1, num_rows, 64)
+    loss = lambda x, project: sum(jnp.sum(out**2) for out in project(x))
+    by_kernel = lambda x: project_each("bti,i...o->bt...o", x, weights)
+    product = partial(jnp.einsum, "bti,i...o->bt...o", preferred_element_type=jnp.float32)
+    by_xla = lambda x: [product(x, mxfp8.dequantize(w.take(), x.dtype)) for w in weights]
+    with interpret():
+        found, gradient = jax.jit(by_kernel)(x), jax.jit(jax.grad(partial(loss, project=by_kernel)))(x)
+    expected, slope = by_xla(x), jax.grad(partial(loss, project=by_xla))(x)
+    for one, other in zip((*found, gradient), (*expected, slope), strict=True):
+        assert one.shape == other.shape and distance(one, np.asarray(other, np.float64)) < 4e-3
+
+
+SIZES = dict(hidden_size=128, intermediate_size=128, shared_intermediate_size=64, dense_intermediate_size=128)
+CONFIG = tiny.config("MM", num_local_experts=4, index_head_dim=32, **SIZES)
+
+
+@cache
+def kept():
+    return quantize(tiny.model(CONFIG, dtype="bfloat16"))
+
+
+def test_logits_with_kernels_are_those_of_xla_but_for_rounding():
+    """Two layers of one stack, each with its own weights."""
+    ids = jnp.asarray(tiny.tokens(CONFIG, 1, 2))
+    with interpret():
+        found = jax.jit(lambda model, ids: model(ids))(kept(), ids)
+    assert distance(found, np.asarray(kept()(ids), np.float64)) < 1e-2
+
+
+def test_no_matrix_is_copied_out_of_its_stack_for_a_kernel():
+    """Of a decode step's program nothing in bytes is sliced, but scales and codes are handed to kernels as stacks."""
+    with interpret():
+        traced = jax.make_jaxpr(lambda model, ids: model(ids))(kept(), jnp.zeros((1, 1), jnp.int32))
+    outside = [equation for equation in _equations(traced.jaxpr) if equation.primitive.name != "reshape"]
+    made = [out.aval for equation in outside for out in equation.outvars if out.aval.dtype == jnp.uint8]
+    assert made == []
+    calls = [equation.params["name"] for equation in outside if equation.primitive.name == "pallas_call"]
+    # q, k, v; both of the index; o; gate and up; down: of a layer that is scanned.
+    assert calls.count("mxfp8_project_few") == 5 and "mxfp8_experts_few_out" in calls
+
+
+def _equations(jaxpr):
+    """All equations of a program but those inside kernels."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name == "pallas_call":
+            continue
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            if hasattr(inner, "jaxpr"):
+                yield from _equations(inner.jaxpr)
+            elif hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+def test_when_a_layer_is_read_where_it_lies():
+    stack = lambda *shape, **how: replace(MXFP8Array(array(jnp.uint8, *shape), None), **how)
+    assert not kernel_reads(stack(57, 6144, 8192), "bfloat16", "auto")  # no GPU here
+    with interpret():
+        assert kernel_reads(stack(3, 6144, 64, 128, num_outputs=2), "bfloat16", "auto")
+        assert kernel_reads(stack(3, 64, 128, 6144, num_inputs=2), "float16", "triton")
+        assert not kernel_reads(stack(3, 6144, 8192), "float32", "auto")
+        assert not kernel_reads(stack(3, 6144, 8192), "bfloat16", "xla")
+        assert not kernel_reads(stack(3, 6160, 8192), "bfloat16", "auto")  # half a block
+        assert not kernel_reads(stack(3, 6144, 48), "bfloat16", "auto")
+        assert not kernel_reads(stack(57, 6144, 8192), "bfloat16", "auto")  # 2.9e9 codes: offsets would overflow
+        assert not kernel_reads(stack(3, 6144, 8192, activations="mxfp8"), "bfloat16", "auto")
+    with interpret(STRICT):
+        assert kernel_reads(stack(3, 6144, 8192), "bfloat16", "auto")
+        assert not kernel_reads(stack(3, 6144, 8192), "float16", "auto")
+        assert not kernel_reads(stack(3, 1536, 8192), "bfloat16", "auto")  # neither one step nor whole ones
+
+
+def test_meshes_and_the_invariant_mode_multiply_by_xla():
+    """A kernel sees one device's memory, and has an order of sums for each number of rows."""
+    with interpret():
+        invariant = kept().with_invariance()
+        names = str(jax.make_jaxpr(lambda model, ids: model(ids))(invariant, jnp.zeros((1, 1), jnp.int32)))
+        assert "mxfp8_project" not in names
+        mesh = parse_mesh("tensor=2")
+        divided = quantize(tiny.model(CONFIG, dtype="bfloat16", mesh=mesh))
+        names = str(jax.make_jaxpr(lambda model, ids: model(ids))(divided, jnp.zeros((1, 1), jnp.int32)))
+        assert "mxfp8_project" not in names
+
+
+# Lowering
+
+
+def operands(num_rows: int, *widths: int, inputs: int = 6144, dtype=jnp.bfloat16):
+    """M3's projections of a token, abstract."""
+    weights = [Weights(array(jnp.uint8, 3, inputs, n), array(jnp.uint8, 3, inputs // 32, n)) for n in widths]
+    return array(dtype, num_rows, inputs), weights, array(jnp.int32)
+
+
+def run(x, weights, layer):
+    return mxfp8_project(x, weights, layer, backend="triton")
+
+
+@pytest.mark.parametrize(("num_rows", "name"), [(1, "mxfp8_project_few"), (16, "mxfp8_project_tiles")])
+def test_projections_lower(num_rows, name):
+    assert name in lower(run, *operands(num_rows, 8192, 512, 512, 128))
+
+
+def test_numbers_lower():
+    _, (weights,), layer = operands(1, 8192)
+    widen = partial(mxfp8_numbers, dtype=jnp.bfloat16, backend="triton")
+    assert "mxfp8_numbers" in lower(widen, weights, layer)
+
+
+def test_wrong_operands_are_refused(unchecked):
+    x, (weights,), layer = operands(4, 8192)
+    refuse("need \\[L I O\\], all of one L, with I = 3072", run, array(jnp.bfloat16, 4, 3072), [weights], layer)
+    refuse("a scale for every 32 input channels", run, x, [weights._replace(scales=weights.codes)], layer)
+    refuse("need bfloat16 or float16", run, array(jnp.float32, *x.shape), [weights], layer)
+    few = partial(mxfp8_project, backend="triton", config=FewConfig(columns=96))
+    refuse("6144 input channels and 8192 outputs: need multiples of 128 and 96", few, x, [weights], layer)
+    far = Weights(array(jnp.uint8, 57, 6144, 8192), array(jnp.uint8, 57, 192, 8192))
+    refuse("need below 2\\*\\*31 or above 2\\*\\*32", run, x, [far], layer)
+    tpu = partial(mxfp8_project, backend="mosaic_tpu")
+    refuse("a TPU kernel needs a multiple of 1024", tpu, *operands(4, 128, inputs=1536))

@@ -1,0 +1,101 @@
+"""The kernels of the invariant mode, interpreted: what XLA's schedules compute, and one order for each query."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.lowering import array, lower
+
+from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous, contiguous_index
+from m3jax.ops import attend_all, attend_selected, interpret, run_experts, select
+from m3jax.ops.experts import ExpertWeights
+from m3jax.tiles import by_tiles
+
+BATCH, QUERIES, HEADS, KV_HEADS, WIDTH, SIZE, BLOCKS = 2, 20, 4, 2, 16, 8, 6
+RULES = SelectionRules(top_k=3, local_blocks=1, init_blocks=0, score="max")
+LENGTHS = jnp.array([48, 29], jnp.int32)
+POSITIONS = LENGTHS[:, None] - QUERIES + jnp.arange(QUERIES, dtype=jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def memory():
+    """Queries, index queries, and the same keys in pages drawn by lot and in one piece."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    pages, table = BATCH * BLOCKS, jnp.asarray(rng.permutation(BATCH * BLOCKS).reshape(BATCH, BLOCKS), jnp.int32)
+    k, v = (normal(1, pages, KV_HEADS, SIZE, WIDTH) for _ in range(2))
+    index_k = normal(1, pages, SIZE, WIDTH)
+    # [B M K P H] -> [B M P K H] -> [B S K H]
+    in_order = lambda x: x[0][table].swapaxes(2, 3).reshape(BATCH, BLOCKS * SIZE, KV_HEADS, WIDTH)
+    paged = Paged(k, v, None, 0, table, jnp.float32), PagedIndex(index_k, None, 0, table, jnp.float32)
+    index_rows = index_k[0][table].reshape(BATCH, BLOCKS * SIZE, WIDTH)
+    in_one_piece = contiguous(in_order(k), in_order(v), SIZE), contiguous_index(index_rows, SIZE)
+    return normal(BATCH, QUERIES, HEADS, WIDTH), normal(BATCH, QUERIES, KV_HEADS, WIDTH), paged, in_one_piece
+
+
+def run(q, index_q, views, positions, backend):
+    """(blocks [B T K J], sparse outputs, dense ones [B T N H])."""
+    view, index_view = views
+    how = dict(schedule="invariant", backend=backend)
+    blocks = select(index_q, index_view, positions, LENGTHS, RULES, **how)
+    sparse, _ = attend_selected(q, view, blocks, positions, LENGTHS, **how)
+    return blocks.swapaxes(1, 2), sparse, attend_all(q, view, positions, LENGTHS, **how)[0]
+
+
+def test_kernels_compute_what_xla_does_and_a_query_s_bits_are_its_own(memory):
+    """More queries than a kernel of a decode step takes, in pages, and the last of them alone, in one piece."""
+    q, index_q, paged, in_one_piece = memory
+    expected = run(q, index_q, paged, POSITIONS, "xla")
+    with interpret():
+        whole = run(q, index_q, paged, POSITIONS, "triton")
+        np.testing.assert_array_equal(whole[0], expected[0])
+        for found, wanted in zip(whole[1:], expected[1:], strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
+        last = slice(QUERIES - 1, QUERIES)
+        alone = run(q[:, last], index_q[:, last], in_one_piece, POSITIONS[:, last], "triton")
+        for found, same in zip(alone, whole, strict=True):
+            np.testing.assert_array_equal(found, same[:, last])
+
+
+def test_a_call_of_any_size_cuts_keys_and_experts_alike():
+    """What the kernels are launched with, lowered for a GPU: sums of 4 and 8 pieces, tiles of 64 tokens."""
+    bf16, pool = jnp.bfloat16, array(jnp.bfloat16, 1, 64, 4, 128, 128)
+
+    def call(q, k, v, blocks, positions, lengths, table, x, gate, up, down, ids):
+        view = Paged(k, v, None, 0, table, bf16)
+        sparse, _ = attend_selected(q, view, blocks, positions, lengths, schedule="invariant")
+        dense, _ = attend_all(q, view, positions, lengths, schedule="invariant")
+        weights, act = ExpertWeights(gate, up, down), lambda gate, up: (gate * up).astype(bf16)
+        return sparse, dense, run_experts(x, weights, ids, jnp.int32(0), act, path="in_fixed_tiles")
+
+    for batch, queries in ((1, 1), (3, 40)):
+        rows, tokens = (array(jnp.int32, batch, n) for n in (queries, 16)), batch * queries
+        positions, table = rows
+        q, blocks = array(bf16, batch, queries, 64, 128), array(jnp.int32, batch, 4, queries, 16)
+        up, down = array(bf16, 1, 8, 256, 512), array(bf16, 1, 8, 512, 256)
+        text = lower(
+            call, q, pool, pool, blocks, positions, array(jnp.int32, batch), table,
+            array(bf16, tokens, 256), up, up, down, array(jnp.int32, tokens, 4),
+        )  # fmt: skip
+        lane = queries if queries <= 16 else 16
+        lanes = batch * -(-queries // lane)
+        for splits in (4, 8):
+            assert f"tensor<{lanes}x{lane}x4x{splits}x16x128xf32>" in text, (batch, queries, splits)
+        assert "x64x512xbf16>" in text  # hidden values of tiles of 64 tokens
+
+
+def test_on_a_gpu_a_tile_stands_between_barriers():
+    """One tile has no loop, whose end the host would wait for; results and gradients are those of the CPU's loop."""
+    rng = np.random.default_rng(1)
+    x, matrix = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((20, 12), (12, 6)))
+    total = lambda x, matrix: jnp.sum(by_tiles(lambda x: jnp.tanh(x @ matrix), 8, x) ** 2)
+    both = lambda x, matrix: (by_tiles(lambda x: x @ matrix, 8, x), jax.grad(total, (0, 1))(x, matrix))
+    expected = jax.jit(both)(x, matrix)
+    with mock.patch("m3jax.tiles.platform", lambda: "gpu"):
+        for found, wanted in zip(*map(jax.tree.leaves, (jax.jit(both)(x, matrix), expected)), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        one_tile = jax.jit(lambda x: by_tiles(lambda x: x @ matrix, 8, x)).lower(x[:8]).as_text()
+    assert one_tile.count("optimization_barrier") == 2
+    assert "while" not in one_tile
