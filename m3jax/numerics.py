@@ -60,8 +60,8 @@ class RunningSoftmax(NamedTuple):
         visible: Bool[Array, "*Y #R C"],
     ) -> "RunningSoftmax":
         """The average with more keys and values taken in, of which each query sees the visible ones."""
-        scores = dot_scores(queries, keys) * queries.shape[-1] ** -0.5  # [*X R C]
-        scores = jnp.where(visible, scores, UNSEEN)
+        # Scaled after the mask: XLA's CPU backend takes a scaling that follows the product into it, and is slower.
+        scores = jnp.where(visible, dot_scores(queries, keys), UNSEEN) * queries.shape[-1] ** -0.5  # [*X R C]
         # The result does not depend on `highest`, so no gradient goes through it.
         highest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
         highest = jnp.maximum(self.highest, highest)  # [*X R 1]

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from m3jax.platform import platform
+
 # `compiler_options` for `jax.jit` where programs are to give a tile the same bits on a GPU. Else XLA times several ways
 # to compute a product, anew in each program, and takes what was fastest; and it leaves a rounding out where it fuses
 # what rounds with what reads.
@@ -57,6 +59,8 @@ def _loop(fn: Callable, tiles: list[Array], closed_over: list[Array]) -> PyTree[
     """`fn` of each tile, and of what it closes over, with a gradient."""
 
     def run(tiles, closed_over):
+        if platform() == "gpu":
+            return _between_barriers(fn, tiles, closed_over)
         shapes = jax.eval_shape(fn, *(x[0] for x in tiles), *closed_over)
         empty = jax.tree.map(lambda x: jnp.zeros((len(tiles[0]), *x.shape), x.dtype), shapes)
 
@@ -75,3 +79,18 @@ def _loop(fn: Callable, tiles: list[Array], closed_over: list[Array]) -> PyTree[
     with_gradient = jax.custom_vjp(run)
     with_gradient.defvjp(lambda tiles, closed_over: (run(tiles, closed_over), (tiles, closed_over)), backward)
     return with_gradient(tiles, closed_over)
+
+
+def _between_barriers(fn: Callable, tiles: list[Array], closed_over: list[Array]) -> PyTree[Array]:
+    """`fn` of each tile, and of what it closes over, where a loop of unknown length waits for the host in every turn.
+
+    XLA's GPU compiler fuses nothing across a barrier: a tile is the same operations in a loop and without one.
+    """
+
+    def run(tile):
+        tile = jax.lax.optimization_barrier(tile)
+        return jax.lax.optimization_barrier(fn(*tile, *closed_over))
+
+    if len(tiles[0]) == 1:
+        return jax.tree.map(lambda x: x[None], run([x[0] for x in tiles]))
+    return jax.lax.map(run, tiles)

@@ -1,24 +1,38 @@
 """The engine under the agentic load: a long shared prefix, many requests (docs/performance.md).
 
-    python scripts/bench_engine.py                      # the embedded checkpoint
-    python scripts/bench_engine.py --model bench        # the 8 layers of bench_cpu.py, random weights
-    python scripts/bench_engine.py --model m3           # 4 layers at M3's own widths, for a GPU of 80 GB or more
+    python scripts/bench_engine.py                                    # the embedded checkpoint
+    python scripts/bench_engine.py --model bench --rows 8             # the 8 layers of bench_cpu.py, random weights
+    python scripts/bench_engine.py --model m3 --verify 3 --chunks 2048,8192    # 4 layers at M3's own widths, on a GPU
+    python scripts/bench_engine.py --model m3 --keep before.json      # a second time: what each figure was before
 
-Prints prefill speed, time to the first token with and without the prefix cache, and the time of a decode step over the
-number of live requests.
+Each line is one kind of call: a decode step of an engine of so many rows, all of them live; a round that verifies K
+proposals in each row; a chunk of a prompt. It has the milliseconds, what bounds it from below, and the share of that
+bound. A step is bounded by the bytes that it must read, over the rate at which this device copies memory; a chunk by
+its floating-point operations, over the rate of a large product. Both rates are measured first. "busy" is the share of
+the time in which the device runs a kernel: kernels are traced in a call of their own, and their time is divided by that
+of a call which is not traced.
 """
 
 import argparse
 import dataclasses
+import glob
+import json
+import statistics
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from bench_cpu import TEXT
 
 import m3jax
 from m3jax import M3Config
-from m3jax.decoding import Engine, Params, Sampling
+from m3jax.decoding import Engine, Params, PromptLookup, Sampling
 from m3jax.model import M3, init
 
 SUFFIX = 64  # tokens that each request has of its own
@@ -27,34 +41,106 @@ SUFFIX = 64  # tokens that each request has of its own
 def main() -> None:
     """Run what was asked for and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    numbers = lambda text: [int(number) for number in text.split(",") if number]
     parser.add_argument("--model", choices=("tiny", "bench", "m3"), default="tiny")
     parser.add_argument("--prefix", type=int, default=3500, help="tokens of the shared prefix")
     parser.add_argument("--new-tokens", type=int, default=100)
-    parser.add_argument("--concurrency", default="1,8,32", help="live requests, one run each")
-    parser.add_argument("--chunks", default="256,2048", help="tokens of a prefill call")
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 32], help="of an engine, all live; an engine for each")
+    parser.add_argument("--verify", type=numbers, default=[], help="proposals of a round, looked up in the prompt")
+    parser.add_argument("--verify-rows", type=int, default=1, help="of the engines that verify")
+    parser.add_argument("--chunks", type=numbers, default=[256, 2048], help="tokens of a prefill call")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a device call")
     parser.add_argument("--kv-dtype", help="storage type of keys and values")
     parser.add_argument("--index-dtype", help="storage type of index keys")
     parser.add_argument("--device-pages", type=int, help="keys and values in host memory, so many pages on the device")
     parser.add_argument("--weights", choices=("dequantize", "mxfp8"), default="dequantize", help="mxfp8 quantises them")
+    parser.add_argument("--keep", type=Path, help="a file of figures: print what they were, and keep these")
+    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each call, by their time")
     args = parser.parse_args()
     model = build(args.model) if args.weights == "dequantize" else m3jax.quantize(build(args.model))
-    counts = [int(n) for n in args.concurrency.split(",")]
-    engine = Engine(model, **sizes(model, args, max(counts)))
-    engine.warmup()
-    print(f"{args.model} on {jax.devices()[0].device_kind}, jax {jax.__version__}, {args.prefix} + {SUFFIX} tokens a "
-          f"request, {args.new_tokens} new; compiled in {engine.timings.compile_seconds:.0f} s")  # fmt: skip
-    print(f"cache: {engine.cache_bytes / 2**30:.2f} GiB, {engine.bytes_per_token:.0f} bytes a token")
+    engines = {(rows, 0): Engine(model, **sizes(model, args, rows)) for rows in args.rows}
+    for draft_tokens in args.verify:
+        drafting = dict(draft=PromptLookup(), draft_tokens=draft_tokens)
+        engines[args.verify_rows, draft_tokens] = Engine(model, **sizes(model, args, args.verify_rows), **drafting)
+    of_chunks = Engine(model, **sizes(model, args, 1) | dict(prefill_chunk=args.chunks))
+    with ThreadPoolExecutor() as pool:
+        warm = [pool.submit(engine.warmup) for engine in engines.values()]
+        of_chunks.warmup(programs=["prefill"])
+        for done in warm:
+            done.result()
+
+    device = jax.devices()[0]
+    copied, multiplied = copy_rate(), product_rate(model)
+    print(f"{args.model}, {args.weights}, on {device.device_kind}, jax {jax.__version__}: "
+          f"{args.prefix} + {SUFFIX} tokens a request, {args.new_tokens} new")  # fmt: skip
+    print(f"compiled in {max(engine.timings.compile_seconds for engine in engines.values()):.0f} s, all side by side; "
+          f"{of_chunks.bytes_per_token:.0f} bytes of cache a token")  # fmt: skip
+    print(f"a copy moves {copied / 1e9:.0f} GB/s, a product computes {multiplied / 1e12:.1f} TFLOP/s")
+    table = Table(args.keep, args.kernels)
     prefix = np.random.default_rng(0).integers(2, model.config.vocab_size, args.prefix).tolist()
-    fresh, again = first_token(engine, prefix, 0), first_token(engine, prefix, 1)
-    print(f"prefill: {(args.prefix + SUFFIX) / fresh:.0f} tokens/s; to the first token {fresh:.2f} s, "
-          f"{again * 1e3:.0f} ms with the prefix in the cache")  # fmt: skip
-    print(f"{'live':>5s} {'ms a step':>10s} {'tokens/s':>9s} {'to first token, s (last)':>25s}")
-    for count in counts:
-        step, speed, last = decode(engine, prefix, count, args.new_tokens)
-        print(f"{count:5d} {step * 1e3:10.2f} {speed:9.1f} {last:25.2f}", flush=True)
-    if engine.offload:
-        print("offload:", engine.offload)
+    for (rows, draft_tokens), engine in engines.items():
+        first_token(engine, prefix, 0)  # the prefix, once
+        seconds, kernels = decode(engine, prefix, rows, args)
+        work = f"{rows} rows, step" if not draft_tokens else f"{rows} rows x {1 + draft_tokens} verified tokens, round"
+        num_bytes = step_bytes(model, rows, 1 + draft_tokens, args)
+        table.line(work, seconds, num_bytes / copied, f"{num_bytes / 1e9:.2f} GB", kernels)
+    for chunk in args.chunks:
+        seconds, kernels = prefill(of_chunks, chunk)
+        flops = chunk_flops(model, chunk, args)
+        table.line(f"prefill, {chunk} tokens", seconds, flops / multiplied, f"{flops / 1e12:.1f} TFLOP", kernels)
+    table.keep()
+    for engine in engines.values():
+        if engine.offload:
+            print("offload:", engine.offload)
+
+
+@dataclasses.dataclass
+class Kernels:
+    """What ran on the device, by the profiler; nothing on a CPU.
+
+    Attributes:
+      busy: seconds in which some stream ran a kernel.
+      seconds: of each kernel, all its calls together.
+      calls: how often each ran.
+    """
+
+    busy: float
+    seconds: Counter[str]
+    calls: Counter[str]
+
+    def __sub__(self, other: "Kernels") -> "Kernels":
+        calls, seconds = self.calls - other.calls, Counter(self.seconds)
+        seconds.subtract(other.seconds)
+        return Kernels(self.busy - other.busy, seconds, calls)
+
+
+class Table:
+    """Prints a line for each kind of call, with what it took when the file was written."""
+
+    def __init__(self, path: Path | None, num_kernels: int):
+        self.path, self.num_kernels, self.now = path, num_kernels, {}
+        self.before = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        print(
+            f"{'':38s} {'ms':>8s} {'bound':>12s} {'ms':>7s} {'of it':>6s} {'busy':>6s} {'kernels':>8s} {'before':>8s}"
+        )
+
+    def line(self, work: str, seconds: float, bound: float, what: str, kernels: Kernels) -> None:
+        """One kind of call: its time, the bound's, the share of it in which the device was busy, its kernels."""
+        self.now[work] = seconds * 1e3
+        before = f"{self.before[work]:8.2f}" if work in self.before else ""
+        device = f"{kernels.busy / seconds:6.1%} {kernels.calls.total():8d}" if kernels.calls else f"{'':15s}"
+        of_bound = f"{what:>12s} {bound * 1e3:7.2f} {bound / seconds:6.1%}"
+        print(f"{work:38s} {seconds * 1e3:8.2f} {of_bound} {device} {before}", flush=True)
+        for name, of_kernel in kernels.seconds.most_common(self.num_kernels):
+            print(f"{of_kernel * 1e6:12.0f} us {kernels.calls[name]:5d} x  {name[:90]}")
+
+    def keep(self) -> None:
+        """Write the figures to the file, if there is one."""
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.before | self.now, indent=1))
+
+
+# Models and engines
 
 
 def build(name: str) -> M3:
@@ -73,14 +159,14 @@ def build(name: str) -> M3:
     return init(four_layers, 0, "bfloat16")
 
 
-def sizes(model: M3, args: argparse.Namespace, max_requests: int) -> dict:
-    """An engine that holds the prefix once, and what each request adds."""
+def sizes(model: M3, args: argparse.Namespace, rows: int) -> dict:
+    """An engine that holds the prefix once, what each request adds, and a prompt for `prefill`."""
     block_size = model.config.index_block_size
     pages_of_request = -(-(SUFFIX + args.new_tokens) // block_size) + 2
+    length = args.prefix + SUFFIX + args.new_tokens
     return dict(
-        pages=-(-args.prefix // block_size) + (max_requests + 1) * pages_of_request, max_batch=max_requests,
-        prefill_chunk=[int(n) for n in args.chunks.split(",")],
-        steps_per_call=args.steps, max_length=args.prefix + SUFFIX + args.new_tokens,
+        pages=-(-args.prefix // block_size) + (rows + 1) * pages_of_request, max_batch=rows,
+        prefill_chunk=max(args.chunks), steps_per_call=args.steps, max_length=length,
         kv_dtype=args.kv_dtype, index_dtype=args.index_dtype, device_pages=args.device_pages,
     )  # fmt: skip
 
@@ -95,6 +181,9 @@ def params(new_tokens: int) -> Params:
     return Params(max_new_tokens=new_tokens, sampling=Sampling.greedy())
 
 
+# Measurements
+
+
 def first_token(engine: Engine, prefix: list[int], seed: int) -> float:
     """Seconds from `add` to the first token of a request that is alone."""
     begin = time.perf_counter()
@@ -103,18 +192,136 @@ def first_token(engine: Engine, prefix: list[int], seed: int) -> float:
     return time.perf_counter() - begin
 
 
-def decode(engine: Engine, prefix: list[int], count: int, new_tokens: int) -> tuple[float, float, float]:
-    """(seconds a step, new tokens a second, seconds until the last request had its first token)."""
+def decode(engine: Engine, prefix: list[int], rows: int, args: argparse.Namespace) -> tuple[float, Kernels]:
+    """(seconds of a step or a round, its kernels)."""
+
+    def start(new_tokens: int) -> None:
+        for seed in range(rows):
+            engine.add(prompt(engine, prefix, 1000 * rows + seed), params(new_tokens))
+        while engine.prefill():
+            pass
+
+    def steps_done() -> float:
+        if engine.drafting.draft_tokens:
+            return engine.drafting.forwards / rows
+        return engine.timings.decoded_tokens / rows
+
+    start(args.new_tokens)
+    seconds = []
+    while engine.busy:
+        began, before = engine.timings.decode_seconds, steps_done()
+        engine.step()
+        if steps_done() - before == args.steps:  # in the last call rows end
+            seconds.append((engine.timings.decode_seconds - began) / args.steps)
+    if not seconds:
+        raise SystemExit(f"--new-tokens {args.new_tokens}: need more, for a call of {args.steps} steps")
+    second = statistics.median(seconds)
+    # Of a loop in a CUDA graph a profiler sees the first turn alone: calls of no step and of one say what a step takes.
+    # They come last, when the graph has been made.
+    start(2)
+    of_call = traced(lambda: engine._runner.decode(0))
+    of_step = traced(engine.step) - of_call
+    of_step.busy += of_call.busy / args.steps
+    return second, of_step
+
+
+def prefill(engine: Engine, chunk: int) -> tuple[float, Kernels]:
+    """(seconds of a chunk at the start of a prompt, its kernels)."""
+
+    def run(seed: int) -> float:
+        tokens = np.random.default_rng(seed).integers(2, engine.config.vocab_size, chunk).tolist()
+        begin = time.perf_counter()
+        engine.add(tokens, params(1))
+        engine.run()
+        return time.perf_counter() - begin
+
+    run(chunk)
+    second = statistics.median(run(chunk + seed) for seed in (1, 2, 3))
+    return second, traced(lambda: run(chunk + 4))
+
+
+def traced(run: Callable[[], object]) -> Kernels:
+    """What runs on the device until something is done."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        [path] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        planes = jax.profiler.ProfileData.from_file(path).planes
+        lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines]
+        spans = sorted(
+            (event.start_ns, event.start_ns + event.duration_ns, event.name)
+            for line in lines if line.name.startswith("Stream") for event in line.events
+        )  # fmt: skip
+    busy, latest, seconds, calls = 0.0, 0.0, Counter(), Counter()
+    for start, end, name in spans:
+        busy += max(0.0, end - max(start, latest))
+        latest = max(latest, end)
+        seconds[name] += (end - start) / 1e9
+        calls[name] += 1
+    return Kernels(busy / 1e9, seconds, calls)
+
+
+# Bounds
+
+
+def copy_rate() -> float:
+    """Bytes a second that a copy reads and writes."""
+    x = jnp.zeros(1 << (26 if jax.default_backend() == "cpu" else 29), jnp.int32)
+    return 2 * x.nbytes / _seconds(jax.jit(lambda x: x ^ 1), x)
+
+
+def product_rate(model: M3) -> float:
+    """Floating-point operations a second of a large product, in the model's dtype."""
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    x = jax.random.normal(jax.random.key(0), (size, size)).astype(model.dtype)
+    return 2 * size**3 / _seconds(jax.jit(jnp.dot), x, x)
+
+
+def _seconds(fn: Callable, *args: jax.Array, calls: int = 10) -> float:
+    """Of one call among some that the device runs one after the other."""
+    jax.block_until_ready(fn(*args))
     begin = time.perf_counter()
-    for seed in range(count):
-        engine.add(prompt(engine, prefix, 1000 * count + seed), params(new_tokens))
-    while engine.prefill():
-        pass
-    last_first_token = time.perf_counter() - begin
-    decode_before = engine.timings.decode_seconds
-    engine.run()
-    decode_seconds = engine.timings.decode_seconds - decode_before
-    return decode_seconds / (new_tokens - 1), count * (new_tokens - 1) / decode_seconds, last_first_token
+    jax.block_until_ready([fn(*args) for _ in range(calls)][-1])
+    return (time.perf_counter() - begin) / calls
+
+
+def step_bytes(model: M3, rows: int, tokens: int, args: argparse.Namespace) -> float:
+    """What a step must read: the weights that its tokens use, and the keys and values that each row attends to.
+
+    Random weights choose experts evenly: of E experts, n tokens that choose A each use E (1 - (1 - A/E)^n).
+    """
+    config, length = model.config, args.prefix + SUFFIX
+    unused = (1 - config.num_experts_per_tok / config.num_local_experts) ** (rows * tokens)
+    every_token, experts = _weights(model, lambda x: x.nbytes)
+    item = lambda dtype: jnp.dtype(dtype or model.dtype).itemsize
+    pair = 2 * config.num_key_value_heads * config.head_dim * item(args.kv_dtype)  # a key and a value
+    selected = min(length, config.index_topk_blocks * config.index_block_size)
+    of_row = 0
+    for stack in config.stacks:
+        index = length * config.index_head_dim * item(args.index_dtype)
+        of_row += stack.num_layers * (index + selected * pair if stack.is_sparse else length * pair)
+    return every_token + model.lm_head.nbytes + experts * (1 - unused) + rows * of_row
+
+
+def chunk_flops(model: M3, chunk: int, args: argparse.Namespace) -> float:
+    """Floating-point operations of a chunk at the start of a prompt."""
+    config, seen = model.config, chunk / 2  # tokens that a query sees, on average
+    every_token, experts = _weights(model, lambda x: x.size)
+    linear = every_token + experts * config.num_experts_per_tok / config.num_local_experts
+    heads = config.num_attention_heads * config.head_dim
+    selected = min(seen, config.index_topk_blocks * config.index_block_size)
+    attention = 0.0
+    for stack in config.stacks:
+        index = config.num_key_value_heads * config.index_head_dim * seen
+        attention += stack.num_layers * (index + 2 * heads * selected if stack.is_sparse else 2 * heads * seen)
+    return 2 * chunk * (linear + attention)
+
+
+def _weights(model: M3, measure: Callable[[jax.Array], int]) -> tuple[int, int]:
+    """(those of the layers that every token meets, those of the experts)."""
+    all_of = lambda tree: sum(measure(x) for x in jax.tree.leaves(tree))
+    experts = sum(all_of(stack.mlp.experts) for stack in model.stacks if hasattr(stack.mlp, "experts"))
+    return all_of(model.stacks) - experts, experts
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
 """What the invariant mode costs, and how often a request's bits depend on its company without it; one run, ratios.
 
     python scripts/bench_invariance.py [--prompt 4096] [--texts 32] [--dtype bfloat16]
+    python scripts/bench_invariance.py --model m3 --prompt 2048    # 4 layers at M3's own widths, for a GPU of 80 GB
 
-The embedded checkpoint. Prefill and steps of 1, 8 and 32 rows are timed in turns, fast and invariant, the best of some
-rounds. Then texts are continued greedily: alone, all at once, and with two drafts.
+Prefill and steps of 1, 8 and 32 rows are timed in turns, fast and invariant, the best of some rounds. Then, of the
+embedded checkpoint, texts are continued greedily: alone, all at once, and with two drafts.
 """
 
 import argparse
+import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
+from bench_engine import build
 
 import m3jax
 from m3jax.assets import embedded_path
@@ -23,11 +28,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of the long prompt (default: 4096)")
     parser.add_argument("--texts", type=int, default=32, help="how many greedy texts (default: 32)")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="of the embedded checkpoint")
+    parser.add_argument("--model", choices=("tiny", "m3"), default="tiny")
+    parser.add_argument("--rows", default="1,8,32", help="live requests, one run each")
+    parser.add_argument("--jobs", type=int, default=1, help="programs that are compiled at a time")
     args = parser.parse_args()
-    model = m3jax.load(dtype=args.dtype, progress=False)
-    print(f"{args.dtype}; ms, best of {ROUNDS} in turns\n{'':24}{'fast':>10}{'invariant':>11}{'ratio':>8}")
-    _print_times(model, args.prompt)
+    model = m3jax.load(dtype=args.dtype, progress=False) if args.model == "tiny" else build("m3")
+    print(f"{args.model} in {model.dtype} on {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    print(f"ms, best of {ROUNDS} in turns\n{'':24}{'fast':>10}{'invariant':>11}{'ratio':>8}")
+    _print_times(model, args.prompt, [int(n) for n in args.rows.split(",")], args.jobs)
+    if args.model == "m3":
+        return
     print(f"\n{args.texts} greedy texts of {STEPS * 2} tokens: how many differ from themselves alone, undrafted")
     print(f"{'':24}{'fast':>16}{'invariant':>16}\n{'':24}{'text  log-prob.':>16}{'text  log-prob.':>16}")
     _print_changes(model, args.texts)
@@ -43,11 +54,14 @@ def _engine(model, invariant: bool, rows: int, prompt: int, **more) -> Engine:
     return served
 
 
-def _print_times(model, prompt: int) -> None:
+def _print_times(model, prompt: int, rows_of_runs: list[int], jobs: int) -> None:
     rng = np.random.default_rng(0)
-    for rows in (1, 8, 32):
-        length = prompt if rows == 1 else min(prompt, 512)
-        engines = [_engine(model, invariant, rows, length) for invariant in (False, True)]
+    length_of = lambda rows: prompt if rows == 1 else min(prompt, 512)
+    with ThreadPoolExecutor(jobs) as pool:
+        shapes = itertools.product(rows_of_runs, (False, True))
+        built = list(pool.map(lambda shape: _engine(model, shape[1], shape[0], length_of(shape[0])), shapes))
+    for rows, engines in zip(rows_of_runs, zip(built[::2], built[1::2], strict=True), strict=True):
+        length = length_of(rows)
         prefill, step = [[], []], [[], []]
         for _ in range(ROUNDS):
             texts = [rng.integers(0, model.config.vocab_size, length).tolist() for _ in range(rows)]

@@ -3,7 +3,7 @@
 from m3jax.decoding.engine import Drafting, Engine, Generation, Media, Params, Timings
 from m3jax.decoding.generate import check_logits, engine_for, generate
 from m3jax.decoding.sampling import Sampling, SamplingParams, filtered_logits, row_keys, sample
-from m3jax.decoding.seen import marked, read_media, with_placeholders
+from m3jax.decoding.seen import marked, read_media, read_medium, with_placeholders
 from m3jax.decoding.speculation import Drafter, Eagle3Drafter, PromptLookup
 from m3jax.decoding.text import StoppableText, generate_text, stream_text
 
@@ -27,6 +27,7 @@ __all__ = [
     "generate_text",
     "marked",
     "read_media",
+    "read_medium",
     "row_keys",
     "sample",
     "stream_text",

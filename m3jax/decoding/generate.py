@@ -23,7 +23,7 @@ from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.decoding.sampling import HostOrDevice, Number, Sampling
 from m3jax.decoding.seen import read_media, with_placeholders
 from m3jax.decoding.speculation import Drafter
-from m3jax.media import bucket_size, segments
+from m3jax.media import bucket_size
 from m3jax.platform import platform
 from m3jax.progress import activity
 from m3jax.text import Tokenizer
@@ -60,7 +60,7 @@ def generate(
 
     With a draft sampled tokens keep their distribution, and greedy ones are the same in float32. In bfloat16, the
     default, a call that verifies several tokens rounds otherwise than one of a single token, and a near-tie can fall
-    otherwise: of 32 greedy texts 7 changed with EAGLE3, 7 with prompt lookup, and 12 when they were batched; none in
+    otherwise: of 32 greedy texts 5 changed with EAGLE3, 5 with prompt lookup, and 8 when they were batched; none in
     float32 (docs/speculative.md).
 
     Args:
@@ -149,8 +149,7 @@ def engine_for(
     blocks = _bucket(math.ceil(max(_MIN_TOKENS, *lengths) / page_size), 1)
     pages = _bucket(sum(math.ceil(length / page_size) for length in lengths), 1)
     max_batch, chunk = _bucket(len(prompts), 1), min(PREFILL_CHUNK, _bucket(longest_prompt, 16))
-    shown_media = [given for given in media or () if given is not None and (given.images or given.videos)]
-    found = [segment for given in shown_media for segment in segments(given.images, given.videos, model.config)]
+    found = [segment for given in media or () if given for segment in given.segments(model.config)]
     # One size of call, which holds the largest picture; no tower where there is none.
     patches = (bucket_size(max(len(segment.patches) for segment in found)),) if found else ()
     with compile_cache():
@@ -170,7 +169,9 @@ def engine_for(
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
         about = (platform(), model.config, dtypes, engine.shapes, type(draft).__name__)
         # The first token comes out of prefill; nothing is copied, for no prompt comes after another.
-        programs = ("prefill", "decode") if any(asked.max_new_tokens > 1 for asked in params) else ("prefill",)
+        programs = ["prefill", "tower"]
+        if any(asked.max_new_tokens > 1 for asked in params):
+            programs.append("decode")
         with activity(progress, about) as line:
             engine.warmup(lambda names: line.timed(f"compiling {names}"), programs)
     return engine

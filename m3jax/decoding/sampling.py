@@ -187,13 +187,31 @@ def sample(
     Returns:
       int32 token ids; -1 for a row without a distribution (`has_distribution`).
     """
-    filtered = filtered_logits(logits, params, seen)
+    is_plain = jnp.all(params.temperature == 0)
+    if seen is not None:
+        is_plain &= jnp.all(params.repetition_penalty == 1)
+    # One condition where all rows are greedy, as most often: on a GPU each costs the host's attention, or a graph node.
+    tokens = lax.cond(is_plain, _best, _draw, logits, params, keys, seen)
+    return jnp.where(has_distribution(logits), tokens, jnp.int32(-1))
 
+
+def _best(
+    logits: Float[Array, "B V"], params: SamplingParams, keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None
+) -> Int32[Array, "B"]:
+    """What `_draw` gives where every row is greedy and none is penalised: the largest logit, on a tie its lowest id."""
+    x = logits.astype(jnp.float32)
+    return jnp.argmax(x - jnp.max(x, axis=-1, keepdims=True), axis=-1).astype(jnp.int32)
+
+
+def _draw(
+    logits: Float[Array, "B V"], params: SamplingParams, keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None
+) -> Int32[Array, "B"]:
+    """One token a row, from `filtered_logits`; -1 where nothing is left to draw from."""
+    filtered = filtered_logits(logits, params, seen)
     best = lambda keys, filtered: jnp.argmax(filtered, axis=-1)
     draw = lambda keys, filtered: jax.vmap(jax.random.categorical)(keys, filtered)
     tokens = lax.cond(jnp.all(params.temperature == 0), best, draw, keys, filtered)
-    is_usable = has_distribution(logits) & (jnp.max(filtered, axis=-1) == 0)
-    return jnp.where(is_usable, tokens.astype(jnp.int32), jnp.int32(-1))
+    return jnp.where(jnp.max(filtered, axis=-1) == 0, tokens.astype(jnp.int32), jnp.int32(-1))
 
 
 def has_distribution(logits: Float[Array, "*X V"]) -> Bool[Array, "*X"]:
@@ -205,10 +223,23 @@ def has_distribution(logits: Float[Array, "*X V"]) -> Bool[Array, "*X"]:
     return ~jnp.any(jnp.isnan(logits), axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
 
 
-def logprob_of(tokens: Int32[Array, "*X"], logits: Float[Array, "*X V"]) -> Float[Array, "*X"]:
-    """The log-probability of each token under logits, before any knob; of a token < 0 that of token 0."""
+def log_normaliser(logits: Float[Array, "*X V"]) -> Float[Array, "*X"]:
+    """The log of the sum of exponentials: what a logit is above its token's log-probability."""
+    return jax.nn.logsumexp(logits, axis=-1)
+
+
+def logprob_of(
+    tokens: Int32[Array, "*X"], logits: Float[Array, "*X V"], log_total: Float[Array, "*X"] | None = None
+) -> Float[Array, "*X"]:
+    """The log-probability of each token under logits, before any knob; of a token < 0 that of token 0.
+
+    Args:
+      tokens: ids.
+      logits: the model's.
+      log_total: their `log_normaliser`, where it is known.
+    """
     chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    return chosen - (log_normaliser(logits) if log_total is None else log_total)
 
 
 def _token_ids(x: Float[Array, "B V"]) -> Int32[Array, "B V"]:

@@ -1,6 +1,6 @@
 """Images and videos of prompts: read, processed, and written into the tokens as the model was trained to see them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from m3jax.media import (
     process_video,
 )
 from m3jax.media.placeholders import IMAGE, VIDEO
-from m3jax.messages import printable, shortened
+from m3jax.messages import printable, shortened, shown
 from m3jax.progress import activity
 from m3jax.text import Tokenizer
 
@@ -27,17 +27,52 @@ def read_media(images: Iterable[Any] = (), videos: Iterable[Any] = (), *, progre
     Args:
       images: each a path or a data URL as text, a `Path`, bytes, a Pillow image, an array, or a `ProcessedImage`.
       videos: each a path or a data URL as text, a `Path`, bytes, frames, or a `ProcessedVideo`.
-      progress: whether to say what is read (`m3jax.progress`).
+      progress: whether to say what is read, and how far a video is (`m3jax.progress`).
 
     Raises:
       ValueError: one that cannot be used; it says which.
     """
     images, videos = _as_list(images, "images"), _as_list(videos, "videos")
+    read = lambda kind, items: [
+        read_medium(kind, item, called=f"{kind} {number} of {len(items)}", progress=progress)
+        for number, item in enumerate(items, 1)
+    ]
+    with activity(progress):  # one line for all of them
+        return Media(read("image", images), read("video", videos))
+
+
+def read_medium(
+    kind: str, source: Any, *, called: str = "", progress: bool = True, **options: Any
+) -> ProcessedImage | ProcessedVideo:
+    """Read and process one image or video.
+
+    Args:
+      kind: "image" or "video".
+      source: as an item of `read_media`.
+      called: what it is to whoever reads the line of progress, or an error; a file is named besides.
+      progress: as in `read_media`.
+      **options: of `m3jax.media.process_image` or `process_video`, for what is not processed yet.
+
+    Raises:
+      ValueError: it cannot be used; the message begins with what it is called.
+    """
+    is_file = isinstance(source, Path) or (isinstance(source, str) and source[:5].lower() != "data:")
+    path = printable(str(source)) if is_file else ""
+    processed = ProcessedImage if kind == "image" else ProcessedVideo
+    name = ", ".join(filter(None, (called, path)))
     with activity(progress) as line:
-        read = lambda items, name, read_one: [
-            _named(item, f"{name} {number}", len(items), read_one, line.say) for number, item in enumerate(items, 1)
-        ]
-        return Media(read(images, "image", _image), read(videos, "video", _video))
+        line.say(f"reading {name or kind}")
+        watch = lambda done, total: line.say(f"reading {name or kind}: {done / total:.0%} of {total:,} frames")
+        try:
+            if isinstance(source, processed) and not options:
+                return source
+            if kind == "image":
+                return process_image(media_source(source, LIMITS.image_bytes), **options)
+            return process_video(media_source(source), **options, watch=watch)
+        except (ValueError, OverflowError) as error:
+            # What is wrong with a file itself is said by its name already.
+            name = called if path and str(error).startswith((path, shown(path))) else name
+            raise ValueError(shortened(f"{name}: {error}" if name else str(error))) from error
 
 
 def marked(text: str, media: Media) -> str:
@@ -63,7 +98,7 @@ def with_placeholders(prompt: Sequence[int], media: Media, tokenizer: Tokenizer 
     Raises:
       ValueError: more placeholders of a kind than media or fewer, no tokenizer, or one that knows no images.
     """
-    if not media.images and not media.videos:
+    if not media:
         return list(prompt)
     if tokenizer is None:
         raise ValueError("images and videos stand between tokens that the tokenizer knows: give tokenizer")
@@ -79,24 +114,3 @@ def _as_list(items: Iterable[Any], name: str) -> list[Any]:
     if isinstance(items, str | bytes | Path) or not isinstance(items, Iterable):
         raise ValueError(f"{name} is one {name[:-1]}: give a list of them")
     return list(items)
-
-
-def _named(
-    item: Any, name: str, count: int, read_one: Callable[[Any], Any], say: Callable[[str], None]
-) -> ProcessedImage | ProcessedVideo:
-    """One image or video, by whose number or file an error begins."""
-    is_file = isinstance(item, Path) or (isinstance(item, str) and item[:5].lower() != "data:")
-    name = f"{name} of {count}" if not is_file else f"{name} of {count}, {printable(str(item))}"
-    say(f"reading {name}")
-    try:
-        return read_one(item)
-    except ValueError as error:
-        raise ValueError(shortened(f"{name}: {error}")) from error
-
-
-def _image(item: Any) -> ProcessedImage:
-    return item if isinstance(item, ProcessedImage) else process_image(media_source(item, LIMITS.image_bytes))
-
-
-def _video(item: Any) -> ProcessedVideo:
-    return item if isinstance(item, ProcessedVideo) else process_video(media_source(item))

@@ -5,12 +5,15 @@ from collections.abc import Callable
 import jax
 from flax import struct
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.cache import Cache, Places
 from m3jax.config import M3Config
 from m3jax.msa import SelectionRules
 from m3jax.msa.rules import Score
+from m3jax.mxfp8 import MXFP8Array
+from m3jax.ops import kernel_reads
 from m3jax.tiles import by_tiles
 
 
@@ -53,6 +56,16 @@ class Context:
     def is_divided(self) -> bool:
         """Whether several devices hold the pages."""
         return self.has_cache and self.mesh is not None and self.mesh.size > 1
+
+    def kernel_reads(self, stack: MXFP8Array, dtype: DTypeLike) -> bool:
+        """Whether layers multiply by a stack's matrices where they lie: by a kernel, on one device, in any order.
+
+        Args:
+          stack: one matrix a layer.
+          dtype: of the activations.
+        """
+        is_free = self.token_tile is None and (self.mesh is None or self.mesh.size == 1)
+        return is_free and kernel_reads(stack, dtype, self.backend)
 
     def by_token(self, fn: Callable[..., PyTree[Array]], *arrays: PyTree[Array]) -> PyTree[Array]:
         """A function of arrays [B T ...] that treats each token alone: in tiles of tokens where there are to be any."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.make import Make
 from m3jax.numerics import accumulator
-from m3jax.ops import project
+from m3jax.ops import project, project_each
 
 
 def gemma_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
@@ -44,8 +44,9 @@ def apply_rope(
 
 def swiglu_oai(gate: Float[Array, "..."], up: Float[Array, "..."], alpha: float, limit: float) -> Float[Array, "..."]:
     """(up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides at `limit`."""
-    gate = jnp.minimum(gate, limit)
-    up = jnp.clip(up, -limit, limit)
+    # By comparisons: a minimum that XLA's CPU backend takes into the product before it makes a number of NaN.
+    gate = jnp.where(gate > limit, limit, gate)
+    up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
     return (up + 1.0) * gate * jax.nn.sigmoid(alpha * gate)
 
 
@@ -62,7 +63,6 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"], alpha: float, limit: float) -> Float[Array, "... D"]:
         """One layer's MLP, left in the accumulator's dtype."""
-        gate = project("...d,df->...f", x, self.gate_proj[...])  # [... F]
-        up = project("...d,df->...f", x, self.up_proj[...])  # [... F]
+        gate, up = project_each("...d,df->...f", x, (self.gate_proj[...], self.up_proj[...]))  # [... F] twice
         hidden = swiglu_oai(gate, up, alpha, limit).astype(x.dtype)
         return project("...f,fd->...d", hidden, self.down_proj[...])

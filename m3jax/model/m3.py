@@ -23,9 +23,12 @@ from m3jax.msa.rules import Score, check_score
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import einsum
 from m3jax.ops import check_backend_name, check_schedule
+from m3jax.platform import platform
 from m3jax.tiles import by_tiles
 
-TOKEN_TILE = 32  # of `with_invariance`
+# Of `with_invariance`. A GPU reads the weights once a tile, and multiplies 128 tokens about as fast as one; on a CPU
+# what only fills a tile costs time.
+TOKEN_TILE = {"cpu": 32, "gpu": 128, "tpu": 128}
 
 
 class M3(WithMedia):
@@ -113,8 +116,9 @@ class M3(WithMedia):
         """
         if not invariant:
             return self._with(schedule="auto", expert_path="auto", token_tile=None)
-        fixed = dict(schedule="invariant", call_pages=CallPages, expert_path="in_fixed_tiles", token_tile=TOKEN_TILE)
-        return self._with(**fixed)
+        return self._with(
+            schedule="invariant", call_pages=CallPages, expert_path="in_fixed_tiles", token_tile=TOKEN_TILE[platform()]
+        )
 
     def with_activations(self, activations: str | None) -> "M3":
         """The same MXFP8 weights, and products that quantise activations too, or leave them as they are.
@@ -154,6 +158,14 @@ class M3(WithMedia):
         for name, value in fields.items():
             setattr(other, name, value)
         return other
+
+    def with_layers_apart(self) -> "M3":
+        """The same parameters, cut into layers, which a call then runs one after the other instead of scanning them.
+
+        For a program that runs many decode steps in a loop, before the loop: what is cut is copied once, where a scan
+        copies it in each step out of the stack. Experts stay stacked. The program grows with the number of layers.
+        """
+        return self._with(stacks=nnx.List([stack.with_layers_apart() for stack in self.stacks]))
 
     def layer(self, index: int) -> Decoder:
         """One layer's parameters, as a `Decoder` of depth 1: what the stacks hold of it, with a layer axis of size 1.

@@ -168,40 +168,16 @@ class MoE(nnx.Module):
         self.experts = Experts(depth, config, make)
         self.shared_experts = MLP(depth, width, config.shared_intermediate_size, make)
 
-    def __call__(
-        self,
-        x: Float[Array, "X D"],
-        experts: Experts,
-        layer: Int[Array, ""],
-        config: M3Config,
-        *,
-        backend: str = "auto",
-        mesh: Mesh | None = None,
-        expert_path: str = "auto",
-        token_tile: int | None = None,
-    ) -> tuple[Float[Array, "X D"], Int[Array, "X A"], Float[Array, "X A"]]:
-        """One layer's routed plus shared experts.
+    def route(self, x: Float[Array, "B T D"], config: M3Config) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
+        """(ids, weights) of the experts that each token chooses, by one layer's router."""
+        tokens = x.reshape(-1, x.shape[-1])  # [X D]
+        chosen = route(tokens, self.gate[...], self.e_score_correction_bias[...], config.num_experts_per_tok)
+        expert_ids, weights = (y.reshape(*x.shape[:2], -1) for y in chosen)
+        return expert_ids, weights
 
-        Args:
-          x: tokens.
-          experts: of the whole stack; `self` has the other parameters of one layer.
-          layer: which layer of the stack.
-          config: the model's configuration.
-          backend: one of `m3jax.ops.BACKENDS`.
-          mesh: where the experts lie.
-          expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
-          token_tile: tokens whose products are computed at once; None for all.
-
-        Returns:
-          (output in the accumulator's dtype, expert ids, their weights).
-        """
-        alpha, limit = config.swiglu_alpha, config.swiglu_limit
-        gate, bias = self.gate[...], self.e_score_correction_bias[...]
-        expert_ids, weights = by_tiles(lambda x: route(x, gate, bias, config.num_experts_per_tok), token_tile, x)
-        routed = experts(
-            x, expert_ids, weights, layer, alpha, limit,
-            backend=backend, mesh=mesh, path=expert_path, token_tile=token_tile,
-        )  # fmt: skip  # [X D]
-        add_shared = lambda x, routed: config.routed_scaling_factor * routed + self.shared_experts(x, alpha, limit)
-        out = by_tiles(add_shared, token_tile, x, routed)
-        return out, expert_ids, weights
+    def add_shared(
+        self, x: Float[Array, "B T D"], routed: Float[Array, "B T D"], config: M3Config
+    ) -> Float[Array, "B T D"]:
+        """Routed plus shared experts, in the accumulator's dtype."""
+        shared = self.shared_experts(x, config.swiglu_alpha, config.swiglu_limit)
+        return config.routed_scaling_factor * routed + shared

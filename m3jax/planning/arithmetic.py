@@ -160,9 +160,11 @@ def memory(job: Job, sizes: dict[str, int]) -> Memory:
     mesh, weights = planned_mesh(sizes), _weights(job.config, job.dtype, job.weights, tuple(sizes.items()))
     arrays = cache_shapes(job, mesh)
     index_keys = held_bytes([array for array in arrays if array.ndim == len(INDEX_AXES)])
+    # On a GPU a loop of decode steps holds a copy of what its layers have besides experts (`M3.with_layers_apart`).
+    copied = weights.body if job.slice.chip.kind == "gpu" else 0.0
     return Memory(
         experts=weights.experts, other_weights=weights.others, cache=held_bytes(arrays) - index_keys,
-        index_keys=index_keys, draft=_draft_bytes(job, mesh), temporaries=_temporaries(job, sizes),
+        index_keys=index_keys, draft=_draft_bytes(job, mesh), temporaries=max(_temporaries(job, sizes), copied),
         limit=job.slice.chip.hbm,
     )  # fmt: skip
 

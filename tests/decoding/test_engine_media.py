@@ -1,5 +1,6 @@
 """Requests with images and videos, over a model that runs in no time; with a real tower in test_engine_vision.py."""
 
+from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
@@ -243,6 +244,28 @@ def test_nothing_compiles_after_warmup():
         finish(served)
     assert seen == []
     assert served.result(first).tokens == plain(tokens, Media(sizes))[0]
+
+
+def test_the_tower_may_be_compiled_with_the_first_picture_of_a_size():
+    """After a warm-up without it text compiles nothing, and of two pictures in one size of call only the first does."""
+    served, named = engine(media_patches=(16, 48), media_tokens=77), []  # 77: a program that nobody has compiled before
+    watch = lambda name: named.append(name) or nullcontext()
+    served.warmup(programs=("prefill", "decode", "pages"))
+    with compilations() as seen:
+        serve(served, ((1, 2, 3), None))
+    assert seen == []
+    for patches, names in ((16, ["vision tower for 16 patches"]), (12, []), (20, ["vision tower for 48 patches"])):
+        work = (IMAGE,) * (patches // 4), Media([noise_patches((1, 2, patches // 2))])
+        named.clear()
+        handle = served.add(work[0], params(NEW), work[1])
+        with compilations() as seen:
+            served.warmup_tower(handle, watch)
+            served.warmup_tower(handle, watch)  # as for another one in the queue: what is compiled stays so
+        assert (named, bool(seen)) == (names, bool(names))
+        with compilations() as seen:
+            finish(served)
+        assert seen == []
+        assert_plain(served, handle, work)
 
 
 def test_an_engine_made_to_measure():

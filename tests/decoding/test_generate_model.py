@@ -1,6 +1,9 @@
 """Generation with the real model: dense, sparse and MoE layers, far more blocks than are selected."""
 
+from unittest import mock
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
@@ -8,8 +11,9 @@ from support.compilations import compilations
 from support.engines import QUICK, assert_stays, places, quick
 from support.generation import params, run, tokens
 
-from m3jax.decoding import Engine, engine_for, generate
-from m3jax.model import abstract, shardings
+from m3jax.decoding import Engine, PromptLookup, engine_for, generate
+from m3jax.decoding.device import step
+from m3jax.model import M3, abstract, shardings
 from m3jax.parallel import make_mesh
 
 CONFIG = tiny.config("dMM")
@@ -113,3 +117,26 @@ def test_half_precision(model):
     half = copied(model, "bfloat16")
     whole = generate(half, PROMPTS, max_new_tokens=NEW, temperature=0, stop_ids=[])
     assert tokens(run(engine(half, prefill_chunk=64), PROMPTS, params(NEW, temperature=0))) == whole
+
+
+# Last: jax knows the 2,048 calls that it traced latest, and these trace many.
+
+
+def test_layers_apart_give_the_same_tokens(model, greedy, monkeypatch):
+    """Steps and rounds on a GPU run layer after layer; here their programs do, in shapes that no other test has."""
+    monkeypatch.setattr(step, "platform", lambda: "gpu")
+    with mock.patch.object(M3, "with_layers_apart", autospec=True, side_effect=M3.with_layers_apart) as cut:
+        for options in (dict(), dict(draft=PromptLookup())):
+            cut.reset_mock()
+            assert (
+                tokens(run(engine(model, steps_per_call=5, **options), PROMPTS, params(NEW, temperature=0))) == greedy
+            )
+            assert cut.called
+
+
+def test_layers_apart_have_the_same_taps(model):
+    rows, layers = jnp.array(PROMPTS[2:3], jnp.int32), (1, 3)
+    whole = jax.jit(lambda model: model.tapped(rows, layers)[:2], compiler_options=QUICK)
+    apart = jax.jit(lambda model: model.with_layers_apart().tapped(rows, layers)[:2], compiler_options=QUICK)
+    for found, expected in zip(apart(model), whole(model), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)

@@ -14,6 +14,7 @@ from support.drafts import Knowing, draft
 from support.engines import CONFIG, SHAPE, finish, params, preemptions, prompt, quick, serve
 from support.fake_model import FakeModel
 
+from m3jax import quantize
 from m3jax.decoding import Eagle3Drafter, Engine, Generation
 from m3jax.train.losses import token_logprobs
 
@@ -50,7 +51,7 @@ def quick_programs():
 
 @cache
 def model(dtype):
-    return tiny.model(CONFIG, dtype=dtype)
+    return quantize(tiny.model(CONFIG, dtype="bfloat16")) if dtype == "mxfp8" else tiny.model(CONFIG, dtype=dtype)
 
 
 @cache
@@ -149,6 +150,13 @@ def test_requests_in_host_memory_have_the_bits_of_device_pages():
     assert engine.offload["misses"] > 2 * 13 * CONFIG.num_key_value_heads  # every slot had several pages
     for number, found in enumerate(results):
         assert_same_bits(found, life("float32", number), f"request {number}")
+
+
+def test_requests_have_their_bits_with_weights_in_mxfp8():
+    """In bfloat16: a product with dequantised weights is as much a matter of tiles as any other."""
+    asked = [(tokens, params(6, **knobs)) for tokens, knobs in LIVES[2:6]]
+    for number, found in enumerate(serve(served("mxfp8", "batched"), *asked), 2):
+        assert_same_bits(found, life("mxfp8", number), f"request {number} in MXFP8")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

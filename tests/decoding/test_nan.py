@@ -15,8 +15,10 @@ from support.lowering import array, lower
 
 from m3jax.cache import measure_scales
 from m3jax.decoding import Eagle3Drafter, Engine, Params, PromptLookup, Sampling, SamplingParams, generate, sample
+from m3jax.decoding.device.step import CPU_DECODE_OPTIONS
 from m3jax.decoding.sampling import has_distribution, row_keys
 from m3jax.decoding.speculation.verify import Proposal, verify
+from m3jax.model.layers import swiglu_oai
 
 # B and V on both sides of 4,096 numbers, where XLA's maximum begins to leave NaN out on a CPU (jaxlib 0.10.2).
 SHAPES = ((1, 1), (1, 64), (4, 1023), (4, 1024), (1, 4095), (1, 4096), (16, 4096), (4, 2**18), (1, 2**20))
@@ -44,6 +46,21 @@ def test_one_bad_logit_anywhere_is_no_token(shape, seed, temperature, bad):
     found = np.asarray(_sample(logits, params))
     assert found[row] == -1, f"token {found[row]} of row {row}, whose logit {column} of {shape} is {bad}"
     assert (np.delete(found, row) == np.delete(before, row)).all()
+
+
+def test_a_product_that_is_nan_stays_so_through_a_clamp():
+    """Under the options of a decode step on a CPU the library of products takes what follows one, and its minimum, of
+    4,096 numbers on, is 7 where one is NaN."""
+    rng = np.random.default_rng(0)
+    x, gate, up = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 64), (64, 256), (64, 256)))
+    run = jax.jit(lambda x, gate, up: swiglu_oai(x @ gate, x @ up, 1.702, 7.0), compiler_options=CPU_DECODE_OPTIONS)
+    assert np.isfinite(run(x, gate, up)).all()
+    for broken in (gate, up):
+        kept = broken[3, 9]
+        broken[3, 9] = np.nan
+        found = np.isnan(run(x, gate, up))
+        assert found[:, 9].all() and found.sum() == 16, f"NaN in {found.sum()} of 16 numbers"
+        broken[3, 9] = kept
 
 
 @pytest.mark.parametrize("shape", SHAPES)

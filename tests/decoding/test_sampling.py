@@ -183,6 +183,19 @@ def test_greedy_rows_ignore_the_seed():
     assert draw(logits, rows, [1, 2, 3])[:2].tolist() == logits[:2].argmax(-1).tolist()
 
 
+@given(seed=st.integers(0, 2**32 - 1), levels=st.integers(1, 4))
+def test_greedy_rows_get_the_same_tokens_beside_rows_that_are_drawn(seed, levels):
+    """Alone they take a shorter way: ties go to the lowest id on both, and what is no distribution is no token."""
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(0, levels, (4, V)).astype(np.float32)
+    logits[0, rng.integers(V)] = rng.choice([np.nan, np.inf, -np.inf])
+    rows, positions = [Sampling.greedy()] * 3, [1, 2, 3, 4]
+    *beside, drawn = draw(logits, [*rows, Sampling(seed=1)], positions)
+    assert draw(logits, [*rows, Sampling.greedy()], positions)[:3].tolist() == beside
+    assert beside[1:] == logits[1:3].argmax(-1).tolist()
+    assert drawn == draw(logits[3:], [Sampling(seed=1)], [4])[0]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "bad", [np.full(V, np.nan), np.where(np.arange(V) == 3, np.nan, 0), np.where(np.arange(V) == 3, np.inf, 0),

@@ -104,6 +104,25 @@ def test_paths_sum_the_chosen_experts():
         comparisons.assert_close(out, expected, f"sum of experts of {tokens} tokens", "X D", atol=1e-5)
 
 
+def test_experts_in_bfloat16_are_never_widened_all_at_once():
+    """A loop over layers, one token: XLA's CPU backend made 32-bit numbers of all experts before it."""
+    width, hidden, count, depth = 64, 32, 16, 4
+    shape = lambda *sizes: jax.ShapeDtypeStruct((depth, count, *sizes), jnp.bfloat16)
+    weights = ExpertWeights(shape(width, hidden), shape(width, hidden), shape(hidden, width))
+
+    def run(x, weights, ids):
+        def run_layer(x, layer):
+            out = run_experts(x, weights, ids, layer, lambda gate, up: (gate * up).astype(x.dtype), path="one_by_one")
+            return x + out.sum(1).astype(x.dtype), None
+
+        return jax.lax.scan(run_layer, x, jnp.arange(depth))[0]
+
+    x, ids = jax.ShapeDtypeStruct((1, width), jnp.bfloat16), jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    scratch = jax.jit(run).lower(x, weights, ids).compile().memory_analysis().temp_size_in_bytes
+    of_one_layer = 3 * count * width * hidden * 2
+    assert scratch < of_one_layer, f"{scratch} bytes of scratch memory beside {of_one_layer} of a layer's experts"
+
+
 # Router
 
 

@@ -6,7 +6,7 @@ stop is data, so the shapes (rows, chunk, pages, buffer) alone decide what is co
 
 from m3jax.decoding.device.media import invariant_read_media_on_gpu, read_media
 from m3jax.decoding.device.pages import copy_pages, read_pages, write_pages
-from m3jax.decoding.device.rounds import decode_in_rounds, invariant_rounds_on_gpu
+from m3jax.decoding.device.rounds import decode_in_rounds, invariant_rounds_on_gpu, rounds_on_gpu
 from m3jax.decoding.device.state import (
     BAD_LOGITS,
     IDLE,
@@ -23,6 +23,8 @@ from m3jax.decoding.device.state import (
 )
 from m3jax.decoding.device.step import (
     decode,
+    decode_on_cpu,
+    decode_on_gpu,
     invariant_decode_on_gpu,
     invariant_prefill_on_gpu,
     prefill,
@@ -45,6 +47,8 @@ __all__ = [
     "copy_pages",
     "decode",
     "decode_in_rounds",
+    "decode_on_cpu",
+    "decode_on_gpu",
     "invariant_decode_on_gpu",
     "invariant_prefill_on_gpu",
     "invariant_read_media_on_gpu",
@@ -53,5 +57,6 @@ __all__ = [
     "prefill_on_cpu",
     "read_media",
     "read_pages",
+    "rounds_on_gpu",
     "write_pages",
 ]

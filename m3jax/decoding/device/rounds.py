@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from m3jax.decoding.device.state import BAD_LOGITS, LENGTH, LIVE, STOP_ID, Continuations, Layout, NewTokens, State, pin
-from m3jax.decoding.device.step import draw_token, run_model
+from m3jax.decoding.device.step import STEP_OPTIONS, draw_token, for_steps, run_model
 from m3jax.decoding.protocols import HostStacks, TargetModel, token_tile
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
@@ -52,6 +52,7 @@ def decode_in_rounds(
       The state, and the new tokens of the B rows.
     """
     batch, max_tokens = len(state.lengths), max_rounds * (1 + draft_tokens)
+    model = for_steps(model)
     counts_before = state.continuations.counts
 
     def goes_on(carry):
@@ -115,6 +116,7 @@ def decode_in_rounds(
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons, drafting)
 
 
+rounds_on_gpu = jax.jit(decode_in_rounds.__wrapped__, **_ROUNDS, compiler_options=STEP_OPTIONS)
 invariant_rounds_on_gpu = jax.jit(decode_in_rounds.__wrapped__, **_ROUNDS, compiler_options=GPU_OPTIONS)
 
 

@@ -26,9 +26,18 @@ from m3jax.decoding.device.state import (
     pin,
 )
 from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, TargetModel, token_tile
-from m3jax.decoding.sampling import HostOrDevice, SamplingParams, logprob_of, row_keys, sample
+from m3jax.decoding.sampling import HostOrDevice, SamplingParams, log_normaliser, logprob_of, row_keys, sample
 from m3jax.decoding.speculation.drafter import Drafter
+from m3jax.platform import platform
 from m3jax.tiles import GPU_OPTIONS, by_tiles
+
+_DRAWN_AT_ONCE = 8  # rows of the invariant mode: drawing costs more than the few multiplications of a row that is none
+
+# `compiler_options` of a loop of steps on a GPU: whatever can be is recorded in one CUDA graph, the loop and conditions
+# too. The host launches it once a call, and neither waits for a condition nor launches kernels one by one.
+STEP_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+}
 
 # How jax takes the arguments of each program: it is compiled with other options too.
 _PREFILL = dict(donate_argnames=("state",), static_argnames=("layout", "types"))
@@ -143,7 +152,7 @@ def decode(
     Returns:
       The state, and the new tokens of the B rows.
     """
-    batch = len(state.lengths)
+    batch, model = len(state.lengths), for_steps(model)
     counts_before = state.continuations.counts
 
     def goes_on(carry):
@@ -180,7 +189,24 @@ def decode(
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons)
 
 
+# XLA's CPU backend reads pages eight numbers at a time where YNNPACK takes a product together with the reshape before
+# it, and one at a time otherwise, if heads have few (docs/notes/performance.md).
+CPU_DECODE_OPTIONS = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE",
+}
+decode_on_cpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=CPU_DECODE_OPTIONS)
+decode_on_gpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=STEP_OPTIONS)
 invariant_decode_on_gpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=GPU_OPTIONS)
+
+
+def for_steps(model: TargetModel) -> TargetModel:
+    """The model as a loop of steps best reads it: on a GPU each layer's parameters by themselves.
+
+    There XLA copies what it takes out of a stack of layers, before each product, and a loop over layers keeps the loop
+    over steps out of a CUDA graph. An invariant model is left as it is: prompts and steps run the same programs.
+    """
+    cut = getattr(model, "with_layers_apart", None)
+    return model if cut is None or platform() != "gpu" or token_tile(model) is not None else cut()
 
 
 def run_model(
@@ -234,12 +260,17 @@ def draw_token(
     token will have, and on nothing else.
     """
 
-    def draw(hidden, sampling, seen, positions):
-        logits = model.unembed(hidden).astype(jnp.float32)  # [B V]
-        token = sample(logits, sampling, row_keys(sampling.seed, positions), seen)
-        return token, logprob_of(token, logits)
+    def unembed(hidden):
+        logits = model.unembed(hidden).astype(jnp.float32)
+        return logits, log_normaliser(logits)
 
-    return by_tiles(draw, token_tile(model), hidden, sampling, seen, positions)
+    def draw(logits, sampling, seen, positions):
+        return sample(logits, sampling, row_keys(sampling.seed, positions), seen)
+
+    tile = token_tile(model)
+    logits, log_total = by_tiles(unembed, tile, hidden)  # [B V], [B]
+    token = by_tiles(draw, None if tile is None else _DRAWN_AT_ONCE, logits, sampling, seen, positions)
+    return token, logprob_of(token, logits, log_total)
 
 
 def _append_token(

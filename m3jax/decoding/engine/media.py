@@ -46,6 +46,21 @@ class Media:
             if not isinstance(given := getattr(self, name), list | tuple):
                 raise ValueError(f"{name} is {shown(given)}: give a list, [] for none")
 
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self.images or self.videos)
+
+    def segments(self, config: TargetConfig) -> tuple[Segment, ...]:
+        """What the tower reads alone: the images, then the chunks of the videos (`m3jax.media.segments`).
+
+        Args:
+          config: of the model.
+
+        Raises:
+          ValueError: patches that do not fit their grid, or a model that does not see.
+        """
+        return segments(self.images, self.videos, config)
+
 
 @dataclass(frozen=True, eq=False)
 class PlacedSegment:
@@ -189,12 +204,12 @@ class Placer:
         media = Media() if media is None else media
         if not isinstance(media, Media):
             raise ValueError(f"media is {shown(media)}: give m3jax.decoding.Media(images=[...], videos=[...])")
-        if len(media.images) + len(media.videos) and not self._sizes:
+        if media and not self._sizes:
             why = "this engine has media_patches = ()" if self._can_see else "the model has no vision tower"
             raise ValueError(f"{why} and takes text alone: leave the images and videos out")
         if not self._can_see:
             return ()
-        found = segments(media.images, media.videos, self._config)
+        found = media.segments(self._config)
         if self._ids is None:
             if found:
                 raise self._fault

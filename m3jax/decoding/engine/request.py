@@ -101,6 +101,11 @@ class Request:
         """What its pages are known by: tokens, and keys of features (`m3jax.decoding.engine.media`)."""
         return (*self.prompt_keys, *self.new)
 
+    def keys_between(self, start: int, end: int) -> tuple[int, ...]:
+        """`keys[start:end]`, at the cost of these alone: a long prompt has many more."""
+        count = len(self.prompt_keys)
+        return (*self.prompt_keys[start:end], *self.new[max(start - count, 0) : max(end - count, 0)])
+
     def segments_in(self, count: int) -> list[PlacedSegment]:
         """Those that have features among its next `count` tokens that are not in the cache."""
         return [placed for placed in self.segments if placed.is_in(self.cached, self.cached + count)]
@@ -113,7 +118,7 @@ class Request:
     @property
     def uncached(self) -> int:
         """Tokens that are not in the cache yet."""
-        return len(self.tokens) - self.cached
+        return len(self.prompt) + len(self.new) - self.cached
 
 
 def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, name: str = "prompt") -> None:

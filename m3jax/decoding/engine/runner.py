@@ -1,6 +1,6 @@
 """The device's state, and the host's copies of what it needs to know of it: page table, stop reasons, shapes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,8 @@ from m3jax.media import MERGE, Segment, pack
 from m3jax.parallel import sharding
 from m3jax.platform import platform
 
-PROGRAMS = ("prefill", "decode", "pages")
+PROGRAMS = ("prefill", "tower", "decode", "pages")
+Watch = Callable[[str], AbstractContextManager]  # of the names of programs: they are compiled inside what it makes
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class Shapes:
     def tokens(self) -> int:
         """New tokens of a row in one call, at most; a step is a round where there is a drafter."""
         return self.steps * (1 + self.draft_tokens)
+
+    def tower_size(self, patches: int) -> int:
+        """Patches of the smallest call of the tower that holds so many."""
+        return next(size for size in self.media_patches if size >= patches)
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,7 @@ class Runner:
         )
         self.features, self._features_layout = None, None
         self._feature_keys = np.full(shapes.media_tokens, -1, np.int64)
+        self._compiled_sizes: set[int] = set()  # of the tower's calls
         if shapes.media_patches:
             found = jax.eval_shape(lambda model, media: model.features(media), model, pack((), shapes.media_patches[0]))
             layout = sharding((shapes.media_tokens, found.shape[1]), (None, None), model.mesh)
@@ -140,18 +146,17 @@ class Runner:
             self._layout = tuple(leaf.sharding for leaf in jax.tree.leaves(self.state))
             self._cache_layout = self._layout[: len(jax.tree.leaves(cache))]
 
-    def warmup(
-        self, programs: Sequence[str] = PROGRAMS, watch: Callable[[str], AbstractContextManager] = nullcontext
-    ) -> None:
+    def warmup(self, programs: Sequence[str] = PROGRAMS, watch: Watch = nullcontext) -> None:
         """Compile programs, all inside what `watch` makes of their names."""
         calls, names = [], []
         if "prefill" in programs:
             widths = self.shapes.chunks
             calls += [lambda width=width: self._prefill_call([], width) for width in widths]
-            names.append(f"prefill of {self.shapes.prompts} x {' and '.join(map(str, widths))} tokens")
-            if sizes := self.shapes.media_patches:
-                calls += [lambda size=size: self._tower_call((), size, np.zeros(0, np.int32)) for size in sizes]
-                names.append(f"vision tower for {' and '.join(map(str, sizes))} patches")
+            names.append(f"prefill of {self.shapes.prompts} x {_listed(widths)} tokens")
+        if "tower" in programs and (sizes := self.shapes.media_patches):
+            calls += [lambda size=size: self._empty_tower_call(size) for size in sizes]
+            names.append(f"vision tower for {_listed(sizes)} patches")
+            self._compiled_sizes.update(sizes)
         if "decode" in programs:
             calls.append(lambda: self._decode_call(0))
             names.append(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}")
@@ -162,6 +167,15 @@ class Runner:
             if self.host is not None:
                 self._replace_cache(self.host.warmup(self.state.cache))
             jax.block_until_ready(self.state.lengths)
+
+    def warmup_tower(self, sizes: Iterable[int], watch: Watch = nullcontext) -> bool:
+        """Compile the tower for calls of some sizes, inside what `watch` makes of a name; False if all of them are."""
+        missing = sorted(set(sizes) - self._compiled_sizes)
+        if missing:
+            with watch(f"vision tower for {_listed(missing)} patches"):
+                compile_all(self._empty_tower_call(size) for size in missing)
+            self._compiled_sizes.update(missing)
+        return bool(missing)
 
     def _move_no_pages(self) -> None:
         """Compile what copies, reads and writes pages by running it on none: these are small."""
@@ -176,6 +190,11 @@ class Runner:
         """Run the tower on a segment, filled up to `size` patches, and keep its features in some rows."""
         self.features = self._tower_call((placed.segment,), size, rows)()
         self._feature_keys[rows] = placed.keys
+        self._compiled_sizes.add(size)
+
+    def _empty_tower_call(self, size: int) -> partial[Float[Array, "F D"]]:
+        """The device's call for no segment, which has the same program as one for any that it holds."""
+        return self._tower_call((), size, np.zeros(0, np.int32))
 
     def _tower_call(
         self, segments: Sequence[Segment], size: int, rows: Int32[np.ndarray, " F"]
@@ -405,9 +424,16 @@ def _programs(is_invariant: bool) -> _Programs:
             device.invariant_rounds_on_gpu,
             device.invariant_read_media_on_gpu,
         )
-    has_own_options = platform() == "cpu" and not is_invariant
-    prefill = device.prefill_on_cpu if has_own_options else device.prefill
-    return _Programs(prefill, device.decode, device.decode_in_rounds, device.read_media)
+    if platform() == "gpu":
+        return _Programs(device.prefill, device.decode_on_gpu, device.rounds_on_gpu, device.read_media)
+    if platform() == "cpu" and not is_invariant:
+        return _Programs(device.prefill_on_cpu, device.decode_on_cpu, device.decode_in_rounds, device.read_media)
+    return _Programs(device.prefill, device.decode, device.decode_in_rounds, device.read_media)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    """Sizes as the name of a program says them."""
+    return " and ".join(map(str, sizes))
 
 
 def _padded_groups(page_ids: Sequence[int]) -> list[Int32[np.ndarray, "C"]]:

@@ -85,8 +85,7 @@ class Scheduler:
             for placed in needed:
                 if placed.number in self.features:
                     continue
-                patches = len(placed.segment.patches)
-                size = next(size for size in self.shapes.media_patches if size >= patches)
+                size = self.shapes.tower_size(len(placed.segment.patches))
                 if size > remaining:
                     return
                 rows = self.features.take(placed.number, len(placed.places), kept)
@@ -151,6 +150,18 @@ class Scheduler:
         requests = (request for request in self.request_of_row if request is not None)
         return sorted((r for r in requests if r.is_decoding == is_decoding), key=lambda r: r.handle)
 
+    def check(self) -> None:
+        """What `Engine.check` promises: pages, what was written into them, and the rows' tables agree."""
+        self.pages.check()
+        for page, tokens in self.pages.held():
+            written = tuple(self.runner.written[page, : len(tokens)].tolist())
+            if written != tokens:
+                raise AssertionError(f"page {page} is known by the tokens {tokens}, and {written} were written into it")
+        table = self.runner.table
+        for row, request in enumerate(self.request_of_row):
+            expected = -1 if request is None else self.pages.table(request.page_handle, table.shape[1])
+            np.testing.assert_array_equal(table[row], expected)
+
     def _take_tokens(self, request: Request, new: device.NewTokens, index: int, end: int) -> None:
         """Take over a request's new tokens from what a call returned.
 
@@ -212,7 +223,7 @@ class Scheduler:
 
     def _commit(self, request: Request, end: int) -> None:
         """Tell the allocator that the device has written a request's tokens up to `end` into its pages."""
-        self.pages.commit(request.page_handle, request.keys[request.cached : end])
+        self.pages.commit(request.page_handle, request.keys_between(request.cached, end))
         request.cached = end
 
     def receive(self, keys: tuple[int, ...], contents: list[PageContents]) -> int:

@@ -15,7 +15,7 @@ from m3jax.model.attention.projections import Projections
 from m3jax.model.context import Context
 from m3jax.msa import SelectionRules
 from m3jax.mxfp8 import merge_inputs
-from m3jax.ops import Heads, project
+from m3jax.ops import Heads, project, project_each
 
 
 class Attention(nnx.Module):
@@ -42,33 +42,33 @@ class Attention(nnx.Module):
             self.index_k_norm = make.norm((depth, index_dim))
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, pages: LayerPages, layer: Int[Array, ""], config: M3Config
-    ) -> tuple[Float[Array, "B T D"], LayerPages, dict[str, Array]]:
-        """Attend with one layer's parameters.
+        self,
+        heads: Heads | Projections,
+        context: Context,
+        pages: LayerPages,
+        layer: Int[Array, ""],
+    ) -> tuple[Float[Array, "B T X"], LayerPages, dict[str, Array]]:
+        """Attend with one layer's parameters, between `project` and `project_out`.
 
         Args:
-          x: the normed residual stream.
+          heads: of the call's tokens; projections may be finished here, by a kernel that writes pages too.
           context: what the layers of this call share.
           pages: the keys that the call's rows have in this stack, or those that the call is about to make.
           layer: which layer of the stack.
-          config: the model's configuration.
 
         Returns:
-          (output in the accumulator's dtype, the pages with the new tokens, named values on the way: q, k, v, index_q,
-          index_k, blocks, attention; where a kernel writes the pages only blocks and attention).
+          (outputs of all heads side by side, X = N * H, in the model's dtype, the pages with the new tokens, named
+          values on the way: q, k, v, index_q, index_k, blocks, attention; where a kernel writes the pages only blocks
+          and attention).
         """
         insert_backend = "xla"
-        if context.token_tile is None:
-            heads = self.project(x, context.cos, context.sin, config)
+        if isinstance(heads, Projections):
             # A kernel that norms, rotates and writes in one go does so where the pages are; "xla": there is none.
             insert_backend = pages.insert_backend(
                 layer, context.places, heads.raw.q,
-                rotated=2 * context.cos.shape[-1], dtype=x.dtype, backend=context.backend,
+                rotated=2 * context.cos.shape[-1], dtype=heads.dtype, backend=context.backend,
             )  # fmt: skip
             heads = heads.finish() if insert_backend == "xla" else heads
-        else:
-            finished = lambda x, cos, sin: self.project(x, cos, sin, config).finish()
-            heads = context.by_token(finished, x, context.cos, context.sin)
         attend = partial(
             attend_over_pages,
             rules=context.rules,
@@ -82,28 +82,29 @@ class Attention(nnx.Module):
         attention, blocks, pages = attend(
             heads, pages, layer, context.places, context.positions, context.lengths
         )  # [B T N H], [B K T J]
-
-        # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
-        flat = attention.reshape(*x.shape[:2], -1)  # [B T N*H]
-        o_proj = merge_inputs(self.o_proj[...], 2)
-        out = context.by_token(lambda flat: project("btx,xd->btd", flat, o_proj), flat)
         values = heads._asdict() if isinstance(heads, Heads) else {}
         values |= {"attention": attention, "blocks": blocks}
-        return out, pages, {name: value for name, value in values.items() if value is not None}
+        flat = attention.reshape(*attention.shape[:2], -1)  # [B T N*H]
+        return flat, pages, {name: value for name, value in values.items() if value is not None}
+
+    def project_out(self, attention: Float[Array, "B T X"]) -> Float[Array, "B T D"]:
+        """The output projection, left in the accumulator's dtype."""
+        # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
+        return project("btx,xd->btd", attention, merge_inputs(self.o_proj[...], 2))
 
     def project(
         self, x: Float[Array, "B T D"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"], config: M3Config
     ) -> Projections:
         """Queries, keys and values before norm and rotation, in the accumulator's dtype."""
         # "..." is the axis of heads; index keys have one head, and no axis for it.
-        heads_of = lambda x, weight: project("btd,d...h->bt...h", x, weight[...])
+        heads_of = lambda x, *weights: project_each("btd,d...h->bt...h", x, [weight[...] for weight in weights])
         index_q, index_k, index_q_norm, index_k_norm = None, None, None, None
         if self.is_sparse:
             # The index branch reads the residual stream but does not train it (paper, 3.2; T33).
             detached = jax.lax.stop_gradient(x)
-            index_q, index_k = heads_of(detached, self.index_q_proj), heads_of(detached, self.index_k_proj)
+            index_q, index_k = heads_of(detached, self.index_q_proj, self.index_k_proj)
             index_q_norm, index_k_norm = self.index_q_norm[...], self.index_k_norm[...]
-        q, k, v = heads_of(x, self.q_proj), heads_of(x, self.k_proj), heads_of(x, self.v_proj)
+        q, k, v = heads_of(x, self.q_proj, self.k_proj, self.v_proj)
         heads = Heads(q, k, v, index_q, index_k)
         norms = Heads(self.q_norm[...], self.k_norm[...], None, index_q_norm, index_k_norm)
         return Projections(heads, norms, cos, sin, config.rms_norm_eps, x.dtype)
