@@ -1,10 +1,12 @@
-"""Images a second on one core, from a file to patches, beside transformers' processor where that can run.
+"""Images a second on one core, from a file to patches, beside transformers and torchvision where they can run.
 
     python scripts/bench_media.py                  # 1080p, 4K, 720p and a small picture, 5 seconds each
     python scripts/bench_media.py --seconds 1
 
-One thread each, in one process, in turns. transformers' processor needs torch and torchvision (pip install torchvision,
-of the build that torch is of); without them our own columns stand alone. Where both run, their patches are compared.
+One thread each, in one process, in turns; times are the process's, so that other work on the machine is not in them.
+"theirs" is torchvision's resize of bytes (torch's own where only that is installed), and transformers' processor for
+all else, which needs torch and torchvision (pip install torchvision, of the build that torch is of); without them our
+own columns stand alone. Where both run, their patches are compared.
 """
 
 import argparse
@@ -13,6 +15,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 # One thread each: read when numpy and torch are imported.
@@ -34,12 +38,13 @@ def main() -> int:
     if not args.seconds > 0:
         parser.error(f"--seconds {args.seconds}: must be positive")
     theirs, is_equal = transformers_processor(), True
+    print(", ".join(f"{name} {version}" for name, version in versions().items()))
     print(f"{'picture':8s} {'step':22s} {'ours, ms':>9s} {'a second':>9s} {'theirs, ms':>11s} {'a second':>9s}")
     for name, size in SIZES.items():
         pixels = scene(*size)
         files = {kind: encoded(pixels, kind) for kind in ("JPEG", "PNG")}
         target = smart_resize(*size)
-        steps = {"resize": (lambda: resize_bicubic(pixels, *target), torch_resize(pixels, target))}  # noqa: B023
+        steps = {"resize": (lambda: resize_bicubic(pixels, *target), their_resize(pixels, target))}  # noqa: B023
         steps["pixels to patches"] = (lambda: process_image(pixels), theirs and (lambda: theirs(pixels)))  # noqa: B023
         for kind, data in files.items():
             ours = lambda data=data: process_image(data)
@@ -93,15 +98,29 @@ def medians(ours: Callable[[], Any], other: Callable[[], Any] | None, seconds: f
     return float(np.median(times[0])), float(np.median(times[1])) if times[1] else None
 
 
-def torch_resize(pixels: np.ndarray, target: tuple[int, int]) -> Callable[[], Any] | None:
-    """torch's resize of the same bytes, if torch is there."""
+def versions() -> dict[str, str]:
+    """Of the libraries that are measured, as far as they are installed."""
+    found = {}
+    for name in ("numpy", "pillow", "torch", "torchvision", "transformers"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def their_resize(pixels: np.ndarray, target: tuple[int, int]) -> Callable[[], Any] | None:
+    """torchvision's resize of the same bytes, or torch's, if there is one."""
     try:
         import torch
     except ModuleNotFoundError:
         return None
     torch.set_num_threads(1)
     planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    return lambda: torch.nn.functional.interpolate(planes, tuple(target), mode="bicubic", antialias=True)
+    try:
+        from torchvision.transforms.v2 import InterpolationMode
+        from torchvision.transforms.v2.functional import resize_image
+    except ModuleNotFoundError:
+        return lambda: torch.nn.functional.interpolate(planes, tuple(target), mode="bicubic", antialias=True)
+    return lambda: resize_image(planes, list(target), InterpolationMode.BICUBIC, antialias=True)
 
 
 def transformers_processor() -> Callable[[np.ndarray], np.ndarray] | None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from m3jax.compile_cache import compile_cache
 from m3jax.decoding import Engine, Media, Params, StoppableText, check_logits, stream_text
 from m3jax.dialogue.reply import Reply
+from m3jax.platform import platform
 from m3jax.progress import activity
 from m3jax.text import Event, Message, OutputParser, Tokenizer
 
@@ -58,7 +60,10 @@ def answer(
     """
     handle = engine.add(prompt, params, media)
     try:
-        with activity(progress) as line:
+        with activity(progress, about=(platform(), engine.config, engine.shapes)) as line:
+            if media:
+                with compile_cache():
+                    engine.warmup_tower(handle, lambda names: line.timed(f"compiling {names}"))
             line.say("reading the dialogue")
             while engine.prefill() and not is_interrupted():
                 done, total = engine.prefilled

@@ -13,11 +13,13 @@ from m3jax.decoding.engine import DRAFT_TOKENS, PREFILL_CHUNK
 from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.dialogue.answer import answer, stop_ids
 from m3jax.dialogue.chat import as_template, check_answer, new_tokens_within
-from m3jax.dialogue.media import dialogue_tokens
+from m3jax.dialogue.media import dialogue_tokens, forget_changed, read_part
 from m3jax.dialogue.reply import Reply
+from m3jax.media import ProcessedImage, ProcessedVideo
+from m3jax.messages import shown
 from m3jax.platform import platform
 from m3jax.progress import activity
-from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer
+from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer, ordered_messages
 
 MOST_CONTEXT = 32768  # tokens of a dialogue, where nobody says how many
 _STEPS = 4  # tokens in one device call: somebody watches
@@ -95,6 +97,31 @@ class Dialogue:
         """How many tokens the dialogue can have."""
         return self._engine.max_length
 
+    @property
+    def can_see(self) -> bool:
+        """Whether messages may show images and videos."""
+        return sees(self._model)
+
+    def read(self, part: Mapping[str, Any]) -> ProcessedImage | ProcessedVideo:
+        """Read an image or a video before a message shows it, so that what is wrong with it is known before.
+
+        Args:
+          part: of a content, as in `m3jax.chat`: {"type": "image", "image": source}.
+
+        Returns:
+          It as the model takes it. A message that has the same part takes this and reads nothing.
+
+        Raises:
+          ValueError: it cannot be used, the part is none, the model sees nothing, or the file has changed and a message
+            shows it as it was.
+        """
+        (message,) = ordered_messages([{"role": "user", "content": [part]}])
+        (part,) = message["content"]
+        if isinstance(part, str) or part["type"] == "text":
+            raise ValueError(f"{shown(part)} is text: give an image or a video")
+        forget_changed(part, self._seen, self.messages)
+        return read_part(part, self._seen, can_see=self.can_see, progress=self._progress)
+
     def send(self, *messages: Message, is_interrupted: Callable[[], bool] = lambda: False) -> Iterator[Event | Reply]:
         """Add messages, and have them answered.
 
@@ -116,7 +143,7 @@ class Dialogue:
         history = [*self.messages, *map(dict, messages)]
         prompt, media = dialogue_tokens(
             self._template, self._tokenizer, history, self.tools, self.thinking_mode,
-            can_see=sees(self._model), known=self._seen, progress=self._progress,
+            can_see=self.can_see, known=self._seen, progress=self._progress,
         )  # fmt: skip
         limit = new_tokens_within(len(prompt), self.context, self._max_new_tokens)
         params = Params(max_new_tokens=limit, sampling=self._sampling, stop_ids=self._stop_ids)
@@ -186,7 +213,7 @@ def _engine(
     draft_tokens: int,
     progress: bool,
 ) -> Engine:
-    """An engine for one dialogue of so many tokens, compiled."""
+    """An engine for one dialogue of so many tokens, in which text compiles nothing more."""
     with compile_cache():
         engine = Engine(
             model,
@@ -202,5 +229,6 @@ def _engine(
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
         about = (platform(), model.config, dtypes, engine.shapes, type(draft).__name__)
         with activity(progress, about) as line:
-            engine.warmup(lambda program: line.timed(f"compiling {program}"))
+            # Most dialogues show nothing: the tower is compiled with the first picture of a size (`answer`).
+            engine.warmup(lambda program: line.timed(f"compiling {program}"), ("prefill", "decode", "pages"))
     return engine

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from m3jax.decoding import Media, read_media, with_placeholders
-from m3jax.media import LONG_SIDE_TIERS, media_source, process_image, process_video
-from m3jax.messages import shown
+from m3jax.decoding import Media, read_medium, with_placeholders
+from m3jax.media import LONG_SIDE_TIERS, ProcessedImage, ProcessedVideo
+from m3jax.messages import printable, shown
+from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Tokenizer, ordered_messages
 
 # Where a part of each kind may have its source. As in "image_url": {"url": ..., "detail": ...} it may stand one deeper.
@@ -43,18 +44,18 @@ def dialogue_tokens(
         model cannot see.
     """
     prompt = template.encode(tokenizer, messages, tools=tools, thinking_mode=thinking_mode)
-    found = {"image": [], "video": []}
-    for part, place in _parts(ordered_messages(messages)):  # in the order in which the template writes them
-        found[part["type"]].append((part, place))
-    if not any(found.values()):
+    found = list(_parts(ordered_messages(messages)))  # in the order in which the template writes them
+    if not found:
         return prompt, Media()
-    if not can_see:
-        _, place = (found["image"] or found["video"])[0]
-        raise ValueError(f"{place}: the model has no vision tower: it takes text alone; leave images and videos out")
     known = {} if known is None else known
-    media = Media(
-        *([_seen(part, place, known, progress) for part, place in found[kind]] for kind in ("image", "video"))
-    )
+    with activity(progress):  # one line for all of them
+        read: dict[str, list[Any]] = {"image": [], "video": []}
+        for part, place in found:
+            try:
+                read[part["type"]].append(read_part(part, known, can_see=can_see, progress=progress))
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+    media = Media(read["image"], read["video"])
     return with_placeholders(prompt, media, tokenizer), media
 
 
@@ -67,41 +68,90 @@ def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str,
                 yield part, f"message {number} ({message['role']}), part {place}"
 
 
-def _seen(part: Mapping[str, Any], place: str, known: dict[Any, Any], progress: bool) -> Any:
-    """An image or a video, processed; one that was read before is not read again."""
+def read_part(
+    part: Mapping[str, Any], known: dict[Any, Any], *, can_see: bool, progress: bool = True
+) -> ProcessedImage | ProcessedVideo:
+    """An image or a video of a message, processed; one that was read before is not read again.
+
+    Args:
+      part: {"type": "image", "image": source} or {"type": "video", "video": source}, in the spelling of templates.
+      known: what was read before; what is read is added.
+      can_see: whether the model has a tower.
+      progress: whether reading is shown.
+
+    Raises:
+      ValueError: it cannot be read, has no source or an option that there is not, or the model cannot see.
+    """
+    if not can_see:
+        raise ValueError("the model has no vision tower: it takes text alone; leave images and videos out")
+    key, source, options = _what_is_read(part)
+    if key not in known:
+        state = _file_state(source)
+        known[key] = source, state, read_medium(part["type"], source, progress=progress, **options)
+    return known[key][2]
+
+
+def forget_changed(part: Mapping[str, Any], known: dict[Any, Any], messages: Sequence[Mapping[str, Any]]) -> None:
+    """Let a file be read again that has changed since it was read.
+
+    Args:
+      part: as in `read_part`.
+      known: as in `read_part`.
+      messages: of the dialogue.
+
+    Raises:
+      ValueError: it has changed, and a message shows it as it was.
+    """
+    key, source, _ = _what_is_read(part)
+    if key not in known or known[key][1] == _file_state(source):
+        return
+    if any(_what_is_read(other)[0] == key for other, _ in _parts(ordered_messages(messages))):
+        raise ValueError(
+            f"{printable(str(source))} has changed, and this dialogue shows it as it was: give the new one another name"
+        )
+    del known[key]
+
+
+def _file_state(source: Any) -> tuple[int, int] | None:
+    """When a file was written and how long it is; None for what is none."""
+    try:
+        state = Path(source).stat() if isinstance(source, str | Path) else None
+    except (OSError, ValueError):
+        return None
+    return None if state is None else (state.st_mtime_ns, state.st_size)
+
+
+def _what_is_read(part: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
+    """What a part is known by once it was read; its source; and how it is to be processed.
+
+    Raises:
+      ValueError: no source or several, or an option that there is not.
+    """
     kind, fields = part["type"], {name: value for name, value in part.items() if name != "type" and value is not None}
     for name in _SOURCES[kind]:
         if isinstance(fields.get(name), Mapping):
             fields |= fields.pop(name)
     sources = [name for name in _SOURCES[kind] if name in fields]
     if len(sources) != 1:
-        raise ValueError(
-            f"{place}: {kind} has {len(sources)} sources: give one, as in {{'type': '{kind}', '{kind}': path}}"
-        )
+        raise ValueError(f"{kind} has {len(sources)} sources: give one, as in {{'type': '{kind}', '{kind}': path}}")
     source = fields.pop(sources[0])
     if unknown := [name for name in fields if name not in _OPTIONS[kind]]:
-        raise ValueError(f"{place}: {shown(unknown[0])} is not supported: only {', '.join(_OPTIONS[kind])}")
+        raise ValueError(f"{shown(unknown[0])} is not supported: only {', '.join(_OPTIONS[kind])}")
+    options = _options(fields)
     # An object is told by its address, and kept with what became of it, so that no other one gets that address.
-    key = (kind, source if isinstance(source, str | bytes | Path) else id(source), *sorted(fields.items()))
-    if key not in known:
-        try:
-            known[key] = source, _processed(kind, source, fields, progress)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-    return known[key][1]
+    name = source if isinstance(source, str | bytes | Path) else id(source)
+    return (kind, name, *sorted(options.items())), source, options
 
 
-def _processed(kind: str, source: Any, options: Mapping[str, Any], progress: bool) -> Any:
-    """An image or a video at the size, and the frames of it, that a part asks for."""
-    given = {"max_long_side": options["max_long_side_pixel"]} if "max_long_side_pixel" in options else {}
-    detail = options.get("detail", _AUTO)
+def _options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The size of an image or a video, and the frames of it, that a part asks for, for who processes it."""
+    detail = fields.get("detail", _AUTO)
     if detail not in (*LONG_SIDE_TIERS, _AUTO):
         raise ValueError(f"detail = {shown(detail)}: must be auto, {', '.join(LONG_SIDE_TIERS)}")
-    if detail != _AUTO and not given:
-        given["max_long_side"] = LONG_SIDE_TIERS[detail]
-    if "fps" in options:
-        given["fps"] = options["fps"]
-    if not given:
-        return getattr(read_media(**{f"{kind}s": [source]}, progress=progress), f"{kind}s")[0]
-    process = process_image if kind == "image" else process_video
-    return process(media_source(source), **given)
+    options = {} if detail == _AUTO else {"max_long_side": LONG_SIDE_TIERS[detail]}
+    for name, option, kinds in (("max_long_side_pixel", "max_long_side", int), ("fps", "fps", int | float)):
+        if name in fields:
+            if not isinstance(fields[name], kinds) or isinstance(fields[name], bool):
+                raise ValueError(f"{name} = {shown(fields[name])}: must be a number")
+            options[option] = fields[name]
+    return options

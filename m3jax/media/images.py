@@ -80,7 +80,8 @@ def decode_image(source: Any) -> UInt8[np.ndarray, "H W 3"]:
                 warnings.simplefilter("ignore", images.DecompressionBombWarning)
                 image = images.open(io.BytesIO(source), formats=_FORMATS)
         except pillow().UnidentifiedImageError as error:
-            raise MediaError(f"these {len(source)} bytes are no image: must be {', '.join(_FORMATS)}") from error
+            known = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
+            raise MediaError(f"these {len(source)} bytes are no image: must be a whole {known}, with pixels") from error
         with image:
             return _pillow_image(image)
 
@@ -137,7 +138,8 @@ def _one_line() -> Iterator[None]:
         reason = printable(str(error)) or type(error).__name__
         raise MediaError(shortened(f"the image cannot be decoded: {reason}; it is broken or cut short")) from error
     except pillow().Image.DecompressionBombError as error:
-        raise MediaError(f"{printable(str(error))} {_TOO_LARGE}") from error
+        # Pillow's own message names twice its limit, and this room keeps to the limit itself.
+        raise MediaError(f"an image of more than {pillow().Image.MAX_IMAGE_PIXELS} pixels: {_TOO_LARGE}") from error
 
 
 def _array_image(array: np.ndarray) -> UInt8[np.ndarray, "H W 3"]:

@@ -24,7 +24,7 @@ from m3jax.media.sizes import (
     TierRule,
     target_stages,
 )
-from m3jax.media.videos import Clip, given_frames, read_video
+from m3jax.media.videos import Clip, Watch, given_frames, read_video, unwatched
 
 SEGMENT = 4  # temporal patches of a chunk: M3's vision_segment_max_frames
 
@@ -114,6 +114,7 @@ def process_video(
     source_fps: float | None = None,
     max_long_side: int | None = None,
     segment: int = SEGMENT,
+    watch: Watch = unwatched,
 ) -> ProcessedVideo:
     """Decode a video, choose its frames, resize and normalise them, and cut them into patches of two frames.
 
@@ -128,6 +129,8 @@ def process_video(
       source_fps: frames a second of frames that are given; without it there are no time stamps. A file has its own.
       max_long_side: a tier instead of the preset's size: a multiple of 28 to which the long side is shrunk.
       segment: most temporal patches of a chunk, vision_segment_max_frames of the model.
+      watch: called with two counts after each frame that was gone through: how many, and how many there are. Of a file
+        all frames up to the last one that is taken are decoded.
 
     Returns:
       Patches [X 1176], a grid a chunk, time stamps, and the indices of the frames.
@@ -147,11 +150,11 @@ def process_video(
     settings = dict(rule=engine.frames, fps=engine.fps) | choice
     pick = lambda total, rate: choose_frames(total=total, source_fps=rate, **settings)
     if isinstance(video, np.ndarray | list | tuple):
-        clip = given_frames(video, source_fps, pick if choice else None)
+        clip = given_frames(video, source_fps, pick if choice else None, watch)
     elif source_fps is not None:
         raise ValueError(f"source_fps = {source_fps} is for frames that are given: a file has a rate of its own")
     else:
-        clip = read_video(video, pick)
+        clip = read_video(video, pick, watch)
     patches, grid = _video_patches(clip, rule, is_tier=max_long_side is not None)
     seconds = None if clip.source_fps is None else timestamps(clip.frame_indices, clip.source_fps)
     return ProcessedVideo(patches, chunk_grids(grid, segment), seconds, clip.frame_indices)

@@ -17,6 +17,11 @@ _FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")  # that an
 _NO_VIDEO = "must be a video: MP4, MOV, AVI or MKV"
 
 Pick = Callable[[int, float], Sequence[int]]  # frames of the source, frames a second -> the indices to take
+Watch = Callable[[int, int], None]  # frames that were gone through, and how many there are to go through
+
+
+def unwatched(done: int, total: int) -> None:
+    """A `Watch` that tells nobody."""
 
 
 class Clip(NamedTuple):
@@ -27,12 +32,13 @@ class Clip(NamedTuple):
     source_fps: float | None
 
 
-def read_video(source: Any, pick: Pick) -> Clip:
+def read_video(source: Any, pick: Pick, watch: Watch = unwatched) -> Clip:
     """A video file's frames; only chosen ones are kept, and no more than one is held at a time.
 
     Args:
       source: the bytes of an MP4, MOV, AVI or MKV file, or a `Path` of one.
       pick: chooses frames from their number and the frames a second.
+      watch: told after each frame that is decoded, of those up to the last one that is chosen.
 
     Returns:
       The frames; going through them raises ValueError where the file turns out to be broken.
@@ -60,16 +66,17 @@ def read_video(source: Any, pick: Pick) -> Clip:
     if not rate or rate <= 0:
         raise MediaError("the video does not say how many frames a second it has; decode it and give its frames")
     indices = tuple(pick(total, float(rate)))
-    return Clip(_decoded(data, indices), indices, float(rate))
+    return Clip(_decoded(data, indices, watch), indices, float(rate))
 
 
-def given_frames(frames: Any, source_fps: float | None, pick: Pick | None) -> Clip:
+def given_frames(frames: Any, source_fps: float | None, pick: Pick | None, watch: Watch = unwatched) -> Clip:
     """Frames that are at hand.
 
     Args:
       frames: uint8 [F H W 3], or a sequence of images as `decode_image` takes one.
       source_fps: frames that they show a second, or None.
       pick: chooses among them; None takes all.
+      watch: told after each chosen frame, of all that are chosen.
 
     Raises:
       ValueError: no frames, or frames that are to be chosen by time where no frame rate is given.
@@ -81,7 +88,13 @@ def given_frames(frames: Any, source_fps: float | None, pick: Pick | None) -> Cl
     if pick is not None and source_fps is None:
         raise MediaError("frames are chosen by their time: give source_fps, the frames a second of those given")
     indices = tuple(range(len(frames))) if pick is None else tuple(pick(len(frames), source_fps))
-    return Clip((decode_image(frames[index]) for index in indices), indices, source_fps)
+    return Clip(_given(frames, indices, watch), indices, source_fps)
+
+
+def _given(frames: Any, indices: tuple[int, ...], watch: Watch) -> Iterator[UInt8[np.ndarray, "H W 3"]]:
+    for done, index in enumerate(indices, 1):
+        yield decode_image(frames[index])
+        watch(done, len(indices))
 
 
 def declared_bytes(data: bytes) -> int:
@@ -121,19 +134,19 @@ def _matroska_size(data: bytes, start: int) -> tuple[int, int]:
     return (0, 0) if size == unknown else (start + width, size)
 
 
-def _decoded(data: bytes, indices: tuple[int, ...]) -> Iterator[UInt8[np.ndarray, "H W 3"]]:
-    """The frames of those indices, which ascend."""
-    wanted, remaining = set(indices), len(indices)
+def _decoded(data: bytes, indices: tuple[int, ...], watch: Watch) -> Iterator[UInt8[np.ndarray, "H W 3"]]:
+    """The frames of those indices, which ascend; those between them are decoded too, for others are made from them."""
+    wanted, last = set(indices), max(indices)
     with _opened(data) as (container, stream):
         stream.thread_type = "AUTO"
         for index, frame in enumerate(container.decode(stream)):
             if index in wanted:
                 # A phone that is held upright writes frames that lie on their side, and how to turn them.
                 yield np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
-                remaining -= 1
-            if remaining == 0:
+            watch(index + 1, last + 1)
+            if index == last:
                 return
-    raise MediaError(f"the video's frames end before frame {max(indices)}: it is broken or cut short")
+    raise MediaError(f"the video's frames end before frame {last}: it is broken or cut short")
 
 
 @contextmanager
@@ -141,8 +154,10 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     """A container and the stream of its moving pictures; what the library raises becomes one line."""
     with media_extra("av"):
         import av
+    is_open = False
     try:
         with av.open(io.BytesIO(data), options={"format_whitelist": ",".join(_DEMUXERS)}) as container:
+            is_open = True
             cover = av.stream.Disposition.attached_pic  # the picture of a record, in a file of sound
             streams = [stream for stream in container.streams.video if not stream.disposition & cover]
             if not streams:
@@ -150,4 +165,6 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
             yield container, streams[0]
     except (av.FFmpegError, EOFError, MemoryError, IndexError) as error:
         reason = printable(getattr(error, "strerror", None) or type(error).__name__)
+        if not is_open and isinstance(error, av.ArgumentError):  # FFmpeg's word for a format that is not asked for
+            reason = "it has another format"
         raise MediaError(shortened(f"the video cannot be read: {reason}; {_NO_VIDEO}, whole")) from error

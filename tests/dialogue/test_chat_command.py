@@ -202,7 +202,7 @@ def test_a_session_on_a_terminal(tmp_path, tools):
     child.sendline("/save a.json")
     child.expect("error: a.json: File exists")
     child.sendline("/help")
-    child.expect("/history    the dialogue so far")
+    child.expect("/history     the dialogue so far")
     child.expect("> ")
     child.send("\x1b[A\x1b[A\r")  # upwards through what was typed: /save a.json once more
     child.expect("error: a.json: File exists")

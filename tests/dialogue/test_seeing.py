@@ -107,6 +107,7 @@ def test_placeholders_stand_where_they_are_written_or_in_front(files):
     both = with_placeholders([TOKENIZER.bos_id, *text], media, TOKENIZER)
     assert both[: len(image) + 1] == [TOKENIZER.bos_id, *image] and both[-len(text) :] == text
     assert both.count(IDS.video) == media.videos[0].tokens
+    assert with_placeholders(text, Media(videos=media.videos), TOKENIZER).count(IDS.video) == media.videos[0].tokens
     assert TOKENIZER.decode(both).count(" seconds") == media.videos[0].temporal_patches
     with pytest.raises(ValueError, match="2 image placeholders for 1 image"):
         with_placeholders([IDS.image, IDS.image], Media(media.images), TOKENIZER)
@@ -156,9 +157,16 @@ def test_a_dialogue_sees_what_its_messages_show(model, files):
     ("part", "message"),
     [
         ({"type": "image"}, "message 1 .user., part 1: image has 0 sources"),
-        ({"type": "image", "image": "nowhere.png"}, "part 1: image 1 of 1, nowhere.png: .*cannot be read"),
+        ({"type": "image", "image": "nowhere.png"}, "message 1 .user., part 1: nowhere.png cannot be read"),
         ({"type": "image_url", "image_url": {"url": "http://x/y.png"}}, "nothing is fetched"),
         ({"type": "image", "image": b"x", "detail": "best"}, "detail = 'best'"),
+        ({"type": "image", "image": b"x", "detail": ["high"]}, "detail = .'high'.: must be auto, low"),
+        (
+            {"type": "image", "image": b"x", "max_long_side_pixel": "504"},
+            "max_long_side_pixel = '504': must be a number",
+        ),
+        ({"type": "video", "video": b"x", "fps": True}, "fps = True: must be a number"),
+        ({"type": "image", "image": 5}, "part 1: an image as int: give bytes"),
         ({"type": "image", "image": b"x", "crop": True}, "'crop' is not supported"),
     ],
 )
@@ -193,8 +201,10 @@ def test_a_dialogue_reads_each_source_once(model, files, monkeypatch):
     from m3jax.dialogue import media as reading
 
     read, known = [], {}
-    whole = reading.read_media
-    monkeypatch.setattr(reading, "read_media", lambda **given: read.append(given) or whole(**given))
+    whole = reading.read_medium
+    monkeypatch.setattr(
+        reading, "read_medium", lambda *given, **options: read.append(given) or whole(*given, **options)
+    )
     messages = [{"role": "user", "content": [{"type": "image", "image": str(files / "a.png")}, "?"]}]
     template = ChatTemplate.from_folder(embedded_path())
     for _ in range(2):

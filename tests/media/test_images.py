@@ -126,14 +126,14 @@ def test_presets_give_the_sizes_of_their_rules():
 BOMB = png_of_size(20_000, 20_000)
 BROKEN = {
     "empty": (b"", "these 0 bytes are no image"),
-    "text": (b"<html>not found</html>", "no image: must be PNG, JPEG, GIF, WEBP"),
+    "text": (b"<html>not found</html>", "no image: must be a whole PNG, JPEG, GIF or WEBP"),
     "cut PNG": (image_file(PIXELS)[:-900], "cannot be decoded"),
     "cut JPEG": (image_file(picture(99, 99), "JPEG")[:-900], "cannot be decoded.*truncated"),
     "cut GIF": (image_file(PIXELS, "GIF")[:-900], "cannot be decoded|no image"),
     "cut WEBP": (image_file(PIXELS, "WEBP")[:-900], "cannot be decoded|no image"),
     "flipped bits": (image_file(PIXELS)[:60] + bytes(40) + image_file(PIXELS)[100:], "cannot be decoded"),
     "no pixels": (png_of_size(0, 5), "no image|has none"),
-    "a bomb": (BOMB, "PIL.Image.MAX_IMAGE_PIXELS"),
+    "a bomb": (BOMB, "more than 89478485 pixels: PIL.Image.MAX_IMAGE_PIXELS"),
     "a bomb of which Pillow only warns": (png_of_size(10_000, 9_000), "10000 x 9000 pixels, more than 89478485"),
     "thin": (picture(1, 201), "1 x 201 pixels: one side is more than 200 times"),
     "floats": (np.zeros((5, 5, 3)), r"float64 \[5, 5, 3\]: must be uint8"),
@@ -141,7 +141,7 @@ BROKEN = {
     "an array without pixels": (np.zeros((0, 5, 3), np.uint8), "0 x 5 pixels has none"),
     "a Pillow image without pixels": (Image.new("RGB", (0, 5)), "5 x 0 pixels has none"),
     "a name": ("picture.png", "an image as str: give bytes, a Path"),
-    "another format": (image_file(PIXELS, "BMP"), "no image: must be PNG"),
+    "another format": (image_file(PIXELS, "BMP"), "no image: must be a whole PNG"),
 }
 
 

@@ -46,6 +46,17 @@ def test_a_file_is_its_frames():
     assert made.grid == ((1, 4, 6),) and made.tokens == 6
 
 
+def test_who_watches_is_told_of_every_frame():
+    """Of a file those between chosen ones are decoded too, up to the last; of given frames the chosen are all."""
+    told = []
+    watch = lambda done, total: told.append((done, total))
+    made = process_video(video_file(clip(21), rate=8), min_frames=1, watch=watch)
+    assert made.frame_indices == (0, 10) and told == [(done, 11) for done in range(1, 12)]
+    told.clear()
+    process_video(clip(9), source_fps=3.0, fps=1.0, min_frames=1, watch=watch)
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
 @pytest.mark.parametrize(
     ("frames", "grids"), [(1, [1]), (2, [1]), (3, [2]), (8, [4]), (9, [4, 1]), (16, [4, 4]), (19, [4, 4, 2])]
 )

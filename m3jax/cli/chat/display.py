@@ -1,7 +1,8 @@
 """How a dialogue looks on a terminal: what is thought is dim, a call stands in a box, numbers of tokens stand below."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -70,7 +71,7 @@ class Display:
             self.note(f"[{message['role']}]")
             self._write(message.get("reasoning_content") or "", "dim")
             self.end_line()
-            self._write(message.get("content") or "", None)
+            self._write(as_text(message.get("content")), None)
             self.end_line()
             for call in message.get("tool_calls") or ():
                 function = call["function"]
@@ -124,7 +125,20 @@ class Display:
         return Panel(Text(visible(arguments)), title=Text(printable(name)), title_align="left", expand=False)
 
 
+def as_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """What a message says; in the place of an image or a video its kind and the name of its file."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["text"] if part["type"] == "text" else f"[{_medium(part)}] " for part in content)
+
+
+def _medium(part: Mapping[str, Any]) -> str:
+    """A part that is no text, in short."""
+    kind = part["type"]
+    return kind if part[kind].startswith("data:") else f"{kind} {Path(part[kind]).name}"
+
+
 def headline(message: Mapping[str, Any]) -> str:
     """The beginning of a message's text, on a line."""
-    text = " ".join(str(message.get("content") or "").split())
+    text = " ".join(as_text(message.get("content")).split())
     return text if len(text) <= 60 else text[:57] + "..."

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from m3jax.cli.chat.pictures import KINDS, Pictures
 from m3jax.cli.chat.shown import visible
 from m3jax.console import say, write
 from m3jax.dialogue import Dialogue, Reply, open_calls
@@ -14,10 +15,10 @@ from m3jax.messages import printable
 def answer_lines(dialogue: Dialogue, is_json: bool) -> None:
     """Answer what comes on stdin, until it ends.
 
-    As plain text a line is a message of the user, an empty one is none. Of an answer its text is printed, then a line
-    for each tool call; the next lines are then the results, one for each. What the model thinks is printed only as
-    JSON: there a line is a message, or a list of them, and an answer an object with its message, why it ended, and
-    counts.
+    As plain text a line is a message of the user, an empty one is none; "/image FILE" and "/video FILE" are no
+    messages, the next one shows these. Of an answer its text is printed, then a line for each tool call; the next lines
+    are then the results, one for each. What the model thinks is printed only as JSON: there a line is a message, or a
+    list of them, and an answer an object with its message, why it ended, and counts.
 
     Args:
       dialogue: that they go to.
@@ -28,22 +29,25 @@ def answer_lines(dialogue: Dialogue, is_json: bool) -> None:
       FloatingPointError: the model's logits were NaN or infinite.
     """
     pending: list[dict[str, Any]] = []
+    pictures = Pictures(dialogue)
     number = 0
     for number, line in _lines():
         try:
-            new = _json_messages(line) if is_json else _plain_message(line, dialogue, pending)
-            pending += new
+            pending += _json_messages(line) if is_json else _plain_message(line, dialogue, pending, pictures)
             if not _is_due(dialogue, pending):
                 continue
             events = dialogue.send(*pending)
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
         pending = []
+        pictures.clear()
         if is_json:
             *_, reply = events
             _write_json(reply)
         else:
             _write_plain(events)
+    if pictures.names:
+        raise ValueError(f"the input ends at line {number} with {pictures.names[-1]} and no message that shows it")
     if is_json and pending:
         raise ValueError(f"the input ends at line {number} with nothing to answer: end it with the user's message, or "
                          "with the results of all calls")  # fmt: skip
@@ -62,11 +66,20 @@ def _lines() -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _plain_message(line: str, dialogue: Dialogue, pending: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The message that a line of text is: the result of the first call that has none yet, else what the user says."""
+def _plain_message(
+    line: str, dialogue: Dialogue, pending: list[dict[str, Any]], pictures: Pictures
+) -> list[dict[str, Any]]:
+    """The message that a line of text is: the result of the first call that has none yet, else what the user says.
+
+    None where it names a file for the next message to show.
+    """
     if calls := open_calls([*dialogue.messages, *pending]):
         return [{"role": "tool", "tool_call_id": calls[0]["id"], "content": line}]
-    return [{"role": "user", "content": line}]
+    command, _, argument = line.partition(" ")
+    if command in KINDS:
+        say(f"m3jax.chat: note: {pictures.add(command, argument)}")
+        return []
+    return [pictures.message(line)]
 
 
 def _json_messages(line: str) -> list[dict[str, Any]]:

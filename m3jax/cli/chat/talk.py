@@ -66,4 +66,5 @@ def _begin(args: argparse.Namespace) -> tuple[Dialogue, str]:
     )  # fmt: skip
     name = "the embedded model" if args.model is None else str(args.model)
     title = f"{name}: room for {dialogue.context:,} tokens, thinking {args.thinking}, {len(tools or ())} tools"
+    title += ", sees images and videos" if dialogue.can_see else ""
     return dialogue, title

@@ -1,12 +1,14 @@
 """A chat on a terminal: what is typed, and what is done about it."""
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from m3jax.cli.chat.display import Display, headline
+from m3jax.cli.chat.pictures import KINDS, Pictures
 from m3jax.dialogue import Dialogue, open_calls
 from m3jax.files import NewFile
 from m3jax.interrupts import NotedInterrupts, end_at_interrupts, raise_interrupts
@@ -15,11 +17,13 @@ from m3jax.messages import printable
 PROMPT, QUOTES = "> ", '"""'
 HELP = f"""Type a message. One that begins with {QUOTES} goes on over several lines, to one that ends with {QUOTES}.
 
-  /history    the dialogue so far
-  /undo       take back your last message and all that followed
-  /save FILE  write the dialogue into a new file, as a JSON list of messages
-  /help       this
-  /quit       end, as Ctrl-D does
+  /image FILE  show an image (PNG, JPEG, GIF, WEBP) with your next message; several times for several
+  /video FILE  the same for a video (MP4, MOV, AVI, MKV)
+  /history     the dialogue so far
+  /undo        take back the last file to be shown, else your last message and all that followed
+  /save FILE   write the dialogue into a new file, as a JSON list of messages
+  /help        this
+  /quit        end, as Ctrl-D does
 
 Ctrl-C stops an answer, which stays as far as it came; a second one at once ends the chat. Where the result of a call is
 asked for, Ctrl-C takes the turn back."""
@@ -35,7 +39,7 @@ class Terminal:
 
     def __init__(self, dialogue: Dialogue, title: str):
         self.dialogue, self.title = dialogue, title
-        self.display = Display()
+        self.display, self.pictures = Display(), Pictures(dialogue)
 
     def run(self) -> None:
         """Talk until the input ends, or /quit."""
@@ -62,8 +66,12 @@ class Terminal:
         command, _, argument = line.strip().partition(" ")
         if command == "/help":
             self.display.console.out(HELP, highlight=False)
+        elif command in KINDS:
+            self.display.note(self.pictures.add(command, argument))
         elif command == "/history":
             self.display.history(self.dialogue.messages)
+            for name in self.pictures.names:
+                self.display.note(f"[with your next message] {name}")
         elif command == "/undo":
             self._undo()
         elif command == "/save":
@@ -72,8 +80,9 @@ class Terminal:
             raise ValueError(f"no command {command}: /help lists them; a space before it makes it a message")
 
     def _undo(self) -> None:
-        taken_back = self.dialogue.undo()
-        self.display.note(f"taken back: {headline(taken_back[0])}")
+        """Take back a file that no message has shown yet, else the last message."""
+        taken_back = self.pictures.drop() or headline(self.dialogue.undo()[0])
+        self.display.note(f"taken back: {taken_back}")
 
     def _save(self, name: str) -> None:
         """Write the messages into a new file."""
@@ -81,7 +90,7 @@ class Terminal:
             raise ValueError("/save needs the name of a file that is not there yet")
         messages = self.dialogue.messages
         data = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
-        with NewFile(Path(name).expanduser()) as file:
+        with NewFile(Path(os.path.expanduser(name))) as file:
             file.write(data.encode())
         self.display.note(f"{len(messages)} messages in {printable(name)}")
 
@@ -89,7 +98,10 @@ class Terminal:
         """Send a message and show the answer; ask for the results of its calls, and go on until there are none."""
         if not line.strip():
             return
-        self._answer({"role": "user", "content": line})
+        before = len(self.dialogue.messages)
+        self._answer(self.pictures.message(line))
+        if len(self.dialogue.messages) > before:  # else it was taken back, and they are still to be shown
+            self.pictures.clear()
         while calls := open_calls(self.dialogue.messages):
             try:
                 self._answer(*(_result(call, f"{i} of {len(calls)}") for i, call in enumerate(calls, 1)))

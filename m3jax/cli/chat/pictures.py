@@ -1,0 +1,75 @@
+"""Images and videos in a chat: commands name their files, and the next message shows them."""
+
+import os
+from typing import Any
+
+from m3jax.dialogue import Dialogue
+from m3jax.media import ProcessedImage
+from m3jax.media.sizes import PATCH
+from m3jax.messages import printable
+
+KINDS = {"/image": "image", "/video": "video"}
+
+
+class Pictures:
+    """The images and videos that the next message shows, in front of its text.
+
+    Args:
+      dialogue: reads them, at once: what cannot be shown is refused before the message is written.
+    """
+
+    def __init__(self, dialogue: Dialogue):
+        self._dialogue = dialogue
+        self._parts: list[dict[str, str]] = []
+        self._names: list[str] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Kind and file of each, as it was named."""
+        return tuple(self._names)
+
+    def add(self, command: str, argument: str) -> str:
+        """Have the next message show a file.
+
+        Args:
+          command: of `KINDS`.
+          argument: what was typed behind it: the name of a file, with or without quotes around it.
+
+        Returns:
+          A line that says what became of it, and how many tokens it fills.
+
+        Raises:
+          ValueError: no name, or a file that cannot be shown.
+        """
+        kind, name = KINDS[command], argument.strip()
+        if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
+            name = name[1:-1]  # a file that is dropped on a terminal is written so
+        if not name:
+            raise ValueError(f"{command} needs the name of {'an' if kind == 'image' else 'a'} {kind} file")
+        # By its whole path, so that a dialogue that was saved is understood in another folder too.
+        is_path = name[:5].lower() != "data:" and "://" not in name
+        part = {"type": kind, kind: os.path.abspath(os.path.expanduser(name)) if is_path else name}
+        found = self._dialogue.read(part)
+        self._parts.append(part)
+        self._names.append(f"{kind} {name}" if is_path else kind)
+        height, width = (PATCH * side for side in (found.grid if kind == "image" else found.grid[0])[1:])
+        size = f"{height} x {width} pixels"
+        if not isinstance(found, ProcessedImage):
+            size = f"{len(found.frame_indices):,} frames of {size}"
+        return f"{printable(self._names[-1])}: {size}, {found.tokens:,} tokens; your next message shows it"
+
+    def drop(self) -> str | None:
+        """Take the last one back; its kind and file, or None where there is none."""
+        if not self._parts:
+            return None
+        del self._parts[-1]
+        return self._names.pop()
+
+    def message(self, text: str) -> dict[str, Any]:
+        """What the user says, and shows before it."""
+        content = [*self._parts, {"type": "text", "text": text}] if self._parts else text
+        return {"role": "user", "content": content}
+
+    def clear(self) -> None:
+        """The message is in the dialogue: the next one shows none of them."""
+        self._parts, self._names = [], []
