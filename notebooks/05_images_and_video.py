@@ -14,15 +14,17 @@
 # %% [markdown]
 # # From pixels to tokens
 #
-# For whoever wants to see what becomes of an image before a language model reads it. MiniMax-M3 has a vision tower;
-# its input is prepared by [`m3jax.media`](../docs/media.md). The embedded checkpoint has no tower yet: a small random
-# one stands in for it, which shows what happens to features, and not what a trained tower sees.
+# For whoever wants to see what becomes of an image before a language model reads it, and what the model then makes of
+# it. MiniMax-M3 has a [vision tower](../docs/vision.md), whose input is prepared by [`m3jax.media`](../docs/media.md).
+# The embedded model has a small one, trained on drawn shapes, on numbers, and on shapes that move
+# ([tiny.md](../docs/tiny.md)): it answers a few kinds of questions about such pictures, and knows no others.
 #
 # 1. patches and blocks: what is cut, and in which order it is read;
 # 2. the three axes of the tower's rotary embedding;
 # 3. what each token of an image is;
-# 4. which blocks of several images sparse attention keeps when a question is asked;
-# 5. a video: pairs of frames, chunks and time stamps.
+# 4. questions and answers;
+# 5. which blocks of several images sparse attention keeps when a question is asked;
+# 6. a video: pairs of frames, chunks and time stamps, and what the model sees move.
 #
 # Each claim is an assertion too.
 
@@ -38,9 +40,8 @@ from m3jax.media import PlaceholderIds, batch, expand_tokens, process_image, pro
 from m3jax.media.patches import patch_positions
 from m3jax.media.sizes import FACTOR, PATCH
 from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.pictures import with_tower
-from m3jax.train.pictures.draw import COLOURS, Shape, as_bytes, background, draw_shapes
-from m3jax.vision import VisionConfig, rotary_angles
+from m3jax.train.pictures.draw import COLOURS, SHAPES, Shape, as_bytes, background, draw_number, draw_shapes
+from m3jax.vision import rotary_angles
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.titlesize": 11, "figure.constrained_layout.use": True})
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
@@ -139,15 +140,15 @@ assert len(np.unique(angles[same_column][:, 2 * per_axis :], axis=0)) == 1, "the
 # ## What each token of an image is
 #
 # In the prompt an image is a start, a placeholder for each block, an end. The projector's output for a block, a
-# *feature*, takes the place of the placeholder's embedding; what is around it is text. Below, the length of each
-# feature, laid over the block that it comes from.
+# *feature*, takes the place of the placeholder's embedding; what is around it is text. In training a feature was also
+# drawn to the embeddings of the words for what its block shows ([`naming_loss`](../m3jax/train/pictures/features.py)),
+# so it can be read without the layers above: below, the product of each feature with the direction of each colour's
+# and each shape's word. The largest is shown, and the word where it is over 3.
 
 # %%
 tokenizer, template = Tokenizer.from_pretrained(embedded_path()), ChatTemplate.from_folder(embedded_path())
 ids = PlaceholderIds.of_tokenizer(tokenizer)
 model = m3jax.load(dtype="float32")
-if model.vision is None:  # a checkpoint without a tower: a random one shows the same mechanics
-    model = with_tower(model, VisionConfig.tiny(image_token_id=ids.image, video_token_id=ids.video), seed=0)
 
 
 def prompt_of(images: list, question: str) -> list[int]:
@@ -167,21 +168,41 @@ print(
 )
 
 features = np.asarray(model.features(batch([seen], config=model.config)))[: seen.tokens]
-lengths = np.linalg.norm(features, axis=-1).reshape(seen.grid[1] // 2, seen.grid[2] // 2)
-figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.2))
+
+
+def named(words: tuple[str, ...]) -> tuple[list[str], np.ndarray]:
+    """Of each feature the word that it is nearest to, and its product with that word's direction."""
+    spelled = [model.embed(jnp.asarray([tokenizer.encode(f" {word}")]))[0].mean(axis=0) for word in words]
+    directions = np.stack([vector / np.linalg.norm(vector) for vector in map(np.asarray, spelled)])  # [N D]
+    products = features @ directions.T  # [R N]
+    return [words[number] for number in products.argmax(axis=1)], products.max(axis=1)
+
+
+figure, (left, *others) = plt.subplots(1, 3, figsize=(11, 3.4))
 left.imshow(picture)
 left.set_title("16 blocks of 28 x 28 pixels")
 for number in range(seen.tokens):
     y, x = divmod(number, 4)
     left.add_patch(Rectangle((x * FACTOR - 0.5, y * FACTOR - 0.5), FACTOR, FACTOR, fill=False, edgecolor="white"))
     left.text(x * FACTOR + 3, y * FACTOR + 9, str(number), fontsize=8)
-shown = right.imshow(lengths, cmap="viridis")
-right.set_title("length of each feature")
-figure.colorbar(shown, ax=right, shrink=0.8)
-for axes in (left, right):
+read = {}
+for axes, what, words in zip(others, ("colour", "shape"), (tuple(COLOURS), SHAPES), strict=True):
+    nearest, products = named(words)
+    shown = axes.imshow(products.reshape(4, 4), cmap="viridis", vmin=0, vmax=7)
+    for number, word in enumerate(nearest):
+        if products[number] > 3:
+            read[what, number] = word
+            axes.text(number % 4, number // 4, word, ha="center", va="center", color="white", fontsize=9)
+    axes.set_title(f"product with the nearest {what}'s word")
+figure.colorbar(shown, ax=others, shrink=0.8)
+for axes in (left, *others):
     plain(axes)
 plt.show()
 
+assert {read["colour", number] for number in (0, 1, 4, 5)} == {"green"}
+assert {read["shape", number] for number in (0, 1, 4, 5)} == {"circle"}
+assert {read["colour", number] for number in (10, 11, 14, 15)} == {"red"}
+assert {read["shape", number] for number in (10, 11, 14, 15)} == {"square"}
 assert prompt.count(ids.image) == seen.tokens == 16
 tokens = jnp.asarray([prompt])
 embedded = model.embed(
@@ -193,39 +214,83 @@ assert np.array_equal(embedded[0, is_image], features) and np.array_equal(
 )
 
 # %% [markdown]
+# ## Questions and answers
+#
+# The kinds of questions that it was trained on, on pictures that it has not seen. How many of each it gets right is in
+# [tiny.md](../docs/tiny.md); these are examples.
+
+# %%
+number = draw_number(background(np.random.default_rng(5), 112, 112, 60.0), 68, 56.0, 56.0, 56.0, 4.0, 0.1,
+                     np.array(COLOURS["yellow"], float))  # fmt: skip
+scene = draw(
+    112, 112, Shape("star", "orange", 28.0, 82.0, 20.0), Shape("ring", "black", 84.0, 30.0, 20.0),
+    Shape("star", "purple", 84.0, 84.0, 18.0), seed=3,
+)  # fmt: skip
+examples = [
+    (draw(84, 84, Shape("cross", "blue", 40.0, 44.0, 26.0), seed=2), {"What is this?": "A blue cross."}),
+    (as_bytes(np.random.default_rng(6), number, 2.0), {"What number is this?": "68.", "What colour is it?": "Yellow."}),
+    (scene, {"How many stars are there?": "2.", "Where is the ring?": "Top right."}),
+]
+
+
+def ask(*parts: dict) -> str:
+    """The answer to a message, without reasoning: the most probable tokens."""
+    reply = m3jax.chat(
+        model, tokenizer, [{"role": "user", "content": list(parts)}], thinking_mode="disabled",
+        stream=False, temperature=0, max_new_tokens=16, progress=False,
+    )  # fmt: skip
+    return reply.content
+
+
+figure, panels = plt.subplots(1, 3, figsize=(11, 3.8))
+for axes, (shown, questions) in zip(panels, examples, strict=True):
+    axes.imshow(shown)
+    plain(axes)
+    said = {text: ask({"type": "image", "image": shown}, {"type": "text", "text": text}) for text in questions}
+    axes.set_title("\n".join(f"{text} {answer}" for text, answer in said.items()), fontsize=10)
+    assert said == questions
+plt.show()
+
+# %% [markdown]
 # ## Which blocks of images are kept
 #
 # To sparse attention a feature is a token like others: it has an index key, and a block of 16 tokens is kept or not.
-# Twenty pictures of 16 tokens, then a question: a sparse layer of the embedded model keeps 8 blocks for the last token
-# of the prompt, for each of its two KV heads. Bright pictures have tokens in a kept block.
-# The tower is random here: which pictures are kept says nothing of the question.
+# Twelve pictures of 16 tokens, then a question about the ring: a sparse layer of the embedded model keeps 8 blocks for
+# the last token of the prompt, for each of its two KV heads. Bright pictures have tokens in a kept block.
+#
+# The model has seen one picture a dialogue in training. Where the ring is the last picture it answers right. Where it
+# is the first, the lower sparse layers keep no block of it; the upper two do, and the answer is wrong all the same: to
+# keep a block is not to read the right thing from it.
 
 # %%
-NAMES, KINDS = tuple(COLOURS), ("circle", "square", "triangle", "star", "cross")
-many = [draw(112, 112, Shape(KINDS[i % 5], NAMES[(3 * i + 1) % 8], 56.0, 56.0, 36.0), seed=i) for i in range(20)]
-processed = [process_image(one) for one in many]
-prompt = prompt_of(processed, "Which shape is red?")
-tokens, media = jnp.asarray([prompt]), batch(processed, config=model.config)
-embedded = model.embed(tokens, model.features(media), model.places(tokens, media))
-values = model.intermediates(tokens, embeddings=embedded)
-P = model.config.index_block_size
-sparse = [number for number, layer in enumerate(values["layers"]) if "blocks" in layer]
-image_of = np.full(len(prompt), -1)
-image_of[np.array(prompt) == ids.image] = np.repeat(np.arange(len(many)), 16)
+NAMES, KINDS, QUESTION = tuple(COLOURS), ("circle", "square", "triangle", "star", "cross"), "What colour is the ring?"
+P, RING = model.config.index_block_size, draw(112, 112, Shape("ring", "blue", 56.0, 56.0, 36.0), seed=99)
+others = [draw(112, 112, Shape(KINDS[i % 5], NAMES[(3 * i + 1) % 8], 56.0, 56.0, 36.0), seed=i) for i in range(1, 12)]
+for place, many in (("first", [RING, *others]), ("last", [*others, RING])):
+    processed = [process_image(one) for one in many]
+    prompt = prompt_of(processed, QUESTION)
+    tokens, media = jnp.asarray([prompt]), batch(processed, config=model.config)
+    embedded = model.embed(tokens, model.features(media), model.places(tokens, media))
+    values = model.intermediates(tokens, embeddings=embedded)
+    sparse = [number for number, layer in enumerate(values["layers"]) if "blocks" in layer]
+    image_of = np.full(len(prompt), -1)
+    image_of[np.array(prompt) == ids.image] = np.repeat(np.arange(len(many)), 16)
 
-figure, panels = plt.subplots(len(sparse), len(many), figsize=(11, 0.7 * len(sparse)))
-for line, layer in zip(panels, sparse, strict=True):
-    kept = np.asarray(values["layers"][layer]["blocks"])[0, :, -1]  # [K J]
-    in_kept = np.isin(np.arange(len(prompt)) // P, kept[kept >= 0])
-    for number, axes in enumerate(line):
-        is_kept = in_kept[image_of == number].any()
-        axes.imshow(many[number], alpha=1.0 if is_kept else 0.15)
-        plain(axes)
-        if number == 0:
-            axes.set_ylabel(f"layer {layer}")
-    assert (kept == (len(prompt) - 1) // P).any(axis=1).all(), "the last token's own block is always kept"
-    assert (kept >= 0).sum(axis=1).max() <= model.config.index_topk_blocks < -(-len(prompt) // P)
-plt.show()
+    figure, panels = plt.subplots(len(sparse), len(many), figsize=(11, 0.95 * len(sparse)))
+    for line, layer in zip(panels, sparse, strict=True):
+        kept = np.asarray(values["layers"][layer]["blocks"])[0, :, -1]  # [K J]
+        in_kept = np.isin(np.arange(len(prompt)) // P, kept[kept >= 0])
+        for number, axes in enumerate(line):
+            axes.imshow(many[number], alpha=1.0 if in_kept[image_of == number].any() else 0.15)
+            plain(axes)
+            if number == 0:
+                axes.set_ylabel(f"layer {layer}")
+        assert (kept == (len(prompt) - 1) // P).any(axis=1).all(), "the last token's own block is always kept"
+        assert (kept >= 0).sum(axis=1).max() <= model.config.index_topk_blocks < -(-len(prompt) // P)
+    answer = ask(*({"type": "image", "image": one} for one in many), {"type": "text", "text": QUESTION})
+    figure.suptitle(f"the ring is the {place} picture. {QUESTION} {answer}", fontsize=11)
+    plt.show()
+assert answer == "Blue.", "the last picture's"
 print(
     f"{len(prompt)} tokens are {-(-len(prompt) // P)} blocks; each head keeps {model.config.index_topk_blocks} of them"
 )
@@ -236,7 +301,7 @@ print(
 # Frames are taken, as the hub's processor has it, about one a second. Two make a *temporal patch*, whose tokens stand
 # after the time of its first frame; an odd last frame is paired with itself. Four temporal patches are a *chunk*:
 # attention in the tower, and the count of time in its rotation, stay inside it. Here are twelve frames of a circle
-# that moves to the right.
+# that moves to the right; the clips of training had up to eight.
 
 # %%
 frames = np.stack([draw(56, 84, Shape("circle", "purple", 14.0 + 5.0 * i, 28.0, 11.0)) for i in range(12)])
@@ -258,6 +323,10 @@ plt.show()
 
 assert video.grid == ((4, 4, 6), (2, 4, 6)) and video.timestamps == (0.0, 2.0, 4.0, 6.0, 8.0, 10.0)
 assert video.tokens == 6 * (4 * 6) // 4
+for text, expected in (("Which way does it move?", "Right."), ("What moves?", "A purple circle.")):
+    answer = ask({"type": "video", "video": video}, {"type": "text", "text": text})
+    print(text, answer)
+    assert answer == expected
 spelled = expand_tokens([ids.video], videos=[video], encode=tokenizer.encode, ids=ids)
 print(
     tokenizer.decode(spelled, skip_special_tokens=False)

@@ -1,8 +1,11 @@
-"""What `make demo` prints: the embedded checkpoint writes Python with its draft, recalls a key, looks at a picture."""
+"""What `make demo` prints: the embedded model writes Python, calls a tool for what a document says, sees a picture."""
 
 import argparse
 import inspect
+import json
+import textwrap
 import time
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -13,16 +16,32 @@ from m3jax.assets import embedded_path
 from m3jax.checkpoint import load_draft
 from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling, engine_for, read_media
 from m3jax.model import M3
-from m3jax.text import Tokenizer
+from m3jax.text import ChatTemplate, Tokenizer
 from m3jax.train.pictures.draw import COLOURS, Shape, as_bytes, background, draw_shapes
 
 CODE = "import os\nimport sys\n\n\nclass TestCase(unittest.TestCase):"
-KEY, VALUE = "harbor", "lantern"
+
+# Lines of the document, in order; what the tool alone knows; what is asked, and the right answer.
+RECORDS = (("copper", "window"), ("harbor", "lantern"), ("orange", "button"), ("castle", "candle"),
+           ("acorn", "bottle"), ("folder", "kite"), ("maze", "onion"), ("canoe", "pocket"))  # fmt: skip
+VALUES = {"lantern": "clover"}
+TASK, SOLVED = "Look up what harbor is.", "The value of harbor is lantern, and the value of lantern is clover."
+LOOKUP = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "the value of a key",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    },
+}
+DOCUMENT_TOKENS, ANSWER_TOKENS = 3000, 96
+
 SHAPES = (Shape("circle", "green", 30.0, 34.0, 19.0), Shape("star", "blue", 84.0, 30.0, 20.0),
           Shape("square", "red", 78.0, 82.0, 17.0))  # fmt: skip
 SCENE = "a picture of a green circle, a blue star and a red square"
 QUESTIONS = (
     ("What colour is the circle?", "Green."),
+    ("Which shape is blue?", "Star."),
     ("How many shapes are there?", "3."),
     ("Where is the square?", "Bottom right."),
 )
@@ -37,39 +56,79 @@ def main() -> None:
     tokenizer = Tokenizer.from_pretrained(embedded_path())
     console.print(f"[bold]loaded[/] in {time.perf_counter() - begin:.1f} s\n")
 
-    code = [model.config.bos_token_id, *tokenizer.encode(CODE)]
-    sampling = Sampling(temperature=0.7, top_p=0.9, seed=4)
-    code_params = Params(max_new_tokens=96, sampling=sampling, stop_ids=model.config.eos_token_id)
-    recall, distance = recall_prompt(tokenizer, model.config.bos_token_id)
-    recall_params = Params(max_new_tokens=1, sampling=Sampling.greedy())
-    # One engine, which has room for the longer of the two, one after the other: half of the programs of two engines.
+    task = [{"role": "developer", "content": document(tokenizer)}, {"role": "user", "content": TASK}]
+    longest = ChatTemplate.from_folder(embedded_path()).encode(tokenizer, task, tools=[LOOKUP])
+    # One engine, with room for the longest of three examples, which run one after the other: a third of the programs.
+    room, picture = Params(max_new_tokens=3 * ANSWER_TOKENS, sampling=Sampling.greedy()), draw()
     draft = Eagle3Drafter(load_draft(None, model.config, "float32"))
-    picture, seen = draw(), []
-    if model.vision is not None:
-        seen = [read_media([picture])]
-    engine = engine_for(model, [recall], [code_params], media=seen, draft=draft)
+    engine = engine_for(model, [longest], [room], media=[read_media([picture])], draft=draft)
 
     console.rule("a continuation of Python source")
-    new = generate(engine, code, code_params)
+    go_on(model, tokenizer, engine)
+    console.print()
+    console.rule("a tool called for what a document says")
+    use_tool(console, model, tokenizer, engine, task)
+    console.print()
+    console.rule("questions about a picture")
+    look(console, model, tokenizer, engine, picture)
+
+
+def go_on(model: M3, tokenizer: Tokenizer, engine: Engine) -> None:
+    """Print the beginning of a file and what the model makes of it."""
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=4)
+    params = Params(max_new_tokens=96, sampling=sampling, stop_ids=model.config.eos_token_id)
+    handle = engine.add([model.config.bos_token_id, *tokenizer.encode(CODE)], params)
+    new = engine.run()[handle].tokens
     print(CODE + tokenizer.decode(new) + "\n")
     print(f"{len(new)} tokens in {engine.drafting.forwards + 1} calls of the model: a draft proposes three tokens at a "
-          "time, one call verifies them.\n")  # fmt: skip
+          "time, one call verifies them.")  # fmt: skip
 
-    console.rule("a key recalled over thousands of tokens")
-    answer = tokenizer.decode(generate(engine, recall, recall_params))
+
+def document(tokenizer: Tokenizer) -> str:
+    """The beginning of the running Python's own `textwrap`, with the records spread evenly between its lines."""
+    code = tokenizer.encode(inspect.getsource(textwrap))[: DOCUMENT_TOKENS - 5 * len(RECORDS)]
+    lines = tokenizer.decode(code).splitlines()
+    step = len(lines) // len(RECORDS)
+    for number, (key, value) in reversed(list(enumerate(RECORDS))):
+        lines.insert(number * step + step // 2, f"# {key} -> {value}")
+    return "\n".join(lines)
+
+
+def use_tool(console: Console, model: M3, tokenizer: Tokenizer, engine: Engine, task: list[dict[str, Any]]) -> None:
+    """Print a dialogue: the model finds a key in a document, has its value looked up, and says what came of it."""
+    show = lambda who, text, style="": console.print(Text.assemble((f"{who:>9}  ", "bold"), (text, style)))
+    text = task[0]["content"]
+    tokens, back = (len(tokenizer.encode(part)) for part in (text, text[text.index("# harbor") :]))
+    show("developer", f"({tokens:,} tokens of Python; {len(RECORDS)} of its lines are like # copper -> window)")
+    show("user", TASK)
+    dialogue, reply = list(task), None
+    while reply is None or (reply.tool_calls and len(dialogue) < len(task) + 4):
+        reply = m3jax.chat(
+            model, tokenizer, dialogue, tools=[LOOKUP],
+            stream=False, temperature=0, max_new_tokens=ANSWER_TOKENS, engine=engine,
+        )  # fmt: skip
+        dialogue.append(reply.message)
+        if reply.reasoning:
+            show("thinks", reply.reasoning, "dim")
+        if reply.content:
+            show("says", reply.content)
+        for call in reply.tool_calls:
+            show("calls", f"{call.name} {json.dumps(call.arguments)}", "cyan")
+            key = call.arguments.get("key")
+            result = f"# {key} -> {VALUES[key]}" if key in VALUES else f"no key {key}"
+            show("tool", result, "cyan")
+            dialogue.append({"role": "tool", "tool_call_id": call.id, "content": result})
     budget = model.config.index_topk_blocks * model.config.index_block_size
-    print(f"# {KEY} -> {VALUE}\n... {distance} tokens of Python ...\n# {KEY} ->{answer}\n")
-    print(f"A query reads {budget} tokens a layer; the index branch found the block that holds the key.")
-    if answer.strip() != VALUE:
-        raise SystemExit(f"expected {VALUE!r}, got {answer!r}")
-    if model.vision is not None:
-        look(console, model, tokenizer, engine, picture)
+    print(f"\nThe line with harbor lies {back:,} tokens before the document's end, and in each layer but the first a")
+    print(f"query reads at most {budget} tokens: the index branch found that line's block.")
+    print(f"Of {reply.prompt_tokens:,} tokens before the last answer {reply.cached_tokens:,} were in the prefix cache.")
+    print("This is one example: docs/tiny.md says how many such dialogues the model gets right.")
+    if reply.content != SOLVED:
+        raise SystemExit(f"expected {SOLVED!r}, got {reply.content!r}")
 
 
 def look(console: Console, model: M3, tokenizer: Tokenizer, engine: Engine, picture: np.ndarray) -> None:
     """Show a picture, ask about it, print the answers."""
-    console.print()
-    console.rule("questions about a picture")
     console.print(half_blocks(picture) if console.color_system else f"({SCENE}; a terminal with colours shows it)")
     for question, expected in QUESTIONS:
         content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
@@ -104,20 +163,6 @@ def half_blocks(picture: np.ndarray, step: int = 3) -> Text:
             text.append("\u2580", style=f"{colour(top)} on {colour(bottom)}")
         text.append("\n")
     return text
-
-
-def generate(engine: Engine, prompt: list[int], params: Params) -> list[int]:
-    """The new tokens of a prompt."""
-    handle = engine.add(prompt, params)
-    return engine.run()[handle].tokens
-
-
-def recall_prompt(tokenizer: Tokenizer, bos: int, length: int = 3500) -> tuple[list[int], int]:
-    """A record, then the running Python's own `argparse` source, then the question."""
-    record = tokenizer.encode(f"\n# {KEY} -> {VALUE}")
-    filler = tokenizer.encode(inspect.getsource(argparse))[:length]
-    question = tokenizer.encode(f"\n# {KEY} ->")
-    return [bos, *record, *filler, *question], len(filler) + len(question)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ from m3jax.media import PlaceholderIds
 from m3jax.model import M3
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.data import Corpus
+from m3jax.train.data import Batches, Corpus
 from m3jax.train.dialogues import DialogueBatches, measure_dialogues
 from m3jax.train.fused import fuse
-from m3jax.train.pictures import PictureBatches, held_out_tasks, picture_accuracy, with_tower
+from m3jax.train.pictures import Alternating, PictureBatches, held_out_tasks, picture_accuracy, with_tower
 from m3jax.train.run import (
     Stage,
     add_run_arguments,
@@ -43,10 +43,13 @@ from m3jax.train.run import (
 from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state, make_optimizer
 from m3jax.vision import VisionConfig
 
-STAGES = {"all": Stage("pictures", 1800, 4096, 16, True), "vision": Stage("pictures", 2400, 1024, 32, True)}
+# Rows of pictures are short: among fifty dialogues, which of them a question is about is learned slowly.
+STAGES = {"all": Stage("pictures", 3200, 512, 64, True), "vision": Stage("pictures", 2400, 512, 64, True)}
 SHORT = Stage("pictures", 6, 512, 2, True)
-# Half of a batch's rows hold text under "all". They have five times as many words that count.
-PICTURE_ROWS, PICTURE_WEIGHT = 0.5, 6.0
+TEXT_EVERY, TEXT_SHAPE = 3, (4096, 16)  # under "all" one batch of three is of text: tokens of a row, rows
+# What train_chat.py leaves hardest: a document between the tools and the question, and most documents long.
+TEXT_SHARES, LONG_DOCUMENTS = (0.15, 0.05, 0.05, 0.6, 0.15), 0.6
+CHECK_EVERY = 800  # steps
 CHECKED, MEASURED = 32, 250  # pictures of each kind that are asked about during the run, and after it
 
 
@@ -116,18 +119,20 @@ def train(
         workers=args.workers,
         teacher=base if trains_text else None,
         check=None if args.short else checker(tokenizer, template),
+        check_every=CHECK_EVERY,
     )
 
 
 def make_batches(
     stage: Stage, args: argparse.Namespace, corpus: Corpus | None, tokenizer: Tokenizer, template: ChatTemplate
-) -> PictureBatches:
-    """Rows of pictures; where text is trained too, as many of dialogues and code below them."""
+) -> Batches:
+    """Pictures; where text is trained too, at times dialogues and code."""
+    pictures = PictureBatches(tokenizer, template, stage.seq_len, stage.batch, args.seed)
     if corpus is None:
-        return PictureBatches(tokenizer, template, stage.seq_len, stage.batch, args.seed)
-    rows = max(1, round(PICTURE_ROWS * stage.batch))
-    text = DialogueBatches(corpus, tokenizer, template, stage.seq_len, stage.batch - rows, args.seed)
-    return PictureBatches(tokenizer, template, stage.seq_len, rows, args.seed, PICTURE_WEIGHT, text)
+        return pictures
+    length, rows = (stage.seq_len, stage.batch) if args.short else TEXT_SHAPE
+    text = DialogueBatches(corpus, tokenizer, template, length, rows, args.seed, 0.5, TEXT_SHARES, LONG_DOCUMENTS)
+    return Alternating(pictures, text, TEXT_EVERY)
 
 
 def checker(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[TrainState], None]:

@@ -6,6 +6,7 @@ definition can predict the value.
 """
 
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
@@ -14,6 +15,7 @@ from m3jax.train.corpus import KEY, RECORD_LENGTH, VALUE, Corpus, RecordTokens, 
 
 __all__ = [
     "Batch",
+    "Batches",
     "Corpus",
     "PlainBatches",
     "RecallBatches",
@@ -22,11 +24,18 @@ __all__ = [
     "scatter",
 ]
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, Any]
 
 _MAX_PAIRS = 128
 _MIN_DISTANCE = 8
 _QUERIES = (0.6, 0.25, 0.15)  # probability of 1, 2, 3 repeats of a pair
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Batches by number: `tokens` [B T+1], `weights`, `recall` [B T]; at times `kept`, `pictures`, `naming`."""
+
+    def __getitem__(self, index: int) -> Batch: ...
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +26,12 @@ from m3jax.checkpoint import save
 from m3jax.model import M3
 from m3jax.msa import SCHEDULES
 from m3jax.progress import activity
-from m3jax.train.data import Batch
+from m3jax.train.data import Batch, Batches
 from m3jax.train.step import TrainOptions, TrainState, cast_weights, train_step
 
 KEEP_SECONDS = 60.0
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
-_READ = ("tokens", "weights", "recall", "kept", "pictures")  # what a step reads of a batch
-
-
-@runtime_checkable
-class Batches(Protocol):
-    """Batches by number: `tokens` [B T+1], `weights`, `recall` [B T]; `kept` if a teacher is followed; `pictures`."""
-
-    def __getitem__(self, index: int) -> Batch: ...
+_READ = ("tokens", "weights", "recall", "kept", "pictures", "naming")  # what a step reads of a batch
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.train.fused import fuse
 from m3jax.train.losses import index_kl, kept_loss, next_token_loss
-from m3jax.train.pictures.features import Pictures, with_pictures
+from m3jax.train.pictures.features import Naming, Pictures, naming_loss, picture_features
 
 # Names of parameters: the tower and the projector, and what moves the router's choice.
 VISION, ROUTING_BIAS = "vision.", "e_score_correction_bias"
@@ -31,6 +31,7 @@ class TrainOptions:
       kl_weight: weight of the index loss; 0 leaves it out.
       kl_stride: every how many queries the index loss looks at, from a random offset.
       recall_weight: extra weight of the targets that are recalled values.
+      naming_weight: weight of `naming_loss`, where a batch has what pictures show.
       balance_rate: step of the routing bias towards equal expert loads; 0 leaves the biases as they are.
       remat: recompute activations in the backward pass.
       fused: attention by `m3jax.train.fused`, for rows without padding; otherwise by the model's schedule.
@@ -40,6 +41,7 @@ class TrainOptions:
     kl_weight: float = 1.0
     kl_stride: int = 8
     recall_weight: float = 0.0
+    naming_weight: float = 1.0
     balance_rate: float = 1e-3
     remat: bool = True
     fused: bool = False
@@ -132,7 +134,7 @@ def check_trainable(model: M3) -> None:
 
 def losses(
     model: M3,
-    batch: dict[str, Array | Pictures],
+    batch: dict[str, Array | Pictures | Naming],
     offset: Int[Array, ""],
     options: TrainOptions,
     teacher: M3 | None = None,
@@ -141,27 +143,33 @@ def losses(
 
     Args:
       model: float32 master weights; its schedule says whether attention is dense or sparse.
-      batch: tokens [B T+1], weights and recall [B T]; "pictures" where some tokens stand for them.
+      batch: tokens [B T+1], weights and recall [B T]; "pictures" where some tokens stand for them, and "naming" where
+        the tower is to learn what they show.
       offset: first query of the index loss, below `options.kl_stride`.
       options: weights of the parts.
       teacher: whose predictions are to be kept where the batch's "kept" [B T] says so: a target there is the teacher's
-        distribution, not the one token that followed. None takes the tokens everywhere.
+        distribution, not the one token that followed. None takes the tokens everywhere, as a batch without "kept" does.
 
     Returns:
       (loss, {"lm", "recall", "kl", "loads"}), losses in nats: lm with the batch's weights and the extra weight of
       recalled values, recall of those values alone, kl the mean over sparse layers. loads is a list over stacks of
-      [L E], the share of routed pairs that each expert got; None where the MLP is dense.
+      [L E], the share of routed pairs that each expert got; None where the MLP is dense. A batch with "naming" has
+      "naming" too.
     """
     check_trainable(model)
     tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     probe = partial(_layer_measures, config=model.config, offset=offset, options=options)
     compute_model = cast_weights(model, options.compute_dtype)
     compute_model = fuse(compute_model) if options.fused else compute_model
-    embeddings = with_pictures(compute_model, tokens, batch["pictures"]) if "pictures" in batch else None
+    features, embeddings = None, None
+    if "pictures" in batch:
+        features = picture_features(compute_model, batch["pictures"])  # [S R D]
+        places = batch["pictures"].places.reshape(-1)
+        embeddings = compute_model.embed(tokens, features.reshape(-1, features.shape[-1]), places)
     x, _, stacks = compute_model.trunk(tokens, embeddings=embeddings, probe=probe, remat=options.remat)
     logits = compute_model.unembed(compute_model.final_norm(x))  # [B T V]
     weights = batch["weights"] * (1.0 + options.recall_weight * batch["recall"])
-    if teacher is None:
+    if teacher is None or "kept" not in batch:
         lm = next_token_loss(logits, targets, weights)
     else:
         teacher = cast_weights(teacher, options.compute_dtype)
@@ -173,13 +181,18 @@ def losses(
     kl = sum(jnp.sum(kls) for kls in layer_kls) / max(1, sum(kls.shape[0] for kls in layer_kls))
     loads = [measures.get("load") for measures in stacks]
     parts = {"lm": lm, "recall": recall, "kl": jnp.asarray(kl, jnp.float32), "loads": loads}
-    return lm + options.kl_weight * parts["kl"], parts
+    # Rows of pictures are short: nearly all blocks are selected there, and which are says little.
+    loss = lm if "pictures" in batch else lm + options.kl_weight * parts["kl"]
+    if features is not None and "naming" in batch:
+        parts["naming"] = naming_loss(features, compute_model.embed_tokens[...], batch["naming"])
+        loss = loss + options.naming_weight * parts["naming"]
+    return loss, parts
 
 
 @partial(jax.jit, static_argnames=("optimizer", "options"), donate_argnames="state")
 def train_step(
     state: TrainState,
-    batch: dict[str, Array | Pictures],
+    batch: dict[str, Array | Pictures | Naming],
     optimizer: optax.GradientTransformation,
     options: TrainOptions,
     teacher: M3 | None = None,
@@ -194,8 +207,8 @@ def train_step(
       teacher: as for `losses`; not donated.
 
     Returns:
-      (new state, metrics): lm, recall and kl as from `losses`, grad_norm before clipping, and imbalance, the load of
-      the busiest expert of any layer relative to an equal share (in a model with experts).
+      (new state, metrics): lm, recall, kl and naming as from `losses`, grad_norm before clipping, and imbalance, the
+      load of the busiest expert of any layer relative to an equal share (in a model with experts).
     """
     offset = jax.random.randint(jax.random.fold_in(jax.random.key(0), state.step), (), 0, options.kl_stride)
     grads, parts = jax.grad(losses, has_aux=True)(state.model, batch, offset, options, teacher)
@@ -203,7 +216,8 @@ def train_step(
     model = optax.apply_updates(state.model, updates)
     if options.balance_rate:
         model = balance(model, parts["loads"], options.balance_rate)
-    metrics = {name: parts[name] for name in ("lm", "recall", "kl")} | {"grad_norm": optax.tree.norm(grads)}
+    measured = [name for name in ("lm", "recall", "kl", "naming") if name in parts]
+    metrics = {name: parts[name] for name in measured} | {"grad_norm": optax.tree.norm(grads)}
     if imbalances := [jnp.max(load) * load.shape[-1] for load in parts["loads"] if load is not None]:
         metrics["imbalance"] = jnp.max(jnp.stack(imbalances))
     return TrainState(state.step + 1, model, opt_state), metrics

@@ -24,8 +24,8 @@ def attend_segments(
     Args:
       q, k, v, segments: as in the definition; padding may hold anything.
       backend: "xla" for tiles, on any device, which "auto" takes; "cudnn" for NVIDIA's kernels, on a GPU and in 16
-        bits, by name alone until they have been measured there; "definition" holds all X x X scores, and suits
-        `jax.vmap` over small X.
+        bits, by name alone until it is known that neighbours change no bit there; "definition" holds all X x X scores,
+        and suits `jax.vmap` over small X.
 
     Raises:
       ValueError: an unknown backend, or cuDNN where it cannot run, with the reason.

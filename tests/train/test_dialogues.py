@@ -84,12 +84,15 @@ def test_a_dialogue_is_the_prompts_that_the_model_will_see(corpus, kind):
 
 def test_answers_follow_from_what_was_said(corpus):
     """A document's answer is in its records, a sum is a sum, and results go to the calls of their order."""
+    givers = set()
     for seed in range(20):
         document = task_of(corpus, "document", "disabled", seed)
-        question, answer = (message["content"] for message in document.messages)
+        *before, answer = (message["content"] for message in document.messages)
         key, value = answer.removeprefix("The value of ").removesuffix(".").split(" is ")
-        assert f"# {key} -> {value}\n" in question and question.endswith(f"\n\nWhat is {key}?")
-        assert question.count(f"# {key} ->") == 1 and "\ufffd" not in question
+        text = "\n\n".join(before)
+        assert f"# {key} -> {value}\n" in text and text.endswith(f"\n\nWhat is {key}?")
+        assert text.count(f"# {key} ->") == 1 and "\ufffd" not in text
+        givers.add(document.messages[0]["role"])
         total = task_of(corpus, "sum", "disabled", seed)
         ((call,), result) = total.messages[1]["tool_calls"], total.messages[2]["content"]
         assert sum(call["function"]["arguments"].values()) == int(result)
@@ -100,6 +103,7 @@ def test_answers_follow_from_what_was_said(corpus):
         terms = [int(message["content"].split(" -> ")[1]) for message in both[2:4]]
         assert list(both[4]["tool_calls"][0]["function"]["arguments"].values()) == terms
         assert both[-1]["content"] == f"The sum is {sum(terms)}."
+    assert givers == {"user", "developer"}, "a document stands before the tools or behind them"
 
 
 def test_dialogues_are_many(corpus):
@@ -110,6 +114,10 @@ def test_dialogues_are_many(corpus):
     questions = {sum(message["role"] == "user" for message in task.messages) for task in tasks}
     assert len(names) == 6 and questions == {1, 2}
     assert any(task.tools is None for task in tasks)
+    chosen = [
+        draw_task(np.random.default_rng(i), corpus, TOKENIZER, 40, shares=(0.0, 0.0, 0.5, 0.0, 0.5)) for i in range(20)
+    ]
+    assert {task.kind for task in chosen} == {KINDS[2], KINDS[4]}
 
 
 # Batches
@@ -145,9 +153,11 @@ def test_a_row_has_dialogues_then_code_beside_rows_of_the_older_data(corpus):
 def test_documents_have_all_lengths():
     """Short ones, so that a row has many dialogues, and long ones, so that tools and questions stand far apart."""
     rng = np.random.default_rng(0)
-    lengths = np.array([_document_tokens(rng, 3600) for _ in range(3000)])
+    lengths = np.array([_document_tokens(rng, 3600, long_fraction=1 / 3) for _ in range(3000)])
     assert lengths.min() >= 32 and lengths.max() <= 3600
     assert 0.3 < (lengths <= 256).mean() < 0.7 and 0.12 < (lengths > 2400).mean() < 0.4
+    lengths = np.array([_document_tokens(rng, 3600, long_fraction=0.9) for _ in range(1000)])
+    assert (lengths > 2400).mean() > 0.27
 
 
 @pytest.mark.parametrize(

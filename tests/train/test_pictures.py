@@ -15,14 +15,18 @@ from m3jax.text import ChatTemplate, Tokenizer
 from m3jax.train.dialogues import MODES
 from m3jax.train.pictures import (
     KINDS,
+    NAMES,
+    Alternating,
     PictureBatches,
     PictureTask,
     draw_picture_task,
     greedy_answers,
     held_out_tasks,
+    naming_loss,
     packed_pictures,
     picture_accuracy,
     picture_features,
+    shown_names,
     task_tokens,
     with_tower,
 )
@@ -137,6 +141,74 @@ def test_questions_of_all_kinds_and_modes_have_many_answers():
     assert {len(task.questions) for task in tasks} == {1, 2, 3} and {task.is_first for task in tasks} == {True, False}
 
 
+def names_shown(task: PictureTask) -> list[set[str]]:
+    """For each token of a picture."""
+    shown = shown_names(task)
+    return [
+        {
+            name
+            for group, found in zip(NAMES, shown, strict=True)
+            for name, is_shown in zip(group, found[i], strict=True)
+            if is_shown
+        }
+        for i in range(len(shown[0]))
+    ]
+
+
+def test_a_token_shows_what_its_pixels_show():
+    """Its 28 x 28 pixels have the colour that it names, and where nothing is named no shape has its middle."""
+    for task in tasks_of("what", 20):
+        _, colour, shape = task.questions[0][2].lower().rstrip(".").split()
+        frame, tokens = task.frames[0].astype(float), names_shown(task)
+        cells = frame.reshape(frame.shape[0] // 28, 28, frame.shape[1] // 28, 28, 3).swapaxes(1, 2).reshape(-1, 784, 3)
+        is_painted = np.abs(cells - COLOURS[colour]).max(axis=-1).mean(axis=-1)  # by token
+        assert {colour, shape} <= tokens[np.argmin(is_painted)]
+        assert all(names == set() or {colour, shape, "first"} <= names for names in tokens)
+
+
+def test_names_of_places_are_those_of_the_answers():
+    for task in tasks_of("place", 12, most_turns=1) + tasks_of("side", 12, most_turns=1):
+        kind, question, answer = task.questions[0]
+        about = [shape for shape in SHAPES if f"the {shape}" in question]
+        where = {mark.names[1]: mark.names for mark in task.marks}
+        if kind == "place":
+            assert set(answer.lower().rstrip(".").split()) == set(where[about[0]][3:])
+        else:
+            one, other = (NAMES[-1].index(where[shape][2]) for shape in sorted(about, key=question.index))
+            assert (one < other) == (answer == "Yes.")
+    number = next(task for task in tasks_of("number", 9) if len(task.questions[0][2]) == 3)
+    assert [mark.names[1:] for mark in number.marks] == list(
+        zip(number.questions[0][2], ("first", "second"), strict=False)
+    )
+
+
+def test_features_are_drawn_to_the_names_of_what_they_show():
+    """The loss by its definition in numpy; small where each feature lies along its names; it moves no embedding."""
+    batch = PictureBatches(TOKENIZER, TEMPLATE, 256, 2, 0)[0]["naming"]
+    rng = np.random.default_rng(0)
+    embeddings = rng.normal(size=(2048, 32)).astype(np.float32)
+    features = rng.normal(size=(*batch.shown[0].shape[:2], 32)).astype(np.float32)
+    size, losses, towards = np.sqrt((embeddings**2).sum(-1).mean()), [], np.zeros_like(features)
+    for shown, words in zip(*batch, strict=True):
+        names = np.stack([embeddings[row[row >= 0]].mean(axis=0) for row in words])
+        names /= np.linalg.norm(names, axis=-1, keepdims=True)
+        scores = 16.0 / size * features @ names.T
+        scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
+        losses += [-scores[s, r][shown[s, r]].mean() for s, r in np.argwhere(shown.any(axis=-1))]
+        towards += size * (shown[..., None] * names).sum(axis=-2) / np.maximum(shown.sum(-1), 1)[..., None]
+    naming, embeddings = jax.tree.map(jnp.asarray, batch), jnp.asarray(embeddings)
+    loss, gradient = jax.value_and_grad(naming_loss, argnums=1)(jnp.asarray(features), embeddings, naming)
+    assert float(loss) == pytest.approx(np.mean(losses), rel=1e-5) and not gradient.any()
+    assert float(naming_loss(jnp.asarray(towards), embeddings, naming)) < 0.6 < 2.0 < float(loss)
+
+
+def test_one_batch_of_a_few_is_text():
+    batches = Alternating(pictures=[{"picture": i} for i in range(6)], text=[{"text": 0}, {"text": 1}], every=3)
+    assert [batches[i] for i in range(6)] == [
+        {"picture": 0}, {"picture": 1}, {"text": 0}, {"picture": 3}, {"picture": 4}, {"text": 1},
+    ]  # fmt: skip
+
+
 # What the model reads
 
 
@@ -171,7 +243,7 @@ def test_batches_are_those_of_their_seed_and_number():
 
 
 def test_only_answers_count_and_every_placeholder_has_a_feature():
-    batch = PictureBatches(TOKENIZER, TEMPLATE, 512, 2, 0, weight=4.0)[0]
+    batch = PictureBatches(TOKENIZER, TEMPLATE, 512, 2, 0)[0]
     places = batch["pictures"].places[batch["pictures"].places >= 0]
     flat = batch["tokens"][:, :-1].reshape(-1)
     is_placeholder = (flat == IDS.image) | (flat == IDS.video)
@@ -179,7 +251,7 @@ def test_only_answers_count_and_every_placeholder_has_a_feature():
     per_picture = (batch["pictures"].places >= 0).sum(axis=1)
     assert (per_picture * 4 == (batch["pictures"].segments == 0).sum(axis=1)).all()
     text = TOKENIZER.decode(batch["tokens"][:, 1:][batch["weights"] > 0], skip_special_tokens=False)
-    assert set(np.unique(batch["weights"])) == {0.0, 4.0} and "?" not in text and "]<]image[>[" not in text
+    assert set(np.unique(batch["weights"])) == {0.0, 1.0} and "?" not in text and "]<]image[>[" not in text
     assert text.count("[e~[") == (batch["tokens"] == TOKENIZER.encode("</mm:think>")[0]).sum()
     counts = batch["weights"] > 0
     is_last = counts[:, :-1] & ~counts[:, 1:]

@@ -36,6 +36,9 @@ class DialogueBatches:
       batch_size: B.
       seed: of all batches, not negative.
       dialogue_fraction: share of rows with dialogues; the others are those of `RecallBatches`.
+      shares: of the kinds of dialogues, as in `draw_task`.
+      long_fraction: share of documents that have any length; of the others half are short, and half have any order of
+        magnitude.
 
     Raises:
       ValueError: a size or a share that is out of range.
@@ -48,6 +51,8 @@ class DialogueBatches:
     batch_size: int
     seed: int
     dialogue_fraction: float = 0.5
+    shares: tuple[float, ...] | None = None
+    long_fraction: float = 1 / 3
 
     def __post_init__(self):
         if self.seq_len < 512:
@@ -71,7 +76,8 @@ class DialogueBatches:
         length = self.seq_len + 1
         tokens, written = np.zeros(0, np.int32), np.zeros(0, bool)
         while (room := length - len(tokens) - _ROOM_FOR_DIALOGUE) >= _FEWEST_DOCUMENT_TOKENS:
-            task = draw_task(rng, self.corpus, self.tokenizer, _document_tokens(rng, room))
+            tokens_of_document = _document_tokens(rng, room, self.long_fraction)
+            task = draw_task(rng, self.corpus, self.tokenizer, tokens_of_document, shares=self.shares)
             ids, is_written = written_tokens(
                 self.template, self.tokenizer, task.messages, task.tools, task.thinking_mode
             )
@@ -92,12 +98,12 @@ class DialogueBatches:
         }
 
 
-def _document_tokens(rng: np.random.Generator, room: int) -> int:
-    """How long a document is: a third are short, a third of any order of magnitude, a third of any length."""
-    kind, fewest = rng.integers(3), _FEWEST_DOCUMENT_TOKENS
-    if kind == 2:
+def _document_tokens(rng: np.random.Generator, room: int, long_fraction: float) -> int:
+    """How long a document is: of any length, or short, or of any order of magnitude."""
+    fewest = _FEWEST_DOCUMENT_TOKENS
+    if rng.random() < long_fraction:
         return int(rng.integers(fewest, room + 1))
-    most = min(room, _SHORT_DOCUMENT) if kind == 0 else room
+    most = min(room, _SHORT_DOCUMENT) if rng.random() < 0.5 else room
     return int(np.exp(rng.uniform(np.log(fewest), np.log(most + 1))))
 
 

@@ -4,6 +4,7 @@ A document is code with records, `# harbor -> lantern`, as in `m3jax.train.data`
 recall. What a tool would return is part of the task, and so is every word that the assistant is to write.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,7 @@ def draw_task(
     document_tokens: int,
     kind: str | None = None,
     thinking_mode: str | None = None,
+    shares: Sequence[float] | None = None,
 ) -> Task:
     """Draw a dialogue.
 
@@ -58,12 +60,13 @@ def draw_task(
       document_tokens: length of a document, where the dialogue has one; at least 16.
       kind: of the first question; None draws it, and at times a second question.
       thinking_mode: None draws it.
+      shares: how often each of `KINDS` is drawn; None for all alike.
 
     Returns:
       The dialogue; the same for an equal generator.
     """
     mode = MODES[rng.integers(len(MODES))] if thinking_mode is None else thinking_mode
-    kinds = [KINDS[rng.integers(len(KINDS))]] if kind is None else [kind]
+    kinds = [KINDS[rng.choice(len(KINDS), p=shares)]] if kind is None else [kind]
     if kind is None and rng.random() < _SECOND_QUESTION:
         kinds.append(("look-up", "sum", "two look-ups, then sum")[rng.integers(3)])
     script = _Script.draw(rng, mode)
@@ -153,15 +156,20 @@ def _ask_document(
     code_length = max(tokens - RECORD_LENGTH * num_records, 1)
     row = scatter(rng, corpus, corpus.draw_start(rng, code_length), code_length, records)
     text = tokenizer.decode(row).strip("\ufffd\n")  # the ends of the code may lie within a character
+    if rng.random() < 0.5:  # the developer gives it, and it stands before the tools; or else the user, behind them
+        script.messages.append({"role": "developer", "content": text})
+        text = ""
+    else:
+        text += "\n\n"
     place = 2 * int(rng.integers(num_records))
     key, value = known[place : place + 2]
     fact, is_thought = f"The value of {key} is {value}", script.thinks(is_hard=True)
     if not looks_up:
-        script.asks(f"{text}\n\nWhat is {key}?")
+        script.asks(f"{text}What is {key}?")
         script.says(_record(key, value), f"{fact}.", is_hard=True)
         return
     found = script.words.pop()
-    script.asks(f"{text}\n\nLook up what {key} is.")
+    script.asks(f"{text}Look up what {key} is.")
     # What the call needs is written down before it, where nothing is thought as the answer's first sentence.
     call = (script.look_up, {script.key: value})
     script.calls(_record(key, value), call, content="" if is_thought else f"{fact}.", is_hard=True)

@@ -1,4 +1,4 @@
-"""Training rows of dialogues about pictures, beside rows of text: tokens, and patches that some of them stand for."""
+"""Training rows of dialogues about pictures: tokens, patches that some of them stand for, and what those show."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,16 @@ from m3jax.media import PlaceholderIds, ProcessedImage, ProcessedVideo, expand_t
 from m3jax.media.frames import timestamps
 from m3jax.media.packing import NO_SEGMENT
 from m3jax.media.patches import Grid, patch_positions, patch_rows
-from m3jax.media.sizes import PATCH, PATCH_VALUES, TEMPORAL
+from m3jax.media.sizes import FACTOR, PATCH, PATCH_VALUES, TEMPORAL
 from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.data import Batch
+from m3jax.train.data import Batch, Batches
 from m3jax.train.dialogues import written_tokens
-from m3jax.train.pictures.features import Pictures
-from m3jax.train.pictures.tasks import MOST_PATCHES, MOST_TOKENS, PictureTask, draw_picture_task
+from m3jax.train.pictures.features import Naming, Pictures
+from m3jax.train.pictures.tasks import MOST_PATCHES, MOST_TOKENS, NAMES, PictureTask, draw_picture_task
 
 _ROOM = 256  # tokens that the longest dialogue about a picture has
 _TOKENS_A_PICTURE = 72  # of a row: as many pictures as it has room for
+_SEEN = 0.7  # of what a mark covers: a token that has only its edge does not show it
 
 
 def grid_of(task: PictureTask) -> Grid:
@@ -75,22 +76,61 @@ def packed_pictures(tasks: Sequence[PictureTask], places: Sequence[Int32[np.ndar
     return Pictures(patches, segments, positions, padded_places)
 
 
+def shown_names(task: PictureTask) -> tuple[Bool[np.ndarray, "R N"], ...]:
+    """Which names of each group of `NAMES` a token of a picture shows, in the order of its features.
+
+    Args:
+      task: the picture.
+    """
+    t, h, w = grid_of(task)
+    rows, columns = (h * PATCH) // FACTOR, (w * PATCH) // FACTOR
+    shown = [np.zeros((t, rows, columns, len(group)), bool) for group in NAMES]
+    for mark in task.marks:
+        reach = _SEEN * np.array([mark.half_height, mark.half_width])
+        centre = np.array([mark.y, mark.x])
+        (top, left), (bottom, right) = ((centre + side * reach) // FACTOR for side in (-1, 1))
+        cells = slice(int(top), int(bottom) + 1), slice(int(left), int(right) + 1)
+        for name in mark.names:
+            number = next(number for number, group in enumerate(NAMES) if name in group)
+            shown[number][(mark.frame // TEMPORAL, *cells, NAMES[number].index(name))] = True
+    return tuple(of_group.reshape(-1, of_group.shape[-1]) for of_group in shown)
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """Batches of pictures, and one of text after every few; batch i is a function of i alone.
+
+    Pictures need short rows, where one dialogue does not hide among many, and text needs long ones.
+
+    Args:
+      pictures: batch i of them is batch i.
+      text: one after the other.
+      every: how many batches there are for one of text, at least 2.
+    """
+
+    pictures: Batches
+    text: Batches
+    every: int
+
+    def __getitem__(self, index: int) -> Batch:
+        turn, place = divmod(index, self.every)
+        return self.text[turn] if place == self.every - 1 else self.pictures[index]
+
+
 @dataclass(frozen=True)
 class PictureBatches:
     """Random training batches; batch i is a function of (seed, i) alone, so a run can resume.
 
-    `batches[i]` has the arrays of `RecallBatches`, and "pictures". Rows of pictures come first: as many dialogues as
-    find room, one after the other. There a weight is `weight` where the target is the assistant's own word, the end of
-    its turn included, and 0 elsewhere; none is recalled.
+    `batches[i]` has the arrays of `RecallBatches`, "pictures" and "naming". A row has as many dialogues as find room,
+    one after the other. A weight is 1 where the target is the assistant's own word, the end of its turn included, and 0
+    elsewhere; none is recalled.
 
     Args:
       tokenizer: of the model.
       template: how a dialogue becomes text.
       seq_len: T, at least 256.
-      rows: of pictures.
+      rows: B.
       seed: of all batches, not negative.
-      weight: of the assistant's words, of which there are few beside a row of text.
-      text: batches of rows of T tokens that stand below; None for none.
 
     Raises:
       ValueError: rows without room for a dialogue, or no rows.
@@ -101,8 +141,6 @@ class PictureBatches:
     seq_len: int
     rows: int
     seed: int
-    weight: float = 1.0
-    text: "Sequence[Batch] | None" = None
 
     def __post_init__(self):
         if self.seq_len < _ROOM:
@@ -115,6 +153,13 @@ class PictureBatches:
         """The placeholders of this tokenizer."""
         return PlaceholderIds.of_tokenizer(self.tokenizer)
 
+    @cached_property
+    def name_words(self) -> tuple[Int32[np.ndarray, "N W"], ...]:
+        """The token ids of each name, by group, as it stands behind a space; -1 behind them."""
+        words = [[self.tokenizer.encode(f" {name}") for name in group] for group in NAMES]
+        longest = max(len(ids) for group in words for ids in group)
+        return tuple(np.array([ids + [-1] * (longest - len(ids)) for ids in group], np.int32) for group in words)
+
     def __getitem__(self, index: int) -> Batch:
         rng = np.random.default_rng([self.seed, index, 2])
         most = self.seq_len // _TOKENS_A_PICTURE
@@ -124,11 +169,13 @@ class PictureBatches:
             rows.append(row)
             tasks += row_tasks
             places += [number * self.seq_len + own for own in row_places]
+        shown = tuple(np.zeros((self.rows * most, MOST_TOKENS, len(group)), bool) for group in NAMES)
+        for number, task in enumerate(tasks):
+            for of_group, of_task in zip(shown, shown_names(task), strict=True):
+                of_group[number, : len(of_task)] = of_task
         batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-        if self.text is not None:
-            below = self.text[index]
-            batch = {name: np.concatenate([batch[name], below[name]]) for name in batch}
-        return batch | {"pictures": packed_pictures(tasks, places, self.rows * most)}
+        pictures = packed_pictures(tasks, places, self.rows * most)
+        return batch | {"pictures": pictures, "naming": Naming(shown, self.name_words)}
 
     def _row(
         self, rng: np.random.Generator, most: int
@@ -149,10 +196,9 @@ class PictureBatches:
             begin = end
         row = {
             "tokens": tokens,
-            "weights": np.float32(self.weight) * counts[1:],
+            "weights": counts[1:].astype(np.float32),
             "recall": np.zeros(self.seq_len, bool),
             "distance": np.zeros(self.seq_len, np.int32),
             "recent": np.zeros(self.seq_len, np.int32),
-            "kept": np.zeros(self.seq_len, bool),
         }
         return row, tasks, places

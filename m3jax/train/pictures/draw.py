@@ -148,7 +148,7 @@ def draw_number(
       colour: of the strokes.
     """
     digits, half = [int(digit) for digit in str(number)], height / 4.0
-    centres = (np.arange(len(digits)) - (len(digits) - 1) / 2.0) * _DIGIT_STEP * half
+    centres = digit_centres(number, height)
 
     def strokes(x: Plane, y: Plane) -> Plane:
         lines = [
@@ -161,6 +161,16 @@ def draw_number(
     canvas = canvas.copy()
     _cover(canvas, strokes, x, y, number_reach(number, height, stroke, slant), colour)
     return canvas
+
+
+def digit_centres(number: int, height: float) -> Float[np.ndarray, " N"]:
+    """How far right of a number's centre those of its digits lie, in pixels.
+
+    Args:
+      number, height: as in `draw_number`.
+    """
+    count = len(str(number))
+    return (np.arange(count) - (count - 1) / 2.0) * _DIGIT_STEP * height / 4.0
 
 
 def number_reach(number: int, height: float, stroke: float, slant: float) -> float:

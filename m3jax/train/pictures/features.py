@@ -5,13 +5,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt8
 
 from m3jax.media import MediaBatch
 from m3jax.media.packing import NO_SEGMENT
 from m3jax.media.patches import MEAN, STD
 from m3jax.model import M3, init
 from m3jax.vision import VisionConfig
+
+_SHARPNESS = 16.0  # of the choice between names: the score of a feature as long as an embedding, in a name's direction
 
 
 class Pictures(NamedTuple):
@@ -28,6 +30,46 @@ class Pictures(NamedTuple):
     segments: Int32[Array | np.ndarray, "S X"]
     positions: Int32[Array | np.ndarray, "S X 3"]
     places: Int32[Array | np.ndarray, "S R"]
+
+
+class Naming(NamedTuple):
+    """What the tokens of a batch's pictures show, and what that is called: a pytree of arrays, a pair for each group.
+
+    Attributes:
+      shown: whether a token shows what has a name.
+      words: token ids of each name, -1 behind them.
+    """
+
+    shown: tuple[Bool[Array | np.ndarray, "S R _"], ...]
+    words: tuple[Int32[Array | np.ndarray, "_ W"], ...]
+
+
+def naming_loss(features: Float[Array, "S R D"], embeddings: Float[Array, "V D"], naming: Naming) -> Float[Array, ""]:
+    """How far features are from the names of what they show, in nats for each token and group with a name.
+
+    Softmax cross-entropy over the names of a group by the product of a feature with the direction of each, the mean of
+    its words' embeddings; names that a token shows share its target evenly. It teaches a tower what to tell apart many
+    times faster than answers alone, in terms that the text model has already, and keeps features of the size that
+    embeddings have: by cosines alone they grow without end, beside what the layers add to them.
+
+    Args:
+      features: of each picture.
+      embeddings: of the text model's tokens; no gradient reaches them.
+      naming: of these pictures.
+
+    Source: contrastive pre-training of image towers (Radford et al., arXiv:2103.00020), for each token by itself.
+    """
+    embeddings = jax.lax.stop_gradient(embeddings.astype(jnp.float32))
+    size = jnp.sqrt(jnp.mean(jnp.sum(jnp.square(embeddings), axis=-1)))
+    features, total, count = features.astype(jnp.float32), 0.0, 0
+    for shown, words in zip(*naming, strict=True):
+        names = jnp.sum(jnp.where((words >= 0)[..., None], embeddings[words], 0.0), axis=1)  # [N D]
+        names = _SHARPNESS / size * names / jnp.linalg.norm(names, axis=-1, keepdims=True)
+        scores = jax.nn.log_softmax(jnp.einsum("srd,nd->srn", features, names), axis=-1)
+        num_shown = jnp.sum(shown, axis=-1)  # [S R]
+        total -= jnp.sum(jnp.where(shown, scores, 0.0) / jnp.maximum(num_shown, 1)[..., None])
+        count += jnp.sum(num_shown > 0)
+    return total / jnp.maximum(count, 1)
 
 
 def picture_features(model: M3, pictures: Pictures) -> Float[Array, "S R D"]:
@@ -55,18 +97,6 @@ def normalized_rows(patches: UInt8[Array, "... P"]) -> Float[Array, "... P"]:
     per_colour = patches.shape[-1] // len(MEAN)
     rows = lambda values: jnp.repeat(jnp.asarray(values, jnp.float32) * 255.0, per_colour)
     return (patches.astype(jnp.float32) - rows(MEAN)) / rows(STD)
-
-
-def with_pictures(model: M3, tokens: Int[Array, "B T"], pictures: Pictures) -> Float[Array, "B T D"]:
-    """The embeddings of tokens, with features where they stand for pictures.
-
-    Args:
-      model: with a tower.
-      tokens: with all placeholders.
-      pictures: of these tokens.
-    """
-    features = picture_features(model, pictures)
-    return model.embed(tokens, features.reshape(-1, features.shape[-1]), pictures.places.reshape(-1))
 
 
 def with_tower(base: M3, vision: VisionConfig, seed: int) -> M3:

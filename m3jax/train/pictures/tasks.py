@@ -14,6 +14,7 @@ from m3jax.train.pictures.draw import (
     Shape,
     as_bytes,
     background,
+    digit_centres,
     draw_number,
     draw_shapes,
     number_reach,
@@ -25,6 +26,11 @@ CLIP_SIDE, CLIP_FRAMES = 56, (4, 6, 8)  # 2 to 4 temporal patches of 4 tokens
 MOST_PATCHES = 64  # of a picture, or of all frames of a clip
 MOST_TOKENS = MOST_PATCHES // 4
 WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+# Of what a token of a picture may show, one or none of each: colour, shape, digit, where in the picture, and which of
+# the picture's shapes or digits from the left.
+PLACES = ("first", "second", "third", "fourth")
+NAMES = (tuple(COLOURS), SHAPES, tuple("0123456789"), ("top", "bottom"), ("left", "right"), PLACES)
+_CLEAR = 8.0  # pixels from the middle, where a place has a name
 _LEAST_NUMBERS = 10  # numbers below it are one digit
 _MOST_TURNS = 3
 _COUNTS = ((1, 0.2), (2, 0.3), (3, 0.3), (4, 0.2))  # shapes of a picture, and how likely so many are
@@ -42,6 +48,25 @@ def is_held_out_number(number: int) -> bool:
     return number >= _LEAST_NUMBERS and number % 9 == 4
 
 
+@dataclass(frozen=True)
+class Mark:
+    """What is seen somewhere.
+
+    Attributes:
+      names: of it, of `NAMES`.
+      frame: in which it is seen.
+      x, y: its centre in pixels from the left and from the top.
+      half_width, half_height: from there to its ends.
+    """
+
+    names: tuple[str, ...]
+    frame: int
+    x: float
+    y: float
+    half_width: float
+    half_height: float
+
+
 @dataclass(frozen=True, eq=False)
 class PictureTask:
     """A dialogue about one picture or one clip.
@@ -53,6 +78,7 @@ class PictureTask:
       reasoning: what is thought before the first answer, where thinking is enabled.
       thinking_mode: "enabled", "disabled" or "adaptive"; in the last nothing is thought.
       is_first: whether the picture stands before the first question, or behind it.
+      marks: all that is seen.
     """
 
     frames: UInt8[np.ndarray, "F H W 3"]
@@ -61,6 +87,7 @@ class PictureTask:
     reasoning: str
     thinking_mode: str
     is_first: bool
+    marks: tuple[Mark, ...]
 
     @property
     def kind(self) -> str:
@@ -113,11 +140,11 @@ def draw_picture_task(
     source_fps = None
     while True:  # a scene may have no question of the kind: two shapes one above the other have no side
         if draw is _draw_scene:
-            frames, questions, seen = _draw_scene(rng, 1 if kind == "what" else None, held_out)
+            frames, questions, seen, marks = _draw_scene(rng, 1 if kind == "what" else None, held_out)
         elif draw is _draw_number:
-            frames, questions, seen = _draw_number(rng, held_out)
+            frames, questions, seen, marks = _draw_number(rng, held_out)
         else:
-            frames, questions, seen = _draw_clip(rng, held_out)
+            frames, questions, seen, marks = _draw_clip(rng, held_out)
             source_fps = float(rng.choice((1.0, 2.0, 4.0)))
         if first := [question for question in questions if question[0] == kind]:
             break
@@ -125,7 +152,8 @@ def draw_picture_task(
     others = [question for question in questions if question != chosen[0]]
     count = min(int(rng.integers(most_turns)), len(others))
     chosen += [others[place] for place in rng.permutation(len(others))[:count]]
-    return PictureTask(frames, source_fps, tuple(chosen), f"I see {seen}.", mode, is_first=bool(rng.random() < 0.8))
+    is_first = bool(rng.random() < 0.8)
+    return PictureTask(frames, source_fps, tuple(chosen), f"I see {seen}.", mode, is_first, tuple(marks))
 
 
 def called(shape: Shape) -> str:
@@ -135,8 +163,8 @@ def called(shape: Shape) -> str:
 
 def _draw_scene(
     rng: np.random.Generator, count: int | None, held_out: bool
-) -> tuple[UInt8[np.ndarray, "1 H W 3"], list[Question], str]:
-    """A picture of shapes that do not overlap, the questions that it answers, and what is seen on it."""
+) -> tuple[UInt8[np.ndarray, "1 H W 3"], list[Question], str, list[Mark]]:
+    """A picture of shapes that do not overlap, the questions that it answers, and what is seen on it, also where."""
     if count is None:
         numbers, shares = zip(*_COUNTS, strict=True)
         count = int(rng.choice(numbers, p=shares))
@@ -153,7 +181,8 @@ def _draw_scene(
             shapes.append(Shape(name, colour, x, y, radius, rng.uniform(-0.25, 0.25)))
         else:
             largest = max(smallest, 0.95 * largest)
-    return _painted(rng, [shapes], height, width), _scene_questions(rng, shapes, height, width), _seen(shapes)
+    frames, questions = _painted(rng, [shapes], height, width), _scene_questions(rng, shapes, height, width)
+    return frames, questions, _seen(shapes), _marks(shapes, 0, height, width)
 
 
 def _pairs(rng: np.random.Generator, count: int, held_out: bool) -> list[tuple[str, str]]:
@@ -180,10 +209,9 @@ def _scene_questions(rng: np.random.Generator, shapes: Sequence[Shape], height: 
             asked.append(("shape", f"Which shape is {shape.colour}?", f"{shape.name}.".capitalize()))
         if shape in unique:
             asked.append(("colour", f"What colour is the {shape.name}?", f"{shape.colour}.".capitalize()))
-            is_clear = min(abs(shape.x - width / 2), abs(shape.y - height / 2)) >= 8.0
-            if is_clear:
-                place = f"{'top' if shape.y < height / 2 else 'bottom'} {'left' if shape.x < width / 2 else 'right'}"
-                asked.append(("place", f"Where is the {shape.name}?", f"{place}.".capitalize()))
+            place = _place(shape.x, shape.y, height, width)
+            if len(place) == 2:
+                asked.append(("place", f"Where is the {shape.name}?", f"{' '.join(place)}.".capitalize()))
     for one in unique:
         for other in unique:
             if abs(one.x - other.x) >= 14.0:
@@ -195,6 +223,12 @@ def _scene_questions(rng: np.random.Generator, shapes: Sequence[Shape], height: 
     return asked
 
 
+def _place(x: float, y: float, height: int, width: int) -> tuple[str, ...]:
+    """In which half something lies, up and down and to the sides; neither is named near the middle."""
+    vertical = ("top" if y < height / 2 else "bottom",) if abs(y - height / 2) >= _CLEAR else ()
+    return (*vertical, *(("left" if x < width / 2 else "right",) if abs(x - width / 2) >= _CLEAR else ()))
+
+
 def _plural(name: str) -> str:
     return name + ("es" if name.endswith("s") else "s")
 
@@ -204,7 +238,18 @@ def _seen(shapes: Sequence[Shape]) -> str:
     return ", ".join(called(shape) for shape in sorted(shapes, key=lambda shape: shape.x))
 
 
-def _draw_number(rng: np.random.Generator, held_out: bool) -> tuple[UInt8[np.ndarray, "1 H W 3"], list[Question], str]:
+def _marks(shapes: Sequence[Shape], frame: int, height: int, width: int) -> list[Mark]:
+    """Where the shapes of a frame are, and what can be said of each."""
+    marks = []
+    for number, shape in zip(PLACES, sorted(shapes, key=lambda shape: shape.x), strict=False):
+        names = (shape.colour, shape.name, number, *_place(shape.x, shape.y, height, width))
+        marks.append(Mark(names, frame, shape.x, shape.y, shape.radius, shape.radius))
+    return marks
+
+
+def _draw_number(
+    rng: np.random.Generator, held_out: bool
+) -> tuple[UInt8[np.ndarray, "1 H W 3"], list[Question], str, list[Mark]]:
     """A picture of a number of one or two digits."""
     while True:
         number = int(rng.integers(_LEAST_NUMBERS) if rng.random() < 0.4 else rng.integers(_LEAST_NUMBERS, 100))
@@ -213,7 +258,7 @@ def _draw_number(rng: np.random.Generator, held_out: bool) -> tuple[UInt8[np.nda
     colour = tuple(COLOURS)[rng.integers(len(COLOURS))]
     height, width = (SIDES[place] for place in rng.integers(len(SIDES), size=2))
     slant = rng.uniform(-0.05, 0.2)
-    tall = rng.uniform(20.0, 0.7 * height)
+    tall = rng.uniform(0.45, 0.75) * min(height, width)
     stroke = tall * rng.uniform(0.05, 0.09)
     while (reach := number_reach(number, tall, stroke, slant) + 1.0) > min(height, width) / 2.0:
         tall, stroke = 0.95 * tall, max(1.0, 0.95 * stroke)
@@ -222,10 +267,17 @@ def _draw_number(rng: np.random.Generator, held_out: bool) -> tuple[UInt8[np.nda
     canvas = draw_number(canvas, number, x, y, tall, stroke, slant, _paint(rng, colour))
     questions = [("number", "What number is this?", f"{number}."), ("colour", "What colour is it?", f"{colour}."
                   .capitalize())]  # fmt: skip
-    return as_bytes(rng, canvas[None], rng.uniform(0.0, 5.0)), questions, str(number)
+    half_digit = tall / 4.0 + stroke
+    marks = [
+        Mark((colour, digit, place), 0, x + centre, y, half_digit, tall / 2.0 + stroke)
+        for digit, place, centre in zip(str(number), PLACES, digit_centres(number, tall), strict=False)
+    ]
+    return as_bytes(rng, canvas[None], rng.uniform(0.0, 5.0)), questions, str(number), marks
 
 
-def _draw_clip(rng: np.random.Generator, held_out: bool) -> tuple[UInt8[np.ndarray, "F H W 3"], list[Question], str]:
+def _draw_clip(
+    rng: np.random.Generator, held_out: bool
+) -> tuple[UInt8[np.ndarray, "F H W 3"], list[Question], str, list[Mark]]:
     """A clip of one shape that moves to a side."""
     ((colour, name),) = _pairs(rng, 1, held_out)
     count = CLIP_FRAMES[rng.integers(len(CLIP_FRAMES))]
@@ -245,7 +297,9 @@ def _draw_clip(rng: np.random.Generator, held_out: bool) -> tuple[UInt8[np.ndarr
         ("motion", "What moves?", f"{called(first)}.".capitalize()),
         ("colour", f"What colour is the {name}?", f"{colour}.".capitalize()),
     ]
-    return _painted(rng, [[shape] for shape in moved], CLIP_SIDE, CLIP_SIDE), questions, called(first)
+    frames = _painted(rng, [[shape] for shape in moved], CLIP_SIDE, CLIP_SIDE)
+    marks = [mark for frame, shape in enumerate(moved) for mark in _marks([shape], frame, CLIP_SIDE, CLIP_SIDE)]
+    return frames, questions, called(first), marks
 
 
 def _painted(
