@@ -259,19 +259,19 @@ def test_float64_needs_no_python(run, monkeypatch):
 
 
 def test_it_says_what_is_waited_for(run, folder, monkeypatch, capsys, caplog):
-    """Lines come by the clock, so that a fast machine shows few of them: the logger has all."""
+    """Lines come by the clock, so that what is compiled already or a fast machine shows few: the logger has all."""
     monkeypatch.setenv("M3JAX_PROGRESS", "1")
     monkeypatch.setattr(progress, "_PAUSE", 0.001)
     with caplog.at_level(logging.DEBUG, "m3jax"):
         status, out, err = run("--prompt", "abc", "--json")
     assert status == 0 and len(objects(out)) == 1
-    assert err.startswith("m3jax: compiling ") and all(line.startswith("m3jax: ") for line in err.splitlines())
+    assert err and all(line.startswith("m3jax: ") for line in err.splitlines())
     said = ["compiling prefill of 1 x 16 tokens, decode of 32 steps", "reading the prompt", "generating"]
     assert [text for text in said if text in caplog.text] == said
     model = load(folder, "float32")
     with caplog.at_level(logging.DEBUG, "m3jax"):
         generate(model, [[1, 2, 3]], max_new_tokens=12)
-    assert "m3jax: compiling " in capsys.readouterr().err
+    assert "m3jax: " in capsys.readouterr().err
     assert "compiling prefill of 1 x 16 tokens, decode of 16 steps" in caplog.text
     generate(model, [[1, 2, 3]], max_new_tokens=12, progress=False)
     assert capsys.readouterr().err == ""

@@ -57,6 +57,8 @@ def execute(notebook, monkeypatch):
     # Of a notebook's time more is its programs' than the compiler's: here LLVM's first optimizations pay.
     level = "--xla_backend_optimization_level="
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(f"{level}0", f"{level}1", 1))
+    # It looks for garbage as seldom as the suite itself (tests/conftest.py).
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("import gc\n\ngc.set_threshold(10_000, 10, 10)"))
     nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3").execute()
     # What a library warns of goes to stderr, and into the page.
     assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]

@@ -4,6 +4,7 @@ A program of its own: `python documented_install.py README.md`. Each command goe
 its name would.
 """
 
+import gc
 import importlib.machinery
 import importlib.metadata
 import re
@@ -53,6 +54,7 @@ def hide_all_but(distributions: set[str]) -> set[str]:
 
 def main(document: str) -> None:
     """Run the document's blocks and commands; the first that fails ends the process."""
+    gc.set_threshold(10_000, 10, 10)  # as in tests/conftest.py
     text = Path(document).read_text(encoding="utf-8")
     hidden = hide_all_but(installed_with("m3jax"))
     assert {"pytest", "matplotlib", "hypothesis"} <= hidden, sorted(hidden)

@@ -104,6 +104,7 @@ _QUICK_PROGRAMS = {
         ("prefill", ("layout", "types")),
         ("prefill_on_cpu", ("layout", "types")),
         ("decode", ("max_steps", "layout", "types")),
+        ("decode_on_cpu", ("max_steps", "layout", "types")),
         ("decode_in_rounds", ("draft_tokens", "max_rounds", "layout", "types")),
     )
 }

@@ -14,9 +14,9 @@ from m3jax.media import MERGE, MediaBatch
 IMAGE, VIDEO = 60, 61
 
 
-def seeing_config(**changes) -> M3Config:
+def seeing_config(image: int = IMAGE, video: int = VIDEO, **changes) -> M3Config:
     """A configuration with those placeholders; of its sizes the fake model reads the vocabulary and the block."""
-    extra = {"image_token_index": IMAGE, "video_token_index": VIDEO}
+    extra = {"image_token_index": image, "video_token_index": video}
     return tiny.config("dM", vision_config={}, extra=extra, **changes)
 
 

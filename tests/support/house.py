@@ -6,9 +6,9 @@ FLOORS = (
     ("m3jax.interrupts", "m3jax.messages", "pallas_kernels"),
     (
         *("m3jax.arrays", "m3jax.assets", "m3jax.compile_cache", "m3jax.config_keys", "m3jax.console", "m3jax.files"),
-        *("m3jax.make", "m3jax.parallel", "m3jax.platform", "m3jax.tiles"),
+        *("m3jax.make", "m3jax.parallel", "m3jax.platform"),
     ),
-    ("m3jax.config", "m3jax.mxfp8", "m3jax.numerics", "m3jax.progress", "m3jax.text"),
+    ("m3jax.config", "m3jax.mxfp8", "m3jax.numerics", "m3jax.progress", "m3jax.text", "m3jax.tiles"),
     ("m3jax.media", "m3jax.msa"),
     ("m3jax.ops",),
     ("m3jax.cache", "m3jax.vision"),
@@ -26,7 +26,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Rooms and modules that know less than their floor would let them: all that each may import of the house.
 ALL_THEY_KNOW = {
     **dict.fromkeys(("m3jax.arrays", "m3jax.assets", "m3jax.compile_cache", "m3jax.interrupts", "m3jax.messages"), ()),
-    **dict.fromkeys(("m3jax.make", "m3jax.mxfp8", "m3jax.parallel", "m3jax.platform", "m3jax.tiles"), ()),
+    **dict.fromkeys(("m3jax.make", "m3jax.mxfp8", "m3jax.parallel", "m3jax.platform"), ()),
     "m3jax.config": ("m3jax.config_keys", "m3jax.files", "m3jax.messages"),
     "m3jax.files": ("m3jax.messages",),
     "m3jax.msa.definition": ("m3jax.msa.rules",),
@@ -34,6 +34,7 @@ ALL_THEY_KNOW = {
     "m3jax.media": ("m3jax.config", "m3jax.messages"),
     "m3jax.progress": ("m3jax.compile_cache",),
     "m3jax.text": ("m3jax.files", "m3jax.messages"),
+    "m3jax.tiles": ("m3jax.platform",),
     "m3jax.vision.definition": (),
 }
 # Of other people's: distributions that these may import besides the standard library.

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 from support.fake_model import FakeCache, FakeConfig
 
 from m3jax.assets import embedded_path
+from m3jax.media import MERGE
 from m3jax.text import Tokenizer
 
 NS = "]<]minimax[>["
@@ -60,7 +62,9 @@ class ScriptedModel:
     mesh: None = field(default=None, metadata={"static": True})
 
     @classmethod
-    def of(cls, answers: Sequence[str | Sequence[int]], thinking_mode: str = "adaptive") -> "ScriptedModel":
+    def of(
+        cls, answers: Sequence[str | Sequence[int]], thinking_mode: str = "adaptive", **fields: Any
+    ) -> "ScriptedModel":
         tokenizer = Tokenizer.from_pretrained(embedded_path())
         prefix = {"enabled": "<mm:think>", "disabled": "</mm:think>", "adaptive": ""}[thinking_mode]
         header = tokenizer.encode(f"]~b]ai\n{prefix}")
@@ -68,7 +72,7 @@ class ScriptedModel:
         table = np.full((TURNS, TOKENS), 1, np.int32)  # 1 ends a turn
         for row, ids in zip(table, rows, strict=False):
             row[: len(ids)] = ids
-        return cls(jnp.asarray(table), jnp.array(header[:2], jnp.int32), jnp.int32(len(header)))
+        return cls(jnp.asarray(table), jnp.array(header[:2], jnp.int32), jnp.int32(len(header)), **fields)
 
     def with_backend(self, _backend: str) -> "ScriptedModel":
         return self
@@ -90,6 +94,23 @@ class ScriptedModel:
 
     def unembed(self, hidden):
         return 50.0 * jax.nn.one_hot(hidden[..., 0].astype(jnp.int32), self.config.vocab_size)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ScriptedSeer(ScriptedModel):
+    """A `ScriptedModel` that takes images and videos, and answers by the script whatever they show."""
+
+    vision: bool = field(default=True, metadata={"static": True})
+
+    def features(self, media):
+        return jnp.zeros((len(media.patches) // MERGE**2, 1))
+
+    def embed(self, tokens):
+        return tokens[..., None] * 1.0
+
+    def hidden(self, tokens, cache, positions, lengths, embeddings=None):
+        return ScriptedModel.hidden(self, tokens, cache, positions, lengths)
 
 
 def main() -> None:
