@@ -44,8 +44,8 @@ from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state,
 from m3jax.vision import VisionConfig
 
 # Rows of pictures are short: among fifty dialogues, which of them a question is about is learned slowly.
-STAGES = {"all": Stage("pictures", 3200, 512, 64, True), "vision": Stage("pictures", 2400, 512, 64, True)}
-SHORT = Stage("pictures", 6, 512, 2, True)
+STAGE, SHORT = Stage("pictures", 3200, 512, 64, True), Stage("pictures", 6, 512, 2, True)
+STEPS = {"all": STAGE.steps, "vision": 2400}
 TEXT_EVERY, TEXT_SHAPE = 3, (4096, 16)  # under "all" one batch of three is of text: tokens of a row, rows
 # What train_chat.py leaves hardest: a document between the tools and the question, and most documents long.
 TEXT_SHARES, LONG_DOCUMENTS = (0.15, 0.05, 0.05, 0.6, 0.15), 0.6
@@ -101,7 +101,7 @@ def train(
     args: argparse.Namespace, base: M3, corpus: Corpus | None, tokenizer: Tokenizer, template: ChatTemplate
 ) -> TrainState:
     """Run what is left of the steps, keeping the state as it goes."""
-    stage = SHORT if args.short else STAGES[args.train]
+    stage = SHORT if args.short else replace(STAGE, steps=STEPS[args.train])
     stage = stage if args.steps is None else replace(stage, steps=args.steps)
     trains_text = args.train == "all"
     optimizer = _optimizer(stage.steps, args.learning_rate, args.vision_learning_rate, frozen_text=not trains_text)
@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_run_arguments(parser)
     add_tuning_arguments(parser, most_workers=12)
-    parser.add_argument("--train", choices=tuple(STAGES), default="all", help="all weights, on pictures and text; or "
+    parser.add_argument("--train", choices=tuple(STEPS), default="all", help="all weights, on pictures and text; or "
                         "vision alone, which leaves the text model as it is (default %(default)s)")  # fmt: skip
     parser.add_argument("--steps", type=int, help="how many, in place of the stage's own")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="of the text (default %(default)s)")

@@ -20,6 +20,8 @@ from m3jax.train.pictures.tasks import MOST_PATCHES, MOST_TOKENS, NAMES, Picture
 
 _ROOM = 256  # tokens that the longest dialogue about a picture has
 _TOKENS_A_PICTURE = 72  # of a row: as many pictures as it has room for
+# Where in `NAMES` each name stands: its group, and which of that.
+_PLACE_OF_NAME = {name: (number, place) for number, group in enumerate(NAMES) for place, name in enumerate(group)}
 _SEEN = 0.7  # of what a mark covers: a token that has only its edge does not show it
 
 
@@ -91,8 +93,8 @@ def shown_names(task: PictureTask) -> tuple[Bool[np.ndarray, "R N"], ...]:
         (top, left), (bottom, right) = ((centre + side * reach) // FACTOR for side in (-1, 1))
         cells = slice(int(top), int(bottom) + 1), slice(int(left), int(right) + 1)
         for name in mark.names:
-            number = next(number for number, group in enumerate(NAMES) if name in group)
-            shown[number][(mark.frame // TEMPORAL, *cells, NAMES[number].index(name))] = True
+            number, place = _PLACE_OF_NAME[name]
+            shown[number][(mark.frame // TEMPORAL, *cells, place)] = True
     return tuple(of_group.reshape(-1, of_group.shape[-1]) for of_group in shown)
 
 
