@@ -44,11 +44,16 @@ from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state,
 from m3jax.vision import VisionConfig
 
 # Rows of pictures are short: among fifty dialogues, which of them a question is about is learned slowly.
-STAGE, SHORT = Stage("pictures", 3200, 512, 64, True), Stage("pictures", 6, 512, 2, True)
-STEPS = {"all": STAGE.steps, "vision": 2400}
-TEXT_EVERY, TEXT_SHAPE = 3, (4096, 16)  # under "all" one batch of three is of text: tokens of a row, rows
+# Text is first attended to densely: under selection the index loss sees selected blocks alone, so that neither
+# attention nor index finds what is not selected yet, like a tool's name thousands of tokens before the call.
+STAGES = {
+    "all": (Stage("pictures, dense", 1000, 512, 64, False), Stage("pictures", 1800, 512, 64, True)),
+    "vision": (Stage("pictures", 2400, 512, 64, True),),
+}
+SHORT = {"steps": 3, "batch": 2}
+TEXT_EVERY, TEXT_SHAPE = 2, (4096, 16)  # under "all" every other batch is of text: tokens of a row, rows
 # What train_chat.py leaves hardest: a document between the tools and the question, and most documents long.
-TEXT_SHARES, LONG_DOCUMENTS = (0.15, 0.05, 0.05, 0.6, 0.15), 0.6
+TEXT_SHARES, LONG_DOCUMENTS, DIALOGUES = (0.15, 0.05, 0.05, 0.6, 0.15), 0.6, 0.625
 CHECK_EVERY = 800  # steps
 CHECKED, MEASURED = 32, 250  # pictures of each kind that are asked about during the run, and after it
 
@@ -101,16 +106,17 @@ def train(
     args: argparse.Namespace, base: M3, corpus: Corpus | None, tokenizer: Tokenizer, template: ChatTemplate
 ) -> TrainState:
     """Run what is left of the steps, keeping the state as it goes."""
-    stage = SHORT if args.short else replace(STAGE, steps=STEPS[args.train])
-    stage = stage if args.steps is None else replace(stage, steps=args.steps)
+    changes = (SHORT if args.short else {}) | ({} if args.steps is None else {"steps": args.steps})
+    stages = [replace(stage, **changes) for stage in STAGES[args.train]]
     trains_text = args.train == "all"
-    optimizer = _optimizer(stage.steps, args.learning_rate, args.vision_learning_rate, frozen_text=not trains_text)
+    num_steps = sum(stage.steps for stage in stages)
+    optimizer = _optimizer(num_steps, args.learning_rate, args.vision_learning_rate, frozen_text=not trains_text)
     fused = args.schedule == "fused"
     # Without the text there is nobody to learn which blocks to select, and no load to balance.
     parts = dict(recall_weight=2.0) if trains_text else dict(kl_weight=0.0, balance_rate=0.0)
     return run_stages(
         args.out / "state",
-        [stage],
+        stages,
         init_state(with_tower(base, tower(PlaceholderIds.of_tokenizer(tokenizer)), args.seed), optimizer),
         optimizer,
         TrainOptions(fused=fused, **parts),
@@ -131,7 +137,7 @@ def make_batches(
     if corpus is None:
         return pictures
     length, rows = (stage.seq_len, stage.batch) if args.short else TEXT_SHAPE
-    text = DialogueBatches(corpus, tokenizer, template, length, rows, args.seed, 0.5, TEXT_SHARES, LONG_DOCUMENTS)
+    text = DialogueBatches(corpus, tokenizer, template, length, rows, args.seed, DIALOGUES, TEXT_SHARES, LONG_DOCUMENTS)
     return Alternating(pictures, text, TEXT_EVERY)
 
 
@@ -183,9 +189,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_run_arguments(parser)
     add_tuning_arguments(parser, most_workers=12)
-    parser.add_argument("--train", choices=tuple(STEPS), default="all", help="all weights, on pictures and text; or "
+    parser.add_argument("--train", choices=tuple(STAGES), default="all", help="all weights, on pictures and text; or "
                         "vision alone, which leaves the text model as it is (default %(default)s)")  # fmt: skip
-    parser.add_argument("--steps", type=int, help="how many, in place of the stage's own")
+    parser.add_argument("--steps", type=int, help="of each stage, in place of its own")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="of the text (default %(default)s)")
     parser.add_argument("--vision-learning-rate", type=float, default=2e-3, help="of tower and projector "
                         "(default %(default)s)")  # fmt: skip

@@ -14,7 +14,7 @@ from m3jax.text import ChatTemplate, OutputParser, Tokenizer
 from m3jax.train import run
 from m3jax.train.data import Corpus
 from m3jax.train.dialogues import KINDS, MODES, DialogueBatches, Task, dialogue_accuracy, draw_task, written_tokens
-from m3jax.train.dialogues.batches import WRITTEN_WEIGHT, _document_tokens
+from m3jax.train.dialogues.batches import NAME_WEIGHT, WRITTEN_WEIGHT, _document_tokens
 from m3jax.train.dialogues.evaluate import _hear, _judge, _Play
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def task_of(corpus: Corpus, kind: str | None, mode: str | None, seed: int = 0, t
 
 def written_texts(task: Task) -> list[str]:
     """What the mask says that the assistant writes, a text a turn."""
-    ids, is_written = written_tokens(TEMPLATE, TOKENIZER, task.messages, task.tools, task.thinking_mode)
+    ids, is_written, _ = written_tokens(TEMPLATE, TOKENIZER, task.messages, task.tools, task.thinking_mode)
     edges = np.flatnonzero(np.diff(is_written.astype(int), prepend=0, append=0)).reshape(-1, 2)
     return [TOKENIZER.decode(ids[begin:end], skip_special_tokens=False) for begin, end in edges]
 
@@ -71,7 +71,7 @@ def test_what_counts_is_what_the_assistant_says_and_parses_back(corpus, kind, mo
 def test_a_dialogue_is_the_prompts_that_the_model_will_see(corpus, kind):
     """Token by token: the parts together are the whole text's tokens, and what comes before an answer is its prompt."""
     task = task_of(corpus, kind, "enabled")
-    ids, is_written = written_tokens(TEMPLATE, TOKENIZER, task.messages, task.tools, "enabled")
+    ids, is_written, _ = written_tokens(TEMPLATE, TOKENIZER, task.messages, task.tools, "enabled")
     encode = lambda count, prompts: TEMPLATE.encode(
         TOKENIZER, task.messages[:count], tools=task.tools, thinking_mode="enabled", add_generation_prompt=prompts
     )
@@ -120,6 +120,19 @@ def test_dialogues_are_many(corpus):
     assert {task.kind for task in chosen} == {KINDS[2], KINDS[4]}
 
 
+@pytest.mark.parametrize("kind", ["sum", "document, then look-up", "two look-ups, then sum"])
+def test_names_that_only_the_tools_say_are_marked(corpus, kind):
+    """They are the name and the parameters of each call, in the order in which they are written."""
+    for seed in range(3):
+        task = task_of(corpus, kind, None, seed)
+        ids, is_written, is_name = written_tokens(TEMPLATE, TOKENIZER, task.messages, task.tools, task.thinking_mode)
+        assert not np.any(is_name & ~is_written)
+        edges = np.flatnonzero(np.diff(is_name.astype(int), prepend=0, append=0)).reshape(-1, 2)
+        calls = [call["function"] for message in task.messages for call in message.get("tool_calls", ())]
+        names = [name for call in calls for name in (call["name"], *call["arguments"])]
+        assert [TOKENIZER.decode(ids[begin:end]) for begin, end in edges] == names and names
+
+
 # Batches
 
 
@@ -145,7 +158,8 @@ def test_a_row_has_dialogues_then_code_beside_rows_of_the_older_data(corpus):
         assert row[0] == TOKENIZER.bos_id
         text = TOKENIZER.decode(row[1:][~kept], skip_special_tokens=False)
         assert "]~b]" not in text and "<response>" not in text and "What is" not in text and "[e~[" in text
-        np.testing.assert_array_equal(weights, np.where(kept, 1, WRITTEN_WEIGHT))
+        assert set(weights[kept]) == {1} and set(weights[~kept]) == {WRITTEN_WEIGHT, NAME_WEIGHT}
+        assert (weights == NAME_WEIGHT).mean() < 0.1
         assert 0.02 < (~kept).mean() < 0.9
     np.testing.assert_array_equal(batch["kept"][2:], ~batch["recall"][2:])
 

@@ -1,5 +1,6 @@
 """Training rows of dialogues, in which what the assistant writes counts most, beside rows of the older data."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,10 @@ END_OF_TURN = "[e~["
 _FEWEST_DOCUMENT_TOKENS = 32
 _ROOM_FOR_DIALOGUE = 448  # tokens around a document: the tools, the questions, the answers
 _SHORT_DOCUMENT = 256  # tokens of what a third of the documents has at most, so that a row has many dialogues
-WRITTEN_WEIGHT = 6.0  # in the loss, of a token that the assistant writes; any other counts 1
+# In the loss, of a token that the assistant writes; any other counts 1. A name that only the schema of a tool says is
+# two or three tokens of a hundred, and may be thousands of tokens away: at the weight of the others it is guessed.
+WRITTEN_WEIGHT, NAME_WEIGHT = 6.0, 30.0
+_NAME_OF_CALL = re.compile(r'<invoke name="([^"]+)"|\]<\]minimax\[>\[<(?!invoke|tool_call)(\w+)>')
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class DialogueBatches:
     `batches[i]` has the arrays of `RecallBatches`, and `kept` [B T], the targets that a teacher may give: all that the
     assistant does not write and that is not recalled. Rows of dialogues come first: as many dialogues as find room,
     with documents of all lengths, then code. There a weight is `WRITTEN_WEIGHT` where the target is the assistant's own
-    word, the end of its turn included, and 1 elsewhere, so that code is not forgotten; none is recalled.
+    word, the end of its turn included, `NAME_WEIGHT` where that is a tool's or a parameter's name, and 1 elsewhere, so
+    that code is not forgotten; none is recalled.
 
     Args:
       corpus: where the code comes from.
@@ -74,25 +79,26 @@ class DialogueBatches:
     def _row(self, rng: np.random.Generator) -> Batch:
         """Dialogues, and code after them, in T + 1 tokens."""
         length = self.seq_len + 1
-        tokens, written = np.zeros(0, np.int32), np.zeros(0, bool)
+        tokens, written, named = np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, bool)
         while (room := length - len(tokens) - _ROOM_FOR_DIALOGUE) >= _FEWEST_DOCUMENT_TOKENS:
             tokens_of_document = _document_tokens(rng, room, self.long_fraction)
             task = draw_task(rng, self.corpus, self.tokenizer, tokens_of_document, shares=self.shares)
-            ids, is_written = written_tokens(
+            ids, is_written, is_name = written_tokens(
                 self.template, self.tokenizer, task.messages, task.tools, task.thinking_mode
             )
             if len(tokens) + len(ids) > length:
                 break
-            tokens, written = np.concatenate([tokens, ids]), np.concatenate([written, is_written])
+            tokens = np.concatenate([tokens, ids])
+            written, named = np.concatenate([written, is_written]), np.concatenate([named, is_name])
         code_length = length - len(tokens)
         start = self.corpus.draw_start(rng, max(code_length, 1))
         code = self.corpus.tokens[start : start + code_length].astype(np.int32)
-        written = np.concatenate([written, np.zeros(code_length, bool)])
+        written, named = (np.concatenate([mask, np.zeros(code_length, bool)])[1:] for mask in (written, named))
         return {
             "tokens": np.concatenate([tokens, code]),
-            "weights": np.where(written[1:], WRITTEN_WEIGHT, 1.0).astype(np.float32),
+            "weights": np.where(named, NAME_WEIGHT, np.where(written, WRITTEN_WEIGHT, 1.0)).astype(np.float32),
             "recall": np.zeros(self.seq_len, bool),
-            "kept": ~written[1:],
+            "kept": ~written,
             "distance": np.zeros(self.seq_len, np.int32),
             "recent": np.zeros(self.seq_len, np.int32),
         }
@@ -113,8 +119,8 @@ def written_tokens(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     thinking_mode: str,
-) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
-    """A dialogue's tokens, and which of them the assistant writes.
+) -> tuple[Int32[np.ndarray, " T"], Bool[np.ndarray, " T"], Bool[np.ndarray, " T"]]:
+    """A dialogue's tokens, which of them the assistant writes, and which of those name a tool or a parameter.
 
     Those are the tokens from where a prompt for the answer ends to the end of the turn, which is one of them. Each part
     is tokenised by itself, as it is when the model answers.
@@ -127,7 +133,8 @@ def written_tokens(
       thinking_mode: under which it is held; it decides what the prompt for an answer ends in.
 
     Returns:
-      The ids of the whole dialogue, and for each whether the assistant writes it.
+      The ids of the whole dialogue; for each whether the assistant writes it; and whether it writes there a name in a
+      call, which it has to have from the tools.
 
     Raises:
       ValueError: a template whose history of an answer does not begin as the prompt for that answer.
@@ -150,4 +157,19 @@ def written_tokens(
     encoded = tokenizer.encode_batch([text for text, _ in parts])
     ids = np.concatenate([np.array(part, np.int32) for part in encoded])
     is_written = np.repeat([is_written for _, is_written in parts], [len(part) for part in encoded])
-    return ids, is_written
+    is_name = [
+        _spells_name(tokenizer, text, part) if written else np.zeros(len(part), bool)
+        for (text, written), part in zip(parts, encoded, strict=True)
+    ]
+    return ids, is_written, np.concatenate(is_name)
+
+
+def _spells_name(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> Bool[np.ndarray, " T"]:
+    """Which tokens of an answer hold characters of a tool's or a parameter's name."""
+    ends = np.cumsum([len(tokenizer.decode([token], skip_special_tokens=False)) for token in ids])
+    is_name = np.zeros(len(ids), bool)
+    for found in _NAME_OF_CALL.finditer(text):
+        begin, end = found.span(found.lastindex)
+        first, last = np.searchsorted(ends, (begin, end - 1), "right")
+        is_name[first : last + 1] = True
+    return is_name

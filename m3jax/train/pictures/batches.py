@@ -42,7 +42,7 @@ def task_tokens(
       template: how a dialogue becomes text.
       ids: of the placeholders.
     """
-    tokens, is_written = written_tokens(template, tokenizer, task.messages(), None, task.thinking_mode)
+    tokens, is_written, _ = written_tokens(template, tokenizer, task.messages(), None, task.thinking_mode)
     t, h, w = grid = grid_of(task)
     rows = np.empty((t * h * w, 0), np.float32)  # the prompt asks how many there are, not what they hold
     if task.is_clip:
