@@ -4,13 +4,14 @@
     python scripts/bench_engine.py --model bench --rows 8             # the 8 layers of bench_cpu.py, random weights
     python scripts/bench_engine.py --model m3 --verify 3 --chunks 2048,8192    # 4 layers at M3's own widths, on a GPU
     python scripts/bench_engine.py --model m3 --keep before.json      # a second time: what each figure was before
+    python scripts/bench_engine.py --model m3 --transformers          # beside transformers on the same GPU
 
 Each line is one kind of call: a decode step of an engine of so many rows, all of them live; a round that verifies K
-proposals in each row; a chunk of a prompt. It has the milliseconds, what bounds it from below, and the share of that
-bound. A step is bounded by the bytes that it must read, over the rate at which this device copies memory; a chunk by
-its floating-point operations, over the rate of a large product. Both rates are measured first. "busy" is the share of
-the time in which the device runs a kernel: kernels are traced in a call of their own, and their time is divided by that
-of a call which is not traced.
+proposals in each row; a chunk that is a whole prompt; a long prompt in chunks. It has the milliseconds, what bounds it
+from below, and the share of that bound. A step is bounded by the bytes that it must read, over the rate at which this
+device copies memory; a prompt by its floating-point operations, over the rate of a large product. Both rates are
+measured first. "busy" is the share of the time in which the device runs a kernel: kernels are traced in a call of their
+own, and their time is divided by that of a call which is not traced.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import dataclasses
 import glob
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -36,6 +39,7 @@ from m3jax.decoding import Engine, Params, PromptLookup, Sampling
 from m3jax.model import M3, init
 
 SUFFIX = 64  # tokens that each request has of its own
+FIRST_TOKEN = 256  # that is drawn: below are the embedded checkpoint's marks and placeholders
 
 
 def main() -> None:
@@ -55,8 +59,14 @@ def main() -> None:
     parser.add_argument("--device-pages", type=int, help="keys and values in host memory, so many pages on the device")
     parser.add_argument("--weights", choices=("dequantize", "mxfp8"), default="dequantize", help="mxfp8 quantises them")
     parser.add_argument("--keep", type=Path, help="a file of figures: print what they were, and keep these")
+    parser.add_argument("--transformers", action="store_true", help="beside transformers on this GPU, which goes first")
     parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each call, by their time")
     args = parser.parse_args()
+    if args.transformers:  # in a process of its own: the card does not hold both
+        if args.model != "m3":
+            parser.error("--transformers runs the layers of --model m3")
+        script = Path(__file__).with_name("bench_transformers.py")
+        subprocess.run([sys.executable, script, "--prompts", *map(str, args.chunks)], check=False)
     model = build(args.model) if args.weights == "dequantize" else m3jax.quantize(build(args.model))
     engines = {(rows, 0): Engine(model, **sizes(model, args, rows)) for rows in args.rows}
     for draft_tokens in args.verify:
@@ -77,9 +87,9 @@ def main() -> None:
           f"{of_chunks.bytes_per_token:.0f} bytes of cache a token")  # fmt: skip
     print(f"a copy moves {copied / 1e9:.0f} GB/s, a product computes {multiplied / 1e12:.1f} TFLOP/s")
     table = Table(args.keep, args.kernels)
-    prefix = np.random.default_rng(0).integers(2, model.config.vocab_size, args.prefix).tolist()
+    prefix = np.random.default_rng(0).integers(FIRST_TOKEN, model.config.vocab_size, args.prefix).tolist()
+    long_prompts = [first_token(engine, prefix, 0) for engine in engines.values()]  # the prefix, once in each
     for (rows, draft_tokens), engine in engines.items():
-        first_token(engine, prefix, 0)  # the prefix, once
         seconds, kernels = decode(engine, prefix, rows, args)
         work = f"{rows} rows, step" if not draft_tokens else f"{rows} rows x {1 + draft_tokens} verified tokens, round"
         num_bytes = step_bytes(model, rows, 1 + draft_tokens, args)
@@ -88,6 +98,10 @@ def main() -> None:
         seconds, kernels = prefill(of_chunks, chunk)
         flops = chunk_flops(model, chunk, args)
         table.line(f"prefill, {chunk} tokens", seconds, flops / multiplied, f"{flops / 1e12:.1f} TFLOP", kernels)
+    length, nothing = args.prefix + SUFFIX, Kernels(0.0, Counter(), Counter())
+    flops = chunk_flops(model, length, args)
+    work, what = f"prompt, {length} in {max(args.chunks)}s", f"{flops / 1e12:.1f} TFLOP"
+    table.line(work, statistics.median(long_prompts), flops / multiplied, what, nothing)
     table.keep()
     for engine in engines.values():
         if engine.offload:
@@ -149,14 +163,18 @@ def build(name: str) -> M3:
         return m3jax.load()
     if name == "bench":
         return init(M3Config.from_dict(TEXT), 0)
+    return init(four_layers(), 0, "bfloat16")
+
+
+def four_layers() -> M3Config:
+    """M3's last dense layer and its first three sparse ones."""
     full = M3Config.m3()
     first = full.layer_types.index("minimax_m3_sparse") - 1
     layer_types = full.layer_types[first : first + 4]
     mlp_layer_types = full.mlp_layer_types[first : first + 4]
-    four_layers = dataclasses.replace(
+    return dataclasses.replace(
         full, num_hidden_layers=4, vision_config=None, layer_types=layer_types, mlp_layer_types=mlp_layer_types
     )
-    return init(four_layers, 0, "bfloat16")
 
 
 def sizes(model: M3, args: argparse.Namespace, rows: int) -> dict:
@@ -173,7 +191,7 @@ def sizes(model: M3, args: argparse.Namespace, rows: int) -> dict:
 
 def prompt(engine: Engine, prefix: list[int], seed: int) -> list[int]:
     """The prefix and a suffix that no other request has."""
-    return prefix + np.random.default_rng(seed + 1).integers(2, engine.config.vocab_size, SUFFIX).tolist()
+    return prefix + np.random.default_rng(seed + 1).integers(FIRST_TOKEN, engine.config.vocab_size, SUFFIX).tolist()
 
 
 def params(new_tokens: int) -> Params:
@@ -229,7 +247,7 @@ def prefill(engine: Engine, chunk: int) -> tuple[float, Kernels]:
     """(seconds of a chunk at the start of a prompt, its kernels)."""
 
     def run(seed: int) -> float:
-        tokens = np.random.default_rng(seed).integers(2, engine.config.vocab_size, chunk).tolist()
+        tokens = np.random.default_rng(seed).integers(FIRST_TOKEN, engine.config.vocab_size, chunk).tolist()
         begin = time.perf_counter()
         engine.add(tokens, params(1))
         engine.run()

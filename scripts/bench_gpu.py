@@ -23,9 +23,10 @@ import numpy as np
 from m3jax.cache import Places, Scales, StackCache
 from m3jax.model.attention import Projections
 from m3jax.model.layers import swiglu_oai
-from m3jax.mxfp8 import MXFP8Array, MXFP8Layer, dequantize
+from m3jax.mxfp8 import MXFP8Array, dequantize
 from m3jax.ops import Heads, project_each, run_experts
 from m3jax.ops.experts import ExpertWeights
+from m3jax.weights import StackedLayer
 from pallas_kernels.cudnn_causal import cudnn_causal
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.index_topk import index_topk
@@ -34,6 +35,7 @@ from pallas_kernels.pages import contiguous, paged
 from pallas_kernels.shapes import DECODE, PREFILL, Shape
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_prefill import sparse_prefill
+from pallas_kernels.stacked_project import MOST_ROWS
 
 DRIFT = 0.999  # correlation of neighbouring index queries: neighbours then share nine of ten blocks
 COLD = 600 << 20  # bytes to rotate through, so that nothing is found in the cache
@@ -350,7 +352,7 @@ def bench_projections(peak: float, bandwidth: float) -> None:
 
     @jax.jit
     def by_kernel(x, weights, layer):
-        return project_each("xd,df->xf", x, [MXFP8Layer(weight, layer) for weight in weights])
+        return project_each("xd,df->xf", x, [StackedLayer(weight, layer) for weight in weights])
 
     @jax.jit
     def by_xla(x, weights, layer):
@@ -361,9 +363,12 @@ def bench_projections(peak: float, bandwidth: float) -> None:
         ("MXFP8", by_kernel, kept, 33 / 32),
         ("MXFP8 by XLA", by_xla, kept, 33 / 32),
         ("bfloat16", by_xla, in_bfloat16, 2),
+        ("bfloat16 in place", by_kernel, in_bfloat16, 2),
     )
     for rows in (1, 4, 16, 48, 256, 2048, 8192):
         for name, run, weights, number_bytes in ways:
+            if rows > MOST_ROWS and name == "bfloat16 in place":
+                continue
             calls = [(normal(rows, rows, width), weights, jnp.int32(layer)) for layer in range(layers)]
             us, kernels = kernel_times(run, calls, 12)
             size = width * sum(outputs)

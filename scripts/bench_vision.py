@@ -2,6 +2,7 @@
 
     python scripts/bench_vision.py                            # images of 576 tokens, 1, 8 and 64 at a time
     python scripts/bench_vision.py --transformers             # beside transformers' tower, where that can run
+    python scripts/bench_vision.py --kernels 20               # what each call's kernels take
     python scripts/bench_vision.py --layers 2 --batches 1     # a few layers, as on a CPU
 
 First it checks every backend of attention against the definition. FLOP are counted, of patches alone: what is computed
@@ -10,11 +11,12 @@ for padding is not counted, though it takes time. "exact" is a batch without pad
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_engine import traced
 
 from m3jax import media
 from m3jax.media.packing import bucket_size
@@ -24,6 +26,7 @@ from m3jax.vision import BACKENDS, Vision, VisionConfig, attend_segments, segmen
 GRID = (1, 36, 64)  # 504 x 896 pixels: 2304 patches, 576 tokens
 TEXT_WIDTH = 6144
 PEAK = 989e12  # bfloat16, dense: H100 SXM, H200
+MANY = 8  # images beyond which only the fastest attention runs, unless --backends says more
 
 
 def main() -> int:
@@ -31,19 +34,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="images at a time (default: 1 8 64)")
     parser.add_argument("--layers", type=int, default=32, help="of the tower (default: M3's 32)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="for each line (default: 1.5)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each line (default: 1)")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="of attention (default: all that run here)")
     parser.add_argument("--transformers", action="store_true", help="run transformers' tower too")
+    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each call, by their time")
     args = parser.parse_args()
     if min(args.batches) < 1 or args.layers < 1 or not args.seconds > 0:
         parser.error("--batches, --layers and --seconds must be positive")
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}, {args.layers} layers, bfloat16", flush=True)
-    is_right = check_attention()
+    fastest = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    is_right = check_attention(dict.fromkeys((fastest, "xla")))
     config = VisionConfig(num_hidden_layers=args.layers)
     vision = Vision(config, TEXT_WIDTH, MakeRandom(jax.random.key(0), "bfloat16", None))
     run = jax.jit(lambda vision, batch, backend: vision(batch, backend), static_argnames="backend")
-    backends = args.backends or (["cudnn", "xla"] if jax.default_backend() == "gpu" else ["xla"])
     theirs = transformers_tower(config) if args.transformers else None
     heads = f"{'images':>6s} {'patches':>8s} {'attention':>13s} {'compile s':>9s} {'ms':>9s}"
     print(f"{heads} {'images/s':>9s} {'TFLOP/s':>8s} of peak")
@@ -54,9 +58,14 @@ def main() -> int:
         host_ms = 1e3 * (time.perf_counter() - start)
         patches = count * int(np.prod(GRID))
         exact = media.MediaBatch(*(x[:patches] for x in packed[:3]), *packed[3:])
-        for name in (backend + shape for shape in ("", ", exact") for backend in backends):
-            backend, _, is_exact = name.partition(",")
-            batch = jax.device_put(exact if is_exact else packed)
+        # Of many images a call by tiles takes seconds, and says nothing new.
+        backends = args.backends or ([fastest] if count > MANY else dict.fromkeys((fastest, "xla")))
+        ways = [(backend, backend, packed) for backend in backends]
+        if patches < len(packed.segments):
+            first = next(iter(backends))
+            ways.append((first, f"{first}, exact", exact))
+        for backend, name, batch in ways:
+            batch = jax.device_put(batch)
             call = lambda batch=batch, backend=backend: jax.block_until_ready(run(vision, batch, backend=backend))
             start = time.perf_counter()
             try:
@@ -69,6 +78,8 @@ def main() -> int:
             assert bool(jnp.isfinite(features.astype(jnp.float32)).all()), "features that are not finite"
             seconds = timed(call, args.seconds)
             print(line(count, len(batch.segments), name, compile_s, seconds, flops(config, count)), flush=True)
+            if args.kernels:
+                print_kernels(call, args.kernels)
         print(
             f"       packing on the host: {host_ms:.1f} ms, {host_ms / count:.1f} an image, size {bucket_size(patches)}"
         )
@@ -115,26 +126,31 @@ def line(count: int, size: int, name: str, compile_s: float, seconds: float, wor
     )
 
 
-def check_attention() -> bool:
-    """Compare each backend with the definition in float32, over batches that take different layouts."""
+def print_kernels(call: Callable[[], object], count: int) -> None:
+    """The kernels of a call that take longest, and the device's share of it."""
+    kernels = traced(call)
+    print(f"{1e3 * kernels.busy:10.2f} ms in {kernels.calls.total()} kernels and copies")
+    for name, seconds in kernels.seconds.most_common(count):
+        print(f"{1e3 * seconds:10.2f} ms {kernels.calls[name]:5d} x  {name[:90]}", flush=True)
+
+
+def check_attention(backends: Iterable[str]) -> bool:
+    """Compare backends with the definition in float32, over batches that take rows of several lengths."""
     cases = {
-        "one": [700],
-        "equal": [320] * 4,
+        "one": [2300],
+        "equal": [512] * 5,
         "mixed": [640, 4, 100, 256, 16],
         "many": [16] * 60,
         "uneven": [960] + [4] * 60,
     }
-    is_right, rng = True, np.random.default_rng(0)
+    is_right, rng, size = True, np.random.default_rng(0), 2560
+    run = jax.jit(attend_segments, static_argnames="backend")
     for name, lengths in cases.items():
-        size = bucket_size(sum(lengths))
         segments = np.full(size, -1, np.int32)
         segments[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
-        q, k, v = (jnp.asarray(rng.standard_normal((size, 16, 80), np.float32)) for _ in range(3))
-        right = np.asarray(segment_attention(q, k, v, jnp.asarray(segments)))
-        halves = [x.astype(jnp.bfloat16) for x in (q, k, v)]
-        on_gpu = jax.default_backend() == "gpu"
-        for backend in ("xla", "cudnn") if on_gpu else ("xla",):
-            run = jax.jit(attend_segments, static_argnames="backend")
+        halves = [jnp.asarray(rng.standard_normal((size, 16, 80), np.float32), jnp.bfloat16) for _ in range(3)]
+        right = np.asarray(segment_attention(*(x.astype(jnp.float32) for x in halves), jnp.asarray(segments)))
+        for backend in backends:
             try:
                 found = np.asarray(run(*halves, jnp.asarray(segments), backend=backend), np.float32)
             except Exception as error:  # what a library or a compiler refuses is said, and the others still run

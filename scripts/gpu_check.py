@@ -2,8 +2,8 @@
 
 Prints one line for each op and shape, and exits 1 if any failed. `--model` adds a whole model with kernels against the
 same model with XLA: logits of a forward pass, and tokens from the engine. `--invariant` instead checks that a request
-has the same bits alone, in batches, drafted and in training (`gpu_check_invariant.py`). `--small` takes one small shape
-an op, for `compute-sanitizer python scripts/gpu_check.py --small`; with `--invariant` it needs no GPU.
+has the same bits alone, in batches, drafted and in training (`gpu_checks/invariant.py`). `--small` takes one small
+shape an op, for `compute-sanitizer python scripts/gpu_check.py --small`; with `--invariant` it needs no GPU.
 """
 
 import argparse
@@ -15,11 +15,23 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_check_experts import EXPERTS, FEW_EXPERTS, MXFP8_EXPERTS, OUT, check_experts
-from gpu_check_invariant import check as check_invariant
-from gpu_check_model import FORWARD, PROMPTS, check_forward, check_tokens
-from gpu_check_mxfp8 import MXFP8_PAIRS, PROJECT, check_mxfp8_experts, check_mxfp8_project
-from gpu_check_repeat import twice
+from gpu_checks.experts import EXPERTS, FEW_EXPERTS, MXFP8_EXPERTS, OUT, check_experts
+from gpu_checks.invariant import check as check_invariant
+from gpu_checks.model import FORWARD, PROMPTS, check_forward, check_tokens
+from gpu_checks.mxfp8 import MXFP8_PAIRS, PROJECT, check_mxfp8_experts, check_mxfp8_project
+from gpu_checks.ordered import HEADS, ORDERED, check_heads, check_ordered
+from gpu_checks.repeat import twice
+from gpu_checks.step import (
+    NORMS,
+    PRODUCTS,
+    ROUTERS,
+    SHARED,
+    check_norm,
+    check_products,
+    check_router,
+    check_shared,
+)
+from gpu_checks.vision import cases as vision_cases
 
 from m3jax.parallel import parse_mesh
 from pallas_kernels.cudnn_causal import cudnn_causal
@@ -47,7 +59,7 @@ DECODE = [
     (8, 4, 9001, 64, 4, 16, 64, 64), (3, 1, 2049, 12, 2, 5, 64, 128), (32, 1, 1001, 64, 4, 8, 128, 64),
 ]  # fmt: skip
 CUDNN = [(2, 1024, 1024, 64, 4, 16), (3, 300, 300, 16, 2, 16), (1, 2000, 2000, 32, 4, 16), (2, 130, 130, 12, 2, 16)]
-ALONE = ("cudnn_causal", "forward", "greedy tokens")
+ALONE = ("cudnn_causal", "forward", "greedy tokens", "vision attention", "vision tower")
 SMALL = 3  # the shape of each list for `--small`
 ROWS = 48  # queries of a row that the reference computes
 
@@ -251,6 +263,9 @@ def cases(small: bool):
     few = [(*shape, None) for shape in FEW_EXPERTS]
     ops += [("few_experts", few, check_experts), ("mxfp8_experts", MXFP8_EXPERTS, check_mxfp8_experts)]
     ops += [("mxfp8_pairs", MXFP8_PAIRS, check_mxfp8_experts), ("mxfp8_project", PROJECT, check_mxfp8_project)]
+    ops += [("ordered_project", ORDERED, check_ordered), ("qk_norm_rope", HEADS, check_heads)]
+    ops += [("stacked_project", PRODUCTS, check_products), ("few_experts, shared", SHARED, check_shared)]
+    ops += [("add_norm", NORMS, check_norm), ("choose_experts", ROUTERS, check_router)]
     for name, shapes, check in ops:
         for shape in [shapes[SMALL]] if small else shapes:
             yield name, shape, jnp.bfloat16, partial(check, shape, jnp.bfloat16)
@@ -262,6 +277,7 @@ def cases(small: bool):
         wide = [] if small else [(shape, jnp.float32) for shape in (DECODE[0], DECODE[SMALL])]
         for shape, dtype in [(shape, jnp.bfloat16) for shape in (DECODE[:1] if small else DECODE)] + wide:
             yield f"{name}, e4m3", shape, dtype, partial(drawn(check), shape, dtype, stored=E4M3)
+    yield from vision_cases(small)
 
 
 def main() -> int:

@@ -1,6 +1,5 @@
 """The part of `gpu_check.py --model`: a whole model with kernels against the same model with XLA."""
 
-import argparse
 import dataclasses
 
 import jax
@@ -99,8 +98,3 @@ def _gaps(model: M3, prompts: list[list[int]], new: list[tuple[int, ...]]) -> np
 
 def _tokens(seed: int, rows: int, length: int):
     return jnp.asarray(np.random.default_rng(seed).integers(0, 4096, (rows, length), np.int32))
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    raise SystemExit("nothing to do: run python scripts/gpu_check.py --model")

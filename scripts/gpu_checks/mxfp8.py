@@ -1,12 +1,11 @@
 """Checks of the kernels that multiply by MXFP8 weights, for `gpu_check.py`."""
 
-import argparse
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_check_repeat import twice
+from gpu_checks.repeat import twice
 
 from m3jax import mxfp8
 from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
@@ -128,8 +127,3 @@ def tiles_of(ids, tile: int):
             token.append(np.pad(part, (0, tile - len(part)), constant_values=-1))
     token = np.array([*token, np.full(tile, -1)])
     return jnp.asarray([*expert, 0], jnp.int32), jnp.asarray(token.clip(0), jnp.int32), jnp.asarray(token >= 0)
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    raise SystemExit("nothing to do: run python scripts/gpu_check.py --only mxfp8")

@@ -1,14 +1,14 @@
 """The part of `gpu_check.py --invariant`: whether a request has the same bits alone, in batches, drafted, in training.
 
-M3's heads and widths, a few layers and experts, random bfloat16 weights. Three looks, so that where bits differ one run
-says where: each part of the model by itself, in programs of several shapes and under several options of the compiler;
-each part inside of whole models, where what went in had the same bits; and whole requests through engines.
+M3's heads and widths, a few layers and experts, random bfloat16 weights, and the same in MXFP8. Three looks, so that
+where bits differ one run says where: each part of the model by itself, in programs of several shapes; each part inside
+of whole models, where what went in had the same bits; and whole requests through engines. They run side by side.
 """
 
-import argparse
 import dataclasses
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -17,28 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m3jax import M3Config
+from m3jax import M3Config, ops, quantize
 from m3jax.cache import Places
 from m3jax.decoding import Engine, Generation, Params, Sampling
 from m3jax.decoding.device.step import draw_token
 from m3jax.decoding.sampling import SamplingParams
 from m3jax.model import M3, init
 from m3jax.model.context import Context, selection_rules
-from m3jax.model.layers import gemma_norm, rope_table
-from m3jax.model.moe import route
+from m3jax.model.decoder import add_norm
+from m3jax.model.layers import rope_table
 from m3jax.msa import Paged, PagedIndex
-from m3jax.numerics import einsum
 from m3jax.ops import attend_all, attend_selected, select
 from m3jax.tiles import GPU_OPTIONS, by_tiles
 from m3jax.train.losses import token_logprobs
 
 NEW_TOKENS = 64
-SETTINGS = {  # of the compiler; the first is what the mode has
-    "GPU_OPTIONS": GPU_OPTIONS,
-    "no autotuning": {"xla_gpu_autotune_level": 0},
-    "deterministic": {"xla_gpu_deterministic_ops": True},
-    "none": {},
-}
+TRAINED = 2  # texts
+Say = Callable[[str], None]  # takes a line of a look
 
 
 class Sizes(NamedTuple):
@@ -70,40 +65,49 @@ def build(small: bool) -> M3:
 
 
 def check(small: bool, seed: int, jobs: int, only: str = "") -> int:
-    """Print the looks whose names contain `only`; how many of them found a bit that differs."""
-    sizes, model, start = SMALL if small else LARGE, build(small), time.perf_counter()
-    failures = 0
-    for name, look in (("parts", check_parts), ("programs", check_programs), ("requests", check_requests)):
-        if only not in name:
-            continue
-        print(f"\n== {name}", flush=True)
+    """Print the looks whose names contain `only`; how many of them found a bit that differs.
+
+    All run at once, and each of them compiles up to `jobs` programs at a time. A line begins with its look's name.
+    """
+    sizes, start = SMALL if small else LARGE, time.perf_counter()
+    model = build(small)
+    looks = {"programs": check_programs, "requests": check_requests, "parts": check_parts, "mxfp8": check_mxfp8}
+
+    def run(name: str) -> bool:
+        say = lambda line: print(f"{name:10}{line}", flush=True)
+        say("begins: programs are compiled")
         try:
-            failures += not look(model, sizes, np.random.default_rng(seed), jobs)
+            ok = looks[name](model, sizes, np.random.default_rng(seed), jobs, say)
         except Exception as error:  # one look that breaks must not hide the others
-            print(f"FAILED {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            failures += 1
-        print(f"({time.perf_counter() - start:.0f} s)", flush=True)
-    return failures
+            ok = False
+            say(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        say(f"{'ok' if ok else 'FAILED'} after {time.perf_counter() - start:.0f} s")
+        return ok
+
+    with ThreadPoolExecutor(len(looks)) as pool:
+        return sum(not ok for ok in pool.map(run, (name for name in looks if only in name)))
+
+
+def options() -> dict[str, object]:
+    """Of the compiler, as the mode has them."""
+    return GPU_OPTIONS if jax.default_backend() == "gpu" else {}
 
 
 # Each part by itself
 
 ROWS, QUERIES = 8, 64
-SHAPES = ((1, 1), (8, 1), (8, 4), (1, 64))  # rows, tokens of each; compared with all eight rows of 64
+SHAPES = ((1, 1), (8, 1), (8, 4), (3, 63))  # rows, tokens of each; compared with all eight rows of 64
 
 
-def check_parts(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int) -> bool:
+def check_parts(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int, say: Say) -> bool:
     """A part's results for some tokens, in programs for several numbers of tokens; a table, a line for each part."""
     arrays, parts = _parts(model, sizes, rng)
-    settings = SETTINGS if jax.default_backend() == "gpu" else {"none": {}}
-    work = [(part, name) for part in parts for name in settings]
     with ThreadPoolExecutor(jobs) as pool:
-        found = pool.map(lambda job: _differing(parts[job[0]], arrays, settings[job[1]]), work)
-    found = dict(zip(work, found, strict=True))
-    print(f"{'tokens that differ, of those compared':38}" + "".join(f"{name:>22}" for name in settings))
-    for part in parts:
-        print(f"{part:38}" + "".join(f"{found[part, name]:>22}" for name in settings))
-    return all(found[part, next(iter(settings))].startswith("0 ") for part in parts)
+        found = dict(zip(parts, pool.map(lambda part: _differing(part, arrays), parts.values()), strict=True))
+    say(f"{'tokens that differ, of those compared':38}")
+    for part, (differing, compared) in found.items():
+        say(f"{part:38}{differing} of {compared}")
+    return not any(differing for differing, _ in found.values())
 
 
 def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
@@ -143,57 +147,63 @@ def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
 
     dense, sparse = model.layer(0), model.layer(1)
     layers = dict(dense=jax.tree.map(lambda p: p[0], dense), sparse=jax.tree.map(lambda p: p[0], sparse))
-    moe, tile = sparse.mlp, model.token_tile
     alpha, limit = config.swiglu_alpha, config.swiglu_limit
 
     def context(rows):
         cos, sin = rope_table(rows["positions"], config.rotary_dim, config.rope_theta, jnp.bfloat16)
         return Context(
-            rows["positions"], rows["lengths"], cos, sin, Places.nowhere(rows["positions"]), rules, token_tile=tile
-        )
+            rows["positions"], rows["lengths"], cos, sin, Places.nowhere(rows["positions"]), rules,
+            token_tile=model.token_tile, is_ordered=model.is_ordered,
+        )  # fmt: skip
 
-    def flat(fn, *names):
-        """A part that takes tokens without their rows."""
-
-        def run(weights, rows):
-            batch, length = rows["positions"].shape
-            out = fn(weights, *(rows[name].reshape(batch * length, *rows[name].shape[2:]) for name in names))
-            return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), out)
-
-        return run
+    def prepared(weights, rows):
+        """What the parts of a layer share, and the parameters of a dense and of a sparse one as kernels read them."""
+        shared = context(rows)
+        return shared, *(shared.prepared(weights[name]) for name in ("dense", "sparse"))
 
     def norm(weights, rows):
-        fn = lambda x: gemma_norm(x, weights["sparse"].input_layernorm[...], config.rms_norm_eps).astype(x.dtype)
-        return context(rows).by_token(fn, rows["x"])
+        shared, _, sparse = prepared(weights, rows)
+        by_xla = lambda x, update, weight: add_norm(x, update, weight, config.rms_norm_eps)
+        options = dict(eps=config.rms_norm_eps, backend="xla", is_ordered=shared.is_ordered)
+        fn = lambda x, y: ops.add_norm(by_xla, x, y, sparse.input_layernorm[...], **options)
+        return shared.by_token(fn, rows["x"], rows["y"])
 
     def project(weights, rows):
-        shared = context(rows)
-        fn = lambda x, cos, sin: weights["sparse"].self_attn.project(x, cos, sin, config).finish()
+        shared, _, sparse = prepared(weights, rows)
+        fn = lambda x, cos, sin: sparse.self_attn.project(x, cos, sin, config).finish(shared.is_ordered)
         return shared.by_token(fn, rows["x"], shared.cos, shared.sin)
 
     def project_out(weights, rows):
-        o_proj = weights["sparse"].self_attn.o_proj[...].reshape(-1, width)
-        return context(rows).by_token(lambda x: einsum("btx,xd->btd", x, o_proj), rows["attention"])
+        shared, _, sparse = prepared(weights, rows)
+        return shared.by_token(sparse.self_attn.project_out, rows["attention"])
 
     def run_dense(weights, rows):
-        return context(rows).by_token(lambda x: weights["dense"].mlp(x, alpha, limit), rows["x"])
+        shared, dense, _ = prepared(weights, rows)
+        return shared.by_token(lambda x: dense.mlp(x, alpha, limit), rows["x"])
 
-    def run_router(weights, x):
-        gate, bias = weights["sparse"].mlp.gate[...], weights["sparse"].mlp.e_score_correction_bias[...]
-        return by_tiles(lambda x: route(x, gate, bias, config.num_experts_per_tok), tile, x)
+    def run_router(weights, rows):
+        shared, _, sparse = prepared(weights, rows)
+        return shared.by_token(lambda x: sparse.mlp.route(x, config, "xla"), rows["x"])
 
-    def run_experts(weights, x, ids, expert_weights):
-        return weights["experts"](
-            x, ids, expert_weights, jnp.int32(0), alpha, limit, path=model.expert_path, token_tile=tile
-        )
+    def run_experts(weights, rows):
+        shared, names = context(rows), ("x", "expert_ids", "expert_weights")
+        tokens = (rows[name].reshape(-1, rows[name].shape[-1]) for name in names)
+        out, _ = weights["experts"](
+            *tokens, jnp.int32(0), alpha, limit, path=model.expert_path, token_tile=shared.token_tile,
+            is_ordered=shared.is_ordered,
+        )  # fmt: skip
+        return out.reshape(rows["x"].shape)
 
-    def run_shared(weights, x, y):
-        return by_tiles(lambda x, y: 2.0 * y + weights["sparse"].mlp.shared_experts(x, alpha, limit), tile, x, y)
+    def run_shared(weights, rows):
+        shared, _, sparse = prepared(weights, rows)
+        return shared.by_token(lambda x, y: sparse.mlp.add_shared(x, y, None, config), rows["x"], rows["y"])
 
-    def draw(weights, x, positions):
+    def draw(weights, rows):
+        x, positions = rows["x"].reshape(-1, width), rows["positions"].reshape(-1)
         seen = jnp.zeros((len(x), config.vocab_size), bool)
         sampling = SamplingParams.stack([Sampling(temperature=1.0, seed=1)] * len(x))
-        return draw_token(weights["model"], x, jax.tree.map(jnp.asarray, sampling), seen, positions)
+        drawn = draw_token(weights["model"], x, jax.tree.map(jnp.asarray, sampling), seen, positions)
+        return [y.reshape(rows["positions"].shape) for y in drawn]
 
     def attend_to_blocks(weights, rows):
         chosen = rows["blocks"].swapaxes(1, 2)
@@ -202,21 +212,21 @@ def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
     def attend_to_all(weights, rows):
         return attend_all(rows["q"], view(rows), rows["positions"], rows["lengths"], schedule="invariant")
 
-    weights = layers | {"experts": moe.experts, "model": model}
+    weights = layers | {"experts": sparse.mlp.experts, "model": model}
     parts = {
-        "norm": norm, "projections, head norms, RoPE": project, "index scores, selection":
+        "addition, norm": norm, "projections, head norms, RoPE": project, "index scores, selection":
         lambda weights, rows: choose(rows).swapaxes(1, 2), "sparse attention": attend_to_blocks,
         "dense attention": attend_to_all, "output projection": project_out, "dense MLP": run_dense,
-        "router": flat(run_router, "x"), "experts": flat(run_experts, "x", "expert_ids", "expert_weights"),
-        "shared expert, sum": flat(run_shared, "x", "y"), "head, log-probability, draw": flat(draw, "x", "positions"),
+        "router": run_router, "experts": run_experts, "shared expert, sum": run_shared,
+        "head, log-probability, draw": draw,
     }  # fmt: skip
     return arrays, {name: partial(fn, weights) for name, fn in parts.items()}
 
 
-def _differing(part, arrays: dict, options: dict) -> str:
-    """How many tokens of those in smaller programs have other bits than in the program of all."""
+def _differing(part, arrays: dict) -> tuple[int, int]:
+    """(how many tokens of those in smaller programs have other bits than in the program of all, of how many)."""
     weights, fn = part.args[0], part.func
-    program = jax.jit(fn, compiler_options=options)
+    program = jax.jit(fn, compiler_options=options())
 
     def run(rows, queries):
         per_row = ("table", "lengths")
@@ -225,11 +235,11 @@ def _differing(part, arrays: dict, options: dict) -> str:
 
     whole, differing, compared = run(slice(None), slice(None)), 0, 0
     for batch, length in SHAPES:
-        for first in sorted({0, QUERIES // 3, QUERIES - length} if length < QUERIES else {0}):
+        for first in sorted({0, QUERIES // 3, QUERIES - length} if length < QUERIES // 2 else {0}):
             rows, queries = (slice(ROWS - batch, ROWS), slice(first, first + length))
             same = run(rows, queries) == whole[rows, queries]
             differing, compared = differing + int((~same).sum()), compared + same.size
-    return f"{differing} of {compared}"
+    return differing, compared
 
 
 def _token_bits(tree) -> np.ndarray:
@@ -245,6 +255,12 @@ def _hash(x: jax.Array) -> jax.Array:
     bits = (bits ^ (bits >> 15)) * jnp.uint32(2654435761)
     odd = jnp.arange(bits.shape[-1], dtype=jnp.uint32) * jnp.uint32(2246822519) | jnp.uint32(1)
     return jnp.sum((bits ^ (bits >> 13)) * odd, axis=-1, dtype=jnp.uint32)
+
+
+def check_mxfp8(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int, say: Say) -> bool:
+    """The other looks at parts, of the same model with weights in MXFP8."""
+    kept = quantize(model).with_invariance()
+    return all([look(kept, sizes, rng, jobs, say) for look in (check_programs, check_parts)])
 
 
 # Each part inside of whole models
@@ -268,24 +284,31 @@ READS = {
 }
 
 
-def check_programs(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int) -> bool:
+def check_programs(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int, say: Say) -> bool:
     """Fixed texts, whole and alone, in chunks of eight rows, in steps, among proposals: which part differs first."""
     config, length = model.config, sizes.text
     texts = rng.integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
     blocks = -(-length // config.index_block_size)
     cache = model.new_cache(ROWS * blocks, ROWS, blocks)
     table = jnp.asarray(rng.permutation(ROWS * blocks).reshape(ROWS, blocks), jnp.int32)
-    options = GPU_OPTIONS if jax.default_backend() == "gpu" else {}
-    run = jax.jit(_bits_of_call, donate_argnums=1, compiler_options=options)
+    run = jax.jit(_bits_of_call, donate_argnums=1, compiler_options=options())
 
-    def call(cache, rows, start, width):
+    def arguments(cache, rows, start, width):
         positions = np.broadcast_to(np.arange(start, start + width, dtype=np.int32), (len(rows), width))
         tokens = texts[rows][:, start : start + width]
-        bits, cache = run(model, cache.replace(table=table[rows]), tokens, positions, np.full(len(rows), start + width,
-                          np.int32))  # fmt: skip
-        return [{name: np.asarray(x) for name, x in layer.items()} for layer in bits], cache
+        lengths = np.full(len(rows), start + width, np.int32)
+        return model, cache.replace(table=table[rows]), tokens, positions, lengths
 
     every_row = np.arange(ROWS)
+    shapes = (1, length), (1, 1), (ROWS, 1), (ROWS, 4), (ROWS, length // 8)
+    with ThreadPoolExecutor(jobs) as pool:
+        lowered = [run.lower(*arguments(cache, every_row[:rows], 0, width)) for rows, width in shapes]
+        compiled = dict(zip(shapes, pool.map(lambda program: program.compile(), lowered), strict=True))
+
+    def call(cache, rows, start, width):
+        bits, cache = compiled[len(rows), width](*arguments(cache, rows, start, width))
+        return [{name: np.asarray(x) for name, x in layer.items()} for layer in bits], cache
+
     alone = [[] for _ in every_row]
     for row in every_row:
         alone[row], cache = call(cache, every_row[row : row + 1], 0, length)
@@ -307,10 +330,10 @@ def check_programs(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int)
                 _count(counts, values, {key: x[rows] for key, x in whole[layer].items()}, start)
         differing = {part: x for part, x in counts.items() if x[0] or x[1]}
         ok &= not differing
-        print(f"{name:24} {'ok' if not differing else 'DIFFERS'}  ({len(counts)} parts)")
+        say(f"{name:24} {'ok' if not differing else 'DIFFERS'}  ({len(counts)} parts)")
         for part, (by_itself, after_others, compared) in differing.items():
-            print(f"    {part:20} {by_itself} of {compared} tokens and layers where what it read had the same bits; "
-                  f"{after_others} where not")  # fmt: skip
+            say(f"    {part:20} {by_itself} of {compared} tokens and layers where what it read had the same bits; "
+                f"{after_others} where not")  # fmt: skip
     return ok
 
 
@@ -351,14 +374,11 @@ def _count(counts: dict[str, list[int]], found: dict, whole: dict, start: int) -
 # Whole requests
 
 
-def check_requests(
-    model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int, modes: tuple[str, ...] = ("invariant", "fast")
-) -> bool:
+def check_requests(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int, say: Say) -> bool:
     """Greedy and sampled texts of eight requests: alone in one chunk, beside others, drafted, and in training."""
     vocabulary = model.config.vocab_size
     prompts = [rng.integers(0, vocabulary, n).tolist() for n in sizes.prompts]
-    lengths = rng.integers(1, sizes.neighbours, 24)
-    neighbours = [rng.integers(0, vocabulary, n).tolist() for n in lengths]
+    neighbours = [rng.integers(0, vocabulary, n).tolist() for n in rng.integers(1, sizes.neighbours, 24)]
     # A prompt that repeats itself is what a lookup of earlier tokens finds its proposals in.
     prompts = [(prompt[: len(prompt) // 4 + 1] * 4)[: len(prompt)] for prompt in prompts]
     longest = max(sizes.prompts) + NEW_TOKENS
@@ -368,34 +388,29 @@ def check_requests(
         "in a batch of 32": dict(max_batch=32, prefill_chunk=sizes.chunk),
         "8, drafted": dict(max_batch=8, prefill_chunk=sizes.chunk, draft="ngram"),
     }
-    page_size = model.config.index_block_size
-    pages = sum(-(-(len(p) + NEW_TOKENS) // page_size) + 1 for p in (*prompts, *neighbours))
+    lengths = [len(prompt) + NEW_TOKENS for prompt in (*prompts, *neighbours)]
+    pages = sum(-(-n // model.config.index_block_size) + 1 for n in lengths)
     engines = {
-        (mode, name): Engine(
-            model.with_invariance(mode == "invariant"), pages=pages, max_length=longest, steps_per_call=16,
-            prefix_cache=False, **shape,
-        )
-        for mode in modes for name, shape in shapes.items()
-    }  # fmt: skip
+        name: Engine(model, pages=pages, max_length=longest, steps_per_call=16, prefix_cache=False, **shape)
+        for name, shape in shapes.items()
+    }
     with ThreadPoolExecutor(jobs) as pool:
+        training = pool.submit(_training_program, model, longest)
         list(pool.map(lambda engine: engine.warmup(), engines.values()))
-    results = {key: _serve(engine, prompts, neighbours if "32" in key[1] else []) for key, engine in engines.items()}
+        training = training.result()
+    results = {name: _serve(engine, prompts, neighbours if "32" in name else []) for name, engine in engines.items()}
     ok = True
-    print(f"{'requests of 8 that differ from themselves alone':50}" + "".join(f"{mode:>16}" for mode in modes))
-    print(" " * 50 + f"{'tokens   bits':>16}" * len(modes))
+    say(f"{'requests of 8 that differ from themselves alone':50}{'tokens   bits':>16}")
     for name in list(shapes)[1:]:
-        cells = []
-        for mode in modes:
-            pairs = list(zip(results[mode, name], results[mode, "alone"], strict=True))
-            tokens, bits = sum(a.tokens != b.tokens for a, b in pairs), sum(a.logprobs != b.logprobs for a, b in pairs)
-            cells.append(f"{tokens:>9}{bits:>7}")
-            ok &= mode == "fast" or not tokens + bits
-        print(f"{name:50}" + "".join(cells), flush=True)
-    drafting = engines["invariant", "8, drafted"].drafting
-    print(f"of proposals, {sum(drafting.accepted)} were accepted in {drafting.forwards} calls")
-    texts = [(prompt, found) for prompt, found in zip(prompts, results["invariant", "alone"], strict=True)]
-    differing, compared = _training_differs(model, texts[2:4], longest)
-    print(f"{'token log-probabilities, training':50}{differing} of {compared} differ")
+        pairs = list(zip(results[name], results["alone"], strict=True))
+        tokens, bits = sum(a.tokens != b.tokens for a, b in pairs), sum(a.logprobs != b.logprobs for a, b in pairs)
+        ok &= not tokens + bits
+        say(f"{name:50}{tokens:>9}{bits:>7}")
+    drafting = engines["8, drafted"].drafting
+    say(f"of proposals, {sum(drafting.accepted)} were accepted in {drafting.forwards} calls")
+    texts = list(zip(prompts, results["alone"], strict=True))[2 : 2 + TRAINED]
+    differing, compared = _training_differs(training, model, texts, longest)
+    say(f"{'token log-probabilities, training':50}{differing} of {compared} differ")
     return ok and not differing
 
 
@@ -410,20 +425,20 @@ def _serve(engine: Engine, prompts: list[list[int]], neighbours: list[list[int]]
     return [engine.result(handle) for handle in handles]
 
 
-def _training_differs(model: M3, texts: list[tuple[list[int], Generation]], longest: int) -> tuple[int, int]:
+def _training_program(model: M3, longest: int):
+    """What recomputes the log-probabilities of `TRAINED` texts, compiled."""
+    program = jax.jit(token_logprobs, compiler_options=options())
+    return program.lower(model, jax.ShapeDtypeStruct((TRAINED, longest), jnp.int32)).compile()
+
+
+def _training_differs(program, model: M3, texts: list[tuple[list[int], Generation]], longest: int) -> tuple[int, int]:
     """(how many of the log-probabilities under a gradient are not those of the engine, of how many)."""
     tokens = np.zeros((len(texts), longest), np.int32)
     for row, (prompt, found) in zip(tokens, texts, strict=True):
         row[: len(prompt) + len(found.tokens)] = [*prompt, *found.tokens]
-    options = GPU_OPTIONS if jax.default_backend() == "gpu" else {}
-    logprobs = np.asarray(jax.jit(token_logprobs, compiler_options=options)(model, jnp.asarray(tokens)))
+    logprobs = np.asarray(program(model, jnp.asarray(tokens)))
     differing = [
         logprobs[row, len(prompt) - 1 : len(prompt) - 1 + len(found.tokens)] != np.float32(found.logprobs)
         for row, (prompt, found) in enumerate(texts)
     ]
     return int(np.sum(differing)), np.size(differing)
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    raise SystemExit("nothing to do: run python scripts/gpu_check.py --invariant")

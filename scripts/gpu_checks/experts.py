@@ -1,12 +1,11 @@
 """The part of `gpu_check.py` about routed experts in 16 and 32 bits."""
 
-import argparse
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_check_repeat import twice
+from gpu_checks.repeat import twice
 
 from m3jax.msa.inversion import invert
 from pallas_kernels.few_experts import few_experts
@@ -66,8 +65,3 @@ def check_experts(shape, dtype, *, seed: int) -> dict[str, float]:
         norm += (want**2).sum()
     error = (error / norm) ** 0.5
     return {"error": error, "ok": ok and np.isfinite(got).all() and error < (2e-5 if dtype == jnp.float32 else OUT)}
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    raise SystemExit("nothing to do: run python scripts/gpu_check.py --only experts")

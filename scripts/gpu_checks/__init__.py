@@ -1,0 +1,1 @@
+"""The parts of `scripts/gpu_check.py`, each by itself; `repeat` is what they share."""
