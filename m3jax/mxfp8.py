@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 BLOCK = 32
 NAN_SCALE = 255  # the one scale byte that is no power of two
@@ -85,55 +85,6 @@ class MXFP8Array:
         if activations not in _ACTIVATIONS:
             raise ValueError(f"activations = {activations!r}: allowed are None and 'mxfp8'")
         return replace(self, activations=activations)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("stack", "layer"), meta_fields=("backend",))
-@dataclass(frozen=True)
-class MXFP8Layer:
-    """One matrix of a stack, which a kernel reads where it lies: a slice would be a copy.
-
-    Attributes:
-      stack: one matrix a layer.
-      layer: which of them.
-      backend: what multiplies, one of `m3jax.ops.BACKENDS`.
-    """
-
-    stack: MXFP8Array
-    layer: Any
-    backend: str = "auto"
-
-    def __getitem__(self, index: Any) -> "MXFP8Layer":
-        """Itself, of `...`, as a parameter is read.
-
-        Raises:
-          IndexError: anything else.
-        """
-        if index is not ...:
-            raise IndexError("a layer of a stack in MXFP8 has no rows without their scales: take() it and dequantize")
-        return self
-
-    def take(self) -> MXFP8Array:
-        """The matrix out of its stack."""
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack)
-
-
-Weight = Shaped[Array, "..."] | MXFP8Array | MXFP8Layer
-
-
-def merge_inputs(weight: Weight, num_inputs: int) -> Weight:
-    """One matrix with its first axes, which a product sums over, as one.
-
-    Args:
-      weight: `[*inputs *outputs]`, without a stack, or a layer of one.
-      num_inputs: how many axes become one.
-    """
-    if isinstance(weight, MXFP8Layer):
-        codes = weight.stack.codes
-        codes = codes.reshape(len(codes), prod(codes.shape[1 : 1 + num_inputs]), *codes.shape[1 + num_inputs :])
-        return replace(weight, stack=replace(weight.stack, codes=codes, num_inputs=1))
-    if isinstance(weight, MXFP8Array):
-        return replace(weight, codes=merge_inputs(weight.codes, num_inputs), num_inputs=1)
-    return weight.reshape(prod(weight.shape[:num_inputs]), *weight.shape[num_inputs:])
 
 
 def scales_shape(shape: tuple[int, ...], num_inputs: int, num_outputs: int) -> tuple[int, ...]:

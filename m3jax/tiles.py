@@ -13,14 +13,18 @@ from jaxtyping import Array, Int, PyTree
 
 from m3jax.platform import platform
 
+# Rows of logits that are computed with at once: what only fills a tile costs more here than in a product.
+LOGITS_TILE = 8
+
+# `compiler_options` for `jax.jit` on a GPU: products are cuBLAS's, each in the way that its own heuristic picks. Else
+# XLA compiles and times many kernels for each, which is most of what compiling a program takes. Both go together: a
+# kernel of XLA's own is slow unless it was chosen by its time.
+UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
 # `compiler_options` for `jax.jit` where programs are to give a tile the same bits on a GPU. Else XLA times several ways
 # to compute a product, anew in each program, and takes what was fastest; and it leaves a rounding out where it fuses
 # what rounds with what reads.
-GPU_OPTIONS = {
-    "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_allow_excess_precision": False,
-}
+GPU_OPTIONS = UNTUNED | {"xla_allow_excess_precision": False}
 
 
 def by_tiles(fn: Callable[..., PyTree[Array]], tile: int | None, *arrays: PyTree[Array]) -> PyTree[Array]:

@@ -58,6 +58,11 @@ def dot(
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
+def dot_columns(weight: Float[Array, "depth W"], rows: Float[Array, "R depth"]) -> Float[Array, "W R"]:
+    """Columns by rows: the side of which tensor cores want 64 at once is the weights', where there are so many."""
+    return dot(weight, rows, transpose_a=True, transpose=True)
+
+
 def store_rows(
     ref,
     rows: Int[Array, " R"],

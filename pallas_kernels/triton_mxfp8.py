@@ -80,11 +80,6 @@ def rows_in_quarters(x: Shaped[Array, "X I"]) -> Shaped[Array, "X I32 8 4"]:
     return x.reshape(len(x), -1, _TURNS, QUARTER)
 
 
-def num_splits(tiles: int, steps: int, programs: int) -> int:
-    """Into how many parts a walk of `steps` is cut, so that there are enough programs and at most `programs`."""
-    return max(n for n in range(1, steps + 1) if steps % n == 0 and (n == 1 or tiles * n <= programs))
-
-
 def sum_rows(
     x_ref,
     rows: list[Any],

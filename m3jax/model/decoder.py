@@ -2,22 +2,25 @@
 
 import copy
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
+from m3jax import ops
 from m3jax.cache import LayerPages
 from m3jax.config import M3Config, Stack
 from m3jax.make import Make
 from m3jax.model.attention import Attention
-from m3jax.model.context import Context
+from m3jax.model.context import Context, InPlace, backend_of_products
 from m3jax.model.layers import MLP, gemma_norm
 from m3jax.model.moe import Experts, MoE
-from m3jax.mxfp8 import MXFP8Array, MXFP8Layer
+from m3jax.model.summary import dotted_path
+from m3jax.mxfp8 import MXFP8Array
+from m3jax.weights import StackedLayer
+
+_NUM_INPUTS = {"o_proj": 2}  # axes that a product with a layer's matrix sums over; one for all others
 
 # Maps the named values of a layer to what the scan shall keep of them.
 Probe = Callable[[dict[str, Array], Context], PyTree[Array]]
@@ -58,7 +61,8 @@ class Decoder(nnx.Module):
     """Pre-norm layers with two residuals; every parameter has a leading layer axis.
 
     Attributes:
-      apart: the parameters of each layer by themselves, but for the experts'; None where layers are scanned.
+      apart: the parameters of each layer, but for the experts', by themselves or where they lie in the stack, if a
+        kernel reads them there; None where layers are scanned.
     """
 
     apart: nnx.List | None = None
@@ -78,14 +82,31 @@ class Decoder(nnx.Module):
         """L, the number of layers."""
         return self.input_layernorm.shape[0]
 
-    def with_layers_apart(self) -> "Decoder":
+    def with_layers_apart(self, in_place: InPlace) -> "Decoder":
         """The same layers, to be run one after the other instead of scanned; see `M3.with_layers_apart`."""
-        without_experts = self._without_experts()
+        stacks, structure = self._stacks(in_place)
+
+        def parameters(layer: int) -> "Decoder":
+            index, how = jnp.int32(layer), (in_place.backend, in_place.is_ordered)
+            of_layer = [StackedLayer(stack, index, *how) if is_kept else stack[layer] for stack, is_kept in stacks]
+            return jax.tree.unflatten(structure, of_layer)
+
         other = copy.copy(self)
-        other.apart = nnx.List(
-            [jax.tree.map(lambda x, layer=layer: x[layer], without_experts) for layer in range(self.depth)]
-        )
+        other.apart = nnx.List([parameters(layer) for layer in range(self.depth)])
         return other
+
+    def _stacks(
+        self, in_place: InPlace
+    ) -> tuple[list[tuple[Shaped[Array, "L ..."] | MXFP8Array, bool]], jax.tree_util.PyTreeDef]:
+        """Every parameter but the experts', and whether a kernel reads its layers where they lie."""
+        leaves, structure = jax.tree_util.tree_flatten_with_path(self._without_experts(), is_leaf=_is_mxfp8)
+
+        def is_kept(path: tuple, stack: Shaped[Array, "L ..."] | MXFP8Array) -> bool:
+            name = dotted_path(path).rpartition(".")[2]
+            is_matrix = name.endswith("_proj") or (in_place.is_ordered and name == "gate")
+            return is_matrix and in_place.reads(stack, _NUM_INPUTS.get(name, 1))
+
+        return [(stack, is_kept(path, stack)) for path, stack in leaves], structure
 
     def _without_experts(self) -> "Decoder":
         """A copy without what layers do not have by themselves: experts stay stacked and are read where they lie."""
@@ -124,7 +145,7 @@ class Decoder(nnx.Module):
         def run_layer(carry, parameters_and_layer):
             x, pages, taps = carry
             one_layer, layer = parameters_and_layer
-            one_layer = jax.tree.map(partial(_for_kernels, context, x.dtype), one_layer, is_leaf=_is_mxfp8)
+            one_layer = context.prepared(one_layer)
             x, pages, values = one_layer.run_layer(x, context, pages, layer, experts, config)
             taps = None if taps is None else taps.put(layer, x)
             return (x, pages.after_layer(), taps), None if probe is None else probe(values, context)
@@ -134,19 +155,22 @@ class Decoder(nnx.Module):
             run_layer = jax.checkpoint(run_layer, policy=saved)
         carry = x, pages, taps
         if self.apart is None:
-            leaves, structure = jax.tree.flatten(self._without_experts(), is_leaf=_is_mxfp8)
-            # A scan would copy a layer's matrix for a kernel to read it.
-            is_kept = [_is_mxfp8(leaf) and context.kernel_reads(leaf, x.dtype) for leaf in leaves]
+            num_rows = x.shape[0] * x.shape[1]
+            # Gradients are those of layers, not of stacks.
+            is_ordered = context.is_ordered and context.has_cache
+            in_place = InPlace(num_rows, x.dtype, context.backend, context.token_tile, context.mesh, is_ordered)
+            stacks, structure = self._stacks(in_place)
 
+            # A scan would copy a layer's matrix for a kernel to read it.
             def run_scanned(carry, scanned_and_layer):
                 scanned, layer = scanned_and_layer
                 parameters = [
-                    MXFP8Layer(leaf, layer, context.backend) if keeps else one_layer
-                    for leaf, one_layer, keeps in zip(leaves, scanned, is_kept, strict=True)
+                    StackedLayer(stack, layer, context.backend, is_ordered) if is_kept else one_layer
+                    for (stack, is_kept), one_layer in zip(stacks, scanned, strict=True)
                 ]
                 return run_layer(carry, (jax.tree.unflatten(structure, parameters), layer))
 
-            of_layers = [None if keeps else leaf for leaf, keeps in zip(leaves, is_kept, strict=True)]
+            of_layers = [None if is_kept else stack for stack, is_kept in stacks]
             layer_ids = jnp.arange(self.depth, dtype=jnp.int32)
             carry, kept = jax.lax.scan(run_scanned, carry, (of_layers, layer_ids))
         else:
@@ -180,12 +204,17 @@ class Decoder(nnx.Module):
         Returns:
           (residual stream, pages with the new tokens, named values on the way).
         """
-        norm = lambda x, weight: gemma_norm(x, weight[...], config.rms_norm_eps).astype(x.dtype)
+        backend = backend_of_products(context.backend, context.token_tile, context.mesh)
+
+        def add_and_norm(x, update, weight):
+            by_xla = lambda x, update, weight: add_norm(x, update, weight, config.rms_norm_eps)
+            options = dict(eps=config.rms_norm_eps, backend=backend, is_ordered=context.is_ordered)
+            return ops.add_norm(by_xla, x, update, weight[...], **options)
 
         def before_attention(x, cos, sin):
-            normed = norm(x, self.input_layernorm)
+            _, normed = add_and_norm(x, None, self.input_layernorm)
             heads = self.self_attn.project(normed, cos, sin, config)
-            return normed, heads if context.token_tile is None else heads.finish()
+            return normed, heads if context.token_tile is None else heads.finish(context.is_ordered)
 
         attention_norm, heads = context.by_token(before_attention, x, context.cos, context.sin)
         attention, pages, values = self.self_attn(heads, context, pages, layer)
@@ -193,8 +222,8 @@ class Decoder(nnx.Module):
 
         def after_attention(x, attention):
             attention_out = self.self_attn.project_out(attention)
-            x = add(x, attention_out)
-            return x, attention_out, norm(x, self.post_attention_layernorm)
+            x, normed = add_and_norm(x, attention_out, self.post_attention_layernorm)
+            return x, attention_out, normed
 
         # All that a token needs no other for, up to the experts, is computed a tile at a time.
         if experts is None:
@@ -209,20 +238,22 @@ class Decoder(nnx.Module):
 
             def to_the_experts(x, attention):
                 x, attention_out, ffn_norm = after_attention(x, attention)
-                return x, attention_out, ffn_norm, *self.mlp.route(ffn_norm, config)
+                return x, attention_out, ffn_norm, *self.mlp.route(ffn_norm, config, backend)
 
             x, attention_out, ffn_norm, expert_ids, expert_weights = context.by_token(to_the_experts, x, attention)
             tokens, ids, weights = (y.reshape(-1, y.shape[-1]) for y in (ffn_norm, expert_ids, expert_weights))
-            routed = experts(
+            both = experts(
                 tokens, ids, weights, layer, config.swiglu_alpha, config.swiglu_limit,
                 backend=context.backend, mesh=context.mesh, path=context.expert_path, token_tile=context.token_tile,
-            ).reshape(x.shape)  # fmt: skip  # [B*T D] -> [B T D]
+                is_ordered=context.is_ordered, shared=self.mlp.shared_experts,
+            )  # fmt: skip
+            both = jax.tree.map(lambda y: y.reshape(x.shape), both)  # [B*T D] -> [B T D]
 
-            def after_experts(x, ffn_norm, routed):
-                ffn_out = self.mlp.add_shared(ffn_norm, routed, config)
+            def after_experts(x, ffn_norm, both):
+                ffn_out = self.mlp.add_shared(ffn_norm, *both, config)
                 return add(x, ffn_out), ffn_out
 
-            x, ffn_out = context.by_token(after_experts, x, ffn_norm, routed)
+            x, ffn_out = context.by_token(after_experts, x, ffn_norm, both)
             values |= {"expert_ids": expert_ids, "expert_weights": expert_weights}
         values |= {"attention_out": attention_out, "ffn_norm": ffn_norm, "ffn_out": ffn_out, "output": x}
         return x, pages, values
@@ -233,13 +264,13 @@ def add(x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array,
     return (x.astype(update.dtype) + update).astype(x.dtype)
 
 
+def add_norm(
+    x: Float[Array, "B T D"], update: Float[Array, "B T D"] | None, weight: Float[Array, " D"], eps: float
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """(residual addition, its norm), each rounded once; without an update the norm of x."""
+    x = x if update is None else add(x, update)
+    return x, gemma_norm(x, weight, eps).astype(x.dtype)
+
+
 def _is_mxfp8(leaf: object) -> bool:
-    return isinstance(leaf, MXFP8Array | MXFP8Layer)
-
-
-def _for_kernels(context: Context, dtype: DTypeLike, leaf: object) -> object:
-    """A matrix of a layer by itself as a stack of one, where a kernel reads it; anything else as it is."""
-    if not isinstance(leaf, MXFP8Array):
-        return leaf
-    stack = jax.tree.map(lambda x: x[None], leaf)
-    return MXFP8Layer(stack, jnp.int32(0), context.backend) if context.kernel_reads(stack, dtype) else leaf
+    return isinstance(leaf, MXFP8Array | StackedLayer)

@@ -8,21 +8,22 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 
+from m3jax import ops
 from m3jax.cache import Cache, CallPages, Places
 from m3jax.config import M3Config
 from m3jax.make import Frozen, Make
 from m3jax.media import MediaBatch
 from m3jax.model.calls import checked, compiled
-from m3jax.model.context import Context, by_token, selection_rules
-from m3jax.model.decoder import Decoder, Probe, Taps
-from m3jax.model.layers import gemma_norm, rope_table
+from m3jax.model.context import Context, InPlace, backend_of_products, by_token, kernels_order, selection_rules
+from m3jax.model.decoder import Decoder, Probe, Taps, add_norm
+from m3jax.model.layers import rope_table
 from m3jax.model.media import WithMedia, vision_of
 from m3jax.model.summary import table
 from m3jax.msa import SCHEDULES, contiguous_index, walk_scores
 from m3jax.msa.rules import Score, check_score
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import einsum
-from m3jax.ops import check_backend_name, check_schedule
+from m3jax.ops import check_backend_name, check_schedule, unembed_in_order
 from m3jax.platform import platform
 from m3jax.tiles import by_tiles
 
@@ -159,13 +160,18 @@ class M3(WithMedia):
             setattr(other, name, value)
         return other
 
-    def with_layers_apart(self) -> "M3":
-        """The same parameters, cut into layers, which a call then runs one after the other instead of scanning them.
+    def with_layers_apart(self, num_rows: int) -> "M3":
+        """The same parameters, by layers, which a call then runs one after the other instead of scanning them.
 
-        For a program that runs many decode steps in a loop, before the loop: what is cut is copied once, where a scan
-        copies it in each step out of the stack. Experts stay stacked. The program grows with the number of layers.
+        For a program that runs many decode steps in a loop, before the loop: what is cut out of the stacks is copied
+        once, where a scan copies it in each step. What a kernel reads where it lies stays there, experts too. The
+        program grows with the number of layers.
+
+        Args:
+          num_rows: tokens of a call.
         """
-        return self._with(stacks=nnx.List([stack.with_layers_apart() for stack in self.stacks]))
+        in_place = InPlace(num_rows, self.dtype, self.backend, self.token_tile, self.mesh, self.is_ordered)
+        return self._with(stacks=nnx.List([stack.with_layers_apart(in_place) for stack in self.stacks]))
 
     def layer(self, index: int) -> Decoder:
         """One layer's parameters, as a `Decoder` of depth 1: what the stacks hold of it, with a layer axis of size 1.
@@ -201,6 +207,15 @@ class M3(WithMedia):
           **types: `kv_dtype`, `index_dtype`, `scales` and `device_pages` of `Cache.pool`.
         """
         return Cache.pool(self.config, pages, batch, blocks, str(self.dtype), self.mesh, **types)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the invariant mode is kernels that take all tokens at once, instead of tiles of tokens."""
+        if self.token_tile is None or (self.mesh is not None and self.mesh.size > 1):
+            return False
+        matrices = jax.tree.leaves(self.stacks, is_leaf=lambda x: isinstance(x, MXFP8Array))
+        quantises = any(isinstance(x, MXFP8Array) and x.activations for x in matrices)
+        return not quantises and kernels_order(self.config, self.dtype, self.backend)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -274,8 +289,12 @@ class M3(WithMedia):
         Args:
           x: the residual stream.
         """
-        norm = lambda x: gemma_norm(x, self.norm[...], self.config.rms_norm_eps).astype(x.dtype)
-        return by_token(norm, self.token_tile, x)
+        eps = self.config.rms_norm_eps
+        by_xla = lambda x, update, weight: add_norm(x, update, weight, eps)
+        backend = backend_of_products(self.backend, self.token_tile, self.mesh)
+        options = dict(eps=eps, backend=backend, is_ordered=self.is_ordered)
+        norm = lambda x: ops.add_norm(by_xla, x, None, self.norm[...], **options)[1]
+        return by_token(norm, None if self.is_ordered else self.token_tile, x)
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits of normed hidden states; the product is not rounded to the model's dtype.
@@ -286,6 +305,8 @@ class M3(WithMedia):
         product = lambda hidden: einsum("xd,vd->xv", hidden, self.lm_head[...])
         if self.token_tile is None:
             return einsum("...d,vd->...v", hidden, self.lm_head[...])
+        if self.is_ordered and self.config.vocab_size % 64 == 0:
+            return unembed_in_order(hidden, self.lm_head[...])
         rows = hidden.reshape(-1, hidden.shape[-1])
         return by_tiles(product, self.token_tile, rows).reshape(*hidden.shape[:-1], -1)
 
@@ -365,12 +386,13 @@ class M3(WithMedia):
             lengths = jnp.full((batch,), length, jnp.int32)
         positions, lengths = positions.astype(jnp.int32), lengths.astype(jnp.int32)
         angles = lambda positions: rope_table(positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)
-        cos, sin = by_token(angles, self.token_tile, positions)
+        cos, sin = by_token(angles, None if self.is_ordered else self.token_tile, positions)
         context = Context(
             positions, lengths, cos, sin,
             places=Places.nowhere(positions) if cache is None else cache.places(positions, lengths),
             rules=selection_rules(self.config, self.score), schedule=self.schedule, backend=self.backend,
-            dense=self.dense, expert_path=self.expert_path, token_tile=self.token_tile, mesh=self.mesh,
+            dense=self.dense, expert_path=self.expert_path, token_tile=self.token_tile,
+            is_ordered=self.is_ordered, mesh=self.mesh,
             has_cache=cache is not None,
         )  # fmt: skip
         x = self.embed(tokens) if embeddings is None else embeddings

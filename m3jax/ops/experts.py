@@ -6,7 +6,7 @@ dropped. An id of -1 is an expert that is not held here; what stands in its plac
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from m3jax.ops.backends import interpreted, kernel_name
 from m3jax.ops.mxfp8_kernels import mxfp8_kernel
 from m3jax.ops.project import operands, project
 from m3jax.platform import platform
+from m3jax.weights import StackedLayer, Weight
 
 Activation = Callable[[Float[Array, "..."], Float[Array, "..."]], Float[Array, "..."]]
 
@@ -34,7 +35,7 @@ _GROUPED_UNIT, _FEW_UNIT = 128, 64  # widths are multiples of these where `group
 # Tokens up to which `few` is the fastest way on an H200, by widths (`scripts/bench_gpu.py --only experts`).
 _FEW_TOKENS = {(6144, 3072): 64, (192, 192): 64}
 _FIXED_TILE = 8  # likewise where a pair's bits may not depend on how many there are
-_FIXED_KERNEL_TILE = 64  # likewise in a kernel
+_ORDERED_TILE = 64  # likewise in a kernel, at least: tensor cores then take one instruction for all heights
 _COPIED_TILE = 512  # likewise where experts are copied: more than an expert is wide, so its copies are the smaller part
 
 
@@ -56,7 +57,8 @@ def run_experts(
     path: str = "auto",
     backend: str = "auto",
     num_shares: int | None = None,
-) -> Float[Array, "X A D"]:
+    shared: Sequence[StackedLayer] = (),
+) -> Float[Array, "X C D"]:
     """What each pair's expert makes of its token, in the way that suits the platform and the number of pairs.
 
     Args:
@@ -68,11 +70,23 @@ def run_experts(
       path: "auto", or one of `EXPERT_PATHS`.
       backend: where kernels are not wanted, "xla".
       num_shares: where devices divide the experts, how many do.
+      shared: gate, up and down of an expert that all tokens meet, if it is to be run with the others: `joins_shared`.
+
+    Returns:
+      C = A, or A + 1 with a shared expert, whose outputs come last.
     """
+    if shared:
+        return few(x, weights, expert_ids, layer, activate, shared)
     is_mxfp8 = isinstance(weights.gate, MXFP8Array)
-    by_kernel = not is_mxfp8 and kernel_runs_experts(x.dtype, *weights.gate.shape[2:], backend=backend)
+    by_mxfp8_kernel = is_mxfp8 and kernel_name(backend) == "triton" and kernel_takes_mxfp8(weights, x.dtype, backend)
+    by_kernel = by_mxfp8_kernel or (
+        not is_mxfp8 and kernel_runs_experts(x.dtype, *weights.gate.shape[2:], backend=backend)
+    )
     if path == "in_fixed_tiles" and by_kernel:
-        return grouped(x, weights, expert_ids, layer, activate, tile=_FIXED_KERNEL_TILE)
+        # Tensor cores add what they multiply to what they are given, channel by channel, in a tile of any height.
+        if not is_mxfp8 and len(x) <= few_tokens(*weights.gate.shape[2:]):
+            return few(x, weights, expert_ids, layer, activate)
+        return grouped(x, weights, expert_ids, layer, activate, least_tile=_ORDERED_TILE)
     if path != "auto":
         return EXPERT_PATHS[path](x, weights, expert_ids, layer, activate)
     where, num_pairs, is_divided = platform(), expert_ids.size, num_shares is not None
@@ -237,21 +251,32 @@ def few(
     expert_ids: Int[Array, "X A"],
     layer: Int[Array, ""],
     activate: Activation,
-) -> Float[Array, "X A D"]:
+    shared: Sequence[StackedLayer] = (),
+) -> Float[Array, "X C D"]:
     """A few tokens on a GPU: a kernel that reads each chosen expert once, with the gradients of `tiled`.
 
     Experts in MXFP8 go to `grouped`, whose kernel knows few tokens too.
     """
     if isinstance(weights.gate, MXFP8Array):
         return grouped(x, weights, expert_ids, layer, activate)
-    from pallas_kernels.few_experts import few_experts
+    from pallas_kernels.few_experts import SharedExpert, few_experts
+    from pallas_kernels.gradient import with_gradient
 
-    def by_kernel(x, gate, up, down, expert_ids, layer):
-        return few_experts(
-            x, gate, up, down, layer, expert_ids, activate=activate, interpret=interpreted(), backend="triton"
-        )
+    def by_kernel(x, weights, shared, expert_ids, layer):
+        together = SharedExpert(*shared) if shared else None
+        options = dict(activate=activate, shared=together, backend="triton", interpret=interpreted())
+        return few_experts(x, *weights, layer, expert_ids, **options)
 
-    return _with_gradient_of_tiled(by_kernel, x, weights, expert_ids, layer, activate)
+    def by_xla(x, weights, shared, expert_ids, layer):
+        out = tiled(x, weights, expert_ids, layer, activate)
+        if not shared:
+            return out
+        gate, up, down = (stack[layer] for stack in shared)
+        hidden = activate(project("xd,df->xf", x, gate), project("xd,df->xf", x, up))
+        return jnp.concatenate([out, project("xf,fd->xd", hidden, down)[:, None]], axis=1)
+
+    stacks = tuple(matrix.stack for matrix in shared)
+    return with_gradient(by_kernel, by_xla, 3)(x, weights, stacks, expert_ids, layer)
 
 
 def grouped(
@@ -260,13 +285,13 @@ def grouped(
     expert_ids: Int[Array, "X A"],
     layer: Int[Array, ""],
     activate: Activation,
-    tile: int | None = None,
+    least_tile: int = 1,
 ) -> Float[Array, "X A D"]:
     """Many tokens on a GPU: a kernel, with the gradients of `tiled`. Training has another way, `copied`.
 
     Experts in MXFP8 go this way with few tokens too: what XLA gathers it would write as 16-bit numbers, and read again.
-    With one tile for any number of tokens (16-bit weights only) a pair's bits are the same whatever other pairs there
-    are: a program walks an expert's width for one tile, in one order.
+    In tiles of at least 64 a pair's bits are the same whatever other pairs there are: a program walks an expert's width
+    for one tile, in one order.
     """
     from pallas_kernels.grouped_experts import grouped_experts
     from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
@@ -277,8 +302,9 @@ def grouped(
 
     def by_kernel(x, gate, up, down, expert_ids, layer):
         # Twice the average, so that few experts need a second tile and are read by it again.
-        suitable = next((size for size in _KERNEL_TILES if size >= 2 * tokens_per_expert), _KERNEL_TILES[-1])
-        tiles = invert(expert_ids[None, None], num_experts, tile or suitable)
+        wanted = max(2 * tokens_per_expert, least_tile)
+        tile = next((size for size in _KERNEL_TILES if size >= wanted), _KERNEL_TILES[-1])
+        tiles = invert(expert_ids[None, None], num_experts, tile)
         count = jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
         return grouped_experts(
             x, gate, up, down, layer, tiles.block, tiles.pair, count,
@@ -290,11 +316,12 @@ def grouped(
         run = partial(mxfp8_experts, x, *kept, layer, backend=kernel_name("auto"), **options)
         # A GPU finds in its cache what the pair before has read of the same expert.
         most_pairs = num_experts * 3 // 2 if kernel_name("auto") == "triton" else _FEW_PAIRS
-        if num_pairs <= most_pairs:
+        if num_pairs <= most_pairs and least_tile == 1:
             token = jnp.arange(num_pairs, dtype=jnp.int32)[:, None] // num_chosen  # [X*A 1]
             expert, valid = jnp.maximum(expert_ids, 0).reshape(-1), expert_ids.reshape(-1, 1) >= 0
             return run(expert, token, valid).reshape(*expert_ids.shape, -1)
-        tile = next((size for size in _MXFP8_TILES if size >= tokens_per_expert), _MXFP8_TILES[-1])
+        wanted = max(tokens_per_expert, least_tile)
+        tile = next((size for size in _MXFP8_TILES if size >= wanted), _MXFP8_TILES[-1])
         tiles = invert(expert_ids[None, None], num_experts, tile)
         out = run(tiles.block, tiles.query, tiles.valid)
         return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
@@ -358,6 +385,32 @@ def _path_on_gpu(weights: ExpertWeights, dtype: DTypeLike, choice_shape: tuple[i
     if not is_mxfp8 and can_run():
         return "grouped"
     return "gathered" if num_tokens * num_chosen <= _FEW_PAIRS else "tiled"
+
+
+def joins_shared(
+    weights: ExpertWeights,
+    shared: Sequence[Weight],
+    dtype: DTypeLike,
+    choice_shape: tuple[int, int],
+    *,
+    path: str = "auto",
+    backend: str = "auto",
+) -> bool:
+    """Whether one kernel runs the shared expert with the routed ones: where `few` is chosen, and it is as wide as they.
+
+    Args:
+      weights: of the routed experts, of all layers of a stack.
+      shared: gate, up and down of the layer's shared expert.
+      dtype: of the activations.
+      choice_shape: tokens, and the experts that each chose.
+      path: as of `run_experts`.
+      backend: likewise.
+    """
+    is_few = path == "auto" and (platform() == "gpu" or bool(interpreted()))
+    if not is_few or _path_on_gpu(weights, dtype, choice_shape, backend) != "few":
+        return False
+    pairs = zip(shared, weights, strict=True)
+    return all(isinstance(one, StackedLayer) and one.stack.shape[1:] == all_.shape[2:] for one, all_ in pairs)
 
 
 def few_tokens(width: int, hidden_width: int) -> int:

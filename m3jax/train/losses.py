@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from m3jax.decoding.sampling import logprob_of
+from m3jax.decoding.sampling import log_normaliser, logprob_of
 from m3jax.model import M3
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens, sees
 from m3jax.numerics import einsum
-from m3jax.tiles import by_tiles
+from m3jax.tiles import LOGITS_TILE, by_tiles
 
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
 
@@ -62,7 +62,12 @@ def token_logprobs(model: M3, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"
       tokens: prompts and what followed.
     """
     hidden, _ = model.hidden(tokens)
-    of_tokens = lambda hidden, tokens: logprob_of(tokens, model.unembed(hidden).astype(jnp.float32))
+    tile = None if model.token_tile is None else LOGITS_TILE
+
+    def of_tokens(hidden, tokens):
+        logits = model.unembed(hidden).astype(jnp.float32)
+        return logprob_of(tokens, logits, by_tiles(log_normaliser, tile, logits))
+
     batch, length, width = hidden[:, :-1].shape
     rows = hidden[:, :-1].reshape(-1, width), tokens[:, 1:].reshape(-1)
     return by_tiles(of_tokens, model.token_tile, *rows).reshape(batch, length)

@@ -1,15 +1,25 @@
 """The feed-forward experts of a mixture for a few tokens: each chosen one is read once, nothing is sorted."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Interpret, TileConfig, load_backend
 from pallas_kernels.checks import check_expert_weights
 
-__all__ = ["MOST_TOKENS", "few_experts"]
+__all__ = ["MOST_TOKENS", "SharedExpert", "few_experts"]
 
 MOST_TOKENS = 64  # of a call
+
+
+class SharedExpert(NamedTuple):
+    """The expert that every token meets beside those that it chose: weights of a stack of layers."""
+
+    gate: Float[Array, "L D F"]
+    up: Float[Array, "L D F"]
+    down: Float[Array, "L F D"]
 
 
 def few_experts(
@@ -21,10 +31,11 @@ def few_experts(
     expert_ids: Int[Array, "X A"],
     *,
     activate: Callable[[Array, Array], Array],
+    shared: SharedExpert | None = None,
     backend: str,
     config: TileConfig | None = None,
     interpret: Interpret = False,
-) -> Float[Array, "X A D"]:
+) -> Float[Array, "X C D"]:
     """What each chosen expert makes of its tokens: `activate(x gate, x up) down`.
 
     Args:
@@ -35,12 +46,14 @@ def few_experts(
       layer: which layer of the stack; it is not copied.
       expert_ids: the experts that each token chose, in any order; -1 for one that is not held here.
       activate: of two arrays in float32, element by element.
+      shared: an expert that all tokens meet, as wide as the others and in their dtype.
       backend: "triton".
       config: tile sizes, a `Config` of the backend.
       interpret: run on the CPU.
 
     Returns:
-      Outputs in float32, not yet weighted; those of an expert that is not held are anything.
+      Outputs in float32, not yet weighted; those of an expert that is not held are anything. C = A, or A + 1 where
+      there is a shared expert: its outputs come last.
 
     Raises:
       ValueError: operands that do not fit together, no token or more than `MOST_TOKENS`, widths that are not whole
@@ -53,4 +66,14 @@ def few_experts(
             f"{len(x)} tokens and the choices of {len(expert_ids)}: need as many, 1 to {MOST_TOKENS} (grouped_experts "
             "takes more)"
         )
-    return runner.run(x, gate, up, down, layer, expert_ids, activate=activate, config=config, interpret=interpret)
+    if shared is not None:
+        of_layers = SharedExpert(*(jax.ShapeDtypeStruct((len(w), *w.shape[2:]), w.dtype) for w in (gate, up, down)))
+        for name, weight, like in zip(shared._fields, shared, of_layers, strict=True):
+            if weight.shape != like.shape or weight.dtype != like.dtype:
+                raise ValueError(
+                    f"shared.{name} has shape {weight.shape} in {weight.dtype}: need {like.shape} in {like.dtype}, "
+                    "like an expert of each layer"
+                )
+    return runner.run(
+        x, gate, up, down, layer, expert_ids, activate=activate, shared=shared, config=config, interpret=interpret
+    )

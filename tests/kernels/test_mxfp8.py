@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from support import tiny
-from support.lowering import array, lower, refuse
+from support.lowering import array, equations, lower, refuse
 
 from m3jax import mxfp8
 from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
 from m3jax.model import quantize
-from m3jax.mxfp8 import MXFP8Array, MXFP8Layer
+from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import interpret, kernel_reads, project_each
 from m3jax.parallel import parse_mesh
+from m3jax.weights import StackedLayer
 from pallas_kernels.mosaic_mxfp8 import Config as TpuConfig
 from pallas_kernels.mxfp8_experts import mxfp8_experts
 from pallas_kernels.mxfp8_numbers import mxfp8_numbers
@@ -175,10 +176,10 @@ def test_experts_on_a_tpu():
 # In the model
 
 
-def of_layer(*outputs: int) -> MXFP8Layer:
+def of_layer(*outputs: int) -> StackedLayer:
     """A matrix of 64 inputs."""
     codes, scales = (y.reshape(*y.shape[:2], *outputs) for y in drawn(2, 64, int(np.prod(outputs))))
-    return MXFP8Layer(MXFP8Array(codes, scales, num_outputs=len(outputs)), LAYER)
+    return StackedLayer(MXFP8Array(codes, scales, num_outputs=len(outputs)), LAYER)
 
 
 @pytest.mark.parametrize("num_rows", [2, 49])
@@ -218,43 +219,31 @@ def test_no_matrix_is_copied_out_of_its_stack_for_a_kernel():
     """Of a decode step's program nothing in bytes is sliced, but scales and codes are handed to kernels as stacks."""
     with interpret():
         traced = jax.make_jaxpr(lambda model, ids: model(ids))(kept(), jnp.zeros((1, 1), jnp.int32))
-    outside = [equation for equation in _equations(traced.jaxpr) if equation.primitive.name != "reshape"]
+    outside = [equation for equation in equations(traced.jaxpr) if equation.primitive.name != "reshape"]
     made = [out.aval for equation in outside for out in equation.outvars if out.aval.dtype == jnp.uint8]
     assert made == []
     calls = [equation.params["name"] for equation in outside if equation.primitive.name == "pallas_call"]
-    # q, k, v; both of the index; o; gate and up; down: of a layer that is scanned.
-    assert calls.count("mxfp8_project_few") == 5 and "mxfp8_experts_few_out" in calls
-
-
-def _equations(jaxpr):
-    """All equations of a program but those inside kernels."""
-    for equation in jaxpr.eqns:
-        yield equation
-        if equation.primitive.name == "pallas_call":
-            continue
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
-            if hasattr(inner, "jaxpr"):
-                yield from _equations(inner.jaxpr)
-            elif hasattr(inner, "eqns"):
-                yield from _equations(inner)
+    # q, k, v and both of the index; o; gate and up; down: of a layer that is scanned.
+    assert calls.count("mxfp8_project_few") == 4 and "mxfp8_experts_few_out" in calls
 
 
 def test_when_a_layer_is_read_where_it_lies():
+    reads = lambda stack, *options: kernel_reads(stack, stack.num_inputs, 300, *options)
     stack = lambda *shape, **how: replace(MXFP8Array(array(jnp.uint8, *shape), None), **how)
-    assert not kernel_reads(stack(57, 6144, 8192), "bfloat16", "auto")  # no GPU here
+    assert not reads(stack(57, 6144, 8192), "bfloat16", "auto")  # no GPU here
     with interpret():
-        assert kernel_reads(stack(3, 6144, 64, 128, num_outputs=2), "bfloat16", "auto")
-        assert kernel_reads(stack(3, 64, 128, 6144, num_inputs=2), "float16", "triton")
-        assert not kernel_reads(stack(3, 6144, 8192), "float32", "auto")
-        assert not kernel_reads(stack(3, 6144, 8192), "bfloat16", "xla")
-        assert not kernel_reads(stack(3, 6160, 8192), "bfloat16", "auto")  # half a block
-        assert not kernel_reads(stack(3, 6144, 48), "bfloat16", "auto")
-        assert not kernel_reads(stack(57, 6144, 8192), "bfloat16", "auto")  # 2.9e9 codes: offsets would overflow
-        assert not kernel_reads(stack(3, 6144, 8192, activations="mxfp8"), "bfloat16", "auto")
+        assert reads(stack(3, 6144, 64, 128, num_outputs=2), "bfloat16", "auto")
+        assert reads(stack(3, 64, 128, 6144, num_inputs=2), "float16", "triton")
+        assert not reads(stack(3, 6144, 8192), "float32", "auto")
+        assert not reads(stack(3, 6144, 8192), "bfloat16", "xla")
+        assert not reads(stack(3, 6160, 8192), "bfloat16", "auto")  # half a block
+        assert not reads(stack(3, 6144, 48), "bfloat16", "auto")
+        assert not reads(stack(57, 6144, 8192), "bfloat16", "auto")  # 2.9e9 codes: offsets would overflow
+        assert not reads(stack(3, 6144, 8192, activations="mxfp8"), "bfloat16", "auto")
     with interpret(STRICT):
-        assert kernel_reads(stack(3, 6144, 8192), "bfloat16", "auto")
-        assert not kernel_reads(stack(3, 6144, 8192), "float16", "auto")
-        assert not kernel_reads(stack(3, 1536, 8192), "bfloat16", "auto")  # neither one step nor whole ones
+        assert reads(stack(3, 6144, 8192), "bfloat16", "auto")
+        assert not reads(stack(3, 6144, 8192), "float16", "auto")
+        assert not reads(stack(3, 1536, 8192), "bfloat16", "auto")  # neither one step nor whole ones
 
 
 def test_meshes_and_the_invariant_mode_multiply_by_xla():

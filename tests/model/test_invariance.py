@@ -1,6 +1,7 @@
 """What the invariant mode rests on: tiles whose bits nothing beside them changes, and calls of a model made of them."""
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -10,12 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
+from support.lowering import array, lower
 
+from m3jax import mxfp8
 from m3jax.cache import HostMemory
+from m3jax.model import abstract
 from m3jax.model.layers import gemma_norm
 from m3jax.numerics import einsum
+from m3jax.ops import interpret, project_each
 from m3jax.parallel import parse_mesh
 from m3jax.tiles import by_tiles
+from m3jax.weights import StackedLayer
 
 CONFIG = tiny.config("dM", num_experts_per_tok=3)  # of two experts any order of the sum is the same
 SIZE, LENGTH, ROWS, CHUNK = CONFIG.index_block_size, 40, 4, 10
@@ -88,3 +94,59 @@ def test_host_memory_changes_no_bit():
 
 def test_the_data_axis_changes_no_bit():
     np.testing.assert_array_equal(alone("data=2", "bfloat16"), alone(None, "bfloat16"))
+
+
+# On a GPU kernels take all tokens at once, where widths are whole pieces of theirs.
+
+ORDERED = tiny.config(
+    "dM", vocab_size=128, hidden_size=128, head_dim=64, index_head_dim=64, rotary_dim=32, intermediate_size=128,
+    dense_intermediate_size=128, shared_intermediate_size=64, num_local_experts=16,
+)  # fmt: skip
+
+
+def test_kernels_compute_what_tiles_do():
+    """Logits in bfloat16, of two texts: kernels round at the same points."""
+    model, tokens = tiny.model(ORDERED, dtype="bfloat16").with_invariance(), tiny.tokens(ORDERED, 2, 20)
+    by_tiles = model(tokens)
+    with interpret():
+        assert model.is_ordered
+        by_kernels = jax.jit(lambda model, tokens: model(tokens))(model, tokens)
+    np.testing.assert_allclose(by_kernels, by_tiles, atol=0.05 * float(jnp.std(by_tiles)))
+
+
+def test_kernels_take_mxfp8_in_a_stack_as_its_numbers():
+    """The second of two layers, few rows and many: a prompt's numbers are written first, a step's are not."""
+    rng = np.random.default_rng(0)
+    kept = mxfp8.quantize(jnp.asarray(rng.normal(size=(2, 64, 64)), jnp.float32))
+    numbers = mxfp8.dequantize(kept, jnp.bfloat16)
+    taken = StackedLayer(numbers[1:], jnp.int32(0), is_ordered=True)  # a stack of one, beside it
+    for num_rows in (3, 70):
+        x = jnp.asarray(rng.normal(size=(num_rows, 64)), jnp.bfloat16)
+        with interpret():
+            pairs = [
+                project_each("xi,io->xo", x, [taken, StackedLayer(weight, jnp.int32(1), is_ordered=True)])
+                for weight in (kept, numbers)
+            ]
+        for found in itertools.chain(*pairs):
+            np.testing.assert_array_equal(found, pairs[0][0])
+
+
+def lowered(model, *shape) -> str:
+    """A call for a GPU."""
+    return lower(lambda model, tokens: model.with_invariance()(tokens), model, array(jnp.int32, *shape))
+
+
+@pytest.mark.parametrize("weights", ["dequantize", "mxfp8"])
+def test_on_a_gpu_no_product_of_a_layer_is_left_to_xla(weights):
+    """And none is cut in tiles: what is left is element by element, so one token or many makes no other order."""
+    config = replace(ORDERED, index_block_size=64, index_topk_blocks=4)  # which kernels of attention take
+    model = abstract(config, "bfloat16", weights=weights)
+    for shape in ((1, 1), (2, 40)):
+        text = lowered(model, *shape)
+        assert "stablehlo.dot_general" not in text and "optimization_barrier" not in text, shape
+        assert all(name in text for name in ("ordered_project", "add_norm", "qk_norm_rope")), shape
+
+
+def test_on_a_gpu_widths_of_other_than_whole_pieces_are_cut_in_tiles():
+    text = lowered(abstract(CONFIG, "bfloat16"), 1, 1)
+    assert "stablehlo.dot_general" in text and "optimization_barrier" in text and "ordered_project" not in text

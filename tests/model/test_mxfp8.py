@@ -25,6 +25,7 @@ from m3jax.ops import EXPERT_PATHS, project, run_experts
 from m3jax.ops.experts import ExpertWeights
 from m3jax.parallel import parse_mesh
 from m3jax.train.step import TrainOptions, init_state, losses
+from m3jax.weights import merge_inputs
 
 # Input channels of every matrix: 48, 40, 88, 56 and 8 heads of 16. None but the last is whole blocks of 32.
 TOKENS = tiny.tokens(CONFIG, 2, 37)
@@ -123,7 +124,7 @@ def test_blocks_run_along_all_inputs_as_one_axis():
     powers = np.ldexp(1.0, np.asarray(found.scales, int) - 127).repeat(32, axis=1)[:, :48]
     values = np.asarray(found.codes).view(E4M3).reshape(3, 48, 5).astype(np.float64) * powers
     np.testing.assert_array_equal(np.asarray(_dequantize(found, "float32")).reshape(3, 48, 5), values)
-    one = mxfp8.merge_inputs(found[1], 2)
+    one = merge_inputs(found[1], 2)
     assert same_bits(_dequantize(one, "float32").reshape(2, 24, 5), _dequantize(found, "float32")[1])
 
 

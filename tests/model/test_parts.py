@@ -94,7 +94,7 @@ def test_a_token_does_not_depend_on_its_tile():
 
 def test_paths_sum_the_chosen_experts():
     """The public call, on both sides of the line between a few and many tokens."""
-    call = jax.jit(lambda e, *a: e(*a, ALPHA, LIMIT))
+    call = jax.jit(lambda e, *a: e(*a, ALPHA, LIMIT)[0])
     draw = np.random.default_rng(3)
     for tokens in (4, PAIRS):
         x = draw.normal(size=(tokens, MOE.hidden_size)).astype(np.float32)

@@ -19,7 +19,8 @@ from support.msa_strategies import GROUPED, prefill
 from m3jax import M3Config
 from m3jax import model as m3_model
 from m3jax.decoding import device
-from m3jax.decoding.engine.runner import Runner, Shapes
+from m3jax.decoding.engine.runner import Runner
+from m3jax.decoding.engine.shapes import Shapes
 from m3jax.msa import Paged, SelectionRules, contiguous, contiguous_index
 from m3jax.ops import BACKENDS, attend_all, attend_selected, interpret, select
 from m3jax.ops.backends import Case, choose, why_not

@@ -60,7 +60,7 @@ def test_kernels_compute_what_xla_does_and_a_query_s_bits_are_its_own(memory):
 
 
 def test_a_call_of_any_size_cuts_keys_and_experts_alike():
-    """What the kernels are launched with, lowered for a GPU: sums of 4 and 8 pieces, tiles of 64 tokens."""
+    """What the kernels are launched with, lowered for a GPU: sums of 4 and 8 pieces; tiles of 64 tokens, or columns."""
     bf16, pool = jnp.bfloat16, array(jnp.bfloat16, 1, 64, 4, 128, 128)
 
     def call(q, k, v, blocks, positions, lengths, table, x, gate, up, down, ids):
@@ -74,7 +74,7 @@ def test_a_call_of_any_size_cuts_keys_and_experts_alike():
         rows, tokens = (array(jnp.int32, batch, n) for n in (queries, 16)), batch * queries
         positions, table = rows
         q, blocks = array(bf16, batch, queries, 64, 128), array(jnp.int32, batch, 4, queries, 16)
-        up, down = array(bf16, 1, 8, 256, 512), array(bf16, 1, 8, 512, 256)
+        up, down = array(bf16, 1, 80, 256, 512), array(bf16, 1, 80, 512, 256)
         text = lower(
             call, q, pool, pool, blocks, positions, array(jnp.int32, batch), table,
             array(bf16, tokens, 256), up, up, down, array(jnp.int32, tokens, 4),
@@ -83,7 +83,9 @@ def test_a_call_of_any_size_cuts_keys_and_experts_alike():
         lanes = batch * -(-queries // lane)
         for splits in (4, 8):
             assert f"tensor<{lanes}x{lane}x4x{splits}x16x128xf32>" in text, (batch, queries, splits)
-        assert "x64x512xbf16>" in text  # hidden values of tiles of 64 tokens
+        # A few tokens are multiplied by 64 columns at once, more in tiles of 64, though an expert has 6 of them.
+        assert ("few_experts_hidden" in text) == (tokens == 1)
+        assert ("x64x512xbf16>" in text) == (tokens > 1)
 
 
 def test_on_a_gpu_a_tile_stands_between_barriers():

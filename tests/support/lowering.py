@@ -1,6 +1,7 @@
 """Lowering for CUDA on a machine that has no GPU, and operands without contents."""
 
 import warnings
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -26,3 +27,16 @@ def lower(fn, *args) -> str:
 def refuse(match: str, fn, *args):
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(fn, *args)
+
+
+def equations(jaxpr) -> Iterator:
+    """All equations of a program but those inside kernels."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name == "pallas_call":
+            continue
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            if hasattr(inner, "jaxpr"):
+                yield from equations(inner.jaxpr)
+            elif hasattr(inner, "eqns"):
+                yield from equations(inner)

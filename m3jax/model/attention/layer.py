@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -14,8 +13,8 @@ from m3jax.model.attention.mesh import over_mesh
 from m3jax.model.attention.projections import Projections
 from m3jax.model.context import Context
 from m3jax.msa import SelectionRules
-from m3jax.mxfp8 import merge_inputs
 from m3jax.ops import Heads, project, project_each
+from m3jax.weights import merge_inputs
 
 
 class Attention(nnx.Module):
@@ -96,16 +95,16 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"], config: M3Config
     ) -> Projections:
         """Queries, keys and values before norm and rotation, in the accumulator's dtype."""
-        # "..." is the axis of heads; index keys have one head, and no axis for it.
-        heads_of = lambda x, *weights: project_each("btd,d...h->bt...h", x, [weight[...] for weight in weights])
-        index_q, index_k, index_q_norm, index_k_norm = None, None, None, None
+        weights, index_q_norm, index_k_norm = [self.q_proj, self.k_proj, self.v_proj], None, None
         if self.is_sparse:
-            # The index branch reads the residual stream but does not train it (paper, 3.2; T33).
-            detached = jax.lax.stop_gradient(x)
-            index_q, index_k = heads_of(detached, self.index_q_proj, self.index_k_proj)
+            weights += [self.index_q_proj, self.index_k_proj]
             index_q_norm, index_k_norm = self.index_q_norm[...], self.index_k_norm[...]
-        q, k, v = heads_of(x, self.q_proj, self.k_proj, self.v_proj)
-        heads = Heads(q, k, v, index_q, index_k)
+        # "..." is the axis of heads; index keys have one head, and no axis for it. The index branch reads the residual
+        # stream but does not train it (paper, 3.2; T33).
+        products = project_each(
+            "btd,d...h->bt...h", x, [weight[...] for weight in weights], num_detached=len(weights) - 3
+        )
+        heads = Heads(*products) if self.is_sparse else Heads(*products, None, None)
         norms = Heads(self.q_norm[...], self.k_norm[...], None, index_q_norm, index_k_norm)
         return Projections(heads, norms, cos, sin, config.rms_norm_eps, x.dtype)
 

@@ -1,11 +1,13 @@
 """From the projections of a layer to its queries, keys and values: per-head norm, rotary embedding, rounding."""
 
+from functools import partial
+
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from m3jax.model.layers import apply_rope, gemma_norm
-from m3jax.ops import Heads
+from m3jax.ops import Heads, norm_rope_in_order
 
 
 @struct.dataclass
@@ -28,16 +30,26 @@ class Projections:
     eps: float = struct.field(pytree_node=False)
     dtype: DTypeLike = struct.field(pytree_node=False)
 
-    def finish(self) -> Heads:
-        """Queries, keys and values: normed, rotated, rounded."""
+    def finish(self, is_ordered: bool = False) -> Heads:
+        """Queries, keys and values: normed, rotated, rounded.
 
-        def norm_and_rotate(x: Float[Array, "B T N H"], weight: Float[Array, " H"]) -> Float[Array, "B T N H"]:
-            return apply_rope(gemma_norm(x, weight, self.eps), self.cos, self.sin).astype(self.dtype)
+        Args:
+          is_ordered: by a kernel that gives a token the same bits whatever else a call has (`m3jax.ops.ordered`).
+        """
+
+        def norm_and_rotate(heads, norms, cos, sin):
+            pairs = zip(heads, norms, strict=True)
+            return tuple(
+                apply_rope(gemma_norm(x, weight, self.eps), cos, sin).astype(self.dtype) for x, weight in pairs
+            )
 
         raw, norms = self.raw, self.norms
-        q, k = norm_and_rotate(raw.q, norms.q), norm_and_rotate(raw.k, norms.k)
-        if raw.index_q is None:
-            return Heads(q, k, raw.v.astype(self.dtype), None, None)
-        index_q = norm_and_rotate(raw.index_q, norms.index_q)
-        index_k = norm_and_rotate(raw.index_k[:, :, None], norms.index_k)[:, :, 0]  # [B T I] -> [B T 1 I] -> [B T I]
+        heads, weights = [raw.q, raw.k], [norms.q, norms.k]
+        if raw.index_q is not None:
+            heads += [raw.index_q, raw.index_k[:, :, None]]  # [B T I] -> [B T 1 I]
+            weights += [norms.index_q, norms.index_k]
+        if is_ordered:
+            norm_and_rotate = partial(norm_rope_in_order, norm_and_rotate, eps=self.eps, dtype=self.dtype)
+        q, k, *index = norm_and_rotate(heads, weights, self.cos, self.sin)
+        index_q, index_k = (index[0], index[1][:, :, 0]) if index else (None, None)
         return Heads(q, k, raw.v.astype(self.dtype), index_q, index_k)

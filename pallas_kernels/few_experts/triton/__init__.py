@@ -2,13 +2,14 @@
 
 A program takes one pair of a token and an expert, and a piece of the output's columns. The first pair of an expert
 takes all tokens of the call through it and writes those that chose it; programs of its other pairs end at once. So each
-weight is read once, by one of hundreds of programs, and no pair has to be sorted before.
+weight is read once, by one of hundreds of programs, and no pair has to be sorted before. An expert that all tokens
+share has programs of its own, before those of the pairs.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.few_experts import SharedExpert
 from pallas_kernels.numbers import power_of_two
-from pallas_kernels.triton_common import div, dot, rem, store_rows
+from pallas_kernels.triton_common import div, dot_columns, rem, store_rows
 from pallas_kernels.triton_experts import Piece
 
 _LEAST_ROWS = 16  # tokens of a product on tensor cores
@@ -43,34 +45,37 @@ def run(
     expert_ids: Int[Array, "X A"],
     *,
     activate: Callable[[Array, Array], Array],
+    shared: SharedExpert | None,
     config: Config | None,
     interpret: bool,
-) -> Float[Array, "X A D"]:
+) -> Float[Array, "X C D"]:
     """The op, of checked operands.
 
     Raises:
       ValueError: widths that are not whole pieces of a program.
     """
-    (width, hidden_width), num_pairs = gate.shape[2:], expert_ids.size
-    config = default_config(gate.dtype, gate.shape[2:], num_pairs) if config is None else config
+    (width, hidden_width), (num_tokens, num_chosen) = gate.shape[2:], expert_ids.shape
+    config = default_config(gate.dtype, gate.shape[2:], expert_ids.size) if config is None else config
     layer = layer.reshape(1).astype(jnp.int32)
+    num_choices = num_chosen + (shared is not None)
+    num_runs = expert_ids.size + (shared is not None)  # of an expert for its tokens; those that are not needed end
     hidden = pl.pallas_call(
         partial(_hidden_kernel, activate=activate, piece=config.hidden, interpret=interpret),
-        grid=(config.hidden.count(width, hidden_width), num_pairs),
-        out_shape=jax.ShapeDtypeStruct((num_pairs, hidden_width), x.dtype),
+        grid=(config.hidden.count(width, hidden_width), num_runs),
+        out_shape=jax.ShapeDtypeStruct((num_tokens * num_choices, hidden_width), x.dtype),
         compiler_params=config.hidden.compiler_params,
         interpret=interpret,
         name="few_experts_hidden",
-    )(layer, expert_ids, x, gate, up)
+    )(layer, expert_ids, x, (gate, up), None if shared is None else (shared.gate, shared.up))
     out = pl.pallas_call(
         partial(_out_kernel, piece=config.out, interpret=interpret),
-        grid=(config.out.count(hidden_width, width), num_pairs),
-        out_shape=jax.ShapeDtypeStruct((num_pairs, width), jnp.float32),
+        grid=(config.out.count(hidden_width, width), num_runs),
+        out_shape=jax.ShapeDtypeStruct((num_tokens * num_choices, width), jnp.float32),
         compiler_params=config.out.compiler_params,
         interpret=interpret,
         name="few_experts_out",
-    )(layer, expert_ids, hidden, down)
-    return out.reshape(*expert_ids.shape, width)
+    )(layer, expert_ids, hidden, down, None if shared is None else shared.down)
+    return out.reshape(num_tokens, num_choices, width)
 
 
 def default_config(dtype: jax.typing.DTypeLike, widths: tuple[int, int], num_pairs: int) -> Config:
@@ -85,79 +90,88 @@ def default_config(dtype: jax.typing.DTypeLike, widths: tuple[int, int], num_pai
 
 
 class _Share(NamedTuple):
-    """What a program does for the expert of its pair, if it is the first of that expert's."""
+    """What a program does for the expert of its pair, if it is the first of that expert's; or for the shared expert.
+
+    A token has a row of hidden values and of outputs for each choice; the shared expert's is the last.
+    """
 
     expert: Int[Array, ""]
     is_first: Bool[Array, ""]
+    is_shared: Bool[Array, ""] | bool
     token: Int[Array, " R"]  # of each row of the products; rows behind the last token repeat it
-    pair: Int[Array, " R"]  # of each token that chose the expert, its first such pair; else any
+    place: Int[Array, " R"]  # the row of each token's hidden values: that of its first choice of the expert, else any
     chose: Sequence[Bool[Array, " R"]]  # for each of a token's choices, whether it is the expert
 
 
-def _share(ids_ref) -> _Share:
+def _share(ids_ref, has_shared: bool) -> _Share:
     num_tokens, num_chosen = ids_ref.shape
-    own_pair = pl.program_id(1)
+    num_choices = num_chosen + has_shared
+    is_shared = (pl.program_id(1) == 0) if has_shared else False
+    own_pair = jnp.maximum(pl.program_id(1) - has_shared, 0)
     expert = ids_ref[div(own_pair, num_chosen), rem(own_pair, num_chosen)]
     row = jnp.arange(max(_LEAST_ROWS, power_of_two(num_tokens)), dtype=jnp.int32)
-    token = jnp.minimum(row, num_tokens - 1)
-    chose = [(row < num_tokens) & (ids_ref[token, choice] == expert) for choice in range(num_chosen)]
-    pair, is_taken = token * num_chosen, jnp.zeros_like(token)
+    token, is_token = jnp.minimum(row, num_tokens - 1), row < num_tokens
+    chose = [is_token & (ids_ref[token, choice] == expert) for choice in range(num_chosen)]
+    place, is_taken = token * num_choices, jnp.zeros_like(token)
     for choice in reversed(range(num_chosen)):
-        pair_of_choice = token * num_chosen + choice
-        pair = jnp.where(chose[choice], pair_of_choice, pair)
-        is_taken = is_taken | (chose[choice] & (pair_of_choice < own_pair)).astype(jnp.int32)
-    return _Share(expert, (expert >= 0) & (jnp.max(is_taken) == 0), token, pair, chose)
+        place = jnp.where(chose[choice], token * num_choices + choice, place)
+        is_earlier = token * num_chosen + choice < own_pair
+        is_taken = is_taken | (chose[choice] & is_earlier).astype(jnp.int32)
+    is_first = (expert >= 0) & (jnp.max(is_taken) == 0)
+    if has_shared:
+        place = jnp.where(is_shared, token * num_choices + num_chosen, place)
+        chose = [*(some & ~is_shared for some in chose), is_token & is_shared]
+        is_first = is_first & ~is_shared
+    return _Share(expert, is_first, is_shared, token, place, chose)
 
 
 def _hidden_kernel(
     layer_ref,
     ids_ref,
     x_ref,
-    gate_ref,
-    up_ref,
+    experts: tuple[Any, Any],
+    shared: tuple[Any, Any] | None,
     hidden_ref,
     *,
     activate: Callable[[Array, Array], Array],
     piece: Piece,
     interpret: bool,
 ):
-    share, columns = _share(ids_ref), pl.ds(pl.program_id(0) * piece.columns, piece.columns)
+    columns = pl.ds(pl.program_id(0) * piece.columns, piece.columns)
+    share, layer = _share(ids_ref, shared is not None), layer_ref[0]
 
-    @pl.when(share.is_first)
-    def _():
-        layer = layer_ref[0]
-
+    def run(gate_ref, up_ref, *where):
         def take_depth(i, sums):
             gate_sum, up_sum = sums
             depth = pl.ds(i * piece.depth, piece.depth)
             x = x_ref[share.token, depth]  # [R depth]
-            gate_sum = gate_sum + _product(gate_ref[layer, share.expert, depth, columns], x)
-            return gate_sum, up_sum + _product(up_ref[layer, share.expert, depth, columns], x)
+            gate_sum = gate_sum + dot_columns(gate_ref[(*where, depth, columns)], x)
+            return gate_sum, up_sum + dot_columns(up_ref[(*where, depth, columns)], x)
 
         zero = jnp.zeros((piece.columns, len(share.token)), jnp.float32)
         gate, up = jax.lax.fori_loop(0, x_ref.shape[1] // piece.depth, take_depth, (zero, zero))
         chose_it = sum(chose.astype(jnp.int32) for chose in share.chose) > 0
-        store_rows(hidden_ref, share.pair, columns, activate(gate, up).T, chose_it, interpret)
+        store_rows(hidden_ref, share.place, columns, activate(gate, up).T, chose_it, interpret)
+
+    pl.when(share.is_first)(lambda: run(*experts, layer, share.expert))
+    if shared is not None:
+        pl.when(share.is_shared)(lambda: run(*shared, layer))
 
 
-def _out_kernel(layer_ref, ids_ref, hidden_ref, down_ref, out_ref, *, piece: Piece, interpret: bool):
-    share, columns = _share(ids_ref), pl.ds(pl.program_id(0) * piece.columns, piece.columns)
-    num_chosen = ids_ref.shape[1]
+def _out_kernel(layer_ref, ids_ref, hidden_ref, down_ref, shared_ref, out_ref, *, piece: Piece, interpret: bool):
+    columns = pl.ds(pl.program_id(0) * piece.columns, piece.columns)
+    share, layer = _share(ids_ref, shared_ref is not None), layer_ref[0]
 
-    @pl.when(share.is_first)
-    def _():
-        layer = layer_ref[0]
-
+    def run(weight_ref, *where):
         def take_depth(i, out):
             depth = pl.ds(i * piece.depth, piece.depth)
-            return out + _product(down_ref[layer, share.expert, depth, columns], hidden_ref[share.pair, depth])
+            return out + dot_columns(weight_ref[(*where, depth, columns)], hidden_ref[share.place, depth])
 
         zero = jnp.zeros((piece.columns, len(share.token)), jnp.float32)
         out = jax.lax.fori_loop(0, hidden_ref.shape[1] // piece.depth, take_depth, zero).T  # [R columns]
         for choice, chose in enumerate(share.chose):  # a token may have chosen an expert twice
-            store_rows(out_ref, share.token * num_chosen + choice, columns, out, chose, interpret)
+            store_rows(out_ref, share.token * len(share.chose) + choice, columns, out, chose, interpret)
 
-
-def _product(weight: Float[Array, "depth W"], rows: Float[Array, "R depth"]) -> Float[Array, "W R"]:
-    """Columns by rows: the side of which tensor cores want 64 at once is the weights', where there are so many."""
-    return dot(weight, rows, transpose_a=True, transpose=True)
+    pl.when(share.is_first)(lambda: run(down_ref, layer, share.expert))
+    if shared_ref is not None:
+        pl.when(share.is_shared)(lambda: run(shared_ref, layer))

@@ -28,12 +28,12 @@ from pallas_kernels.triton_mxfp8 import (
     in_fragments,
     in_quarters,
     multiply_tile,
-    num_splits,
     numbers,
     rows_in_fragments,
     rows_in_quarters,
     sum_rows,
 )
+from pallas_kernels.triton_project import num_splits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,9 @@
 """Dense projections of up to some 50 rows in Triton, with MXFP8 weights that become numbers in registers.
 
-A program takes a piece of the columns of one matrix and a part of the input channels, for a few rows; sums of the parts
-are XLA's. One or two rows are multiplied in float32 without tensor cores, more of them 16 at a time with those: each
+One or two rows are multiplied in float32 without tensor cores, more of them 16 at a time with those: each
 thread multiplies what it has read itself, 16 bytes eight times before it begins (`pallas_kernels.triton_mxfp8`).
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -25,11 +23,11 @@ from pallas_kernels.triton_mxfp8 import (
     in_fragments,
     in_quarters,
     multiply_tile,
-    num_splits,
     rows_in_fragments,
     rows_in_quarters,
     sum_rows,
 )
+from pallas_kernels.triton_project import num_splits, project_pieces
 
 _FEW_ROWS = 2
 
@@ -75,14 +73,19 @@ def run(
         outputs = (width // columns, 8, 16) if by_tensor_cores else (width,)
         return jax.ShapeDtypeStruct((splits, row_tiles * rows_of_tile, *outputs), jnp.float32)
 
-    parts = pl.pallas_call(
-        partial(_kernel, tiles=tiles, multiply=multiply),
-        grid=(row_tiles, sum(tiles), splits),
-        out_shape=[shape_of_parts(width) for width in widths],
+    parts = project_pieces(
+        to_rows(x),
+        tuple(map(to_weights, weights)),
+        layer,
+        multiply=multiply,
+        tiles=tiles,
+        row_tiles=row_tiles,
+        splits=splits,
+        parts=[shape_of_parts(width) for width in widths],
         compiler_params=plgpu.CompilerParams(num_warps=1 if by_tensor_cores else config.num_warps, num_stages=1),
         interpret=interpret,
         name="mxfp8_project_tiles" if by_tensor_cores else "mxfp8_project_few",
-    )(layer.reshape(1).astype(jnp.int32), to_rows(x), tuple(map(to_weights, weights)))
+    )
     merged = (part.reshape(*part.shape[:2], -1)[:, : len(x)] for part in parts)
     return tuple(jnp.sum(part, axis=0) for part in merged)
 
@@ -96,28 +99,16 @@ def _fitting_config(x: Float[Array, "X I"], weights: tuple[Weights, ...]) -> Few
     return FewConfig(columns, divides(x.shape[1] // BLOCK, FewConfig.blocks))
 
 
-def _kernel(layer_ref, x_ref, weights: tuple[Weights, ...], *out_refs, tiles: list[int], multiply: Callable[..., None]):
-    """Programs of all matrices in a row: each finds the one that it is for."""
-    row_tile, split, first = pl.program_id(0), pl.program_id(2), 0
-    for some_weights, out_ref, num_tiles in zip(weights, out_refs, tiles, strict=True):
-        tile = pl.program_id(1) - first
-        first += num_tiles
-
-        @pl.when((tile >= 0) & (tile < num_tiles))
-        def _(weights=some_weights, out_ref=out_ref, tile=tile):
-            multiply(x_ref, row_tile, weights, (layer_ref[0],), tile, split, out_ref)
-
-
-def _sum_rows(x_ref, row_tile, weights, where, tile, split, out_ref, *, splits: int, config: FewConfig, num_rows: int):
+def _sum_rows(x_ref, row_tile, weights, layer, tile, split, out_ref, *, splits: int, config: FewConfig, num_rows: int):
     columns = pl.ds(tile * config.columns, config.columns)
     places = [row_tile * num_rows + i for i in range(num_rows)]
     rows = [jnp.minimum(place, x_ref.shape[0] - 1) for place in places]
-    sums = sum_rows(x_ref, rows, weights, where, columns, split, splits, config)
+    sums = sum_rows(x_ref, rows, weights, (layer,), columns, split, splits, config)
     for place, total in zip(places, sums, strict=True):
         out_ref[split, place, columns] = total
 
 
-def _multiply_tile(x_ref, row_tile, weights, where, tile, split, out_ref, *, splits: int):
+def _multiply_tile(x_ref, row_tile, weights, layer, tile, split, out_ref, *, splits: int):
     rows = jnp.minimum(row_tile * TILE_ROWS + jnp.arange(TILE_ROWS), x_ref.shape[0] - 1)
-    out = multiply_tile(x_ref, rows, weights, where, tile, split, splits)
+    out = multiply_tile(x_ref, rows, weights, (layer,), tile, split, splits)
     out_ref[split, pl.ds(row_tile * TILE_ROWS, TILE_ROWS), tile] = out

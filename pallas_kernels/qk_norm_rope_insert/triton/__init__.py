@@ -19,6 +19,7 @@ from pallas_kernels.numbers import E4M3_MAX, power_of_two
 from pallas_kernels.pages import FinderRefs, Pages, seen_positions
 from pallas_kernels.qk_norm_rope_insert import Projected, Written
 from pallas_kernels.triton_common import check_pool, div, rem
+from pallas_kernels.triton_heads import head_parts, norm_rope
 
 LIMITS = Limits(check_pages=check_pool)
 
@@ -130,11 +131,6 @@ class Sizes:
         """G as a power of two: Triton has no other shapes."""
         return power_of_two(self.group)
 
-    def parts(self, width: int) -> list[pl.Slice]:
-        """The dims of a head: two halves that rotate into each other, and the rest. Triton cannot cut a tensor."""
-        halves = [pl.ds(0, self.half), pl.ds(self.half, self.half)]
-        return halves if width == 2 * self.half else [*halves, pl.ds(2 * self.half, width - 2 * self.half)]
-
 
 def _kernel(x: Inputs, finders: Targets, old_pools: Targets, queries: Queries, pools: Targets, *, sizes: Sizes):
     del old_pools  # the same memory as `pools`
@@ -142,7 +138,7 @@ def _kernel(x: Inputs, finders: Targets, old_pools: Targets, queries: Queries, p
     row, token = div(query, sizes.length), rem(query, sizes.length)
     position = x.positions[row, token]
     cos, sin = x.cos[row, token, :], x.sin[row, token, :]
-    norm_rope = partial(_norm_rope, cos=cos, sin=sin, sizes=sizes)
+    to_norm_rope = partial(norm_rope, cos=cos, sin=sin, eps=sizes.eps)
 
     def write(pages: Pages, finder: FinderRefs, pool_ref, parts: list[Array], scale_row: int, head) -> None:
         """Write a head's new token into its page."""
@@ -153,45 +149,31 @@ def _kernel(x: Inputs, finders: Targets, old_pools: Targets, queries: Queries, p
 
         @pl.when(is_inside & is_held)
         def _():
-            for dims, part in zip(sizes.parts(pages.width), parts, strict=True):
+            for dims, part in zip(head_parts(pages.width, sizes.half), parts, strict=True):
                 pool_ref[page, slot, dims] = _rounded(part / x.scales[scale_row, head], pool_ref.dtype)
 
-    parts = sizes.parts(sizes.width)
+    parts = head_parts(sizes.width, sizes.half)
     lane = jnp.arange(sizes.padded_group, dtype=jnp.int32)
     group_head = head * sizes.group + jnp.minimum(lane, sizes.group - 1)
     q = [x.q[row, token, group_head, dims] for dims in parts]
-    for dims, part in zip(parts, norm_rope(q, x.q_norm), strict=True):
+    for dims, part in zip(parts, to_norm_rope(q, x.q_norm), strict=True):
         queries.q[row, token, head, lane, dims] = part.astype(queries.q.dtype)
     k = [x.k[row, token, head, dims] for dims in parts]
-    write(sizes.pages.k, finders.k, pools.k, norm_rope(k, x.k_norm), 0, head)
+    write(sizes.pages.k, finders.k, pools.k, to_norm_rope(k, x.k_norm), 0, head)
     v = [x.v[row, token, head, dims].astype(jnp.float32) for dims in parts]
     write(sizes.pages.v, finders.v, pools.v, v, 1, head)
     if sizes.pages.index_k is None:
         return
-    index_parts = sizes.parts(sizes.pages.index_k.width)
+    index_parts = head_parts(sizes.pages.index_k.width, sizes.half)
     index_q = [x.index_q[row, token, head, dims] for dims in index_parts]
-    for dims, part in zip(index_parts, norm_rope(index_q, x.index_q_norm), strict=True):
+    for dims, part in zip(index_parts, to_norm_rope(index_q, x.index_q_norm), strict=True):
         queries.index_q[row, token, head, dims] = part.astype(queries.index_q.dtype)
 
     @pl.when(head == 0)
     def _():
         index_k = [x.index_k[row, token, dims] for dims in index_parts]
-        index_k = norm_rope(index_k, x.index_k_norm)
+        index_k = to_norm_rope(index_k, x.index_k_norm)
         write(sizes.pages.index_k, finders.index_k, pools.index_k, index_k, 2, jnp.int32(0))
-
-
-def _norm_rope(
-    parts: list[Float[Array, "..."]], weight_ref, *, cos: Float[Array, " R"], sin: Float[Array, " R"], sizes: Sizes
-) -> list[Float[Array, "..."]]:
-    """A head in parts, through norm and rotation, in float32."""
-    parts = [x.astype(jnp.float32) for x in parts]
-    width = sum(x.shape[-1] for x in parts)
-    square = sum(jnp.sum(x * x, axis=-1) for x in parts) / width
-    factor = jax.lax.rsqrt(square + sizes.eps)
-    factor = factor[:, None] if parts[0].ndim == 2 else factor
-    weights = [1.0 + weight_ref[dims].astype(jnp.float32) for dims in sizes.parts(width)]
-    first, second, *rest = [x * factor * weight for x, weight in zip(parts, weights, strict=True)]
-    return [first * cos - second * sin, second * cos + first * sin, *rest]
 
 
 def _rounded(x: Float[Array, "..."], dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:

@@ -1,0 +1,72 @@
+"""What an activation may be multiplied by: a matrix, one in MXFP8, or one of a stack that a kernel reads in place."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from m3jax.mxfp8 import MXFP8Array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("stack", "layer"), meta_fields=("backend", "is_ordered"))
+@dataclass(frozen=True)
+class StackedLayer:
+    """One matrix of a stack, which a kernel reads where it lies: a slice would be a copy.
+
+    Attributes:
+      stack: one matrix a layer: `[L *inputs *outputs]`, or the same in MXFP8.
+      layer: which of them.
+      backend: what multiplies, one of `m3jax.ops.BACKENDS`.
+      is_ordered: whether by a kernel that gives a row the same bits whatever other rows there are.
+    """
+
+    stack: Any
+    layer: Any
+    backend: str = "auto"
+    is_ordered: bool = False
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the matrix; one in MXFP8 has none."""
+        return self.stack.dtype
+
+    def __getitem__(self, index: Any) -> "StackedLayer":
+        """Itself, of `...`, as a parameter is read.
+
+        Raises:
+          IndexError: anything else.
+        """
+        if index is not ...:
+            raise IndexError("a matrix that is read in its stack has no rows by itself: take() it first")
+        return self
+
+    def take(self) -> Any:
+        """The matrix out of its stack."""
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack)
+
+
+Weight = Shaped[Array, "..."] | MXFP8Array | StackedLayer
+
+
+def merge_inputs(weight: Weight, num_inputs: int) -> Weight:
+    """One matrix with its first axes, which a product sums over, as one.
+
+    Args:
+      weight: `[*inputs *outputs]`, without a stack, or a layer of one.
+      num_inputs: how many axes become one.
+    """
+    if isinstance(weight, StackedLayer):
+        return replace(weight, stack=_merge(weight.stack, 1, num_inputs))
+    return _merge(weight, 0, num_inputs)
+
+
+def _merge(weight: Shaped[Array, "..."] | MXFP8Array, first: int, count: int) -> Shaped[Array, "..."] | MXFP8Array:
+    """With `count` axes from `first` on as one; the scales of MXFP8 have one axis for all inputs already."""
+    if isinstance(weight, MXFP8Array):
+        return replace(weight, codes=_merge(weight.codes, first, count), num_inputs=1)
+    shape = weight.shape
+    return weight.reshape(*shape[:first], prod(shape[first : first + count]), *shape[first + count :])

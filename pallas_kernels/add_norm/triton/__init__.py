@@ -1,0 +1,52 @@
+"""A residual addition and the norm of its result in Triton: a program has a row, in pieces that stay in registers."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.backends import Limits
+
+_LONGEST_PIECE = 8192
+
+LIMITS = Limits()
+
+
+def run(
+    x: Float[Array, "X D"],
+    update: Float[Array, "X D"] | None,
+    weight: Float[Array, " D"],
+    *,
+    eps: float,
+    interpret: bool,
+) -> tuple[Float[Array, "X D"], Float[Array, "X D"]]:
+    """The op, of checked operands."""
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(
+        partial(_kernel, eps=eps),
+        grid=(len(x),),
+        out_shape=(out, out),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="add_norm",
+    )(x, update, weight)
+
+
+def _kernel(x_ref, update_ref, weight_ref, sum_ref, norm_ref, *, eps: float):
+    row, width = pl.program_id(0), x_ref.shape[1]
+    piece = min(width & -width, _LONGEST_PIECE)  # Triton takes powers of two
+    places = [pl.ds(start, piece) for start in range(0, width, piece)]
+    sums = [x_ref[row, place] for place in places]
+    if update_ref is not None:
+        updates = [update_ref[row, place] for place in places]
+        pairs = zip(sums, updates, strict=True)
+        sums = [(x.astype(jnp.float32) + update).astype(sum_ref.dtype) for x, update in pairs]
+    squares = sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in sums)
+    scale = jax.lax.rsqrt(squares / width + eps)
+    for place, x in zip(places, sums, strict=True):
+        sum_ref[row, place] = x
+        norm = x.astype(jnp.float32) * scale * (1.0 + weight_ref[place].astype(jnp.float32))
+        norm_ref[row, place] = norm.astype(norm_ref.dtype)

@@ -1,0 +1,54 @@
+"""The router from its logits on in Triton: a program has a token, and finds one expert after the other."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float32, Int32
+
+from pallas_kernels.backends import Limits
+
+LIMITS = Limits()
+
+
+def run(
+    logits: Float32[Array, "X E"], bias: Float32[Array, " E"], *, top_k: int, interpret: bool
+) -> tuple[Int32[Array, "X A"], Float32[Array, "X A"]]:
+    """The op, of checked operands.
+
+    Raises:
+      ValueError: a number of experts that is no power of two.
+    """
+    num_tokens, num_experts = logits.shape
+    if num_experts & num_experts - 1:
+        raise ValueError(f"{num_experts} experts: need a power of two")
+    shape = num_tokens, top_k
+    return pl.pallas_call(
+        partial(_kernel, top_k=top_k),
+        grid=(num_tokens,),
+        out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="choose_experts",
+    )(logits, bias)
+
+
+def _kernel(logits_ref, bias_ref, ids_ref, weights_ref, *, top_k: int):
+    token, num_experts = pl.program_id(0), logits_ref.shape[1]
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    scores = jax.nn.sigmoid(logits_ref[token, :])
+    ranked = scores + bias_ref[:]
+    is_broken = jnp.max((ranked != ranked).astype(jnp.int32)) > 0
+    ranked = jnp.where(ranked != ranked, -jnp.inf, ranked)
+    ids, chosen = [], []
+    for _ in range(top_k):
+        best = jnp.max(ranked)
+        ids.append(jnp.min(jnp.where(ranked == best, expert, num_experts - 1)))
+        chosen.append(jnp.sum(jnp.where(expert == ids[-1], scores, 0.0)))
+        ranked = jnp.where(expert == ids[-1], -jnp.inf, ranked)
+    total = sum(chosen)
+    for choice in range(top_k):
+        ids_ref[token, choice] = ids[choice]
+        weights_ref[token, choice] = jnp.where(is_broken, jnp.nan, chosen[choice] / total)

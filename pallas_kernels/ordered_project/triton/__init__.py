@@ -1,0 +1,177 @@
+"""Dense projections in Triton whose sums have one order: a program walks the input channels from first to last.
+
+A program takes some rows and some columns of one matrix. Tensor cores add what they multiply to what they are given:
+sixteen input channels at a time, after those before. So an element's order does not depend on how many rows or columns
+its program has, nor on which side of the product they stand, and tiles may be as high as a call has rows.
+
+Products in float32 are not for tensor cores, and cut at fixed channels, so that one row too has many programs.
+"""
+
+import dataclasses
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.mxfp8 import BLOCK, Weights
+from pallas_kernels.numbers import can_reach, power_of_two
+from pallas_kernels.triton_common import div, dot, rem, store_rows
+from pallas_kernels.triton_mxfp8 import numbers
+
+_DEPTH = 64  # input channels of a step
+_PART = 256  # input channels of one sum in float32; these sums are added one after the other
+_LEAST_ROWS, _MOST_FEW_ROWS = 16, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(TileConfig):
+    """Sizes of a program, which change no bit of the result.
+
+    Attributes:
+      rows: of x.
+      columns: of a matrix, at most: as many as divide its width.
+      columns_first: the columns stand on the side of the product of which tensor cores want 64 at once.
+      num_warps: of a program.
+      num_stages: steps that are under way at once, all but one of them being fetched.
+      group: row tiles whose programs start before those of the next, so that they share the columns that they read.
+    """
+
+    rows: int
+    columns: int
+    columns_first: bool
+    num_warps: int
+    num_stages: int
+    group: int = 8
+
+
+LIMITS = Limits(config=Config)
+
+
+def default_config(dtype: jax.typing.DTypeLike, num_rows: int, is_mxfp8: bool) -> Config:
+    """Sizes for a call of so many rows."""
+    if jnp.dtype(dtype).itemsize == 4:
+        return Config(rows=32, columns=32, columns_first=False, num_warps=4, num_stages=2)
+    if num_rows <= _MOST_FEW_ROWS:
+        rows = max(_LEAST_ROWS, power_of_two(num_rows))
+        return Config(rows=rows, columns=64, columns_first=True, num_warps=4, num_stages=3 if is_mxfp8 else 6)
+    columns, stages = (128, 3) if is_mxfp8 else (256, 4)
+    return Config(rows=128, columns=columns, columns_first=False, num_warps=8, num_stages=stages)
+
+
+def run(
+    x: Float[Array, "X I"],
+    weights: tuple[Float[Array, "_ _ _"] | Weights, ...],
+    layer: Int[Array, ""],
+    *,
+    by_output: bool,
+    config: Config | None,
+    interpret: bool,
+) -> tuple[Float[Array, "X _"], ...]:
+    """The op, of checked operands.
+
+    Raises:
+      ValueError: widths that are not whole pieces of a program, or codes out of reach.
+    """
+    is_mxfp8 = any(isinstance(w, Weights) for w in weights)
+    config = config or default_config(x.dtype, len(x), is_mxfp8)
+    num_rows, inputs = x.shape
+    if unreachable := [w.codes.size for w in weights if isinstance(w, Weights) and not can_reach(w.codes.size)]:
+        raise ValueError(f"{unreachable[0]} codes: need below 2**31 or above 2**32; divide the stack, or use XLA")
+    widths = [outputs_of(w, by_output) for w in weights]
+    part = inputs if x.dtype.itemsize == 2 else min(inputs, _PART)
+    least = 64 if x.dtype.itemsize == 2 else 16  # columns
+    if inputs % _DEPTH or inputs % part or any(width % least for width in widths):
+        raise ValueError(
+            f"{inputs} input channels and {', '.join(map(str, widths))} outputs: need multiples of "
+            f"{_DEPTH if part == inputs else part} and {least}"
+        )
+    columns = [min(width & -width, config.columns) for width in widths]
+    pieces = [width // some for width, some in zip(widths, columns, strict=True)]
+    row_tiles, num_parts = pl.cdiv(num_rows, config.rows), inputs // part
+    sums = pl.pallas_call(
+        partial(_kernel, columns=columns, pieces=pieces, by_output=by_output, steps=part // _DEPTH, config=config,
+                interpret=interpret),
+        grid=(row_tiles * sum(pieces), num_parts),
+        out_shape=[jax.ShapeDtypeStruct((num_parts * num_rows, width), jnp.float32) for width in widths],
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="ordered_project",
+    )(layer.reshape(1).astype(jnp.int32), x, tuple(map(_in_blocks, weights)))  # fmt: skip
+    return tuple(reduce(jnp.add, y.reshape(num_parts, num_rows, -1)) for y in sums)
+
+
+def outputs_of(weight: Array | Weights, by_output: bool) -> int:
+    """How many outputs a matrix has."""
+    return (weight.codes if isinstance(weight, Weights) else weight).shape[1 if by_output else 2]
+
+
+def _in_blocks(weight: Array | Weights) -> Array | Weights:
+    """Codes with an axis for the channels that share a scale; nothing moves."""
+    if not isinstance(weight, Weights):
+        return weight
+    layers, inputs, outputs = weight.codes.shape
+    return weight._replace(codes=weight.codes.reshape(layers, inputs // BLOCK, BLOCK, outputs))
+
+
+def _kernel(
+    layer_ref,
+    x_ref,
+    weights: tuple[Any, ...],
+    *out_refs,
+    columns: list[int],
+    pieces: list[int],
+    by_output: bool,
+    steps: int,
+    config: Config,
+    interpret: bool,
+):
+    """Programs of all matrices in a row: each finds the one that it is for."""
+    num_rows = x_ref.shape[0]
+    row_tile, piece = _place(pl.cdiv(num_rows, config.rows), sum(pieces), config.group)
+    part = pl.program_id(1)
+    rows = row_tile * config.rows + jnp.arange(config.rows, dtype=jnp.int32)
+    read_rows = jnp.minimum(rows, num_rows - 1)  # rows behind the last repeat it
+    first = 0
+    for weight, out_ref, num_columns, num_pieces in zip(weights, out_refs, columns, pieces, strict=True):
+        index = piece - first
+        first += num_pieces
+
+        @pl.when((index >= 0) & (index < num_pieces))
+        def _(weight=weight, out_ref=out_ref, num_columns=num_columns, index=index):
+            some_columns = pl.ds(index * num_columns, num_columns)
+
+            def take_depth(i, total):
+                step = part * steps + i
+                x = x_ref[read_rows, pl.ds(step * _DEPTH, _DEPTH)]  # [R depth]
+                matrix = _read(weight, layer_ref[0], step, some_columns, by_output, x.dtype)
+                if config.columns_first:
+                    return total + dot(matrix, x, transpose_a=not by_output, transpose=True)  # [C R]
+                return total + dot(x, matrix, transpose=by_output)  # [R C]
+
+            shape = (num_columns, config.rows) if config.columns_first else (config.rows, num_columns)
+            total = jax.lax.fori_loop(0, steps, take_depth, jnp.zeros(shape, jnp.float32))
+            total = total.T if config.columns_first else total
+            store_rows(out_ref, part * num_rows + read_rows, some_columns, total, rows < num_rows, interpret)
+
+
+def _place(row_tiles: int, num_pieces: int, group: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """(row tile, piece of the columns) of this program: a group of tiles takes one piece after the other."""
+    order, programs = pl.program_id(0), group * num_pieces
+    first_tile, place = div(order, programs) * group, rem(order, programs)
+    tiles_of_group = jnp.minimum(row_tiles - first_tile, group)
+    return first_tile + jax.lax.rem(place, tiles_of_group), jax.lax.div(place, tiles_of_group)
+
+
+def _read(weight, layer, step, columns: pl.Slice, by_output: bool, dtype) -> Float[Array, "_ _"]:
+    """A step of some columns' channels: [depth C], or [C depth] where the outputs come first."""
+    depth = pl.ds(step * _DEPTH, _DEPTH)
+    if not isinstance(weight, Weights):
+        return weight[layer, columns, depth] if by_output else weight[layer, depth, columns]
+    blocks = pl.ds(step * (_DEPTH // BLOCK), _DEPTH // BLOCK)
+    codes, scales = weight.codes[layer, blocks, :, columns], weight.scales[layer, blocks, columns]
+    return numbers(codes, scales, dtype).reshape(_DEPTH, columns.size)

@@ -1,0 +1,60 @@
+"""Norm and rotary embedding of a token's heads in Triton: everything is read once, and rounded once."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.backends import Limits
+from pallas_kernels.numbers import power_of_two
+from pallas_kernels.triton_heads import head_parts, norm_rope
+
+LIMITS = Limits()
+_HEADS = 16  # of a program
+
+
+def run(
+    heads: tuple[Float[Array, "X _ _"], ...],
+    norms: tuple[Float[Array, " _"], ...],
+    cos: Float[Array, "X R"],
+    sin: Float[Array, "X R"],
+    *,
+    eps: float,
+    dtype: jax.typing.DTypeLike,
+    interpret: bool,
+) -> tuple[Float[Array, "X _ _"], ...]:
+    """The op, of checked operands."""
+    pieces = [pl.cdiv(x.shape[1], _HEADS) for x in heads]
+    return tuple(
+        pl.pallas_call(
+            partial(_kernel, pieces=pieces, eps=eps),
+            grid=(sum(pieces), len(cos)),
+            out_shape=[jax.ShapeDtypeStruct(x.shape, dtype) for x in heads],
+            compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
+            interpret=interpret,
+            name="qk_norm_rope",
+        )(heads, norms, cos, sin)
+    )
+
+
+def _kernel(heads: tuple[Any, ...], norms: tuple[Any, ...], cos_ref, sin_ref, *out_refs, pieces: list[int], eps: float):
+    """Programs of all arrays in a row: each finds the one that it is for."""
+    token, first = pl.program_id(1), 0
+    for x_ref, weight_ref, out_ref, num_pieces in zip(heads, norms, out_refs, pieces, strict=True):
+        index = pl.program_id(0) - first
+        first += num_pieces
+
+        @pl.when((index >= 0) & (index < num_pieces))
+        def _(x_ref=x_ref, weight_ref=weight_ref, out_ref=out_ref, index=index):
+            num_heads, width = x_ref.shape[1:]
+            lane = jnp.arange(min(_HEADS, power_of_two(num_heads)), dtype=jnp.int32)
+            head = jnp.minimum(index * _HEADS + lane, num_heads - 1)  # heads behind the last repeat it
+            parts = head_parts(width, cos_ref.shape[1])
+            x = [x_ref[token, head, dims] for dims in parts]
+            out = norm_rope(x, weight_ref, cos_ref[token, :], sin_ref[token, :], eps)
+            for dims, part in zip(parts, out, strict=True):
+                out_ref[token, head, dims] = part.astype(out_ref.dtype)

@@ -1,0 +1,74 @@
+"""What the Triton kernels of dense projections share: one call for several matrices, cut along the input channels too.
+
+A program takes a piece of the columns of one matrix and a part of the input channels, for a few rows; sums of the parts
+are XLA's, in one order.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+# What one program computes: (x_ref, row_tile, weights_ref, layer, tile, split, out_ref) -> None.
+Multiply = Callable[..., None]
+
+
+def num_splits(tiles: int, steps: int, programs: int) -> int:
+    """Into how many parts a walk of `steps` is cut, so that there are enough programs and at most `programs`."""
+    return max(n for n in range(1, steps + 1) if steps % n == 0 and (n == 1 or tiles * n <= programs))
+
+
+def project_pieces(
+    x: Float[Array, "..."],
+    weights: Sequence[Any],
+    layer: Int[Array, ""],
+    *,
+    multiply: Multiply,
+    tiles: Sequence[int],
+    row_tiles: int,
+    splits: int,
+    parts: Sequence[jax.ShapeDtypeStruct],
+    compiler_params: plgpu.CompilerParams,
+    interpret: bool,
+    name: str,
+) -> tuple[Float[Array, "..."], ...]:
+    """The parts of the products of all matrices, by one kernel.
+
+    Args:
+      x: activations, as `multiply` reads them.
+      weights: of each matrix, likewise: arrays, or pytrees of them.
+      layer: which layer of their stacks.
+      multiply: what one program computes.
+      tiles: pieces of the columns of each matrix.
+      row_tiles: pieces of the rows.
+      splits: parts of the input channels.
+      parts: what the programs of each matrix write.
+      compiler_params: of the call.
+      interpret: run on the CPU.
+      name: of the call.
+    """
+    return pl.pallas_call(
+        partial(_kernel, tiles=tiles, multiply=multiply),
+        grid=(row_tiles, sum(tiles), splits),
+        out_shape=list(parts),
+        compiler_params=compiler_params,
+        interpret=interpret,
+        name=name,
+    )(layer.reshape(1).astype(jnp.int32), x, tuple(weights))
+
+
+def _kernel(layer_ref, x_ref, weights: tuple[Any, ...], *out_refs, tiles: Sequence[int], multiply: Multiply):
+    """Programs of all matrices in a row: each finds the one that it is for."""
+    row_tile, split, first = pl.program_id(0), pl.program_id(2), 0
+    for some_weights, out_ref, num_tiles in zip(weights, out_refs, tiles, strict=True):
+        tile = pl.program_id(1) - first
+        first += num_tiles
+
+        @pl.when((tile >= 0) & (tile < num_tiles))
+        def _(weights=some_weights, out_ref=out_ref, tile=tile):
+            multiply(x_ref, row_tile, weights, layer_ref[0], tile, split, out_ref)
