@@ -44,7 +44,8 @@ def parser() -> Parser:
     out.add_argument(
         "--mesh", metavar="AXES", help="as in context=4,expert=4,tensor=4 (default: the best by arithmetic)"
     )
-    out.add_argument("--prefill-chunk", metavar="N", type=int, default=2048, help="prompt tokens of a call (2048)")
+    out.add_argument("--prefill-chunk", metavar="N", type=int, help="prompt tokens of a call (default: 8192 on a GPU, "
+                     "2048 on a TPU)")  # fmt: skip
     out.add_argument("--draft", action="store_true", help="plan the EAGLE3 draft of M3 too")
     out.add_argument("--images", metavar="N", type=int, default=0, help="go through the vision tower at once (0)")
     out.add_argument("--image-tokens", metavar="N", type=int, default=576, help="of each image (default: 576)")

@@ -59,9 +59,10 @@ def main() -> None:
     task = [{"role": "developer", "content": document(tokenizer)}, {"role": "user", "content": TASK}]
     longest = ChatTemplate.from_folder(embedded_path()).encode(tokenizer, task, tools=[LOOKUP])
     # One engine, with room for the longest of three examples, which run one after the other: a third of the programs.
+    # Most prompts are short, and each would cost a whole call of the size that the longest one fills.
     room, picture = Params(max_new_tokens=3 * ANSWER_TOKENS, sampling=Sampling.greedy()), draw()
     draft = Eagle3Drafter(load_draft(None, model.config, "float32"))
-    engine = engine_for(model, [longest], [room], media=[read_media([picture])], draft=draft)
+    engine = engine_for(model, [longest], [room], prefill_chunk=512, media=[read_media([picture])], draft=draft)
 
     console.rule("a continuation of Python source")
     go_on(model, tokenizer, engine)

@@ -38,7 +38,8 @@ def plan(args: argparse.Namespace) -> int:
         draft.check_fits(config)
     job = Job(
         config=config, slice=parse_slice(args.topology), context=args.context, batch=args.batch, dtype=args.dtype,
-        kv_dtype=args.kv_dtype, index_dtype=args.index_dtype, chunk=min(args.prefill_chunk, args.context), draft=draft,
+        kv_dtype=args.kv_dtype, index_dtype=args.index_dtype, draft=draft,
+        chunk=None if args.prefill_chunk is None else min(args.prefill_chunk, args.context),
         images=args.images, image_tokens=args.image_tokens,
         weights=args.weights,
     )  # fmt: skip

@@ -11,13 +11,13 @@ import numpy as np
 from m3jax.compile_cache import compile_cache
 from m3jax.decoding.engine import (
     DRAFT_TOKENS,
-    PREFILL_CHUNK,
     Engine,
     Generation,
     Media,
     Params,
     as_prompts,
     check_prompt,
+    prefill_chunks,
 )
 from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.decoding.sampling import HostOrDevice, Number, Sampling
@@ -29,7 +29,7 @@ from m3jax.progress import activity
 from m3jax.text import Tokenizer
 
 _MIN_TOKENS = 256  # of a prompt and its continuation: shorter ones share one program
-_PREFILL_TOKENS = 4 * PREFILL_CHUNK  # of all prompts in one prefill call
+_PREFILL_TOKENS = 8192  # of all prompts in one prefill call
 _STEPS = 64
 
 
@@ -120,6 +120,7 @@ def engine_for(
     params: Sequence[Params],
     *,
     media: Sequence[Media | None] | None = None,
+    prefill_chunk: int | None = None,
     steps_per_call: int | None = None,
     draft: Drafter | str | Path | None = None,
     draft_tokens: int = DRAFT_TOKENS,
@@ -132,6 +133,8 @@ def engine_for(
       prompts: token ids.
       params: one a prompt.
       media: images and videos, one a prompt; None where no prompt has any.
+      prefill_chunk: prompt tokens of a device call; by default as many as the longest prompt has, rounded up, at most
+        2,048, on a GPU 8,192. Who has one long prompt and many short ones on a CPU gives less.
       steps_per_call: decode steps of a device call; by default as many as are wanted, up to 64.
       draft: as in `generate`.
       draft_tokens: as in `generate`.
@@ -148,7 +151,8 @@ def engine_for(
     lengths = [len(prompt) + asked.max_new_tokens for prompt, asked in zip(prompts, params, strict=True)]
     blocks = _bucket(math.ceil(max(_MIN_TOKENS, *lengths) / page_size), 1)
     pages = _bucket(sum(math.ceil(length / page_size) for length in lengths), 1)
-    max_batch, chunk = _bucket(len(prompts), 1), min(PREFILL_CHUNK, _bucket(longest_prompt, 16))
+    max_batch = _bucket(len(prompts), 1)
+    chunk = prefill_chunks(_bucket(longest_prompt, 16))[-1] if prefill_chunk is None else prefill_chunk
     found = [segment for given in media or () if given for segment in given.segments(model.config)]
     # One size of call, which holds the largest picture; no tower where there is none.
     patches = (bucket_size(max(len(segment.patches) for segment in found)),) if found else ()

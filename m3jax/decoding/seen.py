@@ -12,6 +12,7 @@ from m3jax.media import (
     ProcessedVideo,
     expand_tokens,
     media_source,
+    names_file,
     process_image,
     process_video,
 )
@@ -56,8 +57,7 @@ def read_medium(
     Raises:
       ValueError: it cannot be used; the message begins with what it is called.
     """
-    is_file = isinstance(source, Path) or (isinstance(source, str) and source[:5].lower() != "data:")
-    path = printable(str(source)) if is_file else ""
+    path = printable(str(source)) if names_file(source) else ""
     processed = ProcessedImage if kind == "image" else ProcessedVideo
     name = ", ".join(filter(None, (called, path)))
     with activity(progress) as line:

@@ -1,12 +1,14 @@
 """One answer, from the prompt's tokens to events: the loop that a single chat and a running dialogue share."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from m3jax.compile_cache import compile_cache
 from m3jax.decoding import Engine, Media, Params, StoppableText, check_logits, stream_text
 from m3jax.dialogue.reply import Reply
 from m3jax.platform import platform
-from m3jax.progress import activity
+from m3jax.progress import Activity, activity
 from m3jax.text import Event, Message, OutputParser, Tokenizer
 
 END_OF_TURN = "[e~["
@@ -61,9 +63,7 @@ def answer(
     handle = engine.add(prompt, params, media)
     try:
         with activity(progress, about=(platform(), engine.config, engine.shapes)) as line:
-            if media:
-                with compile_cache():
-                    engine.warmup_tower(handle, lambda names: line.timed(f"compiling {names}"))
+            engine.warmup_for(handle, partial(_compiling, line))
             line.say("reading the dialogue")
             while engine.prefill() and not is_interrupted():
                 done, total = engine.prefilled
@@ -95,3 +95,10 @@ def answer(
         if engine.reason(handle) == "unfinished":
             engine.abort(handle)
         engine.forget(handle)
+
+
+@contextmanager
+def _compiling(line: Activity, names: str) -> Iterator[None]:
+    """Programs with these names are compiled inside, and kept for the next process."""
+    with compile_cache(), line.timed(f"compiling {names}"):
+        yield

@@ -9,7 +9,7 @@ import jax
 
 from m3jax.compile_cache import compile_cache
 from m3jax.decoding import Drafter, Engine, Params, Sampling
-from m3jax.decoding.engine import DRAFT_TOKENS, PREFILL_CHUNK
+from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.dialogue.answer import answer, stop_ids
 from m3jax.dialogue.chat import as_template, check_answer, new_tokens_within
@@ -213,13 +213,12 @@ def _engine(
     draft_tokens: int,
     progress: bool,
 ) -> Engine:
-    """An engine for one dialogue of so many tokens, in which text compiles nothing more."""
+    """An engine for one dialogue of so many tokens, in which a text as long as one before compiles nothing."""
     with compile_cache():
         engine = Engine(
             model,
             pages=math.ceil(context / model.config.index_block_size),
             max_batch=1,
-            prefill_chunk=sorted({min(chunk, context) for chunk in (PREFILL_CHUNK // 8, PREFILL_CHUNK)}),
             max_length=context,
             steps_per_call=_STEPS,
             max_stop_ids=max(_STOP_IDS, stop_ids),
@@ -229,6 +228,7 @@ def _engine(
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
         about = (platform(), model.config, dtypes, engine.shapes, type(draft).__name__)
         with activity(progress, about) as line:
-            # Most dialogues show nothing: the tower is compiled with the first picture of a size (`answer`).
-            engine.warmup(lambda program: line.timed(f"compiling {program}"), ("prefill", "decode", "pages"))
+            # Most dialogues show nothing, and many begin with a line: the tower, and prefill for more than the smallest
+            # chunk, are compiled with the first message that needs a size (`answer`).
+            engine.warmup(lambda names: line.timed(f"compiling {names}"), ("prefill", "decode", "pages"), longest=1)
     return engine

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from m3jax.cache.storage import DTYPES as CACHE_DTYPES
 from m3jax.config import M3Config
+from m3jax.decoding.engine import PREFILL_CHUNKS
 from m3jax.model.build import DTYPES, WEIGHTS
 from m3jax.model.eagle3 import Eagle3Config
 from m3jax.planning.chips import Slice
@@ -29,7 +30,8 @@ class Job:
       weights: "dequantize" has all weights in `dtype`, "mxfp8" those of linear layers in MXFP8.
       kv_dtype: of cached keys and values.
       index_dtype: of cached index keys.
-      chunk: prompt tokens of one prefill call, of one row.
+      chunk: prompt tokens of one prefill call, of one row; None becomes the engine's largest by default there, or the
+        context where that is shorter.
       draft: an EAGLE3 draft that is planned too.
       backend: of attention; "xla" is what runs everywhere.
       images: how many go through the vision tower in one call; 0 plans none.
@@ -46,7 +48,7 @@ class Job:
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     index_dtype: str | None = None
-    chunk: int = 2048
+    chunk: int | None = None
     draft: Eagle3Config | None = None
     backend: str = "xla"
     images: int = 0
@@ -57,6 +59,8 @@ class Job:
         longest = self.config.max_position_embeddings
         _check_range("context", self.context, longest, "the model's context")
         _check_range("batch", self.batch, 1 << 20, "the most rows that are planned")
+        if self.chunk is None:
+            object.__setattr__(self, "chunk", min(PREFILL_CHUNKS[self.slice.chip.kind][-1], self.context))
         _check_range("prefill-chunk", self.chunk, longest, "the model's context")
         if self.images:
             _check_range("images", self.images, 1 << 12, "the most that are planned for a call")

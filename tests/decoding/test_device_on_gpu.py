@@ -3,6 +3,8 @@
 import re
 import warnings
 from functools import cache
+from importlib import import_module
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,9 @@ from m3jax.decoding.device.step import STEP_OPTIONS
 from m3jax.decoding.engine import runner
 from m3jax.decoding.sampling import SamplingParams
 from m3jax.model import abstract
+from m3jax.tiles import UNTUNED
 
+project = import_module("m3jax.ops.project")  # the room's name for it is its function's
 ROWS, BLOCKS, STEPS = 4, 16, 8
 # Heads, blocks and widths that the kernels take, and partial selection.
 CONFIG = tiny.config(
@@ -27,7 +31,7 @@ CONFIG = tiny.config(
 
 
 @cache
-def lowered(name: str) -> str:
+def lowered(name: str, max_steps: int = STEPS) -> str:
     """One of the device's programs for an H200, before XLA has seen it."""
     model = abstract(CONFIG, "bfloat16")
     rows = lambda dtype, *shape: jnp.zeros((ROWS, *shape), dtype)
@@ -39,15 +43,18 @@ def lowered(name: str) -> str:
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
         if name == "decode":
             state = device.State(pages, continuations, counts, counts, counts)
-            traced = device.decode_on_gpu.trace(model, state, np.int32(STEPS), max_steps=STEPS)
+            traced = device.decode_on_gpu.trace(model, state, np.int32(STEPS), max_steps=max_steps)
         else:
             drafter = PromptLookup()
             memory = drafter.begin(model, ROWS, BLOCKS * 128)
             state = device.State(drafter.join(model, pages), continuations, counts, counts, counts, memory)
             traced = device.rounds_on_gpu.trace(
-                model, drafter, state, np.int32(STEPS), draft_tokens=3, max_rounds=STEPS
+                model, drafter, state, np.int32(STEPS), draft_tokens=3, max_rounds=max_steps
             )
         return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+QUERIES = re.compile(r"stablehlo\.(dynamic_)?slice.*tensor<3x256x8x128xbf16>")  # cut out of the stack of three layers
 
 
 @pytest.mark.parametrize("name", ["decode", "rounds"])
@@ -62,15 +69,25 @@ def test_a_loop_of_steps_has_no_loop_inside(name):
 def test_weights_are_cut_into_layers_before_the_loop():
     """Inside the loop XLA would cut them in each step."""
     before, _, inside = lowered("decode").partition("stablehlo.while")
-    layer = "tensor<3x256x8x128xbf16>"  # the queries' projections of the stack of three layers
-    cut = re.compile(rf"stablehlo\.(dynamic_)?slice.*{re.escape(layer)}")
-    assert len(cut.findall(before)) == 3
-    assert not cut.search(inside)
+    assert len(QUERIES.findall(before)) == 3
+    assert not QUERIES.search(inside)
+
+
+def test_what_a_kernel_reads_in_its_stack_is_not_cut():
+    """At widths and rows where it gains; the copy of all of M3's layers would be 21 GB."""
+    with mock.patch.object(project, "_MOST_ROWS", {(256, 1024): ROWS}):
+        text = lowered("decode", STEPS + 1)  # another program: this one is traced already
+    assert "stacked_project" in text and not QUERIES.search(text)
 
 
 def test_an_engine_on_a_gpu_runs_the_programs_with_its_options(monkeypatch):
     monkeypatch.setattr(runner, "platform", lambda: "gpu")
-    programs = runner._programs(is_invariant=False)
+    programs = runner._programs(is_invariant=False, has_narrow_weights=True)
     assert programs.decode is device.decode_on_gpu and programs.decode_in_rounds is device.rounds_on_gpu
+    wide = runner._programs(is_invariant=False, has_narrow_weights=False)
+    assert wide.decode is device.untuned_decode_on_gpu and wide.decode_in_rounds is device.untuned_rounds_on_gpu
+    for of_both in programs, wide:
+        assert of_both.prefill is device.prefill_on_gpu and of_both.read_media is device.read_media_on_gpu
+    assert not UNTUNED["xla_gpu_autotune_level"] and not UNTUNED["xla_gpu_enable_triton_gemm"], "one without the other"
     kinds = STEP_OPTIONS["xla_gpu_enable_command_buffer"].split(",")
     assert {"WHILE", "CONDITIONAL"} <= set(kinds), "the host would wait for each step"

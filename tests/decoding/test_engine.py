@@ -1,8 +1,9 @@
 """The engine as a server: what compiles, what memory it takes, who runs when, how requests end."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import NamedTuple
 from unittest import mock
@@ -98,6 +99,32 @@ def test_warmup_runs_no_program_of_the_model():
     assert seen == [] and [len(result.tokens) for result in results] == [9, 4, 1]
     with pytest.raises(ValueError, match=r"programs = \('prefil',\): there is no 'prefil'; choose of"):
         served.warmup(programs=("prefil",))
+
+
+def test_no_garbage_is_collected_while_programs_are_traced():
+    """Tracing makes objects that stay; the collector is as it was afterwards, on or off, after an error too."""
+    seen = []
+
+    class Program:
+        def __call__(self):
+            raise AssertionError("it ran")
+
+        def trace(self, fails):
+            seen.append(gc.isenabled())
+            if fails:
+                raise RuntimeError("untraceable")
+            return mock.Mock()
+
+    for was_on in (True, False):
+        (gc.enable if was_on else gc.disable)()
+        try:
+            for fails in (False, True):
+                with pytest.raises(RuntimeError, match="untraceable") if fails else nullcontext():
+                    compile_all([partial(Program(), fails)])
+                assert gc.isenabled() == was_on
+        finally:
+            gc.enable()
+    assert seen == [False] * 4
 
 
 def test_programs_are_compiled_side_by_side():

@@ -259,8 +259,8 @@ def test_the_tower_may_be_compiled_with_the_first_picture_of_a_size():
         named.clear()
         handle = served.add(work[0], params(NEW), work[1])
         with compilations() as seen:
-            served.warmup_tower(handle, watch)
-            served.warmup_tower(handle, watch)  # as for another one in the queue: what is compiled stays so
+            served.warmup_for(handle, watch)
+            served.warmup_for(handle, watch)  # as for another one in the queue: what is compiled stays so
         assert (named, bool(seen)) == (names, bool(names))
         with compilations() as seen:
             finish(served)
@@ -310,7 +310,7 @@ def test_a_request_that_has_ended_keeps_no_patches():
 def test_check_sees_a_feature_in_the_wrong_place(monkeypatch):
     """An engine whose features are off by one after a cut is caught by `check`, before anyone compares tokens."""
     rows_of = Scheduler._feature_rows
-    monkeypatch.setattr(Scheduler, "_feature_rows", lambda self, request: np.roll(rows_of(self, request), 1))
+    monkeypatch.setattr(Scheduler, "_feature_rows", lambda *given: np.roll(rows_of(*given), 1))
     served = engine()
     served.add(of(0, 1)[0], params(NEW), of(0, 1)[1])
     with pytest.raises(AssertionError, match="is known by the tokens"):

@@ -137,6 +137,6 @@ def test_layers_apart_give_the_same_tokens(model, greedy, monkeypatch):
 def test_layers_apart_have_the_same_taps(model):
     rows, layers = jnp.array(PROMPTS[2:3], jnp.int32), (1, 3)
     whole = jax.jit(lambda model: model.tapped(rows, layers)[:2], compiler_options=QUICK)
-    apart = jax.jit(lambda model: model.with_layers_apart().tapped(rows, layers)[:2], compiler_options=QUICK)
+    apart = jax.jit(lambda model: model.with_layers_apart(rows.size).tapped(rows, layers)[:2], compiler_options=QUICK)
     for found, expected in zip(apart(model), whole(model), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)

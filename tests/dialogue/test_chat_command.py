@@ -21,6 +21,7 @@ from m3jax.cli import chat
 from m3jax.cli.chat import talk
 from m3jax.cli.chat.shown import visible
 from m3jax.dialogue import Dialogue
+from m3jax.text.chat import template
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "support" / "scripted_chat.py"
@@ -304,6 +305,7 @@ def test_what_is_wrong_is_said_in_a_line_before_the_weights_are_read(tmp_path, m
 def test_a_missing_jinja2_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+    template._compiled.cache_clear()  # where there is no jinja2 nothing was made before
     assert chat.main([]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "pip install 'm3jax[chat]'" in err, err

@@ -1,5 +1,6 @@
 """A chat from Python: events, what the prefix cache had, how an answer ends, and what becomes of the history."""
 
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -11,6 +12,7 @@ from m3jax.assets import embedded_path
 from m3jax.decoding import Engine, Sampling
 from m3jax.decoding.defaults import Defaults
 from m3jax.dialogue import Dialogue, Reply, open_calls
+from m3jax.progress import Activity
 from m3jax.text import ChatTemplate, Tokenizer
 
 USER = {"role": "user", "content": "Look up harbor, then tell me what it is; it is a word of the sea and of songs."}
@@ -241,6 +243,18 @@ def test_a_tokenizer_from_nowhere_needs_a_template():
         m3jax.chat(model, bare, [USER])
     template = ChatTemplate.from_folder(embedded_path())
     assert m3jax.chat(model, bare, [USER], stream=False, template=template, progress=False).content == "One moment."
+
+
+def test_a_longer_call_is_compiled_with_the_first_message_that_needs_it(monkeypatch):
+    """A dialogue begins with the smallest call of prefill; another size is named when it is compiled."""
+    names = []
+    monkeypatch.setattr(Activity, "timed", lambda self, name: names.append(name) or nullcontext())
+    talk = dialogue(*["</mm:think>Yes."] * 4, tools=None)
+    assert names == ["compiling prefill of 1 x 256 tokens, decode of 4 steps, copies of pages"]
+    for length, compiled in ((3, []), (200, ["compiling prefill of 1 x 1024 tokens"]), (3, [])):
+        names.clear()
+        reply = answered(talk, {"role": "user", "content": "word " * length})
+        assert (reply.content, names) == ("Yes.", compiled)
 
 
 def random_model() -> FakeModel:

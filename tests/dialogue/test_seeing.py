@@ -17,7 +17,7 @@ import m3jax
 from m3jax import cli
 from m3jax.assets import embedded_path
 from m3jax.decoding import Engine, Media, read_media, with_placeholders
-from m3jax.media import PlaceholderIds, batch, media_source, process_image, process_video
+from m3jax.media import PlaceholderIds, batch, media_source, names_file, process_image, process_video
 from m3jax.text import ChatTemplate, Tokenizer
 from m3jax.train.pictures import with_tower
 from m3jax.vision import VisionConfig
@@ -96,6 +96,18 @@ def test_a_text_that_names_nothing(source, message):
         media_source(source)
     with pytest.raises(ValueError, match="at most 3 bytes"):
         media_source("data:image/png;base64,YWJjZGVm", most_bytes=3)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (Path("a.png"), True), ("a.png", True), ("data", True), ("DATA:image/png;base64,YQ==", False),
+        ("file:///a.png", False), (b"\x89PNG", False), (np.zeros((2, 2, 3), np.uint8), False),
+    ],
+)  # fmt: skip
+def test_what_names_a_file(source, expected):
+    """Its name is said where it cannot be read, and shown in a dialogue; of a data URL all that would be characters."""
+    assert names_file(source) is expected
 
 
 def test_placeholders_stand_where_they_are_written_or_in_front(files):

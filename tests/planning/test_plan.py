@@ -1,5 +1,6 @@
 """The planner: its arithmetic against real arrays, its counting against a program, its question to a TPU compiler."""
 
+import dataclasses
 import json
 import os
 import re
@@ -44,6 +45,15 @@ def sizes(text: str) -> dict[str, int]:
 def held(tree) -> int:
     """Bytes that the first device has."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("topology", "context", "chunk"), [("h200:8", 9000, 8192), ("v5e:4x4", 9000, 2048), ("h200:1", 50, 50)]
+)
+def test_the_default_chunk_is_the_engines_own_there(topology, context, chunk):
+    """A GPU's engine takes 8,192 tokens of a prompt at once, any other's 2,048; a context may be shorter."""
+    config = dataclasses.replace(CONFIG, max_position_embeddings=16384)
+    assert job(topology, config=config, context=context, chunk=None).chunk == chunk
 
 
 # Arithmetic

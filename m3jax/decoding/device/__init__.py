@@ -4,9 +4,14 @@ Nothing here reads a value on the host. Which rows, how long, where their pages 
 stop is data, so the shapes (rows, chunk, pages, buffer) alone decide what is compiled.
 """
 
-from m3jax.decoding.device.media import invariant_read_media_on_gpu, read_media
+from m3jax.decoding.device.media import invariant_read_media_on_gpu, read_media, read_media_on_gpu
 from m3jax.decoding.device.pages import copy_pages, read_pages, write_pages
-from m3jax.decoding.device.rounds import decode_in_rounds, invariant_rounds_on_gpu, rounds_on_gpu
+from m3jax.decoding.device.rounds import (
+    decode_in_rounds,
+    invariant_rounds_on_gpu,
+    rounds_on_gpu,
+    untuned_rounds_on_gpu,
+)
 from m3jax.decoding.device.state import (
     BAD_LOGITS,
     IDLE,
@@ -29,6 +34,8 @@ from m3jax.decoding.device.step import (
     invariant_prefill_on_gpu,
     prefill,
     prefill_on_cpu,
+    prefill_on_gpu,
+    untuned_decode_on_gpu,
 )
 
 __all__ = [
@@ -55,8 +62,12 @@ __all__ = [
     "invariant_rounds_on_gpu",
     "prefill",
     "prefill_on_cpu",
+    "prefill_on_gpu",
     "read_media",
+    "read_media_on_gpu",
     "read_pages",
     "rounds_on_gpu",
+    "untuned_decode_on_gpu",
+    "untuned_rounds_on_gpu",
     "write_pages",
 ]

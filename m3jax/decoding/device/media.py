@@ -10,7 +10,7 @@ from m3jax.decoding.device.state import Layout, Pictures, pin
 from m3jax.decoding.protocols import SeeingModel
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.media import MediaBatch
-from m3jax.tiles import GPU_OPTIONS
+from m3jax.tiles import GPU_OPTIONS, UNTUNED
 
 _READ = dict(donate_argnames=("features",), static_argnames=("layout", "types"))
 
@@ -39,6 +39,7 @@ def read_media(
     return pin(features.at[target_rows].set(found, mode="drop"), layout)
 
 
+read_media_on_gpu = jax.jit(read_media.__wrapped__, **_READ, compiler_options=UNTUNED)
 invariant_read_media_on_gpu = jax.jit(read_media.__wrapped__, **_READ, compiler_options=GPU_OPTIONS)
 
 

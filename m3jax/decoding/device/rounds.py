@@ -18,7 +18,7 @@ from m3jax.decoding.protocols import HostStacks, TargetModel, token_tile
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.verify import DraftCounts, Proposal, Verdict, seen_by_column, verify
-from m3jax.tiles import GPU_OPTIONS
+from m3jax.tiles import GPU_OPTIONS, UNTUNED
 
 _ROUNDS = dict(donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "layout", "types"))
 
@@ -52,7 +52,7 @@ def decode_in_rounds(
       The state, and the new tokens of the B rows.
     """
     batch, max_tokens = len(state.lengths), max_rounds * (1 + draft_tokens)
-    model = for_steps(model)
+    model = for_steps(model, batch * (1 + draft_tokens))
     counts_before = state.continuations.counts
 
     def goes_on(carry):
@@ -116,8 +116,9 @@ def decode_in_rounds(
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons, drafting)
 
 
+untuned_rounds_on_gpu = jax.jit(decode_in_rounds.__wrapped__, **_ROUNDS, compiler_options=STEP_OPTIONS | UNTUNED)
 rounds_on_gpu = jax.jit(decode_in_rounds.__wrapped__, **_ROUNDS, compiler_options=STEP_OPTIONS)
-invariant_rounds_on_gpu = jax.jit(decode_in_rounds.__wrapped__, **_ROUNDS, compiler_options=GPU_OPTIONS)
+invariant_rounds_on_gpu = jax.jit(decode_in_rounds.__wrapped__, **_ROUNDS, compiler_options=STEP_OPTIONS | GPU_OPTIONS)
 
 
 def _draw_all(

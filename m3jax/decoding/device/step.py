@@ -29,14 +29,14 @@ from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, Target
 from m3jax.decoding.sampling import HostOrDevice, SamplingParams, log_normaliser, logprob_of, row_keys, sample
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.platform import platform
-from m3jax.tiles import GPU_OPTIONS, by_tiles
-
-_DRAWN_AT_ONCE = 8  # rows of the invariant mode: drawing costs more than the few multiplications of a row that is none
+from m3jax.tiles import GPU_OPTIONS, LOGITS_TILE, UNTUNED, by_tiles
 
 # `compiler_options` of a loop of steps on a GPU: whatever can be is recorded in one CUDA graph, the loop and conditions
-# too. The host launches it once a call, and neither waits for a condition nor launches kernels one by one.
+# too. The host launches it once a call, and neither waits for a condition nor launches kernels one by one. In the graph
+# a kernel waits for those alone whose results it reads, or whose memory it takes.
 STEP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 
 # How jax takes the arguments of each program: it is compiled with other options too.
@@ -81,27 +81,17 @@ def prefill(
     last_column = chunk.lengths - 1 - chunk.start
     ends_here = (last_column >= 0) & (last_column < width)
 
-    def run(cache):
-        embeddings = None if chunk.pictures is None else embed(model, chunk.tokens, chunk.pictures)
-        hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
-        last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
-        last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
-        token, logprob = draw_token(model, last_hidden, continuations.sampling, continuations.seen, chunk.lengths)
-        if drafter is None:
-            return token, logprob, None, cache
+    cache = state.cache.replace(table=prompt_table)
+    embeddings = None if chunk.pictures is None else embed(model, chunk.tokens, chunk.pictures)
+    hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
+    last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
+    last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
+    token, logprob = draw_token(model, last_hidden, continuations.sampling, continuations.seen, chunk.lengths)
+    memory = None
+    if drafter is not None:
         cache, memory = drafter.read_prompt(
             model, cache, chunk.tokens, chunk.start, chunk.lengths, chunk.context, taps, token
         )
-        return token, logprob, memory, cache
-
-    def skip(cache):
-        count = len(last_column)
-        memory = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), state.draft_memory)
-        return jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.float32), memory, cache
-
-    # Where there is no prompt nothing runs, so that a caller can compile without computing.
-    has_prompt = jnp.any(chunk.lengths > chunk.start)
-    token, logprob, memory, cache = lax.cond(has_prompt, run, skip, state.cache.replace(table=prompt_table))
     continuations, stop_reasons, is_appended = _append_token(continuations, token, ends_here)
 
     started_rows = jnp.where(ends_here, chunk.rows, len(state.lengths))
@@ -125,6 +115,7 @@ prefill_on_cpu = jax.jit(
     **_PREFILL,
     compiler_options={"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
 )
+prefill_on_gpu = jax.jit(prefill.__wrapped__, **_PREFILL, compiler_options=UNTUNED)
 invariant_prefill_on_gpu = jax.jit(prefill.__wrapped__, **_PREFILL, compiler_options=GPU_OPTIONS)
 
 
@@ -152,7 +143,8 @@ def decode(
     Returns:
       The state, and the new tokens of the B rows.
     """
-    batch, model = len(state.lengths), for_steps(model)
+    batch = len(state.lengths)
+    model = for_steps(model, batch)
     counts_before = state.continuations.counts
 
     def goes_on(carry):
@@ -189,6 +181,9 @@ def decode(
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons)
 
 
+# For weights of 32 bits, whose products XLA would time for most of a minute.
+untuned_decode_on_gpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=STEP_OPTIONS | UNTUNED)
+
 # XLA's CPU backend reads pages eight numbers at a time where YNNPACK takes a product together with the reshape before
 # it, and one at a time otherwise, if heads have few (docs/notes/performance.md).
 CPU_DECODE_OPTIONS = {
@@ -196,17 +191,23 @@ CPU_DECODE_OPTIONS = {
 }
 decode_on_cpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=CPU_DECODE_OPTIONS)
 decode_on_gpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=STEP_OPTIONS)
-invariant_decode_on_gpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=GPU_OPTIONS)
+invariant_decode_on_gpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=STEP_OPTIONS | GPU_OPTIONS)
 
 
-def for_steps(model: TargetModel) -> TargetModel:
+def for_steps(model: TargetModel, num_tokens: int) -> TargetModel:
     """The model as a loop of steps best reads it: on a GPU each layer's parameters by themselves.
 
     There XLA copies what it takes out of a stack of layers, before each product, and a loop over layers keeps the loop
-    over steps out of a CUDA graph. An invariant model is left as it is: prompts and steps run the same programs.
+    over steps out of a CUDA graph. An invariant model made of tiles is left as it is: prompts and steps run the same
+    programs.
+
+    Args:
+      model: the target.
+      num_tokens: of a step, all rows together.
     """
     cut = getattr(model, "with_layers_apart", None)
-    return model if cut is None or platform() != "gpu" or token_tile(model) is not None else cut()
+    is_tiled = token_tile(model) is not None and not getattr(model, "is_ordered", False)
+    return model if cut is None or platform() != "gpu" or is_tiled else cut(num_tokens)
 
 
 def run_model(
@@ -260,17 +261,13 @@ def draw_token(
     token will have, and on nothing else.
     """
 
-    def unembed(hidden):
-        logits = model.unembed(hidden).astype(jnp.float32)
-        return logits, log_normaliser(logits)
-
     def draw(logits, sampling, seen, positions):
         return sample(logits, sampling, row_keys(sampling.seed, positions), seen)
 
-    tile = token_tile(model)
-    logits, log_total = by_tiles(unembed, tile, hidden)  # [B V], [B]
-    token = by_tiles(draw, None if tile is None else _DRAWN_AT_ONCE, logits, sampling, seen, positions)
-    return token, logprob_of(token, logits, log_total)
+    logits = model.unembed(hidden).astype(jnp.float32)  # [B V]
+    tile = None if token_tile(model) is None else LOGITS_TILE
+    token = by_tiles(draw, tile, logits, sampling, seen, positions)
+    return token, logprob_of(token, logits, by_tiles(log_normaliser, tile, logits))
 
 
 def _append_token(

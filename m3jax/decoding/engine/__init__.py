@@ -1,14 +1,15 @@
 """The engine: requests come and go on the host, while the device runs the same few programs."""
 
-from m3jax.decoding.engine.engine import DRAFT_TOKENS, PREFILL_CHUNK, Engine
+from m3jax.decoding.engine.engine import Engine
 from m3jax.decoding.engine.exchange import Snapshot
 from m3jax.decoding.engine.media import Media
 from m3jax.decoding.engine.report import Drafting, Timings
 from m3jax.decoding.engine.request import Generation, Params, as_prompts, check_prompt
+from m3jax.decoding.engine.shapes import DRAFT_TOKENS, PREFILL_CHUNKS, prefill_chunks
 
 __all__ = [
     "DRAFT_TOKENS",
-    "PREFILL_CHUNK",
+    "PREFILL_CHUNKS",
     "Drafting",
     "Engine",
     "Generation",
@@ -18,4 +19,5 @@ __all__ = [
     "Timings",
     "as_prompts",
     "check_prompt",
+    "prefill_chunks",
 ]

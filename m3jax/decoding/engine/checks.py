@@ -7,7 +7,8 @@ import numpy as np
 
 from m3jax.decoding.engine.media import MEDIA_PATCHES, MEDIA_TOKENS
 from m3jax.decoding.engine.request import Params
-from m3jax.decoding.engine.runner import Shapes
+from m3jax.decoding.engine.runner import PROGRAMS
+from m3jax.decoding.engine.shapes import Shapes
 from m3jax.decoding.protocols import TargetConfig, TargetModel, sees
 from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
 from m3jax.media import MERGE
@@ -19,6 +20,22 @@ def check_sizes(sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"{name} = {size!r}: must be an integer of at least 1")
+
+
+def chunk_sizes(prefill_chunk: int | Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a prefill call, ascending; ValueError where there is none, or one is no size."""
+    sizes = tuple(prefill_chunk) if isinstance(prefill_chunk, Sequence) else (prefill_chunk,)
+    if not sizes:
+        raise ValueError("prefill_chunk = (): give at least one size")
+    check_sizes({f"prefill_chunk[{i}]": size for i, size in enumerate(sizes)})
+    return tuple(sorted(sizes))
+
+
+def check_warmup(programs: Sequence[str], longest: int | None) -> None:
+    """Raise ValueError where there is no such program to compile, or no such prompt to compile it for."""
+    if unknown := [name for name in programs if name not in PROGRAMS]:
+        raise ValueError(f"programs = {tuple(programs)}: there is no {unknown[0]!r}; choose of {PROGRAMS}")
+    check_sizes({} if longest is None else dict(longest=longest))
 
 
 def check_max_length(max_length: int | None, pages: int, config: TargetConfig) -> int:

@@ -1,8 +1,10 @@
 """Programs compiled ahead of their first call, side by side, without a run of any."""
 
+import gc
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +26,10 @@ def compile_all(calls: Iterable[partial[Any]], meanwhile: Callable[[], None] | N
     """
     with ThreadPoolExecutor(_threads(), "m3jax compile") as pool:
         try:
-            compiling = [pool.submit(call.func.trace(*call.args, **call.keywords).lower().compile) for call in calls]
+            with _uncollected():
+                compiling = [
+                    pool.submit(call.func.trace(*call.args, **call.keywords).lower().compile) for call in calls
+                ]
             if meanwhile is not None:
                 meanwhile()
             for program in compiling:
@@ -32,6 +37,22 @@ def compile_all(calls: Iterable[partial[Any]], meanwhile: Callable[[], None] | N
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python looks for no cycles of garbage: tracing makes half a million objects that stay, and has few cycles.
+
+    To look through them again and again takes a third of its time. Threads may be in here at once: the collector is on
+    again when the first of them leaves.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _threads() -> int:

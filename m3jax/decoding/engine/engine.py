@@ -17,14 +17,12 @@ from m3jax.decoding.engine.exchange import Snapshot, check_snapshot, identity
 from m3jax.decoding.engine.media import FeatureRows, Media, PlacedSegment, Placer, as_media, prefix_keys
 from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
 from m3jax.decoding.engine.request import Generation, Params, Request, as_prompt, check_prompt
-from m3jax.decoding.engine.runner import PROGRAMS, Runner, Shapes, Watch
+from m3jax.decoding.engine.runner import PROGRAMS, Runner, Watch
 from m3jax.decoding.engine.scheduler import Scheduler
+from m3jax.decoding.engine.shapes import DRAFT_TOKENS, Shapes, prefill_chunks
 from m3jax.decoding.protocols import Identity, TargetModel, sees, token_tile
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
-
-PREFILL_CHUNK = 2048
-DRAFT_TOKENS = 3
 
 
 class Engine:
@@ -40,8 +38,9 @@ class Engine:
       model: from `m3jax.load`.
       pages: of the pool; a page is one block of the model.
       max_batch: rows that decode together.
-      prefill_chunk: prompt tokens of a row in one device call; it bounds the memory of prefill. Of several sizes the
-        smallest that holds what is left is taken, so that the end of a prompt does not cost a whole chunk.
+      prefill_chunk: prompt tokens of a row in one device call; it bounds the memory of prefill, and how long the others
+        wait. Of several sizes what is left takes the smallest that holds it, or two calls of a smaller one if that is
+        less to compute. None is 256 and 2,048, on a GPU 8,192 too, as far as `max_length` goes.
       prefill_rows: prompts that share a call.
       max_length: tokens that one request can have; by default, and at most, what the pages and the model's context
         allow.
@@ -78,7 +77,7 @@ class Engine:
         *,
         pages: int,
         max_batch: int = 8,
-        prefill_chunk: int | Sequence[int] = (PREFILL_CHUNK // 8, PREFILL_CHUNK),
+        prefill_chunk: int | Sequence[int] | None = None,
         prefill_rows: int = 1,
         max_length: int | None = None,
         steps_per_call: int = 16,
@@ -97,22 +96,19 @@ class Engine:
     ):
         if invariant or token_tile(model) is not None:
             model = checks.as_invariant(model)
-        chunks = tuple(prefill_chunk) if isinstance(prefill_chunk, Sequence) else (prefill_chunk,)
         sizes = dict(pages=pages, max_batch=max_batch, prefill_rows=prefill_rows, steps_per_call=steps_per_call,
                      max_stop_ids=max_stop_ids)  # fmt: skip
-        sizes |= {f"prefill_chunk[{i}]": chunk for i, chunk in enumerate(chunks)}
         optional = dict(max_length=max_length, device_pages=device_pages)
         checks.check_sizes(sizes | {name: size for name, size in optional.items() if size is not None})
-        if not chunks:
-            raise ValueError("prefill_chunk = (): give at least one size")
         self.config = model.config
         page_size = self.config.index_block_size
         self.max_length = checks.check_max_length(max_length, pages, self.config)
+        chunks = prefill_chunks(self.max_length) if prefill_chunk is None else checks.chunk_sizes(prefill_chunk)
         batch_unit = 1 if model.mesh is None else model.mesh.shape.get("data", 1)
         self.shapes = Shapes(
             batch=math.ceil(max_batch / batch_unit) * batch_unit,
             prompts=prefill_rows,
-            chunks=tuple(sorted(chunks)),
+            chunks=chunks,
             steps=steps_per_call,
             stop_ids=max_stop_ids,
         )
@@ -378,7 +374,9 @@ class Engine:
         """
         self._scheduler.check()
 
-    def warmup(self, watch: Watch = nullcontext, programs: Sequence[str] = PROGRAMS) -> None:
+    def warmup(
+        self, watch: Watch = nullcontext, programs: Sequence[str] = PROGRAMS, longest: int | None = None
+    ) -> None:
         """Compile all that any mix of requests will run, side by side; no program of the model is run.
 
         Args:
@@ -386,26 +384,28 @@ class Engine:
           programs: fewer of them, for who knows that no others will run; one that does is compiled by its first call.
             "prefill"; "tower"; "decode", for requests of more than one new token; "pages", for `copy`, `export`,
             `import_request`, and for prompts that begin like a request of an earlier round and end within its pages.
+          longest: tokens of a prompt, for which alone prefill is compiled; None is for any.
 
         Raises:
-          ValueError: there is no such program.
+          ValueError: there is no such program, or no such prompt.
         """
-        if unknown := [name for name in programs if name not in PROGRAMS]:
-            raise ValueError(f"programs = {tuple(programs)}: there is no {unknown[0]!r}; choose of {PROGRAMS}")
+        checks.check_warmup(programs, longest)
         began = perf_counter()
-        self._runner.warmup(programs, watch)
+        self._runner.warmup(programs, self.shapes.prefill_sizes(longest), watch)
         self._scheduler.timings.compile_seconds += perf_counter() - began
 
-    def warmup_tower(self, handle: int, watch: Watch = nullcontext) -> None:
-        """Compile what the tower will run for a request, if no other has; for who left it out of `warmup`.
+    def warmup_for(self, handle: int, watch: Watch = nullcontext) -> None:
+        """Compile what prefill and the tower will run for a request, if no other has; for who left it out of `warmup`.
 
         Args:
-          handle: of a request that has not begun; one of text alone needs nothing.
+          handle: of a request that has not begun.
           watch: as in `warmup`; called only where something is compiled.
         """
-        began = perf_counter()
-        sizes = {self.shapes.tower_size(len(placed.segment.patches)) for placed in self._request(handle).segments}
-        if self._runner.warmup_tower(sizes, watch):
+        began, request = perf_counter(), self._request(handle)
+        self._scheduler.admit()  # where it gets a row, it is known what of its prompt the prefix cache has
+        widths = self.shapes.prefill_sizes(request.uncached)
+        sizes = {self.shapes.tower_size(len(placed.segment.patches)) for placed in request.segments}
+        if self._runner.warmup_sizes(widths, sizes, watch):
             self._scheduler.timings.compile_seconds += perf_counter() - began
 
     # Requests

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from m3jax.decoding.engine.compiling import compile_all
 from m3jax.decoding.engine.exchange import PAGES_A_CALL, page_layout
 from m3jax.decoding.engine.media import PlacedSegment
 from m3jax.decoding.engine.request import Params
+from m3jax.decoding.engine.shapes import Shapes
 from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel, token_tile
 from m3jax.decoding.sampling import Sampling, SamplingParams
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
@@ -25,40 +26,6 @@ from m3jax.platform import platform
 
 PROGRAMS = ("prefill", "tower", "decode", "pages")
 Watch = Callable[[str], AbstractContextManager]  # of the names of programs: they are compiled inside what it makes
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What decides which programs are compiled.
-
-    Attributes:
-      batch: rows that decode together.
-      prompts: prompts that share a prefill call.
-      chunks: tokens of each in one call: the sizes that there are, ascending.
-      steps: decode steps of one call, at most.
-      stop_ids: of one row, at most.
-      draft_tokens: K, proposals of a round; 0 without a drafter.
-      media_patches: of one call of the tower: the sizes that there are, ascending; () where only text is served.
-      media_tokens: F, features of images and videos that the device keeps.
-    """
-
-    batch: int
-    prompts: int
-    chunks: tuple[int, ...]
-    steps: int
-    stop_ids: int
-    draft_tokens: int = 0
-    media_patches: tuple[int, ...] = ()
-    media_tokens: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """New tokens of a row in one call, at most; a step is a round where there is a drafter."""
-        return self.steps * (1 + self.draft_tokens)
-
-    def tower_size(self, patches: int) -> int:
-        """Patches of the smallest call of the tower that holds so many."""
-        return next(size for size in self.media_patches if size >= patches)
 
 
 @dataclass(frozen=True)
@@ -133,6 +100,7 @@ class Runner:
         )
         self.features, self._features_layout = None, None
         self._feature_keys = np.full(shapes.media_tokens, -1, np.int64)
+        self._compiled_widths: set[int] = set()  # of calls of prefill
         self._compiled_sizes: set[int] = set()  # of the tower's calls
         if shapes.media_patches:
             found = jax.eval_shape(lambda model, media: model.features(media), model, pack((), shapes.media_patches[0]))
@@ -140,23 +108,20 @@ class Runner:
             self.features = jax.device_put(np.zeros((shapes.media_tokens, found.shape[1]), found.dtype), layout)
             self._features_layout = None if model.mesh is None else (layout,)
         self._types = type(model), type(drafter), type(cache)
-        self._programs = _programs(is_invariant=token_tile(model) is not None)
+        self._programs = _programs(
+            is_invariant=token_tile(model) is not None,
+            has_narrow_weights=any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(model)),
+        )
         self._layout = self._cache_layout = None
         if model.mesh is not None:
             self._layout = tuple(leaf.sharding for leaf in jax.tree.leaves(self.state))
             self._cache_layout = self._layout[: len(jax.tree.leaves(cache))]
 
-    def warmup(self, programs: Sequence[str] = PROGRAMS, watch: Watch = nullcontext) -> None:
-        """Compile programs, all inside what `watch` makes of their names."""
-        calls, names = [], []
-        if "prefill" in programs:
-            widths = self.shapes.chunks
-            calls += [lambda width=width: self._prefill_call([], width) for width in widths]
-            names.append(f"prefill of {self.shapes.prompts} x {_listed(widths)} tokens")
-        if "tower" in programs and (sizes := self.shapes.media_patches):
-            calls += [lambda size=size: self._empty_tower_call(size) for size in sizes]
-            names.append(f"vision tower for {_listed(sizes)} patches")
-            self._compiled_sizes.update(sizes)
+    def warmup(self, programs: Sequence[str], widths: Sequence[int], watch: Watch = nullcontext) -> None:
+        """Compile programs, those of prefill for some widths, all inside what `watch` makes of their names."""
+        calls, names = self._sized_calls(
+            widths if "prefill" in programs else (), self.shapes.media_patches if "tower" in programs else ()
+        )
         if "decode" in programs:
             calls.append(lambda: self._decode_call(0))
             names.append(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}")
@@ -168,14 +133,34 @@ class Runner:
                 self._replace_cache(self.host.warmup(self.state.cache))
             jax.block_until_ready(self.state.lengths)
 
-    def warmup_tower(self, sizes: Iterable[int], watch: Watch = nullcontext) -> bool:
-        """Compile the tower for calls of some sizes, inside what `watch` makes of a name; False if all of them are."""
-        missing = sorted(set(sizes) - self._compiled_sizes)
-        if missing:
-            with watch(f"vision tower for {_listed(missing)} patches"):
-                compile_all(self._empty_tower_call(size) for size in missing)
-            self._compiled_sizes.update(missing)
-        return bool(missing)
+    def warmup_sizes(self, widths: Iterable[int], sizes: Iterable[int], watch: Watch = nullcontext) -> bool:
+        """Compile prefill and the tower for calls of some sizes, if they are not, inside what `watch` makes of names.
+
+        Returns:
+          Whether there was any to compile.
+        """
+        calls, names = self._sized_calls(
+            sorted(set(widths) - self._compiled_widths), sorted(set(sizes) - self._compiled_sizes)
+        )
+        if calls:
+            with watch(", ".join(names)):
+                compile_all(call() for call in calls)
+        return bool(calls)
+
+    def _sized_calls(
+        self, widths: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[list[Callable[[], partial[Any]]], list[str]]:
+        """What makes an empty call of prefill for each width, and of the tower for each size; their names.
+
+        The tower's come first: they are quickly traced, and the compiler is at work while the others are.
+        """
+        calls = [partial(self._empty_tower_call, size) for size in sizes]
+        calls += [partial(self._prefill_call, (), width) for width in widths]
+        names = [f"prefill of {self.shapes.prompts} x {_listed(widths)} tokens"] if widths else []
+        names += [f"vision tower for {_listed(sizes)} patches"] if sizes else []
+        self._compiled_widths.update(widths)
+        self._compiled_sizes.update(sizes)
+        return calls, names
 
     def _move_no_pages(self) -> None:
         """Compile what copies, reads and writes pages by running it on none: these are small."""
@@ -212,6 +197,7 @@ class Runner:
             self._note_written(part.row, part.cached, piece, part.feature_rows)
         self._send_changes()
         self.state, new = self._prefill_call(parts, width)()
+        self._compiled_widths.add(width)
         self._flush_host()
         return new
 
@@ -415,8 +401,12 @@ class _Programs(NamedTuple):
     read_media: Callable[..., Float[Array, "F D"]]
 
 
-def _programs(is_invariant: bool) -> _Programs:
-    """Prompts and steps have one set of the compiler's options where they are to get the same bits."""
+def _programs(is_invariant: bool, has_narrow_weights: bool) -> _Programs:
+    """Prompts and steps have one set of the compiler's options where they are to get the same bits.
+
+    On a GPU XLA times its ways to compute a product for steps with weights of 16 bits or fewer alone: nothing bounds
+    those but how fast they read (docs/notes/performance.md).
+    """
     if is_invariant and platform() == "gpu":
         return _Programs(
             device.invariant_prefill_on_gpu,
@@ -424,8 +414,15 @@ def _programs(is_invariant: bool) -> _Programs:
             device.invariant_rounds_on_gpu,
             device.invariant_read_media_on_gpu,
         )
+    if platform() == "gpu" and has_narrow_weights:
+        return _Programs(device.prefill_on_gpu, device.decode_on_gpu, device.rounds_on_gpu, device.read_media_on_gpu)
     if platform() == "gpu":
-        return _Programs(device.prefill, device.decode_on_gpu, device.rounds_on_gpu, device.read_media)
+        return _Programs(
+            device.prefill_on_gpu,
+            device.untuned_decode_on_gpu,
+            device.untuned_rounds_on_gpu,
+            device.read_media_on_gpu,
+        )
     if platform() == "cpu" and not is_invariant:
         return _Programs(device.prefill_on_cpu, device.decode_on_cpu, device.decode_in_rounds, device.read_media)
     return _Programs(device.prefill, device.decode, device.decode_in_rounds, device.read_media)

@@ -104,17 +104,19 @@ class Scheduler:
         can_go_on = (request for request in self.requests_with_row(is_decoding=False) if self._has_features(request))
         chosen = list(islice(can_go_on, self.shapes.prompts))
         longest = max((request.uncached for request in chosen), default=0)
-        # The smallest chunk that holds what is left of all of them, else the largest.
-        width = next((width for width in self.shapes.chunks if width >= longest), self.shapes.chunks[-1])
+        width = self.shapes.prefill_size(longest)
         for request in chosen:
-            self._reserve(request, self._next_count(request) + self._draft_lead)
+            self._reserve(request, min(width, request.uncached) + self._draft_lead)
         chosen = [request for request in chosen if request.row is not None]  # the others had to give way
         if not chosen:
             return
-        parts = [PromptPart(r.row, r.tokens, r.cached, r.params, len(r.new), self._feature_rows(r)) for r in chosen]
+        counts = [min(width, request.uncached) for request in chosen]
+        parts = [
+            PromptPart(r.row, r.tokens, r.cached, r.params, len(r.new), self._feature_rows(r, count))
+            for r, count in zip(chosen, counts, strict=True)
+        ]
         new = self.runner.prefill(parts, width)
-        for request in chosen:
-            count = self._next_count(request)
+        for request, count in zip(chosen, counts, strict=True):
             self.timings.prompt_tokens += count
             self._commit(request, request.cached + count)
             request.is_decoding = request.uncached == 0
@@ -183,17 +185,17 @@ class Scheduler:
     # Images and videos
 
     def _next_count(self, request: Request) -> int:
-        """How many tokens of a prompt go into its next chunk: a smaller one is taken only where it holds them all."""
+        """How many tokens of a prompt go into its next chunk at most."""
         return min(self.shapes.chunks[-1], request.uncached)
 
     def _has_features(self, request: Request) -> bool:
         """Whether the device has all features that a prompt's next chunk needs."""
         return all(placed.number in self.features for placed in request.segments_in(self._next_count(request)))
 
-    def _feature_rows(self, request: Request) -> Int32[np.ndarray, " T"]:
-        """The row of the feature that each token of a prompt's next chunk stands for; -1 for a token that is one."""
-        rows = np.full(self._next_count(request), -1, np.int32)
-        for placed in request.segments_in(len(rows)):
+    def _feature_rows(self, request: Request, count: int) -> Int32[np.ndarray, " T"]:
+        """The row of the feature that each of a prompt's next tokens stands for; -1 for a token that is one."""
+        rows = np.full(count, -1, np.int32)
+        for placed in request.segments_in(count):
             columns = placed.places - request.cached
             is_inside = (columns >= 0) & (columns < len(rows))
             rows[columns[is_inside]] = self.features.rows(placed.number)[is_inside]

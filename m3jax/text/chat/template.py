@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -199,8 +200,12 @@ def _check_tokens(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
             )
 
 
+@lru_cache(maxsize=8)
 def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]]:
-    """A template ready to render, and the names of the variables that it reads."""
+    """A template ready to render, and the names of the variables that it reads.
+
+    Making one takes some 25 ms, each call of `m3jax.chat` asks for one, and rendering leaves nothing in it.
+    """
     try:
         import jinja2
         import jinja2.ext
@@ -221,8 +226,9 @@ def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
     try:
-        read = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        return environment.from_string(source), frozenset(read - environment.globals.keys())
+        tree = environment.parse(source)
+        read = jinja2.meta.find_undeclared_variables(tree)
+        return environment.from_string(tree), frozenset(read - environment.globals.keys())
     except jinja2.TemplateSyntaxError as error:
         reason = printable(f"line {error.lineno}: {error.message}")
     except RecursionError:

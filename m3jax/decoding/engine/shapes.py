@@ -1,0 +1,73 @@
+"""The sizes that decide which programs an engine compiles."""
+
+from dataclasses import dataclass
+
+from m3jax.platform import platform
+
+# Tokens of a prompt in one device call, by platform: the sizes there are where nobody says. A GPU takes less than three
+# times as long for 8,192 as for 2,048 (docs/performance.md), a CPU more than four times.
+PREFILL_CHUNKS = {"cpu": (256, 2048), "tpu": (256, 2048), "gpu": (256, 2048, 8192)}
+DRAFT_TOKENS = 3  # proposals of a round, likewise
+
+
+def prefill_chunks(longest: int) -> tuple[int, ...]:
+    """The default sizes of a prefill call here, ascending: the largest is no more than prompts can have tokens.
+
+    Args:
+      longest: tokens that a prompt can have.
+    """
+    sizes = PREFILL_CHUNKS[platform()]
+    return (*(size for size in sizes[:-1] if size < longest), min(sizes[-1], longest))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What decides which programs are compiled.
+
+    Attributes:
+      batch: rows that decode together.
+      prompts: prompts that share a prefill call.
+      chunks: tokens of each in one call: the sizes that there are, ascending.
+      steps: decode steps of one call, at most.
+      stop_ids: of one row, at most.
+      draft_tokens: K, proposals of a round; 0 without a drafter.
+      media_patches: of one call of the tower: the sizes that there are, ascending; () where only text is served.
+      media_tokens: F, features of images and videos that the device keeps.
+    """
+
+    batch: int
+    prompts: int
+    chunks: tuple[int, ...]
+    steps: int
+    stop_ids: int
+    draft_tokens: int = 0
+    media_patches: tuple[int, ...] = ()
+    media_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of a row in one call, at most; a step is a round where there is a drafter."""
+        return self.steps * (1 + self.draft_tokens)
+
+    def tower_size(self, patches: int) -> int:
+        """Patches of the smallest call of the tower that holds so many."""
+        return next(size for size in self.media_patches if size >= patches)
+
+    def prefill_size(self, tokens: int) -> int:
+        """Tokens of the next call of prefill for so many: of the smallest that holds them, or of the largest one.
+
+        Where two smaller calls hold them too and compute less, it is the first of these.
+        """
+        holds_all = next((width for width in self.chunks if width >= tokens), self.chunks[-1])
+        holds_half = next((width for width in self.chunks if 2 * width >= tokens), holds_all)
+        return holds_half if 2 * holds_half < holds_all else holds_all
+
+    def prefill_sizes(self, tokens: int | None) -> tuple[int, ...]:
+        """The sizes of calls in which so many tokens of a prompt go through prefill; all sizes for None."""
+        if tokens is None:
+            return self.chunks
+        sizes = set()
+        while tokens > 0:
+            sizes.add(size := self.prefill_size(tokens))
+            tokens -= size
+        return tuple(sorted(sizes))

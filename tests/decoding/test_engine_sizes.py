@@ -1,0 +1,86 @@
+"""Sizes of prefill's calls: what there is by default, what a prompt takes, what is compiled when."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+from support.compilations import compilations
+from support.engines import finish, params, prompt, quick, serve
+from support.fake_model import FakeConfig, FakeModel
+
+from m3jax.decoding import Engine
+from m3jax.decoding.engine import shapes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> Iterator[None]:
+    with quick():
+        yield
+
+
+def test_a_prompt_compiles_the_sizes_of_prefill_that_it_needs():
+    """A size that was left out of warm-up comes with the first prompt that needs it; what is cached counts."""
+    served = Engine(FakeModel.random(), pages=32, max_batch=1, prefill_chunk=(8, 16, 32, 64), max_length=256)
+    served.warmup(programs=("prefill", "decode"), longest=8)
+    names = []
+    watch = lambda name: names.append(name) or nullcontext()
+    shared = prompt(80, seed=1)
+    # Of 60 tokens the prompt before has 48, in whole pages. 90 are 64 and 26.
+    work = (prompt(64), ["64"]), (shared[:48], []), (shared[:60], ["16"]), (prompt(90, seed=2), ["32"]), (shared, [])
+    for tokens, sizes in work:
+        names.clear()
+        with compilations() as seen:
+            handle = served.add(tokens, params(2))
+            served.warmup_for(handle, watch)
+            served.warmup_for(handle, watch)
+        assert names == [f"prefill of 1 x {size} tokens" for size in sizes] and bool(seen) == bool(sizes)
+        with compilations() as seen:
+            finish(served)
+        assert seen == [] and len(served.result(handle).tokens) == 2
+    with pytest.raises(ValueError, match="longest = 0: must be an integer of at least 1"):
+        served.warmup(longest=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        (200, [256]), (256, [256]), (400, [256, 256]), (512, [256, 256]), (513, [2048]), (3000, [2048, 2048]),
+        (4097, [8192]), (8192, [8192]), (11_000, [8192, 2048, 2048]), (8500, [8192, 256, 256]),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_prompt_takes_two_small_calls_rather_than_one_that_is_hardly_half_full(tokens, sizes):
+    """What warm-up compiles for a prompt is what its calls then are; sizes that are near each other are not halved."""
+    of_engine = shapes.Shapes(batch=1, prompts=1, chunks=(256, 2048, 8192), steps=1, stop_ids=1)
+    assert of_engine.prefill_sizes(tokens) == tuple(sorted(set(sizes)))
+    for size in sizes:
+        assert of_engine.prefill_size(tokens) == size
+        tokens -= size
+    assert tokens <= 0
+    near = shapes.Shapes(batch=1, prompts=1, chunks=(8, 16), steps=1, stop_ids=1)
+    assert [near.prefill_size(count) for count in (8, 9, 16, 40)] == [8, 16, 16, 16]
+
+
+def test_two_small_calls_give_what_a_large_one_gives():
+    """A call that is shorter than what is left of a prompt leaves the rest to the next one; prompts share calls too."""
+    fake, settings = FakeModel.random(), dict(pages=64, max_batch=2, max_length=128, prefill_rows=2)
+    requests = [(prompt(length, seed=length), params(4)) for length in (12, 16, 17, 70, 76)]
+    of_one, of_both = (Engine(fake, prefill_chunk=chunks, **settings) for chunks in (64, (8, 64)))
+    expected, found = ([result.tokens for result in serve(served, *requests)] for served in (of_one, of_both))
+    assert found == expected
+    of_both.check()
+    assert of_both.timings.prompt_tokens == sum(len(tokens) for tokens, _ in requests)
+
+
+@pytest.mark.parametrize(
+    ("platform", "max_length", "chunks"),
+    [
+        ("cpu", 4096, (256, 2048)), ("tpu", 4096, (256, 2048)), ("gpu", 32768, (256, 2048, 8192)),
+        ("gpu", 4096, (256, 2048, 4096)), ("gpu", 2048, (256, 2048)), ("cpu", 300, (256, 300)), ("gpu", 256, (256,)),
+    ],
+)  # fmt: skip
+def test_default_sizes_of_prefill_by_platform(monkeypatch, platform, max_length, chunks):
+    """A GPU is given 8,192 tokens at once; nothing is compiled for more than a prompt can have."""
+    monkeypatch.setattr(shapes, "platform", lambda: platform)
+    assert shapes.prefill_chunks(max_length) == chunks
+    fake = FakeModel.random(config=FakeConfig(max_position_embeddings=max_length))
+    assert Engine(fake, pages=2048, max_batch=1).shapes.chunks == chunks
