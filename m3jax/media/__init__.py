@@ -9,7 +9,7 @@ from m3jax.media.presets import PRESETS, Preset
 from m3jax.media.process import ProcessedImage, ProcessedVideo, process_image, process_video
 from m3jax.media.resize import resize_bicubic
 from m3jax.media.sizes import LIMITS, LONG_SIDE_TIERS, MERGE, smart_resize, target_stages
-from m3jax.media.sources import media_source
+from m3jax.media.sources import media_source, names_file
 
 __all__ = [
     "FRAME_RULES",
@@ -31,6 +31,7 @@ __all__ = [
     "expand_tokens",
     "feature_places",
     "media_source",
+    "names_file",
     "pack",
     "process_image",
     "process_video",

@@ -9,8 +9,6 @@ from m3jax.media.images import MediaError
 from m3jax.media.sizes import LIMITS
 from m3jax.messages import shown
 
-_DATA = "data:"
-
 
 def media_source(source: Any, most_bytes: int = LIMITS.video_bytes) -> Any:
     """What a text names, and anything else as it is.
@@ -27,13 +25,32 @@ def media_source(source: Any, most_bytes: int = LIMITS.video_bytes) -> Any:
     """
     if not isinstance(source, str):
         return source
-    if source[: len(_DATA)].lower() == _DATA:
+    if _is_data_url(source):
         return _content(source, most_bytes)
-    if "://" in source:
+    if _is_address(source):
         raise MediaError(f"{shown(source)} is an address, and nothing is fetched: give the file, or a data URL")
     if not source or "\0" in source:
         raise MediaError(f"{shown(source)} is no name of a file")
     return Path(source)
+
+
+def names_file(source: Any) -> bool:
+    """Whether something is the name of a file: a `Path`, or a text that is neither a data URL nor an address.
+
+    Args:
+      source: as in `media_source`.
+    """
+    if isinstance(source, str):
+        return not (_is_data_url(source) or _is_address(source))
+    return isinstance(source, Path)
+
+
+def _is_data_url(text: str) -> bool:
+    return text[:5].lower() == "data:"
+
+
+def _is_address(text: str) -> bool:
+    return "://" in text
 
 
 def _content(url: str, most_bytes: int) -> bytes:

@@ -33,15 +33,15 @@ def rotary_angles(
     return angles.reshape(len(positions), -1)
 
 
-def rotate(x: Float[Array, "X N H"], angles: Float[Array, "X R"]) -> Float[Array, "X N H"]:
+def rotate(x: Float[Array, "X N H"], cosines: Float[Array, "X R"], sines: Float[Array, "X R"]) -> Float[Array, "X N H"]:
     """Turn dims (i, i + R) of each head by angle i of the patch; dims from 2 R on stay as they are.
 
     Args:
       x: queries or keys, in the accumulator's dtype.
-      angles: as from `rotary_angles`.
+      cosines, sines: of angles as from `rotary_angles`: the same for all layers.
     """
-    half = angles.shape[-1]
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]  # [X 1 R]
+    half = cosines.shape[-1]
+    cos, sin = cosines[:, None], sines[:, None]  # [X 1 R]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 

@@ -51,5 +51,9 @@ class Linear(nnx.Module):
 
 
 def gelu(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
-    """x times the normal distribution's integral up to x, by the error function (no approximation); rounded once."""
-    return jax.nn.gelu(x, approximate=False).astype(dtype)
+    """x times the normal distribution's integral up to x, by the error function (no approximation); rounded once.
+
+    Written with erf as in PyTorch. `jax.nn.gelu` writes erfc(-x / sqrt 2), whose digits below x = -3 are better and are
+    lost beside the other channels; XLA makes 120 operations of it, and on a GPU took twice as long as for the memory.
+    """
+    return (0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))).astype(dtype)

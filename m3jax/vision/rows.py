@@ -1,83 +1,145 @@
 """The schedule of `segment_attention` for kernels that take a batch of rows: cuDNN's, through `jax.nn`.
 
-Such a kernel knows no segments, but lengths of rows. So each segment becomes a row of its own, as long as the longest
-may be. How many rows there are and how long they are must be known when the program is compiled, and what segments a
-batch has is not: the program holds a few layouts, and takes the smallest that its segments fit in. Where none is large
-enough, as with one long image among many small ones, it runs the tiles.
+Such a kernel knows no segments, but lengths of rows. So each segment becomes a row of its own. How long rows are must
+be known when the program is compiled, and what segments a batch has is not: there are a few row lengths, and a segment
+takes the shortest that holds it. Segments of one row length go through the kernel in turns, each turn with as many rows
+as would hold all patches, were every row full. Most batches are one turn.
+
+X and a segment's own length so decide which kernel computes it, in rows of which length and how many; what lies beside
+it decides in which of these rows it lies. `scripts/gpu_check.py` looks at its bits.
 """
 
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from m3jax.vision.segments import Runs
 from m3jax.vision.tiles import tiled_attention
 
-# Row lengths: with an eighth to spare the usual ones are 80 tokens and less, 160, 320, 576 (M3's largest image), 1536,
-# and a chunk of four pairs of frames.
-_LENGTHS = (64, 320, 640, 1280, 2560, 6400, 12800)
-_SPARE = (1, 3)  # how many times as many rows as would hold all patches, were every row full
+Implementation = Literal["cudnn", "xla"]
+
+# Four times as long from one to the next, and of them M3's largest image, 576 tokens, and a video's largest chunk fill
+# a row. Each length is a kernel to compile, half a second and more.
+_LENGTHS = (144, 576, 2304, 12288)
 
 
-def layouts(num_patches: int) -> list[tuple[int, int]]:
-    """(rows, length) of each layout, smallest first: one row of everything, then rows of each length.
+def row_lengths(num_patches: int) -> tuple[int, ...]:
+    """The lengths that a row can have, ascending; the last holds any segment.
 
     Args:
       num_patches: X.
     """
-    sizes = [(spare * -(-num_patches // length), length) for spare in _SPARE for length in _LENGTHS]
-    shorter = [(rows, length) for rows, length in sizes if length < num_patches]
-    return [(1, num_patches), *sorted(shorter, key=lambda size: size[0] * size[1])]
+    return (*(length for length in _LENGTHS if length < num_patches), num_patches)
 
 
+class Turns(NamedTuple):
+    """The segments in the order in which they become rows: by row length first, C of them.
+
+    Attributes:
+      starts, lengths: the first patch of each segment, and how many it has; behind the last segment anything and 0.
+      first: of the segments of each row length, the first one's number in this order.
+      count: how many segments have that row length.
+      until: the number of turns that end with this row length.
+      is_one_row: whether there is one segment, and it has the longest rows, of which a turn has one.
+    """
+
+    starts: Int[Array, " X"]
+    lengths: Int[Array, " X"]
+    first: Int[Array, " C"]
+    count: Int[Array, " C"]
+    until: Int[Array, " C"]
+    is_one_row: Bool[Array, ""]
+
+    @classmethod
+    def of(cls, segments: Int[Array, " X"]) -> "Turns":
+        """The turns of a batch: the same for all layers.
+
+        Args:
+          segments: as in the definition, but patches of a segment stand together, and padding behind the last.
+        """
+        choices = jnp.array(row_lengths(len(segments)), jnp.int32)
+        rows_of_turn = -(-len(segments) // choices)
+        runs = Runs.of(segments)
+        lengths = jnp.where(runs.begins, runs.end - runs.first, 0)  # of a segment where it begins, else 0
+        choice = jnp.sum(lengths[:, None] > choices, axis=1, dtype=jnp.int32)
+        choice = jnp.where(runs.begins, choice, len(choices))
+        starts = jnp.argsort(choice, stable=True).astype(jnp.int32)
+        count = jnp.sum(choice[:, None] == jnp.arange(len(choices)), axis=0, dtype=jnp.int32)
+        until = jnp.cumsum(-(-count // rows_of_turn), dtype=jnp.int32)
+        is_one_row = (count[-1] == 1) & (jnp.sum(count) == 1)
+        return cls(starts, lengths[starts], jnp.cumsum(count, dtype=jnp.int32) - count, count, until, is_one_row)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def row_attention(
     q: Float[Array, "X N H"],
     k: Float[Array, "X N H"],
     v: Float[Array, "X N H"],
     segments: Int[Array, " X"],
-    implementation: Literal["cudnn", "xla"] = "cudnn",
+    turns: Turns,
+    implementation: Implementation,
 ) -> Float[Array, "X N H"]:
-    """`segment_attention`, a row for each segment.
+    """`segment_attention`, a row for each segment. Where a gradient is asked for, all of it is `tiled_attention`.
 
     Args:
-      q, k, v: queries, keys, values, of the dtypes that the kernel takes.
-      segments: as in the definition, but patches of a segment stand together, and padding behind the last.
+      q, k, v: queries, keys, values, of the dtypes that the kernel takes; padding may hold anything.
+      segments: as in `Turns.of`.
+      turns: theirs.
       implementation: of `jax.nn.dot_product_attention`.
     """
     num_patches = len(segments)
-    runs = Runs.of(segments)
-    num_segments = jnp.sum(runs.begins)
-    longest = jnp.max(jnp.where(runs.is_patch, runs.end - runs.first, 0))
-    sizes = layouts(num_patches)
-    fits = jnp.stack([(num_segments <= rows) & (longest <= length) for rows, length in sizes] + [jnp.bool_(True)])
-    zero_padding = lambda x: jnp.where(runs.is_patch[:, None, None], x, 0)
 
-    def in_rows(rows: int, length: int):
-        def attend(q, k, v):
-            (starts,) = jnp.nonzero(runs.begins, size=rows, fill_value=num_patches - 1)  # [S]
-            lengths = jnp.where(jnp.arange(rows) < num_segments, (runs.end - runs.first)[starts], 0)
-            if rows == 1:
-                cut = lambda x: x[None]
-            else:
-                places = starts[:, None] + jnp.arange(length)  # [S L]
-                # A kernel may leave anything in the gradient of what is behind a row's end: no gradient goes there.
-                is_own = (jnp.arange(length) < lengths[:, None])[:, :, None, None]
-                cut = lambda x: jnp.where(is_own, x.at[places].get(mode="clip"), 0)  # [S L N H]
-            seen = jnp.maximum(lengths, 1)  # a row that is none sees one zero: no kernel has to average nothing
-            out = jax.nn.dot_product_attention(
-                cut(q), cut(k), cut(v), query_seq_lengths=seen, key_value_seq_lengths=seen,
-                implementation=implementation,
-            )  # fmt: skip
-            if rows == 1:
-                return zero_padding(out[0])
-            row = jnp.cumsum(runs.begins) - 1
-            column = jnp.arange(num_patches) - runs.first
-            return zero_padding(out.reshape(rows * length, *q.shape[1:]).at[row * length + column].get(mode="clip"))
+    def attend(q, k, v, lengths: Int[Array, " S"]) -> Float[Array, "S L N H"]:
+        seen = jnp.maximum(lengths, 1)  # a row that is none sees one zero: no kernel has to average nothing
+        return jax.nn.dot_product_attention(
+            q, k, v, query_seq_lengths=seen, key_value_seq_lengths=seen, implementation=implementation
+        )
 
-        return attend
+    def one_row() -> Float[Array, "X N H"]:
+        is_patch = (jnp.arange(num_patches, dtype=jnp.int32) < turns.lengths[0])[:, None, None]
+        zero_padding = lambda x: jnp.where(is_patch, x, 0)
+        return zero_padding(attend(*(zero_padding(x)[None] for x in (q, k, v)), turns.lengths[:1])[0])
 
-    branches = [in_rows(*size) for size in sizes]
-    branches.append(lambda q, k, v: tiled_attention(q, k, v, segments))
-    return jax.lax.switch(jnp.argmax(fits), branches, *map(zero_padding, (q, k, v)))
+    def of_length(choice: int, length: int):
+        """Turns of one row length."""
+        rows = -(-num_patches // length)
+        column = jnp.arange(length, dtype=jnp.int32)
+
+        def run(turn: Int[Array, ""], out: Float[Array, "X N H"]) -> Float[Array, "X N H"]:
+            number = turn * rows + jnp.arange(rows, dtype=jnp.int32)
+            segment = jnp.minimum(turns.first[choice] + number, num_patches - 1)
+            lengths = jnp.where(number < turns.count[choice], turns.lengths[segment], 0)
+            patches = turns.starts[segment][:, None] + column  # [S L]
+            is_own = column < lengths[:, None]
+            cut = lambda x: jnp.where(is_own[:, :, None, None], x.at[patches].get(mode="clip"), 0)  # [S L N H]
+            rows_out = attend(cut(q), cut(k), cut(v), lengths)
+            nowhere = num_patches + jnp.arange(rows * length, dtype=jnp.int32).reshape(rows, length)
+            return out.at[jnp.where(is_own, patches, nowhere)].set(rows_out, mode="drop", unique_indices=True)
+
+        return run
+
+    branches = [of_length(*choice) for choice in enumerate(row_lengths(num_patches))]
+
+    def in_turns() -> Float[Array, "X N H"]:
+        def run(number: Int[Array, ""], out: Float[Array, "X N H"]) -> Float[Array, "X N H"]:
+            choice = jnp.sum(turns.until <= number)
+            before = jnp.where(choice > 0, turns.until[choice - 1], 0)
+            return jax.lax.switch(choice, branches, number - before, out)
+
+        return jax.lax.fori_loop(0, turns.until[-1], run, jnp.zeros_like(q))
+
+    return jax.lax.cond(turns.is_one_row, one_row, in_turns)
+
+
+def _with_residuals(q, k, v, segments, turns, implementation):
+    return jax.vjp(lambda q, k, v: tiled_attention(q, k, v, segments), q, k, v)
+
+
+def _gradient(implementation, pull_back, d_out):
+    return *pull_back(d_out), None, None
+
+
+row_attention.defvjp(_with_residuals, _gradient)

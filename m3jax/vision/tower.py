@@ -11,7 +11,7 @@ from m3jax.numerics import accumulator
 from m3jax.vision.config import VisionConfig
 from m3jax.vision.definition import rotary_angles, rotate
 from m3jax.vision.layers import LayerNorm, Linear, gelu
-from m3jax.vision.schedules import attend_segments
+from m3jax.vision.schedules import AttendSegments, schedule_of
 
 
 class Attention(nnx.Module):
@@ -27,12 +27,16 @@ class Attention(nnx.Module):
         self.out_proj = Linear(depth, heads, width, from_heads, make)
 
     def __call__(
-        self, x: Float[Array, "X W"], angles: Float[Array, "X R"], segments: Int[Array, " X"], backend: str
+        self,
+        x: Float[Array, "X W"],
+        cosines: Float[Array, "X R"],
+        sines: Float[Array, "X R"],
+        attend: AttendSegments,
     ) -> Float[Array, "X W"]:
         """One layer's, left in the accumulator's dtype."""
         q, k, v = (project("xw,wnh->xnh", x) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = rotate(q, angles).astype(x.dtype), rotate(k, angles).astype(x.dtype), v.astype(x.dtype)
-        return self.out_proj("xnh,nhw->xw", attend_segments(q, k, v, segments, backend))
+        q, k = rotate(q, cosines, sines).astype(x.dtype), rotate(k, cosines, sines).astype(x.dtype)
+        return self.out_proj("xnh,nhw->xw", attend(q, k, v.astype(x.dtype)))
 
 
 class MLP(nnx.Module):
@@ -62,15 +66,15 @@ class Layers(nnx.Module):
         self,
         x: Float[Array, "X W"],
         angles: Float[Array, "X R"],
-        segments: Int[Array, " X"],
+        attend: AttendSegments,
         eps: float,
-        backend: str,
         every_layer: bool,
     ) -> tuple[Float[Array, "X W"], Float[Array, "L X W"] | None]:
         """All layers: the last one's output, and each one's if they are asked for."""
+        cosines, sines = jnp.cos(angles), jnp.sin(angles)
 
         def run_layer(x, layer):
-            x = _add(x, layer.self_attn(layer.layer_norm1(x, eps), angles, segments, backend))
+            x = _add(x, layer.self_attn(layer.layer_norm1(x, eps), cosines, sines, attend))
             x = _add(x, layer.mlp(layer.layer_norm2(x, eps)))
             return x, x if every_layer else None
 
@@ -161,7 +165,8 @@ class Vision(nnx.Module):
         eps = self.config.layer_norm_eps
         x = self.pre_layrnorm(x.astype(self.dtype), eps)
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, dtype)
-        return self.layers(x, angles, segments, eps, backend, every_layer)
+        attend = schedule_of(segments, self.dtype, self.config.head_dim, backend)
+        return self.layers(x, angles, attend, eps, every_layer)
 
 
 def _add(x: Float[Array, "X W"], update: Float[Array, "X W"]) -> Float[Array, "X W"]:

@@ -1,5 +1,7 @@
 """Attention inside segments, and the rotation: the definition, and its schedules held to it."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from support.comparisons import assert_close, assert_equal
 from support.vision import segments
 
 from m3jax.media.patches import patch_positions
-from m3jax.vision import attend_segments, rotary_angles, rows, segment_attention, tiles
+from m3jax.vision import attend_segments, rotary_angles, rows, schedules, segment_attention, tiles
 from m3jax.vision.definition import rotate
 
 X, N, H = 48, 2, 12
@@ -27,9 +29,13 @@ def loss_of(attend):
     return lambda q, k, v, of: jnp.sum(attend(q, k, v, of) * weights)
 
 
+def in_rows(q, k, v, of):
+    return rows.row_attention(q, k, v, of, rows.Turns.of(of), "xla")
+
+
 @pytest.fixture(scope="module")
-def schedules():
-    """The definition and the schedules, with tiles of 5 patches, 3 at a time, and rows of 12: (out, gradients)."""
+def compiled():
+    """The definition and the schedules, tiles of 5 patches, 3 at a time, and rows of 4, 12 and 48: (out, gradients)."""
 
     def with_gradients(attend):
         return jax.jit(lambda *args: (attend(*args), jax.grad(loss_of(attend), (0, 1, 2))(*args)))
@@ -37,40 +43,40 @@ def schedules():
     table = {
         "definition": with_gradients(segment_attention),
         "tiles": with_gradients(tiles.tiled_attention),
-        "rows": jax.jit(lambda *args: (rows.row_attention(*args, implementation="xla"), ())),
+        "rows": with_gradients(in_rows),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "TILE", 5)
         patch.setattr(tiles, "_GROUP", 3)
-        patch.setattr(rows, "_LENGTHS", (12,))
+        patch.setattr(rows, "_LENGTHS", (4, 12))
         for run in table.values():
             run(*inputs(0), jnp.asarray(segments(7, size=X)))  # traced while the sizes are set
     return table
 
 
 @given(st.lists(st.integers(1, 23), min_size=1, max_size=12), st.integers(0, 99))
-def test_schedules_are_the_definition(schedules, lengths, seed):
+def test_schedules_are_the_definition(compiled, lengths, seed):
     """One image or a dozen, one patch or 23, full to the last row or not; gradients too."""
     while sum(lengths) > X:
         lengths = lengths[:-1]
     args = (*inputs(seed), jnp.asarray(segments(*lengths, size=X)))
-    expected, expected_gradients = schedules["definition"](*args)
+    expected, expected_gradients = compiled["definition"](*args)
     for name in ("tiles", "rows"):
-        found, gradients = schedules[name](*args)
+        found, gradients = compiled[name](*args)
         assert_close(found, expected, f"out of {name}", "X N H", atol=2e-6)
-        for letter, one, other in zip("qkv", gradients, expected_gradients, strict=False):
+        for letter, one, other in zip("qkv", gradients, expected_gradients, strict=True):
             assert_close(one, other, f"gradient of {name} by {letter}", "X N H", atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["tiles", "rows"])
-def test_padding_is_zero_and_harmless(schedules, name):
+def test_padding_is_zero_and_harmless(compiled, name):
     """Rows behind the last segment may hold anything: their outputs are zero, and nobody sees them."""
     of = jnp.asarray(segments(11, 6, size=X))
     q, k, v = inputs(1)
     garbage = [x.at[17:].set(bad) for x, bad in ((q, jnp.inf), (k, jnp.nan), (v, jnp.nan))]
-    found = schedules[name](*garbage, of)[0]
+    found = compiled[name](*garbage, of)[0]
     assert_equal(found[17:], np.zeros((X - 17, N, H)), "padding", "X N H")
-    assert_equal(found, schedules[name](q, k, v, of)[0], "out", "X N H")
+    assert_equal(found, compiled[name](q, k, v, of)[0], "out", "X N H")
 
 
 def test_a_patch_does_not_see_another_image():
@@ -83,41 +89,90 @@ def test_a_patch_does_not_see_another_image():
     assert float(jnp.abs(together[10:24] - alone).max()) > 0.1
 
 
-def test_an_image_is_the_same_to_the_bit_wherever_it_lies(schedules):
-    """Tiles are counted from the image's own first patch: what is summed with what depends on nothing beside it."""
-    image, other = inputs(3, 17), inputs(4, 26)
+@pytest.mark.parametrize("name", ["tiles", "rows"])
+def test_an_image_is_the_same_to_the_bit_wherever_it_lies(compiled, name):
+    """Tiles are counted from the image's own first patch, and its row is as long as itself demands: what is summed with
+    what depends on nothing beside it, also where that takes rows of its own or is NaN."""
+    image, other, small = inputs(3, 11), inputs(4, 26), inputs(7, 3)
     broken = [x.at[:].set(jnp.nan) for x in inputs(5, 4)]
     pad = inputs(6, X)
-    run = schedules["tiles"]
 
     def packed(*parts):
         rows_of = [jnp.concatenate([*(part[i] for part in parts), pad[i]])[:X] for i in range(3)]
-        return run(*rows_of, jnp.asarray(segments(*(len(part[0]) for part in parts), size=X)))[0]
+        return compiled[name](*rows_of, jnp.asarray(segments(*(len(part[0]) for part in parts), size=X)))[0]
 
-    alone = packed(image)[:17]
-    assert_equal(packed(other, image)[26:43], alone, "behind another", "X N H")
-    assert_equal(packed(image, other)[:17], alone, "before another", "X N H")
-    assert_equal(packed(broken, image)[4:21], alone, "beside one that is NaN", "X N H")
+    alone = packed(image)[:11]
+    assert_equal(packed(other, image)[26:37], alone, "behind another", "X N H")
+    assert_equal(packed(image, other)[:11], alone, "before another", "X N H")
+    assert_equal(packed(small, small, image, image, small)[17:28], alone, "among others and itself", "X N H")
+    assert_equal(packed(broken, image)[4:15], alone, "beside one that is NaN", "X N H")
+
+
+@given(st.lists(st.integers(1, 48), min_size=1, max_size=48))
+def test_a_segment_takes_the_shortest_row_that_holds_it(lengths):
+    """Whatever lies beside it: then X and its own length decide which kernel computes it. In each turn as many rows as
+    would hold X patches; no segment twice, none forgotten."""
+    while sum(lengths) > X:
+        lengths = lengths[:-1]
+    choices = (4, 12, 48)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_LENGTHS", choices[:2])
+        turns = jax.tree.map(np.asarray, rows.Turns.of(jnp.asarray(segments(*lengths, size=X))))
+    starts, ends = np.cumsum([0, *lengths])[:-1], 0
+    for index, (shortest, longest) in enumerate(zip((0, *choices), choices, strict=False)):
+        own = [number for number, length in enumerate(lengths) if shortest < length <= longest]
+        places = slice(turns.first[index], turns.first[index] + turns.count[index])
+        assert turns.starts[places].tolist() == [starts[number] for number in own]
+        assert turns.lengths[places].tolist() == [lengths[number] for number in own]
+        ends += -(-len(own) // (X // longest))
+        assert turns.until[index] == ends
+    assert turns.is_one_row == (len(lengths) == 1 and lengths[0] > 12)
+
+
+def test_usual_batches_are_one_turn():
+    """64 images of 576 tokens in their bucket; one of them in a call of its own is one row, as in an engine's."""
+    sizes = jnp.array([2304] * 64)
+    many = rows.Turns.of(jnp.repeat(jnp.arange(64), sizes, total_repeat_length=147_456))
+    assert many.count.tolist() == [0, 0, 64, 0, 0] and many.until.tolist() == [0, 0, 1, 1, 1]
+    assert rows.row_lengths(2304) == (144, 576, 2304)
+    assert bool(rows.Turns.of(jnp.zeros(2304, jnp.int32)).is_one_row)
 
 
 @pytest.mark.parametrize(
-    ("backend", "expected"),
+    ("on", "dtype", "head_dim", "takes"),
     [
-        ("flash", "backend = 'flash': allowed are 'auto', 'definition', 'xla', 'cudnn'"),
-        ("cudnn", "backend = 'cudnn' cannot run this attention: it needs a GPU, and JAX runs on a CPU"),
+        ("gpu", "bfloat16", 80, "rows"), ("gpu 12.0", "float16", 128, "rows"),
+        ("gpu 7.5", "float16", 80, "a card of compute capability 7.5 (it takes 8.0 and newer)"),
+        ("gpu", "float32", 80, "it takes bfloat16 and float16, and this is float32"),
+        ("gpu", "bfloat16", 20, "heads of 20 (it takes multiples of 8 up to 128)"),
+        ("gpu", "bfloat16", 136, "heads of 136 (it takes multiples of 8 up to 128)"),
+        ("cpu", "bfloat16", 80, "it needs a GPU, and JAX runs on a CPU"),
+        ("tpu", "bfloat16", 80, "it needs a GPU, and JAX runs on a TPU"),
     ],
-)
-def test_backends_that_cannot_run_say_so(backend, expected):
-    with pytest.raises(ValueError) as error:
-        attend_segments(*inputs(0), jnp.asarray(segments(7, size=X)), backend)
-    assert str(error.value).startswith(expected)
+)  # fmt: skip
+def test_cudnn_is_taken_where_it_can_run(monkeypatch, on, dtype, head_dim, takes):
+    """On a GPU in 16 bits "auto" is cuDNN's rows; elsewhere tiles, and who asks for cuDNN is told why not."""
+    platform, *capability = on.split()
+    card = SimpleNamespace(compute_capability=capability[0]) if capability else object()
+    monkeypatch.setattr(schedules, "platform", lambda: platform)
+    monkeypatch.setattr(jax, "devices", lambda: [card])
+    monkeypatch.setattr(schedules, "row_attention", lambda *args: ("rows", args[-1]))
+    monkeypatch.setattr(schedules, "tiled_attention", lambda *args: "tiles")
+    of, operand = jnp.asarray(segments(7, size=X)), jnp.zeros((X, 2, head_dim), dtype)
+    run = lambda backend: schedules.schedule_of(of, operand.dtype, head_dim, backend)(*[operand] * 3)
+    assert run("xla") == "tiles"
+    if takes == "rows":
+        assert run("auto") == run("cudnn") == ("rows", "cudnn")
+    else:
+        assert run("auto") == "tiles"
+        with pytest.raises(ValueError) as error:
+            run("cudnn")
+        assert str(error.value) == f"backend = 'cudnn' cannot run this attention: {takes}; choose 'auto' or 'xla'"
 
 
-def test_row_layouts_fit_the_usual_batches():
-    """64 images of 576 tokens in their bucket take rows of 2560 with none to spare; one image is one row."""
-    assert rows.layouts(2560)[0] == (1, 2560)
-    fitting = [size for size in rows.layouts(163_840) if size[0] >= 64 and size[1] >= 2304]
-    assert fitting[0] == (64, 2560)
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="backend = 'flash': allowed are 'auto', 'definition', 'xla', 'cudnn'"):
+        attend_segments(*inputs(0), jnp.asarray(segments(7, size=X)), "flash")
 
 
 # The rotation
@@ -139,7 +194,7 @@ def test_pairs_are_half_a_rotation_apart_and_two_dims_stay():
     draw = np.random.default_rng(0)
     angles, x = draw.uniform(-3, 3, (5, 39)), draw.standard_normal((5, 2, 80))
     with jax.enable_x64(True):
-        found = np.asarray(rotate(jnp.asarray(x), jnp.asarray(angles)))
+        found = np.asarray(rotate(jnp.asarray(x), jnp.cos(angles), jnp.sin(angles)))
     pairs = x[..., :39] + 1j * x[..., 39:78]
     turned = pairs * np.exp(1j * angles)[:, None]
     expected = np.concatenate([turned.real, turned.imag, x[..., 78:]], axis=-1)

@@ -24,7 +24,8 @@ from m3jax.media import PlaceholderIds
 from m3jax.model import M3
 from m3jax.parallel import make_mesh
 from m3jax.train.step import cast_weights, make_optimizer
-from m3jax.vision import VisionConfig, placeholder_places
+from m3jax.vision import VisionConfig, placeholder_places, tower
+from m3jax.vision.schedules import schedule_of
 
 CONFIG = vision.config()
 A, B, C = item(1, (1, 4, 6)), item(2, (1, 2, 2)), item(3, (1, 6, 8))
@@ -78,6 +79,16 @@ def test_padding_may_hold_anything(model):
     expected = np.asarray(model.features(packed))
     assert not expected[6:].any() and np.abs(expected[:6]).min(axis=-1).max() > 0
     assert_equal(model.features(broken), expected, "features", "R D")
+
+
+def test_a_model_that_keeps_to_xla_has_a_tower_that_does(model, monkeypatch):
+    """cuDNN's kernels are neither XLA's programs nor the invariant mode's, and have not been tried on a mesh."""
+    asked, packed = [], batch([A])
+    monkeypatch.setattr(tower, "schedule_of", lambda *args: asked.append(args[-1]) or schedule_of(*args))
+    divided = tiny.model(CONFIG, mesh=make_mesh(tensor=2))
+    for other in (model.with_schedule("mask"), model.with_backend("xla"), model.with_invariance(), divided):
+        jax.eval_shape(other.features, packed)
+    assert asked == ["auto", "xla", "xla", "xla"]
 
 
 def test_no_compilation_for_new_sizes(model):

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from m3jax.cli.chat.shown import visible
 from m3jax.dialogue import Reply
+from m3jax.media import names_file
 from m3jax.messages import printable
 from m3jax.text import Event
 
@@ -135,7 +136,7 @@ def as_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 def _medium(part: Mapping[str, Any]) -> str:
     """A part that is no text, in short."""
     kind = part["type"]
-    return kind if part[kind].startswith("data:") else f"{kind} {Path(part[kind]).name}"
+    return f"{kind} {Path(part[kind]).name}" if names_file(part[kind]) else kind
 
 
 def headline(message: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from m3jax.dialogue import Dialogue
-from m3jax.media import ProcessedImage
+from m3jax.media import ProcessedImage, names_file
 from m3jax.media.sizes import PATCH
 from m3jax.messages import printable
 
@@ -47,7 +47,7 @@ class Pictures:
         if not name:
             raise ValueError(f"{command} needs the name of {'an' if kind == 'image' else 'a'} {kind} file")
         # By its whole path, so that a dialogue that was saved is understood in another folder too.
-        is_path = name[:5].lower() != "data:" and "://" not in name
+        is_path = names_file(name)
         part = {"type": kind, kind: os.path.abspath(os.path.expanduser(name)) if is_path else name}
         found = self._dialogue.read(part)
         self._parts.append(part)
