@@ -225,10 +225,12 @@ for name, schedule in SCHEDULES.items():
     print(f"{name:15} differs from the one by hand by at most {np.abs(out[0] - expected).max():.1e}")
 
 # %% [markdown]
-# One definition, three [schedules](../docs/glossary.md#schedule). `mask` is the definition: it computes all T x S
-# scores and hides most of them. `query_major` gathers the blocks of each query. `kv_block_major` goes the other way
-# round: it takes a block, and with it all queries that chose it; each query's partial outputs are then **merged** by
-# their log-sum-exp ([LSE](../docs/glossary.md#lse)). The merge by hand, for the last query of head 0:
+# One definition, four [schedules](../docs/glossary.md#schedule). `mask` is the definition: it computes all T x S
+# scores and hides most of them. `query_major` gathers the blocks of each query; so does `invariant`, always 16 queries
+# at a time, whose [bits](../docs/numerics.md#the-invariant-mode) then do not depend on their company. `kv_block_major`
+# goes the other way round: it takes a block, and with it all queries that chose it; each query's partial outputs are
+# then **merged** by their log-sum-exp ([LSE](../docs/glossary.md#lse)). The merge by hand, for the last query of
+# head 0:
 
 # %%
 parts = []

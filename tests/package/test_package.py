@@ -329,12 +329,13 @@ def test_scripts_and_notebooks_import_what_is_public():
 
 def test_nothing_imports_scripts_or_notebooks():
     """Two scripts may share code; what anything else needs lies in a package, or in tests/support."""
-    programs = {"scripts", "notebooks", *(path.stem for path in sources("scripts", "notebooks"))}
+    top_names = lambda folder: {path.relative_to(ROOT / folder).parts[0] for path in sources(folder)}
+    programs = {Path(name).stem for folder in ("scripts", "notebooks") for name in top_names(folder)}
     wrong = [
         str(edge)
         for edge in imports_in(*PACKAGES, "tests", "notebooks", "scripts")
-        if edge.name.split(".")[0] in programs
-        if not (edge.importer.startswith("scripts.") and (ROOT / "scripts" / f"{edge.name}.py").is_file())
+        if edge.name.split(".")[0] in {"scripts", "notebooks", *programs}
+        if not (edge.importer.startswith("scripts.") and is_module(f"scripts.{edge.name}"))
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -9,7 +9,7 @@ FLOORS = (
         *("m3jax.make", "m3jax.parallel", "m3jax.platform"),
     ),
     ("m3jax.config", "m3jax.mxfp8", "m3jax.numerics", "m3jax.progress", "m3jax.text", "m3jax.tiles"),
-    ("m3jax.media", "m3jax.msa"),
+    ("m3jax.media", "m3jax.msa", "m3jax.weights"),
     ("m3jax.ops",),
     ("m3jax.cache", "m3jax.vision"),
     ("m3jax.model",),
@@ -35,6 +35,7 @@ ALL_THEY_KNOW = {
     "m3jax.progress": ("m3jax.compile_cache",),
     "m3jax.text": ("m3jax.files", "m3jax.messages"),
     "m3jax.tiles": ("m3jax.platform",),
+    "m3jax.weights": ("m3jax.mxfp8",),
     "m3jax.vision.definition": (),
 }
 # Of other people's: distributions that these may import besides the standard library.
