@@ -64,6 +64,18 @@ def merge_inputs(weight: Weight, num_inputs: int) -> Weight:
     return _merge(weight, 0, num_inputs)
 
 
+def merge_outputs(stack: Shaped[Array, "L I ..."] | MXFP8Array) -> Shaped[Array, "L I O"] | MXFP8Array:
+    """A stack of matrices with all axes of outputs as one.
+
+    Args:
+      stack: `[L I *outputs]`, one matrix a layer, its input axes merged.
+    """
+    flat = lambda y: y.reshape(*y.shape[:2], -1)  # [L I O], [L blocks O]
+    if isinstance(stack, MXFP8Array):
+        return MXFP8Array(flat(stack.codes), flat(stack.scales))
+    return flat(stack)
+
+
 def _merge(weight: Shaped[Array, "..."] | MXFP8Array, first: int, count: int) -> Shaped[Array, "..."] | MXFP8Array:
     """With `count` axes from `first` on as one; the scales of MXFP8 have one axis for all inputs already."""
     if isinstance(weight, MXFP8Array):

@@ -1,6 +1,7 @@
 """What the Triton kernels share: few operations that Pallas spells differently on a GPU, and a softmax under way."""
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -44,6 +45,33 @@ def div(x: Int[Array, "..."], n: int) -> Int[Array, "..."]:
 def rem(x: Int[Array, "..."], n: int) -> Int[Array, "..."]:
     """x % n for x >= 0."""
     return jnp.zeros_like(x) if n == 1 else jax.lax.rem(x, jnp.full(x.shape, n, x.dtype))
+
+
+def in_groups(row_tiles: int, num_pieces: int, group: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """(tile of rows, piece of the columns) of this program of `row_tiles x num_pieces` along the grid's first axis.
+
+    A group of tiles takes one piece after the other, then the next group comes: tiles that run at the same time share
+    the columns that they read.
+    """
+    order, programs = pl.program_id(0), group * num_pieces
+    first_tile, place = div(order, programs) * group, rem(order, programs)
+    tiles_of_group = jnp.minimum(row_tiles - first_tile, group)
+    return first_tile + jax.lax.rem(place, tiles_of_group), jax.lax.div(place, tiles_of_group)
+
+
+def run_own(index: Int[Array, ""], counts: Sequence[int], run: Callable[[int, Int[Array, ""]], None]) -> None:
+    """Programs of several arrays stand in a row: each runs (array, place) for the one that it is for.
+
+    Args:
+      index: of the program in the row.
+      counts: programs of each array.
+      run: what one does for an array, by its number, at one of that array's places.
+    """
+    first = 0
+    for number, count in enumerate(counts):
+        place = index - first
+        first += count
+        pl.when((place >= 0) & (place < count))(lambda number=number, place=place: run(number, place))
 
 
 def dot(

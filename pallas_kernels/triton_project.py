@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.triton_common import run_own
+
 # What one program computes: (x_ref, row_tile, weights_ref, layer, tile, split, out_ref) -> None.
 Multiply = Callable[..., None]
 
@@ -63,12 +65,9 @@ def project_pieces(
 
 
 def _kernel(layer_ref, x_ref, weights: tuple[Any, ...], *out_refs, tiles: Sequence[int], multiply: Multiply):
-    """Programs of all matrices in a row: each finds the one that it is for."""
-    row_tile, split, first = pl.program_id(0), pl.program_id(2), 0
-    for some_weights, out_ref, num_tiles in zip(weights, out_refs, tiles, strict=True):
-        tile = pl.program_id(1) - first
-        first += num_tiles
+    row_tile, split = pl.program_id(0), pl.program_id(2)
 
-        @pl.when((tile >= 0) & (tile < num_tiles))
-        def _(weights=some_weights, out_ref=out_ref, tile=tile):
-            multiply(x_ref, row_tile, weights, layer_ref[0], tile, split, out_ref)
+    def run(matrix: int, tile: Int[Array, ""]) -> None:
+        multiply(x_ref, row_tile, weights[matrix], layer_ref[0], tile, split, out_refs[matrix])
+
+    run_own(pl.program_id(1), tiles, run)

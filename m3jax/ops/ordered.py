@@ -6,7 +6,6 @@ that nothing in it has an order.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float
 from m3jax.mxfp8 import MXFP8Array, dequantize
 from m3jax.numerics import einsum
 from m3jax.ops.backends import interpreted, kernel_name
-from m3jax.weights import StackedLayer
+from m3jax.weights import StackedLayer, merge_outputs
 
 _FEW_ROWS = 64  # up to which a kernel makes numbers of MXFP8 as it multiplies
 _UNIT = 64  # channels of a step, and the least columns of a program
@@ -79,31 +78,28 @@ def project_in_order(
     from pallas_kernels.ordered_project import Weights, ordered_project
 
     options = dict(backend="triton", interpret=interpreted())
-    take = lambda layer, stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+    is_mxfp8 = lambda stack: isinstance(stack, MXFP8Array)
 
     def by_kernel(x, stacks, layer):
-        if len(x) > _FEW_ROWS and any(isinstance(stack, Weights) for stack in stacks):
-            numbers = lambda stack: mxfp8_numbers(stack, layer, x.dtype, **options)
-            stacks = [(numbers(stack) if isinstance(stack, Weights) else take(layer, stack))[None] for stack in stacks]
-            return ordered_project(x, stacks, jnp.int32(0), **options)
-        return ordered_project(x, stacks, layer, **options)
+        operands = [Weights(stack.codes, stack.scales) if is_mxfp8(stack) else stack for stack in stacks]
+        if len(x) > _FEW_ROWS and any(map(is_mxfp8, stacks)):
+            numbers = lambda operand: mxfp8_numbers(operand, layer, x.dtype, **options)
+            pairs = zip(stacks, operands, strict=True)
+            taken = [numbers(own) if is_mxfp8(stack) else StackedLayer(stack, layer).take() for stack, own in pairs]
+            return ordered_project(x, [matrix[None] for matrix in taken], jnp.int32(0), **options)
+        return ordered_project(x, operands, layer, **options)
 
     def by_xla(x, stacks, layer):
-        taken = [jax.tree.map(partial(take, layer), stack) for stack in stacks]
-        taken = [dequantize(MXFP8Array(*w), x.dtype) if isinstance(w, Weights) else w for w in taken]
+        taken = [StackedLayer(stack, layer).take() for stack in stacks]
+        taken = [dequantize(matrix, x.dtype) if is_mxfp8(matrix) else matrix for matrix in taken]
         rows = [jax.lax.stop_gradient(x) if detached else x for detached in is_detached]
         return tuple(einsum("xi,io->xo", *pair) for pair in zip(rows, taken, strict=True))
 
-    def flat(stack):
-        if isinstance(stack, MXFP8Array):
-            return Weights(*(y.reshape(*y.shape[:2], -1) for y in (stack.codes, stack.scales)))
-        return stack.reshape(*stack.shape[:2], -1)
-
-    stacks, layer = tuple(flat(weight.stack) for weight in weights), weights[0].layer
+    stacks, layer = tuple(merge_outputs(weight.stack) for weight in weights), weights[0].layer
     if len({weight.stack.shape[0] for weight in weights}) > 1:  # some are read in place, others were taken out
-        taken = [jax.tree.map(partial(take, w.layer), stack) for w, stack in zip(weights, stacks, strict=True)]
+        taken = [StackedLayer(stack, w.layer).take() for w, stack in zip(weights, stacks, strict=True)]
         stacks, layer = tuple(jax.tree.map(lambda y: y[None], one) for one in taken), jnp.int32(0)
-    count = 1 if any(isinstance(stack, Weights) for stack in stacks) else 2  # arrays with gradients
+    count = 1 if any(map(is_mxfp8, stacks)) else 2  # arrays with gradients
     products = with_gradient(by_kernel, by_xla, count)(x.reshape(-1, x.shape[-1]), stacks, layer)
     return [out.reshape(*x.shape[:-1], *weight.stack.shape[2:]) for out, weight in zip(products, weights, strict=True)]
 

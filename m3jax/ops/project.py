@@ -13,7 +13,7 @@ from m3jax.numerics import einsum
 from m3jax.ops.backends import interpreted, kernel_name
 from m3jax.ops.mxfp8_kernels import mxfp8_kernel
 from m3jax.ops.ordered import project_in_order
-from m3jax.weights import StackedLayer, Weight
+from m3jax.weights import StackedLayer, Weight, merge_outputs
 
 _FEW_ROWS = 48  # up to which a kernel makes numbers of MXFP8 as it multiplies
 # Rows up to which a kernel that reads a matrix in its stack is faster on an H200 than XLA's product with the matrix
@@ -125,7 +125,7 @@ def _by_kernel(
     from pallas_kernels.gradient import with_gradient
 
     is_mxfp8 = isinstance(weights[0].stack, MXFP8Array)
-    stacks = tuple(_with_one_output_axis(weight.stack) for weight in weights)
+    stacks = tuple(merge_outputs(weight.stack) for weight in weights)
     backend = kernel_name(weights[0].backend)
 
     def by_kernel(x, stacks, layer):
@@ -145,13 +145,6 @@ def _by_kernel(
     products = with_gradient(by_kernel, by_xla, count)(x.reshape(-1, x.shape[-1]), stacks, weights[0].layer)
     shapes = [weight.stack.shape[2:] for weight in weights]
     return [out.reshape(*x.shape[:-1], *shape) for out, shape in zip(products, shapes, strict=True)]
-
-
-def _with_one_output_axis(stack: Float[Array, "L I ..."] | MXFP8Array) -> Float[Array, "L I O"] | MXFP8Array:
-    flat = lambda y: y.reshape(*y.shape[:2], -1)  # [L I O], [L blocks O]
-    if isinstance(stack, MXFP8Array):
-        return MXFP8Array(flat(stack.codes), flat(stack.scales))
-    return flat(stack)
 
 
 def _by_mxfp8_kernel(

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
-from pallas_kernels.triton_common import div, dot, rem, store_rows
+from pallas_kernels.triton_common import div, dot, in_groups, store_rows
 from pallas_kernels.triton_experts import Piece
 
 _LEAST_ROWS = 64  # of a product that the tensor cores take at once; lower ones save nothing in a tall tile
@@ -162,11 +162,8 @@ def _out_kernel(
 
 
 def _place(num_tiles: int, num_pieces: int, group: int, piece: Piece) -> tuple[Int[Array, ""], pl.Slice]:
-    """(tile, columns) of this program: a group of tiles takes one piece after the other, then the next comes."""
-    order, programs = pl.program_id(0), group * num_pieces
-    first_tile, place = div(order, programs) * group, rem(order, programs)
-    tiles_of_group = jnp.minimum(num_tiles - first_tile, group)
-    tile, index = first_tile + jax.lax.rem(place, tiles_of_group), jax.lax.div(place, tiles_of_group)
+    """(tile, columns) of this program."""
+    tile, index = in_groups(num_tiles, num_pieces, group)
     return tile, pl.ds(index * piece.columns, piece.columns)
 
 

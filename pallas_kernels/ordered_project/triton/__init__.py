@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.mxfp8 import BLOCK, Weights
 from pallas_kernels.numbers import can_reach, power_of_two
-from pallas_kernels.triton_common import div, dot, rem, store_rows
+from pallas_kernels.triton_common import dot, in_groups, run_own, store_rows
 from pallas_kernels.triton_mxfp8 import numbers
 
 _DEPTH = 64  # input channels of a step
@@ -130,41 +130,30 @@ def _kernel(
     config: Config,
     interpret: bool,
 ):
-    """Programs of all matrices in a row: each finds the one that it is for."""
     num_rows = x_ref.shape[0]
-    row_tile, piece = _place(pl.cdiv(num_rows, config.rows), sum(pieces), config.group)
+    row_tile, own_piece = in_groups(pl.cdiv(num_rows, config.rows), sum(pieces), config.group)
     part = pl.program_id(1)
     rows = row_tile * config.rows + jnp.arange(config.rows, dtype=jnp.int32)
     read_rows = jnp.minimum(rows, num_rows - 1)  # rows behind the last repeat it
-    first = 0
-    for weight, out_ref, num_columns, num_pieces in zip(weights, out_refs, columns, pieces, strict=True):
-        index = piece - first
-        first += num_pieces
 
-        @pl.when((index >= 0) & (index < num_pieces))
-        def _(weight=weight, out_ref=out_ref, num_columns=num_columns, index=index):
-            some_columns = pl.ds(index * num_columns, num_columns)
+    def run(matrix: int, piece: Int[Array, ""]) -> None:
+        weight, num_columns = weights[matrix], columns[matrix]
+        some_columns = pl.ds(piece * num_columns, num_columns)
 
-            def take_depth(i, total):
-                step = part * steps + i
-                x = x_ref[read_rows, pl.ds(step * _DEPTH, _DEPTH)]  # [R depth]
-                matrix = _read(weight, layer_ref[0], step, some_columns, by_output, x.dtype)
-                if config.columns_first:
-                    return total + dot(matrix, x, transpose_a=not by_output, transpose=True)  # [C R]
-                return total + dot(x, matrix, transpose=by_output)  # [R C]
+        def take_depth(i, total):
+            step = part * steps + i
+            x = x_ref[read_rows, pl.ds(step * _DEPTH, _DEPTH)]  # [R depth]
+            taken = _read(weight, layer_ref[0], step, some_columns, by_output, x.dtype)
+            if config.columns_first:
+                return total + dot(taken, x, transpose_a=not by_output, transpose=True)  # [C R]
+            return total + dot(x, taken, transpose=by_output)  # [R C]
 
-            shape = (num_columns, config.rows) if config.columns_first else (config.rows, num_columns)
-            total = jax.lax.fori_loop(0, steps, take_depth, jnp.zeros(shape, jnp.float32))
-            total = total.T if config.columns_first else total
-            store_rows(out_ref, part * num_rows + read_rows, some_columns, total, rows < num_rows, interpret)
+        shape = (num_columns, config.rows) if config.columns_first else (config.rows, num_columns)
+        total = jax.lax.fori_loop(0, steps, take_depth, jnp.zeros(shape, jnp.float32))
+        total = total.T if config.columns_first else total
+        store_rows(out_refs[matrix], part * num_rows + read_rows, some_columns, total, rows < num_rows, interpret)
 
-
-def _place(row_tiles: int, num_pieces: int, group: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """(row tile, piece of the columns) of this program: a group of tiles takes one piece after the other."""
-    order, programs = pl.program_id(0), group * num_pieces
-    first_tile, place = div(order, programs) * group, rem(order, programs)
-    tiles_of_group = jnp.minimum(row_tiles - first_tile, group)
-    return first_tile + jax.lax.rem(place, tiles_of_group), jax.lax.div(place, tiles_of_group)
+    run_own(own_piece, pieces, run)
 
 
 def _read(weight, layer, step, columns: pl.Slice, by_output: bool, dtype) -> Float[Array, "_ _"]:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits
 from pallas_kernels.numbers import power_of_two
+from pallas_kernels.triton_common import run_own
 from pallas_kernels.triton_heads import head_parts, norm_rope
 
 LIMITS = Limits()
@@ -42,19 +43,17 @@ def run(
 
 
 def _kernel(heads: tuple[Any, ...], norms: tuple[Any, ...], cos_ref, sin_ref, *out_refs, pieces: list[int], eps: float):
-    """Programs of all arrays in a row: each finds the one that it is for."""
-    token, first = pl.program_id(1), 0
-    for x_ref, weight_ref, out_ref, num_pieces in zip(heads, norms, out_refs, pieces, strict=True):
-        index = pl.program_id(0) - first
-        first += num_pieces
+    token = pl.program_id(1)
 
-        @pl.when((index >= 0) & (index < num_pieces))
-        def _(x_ref=x_ref, weight_ref=weight_ref, out_ref=out_ref, index=index):
-            num_heads, width = x_ref.shape[1:]
-            lane = jnp.arange(min(_HEADS, power_of_two(num_heads)), dtype=jnp.int32)
-            head = jnp.minimum(index * _HEADS + lane, num_heads - 1)  # heads behind the last repeat it
-            parts = head_parts(width, cos_ref.shape[1])
-            x = [x_ref[token, head, dims] for dims in parts]
-            out = norm_rope(x, weight_ref, cos_ref[token, :], sin_ref[token, :], eps)
-            for dims, part in zip(parts, out, strict=True):
-                out_ref[token, head, dims] = part.astype(out_ref.dtype)
+    def run(array: int, piece: Int[Array, ""]) -> None:
+        x_ref, out_ref = heads[array], out_refs[array]
+        num_heads, width = x_ref.shape[1:]
+        lane = jnp.arange(min(_HEADS, power_of_two(num_heads)), dtype=jnp.int32)
+        head = jnp.minimum(piece * _HEADS + lane, num_heads - 1)  # heads behind the last repeat it
+        parts = head_parts(width, cos_ref.shape[1])
+        x = [x_ref[token, head, dims] for dims in parts]
+        out = norm_rope(x, norms[array], cos_ref[token, :], sin_ref[token, :], eps)
+        for dims, part in zip(parts, out, strict=True):
+            out_ref[token, head, dims] = part.astype(out_ref.dtype)
+
+    run_own(pl.program_id(0), pieces, run)
