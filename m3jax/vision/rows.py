@@ -3,7 +3,8 @@
 Such a kernel knows no segments, but lengths of rows. So each segment becomes a row of its own. How long rows are must
 be known when the program is compiled, and what segments a batch has is not: there are a few row lengths, and a segment
 takes the shortest that holds it. Segments of one row length go through the kernel in turns, each turn with as many rows
-as would hold all patches, were every row full. Most batches are one turn.
+as would hold all patches, were every row full. Most batches are one turn: which one is the only thing that the host
+reads of such a batch, once a layer, before it launches kernels. A loop over turns makes it wait three times for each.
 
 X and a segment's own length so decide which kernel computes it, in rows of which length and how many; what lies beside
 it decides in which of these rows it lies. `scripts/gpu_check.py` looks at its bits.
@@ -43,7 +44,9 @@ class Turns(NamedTuple):
       first: of the segments of each row length, the first one's number in this order.
       count: how many segments have that row length.
       until: the number of turns that end with this row length.
-      is_one_row: whether there is one segment, and it has the longest rows, of which a turn has one.
+      only: if all segments are one turn, the number of its row length; otherwise C.
+      number: of each patch, its segment's number in this order; of padding anything.
+      column: of each patch, its place in its segment; -1 for padding.
     """
 
     starts: Int[Array, " X"]
@@ -51,7 +54,9 @@ class Turns(NamedTuple):
     first: Int[Array, " C"]
     count: Int[Array, " C"]
     until: Int[Array, " C"]
-    is_one_row: Bool[Array, ""]
+    only: Int[Array, ""]
+    number: Int[Array, " X"]
+    column: Int[Array, " X"]
 
     @classmethod
     def of(cls, segments: Int[Array, " X"]) -> "Turns":
@@ -69,8 +74,12 @@ class Turns(NamedTuple):
         starts = jnp.argsort(choice, stable=True).astype(jnp.int32)
         count = jnp.sum(choice[:, None] == jnp.arange(len(choices)), axis=0, dtype=jnp.int32)
         until = jnp.cumsum(-(-count // rows_of_turn), dtype=jnp.int32)
-        is_one_row = (count[-1] == 1) & (jnp.sum(count) == 1)
-        return cls(starts, lengths[starts], jnp.cumsum(count, dtype=jnp.int32) - count, count, until, is_one_row)
+        only = jnp.where(until[-1] == 1, jnp.argmax(until), len(choices))  # argmax: the first that has a turn
+        patch = jnp.arange(len(segments), dtype=jnp.int32)
+        number = jnp.zeros_like(starts).at[starts].set(patch, unique_indices=True)[runs.first]
+        column = jnp.where(runs.is_patch, patch - runs.first, -1)
+        first = jnp.cumsum(count, dtype=jnp.int32) - count
+        return cls(starts, lengths[starts], first, count, until, only, number, column)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -91,47 +100,55 @@ def row_attention(
       implementation: of `jax.nn.dot_product_attention`.
     """
     num_patches = len(segments)
+    choices = row_lengths(num_patches)
 
-    def attend(q, k, v, lengths: Int[Array, " S"]) -> Float[Array, "S L N H"]:
+    def attend(q, k, v, is_own: Bool[Array, "S L"], lengths: Int[Array, " S"]) -> Float[Array, "S L N H"]:
+        q, k, v = (jnp.where(is_own[..., None, None], x, 0) for x in (q, k, v))
         seen = jnp.maximum(lengths, 1)  # a row that is none sees one zero: no kernel has to average nothing
         return jax.nn.dot_product_attention(
             q, k, v, query_seq_lengths=seen, key_value_seq_lengths=seen, implementation=implementation
         )
 
-    def one_row() -> Float[Array, "X N H"]:
-        is_patch = (jnp.arange(num_patches, dtype=jnp.int32) < turns.lengths[0])[:, None, None]
-        zero_padding = lambda x: jnp.where(is_patch, x, 0)
-        return zero_padding(attend(*(zero_padding(x)[None] for x in (q, k, v)), turns.lengths[:1])[0])
+    def run_turn(choice: int, turn: int | Int[Array, ""]) -> tuple[Float[Array, "S L N H"], Int[Array, "S L"]]:
+        """The output of a turn, and the patch in each place of it, X and beyond where there is none."""
+        length = choices[choice]
+        rows, column = -(-num_patches // length), jnp.arange(length, dtype=jnp.int32)
+        number = turn * rows + jnp.arange(rows, dtype=jnp.int32)
+        segment = jnp.minimum(turns.first[choice] + number, num_patches - 1)
+        lengths = jnp.where(number < turns.count[choice], turns.lengths[segment], 0)
+        patches = turns.starts[segment][:, None] + column  # [S L]
+        is_own = column < lengths[:, None]
+        out = attend(*(x.at[patches].get(mode="clip") for x in (q, k, v)), is_own, lengths)
+        nowhere = num_patches + jnp.arange(rows * length, dtype=jnp.int32).reshape(rows, length)
+        return out, jnp.where(is_own, patches, nowhere)
 
-    def of_length(choice: int, length: int):
-        """Turns of one row length."""
-        rows = -(-num_patches // length)
-        column = jnp.arange(length, dtype=jnp.int32)
+    def one_turn(choice: int) -> Float[Array, "X N H"]:
+        out, _ = run_turn(choice, 0)
+        place = (turns.number - turns.first[choice]) * choices[choice] + turns.column
+        out = out.reshape(-1, *out.shape[2:]).at[place].get(mode="clip")
+        return jnp.where((turns.column >= 0)[:, None, None], out, 0)
 
-        def run(turn: Int[Array, ""], out: Float[Array, "X N H"]) -> Float[Array, "X N H"]:
-            number = turn * rows + jnp.arange(rows, dtype=jnp.int32)
-            segment = jnp.minimum(turns.first[choice] + number, num_patches - 1)
-            lengths = jnp.where(number < turns.count[choice], turns.lengths[segment], 0)
-            patches = turns.starts[segment][:, None] + column  # [S L]
-            is_own = column < lengths[:, None]
-            cut = lambda x: jnp.where(is_own[:, :, None, None], x.at[patches].get(mode="clip"), 0)  # [S L N H]
-            rows_out = attend(cut(q), cut(k), cut(v), lengths)
-            nowhere = num_patches + jnp.arange(rows * length, dtype=jnp.int32).reshape(rows, length)
-            return out.at[jnp.where(is_own, patches, nowhere)].set(rows_out, mode="drop", unique_indices=True)
+    def one_segment() -> Float[Array, "X N H"]:
+        """The turn of the longest rows, of which it has one: the segment lies in it already."""
+        is_patch = turns.column >= 0
+        out = attend(q[None], k[None], v[None], is_patch[None], turns.lengths[:1])[0]
+        return jnp.where(is_patch[:, None, None], out, 0)
 
-        return run
+    def add_turn(choice: int, turn: Int[Array, ""], out: Float[Array, "X N H"]) -> Float[Array, "X N H"]:
+        rows, patches = run_turn(choice, turn)
+        return out.at[patches].set(rows, mode="drop", unique_indices=True)
 
-    branches = [of_length(*choice) for choice in enumerate(row_lengths(num_patches))]
-
-    def in_turns() -> Float[Array, "X N H"]:
+    def several_turns() -> Float[Array, "X N H"]:
         def run(number: Int[Array, ""], out: Float[Array, "X N H"]) -> Float[Array, "X N H"]:
             choice = jnp.sum(turns.until <= number)
             before = jnp.where(choice > 0, turns.until[choice - 1], 0)
+            branches = [partial(add_turn, choice) for choice in range(len(choices))]
             return jax.lax.switch(choice, branches, number - before, out)
 
         return jax.lax.fori_loop(0, turns.until[-1], run, jnp.zeros_like(q))
 
-    return jax.lax.cond(turns.is_one_row, one_row, in_turns)
+    one_turns = [partial(one_turn, choice) for choice in range(len(choices) - 1)]
+    return jax.lax.switch(turns.only, [*one_turns, one_segment, several_turns])
 
 
 def _with_residuals(q, k, v, segments, turns, implementation):
