@@ -1,14 +1,15 @@
 """How the next token is chosen from a row of logits: every knob is data, one value a row."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, Key, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key, PyTree, UInt32
 
 HostOrDevice = Array | np.ndarray
 Number = float | int | np.number | HostOrDevice  # of an array one without axes
@@ -140,8 +141,19 @@ def row_keys(seed: UInt32[HostOrDevice, "B"], positions: Int32[HostOrDevice, "B"
     return jax.vmap(position_key)(seed, positions)
 
 
+def compute_both(is_true: Bool[Array, ""], when_true: Callable, when_false: Callable, *operands) -> PyTree[Array]:
+    """In place of `lax.cond`: the result of one function, when both were computed.
+
+    On a GPU a condition outside of a CUDA graph has the host wait for all that was launched before it.
+    """
+    return jax.tree.map(partial(jnp.where, is_true), when_true(*operands), when_false(*operands))
+
+
 def filtered_logits(
-    logits: Float[Array, "B V"], params: SamplingParams, seen: Bool[Array, "B V"] | None = None
+    logits: Float[Array, "B V"],
+    params: SamplingParams,
+    seen: Bool[Array, "B V"] | None = None,
+    cond: Callable[..., PyTree[Array]] = lax.cond,
 ) -> Float[Array, "B V"]:
     """The logits of the distribution that a token is drawn from.
 
@@ -149,6 +161,7 @@ def filtered_logits(
       logits: the model's, finite.
       params: B rows.
       seen: tokens of the prompt and the continuation; None leaves the repetition penalty out.
+      cond: `lax.cond`, which leaves out what no row asks for, or `compute_both`.
 
     Returns:
       float32, -inf where a token is out; shifted per row so that the largest is 0. A greedy row holds one 0.
@@ -156,14 +169,14 @@ def filtered_logits(
     x = logits.astype(jnp.float32)  # [B V]
     if seen is not None:
         is_penalised = jnp.any(params.repetition_penalty != 1)
-        x = lax.cond(is_penalised, _penalise, lambda x, *_: x, x, seen, params.repetition_penalty)
+        x = cond(is_penalised, _penalise, lambda x, *_: x, x, seen, params.repetition_penalty)
     x = x - jnp.max(x, axis=-1, keepdims=True)
     best_id = jnp.argmax(x, axis=-1, keepdims=True)  # [B 1]
     is_greedy = params.temperature[:, None] == 0  # [B 1]
     x = x / jnp.where(is_greedy, jnp.float32(1), params.temperature[:, None])
     # Sorting a vocabulary is dear: it is left out where no row asks for it.
     needs_sort = ((params.top_k > 0) | (params.top_p < 1)) & ~is_greedy[:, 0]
-    x = lax.cond(jnp.any(needs_sort), _keep_top, lambda x, *_: x, x, params.top_k, params.top_p)
+    x = cond(jnp.any(needs_sort), _keep_top, lambda x, *_: x, x, params.top_k, params.top_p)
     # The largest logit is 0, so log(min_p) is where a token is min_p times as probable as the best one.
     x = jnp.where(x >= jnp.log(params.min_p)[:, None], x, -jnp.inf)
     point_mass = jnp.where(_token_ids(x) == best_id, jnp.float32(0), -jnp.inf)
@@ -175,6 +188,7 @@ def sample(
     params: SamplingParams,
     keys: Key[Array, "B"],
     seen: Bool[Array, "B V"] | None = None,
+    cond: Callable[..., PyTree[Array]] = lax.cond,
 ) -> Int32[Array, "B"]:
     """Draw one token a row.
 
@@ -183,6 +197,7 @@ def sample(
       params: B rows.
       keys: one a row, from `row_keys`.
       seen: as in `filtered_logits`.
+      cond: likewise.
 
     Returns:
       int32 token ids; -1 for a row without a distribution (`has_distribution`).
@@ -191,7 +206,7 @@ def sample(
     if seen is not None:
         is_plain &= jnp.all(params.repetition_penalty == 1)
     # One condition where all rows are greedy, as most often: on a GPU each costs the host's attention, or a graph node.
-    tokens = lax.cond(is_plain, _best, _draw, logits, params, keys, seen)
+    tokens = cond(is_plain, _best, partial(_draw, cond=cond), logits, params, keys, seen)
     return jnp.where(has_distribution(logits), tokens, jnp.int32(-1))
 
 
@@ -204,13 +219,17 @@ def _best(
 
 
 def _draw(
-    logits: Float[Array, "B V"], params: SamplingParams, keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None
+    logits: Float[Array, "B V"],
+    params: SamplingParams,
+    keys: Key[Array, "B"],
+    seen: Bool[Array, "B V"] | None,
+    cond: Callable[..., PyTree[Array]],
 ) -> Int32[Array, "B"]:
     """One token a row, from `filtered_logits`; -1 where nothing is left to draw from."""
-    filtered = filtered_logits(logits, params, seen)
+    filtered = filtered_logits(logits, params, seen, cond)
     best = lambda keys, filtered: jnp.argmax(filtered, axis=-1)
     draw = lambda keys, filtered: jax.vmap(jax.random.categorical)(keys, filtered)
-    tokens = lax.cond(jnp.all(params.temperature == 0), best, draw, keys, filtered)
+    tokens = cond(jnp.all(params.temperature == 0), best, draw, keys, filtered)
     return jnp.where(jnp.max(filtered, axis=-1) == 0, tokens.astype(jnp.int32), jnp.int32(-1))
 
 

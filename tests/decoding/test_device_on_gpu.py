@@ -32,7 +32,7 @@ CONFIG = tiny.config(
 
 @cache
 def lowered(name: str, max_steps: int = STEPS) -> str:
-    """One of the device's programs for an H200, before XLA has seen it."""
+    """One of the device's programs for an H200, before XLA has seen it; prefill is of one prompt."""
     model = abstract(CONFIG, "bfloat16")
     rows = lambda dtype, *shape: jnp.zeros((ROWS, *shape), dtype)
     pages = Cache.pool(CONFIG, 8, ROWS, BLOCKS)
@@ -44,6 +44,10 @@ def lowered(name: str, max_steps: int = STEPS) -> str:
         if name == "decode":
             state = device.State(pages, continuations, counts, counts, counts)
             traced = device.decode_on_gpu.trace(model, state, np.int32(STEPS), max_steps=max_steps)
+        elif name == "prefill":
+            state = device.State(pages, continuations, counts, counts, counts)
+            of_prompt = jax.tree.map(lambda x: x[:1], (counts, rows(jnp.int32, 256), counts, counts, continuations))
+            traced = device.prefill_on_gpu.trace(model, state, device.Chunk(*of_prompt[:4]), of_prompt[4])
         else:
             drafter = PromptLookup()
             memory = drafter.begin(model, ROWS, BLOCKS * 128)
@@ -64,6 +68,14 @@ def test_a_loop_of_steps_has_no_loop_inside(name):
     assert "triton" in text, "no kernel is in the program"
     loops = re.findall(r"stablehlo\.while", text)
     assert len(loops) == 1, f"{len(loops)} loops, expected that over steps alone"
+
+
+def test_the_host_does_not_wait_for_what_prefill_draws():
+    """A condition of the sampler comes last in a chunk: the host would wait for all of it before it prepares the next
+    one."""
+    main, *_ = lowered("prefill").split("func.func private")  # layers are functions of their own
+    assert "stablehlo.sort" in main, "the sampler is not where it was looked for"
+    assert "stablehlo.case" not in main and "stablehlo.if" not in main
 
 
 def test_weights_are_cut_into_layers_before_the_loop():
@@ -91,3 +103,4 @@ def test_an_engine_on_a_gpu_runs_the_programs_with_its_options(monkeypatch):
     assert not UNTUNED["xla_gpu_autotune_level"] and not UNTUNED["xla_gpu_enable_triton_gemm"], "one without the other"
     kinds = STEP_OPTIONS["xla_gpu_enable_command_buffer"].split(",")
     assert {"WHILE", "CONDITIONAL"} <= set(kinds), "the host would wait for each step"
+    assert not STEP_OPTIONS["xla_gpu_enable_cub_radix_sort"], "a sort that no graph can hold"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.sampling_reference import reference
 
 from m3jax.decoding import Sampling, SamplingParams, filtered_logits, row_keys, sample
+from m3jax.decoding.sampling import compute_both
 
 V = 16
 RNG_LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
@@ -43,6 +44,10 @@ CASES = {
     "all": Sampling(temperature=1.7, top_k=9, top_p=0.85, min_p=0.05),
     "temperature acts before top_p": Sampling(temperature=3.0, top_p=0.5),
 }
+
+
+KNOBS = [*CASES.values(), Sampling.greedy(repetition_penalty=1.7), Sampling(top_k=3, repetition_penalty=0.6)]
+SAMPLE_BY = jax.jit(sample, static_argnames="cond")
 
 
 @pytest.mark.parametrize("logits", [RNG_LOGITS, TIES], ids=["random", "ties"])
@@ -83,6 +88,18 @@ def test_any_combination_matches_the_reference(seed, temperature, top_k, top_p, 
     logits = np.random.default_rng(seed).integers(0, levels, V).astype(np.float32) / 4
     case = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     np.testing.assert_allclose(probabilities(logits, [case])[0], reference(logits, case), rtol=1e-4, atol=1e-5)
+
+
+@given(seed=st.integers(0, 99), knobs=st.lists(st.sampled_from(KNOBS), min_size=4, max_size=4))
+def test_without_conditions_the_same_tokens_are_drawn(seed, knobs):
+    """A GPU's prefill computes what no row asks for, rather than have the host wait: nobody's token may change."""
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(0, 6, (4, V)).astype(np.float32) / 2
+    logits[3, rng.integers(V)] = rng.choice([np.nan, np.inf, -np.inf])
+    params, seen = SamplingParams.stack(knobs), rng.random((4, V)) < 0.3
+    keys = row_keys(params.seed, np.arange(4, dtype=np.int32))
+    expected, found = (SAMPLE_BY(logits, params, keys, seen, cond=cond) for cond in (jax.lax.cond, compute_both))
+    assert found.tolist() == expected.tolist()
 
 
 def test_top_p_keeps_the_token_that_crosses():

@@ -4,13 +4,14 @@ Both run the model over the paged cache, draw each row's next token from the log
 Decoding with proposals is in `rounds`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 
 from m3jax.decoding.device.media import embed
 from m3jax.decoding.device.state import (
@@ -26,15 +27,25 @@ from m3jax.decoding.device.state import (
     pin,
 )
 from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, TargetModel, token_tile
-from m3jax.decoding.sampling import HostOrDevice, SamplingParams, log_normaliser, logprob_of, row_keys, sample
+from m3jax.decoding.sampling import (
+    HostOrDevice,
+    SamplingParams,
+    compute_both,
+    log_normaliser,
+    logprob_of,
+    row_keys,
+    sample,
+)
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.platform import platform
 from m3jax.tiles import GPU_OPTIONS, LOGITS_TILE, UNTUNED, by_tiles
 
 # `compiler_options` of a loop of steps on a GPU: whatever can be is recorded in one CUDA graph, the loop and conditions
 # too. The host launches it once a call, and neither waits for a condition nor launches kernels one by one. In the graph
-# a kernel waits for those alone whose results it reads, or whose memory it takes.
+# a kernel waits for those alone whose results it reads, or whose memory it takes. CUB's sorts cannot be recorded, and
+# where the sampler has one (of 1 or 32 rows, not of 8) nothing would be.
 STEP_OPTIONS = {
+    "xla_gpu_enable_cub_radix_sort": False,
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
@@ -86,7 +97,9 @@ def prefill(
     hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
     last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
     last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
-    token, logprob = draw_token(model, last_hidden, continuations.sampling, continuations.seen, chunk.lengths)
+    # Where the host waits for a condition, it could prepare the next chunk only when this one is through.
+    cond = compute_both if platform() == "gpu" else lax.cond
+    token, logprob = draw_token(model, last_hidden, continuations.sampling, continuations.seen, chunk.lengths, cond)
     memory = None
     if drafter is not None:
         cache, memory = drafter.read_prompt(
@@ -254,15 +267,16 @@ def draw_token(
     sampling: SamplingParams,
     seen: Bool[HostOrDevice, "B V"],
     positions: Int32[HostOrDevice, "B"],
+    cond: Callable[..., PyTree[Array]] = lax.cond,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     """Each row's next token, and its log-probability under the model's own logits.
 
     The token is -1 where the logits have no distribution. The draw depends on the row's seed and the position that the
-    token will have, and on nothing else.
+    token will have, and on nothing else; `cond` is as in `sample`.
     """
 
     def draw(logits, sampling, seen, positions):
-        return sample(logits, sampling, row_keys(sampling.seed, positions), seen)
+        return sample(logits, sampling, row_keys(sampling.seed, positions), seen, cond)
 
     logits = model.unembed(hidden).astype(jnp.float32)  # [B V]
     tile = None if token_tile(model) is None else LOGITS_TILE
