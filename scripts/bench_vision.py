@@ -6,7 +6,9 @@
     python scripts/bench_vision.py --layers 2 --batches 1     # a few layers, as on a CPU
 
 First it checks every backend of attention against the definition. FLOP are counted, of patches alone: what is computed
-for padding is not counted, though it takes time. "exact" is a batch without padding.
+for padding is not counted, though it takes time. "exact" is a batch without padding. `--products` says who computes
+them: the fastest of XLA's own kernels and cuBLAS's, as where nobody tells `jax.jit` otherwise; the fastest of cuBLAS's;
+cuBLAS's first choice, as in an engine.
 """
 
 import argparse
@@ -21,11 +23,13 @@ from bench_engine import traced
 from m3jax import media
 from m3jax.media.packing import bucket_size
 from m3jax.model.build import MakeRandom
+from m3jax.tiles import UNTUNED
 from m3jax.vision import BACKENDS, Vision, VisionConfig, attend_segments, segment_attention
 
 GRID = (1, 36, 64)  # 504 x 896 pixels: 2304 patches, 576 tokens
 TEXT_WIDTH = 6144
 PEAK = 989e12  # bfloat16, dense: H100 SXM, H200
+PRODUCTS = {"fastest": None, "cublas": {"xla_gpu_enable_triton_gemm": False}, "engine": UNTUNED}  # compiler_options
 MANY = 8  # images beyond which only the fastest attention runs, unless --backends says more
 
 
@@ -37,17 +41,25 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each line (default: 1)")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="of attention (default: all that run here)")
     parser.add_argument("--transformers", action="store_true", help="run transformers' tower too")
+    parser.add_argument("--unchecked", action="store_true", help="do not check attention first")
+    parser.add_argument("--products", choices=PRODUCTS, default="fastest", help="who computes them on a GPU")
     parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each call, by their time")
     args = parser.parse_args()
     if min(args.batches) < 1 or args.layers < 1 or not args.seconds > 0:
         parser.error("--batches, --layers and --seconds must be positive")
     device = jax.devices()[0]
-    print(f"{device.device_kind}, jax {jax.__version__}, {args.layers} layers, bfloat16", flush=True)
+    print(
+        f"{device.device_kind}, jax {jax.__version__}, {args.layers} layers, bfloat16, products: {args.products}",
+        flush=True,
+    )
     fastest = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    is_right = check_attention(dict.fromkeys((fastest, "xla")))
+    is_right = args.unchecked or check_attention(dict.fromkeys((fastest, "xla")))
     config = VisionConfig(num_hidden_layers=args.layers)
     vision = Vision(config, TEXT_WIDTH, MakeRandom(jax.random.key(0), "bfloat16", None))
-    run = jax.jit(lambda vision, batch, backend: vision(batch, backend), static_argnames="backend")
+    options = PRODUCTS[args.products] if jax.default_backend() == "gpu" else None
+    run = jax.jit(
+        lambda vision, batch, backend: vision(batch, backend), static_argnames="backend", compiler_options=options
+    )
     theirs = transformers_tower(config) if args.transformers else None
     heads = f"{'images':>6s} {'patches':>8s} {'attention':>13s} {'compile s':>9s} {'ms':>9s}"
     print(f"{heads} {'images/s':>9s} {'TFLOP/s':>8s} of peak")

@@ -282,7 +282,9 @@ def cases(small: bool):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="check ops, or looks at invariance, whose name contains this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="check ops, or looks at invariance, whose name contains one of these"
+    )
     parser.add_argument("--model", action="store_true", help="also check a whole model")
     parser.add_argument("--invariant", action="store_true", help="check the invariant mode, and nothing else")
     parser.add_argument("--mesh", help="GPUs of the model with kernels, like expert=2,tensor=2")
@@ -308,7 +310,7 @@ def main() -> int:
     for dtype in ("float32", "bfloat16") if args.model else ():
         work.append(("forward", FORWARD, dtype, partial(check_forward, dtype, args.seed, mesh)))
         work.append(("greedy tokens", PROMPTS, dtype, partial(check_tokens, dtype, args.seed, mesh)))
-    work = [job for job in work if args.only in job[0]]
+    work = [job for job in work if any(part in job[0] for part in args.only)]
     # Most of the time is the compiler's, and the reference's in numpy: several checks share one GPU. Not where cuDNN
     # takes part: what another thread does spoils the graph that it captures.
     together, alone = ([job for job in work if (job[0] in ALONE) == flag] for flag in (False, True))

@@ -8,7 +8,7 @@ of whole models, where what went in had the same bits; and whole requests throug
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -64,8 +64,8 @@ def build(small: bool) -> M3:
     return init(config, 0, "bfloat16").with_invariance()
 
 
-def check(small: bool, seed: int, jobs: int, only: str = "") -> int:
-    """Print the looks whose names contain `only`; how many of them found a bit that differs.
+def check(small: bool, seed: int, jobs: int, only: Sequence[str] = ("",)) -> int:
+    """Print the looks whose names contain one of `only`; how many of them found a bit that differs.
 
     All run at once, and each of them compiles up to `jobs` programs at a time. A line begins with its look's name.
     """
@@ -85,7 +85,7 @@ def check(small: bool, seed: int, jobs: int, only: str = "") -> int:
         return ok
 
     with ThreadPoolExecutor(len(looks)) as pool:
-        return sum(not ok for ok in pool.map(run, (name for name in looks if only in name)))
+        return sum(not ok for ok in pool.map(run, (name for name in looks if any(part in name for part in only))))
 
 
 def options() -> dict[str, object]:

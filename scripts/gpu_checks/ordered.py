@@ -9,6 +9,7 @@ from gpu_checks.repeat import twice
 
 from m3jax.model.layers import apply_rope, gemma_norm
 from m3jax.mxfp8 import dequantize, quantize
+from m3jax.tiles import UNTUNED
 from pallas_kernels.ordered_project import Weights, ordered_project
 from pallas_kernels.qk_norm_rope import qk_norm_rope
 
@@ -24,7 +25,11 @@ FEW = (1, 3, 17, 64)  # rows of smaller calls
 
 
 def check_ordered(shape, dtype, *, seed: int) -> dict[str, float]:
-    """Products by the second of two layers, the first is NaN; those of fewer rows, and of MXFP8, to the bit."""
+    """Products by the second of two layers, the first is NaN; those of fewer rows, and of MXFP8, to the bit.
+
+    A sum of thousands of products in the order of a tensor core has fewer digits than one of float32 adds, and cuBLAS's
+    has no more: the bound is twice its error.
+    """
     num_rows, inputs, *widths = shape
     keys = jax.random.split(jax.random.key(seed), 1 + len(widths))
     # Magnitudes of many binades: there each order of a sum has other bits.
@@ -37,10 +42,14 @@ def check_ordered(shape, dtype, *, seed: int) -> dict[str, float]:
     fn = jax.jit(partial(ordered_project, backend="triton"))
     layer = jnp.int32(1)
     outs, ok = twice(fn, x, weights, layer)
-    rows, error = np.asarray(x.astype(jnp.float32), np.float64), 0.0
+    rows, error, theirs = np.asarray(x.astype(jnp.float32), np.float64), 0.0, 0.0
+    cublas = jax.jit(
+        partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32), compiler_options=UNTUNED
+    )
     for out, w in zip(outs, weights, strict=True):
         want = rows @ np.asarray(w[1].astype(jnp.float32), np.float64)
-        error = max(error, np.linalg.norm(out - want) / np.linalg.norm(want))
+        relative = lambda found, want=want: np.linalg.norm(np.asarray(found) - want) / np.linalg.norm(want)
+        error, theirs = max(error, relative(out)), max(theirs, relative(cublas(x, w[1])))
     others = sum(_differing(fn(x[:few], weights, layer), outs, few) for few in FEW)
     by_output = partial(ordered_project, by_output=True, backend="triton")
     others += _differing(by_output(x, [weights[-1].swapaxes(1, 2)], layer), outs[-1:], num_rows)
@@ -49,7 +58,7 @@ def check_ordered(shape, dtype, *, seed: int) -> dict[str, float]:
         numbers = fn(x, [dequantize(w, dtype) for w in kept], layer)
         codes = [Weights(w.codes, w.scales) for w in kept]
         others += sum(_differing(fn(x[:few], codes, layer), numbers, few) for few in (*FEW, num_rows))
-    return {"error": error, "other bits": others, "ok": ok and error < 2e-6 and not others}
+    return {"error": error, "cuBLAS": theirs, "other bits": others, "ok": ok and error < 2 * theirs and not others}
 
 
 def check_heads(shape, dtype, *, seed: int) -> dict[str, float]:
