@@ -177,7 +177,7 @@ def run_slice() -> None:
     print(f"warm-up: {engine.timings.compile_seconds:.1f} s")
     print_times(seconds)
     ids = [2 + i * 7919 % (model.config.vocab_size - 2) for i in range(TOKENS - 64)]
-    firsts = [first_token(engine, ids[shift:] + ids[:shift], shift) for shift in range(3)]
+    firsts = [first_token(engine, prompt(engine, ids[shift:] + ids[:shift], shift)) for shift in range(3)]
     print(f"prefill of {TOKENS} tokens: {', '.join(f'{TOKENS / first:.0f}' for first in firsts)} tokens/s")
     before = engine.timings.decode_seconds
     engine.add(prompt(engine, ids[2:] + ids[:2], 2), params(1 + STEPS))

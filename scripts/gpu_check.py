@@ -3,7 +3,8 @@
 Prints one line for each op and shape, and exits 1 if any failed. `--model` adds a whole model with kernels against the
 same model with XLA: logits of a forward pass, and tokens from the engine. `--invariant` instead checks that a request
 has the same bits alone, in batches, drafted and in training (`gpu_checks/invariant.py`). `--small` takes one small
-shape an op, for `compute-sanitizer python scripts/gpu_check.py --small`; with `--invariant` it needs no GPU.
+shape an op, for `compute-sanitizer --target-processes application-only python scripts/gpu_check.py --small`; with
+`--invariant` it needs no GPU.
 """
 
 import argparse
