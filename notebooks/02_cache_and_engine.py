@@ -55,10 +55,10 @@ print(f"pages of {P} tokens; {len(code)} tokens of Python to make prompts of")
 #
 # 48 pages, at most three requests at a time, prompts in [chunks](../docs/glossary.md#chunk) of 64 tokens, four
 # [decode](../docs/glossary.md#decode) steps a round. All programs are compiled by `warmup`, for the whole notebook:
-# requests are data.
+# requests are data. There are no pictures here, so none for the vision tower (`media_patches=()`).
 
 # %%
-engine = Engine(model, pages=48, max_batch=3, prefill_chunk=64, steps_per_call=4)
+engine = Engine(model, pages=48, max_batch=3, prefill_chunk=64, steps_per_call=4, media_patches=())
 engine.warmup()
 print(f"compiled in {engine.timings.compile_seconds:.0f} s; a request can have {engine.max_length} tokens")
 
@@ -304,7 +304,7 @@ assert again[-1] < fresh[-1] / 2
 # %%
 def offloaded(device_pages):
     """An engine for one request, with room for so many pages on the device."""
-    sizes = dict(pages=48, max_batch=1, prefill_chunk=64, steps_per_call=1, prefix_cache=False)
+    sizes = dict(pages=48, max_batch=1, prefill_chunk=64, steps_per_call=1, prefix_cache=False, media_patches=())
     engine = Engine(model, **sizes, device_pages=device_pages)
     engine.warmup()
     return engine
