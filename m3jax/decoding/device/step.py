@@ -97,8 +97,9 @@ def prefill(
     hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
     last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
     last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
-    # Where the host waits for a condition, it could prepare the next chunk only when this one is through.
-    cond = compute_both if platform() == "gpu" else lax.cond
+    # Where the host waits for a condition, it could prepare the next chunk only when this one is through. The invariant
+    # mode has prompts and steps draw in the same way.
+    cond = compute_both if platform() == "gpu" and token_tile(model) is None else lax.cond
     token, logprob = draw_token(model, last_hidden, continuations.sampling, continuations.seen, chunk.lengths, cond)
     memory = None
     if drafter is not None:
