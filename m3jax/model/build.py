@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -122,15 +123,21 @@ class MakeRandom:
     num_drawn: int = field(default=0)
 
     def weight(self, shape: Shape, axes: Axes, *, fan_in: int, dtype: str | None = None) -> nnx.Param:
-        """A matrix, or a stack of them, drawn where it lies."""
+        """A matrix, or a stack of them: a large one is drawn where it lies, a small one put there."""
         key = jax.random.fold_in(self.key, self.num_drawn)
         self.num_drawn += 1
-        place = sharding(shape, axes, self.mesh)
-        draw = jax.jit(_normal, static_argnames=("shape", "dtype", "fan_in"), out_shardings=place)
-        return nnx.Param(draw(key, shape=shape, dtype=parameter_dtype(dtype, self.dtype), fan_in=fan_in))
+        dtype = parameter_dtype(dtype, self.dtype)
+        made_there = partial(
+            jax.jit, static_argnames=("shape", "dtype"), out_shardings=sharding(shape, axes, self.mesh)
+        )
+        size = next((size for size in _SMALL_SIZES if size >= math.prod(shape)), None)
+        if size is None:
+            return nnx.Param(made_there(_drawn)(key, fan_in**-0.5, shape=shape, dtype=dtype))
+        numbers = jax.random.normal(key, (size,), jnp.promote_types(dtype, jnp.float32))
+        return nnx.Param(made_there(_cut)(numbers, fan_in**-0.5, shape=shape, dtype=dtype))
 
     def linear(self, shape: Shape, axes: Axes, *, inputs: int = 1, outputs: int = 1) -> nnx.Param:
-        """A matrix of a linear layer, or a stack of them, drawn where it lies."""
+        """A matrix of a linear layer, or a stack of them."""
         first_output = len(shape) - outputs
         return self.weight(shape, axes, fan_in=math.prod(shape[first_output - inputs : first_output]))
 
@@ -140,8 +147,21 @@ class MakeRandom:
         return nnx.Param(jnp.full(shape, start, parameter_dtype(dtype, self.dtype), device=place))
 
 
-def _normal(key: Key[Array, ""], shape: Shape, dtype: jnp.dtype, fan_in: int) -> Float[Array, "..."]:
-    return (jax.random.normal(key, shape, jnp.promote_types(dtype, jnp.float32)) * fan_in**-0.5).astype(dtype)
+# Sizes in which numbers for small matrices are drawn. To compile that takes a CPU a third of a second for each size, to
+# compile what cuts a matrix from them a fiftieth for each shape.
+_SMALL_SIZES = (1 << 12, 1 << 16, 1 << 20)
+
+
+def _drawn(key: Key[Array, ""], deviation: Float[Array, ""], shape: Shape, dtype: jnp.dtype) -> Float[Array, "..."]:
+    """A matrix with a standard deviation."""
+    return (jax.random.normal(key, shape, jnp.promote_types(dtype, jnp.float32)) * deviation).astype(dtype)
+
+
+def _cut(
+    numbers: Float[Array, " S"], deviation: Float[Array, ""], shape: Shape, dtype: jnp.dtype
+) -> Float[Array, "..."]:
+    """A matrix of the first of some numbers, whose standard deviation is 1."""
+    return (numbers[: math.prod(shape)].reshape(shape) * deviation).astype(dtype)
 
 
 def init(

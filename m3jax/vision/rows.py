@@ -124,7 +124,7 @@ def row_attention(
 
     def one_turn(choice: int) -> Float[Array, "X N H"]:
         out, _ = run_turn(choice, 0)
-        place = (turns.number - turns.first[choice]) * choices[choice] + turns.column
+        place = turns.number * choices[choice] + turns.column  # all segments have this row length
         out = out.reshape(-1, *out.shape[2:]).at[place].get(mode="clip")
         return jnp.where((turns.column >= 0)[:, None, None], out, 0)
 

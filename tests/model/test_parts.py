@@ -313,7 +313,9 @@ def test_an_unknown_schedule_is_refused():
         model.with_schedule("dense")
 
 
-def test_init_is_seeded():
+@pytest.mark.parametrize("small_sizes", [(1 << 12, 1 << 16), ()], ids=["cut from shared sizes", "drawn in its shape"])
+def test_init_is_seeded(monkeypatch, small_sizes):
+    monkeypatch.setattr(m3_model.build, "_SMALL_SIZES", small_sizes)
     config = tiny.config("d")
     with jax.default_prng_impl("rbg"):  # quicker to compile
         one, same, other = (by_name(m3_model.init(config, seed)) for seed in (0, 0, 1))
@@ -326,8 +328,8 @@ def test_init_is_seeded():
 
 def test_init_scales_by_fan_in(monkeypatch):
     """With each parameter filled with its fan-in, and norms and the routing bias with 0."""
-    fill = lambda key, shape, dtype, fan_in: jnp.full(shape, fan_in, dtype)
-    monkeypatch.setattr(m3_model.build, "_normal", fill)
+    fill = lambda _, deviation, shape, dtype: jnp.full(shape, jnp.round(deviation**-2), dtype)
+    monkeypatch.setattr(m3_model.build, "_cut", fill)
     found = by_name(m3_model.init(tiny.config("dM")))
     fan_in = {}
     for name, leaf in found.items():
