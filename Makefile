@@ -1,4 +1,4 @@
-# make demo   an environment, the package, and a run of the embedded model
+# make demo   an environment, the package with what a chat and pictures need, and a run of the embedded model
 # make test   an environment, the package with the test tools, and every test
 # make docs   the site, into docs/_build/html, in the environment of the tests
 # make lint   ruff
@@ -60,8 +60,9 @@ $(PY):
 		"m3jax needs Python 3.11 or newer, and PYTHON=$(PYTHON) is %d.%d" % v[:2])',true)
 	$(if $(UV),$(UV) venv --quiet --seed --python $(or $(PYTHON),3.11),$(PYTHON) -m venv) $(VENV)
 
+# The demo chats and reads a picture.
 $(VENV)/.runtime: pyproject.toml | $(PY)
-	$(INSTALL) --quiet --editable .
+	$(INSTALL) --quiet --editable ".[chat,media]"
 	touch $@
 
 # On Python 3.11 everything is locked in requirements/test.txt, with hashes; on another Python, and where EXTRAS says what is

@@ -63,6 +63,15 @@ def test_readme_runs_where_only_the_documented_install_was_made():
     assert "Traceback" not in done.stderr and "planned by arithmetic" in done.stdout + done.stderr
 
 
+def test_the_demo_finds_all_it_needs_where_make_demo_installed_it():
+    """A template needs jinja2, a picture Pillow: extras, which the tests have and a first `make demo` may not."""
+    [extras] = re.findall(r'^\t.*--editable "\.\[(.*)\]"$', text("Makefile"), re.M)
+    program = ROOT / "tests" / "support" / "documented_install.py"
+    run = [sys.executable, program, ROOT / "scripts" / "demo.py", extras]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "== all ran" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+
+
 def test_readme_has_no_command_that_nobody_checks():
     known = [GENERATE, PLAN, "make ", "pip install "]
     assert not [line for line in README_COMMANDS if not line.startswith(tuple(known))]

@@ -1,7 +1,8 @@
 """Runs README's Python blocks and commands as after `pip install -e .`: what only the tests install is not found.
 
 A program of its own: `python documented_install.py README.md`. Each command goes on in this process, as the programs of
-its name would.
+its name would. `python documented_install.py demo.py chat,media` runs a script instead, as after an install with those
+extras, until it makes an engine: by then all has been found that it needs.
 """
 
 import gc
@@ -17,10 +18,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 
-def installed_with(distribution: str) -> set[str]:
+def installed_with(distribution: str, extras: tuple[str, ...] = ()) -> set[str]:
     """A distribution and all that it requires, without extras nobody asks for, by their normalised names."""
     normalised = lambda name: re.sub(r"[-_.]+", "-", name).lower()
-    found, waiting = set(), [(distribution, "")]
+    found, waiting = set(), [(distribution, extra) for extra in ("", *extras)]
     while waiting:
         name, extra = waiting.pop()
         if (normalised(name), extra) in found:
@@ -52,13 +53,40 @@ def hide_all_but(distributions: set[str]) -> set[str]:
     return hidden
 
 
-def main(document: str) -> None:
-    """Run the document's blocks and commands; the first that fails ends the process."""
+def main(file: str, extras: str = "") -> None:
+    """Run what the file holds; the first that fails ends the process."""
     gc.set_threshold(10_000, 10, 10)  # as in tests/conftest.py
-    text = Path(document).read_text(encoding="utf-8")
-    hidden = hide_all_but(installed_with("m3jax"))
+    hidden = hide_all_but(installed_with("m3jax", tuple(filter(None, extras.split(",")))))
     assert {"pytest", "matplotlib", "hypothesis"} <= hidden, sorted(hidden)
     assert not {"jax", "flax", "m3jax", "tokenizers", "rich"} & hidden, sorted(hidden)
+    if Path(file).suffix == ".py":
+        run_script(file)
+    else:
+        run_document(file)
+    print("== all ran", flush=True)
+
+
+def run_script(file: str) -> None:
+    """Run a script until it makes an engine."""
+    from m3jax import decoding
+
+    class EngineReached(Exception):
+        pass
+
+    def engine_for(*_, **__):
+        raise EngineReached
+
+    decoding.engine_for, sys.argv = engine_for, [file]
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except EngineReached:
+        return
+    raise SystemExit(f"{file} made no engine")
+
+
+def run_document(document: str) -> None:
+    """Run a document's blocks and commands."""
+    text = Path(document).read_text(encoding="utf-8")
     names = {"__name__": document}
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S), 1):
         print(f"== block {number}", flush=True)
@@ -72,7 +100,6 @@ def main(document: str) -> None:
                     runpy.run_module(shlex.split(line)[2], run_name="__main__")
                 except SystemExit as end:
                     assert end.code in (None, 0), f"{line}: exit status {end.code}"
-    print("== all ran", flush=True)
 
 
 if __name__ == "__main__":
