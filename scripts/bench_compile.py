@@ -162,7 +162,7 @@ def run(what: str) -> None:
 def run_slice() -> None:
     """Warm-up of an engine over four layers, and what the programs so compiled then do."""
     import jax
-    from bench_engine import build, first_token, params, prompt
+    from bench_engine import build, first_token, params, random_tokens
 
     from m3jax.decoding import Engine
 
@@ -176,11 +176,11 @@ def run_slice() -> None:
         engine.warmup()
     print(f"warm-up: {engine.timings.compile_seconds:.1f} s")
     print_times(seconds)
-    ids = [2 + i * 7919 % (model.config.vocab_size - 2) for i in range(TOKENS - 64)]
-    firsts = [first_token(engine, prompt(engine, ids[shift:] + ids[:shift], shift)) for shift in range(3)]
+    prompts = [random_tokens(model.config, TOKENS, seed) for seed in range(3)]
+    firsts = [first_token(engine, tokens) for tokens in prompts]
     print(f"prefill of {TOKENS} tokens: {', '.join(f'{TOKENS / first:.0f}' for first in firsts)} tokens/s")
     before = engine.timings.decode_seconds
-    engine.add(prompt(engine, ids[2:] + ids[:2], 2), params(1 + STEPS))
+    engine.add(prompts[-1], params(1 + STEPS))
     engine.run()
     print(f"a decode step: {1e3 * (engine.timings.decode_seconds - before) / STEPS:.2f} ms")
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
-from bench_engine import FIRST_TOKEN, build
+from bench_engine import build, random_tokens
 
 import m3jax
 from m3jax.assets import embedded_path
@@ -55,7 +55,7 @@ def _engine(model, invariant: bool, rows: int, prompt: int, **more) -> Engine:
 
 
 def _print_times(model, prompt: int, rows_of_runs: list[int], jobs: int) -> None:
-    rng = np.random.default_rng(0)
+    seeds = itertools.count()
     length_of = lambda rows: prompt if rows == 1 else min(prompt, 512)
     with ThreadPoolExecutor(jobs) as pool:
         shapes = itertools.product(rows_of_runs, (False, True))
@@ -64,7 +64,7 @@ def _print_times(model, prompt: int, rows_of_runs: list[int], jobs: int) -> None
         length = length_of(rows)
         prefill, step = [[], []], [[], []]
         for _ in range(ROUNDS):
-            texts = [rng.integers(FIRST_TOKEN, model.config.vocab_size, length).tolist() for _ in range(rows)]
+            texts = [random_tokens(model.config, length, next(seeds)) for _ in range(rows)]
             for mode, served in enumerate(engines):
                 asked = Params(max_new_tokens=2 * STEPS, sampling=Sampling.greedy(), stop_ids=())
                 handles = [served.add(text, asked) for text in texts]

@@ -27,8 +27,8 @@ FEW = (1, 3, 17, 64)  # rows of smaller calls
 def check_ordered(shape, dtype, *, seed: int) -> dict[str, float]:
     """Products by the second of two layers, the first is NaN; those of fewer rows, and of MXFP8, to the bit.
 
-    A sum of thousands of products in the order of a tensor core has fewer digits than one of float32 adds, and cuBLAS's
-    has no more: the bound is twice its error.
+    In 16 bits a sum of thousands of products in the order of a tensor core has fewer digits than one of float32 adds,
+    and cuBLAS's has no more: there the bound is twice its error.
     """
     num_rows, inputs, *widths = shape
     keys = jax.random.split(jax.random.key(seed), 1 + len(widths))
@@ -58,7 +58,8 @@ def check_ordered(shape, dtype, *, seed: int) -> dict[str, float]:
         numbers = fn(x, [dequantize(w, dtype) for w in kept], layer)
         codes = [Weights(w.codes, w.scales) for w in kept]
         others += sum(_differing(fn(x[:few], codes, layer), numbers, few) for few in (*FEW, num_rows))
-    return {"error": error, "cuBLAS": theirs, "other bits": others, "ok": ok and error < 2 * theirs and not others}
+    bound = 2 * theirs if x.dtype.itemsize == 2 else 2e-6
+    return {"error": error, "cuBLAS": theirs, "other bits": others, "ok": ok and error < bound and not others}
 
 
 def check_heads(shape, dtype, *, seed: int) -> dict[str, float]:

@@ -51,11 +51,17 @@ def test_python_runs(document):
         exec(compile(block, f"{document}, block {number}", "exec"), names)
 
 
+def run_as_installed(*args: Path | str) -> subprocess.CompletedProcess:
+    """Run what a file holds where only the documented install was made (`support/documented_install.py`)."""
+    program = ROOT / "tests" / "support" / "documented_install.py"
+    done = subprocess.run([sys.executable, program, *args], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "== all ran" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
 def test_readme_runs_where_only_the_documented_install_was_made():
     """Its Python and its commands, without anything that only tests or notebooks bring: no libtpu, no matplotlib."""
-    program = ROOT / "tests" / "support" / "documented_install.py"
-    done = subprocess.run([sys.executable, program, ROOT / "README.md"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "== all ran" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    done = run_as_installed(ROOT / "README.md")
     started = re.findall(r"^== (?:block \d+|python -m \S+)", done.stdout, re.M)
     commands = [line for line in README_COMMANDS if line.startswith(("python -m",))]
     assert len(started) == len(code("README.md", "python")) + len(commands) >= 10
@@ -66,10 +72,7 @@ def test_readme_runs_where_only_the_documented_install_was_made():
 def test_the_demo_finds_all_it_needs_where_make_demo_installed_it():
     """A template needs jinja2, a picture Pillow: extras, which the tests have and a first `make demo` may not."""
     [extras] = re.findall(r'^\t.*--editable "\.\[(.*)\]"$', text("Makefile"), re.M)
-    program = ROOT / "tests" / "support" / "documented_install.py"
-    run = [sys.executable, program, ROOT / "scripts" / "demo.py", extras]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "== all ran" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    run_as_installed(ROOT / "scripts" / "demo.py", extras)
 
 
 def test_readme_has_no_command_that_nobody_checks():
