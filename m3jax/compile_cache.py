@@ -13,6 +13,7 @@ FOLDER_VARIABLE = "M3JAX_CACHE_DIR"
 MAX_BYTES = 1 << 30  # what was used longest ago goes first
 _JAX_COMPLAINT = r"Error (reading|writing) persistent compilation cache entry"
 _LOCK_SECONDS = 2.0
+_is_declined = False  # inside of `compile_cache(wanted=False)`
 
 
 def cache_folder() -> Path | None:
@@ -52,11 +53,19 @@ def compile_cache(wanted: bool = True) -> Iterator[None]:
     processes can share it: jax reads and writes under a lock.
 
     Args:
-      wanted: False changes nothing at all.
+      wanted: False changes nothing at all, and what asks for the cache inside does not get it either.
     """
     import jax
 
-    folder = cache_folder() if wanted else None
+    global _is_declined
+    if not wanted:
+        declined_before, _is_declined = _is_declined, True
+        try:
+            yield
+        finally:
+            _is_declined = declined_before
+        return
+    folder = None if _is_declined else cache_folder()
     is_users_own = jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache
     if is_users_own or folder is None or why_not_kept() is not None:
         yield

@@ -1,6 +1,8 @@
 """What an error may say of text that comes from elsewhere: no control characters, and no more than one reads."""
 
-from collections.abc import Iterable, Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 
 MOST_CHARACTERS = 2_000  # of one message
 MOST_PROBLEMS = 8  # that one message lists; the exception's notes have all of them
@@ -72,3 +74,19 @@ def note_problems(error: BaseException, problems: Iterable[str]) -> None:
     if len(lines) > MOST_PROBLEMS or sum(map(len, lines)) > _LIST_CHARACTERS:
         for line in lines:
             error.add_note(line)
+
+
+def check_keywords(given: Iterable[str], known: Iterable[str], called: Callable) -> None:
+    """Raise TypeError for the first keyword that a function does not know, with the nearest that it does.
+
+    Args:
+      given: names that came in through the function's `**knobs`.
+      known: names that it takes there.
+      called: the function, or the class; the keywords that it spells out itself can be the nearest too.
+    """
+    known = tuple(known)
+    for name in given:
+        if name not in known:
+            own = (p.name for p in inspect.signature(called).parameters.values() if p.kind is not p.VAR_KEYWORD)
+            nearest = difflib.get_close_matches(name, (*known, *own), 1, 0.0)[0]
+            raise TypeError(f"{called.__name__}() has no keyword {shown(name)}; the nearest that it has is {nearest!r}")

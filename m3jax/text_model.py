@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -29,6 +28,7 @@ from m3jax.decoding import (
 )
 from m3jax.decoding.defaults import Defaults
 from m3jax.decoding.engine import DRAFT_TOKENS
+from m3jax.decoding.sampling import SamplingKnobs, as_sampling, as_samplings
 from m3jax.dialogue import Reply, chat
 from m3jax.hub import M3, load, save
 from m3jax.text import ChatTemplate, Event, Tokenizer
@@ -36,26 +36,19 @@ from m3jax.text import ChatTemplate, Event, Tokenizer
 NEW_TOKENS = 128  # of a prompt, where neither the caller nor the folder says how many
 
 
-def params_of(
-    defaults: Defaults, config: M3Config, *, max_new_tokens: int | None, seed: int, **knobs: float | int | None
-) -> Params:
-    """How to go on: what the caller gives wins over the folder's generation_config.json.
+def params_of(defaults: Defaults, config: M3Config, max_new_tokens: int | None, sampling: Sampling) -> Params:
+    """Return how to go on: what the caller gives wins over the folder's generation_config.json.
 
     Args:
       defaults: of the folder.
       config: of the model, whose EOS ids end a continuation where the folder names none.
       max_new_tokens: None for the folder's, or else `NEW_TOKENS`.
-      seed: of the draws.
-      **knobs: those of `Sampling`; None is not given.
-
-    Raises:
-      ValueError: a knob outside its range.
+      sampling: how tokens are drawn, the folder's defaults included.
     """
-    given = {name: value for name, value in knobs.items() if value is not None}
     limits = (max_new_tokens, defaults.max_new_tokens, NEW_TOKENS)
     return Params(
         max_new_tokens=next(limit for limit in limits if limit is not None),
-        sampling=Sampling(**{**defaults.knobs, **given}, seed=seed),
+        sampling=sampling,
         stop_ids=config.eos_token_id if defaults.stop_ids is None else defaults.stop_ids,
     )
 
@@ -116,18 +109,14 @@ class TextModel:
         prompts: str | Sequence[str],
         *,
         max_new_tokens: int | None = None,
-        temperature: float | int | None = None,
-        top_k: int | None = None,
-        top_p: float | int | None = None,
-        min_p: float | int | None = None,
-        repetition_penalty: float | int | None = None,
-        seed: int | Sequence[int] = 0,
+        sampling: Sampling | Sequence[Sampling] | None = None,
         stop: str | Sequence[str] = (),
         stream: bool = False,
         draft: Drafter | str | Path | None = None,
         draft_tokens: int = DRAFT_TOKENS,
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
+        **knobs: Unpack[SamplingKnobs],
     ) -> str | list[str] | Iterator[str] | Iterator[tuple[int, str]]:
         """Continue texts.
 
@@ -138,12 +127,7 @@ class TextModel:
         Args:
           prompts: a text, or several.
           max_new_tokens: of each; None for the folder's default, or else 128.
-          temperature: 0 is greedy; None, here and in the other knobs, is the folder's default, or else off.
-          top_k: as in `Sampling`.
-          top_p: as in `Sampling`.
-          min_p: as in `Sampling`.
-          repetition_penalty: as in `Sampling`.
-          seed: one for all, or one a prompt.
+          sampling: how tokens are drawn, one for all or one a prompt; None is by the keywords.
           stop: a text, or several, before which a continuation ends.
           stream: give the text as it comes.
           draft: as in `m3jax.generate`.
@@ -151,24 +135,23 @@ class TextModel:
           images: that every prompt shows, one at each `<image>` of a prompt, or in front where it says that nowhere; as
             on the command line. What an image can be is said in `m3jax.generate`.
           videos: the same, one at each `<video>`.
+          **knobs: the attributes of `Sampling`, in place of one: temperature (0 is greedy), top_k, top_p, min_p,
+            repetition_penalty, seed. What is not given, or None, is the folder's default, or else off. The seed can be
+            one a prompt.
 
         Returns:
           The new text of one prompt, or a list of one a prompt. With `stream` an iterator of pieces, of several prompts
           as (number of the prompt from 0, piece).
 
         Raises:
+          TypeError: an unknown keyword.
           ValueError: a bad argument, or a prompt that does not fit.
           FloatingPointError: the model's logits were NaN or infinite.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        seeds = [seed] * len(texts) if isinstance(seed, int | np.integer) else list(seed)
-        if len(seeds) != len(texts):
-            raise ValueError(f"seed has {len(seeds)} entries for {len(texts)} prompts: give one number or one a prompt")
-        knobs = dict(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-        )
-        config, limit = self.model.config, max_new_tokens
-        params = [params_of(self.defaults, config, max_new_tokens=limit, seed=each, **knobs) for each in seeds]
+        samplings = as_samplings(len(texts), sampling, knobs, called=self.generate, defaults=self.defaults.knobs)
+        config = self.model.config
+        params = [params_of(self.defaults, config, max_new_tokens, of_prompt) for of_prompt in samplings]
         stop = [stop] if isinstance(stop, str) else list(stop)
         media = None
         if images or videos:
@@ -212,16 +195,12 @@ class TextModel:
         thinking_mode: str | None = "adaptive",
         stream: bool = True,
         max_new_tokens: int | None = None,
-        temperature: float | int | None = None,
-        top_k: int | None = None,
-        top_p: float | int | None = None,
-        min_p: float | int | None = None,
-        repetition_penalty: float | int | None = None,
-        seed: int = 0,
+        sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
         engine: Engine | None = None,
         draft: Drafter | str | Path | None = None,
         draft_tokens: int = DRAFT_TOKENS,
+        **knobs: Unpack[SamplingKnobs],
     ) -> Iterator[Event | Reply] | Reply:
         """Answer the last of some messages, which the folder's chat template makes a prompt of.
 
@@ -231,28 +210,22 @@ class TextModel:
           thinking_mode: "enabled", "disabled", or "adaptive", where the model decides.
           stream: give events as they come, else the whole answer.
           max_new_tokens: of the answer; None for the folder's default, or else as in `m3jax.chat`.
-          temperature: 0 is greedy; None, here and in the other knobs, is the folder's default, or else off.
-          top_k: as in `Sampling`.
-          top_p: as in `Sampling`.
-          min_p: as in `Sampling`.
-          repetition_penalty: as in `Sampling`.
-          seed: of the draws.
+          sampling: how tokens are drawn; None is by the keywords.
           stop: a text, or several, before which the answer ends.
           engine: one to run on, with what it has read before; None makes one for this call.
           draft: as in `m3jax.generate`.
           draft_tokens: as in `m3jax.generate`.
+          **knobs: as in `generate`.
 
         Returns:
           As `m3jax.chat`: the answer, or with `stream` an iterator of its events.
 
         Raises:
+          TypeError: an unknown keyword.
           ValueError: a folder without a template, a bad argument, or messages that do not fit.
           FloatingPointError: the model's logits were NaN or infinite.
         """
-        knobs = dict(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-        )
-        asked = {**self.defaults.knobs, **{name: value for name, value in knobs.items() if value is not None}}
+        sampling = as_sampling(sampling, knobs, called=self.chat, defaults=self.defaults.knobs)
         template = None if self.template is None else ChatTemplate(self.template, f"the chat template of {self.folder}")
         return chat(
             self.model,
@@ -263,8 +236,7 @@ class TextModel:
             stream=stream,
             template=template,
             max_new_tokens=self.defaults.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            **asked,
-            seed=seed,
+            sampling=sampling,
             stop=stop,
             stop_at=self.defaults.stop_ids,
             engine=engine,

@@ -11,9 +11,8 @@ from m3jax.config import M3Config
 from m3jax.console import say
 from m3jax.decoding import Params
 from m3jax.decoding.defaults import Defaults
+from m3jax.decoding.sampling import KNOBS, as_sampling
 from m3jax.text_model import params_of
-
-_KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @contextmanager
@@ -43,9 +42,10 @@ def asked_params(args: argparse.Namespace, prog: str, config: M3Config, defaults
     Raises:
       ValueError: a knob outside its range.
     """
-    given = {name: getattr(args, name) for name in _KNOBS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in KNOBS if getattr(args, name) is not None}
     if defaults.ignored:
         say(f"{prog}: note: generation_config.json: not supported and left out: {', '.join(defaults.ignored)}")
     if given and "temperature" not in given and defaults.knobs.get("temperature") == 0:
         say(f"{prog}: note: generation_config.json asks for greedy decoding; give --temperature to sample")
-    return params_of(defaults, config, max_new_tokens=args.max_new_tokens, seed=args.seed, **given)
+    sampling = as_sampling(None, {**given, "seed": args.seed}, called=asked_params, defaults=defaults.knobs)
+    return params_of(defaults, config, args.max_new_tokens, sampling)

@@ -1,15 +1,18 @@
 """How the next token is chosen from a row of logits: every knob is data, one value a row."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, PyTree, UInt32
+
+from m3jax.messages import check_keywords
 
 HostOrDevice = Array | np.ndarray
 Number = float | int | np.number | HostOrDevice  # of an array one without axes
@@ -66,6 +69,86 @@ class Sampling:
     def greedy(cls, repetition_penalty: Number | None = None) -> "Sampling":
         """The most probable token each time."""
         return cls(temperature=0.0, repetition_penalty=repetition_penalty)
+
+
+class SamplingKnobs(TypedDict, total=False):
+    """The attributes of `Sampling` as keywords, for a function that takes `**knobs: Unpack[SamplingKnobs]`.
+
+    One that is None counts as not given. Where a function takes several prompts, `seed` can be one a prompt.
+    """
+
+    temperature: Number | None
+    top_k: Number | None
+    top_p: Number | None
+    min_p: Number | None
+    repetition_penalty: Number | None
+    seed: Number | Sequence[int] | None
+
+
+# The knobs that shape the distribution; the seed only says which token of it is drawn.
+KNOBS = tuple(f.name for f in fields(Sampling) if f.name != "seed")
+
+
+def as_sampling(
+    sampling: Sampling | None,
+    knobs: Mapping[str, Any],
+    *,
+    called: Callable,
+    defaults: Mapping[str, float | int] | None = None,
+) -> Sampling:
+    """Return the settings that a caller gave, as an object or as keywords.
+
+    Args:
+      sampling: the object, which leaves the defaults out; None where keywords are meant.
+      knobs: the keywords that the function did not name itself.
+      called: that function, for an unknown keyword's message.
+      defaults: keywords that hold where neither says anything.
+
+    Raises:
+      TypeError: an unknown keyword; it names the nearest one.
+      ValueError: both were given, or a knob is outside its range.
+    """
+    check_keywords(knobs, SamplingKnobs.__annotations__, called)
+    given = {name: value for name, value in knobs.items() if value is not None}
+    if sampling is None:
+        return Sampling(**{**(defaults or {}), **given})
+    if given:
+        raise ValueError(f"sampling and {', '.join(given)}: give the object or keywords, not both")
+    return sampling
+
+
+def as_samplings(
+    count: int,
+    sampling: Sampling | Sequence[Sampling] | None,
+    knobs: Mapping[str, Any],
+    *,
+    called: Callable,
+    defaults: Mapping[str, float | int] | None = None,
+) -> list[Sampling]:
+    """Return the settings of each of several prompts; the other arguments are those of `as_sampling`.
+
+    Args:
+      count: how many prompts.
+      sampling: one for all, or one a prompt.
+      knobs: for all; `seed` may be one a prompt.
+      called: as in `as_sampling`.
+      defaults: as in `as_sampling`.
+
+    Raises:
+      TypeError: an unknown keyword.
+      ValueError: not one a prompt, or as `as_sampling`.
+    """
+    seed = knobs.get("seed")
+    seeds = [seed] * count if np.ndim(seed) == 0 else list(seed)
+    samplings = [sampling] * count if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+    if len(seeds) != count:
+        raise ValueError(f"seed has {len(seeds)} entries for {count} prompts: give one number or one a prompt")
+    if len(samplings) != count:
+        raise ValueError(f"sampling has {len(samplings)} entries for {count} prompts: give one or one a prompt")
+    return [
+        as_sampling(of_prompt, {**knobs, "seed": of_seed}, called=called, defaults=defaults)
+        for of_prompt, of_seed in zip(samplings, seeds, strict=True)
+    ]
 
 
 # name, lowest, highest, whether the lowest itself is refused

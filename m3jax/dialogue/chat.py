@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from m3jax.decoding import Drafter, Engine, Params, Sampling, engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS, check_prompt
 from m3jax.decoding.protocols import TargetConfig, TargetModel, sees
-from m3jax.decoding.sampling import Number
+from m3jax.decoding.sampling import SamplingKnobs, as_sampling
 from m3jax.dialogue.answer import answer, stop_ids
 from m3jax.dialogue.media import dialogue_tokens
 from m3jax.dialogue.reply import Reply
@@ -28,18 +28,14 @@ def chat(
     stream: bool = True,
     template: ChatTemplate | str | PathLike[str] | None = None,
     max_new_tokens: int | None = None,
-    temperature: Number = 1.0,
-    top_k: Number | None = None,
-    top_p: Number | None = None,
-    min_p: Number | None = None,
-    repetition_penalty: Number | None = None,
-    seed: Number = 0,
+    sampling: Sampling | None = None,
     stop: str | Sequence[str] = (),
     stop_at: Sequence[int] | None = None,
     engine: Engine | None = None,
     draft: Drafter | str | PathLike[str] | None = None,
     draft_tokens: int = DRAFT_TOKENS,
     progress: bool = True,
+    **knobs: Unpack[SamplingKnobs],
 ) -> Iterator[Event | Reply] | Reply:
     """Answer the last of some messages.
 
@@ -58,18 +54,15 @@ def chat(
       stream: give events as they come, else the whole answer.
       template: how messages become text: a template or its file; None is that of the tokenizer's folder.
       max_new_tokens: of the answer; None is 4,096, or less where the model's context has no room for more.
-      temperature: 0 is greedy. This and the other knobs are those of `Sampling`.
-      top_k: None is off.
-      top_p: None is off.
-      min_p: None is off.
-      repetition_penalty: None is off.
-      seed: of the draws.
+      sampling: how tokens are drawn; None is by the keywords.
       stop: a text, or several, before which the answer ends.
       stop_at: token ids that end the answer besides the end of a turn; None is the model's EOS.
       engine: one to run on, which finds in its prefix cache what it read before; None makes one for this call.
       draft: as in `m3jax.generate`; for the engine that is made here.
       draft_tokens: as in `m3jax.generate`.
       progress: as in `m3jax.generate`.
+      **knobs: the attributes of `Sampling`, in place of one: temperature (0 is greedy), top_k, top_p, min_p,
+        repetition_penalty, seed.
 
     Returns:
       The answer. With `stream` an iterator of events, of kind "reasoning", "content" (their `text` is the next piece),
@@ -77,19 +70,20 @@ def chat(
       the last is the whole answer, of kind "reply", with its finish reason and token counts.
 
     Raises:
+      TypeError: an unknown keyword.
       ValueError: a bad argument, messages that the template cannot take, or more tokens than the context has.
       FloatingPointError: the model's logits were NaN or infinite.
     """
+    sampling = as_sampling(sampling, knobs, called=chat)
     template = as_template(template, tokenizer)
     parser = OutputParser(tools=tools, thinking_mode=thinking_mode)
     prompt, media = dialogue_tokens(
         template, tokenizer, messages, tools, thinking_mode, can_see=sees(model), progress=progress
     )
-    knobs = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty)
     room = model.config.max_position_embeddings if engine is None else engine.max_length
     params = Params(
         max_new_tokens=new_tokens_within(len(prompt), room, max_new_tokens),
-        sampling=Sampling(**knobs, seed=seed),
+        sampling=sampling,
         stop_ids=stop_ids(tokenizer, model.config.eos_token_id if stop_at is None else stop_at),
     )
     check_answer(prompt, params, model.config, room)

@@ -1,14 +1,10 @@
 """A dialogue of many turns: its messages, and an engine that keeps what it has read of them."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-import jax
-
-from m3jax.compile_cache import compile_cache
-from m3jax.decoding import Drafter, Engine, Params, Sampling
+from m3jax.decoding import Drafter, Engine, Params, Sampling, build_engine
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.dialogue.answer import answer, stop_ids
@@ -17,8 +13,6 @@ from m3jax.dialogue.media import dialogue_tokens, forget_changed, read_part
 from m3jax.dialogue.reply import Reply
 from m3jax.media import ProcessedImage, ProcessedVideo
 from m3jax.messages import shown
-from m3jax.platform import platform
-from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer, ordered_messages
 
 MOST_CONTEXT = 32768  # tokens of a dialogue, where nobody says how many
@@ -213,22 +207,10 @@ def _engine(
     draft_tokens: int,
     progress: bool,
 ) -> Engine:
-    """An engine for one dialogue of so many tokens, in which a text as long as one before compiles nothing."""
-    with compile_cache():
-        engine = Engine(
-            model,
-            pages=math.ceil(context / model.config.index_block_size),
-            max_batch=1,
-            max_length=context,
-            steps_per_call=_STEPS,
-            max_stop_ids=max(_STOP_IDS, stop_ids),
-            draft=draft,
-            draft_tokens=draft_tokens,
-        )
-        dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
-        about = (platform(), model.config, dtypes, engine.shapes, type(draft).__name__)
-        with activity(progress, about) as line:
-            # Most dialogues show nothing, and many begin with a line: the tower, and prefill for more than the smallest
-            # chunk, are compiled with the first message that needs a size (`answer`).
-            engine.warmup(lambda names: line.timed(f"compiling {names}"), ("prefill", "decode", "pages"), longest=1)
-    return engine
+    """Return an engine for one dialogue of so many tokens, in which a text as long as one before compiles nothing."""
+    # Most dialogues show nothing, and many begin with a line: the tower, and prefill for more than the smallest chunk,
+    # are compiled with the first message that needs a size (`answer`).
+    return build_engine(
+        model, rows=1, length=context, steps_per_call=_STEPS, max_stop_ids=max(_STOP_IDS, stop_ids), draft=draft,
+        draft_tokens=draft_tokens, programs=("prefill", "decode", "pages"), longest=1, progress=progress,
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from m3jax.decoding import Drafter, Engine, Params, Sampling
+from m3jax.decoding import Drafter, Params, Sampling, build_engine
 from m3jax.evaluate.reading import Reading, Row
 from m3jax.model import M3
 from m3jax.progress import activity
@@ -39,18 +39,15 @@ def acceptance(
       proposals), "shares" of them, and "mean_length", tokens of a verification with the target's own.
     """
     how = how or Reading()
-    page_size = model.config.index_block_size
     longest = max(map(len, prompts)) + max_new_tokens
     batch = min(how.batch, len(prompts))
-    blocks = -(-longest // page_size)
-    engine = Engine(
-        model, pages=batch * blocks, max_batch=batch, prefill_chunk=min(how.chunk, longest), prefill_rows=1,
-        max_length=longest, prefix_cache=False, kv_dtype=how.kv_dtype, index_dtype=how.index_dtype, scales=how.scales,
+    engine = build_engine(
+        model, rows=batch, length=longest, prefill_chunk=min(how.chunk, longest), prefill_rows=1,
+        prefix_cache=False, kv_dtype=how.kv_dtype, index_dtype=how.index_dtype, scales=how.scales,
         draft=draft, draft_tokens=draft_tokens,
     )  # fmt: skip
     found = []
-    with activity(about=(model.config, str(model.dtype), engine.shapes, type(draft).__name__)) as line:
-        engine.warmup(lambda program: line.timed(f"compiling {program}"))
+    with activity() as line:
         verifications, accepted = 0, np.zeros(draft_tokens, int)
         for temperature in temperatures:
             for i, prompt in enumerate(prompts):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from m3jax.decoding import Engine, Params, Sampling
+from m3jax.decoding import Params, Sampling, build_engine
 from m3jax.model import M3
 from m3jax.model.eagle3 import Eagle3
 from m3jax.numerics import einsum
@@ -55,11 +55,9 @@ def continuations(
       Token ids.
     """
     rng = np.random.default_rng(seed)
-    block_size = model.config.index_block_size
-    blocks = -(-length // block_size)
-    engine = Engine(
-        model, pages=batch * blocks, max_batch=batch, prefill_chunk=length // 2, prefill_rows=min(batch, 128),
-        max_length=length, steps_per_call=64, prefix_cache=False,
+    engine = build_engine(
+        model, rows=batch, length=length, prefill_chunk=length // 2, prefill_rows=min(batch, 128), steps_per_call=64,
+        prefix_cache=False, progress=progress,
     )  # fmt: skip
     requests = []
     for row in range(count):
@@ -68,8 +66,7 @@ def continuations(
         prompt = corpus.tokens[start : start + size].tolist()
         sampling = Sampling(temperature=temperatures[row % len(temperatures)], seed=row)
         requests.append((prompt, engine.add(prompt, Params(max_new_tokens=length - size, sampling=sampling))))
-    with activity(progress, about=(model.config, engine.shapes)) as line:
-        engine.warmup(lambda program: line.timed(f"compiling {program}"))
+    with activity(progress) as line:
         while engine.step():
             ended = sum(engine.reason(handle) != "unfinished" for _, handle in requests)
             line.say(f"writing continuations: {ended} of {count}")

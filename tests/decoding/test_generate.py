@@ -11,6 +11,7 @@ from support.fake_model import FakeConfig, FakeModel
 from support.generation import LETTERS, params, run, small_engine, tokenizer, tokens
 
 from m3jax.decoding import (
+    Sampling,
     StoppableText,
     check_logits,
     device,
@@ -224,6 +225,10 @@ def test_progress_and_timings(fake):
         ([[1]], {"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
         ([[1]], {"temperature": -1.0}, "temperature = -1.0"),
         ([[1]], {"top_p": 0.0}, "top_p = 0.0"),
+        ([[1]], {"temprature": 0}, r"generate\(\) has no keyword 'temprature'; the nearest .* 'temperature'"),
+        ([[1]], {"max_new_token": 0}, "'max_new_token'; the nearest that it has is 'max_new_tokens'"),
+        ([[1]], {"sampling": Sampling(), "top_k": 3, "seed": 1}, "sampling and top_k, seed: give the object or keyw"),
+        ([[1]], {"sampling": [Sampling()] * 2}, "sampling has 2 entries for 1 prompts"),
     ],
     ids=lambda value: str(value)[:30],
 )

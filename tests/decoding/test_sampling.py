@@ -1,6 +1,6 @@
 """Sampling against a NumPy reference, its statistics, and its independence of the batch."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sampling_reference import reference
 
+from m3jax import cli
 from m3jax.decoding import Sampling, SamplingParams, filtered_logits, row_keys, sample
-from m3jax.decoding.sampling import compute_both
+from m3jax.decoding.sampling import KNOBS as KNOB_NAMES
+from m3jax.decoding.sampling import SamplingKnobs, as_sampling, as_samplings, compute_both
 
 V = 16
 RNG_LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
@@ -308,3 +310,32 @@ def test_what_is_no_single_number_is_refused():
             Sampling(temperature=value)
     with pytest.raises(ValueError, match=r"top_k = 2\.0: must be an integer"):
         Sampling(top_k=jnp.float32(2.0))
+
+
+def test_an_object_or_keywords():
+    """A keyword wins over a default, and an object leaves the defaults out."""
+    resolved = lambda sampling=None, **knobs: as_sampling(sampling, knobs, called=as_sampling, defaults={"top_k": 3})
+    assert resolved() == Sampling(top_k=3)
+    assert resolved(temperature=0.5, top_k=None, seed=2) == Sampling(temperature=0.5, top_k=3, seed=2)
+    assert resolved(top_k=0) == Sampling(top_k=0)
+    assert resolved(Sampling.greedy()) == resolved(Sampling.greedy(), seed=None) == Sampling.greedy()
+    with pytest.raises(ValueError, match="sampling and seed: give the object or keywords, not both"):
+        resolved(Sampling(), seed=1)
+    with pytest.raises(TypeError, match="no keyword 'topk'; the nearest that it has is 'top_k'"):
+        resolved(topk=1)
+
+
+def test_settings_of_several_prompts():
+    resolved = lambda sampling=None, **knobs: as_samplings(2, sampling, knobs, called=as_samplings)
+    assert resolved(top_k=3, seed=7) == [Sampling(top_k=3, seed=7)] * 2
+    assert resolved(top_k=3, seed=(1, 0)) == [Sampling(top_k=3, seed=1), Sampling(top_k=3)]
+    assert resolved(seed=np.array([1, 2])) == [Sampling(seed=1), Sampling(seed=2)]
+    one, other = Sampling.greedy(), Sampling(seed=3)
+    assert resolved(one) == [one, one] and resolved((one, other)) == [one, other]
+
+
+def test_the_keywords_are_the_settings():
+    names = [field.name for field in fields(Sampling)]
+    assert [*KNOB_NAMES, "seed"] == list(SamplingKnobs.__annotations__) == names
+    flags = {action.dest for action in cli.parser()._actions}
+    assert flags >= set(names), "the command line has a flag for each"

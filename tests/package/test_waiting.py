@@ -225,7 +225,7 @@ def test_what_is_compiled_is_kept_where_the_user_wants_it(folder, monkeypatch, c
     monkeypatch.setattr(generation, "_generate", lambda *_: seen.append(keeps()))
     assert cli.main(["--prompt", "a"]) == 0
     assert cli.main(["--prompt", "a", "--no-compile-cache"]) == 0
-    module = sys.modules["m3jax.decoding.generate"]
+    module = sys.modules["m3jax.decoding.builder"]
     monkeypatch.setattr(module, "Engine", lambda *args, **options: (seen.append(keeps()), Engine(*args, **options))[1])
     generate(FakeModel.random(), [[1, 2, 3]], max_new_tokens=3)
     assert seen == [True, False, True] and not keeps()
@@ -253,7 +253,11 @@ def test_the_users_own_cache_is_left_alone(folder, tmp_path):
         jax.config.update("jax_enable_compilation_cache", True)
     with compile_cache.compile_cache(wanted=False):
         assert jax.config.jax_compilation_cache_dir is None
+        with compile_cache.compile_cache():
+            assert jax.config.jax_compilation_cache_dir is None, "an engine's builder asks for it in the command line"
     assert not folder.exists()
+    with compile_cache.compile_cache():
+        assert jax.config.jax_compilation_cache_dir is not None
 
 
 def test_damaged_and_unfinished_entries_are_replaced(folder):

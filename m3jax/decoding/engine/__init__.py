@@ -5,11 +5,13 @@ from m3jax.decoding.engine.exchange import Snapshot
 from m3jax.decoding.engine.media import Media
 from m3jax.decoding.engine.report import Drafting, Timings
 from m3jax.decoding.engine.request import Generation, Params, as_prompts, check_prompt
+from m3jax.decoding.engine.runner import PROGRAMS
 from m3jax.decoding.engine.shapes import DRAFT_TOKENS, PREFILL_CHUNKS, prefill_chunks
 
 __all__ = [
     "DRAFT_TOKENS",
     "PREFILL_CHUNKS",
+    "PROGRAMS",
     "Drafting",
     "Engine",
     "Generation",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from m3jax.decoding import Engine, Params, Sampling
+from m3jax.decoding import Engine, Params, Sampling, build_engine
 from m3jax.model import M3
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Message, OutputParser, Tokenizer
@@ -121,11 +121,8 @@ def _engine(model: M3, tokenizer: Tokenizer, template: ChatTemplate, tasks: Sequ
     ids = [template.encode(tokenizer, t.messages, tools=t.tools, thinking_mode=t.thinking_mode) for t in tasks]
     answers = max(sum(message["role"] == "assistant" for message in task.messages) for task in tasks)
     longest = min(max(map(len, ids)) + answers * _NEW_TOKENS, model.config.max_position_embeddings)
-    pages = -(-longest // model.config.index_block_size)
     rows = min(batch, len(tasks))
-    return Engine(
-        model, pages=rows * pages, max_batch=rows, prefill_chunk=512, prefill_rows=min(rows, 8), max_length=longest
-    )
+    return build_engine(model, rows=rows, length=longest, prefill_chunk=512, prefill_rows=min(rows, 8), programs=())
 
 
 def _hear(play: _Play) -> None:

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32, Float64
 
-from m3jax.decoding.sampling import Sampling, SamplingParams, filtered_logits, row_keys, sample
+from m3jax.decoding.sampling import KNOBS, Sampling, SamplingParams, filtered_logits, row_keys, sample
 from m3jax.vectors.case import Arrays, Case, Group, Rule, Run, on_host
 
-KNOBS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 AXES = {name: "B" for name in (*KNOBS, "seed", "positions", "tokens")} | {
     "logits": "B V", "seen": "B V", "uniform": "B V", "probabilities": "B V", "kept": "B V",
 }  # fmt: skip

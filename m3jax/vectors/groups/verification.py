@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32, UInt32
 
-from m3jax.decoding.sampling import Sampling, SamplingParams
+from m3jax.decoding.sampling import KNOBS, Sampling, SamplingParams
 from m3jax.decoding.speculation.verify import Proposal, position_keys, verify
 from m3jax.vectors.case import Arrays, Case, Group, Rule, Run, on_host
-from m3jax.vectors.groups.sampling import KNOBS, distribution, uniforms
+from m3jax.vectors.groups.sampling import distribution, uniforms
 
 AXES = {name: "B" for name in (*KNOBS, "seed", "positions", "accepted")} | {
     "logits": "B X V", "proposals": "B C", "draft_probabilities": "B C V", "seen": "B V", "accept_uniform": "B C",
