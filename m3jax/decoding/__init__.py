@@ -1,7 +1,7 @@
 """Generation: sampling, the engine with its jitted prefill and decode loop, and text as it comes."""
 
 from m3jax.decoding.builder import build_engine, engine_for
-from m3jax.decoding.engine import Drafting, Engine, Generation, Media, Params, Timings
+from m3jax.decoding.engine import Drafting, Engine, Generation, Media, Params, Storage, Timings, Work
 from m3jax.decoding.generate import check_logits, generate
 from m3jax.decoding.sampling import Sampling, SamplingParams, filtered_logits, row_keys, sample
 from m3jax.decoding.seen import marked, read_media, read_medium, with_placeholders
@@ -20,7 +20,9 @@ __all__ = [
     "Sampling",
     "SamplingParams",
     "StoppableText",
+    "Storage",
     "Timings",
+    "Work",
     "build_engine",
     "check_logits",
     "engine_for",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import jax
 
@@ -12,6 +12,7 @@ from m3jax.decoding.engine import (
     DRAFT_TOKENS,
     PROGRAMS,
     Engine,
+    EngineKnobs,
     Media,
     Params,
     check_prompt,
@@ -36,7 +37,9 @@ def build_engine(
     programs: Sequence[str] = PROGRAMS,
     longest: int | None = None,
     progress: bool = True,
-    **knobs: Any,
+    draft: Drafter | str | Path | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
+    **knobs: Unpack[EngineKnobs],
 ) -> Engine:
     """Make an engine in which so many requests of so many tokens run at once, and compile what they run.
 
@@ -49,16 +52,20 @@ def build_engine(
       programs: as in `Engine.warmup`.
       longest: as in `Engine.warmup`.
       progress: as in `generate`.
-      **knobs: of `Engine`. Without `pages` the pool has as many as the rows can fill.
+      draft: as in `generate`.
+      draft_tokens: as in `generate`.
+      **knobs: the attributes of `Storage` and of `Work`, as for `Engine`. Without `pages` the pool has as many as
+        the rows can fill.
 
     Raises:
       ValueError: as `Engine`.
     """
     pages = rows * math.ceil(length / model.config.index_block_size)
     with compile_cache():
-        engine = Engine(model, **{"pages": pages, "max_batch": rows, "max_length": length} | knobs)
+        room = {"pages": pages, "max_batch": rows, "max_length": length}
+        engine = Engine(model, draft=draft, draft_tokens=draft_tokens, **room | knobs)
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
-        about = (platform(), model.config, dtypes, engine.shapes, type(knobs.get("draft")).__name__)
+        about = (platform(), model.config, dtypes, engine.shapes, type(draft).__name__)
         with activity(progress, about) as line:
             engine.warmup(lambda names: line.timed(f"compiling {names}"), programs, longest)
     return engine

@@ -1,5 +1,6 @@
 """What the engine refuses, and that nobody else notices."""
 
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from support import tiny
 from support.engines import CONFIG, SHAPE, engine, finish, params, prompt, quick, serve
 
-from m3jax.decoding import Engine, Generation, Params, Sampling
+from m3jax.decoding import Engine, Generation, Params, Sampling, Storage, Work
+from m3jax.decoding.engine import EngineKnobs
 from m3jax.model import M3
 
 
@@ -153,3 +155,18 @@ def test_wrong_handles_change_nothing():
 def test_params_are_checked_when_they_are_made():
     with pytest.raises(ValueError, match="temperature = -1"):
         Params(max_new_tokens=1, sampling=Sampling(temperature=-1))
+
+
+def test_options_are_objects_or_keywords():
+    """Both lay out the same engine; nothing is given twice, and a word that is none is named with the nearest."""
+    objects = Engine(model(), storage=Storage(pages=24, max_length=64), work=Work(max_batch=2, prefill_chunk=16))
+    keywords = Engine(model(), pages=24, max_length=64, max_batch=2, prefill_chunk=16)
+    assert objects.shapes == keywords.shapes and objects.max_length == keywords.max_length == 64
+    with pytest.raises(ValueError, match="storage and pages, max_length: give the object or keywords, not both"):
+        Engine(model(), storage=Storage(pages=24), pages=24, max_length=64)
+    with pytest.raises(TypeError, match=r"Engine\(\) has no keyword 'max_batches'; the nearest .* 'max_batch'"):
+        Engine(model(), pages=24, max_batches=2)
+    with pytest.raises(TypeError, match="pages"):
+        Engine(model(), max_batch=2)
+    attributes = {field.name: field.type for kind in (Storage, Work) for field in fields(kind)}
+    assert EngineKnobs.__annotations__ == attributes

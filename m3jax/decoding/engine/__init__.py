@@ -3,6 +3,7 @@
 from m3jax.decoding.engine.engine import Engine
 from m3jax.decoding.engine.exchange import Snapshot
 from m3jax.decoding.engine.media import Media
+from m3jax.decoding.engine.options import EngineKnobs, Storage, Work
 from m3jax.decoding.engine.report import Drafting, Timings
 from m3jax.decoding.engine.request import Generation, Params, as_prompts, check_prompt
 from m3jax.decoding.engine.runner import PROGRAMS
@@ -14,11 +15,14 @@ __all__ = [
     "PROGRAMS",
     "Drafting",
     "Engine",
+    "EngineKnobs",
     "Generation",
     "Media",
     "Params",
     "Snapshot",
+    "Storage",
     "Timings",
+    "Work",
     "as_prompts",
     "check_prompt",
     "prefill_chunks",

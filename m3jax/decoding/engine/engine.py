@@ -6,15 +6,17 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import Unpack
 
 import jax
 
-from m3jax.cache import HostMemory, PageAllocator, Scales
+from m3jax.cache import HostMemory, PageAllocator
 from m3jax.cache.device import page_shards
 from m3jax.decoding.drafts import as_drafter
 from m3jax.decoding.engine import checks
 from m3jax.decoding.engine.exchange import Snapshot, check_snapshot, identity
 from m3jax.decoding.engine.media import FeatureRows, Media, PlacedSegment, Placer, as_media, prefix_keys
+from m3jax.decoding.engine.options import EngineKnobs, Storage, Work, as_options
 from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
 from m3jax.decoding.engine.request import Generation, Params, Request, as_prompt, check_prompt
 from m3jax.decoding.engine.runner import PROGRAMS, Runner, Watch
@@ -36,37 +38,20 @@ class Engine:
 
     Args:
       model: from `m3jax.load`.
-      pages: of the pool; a page is one block of the model.
-      max_batch: rows that decode together.
-      prefill_chunk: prompt tokens of a row in one device call; it bounds the memory of prefill, and how long the others
-        wait. Of several sizes what is left takes the smallest that holds it, or two calls of a smaller one if that is
-        less to compute. None is 256 and 2,048, on a GPU 8,192 too, as far as `max_length` goes.
-      prefill_rows: prompts that share a call.
-      max_length: tokens that one request can have; by default, and at most, what the pages and the model's context
-        allow.
-      steps_per_call: decode steps in one device call. More is faster, fewer react sooner.
-      max_stop_ids: of one request.
-      prefix_cache: whether requests share the pages of equal beginnings.
-      kv_dtype: of stored keys and values; the model's by default.
-      index_dtype: of stored index keys; the model's by default.
-      scales: for float8 (`m3jax.cache.measure_scales`).
+      storage: where it keeps what it has computed; None is by the keywords.
+      work: how it cuts work into device calls; None is by the keywords.
       draft: proposes tokens that the model then verifies, several in one call: "builtin", "ngram", the folder of an
         EAGLE3 draft, or a drafter (`m3jax.decoding.speculation`).
       draft_tokens: K, proposals of a round, 1 to 8.
-      device_pages: keys and values of sparse layers are in host memory and `pages` counts those; the device has room
-        for this many of them in each layer, and keeps what was used last. Index keys and dense layers stay on it.
-      host_memory: "pinned_host", "numpy", or "auto": the first of them that the device has.
-      media_patches: patches in one call of the vision tower, a program a size. An image, or a chunk of a video, runs
-        alone in the smallest that holds it, and no larger one is taken. None is 256, 1,024, 2,304 (the hub's largest
-        image) and 12,288 (its largest chunk) where the model has a tower; () serves text alone.
-      media_tokens: features of images and videos that the device keeps, for prompts that are not through and for the
-        next one with the same picture; None is 16,384, or more where a chunk of a prompt can need more. Each takes as
-        much memory as the embedding of a token.
       invariant: run the model in its invariant mode (`M3.with_invariance`): tokens and log-probabilities of a request
         are to the bit those that it has alone, whatever runs beside it, however its prompt is cut, with any draft or
         none, after a preemption or a move. A draft's proposals are accepted where they are what the model draws.
+      **knobs: the attributes of `Storage` and of `Work`, in place of these objects. Of `Storage`: pages, which must be
+        given, max_length, prefix_cache, kv_dtype, index_dtype, scales, device_pages, host_memory, media_tokens. Of
+        `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, media_patches.
 
     Raises:
+      TypeError: an unknown keyword, or no `pages`.
       ValueError: a size below 1, a `max_length` beyond pages or context, a draft that does not fit the model, too few
         `device_pages` for what a step selects, or a mesh or a draft with them.
     """
@@ -75,59 +60,47 @@ class Engine:
         self,
         model: TargetModel,
         *,
-        pages: int,
-        max_batch: int = 8,
-        prefill_chunk: int | Sequence[int] | None = None,
-        prefill_rows: int = 1,
-        max_length: int | None = None,
-        steps_per_call: int = 16,
-        max_stop_ids: int = 8,
-        prefix_cache: bool = True,
-        kv_dtype: str | None = None,
-        index_dtype: str | None = None,
-        scales: tuple[Scales, ...] | None = None,
+        storage: Storage | None = None,
+        work: Work | None = None,
         draft: Drafter | str | Path | None = None,
         draft_tokens: int = DRAFT_TOKENS,
-        device_pages: int | None = None,
-        host_memory: str = "auto",
-        media_patches: int | Sequence[int] | None = None,
-        media_tokens: int | None = None,
         invariant: bool = False,
+        **knobs: Unpack[EngineKnobs],
     ):
+        storage, work = as_options(storage, work, knobs, Engine)
         if invariant or token_tile(model) is not None:
             model = checks.as_invariant(model)
-        sizes = dict(pages=pages, max_batch=max_batch, prefill_rows=prefill_rows, steps_per_call=steps_per_call,
-                     max_stop_ids=max_stop_ids)  # fmt: skip
-        optional = dict(max_length=max_length, device_pages=device_pages)
-        checks.check_sizes(sizes | {name: size for name, size in optional.items() if size is not None})
         self.config = model.config
         page_size = self.config.index_block_size
-        self.max_length = checks.check_max_length(max_length, pages, self.config)
-        chunks = prefill_chunks(self.max_length) if prefill_chunk is None else checks.chunk_sizes(prefill_chunk)
+        self.max_length = checks.check_max_length(storage.max_length, storage.pages, self.config)
+        chunks = work.prefill_chunk
+        chunks = prefill_chunks(self.max_length) if chunks is None else checks.chunk_sizes(chunks)
         batch_unit = 1 if model.mesh is None else model.mesh.shape.get("data", 1)
         self.shapes = Shapes(
-            batch=math.ceil(max_batch / batch_unit) * batch_unit,
-            prompts=prefill_rows,
+            batch=math.ceil(work.max_batch / batch_unit) * batch_unit,
+            prompts=work.prefill_rows,
             chunks=chunks,
-            steps=steps_per_call,
-            stop_ids=max_stop_ids,
+            steps=work.steps_per_call,
+            stop_ids=work.max_stop_ids,
         )
-        storage = dict(kv_dtype=kv_dtype, index_dtype=index_dtype, scales=scales)
-        draft = as_drafter(draft, model)
+        draft, device_pages = as_drafter(draft, model), storage.device_pages
         if draft is not None:
             checks.check_draft(draft, draft_tokens, model, device_pages)
             self.shapes = replace(self.shapes, draft_tokens=draft_tokens)
-        if sees(model) or media_patches:
-            patches, tokens = checks.media_sizes(media_patches, media_tokens, model, self.shapes)
+        if sees(model) or work.media_patches:
+            patches, tokens = checks.media_sizes(work.media_patches, storage.media_tokens, model, self.shapes)
             self.shapes = replace(self.shapes, media_patches=patches, media_tokens=tokens)
+        types = dict(kv_dtype=storage.kv_dtype, index_dtype=storage.index_dtype, scales=storage.scales)
         if device_pages is not None:
             checks.check_device_pages(device_pages, model, self.shapes)
-            storage["device_pages"] = device_pages
-        cache = model.new_cache(pages, self.shapes.batch, math.ceil(self.max_length / page_size), **storage)
-        host = None if device_pages is None else HostMemory(cache, host_memory)
+            types["device_pages"] = device_pages
+        blocks_of_row = math.ceil(self.max_length / page_size)
+        cache = model.new_cache(storage.pages, self.shapes.batch, blocks_of_row, **types)
+        host = None if device_pages is None else HostMemory(cache, storage.host_memory)
         cache = cache if draft is None else draft.join(model, cache)
         self._runner = Runner(model, cache, self.shapes, host, draft)
-        self._pages = PageAllocator(cache.num_pages, page_size, share=prefix_cache, stripes=page_shards(model.mesh))
+        stripes = page_shards(model.mesh)
+        self._pages = PageAllocator(cache.num_pages, page_size, share=storage.prefix_cache, stripes=stripes)
         self._placer = Placer(self.config, sees(model), self.shapes.media_patches)
         self._features = FeatureRows(self.shapes.media_tokens) if self.shapes.media_patches else None
         self._scheduler = Scheduler(self._runner, self._pages, self._features)
