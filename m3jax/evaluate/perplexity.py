@@ -1,6 +1,6 @@
 """Perplexity of texts, by file and by how much of a text the model has seen."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from m3jax.evaluate.definition import windows
 from m3jax.evaluate.reading import Reading, token_scores
 from m3jax.model import M3
-from m3jax.train.data import Batch
 
 
 @dataclass(frozen=True)
@@ -86,21 +85,6 @@ def _by_position(loss: Float[np.ndarray, " X"], seen: Int[np.ndarray, " X"]) -> 
             found.append({"from": first, "to": last, "tokens": int(inside.sum()), "loss": float(loss[inside].mean())})
         first, last = last + 1, 2 * last
     return found
-
-
-def validation_loss(model: M3, batches: Iterable[Batch]) -> float:
-    """Mean cross-entropy of the next token, in nats, over batches of code; at least one batch is needed.
-
-    Args:
-      model: any M3; it reads whole rows without a cache, as in training.
-      batches: of `m3jax.train.data`, rows of one length each; a token counts by its weight.
-    """
-    losses, weights = [], []
-    for batch in batches:
-        scores = token_scores(model, list(batch["tokens"]), Reading(chunk=0, batch=len(batch["tokens"])))
-        losses += [loss for loss, _ in scores]
-        weights += list(batch["weights"])
-    return float(np.average(np.concatenate(losses), weights=np.concatenate(weights)))
 
 
 def perplexity_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
