@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from m3jax.evaluate.definition import windows
 from m3jax.evaluate.reading import Reading, token_scores
 from m3jax.model import M3
 
@@ -33,7 +32,7 @@ def perplexity(model: M3, texts: Sequence[Text], context: int, skip: int, how: R
     Args:
       model: any M3.
       texts: two tokens or more each.
-      context: tokens that are read at once; a longer text is read in windows (`definition.windows`).
+      context: tokens that are read at once; a longer text is read in windows (`windows`).
       skip: tokens of each window but a text's first that are context alone.
       how: sizes and dtypes.
 
@@ -61,6 +60,27 @@ def perplexity(model: M3, texts: Sequence[Text], context: int, skip: int, how: R
     loss, hit, before = (np.concatenate(part) for part in zip(*joined, strict=True))
     whole = _summary(loss, hit, sum(text.num_bytes for text in texts))
     return whole | {"files": files, "by_position": _by_position(loss, before)}
+
+
+def windows(num_tokens: int, context: int, skip: int) -> list[tuple[int, int, int]]:
+    """Return the parts of a text that a model reads, each alone, so that each token but the first is predicted once.
+
+    Args:
+      num_tokens: of the text.
+      context: tokens that the model reads at most.
+      skip: how many of them, in all windows but the first, are there as context alone.
+
+    Returns:
+      (first token read, end of what is read, first position that counts) of each window. Position p predicts token
+      p + 1, so what is read ends before the last token.
+    """
+    found, counted = [], 0
+    while counted < num_tokens - 1:
+        start = max(0, counted - skip)
+        end = min(start + context, num_tokens - 1)
+        found.append((start, end, counted))
+        counted = end
+    return found
 
 
 def _summary(loss: Float[np.ndarray, " X"], hit: Bool[np.ndarray, " X"], num_bytes: int) -> dict[str, Any]:

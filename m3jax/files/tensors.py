@@ -6,9 +6,10 @@ A file is 8 bytes with the length of a JSON header, the header, and the tensors'
 import json
 import mmap
 from collections.abc import Iterable, Mapping
+from io import BufferedIOBase
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -137,7 +138,7 @@ def mapped(file: Path, place: str) -> dict[str, np.ndarray]:
     return unpacked(data, place)
 
 
-def read_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
+def read_header(stream: BufferedIOBase) -> tuple[dict[str, Any], int]:
     """Return the header of a file, its metadata included, and the byte at which the tensors' numbers begin.
 
     Args:
