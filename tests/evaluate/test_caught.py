@@ -5,7 +5,7 @@ from functools import cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import tiny
+from support import evaluation, tiny
 from support.comparisons import assert_close
 
 from m3jax.evaluate import caught
