@@ -29,6 +29,8 @@
 # Each claim is an assertion too.
 
 # %%
+import sys
+
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
@@ -40,8 +42,11 @@ from m3jax.media import PlaceholderIds, batch, expand_tokens, process_image, pro
 from m3jax.media.patches import patch_positions
 from m3jax.media.sizes import FACTOR, PATCH
 from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.pictures.draw import COLOURS, SHAPES, Shape, as_bytes, background, draw_number, draw_shapes
 from m3jax.vision import rotary_angles
+
+# What the tower was trained on is drawn by scripts/tiny, seen from the repository or from this folder.
+sys.path += ["scripts", "../scripts"]
+from tiny.pictures.draw import COLOURS, SHAPES, Shape, as_bytes, background, draw_number, draw_shapes
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.titlesize": 11, "figure.constrained_layout.use": True})
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
@@ -141,7 +146,7 @@ assert len(np.unique(angles[same_column][:, 2 * per_axis :], axis=0)) == 1, "the
 #
 # In the prompt an image is a start, a placeholder for each block, an end. The projector's output for a block, a
 # *feature*, takes the place of the placeholder's embedding; what is around it is text. In training a feature was also
-# drawn to the embeddings of the words for what its block shows ([`naming_loss`](../m3jax/train/pictures/features.py)),
+# drawn to the embeddings of the words for what its block shows ([`naming_loss`](../scripts/tiny/pictures/features.py)),
 # so it can be read without the layers above: below, the product of each feature with the direction of each colour's
 # and each shape's word. The largest is shown, and the word where it is over 3.
 

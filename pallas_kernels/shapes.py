@@ -73,4 +73,3 @@ DECODE = (
     Shape("verify 8 x 4 at 131,072", 8, 4, 131072),
     Shape("shard of 4, decode 32 at 131,072", 32, 1, 131072, heads=16, kv_heads=1),
 )
-BY_NAME = {shape.name: shape for shape in (*PREFILL, *DECODE)}

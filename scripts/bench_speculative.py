@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from tiny.corpus import Corpus
 
 import m3jax
 from m3jax.assets import embedded_path
@@ -21,7 +22,6 @@ from m3jax.checkpoint import load_draft
 from m3jax.decoding import Eagle3Drafter, Engine, Params, PromptLookup, Sampling
 from m3jax.model import M3
 from m3jax.text import Tokenizer
-from m3jax.train.data import Corpus
 
 PROMPT, NEW, RUNS = 256, 256, 2
 LEAST = 8  # prompts, one after the other where the batch is smaller: how much is accepted hangs on the text

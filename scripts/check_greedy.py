@@ -14,13 +14,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny.corpus import Corpus
 
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.model import M3
 from m3jax.text import Tokenizer
-from m3jax.train.data import Corpus
 
 PROMPT, NEW, DRAFT_TOKENS = 64, 64, 3
 DRAFTS = {"no draft": None, "EAGLE3": "builtin", "prompt lookup": "ngram"}

@@ -183,7 +183,8 @@ def run(args: argparse.Namespace) -> int:
     torch = importlib.import_module("torch")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no GPU that PyTorch can use: vLLM's Triton ops need one, and nothing was checked")
-    from m3jax.vectors.files import packed, read_case, read_manifest
+    from m3jax.files.tensors import packed
+    from m3jax.vectors.files import read_case, read_manifest
     from m3jax.vectors.making import make
 
     folder = args.folder

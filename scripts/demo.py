@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.text import Text
+from tiny.pictures.draw import COLOURS, Shape, as_bytes, background, draw_shapes
 
 import m3jax
 from m3jax.assets import embedded_path
@@ -17,7 +18,6 @@ from m3jax.checkpoint import load_draft
 from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling, engine_for, read_media
 from m3jax.model import M3
 from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.pictures.draw import COLOURS, Shape, as_bytes, background, draw_shapes
 
 CODE = "import os\nimport sys\n\n\nclass TestCase(unittest.TestCase):"
 

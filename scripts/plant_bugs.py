@@ -239,7 +239,8 @@ def main(argv=None):
     names = [bug.__name__ for bug in BUGS]
     parser.add_argument("--only", metavar="NAME", action="append", choices=names, help=f"one of {', '.join(names)}")
     args = parser.parse_args(argv)
-    from m3jax.vectors.files import packed, read_case, read_manifest, unpacked
+    from m3jax.files.tensors import packed, unpacked
+    from m3jax.vectors.files import read_case, read_manifest
 
     (case,) = (case for case in read_manifest(VECTORS)["cases"] if case["group"] == "model")
     x = {"tokens": read_case(VECTORS, case)[0]["tokens"].astype(int)}

@@ -14,22 +14,17 @@ import time
 from functools import cache
 
 import optax
+from tiny.arguments import add_run_arguments, add_tuning_arguments, keep_model, mismatch
+from tiny.corpus import Corpus
+from tiny.dialogues import DialogueBatches, measure_dialogues
+from tiny.losses import KEYS, TinyLoss
+from tiny.measure import measure
 
 import m3jax
-from m3jax.evaluate.checkpoint import measure
 from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.data import Corpus
-from m3jax.train.dialogues import DialogueBatches, measure_dialogues
 from m3jax.train.fused import fuse
-from m3jax.train.run import (
-    Stage,
-    add_run_arguments,
-    add_tuning_arguments,
-    keep_model,
-    mismatch,
-    run_stages,
-)
-from m3jax.train.step import TrainOptions, TrainState, init_state, make_optimizer
+from m3jax.train.run import Stage, run_stages
+from m3jax.train.step import TrainState, init_state, make_optimizer
 
 STEPS, SHORT_STEPS = 1400, 6
 
@@ -72,13 +67,14 @@ def train(args: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer, templa
         [Stage("dialogues", steps, seq_len, rows, sparse=True)],
         init_state(model, optimizer),
         optimizer,
-        TrainOptions(recall_weight=2.0, fused=fused),
+        TinyLoss(recall_weight=2.0, fused=fused),
         batches=lambda stage: DialogueBatches(
             corpus, tokenizer, template, stage.seq_len, stage.batch, args.seed, args.dialogue_fraction
         ),
         schedule="mask" if fused else args.schedule,
+        keys=KEYS,
         workers=args.workers,
-        teacher=model if args.keep else None,
+        shared={"teacher": model} if args.keep else None,
     )
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tiny.corpus import Corpus
 
 import m3jax
 from m3jax.assets import embedded_path
@@ -27,7 +28,6 @@ from m3jax.model import M3
 from m3jax.model.eagle3 import Eagle3, Eagle3Config, init
 from m3jax.progress import activity
 from m3jax.text import Tokenizer
-from m3jax.train.data import Corpus
 from m3jax.train.eagle3 import continuations, draft_optimizer, draft_train_step, init_draft_state
 from m3jax.train.fused import fuse
 
@@ -69,8 +69,8 @@ def main(argv: list[str] | None = None) -> None:
     }
     begin = time.perf_counter()
     written = continuations(
-        model, corpora["train"], count=sizes.rows, length=sizes.length, temperatures=TEMPERATURES, seed=args.seed,
-        batch=sizes.decoding,
+        model, beginnings(corpora["train"], sizes.rows, sizes.length, args.seed), length=sizes.length,
+        temperatures=TEMPERATURES, batch=sizes.decoding,
     )  # fmt: skip
     print(f"{written.size} tokens of continuations in {time.perf_counter() - begin:.0f} s", flush=True)
     draft = train(model, corpora["train"], written, sizes, args)
@@ -81,6 +81,16 @@ def main(argv: list[str] | None = None) -> None:
     (args.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     print(json.dumps(report, indent=2))
     print(f"measured in {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def beginnings(corpus: Corpus, count: int, length: int, seed: int) -> list[list[int]]:
+    """Draw beginnings of rows from code: a sixteenth to a half of a row each."""
+    rng, prompts = np.random.default_rng(seed), []
+    for _ in range(count):
+        size = int(rng.integers(max(1, length // 16), length // 2 + 1))
+        start = corpus.draw_start(rng, size)
+        prompts.append(corpus.tokens[start : start + size].tolist())
+    return prompts
 
 
 def train(model: M3, corpus: Corpus, written: np.ndarray, sizes: Sizes, args: argparse.Namespace) -> Eagle3:

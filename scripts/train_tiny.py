@@ -16,17 +16,20 @@ import time
 from functools import cache
 
 import optax
+from tiny.arguments import add_run_arguments, mismatch
+from tiny.corpus import Corpus
+from tiny.data import RecallBatches
+from tiny.losses import KEYS, TinyLoss
+from tiny.measure import measure
 
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import save
 from m3jax.config import M3Config
-from m3jax.evaluate.checkpoint import measure
 from m3jax.model import init
 from m3jax.text import Tokenizer
-from m3jax.train.data import Corpus, RecallBatches
 from m3jax.train.fused import fuse
-from m3jax.train.run import Stage, add_run_arguments, mismatch, run_stages, under
-from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state, make_optimizer
+from m3jax.train.run import Stage, run_stages, under
+from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer
 
 CONFIG = M3Config(
     vocab_size=2048, hidden_size=192, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
@@ -79,15 +82,16 @@ def train(args: argparse.Namespace, stages: tuple[Stage, ...], corpus: Corpus) -
     """Run what is left of the stages, keeping the state as it goes."""
     optimizer = _optimizer(sum(stage.steps for stage in stages), args.learning_rate, args.dense)
     fused = args.schedule == "fused"
-    options = TrainOptions(recall_weight=args.recall_weight, kl_weight=0.0 if args.dense else 1.0, fused=fused)
+    loss = TinyLoss(recall_weight=args.recall_weight, kl_weight=0.0 if args.dense else 1.0, fused=fused)
     return run_stages(
         args.out / "state",
         stages,
         init_state(init(CONFIG, args.seed), optimizer),
         optimizer,
-        options,
+        loss,
         batches=lambda stage: RecallBatches(corpus, stage.seq_len, stage.batch, args.seed),
         schedule="mask" if fused else args.schedule,
+        keys=KEYS,
     )
 
 

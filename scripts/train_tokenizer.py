@@ -15,9 +15,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from m3jax.evaluate.sources import python_corpus
+from m3jax.evaluate.words import WORDS
 from m3jax.text import Tokenizer
-from m3jax.train.data import python_corpus
-from m3jax.train.words import WORDS
 
 VOCAB_SIZE = 2048
 BOS, EOS, ROLE = "]~!b[", "[e~[", "]~b]"

@@ -20,27 +20,21 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from tiny.arguments import add_run_arguments, add_tuning_arguments, keep_model, mismatch
+from tiny.corpus import Corpus
+from tiny.dialogues import DialogueBatches, measure_dialogues
+from tiny.losses import KEYS, TinyLoss
+from tiny.measure import measure
+from tiny.pictures import Alternating, PictureBatches, held_out_tasks, picture_accuracy, with_tower
 
 import m3jax
-from m3jax.evaluate.checkpoint import measure
 from m3jax.media import PlaceholderIds
 from m3jax.model import M3
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.data import Batches, Corpus
-from m3jax.train.dialogues import DialogueBatches, measure_dialogues
 from m3jax.train.fused import fuse
-from m3jax.train.pictures import Alternating, PictureBatches, held_out_tasks, picture_accuracy, with_tower
-from m3jax.train.run import (
-    Stage,
-    add_run_arguments,
-    add_tuning_arguments,
-    keep_model,
-    mismatch,
-    run_stages,
-    under,
-)
-from m3jax.train.step import TrainOptions, TrainState, cast_weights, init_state, make_optimizer
+from m3jax.train.run import Batches, Stage, run_stages, under
+from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer
 from m3jax.vision import VisionConfig
 
 # Rows of pictures are short: among fifty dialogues, which of them a question is about is learned slowly.
@@ -113,17 +107,19 @@ def train(
     optimizer = _optimizer(num_steps, args.learning_rate, args.vision_learning_rate, frozen_text=not trains_text)
     fused = args.schedule == "fused"
     # Without the text there is nobody to learn which blocks to select, and no load to balance.
-    parts = dict(recall_weight=2.0) if trains_text else dict(kl_weight=0.0, balance_rate=0.0)
+    parts = dict(recall_weight=2.0) if trains_text else dict(kl_weight=0.0)
     return run_stages(
         args.out / "state",
         stages,
         init_state(with_tower(base, tower(PlaceholderIds.of_tokenizer(tokenizer)), args.seed), optimizer),
         optimizer,
-        TrainOptions(fused=fused, **parts),
+        TinyLoss(fused=fused, **parts),
         batches=lambda stage: make_batches(stage, args, corpus, tokenizer, template),
         schedule="mask" if fused else args.schedule,
+        keys=KEYS,
+        shared={"teacher": base} if trains_text else None,
+        balance_rate=1e-3 if trains_text else 0.0,
         workers=args.workers,
-        teacher=base if trains_text else None,
         check=None if args.short else checker(tokenizer, template),
         check_every=CHECK_EVERY,
     )

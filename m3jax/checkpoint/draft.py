@@ -14,10 +14,11 @@ from jaxtyping import Int32, Shaped
 
 from m3jax.assets import embedded_draft_path
 from m3jax.checkpoint.reader import FLOATS, INTEGERS, CheckpointError, StoredTensor, read_folder, version
-from m3jax.checkpoint.replacing import Replacement, as_json, file_order
+from m3jax.checkpoint.replacing import Replacement, as_json
 from m3jax.config import M3Config
 from m3jax.config_keys import LARGEST_INTEGER, LARGEST_REAL, SMALLEST_REAL
 from m3jax.files import current_file, read_json
+from m3jax.files.tensors import by_width
 from m3jax.messages import listed, note_problems, printable, shortened, shown
 from m3jax.model.eagle3 import Eagle3, Eagle3Config, abstract
 
@@ -130,7 +131,7 @@ def save_draft(draft: Eagle3, path: str | Path) -> None:
         target_ids = np.asarray(draft.target_ids[...]).astype(np.int64)
         tensors[_OFFSETS] = target_ids - np.arange(len(target_ids))
     layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    layout = {name: layout[name] for name in file_order(layout)}
+    layout = by_width(layout)
     with Replacement(Path(path), 1, {"config.json": as_json(_to_json(config, str(draft.dtype)))}) as new:
         new.write_weights(new.names[0], layout, (tensors[name] for name in layout), {"format": "pt"})
 

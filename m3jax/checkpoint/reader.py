@@ -1,6 +1,5 @@
 """Safetensors folders: which tensors they hold, and views of their bytes."""
 
-import json
 import mmap
 import os
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
 from m3jax.files import INDEX_NAME, SINGLE_NAME, read_json
+from m3jax.files.tensors import read_header
 from m3jax.messages import listed, note_problems, printable, shortened, shown
 
 # MXFP8's index of M3 has 45,838 entries in some 6 MB.
@@ -209,14 +209,12 @@ def _read_file(file: Path, folder: Folder) -> dict[str, StoredTensor] | None:
             pass  # the library checks the header, and that the tensors fill the file exactly
         with open(file, "rb") as stream:
             identity = _identity(stream.fileno())
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(header_bytes))
+            header, data_start = read_header(stream)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         size = file.stat().st_size
         folder.problems.append(f"{file.name}: truncated or damaged, {size} bytes ({error}); {_AGAIN}")
         return None
     header.pop("__metadata__", None)
-    data_start = 8 + header_bytes
     return {
         name: StoredTensor(
             name, file, entry["dtype"], tuple(entry["shape"]), data_start + entry["data_offsets"][0], identity

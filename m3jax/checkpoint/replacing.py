@@ -18,7 +18,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from m3jax.files import (
     read_json,
     sync_folder,
 )
+from m3jax.files.tensors import Layout, write_tensors
 
 try:
     import fcntl
@@ -45,12 +45,6 @@ except ImportError:  # Windows: two saves into one folder at once are the user's
 _OWN_SHARD = re.compile(r"model-[0-9a-f]{16}-\d{5}-of-\d{5}\.safetensors")
 _HUB_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOSYS)
-
-# The names that safetensors has for the dtypes of a model.
-_DTYPES = {
-    "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3", "uint8": "U8",
-}  # fmt: skip
 
 
 class Replacement:
@@ -110,7 +104,7 @@ class Replacement:
     def write_weights(
         self,
         name: str,
-        layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+        layout: Layout,
         values: Iterable[Shaped[np.ndarray, "..."]],
         metadata: Mapping[str, str],
     ) -> None:
@@ -124,20 +118,8 @@ class Replacement:
         """
         if self._is_single and self._is_pending:
             metadata = {**metadata, SAVE_KEY: self._token}
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        offset = 0
-        for tensor, (dtype, shape) in layout.items():
-            end = offset + dtype.itemsize * prod(shape)
-            header[tensor] = {"dtype": _DTYPES[dtype.name], "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode("utf-8")
-        text += b" " * (-len(text) % 8)
         with self._new_file(pending_name(self._token, name) if self._is_single else name) as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for (tensor, stored), array in zip(layout.items(), values, strict=True):
-                if (array.dtype, array.shape) != stored:
-                    raise ValueError(f"{tensor}: {array.dtype} {array.shape}, and the header says {stored}")
-                file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+            write_tensors(file, layout, values, metadata)
 
     def write_index(self, weight_map: Mapping[str, str], total_size: int) -> None:
         """Write the index of several files.
@@ -223,11 +205,6 @@ class Replacement:
 def as_json(data: Mapping[str, Any]) -> bytes:
     """The contents of a JSON file, the same for the same data."""
     return (json.dumps(data, indent=2, sort_keys=True) + "\n").encode("utf-8")
-
-
-def file_order(layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> list[str]:
-    """The names of tensors in the order that safetensors gives them: wide dtypes first, so that all are aligned."""
-    return sorted(layout, key=lambda name: (-layout[name][0].itemsize, name))
 
 
 def _lock(folder: Path) -> int | None:

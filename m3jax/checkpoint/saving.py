@@ -15,8 +15,9 @@ from m3jax import model as m3_model
 from m3jax.checkpoint import tree
 from m3jax.checkpoint.mxfp8 import announcement
 from m3jax.checkpoint.names import Target, scale_name, targets
-from m3jax.checkpoint.replacing import Replacement, as_json, file_order
+from m3jax.checkpoint.replacing import Replacement, as_json
 from m3jax.files import current_file
+from m3jax.files.tensors import by_width
 
 COPIED = (
     "generation_config.json",
@@ -73,7 +74,7 @@ def save(
         files = dict(zip(new.names, shards, strict=True))
         for file, names in files.items():
             layout = {name: (_stored_dtype(parameters, places[name]), places[name].hub_shape) for name in names}
-            layout = {name: layout[name] for name in file_order(layout)}
+            layout = by_width(layout)
             tensors = (_hub_tensor(parameters[places[name].param], places[name]) for name in layout)
             new.write_weights(file, layout, tensors, metadata)
         if len(files) > 1:

@@ -1,6 +1,5 @@
 """Dumps as files: named arrays in safetensors or npz, in one file or a folder, or in one file for each rank."""
 
-import mmap
 import re
 import zipfile
 import zlib
@@ -12,8 +11,8 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
 
+from m3jax.files.tensors import mapped
 from m3jax.messages import printable, shown
-from m3jax.vectors.files import unpacked
 
 _SUFFIXES = (".safetensors", ".npz")
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|tp)[-_]?(\d{1,4})(?!\d)", re.IGNORECASE)
@@ -86,10 +85,7 @@ def _arrays(file: Path) -> Iterator[tuple[str, np.ndarray]]:
     if file.suffix == ".npz":
         yield from _of_npz(file, where)
         return
-    with open(file, "rb") as stream:
-        empty = stream.seek(0, 2) == 0  # which cannot be mapped
-        data = b"" if empty else memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
-    yield from unpacked(data, where).items()
+    yield from mapped(file, where).items()
 
 
 def _of_npz(file: Path, where: str) -> Iterator[tuple[str, np.ndarray]]:

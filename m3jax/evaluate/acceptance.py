@@ -65,7 +65,7 @@ def acceptance(
 
 
 def figures(verifications: int, accepted: Sequence[int]) -> dict[str, Any]:
-    """The figures of some verifications, as `definition.acceptance` says what they are.
+    """The figures of some verifications.
 
     Args:
       verifications: how many.

@@ -11,13 +11,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from m3jax.config import M3Config
-from m3jax.evaluate.definition import distance_bucket
 from m3jax.model import M3
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens, sees
 from m3jax.train.losses import mean_attention
 
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
+
+
+def distance_bucket(distance: int, block_size: int) -> int:
+    """Return the bucket of distances that a key is in: 0 below one block, then each twice as wide (P to 2P, ...)."""
+    return 0 if distance < block_size else int(np.log2(distance // block_size)) + 1
 
 
 def caught_mass(
@@ -40,7 +44,7 @@ def caught_mass(
 
     Returns:
       W = 1 + the number of selections: the probability of all keys first; Z intervals of distance
-      (`definition.distance_bucket`), as many as S needs.
+      (`distance_bucket`), as many as S needs.
     """
     key_positions = jnp.arange(k.shape[1], dtype=jnp.int32)
     num_buckets = distance_bucket(k.shape[1] - 1, block_size) + 1

@@ -1,7 +1,6 @@
 """Logits of a reference as files: a safetensors file for each prompt, with its `tokens` and `logits`."""
 
 import json
-import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from m3jax.evaluate.reading import Reading, Row, read
 from m3jax.files import NewFile, read_json
+from m3jax.files.tensors import header, mapped
 from m3jax.messages import printable, shown
 from m3jax.model import M3
-from m3jax.vectors.files import unpacked
 
 ABOUT = "reference.json"
 SCHEMA = 1
@@ -59,7 +58,9 @@ def write_dump(model: M3, rows: Sequence[Row], folder: Path, about: Mapping[str,
         for row, start, logits in read(model, rows, _logits, how=how):
             if start == 0:
                 files[row] = open_files.enter_context(NewFile(folder / f"prompt-{row:03d}.safetensors"))
-                files[row].write(_header(len(rows[row]), vocab))
+                length = len(rows[row])
+                layout = {"tokens": (np.dtype("<i4"), (length,)), "logits": (np.dtype("<f4"), (length, vocab))}
+                files[row].write(header(layout))
                 files[row].write(rows[row].astype("<i4").tobytes())
             files[row].write(logits.astype("<f4").tobytes())
     text = json.dumps({"schema": SCHEMA, "prompts": len(rows), **about}, indent=1, allow_nan=False) + "\n"
@@ -70,18 +71,6 @@ def write_dump(model: M3, rows: Sequence[Row], folder: Path, about: Mapping[str,
 def _logits(logits: Float[Array, "B X V"]) -> Float[Array, "B X V"]:
     """A measure that keeps everything."""
     return logits
-
-
-def _header(length: int, vocab: int) -> bytes:
-    """The beginning of a safetensors file with `tokens` [T] and then `logits` [T V]."""
-    end = 4 * length
-    entries = {
-        "tokens": {"dtype": "I32", "shape": [length], "data_offsets": [0, end]},
-        "logits": {"dtype": "F32", "shape": [length, vocab], "data_offsets": [end, end + 4 * length * vocab]},
-    }
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
 
 
 def fitting(how: Reading, vocab: int) -> Reading:
@@ -127,10 +116,9 @@ def read_dump(folder: Path) -> list[Dump]:
 def _read_prompt(path: Path) -> Dump:
     """One file of a reference, mapped into memory."""
     place = printable(str(path))
-    with path.open("rb") as file:
-        if path.stat().st_size == 0:
-            raise ValueError(f"{place}: the file is empty; write it again")
-        arrays = unpacked(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), place)
+    if path.stat().st_size == 0:
+        raise ValueError(f"{place}: the file is empty; write it again")
+    arrays = mapped(path, place)
     if missing := [name for name in ("tokens", "logits") if name not in arrays]:
         raise ValueError(f"{place}: no tensor {missing[0]!r}; it has {', '.join(map(shown, sorted(arrays)[:8]))}")
     tokens, logits = arrays["tokens"], arrays["logits"]

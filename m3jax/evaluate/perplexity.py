@@ -1,16 +1,14 @@
 """Perplexity of texts, by file and by how much of a text the model has seen."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from m3jax.evaluate.definition import windows
 from m3jax.evaluate.reading import Reading, token_scores
 from m3jax.model import M3
-from m3jax.train.data import Batch
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ def perplexity(model: M3, texts: Sequence[Text], context: int, skip: int, how: R
     Args:
       model: any M3.
       texts: two tokens or more each.
-      context: tokens that are read at once; a longer text is read in windows (`definition.windows`).
+      context: tokens that are read at once; a longer text is read in windows (`windows`).
       skip: tokens of each window but a text's first that are context alone.
       how: sizes and dtypes.
 
@@ -64,6 +62,27 @@ def perplexity(model: M3, texts: Sequence[Text], context: int, skip: int, how: R
     return whole | {"files": files, "by_position": _by_position(loss, before)}
 
 
+def windows(num_tokens: int, context: int, skip: int) -> list[tuple[int, int, int]]:
+    """Return the parts of a text that a model reads, each alone, so that each token but the first is predicted once.
+
+    Args:
+      num_tokens: of the text.
+      context: tokens that the model reads at most.
+      skip: how many of them, in all windows but the first, are there as context alone.
+
+    Returns:
+      (first token read, end of what is read, first position that counts) of each window. Position p predicts token
+      p + 1, so what is read ends before the last token.
+    """
+    found, counted = [], 0
+    while counted < num_tokens - 1:
+        start = max(0, counted - skip)
+        end = min(start + context, num_tokens - 1)
+        found.append((start, end, counted))
+        counted = end
+    return found
+
+
 def _summary(loss: Float[np.ndarray, " X"], hit: Bool[np.ndarray, " X"], num_bytes: int) -> dict[str, Any]:
     """The figures of some tokens."""
     mean, count = float(np.mean(loss)), len(loss)
@@ -86,21 +105,6 @@ def _by_position(loss: Float[np.ndarray, " X"], seen: Int[np.ndarray, " X"]) -> 
             found.append({"from": first, "to": last, "tokens": int(inside.sum()), "loss": float(loss[inside].mean())})
         first, last = last + 1, 2 * last
     return found
-
-
-def validation_loss(model: M3, batches: Iterable[Batch]) -> float:
-    """Mean cross-entropy of the next token, in nats, over batches of code; at least one batch is needed.
-
-    Args:
-      model: any M3; it reads whole rows without a cache, as in training.
-      batches: of `m3jax.train.data`, rows of one length each; a token counts by its weight.
-    """
-    losses, weights = [], []
-    for batch in batches:
-        scores = token_scores(model, list(batch["tokens"]), Reading(chunk=0, batch=len(batch["tokens"])))
-        losses += [loss for loss, _ in scores]
-        weights += list(batch["weights"])
-    return float(np.average(np.concatenate(losses), weights=np.concatenate(weights)))
 
 
 def perplexity_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -4,15 +4,42 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64, UInt
 
+from m3jax.evaluate.words import WORDS
 from m3jax.text import Tokenizer
-from m3jax.train.corpus import Corpus, TokenRun, line_breaks
-from m3jax.train.words import WORDS
 
 DISTRACTORS = 24
 KINDS = ("needle", "several", "chain")
 Ids = Int32[np.ndarray, "_"]
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Texts as one run of token ids, with the places where a line may be put in.
+
+    Args:
+        tokens: ids of all texts, one after the other.
+        newlines: indices of the line breaks that a line may be put before.
+    """
+
+    tokens: UInt[np.ndarray, " S"] | Int32[np.ndarray, " S"]
+    newlines: Int64[np.ndarray, " lines"]
+
+    def chunk(self, start: int, length: int) -> tuple[Int32[np.ndarray, " length"], Int64[np.ndarray, " places"]]:
+        """A run of tokens, and where records may be put in it.
+
+        Args:
+            start: index of the first token.
+            length: number of tokens.
+
+        Returns:
+            The ids [length] and the ascending offsets of insertion, the last of which is `length`
+            itself.
+        """
+        first, end = np.searchsorted(self.newlines, (start, start + length))
+        places = np.append(self.newlines[first:end] - start, length)
+        return self.tokens[start : start + length].astype(np.int32), places
 
 
 @dataclass(frozen=True)
@@ -45,17 +72,6 @@ class Haystack:
         answers = tokenizer.encode_batch([f" {word}" for word in WORDS])
         as_ids = lambda lists: tuple(np.array(ids, np.int32) for ids in lists)
         return cls(TokenRun(tokens, line_breaks(tokenizer, tokens)), as_ids(questions), as_ids(answers))
-
-    @classmethod
-    def of_corpus(cls, corpus: Corpus) -> "Haystack":
-        """The text and the records of a training corpus.
-
-        Args:
-          corpus: one in whose tokenizer each word is a single token.
-        """
-        records = corpus.records
-        questions = [np.array([records.newline, records.hash, word, records.arrow], np.int32) for word in records.words]
-        return cls(corpus, tuple(questions), tuple(np.array([word], np.int32) for word in records.words))
 
     def line(self, key: int, value: int) -> Ids:
         """The tokens of a record, by the places of its words in the list."""
@@ -94,7 +110,7 @@ def recall_prompts(
       depths: 0 to 1, each once.
       count: prompts of each depth, or of "several" with all.
       seed: of the prompts of this kind and length, not negative.
-      distractors: other records; see `_fill`.
+      distractors: other records; see `fill`.
 
     Raises:
       ValueError: arguments out of range, or a haystack that is too short.
@@ -136,51 +152,14 @@ def _prompt(
     if room < 0:
         raise ValueError(f"a prompt of {length} tokens has no room for {len(lines)} records: {-room} tokens too few")
     offsets = [round(depths[i] * room) for i in in_text]
-    row = _fill(rng, haystack, np.diff([0, *offsets, room]).tolist(), lines, spare, distractors)
+    row = fill(rng, haystack, np.diff([0, *offsets, room]).tolist(), lines, spare, distractors)
     answers = tuple((len(row) + begin, len(row) + end) for begin, end in answers)
     # A chain is one question in two steps: both belong to the depth of its first link.
     asked = (depths[0], depths[0]) if kind == "chain" else tuple(depths[i] for i in order)
     return Prompt(np.concatenate([row, tail]), answers, asked)
 
 
-def recall_probe(
-    corpus: Corpus, distance: int, count: int, seq_len: int, seed: int, distractors: int = DISTRACTORS
-) -> tuple[Int32[np.ndarray, "C T"], Int32[np.ndarray, " C"]]:
-    """Prompts that end in `# key ->`, each key defined once, a given number of tokens before.
-
-    Args:
-      corpus: where the code around comes from.
-      distance: tokens from the defining value to the answer, which is the token after the prompt; from 5 to
-        seq_len - 4.
-      count: number of prompts, C.
-      seq_len: tokens of a prompt, T.
-      seed: of the whole set, not negative.
-      distractors: other records; see `_fill`.
-
-    Returns:
-      The prompts, and the answers' token ids.
-
-    Raises:
-      ValueError: a distance that does not fit, or arguments out of range.
-    """
-    if count < 1:
-        raise ValueError(f"count {count} is not positive; give 1 or more")
-    if not 5 <= distance <= seq_len - 4:
-        raise ValueError(f"distance {distance} does not fit a prompt of {seq_len} tokens; give 5 to {seq_len - 4}")
-    if not 0 <= distractors < len(corpus.records.words) // 2:
-        raise ValueError(f"distractors {distractors} is not between 0 and {len(corpus.records.words) // 2 - 1}")
-    rng, haystack = np.random.default_rng(seed), Haystack.of_corpus(corpus)
-    prompts, answers = [], []
-    for _ in range(count):
-        key, value, *spare = rng.permutation(len(haystack.questions)).tolist()
-        gaps = [seq_len - distance - 4, distance - 5]
-        row = _fill(rng, haystack, gaps, [haystack.line(key, value)], spare, distractors)
-        prompts.append(np.concatenate([row, haystack.questions[key]]))
-        answers.append(haystack.answers[value][0])
-    return np.stack(prompts), np.array(answers, np.int32)
-
-
-def _fill(
+def fill(
     rng: np.random.Generator,
     haystack: Haystack,
     gaps: Sequence[int],
@@ -242,3 +221,21 @@ def _scattered(rng: np.random.Generator, haystack: Haystack, start: int, length:
     parts = np.split(code, chosen)
     between = [part for pair in zip(parts[:-1], lines, strict=True) for part in pair]
     return np.concatenate([*between, parts[-1]])
+
+
+def line_breaks(
+    tokenizer: Tokenizer, tokens: UInt[np.ndarray, " S"] | Int32[np.ndarray, " S"]
+) -> Int64[np.ndarray, " lines"]:
+    """Indices of the line breaks that a record line may be put before.
+
+    Args:
+        tokenizer: that wrote the tokens.
+        tokens: ids.
+    """
+    pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.vocab_size)]
+    is_space = np.array([piece.isspace() for piece in pieces])  # [V]
+    is_break = is_space & np.array(["\n" in piece for piece in pieces])  # [V]
+    # A long run of blanks is several tokens; only before the first is the text on either side
+    # tokenised as it would be on its own.
+    opens_run = np.append(True, ~is_space[tokens[:-1]])  # [S]
+    return np.flatnonzero(is_break[tokens] & opens_run)

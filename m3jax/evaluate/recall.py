@@ -1,15 +1,14 @@
 """Recall of a key: exact answers by depth and length, and by distance."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from m3jax.evaluate.prompts import KINDS, Haystack, Prompt, recall_probe, recall_prompts
+from m3jax.evaluate.prompts import KINDS, Haystack, Prompt, recall_prompts
 from m3jax.evaluate.reading import Reading, token_scores
 from m3jax.model import M3
-from m3jax.train.corpus import Corpus
 
 
 @dataclass(frozen=True)
@@ -94,32 +93,6 @@ def recall(model: M3, grid: Grid, how: Reading | None = None) -> dict[str, Any]:
     shares = {kind: right[kind] / asked[kind] for kind in kinds}
     found = {kind: {"shares": share.tolist(), "mean": float(share.mean())} for kind, share in shares.items()}
     return {"lengths": list(lengths), "depths": list(depths), "count": grid.count, **found}
-
-
-def recall_accuracy(
-    model: M3, corpus: Corpus, distances: Iterable[int], count: int, seq_len: int, seed: int = 0, batch: int = 16
-) -> dict[int, float]:
-    """Share of values recalled exactly, by tokens from the value's definition to the answer.
-
-    Args:
-      model: any M3 whose tokenizer is the corpus's; it reads whole rows without a cache, as in training.
-      corpus: held-out code that the records stand in.
-      distances: as for `recall_probe`; each value is defined once.
-      count: questions a distance.
-      seq_len: tokens of a prompt.
-      seed: of the questions.
-      batch: prompts of one call.
-
-    Returns:
-      Share from 0 to 1 by distance.
-    """
-    accuracy = {}
-    for distance in distances:
-        prompts, answers = recall_probe(corpus, distance, count, seq_len, seed)
-        rows = list(np.concatenate([prompts, answers[:, None]], axis=1))
-        scores = token_scores(model, rows, Reading(chunk=0, batch=batch))
-        accuracy[distance] = float(np.mean([is_best[-1] for _, is_best in scores]))
-    return accuracy
 
 
 def recall_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -17,12 +17,12 @@ from m3jax.checkpoint import load
 from m3jax.config import M3Config
 from m3jax.evaluate.perplexity import Text
 from m3jax.evaluate.reading import Reading, Row
+from m3jax.evaluate.sources import python_corpus
 from m3jax.messages import printable, shown
 from m3jax.model import M3
 from m3jax.ops import check_backend
 from m3jax.progress import activity
 from m3jax.text import Tokenizer
-from m3jax.train.corpus import python_corpus
 
 MODEL_DTYPES = tuple(dtype for dtype in DTYPES if dtype != FLOAT8)
 OF_THE_MODEL = "model"

@@ -1,4 +1,4 @@
-"""Files of a model folder: JSON read with limits, writing that survives a crash, and what a save left half done."""
+"""Files of a model folder: JSON and tensors with limits, writing that survives a crash, what a save left half done."""
 
 from m3jax.files.durable import NewFile, replace_file, sync_folder
 from m3jax.files.json_file import read_json, read_json_list

@@ -6,18 +6,18 @@ token. So the rename makes the weights and all pending files current at once. Af
 plain names; until they have them, readers take them from where they are.
 """
 
-import json
 import os
 import re
 from pathlib import Path
 
 from m3jax.files.json_file import read_json
+from m3jax.files.tensors import read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 SAVE_KEY = "m3jax_save"  # in the metadata of the index or of the single file: the token of the save that wrote it
 PENDING = re.compile(r"\.m3jax-([0-9a-f]{16})-(.+)")
-_MOST_INDEX_BYTES, _MOST_HEADER_BYTES = 256 << 20, 100_000_000
+_MOST_INDEX_BYTES = 256 << 20
 
 
 def pending_name(token: str, name: str) -> str:
@@ -47,9 +47,7 @@ def committed_save(folder: Path) -> str | None:
             metadata = read_json(folder / INDEX_NAME, _MOST_INDEX_BYTES, 10_000_000).get("metadata")
         else:
             with open(folder / SINGLE_NAME, "rb") as file:
-                header_bytes = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(header_bytes)) if header_bytes <= _MOST_HEADER_BYTES else None
-            metadata = header.get("__metadata__")
+                metadata = read_header(file)[0].get("__metadata__")
         token = metadata.get(SAVE_KEY)
     except (OSError, ValueError, AttributeError, RecursionError):
         return None

@@ -28,23 +28,17 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the hosted API takes. A server holds requests to all of it; aspect and pixels are held to here.
+    """Limits of the hosted API that are held to here.
 
-    Source: MiniMax's provider verifier (images, videos, bytes, frame rates), its size rule in vLLM (pixels).
+    Source: MiniMax's provider verifier (bytes), its size rule in vLLM (pixels).
     """
 
     aspect: int = 200  # long side over short side
-    images: int = 200
-    videos: int = 20
     image_bytes: int = 30 << 20
-    video_bytes: int = 50 << 20  # in a data URL; from an address 250 MiB
-    video_address_bytes: int = 250 << 20
-    body_bytes: int = 64 << 20
+    video_bytes: int = 50 << 20  # in a data URL
     image_pixels: int = 12_845_056  # 3584 x 3584, under a long-side tier
     video_pixels: int = 301_056_000  # height x width x frames, under a long-side tier
     short_side: int = 112  # an image below it is enlarged, under a long-side tier
-    slowest_fps: float = 0.2
-    fastest_fps: float = 5.0
 
 
 LIMITS = Limits()

@@ -1,1 +1,1 @@
-"""Training of the embedded checkpoint: data, losses and steps."""
+"""Training: losses, steps, runs that can be stopped, and EAGLE3 drafts."""

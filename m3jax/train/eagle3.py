@@ -1,5 +1,6 @@
 """Training an EAGLE3 draft: on the target's own continuations, with the draft steps unrolled (training-time test)."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +15,6 @@ from m3jax.model import M3
 from m3jax.model.eagle3 import Eagle3
 from m3jax.numerics import einsum
 from m3jax.progress import activity
-from m3jax.train.corpus import Corpus
 
 STEP_WEIGHT = 0.8  # of a draft step's loss, relative to the step before
 
@@ -31,45 +31,37 @@ class DraftState(NamedTuple):
 
 def continuations(
     model: M3,
-    corpus: Corpus,
-    count: int,
+    beginnings: Sequence[Sequence[int]],
     length: int,
     temperatures: tuple[float, ...],
-    seed: int,
     batch: int,
     progress: bool = True,
 ) -> Int[np.ndarray, "R T"]:
-    """What a target writes after beginnings of code, beginnings included.
+    """Return what a target writes after some beginnings, beginnings included.
 
     Args:
       model: the target.
-      corpus: where the beginnings come from: a sixteenth to a half of a row each.
-      count: R rows.
+      beginnings: R rows of token ids, each at most half of a row long.
       length: T tokens of a row.
       temperatures: of the rows in turn; 0 is greedy.
-      seed: of beginnings and draws.
       batch: rows that decode together.
       progress: whether to show how far it is (`m3jax.progress`).
 
     Returns:
       Token ids.
     """
-    rng = np.random.default_rng(seed)
     engine = build_engine(
         model, rows=batch, length=length, prefill_chunk=length // 2, prefill_rows=min(batch, 128), steps_per_call=64,
         prefix_cache=False, progress=progress,
     )  # fmt: skip
     requests = []
-    for row in range(count):
-        size = int(rng.integers(max(1, length // 16), length // 2 + 1))
-        start = corpus.draw_start(rng, size)
-        prompt = corpus.tokens[start : start + size].tolist()
+    for row, prompt in enumerate(beginnings):
         sampling = Sampling(temperature=temperatures[row % len(temperatures)], seed=row)
-        requests.append((prompt, engine.add(prompt, Params(max_new_tokens=length - size, sampling=sampling))))
+        requests.append((prompt, engine.add(prompt, Params(max_new_tokens=length - len(prompt), sampling=sampling))))
     with activity(progress) as line:
         while engine.step():
             ended = sum(engine.reason(handle) != "unfinished" for _, handle in requests)
-            line.say(f"writing continuations: {ended} of {count}")
+            line.say(f"writing continuations: {ended} of {len(beginnings)}")
     results = engine.run()
     return np.asarray([[*prompt, *results[handle].tokens] for prompt, handle in requests], np.int32)
 

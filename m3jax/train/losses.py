@@ -1,17 +1,147 @@
 """Losses: next-token prediction, and the alignment of the index branch with attention (docs/msa.md)."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from m3jax.decoding.sampling import log_normaliser, logprob_of
 from m3jax.model import M3
+from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens, sees
 from m3jax.numerics import einsum
 from m3jax.tiles import LOGITS_TILE, by_tiles
+from m3jax.train.fused import fuse
+from m3jax.train.step import cast_weights, check_trainable
 
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
+
+
+@dataclass(frozen=True)
+class MSALoss:
+    """The loss of a language model with sparse attention: the next token, and the alignment of the index branch.
+
+    Two of the same settings are equal, so that `train_step` is compiled once for them.
+
+    Attributes:
+      kl_weight: weight of the index loss; 0 leaves it out.
+      kl_stride: every how many queries the index loss looks at, from an offset that is drawn for each step.
+      compute_dtype: activations and weights of the forward pass; the master weights stay float32.
+      remat: recompute activations in the backward pass.
+      fused: attention by `m3jax.train.fused`, for rows without padding; otherwise by the model's schedule.
+    """
+
+    kl_weight: float = 1.0
+    kl_stride: int = 8
+    compute_dtype: str = "bfloat16"
+    remat: bool = True
+    fused: bool = False
+
+    def __call__(self, model: M3, batch: Mapping[str, Any]) -> tuple[Float[Array, ""], dict[str, Any]]:
+        """Return the loss of a batch and its parts.
+
+        Args:
+          model: float32 master weights; its schedule says whether attention is dense or sparse.
+          batch: tokens int [B T+1], weights [B T] of the targets `tokens[:, 1:]`, and step, as `train_step` adds it.
+
+        Returns:
+          (loss, {"lm", "kl", "loads"}), losses in nats: lm with the batch's weights, kl the mean over sparse layers.
+          loads is a list over stacks of [L E], the share of routed pairs that each expert got; None where the MLP is
+          dense.
+
+        Raises:
+          ValueError: weights in MXFP8, which no step could move.
+        """
+        offset = self.offset(batch)
+        tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        logits, measures = self.read(self.prepare(model), tokens, offset)
+        lm = next_token_loss(logits, targets, batch["weights"])
+        parts = {"lm": lm, **layer_parts(measures)}
+        return lm + self.kl_weight * parts["kl"], parts
+
+    def offset(self, batch: Mapping[str, Any]) -> Int[Array, ""]:
+        """Return the first query of the index loss, drawn anew for each step; 0 is the step of a batch without one."""
+        key = jax.random.fold_in(jax.random.key(0), batch.get("step", 0))
+        return jax.random.randint(key, (), 0, self.kl_stride)
+
+    def prepare(self, model: M3) -> M3:
+        """Return the model as it computes: in `compute_dtype`, and fused where that is asked for.
+
+        Args:
+          model: master weights.
+
+        Raises:
+          ValueError: weights in MXFP8.
+        """
+        check_trainable(model)
+        model = cast_weights(model, self.compute_dtype)
+        return fuse(model) if self.fused else model
+
+    def read(
+        self,
+        model: M3,
+        tokens: Int[Array, "B T"],
+        offset: Int[Array, ""],
+        embeddings: Float[Array, "B T D"] | None = None,
+    ) -> tuple[Float[Array, "B T V"], list[dict[str, Array]]]:
+        """Return the logits of some rows, and what was measured in the layers of each stack (`layer_parts`).
+
+        Args:
+          model: from `prepare`.
+          tokens: rows without padding.
+          offset: first query of the index loss.
+          embeddings: in place of the tokens' own.
+        """
+        probe = partial(_layer_measures, block_size=model.config.index_block_size,
+                        num_experts=model.config.num_local_experts, offset=offset, loss=self)  # fmt: skip
+        x, _, stacks = model.trunk(tokens, embeddings=embeddings, probe=probe, remat=self.remat)
+        return model.unembed(model.final_norm(x)), stacks
+
+
+def layer_parts(stacks: list[dict[str, Array]]) -> dict[str, Any]:
+    """Return the parts of a loss that layers measured: "kl", mean of the index loss, and "loads" as `MSALoss` has them.
+
+    Args:
+      stacks: from `MSALoss.read`.
+    """
+    layer_kls = [measures["kl"] for measures in stacks if "kl" in measures]  # [L] of each sparse stack
+    kl = sum(jnp.sum(kls) for kls in layer_kls) / max(1, sum(kls.shape[0] for kls in layer_kls))
+    return {"kl": jnp.asarray(kl, jnp.float32), "loads": [measures.get("load") for measures in stacks]}
+
+
+def _layer_measures(
+    values: dict[str, Array],
+    context: Context,
+    block_size: int,
+    num_experts: int,
+    offset: Int[Array, ""],
+    loss: MSALoss,
+) -> dict[str, Array]:
+    """Return what a loss needs of one layer: "kl", its index loss, and "load" [E], each expert's share of the pairs."""
+    measures = {}
+    if "index_q" in values and loss.kl_weight:
+        stride, length = loss.kl_stride, context.positions.shape[1]
+        queries = offset + jnp.arange(length // stride, dtype=jnp.int32) * stride
+        pick_queries = lambda x, axis=1: jnp.take(x, queries, axis=axis)
+        measures["kl"] = index_kl(
+            pick_queries(values["q"]),
+            values["k"],
+            pick_queries(values["index_q"]),
+            values["index_k"],
+            blocks=pick_queries(values["blocks"], 2) if "blocks" in values else None,
+            positions=pick_queries(context.positions),
+            lengths=context.lengths,
+            block_size=block_size,
+        )
+    if "expert_ids" in values:
+        counts = jnp.bincount(values["expert_ids"].reshape(-1), length=num_experts)
+        measures["load"] = counts / values["expert_ids"].size
+    return measures
 
 
 def next_token_loss(
@@ -20,34 +150,6 @@ def next_token_loss(
     """Weighted mean cross-entropy of the next token, in nats; 0 where all weights are."""
     target_logit = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]  # [B T]
     losses = jax.nn.logsumexp(logits, axis=-1) - target_logit
-    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
-
-
-def kept_loss(
-    logits: Float[Array, "B T V"],
-    targets: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
-    expected: Float[Array, "B T V"],
-    kept: Bool[Array, "B T"],
-) -> Float[Array, ""]:
-    """`next_token_loss`, but where `kept` the target is the whole distribution of a model that is not to be forgotten.
-
-    Cross-entropy against softmax(expected) is lowest where the predictions are that model's, however often the text was
-    seen: training goes on for a new task and neither forgets the old text nor learns it by heart.
-
-    Args:
-      logits: of the model in training.
-      targets: the tokens that followed.
-      weights: of the targets, of either kind.
-      expected: logits of the model that is kept.
-      kept: where its distribution is the target.
-
-    Source: learning without forgetting (Li and Hoiem, arXiv:1606.09282), with temperature 1.
-    """
-    log_normaliser = jax.nn.logsumexp(logits, axis=-1)  # [B T]
-    of_token = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    of_distribution = jnp.sum(jax.nn.softmax(expected, axis=-1) * logits, axis=-1)
-    losses = log_normaliser - jnp.where(kept, of_distribution, of_token)
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 

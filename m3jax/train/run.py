@@ -1,10 +1,6 @@
-"""A training run that can be stopped at any time: its stages, its state on disk, the settings that it began with."""
+"""A training run that can be stopped at any time: its stages, and its state on disk."""
 
-import argparse
-import json
 import multiprocessing
-import os
-import shutil
 import threading
 import time
 from collections import deque
@@ -14,24 +10,27 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+from jaxtyping import PyTree
 
-from m3jax.assets import embedded_path
-from m3jax.checkpoint import save
 from m3jax.model import M3
-from m3jax.msa import SCHEDULES
 from m3jax.progress import activity
-from m3jax.train.data import Batch, Batches
-from m3jax.train.step import TrainOptions, TrainState, cast_weights, train_step
+from m3jax.train.step import LossFn, TrainState, train_step
 
 KEEP_SECONDS = 60.0
-FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
-_READ = ("tokens", "weights", "recall", "kept", "pictures", "naming")  # what a step reads of a batch
+Batch = dict[str, Any]
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Batches by number, each a dictionary of pytrees of arrays as the loss reads them."""
+
+    def __getitem__(self, index: int) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,14 @@ def run_stages(
     stages: Sequence[Stage],
     state: TrainState,
     optimizer: optax.GradientTransformation,
-    options: TrainOptions,
+    loss_fn: LossFn,
     *,
     batches: Callable[[Stage], Batches],
     schedule: str,
+    keys: Sequence[str] = ("tokens", "weights"),
+    shared: Mapping[str, Any] | None = None,
+    balance_rate: float = 1e-3,
     workers: int = 0,
-    teacher: M3 | None = None,
     check: Callable[[TrainState], None] | None = None,
     check_every: int = 200,
 ) -> TrainState:
@@ -74,12 +75,14 @@ def run_stages(
       stages: one after the other.
       state: at step 0.
       optimizer: from `make_optimizer`.
-      options: of a step.
+      loss_fn: of `train_step`.
       batches: makes the batches of a stage; batch i is that of step i of the whole run.
       schedule: that sparse stages run under, one of `m3jax.msa.SCHEDULES`.
+      keys: what the loss reads of a batch, where the batch has it.
+      shared: what every batch holds besides, as {"teacher": model}; models in it run under the stage's schedule.
+      balance_rate: of `train_step`.
       workers: processes that make batches, which must then be picklable; 0 makes them on a thread of this process,
         which is enough where a batch takes less of a core than a step takes.
-      teacher: whose predictions are kept where a batch's "kept" says so, as in `m3jax.train.step.losses`, or None.
       check: what looks at the state now and then, and says what it sees; it may not keep it.
       check_every: steps from one look to the next.
 
@@ -95,11 +98,12 @@ def run_stages(
             if int(state.step) < last_step:
                 stage_schedule = schedule if stage.sparse else "dense"
                 state = _with_schedule(state, stage_schedule)
-                kept = None if teacher is None else under(teacher, stage_schedule)
-                step = partial(train_step, optimizer=optimizer, options=options, teacher=kept)
+                fixed = _with_schedule(dict(shared or {}), stage_schedule)
+                step = partial(train_step, optimizer=optimizer, loss_fn=loss_fn, balance_rate=balance_rate)
                 state = _run_stage(
-                    stage.name, last_step, state, step, batches(stage), workers, keeper, options, check, check_every
-                )
+                    stage.name, last_step, state, step, batches(stage), keys, fixed, workers, keeper, loss_fn, check,
+                    check_every,
+                )  # fmt: skip
     return state
 
 
@@ -108,78 +112,14 @@ def under(model: M3, schedule: str) -> M3:
     return model.with_dense() if schedule == "dense" else model.with_dense(False).with_schedule(schedule)
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that every training script has: --out, --short, --sources, --seed, --schedule."""
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
-    parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--schedule",
-        default="fused",
-        choices=("fused", *SCHEDULES),
-        help="sparse attention in training: m3jax.train.fused, or a schedule of m3jax.msa (default %(default)s)",
-    )
-
-
-def add_tuning_arguments(parser: argparse.ArgumentParser, most_workers: int) -> None:
-    """Those of a script that goes on from a checkpoint, besides: --model, --workers.
-
-    Args:
-      parser: of the script.
-      most_workers: processes that are enough for its batches; by default two cores are left to the rest.
-    """
-    workers = max(0, min(most_workers, (os.cpu_count() or 1) - 2))
-    parser.add_argument(
-        "--model", type=Path, default=embedded_path(), help="what to begin with; the embedded checkpoint"
-    )
-    parser.add_argument("--workers", type=int, default=workers, help="processes that make batches, 0 for a thread; "
-                        "they are the same (default here: %(default)s)")  # fmt: skip
-
-
-def keep_model(model: M3, base: Path, folder: Path) -> M3:
-    """Write a trained model as a checkpoint, with the text files of the one that it went on from.
-
-    Args:
-      model: float32 master weights, under any schedule.
-      base: folder of the checkpoint that training began with.
-      folder: to write to.
-
-    Returns:
-      The model as it was written, in bfloat16 and under "mask".
-    """
-    model = cast_weights(under(model, "mask"), "bfloat16")
-    save(model, folder)
-    for name in FILES:
-        shutil.copy(base / name, folder / name)
-    return model
-
-
-def mismatch(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Why the run in a folder cannot go on under some settings; a new folder remembers them.
-
-    Args:
-      folder: of the run.
-      settings: by name, of kinds that JSON has.
-
-    Returns:
-      The reason; None where it can go on.
-    """
-    path = folder / "settings.json"
-    if not path.exists():
-        path.write_text(json.dumps(settings, indent=2) + "\n")
-        return None
-    before = json.loads(path.read_text())
-    wrong = [f"{k} = {before.get(k)!r}, not {v!r}" for k, v in settings.items() if before.get(k) != v]
-    return f"{folder} holds a run with {'; '.join(wrong)}: give the same, or another --out" if wrong else None
-
-
 def _run_stage(
     name: str,
     last_step: int,
     state: TrainState,
     train_step: Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]],
     batches: Batches,
+    keys: Sequence[str],
+    shared: dict[str, Any],
     workers: int,
     keeper: ocp.CheckpointManager,
     about: object,
@@ -192,7 +132,7 @@ def _run_stage(
     made = _made_ahead(batches, range(first_step, last_step), workers)
     with closing(made), activity(about=about) as line:
         for step, batch in enumerate(made, first_step):
-            arrays = {key: jax.tree.map(jnp.asarray, batch[key]) for key in _READ if key in batch}
+            arrays = {key: jax.tree.map(jnp.asarray, batch[key]) for key in keys if key in batch} | shared
             with line.timed(f"{name}: compiling a step") if step == first_step else nullcontext():
                 state, metrics = train_step(state, arrays)
             line.say(f"{name}: step {step + 1} of {last_step}")
@@ -254,7 +194,7 @@ def _restore(keeper: ocp.CheckpointManager, state: TrainState) -> TrainState:
     return jax.tree.unflatten(jax.tree.structure(state), [leaves[k] for k in sorted(leaves)])
 
 
-def _with_schedule(state: TrainState, schedule: str) -> TrainState:
-    """The optimiser's moments are models too, whose static schedule must follow the parameters'."""
+def _with_schedule(tree: PyTree, schedule: str) -> PyTree:
+    """Put every model of a tree under a schedule: an optimiser's moments are models too, and follow the parameters."""
     is_model = lambda x: isinstance(x, M3)
-    return jax.tree.map(lambda x: under(x, schedule) if is_model(x) else x, state, is_leaf=is_model)
+    return jax.tree.map(lambda x: under(x, schedule) if is_model(x) else x, tree, is_leaf=is_model)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from m3jax.files.tensors import Arrays
 from m3jax.messages import shown
 from m3jax.vectors.case import placed
 from m3jax.vectors.compare import difference
-from m3jax.vectors.files import Arrays, read_case, read_manifest
+from m3jax.vectors.files import read_case, read_manifest
 from m3jax.vectors.groups import GROUPS
 
 

@@ -6,75 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
 
 from m3jax.files import NewFile, read_json
+from m3jax.files.tensors import dtype_code, unpacked
 from m3jax.messages import printable, shown
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
 _MOST_FILE_BYTES = 1 << 30
-_DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F16": "float16",
-    "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-}  # fmt: skip
-_CODES = {name: code for code, name in _DTYPES.items()}
-Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
-
-
-def dtype_code(array: Shaped[np.ndarray, "..."]) -> str:
-    """The name that safetensors has for an array's dtype."""
-    return _CODES[str(array.dtype)]
-
-
-def packed(arrays: Arrays) -> bytes:
-    """Arrays as a safetensors file, in the order of their names: the same arrays give the same bytes."""
-    entries: dict[str, Any] = {}
-    pieces, offset = [], 0
-    # The widest first, so that every array is aligned for whoever maps the file.
-    for name in sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name)):
-        pieces.append(np.ascontiguousarray(arrays[name]).tobytes())
-        end = offset + len(pieces[-1])
-        entries[name] = {
-            "dtype": dtype_code(arrays[name]), "shape": list(arrays[name].shape), "data_offsets": [offset, end]
-        }  # fmt: skip
-        offset = end
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return b"".join((len(header).to_bytes(8, "little"), header, *pieces))
-
-
-def unpacked(data: bytes | memoryview, place: str) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file, which share its memory.
-
-    Args:
-      data: the whole file, or a view of where it is mapped.
-      place: its name, for errors.
-
-    Raises:
-      ValueError: the file is truncated, or is none.
-    """
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or not 2 <= size <= len(data) - 8:
-        raise ValueError(f"{place}: {len(data)} bytes are no safetensors file, or only its beginning; make it again")
-    try:
-        entries = json.loads(bytes(data[8 : 8 + size]))
-        entries.pop("__metadata__", None)
-        arrays = {name: _array(entry, data, 8 + size) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{place}: no safetensors file, or a damaged one ({shown(error)}); make it again") from None
-    return arrays
-
-
-def _array(entry: Mapping[str, Any], data: bytes | memoryview, start: int) -> Shaped[np.ndarray, "..."]:
-    first, end = entry["data_offsets"]
-    if not 0 <= first <= end <= len(data) - start:
-        raise ValueError(f"it ends at byte {len(data)}, before the {start + end} that its header speaks of")
-    dtype = jnp.dtype(_DTYPES[entry["dtype"]])
-    return np.frombuffer(data[start + first : start + end], dtype).reshape(entry["shape"])
 
 
 def sha256(data: bytes) -> str:
@@ -154,7 +94,7 @@ def read_case(folder: Path, case: Mapping[str, Any]) -> tuple[dict[str, np.ndarr
     if missing:
         raise ValueError(f"{file}: no tensor {shown(missing[0])}, which {MANIFEST} names ({len(missing)} missing)")
     for name, entry in case["tensors"].items():
-        found = [dtype_code(arrays[name]), list(arrays[name].shape)]
+        found = [dtype_code(arrays[name].dtype), list(arrays[name].shape)]
         if found != [entry.get("dtype"), entry.get("shape")]:
             expected = f"{shown(entry.get('dtype'))[1:-1]} {shown(entry.get('shape'))}"
             raise ValueError(f"{file}: tensor {shown(name)} is {found[0]} {found[1]}, {MANIFEST} says {expected}")

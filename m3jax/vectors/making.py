@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jaxtyping import Shaped
 
+from m3jax.files.tensors import Arrays, dtype_code, packed
 from m3jax.messages import printable
 from m3jax.vectors.case import Case, Group, placed
-from m3jax.vectors.files import MANIFEST, SCHEMA, Arrays, dtype_code, manifest_text, packed, sha256, write_new
+from m3jax.vectors.files import MANIFEST, SCHEMA, manifest_text, sha256, write_new
 from m3jax.vectors.groups import GROUPS
 from m3jax.vectors.tolerances import TOLERANCES
 
@@ -92,7 +93,7 @@ def described(name: str, array: Shaped[np.ndarray, "..."], group: Group, outputs
     role = {"role": "input"}
     if name in outputs:
         role = {"role": "output", "tolerance": group.tolerances[name]}
-    return {"axes": axes, "shape": list(array.shape), "dtype": dtype_code(array), **role}
+    return {"axes": axes, "shape": list(array.shape), "dtype": dtype_code(array.dtype), **role}
 
 
 def letters(group: Group, case: Case, outputs: Arrays) -> dict[str, int]:

@@ -15,8 +15,8 @@ from m3jax.assets import embedded_draft_path, embedded_path
 from m3jax.checkpoint import load_draft
 from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling
 from m3jax.decoding.drafts import as_drafter
+from m3jax.evaluate.sources import python_corpus
 from m3jax.text import Tokenizer
-from m3jax.train.data import python_corpus
 
 NEW = 96
 # Those of notebooks/03_speculative.ipynb, so that one of the two finds the other's programs in the compilation cache.

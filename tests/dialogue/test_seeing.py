@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from support import tiny
 from support.media import clip, image_file, picture, sound_file, video_file
+from tiny.pictures import with_tower
 
 import m3jax
 from m3jax import cli
@@ -19,7 +20,6 @@ from m3jax.assets import embedded_path
 from m3jax.decoding import Engine, Media, read_media, with_placeholders
 from m3jax.media import PlaceholderIds, batch, media_source, names_file, process_image, process_video
 from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.pictures import with_tower
 from m3jax.vision import VisionConfig
 
 TOKENIZER = Tokenizer.from_pretrained(embedded_path())

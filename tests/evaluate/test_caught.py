@@ -5,11 +5,18 @@ from functools import cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import tiny
+from support import evaluation, tiny
 from support.comparisons import assert_close
 
-from m3jax.evaluate import caught, definition
-from m3jax.evaluate.caught import caught_by_distance, caught_figures, caught_mass, default_first, random_like
+from m3jax.evaluate import caught
+from m3jax.evaluate.caught import (
+    caught_by_distance,
+    caught_figures,
+    caught_mass,
+    default_first,
+    distance_bucket,
+    random_like,
+)
 from m3jax.model import M3
 from m3jax.parallel import make_mesh
 
@@ -59,7 +66,7 @@ def test_each_query_by_the_definition(monkeypatch, budget):
         q = np.zeros((position + 1, HEADS, WIDTH))
         blocks = np.full((GROUPS, position + 1, SLOTS), -1)
         q[position], blocks[:, position] = x["q"][b, t], x["blocks"][b, :, t]
-        parts = definition.caught(q, x["k"][b, : position + 1], blocks, BLOCK, position, found.shape[-1])
+        parts = evaluation.caught(q, x["k"][b, : position + 1], blocks, BLOCK, position, found.shape[-1])
         expected[b, :, t] = np.stack(parts, axis=1)
     assert 0.1 < expected[0, :, :, 1].sum(-1).mean() < 0.9
     assert_close(found, expected, "mass by distance", "BKTWZ", atol=1e-6)
@@ -79,7 +86,7 @@ def test_distances_fall_into_one_interval_each():
     edges = [0, BLOCK, 2 * BLOCK, 4 * BLOCK, 8 * BLOCK]
     for distance in range(8 * BLOCK):
         (bucket,) = [z for z in range(4) if edges[z] <= distance < edges[z + 1]]
-        assert definition.distance_bucket(distance, BLOCK) == bucket, distance
+        assert distance_bucket(distance, BLOCK) == bucket, distance
 
 
 @cache
@@ -92,7 +99,7 @@ def test_a_models_layers_by_the_definition():
     tokens, first = tiny.tokens(CONFIG, 2, 128), default_first(CONFIG)
     layer = model().intermediates(tokens)["layers"][1]
     q, k, blocks = (np.asarray(layer[name]) for name in ("q", "k", "blocks"))
-    rows = [definition.caught(q[b], k[b], blocks[b], CONFIG.index_block_size, first, 5) for b in range(2)]
+    rows = [evaluation.caught(q[b], k[b], blocks[b], CONFIG.index_block_size, first, 5) for b in range(2)]
     assert first == 96
     assert_close(
         of_a_model()[0, :, :2], np.mean([np.stack(row, axis=1) for row in rows], axis=0), "mass", "KWZ", atol=1e-5

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from support import tiny
+from support import evaluation, tiny
 from support.comparisons import assert_close
 
-from m3jax.evaluate import definition, dumps
+from m3jax.evaluate import dumps
 from m3jax.evaluate.acceptance import figures
 from m3jax.evaluate.divergence import divergence, score_reference
 from m3jax.evaluate.dumps import ABOUT, read_dump, write_dump
@@ -58,13 +58,13 @@ def test_divergence_of_two_distributions(seed: int, scale: float, has_zeros: boo
     with np.errstate(invalid="ignore", divide="ignore"):
         for at in np.ndindex(2, 3):
             kept = slice(4 if has_zeros else 0, None)
-            log_p = definition.log_probabilities(reference[at])[kept]
-            log_q = definition.log_probabilities(logits[at])[kept]
+            log_p = evaluation.log_probabilities(reference[at])[kept]
+            log_q = evaluation.log_probabilities(logits[at])[kept]
             expected = np.sum(np.exp(log_p) * (log_p - log_q))
             if not has_zeros:
-                np.testing.assert_allclose(definition.divergence(reference[at], logits[at]), expected, atol=1e-12)
+                np.testing.assert_allclose(evaluation.divergence(reference[at], logits[at]), expected, atol=1e-12)
             assert_close(kl[at], expected, f"KL at {at}", rtol=1e-4, atol=2e-6)
-            assert same[at] == definition.agrees(reference[at], logits[at])
+            assert same[at] == evaluation.agrees(reference[at], logits[at])
 
 
 def test_the_files_of_a_reference(reference):
@@ -93,12 +93,12 @@ def test_another_model_by_the_definition(reference, skip):
         for reference, logits in zip(whole_logits(0), whole_logits(1), strict=True)
         for t in range(len(logits) // 2 if skip is None else skip, len(logits))
     ]
-    kl = np.array([definition.divergence(*pair) for pair in pairs])
+    kl = np.array([evaluation.divergence(*pair) for pair in pairs])
     assert found["positions"] == len(kl) and kl.mean() > 0.01
     expected = {
         "mean": kl.mean(), "standard_error": kl.std(ddof=1) / np.sqrt(len(kl)), "median": np.quantile(kl, 0.5),
         "p99": np.quantile(kl, 0.99), "p99.9": np.quantile(kl, 0.999), "max": kl.max(),
-        "top1_agreement": np.mean([definition.agrees(*pair) for pair in pairs]),
+        "top1_agreement": np.mean([evaluation.agrees(*pair) for pair in pairs]),
     }  # fmt: skip
     for name, value in expected.items():
         assert_close(found[name], value, name, rtol=2e-3)
@@ -108,7 +108,7 @@ def test_divergence_has_a_direction(reference):
     """KL(reference || model), not the other way round."""
     there = divergence(model(1), read_dump(reference), how=HOW)["mean"]
     other_way = [
-        definition.divergence(logits[t], reference[t])
+        evaluation.divergence(logits[t], reference[t])
         for reference, logits in zip(whole_logits(0), whole_logits(1), strict=True)
         for t in range(len(logits) // 2, len(logits))
     ]
@@ -208,7 +208,7 @@ def test_a_reference_is_not_written_over(reference):
 def test_figures_of_a_draft(accepted: list[int]):
     """From counts, as an engine has them: what the definition says of each verification."""
     counts = [sum(length >= k for length in accepted) for k in range(1, 5)]
-    shares, mean_length = definition.acceptance(accepted, 4)
+    shares, mean_length = evaluation.acceptance(accepted, 4)
     found = figures(len(accepted), counts)
     assert_close(found["shares"], shares, "shares", "K", rtol=1e-12)
     assert_close(found["mean_length"], mean_length, "mean length", rtol=1e-12)

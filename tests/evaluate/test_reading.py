@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
 from support.comparisons import assert_close
+from support.evaluation import agrees, token_loss
+from tiny.measure import validation_loss
 
 from m3jax.cache import Cache
 from m3jax.evaluate import reading
-from m3jax.evaluate.definition import agrees, token_loss, windows
-from m3jax.evaluate.perplexity import Text, perplexity, validation_loss
+from m3jax.evaluate.perplexity import Text, perplexity, windows
 from m3jax.evaluate.reading import Reading, token_scores
 from m3jax.model import M3
 

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
+from tiny.corpus import Corpus, RecordTokens
+from tiny.measure import haystack_of, recall_accuracy, recall_probe
 
-from m3jax.evaluate.prompts import KINDS, Haystack, Prompt, recall_probe, recall_prompts
+from m3jax.evaluate.prompts import KINDS, Haystack, Prompt, recall_prompts
 from m3jax.evaluate.reading import Reading
-from m3jax.evaluate.recall import Grid, recall, recall_accuracy
+from m3jax.evaluate.recall import Grid, recall
+from m3jax.evaluate.words import WORDS
 from m3jax.text import Tokenizer
-from m3jax.train.data import Corpus, RecordTokens
-from m3jax.train.words import WORDS
 
 TOKENIZER = Tokenizer.from_pretrained(Path(__file__).parents[2] / "m3jax" / "assets" / "tiny")
 NEWLINE, HASH, ARROW = 2, 3, 4
@@ -35,7 +36,7 @@ def corpus() -> Corpus:
 
 @cache
 def haystack() -> Haystack:
-    return Haystack.of_corpus(corpus())
+    return haystack_of(corpus())
 
 
 def records_of(row: np.ndarray) -> list[tuple[int, int, int]]:

@@ -12,12 +12,13 @@ from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.pages import contiguous, paged
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
-from pallas_kernels.shapes import BY_NAME, DECODE, PREFILL, Shape
+from pallas_kernels.shapes import DECODE, PREFILL, Shape
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_decode.triton.attend import default_config
 from pallas_kernels.sparse_prefill import sparse_prefill
 
 SPARSE_PREFILL = [partial(sparse_prefill, schedule=name) for name in ("query_union", "kv_block_major")]
+BY_NAME = {shape.name: shape for shape in (*PREFILL, *DECODE)}
 H200_SHARED_MEMORY = 232_448  # bytes of a thread block
 SMALL = Shape("small", 2, 70, 1000, heads=12, kv_heads=2, width=64, block_size=64, top_k=5)
 FEW = Shape("few", 2, 5, 1000, heads=6, kv_heads=2, width=64, block_size=64, top_k=5)

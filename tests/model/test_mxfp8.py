@@ -24,7 +24,8 @@ from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import EXPERT_PATHS, project, run_experts
 from m3jax.ops.experts import ExpertWeights
 from m3jax.parallel import parse_mesh
-from m3jax.train.step import TrainOptions, init_state, losses
+from m3jax.train.losses import MSALoss
+from m3jax.train.step import init_state
 from m3jax.weights import merge_inputs
 
 # Input channels of every matrix: 48, 40, 88, 56 and 8 heads of 16. None but the last is whole blocks of 32.
@@ -303,7 +304,7 @@ def test_training_says_that_these_weights_are_frozen(kept):
     with pytest.raises(ValueError, match=r"in MXFP8, which is frozen: train m3jax\.load\(folder, dtype='float32'"):
         init_state(kept, optax.sgd(0.1))
     with pytest.raises(ValueError, match="in MXFP8, which is frozen"):
-        losses(kept, {"tokens": jnp.asarray(TOKENS)}, jnp.int32(0), TrainOptions())
+        MSALoss()(kept, {"tokens": jnp.asarray(TOKENS)})
 
 
 def test_gradients_go_through_frozen_weights_and_not_into_them():

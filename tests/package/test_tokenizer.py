@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m3jax.evaluate.sources import python_corpus
+from m3jax.evaluate.words import WORDS
 from m3jax.text import Tokenizer
-from m3jax.train.data import python_corpus
-from m3jax.train.words import WORDS
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "m3jax" / "assets" / "tiny"

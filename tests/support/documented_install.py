@@ -78,6 +78,7 @@ def run_script(file: str) -> None:
 
     decoding.engine_for, sys.argv = engine_for, [file]
     try:
+        sys.path[0] = str(Path(file).parent)  # as `python FILE` has it: a script imports what lies beside it
         runpy.run_path(file, run_name="__main__")
     except EngineReached:
         return

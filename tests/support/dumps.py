@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from m3jax.vectors.files import packed, unpacked
+from m3jax.files.tensors import packed, unpacked
 
 VECTORS = Path(__file__).resolve().parents[2] / "vectors"
 TINY = VECTORS / "model" / "tiny"

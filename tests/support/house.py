@@ -41,7 +41,8 @@ ALL_THEY_KNOW = {
 # Of other people's: distributions that these may import besides the standard library.
 ALL_THEY_NEED = {
     "m3jax.compile_cache": ("filelock", "jax"),
-    **dict.fromkeys(("m3jax.console", "m3jax.files", "m3jax.interrupts", "m3jax.messages"), ()),
+    **dict.fromkeys(("m3jax.console", "m3jax.interrupts", "m3jax.messages"), ()),
+    "m3jax.files": ("jaxtyping", "ml_dtypes", "numpy"),
     "m3jax.media": ("PIL", "av", "jaxtyping", "numpy"),
     "m3jax.msa.definition": ("einops", "jax", "jaxtyping"),
     "m3jax.progress": ("rich",),

@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny.corpus import Corpus, RecordTokens
+from tiny.data import PlainBatches, RecallBatches
 
+from m3jax.evaluate.sources import python_corpus
 from m3jax.text import Tokenizer
-from m3jax.train.data import (
-    Corpus,
-    PlainBatches,
-    RecallBatches,
-    RecordTokens,
-    python_corpus,
-)
 
 TOKENIZER = Tokenizer.from_pretrained(Path(__file__).parents[2] / "m3jax" / "assets" / "tiny")
 

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 from support import tiny
 from support.scripted_chat import ScriptedModel
+from tiny import arguments
+from tiny.corpus import Corpus
+from tiny.dialogues import KINDS, MODES, DialogueBatches, Task, dialogue_accuracy, draw_task, written_tokens
+from tiny.dialogues.batches import NAME_WEIGHT, WRITTEN_WEIGHT, _document_tokens
+from tiny.dialogues.evaluate import _hear, _judge, _Play
 
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.text import ChatTemplate, OutputParser, Tokenizer
 from m3jax.train import run
-from m3jax.train.data import Corpus
-from m3jax.train.dialogues import KINDS, MODES, DialogueBatches, Task, dialogue_accuracy, draw_task, written_tokens
-from m3jax.train.dialogues.batches import NAME_WEIGHT, WRITTEN_WEIGHT, _document_tokens
-from m3jax.train.dialogues.evaluate import _hear, _judge, _Play
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = Tokenizer.from_pretrained(embedded_path())
@@ -261,9 +262,9 @@ def test_a_short_run_goes_on_where_it_stopped(monkeypatch, tmp_path, sources):
     monkeypatch.setattr(script, "measure_dialogues", lambda *_: {})
     config = tiny.config("dM", vocab_size=2048, index_block_size=16, index_topk_blocks=4)
     m3jax.save(tiny.model(config), tmp_path / "base")
-    for name in run.FILES:
+    for name in arguments.FILES:
         (tmp_path / "base" / name).write_bytes((embedded_path() / name).read_bytes())
-    arguments = lambda out: [
+    given = lambda out: [
         *("--out", str(tmp_path / out), "--model", str(tmp_path / "base"), "--sources", str(sources), "--short"),
     ]
     monkeypatch.setattr(run, "KEEP_SECONDS", 0.0)
@@ -277,15 +278,15 @@ def test_a_short_run_goes_on_where_it_stopped(monkeypatch, tmp_path, sources):
 
     monkeypatch.setattr(run, "train_step", stops)
     with pytest.raises(KeyboardInterrupt):
-        script.main(arguments("parts"))
+        script.main(given("parts"))
     goes_on = lambda state, *args, **settings: done.append(int(state.step)) or step(state, *args, **settings)
     monkeypatch.setattr(run, "train_step", goes_on)
-    script.main(arguments("parts"))
+    script.main(given("parts"))
     assert done == [0, 1, 2]
     weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("parts/model", "base")]
     assert weights[0] != weights[1]
-    assert {path.name for path in (tmp_path / "parts" / "model").iterdir()} >= set(run.FILES)
+    assert {path.name for path in (tmp_path / "parts" / "model").iterdir()} >= set(arguments.FILES)
     with pytest.raises(SystemExit):
-        script.main([*arguments("parts"), "--seed", "1"])
+        script.main([*given("parts"), "--seed", "1"])
     with pytest.raises(SystemExit):
-        script.main([*arguments("other"), "--workers", "-1"])
+        script.main([*given("other"), "--workers", "-1"])

@@ -12,11 +12,11 @@ from support import tiny
 from m3jax import ops
 from m3jax.msa import SelectionRules, dense_attention, index_topk, sparse_attention
 from m3jax.train import fused
-from m3jax.train.step import TrainOptions, losses
+from m3jax.train.losses import MSALoss
 
 BATCH, LENGTH, HEADS, GROUPS, WIDTH, BLOCK = 3, 40, 6, 2, 8, 4
 CONFIG = tiny.config("dM")
-OPTIONS = TrainOptions(compute_dtype="float32", kl_stride=4, recall_weight=1.0)
+LOSS = MSALoss(compute_dtype="float32", kl_stride=4)
 BOTH = pytest.mark.parametrize("schedule", ["dense", "mask"])
 
 
@@ -84,11 +84,11 @@ def test_tiles_of_experts(monkeypatch, tile):
 @BOTH
 def test_losses_and_gradients_are_those_of_the_schedules(schedule):
     model = tiny.under(tiny.model(CONFIG), schedule)
-    recall = np.random.default_rng(3).random((2, 64)) < 0.2
-    arrays = {"tokens": tiny.tokens(CONFIG, 2, 65), "weights": np.ones((2, 64), np.float32), "recall": recall}
+    weights = np.random.default_rng(3).choice(np.float32([1, 2]), (2, 64))
+    arrays = {"tokens": tiny.tokens(CONFIG, 2, 65), "weights": weights}
     arrays = jax.tree.map(jnp.asarray, arrays)
-    run = lambda options: jax.jit(jax.value_and_grad(lambda m: losses(m, arrays, jnp.int32(1), options)[0]))(model)
-    (loss, grads), (want, want_grads) = run(replace(OPTIONS, fused=True)), run(OPTIONS)
+    run = lambda loss_fn: jax.jit(jax.value_and_grad(lambda m: loss_fn(m, arrays)[0]))(model)
+    (loss, grads), (want, want_grads) = run(replace(LOSS, fused=True)), run(LOSS)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from support import tiny
+from tiny.losses import TinyLoss, kept_loss
 
 from m3jax.train import losses
-from m3jax.train.losses import index_kl, kept_loss, next_token_loss
-from m3jax.train.step import TrainOptions
-from m3jax.train.step import losses as training_losses
+from m3jax.train.losses import index_kl, next_token_loss
 
 BATCH, QUERIES, KEYS, HEADS, GROUPS, WIDTH, INDEX_WIDTH, BLOCK, SLOTS = 3, 13, 26, 6, 2, 8, 5, 4, 3
 QUICK = {"xla_backend_optimization_level": 0}
@@ -153,8 +152,8 @@ def model(**changes):
 @cache
 def gradients(schedule: str) -> dict[str, dict[str, np.ndarray]]:
     """By loss, the gradient by parameter name."""
-    options, arrays = TrainOptions(kl_stride=4, recall_weight=1.0), jax.tree.map(jnp.asarray, batch())
-    one = lambda name: lambda model: training_losses(model, arrays, jnp.int32(1), options)[1][name]
+    loss_fn, arrays = TinyLoss(kl_stride=4, recall_weight=1.0), jax.tree.map(jnp.asarray, batch())
+    one = lambda name: lambda model: loss_fn(model, arrays)[1][name]
     grad = jax.jit(lambda m: {k: jax.grad(one(k))(m) for k in ("lm", "kl", "recall")}, compiler_options=QUICK)
     found = jax.device_get(grad(tiny.under(model(), schedule)))
     named = lambda tree: {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
@@ -196,9 +195,9 @@ def test_a_model_that_is_its_own_teacher_does_not_move():
     model = tiny.model(tiny.config("dM"))
     tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(2, 9), dtype=np.int32)
     tokens, ones = jnp.asarray(tokens), jnp.ones((2, 8), jnp.float32)
-    options = TrainOptions(compute_dtype="float32", kl_weight=0.0, remat=False)
+    loss_fn = TinyLoss(compute_dtype="float32", kl_weight=0.0, remat=False)
 
-    loss = lambda model, teacher, batch: training_losses(model, batch, jnp.int32(0), options, teacher)[0]
+    loss = lambda model, teacher, batch: loss_fn(model, batch | {"teacher": teacher})[0]
     gradient = jax.jit(jax.grad(loss), compiler_options=QUICK)
 
     def norm(kept):

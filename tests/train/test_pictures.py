@@ -8,12 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
-
-from m3jax.assets import embedded_path
-from m3jax.media import PlaceholderIds, expand_tokens, process_image, process_video
-from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.dialogues import MODES
-from m3jax.train.pictures import (
+from tiny.dialogues import MODES
+from tiny.losses import TinyLoss
+from tiny.pictures import (
     KINDS,
     NAMES,
     Alternating,
@@ -30,10 +27,14 @@ from m3jax.train.pictures import (
     task_tokens,
     with_tower,
 )
-from m3jax.train.pictures.draw import COLOURS, SHAPES, Shape, draw_number, draw_shapes
-from m3jax.train.pictures.features import normalized_rows
-from m3jax.train.pictures.tasks import MOST_PATCHES, is_held_out, is_held_out_number
-from m3jax.train.step import TrainOptions, init_state, make_optimizer, train_step
+from tiny.pictures.draw import COLOURS, SHAPES, Shape, draw_number, draw_shapes
+from tiny.pictures.features import normalized_rows
+from tiny.pictures.tasks import MOST_PATCHES, is_held_out, is_held_out_number
+
+from m3jax.assets import embedded_path
+from m3jax.media import PlaceholderIds, expand_tokens, process_image, process_video
+from m3jax.text import ChatTemplate, Tokenizer
+from m3jax.train.step import init_state, make_optimizer, train_step
 from m3jax.vision import VisionConfig
 
 TOKENIZER = Tokenizer.from_pretrained(embedded_path())
@@ -299,10 +300,10 @@ def test_pictures_alone_tell_answers_apart(model):
     tasks = [replace(task, is_first=True) for task in small]
     assert len({task.questions for task in tasks}) == 4
     optimizer = make_optimizer(lambda step: 5e-3)
-    options = TrainOptions(compute_dtype="float32", kl_weight=0.0, remat=False)
+    loss_fn = TinyLoss(compute_dtype="float32", kl_weight=0.0, remat=False)
     batch, state, losses = one_each(tasks), init_state(model, optimizer), []
     for _ in range(60):
-        state, metrics = train_step(state, batch, optimizer, options)
+        state, metrics = train_step(state, batch, optimizer, loss_fn)
         losses.append(float(metrics["lm"]))
     assert losses[-1] < 0.001 * losses[0]
     answers = greedy_answers(state.model, TOKENIZER, TEMPLATE, tasks, 4)

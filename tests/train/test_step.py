@@ -12,17 +12,20 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 from support import tiny
+from tiny.losses import TinyLoss
 
 import m3jax
 from m3jax.model import M3, moe
 from m3jax.parallel import make_mesh
 from m3jax.train import run
 from m3jax.train import step as training
-from m3jax.train.step import TrainOptions, TrainState, balance, init_state, make_optimizer
+from m3jax.train.losses import MSALoss
+from m3jax.train.step import TrainState, balance, init_state, make_optimizer
 
 QUICK = {"xla_backend_optimization_level": 0}
 CONFIG = tiny.config("dM")
-OPTIONS = TrainOptions(kl_stride=4, recall_weight=1.0, balance_rate=1e-2)
+LOSS = TinyLoss(kl_stride=4, recall_weight=1.0)
+BALANCE_RATE = 1e-2
 OPTIMIZER = make_optimizer(lambda step: 3e-3)
 STEPS = 8
 
@@ -35,9 +38,11 @@ def by_name(tree) -> dict[str, np.ndarray]:
 @cache
 def quick_step():
     return jax.jit(
-        training.train_step.__wrapped__, static_argnames=("optimizer", "options"), donate_argnames="state",
+        training.train_step.__wrapped__,
+        static_argnames=("optimizer", "loss_fn", "balance_rate"),
+        donate_argnames="state",
         compiler_options=QUICK,
-    )  # fmt: skip
+    )
 
 
 def batch(config=CONFIG) -> dict[str, jax.Array]:
@@ -52,10 +57,10 @@ def start(optimizer=OPTIMIZER, schedule: str = "mask") -> TrainState:
     return init_state(tiny.under(model, schedule), optimizer)
 
 
-def steps(state: TrainState, count: int, optimizer=OPTIMIZER, options=OPTIONS) -> tuple[TrainState, list[dict]]:
+def steps(state: TrainState, count: int, optimizer=OPTIMIZER, loss_fn=LOSS) -> tuple[TrainState, list[dict]]:
     seen = []
     for _ in range(count):
-        state, metrics = quick_step()(state, batch(), optimizer, options)
+        state, metrics = quick_step()(state, batch(), optimizer, loss_fn, BALANCE_RATE)
         seen.append(jax.device_get(metrics))
     return state, seen
 
@@ -125,15 +130,46 @@ def by_name_on_device(tree) -> dict[str, jax.Array]:
 
 def test_a_model_without_experts_has_no_imbalance():
     config = tiny.config("dD")
-    step = partial(training.train_step, optimizer=OPTIMIZER, options=OPTIONS)
+    step = partial(training.train_step, optimizer=OPTIMIZER, loss_fn=LOSS)
     _, metrics = jax.eval_shape(step, init_state(tiny.model(config), OPTIMIZER), batch(config))
     assert metrics.keys() == {"lm", "kl", "recall", "grad_norm"}
 
 
+def test_any_loss_can_be_trained():
+    """A step knows none: a function of a model and a batch, with metrics of its own, which may measure no loads."""
+
+    def loss_fn(model, batch):
+        size = jnp.mean(jnp.square(model.embed_tokens[...]))
+        return size * batch["scale"], {"size": size, "step": batch["step"]}
+
+    state, bias = start(), with_bias(tiny.model(CONFIG))
+    for number in range(3):
+        state, metrics = training.train_step(state, {"scale": jnp.float32(2.0)}, OPTIMIZER, loss_fn)
+        assert metrics.keys() == {"size", "step", "grad_norm"} and int(metrics["step"]) == number
+    assert metrics["size"] < jnp.mean(jnp.square(tiny.model(CONFIG).embed_tokens[...]))
+    np.testing.assert_array_equal(with_bias(state.model), bias)
+
+
+def test_the_standard_loss_is_the_next_token_and_the_index_branch():
+    """`MSALoss` is `TinyLoss` on a batch without recalled values, and reads no more of it than tokens and weights."""
+    model, arrays = start().model, batch()
+    standard = jax.jit(MSALoss(kl_stride=4, kl_weight=0.5), compiler_options=QUICK)
+    loss, parts = standard(model, {name: arrays[name] for name in ("tokens", "weights")})
+    own, own_parts = jax.jit(TinyLoss(kl_stride=4, kl_weight=0.5), compiler_options=QUICK)(model, arrays)
+    assert parts.keys() == {"lm", "kl", "loads"} and own_parts.keys() == {*parts, "recall"}
+    np.testing.assert_allclose(loss, own, rtol=1e-6)
+    np.testing.assert_allclose(loss, parts["lm"] + 0.5 * parts["kl"], rtol=1e-6)
+
+
+def test_the_index_loss_looks_at_other_queries_in_each_step():
+    offsets = [int(MSALoss().offset({"step": step})) for step in range(64)]
+    assert set(offsets) == set(range(8)) and offsets == [int(MSALoss().offset({"step": step})) for step in range(64)]
+
+
 @cache
 def gradient(remat: bool) -> dict[str, np.ndarray]:
-    options = TrainOptions(compute_dtype="float32", kl_stride=4, recall_weight=1.0, remat=remat)
-    loss = lambda model: training.losses(model, batch(), jnp.int32(1), options)[0]
+    loss_fn = TinyLoss(compute_dtype="float32", kl_stride=4, recall_weight=1.0, remat=remat)
+    loss = lambda model: loss_fn(model, batch())[0]
     return by_name(jax.jit(jax.grad(loss), compiler_options=QUICK)(tiny.model(CONFIG).with_schedule("mask")))
 
 

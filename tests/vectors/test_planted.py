@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m3jax.vectors.files import packed, read_case, read_manifest
+from m3jax.files.tensors import packed
+from m3jax.vectors.files import read_case, read_manifest
 from m3jax.vectors.groups import GROUPS
 
 STORED = Path(__file__).resolve().parents[2] / "vectors"

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from m3jax.files.tensors import packed
 from m3jax.vectors.__main__ import main
 from m3jax.vectors.checking import check_case
-from m3jax.vectors.files import MANIFEST, packed, read_case, read_manifest, sha256
+from m3jax.vectors.files import MANIFEST, read_case, read_manifest, sha256
 from m3jax.vectors.groups import GROUPS, selection
 from m3jax.vectors.making import made_on
 

@@ -393,7 +393,7 @@ class Engine:
     ) -> Request:
         """Make a request, with what it has already, and have it wait for a row."""
         request = Request(self._next_handle, prompt, params, placed, prefix_keys(prompt, placed), list(new))
-        request.logprobs, request.added_at = list(logprobs), perf_counter()
+        request.logprobs = list(logprobs)
         self._next_handle += 1
         self._requests[request.handle] = request
         self._scheduler.waiting.append(request)

@@ -69,7 +69,6 @@ class Request:
       stop_reason: that of `Generation`; "unfinished" while it goes on.
       taken: new tokens that were given out by `Engine.take`.
       preemptions: how often it had to give its row back.
-      added_at: seconds of `time.perf_counter`.
       first_token_at: the same; None before the first token.
     """
 
@@ -88,7 +87,6 @@ class Request:
     stop_reason: str = "unfinished"
     taken: int = 0
     preemptions: int = 0
-    added_at: float = 0.0
     first_token_at: float | None = None
 
     @property

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tiny.corpus import Corpus
+from tiny.dialogues.tasks import KINDS, MODES, Task, draw_task
 
 from m3jax.decoding import Engine, Params, Sampling, build_engine
 from m3jax.model import M3
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Message, OutputParser, Tokenizer
-from m3jax.train.corpus import Corpus
-from m3jax.train.dialogues.tasks import KINDS, MODES, Task, draw_task
 
 _HELD_OUT_SEED = 2**31  # no training run has it
 _NEW_TOKENS = 192  # of one answer; the longest right one has about 120

@@ -1,7 +1,6 @@
 """The training corpus: the running Python's own standard library, tokenised."""
 
 import hashlib
-import sysconfig
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,63 +8,15 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32, Int64, UInt
 
+from m3jax.evaluate.prompts import TokenRun, line_breaks
+from m3jax.evaluate.sources import python_corpus
+from m3jax.evaluate.words import WORDS
 from m3jax.progress import activity
 from m3jax.text import Tokenizer
-from m3jax.train.words import WORDS
-
-# Installed packages are not the standard library; code-page tables and build settings are not
-# prose or programs, and the latter hold paths of the machine.
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "encodings", "__pycache__"})
-_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
-_MIN_CHARACTERS = 64
-_VALIDATION_SHARE = 25  # one file of so many
 
 # A record is these tokens: newline, "#", key, "->", value.
 RECORD_LENGTH = 5
 KEY, VALUE = 2, 4
-
-
-def python_corpus(split: str, root: str | Path | None = None) -> dict[str, str]:
-    """A Python standard library's own sources.
-
-    Args:
-        split: "train" or "validation"; a file belongs to one by a hash of its relative path,
-            about 4% of the files to validation.
-        root: the library's folder; that of the running Python by default.
-
-    Returns:
-        Text by path relative to the library's folder, sorted by path. Files that are not UTF-8
-        (some test data is so by design) or shorter than 64 characters are left out.
-
-    Raises:
-        ValueError: an unknown split, or a Python without source files.
-    """
-    if split not in ("train", "validation"):
-        raise ValueError(f"split {split!r} is unknown; give 'train' or 'validation'")
-    root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
-    texts = {}
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        parts, name = path.relative_to(root).parts, path.relative_to(root).as_posix()
-        if not _SKIPPED_FOLDERS.isdisjoint(parts) or any(part.startswith(_SKIPPED_PREFIXES) for part in parts):
-            continue
-        if _split_of(name) != split:
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        if len(text) >= _MIN_CHARACTERS:
-            texts[name] = text
-    if not texts:
-        raise ValueError(f"{root} holds no Python sources; use a Python that ships its library")
-    return texts
-
-
-def _split_of(name: str) -> str:
-    """Train or validation, by a hash of a file's relative path: the same on every machine."""
-    digest = hashlib.sha256(name.encode()).digest()
-    is_held_out = int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0
-    return "validation" if is_held_out else "train"
 
 
 @dataclass(frozen=True)
@@ -115,34 +66,6 @@ class RecordTokens:
         records[:] = (self.newline, self.hash, 0, self.arrow, 0)
         records[:, KEY], records[:, VALUE] = keys, values
         return records
-
-
-@dataclass(frozen=True)
-class TokenRun:
-    """Texts as one run of token ids, with the places where a line may be put in.
-
-    Args:
-        tokens: ids of all texts, one after the other.
-        newlines: indices of the line breaks that a line may be put before.
-    """
-
-    tokens: UInt[np.ndarray, " S"] | Int32[np.ndarray, " S"]
-    newlines: Int64[np.ndarray, " lines"]
-
-    def chunk(self, start: int, length: int) -> tuple[Int32[np.ndarray, " length"], Int64[np.ndarray, " places"]]:
-        """A run of tokens, and where records may be put in it.
-
-        Args:
-            start: index of the first token.
-            length: number of tokens.
-
-        Returns:
-            The ids [length] and the ascending offsets of insertion, the last of which is `length`
-            itself.
-        """
-        first, end = np.searchsorted(self.newlines, (start, start + length))
-        places = np.append(self.newlines[first:end] - start, length)
-        return self.tokens[start : start + length].astype(np.int32), places
 
 
 @dataclass(frozen=True)
@@ -243,21 +166,3 @@ def _tokenise(tokenizer: Tokenizer, texts: list[str], description: str, progress
             for ids in tokenizer.encode_batch(group):
                 files.append(np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], dtype))
     return np.concatenate(files)
-
-
-def line_breaks(
-    tokenizer: Tokenizer, tokens: UInt[np.ndarray, " S"] | Int32[np.ndarray, " S"]
-) -> Int64[np.ndarray, " lines"]:
-    """Indices of the line breaks that a record line may be put before.
-
-    Args:
-        tokenizer: that wrote the tokens.
-        tokens: ids.
-    """
-    pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.vocab_size)]
-    is_space = np.array([piece.isspace() for piece in pieces])  # [V]
-    is_break = is_space & np.array(["\n" in piece for piece in pieces])  # [V]
-    # A long run of blanks is several tokens; only before the first is the text on either side
-    # tokenised as it would be on its own.
-    opens_run = np.append(True, ~is_space[tokens[:-1]])  # [S]
-    return np.flatnonzero(is_break[tokens] & opens_run)

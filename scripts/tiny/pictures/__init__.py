@@ -1,9 +1,9 @@
 """Pictures to train the embedded checkpoint's tower with: what is drawn, what is asked, and how well it is answered."""
 
-from m3jax.train.pictures.batches import Alternating, PictureBatches, packed_pictures, shown_names, task_tokens
-from m3jax.train.pictures.evaluate import greedy_answers, held_out_tasks, picture_accuracy
-from m3jax.train.pictures.features import Naming, Pictures, naming_loss, picture_features, with_tower
-from m3jax.train.pictures.tasks import KINDS, NAMES, Mark, PictureTask, draw_picture_task
+from tiny.pictures.batches import Alternating, PictureBatches, packed_pictures, shown_names, task_tokens
+from tiny.pictures.evaluate import greedy_answers, held_out_tasks, picture_accuracy
+from tiny.pictures.features import Naming, Pictures, naming_loss, picture_features, with_tower
+from tiny.pictures.tasks import KINDS, NAMES, Mark, PictureTask, draw_picture_task
 
 __all__ = [
     "KINDS",

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32
+from tiny.corpus import Corpus
+from tiny.data import Batch, RecallBatches
+from tiny.dialogues.tasks import draw_task
 
 from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.corpus import Corpus
-from m3jax.train.data import Batch, RecallBatches
-from m3jax.train.dialogues.tasks import draw_task
 
 END_OF_TURN = "[e~["
 _FEWEST_DOCUMENT_TOKENS = 32

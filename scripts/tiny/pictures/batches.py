@@ -6,6 +6,9 @@ from functools import cached_property
 
 import numpy as np
 from jaxtyping import Bool, Int32
+from tiny.dialogues import written_tokens
+from tiny.pictures.features import Naming, Pictures
+from tiny.pictures.tasks import MOST_PATCHES, MOST_TOKENS, NAMES, PictureTask, draw_picture_task
 
 from m3jax.media import PlaceholderIds, ProcessedImage, ProcessedVideo, expand_tokens
 from m3jax.media.frames import timestamps
@@ -13,10 +16,7 @@ from m3jax.media.packing import NO_SEGMENT
 from m3jax.media.patches import Grid, patch_positions, patch_rows
 from m3jax.media.sizes import FACTOR, PATCH, PATCH_VALUES, TEMPORAL
 from m3jax.text import ChatTemplate, Tokenizer
-from m3jax.train.data import Batch, Batches
-from m3jax.train.dialogues import written_tokens
-from m3jax.train.pictures.features import Naming, Pictures
-from m3jax.train.pictures.tasks import MOST_PATCHES, MOST_TOKENS, NAMES, PictureTask, draw_picture_task
+from m3jax.train.run import Batch, Batches
 
 _ROOM = 256  # tokens that the longest dialogue about a picture has
 _TOKENS_A_PICTURE = 72  # of a row: as many pictures as it has room for

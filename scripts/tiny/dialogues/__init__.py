@@ -1,8 +1,8 @@
 """Dialogues to fine-tune the embedded checkpoint for a chat, and what it makes of those it has not seen."""
 
-from m3jax.train.dialogues.batches import DialogueBatches, written_tokens
-from m3jax.train.dialogues.evaluate import dialogue_accuracy, measure_dialogues
-from m3jax.train.dialogues.tasks import KINDS, MODES, Task, draw_task
+from tiny.dialogues.batches import DialogueBatches, written_tokens
+from tiny.dialogues.evaluate import dialogue_accuracy, measure_dialogues
+from tiny.dialogues.tasks import KINDS, MODES, Task, draw_task
 
 __all__ = [
     "KINDS",

@@ -1,9 +1,11 @@
-"""What each figure of an evaluation is: numpy, float64, a position at a time; what is fast is tested against it."""
+"""The definition of each figure of an evaluation: numpy, float64, a position at a time."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from m3jax.evaluate.caught import distance_bucket
 
 
 def log_probabilities(logits: Float[np.ndarray, "*X V"]) -> Float[np.ndarray, "*X V"]:
@@ -30,32 +32,6 @@ def divergence(reference: Float[np.ndarray, " V"], logits: Float[np.ndarray, " V
 def agrees(reference: Float[np.ndarray, " V"], logits: Float[np.ndarray, " V"]) -> bool:
     """Whether both have the same most probable token; of equal logits the first counts."""
     return int(np.argmax(reference)) == int(np.argmax(logits))
-
-
-def windows(num_tokens: int, context: int, skip: int) -> list[tuple[int, int, int]]:
-    """The parts of a text that a model reads, each alone, so that each token but the first is predicted once.
-
-    Args:
-      num_tokens: of the text.
-      context: tokens that the model reads at most.
-      skip: how many of them, in all windows but the first, are there as context alone.
-
-    Returns:
-      (first token read, end of what is read, first position that counts) of each window. Position p predicts token
-      p + 1, so what is read ends before the last token.
-    """
-    found, counted = [], 0
-    while counted < num_tokens - 1:
-        start = max(0, counted - skip)
-        end = min(start + context, num_tokens - 1)
-        found.append((start, end, counted))
-        counted = end
-    return found
-
-
-def distance_bucket(distance: int, block_size: int) -> int:
-    """Which bucket of distances a key is in: 0 up to one block back, then each twice as wide: P to 2P, 2P to 4P, ..."""
-    return 0 if distance < block_size else int(np.log2(distance // block_size)) + 1
 
 
 def caught(

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from tiny.dialogues import MODES
+from tiny.pictures.batches import packed_pictures, task_tokens
+from tiny.pictures.features import Pictures, picture_features
+from tiny.pictures.tasks import KINDS, PictureTask, draw_picture_task
 
 from m3jax.media import PlaceholderIds
 from m3jax.model import M3
 from m3jax.text import ChatTemplate, OutputParser, Tokenizer
-from m3jax.train.dialogues import MODES
-from m3jax.train.pictures.batches import packed_pictures, task_tokens
-from m3jax.train.pictures.features import Pictures, picture_features
-from m3jax.train.pictures.tasks import KINDS, PictureTask, draw_picture_task
 
 HELD_OUT_SEED = 2**31  # no training run has it
 _LENGTH = 256  # tokens of a prompt and its answer

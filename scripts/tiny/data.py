@@ -6,36 +6,16 @@ definition can predict the value.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
+from tiny.corpus import KEY, RECORD_LENGTH, VALUE, Corpus
 
-from m3jax.train.corpus import KEY, RECORD_LENGTH, VALUE, Corpus, RecordTokens, python_corpus
-
-__all__ = [
-    "Batch",
-    "Batches",
-    "Corpus",
-    "PlainBatches",
-    "RecallBatches",
-    "RecordTokens",
-    "python_corpus",
-    "scatter",
-]
-
-Batch = dict[str, Any]
+from m3jax.train.run import Batch
 
 _MAX_PAIRS = 128
 _MIN_DISTANCE = 8
 _QUERIES = (0.6, 0.25, 0.15)  # probability of 1, 2, 3 repeats of a pair
-
-
-@runtime_checkable
-class Batches(Protocol):
-    """Batches by number: `tokens` [B T+1], `weights`, `recall` [B T]; at times `kept`, `pictures`, `naming`."""
-
-    def __getitem__(self, index: int) -> Batch: ...
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
-
-from m3jax.train.dialogues import MODES
-from m3jax.train.pictures.draw import (
+from tiny.dialogues import MODES
+from tiny.pictures.draw import (
     COLOURS,
     SHAPES,
     Shape,

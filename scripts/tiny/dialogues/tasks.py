@@ -1,6 +1,6 @@
 """Dialogues with one right answer: keys of a document, look-ups and sums by tools, and both in a row.
 
-A document is code with records, `# harbor -> lantern`, as in `m3jax.train.data`: what the checkpoint has learned to
+A document is code with records, `# harbor -> lantern`, as in `tiny.data`: what the checkpoint has learned to
 recall. What a tool would return is part of the task, and so is every word that the assistant is to write.
 """
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tiny.corpus import RECORD_LENGTH, Corpus
+from tiny.data import scatter
 
+from m3jax.evaluate.words import WORDS
 from m3jax.text import Tokenizer
-from m3jax.train.corpus import RECORD_LENGTH, Corpus
-from m3jax.train.data import scatter
-from m3jax.train.words import WORDS
 
 KINDS = ("document", "look-up", "sum", "document, then look-up", "two look-ups, then sum")
 MODES = ("enabled", "disabled", "adaptive")
