@@ -2,6 +2,7 @@
 
 from typing import Protocol, runtime_checkable
 
+import jax
 from flax import nnx
 
 
@@ -53,3 +54,10 @@ class Make(MakeArrays, Protocol):
           outputs: how many axes are the product's.
         """
         ...
+
+
+def dotted_path(keys: tuple) -> str:
+    """The name of a parameter in its tree, as in "stacks.0.self_attn.q_proj"."""
+    # An nnx.Param is a node of its own, with its array, or the parts of one in MXFP8, under "value".
+    name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    return name.removesuffix(".value").replace(".value.", ".")

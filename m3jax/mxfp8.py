@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, PyTree
 
 BLOCK = 32
 NAN_SCALE = 255  # the one scale byte that is no power of two
@@ -85,6 +85,18 @@ class MXFP8Array:
         if activations not in _ACTIVATIONS:
             raise ValueError(f"activations = {activations!r}: allowed are None and 'mxfp8'")
         return replace(self, activations=activations)
+
+
+def with_activations(tree: PyTree, activations: str | None) -> PyTree:
+    """Return a pytree whose MXFP8 matrices quantise what they are multiplied with, or leave it.
+
+    Args:
+      tree: of any parameters.
+      activations: as of `MXFP8Array.with_activations`.
+    """
+    is_matrix = lambda x: isinstance(x, MXFP8Array)
+    change = lambda x: x.with_activations(activations) if is_matrix(x) else x
+    return jax.tree.map(change, tree, is_leaf=is_matrix)
 
 
 def scales_shape(shape: tuple[int, ...], num_inputs: int, num_outputs: int) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m3jax.cache import Places, Scales, StackCache
-from m3jax.model.attention import Projections
+from m3jax.cache import LayerCall, Places, Scales, StackCache
+from m3jax.execution import Projections
 from m3jax.model.layers import swiglu_oai
 from m3jax.mxfp8 import MXFP8Array, dequantize
 from m3jax.ops import Heads, project_each, run_experts
@@ -243,12 +243,13 @@ def bench_insert(batch: int, queries: int, bandwidth: float) -> None:
 
     def kernel(pages, raw, layer):
         options = dict(eps=1e-6, dtype=jnp.bfloat16, backend="triton")
-        queries, pages = pages.insert(layer, places, raw, norms, cos, sin, at, lengths, **options)
+        queries, pages = pages.insert(LayerCall(layer, places, at, lengths), raw, norms, cos, sin, **options)
         return pages, queries
 
     def xla(pages, raw, layer):
         ready = Projections(raw, norms, cos, sin, 1e-6, jnp.bfloat16).finish()
-        return pages.write(layer, places, ready.k, ready.v, ready.index_k), (ready.q, ready.index_q)
+        call = LayerCall(layer, places, at, lengths)
+        return pages.write(call, ready.k, ready.v, ready.index_k), (ready.q, ready.index_q)
 
     print(f"insert {batch} x {queries:,}")
     floor = batch * queries * (heads + 3 * kv + 1) * width * 6 / bandwidth

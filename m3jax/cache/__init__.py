@@ -3,7 +3,7 @@
 from m3jax.cache.allocator import OutOfPages, PageAllocator
 from m3jax.cache.device import Cache
 from m3jax.cache.device_pages import StackCache
-from m3jax.cache.layer_pages import CallPages, LayerPages
+from m3jax.cache.layer_pages import CallPages, LayerCall, LayerPages
 from m3jax.cache.offload.host import HostMemory
 from m3jax.cache.offload.pool import OffloadedStack
 from m3jax.cache.scales import measure_scales
@@ -13,6 +13,7 @@ __all__ = [
     "Cache",
     "CallPages",
     "HostMemory",
+    "LayerCall",
     "LayerPages",
     "OffloadedStack",
     "OutOfPages",

@@ -8,8 +8,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from m3jax import ops
+from m3jax.cache.layer_pages import LayerCall, ReadByViews
 from m3jax.cache.storage import FLOAT8, Places, Scales, held_page, stored
-from m3jax.msa import Paged, PagedIndex, SelectionRules
+from m3jax.msa import Paged, PagedIndex
 from m3jax.ops import Heads
 from m3jax.parallel import spec
 
@@ -26,7 +27,7 @@ _LOGICAL_AXES = {  # by a leaf's path, as `jax.tree_util.keystr` writes it
 
 
 @struct.dataclass
-class StackCache:
+class StackCache(ReadByViews):
     """The pages of one stack of layers; `index_k` is None where attention is dense."""
 
     k: Num[Array, "L X K P H"]
@@ -57,13 +58,13 @@ class StackCache:
 
     def write(
         self,
-        layer: Int[Array, ""],
-        places: Places,
+        call: LayerCall,
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
         index_k: Float[Array, "B T I"] | None,
     ) -> "StackCache":
         """Put new tokens in their places; a token whose page is not held here is dropped."""
+        layer, places = call.layer, call.places
         page = held_page(places, self.num_pages)  # [B T]
 
         def scatter(
@@ -79,29 +80,18 @@ class StackCache:
         index_k = stored(index_k, self.index_k.dtype, self.scales.index_k[layer])
         return self.replace(k=k, v=v, index_k=self.index_k.at[layer, page, places.offset].set(index_k, mode="drop"))
 
-    def insert_backend(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        q: Float[Array, "B T N H"],
-        rotated: int,
-        dtype: DTypeLike,
-        backend: str,
-    ) -> str:
-        """The backend whose kernel does `insert`; "xla" where the model norms and rotates, and `write` follows."""
-        index = None if self.index_k is None else self.index_view(layer, places, dtype)
-        return ops.insert_backend(q, self.view(layer, places, dtype), index, rotated, backend)
+    def insert_backend(self, call: LayerCall, q: Float[Array, "B T N H"], rotated: int, dtype: DTypeLike) -> str:
+        """Name the backend whose kernel does `insert`; "xla" where the model norms and rotates, and `write` follows."""
+        index = None if self.index_k is None else self.index_view(call.layer, call.places, dtype)
+        return ops.insert_backend(q, self.view(call.layer, call.places, dtype), index, rotated, call.backend)
 
     def insert(
         self,
-        layer: Int[Array, ""],
-        places: Places,
+        call: LayerCall,
         projections: Heads,
         norms: Heads,
         cos: Float[Array, "B T R"],
         sin: Float[Array, "B T R"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
         *,
         eps: float,
         dtype: DTypeLike,
@@ -112,6 +102,7 @@ class StackCache:
         Returns:
           The queries, rounded to `dtype`, and the pages with the new tokens.
         """
+        layer, places = call.layer, call.places
         ones = jnp.ones_like(self.scales.k[layer])  # [K]; only float8 is scaled
         k_scale, v_scale = (self.scales.k[layer], self.scales.v[layer]) if self.k.dtype == FLOAT8 else (ones, ones)
         index, index_scale = None, ones
@@ -119,7 +110,7 @@ class StackCache:
             index = self.index_view(layer, places, dtype)
             index_scale = ones * self.scales.index_k[layer] if self.index_k.dtype == FLOAT8 else ones
         q, index_q, k, v, index_k = ops.insert(
-            projections, norms, cos, sin, self.view(layer, places, dtype), index, positions, lengths,
+            projections, norms, cos, sin, self.view(layer, places, dtype), index, call.positions, call.lengths,
             eps=eps, scales=jnp.stack([k_scale, v_scale, index_scale]), backend=backend,
         )  # fmt: skip
         return Heads(q, None, None, index_q, None), self.replace(k=k, v=v, index_k=index_k)
@@ -133,54 +124,6 @@ class StackCache:
         """One layer's index keys, read in `dtype`."""
         scale = self.scales.index_k[layer] if self.index_k.dtype == FLOAT8 else None
         return PagedIndex(self.index_k, scale, layer, places.table, dtype, places.device_axes)
-
-    def select(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        index_q: Float[Array, "B T K I"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        rules: SelectionRules,
-        schedule: str,
-        backend: str,
-    ) -> Int[Array, "B K T J"]:
-        """The blocks that each query keeps of all that its row has."""
-        # Scores that devices join go through memory, so XLA computes them, whichever kernels attend.
-        backend = "xla" if places.device_axes else backend
-        index = self.index_view(layer, places, index_q.dtype)
-        return ops.select(index_q, index, positions, lengths, rules, schedule=schedule, backend=backend)
-
-    def attend_selected(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        q: Float[Array, "B T N H"],
-        blocks: Int[Array, "B K T J"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        schedule: str,
-        backend: str,
-    ) -> tuple[Float[Array, "B T N H"], "StackCache"]:
-        """Attention over the selected blocks; the pages stay as they are."""
-        view = self.view(layer, places, q.dtype)
-        out, _ = ops.attend_selected(q, view, blocks, positions, lengths, schedule=schedule, backend=backend)
-        return out, self
-
-    def attend_all(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        q: Float[Array, "B T N H"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        schedule: str,
-        backend: str,
-    ) -> tuple[Float[Array, "B T N H"], "StackCache"]:
-        """Attention over every block; the pages stay as they are."""
-        view = self.view(layer, places, q.dtype)
-        out, _ = ops.attend_all(q, view, positions, lengths, schedule=schedule, backend=backend)
-        return out, self
 
     def after_layer(self) -> "StackCache":
         """The same pages: they hold the keys of every layer."""

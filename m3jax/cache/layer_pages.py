@@ -12,6 +12,27 @@ from m3jax.msa import SelectionRules, contiguous, contiguous_index
 from m3jax.ops import Heads
 
 
+@struct.dataclass
+class LayerCall:
+    """What pages are told of one layer of a call.
+
+    Attributes:
+      layer: counted within the stack.
+      places: where the tokens go, and where their rows' past lies.
+      positions: absolute position of each token; < 0 or >= lengths marks padding.
+      lengths: valid tokens of each row after this call.
+      schedule: of attention: "auto", or one of `m3jax.msa.SCHEDULES`.
+      backend: one of `m3jax.ops.BACKENDS`.
+    """
+
+    layer: Int[Array, ""]
+    places: Places
+    positions: Int[Array, "B T"]
+    lengths: Int[Array, " B"]
+    schedule: str = struct.field(pytree_node=False, default="auto")
+    backend: str = struct.field(pytree_node=False, default="auto")
+
+
 @runtime_checkable
 class LayerPages(Protocol):
     """Keys, values and index keys of a stack of layers.
@@ -19,13 +40,12 @@ class LayerPages(Protocol):
     A layer of a call writes what it brings, selects among all that its rows have, and attends to it. Three kinds are
     in this room: a cache's pages on the device (`m3jax.cache.StackCache`), pages in host memory with a pool on the
     device (`m3jax.cache.OffloadedStack`), and those that a call without a cache has just made (`CallPages`). All
-    methods return new pages; `layer` counts within the stack.
+    methods return new pages.
     """
 
     def write(
         self,
-        layer: Int[Array, ""],
-        places: Places,
+        call: LayerCall,
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
         index_k: Float[Array, "B T I"] | None,
@@ -33,93 +53,83 @@ class LayerPages(Protocol):
         """Put new tokens in their places; a token whose page is not held here is dropped."""
         ...
 
-    def insert_backend(
-        self, layer: Int[Array, ""], places: Places, q: Float[Array, "B T N H"], rotated: int, dtype: DTypeLike,
-        backend: str,
-    ) -> str:  # fmt: skip
-        """The backend whose kernel norms, rotates and writes in one go; "xla" where there is none, and `write` follows.
+    def insert_backend(self, call: LayerCall, q: Float[Array, "B T N H"], rotated: int, dtype: DTypeLike) -> str:
+        """Name the backend whose kernel norms, rotates and writes in one go; "xla" where `write` has to follow.
 
         Pages that name a kernel's backend also have its `insert` (`m3jax.cache.StackCache`).
         """
         ...
 
-    def select(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        index_q: Float[Array, "B T K I"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        rules: SelectionRules,
-        schedule: str,
-        backend: str,
-    ) -> Int[Array, "B K T J"]:
-        """The blocks that each query keeps (`m3jax.msa.select_blocks`)."""
+    def select(self, call: LayerCall, index_q: Float[Array, "B T K I"], rules: SelectionRules) -> Int[Array, "B K T J"]:
+        """Return the blocks that each query keeps (`m3jax.msa.select_blocks`)."""
         ...
 
     def attend_selected(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        q: Float[Array, "B T N H"],
-        blocks: Int[Array, "B K T J"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        schedule: str,
-        backend: str,
+        self, call: LayerCall, q: Float[Array, "B T N H"], blocks: Int[Array, "B K T J"]
     ) -> tuple[Float[Array, "B T N H"], "LayerPages"]:
-        """Attention over the selected blocks (`m3jax.msa.sparse_attention`)."""
+        """Attend to the selected blocks (`m3jax.msa.sparse_attention`)."""
         ...
 
-    def attend_all(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        q: Float[Array, "B T N H"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        schedule: str,
-        backend: str,
-    ) -> tuple[Float[Array, "B T N H"], "LayerPages"]:
-        """Attention over every block (`m3jax.msa.dense_attention`)."""
+    def attend_all(self, call: LayerCall, q: Float[Array, "B T N H"]) -> tuple[Float[Array, "B T N H"], "LayerPages"]:
+        """Attend to every block (`m3jax.msa.dense_attention`)."""
         ...
 
     def after_layer(self) -> "LayerPages":
-        """What the next layer of the stack gets."""
+        """Return what the next layer of the stack gets."""
         ...
 
 
+class ReadByViews:
+    """Pages whose keys `m3jax.ops` reads where they lie, through views of one layer.
+
+    A class that inherits from it has `view(layer, places, dtype)`, a `m3jax.msa.BlockView` of keys and values, and
+    `index_view(layer, places, dtype)`, a `m3jax.msa.IndexView`.
+    """
+
+    def select(self, call, index_q, rules):
+        """Return the blocks that each query keeps of all that its row has."""
+        # Scores that devices join go through memory, so XLA computes them, whichever kernels attend.
+        backend = "xla" if call.places.device_axes else call.backend
+        index = self.index_view(call.layer, call.places, index_q.dtype)
+        return ops.select(index_q, index, call.positions, call.lengths, rules, schedule=call.schedule, backend=backend)
+
+    def attend_selected(self, call, q, blocks):
+        """Attend to the selected blocks; the pages stay as they are."""
+        view = self.view(call.layer, call.places, q.dtype)
+        out, _ = ops.attend_selected(
+            q, view, blocks, call.positions, call.lengths, schedule=call.schedule, backend=call.backend
+        )
+        return out, self
+
+    def attend_all(self, call, q):
+        """Attend to every block; the pages stay as they are."""
+        view = self.view(call.layer, call.places, q.dtype)
+        out, _ = ops.attend_all(q, view, call.positions, call.lengths, schedule=call.schedule, backend=call.backend)
+        return out, self
+
+
 @struct.dataclass
-class CallPages:
+class CallPages(ReadByViews):
     """The keys of a call that brings all of them: what a layer writes is there for that layer alone."""
 
     heads: Heads | None = None
     block_size: int = struct.field(pytree_node=False, default=1)
 
-    def write(self, layer, places, k, v, index_k):
+    def write(self, call, k, v, index_k):
         """Keep what the layer brings; nothing was there before."""
         return self.replace(heads=Heads(None, k, v, None, index_k))
 
-    def insert_backend(self, layer, places, q, rotated, dtype, backend):
+    def insert_backend(self, call, q, rotated, dtype):
         """No kernel: there are no pages to write into."""
         return "xla"
 
-    def select(self, layer, places, index_q, positions, lengths, rules, schedule, backend):
-        """The blocks that each query keeps of those just written."""
-        index = contiguous_index(self.heads.index_k, self.block_size)
-        return ops.select(index_q, index, positions, lengths, rules, schedule=schedule, backend=backend)
+    def view(self, layer, places, dtype):
+        """The keys and values just written."""
+        return contiguous(self.heads.k, self.heads.v, self.block_size)
 
-    def attend_selected(self, layer, places, q, blocks, positions, lengths, schedule, backend):
-        """Attention over the selected ones of the blocks just written."""
-        view = contiguous(self.heads.k, self.heads.v, self.block_size)
-        out, _ = ops.attend_selected(q, view, blocks, positions, lengths, schedule=schedule, backend=backend)
-        return out, self
-
-    def attend_all(self, layer, places, q, positions, lengths, schedule, backend):
-        """Attention over the blocks just written."""
-        view = contiguous(self.heads.k, self.heads.v, self.block_size)
-        out, _ = ops.attend_all(q, view, positions, lengths, schedule=schedule, backend=backend)
-        return out, self
+    def index_view(self, layer, places, dtype):
+        """The index keys just written."""
+        return contiguous_index(self.heads.index_k, self.block_size)
 
     def after_layer(self):
         """Empty pages: the next layer writes its own keys."""

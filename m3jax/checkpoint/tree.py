@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from m3jax.model.summary import dotted_path
+from m3jax.make import dotted_path
 
 
 def flatten(tree: Any) -> dict[str, Any]:

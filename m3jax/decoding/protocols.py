@@ -115,9 +115,9 @@ class TargetModel(Protocol):
         ...
 
 
-def token_tile(model: TargetModel) -> int | None:
-    """How many tokens an invariant model computes at once (`M3.with_invariance`); None of any other model."""
-    return getattr(model, "token_tile", None)
+def is_invariant(model: TargetModel) -> bool:
+    """True if a token's bits depend on its own row alone (`M3.with_invariance`)."""
+    return getattr(getattr(model, "compute", None), "invariant", False)
 
 
 def sees(model: TargetModel) -> bool:

@@ -1,7 +1,6 @@
 """EAGLE3's draft: one Llama layer that goes on from the target's hidden states."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -14,12 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import Places, StackCache
 from m3jax.config import FULL, M3Config
+from m3jax.execution import Compute, Fast
 from m3jax.make import MakeArrays
-from m3jax.model.attention import attend_over_pages
-from m3jax.model.attention.mesh import over_mesh
 from m3jax.model.build import MakeEach, dtype_name, parameter_dtype
 from m3jax.model.layers import apply_rope, rope_table
-from m3jax.msa import SelectionRules
 from m3jax.numerics import accumulator, einsum
 from m3jax.ops import Heads
 from m3jax.parallel import as_mesh, sharding
@@ -226,11 +223,8 @@ class Eagle3(nnx.Module):
         x, residual = self.inputs(feature, tokens, embedding)
         values = self.project(x, slots - 1)
         heads = Heads(values["q"], values["k"], values["v"], None, None)
-        unused_rules = SelectionRules(top_k=1)  # the layer is dense
-        attend = partial(attend_over_pages, rules=unused_rules, selects=False, schedule=schedule)
-        if mesh is not None and mesh.size > 1:
-            attend = over_mesh(attend, mesh, heads, pages)
-        attention, _, pages = attend(heads, pages, jnp.int32(0), places, slots, lengths)  # [B T N H]
+        how = Fast(Compute(schedule=schedule, mesh=mesh), has_cache=True)
+        attention, _, pages, _ = how.attend(heads, pages, jnp.int32(0), places, slots, lengths, None)  # [B T N H]
         return self.outputs(attention, residual), pages
 
     def read(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

@@ -6,20 +6,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from m3jax.execution.plain import add, add_norm, apply_rope, gemma_norm
 from m3jax.make import Make
 from m3jax.numerics import accumulator
 from m3jax.ops import project, project_each
 
-
-def gemma_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """Root-mean-square norm times (1 + weight), in the accumulator's dtype; the caller rounds.
-
-    Source: transformers `MiniMaxM3VLRMSNorm`.
-    """
-    dtype = accumulator(x.dtype)
-    x = x.astype(dtype)
-    x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return x * (1.0 + weight.astype(dtype))
+__all__ = ["MLP", "add", "add_norm", "apply_rope", "gemma_norm", "rope_table", "swiglu_oai"]
 
 
 def rope_table(
@@ -30,16 +22,6 @@ def rope_table(
     exponent = np.arange(0, rotary_dim, 2, dtype=table_dtype) / table_dtype(rotary_dim)  # [R]
     angles = positions[..., None].astype(table_dtype) * (table_dtype(1.0) / table_dtype(theta) ** exponent)  # [B T R]
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(
-    x: Float[Array, "B T N H"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"]
-) -> Float[Array, "B T N H"]:
-    """Rotate dims (i, i + R) of each head by the position's angle; dims from 2R on pass through (half-split)."""
-    half = cos.shape[-1]
-    cos, sin = cos[:, :, None], sin[:, :, None]  # [B T 1 R]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def swiglu_oai(gate: Float[Array, "..."], up: Float[Array, "..."], alpha: float, limit: float) -> Float[Array, "..."]:

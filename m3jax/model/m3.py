@@ -1,6 +1,7 @@
 """MiniMax-M3: the text model, and the vision tower where it has one."""
 
 import copy
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,54 +9,272 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 
-from m3jax import ops
 from m3jax.cache import Cache, CallPages, Places
 from m3jax.config import M3Config
+from m3jax.execution import (
+    Compute,
+    Execution,
+    Keep,
+    KeepNothing,
+    KeepOfEach,
+    KeepResidual,
+    Probe,
+    execution_of,
+    run_layers,
+    take_apart,
+)
 from m3jax.make import Frozen, Make
 from m3jax.media import MediaBatch
 from m3jax.model.calls import checked, compiled
-from m3jax.model.context import Context, InPlace, backend_of_products, by_token, kernels_order, selection_rules
-from m3jax.model.decoder import Decoder, Probe, Taps, add_norm
+from m3jax.model.context import Context, selection_rules
+from m3jax.model.decoder import Decoder
 from m3jax.model.layers import rope_table
 from m3jax.model.media import WithMedia, vision_of
 from m3jax.model.summary import table
 from m3jax.msa import SCHEDULES, contiguous_index, walk_scores
 from m3jax.msa.rules import Score, check_score
-from m3jax.mxfp8 import MXFP8Array
-from m3jax.numerics import einsum
-from m3jax.ops import check_backend_name, check_schedule, unembed_in_order
-from m3jax.platform import platform
-from m3jax.tiles import by_tiles
-
-# Of `with_invariance`. A GPU reads the weights once a tile, and multiplies 128 tokens about as fast as one; on a CPU
-# what only fills a tile costs time.
-TOKEN_TILE = {"cpu": 32, "gpu": 128, "tpu": 128}
+from m3jax.mxfp8 import with_activations
+from m3jax.ops import check_backend_name, check_schedule
 
 
 class M3(WithMedia):
     """The model: a pytree of parameters with a static configuration. `vision` is None where that has no tower.
 
     A call outside `jax.jit` is one compiled program, kept for the next call of the same shapes; inside it is a part of
-    the caller's. There pass the model as an argument. Static are `config`, `mesh`, and how it is computed: `schedule`,
-    `backend`, `dense`, `score`, `call_pages` and `expert_path`, which the methods `with_...` set.
+    the caller's. There pass the model as an argument. Static are `config`, what `with_dense` and `with_score` change of
+    the function, and `compute`, which says how it is computed (`m3jax.execution.Compute`).
     """
 
     def __init__(self, config: M3Config, make: Make, mesh: Mesh | None = None):
         vocab_shape, vocab_axes = (config.vocab_size, config.hidden_size), ("vocab", None)
         self.config = config
-        self.mesh = mesh
-        self.schedule = "auto"
-        self.backend = "auto"
         self.dense = False
         self.score = config.index_score_type
-        self.call_pages = CallPages
-        self.expert_path = "auto"
-        self.token_tile = None
+        self.compute = Compute(mesh=mesh)
         self.embed_tokens = make.weight(vocab_shape, vocab_axes, fan_in=1)
         self.stacks = nnx.List([Decoder(stack, config, make) for stack in config.stacks])
         self.norm = make.norm((config.hidden_size,))
         self.lm_head = make.weight(vocab_shape, vocab_axes, fan_in=config.hidden_size)
         self.vision = vision_of(config, make)
+
+    @checked
+    @compiled()
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        cache: Cache | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+        media: MediaBatch | None = None,
+    ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], Cache]:
+        """Logits of every token.
+
+        Args:
+          tokens: token ids, right-padded.
+          cache: what was seen before; token t of row b is written at slot positions[b, t] and sees slots up to it.
+          positions: absolute positions; 0, 1, 2, ... by default, and without a cache no others but for padding. A
+            position < 0 or >= lengths marks padding, which is not written, is seen by nobody, and has logits that mean
+            nothing.
+          lengths: valid tokens of each row after this call; all of `tokens` by default. Needed with a cache.
+          embeddings: what the first layer reads, from `embed`; by default the tokens' own.
+          media: the images and videos whose placeholders are in `tokens`, from `m3jax.media.batch`.
+
+        Returns:
+          Logits in float32 (float64 for a float64 model), and the new cache if one was given.
+
+        Raises:
+          ValueError: a cache without positions and lengths, arrays of other shapes or dtypes, more tokens than the
+            model's context; where the arrays are at hand, or under `m3jax.checks()`, also ids outside the vocabulary
+            and lengths beyond the context or the cache, and placeholders that are not those of the media.
+        """
+        if media is not None:
+            embeddings = self.embed(tokens, self.features(media), self.places(tokens, media))
+        x, new, *_ = self._run(tokens, cache, positions, lengths, embeddings)
+        logits = self.unembed(self.final_norm(x))
+        return logits if cache is None else (logits, new)
+
+    def _run(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: Cache | None,
+        positions: Int[Array, "B T"] | None,
+        lengths: Int[Array, " B"] | None,
+        embeddings: Float[Array, "B T D"] | None,
+        keep: Keep | None = None,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]], PyTree[Array]]:
+        """All layers: what `trunk` returns, and the memory of what is kept (`m3jax.execution.Keep`)."""
+        batch, length = tokens.shape
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        if lengths is None:
+            lengths = jnp.full((batch,), length, jnp.int32)
+        positions, lengths = positions.astype(jnp.int32), lengths.astype(jnp.int32)
+        how, keep, config = self.execution(cache is not None, remat), keep or KeepNothing(), self.config
+
+        @how.each_token
+        def angles(positions):
+            return rope_table(positions, config.rotary_dim, config.rope_theta, self.dtype)
+
+        cos, sin = angles(positions)  # [B T R] twice
+        places = Places.nowhere(positions) if cache is None else cache.places(positions, lengths)
+        rules = selection_rules(config, self.score)
+        context = Context(positions, lengths, cos, sin, places, config, rules, self.dense, how)
+        x = self.embed(tokens) if embeddings is None else embeddings
+        memory, new_stacks, kept, num_before = keep.start(x), [], [], 0
+        for i, stack in enumerate(self.stacks):
+            # A call without a cache attends over pages that its layers are about to make.
+            pages = self.compute.call_pages(block_size=config.index_block_size) if cache is None else cache.stacks[i]
+            x, pages, memory, of_layers = run_layers(
+                stack, x, context.of_stack(i, cache), pages, keep, memory, num_before
+            )
+            new_stacks.append(pages)
+            kept.append(of_layers)
+            num_before += stack.depth
+        return x, None if cache is None else cache.replace(stacks=tuple(new_stacks)), kept, memory
+
+    def final_norm(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The norm between the last layer and the head.
+
+        Args:
+          x: the residual stream.
+        """
+        how = self.execution()
+        norm = how.each_token(lambda x: how.add_norm(x, None, self.norm[...], self.config.rms_norm_eps)[1])
+        return norm(x)
+
+    def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Logits of normed hidden states; the product is not rounded to the model's dtype.
+
+        Args:
+          hidden: as `hidden` returns them.
+        """
+        return self.execution().unembed(hidden, self.lm_head[...])
+
+    @checked
+    @compiled()
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        cache: Cache | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        """The residual stream after the final norm, for callers that need the logits of a few tokens only.
+
+        Args:
+          tokens: [B T] token ids, right-padded.
+          cache, positions, lengths, embeddings: as in a call.
+
+        Returns:
+          (hidden states in the model's dtype, the new cache or None).
+        """
+        x, cache, *_ = self._run(tokens, cache, positions, lengths, embeddings)
+        return self.final_norm(x), cache
+
+    @checked
+    @compiled("probe", "remat")
+    def trunk(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        cache: Cache | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+        probe: Probe | None = None,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]]]:
+        """All layers.
+
+        Args:
+          tokens: [B T] token ids, right-padded.
+          cache, positions, lengths, embeddings: as in a call.
+          probe: what to keep of each layer's named values (`m3jax.execution.Probe`); None keeps nothing.
+          remat: recompute activations in the backward pass.
+
+        Returns:
+          (residual stream before the final norm, the new cache or None, what `probe` kept of each stack).
+        """
+        keep = KeepNothing() if probe is None else KeepOfEach(probe)
+        return self._run(tokens, cache, positions, lengths, embeddings, keep, remat)[:3]
+
+    @checked
+    @compiled("layers")
+    def tapped(
+        self,
+        tokens: Int[Array, "B T"],
+        layers: tuple[int, ...],
+        *,
+        cache: Cache | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"], Cache | None]:
+        """The final hidden states, and the residual stream at some layers, before any norm: what a draft reads.
+
+        Args:
+          tokens: token ids, right-padded.
+          layers: A of them: 0 is the embedding, n the output of the n-th layer, counted from 1.
+          cache, positions, lengths, embeddings: as in a call.
+
+        Returns:
+          (residual stream after the final norm, taps, cache).
+
+        Raises:
+          ValueError: no layer, one twice, or one that the model does not have.
+        """
+        depth = self.config.num_hidden_layers
+        if not layers or len(set(layers)) < len(layers) or not all(0 <= n <= depth for n in layers):
+            raise ValueError(f"layers = {layers}: the model has 0 (the embedding) to {depth}; give some, each once")
+        keep = KeepResidual(layers)
+        x, cache, _, kept = self._run(tokens, cache, positions, lengths, embeddings, keep)  # [A + 1, B, T, D]
+        return self.final_norm(x), jnp.moveaxis(kept[:-1], 0, 2), cache
+
+    @checked
+    @compiled()
+    def intermediates(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+    ) -> dict[str, Array | list[dict[str, Array]]]:
+        """Named values of every layer, for comparison with another engine.
+
+        Args:
+          tokens: token ids, right-padded.
+          lengths: valid tokens of each row; all by default.
+          embeddings: as in a call.
+
+        Returns:
+          "embedding" [B T D], "final_norm" [B T D], "logits" [B T V], and "layers", one dict a layer: input,
+          attention_norm, q [B T N H], k and v [B T K H], attention [B T N H], attention_out, ffn_norm, ffn_out, output
+          [B T D]; in sparse layers index_q [B T K I], index_k [B T I], block_scores [B K T M], blocks [B K T J]; in
+          MoE layers expert_ids and expert_weights [B T A].
+        """
+        embeddings = self.embed(tokens) if embeddings is None else embeddings
+        x, _, kept, _ = self._run(tokens, None, None, lengths, embeddings, KeepOfEach(self._probe))
+        final = self.final_norm(x)
+        layers = [
+            jax.tree.map(lambda a, i=i: a[i], values)
+            for stack, values in zip(self.stacks, kept, strict=True)
+            for i in range(stack.depth)
+        ]
+        out = {"embedding": embeddings, "layers": layers}
+        return out | {"final_norm": final, "logits": self.unembed(final)}
+
+    def _probe(self, values: dict[str, Array], context: Context) -> dict[str, Array]:
+        """All named values of a layer, and the scores that its blocks had."""
+        if "blocks" not in values:
+            return values
+        index = contiguous_index(values["index_k"], self.config.index_block_size)
+        scores = walk_scores(values["index_q"], index, context.positions, context.lengths, context.rules.score)
+        return values | {"block_scores": scores}
 
     def with_schedule(self, schedule: str) -> "M3":
         """The same parameters under another schedule.
@@ -69,7 +288,7 @@ class M3(WithMedia):
         if schedule == "dense":
             raise ValueError("schedule = 'dense': attention to every block is another function; use with_dense()")
         check_schedule(schedule, SCHEDULES)
-        return self._with(schedule=schedule)
+        return self._computed(schedule=schedule)
 
     def with_backend(self, backend: str) -> "M3":
         """The same parameters on another backend.
@@ -81,7 +300,7 @@ class M3(WithMedia):
           ValueError: an unknown one.
         """
         check_backend_name(backend)
-        return self._with(backend=backend)
+        return self._computed(backend=backend)
 
     def with_dense(self, dense: bool = True) -> "M3":
         """The same parameters, attending to every block: no selection, as in the dense warm-up of training.
@@ -116,10 +335,8 @@ class M3(WithMedia):
           invariant: False computes as it is fastest again.
         """
         if not invariant:
-            return self._with(schedule="auto", expert_path="auto", token_tile=None)
-        return self._with(
-            schedule="invariant", call_pages=CallPages, expert_path="in_fixed_tiles", token_tile=TOKEN_TILE[platform()]
-        )
+            return self._computed(schedule="auto", expert_path="auto", invariant=False)
+        return self._computed(schedule="invariant", expert_path="in_fixed_tiles", invariant=True, call_pages=CallPages)
 
     def with_activations(self, activations: str | None) -> "M3":
         """The same MXFP8 weights, and products that quantise activations too, or leave them as they are.
@@ -135,9 +352,7 @@ class M3(WithMedia):
         """
         if not self.is_mxfp8:
             raise ValueError(f"activations = {activations!r}: no weight is in MXFP8; see m3jax.quantize")
-        is_array = lambda x: isinstance(x, MXFP8Array)
-        change = lambda x: x.with_activations(activations) if is_array(x) else x
-        return jax.tree.map(change, self, is_leaf=is_array)
+        return with_activations(self, activations)
 
     @property
     def is_mxfp8(self) -> bool:
@@ -151,7 +366,11 @@ class M3(WithMedia):
           call_pages: the class used in place of `m3jax.cache.CallPages`; one is made for each stack in each call.
           expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
         """
-        return self._with(call_pages=call_pages, expert_path=expert_path)
+        return self._computed(call_pages=call_pages, expert_path=expert_path)
+
+    def _computed(self, **settings: object) -> "M3":
+        """A copy that shares the parameters, computed in another way."""
+        return self._with(compute=replace(self.compute, **settings))
 
     def _with(self, **fields: object) -> "M3":
         """A copy that shares the parameters, with some static fields set."""
@@ -170,8 +389,8 @@ class M3(WithMedia):
         Args:
           num_rows: tokens of a call.
         """
-        in_place = InPlace(num_rows, self.dtype, self.backend, self.token_tile, self.mesh, self.is_ordered)
-        return self._with(stacks=nnx.List([stack.with_layers_apart(in_place) for stack in self.stacks]))
+        how = self.execution(has_cache=True)
+        return self._with(stacks=nnx.List([take_apart(stack, how, num_rows, self.dtype) for stack in self.stacks]))
 
     def layer(self, index: int) -> Decoder:
         """One layer's parameters, as a `Decoder` of depth 1: what the stacks hold of it, with a layer axis of size 1.
@@ -209,240 +428,21 @@ class M3(WithMedia):
         return Cache.pool(self.config, pages, batch, blocks, str(self.dtype), self.mesh, **types)
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether the invariant mode is kernels that take all tokens at once, instead of tiles of tokens."""
-        if self.token_tile is None or (self.mesh is not None and self.mesh.size > 1):
-            return False
-        matrices = jax.tree.leaves(self.stacks, is_leaf=lambda x: isinstance(x, MXFP8Array))
-        quantises = any(isinstance(x, MXFP8Array) and x.activations for x in matrices)
-        return not quantises and kernels_order(self.config, self.dtype, self.backend)
+    def mesh(self) -> Mesh | None:
+        """The devices that parameters are divided over; None for one device."""
+        return self.compute.mesh
 
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of weights and activations (the router's is its own)."""
         return self.embed_tokens.dtype
 
-    @checked
-    @compiled()
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        cache: Cache | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        lengths: Int[Array, " B"] | None = None,
-        embeddings: Float[Array, "B T D"] | None = None,
-        media: MediaBatch | None = None,
-    ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], Cache]:
-        """Logits of every token.
+    def execution(self, has_cache: bool = False, remat: bool = False) -> Execution:
+        """Return what computes a call, on the platform that a program is traced for.
 
         Args:
-          tokens: token ids, right-padded.
-          cache: what was seen before; token t of row b is written at slot positions[b, t] and sees slots up to it.
-          positions: absolute positions; 0, 1, 2, ... by default, and without a cache no others but for padding. A
-            position < 0 or >= lengths marks padding, which is not written, is seen by nobody, and has logits that mean
-            nothing.
-          lengths: valid tokens of each row after this call; all of `tokens` by default. Needed with a cache.
-          embeddings: what the first layer reads, from `embed`; by default the tokens' own.
-          media: the images and videos whose placeholders are in `tokens`, from `m3jax.media.batch`.
-
-        Returns:
-          Logits in float32 (float64 for a float64 model), and the new cache if one was given.
-
-        Raises:
-          ValueError: a cache without positions and lengths, arrays of other shapes or dtypes, more tokens than the
-            model's context; where the arrays are at hand, or under `m3jax.checks()`, also ids outside the vocabulary
-            and lengths beyond the context or the cache, and placeholders that are not those of the media.
+          has_cache: whether the call has a cache.
+          remat: whether the backward pass recomputes activations.
         """
-        if media is not None:
-            embeddings = self.embed(tokens, self.features(media), self.places(tokens, media))
-        hidden, new = self.hidden(tokens, cache=cache, positions=positions, lengths=lengths, embeddings=embeddings)
-        logits = self.unembed(hidden)
-        return logits if cache is None else (logits, new)
-
-    @checked
-    @compiled()
-    def hidden(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        cache: Cache | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        lengths: Int[Array, " B"] | None = None,
-        embeddings: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """The residual stream after the final norm, for callers that need the logits of a few tokens only.
-
-        Args:
-          tokens: [B T] token ids, right-padded.
-          cache, positions, lengths, embeddings: as in a call.
-
-        Returns:
-          (hidden states in the model's dtype, the new cache or None).
-        """
-        x, cache, _ = self.trunk(tokens, cache=cache, positions=positions, lengths=lengths, embeddings=embeddings)
-        return self.final_norm(x), cache
-
-    def final_norm(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The norm between the last layer and the head.
-
-        Args:
-          x: the residual stream.
-        """
-        eps = self.config.rms_norm_eps
-        by_xla = lambda x, update, weight: add_norm(x, update, weight, eps)
-        backend = backend_of_products(self.backend, self.token_tile, self.mesh)
-        options = dict(eps=eps, backend=backend, is_ordered=self.is_ordered)
-        norm = lambda x: ops.add_norm(by_xla, x, None, self.norm[...], **options)[1]
-        return by_token(norm, None if self.is_ordered else self.token_tile, x)
-
-    def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Logits of normed hidden states; the product is not rounded to the model's dtype.
-
-        Args:
-          hidden: as `hidden` returns them.
-        """
-        product = lambda hidden: einsum("xd,vd->xv", hidden, self.lm_head[...])
-        if self.token_tile is None:
-            return einsum("...d,vd->...v", hidden, self.lm_head[...])
-        if self.is_ordered and self.config.vocab_size % 64 == 0:
-            return unembed_in_order(hidden, self.lm_head[...])
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        return by_tiles(product, self.token_tile, rows).reshape(*hidden.shape[:-1], -1)
-
-    @checked
-    @compiled("probe", "remat")
-    def trunk(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        cache: Cache | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        lengths: Int[Array, " B"] | None = None,
-        embeddings: Float[Array, "B T D"] | None = None,
-        probe: Probe | None = None,
-        remat: bool = False,
-    ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]]]:
-        """All layers.
-
-        Args:
-          tokens: [B T] token ids, right-padded.
-          cache, positions, lengths, embeddings: as in a call.
-          probe: what to keep of each layer's named values (`m3jax.model.decoder.Probe`); None keeps nothing.
-          remat: recompute activations in the backward pass.
-
-        Returns:
-          (residual stream before the final norm, the new cache or None, what `probe` kept of each stack).
-        """
-        return self._run(tokens, cache, positions, lengths, embeddings, probe, remat)[:3]
-
-    @checked
-    @compiled("layers")
-    def tapped(
-        self,
-        tokens: Int[Array, "B T"],
-        layers: tuple[int, ...],
-        *,
-        cache: Cache | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        lengths: Int[Array, " B"] | None = None,
-        embeddings: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"], Cache | None]:
-        """The final hidden states, and the residual stream at some layers, before any norm: what a draft reads.
-
-        Args:
-          tokens: token ids, right-padded.
-          layers: A of them: 0 is the embedding, n the output of the n-th layer, counted from 1.
-          cache, positions, lengths, embeddings: as in a call.
-
-        Returns:
-          (residual stream after the final norm, taps, cache).
-
-        Raises:
-          ValueError: no layer, one twice, or one that the model does not have.
-        """
-        depth = self.config.num_hidden_layers
-        if not layers or len(set(layers)) < len(layers) or not all(0 <= n <= depth for n in layers):
-            raise ValueError(f"layers = {layers}: the model has 0 (the embedding) to {depth}; give some, each once")
-        x, cache, _, taps = self._run(tokens, cache, positions, lengths, embeddings, layers=layers)
-        return self.final_norm(x), jnp.moveaxis(taps.values[:-1], 0, 2), cache
-
-    def _run(
-        self,
-        tokens: Int[Array, "B T"],
-        cache: Cache | None,
-        positions: Int[Array, "B T"] | None,
-        lengths: Int[Array, " B"] | None,
-        embeddings: Float[Array, "B T D"] | None,
-        probe: Probe | None = None,
-        remat: bool = False,
-        layers: tuple[int, ...] = (),
-    ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]], Taps | None]:
-        """All layers: what `trunk` returns, and the taps at some of them."""
-        batch, length = tokens.shape
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-        if lengths is None:
-            lengths = jnp.full((batch,), length, jnp.int32)
-        positions, lengths = positions.astype(jnp.int32), lengths.astype(jnp.int32)
-        angles = lambda positions: rope_table(positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)
-        cos, sin = by_token(angles, None if self.is_ordered else self.token_tile, positions)
-        context = Context(
-            positions, lengths, cos, sin,
-            places=Places.nowhere(positions) if cache is None else cache.places(positions, lengths),
-            rules=selection_rules(self.config, self.score), schedule=self.schedule, backend=self.backend,
-            dense=self.dense, expert_path=self.expert_path, token_tile=self.token_tile,
-            is_ordered=self.is_ordered, mesh=self.mesh,
-            has_cache=cache is not None,
-        )  # fmt: skip
-        x = self.embed(tokens) if embeddings is None else embeddings
-        taps = Taps.start(x, layers) if layers else None
-        new_stacks, kept = [], []
-        for i, stack in enumerate(self.stacks):
-            # A call without a cache attends over pages that its layers are about to make.
-            pages = self.call_pages(block_size=self.config.index_block_size) if cache is None else cache.stacks[i]
-            x, pages, values, taps = stack(x, context.of_stack(i, cache), pages, self.config, probe, remat, taps)
-            new_stacks.append(pages)
-            kept.append(values)
-        return x, None if cache is None else cache.replace(stacks=tuple(new_stacks)), kept, taps
-
-    @checked
-    @compiled()
-    def intermediates(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        lengths: Int[Array, " B"] | None = None,
-        embeddings: Float[Array, "B T D"] | None = None,
-    ) -> dict[str, Array | list[dict[str, Array]]]:
-        """Named values of every layer, for comparison with another engine.
-
-        Args:
-          tokens: token ids, right-padded.
-          lengths: valid tokens of each row; all by default.
-          embeddings: as in a call.
-
-        Returns:
-          "embedding" [B T D], "final_norm" [B T D], "logits" [B T V], and "layers", one dict a layer: input,
-          attention_norm, q [B T N H], k and v [B T K H], attention [B T N H], attention_out, ffn_norm, ffn_out, output
-          [B T D]; in sparse layers index_q [B T K I], index_k [B T I], block_scores [B K T M], blocks [B K T J]; in
-          MoE layers expert_ids and expert_weights [B T A].
-        """
-        embeddings = self.embed(tokens) if embeddings is None else embeddings
-        x, _, kept = self.trunk(tokens, lengths=lengths, embeddings=embeddings, probe=self._probe)
-        final = self.final_norm(x)
-        layers = [
-            jax.tree.map(lambda a, i=i: a[i], values)
-            for stack, values in zip(self.stacks, kept, strict=True)
-            for i in range(stack.depth)
-        ]
-        out = {"embedding": embeddings, "layers": layers}
-        return out | {"final_norm": final, "logits": self.unembed(final)}
-
-    def _probe(self, values: dict[str, Array], context: Context) -> dict[str, Array]:
-        """All named values of a layer, and the scores that its blocks had."""
-        if "blocks" not in values:
-            return values
-        index = contiguous_index(values["index_k"], self.config.index_block_size)
-        scores = walk_scores(values["index_q"], index, context.positions, context.lengths, context.rules.score)
-        return values | {"block_scores": scores}
+        compute = replace(self.compute, remat=remat)
+        return execution_of(compute, self.config, self.dtype, self.stacks, has_cache)

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from m3jax import arrays
 from m3jax.config import M3Config
+from m3jax.execution import Compute
 from m3jax.make import Make
 from m3jax.media import MediaBatch, PlaceholderIds, feature_places
 from m3jax.model.calls import compiled
@@ -28,9 +28,7 @@ class WithMedia(nnx.Module):
 
     embed_tokens: nnx.Param
     vision: Vision | None
-    backend: str
-    mesh: Mesh | None
-    token_tile: int | None
+    compute: Compute
 
     @compiled()
     def features(self, media: MediaBatch) -> Float[Array, "R D"]:
@@ -45,11 +43,7 @@ class WithMedia(nnx.Module):
         Raises:
           ValueError: the model has no tower.
         """
-        # cuDNN's kernels are neither XLA's, which a model may be asked to keep to, nor the invariant mode's; and heads
-        # that are divided among devices have not been tried with them.
-        is_divided = self.mesh is not None and self.mesh.size > 1
-        keeps_to_xla = self.backend == "xla" or self.token_tile is not None or is_divided
-        return self._tower()(media, "xla" if keeps_to_xla else "auto")
+        return self._tower()(media, self.compute.tower_backend)
 
     def places(self, tokens: Tokens, media: MediaBatch) -> Int[Array, " R"]:
         """Where each feature goes: `m3jax.media.feature_places`, also while a program is traced.

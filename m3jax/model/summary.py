@@ -9,14 +9,9 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from m3jax.make import dotted_path
+
 _WIDTH = 100
-
-
-def dotted_path(keys: tuple) -> str:
-    """The name of a parameter in its tree, as in "stacks.0.self_attn.q_proj"."""
-    # An nnx.Param is a node of its own, with its array, or the parts of one in MXFP8, under "value".
-    name = jax.tree_util.keystr(keys, simple=True, separator=".")
-    return name.removesuffix(".value").replace(".value.", ".")
 
 
 def table(model: nnx.Module) -> str:

@@ -35,15 +35,15 @@ def fuse(model: M3) -> M3:
 class WholeRows(CallPages):
     """The keys of a call whose rows begin at position 0 and have no padding."""
 
-    def select(self, layer, places, index_q, positions, lengths, rules, schedule, backend):
+    def select(self, call, index_q, rules):
         """The blocks that each query keeps."""
         return select_in_whole_rows(index_q, self.heads.index_k, rules, self.block_size)
 
-    def attend_selected(self, layer, places, q, blocks, positions, lengths, schedule, backend):
+    def attend_selected(self, call, q, blocks):
         """Attention over the selected blocks."""
         return causal_attention(q, self.heads.k, self.heads.v, blocks, self.block_size), self
 
-    def attend_all(self, layer, places, q, positions, lengths, schedule, backend):
+    def attend_all(self, call, q):
         """Attention over every block."""
         return causal_attention(q, self.heads.k, self.heads.v, None, self.block_size), self
 

@@ -164,7 +164,7 @@ def token_logprobs(model: M3, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"
       tokens: prompts and what followed.
     """
     hidden, _ = model.hidden(tokens)
-    tile = None if model.token_tile is None else LOGITS_TILE
+    tile = LOGITS_TILE if model.compute.invariant else None
 
     def of_tokens(hidden, tokens):
         logits = model.unembed(hidden).astype(jnp.float32)
@@ -172,7 +172,7 @@ def token_logprobs(model: M3, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"
 
     batch, length, width = hidden[:, :-1].shape
     rows = hidden[:, :-1].reshape(-1, width), tokens[:, 1:].reshape(-1)
-    return by_tiles(of_tokens, model.token_tile, *rows).reshape(batch, length)
+    return by_tiles(of_tokens, model.compute.token_tile, *rows).reshape(batch, length)
 
 
 def index_kl(

@@ -5,6 +5,7 @@ where bits differ one run says where: each part of the model by itself, in progr
 of whole models, where what went in had the same bits; and whole requests through engines. They run side by side.
 """
 
+import copy
 import dataclasses
 import time
 from collections import defaultdict
@@ -17,19 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m3jax import M3Config, ops, quantize
+from m3jax import M3Config, quantize
 from m3jax.cache import Places
 from m3jax.decoding import Engine, Generation, Params, Sampling
 from m3jax.decoding.device.step import draw_token
 from m3jax.decoding.sampling import SamplingParams
 from m3jax.model import M3, init
 from m3jax.model.context import Context, selection_rules
-from m3jax.model.decoder import add_norm
 from m3jax.model.layers import rope_table
 from m3jax.msa import Paged, PagedIndex
 from m3jax.ops import attend_all, attend_selected, select
 from m3jax.tiles import GPU_OPTIONS, by_tiles
 from m3jax.train.losses import token_logprobs
+from m3jax.weights import StackedLayer
 
 NEW_TOKENS = 64
 TRAINED = 2  # texts
@@ -149,54 +150,39 @@ def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
     layers = dict(dense=jax.tree.map(lambda p: p[0], dense), sparse=jax.tree.map(lambda p: p[0], sparse))
     alpha, limit = config.swiglu_alpha, config.swiglu_limit
 
-    def context(rows):
-        cos, sin = rope_table(rows["positions"], config.rotary_dim, config.rope_theta, jnp.bfloat16)
-        return Context(
-            rows["positions"], rows["lengths"], cos, sin, Places.nowhere(rows["positions"]), rules,
-            token_tile=model.token_tile, is_ordered=model.is_ordered,
-        )  # fmt: skip
-
-    def prepared(weights, rows):
-        """What the parts of a layer share, and the parameters of a dense and of a sparse one as kernels read them."""
-        shared = context(rows)
-        return shared, *(shared.prepared(weights[name]) for name in ("dense", "sparse"))
+    how = model.execution()
+    rotary = lambda positions: rope_table(positions, config.rotary_dim, config.rope_theta, jnp.bfloat16)
 
     def norm(weights, rows):
-        shared, _, sparse = prepared(weights, rows)
-        by_xla = lambda x, update, weight: add_norm(x, update, weight, config.rms_norm_eps)
-        options = dict(eps=config.rms_norm_eps, backend="xla", is_ordered=shared.is_ordered)
-        fn = lambda x, y: ops.add_norm(by_xla, x, y, sparse.input_layernorm[...], **options)
-        return shared.by_token(fn, rows["x"], rows["y"])
+        weight = weights["sparse"].input_layernorm[...]
+        return how.each_token(lambda x, y: how.add_norm(x, y, weight, config.rms_norm_eps))(rows["x"], rows["y"])
 
     def project(weights, rows):
-        shared, _, sparse = prepared(weights, rows)
-        fn = lambda x, cos, sin: sparse.self_attn.project(x, cos, sin, config).finish(shared.is_ordered)
-        return shared.by_token(fn, rows["x"], shared.cos, shared.sin)
+        attention, positions, lengths = how.prepared(weights["sparse"].self_attn), rows["positions"], rows["lengths"]
+        cos, sin = rotary(positions)
+        context = Context(positions, lengths, cos, sin, Places.nowhere(positions), config, rules, False, how)
+        return how.each_token(lambda *arrays: attention.project(*arrays, context))(rows["x"], cos, sin)
 
     def project_out(weights, rows):
-        shared, _, sparse = prepared(weights, rows)
-        return shared.by_token(sparse.self_attn.project_out, rows["attention"])
+        return how.each_token(how.prepared(weights["sparse"].self_attn).project_out)(rows["attention"])
 
     def run_dense(weights, rows):
-        shared, dense, _ = prepared(weights, rows)
-        return shared.by_token(lambda x: dense.mlp(x, alpha, limit), rows["x"])
+        mlp = how.prepared(weights["dense"].mlp)
+        return how.each_token(lambda x: mlp(x, alpha, limit))(rows["x"])
 
     def run_router(weights, rows):
-        shared, _, sparse = prepared(weights, rows)
-        return shared.by_token(lambda x: sparse.mlp.route(x, config, "xla"), rows["x"])
+        mlp = how.prepared(weights["sparse"].mlp)
+        return how.each_token(lambda x: mlp.route(x, config, how))(rows["x"])
 
     def run_experts(weights, rows):
-        shared, names = context(rows), ("x", "expert_ids", "expert_weights")
-        tokens = (rows[name].reshape(-1, rows[name].shape[-1]) for name in names)
-        out, _ = weights["experts"](
-            *tokens, jnp.int32(0), alpha, limit, path=model.expert_path, token_tile=shared.token_tile,
-            is_ordered=shared.is_ordered,
-        )  # fmt: skip
-        return out.reshape(rows["x"].shape)
+        mlp = copy.copy(weights["sparse"].mlp)
+        mlp.experts = jax.tree.map(lambda stack: StackedLayer(stack, jnp.int32(0)), weights["experts"])
+        mlp = how.prepared(mlp)
+        return mlp.run_experts(rows["x"], rows["expert_ids"], rows["expert_weights"], config, how)[0]
 
     def run_shared(weights, rows):
-        shared, _, sparse = prepared(weights, rows)
-        return shared.by_token(lambda x, y: sparse.mlp.add_shared(x, y, None, config), rows["x"], rows["y"])
+        mlp = how.prepared(weights["sparse"].mlp)
+        return how.each_token(lambda x, y: mlp.add_shared(x, y, None, config))(rows["x"], rows["y"])
 
     def draw(weights, rows):
         x, positions = rows["x"].reshape(-1, width), rows["positions"].reshape(-1)
@@ -346,7 +332,7 @@ def _bits_of_call(model, cache, tokens, positions, lengths):
     final = model.final_norm(x)
     rows = final.reshape(1, -1, final.shape[-1])
     of_logits = lambda x: _hash(model.unembed(x)[None])[0]
-    logits = by_tiles(of_logits, model.token_tile, rows[0]).reshape(tokens.shape)
+    logits = by_tiles(of_logits, model.compute.token_tile, rows[0]).reshape(tokens.shape)
     layers = [{name: x[i] for name, x in values.items()} for values in kept for i in range(len(values["input"]))]
     return [*layers, {"final norm": _hash(final), "logits": logits}], cache
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_checks.repeat import twice
 
-from m3jax.model.decoder import add_norm as add_norm_definition
+from m3jax.model.layers import add_norm as add_norm_definition
 from m3jax.model.moe import route
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.choose_experts import choose_experts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support import tiny
 from support.lowering import array, equations, lower, refuse
 
-from m3jax.model.decoder import add_norm as add_norm_definition
+from m3jax.model.layers import add_norm as add_norm_definition
 from m3jax.model.moe import route
 from m3jax.ops import add_norm, interpret, kernel_reads, project_each
 from m3jax.ops.project import most_rows

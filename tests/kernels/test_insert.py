@@ -11,9 +11,9 @@ from support import comparisons, tiny
 from support.insertion import EPS, draw, expected
 from support.msa_strategies import GROUPED, RAGGED
 
-from m3jax.cache import Cache
+from m3jax.cache import Cache, LayerCall
 from m3jax.cache.storage import unit_scales
-from m3jax.model.attention import Projections
+from m3jax.execution import Projections
 from m3jax.model.layers import rope_table
 from m3jax.ops import Heads, interpret
 from pallas_kernels.pages import paged
@@ -81,17 +81,16 @@ def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, ind
     """T14, T16: the same queries and the same pages, scales of float8 included; rounding may fall on the other side."""
     dtype = jnp.dtype("float32" if kv_dtype == "float32" else "bfloat16")
     x, cache, positions, lengths = layer(kind, dtype, kv_dtype, index_dtype)
-    at, places = jnp.int32(0), cache.places(positions, lengths)
+    call = LayerCall(jnp.int32(0), cache.places(positions, lengths), positions, lengths, backend=backend)
     stack, rotated = cache.stacks[kind == "sparse"], 2 * x.cos.shape[-1]
     with interpret():
-        assert stack.insert_backend(at, places, x.raw.q, rotated, dtype, backend) == backend
+        assert stack.insert_backend(call, x.raw.q, rotated, dtype) == backend
     options = dict(eps=EPS, dtype=dtype, backend=backend)
     with interpret(True if backend == "triton" else pltpu.InterpretParams()):
-        rows = positions, lengths
-        run = jax.jit(lambda x, s: s.insert(at, places, x.raw, x.norms, x.cos, x.sin, *rows, **options))
+        run = jax.jit(lambda x, s: s.insert(call, x.raw, x.norms, x.cos, x.sin, **options))
         queries, pages = run(x, stack)
     ready = x.finish()
-    want = stack.write(at, places, ready.k, ready.v, ready.index_k)
+    want = stack.write(call, ready.k, ready.v, ready.index_k)
     for mine, theirs in zip((queries.q, queries.index_q), (ready.q, ready.index_q), strict=True):
         close(mine, theirs)
     for name in ("k", "v", "index_k"):

@@ -17,9 +17,9 @@ from support.engines import CONFIG, engine, params, prompt, quick, serve
 
 from m3jax import mxfp8
 from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
+from m3jax.make import dotted_path
 from m3jax.model import M3, dequantize, quantize
 from m3jax.model.layers import swiglu_oai
-from m3jax.model.summary import dotted_path
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import EXPERT_PATHS, project, run_experts
 from m3jax.ops.experts import ExpertWeights

@@ -16,10 +16,13 @@ from support import comparisons, tiny
 from m3jax import M3Config
 from m3jax import model as m3_model
 from m3jax.cache import Cache
+from m3jax.execution import Compute, Fast
+from m3jax.model.layers import swiglu_oai
 from m3jax.numerics import merge_over_devices
 from m3jax.parallel import AXES, RULES, make_mesh, parse_mesh, sharding, spec
 from m3jax.planning import hlo
 from m3jax.vision import VisionConfig
+from m3jax.weights import StackedLayer
 
 CONFIG = tiny.config("dM")
 BATCH, LENGTH = 8, 33
@@ -130,8 +133,14 @@ def layer_of_experts(mesh: str | None, platform: str):
     experts = tiny.model(MOE, mesh=parse_mesh(mesh) if mesh else None).stacks[0].mlp.experts
 
     def both(experts, x, ids, weights):
-        place = dict(backend="auto", mesh=parse_mesh(mesh) if mesh else None)
-        run = lambda e, x, w: e(x, ids, w, jnp.int32(1), ALPHA, LIMIT, **place)[0]  # no expert is shared
+        how = Fast(Compute(mesh=parse_mesh(mesh) if mesh else None))
+
+        def run(experts, x, weights):
+            act = lambda gate, up: swiglu_oai(gate, up, ALPHA, LIMIT).astype(x.dtype)
+            matrices = (experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...])
+            second_layer = [StackedLayer(matrix, jnp.int32(1)) for matrix in matrices]
+            return how.experts(x, ids, weights, second_layer, act, ())[0]  # no expert is shared
+
         out, back = jax.vjp(run, experts, x, weights)
         return out, back(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
 

@@ -11,10 +11,12 @@ from support import comparisons, tiny
 
 from m3jax import model as m3_model
 from m3jax.cache import Cache
+from m3jax.execution import Compute, Fast
 from m3jax.model import M3
 from m3jax.model.moe import Experts, route
 from m3jax.ops import run_experts
 from m3jax.ops.experts import ExpertWeights
+from m3jax.weights import StackedLayer
 
 TOLERANCE = 5e-5
 # For programs whose speed and last bits do not matter: it halves the time to compile them.
@@ -94,7 +96,14 @@ def test_a_token_does_not_depend_on_its_tile():
 
 def test_paths_sum_the_chosen_experts():
     """The public call, on both sides of the line between a few and many tokens."""
-    call = jax.jit(lambda e, *a: e(*a, ALPHA, LIMIT)[0])
+    how = Fast(Compute())
+
+    @jax.jit
+    def call(experts, x, ids, weights, layer):
+        act = lambda gate, up: m3_model.layers.swiglu_oai(gate, up, ALPHA, LIMIT).astype(x.dtype)
+        matrices = (experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...])
+        return how.experts(x, ids, weights, [StackedLayer(matrix, layer) for matrix in matrices], act, ())[0]
+
     draw = np.random.default_rng(3)
     for tokens in (4, PAIRS):
         x = draw.normal(size=(tokens, MOE.hidden_size)).astype(np.float32)

@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from m3jax import ops
+from m3jax.cache.layer_pages import LayerCall, ReadByViews
 from m3jax.cache.storage import FLOAT8, HostPages, Places, Scales, held_page, stored
-from m3jax.msa import PagedIndex, SelectionRules
+from m3jax.msa import PagedIndex
 from m3jax.msa.schedules import gather, invariant_reading
 from m3jax.msa.views import Pooled
 from m3jax.numerics import UNSEEN, accumulator, merge_two
@@ -87,7 +88,7 @@ class Slots:
 
 
 @struct.dataclass
-class OffloadedStack:
+class OffloadedStack(ReadByViews):
     """The device's side of a stack of sparse layers: all index keys, and a pool of slots for keys and values.
 
     Counters, per layer: `hits` and `misses` are the distinct virtual pages that calls selected and found here or not,
@@ -127,13 +128,13 @@ class OffloadedStack:
 
     def write(
         self,
-        layer: Int[Array, ""],
-        places: Places,
+        call: LayerCall,
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
         index_k: Float[Array, "B T I"] | None,
     ) -> "OffloadedStack":
         """Put new tokens into the pool; a page that earlier calls began is first brought in from host memory."""
+        layer, places = call.layer, call.places
         page = held_page(places, self.num_pages)  # [B T]
         begun_page = jnp.where(places.offset == 0, page, self.num_pages)
         is_written = self._virtual_flags(jnp.zeros(self.num_pages, bool).at[page].set(True, mode="drop"))  # [V]
@@ -189,43 +190,12 @@ class OffloadedStack:
         moved = self.moved.at[layer].add(-(-count // GROUP) * GROUP)
         return self.replace(slots=slots, now=now, k=k, v=v, moved=moved)
 
-    def insert_backend(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        q: Float[Array, "B T N H"],
-        rotated: int,
-        dtype: DTypeLike,
-        backend: str,
-    ) -> str:
+    def insert_backend(self, call: LayerCall, q: Float[Array, "B T N H"], rotated: int, dtype: DTypeLike) -> str:
         """No kernel writes into the pool: the model norms and rotates, and `write` follows."""
         return "xla"
 
-    def select(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        index_q: Float[Array, "B T K I"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        rules: SelectionRules,
-        schedule: str,
-        backend: str,
-    ) -> Int[Array, "B K T J"]:
-        """The blocks that each query keeps of all that its row has: index keys are all on the device."""
-        index = self.index_view(layer, places, index_q.dtype)
-        return ops.select(index_q, index, positions, lengths, rules, schedule=schedule, backend=backend)
-
     def attend_selected(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        q: Float[Array, "B T N H"],
-        blocks: Int[Array, "B K T J"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        schedule: str,
-        backend: str,
+        self, call: LayerCall, q: Float[Array, "B T N H"], blocks: Int[Array, "B K T J"]
     ) -> tuple[Float[Array, "B T N H"], "OffloadedStack"]:
         """Attention over the selected blocks, in passes over what the pool has room for.
 
@@ -236,6 +206,8 @@ class OffloadedStack:
         Raises:
           ValueError: the schedule "mask", which reads all blocks.
         """
+        layer, places, schedule = call.layer, call.places, call.schedule
+        positions, lengths = call.positions, call.lengths
         if schedule == "mask":
             raise ValueError(f"schedule {schedule!r} reads all blocks: it needs a cache without host memory")
         view = self.view(layer, places, q.dtype)
@@ -312,14 +284,7 @@ class OffloadedStack:
         return pool, keys, values
 
     def attend_all(
-        self,
-        layer: Int[Array, ""],
-        places: Places,
-        q: Float[Array, "B T N H"],
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        schedule: str,
-        backend: str,
+        self, call: LayerCall, q: Float[Array, "B T N H"]
     ) -> tuple[Float[Array, "B T N H"], "OffloadedStack"]:
         """Refused: the pool is for what was selected.
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from m3jax.decoding.device.state import BAD_LOGITS, LENGTH, LIVE, STOP_ID, Continuations, Layout, NewTokens, State, pin
 from m3jax.decoding.device.step import STEP_OPTIONS, draw_token, for_steps, run_model
-from m3jax.decoding.protocols import HostStacks, TargetModel, token_tile
+from m3jax.decoding.protocols import HostStacks, TargetModel, is_invariant
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.verify import DraftCounts, Proposal, Verdict, seen_by_column, verify
@@ -74,7 +74,7 @@ def decode_in_rounds(
         positions = jnp.where(is_live[:, None], positions, -1)
         end = lengths + (1 + draft_tokens) * is_live
         hidden, taps, cache = run_model(model, drafter, tokens, cache, host, positions, end)
-        if token_tile(model) is None:
+        if not is_invariant(model):
             logits = model.unembed(hidden).astype(jnp.float32)  # [B X V]
             verdict = verify(logits, proposal, sampling, state.continuations.seen, lengths + 1)
         else:

@@ -26,7 +26,7 @@ from m3jax.decoding.device.state import (
     State,
     pin,
 )
-from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, TargetModel, token_tile
+from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, TargetModel, is_invariant
 from m3jax.decoding.sampling import (
     HostOrDevice,
     SamplingParams,
@@ -99,7 +99,7 @@ def prefill(
     last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
     # Where the host waits for a condition, it could prepare the next chunk only when this one is through. The invariant
     # mode has prompts and steps draw in the same way.
-    cond = compute_both if platform() == "gpu" and token_tile(model) is None else lax.cond
+    cond = compute_both if platform() == "gpu" and not is_invariant(model) else lax.cond
     token, logprob = draw_token(model, last_hidden, continuations.sampling, continuations.seen, chunk.lengths, cond)
     memory = None
     if drafter is not None:
@@ -219,9 +219,9 @@ def for_steps(model: TargetModel, num_tokens: int) -> TargetModel:
       model: the target.
       num_tokens: of a step, all rows together.
     """
-    cut = getattr(model, "with_layers_apart", None)
-    is_tiled = token_tile(model) is not None and not getattr(model, "is_ordered", False)
-    return model if cut is None or platform() != "gpu" or is_tiled else cut(num_tokens)
+    execution = getattr(model, "execution", None)
+    may_be_cut = platform() == "gpu" and execution is not None and execution(has_cache=True).takes_layers_apart
+    return model.with_layers_apart(num_tokens) if may_be_cut else model
 
 
 def run_model(
@@ -280,7 +280,7 @@ def draw_token(
         return sample(logits, sampling, row_keys(sampling.seed, positions), seen, cond)
 
     logits = model.unembed(hidden).astype(jnp.float32)  # [B V]
-    tile = None if token_tile(model) is None else LOGITS_TILE
+    tile = LOGITS_TILE if is_invariant(model) else None
     token = by_tiles(draw, tile, logits, sampling, seen, positions)
     return token, logprob_of(token, logits, by_tiles(log_normaliser, tile, logits))
 

@@ -22,7 +22,7 @@ from m3jax.decoding.engine.request import Generation, Params, Request, as_prompt
 from m3jax.decoding.engine.runner import PROGRAMS, Runner, Watch
 from m3jax.decoding.engine.scheduler import Scheduler
 from m3jax.decoding.engine.shapes import DRAFT_TOKENS, Shapes, prefill_chunks
-from m3jax.decoding.protocols import Identity, TargetModel, sees, token_tile
+from m3jax.decoding.protocols import Identity, TargetModel, is_invariant, sees
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
 
@@ -68,7 +68,7 @@ class Engine:
         **knobs: Unpack[EngineKnobs],
     ):
         storage, work = as_options(storage, work, knobs, Engine)
-        if invariant or token_tile(model) is not None:
+        if invariant or is_invariant(model):
             model = checks.as_invariant(model)
         self.config = model.config
         page_size = self.config.index_block_size

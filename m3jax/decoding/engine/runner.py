@@ -17,7 +17,7 @@ from m3jax.decoding.engine.exchange import PAGES_A_CALL, page_layout
 from m3jax.decoding.engine.media import PlacedSegment
 from m3jax.decoding.engine.request import Params
 from m3jax.decoding.engine.shapes import Shapes
-from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel, token_tile
+from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel, is_invariant
 from m3jax.decoding.sampling import Sampling, SamplingParams
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
 from m3jax.media import MERGE, Segment, pack
@@ -109,7 +109,7 @@ class Runner:
             self._features_layout = None if model.mesh is None else (layout,)
         self._types = type(model), type(drafter), type(cache)
         self._programs = _programs(
-            is_invariant=token_tile(model) is not None,
+            is_invariant=is_invariant(model),
             has_narrow_weights=any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(model)),
         )
         self._layout = self._cache_layout = None

@@ -167,7 +167,7 @@ class Eagle3Drafter:
             places=cache.places(slots, lengths),
             pages=cache.draft,
             embedding=model.embed_tokens[...],
-            schedule=model.schedule,
+            schedule=model.compute.schedule,
             mesh=model.mesh,
         )
         return output, cache.replace(draft=draft_pages)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from m3jax.cache import Cache, Scales, StackCache
+from m3jax.cache import Cache, LayerCall, Scales, StackCache
 from m3jax.msa import sparse_attention
 from m3jax.vectors.case import Arrays, Case, Group, Rule, Run, in_dtype, jitted, normal
 from m3jax.vectors.groups import selection
@@ -249,11 +249,10 @@ def _by_cache(chunks: tuple[int, ...], inputs: Arrays, rule: Rule) -> Arrays:
         part = lambda name, first=start, count=count: inputs[name][:, first : first + count]
         positions = part("positions")
         seen = jnp.minimum(lengths, jnp.max(positions, axis=1) + 1)
-        places, stack = cache.places(positions, seen), cache.stacks[0]
-        stack = stack.write(layer, places, part("k"), part("v"), part("index_k"))
-        rules = selection.selection_rules(rule)
-        chosen = stack.select(layer, places, part("index_q"), positions, seen, rules, "auto", "xla")
-        out, stack = stack.attend_selected(layer, places, part("q"), chosen, positions, seen, "auto", "xla")
+        call = LayerCall(layer, cache.places(positions, seen), positions, seen, backend="xla")
+        stack = cache.stacks[0].write(call, part("k"), part("v"), part("index_k"))
+        chosen = stack.select(call, part("index_q"), selection.selection_rules(rule))
+        out, stack = stack.attend_selected(call, part("q"), chosen)
         outs, blocks, cache, start = [*outs, out], [*blocks, chosen], cache.replace(stacks=(stack,)), start + count
     after = {f"{name}_after": getattr(cache.stacks[0], name.removesuffix("_pages")) for name in _PAGES[:2]}
     after |= {"index_pages_after": cache.stacks[0].index_k}

@@ -1,12 +1,10 @@
-"""From the projections of a layer to its queries, keys and values: per-head norm, rotary embedding, rounding."""
-
-from functools import partial
+"""A layer's projections on their way to queries, keys and values: per-head norm, rotary embedding, rounding."""
 
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from m3jax.model.layers import apply_rope, gemma_norm
+from m3jax.execution.plain import apply_rope, gemma_norm
 from m3jax.ops import Heads, norm_rope_in_order
 
 
@@ -30,26 +28,27 @@ class Projections:
     eps: float = struct.field(pytree_node=False)
     dtype: DTypeLike = struct.field(pytree_node=False)
 
-    def finish(self, is_ordered: bool = False) -> Heads:
-        """Queries, keys and values: normed, rotated, rounded.
+    def finish(self) -> Heads:
+        """Return queries, keys and values: normed, rotated, rounded."""
+        return self._heads_by(self._norm_and_rotate)
 
-        Args:
-          is_ordered: by a kernel that gives a token the same bits whatever else a call has (`m3jax.ops.ordered`).
-        """
+    def finish_in_order(self) -> Heads:
+        """`finish` by a kernel that gives a token the same bits whatever else a call has (`m3jax.ops.ordered`)."""
+        return self._heads_by(
+            lambda *arrays: norm_rope_in_order(self._norm_and_rotate, *arrays, eps=self.eps, dtype=self.dtype)
+        )
 
-        def norm_and_rotate(heads, norms, cos, sin):
-            pairs = zip(heads, norms, strict=True)
-            return tuple(
-                apply_rope(gemma_norm(x, weight, self.eps), cos, sin).astype(self.dtype) for x, weight in pairs
-            )
+    def _norm_and_rotate(self, heads, norms, cos, sin):
+        pairs = zip(heads, norms, strict=True)
+        return tuple(apply_rope(gemma_norm(x, weight, self.eps), cos, sin).astype(self.dtype) for x, weight in pairs)
 
+    def _heads_by(self, norm_and_rotate) -> Heads:
+        """All heads by one call of a function of (heads, norms, cos, sin); values are only rounded."""
         raw, norms = self.raw, self.norms
         heads, weights = [raw.q, raw.k], [norms.q, norms.k]
         if raw.index_q is not None:
             heads += [raw.index_q, raw.index_k[:, :, None]]  # [B T I] -> [B T 1 I]
             weights += [norms.index_q, norms.index_k]
-        if is_ordered:
-            norm_and_rotate = partial(norm_rope_in_order, norm_and_rotate, eps=self.eps, dtype=self.dtype)
         q, k, *index = norm_and_rotate(heads, weights, self.cos, self.sin)
         index_q, index_k = (index[0], index[1][:, :, 0]) if index else (None, None)
         return Heads(q, k, raw.v.astype(self.dtype), index_q, index_k)

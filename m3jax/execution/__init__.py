@@ -1,0 +1,51 @@
+"""How a call of the model is computed: one protocol, and the implementations beside each other."""
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
+
+from m3jax.config import M3Config
+from m3jax.execution.compute import TOKEN_TILE, Compute
+from m3jax.execution.fast import Fast, quantises_activations
+from m3jax.execution.keep import Keep, KeepNothing, KeepOfEach, KeepResidual, Probe
+from m3jax.execution.layers import run_layers, take_apart
+from m3jax.execution.ordered import Ordered, kernels_order
+from m3jax.execution.projections import Projections
+from m3jax.execution.protocol import Execution
+from m3jax.execution.tiled import Tiled
+
+__all__ = [
+    "TOKEN_TILE",
+    "Compute",
+    "Execution",
+    "Fast",
+    "Keep",
+    "KeepNothing",
+    "KeepOfEach",
+    "KeepResidual",
+    "Ordered",
+    "Probe",
+    "Projections",
+    "Tiled",
+    "execution_of",
+    "run_layers",
+    "take_apart",
+]
+
+
+def execution_of(
+    compute: Compute, config: M3Config, dtype: DTypeLike, parameters: PyTree[Array], has_cache: bool
+) -> Execution:
+    """Return the implementation that runs a model's calls on the platform that a program is traced for.
+
+    Args:
+      compute: the model's settings.
+      config: the model's.
+      dtype: of the activations.
+      parameters: of the layers.
+      has_cache: whether the calls have a cache.
+    """
+    if not compute.invariant:
+        return Fast(compute, has_cache)
+    takes_kernels = not compute.is_divided and not quantises_activations(parameters)
+    by_kernels = takes_kernels and kernels_order(config, dtype, compute.backend)
+    return (Ordered if by_kernels else Tiled)(compute, has_cache)

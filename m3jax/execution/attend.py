@@ -1,0 +1,123 @@
+"""Attention of one layer where its pages are: write the new tokens, select, attend."""
+
+from dataclasses import replace
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from m3jax.cache import LayerCall, LayerPages, StackCache
+from m3jax.execution.projections import Projections
+from m3jax.msa import SelectionRules
+from m3jax.ops import Heads
+from m3jax.parallel import PAGE_AXES, spec
+
+
+def attend(
+    heads: Heads | Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None
+) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, LayerPages, dict[str, Array]]:
+    """Attend with a layer's heads, over what its rows have.
+
+    Args:
+      heads: of the call's tokens; projections are finished here, where there is one by a kernel that writes pages too.
+      pages: what the rows have in this stack.
+      call: the layer, its tokens' places and positions.
+      rules: of selection; None where the layer attends to every block.
+
+    Returns:
+      (output, selection or None, the pages with the new tokens, the heads by name: none where a kernel wrote them).
+    """
+    heads, insert_backend = _finished(heads, pages, call)
+    out, blocks, pages = _over_pages(heads, pages, call, rules, insert_backend)
+    return out, blocks, pages, _by_name(heads)
+
+
+def attend_over_mesh(
+    heads: Heads | Projections, pages: StackCache, call: LayerCall, rules: SelectionRules | None, mesh: Mesh
+) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, StackCache, dict[str, Array]]:
+    """`attend` on every device of a mesh, each over the pages that it holds.
+
+    Pages are divided over the data, context and expert axes, and the KV heads over the tensor axis where it divides
+    them; every device has all rows. Each scores the pages that it holds, the scores are joined, each attends over the
+    selected pages that are its own, and the partial outputs are merged by log-sum-exp: the views' `device_axes` ask for
+    both.
+
+    Args:
+      heads, pages, call, rules: as of `attend`.
+      mesh: where the pages lie.
+    """
+    heads, insert_backend = _finished(heads, pages, call)
+    device_axes = tuple(axis for axis in PAGE_AXES if axis in mesh.shape)
+    (kv_axis,) = spec((pages.num_kv_heads,), ("kv_heads",), mesh)  # "tensor", or None where each device has all heads
+    by_head = P(None, None, kv_axis)  # [B T heads H]; the G query heads of a KV head lie together
+
+    def head_spec(name):
+        """Heads are divided, but for the one that all index keys share; norm weights and angles are on every device.
+
+        Names are paths, such as ".q" of `Heads`, or ".raw.q", ".norms.q" and ".cos" of `Projections`.
+        """
+        *_, field = name.split(".")
+        is_weight_or_angle = name.startswith((".norms", ".cos", ".sin"))
+        return P() if is_weight_or_angle or field == "index_k" else by_head
+
+    named_heads, head_structure = jax.tree_util.tree_flatten_with_path(heads)
+    head_specs = [head_spec(jax.tree_util.keystr(path)) for path, _ in named_heads]
+    page_specs, page_structure = pages.partition_specs(mesh), jax.tree.structure(pages)
+
+    def on_each_device(head_arrays, page_arrays, layer, places, positions, lengths):
+        heads = jax.tree.unflatten(head_structure, head_arrays)
+        pages = jax.tree.unflatten(page_structure, page_arrays)
+        places = places.on_this_device(device_axes, pages.num_pages)
+        here = replace(call, layer=layer, places=places, positions=positions, lengths=lengths)
+        out, blocks, pages = _over_pages(heads, pages, here, rules, insert_backend)
+        return out, blocks, jax.tree.leaves(pages)
+
+    # Arrays cross as lists, so that each finds its own spec.
+    on_mesh = jax.shard_map(
+        on_each_device,
+        mesh=mesh,
+        in_specs=(head_specs, page_specs, P(), P(), P(), P()),
+        out_specs=(by_head, P(None, kv_axis), page_specs),
+        check_vma=False,
+    )
+    arrays = jax.tree.leaves(heads), jax.tree.leaves(pages)
+    out, blocks, page_arrays = on_mesh(*arrays, call.layer, call.places, call.positions, call.lengths)
+    return out, blocks, jax.tree.unflatten(page_structure, page_arrays), _by_name(heads)
+
+
+def _finished(heads: Heads | Projections, pages: LayerPages, call: LayerCall) -> tuple[Heads | Projections, str]:
+    """The heads, and the backend whose kernel finishes and writes them where they are still projections."""
+    if isinstance(heads, Heads):
+        return heads, "xla"
+    backend = pages.insert_backend(call, heads.raw.q, rotated=2 * heads.cos.shape[-1], dtype=heads.dtype)
+    return (heads.finish() if backend == "xla" else heads), backend
+
+
+def _by_name(heads: Heads | Projections) -> dict[str, Array]:
+    return heads._asdict() if isinstance(heads, Heads) else {}
+
+
+def _over_pages(
+    heads: Heads | Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None, insert_backend: str
+) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, LayerPages]:
+    """`attend` where the pages are, with projections left only for a kernel of `insert_backend`."""
+    if isinstance(heads, Projections):
+        heads, pages = pages.insert(
+            call, heads.raw, heads.norms, heads.cos, heads.sin, eps=heads.eps, dtype=heads.dtype,
+            backend=insert_backend,
+        )  # fmt: skip
+    else:
+        pages = pages.write(call, heads.k, heads.v, heads.index_k)
+    if rules is not None:
+        blocks = pages.select(call, heads.index_q, rules)
+        blocks = checkpoint_name(blocks, "msa_blocks")  # so that a backward pass cannot select otherwise (T30)
+        out, pages = pages.attend_selected(call, heads.q, blocks)
+        return out, blocks, pages
+    # A schedule asked for by name is one of XLA's. Those of selected blocks say nothing of dense layers: these then go
+    # blockwise. There is no TPU kernel for dense layers.
+    schedule = call.schedule if call.schedule in ("auto", "mask", "invariant") else "blockwise"
+    backend = "auto" if call.backend == "mosaic_tpu" else call.backend
+    out, pages = pages.attend_all(replace(call, schedule=schedule, backend=backend), heads.q)
+    return out, None, pages

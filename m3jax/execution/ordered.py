@@ -1,0 +1,77 @@
+"""The invariant mode by kernels, on a GPU: all tokens of a call at once, each in one order of sums."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from m3jax import ops
+from m3jax.config import M3Config
+from m3jax.execution import plain
+from m3jax.execution.fast import Fast
+from m3jax.execution.tiled import Tiled
+from m3jax.mxfp8 import MXFP8Array
+from m3jax.weights import StackedLayer
+
+
+@dataclass(frozen=True)
+class Ordered(Fast):
+    """A token's bits depend on no other token: each kernel sums in an order of its own (`m3jax.ops.ordered`)."""
+
+    product_backend = "xla"  # where it is no kernel of one order
+
+    def add_norm(self, x, update, weight, eps):
+        """Residual addition and norm, by the kernel for any number of tokens."""
+        by_xla = lambda x, update, weight: plain.add_norm(x, update, weight, eps)
+        return ops.add_norm(by_xla, x, update, weight, eps=eps, backend="xla", is_ordered=True)
+
+    def heads(self, projections):
+        """Heads finished by the kernel that norms and rotates."""
+        return projections.finish_in_order()
+
+    def sum_of_experts(self, out, weights):
+        """The weighted sum, one expert after the other."""
+        return sum(out[:, i] * weights[:, i : i + 1].astype(out.dtype) for i in range(out.shape[1]))
+
+    def unembed(self, hidden, head):
+        """The kernel's product where it takes the vocabulary, else tiles."""
+        if head.shape[0] % 64:
+            return Tiled(self.compute, self.has_cache).unembed(hidden, head)
+        return ops.unembed_in_order(hidden, head)
+
+    def reads_in_place(
+        self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
+    ) -> bool:
+        """True for all matrices of a call with a cache: gradients are those of layers, not of stacks."""
+        return self.has_cache and (name.endswith("_proj") or name == "gate") and ops.reads_in_place(stack)
+
+    def stacked(self, stack, layer):
+        """One layer's matrix, where it lies."""
+        return replace(super().stacked(stack, layer), is_ordered=True)
+
+    def prepared(self, layer):
+        """The layer with all of its matrices in stacks, if only of one: the kernel reads no others."""
+
+        def prepare(parameter):
+            if isinstance(parameter, StackedLayer) or parameter.ndim < 2:  # norms and biases are no matrices
+                return parameter
+            return self.stacked(jax.tree.map(lambda x: x[None], parameter), jnp.int32(0))
+
+        return jax.tree.map(prepare, layer, is_leaf=lambda x: isinstance(x, MXFP8Array | StackedLayer))
+
+
+def kernels_order(config: M3Config, dtype: DTypeLike, backend: str) -> bool:
+    """True if kernels run all layers of a model in its invariant mode, for a device by itself.
+
+    Args:
+      config: the model's.
+      dtype: of the activations.
+      backend: one of `m3jax.ops.BACKENDS`.
+    """
+    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads
+    widths = heads, kv_heads * config.head_dim, kv_heads * config.index_head_dim, config.index_head_dim
+    widths += config.shared_intermediate_size, config.dense_intermediate_size
+    router, head = (config.hidden_size, config.num_local_experts), (config.head_dim, config.rotary_dim)
+    return ops.can_order(dtype, backend, widths=widths, router=router, head=head)

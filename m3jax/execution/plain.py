@@ -1,0 +1,68 @@
+"""What stands between the products of a layer, in plain `jax.numpy`, as XLA computes it where no kernel does.
+
+`m3jax.model.layers` gives these functions their names in the model.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from m3jax.numerics import accumulator
+
+
+def gemma_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
+    """Root-mean-square norm times (1 + weight), in the accumulator's dtype; the caller rounds.
+
+    Source: transformers `MiniMaxM3VLRMSNorm`.
+    """
+    dtype = accumulator(x.dtype)
+    x = x.astype(dtype)
+    x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return x * (1.0 + weight.astype(dtype))
+
+
+def apply_rope(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"]
+) -> Float[Array, "B T N H"]:
+    """Rotate dims (i, i + R) of each head by the position's angle; dims from 2R on pass through (half-split)."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]  # [B T 1 R]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def add(x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Residual addition in the accumulator's dtype, rounded once."""
+    return (x.astype(update.dtype) + update).astype(x.dtype)
+
+
+def add_norm(
+    x: Float[Array, "B T D"], update: Float[Array, "B T D"] | None, weight: Float[Array, " D"], eps: float
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """Return a residual addition and its norm, each rounded once; without an update, x and its norm."""
+    x = x if update is None else add(x, update)
+    return x, gemma_norm(x, weight, eps).astype(x.dtype)
+
+
+def choose_experts(
+    logits: Float[Array, "X E"], bias: Float[Array, " E"], top_k: int
+) -> tuple[Int[Array, "X A"], Float[Array, "X A"]]:
+    """Choose the A = top_k experts with the highest sigmoid score plus bias, and weigh them by their scores alone.
+
+    Returns:
+      (ids, weights), best first; of equal scores the lower id. The weights of a token sum to 1; they are NaN where a
+      score or its bias is NaN.
+    """
+    scores = jax.nn.sigmoid(logits)  # [X E]
+    expert_ids = checkpoint_name(jax.lax.top_k(scores + bias, top_k)[1], "expert_ids")  # [X A]
+    weights = jnp.take_along_axis(scores, expert_ids, axis=-1)  # [X A]
+    weights = weights / sum(weights[:, i : i + 1] for i in range(top_k))  # term by term: a sum in one order
+    # Top-k puts NaN first or last, as its sign bit is: an expert whose score is none would be passed over in silence.
+    is_broken = jnp.any(jnp.isnan(scores + bias), axis=-1, keepdims=True)  # [X 1]
+    return expert_ids.astype(jnp.int32), jnp.where(is_broken, jnp.nan, weights)
+
+
+def weighted_sum(out: Float[Array, "X A D"], weights: Float[Array, "X A"]) -> Float[Array, "X D"]:
+    """The sum over each token's experts."""
+    return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)

@@ -1,0 +1,119 @@
+"""What a model asks of whatever computes it, in the names of the mathematics."""
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from m3jax.cache import LayerPages, Places
+from m3jax.execution.projections import Projections
+from m3jax.msa import SelectionRules
+from m3jax.mxfp8 import MXFP8Array
+from m3jax.ops import Heads
+from m3jax.ops.experts import Activation
+from m3jax.weights import StackedLayer
+
+Tokenwise = Callable[..., PyTree[Array]]
+
+
+@runtime_checkable
+class Execution(Protocol):
+    """A way to compute a call of the model: `Fast`, `Tiled` or `Ordered`.
+
+    Matrices are multiplied by `m3jax.ops.project`, whatever they are stored as. All else that has more than one
+    implementation is asked for here.
+    """
+
+    def each_token(self, fn: Tokenwise) -> Tokenwise:
+        """Return `fn`, a function of arrays [B T ...] that treats each token alone, to be called with all tokens."""
+        ...
+
+    def add_norm(
+        self, x: Float[Array, "B T D"], update: Float[Array, "B T D"] | None, weight: Float[Array, " D"], eps: float
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """Return x + update and its norm times 1 + weight, each rounded once; without an update, x and its norm."""
+        ...
+
+    def heads(self, projections: Projections) -> Heads | Projections:
+        """Norm, rotate and round projections, or leave that to `attend`."""
+        ...
+
+    def attend(
+        self,
+        heads: Heads | Projections,
+        pages: LayerPages,
+        layer: Int[Array, ""],
+        places: Places,
+        positions: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        rules: SelectionRules | None,
+    ) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, LayerPages, dict[str, Array]]:
+        """Write a layer's new tokens into its pages and attend (`m3jax.execution.attend.attend`)."""
+        ...
+
+    def choose_experts(
+        self, logits: Float[Array, "X E"], bias: Float[Array, " E"], top_k: int
+    ) -> tuple[Int[Array, "X A"], Float[Array, "X A"]]:
+        """Return each token's experts and their weights (`m3jax.execution.plain.choose_experts`)."""
+        ...
+
+    def experts(
+        self,
+        x: Float[Array, "X D"],
+        expert_ids: Int[Array, "X A"],
+        weights: Float[Array, "X A"],
+        matrices: tuple[StackedLayer, StackedLayer, StackedLayer],
+        activate: Activation,
+        shared: tuple[Array | MXFP8Array | StackedLayer, ...],
+    ) -> tuple[Float[Array, "X D"], Float[Array, "X D"] | None]:
+        """Return the weighted sum of each token's experts, in the accumulator's dtype; no token is dropped.
+
+        Args:
+          x: tokens.
+          expert_ids: the A experts that each token chose.
+          weights: of these experts in the sum.
+          matrices: gate, up and down of all experts, in the stack that they are a layer of.
+          activate: of gate and up, element by element.
+          shared: gate, up and down of the layer's shared expert, for a kernel that runs it with the others.
+
+        Returns:
+          (the sum, what the shared expert makes of each token, or None where that is left to the caller).
+        """
+        ...
+
+    def unembed(self, hidden: Float[Array, "... D"], head: Float[Array, "V D"]) -> Float[Array, "... V"]:
+        """Return logits, in the accumulator's dtype."""
+        ...
+
+    def reads_in_place(
+        self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
+    ) -> bool:
+        """True if a kernel reads a layer's matrix where it lies in its stack, in a call of so many tokens.
+
+        Args:
+          name: of the parameter, such as "q_proj".
+          stack: one matrix a layer.
+          num_rows: tokens of the call.
+          dtype: of the activations.
+        """
+        ...
+
+    def stacked(self, stack: Float[Array, "L ..."] | MXFP8Array, layer: Int[Array, ""]) -> StackedLayer:
+        """Return one layer's matrix, to be read where it lies."""
+        ...
+
+    def prepared(self, layer: nnx.Module) -> nnx.Module:
+        """Return one layer with its parameters as products read them."""
+        ...
+
+    @property
+    def remat(self) -> bool:
+        """True if the backward pass recomputes activations."""
+        ...
+
+    @property
+    def takes_layers_apart(self) -> bool:
+        """True if a loop of decode steps may run layers one after the other, each by parameters of its own."""
+        ...

@@ -1,0 +1,87 @@
+"""Attention of one layer: project, write, select, attend, project."""
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from m3jax.cache import LayerPages
+from m3jax.config import M3Config
+from m3jax.execution import Projections
+from m3jax.make import Make
+from m3jax.model.context import Context
+from m3jax.ops import Heads, project, project_each
+from m3jax.weights import merge_inputs
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention of a stack of layers; those that are sparse have an index branch too.
+
+    Shapes: q_proj [L D N H], k_proj and v_proj [L D K H], o_proj [L N H D], index_q_proj [L D K I], index_k_proj
+    [L D I]. A call has the parameters of one layer, without L.
+    """
+
+    def __init__(self, depth: int, config: M3Config, sparse: bool, make: Make):
+        width, head_dim, index_dim = config.hidden_size, config.head_dim, config.index_head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        kv_axes = ("layers", None, "kv_heads", None)
+        self.q_proj = make.linear((depth, width, heads, head_dim), ("layers", None, "heads", None), outputs=2)
+        self.k_proj = make.linear((depth, width, kv_heads, head_dim), kv_axes, outputs=2)
+        self.v_proj = make.linear((depth, width, kv_heads, head_dim), kv_axes, outputs=2)
+        self.o_proj = make.linear((depth, heads, head_dim, width), ("layers", "heads", None, None), inputs=2)
+        self.q_norm = make.norm((depth, head_dim))
+        self.k_norm = make.norm((depth, head_dim))
+        if sparse:
+            self.index_q_proj = make.linear((depth, width, kv_heads, index_dim), kv_axes, outputs=2)
+            self.index_k_proj = make.linear((depth, width, index_dim), ("layers", None, None))
+            self.index_q_norm = make.norm((depth, index_dim))
+            self.index_k_norm = make.norm((depth, index_dim))
+
+    def project(
+        self, x: Float[Array, "B T D"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"], context: Context
+    ) -> Heads | Projections:
+        """Queries, keys and values of each token: projected, normed and rotated, the last two here or in the call."""
+        weights, index_q_norm, index_k_norm = [self.q_proj, self.k_proj, self.v_proj], None, None
+        if self.is_sparse:
+            weights += [self.index_q_proj, self.index_k_proj]
+            index_q_norm, index_k_norm = self.index_q_norm[...], self.index_k_norm[...]
+        # "..." is the axis of heads; index keys have one head, and no axis for it. The index branch reads the residual
+        # stream but does not train it (paper, 3.2; T33).
+        products = project_each(
+            "btd,d...h->bt...h", x, [weight[...] for weight in weights], num_detached=len(weights) - 3
+        )
+        heads = Heads(*products) if self.is_sparse else Heads(*products, None, None)
+        norms = Heads(self.q_norm[...], self.k_norm[...], None, index_q_norm, index_k_norm)
+        return context.how.heads(Projections(heads, norms, cos, sin, context.config.rms_norm_eps, x.dtype))
+
+    def __call__(
+        self, heads: Heads | Projections, context: Context, pages: LayerPages, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "B T X"], LayerPages, dict[str, Array]]:
+        """Attend with one layer's heads, between `project` and `project_out`.
+
+        Args:
+          heads: of the call's tokens, from `project`.
+          context: what the layers of this call share.
+          pages: the keys that the call's rows have in this stack, or those that the call is about to make.
+          layer: which layer of the stack.
+
+        Returns:
+          (outputs of all heads side by side, X = N * H, in the model's dtype, the pages with the new tokens, named
+          values on the way: q, k, v, index_q, index_k, blocks, attention; where a kernel writes the pages only blocks
+          and attention).
+        """
+        rules = context.rules if self.is_sparse and not context.dense else None
+        attention, blocks, pages, values = context.how.attend(
+            heads, pages, layer, context.places, context.positions, context.lengths, rules
+        )  # [B T N H], [B K T J]
+        values |= {"attention": attention, "blocks": blocks}
+        flat = attention.reshape(*attention.shape[:2], -1)  # [B T N*H]
+        return flat, pages, {name: value for name, value in values.items() if value is not None}
+
+    def project_out(self, attention: Float[Array, "B T X"]) -> Float[Array, "B T D"]:
+        """The output projection, left in the accumulator's dtype."""
+        # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
+        return project("btx,xd->btd", attention, merge_inputs(self.o_proj[...], 2))
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if these layers have an index branch."""
+        return hasattr(self, "index_q_proj")
