@@ -1,6 +1,6 @@
 """MiniMax Sparse Attention: the definition, and its schedules in pure JAX (docs/msa.md)."""
 
-from m3jax.msa.definition import block_scores, dense_attention, sees, select_blocks, sparse_attention
+from m3jax.msa.definition import block_scores, dense_attention, msa, sees, select_blocks, sparse_attention
 from m3jax.msa.rules import SelectionRules
 from m3jax.msa.schedules import DENSE_SCHEDULES, SCHEDULES, index_walk, walk_scores
 from m3jax.msa.schedules.blockwise import blockwise_attention
@@ -25,6 +25,7 @@ __all__ = [
     "dense_attention",
     "index_topk",
     "index_walk",
+    "msa",
     "paged_attention",
     "sees",
     "select_blocks",

@@ -153,6 +153,40 @@ def sparse_attention(
     return (out, lse) if return_lse else out
 
 
+@checked
+def msa(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    index_q: Float[Array, "B T K I"],
+    index_k: Float[Array, "B S I"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    rules: SelectionRules,
+    *,
+    block_size: int,
+) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"]]:
+    """MiniMax Sparse Attention, whole: score blocks, keep the best of them, attend to these alone.
+
+    Index queries and keys come from the same normed hidden state as q, k and v, by projections of their own, with a
+    norm and RoPE as q and k have them: an index query for each KV head, one index key that all heads share. In training
+    that hidden state is detached for them, and no gradient goes through the selection (`m3jax.model.definition`).
+
+    Args:
+      q, k, v, index_q, index_k: after norm and RoPE.
+      positions, lengths: of each query, padding if < 0 or >= lengths; valid keys of a row.
+      rules: how many blocks a query keeps, which in any case, and what a block's score is. block_size: P.
+
+    Returns:
+      (outputs in q's dtype, 0 for padding; the blocks that each query keeps, none for padding).
+
+    Source: paper section 3.
+    """
+    scores = block_scores(index_q, index_k, positions, lengths, block_size, rules.score)  # [B K T M]
+    blocks = select_blocks(scores, positions, lengths, rules, block_size=block_size)  # [B K T J]
+    return sparse_attention(q, k, v, blocks, positions, lengths, block_size=block_size), blocks
+
+
 def pool(token_scores: Float[Array, "*X P"], score: Score) -> Float[Array, "*X"]:
     """The scores of blocks from those of their tokens; -inf where the query sees none of them."""
     if score == "max":  # the maximum alone leaves NaN out of a large array on a CPU (jaxlib 0.10.2)

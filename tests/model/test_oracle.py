@@ -15,7 +15,7 @@ from support.oracle import CASES, m3_vl, torch
 from m3jax import checkpoint
 from m3jax.cache import Cache
 from m3jax.decoding import generate
-from m3jax.model import M3
+from m3jax.model import M3, definition
 
 # float32: two implementations that sum in different orders. Largest difference seen: 1e-5 (logits are about 2).
 LOGITS = 2e-4
@@ -49,6 +49,14 @@ def theirs(name: str) -> dict[str, Any]:
     return oracle.intermediates(pair.theirs, pair.case.tokens())
 
 
+@cache
+def defined(name: str) -> dict[str, Any]:
+    """What the model's definition makes of the same checkpoint."""
+    pair, config = oracle.pair(name), oracle.pair(name).ours.config
+    run = jax.jit(lambda params, tokens: definition.intermediates(params, tokens, config))
+    return jax.device_get(run(definition.parameters(pair.ours), pair.case.tokens()))
+
+
 def worst(a: np.ndarray, b: np.ndarray) -> float:
     assert a.shape == b.shape
     return float(np.abs(a - b).max())
@@ -59,13 +67,15 @@ def sparse_layers(values: dict[str, Any]) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits(name):
-    assert_close(ours(name)["logits"], theirs(name)["logits"], "logits", "B T V", atol=LOGITS)
+@pytest.mark.parametrize("computed", [ours, defined])
+def test_logits(name, computed):
+    assert_close(computed(name)["logits"], theirs(name)["logits"], "logits", "B T V", atol=LOGITS)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_value_on_the_way(name):
-    found, expected = ours(name), theirs(name)
+@pytest.mark.parametrize("computed", [ours, defined])
+def test_every_value_on_the_way(name, computed):
+    found, expected = computed(name), theirs(name)
     others = {"block_scores", "blocks", "expert_ids", "expert_weights"}
     for layer, (mine, other) in enumerate(zip(found["layers"], expected["layers"], strict=True)):
         assert mine.keys() - {"block_scores"} == other.keys()

@@ -1,0 +1,334 @@
+"""MiniMax-M3's text model, defined: the function that everything else in m3jax computes.
+
+`forward` maps tokens to logits, given parameters by the hub's names. It holds all that it makes at once and computes it
+in one plain way; `m3jax.model.M3`, engines with their caches, kernels, meshes, MXFP8 and the invariant mode are
+schedules of it, and are tested against it.
+
+B rows, T tokens (token t of a row has position t), N query heads, K KV heads (and as many index heads), H width of a
+head, I width of an index head, R half of the rotated dims, D model width, F hidden width of an MLP, E experts, A
+experts of a token, V vocabulary, M blocks, J blocks that a query keeps. Matrices are [out, in], as the hub has them.
+
+Numbers have the parameters' dtype where they are stored: the residual stream, what a norm gives, q, k, v, what
+attention gives, the hidden numbers of an MLP. All between two of these is computed in float32 (float64 for a float64
+model), never rounded to tf32 or bfloat16, so that in a bfloat16 model `_rounded` marks every rounding there is. The
+router keeps float32 throughout, in every model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from m3jax.config import M3Config
+from m3jax.msa.definition import block_scores, dense_attention, msa
+from m3jax.msa.rules import Score, SelectionRules
+
+PREFIX = "language_model."  # of all names of the text model
+
+Parameters = Mapping[str, Array]
+Values = dict[str, Array]
+
+
+def forward(
+    params: Parameters,
+    tokens: Int[Array, "B T"],
+    config: M3Config,
+    *,
+    lengths: Int[Array, " B"] | None = None,
+    score: Score | None = None,
+) -> Float[Array, "B T V"]:
+    """Logits of every token.
+
+    Args:
+      params: arrays by hub name, such as "language_model.model.embed_tokens.weight" (`parameters`, or a checkpoint's).
+      tokens: token ids; rows are right-padded.
+      config: the model's.
+      lengths: tokens of each row; all by default. What follows them is padding: no token sees it, its attention is 0,
+        and its logits mean nothing.
+      score: how the scores of a block's tokens become its own (`m3jax.msa.SelectionRules`); the configuration's by
+        default.
+
+    Returns:
+      Logits, in float32 (float64 for a float64 model).
+
+    Source: transformers `MiniMaxM3VLForCausalLM`; the router's dtype: vLLM, SGLang.
+    """
+    return intermediates(params, tokens, config, lengths=lengths, score=score)["logits"]
+
+
+def intermediates(
+    params: Parameters,
+    tokens: Int[Array, "B T"],
+    config: M3Config,
+    *,
+    lengths: Int[Array, " B"] | None = None,
+    score: Score | None = None,
+) -> dict[str, Array | list[Values]]:
+    """Every named value between tokens and logits.
+
+    Args:
+      params, tokens, config, lengths, score: as in `forward`.
+
+    Returns:
+      "embedding" [B T D], "layers" (the values of each layer by name, as `layer` says), "final_norm" [B T D] and
+      "logits" [B T V]: the names and shapes of `m3jax.model.M3.intermediates`.
+    """
+    if lengths is None:
+        lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+    score = config.index_score_type if score is None else score
+    embedding = params[f"{PREFIX}model.embed_tokens.weight"][tokens]  # [B T D]
+    x, layers = embedding, []
+    for index in range(config.num_hidden_layers):
+        name = f"{PREFIX}model.layers.{index}."
+        of_layer = {key.removeprefix(name): value for key, value in params.items() if key.startswith(name)}
+        x, values = layer(of_layer, x, lengths, config, score)
+        layers.append(values)
+    final_norm = _rounded(norm(x, params[f"{PREFIX}model.norm.weight"], config.rms_norm_eps), x)
+    logits = linear(final_norm, params[f"{PREFIX}lm_head.weight"])  # [B T V], not rounded
+    return {"embedding": embedding, "layers": layers, "final_norm": final_norm, "logits": logits}
+
+
+def layer(
+    params: Parameters, x: Float[Array, "B T D"], lengths: Int[Array, " B"], config: M3Config, score: Score
+) -> tuple[Float[Array, "B T D"], Values]:
+    """One decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual stream.
+
+    Which attention and which MLP a layer has is said by the names of its parameters.
+
+    Args:
+      params: the layer's, by what follows "layers.N." in their names.
+      x: the residual stream.
+      lengths: tokens of each row.
+      config: the model's.
+      score: of blocks.
+
+    Returns:
+      (residual stream, the values on the way: input, attention_norm, q [B T N H], k and v [B T K H], attention
+      [B T N H], attention_out, ffn_norm, ffn_out, output [B T D]; where attention is sparse index_q [B T K I], index_k
+      [B T I], block_scores [B K T M], blocks [B K T J]; where there are experts expert_ids, expert_weights [B T A]).
+    """
+    attention_norm = _rounded(norm(x, params["input_layernorm.weight"], config.rms_norm_eps), x)
+    attention_out, values = attention(_below(params, "self_attn."), attention_norm, lengths, config, score)
+    middle = _rounded(x + attention_out, x)  # [B T D]; the sum is rounded, its terms are not
+    ffn_norm = _rounded(norm(middle, params["post_attention_layernorm.weight"], config.rms_norm_eps), x)
+    if "mlp.gate_proj.weight" in params:
+        ffn_out, routing = mlp(_below(params, "mlp."), ffn_norm, config), {}
+    else:
+        ffn_out, routing = mixture_of_experts(_below(params, "block_sparse_moe."), ffn_norm, config)
+    output = _rounded(middle + ffn_out, x)
+    values |= routing | {"input": x, "attention_norm": attention_norm, "attention_out": attention_out}
+    return output, values | {"ffn_norm": ffn_norm, "ffn_out": ffn_out, "output": output}
+
+
+# Attention
+
+
+def attention(
+    params: Parameters, x: Float[Array, "B T D"], lengths: Int[Array, " B"], config: M3Config, score: Score
+) -> tuple[Float[Array, "B T D"], Values]:
+    """Grouped-query attention of one layer, over the blocks that the index branch selects where there is one.
+
+    Queries and keys are normed per head and rotated by their positions; values are not. The index branch does the same
+    with projections of its own of the same `x`: an index query for each KV head, and one index key that all share. It
+    only selects. In training no gradient goes from it to `x` (paper, section 3.2).
+
+    Args:
+      params: the layer's, by what follows "self_attn." in their names.
+      x: what the layer's first norm gives.
+      lengths: tokens of each row.
+      config: the model's.
+      score: of blocks.
+
+    Returns:
+      (the output projection, not rounded, and q, k, v, attention; index_q, index_k, block_scores and blocks).
+    """
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])  # [B T]
+
+    def heads(name: str, width: int, x: Float[Array, "B T D"] = x) -> Float[Array, "B T _ H"]:
+        return linear(x, params[f"{name}_proj.weight"]).reshape(*x.shape[:2], -1, width)
+
+    def normed_and_rotated(name: str, width: int, x: Float[Array, "B T D"] = x) -> Float[Array, "B T _ H"]:
+        normed = norm(heads(name, width, x), params[f"{name}_norm.weight"], config.rms_norm_eps)
+        return _rounded(rope(normed, positions, config), x)  # rounded once, after the rotation
+
+    q, k = (normed_and_rotated(name, config.head_dim) for name in "qk")  # [B T N H], [B T K H]
+    v = _rounded(heads("v", config.head_dim), x)  # [B T K H]
+    values = {"q": q, "k": k, "v": v}
+    if "index_q_proj.weight" in params:
+        for_index = jax.lax.stop_gradient(x)
+        index_q = normed_and_rotated("index_q", config.index_head_dim, for_index)  # [B T K I]
+        index_k = normed_and_rotated("index_k", config.index_head_dim, for_index)[:, :, 0]  # [B T I]
+        rules = SelectionRules(
+            config.index_topk_blocks, config.index_local_blocks, config.index_init_blocks, score
+        )  # fmt: skip
+        size = config.index_block_size
+        scores = block_scores(index_q, index_k, positions, lengths, size, score)  # [B K T M]
+        out, blocks = msa(q, k, v, index_q, index_k, positions, lengths, rules, block_size=size)
+        values |= {"index_q": index_q, "index_k": index_k, "block_scores": scores, "blocks": blocks}
+    else:
+        out = dense_attention(q, k, v, positions, lengths)  # [B T N H], rounded once, as that of selected blocks
+    return linear(out.reshape(*x.shape[:2], -1), params["o_proj.weight"]), values | {"attention": out}
+
+
+def rope(x: Float[Array, "B T _ H"], positions: Int[Array, "B T"], config: M3Config) -> Float[Array, "B T _ H"]:
+    """Rotate dims i and i + R of each head by position x theta^(-i / R), for i < R; dims from 2R on stay as they are.
+
+    Args:
+      x: heads, in float32 at least.
+      positions: of each token.
+      config: rotary_dim = 2R, rope_theta.
+    """
+    half = config.rotary_dim // 2  # R
+    exponent = jnp.arange(0, config.rotary_dim, 2, dtype=x.dtype) / config.rotary_dim  # [R]
+    angles = positions[..., None].astype(x.dtype) * (1.0 / jnp.asarray(config.rope_theta, x.dtype) ** exponent)
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]  # [B T 1 R]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+# Feed-forward
+
+
+def mixture_of_experts(
+    params: Parameters, x: Float[Array, "B T D"], config: M3Config
+) -> tuple[Float[Array, "B T D"], Values]:
+    """The weighted sum of each token's experts times routed_scaling_factor, plus the shared expert.
+
+    A token chooses the A experts whose score plus bias is highest; of equal ones the lower id. They are weighed by
+    their scores alone, divided by the sum of these A. No expert has a capacity and no token is dropped.
+
+    Args:
+      params: the layer's, by what follows "block_sparse_moe." in their names.
+      x: what the layer's second norm gives.
+      config: the model's.
+
+    Returns:
+      (the sum, not rounded, and expert_ids and expert_weights [B T A]). A score that is NaN makes the token's output
+      NaN: it would take part in no comparison, and be passed over.
+    """
+    gate = params["gate.weight"]  # [E D], float32 in every model
+    scores = jax.nn.sigmoid(linear(x.astype(gate.dtype), gate))  # [B T E]
+    biased = scores + params["e_score_correction_bias"]
+    _, expert_ids = jax.lax.top_k(biased, config.num_experts_per_tok)  # [B T A]
+    weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    weights = jnp.where(jnp.any(jnp.isnan(biased), axis=-1, keepdims=True), jnp.nan, weights)
+
+    routed = jnp.zeros(x.shape, _wide(x))  # [B T D]
+    for expert in range(config.num_local_experts):
+        out = mlp(_below(params, f"experts.{expert}."), x, config, names=("w1", "w3", "w2"))  # [B T D]
+        weight = jnp.sum(jnp.where(expert_ids == expert, weights, 0.0), axis=-1, keepdims=True)  # [B T 1]
+        is_chosen = jnp.any(expert_ids == expert, axis=-1, keepdims=True)
+        routed += jnp.where(is_chosen, out * weight, 0.0)
+    shared = mlp(_below(params, "shared_experts."), x, config)
+    values = {"expert_ids": expert_ids.astype(jnp.int32), "expert_weights": weights}
+    return config.routed_scaling_factor * routed + shared, values
+
+
+def mlp(
+    params: Parameters,
+    x: Float[Array, "B T D"],
+    config: M3Config,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Float[Array, "B T D"]:
+    """SwiGLU-OAI: (up + 1) * gate * sigmoid(alpha * gate), the gate clamped above and up on both sides at the limit.
+
+    Args:
+      params: its three matrices.
+      x: activations.
+      config: swiglu_alpha, swiglu_limit.
+      names: of gate [F D], up [F D] and down [D F].
+
+    Returns:
+      The product with `down`, not rounded.
+    """
+    gate, up = (linear(x, params[f"{name}.weight"]) for name in names[:2])  # [B T F] twice
+    limit = config.swiglu_limit
+    gate = jnp.where(gate > limit, limit, gate)  # comparisons: a minimum may make a number of NaN
+    up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
+    hidden = _rounded((up + 1.0) * gate * jax.nn.sigmoid(config.swiglu_alpha * gate), x)
+    return linear(hidden, params[f"{names[2]}.weight"])
+
+
+# What all of them use
+
+
+def norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
+    """x / sqrt(mean(x^2) + eps) times 1 + weight, in float32 at least."""
+    x = x.astype(_wide(x))
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * (1.0 + weight.astype(x.dtype))
+
+
+def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"]) -> Float[Array, "... F"]:
+    """x times the transposed matrix, summed and left in float32 at least."""
+    return jnp.einsum("...d,fd->...f", x, weight, precision="highest", preferred_element_type=_wide(x))
+
+
+def _wide(x: Float[Array, "..."]) -> jnp.dtype:
+    """float32, or float64 for float64."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _rounded(x: Float[Array, "..."], like: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x in the dtype of the activations: the one rounding of whatever stands inside."""
+    return x.astype(like.dtype)
+
+
+def _below(params: Parameters, prefix: str) -> Parameters:
+    """The parameters whose names begin so, by what follows."""
+    return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
+
+
+def parameters(model: Any) -> Parameters:
+    """A model's parameters as `forward` takes them: by hub name, matrices [out, in], without vision.
+
+    Args:
+      model: an `m3jax.model.M3` whose weights are numbers.
+
+    Raises:
+      ValueError: weights in MXFP8.
+    """
+    if model.is_mxfp8:
+        raise ValueError("the model's weights are in MXFP8: give m3jax.model.dequantize(model)")
+    params = {f"{PREFIX}{name}.weight": getattr(model, name.rpartition(".")[2])[...]
+              for name in ("model.embed_tokens", "model.norm", "lm_head")}  # fmt: skip
+    first = 0
+    for stack in model.stacks:
+        for index in range(stack.depth):
+            params |= _of_layer(f"{PREFIX}model.layers.{first + index}.", stack, index)
+        first += stack.depth
+    return params
+
+
+def _of_layer(prefix: str, stack: Any, index: int) -> Parameters:
+    """One layer's parameters by hub name; ours have a layer axis, inputs before outputs, and an axis of heads."""
+    params = {}
+
+    def put(name: str, module: Any, matrices: tuple[str, ...], vectors: tuple[str, ...] = ()):
+        for matrix in matrices:
+            if hasattr(module, matrix):
+                weight = getattr(module, matrix)[...][index]
+                inputs = weight.shape[0] * (weight.shape[1] if matrix == "o_proj" else 1)  # heads and their width
+                params[f"{prefix}{name}{matrix}.weight"] = weight.reshape(inputs, -1).T
+        for vector in vectors:
+            if hasattr(module, vector):
+                params[f"{prefix}{name}{vector}.weight"] = getattr(module, vector)[...][index]
+
+    mlp_names = "gate_proj", "up_proj", "down_proj"
+    names = "q", "k", "index_q", "index_k"
+    projections = "q_proj", "k_proj", "v_proj", "o_proj", "index_q_proj", "index_k_proj"
+    put("", stack, (), ("input_layernorm", "post_attention_layernorm"))
+    put("self_attn.", stack.self_attn, projections, tuple(f"{name}_norm" for name in names))
+    if not hasattr(stack.mlp, "experts"):
+        put("mlp.", stack.mlp, mlp_names)
+        return params
+    put("block_sparse_moe.", stack.mlp, ("gate",))
+    put("block_sparse_moe.shared_experts.", stack.mlp.shared_experts, mlp_names)
+    params[f"{prefix}block_sparse_moe.e_score_correction_bias"] = stack.mlp.e_score_correction_bias[...][index]
+    for ours, theirs in zip(mlp_names, ("w1", "w3", "w2"), strict=True):
+        of_experts = getattr(stack.mlp.experts, ours)[...][index]  # [E in out]
+        for expert, weight in enumerate(of_experts):
+            params[f"{prefix}block_sparse_moe.experts.{expert}.{theirs}.weight"] = weight.T
+    return params

@@ -1,0 +1,155 @@
+"""The definition of the model, beside all that computes the same function: the Flax model under every schedule."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import comparisons, tiny
+
+import m3jax
+from m3jax import quantize
+from m3jax.checkpoint.names import targets
+from m3jax.model import definition, dequantize
+
+CONFIG = tiny.config("dM")  # one dense and one sparse layer
+LENGTH = 40
+
+
+@partial(jax.jit, static_argnames=("config", "score"))
+def defined(params, tokens, lengths, config, score=None):
+    return definition.intermediates(params, tokens, config, lengths=lengths, score=score)
+
+
+@cache
+def model(dtype: str = "float32"):
+    return tiny.model(CONFIG, dtype=dtype)
+
+
+@cache
+def params(dtype: str = "float32"):
+    return definition.parameters(model(dtype))
+
+
+def drops_a_block(values: dict, lengths) -> bool:
+    """Whether the last token of some row and some head leaves a visible block out (T17)."""
+    blocks = np.asarray(values["layers"][-1]["blocks"])  # [B K T J]
+    last = [blocks[row, :, length - 1] for row, length in enumerate(np.asarray(lengths))]
+    size = CONFIG.index_block_size
+    return any((kept >= 0).sum(-1).min() < -(-int(n) // size) for kept, n in zip(last, lengths, strict=True))
+
+
+HOW = {
+    "auto": lambda m: m,
+    **{name: (lambda m, name=name: m.with_schedule(name)) for name in ("mask", "kv_block_major")},
+    "invariant": lambda m: m.with_invariance(),
+    "mxfp8": lambda m: quantize(m),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_every_way_to_compute_the_model_computes_the_definition(how):
+    """All values on the way to the logits, in float32; of MXFP8 weights, those of the numbers that they stand for."""
+    computed = HOW[how](model())
+    weights = definition.parameters(dequantize(computed)) if how == "mxfp8" else params()
+    tokens, lengths = tiny.tokens(CONFIG, 2, LENGTH), jnp.asarray([LENGTH, 29], jnp.int32)
+    expected, found = defined(weights, tokens, lengths, CONFIG), computed.intermediates(tokens, lengths=lengths)
+    assert drops_a_block(expected, lengths)
+    assert_same_values(found, expected, lengths)
+
+
+@given(seed=st.integers(0, 2**31 - 1), lengths=st.lists(st.integers(1, LENGTH), min_size=2, max_size=2))
+def test_the_model_is_the_definition_for_all_tokens_and_lengths(seed, lengths):
+    """Ragged rows of any tokens: what stands behind a row changes nothing in it."""
+    tokens = jax.random.randint(jax.random.key(seed), (2, LENGTH), 0, CONFIG.vocab_size, jnp.int32)
+    lengths = jnp.asarray(lengths, jnp.int32)
+    expected = defined(params(), tokens, lengths, CONFIG)
+    assert_same_values(model().intermediates(tokens, lengths=lengths), expected, lengths)
+
+
+def assert_same_values(found: dict, expected: dict, lengths, rtol: float = 1e-5) -> None:
+    """Every value that `expected` names, of the tokens that rows have; padding means nothing."""
+    pairs = [(name, found[name], expected[name]) for name in ("embedding", "final_norm", "logits")]
+    for index, (ours, theirs) in enumerate(zip(found["layers"], expected["layers"], strict=True)):
+        assert ours.keys() == theirs.keys()
+        pairs += [(f"layers.{index}.{name}", ours[name], theirs[name]) for name in theirs]
+    is_token = np.arange(LENGTH) < np.asarray(lengths)[:, None]  # [B T]
+    for name, mine, other in pairs:
+        token_axis = 2 if name.endswith("blocks") or name.endswith("block_scores") else 1
+        mine, other = (np.moveaxis(np.asarray(x), token_axis, 1)[is_token] for x in (mine, other))
+        if np.issubdtype(other.dtype, np.integer):
+            comparisons.assert_equal(mine, other, name)
+        else:
+            finite = np.isfinite(other)
+            np.testing.assert_array_equal(finite, np.isfinite(mine), err_msg=name)
+            atol = rtol * max(1.0, np.abs(other[finite]).max(initial=0.0))
+            np.testing.assert_allclose(mine[finite], other[finite], rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_a_bfloat16_layer_rounds_where_the_definition_does(index):
+    """Each layer by itself, of the same input: a number differs where a sum fell to the other side of a rounding."""
+    computed, tokens = model("bfloat16"), tiny.tokens(CONFIG, 2, LENGTH)
+    found = computed.intermediates(tokens)["layers"][index]
+    prefix, lengths = f"{definition.PREFIX}model.layers.{index}.", jnp.full(2, LENGTH, jnp.int32)
+    of_layer = {name.removeprefix(prefix): x for name, x in params("bfloat16").items() if name.startswith(prefix)}
+    run = jax.jit(lambda p, x: definition.layer(p, x, lengths, CONFIG, "max")[1])
+    expected = run(of_layer, found["input"])
+    for name in ("attention_norm", "q", "k", "v"):
+        same = np.asarray(found[name] == expected[name])
+        assert same.mean() > 0.999, (name, same.mean())
+    for name in ("blocks", "expert_ids"):
+        if name in expected:
+            comparisons.assert_equal(found[name], expected[name], name)
+    for name in ("attention", "attention_out", "ffn_norm", "ffn_out", "output"):
+        ours, theirs = (np.asarray(x[name], np.float64) for x in (found, expected))
+        assert np.sqrt(np.mean((ours - theirs) ** 2)) < 2.0**-7 * np.sqrt(np.mean(theirs**2)), name
+
+
+def test_greedy_tokens_are_the_definitions():
+    """Teacher forcing: what generation appends is the most probable token after each prefix."""
+    prompt = [int(token) for token in tiny.tokens(CONFIG, 1, 24)[0]]
+    (continuation,) = m3jax.generate(model(), [prompt], max_new_tokens=12, temperature=0)
+    tokens = jnp.asarray([[*prompt, *continuation]], jnp.int32)
+    padded = jnp.pad(tokens, ((0, 0), (0, LENGTH - tokens.shape[1])))
+    logits = defined(params(), padded, jnp.asarray([tokens.shape[1]], jnp.int32), CONFIG)["logits"]
+    chosen = np.asarray(logits[0].argmax(-1))[len(prompt) - 1 : tokens.shape[1] - 1]
+    assert list(chosen) == list(continuation)
+
+
+def test_the_score_of_a_block_can_be_replaced():
+    """`with_score` and the definition's argument mean the same."""
+    tokens, lengths = tiny.tokens(CONFIG, 2, LENGTH), jnp.asarray([LENGTH, LENGTH], jnp.int32)
+    expected = defined(params(), tokens, lengths, CONFIG, score="lse")
+    assert_same_values(model().with_score("lse").intermediates(tokens), expected, lengths)
+    by_maximum = defined(params(), tokens, lengths, CONFIG)
+    assert np.any(expected["layers"][1]["block_scores"] != by_maximum["layers"][1]["block_scores"])
+
+
+def test_a_score_that_is_nan_reaches_the_output():
+    """An expert whose score is no number is not passed over in silence: tokens are NaN from that layer on."""
+    name = f"{definition.PREFIX}model.layers.1.block_sparse_moe.e_score_correction_bias"
+    broken = params() | {name: params()[name].at[3].set(jnp.nan)}
+    values = defined(broken, tiny.tokens(CONFIG, 1, LENGTH), jnp.asarray([LENGTH], jnp.int32), CONFIG)
+    assert np.isnan(values["layers"][1]["expert_weights"]).all() and np.isnan(values["logits"]).all()
+
+
+def test_padding_attends_to_nothing():
+    """Its attention is 0, whatever its token is, and it selects no block."""
+    values = defined(params(), tiny.tokens(CONFIG, 1, LENGTH), jnp.asarray([17], jnp.int32), CONFIG)
+    for layer in values["layers"]:
+        assert not np.asarray(layer["attention"][:, 17:]).any() and np.asarray(layer["attention"][:, :17]).any()
+    assert (np.asarray(values["layers"][1]["blocks"][:, :, 17:]) == -1).all()
+
+
+def test_names_are_the_hubs():
+    """A saved model has these tensors and no others."""
+    assert set(params()) == set(targets(CONFIG))
+
+
+def test_mxfp8_weights_are_refused():
+    with pytest.raises(ValueError, match=r"in MXFP8: give m3jax.model.dequantize"):
+        definition.parameters(quantize(model()))
