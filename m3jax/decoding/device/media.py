@@ -10,12 +10,11 @@ from m3jax.decoding.device.state import Layout, Pictures, pin
 from m3jax.decoding.protocols import SeeingModel
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.media import MediaBatch
-from m3jax.tiles import GPU_OPTIONS, UNTUNED
 
-_READ = dict(donate_argnames=("features",), static_argnames=("layout", "types"))
+READ_MEDIA_ARGUMENTS = dict(donate_argnames=("features",), static_argnames=("layout", "types"))
 
 
-@partial(jax.jit, **_READ)
+@partial(jax.jit, **READ_MEDIA_ARGUMENTS)
 def read_media(
     model: SeeingModel,
     features: Float[Array, "F D"],
@@ -37,10 +36,6 @@ def read_media(
     target_rows = jnp.where(rows >= 0, rows, len(features))
     found = model.features(media).astype(features.dtype)  # [R D]
     return pin(features.at[target_rows].set(found, mode="drop"), layout)
-
-
-read_media_on_gpu = jax.jit(read_media.__wrapped__, **_READ, compiler_options=UNTUNED)
-invariant_read_media_on_gpu = jax.jit(read_media.__wrapped__, **_READ, compiler_options=GPU_OPTIONS)
 
 
 def embed(model: SeeingModel, tokens: Int32[HostOrDevice, "C T"], pictures: Pictures) -> Float[Array, "C T D"]:
