@@ -19,7 +19,8 @@ from support.engines import CONFIG, SHAPE, engine, finish, params, prompt, quick
 from support.fake_model import FakeModel
 from support.generation import LETTERS, tokenizer
 
-from m3jax.decoding import Engine, Generation, Params, device, engine_for, generate_text
+from m3jax.completion import generate_text
+from m3jax.decoding import Engine, Generation, Params, device, engine_for
 from m3jax.decoding.engine.compiling import compile_all
 from m3jax.decoding.engine.request import Request
 from m3jax.decoding.engine.runner import Runner

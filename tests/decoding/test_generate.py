@@ -10,14 +10,8 @@ from support.compilations import compilations
 from support.fake_model import FakeConfig, FakeModel
 from support.generation import LETTERS, params, run, small_engine, tokenizer, tokens
 
-from m3jax.decoding import (
-    StoppableText,
-    check_logits,
-    device,
-    engine_for,
-    generate,
-    generate_text,
-)
+from m3jax.completion import StoppableText, generate, generate_text
+from m3jax.decoding import check_logits, device, engine_for
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(2, 64, n).tolist() for n in (5, 1, 40, 17)]

@@ -16,8 +16,8 @@ from support.drafts import CONFIG, Knowing, draft, model
 from support.engines import SIZE, engine, finish, params, poison, preemptions, prompt, quick, serve
 from support.fake_model import FakeConfig, FakeModel
 
+from m3jax.completion import generate
 from m3jax.decoding import Eagle3Drafter, Engine, PromptLookup, Sampling, SamplingParams, device
-from m3jax.decoding.generate import generate
 
 # Prompts of less than a page and of many; with a penalty, with stop ids, and some that are sampled.
 WORK = [

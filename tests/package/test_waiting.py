@@ -21,7 +21,8 @@ from support.fake_model import FakeModel
 from m3jax import cli, compile_cache, progress
 from m3jax.cli import generation
 from m3jax.compile_cache import cache_folder, why_not_kept
-from m3jax.decoding import Engine, generate
+from m3jax.completion import generate
+from m3jax.decoding import Engine
 from m3jax.progress import activity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,7 +226,7 @@ def test_what_is_compiled_is_kept_where_the_user_wants_it(folder, monkeypatch, c
     monkeypatch.setattr(generation, "_generate", lambda *_: seen.append(keeps()))
     assert cli.main(["--prompt", "a"]) == 0
     assert cli.main(["--prompt", "a", "--no-compile-cache"]) == 0
-    module = sys.modules["m3jax.decoding.generate"]
+    module = sys.modules["m3jax.decoding.builder"]
     monkeypatch.setattr(module, "Engine", lambda *args, **options: (seen.append(keeps()), Engine(*args, **options))[1])
     generate(FakeModel.random(), [[1, 2, 3]], max_new_tokens=3)
     assert seen == [True, False, True] and not keeps()

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int32
 from m3jax.decoding.device.state import Layout, Pictures, pin
 from m3jax.decoding.protocols import SeeingModel
 from m3jax.decoding.sampling import HostOrDevice
-from m3jax.media import MediaBatch
+from m3jax.media.packing import MediaBatch
 
 READ_MEDIA_ARGUMENTS = dict(donate_argnames=("features",), static_argnames=("layout", "types"))
 

@@ -20,7 +20,8 @@ from m3jax.decoding.engine.shapes import Shapes
 from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel, token_tile
 from m3jax.decoding.sampling import Sampling, SamplingParams
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
-from m3jax.media import MERGE, Segment, pack
+from m3jax.media.packing import Segment, pack
+from m3jax.media.sizes import MERGE
 from m3jax.parallel import sharding
 from m3jax.platform import platform
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from m3jax.decoding.sampling import Sampling
+from m3jax.decoding import Sampling
 from m3jax.files import current_file, read_json
 from m3jax.messages import printable, shortened, shown
 
