@@ -10,7 +10,7 @@ from support import tiny
 from support.engines import CONFIG, SHAPE, engine, finish, params, prompt, quick, serve
 
 from m3jax.decoding import Engine, Generation, Params, Sampling
-from m3jax.model import M3
+from m3jax.hub import M3
 
 
 @pytest.fixture(autouse=True, scope="module")

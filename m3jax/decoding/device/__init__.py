@@ -20,7 +20,7 @@ from m3jax.decoding.device.state import (
     Continuations,
     Layout,
     NewTokens,
-    Pictures,
+    PlacedFeatures,
     State,
 )
 from m3jax.decoding.device.step import decode, prefill
@@ -38,7 +38,7 @@ __all__ = [
     "Layout",
     "Mode",
     "NewTokens",
-    "Pictures",
+    "PlacedFeatures",
     "State",
     "copy_pages",
     "decode",

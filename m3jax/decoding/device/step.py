@@ -83,7 +83,7 @@ def prefill(
     ends_here = (last_column >= 0) & (last_column < width)
 
     cache = state.cache.replace(table=prompt_table)
-    embeddings = None if chunk.pictures is None else embed(model, chunk.tokens, chunk.pictures)
+    embeddings = None if chunk.media is None else embed(model, chunk.tokens, chunk.media)
     hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
     last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
     last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]

@@ -212,8 +212,8 @@ class Runner:
             tokens[index, : len(piece)] = piece
             feature_rows[index, : len(piece)] = part.feature_rows
             rows[index], start[index], lengths[index] = part.row, part.cached, len(part.tokens)
-        pictures = None if self.features is None else device.Pictures(self.features, feature_rows)
-        chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width), pictures)
+        media = None if self.features is None else device.PlacedFeatures(self.features, feature_rows)
+        chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width), media)
         return partial(
             self._programs["prefill"],
             self.model,

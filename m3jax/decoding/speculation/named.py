@@ -30,5 +30,8 @@ def as_drafter(draft: Drafter | str | PathLike[str] | None, model: TargetModel) 
         return PromptLookup()
     load = getattr(model, "load_drafter", None)  # a method of `DraftedModel`
     if load is None:
-        raise ValueError(f"draft = {shown(fspath(draft))}: an EAGLE3 draft is for an M3, not a {type(model).__name__}")
+        raise ValueError(
+            f"draft = {shown(fspath(draft))}: a {type(model).__name__} loads no draft by its name, an M3 of m3jax.load "
+            "does; give a drafter or 'ngram'"
+        )
     return load(draft)
