@@ -6,8 +6,8 @@ from importlib.util import find_spec
 TYPE_CHECKING = False  # that of `typing`, as a type checker reads the name, without the time of its import
 if TYPE_CHECKING:
     from m3jax.arrays import checks
+    from m3jax.completion import generate
     from m3jax.config import M3Config
-    from m3jax.decoding import generate
     from m3jax.dialogue import chat
     from m3jax.hub import M3, init, load, quantize, save
     from m3jax.parallel import make_mesh
@@ -39,7 +39,7 @@ _HOMES = {
     "Tokenizer": "m3jax.text",
     "chat": "m3jax.dialogue",
     "checks": "m3jax.arrays",
-    "generate": "m3jax.decoding",
+    "generate": "m3jax.completion",
     "init": "m3jax.hub",
     "load": "m3jax.hub",
     "make_mesh": "m3jax.parallel",

@@ -11,7 +11,7 @@ if __name__ == "__main__":
 
     run_program(main)
 
-from m3jax.decoding import generate
+from m3jax.completion import generate
 
 # An import of this module becomes the attribute `generate` of the package: the function has to stay there.
 sys.modules[__name__] = generate

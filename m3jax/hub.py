@@ -1,9 +1,28 @@
-"""The model and the hub's layout: `load` and `save`, and `save_pretrained` as a method of the model."""
+"""The model and the hub's layout: `load` and `save`, and what reads and writes folders as methods of the model."""
+
+from os import PathLike
 
 from m3jax.checkpoint import load, save
+from m3jax.completion import named_drafter
+from m3jax.decoding import Drafter
 from m3jax.model import M3, init, quantize
 
-# The rooms of the model know nothing of files.
+
+def load_drafter(model: M3, name: str | PathLike[str]) -> Drafter:
+    """Read a draft of a model, in its dtype and where it lies.
+
+    Args:
+      model: the target.
+      name: as in `m3jax.completion.named_drafter`.
+
+    Raises:
+      ValueError: a draft that cannot be read or is for another target.
+    """
+    return named_drafter(name, model.config, str(model.dtype), model.mesh)
+
+
+# The rooms of the model and of decoding know nothing of files.
 M3.save_pretrained = save
+M3.load_drafter = load_drafter
 
 __all__ = ["M3", "init", "load", "quantize", "save"]

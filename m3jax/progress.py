@@ -115,6 +115,7 @@ def _moving_line(current: Activity) -> Iterator[None]:
         return spinner if current.text else ""
 
     # What is printed meanwhile goes above the line; stdout too, where it is on the terminal and not in a file.
+    # `rich.status` leaves no choice: it writes to the terminal what is printed into a file.
     on_terminal = sys.stdout is not None and sys.stdout.isatty()
     options = dict(transient=True, refresh_per_second=_REDRAWN, redirect_stdout=on_terminal)
     with Live(console=Console(stderr=True), get_renderable=line, **options):

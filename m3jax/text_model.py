@@ -11,22 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from m3jax.assets import embedded_path
+from m3jax.completion import Defaults, StoppableText, marked, read_media, stream_text, with_placeholders
 from m3jax.config import M3Config
-from m3jax.decoding import (
-    Drafter,
-    Engine,
-    Media,
-    Params,
-    Sampling,
-    StoppableText,
-    check_logits,
-    engine_for,
-    marked,
-    read_media,
-    stream_text,
-    with_placeholders,
-)
-from m3jax.decoding.defaults import Defaults
+from m3jax.decoding import Drafter, Engine, Media, Params, Sampling, check_logits, engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.sampling import SamplingKnobs, as_sampling, as_samplings
 from m3jax.dialogue import Reply, chat

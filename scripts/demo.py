@@ -15,7 +15,8 @@ from tiny.pictures.draw import COLOURS, Shape, as_bytes, background, draw_shapes
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import load_draft
-from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling, engine_for, read_media
+from m3jax.completion import read_media
+from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling, engine_for
 from m3jax.model import M3
 from m3jax.text import ChatTemplate, Tokenizer
 

@@ -23,8 +23,8 @@ from types import MappingProxyType
 from typing import Any
 
 from m3jax.assets import embedded_path
+from m3jax.completion import Defaults
 from m3jax.config import M3Config
-from m3jax.decoding.defaults import Defaults
 from m3jax.messages import MOST_CHARACTERS
 from m3jax.text import Tokenizer
 

@@ -9,23 +9,10 @@ from typing import Any
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import load
 from m3jax.cli.knobs import asked_params, settings
+from m3jax.completion import Defaults, generate_text, marked, named_drafter, read_media, with_placeholders
 from m3jax.config import M3Config
 from m3jax.console import say, token_ids, write
-from m3jax.decoding import (
-    Drafter,
-    Engine,
-    Generation,
-    Media,
-    Params,
-    check_logits,
-    engine_for,
-    generate_text,
-    marked,
-    read_media,
-    with_placeholders,
-)
-from m3jax.decoding.defaults import Defaults
-from m3jax.decoding.drafts import named_drafter
+from m3jax.decoding import Drafter, Engine, Generation, Media, Params, check_logits, engine_for
 from m3jax.decoding.engine import check_prompt
 from m3jax.model import M3
 from m3jax.ops import check_backend

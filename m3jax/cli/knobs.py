@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import jax
 
 from m3jax.compile_cache import compile_cache, why_not_kept
+from m3jax.completion import Defaults
 from m3jax.config import M3Config
 from m3jax.console import say
 from m3jax.decoding import Params
-from m3jax.decoding.defaults import Defaults
 from m3jax.decoding.sampling import KNOBS, as_sampling
 from m3jax.text_model import params_of
 

@@ -13,6 +13,7 @@ from m3jax.decoding.engine import (
     PROGRAMS,
     Engine,
     EngineKnobs,
+    Generation,
     Media,
     Params,
     check_prompt,
@@ -20,7 +21,7 @@ from m3jax.decoding.engine import (
 )
 from m3jax.decoding.protocols import TargetModel
 from m3jax.decoding.speculation import Drafter
-from m3jax.media import bucket_size
+from m3jax.media.packing import bucket_size
 from m3jax.platform import platform
 from m3jax.progress import activity
 
@@ -93,9 +94,9 @@ def engine_for(
       prefill_chunk: prompt tokens of a device call; by default as many as the longest prompt has, rounded up, at most
         2,048, on a GPU 8,192. Who has one long prompt and many short ones on a CPU gives less.
       steps_per_call: decode steps of a device call; by default as many as are wanted, up to 64.
-      draft: as in `generate`.
-      draft_tokens: as in `generate`.
-      progress: as in `generate`.
+      draft: as in `Engine`.
+      draft_tokens: as in `Engine`.
+      progress: say on stderr what is compiled (`m3jax.progress`).
 
     Raises:
       ValueError: no prompts, one that the model cannot serve, or media that it does not take.
@@ -132,6 +133,23 @@ def engine_for(
         programs=programs,
         progress=progress,
     )
+
+
+def check_logits(generations: Sequence[Generation]) -> None:
+    """Raise if some prompt's continuation ended because its logits had no distribution.
+
+    Args:
+      generations: one a prompt.
+
+    Raises:
+      FloatingPointError: names the first such prompt and how far it came.
+    """
+    for number, generation in enumerate(generations, 1):
+        if generation.stop_reason == "nan":
+            raise FloatingPointError(
+                f"prompt {number}: after {len(generation.tokens)} new tokens the model's logits were NaN or infinite; "
+                "check the checkpoint for NaN weights, or load it with dtype float32"
+            )
 
 
 def _bucket(number: int, smallest: int) -> int:

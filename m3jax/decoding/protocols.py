@@ -1,5 +1,6 @@
 """What decoding asks of the model that it serves and of that model's cache; `M3` and `Cache` are the ones at hand."""
 
+from os import PathLike
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -7,7 +8,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int32, PyTree
 
 from m3jax.cache.storage import HostPages
-from m3jax.media import MediaBatch
+from m3jax.media.packing import MediaBatch
 
 # Where keys and values are in host memory, the pages of each stack of layers (`Cache.host`); None for a stack on the
 # device.
@@ -141,6 +142,24 @@ class SeeingModel(TargetModel, Protocol):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Embeddings of tokens."""
+        ...
+
+
+@runtime_checkable
+class InvariantModel(TargetModel, Protocol):
+    """A target that has an invariant mode."""
+
+    def with_invariance(self) -> "InvariantModel":
+        """The model in that mode; see `M3.with_invariance`."""
+        ...
+
+
+@runtime_checkable
+class DraftedModel(TargetModel, Protocol):
+    """A target for which drafts can be loaded by their names."""
+
+    def load_drafter(self, name: str | PathLike[str]) -> object:
+        """A drafter (`m3jax.decoding.Drafter`) of this target; ValueError where there is none of that name."""
         ...
 
 

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from m3jax.compile_cache import compile_cache
-from m3jax.decoding import Engine, Media, Params, StoppableText, check_logits, stream_text
+from m3jax.completion import StoppableText, stream_text
+from m3jax.decoding import Engine, Media, Params, check_logits
 from m3jax.dialogue.reply import Reply
 from m3jax.platform import platform
 from m3jax.progress import Activity, activity

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from m3jax.decoding import Media, read_medium, with_placeholders
+from m3jax.completion import read_medium, with_placeholders
+from m3jax.decoding import Media
 from m3jax.media import LONG_SIDE_TIERS, ProcessedImage, ProcessedVideo
 from m3jax.messages import printable, shown
 from m3jax.progress import activity
@@ -32,7 +33,7 @@ def dialogue_tokens(
       template: how messages become text.
       tokenizer: of the model.
       messages: of a history. A part {"type": "image", "image": source} shows an image, {"type": "video", ...} a video;
-        OpenAI's "image_url" and "input_image" do too. A source is as in `m3jax.decoding.read_media`.
+        OpenAI's "image_url" and "input_image" do too. A source is as in `m3jax.completion.read_media`.
       tools: that the model may call.
       thinking_mode: as in `ChatTemplate.render`.
       can_see: whether the model has a tower.

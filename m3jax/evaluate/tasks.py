@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from m3jax.completion import named_drafter
 from m3jax.config import M3Config
-from m3jax.decoding.drafts import named_drafter
 from m3jax.evaluate.acceptance import acceptance, acceptance_table
 from m3jax.evaluate.caught import caught_by_distance, caught_figures, caught_table, default_first
 from m3jax.evaluate.divergence import check_reference, divergence, divergence_table

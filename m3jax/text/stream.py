@@ -170,6 +170,10 @@ class TextStream:
     sequence. Nothing is taken back, at most the bytes of one unfinished character are held back, and a token costs the
     same whatever came before it. A U+FFFD that is text, or a byte that can belong to no character, is shown at once.
 
+    `tokenizers.decoders.DecodeStream` does less. It takes every text that ends in U+FFFD for an unfinished character:
+    bytes of no character, or a U+FFFD that is text, hold back all that follows until other text ends what it decodes.
+    It decodes again whatever it holds back, in quadratic time, and has no end at which to give that out.
+
     Args:
         spelling: how the tokenizer's decoder makes text (`Tokenizer.stream` gives its own).
         skip_special_tokens: leave special tokens out of the text.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from m3jax.decoding.defaults import Defaults
+from m3jax.completion import Defaults
 
 WRONG = {
     "eos_token_id": ("[e~[", 1.5, -1, 2**31, True, [1, "a"], {"a": 1}, [1] * 5000, [[1]]),

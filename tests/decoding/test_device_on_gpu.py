@@ -14,12 +14,12 @@ from support import tiny
 from support.lowering import H200
 
 from m3jax.cache import Cache
-from m3jax.decoding import PromptLookup, Sampling, device
-from m3jax.decoding.device.step import STEP_OPTIONS
+from m3jax.decoding import Engine, PromptLookup, Sampling, device
+from m3jax.decoding.device.compiler_options import OPTIONS, STEP_OPTIONS
 from m3jax.decoding.engine import runner
 from m3jax.decoding.sampling import SamplingParams
 from m3jax.model import abstract
-from m3jax.tiles import UNTUNED
+from m3jax.tiles import GPU_OPTIONS, UNTUNED
 
 project = import_module("m3jax.ops.project")  # the room's name for it is its function's
 ROWS, BLOCKS, STEPS = 4, 16, 8
@@ -45,16 +45,18 @@ def lowered(name: str, max_steps: int = STEPS) -> str:
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
         if name == "decode":
             state = device.State(pages, continuations, counts, counts, counts)
-            traced = device.decode_on_gpu.trace(model, state, np.int32(STEPS), max_steps=max_steps)
+            traced = device.program("decode", "gpu", "narrow").trace(model, state, np.int32(STEPS), max_steps=max_steps)
         elif name.endswith("prefill"):
             state = device.State(pages, continuations, counts, counts, counts)
             of_prompt = jax.tree.map(lambda x: x[:1], (counts, rows(jnp.int32, 256), counts, counts, continuations))
-            traced = device.prefill_on_gpu.trace(model, state, device.Chunk(*of_prompt[:4]), of_prompt[4])
+            traced = device.program("prefill", "gpu", "narrow").trace(
+                model, state, device.Chunk(*of_prompt[:4]), of_prompt[4]
+            )
         else:
             drafter = PromptLookup()
             memory = drafter.begin(model, ROWS, BLOCKS * 128)
             state = device.State(drafter.join(model, pages), continuations, counts, counts, counts, memory)
-            traced = device.rounds_on_gpu.trace(
+            traced = device.program("decode_in_rounds", "gpu", "narrow").trace(
                 model, drafter, state, np.int32(STEPS), draft_tokens=3, max_rounds=max_steps
             )
         return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -99,15 +101,29 @@ def test_what_a_kernel_reads_in_its_stack_is_not_cut():
     assert "stacked_project" in text and not QUERIES.search(text)
 
 
-def test_an_engine_on_a_gpu_runs_the_programs_with_its_options(monkeypatch):
-    monkeypatch.setattr(runner, "platform", lambda: "gpu")
-    programs = runner._programs(is_invariant=False, has_narrow_weights=True)
-    assert programs.decode is device.decode_on_gpu and programs.decode_in_rounds is device.rounds_on_gpu
-    wide = runner._programs(is_invariant=False, has_narrow_weights=False)
-    assert wide.decode is device.untuned_decode_on_gpu and wide.decode_in_rounds is device.untuned_rounds_on_gpu
-    for of_both in programs, wide:
-        assert of_both.prefill is device.prefill_on_gpu and of_both.read_media is device.read_media_on_gpu
+def test_programs_on_a_gpu_have_its_options():
+    options = {"narrow": (STEP_OPTIONS, UNTUNED), "wide": (STEP_OPTIONS | UNTUNED, UNTUNED)}
+    options["invariant"] = STEP_OPTIONS | GPU_OPTIONS, GPU_OPTIONS
+    for mode, (of_steps, of_prompts) in options.items():
+        assert OPTIONS["decode", "gpu", mode] == OPTIONS["decode_in_rounds", "gpu", mode] == of_steps
+        assert OPTIONS["prefill", "gpu", mode] == OPTIONS["read_media", "gpu", mode] == of_prompts
+    for name in device.PROGRAMS:
+        assert device.program(name, "tpu", "wide") is getattr(device, name)
+        assert device.program(name, "cpu", "invariant") is getattr(device, name)
+        assert device.program(name, "gpu", "invariant") is not device.program(name, "gpu", "wide")
+    assert device.program("prefill", "gpu", "wide") is device.program("prefill", "gpu", "narrow")  # compiled once
     assert not UNTUNED["xla_gpu_autotune_level"] and not UNTUNED["xla_gpu_enable_triton_gemm"], "one without the other"
     kinds = STEP_OPTIONS["xla_gpu_enable_command_buffer"].split(",")
     assert {"WHILE", "CONDITIONAL"} <= set(kinds), "the host would wait for each step"
     assert not STEP_OPTIONS["xla_gpu_enable_cub_radix_sort"], "a sort that no graph can hold"
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("narrow", "bfloat16"), ("wide", "float32"), ("invariant", "bfloat16")])
+def test_an_engine_on_a_gpu_runs_the_programs_of_its_mode(monkeypatch, mode, dtype):
+    monkeypatch.setattr(runner, "platform", lambda: "gpu")
+    small = tiny.config("dM")
+    model = tiny.model(small, dtype=dtype)
+    model = model.with_invariance() if mode == "invariant" else model
+    served = Engine(model, pages=4, max_batch=2, prefill_chunk=16, max_length=32)
+    for name, program in served._runner._programs.items():
+        assert program is device.program(name, "gpu", mode), f"{name} of {mode} weights"

@@ -19,7 +19,8 @@ from support.engines import CONFIG, SHAPE, engine, finish, params, prompt, quick
 from support.fake_model import FakeModel
 from support.generation import LETTERS, tokenizer
 
-from m3jax.decoding import Engine, Generation, Params, device, engine_for, generate_text
+from m3jax.completion import generate_text
+from m3jax.decoding import Engine, Generation, Params, device, engine_for
 from m3jax.decoding.engine.compiling import compile_all
 from m3jax.decoding.engine.request import Request
 from m3jax.decoding.engine.runner import Runner
@@ -181,9 +182,10 @@ def test_the_counter_counts():
 def test_a_page_table_that_changes_compiles_nothing():
     served = engine(model())
     serve(served, (prompt(5), params()))
-    programs = [f._cache_size() for f in (device.prefill_on_cpu, device.decode_on_cpu, device.copy_pages)]
+    programs = [device.program(name, "cpu", "wide") for name in ("prefill", "decode")] + [device.copy_pages]
+    sizes = [program._cache_size() for program in programs]
     serve(served, (prompt(50), params()), (prompt(3), params(40)))
-    assert [f._cache_size() for f in (device.prefill_on_cpu, device.decode_on_cpu, device.copy_pages)] == programs
+    assert all(sizes) and [program._cache_size() for program in programs] == sizes
 
 
 # Memory

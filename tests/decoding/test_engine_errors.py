@@ -12,7 +12,7 @@ from support.engines import CONFIG, SHAPE, engine, finish, params, prompt, quick
 
 from m3jax.decoding import Engine, Generation, Params, Sampling, Storage, Work
 from m3jax.decoding.engine import EngineKnobs
-from m3jax.model import M3
+from m3jax.hub import M3
 
 
 @pytest.fixture(autouse=True, scope="module")

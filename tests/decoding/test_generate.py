@@ -10,15 +10,8 @@ from support.compilations import compilations
 from support.fake_model import FakeConfig, FakeModel
 from support.generation import LETTERS, params, run, small_engine, tokenizer, tokens
 
-from m3jax.decoding import (
-    Sampling,
-    StoppableText,
-    check_logits,
-    device,
-    engine_for,
-    generate,
-    generate_text,
-)
+from m3jax.completion import StoppableText, generate, generate_text
+from m3jax.decoding import Sampling, check_logits, device, engine_for
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(2, 64, n).tolist() for n in (5, 1, 40, 17)]
@@ -119,7 +112,7 @@ def test_numbers_and_names_as_people_write_them(fake):
     assert found == generate(fake, PROMPTS, max_new_tokens=8, temperature=0.5, seed=3, top_k=4)
     greedy = dict(max_new_tokens=8, temperature=0.0, stop_ids=[])
     assert generate(fake, PROMPTS, **greedy, draft="ngram") == generate(fake, PROMPTS, **greedy)
-    with pytest.raises(ValueError, match="draft = 'builtin': an EAGLE3 draft is for an M3, not a FakeModel"):
+    with pytest.raises(ValueError, match="draft = 'builtin': a FakeModel loads no draft by its name"):
         generate(fake, PROMPTS, **greedy, draft="builtin")
     short = FakeModel(fake.embed, fake.head, FakeConfig(max_position_embeddings=300))
     assert len(generate(short, [PROMPTS[0] * 3], **greedy)[0]) == 8

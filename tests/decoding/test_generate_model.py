@@ -11,7 +11,8 @@ from support.compilations import compilations
 from support.engines import QUICK, assert_stays, places, quick
 from support.generation import params, run, tokens
 
-from m3jax.decoding import Engine, PromptLookup, engine_for, generate
+from m3jax.completion import generate
+from m3jax.decoding import Engine, PromptLookup, engine_for
 from m3jax.decoding.device import step
 from m3jax.model import M3, abstract, shardings
 from m3jax.parallel import make_mesh

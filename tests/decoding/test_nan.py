@@ -14,8 +14,9 @@ from support.fake_model import FakeConfig, FakeModel
 from support.lowering import array, lower
 
 from m3jax.cache import measure_scales
-from m3jax.decoding import Eagle3Drafter, Engine, Params, PromptLookup, Sampling, SamplingParams, generate, sample
-from m3jax.decoding.device.step import CPU_DECODE_OPTIONS
+from m3jax.completion import generate
+from m3jax.decoding import Eagle3Drafter, Engine, Params, PromptLookup, Sampling, SamplingParams, sample
+from m3jax.decoding.device.compiler_options import CPU_DECODE_OPTIONS
 from m3jax.decoding.sampling import has_distribution, row_keys
 from m3jax.decoding.speculation.verify import Proposal, verify
 from m3jax.model.layers import swiglu_oai

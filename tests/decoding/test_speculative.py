@@ -16,8 +16,8 @@ from support.drafts import CONFIG, Knowing, draft, model
 from support.engines import SIZE, engine, finish, params, poison, preemptions, prompt, quick, serve
 from support.fake_model import FakeConfig, FakeModel
 
+from m3jax.completion import generate
 from m3jax.decoding import Eagle3Drafter, Engine, PromptLookup, Sampling, SamplingParams, device
-from m3jax.decoding.generate import generate
 
 # Prompts of less than a page and of many; with a penalty, with stop ids, and some that are sampled.
 WORK = [
@@ -264,13 +264,16 @@ def test_drafters_that_differ_in_type_alone_have_programs_of_their_own():
     """To jax `Right` and `Eagle3Drafter` are one structure: by chance one gets the program compiled for the other."""
     drafters = RANDOM, Right(RANDOM.draft)
     assert jax.tree.structure(drafters[0]) == jax.tree.structure(drafters[1])  # else nothing is proven below
-    keys = {"prefill_on_cpu": set(), "decode_in_rounds": set()}
+    keys = {"prefill": set(), "decode_in_rounds": set()}
+    get = device.program
 
-    def noting(name):
-        program = getattr(device, name)
+    def noting(name, *of_platform):
+        program = get(name, *of_platform)
+        if name not in keys:
+            return program
         return lambda *args, **kwargs: keys[name].add(kwargs["types"]) or program(*args, **kwargs)
 
-    with mock.patch.multiple(device, **{name: noting(name) for name in keys}):
+    with mock.patch.object(device, "program", noting):
         for drafter in drafters:
             serve(drafted(drafter), (prompt(5), params(6)))
     for name, types in keys.items():

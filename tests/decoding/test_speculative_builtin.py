@@ -14,7 +14,7 @@ from m3jax import cli
 from m3jax.assets import embedded_draft_path, embedded_path
 from m3jax.checkpoint import load_draft
 from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling
-from m3jax.decoding.drafts import as_drafter
+from m3jax.decoding.speculation.named import as_drafter
 from m3jax.evaluate.sources import python_corpus
 from m3jax.text import Tokenizer
 

@@ -9,8 +9,8 @@ from support.scripted_chat import TOOLS, ScriptedModel, wire
 
 import m3jax
 from m3jax.assets import embedded_path
+from m3jax.completion import Defaults
 from m3jax.decoding import Engine, Sampling
-from m3jax.decoding.defaults import Defaults
 from m3jax.dialogue import Dialogue, Reply, open_calls
 from m3jax.progress import Activity
 from m3jax.text import ChatTemplate, Tokenizer

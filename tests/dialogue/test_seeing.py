@@ -17,7 +17,8 @@ from tiny.pictures import with_tower
 import m3jax
 from m3jax import cli
 from m3jax.assets import embedded_path
-from m3jax.decoding import Engine, Media, read_media, with_placeholders
+from m3jax.completion import read_media, with_placeholders
+from m3jax.decoding import Engine, Media
 from m3jax.media import PlaceholderIds, batch, media_source, names_file, process_image, process_video
 from m3jax.text import ChatTemplate, Tokenizer
 from m3jax.vision import VisionConfig

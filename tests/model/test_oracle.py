@@ -14,7 +14,7 @@ from support.oracle import CASES, m3_vl, torch
 
 from m3jax import checkpoint
 from m3jax.cache import Cache
-from m3jax.decoding import generate
+from m3jax.completion import generate
 from m3jax.model import M3, definition
 
 # float32: two implementations that sum in different orders. Largest difference seen: 1e-5 (logits are about 2).

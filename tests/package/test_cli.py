@@ -15,9 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from m3jax import cli, progress
 from m3jax.checkpoint import load, save
 from m3jax.cli import generation
+from m3jax.completion import Defaults, generate
 from m3jax.config import M3Config
-from m3jax.decoding import generate
-from m3jax.decoding.defaults import Defaults
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.speculation import MAX_DRAFT_TOKENS
 from m3jax.model import init

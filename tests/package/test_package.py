@@ -266,7 +266,7 @@ def test_one_room_calls_kernels():
         (upward, "m3jax.msa.views", "from m3jax.cache import Cache"),
         (upward, "m3jax.ops.attend", "from m3jax.cache.device import Cache"),
         (upward, "m3jax.cache.allocator", "from ..model.layers import rms_norm"),
-        (upward, "m3jax.model.layers", "from m3jax.decoding import generate"),
+        (upward, "m3jax.model.layers", "from m3jax.decoding import Engine"),
         (upward, "m3jax.decoding", "from m3jax import train"),
         (upward, "m3jax.checkpoint.names", "from m3jax import decoding"),
         (upward, "m3jax.train.losses", "from m3jax.cli import main"),

@@ -21,7 +21,8 @@ from support.fake_model import FakeModel
 from m3jax import cli, compile_cache, progress
 from m3jax.cli import generation
 from m3jax.compile_cache import cache_folder, why_not_kept
-from m3jax.decoding import Engine, generate
+from m3jax.completion import generate
+from m3jax.decoding import Engine
 from m3jax.progress import activity
 
 ROOT = Path(__file__).resolve().parents[2]

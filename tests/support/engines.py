@@ -14,6 +14,7 @@ from support import tiny
 
 from m3jax.cache import Cache
 from m3jax.decoding import Engine, Generation, Params, Sampling, device
+from m3jax.decoding.device import program
 from m3jax.model import M3
 from m3jax.parallel import sharding
 
@@ -102,12 +103,14 @@ _QUICK_PROGRAMS = {
     )
     for name, statics in (
         ("prefill", ("layout", "types")),
-        ("prefill_on_cpu", ("layout", "types")),
         ("decode", ("max_steps", "layout", "types")),
-        ("decode_on_cpu", ("max_steps", "layout", "types")),
         ("decode_in_rounds", ("draft_tokens", "max_rounds", "layout", "types")),
     )
 }
+
+
+def _quick_program(name: str, *of_platform):
+    return _QUICK_PROGRAMS.get(name) or program(name, *of_platform)
 
 
 def temporary_bytes(program, engine: Engine, *args, **statics) -> tuple[int, int]:
@@ -123,7 +126,7 @@ def temporary_bytes(program, engine: Engine, *args, **statics) -> tuple[int, int
 @contextmanager
 def quick() -> Iterator[None]:
     """For engines whose shapes nothing else has."""
-    with mock.patch.multiple(device, **_QUICK_PROGRAMS):
+    with mock.patch.multiple(device, program=_quick_program, **_QUICK_PROGRAMS):
         yield
 
 

@@ -9,8 +9,8 @@ from m3jax.checkpoint import load
 from m3jax.cli.chat.pipe import answer_lines
 from m3jax.cli.chat.terminal import Terminal
 from m3jax.cli.knobs import asked_params, settings
+from m3jax.completion import Defaults
 from m3jax.config import M3Config
-from m3jax.decoding.defaults import Defaults
 from m3jax.dialogue import Dialogue
 from m3jax.files import read_json_list
 from m3jax.ops import check_backend

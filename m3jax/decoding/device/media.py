@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from m3jax.decoding.device.state import Layout, Pictures, pin
+from m3jax.decoding.device.state import Layout, PlacedFeatures, pin
 from m3jax.decoding.protocols import SeeingModel
 from m3jax.decoding.sampling import HostOrDevice
-from m3jax.media import MediaBatch
-from m3jax.tiles import GPU_OPTIONS, UNTUNED
+from m3jax.media.packing import MediaBatch
 
-_READ = dict(donate_argnames=("features",), static_argnames=("layout", "types"))
+READ_MEDIA_ARGUMENTS = dict(donate_argnames=("features",), static_argnames=("layout", "types"))
 
 
-@partial(jax.jit, **_READ)
+@partial(jax.jit, **READ_MEDIA_ARGUMENTS)
 def read_media(
     model: SeeingModel,
     features: Float[Array, "F D"],
@@ -39,15 +38,11 @@ def read_media(
     return pin(features.at[target_rows].set(found, mode="drop"), layout)
 
 
-read_media_on_gpu = jax.jit(read_media.__wrapped__, **_READ, compiler_options=UNTUNED)
-invariant_read_media_on_gpu = jax.jit(read_media.__wrapped__, **_READ, compiler_options=GPU_OPTIONS)
-
-
-def embed(model: SeeingModel, tokens: Int32[HostOrDevice, "C T"], pictures: Pictures) -> Float[Array, "C T D"]:
+def embed(model: SeeingModel, tokens: Int32[HostOrDevice, "C T"], media: PlacedFeatures) -> Float[Array, "C T D"]:
     """What the layers read of a chunk: the embedding of each token, or the feature that stands in its place.
 
     Features are gathered by row, so that a chunk may begin and end inside an image.
     """
-    rows = pictures.rows
-    feature = pictures.features[jnp.maximum(rows, 0)]  # [C T D]
+    rows = media.rows
+    feature = media.features[jnp.maximum(rows, 0)]  # [C T D]
     return jnp.where(rows[..., None] >= 0, feature, model.embed(tokens))

@@ -13,17 +13,16 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from m3jax.decoding.device.state import BAD_LOGITS, LENGTH, LIVE, STOP_ID, Continuations, Layout, NewTokens, State, pin
-from m3jax.decoding.device.step import STEP_OPTIONS, draw_token, for_steps, run_model
+from m3jax.decoding.device.step import draw_token, for_steps, run_model
 from m3jax.decoding.protocols import HostStacks, TargetModel, is_invariant
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.verify import DraftCounts, Proposal, Verdict, seen_by_column, verify
-from m3jax.tiles import GPU_OPTIONS, UNTUNED
 
-_ROUNDS = dict(donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "layout", "types"))
+ROUNDS_ARGUMENTS = dict(donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "layout", "types"))
 
 
-@partial(jax.jit, **_ROUNDS)
+@partial(jax.jit, **ROUNDS_ARGUMENTS)
 def decode_in_rounds(
     model: TargetModel,
     drafter: Drafter,
@@ -114,11 +113,6 @@ def decode_in_rounds(
     state = pin(state, layout)
     counts = state.continuations.counts - counts_before
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons, drafting)
-
-
-untuned_rounds_on_gpu = jax.jit(decode_in_rounds.__wrapped__, **_ROUNDS, compiler_options=STEP_OPTIONS | UNTUNED)
-rounds_on_gpu = jax.jit(decode_in_rounds.__wrapped__, **_ROUNDS, compiler_options=STEP_OPTIONS)
-invariant_rounds_on_gpu = jax.jit(decode_in_rounds.__wrapped__, **_ROUNDS, compiler_options=STEP_OPTIONS | GPU_OPTIONS)
 
 
 def _draw_all(

@@ -64,7 +64,7 @@ class State:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Pictures:
+class PlacedFeatures:
     """Features of images and videos, and the tokens of a chunk that stand for them.
 
     Attributes:
@@ -87,7 +87,7 @@ class Chunk:
       start: tokens of the prompt that are in the cache already.
       lengths: tokens of the whole prompt; 0 for none.
       context: where there is a drafter, what it reads of the prompts beyond the piece.
-      pictures: where images and videos are served, their features; None where only text is.
+      media: where images and videos are served, their features; None where only text is.
     """
 
     rows: Int32[HostOrDevice, "C"]
@@ -95,7 +95,7 @@ class Chunk:
     start: Int32[HostOrDevice, "C"]
     lengths: Int32[HostOrDevice, "C"]
     context: PromptContext | None = None
-    pictures: Pictures | None = None
+    media: PlacedFeatures | None = None
 
 
 @jax.tree_util.register_dataclass

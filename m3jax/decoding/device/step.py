@@ -38,24 +38,14 @@ from m3jax.decoding.sampling import (
 )
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.platform import platform
-from m3jax.tiles import GPU_OPTIONS, LOGITS_TILE, UNTUNED, by_tiles
+from m3jax.tiles import LOGITS_TILE, by_tiles
 
-# `compiler_options` of a loop of steps on a GPU: whatever can be is recorded in one CUDA graph, the loop and conditions
-# too. The host launches it once a call, and neither waits for a condition nor launches kernels one by one. In the graph
-# a kernel waits for those alone whose results it reads, or whose memory it takes. CUB's sorts cannot be recorded, and
-# where the sampler has one (of 1 or 32 rows, not of 8) nothing would be.
-STEP_OPTIONS = {
-    "xla_gpu_enable_cub_radix_sort": False,
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-}
-
-# How jax takes the arguments of each program: it is compiled with other options too.
-_PREFILL = dict(donate_argnames=("state",), static_argnames=("layout", "types"))
-_DECODE = dict(donate_argnames=("state",), static_argnames=("max_steps", "layout", "types"))
+# How jax takes the arguments of each program: `programs` compiles them with other options too.
+PREFILL_ARGUMENTS = dict(donate_argnames=("state",), static_argnames=("layout", "types"))
+DECODE_ARGUMENTS = dict(donate_argnames=("state",), static_argnames=("max_steps", "layout", "types"))
 
 
-@partial(jax.jit, **_PREFILL)
+@partial(jax.jit, **PREFILL_ARGUMENTS)
 def prefill(
     model: TargetModel,
     state: State,
@@ -93,7 +83,7 @@ def prefill(
     ends_here = (last_column >= 0) & (last_column < width)
 
     cache = state.cache.replace(table=prompt_table)
-    embeddings = None if chunk.pictures is None else embed(model, chunk.tokens, chunk.pictures)
+    embeddings = None if chunk.media is None else embed(model, chunk.tokens, chunk.media)
     hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
     last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
     last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
@@ -122,18 +112,7 @@ def prefill(
     return pin(state, layout), NewTokens(token[:, None], logprob[:, None], counts, stop_reasons)
 
 
-# XLA's CPU backend leaves single matrix products to YNNPACK, which takes a quarter longer than XLA's own kernels at
-# the sizes of a prefill (docs/performance.md); for those of a decode step it is the faster one.
-prefill_on_cpu = jax.jit(
-    prefill.__wrapped__,
-    **_PREFILL,
-    compiler_options={"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
-)
-prefill_on_gpu = jax.jit(prefill.__wrapped__, **_PREFILL, compiler_options=UNTUNED)
-invariant_prefill_on_gpu = jax.jit(prefill.__wrapped__, **_PREFILL, compiler_options=GPU_OPTIONS)
-
-
-@partial(jax.jit, **_DECODE)
+@partial(jax.jit, **DECODE_ARGUMENTS)
 def decode(
     model: TargetModel,
     state: State,
@@ -193,19 +172,6 @@ def decode(
     state = pin(state, layout)
     counts = state.continuations.counts - counts_before
     return state, NewTokens(tokens, logprobs, counts, state.stop_reasons)
-
-
-# For weights of 32 bits, whose products XLA would time for most of a minute.
-untuned_decode_on_gpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=STEP_OPTIONS | UNTUNED)
-
-# XLA's CPU backend reads pages eight numbers at a time where YNNPACK takes a product together with the reshape before
-# it, and one at a time otherwise, if heads have few (docs/notes/performance.md).
-CPU_DECODE_OPTIONS = {
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE",
-}
-decode_on_cpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=CPU_DECODE_OPTIONS)
-decode_on_gpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=STEP_OPTIONS)
-invariant_decode_on_gpu = jax.jit(decode.__wrapped__, **_DECODE, compiler_options=STEP_OPTIONS | GPU_OPTIONS)
 
 
 def for_steps(model: TargetModel, num_tokens: int) -> TargetModel:

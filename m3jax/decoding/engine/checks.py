@@ -11,8 +11,7 @@ from m3jax.decoding.engine.runner import PROGRAMS
 from m3jax.decoding.engine.shapes import Shapes
 from m3jax.decoding.protocols import TargetConfig, TargetModel, sees
 from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
-from m3jax.media import MERGE
-from m3jax.model import M3
+from m3jax.media.sizes import MERGE
 
 
 def check_sizes(sizes: dict[str, int]) -> None:
@@ -50,9 +49,10 @@ def check_max_length(max_length: int | None, pages: int, config: TargetConfig) -
 
 def as_invariant(model: TargetModel) -> TargetModel:
     """The model in its invariant mode; ValueError where it has none."""
-    if not isinstance(model, M3):
+    with_invariance = getattr(model, "with_invariance", None)  # a method of `InvariantModel`
+    if with_invariance is None:
         raise ValueError(f"invariant = True needs an M3, and the model is a {type(model).__name__}")
-    return model.with_invariance()
+    return with_invariance()
 
 
 def media_sizes(

@@ -12,7 +12,6 @@ import jax
 
 from m3jax.cache import HostMemory, PageAllocator
 from m3jax.cache.device import page_shards
-from m3jax.decoding.drafts import as_drafter
 from m3jax.decoding.engine import checks
 from m3jax.decoding.engine.exchange import Snapshot, check_snapshot, identity
 from m3jax.decoding.engine.media import FeatureRows, Media, PlacedSegment, Placer, as_media, prefix_keys
@@ -25,6 +24,7 @@ from m3jax.decoding.engine.shapes import DRAFT_TOKENS, Shapes, prefill_chunks
 from m3jax.decoding.protocols import Identity, TargetModel, is_invariant, sees
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
+from m3jax.decoding.speculation.named import as_drafter
 
 
 class Engine:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +20,8 @@ from m3jax.decoding.engine.shapes import Shapes
 from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel, is_invariant
 from m3jax.decoding.sampling import Sampling, SamplingParams
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
-from m3jax.media import MERGE, Segment, pack
+from m3jax.media.packing import Segment, pack
+from m3jax.media.sizes import MERGE
 from m3jax.parallel import sharding
 from m3jax.platform import platform
 
@@ -108,10 +109,8 @@ class Runner:
             self.features = jax.device_put(np.zeros((shapes.media_tokens, found.shape[1]), found.dtype), layout)
             self._features_layout = None if model.mesh is None else (layout,)
         self._types = type(model), type(drafter), type(cache)
-        self._programs = _programs(
-            is_invariant=is_invariant(model),
-            has_narrow_weights=any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(model)),
-        )
+        mode = _mode(model)
+        self._programs = {name: device.program(name, platform(), mode) for name in device.PROGRAMS}
         self._layout = self._cache_layout = None
         if model.mesh is not None:
             self._layout = tuple(leaf.sharding for leaf in jax.tree.leaves(self.state))
@@ -188,7 +187,7 @@ class Runner:
         padded_rows = np.full(size // MERGE**2, -1, np.int32)
         padded_rows[: len(rows)] = rows
         media, shared = pack(segments, size), dict(layout=self._features_layout, types=self._types)
-        return partial(self._programs.read_media, self.model, self.features, media, padded_rows, **shared)
+        return partial(self._programs["read_media"], self.model, self.features, media, padded_rows, **shared)
 
     def prefill(self, parts: Sequence[PromptPart], width: int) -> device.NewTokens:
         """Run a chunk of `width` tokens of some prompts; row i of the result is that of part i, still on the device."""
@@ -213,10 +212,10 @@ class Runner:
             tokens[index, : len(piece)] = piece
             feature_rows[index, : len(piece)] = part.feature_rows
             rows[index], start[index], lengths[index] = part.row, part.cached, len(part.tokens)
-        pictures = None if self.features is None else device.Pictures(self.features, feature_rows)
-        chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width), pictures)
+        media = None if self.features is None else device.PlacedFeatures(self.features, feature_rows)
+        chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width), media)
         return partial(
-            self._programs.prefill,
+            self._programs["prefill"],
             self.model,
             self.state,
             chunk,
@@ -247,10 +246,10 @@ class Runner:
         shared = dict(host=self._host_pages, layout=self._layout, types=self._types)
         if self.drafter is None:
             return partial(
-                self._programs.decode, self.model, self.state, np.int32(steps), max_steps=self.shapes.steps, **shared
+                self._programs["decode"], self.model, self.state, np.int32(steps), max_steps=self.shapes.steps, **shared
             )
         return partial(
-            self._programs.decode_in_rounds,
+            self._programs["decode_in_rounds"],
             self.model,
             self.drafter,
             self.state,
@@ -392,40 +391,11 @@ class Runner:
         self.state = replace(self.state, cache=cache)
 
 
-class _Programs(NamedTuple):
-    """The device's jitted calls, compiled with the options that suit the platform."""
-
-    prefill: Callable[..., tuple[device.State, device.NewTokens]]
-    decode: Callable[..., tuple[device.State, device.NewTokens]]
-    decode_in_rounds: Callable[..., tuple[device.State, device.NewTokens]]
-    read_media: Callable[..., Float[Array, "F D"]]
-
-
-def _programs(is_invariant: bool, has_narrow_weights: bool) -> _Programs:
-    """Prompts and steps have one set of the compiler's options where they are to get the same bits.
-
-    On a GPU XLA times its ways to compute a product for steps with weights of 16 bits or fewer alone: nothing bounds
-    those but how fast they read (docs/notes/performance.md).
-    """
-    if is_invariant and platform() == "gpu":
-        return _Programs(
-            device.invariant_prefill_on_gpu,
-            device.invariant_decode_on_gpu,
-            device.invariant_rounds_on_gpu,
-            device.invariant_read_media_on_gpu,
-        )
-    if platform() == "gpu" and has_narrow_weights:
-        return _Programs(device.prefill_on_gpu, device.decode_on_gpu, device.rounds_on_gpu, device.read_media_on_gpu)
-    if platform() == "gpu":
-        return _Programs(
-            device.prefill_on_gpu,
-            device.untuned_decode_on_gpu,
-            device.untuned_rounds_on_gpu,
-            device.read_media_on_gpu,
-        )
-    if platform() == "cpu" and not is_invariant:
-        return _Programs(device.prefill_on_cpu, device.decode_on_cpu, device.decode_in_rounds, device.read_media)
-    return _Programs(device.prefill, device.decode, device.decode_in_rounds, device.read_media)
+def _mode(model: TargetModel) -> device.Mode:
+    """Return what the compiler's options of a model's programs depend on."""
+    if is_invariant(model):
+        return "invariant"
+    return "narrow" if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(model)) else "wide"
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -1,21 +1,14 @@
-"""Continue a few prompts and return."""
+"""Continue a few prompts of token ids, which may show images and videos, and return."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from m3jax.decoding.builder import engine_for
-from m3jax.decoding.engine import (
-    DRAFT_TOKENS,
-    Generation,
-    Media,
-    Params,
-    as_prompts,
-)
+from m3jax.completion.pictures import read_media, with_placeholders
+from m3jax.decoding import Drafter, Media, Params, Sampling, check_logits, engine_for
+from m3jax.decoding.engine import DRAFT_TOKENS, as_prompts
 from m3jax.decoding.protocols import TargetModel, sees
-from m3jax.decoding.sampling import HostOrDevice, Sampling, SamplingKnobs, as_samplings
-from m3jax.decoding.seen import read_media, with_placeholders
-from m3jax.decoding.speculation import Drafter
+from m3jax.decoding.sampling import HostOrDevice, SamplingKnobs, as_samplings
 from m3jax.progress import activity
 from m3jax.text import Tokenizer
 
@@ -78,7 +71,7 @@ def generate(
     stop = tuple(model.config.eos_token_id if stop_ids is None else stop_ids)
     params = [Params(max_new_tokens=max_new_tokens, sampling=of_prompt, stop_ids=stop) for of_prompt in samplings]
     media = _media_of(prompts, images, videos, model, progress)
-    prompts = [with_placeholders(prompt, seen, tokenizer) for prompt, seen in zip(prompts, media, strict=True)]
+    prompts = [with_placeholders(prompt, own, tokenizer) for prompt, own in zip(prompts, media, strict=True)]
     engine = engine_for(model, prompts, params, media=media, draft=draft, draft_tokens=draft_tokens, progress=progress)
     handles = [engine.add(*request) for request in zip(prompts, params, media, strict=True)]
     with activity(progress) as line:
@@ -110,20 +103,3 @@ def _media_of(
     none = [[]] * len(prompts)
     every = zip(images or none, videos or none, strict=True)
     return [read_media(*of_prompt, progress=progress) for of_prompt in every]
-
-
-def check_logits(generations: Sequence[Generation]) -> None:
-    """Raise if some prompt's continuation ended because its logits had no distribution.
-
-    Args:
-      generations: one a prompt.
-
-    Raises:
-      FloatingPointError: names the first such prompt and how far it came.
-    """
-    for number, generation in enumerate(generations, 1):
-        if generation.stop_reason == "nan":
-            raise FloatingPointError(
-                f"prompt {number}: after {len(generation.tokens)} new tokens the model's logits were NaN or infinite; "
-                "check the checkpoint for NaN weights, or load it with dtype float32"
-            )

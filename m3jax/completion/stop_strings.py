@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from m3jax.decoding.engine import Engine, Generation
+from m3jax.decoding import Engine, Generation
 from m3jax.text import TextStream, Tokenizer
 
 

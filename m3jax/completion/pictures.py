@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from m3jax.decoding.engine import Media
+from m3jax.decoding import Media
 from m3jax.media import (
     LIMITS,
     PlaceholderIds,

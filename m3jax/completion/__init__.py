@@ -1,0 +1,20 @@
+"""What stands between people and an engine: folders, pictures and texts become tokens, and tokens become text."""
+
+from m3jax.completion.defaults import Defaults
+from m3jax.completion.drafts import named_drafter
+from m3jax.completion.generate import generate
+from m3jax.completion.pictures import marked, read_media, read_medium, with_placeholders
+from m3jax.completion.stop_strings import StoppableText, generate_text, stream_text
+
+__all__ = [
+    "Defaults",
+    "StoppableText",
+    "generate",
+    "generate_text",
+    "marked",
+    "named_drafter",
+    "read_media",
+    "read_medium",
+    "stream_text",
+    "with_placeholders",
+]
