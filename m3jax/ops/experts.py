@@ -19,6 +19,7 @@ from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import accumulator
 from m3jax.ops.backends import interpreted, kernel_name
+from m3jax.ops.expert_choice import FEW_UNIT, GROUPED_UNIT, why_not_path
 from m3jax.ops.mxfp8_kernels import mxfp8_kernel
 from m3jax.ops.project import operands, project
 from m3jax.platform import platform
@@ -31,7 +32,6 @@ _MOST_SHARES = 4  # where devices divide experts, skipped pairs cost little: up 
 _TILE = 64  # tokens that meet an expert at once on a CPU
 _KERNEL_TILES = (16, 32, 64, 128)  # likewise in a kernel
 _MXFP8_TILES = (16, 64)  # likewise of experts in MXFP8: as many as an expert has, on average
-_GROUPED_UNIT, _FEW_UNIT = 128, 64  # widths are multiples of these where `grouped` or `few` runs
 # Tokens up to which `few` is the fastest way on an H200, by widths (`scripts/bench_gpu.py --only experts`).
 _FEW_TOKENS = {(6144, 3072): 64, (192, 192): 64}
 _FIXED_TILE = 8  # likewise where a pair's bits may not depend on how many there are
@@ -74,6 +74,9 @@ def run_experts(
 
     Returns:
       C = A, or A + 1 with a shared expert, whose outputs come last.
+
+    Raises:
+      ValueError: a path that is asked for by name and cannot run this, with the reason.
     """
     if shared:
         return few(x, weights, expert_ids, layer, activate, shared)
@@ -88,6 +91,8 @@ def run_experts(
             return few(x, weights, expert_ids, layer, activate)
         return grouped(x, weights, expert_ids, layer, activate, least_tile=_ORDERED_TILE)
     if path != "auto":
+        if reason := why_not_path(path, weights.gate, len(x)):
+            raise ValueError(f"path = {path!r} cannot run these experts: {reason}; choose 'auto' or another path")
         return EXPERT_PATHS[path](x, weights, expert_ids, layer, activate)
     where, num_pairs, is_divided = platform(), expert_ids.size, num_shares is not None
     is_few = num_pairs <= _FEW_PAIRS * min(num_shares or 1, _MOST_SHARES)
@@ -380,7 +385,7 @@ def _path_on_gpu(weights: ExpertWeights, dtype: DTypeLike, choice_shape: tuple[i
     (num_tokens, num_chosen), widths = choice_shape, weights.gate.shape[2:]
     can_run = partial(kernel_runs_experts, dtype, *widths, backend=backend)
     is_mxfp8 = isinstance(weights.gate, MXFP8Array)
-    if not is_mxfp8 and num_tokens <= few_tokens(*widths) and can_run(unit=_FEW_UNIT):
+    if not is_mxfp8 and num_tokens <= few_tokens(*widths) and can_run(unit=FEW_UNIT):
         return "few"
     if not is_mxfp8 and can_run():
         return "grouped"
@@ -434,7 +439,7 @@ def kernel_takes_mxfp8(weights: ExpertWeights, dtype: DTypeLike, backend: str = 
     return is_whole and mxfp8_kernel(weights.gate, dtype, [(width, hidden), (hidden, width)], backend) is not None
 
 
-def kernel_runs_experts(dtype: DTypeLike, *widths: int, backend: str = "auto", unit: int = _GROUPED_UNIT) -> bool:
+def kernel_runs_experts(dtype: DTypeLike, *widths: int, backend: str = "auto", unit: int = GROUPED_UNIT) -> bool:
     """Whether `grouped` or `few` can run: 16-bit numbers, widths in whole units, on a GPU whose backend is not "xla".
 
     There is nothing to ask for by name: what a kernel cannot take, XLA's tiles do.

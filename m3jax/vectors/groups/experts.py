@@ -12,6 +12,7 @@ from m3jax.model.layers import swiglu_oai
 from m3jax.model.moe import route
 from m3jax.numerics import einsum
 from m3jax.ops import EXPERT_PATHS, run_experts
+from m3jax.ops.expert_choice import why_not_path
 from m3jax.ops.experts import ExpertWeights
 from m3jax.vectors.case import Arrays, Case, Group, Rule, Run, in_dtype, jitted, normal
 
@@ -97,14 +98,19 @@ def summed(inputs: Arrays, rule: Rule, routed: Arrays, expert_out: Float[Array, 
     return {"expert_out": expert_out, "shared_out": shared_out, "out": out}
 
 
+def stacked_experts(inputs: Arrays) -> ExpertWeights:
+    """A case's experts as a stack of one layer."""
+    return ExpertWeights(*(inputs[f"{name}_proj"][None] for name in ("gate", "up", "down")))
+
+
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """Each way that the package has to run experts."""
+    """Yield each way of the package to run experts that can run them here."""
 
     def by_path(path: str, inputs: Arrays, rule: Rule) -> Arrays:
         routed, x = routing(inputs, rule), inputs["x"]
-        weights = ExpertWeights(*(inputs[f"{name}_proj"][None] for name in ("gate", "up", "down")))
+        options = dict(path=path, backend="xla")
         expert_out = run_experts(
-            x, weights, routed["expert_ids"], jnp.int32(0), activation(rule, x.dtype), path=path, backend="xla"
+            x, stacked_experts(inputs), routed["expert_ids"], jnp.int32(0), activation(rule, x.dtype), **options
         )
         return routed | summed(inputs, rule, routed, expert_out)
 
@@ -113,7 +119,8 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
         if "gate_proj" not in given:
             yield Run("route", dtype, jitted(routing, rule, given))
             continue
-        for path in (name for name in EXPERT_PATHS if name != "grouped"):  # a kernel, for GPUs
+        gate, num_tokens = stacked_experts(given).gate, len(given["x"])
+        for path in (name for name in EXPERT_PATHS if why_not_path(name, gate, num_tokens) is None):
             yield Run(path, dtype, jitted(partial(by_path, path), rule, given))
 
 

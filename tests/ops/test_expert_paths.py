@@ -1,0 +1,57 @@
+"""A path of experts that is asked for by name: it runs, or says why it cannot."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from m3jax.ops import EXPERT_PATHS, interpret, run_experts
+from m3jax.ops.expert_choice import why_not_path
+from m3jax.ops.experts import ExpertWeights
+from m3jax.vectors.groups import experts as group
+
+KERNELS = ("few", "grouped")
+
+
+def gate(width: int, hidden: int) -> jax.Array:
+    return jnp.zeros((1, 8, width, hidden), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("path", "width", "hidden", "tokens", "reason"),
+    [
+        ("few", 32, 24, 24, "experts of 32 by 24 channels (it has multiples of 64)"),
+        ("few", 192, 192, 64, None),
+        ("few", 192, 192, 65, "65 tokens (it has up to 64)"),
+        ("grouped", 192, 192, 24, "experts of 192 by 192 channels (it has multiples of 128)"),
+        ("grouped", 128, 256, 2048, None),
+    ],
+)
+def test_a_kernel_by_name_runs_or_says_why_not(path, width, hidden, tokens, reason):
+    assert why_not_path(path, gate(width, hidden), tokens) == (
+        f"it is a kernel for a GPU, and JAX runs on a {jax.default_backend().upper()}"
+    )
+    with interpret():
+        assert why_not_path(path, gate(width, hidden), tokens) == reason
+
+
+@pytest.mark.parametrize("path", [path for path in EXPERT_PATHS if path not in KERNELS])
+def test_what_xla_runs_has_no_reason_against_it(path):
+    assert why_not_path(path, gate(32, 24), 2048) is None
+
+
+@pytest.mark.parametrize("path", KERNELS)
+def test_a_path_that_cannot_run_is_one_line(path):
+    weights = ExpertWeights(*(jnp.zeros((1, 8, *shape)) for shape in ((32, 24), (32, 24), (24, 32))))
+    call = lambda: run_experts(
+        jnp.zeros((4, 32)), weights, jnp.zeros((4, 2), jnp.int32), jnp.int32(0), jnp.multiply, path=path
+    )
+    with pytest.raises(ValueError, match=f"^path = '{path}' cannot run these experts: it is a kernel for a GPU"):
+        call()
+    with interpret(), pytest.raises(ValueError, match="experts of 32 by 24 channels"):
+        call()
+
+
+def test_the_vectors_check_only_what_can_run():
+    (case,) = (case for case in group.cases(large=False) if case.name == "layer")
+    names = {run.label for run in group.runs(case.inputs, case.rule)}
+    assert names == set(EXPERT_PATHS) - set(KERNELS)
