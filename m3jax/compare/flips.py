@@ -9,10 +9,10 @@ from m3jax.vectors.compare import other_sets
 
 
 class Flips(NamedTuple):
-    """Which selections of one quantity are others. Q are tokens, or tokens and KV heads, one after the other.
+    """The selections of one quantity that differ from the reference's; Q runs over tokens, or tokens and KV heads.
 
     Attributes:
-      is_other: selections that are another set.
+      is_other: True for a selection that is another set than the reference's.
       gap: of those, by how much the reference's scores of what was dropped lie above those of what came instead: so
         much the scores must be wrong together. Infinite where the number of ids differs, where an id is there twice or
         a forced one is missing, and where no scores are known; 0 for the rest.
@@ -66,7 +66,7 @@ def find_flips(
 
 
 def _counts(ids: Int[np.ndarray, "Q J"], count: int) -> Int[np.ndarray, "Q M"]:
-    """How often each of `count` ids is in each selection."""
+    """Return how often each id from 0 to `count` - 1 stands in each selection; -1, an unused slot, is not counted."""
     out = np.zeros((len(ids), count + 1), np.int64)
     np.add.at(out, (np.arange(len(ids))[:, None], np.where(ids < 0, count, ids)), 1)
     return out[:, :count]

@@ -1,4 +1,4 @@
-"""Axes of an engine's array brought into the order of its quantity: all tokens, heads, the rest.
+"""Alignment of an engine's array with its quantity: axes in the order tokens, heads, rest, and no padding.
 
 Letters: B prompts, T tokens of the longest one (or more, where an engine pads further), X the tokens of all prompts,
 one after the other and without padding; those of `Quantity.axes` besides.
@@ -20,7 +20,7 @@ _FREE = ("M", "J", "C")
 
 
 class Rows(NamedTuple):
-    """Which tokens a dump's arrays have.
+    """The tokens that a dump's arrays have.
 
     Attributes:
       is_token: of a padded array, which places are no padding.
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One way in which an array may lie.
+    """One order in which an array may have its axes.
 
     Attributes:
       axes: of each of the array's axes: a letter, "1", or several letters with * between them, which are one axis.
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
 def aligned(
     found: Quantity, ranks: list[Tensor], rows: Rows, sizes: Mapping[str, int], axes: str | None = None
 ) -> Tensor:
-    """An array with its axes in its quantity's order, and without padding.
+    """Return an array with its axes in its quantity's order, and without padding.
 
     Args:
       found: which quantity it is.
@@ -77,7 +77,7 @@ def aligned(
 
 
 def layouts(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The ways in which engines lay a quantity out, the usual ones first.
+    """Yield the orders of axes in which engines store a quantity, the usual ones first.
 
     Args:
       axes: in the quantity's order.
@@ -97,7 +97,7 @@ def layouts(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 def _fit(
     spelling: tuple[str, ...], ranks: list[Tensor], rows: Rows, sizes: Mapping[str, int], most: int | None
 ) -> Layout | None:
-    """A layout of this spelling that has the array's shape: whole on each rank, else with one letter divided.
+    """Return a layout of this spelling that has the array's shape: whole on each rank, else with one letter divided.
 
     Args:
       spelling, ranks, rows, sizes: as in `aligned` and `Layout`.
@@ -121,7 +121,7 @@ def _fit(
 def _is_shape(
     shape: tuple[int, ...], spelling: tuple[str, ...], rows: Rows, sizes: Mapping[str, int], most: int | None
 ) -> bool:
-    """Whether an array of this shape can lie in this way."""
+    """True if an array of this shape can have the axes of this spelling."""
     prompts, longest = rows.is_token.shape
     known = {**sizes, "B": prompts, "X": len(rows.places), "1": 1}
     for axis, size in zip(spelling, shape, strict=True):
@@ -141,7 +141,7 @@ def _is_shape(
 
 
 def _joined(found: Quantity, ranks: list[Tensor], layout: Layout, sizes: Mapping[str, int]) -> Tensor:
-    """The whole array of what the ranks have of it."""
+    """Return the whole array, joined from the ranks' slices; copies on several ranks are taken once."""
     if layout.divided is None:
         other = [rank for rank, array in enumerate(ranks) if not _same(ranks[0], array)]
         if other:
@@ -157,7 +157,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _in_order(found: Quantity, array: Tensor, layout: Layout, rows: Rows, sizes: Mapping[str, int]) -> Tensor:
-    """From the layout's axes to the quantity's: [X ...]."""
+    """Return an array with the quantity's axes [X ...] instead of the layout's."""
     prompts = len(rows.is_token)
     known = {**sizes, "B": prompts, "1": 1}
     shape, letters = [], []
@@ -181,7 +181,7 @@ def _in_order(found: Quantity, array: Tensor, layout: Layout, rows: Rows, sizes:
 
 
 def cut(found: list[Quantity], ranks: list[Tensor], sizes: Mapping[str, int]) -> dict[str, list[Tensor]] | None:
-    """The parts of a fused projection along its last axis, for each rank; None where the last axis has another length.
+    """Return the parts of a fused projection for each rank; None if their widths do not add up to its last axis.
 
     Args:
       found: the parts in their order.

@@ -1,4 +1,4 @@
-"""What lies between tokens and logits, by name, in the order in which a model computes it."""
+"""Quantities between tokens and logits, by name, in the order in which a model computes them."""
 
 import re
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class Quantity(NamedTuple):
     Attributes:
       name: as in `M3.intermediates`, with the layer before it: "layers.3.blocks".
       axes: a letter for each, tokens first.
-      layer: counted from 0; None before the first and after the last.
+      layer: counted from 0; None for a quantity before the first layer or after the last.
       kind: the name without the layer.
     """
 
@@ -41,7 +41,7 @@ class Quantity(NamedTuple):
 
 
 def quantity(name: str) -> Quantity | None:
-    """The quantity of a name, if it is one."""
+    """Return the quantity of this name; None if there is none."""
     if name in _BEFORE or name in _AFTER:
         return Quantity(name, tuple((_BEFORE | _AFTER)[name].split()), None, name)
     match = _NAME.fullmatch(name)
@@ -51,7 +51,7 @@ def quantity(name: str) -> Quantity | None:
 
 
 def in_order(names: Iterable[str]) -> list[Quantity]:
-    """Quantities in the order of computation.
+    """Return the quantities of these names in the order of computation, each once.
 
     Args:
       names: of quantities, all of them known.
