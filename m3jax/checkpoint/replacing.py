@@ -1,6 +1,6 @@
-"""Puts a new checkpoint in the place of a folder's old one: at every instant the folder is all of one of the two.
+"""Atomic replacement of a folder's checkpoint: at every instant a reader finds all of the old one or all of the new.
 
-What is in the way of that is that a checkpoint is several files. So:
+A checkpoint is several files, which no single rename can replace. So:
 
 1. Weights are written under names that nothing has, and synced. Files beside them (config.json) that would change wait
    under pending names (`m3jax.files.pending`). Until here readers find the old checkpoint.
@@ -90,7 +90,7 @@ class Replacement:
             raise
 
     def _free_names(self, num_files: int) -> list[str]:
-        """The names of the files of weights: the hub's, or, where one of those is taken, with the save's token."""
+        """Return names for the files of weights: the hub's, or, if one of those is taken, names with the save's token."""
         if num_files == 1:
             return [SINGLE_NAME]
         numbers = [f"{i:05}-of-{num_files:05}.safetensors" for i in range(1, num_files + 1)]
@@ -165,7 +165,7 @@ class Replacement:
         sync_folder(folder)
 
     def _commit_by(self, step: Callable[[], None]) -> None:
-        """Take the step that commits; where an interrupt leaves in doubt whether it was taken, no file is removed."""
+        """Take the step that commits; if an interrupt leaves open whether it was taken, no file is removed."""
         self._is_committed = True
         try:
             step()
@@ -203,12 +203,12 @@ class Replacement:
 
 
 def as_json(data: Mapping[str, Any]) -> bytes:
-    """The contents of a JSON file, the same for the same data."""
+    """Return the contents of a JSON file; keys are sorted, so equal data give equal bytes."""
     return (json.dumps(data, indent=2, sort_keys=True) + "\n").encode("utf-8")
 
 
 def _lock(folder: Path) -> int | None:
-    """Hold a folder for one save, until the descriptor is closed or the process ends; None where there are no locks."""
+    """Lock a folder for one save until the descriptor is closed or the process ends; None where there are no locks."""
     if fcntl is None:
         return None
     descriptor = os.open(folder, os.O_RDONLY)
@@ -225,7 +225,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _tidy(folder: Path) -> None:
-    """End what a save that was cut short left: its pending files if it was committed, else nothing of it."""
+    """Finish or undo a save that was cut short: rename its pending files if it was committed, else remove its files."""
     token, named = committed_save(folder), _weights(folder)
     for name in sorted(os.listdir(folder)):
         match = PENDING.fullmatch(name)
@@ -237,7 +237,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _weights(folder: Path) -> set[str]:
-    """The names of a folder's files of weights: those with the hub's names, and those that its index lists."""
+    """Return the names of a folder's files of weights: those with the hub's names, and those that its index lists."""
     is_folder = lambda name: (folder / name).is_dir() and not (folder / name).is_symlink()
     found = {name for name in os.listdir(folder) if _HUB_WEIGHTS.fullmatch(name) and not is_folder(name)}
     if (folder / INDEX_NAME).is_file():
@@ -253,5 +253,5 @@ def _weights(folder: Path) -> set[str]:
 
 
 def _holds(file: Path, data: bytes) -> bool:
-    """Whether a file is there with these contents."""
+    """True if a file is there with these contents."""
     return file.is_file() and file.stat().st_size == len(data) and file.read_bytes() == data
