@@ -90,7 +90,7 @@ class Replacement:
             raise
 
     def _free_names(self, num_files: int) -> list[str]:
-        """Return names for the files of weights: the hub's, or, if one of those is taken, names with the save's token."""
+        """Return names for the files of weights: the hub's, or names with the save's token if one of those is taken."""
         if num_files == 1:
             return [SINGLE_NAME]
         numbers = [f"{i:05}-of-{num_files:05}.safetensors" for i in range(1, num_files + 1)]

@@ -15,8 +15,8 @@ from m3jax.media import ProcessedImage, ProcessedVideo
 from m3jax.messages import shown
 from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer, ordered_messages
 
-MOST_CONTEXT = 32768  # tokens of a dialogue, where nobody says how many
-_STEPS = 4  # tokens in one device call: somebody watches
+MOST_CONTEXT = 32768  # tokens of a dialogue, if the caller gives no number
+_STEPS = 4  # tokens in one device call: few, because a user watches the answer
 _STOP_IDS = 8
 
 Message = Mapping[str, Any]
@@ -88,12 +88,12 @@ class Dialogue:
 
     @property
     def context(self) -> int:
-        """How many tokens the dialogue can have."""
+        """The most tokens that the dialogue can have."""
         return self._engine.max_length
 
     @property
     def can_see(self) -> bool:
-        """Whether messages may show images and videos."""
+        """True if messages may show images and videos."""
         return sees(self._model)
 
     def read(self, part: Mapping[str, Any]) -> ProcessedImage | ProcessedVideo:
@@ -150,7 +150,7 @@ class Dialogue:
         return self._kept(events, history)
 
     def _kept(self, events: Iterator[Event | Reply], history: list[dict[str, Any]]) -> Iterator[Event | Reply]:
-        """The events as they are; history and answer become the messages, which are as before where none comes."""
+        """Yield the events unchanged; make history and answer the messages, and restore the old ones if no answer comes."""
         before, self.messages = self.messages, history
         has_answer = False
         try:
@@ -183,7 +183,7 @@ class Dialogue:
 
 
 def open_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The calls of the last answer that have no result yet.
+    """Return the calls of the last answer that have no result yet.
 
     Args:
       messages: a history.

@@ -187,7 +187,7 @@ class _Program:
         return cost
 
     def _turns(self, name: str) -> int | None:
-        """Return the number of turns of a loop with the condition `counter < constant`; None for any other condition."""
+        """Return the number of turns of a loop with the condition `counter < constant`; None for any other."""
         condition = self.computations[name]
         root = _root(condition)
         if root.op != "compare" or "direction=LT" not in root.rest:
