@@ -1,4 +1,4 @@
-"""Calls of tools, and the tools: arguments become objects, and results stand in the order of their calls."""
+"""Tools and tool calls of a request: arguments become objects, and results are put in the order of their calls."""
 
 import json
 import re
@@ -110,7 +110,7 @@ def _check_name(name: Any, place: str) -> None:
 
 
 def _arguments(given: Any, place: str) -> dict[str, Any]:
-    """The arguments of one call as an object."""
+    """Return the arguments of one call as an object."""
     arguments = given
     if isinstance(given, str):
         try:
@@ -125,7 +125,7 @@ def _arguments(given: Any, place: str) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; of a key that stands twice one value would be lost."""
+    """Return a JSON object's dictionary; raise ValueError for a repeated key, of which one value would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,4 +1,4 @@
-"""What a message says: its text and media in one spelling, and the assistant's reasoning apart from its answer."""
+"""The content of a message: text and media in one spelling, and the assistant's reasoning apart from its answer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -57,7 +57,7 @@ def _part(part: Any, place: str) -> str | dict[str, Any]:
 
 
 def reasoning_and_content(message: Mapping[str, Any], content: Content, place: str) -> tuple[str, Content]:
-    """Part what the assistant thought from what it said.
+    """Separate the assistant's reasoning from the rest of its content.
 
     Args:
         message: with `reasoning_content` or `reasoning`, of which an empty one says nothing.

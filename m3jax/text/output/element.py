@@ -1,4 +1,4 @@
-"""An element of a call while it is open: what of it came so far, and whether it is still open what it will be."""
+"""An element of a tool call while it is open: its text and elements so far, and whether it is known to be a string."""
 
 from m3jax.text.output.shapes import Shapes, kinds_of
 from m3jax.text.output.values import MOST_WORD, Node
@@ -8,7 +8,7 @@ _STRUCTURES = frozenset({"array", "object"})
 
 
 class Element:
-    """A parameter, a member or an item; at the root the call itself.
+    """A parameter, a member of an object or an item of an array; at the root of the stack the call itself.
 
     Attributes:
         name: of its tag.
@@ -46,13 +46,13 @@ class Element:
             self.is_text = self._size > MOST_WORD or (self.has_words and not self._has_other_words)
 
     def text(self) -> str:
-        """The text that was kept."""
+        """Return the text that was kept."""
         return "".join(self._parts)
 
     def forget_text(self) -> None:
-        """Drop it: it stood before an element, and belongs to nothing."""
+        """Drop the text that was kept, because it stood before an inner element and belongs to nothing."""
         self._parts, self._size, self.has_words = [], 0, False
 
     def node(self) -> Node:
-        """What came of it: its elements if it has any, else its text."""
+        """Return the element as a node: its inner elements if it has any, else its text."""
         return self.elements or self.text()

@@ -1,4 +1,4 @@
-"""The marks of the wire, and how to find them in text that comes in pieces.
+"""The marks of the output format, and patterns that find them in text that comes in pieces.
 
     block  := NS "<tool_call>" space (call space)* NS "</tool_call>"
     call   := NS '<invoke name="' NAME '">' element* NS "</invoke>"
@@ -18,7 +18,7 @@ MOST_NAME = 512  # characters between < and > of a tag; what is longer is text
 
 
 def _begun(mark: str) -> str:
-    """A pattern of every beginning of a mark, at the end of the text, but the whole."""
+    """Return a pattern that matches every proper prefix of a mark at the end of the text."""
     letters = [re.escape(letter) for letter in mark[:-1]]
     return "(?:".join(letters) + ")?" * (len(letters) - 1) + r"\Z"
 
@@ -42,6 +42,6 @@ INVOKE = re.compile(r"""invoke\s+name\s*=\s*(?:"(?P<double>[^"]+)"|'(?P<single>[
 
 
 def invoked(tag: str) -> str | None:
-    """The name of the tool that a tag calls; None for another tag."""
+    """Return the name of the tool that a tag calls; None for another tag."""
     match = INVOKE.fullmatch(tag)
     return match and (match["double"] or match["single"] or match["bare"])

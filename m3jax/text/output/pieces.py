@@ -1,4 +1,4 @@
-"""Text cut into the events of a stream: neither single characters nor a whole file at once."""
+"""Cutting of text into the events of a stream, of 5 to 200 characters each."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 
 
 def as_json(value: Any) -> str:
-    """Compact JSON in which UTF-8 can hold every character: lone surrogates are escaped."""
+    """Return compact JSON that UTF-8 can encode: lone surrogates are escaped."""
     text = _ENCODER.encode(value)
     return text if text.isascii() else _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -58,12 +58,12 @@ class Pieces:
         self._events.append(event)
 
     def end(self) -> None:
-        """Nothing more comes of this kind: make events of what waits."""
+        """End the text of the current kind: make events of what waits."""
         self._cut(self._grains)
         self._grains, self._size = [], 0
 
     def taken(self) -> list[Event]:
-        """The events that are ready and were not taken before."""
+        """Return the events that are ready and were not taken before."""
         if self._size >= 2 * FEWEST:
             waiting = 0
             place = len(self._grains)
