@@ -150,7 +150,7 @@ class Dialogue:
         return self._kept(events, history)
 
     def _kept(self, events: Iterator[Event | Reply], history: list[dict[str, Any]]) -> Iterator[Event | Reply]:
-        """Yield the events unchanged; make history and answer the messages, and restore the old ones if no answer comes."""
+        """Yield the events unchanged; set `messages` to history and answer, or back to what it was if none comes."""
         before, self.messages = self.messages, history
         has_answer = False
         try:

@@ -1,4 +1,4 @@
-"""Verifying proposals: how many are accepted, and the target's own token after them."""
+"""Verification of proposals: the number that is accepted, and the target's own token after them."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ _ACCEPT, _DRAW = 0, 1  # what a key at a position is for, in `m3jax.decoding.spe
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """Proposals with the distribution that they were drawn from, and without one."""
+    """Yield a case of proposals with the distribution that they were drawn from, and one without it."""
     if large:
         return
     for index, name in enumerate(("drafted", "point_mass")):
@@ -54,7 +54,7 @@ def cases(large: bool) -> Iterator[Case]:
 def _uniforms(
     seed: UInt32[np.ndarray, " B"], positions: Int32[np.ndarray, " B"], count: int, vocab: int
 ) -> dict[str, np.ndarray]:
-    """The uniform numbers behind each acceptance and each draw."""
+    """Return the uniform numbers of each acceptance and each draw."""
     accept, draw = [], []
     for column in range(count + 1):
         keys = position_keys(jnp.asarray(seed), jnp.asarray(positions) + column, _DRAW)
@@ -65,7 +65,7 @@ def _uniforms(
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """Leviathan et al. 2023, algorithm 1, in float64 numpy, a row at a time."""
+    """Verify by Leviathan et al. 2023, algorithm 1, in float64 numpy, a row at a time."""
     x = {name: np.asarray(value) for name, value in inputs.items()}
     rows, count = x["proposals"].shape
     accepted, tokens, logprobs = np.zeros(rows, np.int32), np.full((rows, count + 1), -1, np.int32), []
@@ -93,7 +93,7 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """`verify`; what stands behind the target's own token means nothing, and is made -1 here."""
+    """Yield a run of `verify`; the slots behind the target's own token hold garbage, which is made -1 here."""
     params = SamplingParams(**{name: jnp.asarray(inputs[name]) for name in (*KNOBS, "seed")})
     drafted = inputs.get("draft_probabilities")
     proposal = Proposal(jnp.asarray(inputs["proposals"]), None if drafted is None else jnp.log(jnp.asarray(drafted)))
