@@ -85,7 +85,7 @@ def both_values(expected: Tensor, found: Tensor, place: tuple[Any, ...]) -> str:
 
 
 def other_sets(expected: Int[np.ndarray, "... J"], found: Int[np.ndarray, "... J"]) -> Bool[np.ndarray, "..."]:
-    """Return a mask of the selections whose ids, counted with repetition and in any order, are not the expected ones."""
+    """Return a mask of the selections whose sorted ids, repetitions included, are not the expected ones."""
     return np.any(np.sort(expected, axis=-1) != np.sort(found, axis=-1), axis=-1)
 
 

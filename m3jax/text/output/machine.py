@@ -170,7 +170,7 @@ class Machine:
         self.kind, self.state = "content", self.call
 
     def next_mark(self, pattern: re.Pattern[str], take: Callable[[str], None]) -> re.Match[str] | None:
-        """Hand the text up to the next mark to `take`; return the mark, or None if there is none or only part of one."""
+        """Hand the text up to the next mark to `take`; return the mark, or None if it is absent or incomplete."""
         match = pattern.search(self.text, self.at)
         end = match.start() if match else len(self.text)
         if end > self.at:

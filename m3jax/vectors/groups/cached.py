@@ -230,7 +230,7 @@ def _row(
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """Yield runs that write, select and attend over a `StackCache` as the engine does, whole and in the rule's chunks."""
+    """Yield runs that write, select and attend over a `StackCache` as the engine does, whole and in chunks."""
     for dtype in ("float32", "bfloat16"):
         given = in_dtype(inputs, dtype)
         for chunks in dict.fromkeys([(), tuple(rule.get("chunks", ()))]):

@@ -80,7 +80,7 @@ def write_folder(folder: Path, case: Case) -> None:
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """Return all named values in float64, without a cache, by the schedule that masks dense attention."""
+    """Return all named values in float64, without a cache, by "mask", the schedule that is the definition itself."""
     with jax.enable_x64(True):
         return named_values(load(rule["folder"], "float64").with_schedule("mask"), inputs, rule)
 
