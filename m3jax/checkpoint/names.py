@@ -168,7 +168,7 @@ class Target(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A hub tensor `name` within a stored tensor: all of it, one expert's slab, or some of its rows."""
+    """The part of a stored tensor that is the hub tensor `name`: the whole, one expert's slab, or some of the rows."""
 
     name: str
     expert: int | None = None

@@ -8,7 +8,8 @@ A checkpoint is several files, which no single rename can replace. So:
    Where they are a single file it is its rename, or, where the folder had an index, the removal of that index.
 3. Pending files get their plain names, and old weights are removed. Readers know where the pending files are meanwhile.
 
-A crash before 2 leaves files that nobody reads, a crash in 3 leaves some too many; the next save tidies both up.
+A crash before step 2 leaves files that no reader looks at, a crash in step 3 leaves superfluous files; the next save
+tidies up after either.
 """
 
 import errno

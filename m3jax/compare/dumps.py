@@ -22,8 +22,8 @@ class Stored(NamedTuple):
     """One array of a dump.
 
     Attributes:
-      file: where it stands.
-      ranks: the array as each rank of a divided model has it; one where the model is not divided.
+      file: the file that holds it.
+      ranks: the array as each rank of a sharded model has it; a single one where the model is not sharded.
     """
 
     file: Path
@@ -34,8 +34,8 @@ def read_dump(place: Path) -> dict[str, Stored]:
     """Return all arrays of a dump by name; large files are mapped, not read.
 
     Args:
-      place: a safetensors or npz file, or a folder of them. Of files that are called rank0, rank1, ... (or tp0, ...)
-        the arrays of one name are what the ranks have.
+      place: a safetensors or npz file, or a folder of them. Files called rank0, rank1, ... (or tp0, ...) hold the
+        ranks' parts of the arrays of one name.
 
     Raises:
       ValueError: no such file, none in the folder, one that is damaged or of another kind, no array in any, or a name

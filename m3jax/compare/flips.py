@@ -13,10 +13,10 @@ class Flips(NamedTuple):
 
     Attributes:
       is_other: True for a selection that is another set than the reference's.
-      gap: of those, by how much the reference's scores of what was dropped lie above those of what came instead: so
-        much the scores must be wrong together. Infinite where the number of ids differs, where an id is there twice or
-        a forced one is missing, and where no scores are known; 0 for the rest.
-      is_inside: those of a gap that roundings explain.
+      gap: for those, the reference's highest score of a dropped id minus its lowest score of an id chosen instead: the
+        total error that two scores need for the flip. Infinite where the number of ids differs, an id is there twice,
+        a forced one is missing, or no scores are known; 0 for selections that agree.
+      is_inside: True for a flip whose gap roundings explain.
     """
 
     is_other: Bool[np.ndarray, " Q"]
@@ -36,9 +36,9 @@ def find_flips(
     Args:
       expected: the reference's, -1 for an unused slot.
       found: the other side's; it may have another number of slots.
-      scores: what the reference ranked: of everything that a query may choose from, inf for what it must choose, -inf
-        for what it must not. None where they are not known.
-      rtol, atol: what one score may be off. Two of them decide a flip, so the margin is twice that.
+      scores: the reference's scores of everything that a query may choose from, inf for what it must choose, -inf for
+        what it must not. None where they are not known.
+      rtol, atol: the error that one score may have. Two of them decide a flip, so the margin is twice that.
     """
     slots = max(expected.shape[-1], found.shape[-1])
     pad = lambda ids: np.pad(ids, ((0, 0), (0, slots - ids.shape[-1])), constant_values=-1)

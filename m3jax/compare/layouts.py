@@ -55,7 +55,7 @@ def aligned(
       ranks: as each rank has it, whole or a slice.
       rows: which tokens it has.
       sizes: of the letters that are known.
-      axes: how it lies, where that is known; else the first layout that fits, tokens before heads.
+      axes: the array's axes, where they are known; else the first layout that fits is taken, tokens before heads.
 
     Raises:
       ValueError: no layout fits, or ranks that all have the whole have different numbers.
@@ -101,7 +101,7 @@ def _fit(
 
     Args:
       spelling, ranks, rows, sizes: as in `aligned` and `Layout`.
-      most: how long a padded row may be; None for any length.
+      most: the greatest length of a padded row; None for any length.
     """
     shape = ranks[0].shape
     if len(spelling) != len(shape) or any(array.shape != shape for array in ranks):

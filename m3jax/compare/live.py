@@ -95,7 +95,7 @@ def run_transformers(label: str, folder: str, prompts: Sequence[Sequence[int]], 
     except ImportError as error:
         raise ValueError(f"transformers:{folder}: {error}; pip install 'm3jax[oracle]'") from None
     settings = MiniMaxM3VLConfig.from_pretrained(folder)
-    settings.vision_config.num_hidden_layers = 0  # of what prompts of text never reach
+    settings.vision_config.num_hidden_layers = 0  # prompts of text never reach the tower, so none is built
     with _quiet():
         model, loaded = modeling.MiniMaxM3SparseForConditionalGeneration.from_pretrained(
             folder, config=settings, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True

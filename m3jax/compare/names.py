@@ -2,8 +2,8 @@
 
 A dump has names of modules as `named_modules()` gives them, with ".input" behind one for what goes in, and ".0", ".1"
 for the parts of a tuple. transformers' are those of 5.23.0, where a test uses them; vLLM's stand in its model file of
-autumn 2026, SGLang's were written down from notes on its own, and nobody has run either. The names of
-other modules can be given in a file (`read_map`).
+autumn 2026, SGLang's were written down from notes on its own, and neither table has been tried on
+its engine. The names of other modules can be given in a file (`read_map`).
 """
 
 import re

@@ -22,10 +22,10 @@ class Pair:
 
     Attributes:
       a: the reference.
-      b: what is in question.
-      config: of the model; None where nobody knows it.
-      index: for each token that both have, which one of a's and of b's it is [X 2].
-      places: its (prompt, position) [X 2].
+      b: the side in question.
+      config: of the model; None where it is not known.
+      index: for each token that both have, its indices among a's and among b's tokens [X 2].
+      places: the (prompt, position) of each of these tokens [X 2].
     """
 
     def __init__(self, a: Side, b: Side, config: M3Config | None):
@@ -109,7 +109,7 @@ class Pair:
         Args:
           side: one of the pair's.
           layer: counted from 0.
-          in_float8: whether the keys are rounded to float8_e4m3fn before.
+          in_float8: True to round the keys to float8_e4m3fn first.
         """
         names = [f"layers.{layer}.{kind}" for kind in ("index_q", "index_k")]
         if self.config is None or not all(name in side.values for name in names) or not is_whole(side):

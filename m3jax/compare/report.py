@@ -27,8 +27,8 @@ class Difference(NamedTuple):
 
     Attributes:
       name: of the quantity.
-      what: how much of it differs, and in another sentence where and both values.
-      kind: what mistake it looks like, or None.
+      what: two sentences: how much of it differs, then where, with both values.
+      kind: the known mistake that the difference looks like, or None.
     """
 
     name: str
@@ -42,9 +42,9 @@ class Layer:
 
     Attributes:
       errors: by kind of quantity (`STREAM`), the root mean square of the difference over that of the reference.
-      blocks: how many selections of blocks there are, how many flipped inside the margin, or at a token where another
-        one had before, and how many outside.
-      experts: likewise.
+      blocks: three counts of block selections: all; those that flipped inside the margin, or at a token where an
+        earlier selection had; and those that flipped outside it.
+      experts: the same three counts for selections of experts.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -87,8 +87,8 @@ class Report:
       first: the first of them.
       errors: of each compared quantity of numbers, as in `Layer`.
       layers: by number.
-      excused: tokens that follow a flip inside the margin, which the tolerances do not judge from there on.
-      logits: what it comes to; None where one side has none.
+      excused: the number of tokens with a flip inside the margin, which the tolerances do not judge from there on.
+      logits: the effect on the logits; None where one side has none.
     """
 
     labels: tuple[str, str]

@@ -112,7 +112,7 @@ def side(
 
     Args:
       source: arrays with the engine's names and axes.
-      config: whose sizes the arrays have; None where nobody knows.
+      config: of the model whose sizes the arrays have; None where it is not known.
       lengths: of the prompts, where the source does not say it itself.
       own: names that the user gave.
 

@@ -52,7 +52,7 @@ def answer(
       params: limits, sampling and stop ids of the request.
       media: images and videos of the prompt.
       stop: texts before which the answer ends.
-      is_interrupted: asked after each device call; where it says so the answer ends there.
+      is_interrupted: called after each device call; if it returns True, the answer ends there.
       progress: whether reading the prompt is shown (`m3jax.progress`).
 
     Yields:

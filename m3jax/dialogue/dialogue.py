@@ -120,12 +120,12 @@ class Dialogue:
         """Add messages, and have them answered.
 
         They are in `messages` once the answer begins, and the answer is once it has ended. An answer that is
-        interrupted stays as far as it came, without calls. Where nothing came, the model's logits were NaN, or whoever
-        asked stops asking, the messages are as before.
+        interrupted is kept as far as it came, without calls. If nothing came, the model's logits were NaN, or the
+        iterator is closed, the messages are as before.
 
         Args:
           *messages: what comes next: what the user says, or the results of all open calls.
-          is_interrupted: asked after each device call; where it says so the answer ends there.
+          is_interrupted: called after each device call; if it returns True, the answer ends there.
 
         Returns:
           Events as from `m3jax.chat`, the whole answer last.

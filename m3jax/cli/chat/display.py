@@ -33,7 +33,7 @@ class Display:
         self._call: tuple[str, str] = "", ""  # the name and the arguments so far of the call in the box
 
     def show(self, events: Iterable[Event | Reply]) -> Reply:
-        """Show an answer as it comes.
+        """Show an answer as it streams.
 
         Args:
           events: of one answer.

@@ -25,8 +25,8 @@ def ordered_content(content: Any, place: str) -> Content:
         place: where it stands in the request.
 
     Returns:
-        A text, or a list of texts and of parts whose type is "text", "image" or "video". What a part of a medium holds
-        besides, its address say, is as it was: it is for whoever reads the medium.
+        A text, or a list of texts and of parts whose type is "text", "image" or "video". The other fields of an
+        image or video part, such as its address, are kept for the code that reads it.
 
     Raises:
         ValueError: neither, or a part that no template shows.

@@ -27,7 +27,7 @@ class ChatTemplate:
     """A checkpoint's chat template, which renders a conversation as the text that the model was trained to read.
 
     The request is put in order first (`ordered_messages`), so that what the template would leave out in silence is an
-    error. The template is code from whoever made the checkpoint: it runs in jinja2's immutable sandbox.
+    error. The template is code from the checkpoint's author, so it runs in jinja2's immutable sandbox.
 
     Args:
         source: the template as text.

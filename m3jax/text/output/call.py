@@ -23,12 +23,13 @@ class Call:
     Args:
         name: of the tool.
         index: of the call.
-        shapes: what the tool's schema says of the arguments.
-        pieces: takes the arguments.
-        fault: takes a line for each thing that is repaired or dropped.
+        shapes: the alternatives of the tool's schema for the arguments.
+        pieces: receives the JSON of the arguments.
+        fault: called with a line for each repair or drop.
 
     Attributes:
-        after: where the call led once it is closed: "block", "outside" or "call", the next one; None while it is open.
+        after: the state that follows once the call is closed: "block", "outside", or "call" for the next call; None
+            while it is open.
     """
 
     def __init__(self, name: str, index: int, shapes: Shapes, pieces: Pieces, fault: Callable[[str], None]):

@@ -12,13 +12,13 @@ class Element:
 
     Attributes:
         name: of its tag.
-        shapes: what the schema says of its value.
+        shapes: the schema's alternatives for its value.
         has_marker: whether its tag had the namespace marker; if not, the tag that closes it need not have it.
-        is_text: it is a string for sure. All up to its end is its text, tags of other names too.
-        is_streamed: its text is written as it comes, and not kept.
-        is_dropped: one of its name stood there before.
-        elements: those within it that are closed.
-        names: theirs.
+        is_text: True once it is certainly a string. Everything up to its end is then its text, other tags included.
+        is_streamed: True if its text is written at once and not kept.
+        is_dropped: True if its parent already had an element of this name.
+        elements: the closed elements within it.
+        names: the names of all elements within it, closed or open.
     """
 
     def __init__(self, name: str, shapes: Shapes, has_marker: bool = True, is_call: bool = False):

@@ -27,10 +27,10 @@ class Machine:
     """Reader of one output.
 
     Args:
-        tools: what the schema of each declared tool says of its arguments.
+        tools: the alternatives of each declared tool's schema, by the tool's name.
         is_thinking: whether the prompt ended with the mark that opens reasoning.
-        has_reasoning: whether reasoning is told apart; else its marks are text.
-        has_calls: whether calls are read; else all from the first one on is content as it stands.
+        has_reasoning: whether reasoning is separated; else its marks are text.
+        has_calls: whether calls are read; else everything from the first one on is content, unparsed.
         new_id: makes the id of a call.
     """
 
@@ -48,7 +48,7 @@ class Machine:
         self.kind = "reasoning" if is_thinking else "content"  # of text that belongs to no call
         self.pieces = Pieces()
         self.marks = OUTSIDE[(THINK, END_THINK, BLOCK) if has_reasoning else (BLOCK,)]
-        self.fresh, self.text, self.at = "", "", 0  # not looked at; looked at; how much of that is done with
+        self.fresh, self.text, self.at = "", "", 0  # text not read yet; text being read; how much of that is consumed
         self.held: list[str] = []  # the mark that opens a block and the space behind it, until a call follows
         self.has_prose = False  # within a block: whether there is text since the last call
         self.calls = 0

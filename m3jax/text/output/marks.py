@@ -6,7 +6,7 @@
 
 NS is the namespace marker. Text is not escaped: what is a mark and what is text depends on where it stands, and the
 machine decides that. A pattern here matches a mark, or a mark's beginning at the end of the text, for which the group
-"tag" is None: until more text comes nobody knows what it is.
+"tag" is None: only more text will show what it is.
 """
 
 import re

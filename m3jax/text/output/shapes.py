@@ -27,7 +27,7 @@ class Shape:
     """One alternative of a schema.
 
     Attributes:
-        kinds: names of the types that it takes; None where it does not say.
+        kinds: names of the types that it takes; None where it names none.
         members: the values of `enum` or `const`; None where there is neither.
         properties: of an object, the alternatives of each member that it names.
         required: names of members that must be there.
@@ -95,7 +95,7 @@ def shapes_of(schema: Any, place: str) -> Shapes:
 
     Args:
         schema: a schema: an object, or a boolean. What it says besides types, `pattern` or `minimum` say, is not read.
-        place: what it is, for errors.
+        place: the schema's place in the request, for errors.
 
     Returns:
         Its alternatives. A schema that contradicts itself, or has more than 64 alternatives, says nothing.
