@@ -64,7 +64,7 @@ def load_draft(path: str | Path | None, target: M3Config, dtype: str = "bfloat16
       path: a folder with config.json and safetensors files, or None for the draft of the embedded checkpoint.
       target: configuration of the model that verifies.
       dtype: as in `load`; the target's is best.
-      mesh: where the target lies.
+      mesh: the devices of the target.
 
     Raises:
       CheckpointError: tensors do not fit config.json; it lists every fault.
@@ -110,7 +110,7 @@ def save_draft(draft: Eagle3, path: str | Path) -> None:
     A draft that the folder has is replaced as `save` replaces a checkpoint: all of it, or nothing.
 
     Args:
-      draft: what it shares with the target is not written.
+      draft: the draft; parameters that it shares with the target are not written.
       path: the folder, which is made if it is not there.
 
     Raises:

@@ -76,7 +76,7 @@ def load(
         loaded as they are stored; generating with them ends in a FloatingPointError where they reach the logits.
       vision: whether to load the vision tower. None loads it where the files hold it; False leaves it out, and the
         model has neither a tower nor a `vision_config`; with True a folder that does not hold it does not fit.
-      weights: what becomes of MXFP8 weights: "dequantize" gives them `dtype`, "mxfp8" keeps their codes and scales, in
+      weights: the form of MXFP8 weights: "dequantize" gives them `dtype`, "mxfp8" keeps their codes and scales, in
         half the memory of bfloat16 and with the same results on XLA, to the bit (docs/mxfp8.md).
 
     Returns:

@@ -81,7 +81,7 @@ def block_ranks(
       scores: of blocks.
       positions: of the tokens.
       block_size: P.
-      local, init: how many blocks are forced at the query's end, and at the beginning.
+      local, init: the number of forced blocks at the query's end, and at the beginning of the row.
     """
     ids, own = np.arange(scores.shape[-1]), (positions // block_size)[:, None, None]
     ranked = np.where((ids > own - local) | (ids < init), np.inf, scores)

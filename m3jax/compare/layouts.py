@@ -36,8 +36,8 @@ class Layout(NamedTuple):
 
     Attributes:
       axes: of each of the array's axes: a letter, "1", or several letters with * between them, which are one axis.
-      parts: how many ranks share the letter that is divided; 1 where none is.
-      divided: that letter.
+      parts: the number of slices that one letter is divided into across ranks; 1 where none is divided.
+      divided: the divided letter.
     """
 
     axes: tuple[str, ...]
@@ -51,9 +51,9 @@ def aligned(
     """Return an array with its axes in its quantity's order, and without padding.
 
     Args:
-      found: which quantity it is.
+      found: the quantity that the array holds.
       ranks: as each rank has it, whole or a slice.
-      rows: which tokens it has.
+      rows: the tokens of the array.
       sizes: of the letters that are known.
       axes: the array's axes, where they are known; else the first layout that fits is taken, tokens before heads.
 

@@ -28,7 +28,7 @@ def run_m3jax(label: str, folder: str, prompts: Sequence[Sequence[int]], dtype: 
     """Run this package's model; return its named values and those between them: projections, norms, router scores.
 
     Args:
-      label: what the user called it.
+      label: the user's argument for it.
       folder: of the model; "" is the embedded one.
       prompts: token ids.
       dtype, mesh: as in `m3jax.load`.

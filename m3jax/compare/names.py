@@ -21,7 +21,7 @@ class Meaning(NamedTuple):
 
     Attributes:
       names: the quantity; of a fused projection its parts, in their order along the last axis.
-      axes: how the array lies, as in "B K T J", where that is known; else it is found out by its shape.
+      axes: the array's axes, as in "B K T J", where they are known; else they are found by its shape.
     """
 
     names: tuple[str, ...]

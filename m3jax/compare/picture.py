@@ -31,7 +31,7 @@ def write_html(file: Path, report: Report) -> None:
     """Write a report and its picture; a file of this name is replaced.
 
     Args:
-      file: where to.
+      file: the HTML file to write.
       report: as `compare` makes it.
 
     Raises:

@@ -78,8 +78,8 @@ class Report:
     Attributes:
       labels: of the two sides.
       dtypes: likewise.
-      tokens: how many both sides have; of how many prompts.
-      prompts: see tokens.
+      tokens: the number of tokens that both sides have.
+      prompts: the number of prompts of these tokens.
       compared: names of the quantities, in order of computation.
       only: names that one side alone has, for each side.
       unknown: names that no table knows, for each side.
@@ -111,7 +111,7 @@ def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol:
 
     Args:
       a: the reference.
-      b: what is in question.
+      b: the side in question.
       config: of the model, where it is known; without it no flip of blocks can be told from a rounding.
       rtol, atol: for all numbers; by default those of `TOLERANCES["model"]` for the narrower of the two dtypes.
 

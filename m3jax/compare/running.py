@@ -29,7 +29,7 @@ def compare_sides(
 
     Args:
       a: the reference: a file or folder of arrays, "m3jax:FOLDER" or "transformers:FOLDER".
-      b: what is in question, likewise.
+      b: the side in question, in one of the same forms.
       prompts: token ids for a model that runs live; those of the other side's dump by default.
       rtol: of every number; by default that of the narrower dtype.
       atol: likewise.

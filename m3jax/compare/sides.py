@@ -26,7 +26,7 @@ class Source:
     """Arrays as they come, before anything is known of their axes.
 
     Attributes:
-      label: what the user called it.
+      label: the user's argument for it.
       arrays: by the engine's names; a list of what each rank has.
       config: of the model that they come from, where that is known.
       skipped: names that are known and no quantities.

@@ -52,9 +52,9 @@ def chat(
       tools: that the model may call, each {"type": "function", "function": {"name", "parameters": a JSON schema}}.
       thinking_mode: "enabled", "disabled", or "adaptive", where the model decides; None does not tell the template.
       stream: give events as they come, else the whole answer.
-      template: how messages become text: a template or its file; None is that of the tokenizer's folder.
+      template: the chat template or its file; None is that of the tokenizer's folder.
       max_new_tokens: of the answer; None is 4,096, or less where the model's context has no room for more.
-      sampling: how tokens are drawn; None is by the keywords.
+      sampling: the way tokens are drawn; None takes it from the keywords.
       stop: a text, or several, before which the answer ends.
       stop_at: token ids that end the answer besides the end of a turn; None is the model's EOS.
       engine: one to run on, which finds in its prefix cache what it read before; None makes one for this call.
@@ -130,7 +130,7 @@ def check_answer(prompt: Sequence[int], params: Params, config: TargetConfig, ro
 
     Args:
       prompt: token ids of the dialogue.
-      params: how it goes on.
+      params: limits, sampling and stop ids of the answer.
       config: of the model.
       room: tokens that a request can have.
     """

@@ -36,7 +36,7 @@ class Dialogue:
       template: as in `m3jax.chat`.
       messages: a history to go on from; images and videos are parts of a content, as in `m3jax.chat`.
       max_new_tokens: of an answer; None is 4,096, or less where there is no room for more.
-      sampling: how tokens are drawn; None is by the model's own probabilities.
+      sampling: the way tokens are drawn; None draws by the model's own probabilities.
       stop: texts before which an answer ends.
       stop_at: token ids that end an answer besides the end of a turn; None is the model's EOS.
       context: tokens that the dialogue can have; None is the model's context, at most 32,768. Its cache is allocated at
@@ -124,7 +124,7 @@ class Dialogue:
         iterator is closed, the messages are as before.
 
         Args:
-          *messages: what comes next: what the user says, or the results of all open calls.
+          *messages: the next messages: the user's, or the results of all open calls.
           is_interrupted: called after each device call; if it returns True, the answer ends there.
 
         Returns:

@@ -30,14 +30,14 @@ def dialogue_tokens(
     """Return the token ids of a dialogue, with the placeholders of its images and videos expanded, and these media.
 
     Args:
-      template: how messages become text.
+      template: the chat template that renders the messages.
       tokenizer: of the model.
       messages: of a history. A part {"type": "image", "image": source} shows an image, {"type": "video", ...} a video;
         OpenAI's "image_url" and "input_image" do too. A source is as in `m3jax.completion.read_media`.
       tools: that the model may call.
       thinking_mode: as in `ChatTemplate.render`.
       can_see: whether the model has a tower.
-      known: what was read before, by its source; what is read is added.
+      known: images and videos that were read before, by key; new ones are added.
       progress: whether reading is shown.
 
     Raises:
@@ -76,7 +76,7 @@ def read_part(
 
     Args:
       part: {"type": "image", "image": source} or {"type": "video", "video": source}, in the spelling of templates.
-      known: what was read before; what is read is added.
+      known: images and videos that were read before, by key; new ones are added.
       can_see: whether the model has a tower.
       progress: whether reading is shown.
 

@@ -68,8 +68,8 @@ def figures(verifications: int, accepted: Sequence[int]) -> dict[str, Any]:
     """Return the figures of some verifications: the share that accepted each number of proposals, and the mean length.
 
     Args:
-      verifications: how many there were.
-      accepted: how many of them accepted at least 1, 2, ..., K proposals.
+      verifications: the number of verifications.
+      accepted: the numbers of those that accepted at least 1, 2, ..., K proposals.
 
     Raises:
       ValueError: there were none.

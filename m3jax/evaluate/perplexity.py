@@ -18,7 +18,7 @@ class Text:
     Attributes:
       name: of its file.
       tokens: its ids, the BOS id first where the tokenizer has one.
-      num_bytes: what the tokens but the first spell, in UTF-8.
+      num_bytes: UTF-8 bytes of the text of all tokens but the first.
     """
 
     name: str
@@ -68,7 +68,7 @@ def windows(num_tokens: int, context: int, skip: int) -> list[tuple[int, int, in
     Args:
       num_tokens: of the text.
       context: tokens that the model reads at most.
-      skip: how many of them, in all windows but the first, are there as context alone.
+      skip: the number of these, in all windows but the first, that serve as context alone.
 
     Returns:
       (first token read, end of what is read, first position that counts) of each window. Position p predicts token

@@ -104,7 +104,7 @@ def recall_prompts(
     order. "chain": a -> b at the depth, b -> c at a random one; a is asked for, then b.
 
     Args:
-      haystack: where the text comes from.
+      haystack: the source of the text.
       kind: one of `KINDS`.
       length: tokens before the last answer, the questions included.
       depths: 0 to 1, each once.
@@ -171,12 +171,12 @@ def fill(
 
     Args:
       rng: the source of randomness.
-      haystack: where the text comes from.
+      haystack: the source of the text.
       gaps: tokens before the first record, between the records, and after the last: one more than `lines`. What stands
         before the first record and after it was one text; each later piece is another one, from a line's end on.
       lines: the records.
-      spare_words: of which the other records are made, two each.
-      distractors: how many of these, each stated once. 16 of them, or as many as there is room for, come after the last
+      spare_words: the words of the distractor records, two for each.
+      distractors: the number of these, each stated once. 16 of them, or as many as there is room for, come after the last
         record; the rest are spread over the pieces before. They take 5/8 of a piece at most.
 
     Raises:

@@ -178,9 +178,9 @@ def spread(texts: Sequence[Text], count: int, length: int) -> list[Row]:
     """Return pieces of the joined texts at evenly spaced places.
 
     Args:
-      texts: of which the pieces are.
-      count: of pieces.
-      length: of each, in tokens.
+      texts: the texts to cut the pieces from.
+      count: the number of pieces.
+      length: tokens of each piece.
 
     Raises:
       ValueError: a count or length below 1, or fewer tokens than one piece has.
@@ -200,7 +200,7 @@ def each_loaded(subjects: Sequence[Subject], mesh: Mesh | None) -> Iterator[tupl
 
     Args:
       subjects: neighbours of one folder and dtype share.
-      mesh: where the models lie.
+      mesh: the devices to shard the models over.
     """
     for _, group in itertools.groupby(subjects, key=lambda subject: (subject.folder, subject.dtype)):
         model = None

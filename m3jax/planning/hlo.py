@@ -104,7 +104,7 @@ def count(text: str, heaviest: int = 5) -> Counts:
 
     Args:
       text: of the compiled module (`jax.stages.Compiled.as_text`).
-      heaviest: how many of the instructions with the most traffic are named.
+      heaviest: the number of instructions with the most traffic to name.
     """
     program = _Program(text)
     cost = program.cost(program.entry)

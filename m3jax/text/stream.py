@@ -175,7 +175,7 @@ class TextStream:
     It decodes again whatever it holds back, in quadratic time, and has no end at which to give that out.
 
     Args:
-        spelling: how the tokenizer's decoder makes text (`Tokenizer.stream` gives its own).
+        spelling: the tokenizer's way from tokens to text (`Tokenizer.stream` passes its own).
         skip_special_tokens: leave special tokens out of the text.
         show_unfinished: end with U+FFFD where the last character is unfinished; else it is left out, which suits a
             sequence that was cut at a limit.

@@ -25,7 +25,7 @@ class Tokenizer:
         backend: the loaded `tokenizers.Tokenizer`.
         bos_id: id that opens a conversation, or None. It is never added by `encode`.
         eos_id: id that ends a turn, or None.
-        folder: where it was read from, or None; the checkpoint's chat template lies there too.
+        folder: the folder that it was read from, or None; the checkpoint's chat template is there too.
     """
 
     def __init__(

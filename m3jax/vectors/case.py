@@ -57,7 +57,7 @@ class Group:
       axes: letters of each tensor.
       tolerances: a name in `TOLERANCES` for each output.
       rounded: outputs that are stored as `define` gives them for bfloat16, too: with "_bf16" behind the name.
-      on_host: whether `define` is given the inputs as they are, and sees to float64 by itself.
+      on_host: True if `define` takes the inputs as numpy arrays and computes in float64 by itself.
       write_folder: writes what a case needs besides its file, at rule["model"] in the folder of all vectors.
     """
 

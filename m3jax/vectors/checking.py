@@ -19,7 +19,7 @@ class CaseReport(NamedTuple):
 
     Attributes:
       case: "group/name".
-      compared: how many outputs were compared with a stored one.
+      compared: the number of outputs that were compared with a stored one.
       differences: a line for each that differs.
     """
 

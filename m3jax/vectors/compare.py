@@ -15,7 +15,7 @@ class Gap(NamedTuple):
     Attributes:
       wrong: True at the numbers that differ too much.
       place: of the one that is farthest beyond what is allowed.
-      bound: what is allowed, in words; nothing where bits are compared.
+      bound: the allowed difference, in words; "" where bits are compared.
     """
 
     wrong: Bool[np.ndarray, "..."]
@@ -30,10 +30,10 @@ def difference(
 
     Args:
       expected: as stored.
-      found: what an implementation gave.
+      found: the implementation's output.
       tolerance: one of `TOLERANCES`.
       dtype: the narrowest floating type of the computation that gave it.
-      slack: what each number may be off besides.
+      slack: an additional allowed error of each number.
     """
     if expected.shape != found.shape:
         return f"found shape {list(found.shape)}, expected {list(expected.shape)}"

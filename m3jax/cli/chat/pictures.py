@@ -33,7 +33,7 @@ class Pictures:
 
         Args:
           command: of `KINDS`.
-          argument: what was typed behind it: the name of a file, with or without quotes around it.
+          argument: the text after it: the name of a file, with or without quotes around it.
 
         Returns:
           A line with the file's size as the model sees it, and the number of tokens that it fills.

@@ -68,7 +68,7 @@ def ordered_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     Args:
         calls: None, or a list of {"id", "type": "function", "function": {"name", "arguments"}}, also without the inner
             object; arguments are an object or its JSON text.
-        place: where they stand in the request.
+        place: their place in the request, for errors.
 
     Returns:
         The calls; [] for None.
@@ -144,7 +144,7 @@ def linked_results(calls: list[dict[str, Any]], results: list[dict[str, Any]], p
         calls: in order.
         results: the tool messages that follow them; each has the id of its call. Where neither calls nor results have
             ids, they are in order already.
-        place: where the calls stand in the request.
+        place: the place of the calls in the request, for errors.
 
     Returns:
         The results, one a call.

@@ -22,7 +22,7 @@ def ordered_content(content: Any, place: str) -> Content:
 
     Args:
         content: a text, or a list of texts and parts.
-        place: where it stands in the request.
+        place: its place in the request, for errors.
 
     Returns:
         A text, or a list of texts and of parts whose type is "text", "image" or "video". The other fields of an
@@ -64,7 +64,7 @@ def reasoning_and_content(message: Mapping[str, Any], content: Content, place: s
         content: of the message, in order. Where no reasoning is given apart, it may begin with it:
             "<mm:think>thought</mm:think>said", or without the first mark, which a prompt ends with where thinking is
             enabled.
-        place: where it stands in the request.
+        place: its place in the request, for errors.
 
     Returns:
         The reasoning, "" for none, and the rest of the content. Line breaks beside marks that stood in the content

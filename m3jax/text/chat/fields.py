@@ -18,7 +18,7 @@ def check_fields(fields: Any, known: Collection[str], place: str, called: str) -
     Args:
         fields: of a message, a part, a call or a tool.
         known: fields that are shown, or that say how to show others.
-        place: where it stands in the request.
+        place: its place in the request, for errors.
         called: the name for it in the error, such as "a tool".
     """
     if not isinstance(fields, Mapping):
@@ -37,7 +37,7 @@ def json_copy(value: Any, place: str, path: tuple[str | int, ...] = (), are_tags
 
     Args:
         value: None, bool, int, float, str, or lists and dicts of them.
-        place: where it stands in the request.
+        place: its place in the request, for errors.
         path: keys and indices that lead to `value` within the whole.
         are_tags: True if the keys become tags.
 

@@ -31,7 +31,7 @@ class ChatTemplate:
 
     Args:
         source: the template as text.
-        name: what errors call it.
+        name: the name for it in errors.
 
     Raises:
         ValueError: jinja2 is not installed, or the text is no template.

@@ -38,7 +38,7 @@ class ToolCall:
         id: names the call among all others.
         name: of the tool.
         arguments: by name. Of a call that the output broke off in, those that were whole.
-        is_whole: whether the call came to its end.
+        is_whole: True if the call came to its end.
     """
 
     id: str
@@ -55,7 +55,7 @@ class Message:
         reasoning: the text of the reasoning, "" for none.
         content: the text outside reasoning and calls, "" for none.
         tool_calls: in order.
-        faults: what was repaired or dropped, a line each; none where the output is as the grammar has it.
+        faults: a line for each repair or drop; none where the output follows the grammar.
     """
 
     reasoning: str = ""

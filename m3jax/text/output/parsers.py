@@ -62,7 +62,7 @@ class OutputParser:
         """Read the next piece of an output; after `finish`, the first piece of another.
 
         Args:
-            text: what the model wrote, from the first character behind the prompt, with special tokens as their text.
+            text: the model's output from the first character behind the prompt, with special tokens as their text.
 
         Returns:
             The events that are ready. Up to 13 characters wait for more, and what may be the beginning of a mark.

@@ -30,7 +30,7 @@ def value_of(node: Node, shapes: Shapes) -> Any:
 
     Args:
         node: its text, or the elements in it.
-        shapes: what the schema says of it.
+        shapes: the schema's alternatives for it.
 
     Returns:
         What JSON can hold; finite numbers only.

@@ -46,7 +46,7 @@ def paged(
 
     Args:
       queries: of each row how many tokens its pages hold, and how many are new.
-      rule: what the case has besides block_size and top_k.
+      rule: entries of the case's rule that are added to the basis or replace it.
       scales: of a float8 pool: "k" and "v" [K], "index" [], where these are float8.
     """
     rng = np.random.default_rng(seed)
