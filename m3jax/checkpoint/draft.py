@@ -41,7 +41,7 @@ _TABLE = (
     ("lm_head.weight", "lm_head", "u d -> u d"),
 )
 _FC_NORM, _OFFSETS = "fc_norm.{}.weight", "d2t"
-_LEFT_OUT = frozenset({"t2d"})  # the same as d2t says, the other way round
+_LEFT_OUT = frozenset({"t2d"})  # the target's ids that the draft has, which d2t gives too
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 # Keys with one supported value, if they are there at all.
 _FIXED = {
@@ -255,7 +255,7 @@ def _read_target_ids(
         return None, [f"{_OFFSETS}: missing, expected [{count}] integers"] if count != vocab_size else []
     if stored.shape == (count,) and stored.dtype in INTEGERS:
         offsets = stored.view()
-        target_ids = np.arange(count) + offsets
+        target_ids = np.arange(count) + offsets  # d2t holds the target's id minus the draft's
         if target_ids.min() >= 0 and target_ids.max() < vocab_size and len(np.unique(target_ids)) == count:
             proposes_all = count == vocab_size and not offsets.any()
             return (None if proposes_all else target_ids.astype(np.int32)), []

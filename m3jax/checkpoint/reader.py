@@ -50,7 +50,7 @@ class CheckpointError(ValueError):
         note_problems(self, problems)
 
 
-# A file as it was when its header was read: device, number, size and time of the last change.
+# The identity of a file when its header was read: device, inode, size and time of the last change.
 _Identity = tuple[int, int, int, int]
 
 
@@ -84,7 +84,7 @@ class StoredTensor:
         Raises:
           CheckpointError: another file has this name by now, or other bytes.
         """
-        # A mapping begins at a page of the file, a tensor anywhere.
+        # A mapping must begin at a page of the file; a tensor may begin anywhere.
         page_start = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         lead, size = self.offset - page_start, prod(self.shape)
         with open(self.file, "rb") as file:

@@ -82,7 +82,7 @@ class Replacement:
             self._changed = [name for name, data in beside.items() if not _holds(folder / name, data)]
             if folders := [name for name in self._changed if (folder / name).is_dir()]:
                 raise ValueError(f"{folder / folders[0]} is a folder, where a file has to be: remove it")
-            # In a folder with nothing of this kind there is nothing to be mixed with.
+            # With neither old weights nor a file to replace, no reader could mix old and new: plain names are used at once.
             is_taken = bool(self._old_weights) or any(os.path.lexists(folder / name) for name in self._changed)
             self._is_pending = is_taken and bool(self._changed)
             self.names = self._free_names(num_files)
@@ -156,7 +156,7 @@ class Replacement:
             self._write(pending_name(self._token, name) if self._is_pending else name, self._beside[name])
         sync_folder(folder)
         rename = partial(os.replace, folder / pending_name(self._token, new_name), folder / new_name)
-        if self._is_single and INDEX_NAME in self._old_weights:  # readers go by the index, as long as it is there
+        if self._is_single and INDEX_NAME in self._old_weights:  # readers use the index as long as it is there
             rename()
             self._started.append(folder / new_name)
             sync_folder(folder)
@@ -246,7 +246,7 @@ def _weights(folder: Path) -> set[str]:
         try:
             listed = read_json(folder / INDEX_NAME, 256 << 20, 4_000_000).get("weight_map")
         except ValueError:
-            listed = None  # a broken index holds no checkpoint together
+            listed = None  # a broken index names no weights
         names = listed.values() if isinstance(listed, dict) else ()
         in_folder = (name for name in names if isinstance(name, str) and name == os.path.basename(name))
         found |= {name for name in in_folder if name.endswith(".safetensors") and not is_folder(name)}

@@ -55,7 +55,7 @@ def _generate(args: argparse.Namespace) -> None:
     draft = None if args.draft is None else named_drafter(args.draft, config, args.dtype, mesh)
     model = load(args.model, dtype=args.dtype, mesh=mesh, weights=args.weights)
     model = model.with_backend(args.backend).with_invariance(args.invariant)
-    is_streamed = len(prompts) == 1 and not args.json  # then text is shown as it comes
+    is_streamed = len(prompts) == 1 and not args.json  # one prompt's text is printed as it is generated
     engine, handles = _start(model, prompts, params, media, draft, args.draft_tokens, is_streamed)
     results = _continue(engine, handles, tokenizer, args, is_streamed)
     if args.stats:

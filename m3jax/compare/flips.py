@@ -50,12 +50,13 @@ def find_flips(
         return Flips(is_other, gap, is_inside)
     ranked = np.where(
         np.isnan(scores[queries]), -np.inf, scores[queries].astype(np.float64)
-    )  # NaN is below all numbers
+    )  # NaN ranks below all numbers
     count = ranked.shape[-1]
     given = found[queries]
     kept, taken = _counts(expected[queries], count), _counts(np.where(given < count, given, -1), count)  # [Q M]
     highest_lost = np.max(np.where((kept > 0) & (taken == 0), ranked, -np.inf), axis=-1)
     lowest_new = np.min(np.where((taken > 0) & (kept == 0), ranked, np.inf), axis=-1)
+    # Only an exchange of equally many ids, each there once, can come from roundings.
     is_exchange = (kept.sum(-1) == taken.sum(-1)) & (taken.max(-1) <= 1)
     with np.errstate(invalid="ignore"):
         difference = np.maximum(highest_lost - lowest_new, 0.0)

@@ -10,7 +10,7 @@ from m3jax.compare.quantities import Quantity
 from m3jax.vectors.compare import other_sets
 
 Tensor = Shaped[np.ndarray, "..."]
-_MOST_STEP = 16  # tokens of one step of decode
+_MOST_STEP = 16  # the most tokens of one decode step
 
 
 def hint(pair: Pair, found: Quantity) -> str | None:
@@ -56,7 +56,7 @@ def _of_blocks(
     if is_shared and other_sets(one, np.broadcast_to(one[:, :1], one.shape)).any():
         yield "every KV head has the same selection (T1)"
     for step in range(_MOST_STEP, 1, -1):
-        first = np.arange(len(other)) - pair.places[:, 1] % step
+        first = np.arange(len(other)) - pair.places[:, 1] % step  # the first token of each token's group
         if (first >= 0).all() and not other_sets(other, other[first]).any() and other_sets(one, one[first]).any():
             yield f"every {step} tokens share the selection of the first of them (T19)"
     yield from _of_sets(one, other, "blocks")
@@ -113,7 +113,7 @@ def _of_numbers(
         lengths = np.linalg.norm(one, axis=-1), np.linalg.norm(other, axis=-1)
         if are_close(*lengths, share=1e-2):
             yield "every vector has its length and another direction: RoPE (pairs, theta, rotated width or positions)"
-        # Dims that RoPE leaves alone.
+        # The dims that RoPE does not turn: there only the norm's weight can make a difference of a factor for each dim.
         rest = (x[..., 0 if pair.config is None else pair.config.rotary_dim :] for x in (one, other))
         x, y = (part.reshape(-1, part.shape[-1]) for part in rest)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -140,6 +140,7 @@ def _of_scores(pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: 
         yield f"the score is 0 for every query in {_listed(empty)}: no index keys are there (T16)"
     if pair.config is not None:
         own = pair.places[tokens, 1] // pair.config.index_block_size
+        # A query sees a part of its own block alone, so only there can a missing mask let later tokens in.
         is_own = np.arange(one.shape[-1]) == own[:, None, None]
         if is_other.any() and not (is_other & ~is_own).any():
             yield "only queries' own blocks score otherwise: tokens behind the query speak in them (T2)"
@@ -173,6 +174,7 @@ def _of_attention(
     if pair.config is not None:
         error = np.linalg.norm((other - one).reshape(len(one), -1), axis=-1)
         is_wrong = error > 1e-3 * np.linalg.norm(one.reshape(len(one), -1), axis=-1)
+        # The last token of a block sees all of it, so a missing mask within the block makes no difference there.
         is_last = (pair.places[tokens, 1] + 1) % pair.config.index_block_size == 0
         if is_wrong.any() and is_last.any() and not is_wrong[is_last].any():
             yield "no mask behind a row's last token (T10): tokens that end a block agree, others do not"

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int, Shaped
 from m3jax.compare.quantities import Quantity
 
 Tensor = Shaped[np.ndarray, "..."]
-# Axes whose length is not the model's: blocks that are scored, slots, what a draft taps.
+# Axes whose length the model's configuration does not give: scored blocks, slots of a selection, tapped layers.
 _FREE = ("M", "J", "C")
 
 
@@ -61,7 +61,7 @@ def aligned(
       ValueError: no layout fits, or ranks that all have the whole have different numbers.
     """
     spelled = [tuple(axes.split())] if axes else [*layouts(found.axes)]
-    # An engine may pad rows further than the longest prompt; what fits without that comes first.
+    # An engine may pad rows further than the longest prompt; layouts without such padding are tried first.
     for most, spelling in itertools.product((rows.is_token.shape[1], None), spelled):
         if (layout := _fit(spelling, ranks, rows, sizes, most)) is not None:
             return _in_order(found, _joined(found, ranks, layout, sizes), layout, rows, sizes)
@@ -110,7 +110,7 @@ def _fit(
         return Layout(spelling)
     letters = {letter for axis in spelling for letter in axis.split("*")} - {"B", "T", "X", "1", *_FREE}
     for letter in sorted(letters & sizes.keys()):
-        # More ranks than KV heads: neighbours have the same one.
+        # With more ranks than KV heads, neighbouring ranks hold copies of the same head.
         parts = min(len(ranks), sizes[letter]) if letter == "K" else len(ranks)
         can_divide = parts > 1 and sizes[letter] % parts == 0 and len(ranks) % parts == 0
         if can_divide and _is_shape(shape, spelling, rows, {**sizes, letter: sizes[letter] // parts}, most):
@@ -134,7 +134,7 @@ def _is_shape(
         elif all(letter in known for letter in letters):
             fits = size == prod(known[letter] for letter in letters)
         else:
-            fits = len(letters) == 1  # one axis of two unknown ones cannot be parted
+            fits = len(letters) == 1  # a fused axis of two unknown sizes cannot be split
         if not fits:
             return False
     return True

@@ -48,7 +48,7 @@ _COMMON = [
     ("layers.N.mlp.gate_up_proj.0", "gate up"), ("layers.N.mlp.shared_experts.gate_up_proj", "gate up"),
     ("layers.N.mlp.shared_experts.gate_up_proj.0", "gate up"),
 ]  # fmt: skip
-# The stream goes through a layer in two parts, which the next norm adds: what was added last, and the stream before it.
+# These engines pass the stream on as two parts, the last addition and the stream before it, which the next norm adds.
 _TWO_STREAMS = [
     ("layers.N.0", "ffn_out"), ("layers.N.1", "ffn_input"),
     ("layers.N.input_layernorm.1", "input"), ("layers.N.post_attention_layernorm.1", "ffn_input"),
@@ -87,7 +87,7 @@ TABLES: dict[str, list[tuple[str, ...]]] = {
         ("layers.N.mlp.0", "ffn_out"),
     ],
 }  # fmt: skip
-# What `M3.intermediates` and the golden vectors have in another order of axes than tokens, heads, rest.
+# The quantities whose axes in `M3.intermediates` and the golden vectors are not in the order tokens, heads, rest.
 _OWN_AXES = {"block_scores": "B K T M", "blocks": "B K T J"}
 _LAYER = re.compile(r"layers\.(\d{1,5})(?=\.|$)")
 
@@ -103,7 +103,7 @@ def meanings(names: Sequence[str], own: Mapping[str, Meaning | None] | None = No
       Meanings by name; a name that neither the map nor the table knows is left out.
     """
     by_table = [_by_table(names, engine) for engine in TABLES]
-    found = max(by_table, key=len)  # of equal counts the first
+    found = max(by_table, key=len)  # the first of equal counts
     for name in names:
         entry = _entry_for(name, own or {})
         if entry is not None:

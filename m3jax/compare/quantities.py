@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# Of each layer. Letters are those of CONTRIBUTING.md, and X all tokens of all prompts; W is the hidden width of the MLP
-# that every token goes through: that of a dense layer, or the shared expert.
+# The quantities of each layer. Letters are those of CONTRIBUTING.md; X are all tokens of all prompts, and W is the
+# hidden width of the MLP that every token goes through: a dense layer's, or the shared expert's.
 _LAYER = {
     "input": "X D", "attention_norm": "X D",
     # before norm and RoPE
@@ -19,7 +19,7 @@ _LAYER = {
 }  # fmt: skip
 _BEFORE, _AFTER = {"embedding": "X D"}, {"taps": "X C D", "final_norm": "X D", "logits": "X V"}
 LAYER_NAMES = tuple(_LAYER)
-# The residual stream, and what a layer adds to it: an error there goes on into all that follows.
+# The residual stream and the terms that a layer adds to it: an error there propagates to everything after it.
 STREAM = ("attention", "attention_out", "ffn_out", "output")
 _NAME = re.compile(r"layers\.(\d{1,5})\.(\w+)")
 

@@ -19,7 +19,7 @@ from m3jax.vectors.tolerances import TOLERANCES
 
 Tensor = Shaped[np.ndarray, "..."]
 _SETS = ("blocks", "expert_ids")
-_CHUNK = 256  # tokens whose logits are looked at together
+_CHUNK = 256  # tokens whose logits are compared at once
 
 
 class Difference(NamedTuple):
@@ -172,7 +172,7 @@ def _sets(
     flips = find_flips(by_query(one), by_query(other), ranked, rtol, atol)
     heads = one.shape[1] if one.ndim == 3 else 1
     by_token = lambda mask: mask.reshape(-1, heads).any(-1)
-    # What follows a flip inside the margin counts as inside, whatever its gap.
+    # A later flip at a token that had one inside the margin counts as inside, whatever its gap: its inputs differ.
     is_inside = flips.is_inside | (flips.is_other & np.repeat(is_excused[tokens], heads))
     is_outside = flips.is_other & ~is_inside
     inside, outside = int(is_inside.sum()), int(is_outside.sum())

@@ -133,7 +133,7 @@ def side(
     for name, meaning in known.items():
         try:
             for part, ranks in _parts(name, meaning, source.arrays[name], config).items():
-                if part not in values:  # a layer's output is also what the next module takes in
+                if part not in values:  # a layer's output is also the next module's input; the first name counts
                     values[part] = _value(quantity(part), ranks, rows, config, meaning.axes)
         except ValueError as error:
             raise ValueError(f"{where}: {shown(name)}: {error}") from None
@@ -169,7 +169,7 @@ def _parts(name: str, meaning: Meaning, ranks: list[Tensor], config: M3Config | 
         if len(parts) != 2 or parts[0].axes != parts[1].axes or ranks[0].shape[-1] % 2:
             raise ValueError(f"it holds {len(parts)} quantities, and --config FOLDER says where to cut")
         return {part.name: [np.split(array, 2, axis=-1)[i] for array in ranks] for i, part in enumerate(parts)}
-    # A dense layer's projections lack the index branch's.
+    # In a layer of dense attention the fused projection has no part for the index branch.
     for some in (parts, [part for part in parts if "index" not in part.kind]):
         if some and (pieces := cut(some, ranks, letters)) is not None:
             return pieces
@@ -202,7 +202,7 @@ def _rows(
         is_token = positions >= 0
         places = np.stack([np.nonzero(is_token)[0], positions[is_token]], axis=1)
     elif positions is not None:
-        # Where positions do not rise another prompt begins.
+        # A position that is not above the one before it begins another prompt.
         prompt = np.cumsum(np.concatenate([[0], (np.diff(positions) <= 0).astype(int)]))
         places = np.stack([prompt, positions], axis=1)
         is_token = _padded(np.bincount(prompt))

@@ -82,7 +82,7 @@ class Dialogue:
         self._max_new_tokens, self._sampling, self._stop = max_new_tokens, sampling or Sampling(), tuple(stop)
         self._template = as_template(template, tokenizer)
         self._stop_ids = stop_ids(tokenizer, model.config.eos_token_id if stop_at is None else stop_at)
-        OutputParser(tools=tools, thinking_mode=thinking_mode)  # says what is wrong with the tools
+        OutputParser(tools=tools, thinking_mode=thinking_mode)  # raises ValueError for bad tools
         longest = min(model.config.max_position_embeddings, MOST_CONTEXT) if context is None else context
         self._engine = _engine(model, longest, len(self._stop_ids), draft, draft_tokens, progress)
 
@@ -208,8 +208,8 @@ def _engine(
     progress: bool,
 ) -> Engine:
     """Return an engine for one dialogue of so many tokens, in which a text as long as one before compiles nothing."""
-    # Most dialogues show nothing, and many begin with a line: the tower, and prefill for more than the smallest chunk,
-    # are compiled with the first message that needs a size (`answer`).
+    # Most dialogues have no images, and many begin with one line, so the tower, and prefill of more than the smallest
+    # chunk, are compiled with the first message that needs them (`answer`).
     return build_engine(
         model, rows=1, length=context, steps_per_call=_STEPS, max_stop_ids=max(_STOP_IDS, stop_ids), draft=draft,
         draft_tokens=draft_tokens, programs=("prefill", "decode", "pages"), longest=1, progress=progress,

@@ -139,7 +139,7 @@ def _what_is_read(part: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any, dict[s
     if unknown := [name for name in fields if name not in _OPTIONS[kind]]:
         raise ValueError(f"{shown(unknown[0])} is not supported: only {', '.join(_OPTIONS[kind])}")
     options = _options(fields)
-    # An object is told by its address, and kept with what became of it, so that no other one gets that address.
+    # An array or an image is known by its id; `known` keeps a reference to it, so that no other object gets that id.
     name = source if isinstance(source, str | bytes | Path) else id(source)
     return (kind, name, *sorted(options.items())), source, options
 

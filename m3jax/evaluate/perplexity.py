@@ -76,7 +76,7 @@ def windows(num_tokens: int, context: int, skip: int) -> list[tuple[int, int, in
     """
     found, counted = [], 0
     while counted < num_tokens - 1:
-        start = max(0, counted - skip)
+        start = max(0, counted - skip)  # reads the last `skip` tokens again, as context
         end = min(start + context, num_tokens - 1)
         found.append((start, end, counted))
         counted = end

@@ -105,7 +105,7 @@ def draw_divergence(names: Sequence[str], results: Results) -> Figure:
         shares, values = np.array(result["quantiles"]).T
         line = left.plot(range(len(shares)), values, marker="o", label=name)[0]
         left.axhline(result["mean"], color=line.get_color(), linestyle=":", linewidth=1)
-    left.set_yscale("symlog", linthresh=1e-7)  # zero has a place: logits that are the same bits
+    left.set_yscale("symlog", linthresh=1e-7)  # shows 0 too: the divergence of logits with equal bits
     left.set_ylim(bottom=0)
     left.set_xticks(
         range(len(shares)), [f"{share:.1%}".replace(".0%", "%") for share in shares], fontsize=7, rotation=45
@@ -136,7 +136,7 @@ def draw_caught(names: Sequence[str], results: Results) -> Figure:
         whole = np.mean(result["caught"])
         titles = (f"dense attention's mass that selection catches: {whole:.1%}", "where that mass lies")
         for axis, values, title in zip(axes[row], (caught, mass), titles, strict=True):
-            # Of many layers the figures are in the report; the colours do.
+            # With many layers cells are too small for figures, which the report has.
             _heat_map(axis, values, (lambda x: f"{x:.0%}") if len(values) <= _MOST_LAYERS else None)
             axis.set_title(f"{title}\n{name}", fontsize=9)
             every = max(1, len(values) // _MOST_LAYERS)

@@ -146,7 +146,7 @@ def _prompt(
         answers.append((begin, begin + len(haystack.answers[value])))
         tail += [haystack.questions[key], haystack.answers[value]]
     tail = np.concatenate(tail)
-    in_text = np.argsort(depths, kind="stable")  # the records as they stand in the text
+    in_text = np.argsort(depths, kind="stable")  # the records in the order of the text
     lines = [haystack.line(*links[i]) for i in in_text]
     room = length + len(haystack.answers[links[order[-1]][1]]) - len(tail) - sum(map(len, lines))
     if room < 0:
@@ -176,8 +176,8 @@ def fill(
         before the first record and after it was one text; each later piece is another one, from a line's end on.
       lines: the records.
       spare_words: the words of the distractor records, two for each.
-      distractors: the number of these, each stated once. 16 of them, or as many as there is room for, come after the last
-        record; the rest are spread over the pieces before. They take 5/8 of a piece at most.
+      distractors: the number of these, each stated once. 16 of them, or as many as there is room for, come after the
+        last record; the rest are spread over the pieces before. They take 5/8 of a piece at most.
 
     Raises:
       ValueError: a haystack that is too short.
@@ -235,7 +235,7 @@ def line_breaks(
     pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.vocab_size)]
     is_space = np.array([piece.isspace() for piece in pieces])  # [V]
     is_break = is_space & np.array(["\n" in piece for piece in pieces])  # [V]
-    # A long run of blanks is several tokens; only before the first is the text on either side
-    # tokenised as it would be on its own.
+    # A long run of blanks is several tokens; only before the first of them can a line be inserted without a change in
+    # how the text on either side is tokenised.
     opens_run = np.append(True, ~is_space[tokens[:-1]])  # [S]
     return np.flatnonzero(is_break[tokens] & opens_run)

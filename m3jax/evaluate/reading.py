@@ -84,7 +84,7 @@ def read(
         for first in range(0, len(order), batch):
             group = order[first : first + batch]
             for start in range(0, len(rows[group[0]]), chunk):
-                # Where whole rows are read, the last group may be smaller; a cache has a row for each place.
+                # Without a cache the last group may be smaller; a cache's number of rows is fixed, so it is padded.
                 size = len(group) if cache is None else batch
                 tokens, positions, lengths = _chunk_of([rows[row] for row in group], size, start, chunk)
                 ends = [min(start + chunk, len(rows[row])) for row in group]

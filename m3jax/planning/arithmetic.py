@@ -106,7 +106,7 @@ def planned_mesh(sizes: dict[str, int]) -> Mesh:
 
 def cache_shapes(job: Job, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes of the cache's arrays in the order of the tree's leaves: the page table is the last."""
-    # Told apart by their axes: keys and values, index keys, scales of heads, scales of index keys.
+    # The kinds of arrays have different numbers of axes: keys and values, index keys, scales of heads, of index keys.
     axes_of = {len(axes): axes for axes in (KV_AXES, INDEX_AXES, ("layers", "kv_heads"), ("layers",))}
     pages = _page_count(job, mesh)
     arrays = []
@@ -160,7 +160,7 @@ def memory(job: Job, sizes: dict[str, int]) -> Memory:
     mesh, weights = planned_mesh(sizes), _weights(job.config, job.dtype, job.weights, tuple(sizes.items()))
     arrays = cache_shapes(job, mesh)
     index_keys = held_bytes([array for array in arrays if array.ndim == len(INDEX_AXES)])
-    # On a GPU a loop of decode steps holds a copy of what its layers have besides experts (`M3.with_layers_apart`).
+    # On a GPU a loop of decode steps holds a copy of its layers' weights other than experts (`M3.with_layers_apart`).
     copied = weights.body if job.slice.chip.kind == "gpu" else 0.0
     return Memory(
         experts=weights.experts, other_weights=weights.others, cache=held_bytes(arrays) - index_keys,
@@ -265,6 +265,7 @@ def _projections(job: Job, sizes: dict[str, int], tokens: float | int) -> Work:
     flops = 2 * (tokens * weights.body_numbers + last_tokens * weights.head_numbers)
     summed_bytes = 4 * tokens * config.hidden_size * (2 * config.num_hidden_layers + 1)
     logit_bytes = 4 * last_tokens * config.vocab_size
+    # Logits are gathered, which sends half the bytes of a sum.
     sent = ring(summed_bytes, sizes["tensor"]) + ring(logit_bytes, sizes["tensor"]) / 2
     return Work(flops, weights.body + weights.head, sent)
 

@@ -23,7 +23,7 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "whil
          "partition-id", "replica-id", "iota", "optimization-barrier", "domain", "copy-done", "slice-done",
          "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-update"}  # fmt: skip
 _READS_PART = ("dynamic-slice", "slice", "gather")
-_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # written in place; which operand is the update
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # ops that write in place: index of the update's operand
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class _Program:
                 cost.add(self.cost(inner))
         kind = op.removesuffix("-start")
         if kind in COLLECTIVES:
-            # The result of a start is a tuple of operand and result, of which the larger is what is sent.
+            # The type of a start op is a tuple of operand and result; the larger of the two is counted.
             sizes = [size for _, size, _ in _arrays(instruction.type)]
             cost.collectives[kind] = 1
             cost.collective_bytes[kind] = float(sum(sizes) if op == kind else max(sizes, default=0.0))

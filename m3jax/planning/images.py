@@ -24,7 +24,7 @@ def held_weights(job: Job, sizes: dict[str, int]) -> float:
 
 @cache
 def _held_weights(vision: VisionConfig, config: M3Config, dtype: str, sizes: tuple[tuple[str, int], ...]) -> float:
-    # Configurations are equal whatever tower they describe, so `vision` is a part of the key.
+    # Equality of `M3Config` ignores the tower, so `vision` must be part of the cache's key.
     model: nnx.Module = abstract(vision.add_to(config), dtype, planned_mesh(dict(sizes))).vision
     return held_bytes(jax.tree.leaves(model))
 

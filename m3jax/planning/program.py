@@ -60,7 +60,7 @@ def compile_program(job: Job, sizes: dict[str, int], name: str) -> dict[str, Any
     return answer | {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
-        "fresh_outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,  # those that no argument gave way to
+        "fresh_outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,  # outputs in new memory
         "code": memory.generated_code_size_in_bytes,
     } | asdict(hlo.count(compiled.as_text()))  # fmt: skip
 
@@ -72,7 +72,7 @@ def topology_mesh(topology: str, sizes: dict[str, int]) -> Mesh:
     try:
         devices = topologies.make_mesh(topologies.TopologyDescription(devices), shape, AXES).devices
     except (NotImplementedError, AssertionError, ValueError):
-        # Axes that are no whole sides of the torus: neighbours in the order of the coordinates.
+        # Mesh axes that are not whole sides of the torus: take the devices in the order of their coordinates.
         devices = np.array(devices).reshape(shape)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

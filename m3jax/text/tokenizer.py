@@ -167,7 +167,7 @@ def _fault(layout: dict[str, Any]) -> str | None:
     if prefix and not (isinstance(prefix, str) and prefix.isascii() and isinstance(merges, list)):
         return f"continuing_subword_prefix = {shown(prefix)}: must be ASCII text, and merges a list"
     for merge in merges if prefix else ():
-        # The library cuts the prefix off the second part by its length, wherever in a character that is.
+        # The library cuts as many bytes as the prefix has off the second part, even if that is within a character.
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(parts, list) and len(parts) == 2 and str(parts[1]).startswith(prefix)):
             return f"the merge {shown(merge)} has no second part that begins with {shown(prefix)}"
@@ -193,7 +193,7 @@ def _bad_map(normalizer: dict[str, Any]) -> str | None:
         table = base64.b64decode(normalizer.get("precompiled_charsmap"), validate=True)
     except (TypeError, ValueError, binascii.Error):
         return "precompiled_charsmap is not base64"
-    # Its length, a trie of that many bytes, and text.
+    # The table is the trie's length in 4 bytes, a trie of that many bytes, and text.
     trie_bytes = int.from_bytes(table[:4], "little")
     return None if len(table) >= 4 + trie_bytes > 4 and trie_bytes % 4 == 0 else "precompiled_charsmap is cut short"
 

@@ -43,10 +43,10 @@ class Pictures:
         """
         kind, name = KINDS[command], argument.strip()
         if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
-            name = name[1:-1]  # a file that is dropped on a terminal is written so
+            name = name[1:-1]  # terminals put quotes around a file that is dropped on them
         if not name:
             raise ValueError(f"{command} needs the name of {'an' if kind == 'image' else 'a'} {kind} file")
-        # By its whole path, so that a dialogue that was saved is understood in another folder too.
+        # The absolute path, so that a saved dialogue can be read from another folder.
         is_path = names_file(name)
         part = {"type": kind, kind: os.path.abspath(os.path.expanduser(name)) if is_path else name}
         found = self._dialogue.read(part)

@@ -43,7 +43,7 @@ class Terminal:
 
     def run(self) -> None:
         """Read and answer messages until the input ends or /quit is typed."""
-        with suppress(ImportError):  # with it a line can be edited, and earlier ones come back
+        with suppress(ImportError):  # with it `input` has line editing and history
             import readline  # noqa: F401
         self.display.note(f"{self.title}; /help lists the commands")
         while True:
@@ -100,7 +100,7 @@ class Terminal:
             return
         before = len(self.dialogue.messages)
         self._answer(self.pictures.message(line))
-        if len(self.dialogue.messages) > before:  # else it was taken back, and they are still to be shown
+        if len(self.dialogue.messages) > before:  # else the message was taken back, and its files are still to be shown
             self.pictures.clear()
         while calls := open_calls(self.dialogue.messages):
             try:
@@ -109,7 +109,7 @@ class Terminal:
                 self.display.console.out("")
                 self._undo()
             except (ValueError, FloatingPointError) as error:
-                self.display.error(error)  # and they are asked for again
+                self.display.error(error)  # the loop asks for the results again
 
     def _answer(self, *messages: dict[str, Any]) -> None:
         """Send messages, show the answer as it streams, then print its counts and seconds."""

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from m3jax.messages import printable, shortened, shown
 from m3jax.text.chat.fields import check_fields, json_copy
 
-# A name stands in <invoke name="...">.
+# A tool's name stands in <invoke name="...">, so it has no quotes, angle brackets or line breaks.
 _NAME = re.compile(r'[^"<>\n\r]+')
 
 

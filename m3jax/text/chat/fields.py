@@ -8,7 +8,7 @@ from typing import Any
 from m3jax.messages import shown
 
 MOST_DEPTH = 64
-# A parameter's name stands between < and >; one that begins with / would close another, one with this would be a call.
+# A parameter's name stands between < and >; with / in front it would close a tag, with "invoke name=" open a call.
 _TAG = re.compile(r"(?!/|invoke name=)[^<>]+")
 
 

@@ -28,7 +28,7 @@ class Element:
         self._has_other_words = kinds is not None and bool(kinds & _SCALARS)
         self.is_text = not is_call and kinds == {"string"}
         self.is_array = kinds is not None and "array" in kinds and "object" not in kinds
-        # Where no text is due, a tag may lack its marker.
+        # A tag may lack its marker where the schema allows no text.
         self.is_loose = is_call or not has_marker or (not self._may_be_text and bool(kinds & _STRUCTURES))
         self.is_streamed = self.is_dropped = False
         self.elements: list[tuple[str, Node]] = []

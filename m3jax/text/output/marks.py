@@ -31,9 +31,9 @@ OUTSIDE = {
     marks: re.compile(f"(?P<tag>{'|'.join(map(re.escape, marks))})|{'|'.join(map(_begun, marks))}")
     for marks in ((THINK, END_THINK, BLOCK), (THINK, END_THINK), (BLOCK,))
 }
-# In a text of a call: tags behind the marker alone.
+# Within text of a call: only tags with the namespace marker.
 MARKED = re.compile(f"(?P<marker>{_NS})<(?P<tag>[^<>]{{0,{MOST_NAME}}})>|{_NS}(?:{_INSIDE})?\\Z|{_begun(NAMESPACE)}")
-# Where a tag is due: also without the marker, which models forget.
+# Where a tag is expected: also tags without the marker, which models forget.
 LOOSE = re.compile(
     f"(?P<marker>{_NS})?<(?P<tag>[^<>]{{0,{MOST_NAME}}})>|(?:{_NS})?{_INSIDE}\\Z|{_NS}\\Z|{_begun(NAMESPACE)}"
 )

@@ -8,8 +8,8 @@ from typing import Any
 from m3jax.text.output.events import Event
 
 FEWEST, MOST = 5, 200
-_GRAIN = 32  # characters that are never parted; in JSON each may be an escape of six
-# Up to as many characters of JSON as make a grain, each escape whole.
+_GRAIN = 32  # characters that stay in one event; in JSON each may be an escape of six
+# At most 32 characters of JSON, in which an escape counts as one and stays whole.
 _JSON_GRAIN = re.compile(r"(?:[^\\]|\\u[0-9a-f]{4}|\\.){1,32}", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -16,7 +16,7 @@ KINDS = {
     **{name: frozenset({name}) for name in ("null", "boolean", "integer", "string", "array", "object")},
     "number": frozenset({"number", "integer"}),
 }
-# Files of benchmarks write the names that Python has for the types.
+# Some benchmarks' files use Python's names of the types.
 KINDS |= {"str": KINDS["string"], "int": KINDS["integer"], "float": KINDS["number"], "bool": KINDS["boolean"]}
 KINDS |= {"list": KINDS["array"], "tuple": KINDS["array"], "dict": KINDS["object"]}
 MOST_ALTERNATIVES, MOST_DEPTH = 64, 64
@@ -45,7 +45,7 @@ class Shape:
     first_items: Sequence["Shapes"] = ()
 
 
-Shapes = Sequence[Shape]  # an empty one says nothing, as a Shape() alone does
+Shapes = Sequence[Shape]  # an empty one allows anything, as does a single Shape()
 ANYTHING: Shapes = (Shape(),)
 
 
@@ -106,7 +106,7 @@ def shapes_of(schema: Any, place: str) -> Shapes:
     """
     reader = _Reader(schema, place)
     shapes = reader.later(schema)
-    for found in reader.queue:  # reading one puts those within it at the end
+    for found in reader.queue:  # reading a schema appends the schemas within it to the queue
         reader.now(found, 0)
     return shapes
 

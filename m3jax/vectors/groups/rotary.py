@@ -32,7 +32,7 @@ def turned(name: str, what: str, seed: int, positions: list[list[int]]) -> Case:
     positions = np.array(positions, np.int32)
     x, weight = normal(rng, *positions.shape, 3, 32, scale=2.0), normal(rng, 32, scale=0.5)
     frequencies = rule["theta"] ** (-np.arange(0, rule["rotary_dim"], 2) / rule["rotary_dim"])
-    # The frequency is off by two last places, the product by half a one.
+    # In float32 the frequency is off by two last places, the product by half a last place.
     angle_error = positions[..., None] * frequencies * 3 * 2.0**-24
     largest = 12.0  # of a normed number with its weight: sqrt(32) times 1 + 2
     half = angle_error[:, :, None] * largest * np.ones((1, 1, 3, 1))

@@ -17,7 +17,7 @@ AXES = {name: "B" for name in (*KNOBS, "seed", "positions", "accepted")} | {
     "draw_uniform": "B X V", "tokens": "B X", "logprobs": "B X",
 }  # fmt: skip
 TOLERANCES = {"accepted": "bits", "tokens": "bits", "logprobs": "probabilities"}
-_ACCEPT, _DRAW = 0, 1  # what a key at a position is for, in `m3jax.decoding.speculation.verify`
+_ACCEPT, _DRAW = 0, 1  # the uses of a position's keys, as in `m3jax.decoding.speculation.verify`
 
 
 def cases(large: bool) -> Iterator[Case]:
@@ -35,7 +35,7 @@ def cases(large: bool) -> Iterator[Case]:
         params = SamplingParams.stack(settings * 3)
         logits = (rng.normal(size=(rows, count + 1, vocab)) * 2).astype(np.float32)
         proposals = np.argmax(logits[:, :count] + rng.gumbel(size=(rows, count, vocab)) * 0.7, axis=-1).astype(np.int32)
-        proposals[5, 1] = proposals[9, 0] = -1  # nothing was proposed
+        proposals[5, 1] = proposals[9, 0] = -1  # no proposal
         seed, positions = np.arange(40, 40 + rows, dtype=np.uint32), rng.integers(1, 4000, rows).astype(np.int32)
         inputs = {knob: np.asarray(getattr(params, knob)) for knob in KNOBS}
         inputs |= {"logits": logits, "proposals": proposals, "seen": rng.random((rows, vocab)) < 0.2, "seed": seed,
