@@ -201,7 +201,7 @@ class _Match:
             self.problems.append(f"config.json: no quantization_config, but {fp8_count} weights are {_FP8}")
 
     def _check_missing(self) -> None:
-        """Name the hub tensors that no stored one holds, without those in a file that is itself named as lost."""
+        """Add a problem for each hub tensor that no stored one holds, unless it is in a file that is itself reported."""
         lost_names = {
             part.name
             for name, is_scale in self.lost

@@ -82,7 +82,7 @@ class Replacement:
             self._changed = [name for name, data in beside.items() if not _holds(folder / name, data)]
             if folders := [name for name in self._changed if (folder / name).is_dir()]:
                 raise ValueError(f"{folder / folders[0]} is a folder, where a file has to be: remove it")
-            # With neither old weights nor a file to replace, no reader could mix old and new: plain names are used at once.
+            # With neither old weights nor a file to replace, no reader could mix old and new: no pending names.
             is_taken = bool(self._old_weights) or any(os.path.lexists(folder / name) for name in self._changed)
             self._is_pending = is_taken and bool(self._changed)
             self.names = self._free_names(num_files)

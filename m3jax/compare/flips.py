@@ -1,4 +1,4 @@
-"""Selections that are another set than the reference's, and whether rounding can have made them so."""
+"""Flips: selections that differ from the reference's as sets, with the score gap that tells if rounding explains them."""
 
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ def _counts(ids: Int[np.ndarray, "Q J"], count: int) -> Int[np.ndarray, "Q M"]:
 def block_ranks(
     scores: Float[np.ndarray, "X K M"], positions: Int[np.ndarray, " X"], block_size: int, local: int, init: int
 ) -> Float[np.ndarray, "X K M"]:
-    """Scores as selection ranks them: inf for blocks that are forced, -inf for those that a query does not see.
+    """Return scores as selection ranks them: inf for forced blocks, -inf for blocks that a query does not see.
 
     Args:
       scores: of blocks.

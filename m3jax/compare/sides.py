@@ -23,7 +23,7 @@ _TOKENS, _LENGTHS, _POSITIONS = ("tokens", "input_ids"), "lengths", "positions"
 
 @dataclass(frozen=True)
 class Source:
-    """Arrays as they come, before anything is known of their axes.
+    """Arrays under an engine's own names and with its own axes, as a dump or a run gives them.
 
     Attributes:
       label: the user's argument for it.

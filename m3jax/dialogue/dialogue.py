@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 
 
 class Dialogue:
-    """Messages, and an engine in whose prefix cache all that was read and said so far stays.
+    """Messages, and an engine whose prefix cache keeps the tokens of all turns so far.
 
     A turn is rendered and tokenised from its beginning, as by `m3jax.chat`; what it has in common with the turn before
     is in the cache, and only the rest is computed. What cannot be sent leaves the messages as they were.

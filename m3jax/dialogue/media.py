@@ -93,7 +93,7 @@ def read_part(
 
 
 def forget_changed(part: Mapping[str, Any], known: dict[Any, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-    """Let a file be read again that has changed since it was read.
+    """Forget a file that has changed since it was read, so that it is read again.
 
     Args:
       part: as in `read_part`.

@@ -1,4 +1,4 @@
-"""Recall of a key: exact answers by depth and length, and by distance."""
+"""Recall of a record's value by its key: the share of exact answers by the depth of the record and prompt length."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ def parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk, as the parsed arguments ask.
+    """Hold the dialogue that the parsed arguments ask for.
 
     Raises:
       ValueError: a bad argument, a folder that cannot be used, or, in a pipe, a message that cannot be sent.

@@ -32,7 +32,7 @@ def json_grains(text: str) -> Sequence[str]:
 
 
 class Pieces:
-    """Collects the text of one kind after the other, and cuts it into events of 5 to 200 characters.
+    """A buffer that collects text of one kind after another, and cuts it into events of 5 to 200 characters.
 
     The last few characters wait for more, so that the last event of a kind is no smaller; only a text that has less
     than 5 in all is. A number, which is one grain however long, may exceed 200.
