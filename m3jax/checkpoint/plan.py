@@ -110,7 +110,7 @@ def _with_or_without_tower(path: Path, config: M3Config, folder: Folder, vision:
 
 
 def _check_size(path: Path, config: M3Config, folder: Folder) -> None:
-    """Raise CheckpointError if config.json describes so many tensors that to list them would outgrow the files."""
+    """Raise CheckpointError if config.json describes over 100,000 tensors and more values than the files hold."""
     num_tensors, num_values = names.totals(config)
     held_values = sum(prod(tensor.shape) for tensor in folder.tensors.values())
     if num_tensors > _LISTED and num_values > held_values:
@@ -201,7 +201,7 @@ class _Match:
             self.problems.append(f"config.json: no quantization_config, but {fp8_count} weights are {_FP8}")
 
     def _check_missing(self) -> None:
-        """Add a problem for each hub tensor that no stored one holds, unless it is in a file that is itself reported."""
+        """Add a problem for each hub tensor that no stored one holds, except those of a file that is itself reported."""
         lost_names = {
             part.name
             for name, is_scale in self.lost

@@ -1,4 +1,4 @@
-"""Flips: selections that differ from the reference's as sets, with the score gap that tells if rounding explains them."""
+"""Flips: selections that differ from the reference's as sets, with the score gap that rounding must explain."""
 
 from typing import NamedTuple
 

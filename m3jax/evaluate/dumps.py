@@ -74,7 +74,7 @@ def _logits(logits: Float[Array, "B X V"]) -> Float[Array, "B X V"]:
 
 
 def fitting(how: Reading, vocab: int) -> Reading:
-    """Return the same reading in chunks small enough for their logits to fit on the host.
+    """Return the same reading with chunks of at most 2^26 logits, or of one token a row if that is more.
 
     Args:
       how: sizes and dtypes.

@@ -46,7 +46,7 @@ def paged(
 
     Args:
       queries: of each row how many tokens its pages hold, and how many are new.
-      rule: entries of the case's rule that are added to the basis or replace it.
+      rule: entries that are added to the default rule or replace its own.
       scales: of a float8 pool: "k" and "v" [K], "index" [], where these are float8.
     """
     rng = np.random.default_rng(seed)
