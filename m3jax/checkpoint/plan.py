@@ -201,7 +201,7 @@ class _Match:
             self.problems.append(f"config.json: no quantization_config, but {fp8_count} weights are {_FP8}")
 
     def _check_missing(self) -> None:
-        """Add a problem for each hub tensor that no stored one holds, except those of a file that is itself reported."""
+        """Add a problem for each hub tensor that no stored one holds, except those of a reported file."""
         lost_names = {
             part.name
             for name, is_scale in self.lost

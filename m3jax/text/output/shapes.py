@@ -179,7 +179,7 @@ class _Reader:
         )
 
     def kinds(self, schema: dict[str, Any]) -> frozenset[str] | None:
-        """Return the kinds that a schema takes by its own keywords; None if they say nothing or name an unknown type."""
+        """Return the kinds that a schema takes by its own keywords; None if they give none or name an unknown type."""
         types, members = schema.get("type"), self.members(schema)
         names = types if isinstance(types, list) else [types]
         if types is not None and not all(isinstance(name, str) for name in names):

@@ -183,7 +183,7 @@ def selection_rules(rule: Rule) -> SelectionRules:
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """Yield runs of `index_topk` and `walk_scores`, which read keys in pieces, or of `select_blocks` for given scores."""
+    """Yield runs of `index_topk` and `walk_scores`, which work in chunks, or of `select_blocks` for given scores."""
     for dtype in ("float32", "bfloat16"):
         given = in_dtype(inputs, dtype)
         if "scores" in given:
