@@ -1,4 +1,4 @@
-"""Folders of EAGLE3 drafts as they are on the hub, to parameters and back."""
+"""Loading and saving of EAGLE3 drafts in the hub's layout."""
 
 import re
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ _TABLE = (
     ("lm_head.weight", "lm_head", "u d -> u d"),
 )
 _FC_NORM, _OFFSETS = "fc_norm.{}.weight", "d2t"
-_LEFT_OUT = frozenset({"t2d"})  # the same as d2t says, the other way round
+_LEFT_OUT = frozenset({"t2d"})  # the target's ids that the draft has, which d2t gives too
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 # Keys with one supported value, if they are there at all.
 _FIXED = {
@@ -64,7 +64,7 @@ def load_draft(path: str | Path | None, target: M3Config, dtype: str = "bfloat16
       path: a folder with config.json and safetensors files, or None for the draft of the embedded checkpoint.
       target: configuration of the model that verifies.
       dtype: as in `load`; the target's is best.
-      mesh: where the target lies.
+      mesh: the devices of the target.
 
     Raises:
       CheckpointError: tensors do not fit config.json; it lists every fault.
@@ -110,7 +110,7 @@ def save_draft(draft: Eagle3, path: str | Path) -> None:
     A draft that the folder has is replaced as `save` replaces a checkpoint: all of it, or nothing.
 
     Args:
-      draft: what it shares with the target is not written.
+      draft: the draft; parameters that it shares with the target are not written.
       path: the folder, which is made if it is not there.
 
     Raises:
@@ -181,7 +181,7 @@ def draft_config(data: Mapping[str, Any], target: M3Config, tensors: Mapping[str
 
 
 def _wrong_kinds(data: Mapping[str, Any]) -> list[str]:
-    """A line for each number or switch of a draft's config.json that is none; one that may be absent may be null."""
+    """Return a line for each value in a draft's config.json of a wrong type or range; an optional one may be null."""
     is_number = lambda value, kinds: isinstance(value, kinds) and not isinstance(value, bool)
     kinds = (
         ("an integer from 1 to 2^31 - 1", lambda value: is_number(value, int) and 1 <= value <= LARGEST_INTEGER,
@@ -201,7 +201,7 @@ def _wrong_kinds(data: Mapping[str, Any]) -> list[str]:
 
 
 def _wrong_taps(taps: Any, layers: int) -> list[str]:
-    """What is wrong with the list of tapped layers, before anything is as long as it: at most all layers, by number."""
+    """Return a fault unless `taps` is a list of at most `layers` + 1 integers, before its length sizes an array."""
     is_layer = lambda value: isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_INTEGER
     if isinstance(taps, list) and len(taps) <= layers + 1 and all(map(is_layer, taps)):
         return []
@@ -209,7 +209,7 @@ def _wrong_taps(taps: Any, layers: int) -> list[str]:
 
 
 def _to_json(config: Eagle3Config, dtype: str) -> dict[str, Any]:
-    """The config.json of a draft, from which `draft_config` makes the same configuration."""
+    """Return the config.json of a draft, from which `draft_config` makes the same configuration."""
     written = ("hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "num_key_value_heads",
                "head_dim", "intermediate_size", *_OPTIONAL)  # fmt: skip
     return {name: getattr(config, name) for name in written} | {
@@ -219,7 +219,7 @@ def _to_json(config: Eagle3Config, dtype: str) -> dict[str, Any]:
 
 
 def _by_canonical_name(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Stored tensors by the table's names (no prefix, the one layer called `layers.0`), and which are there twice."""
+    """Return stored tensors by the table's names (no prefix, layer `layers.0`), and a fault for each duplicate."""
     stored: dict[str, StoredTensor] = {}
     problems = []
     for name, tensor in tensors.items():
@@ -231,7 +231,7 @@ def _by_canonical_name(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, S
 
 
 def _hub_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """The shape in the file of every tensor of a draft but d2t, by hub name."""
+    """Return the shape in the file of every tensor of a draft except d2t, by hub name."""
     c = config
     sizes = dict(
         d=c.hidden_size, e=c.hidden_size, w=2 * c.hidden_size, a=len(c.taps), n=c.num_attention_heads,
@@ -249,13 +249,13 @@ def _hub_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 def _read_target_ids(
     config: Eagle3Config, stored: StoredTensor | None
 ) -> tuple[Int32[np.ndarray, " draft_vocab"] | None, list[str]]:
-    """The target's id of each token that a draft can propose (None: it can propose all), and what is wrong with d2t."""
+    """Return the target's id of each token that a draft can propose (None if it proposes all), and d2t's faults."""
     count, vocab_size = config.draft_vocab_size, config.vocab_size
     if stored is None:
         return None, [f"{_OFFSETS}: missing, expected [{count}] integers"] if count != vocab_size else []
     if stored.shape == (count,) and stored.dtype in INTEGERS:
         offsets = stored.view()
-        target_ids = np.arange(count) + offsets
+        target_ids = np.arange(count) + offsets  # d2t holds the target's id minus the draft's
         if target_ids.min() >= 0 and target_ids.max() < vocab_size and len(np.unique(target_ids)) == count:
             proposes_all = count == vocab_size and not offsets.any()
             return (None if proposes_all else target_ids.astype(np.int32)), []
@@ -265,7 +265,7 @@ def _read_target_ids(
 def _fill(
     draft: Eagle3, stored: Mapping[str, StoredTensor], target_ids: Int32[np.ndarray, " draft_vocab"] | None
 ) -> Eagle3:
-    """An abstract draft with the stored values in the place of its shapes."""
+    """Return an abstract draft with its shapes replaced by the stored values."""
     config = draft.config
 
     def set_parameter(name: str, value: Shaped[np.ndarray, "..."]) -> None:

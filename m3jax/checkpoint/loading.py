@@ -1,4 +1,4 @@
-"""Streams a hub checkpoint into sharded parameters: each device gets its part of each stored tensor, one by one."""
+"""Streaming of a hub checkpoint into sharded parameters: each device gets its part of each stored tensor in turn."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ _Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was read by a load, and what was left in the files.
+    """The bytes that a load read, and the names of the tensors that it left in the files.
 
     Attributes:
       bytes_read: of stored weights, by the id of the device that was sent them.
@@ -76,7 +76,7 @@ def load(
         loaded as they are stored; generating with them ends in a FloatingPointError where they reach the logits.
       vision: whether to load the vision tower. None loads it where the files hold it; False leaves it out, and the
         model has neither a tower nor a `vision_config`; with True a folder that does not hold it does not fit.
-      weights: what becomes of MXFP8 weights: "dequantize" gives them `dtype`, "mxfp8" keeps their codes and scales, in
+      weights: the form of MXFP8 weights: "dequantize" gives them `dtype`, "mxfp8" keeps their codes and scales, in
         half the memory of bfloat16 and with the same results on XLA, to the bit (docs/mxfp8.md).
 
     Returns:
@@ -136,13 +136,13 @@ def load_with_report(
 
 
 def _dequantized(plan: Plan) -> Iterator[tuple[Target, Source]]:
-    """Where each hub tensor goes when all become numbers of one dtype."""
+    """Yield the place and source of each hub tensor where MXFP8 weights are dequantised."""
     for name, target in plan.targets.items():
         yield target, plan.sources[name]
 
 
 def _kept(path: str | Path, plan: Plan, dtype: np.dtype) -> Iterator[tuple[Target, Source]]:
-    """Where each hub tensor goes when MXFP8 weights stay codes and scales.
+    """Yield the place and source of each hub tensor where MXFP8 weights stay codes and scales.
 
     Raises:
       CheckpointError: weights that are not in MXFP8 where they could be.
@@ -168,7 +168,7 @@ def _kept(path: str | Path, plan: Plan, dtype: np.dtype) -> Iterator[tuple[Targe
 
 @dataclass
 class _Parameter:
-    """One parameter, where its shards lie, and the hub tensors that it is made of."""
+    """One parameter, its sharding, and the hub tensors that it is made of."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -186,7 +186,7 @@ class _Parameter:
 
     @property
     def stored_bytes(self) -> int:
-        """How many bytes of the files this process reads for the parameter."""
+        """The number of bytes of the files that this process reads for the parameter."""
         share = sum(prod(stop - start for start, stop in box) for box in self.boxes) / prod(self.shape)
         itemsizes = (source.weight.itemsize for _, source in self.pieces)
         return round(share * prod(self.pieces[0][0].dims) * sum(itemsizes))
@@ -199,7 +199,7 @@ class _Parameter:
         Args:
           bytes_read: grows by what each device is sent, by device id.
           advance: called with the bytes of each piece that was placed.
-          not_finite: grows by the values of each hub tensor that are NaN or infinite; None, and nothing is counted.
+          not_finite: grows by the number of NaN or infinite values of each hub tensor; None to count nothing.
         """
         # Axes of the parameter in front of those of a piece: [L ...], of experts [L E ...].
         stack_axes = len(self.pieces[0][0].index)
@@ -241,7 +241,7 @@ class _HostBuffer:
             self._array = turned  # the whole shard: no need for a copy
 
     def arrays(self) -> list[Shaped[Array, "..."]]:
-        """The finished shard on each of its devices."""
+        """Send the finished shard to each of its devices and return it."""
         return [jax.device_put(self._array, device, may_alias=False) for device in self.devices]
 
 
@@ -263,7 +263,7 @@ class _DeviceBuffer:
         jax.block_until_ready(self._arrays)
 
     def arrays(self) -> list[Shaped[Array, "..."]]:
-        """The finished shard on each of its devices."""
+        """Return the finished shard on each of its devices."""
         return self._arrays
 
 
@@ -274,14 +274,14 @@ def _write_piece(
     place: tuple[Int32[Array, ""], ...],
     perm: tuple[int, ...],
 ) -> Shaped[Array, "*shard"]:
-    """The shard with a piece, turned to the parameter's axes, at `place` of its stack."""
+    """Return the shard with a piece, transposed to the parameter's axes, written at `place` of its stack."""
     piece = lax.expand_dims(piece.transpose(perm), range(len(place)))  # of an expert, from [F D]: [1 1 D F]
     return lax.dynamic_update_slice(shard, piece, (*place, *[np.int32(0)] * len(perm)))
 
 
 @contextmanager
 def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of `total` bytes on standard error, if that is a terminal; gives the function that advances it."""
+    """Show a bar of `total` bytes on standard error, if that is a terminal; yield the function that advances it."""
     console = Console(stderr=True)
     columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     is_shown = shown and console.is_terminal

@@ -19,7 +19,7 @@ _CHUNK = 1 << 17
 def dequantize(
     codes: UInt8[np.ndarray, "*axes"], scales: UInt8[np.ndarray, "*axes"], dtype: np.dtype
 ) -> Float[np.ndarray, "*axes"]:
-    """Weights from MXFP8: W = e4m3(code) * 2^(scale - 127) in float32, then cast to `dtype`.
+    """Return weights from MXFP8: W = e4m3(code) * 2^(scale - 127) in float32, then cast to `dtype`.
 
     The product has 4 significant bits: it is exact in bfloat16 and wider wherever its exponent is in
     range, rounds to nearest even among the subnormals, and is infinite above.
@@ -45,7 +45,7 @@ def dequantize(
 
 
 def check_config(config: Mapping[str, Any]) -> tuple[bool, list[str]]:
-    """Whether a parsed config.json announces MXFP8 weights, and what is wrong with how it does."""
+    """Return whether a parsed config.json announces MXFP8 weights, and the faults of its quantization_config."""
     text_config = config.get("text_config") or {}
     given = (config.get("quantization_config"), text_config.get("quantization_config"))
     announced = next((value for value in given if value not in (None, {})), None)
@@ -62,7 +62,7 @@ def check_config(config: Mapping[str, Any]) -> tuple[bool, list[str]]:
 
 
 def announcement(config: M3Config) -> dict[str, Any]:
-    """The quantization_config of a config.json beside MXFP8 weights: the folder's own, or that of the release.
+    """Return the quantization_config for a config.json beside MXFP8 weights: the model's own, or the release's.
 
     Args:
       config: of the model; it remembers what its config.json said.
@@ -81,7 +81,7 @@ def announcement(config: M3Config) -> dict[str, Any]:
 
 @cache
 def _weight_bits(dtype: np.dtype) -> Shaped[np.ndarray, "65536"]:
-    """The bits of every weight that a scale byte and a code can give, at 256 * scale + code."""
+    """Return the bits of the weight of every scale byte and code, at index 256 * scale + code."""
     byte = np.arange(256, dtype=np.uint8)
     code_values = byte.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     scale_values = np.where(byte == NAN_SCALE, np.nan, np.ldexp(1.0, byte.astype(int) - 127))

@@ -144,23 +144,23 @@ class Target(NamedTuple):
 
     @property
     def quantizable(self) -> bool:
-        """Whether an MXFP8 checkpoint stores this tensor in 8 bits: of the text model's matrices most, no others."""
+        """True if an MXFP8 checkpoint stores this tensor in 8 bits: most matrices of the text model, nothing else."""
         is_of_text = not self.param.startswith("vision.")
         return is_of_text and len(self.dims) > 1 and not self.param.endswith(_NEVER_QUANTIZED)
 
     @property
     def codes(self) -> "Target":
-        """The place of an MXFP8 tensor's codes, where they stay codes."""
+        """The place of an MXFP8 tensor's codes, where they are not dequantised."""
         return self._replace(param=f"{self.param}.codes")
 
     @property
     def holds_codes(self) -> bool:
-        """Whether the parameter has E4M3 codes, as bytes."""
+        """True if the parameter holds E4M3 codes, as bytes."""
         return self.param.endswith(".codes")
 
     @property
     def scales(self) -> "Target":
-        """The place of an MXFP8 tensor's scales: 32 input channels are one, and heads among them are not told apart."""
+        """The place of an MXFP8 tensor's scales: one for 32 input channels, counted on one axis even across heads."""
         outputs = self.dims[: self.out_axes]
         blocks = -(-prod(self.dims[self.out_axes :]) // BLOCK)
         perm = (self.out_axes, *range(self.out_axes))
@@ -168,7 +168,7 @@ class Target(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A hub tensor `name` within a stored tensor: all of it, one expert's slab, or some of its rows."""
+    """The part of a stored tensor that is the hub tensor `name`: the whole, one expert's slab, or some of the rows."""
 
     name: str
     expert: int | None = None
@@ -183,7 +183,7 @@ class Entry(NamedTuple):
 
 
 def targets(config: M3Config) -> dict[str, Target]:
-    """Every tensor of the hub layout: the text model's in the hub's order, then the tower's if there is one.
+    """Return every tensor of the hub layout: the text model's in the hub's order, then the tower's if there is one.
 
     Args:
       config: the model's configuration.
@@ -213,7 +213,7 @@ def targets(config: M3Config) -> dict[str, Target]:
 
 
 def _vision_targets(num_layers: int, sizes: dict[str, int]) -> dict[str, Target]:
-    """The tower's and the projector's part of `targets`."""
+    """Return the tower's and the projector's part of `targets`."""
     of = lambda param, axes: _target(f"vision.{param}", axes, sizes)
     places = {hub: of(param, axes) for hub, param, axes in _VISION_TOP}
     for hub, param, axes in _VISION_LAYER:
@@ -223,7 +223,7 @@ def _vision_targets(num_layers: int, sizes: dict[str, int]) -> dict[str, Target]
 
 
 def totals(config: M3Config) -> tuple[int, int]:
-    """How many hub tensors `targets` lists, and how many values they have, without the list.
+    """Return the number of hub tensors in `targets` and of their values, without building that dictionary.
 
     Args:
       config: the model's configuration, of any size.
@@ -249,7 +249,7 @@ def totals(config: M3Config) -> tuple[int, int]:
 
 
 def entries(config: M3Config, places: dict[str, Target]) -> dict[str, Entry]:
-    """Every tensor that a file may hold under its canonical name: the hub's, or a merged one.
+    """Return every tensor that a file may hold, by canonical name: the hub's, or a merged one.
 
     Merged tensors are those of transformers: `experts.gate_up_proj` [E, 2F, D] (rows of w1, then of
     w3), `experts.down_proj` [E, D, F], and `gate_up_proj` [2F, D] of a dense or shared MLP.
@@ -269,7 +269,7 @@ def entries(config: M3Config, places: dict[str, Target]) -> dict[str, Entry]:
 
 
 def canonical(name: str) -> tuple[str, bool]:
-    """The canonical name of a stored tensor's weight, and whether this is the weight's scale.
+    """Return the canonical name of a stored tensor's weight, and whether the tensor is that weight's scale.
 
     Args:
       name: any variant: with or without prefix, `mlp` or `block_sparse_moe`, the bias beside or under
@@ -285,7 +285,7 @@ def canonical(name: str) -> tuple[str, bool]:
 
 
 def scale_name(name: str) -> str:
-    """The hub's name for the scales of an MXFP8 tensor.
+    """Return the hub's name for the scales of an MXFP8 tensor.
 
     Args:
       name: of the tensor.
@@ -294,12 +294,12 @@ def scale_name(name: str) -> str:
 
 
 def is_mtp(name: str) -> bool:
-    """Whether a stored tensor belongs to a multi-token-prediction module, which is not loaded."""
+    """True if a stored tensor belongs to a multi-token-prediction module, which is not loaded."""
     return _MTP.search(name) is not None
 
 
 def is_vision(name: str) -> bool:
-    """Whether a stored tensor belongs to the vision tower or its projectors."""
+    """True if a stored tensor belongs to the vision tower or its projectors."""
     return _VISION.match(name) is not None
 
 

@@ -17,7 +17,7 @@ from m3jax.files import replace_file, sync_folder
 from m3jax.messages import printable, shown
 from m3jax.model.build import DTYPES
 
-# The second is what is not complete; Orbax gives it a suffix of its own while it writes.
+# The folder of a save's parameters, and its name until the save is complete, to which Orbax adds a suffix as it writes.
 _PARAMETERS, _UNFINISHED = "parameters", "parameters.unfinished"
 
 

@@ -1,4 +1,4 @@
-"""Matches what a folder holds with what a model needs; every misfit is found before a weight is read."""
+"""Matching of a folder's tensors with those that a model needs; every misfit is found before a weight is read."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -18,24 +18,24 @@ from m3jax.vision import VisionConfig
 _LOG = logging.getLogger("m3jax.checkpoint")
 _FP8 = "F8_E4M3"
 _SCALE_DTYPES = ("U8", "F8_E8M0")
-# So many tensors are compared one by one with what the files hold, whatever that is. M3 has 22,893.
+# Up to so many tensors, each that is missing gets a line of its own. M3 has 22,893.
 _LISTED = 100_000
 _A_FLOAT = f"{', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
 
 
 class Source(NamedTuple):
-    """Where one hub tensor lies: a stored weight, its scale if it has one, and its part of them."""
+    """The source of one hub tensor: a stored weight, its scale if it has one, and the tensor's part of both."""
 
     weight: StoredTensor
     scale: StoredTensor | None
     part: names.Part
 
     def read(self) -> tuple[Shaped[np.ndarray, "out *in"], UInt8[np.ndarray, "out scales"] | None]:
-        """Views of the hub tensor's weight [out, in] or [out], and of its scales [out, in/32] if it has them."""
+        """Return views of the hub tensor's weight [out, in] or [out], and of its scales [out, in/32] if it has them."""
         return self._part_of(self.weight), None if self.scale is None else self._part_of(self.scale)
 
     def _part_of(self, stored: StoredTensor) -> Shaped[np.ndarray, "out *in"]:
-        """The hub tensor within a stored one, which may hold all experts, and gate and up together."""
+        """Return the hub tensor within a stored one, which may hold all experts, and gate and up together."""
         array = stored.view()  # of merged experts: [E 2*F D]
         if self.part.expert is not None:
             array = array[self.part.expert]  # [2*F D]
@@ -93,7 +93,7 @@ def make_plan(path: str | Path, vision: bool | None = None) -> Plan:
 
 
 def _with_or_without_tower(path: Path, config: M3Config, folder: Folder, vision: bool | None) -> M3Config:
-    """The configuration of what is to be loaded: without `vision_config` where the tower is left out."""
+    """Return the configuration of the model to load: without `vision_config` where the tower is left out."""
     if vision and config.vision_config is None:
         raise CheckpointError(path, ["config.json: no vision_config: this model has no tower; load with vision=False"])
     if vision is None:
@@ -110,7 +110,7 @@ def _with_or_without_tower(path: Path, config: M3Config, folder: Folder, vision:
 
 
 def _check_size(path: Path, config: M3Config, folder: Folder) -> None:
-    """Raise CheckpointError where a list of what config.json asks for would itself be far larger than the files."""
+    """Raise CheckpointError if config.json describes over 100,000 tensors and more values than the files hold."""
     num_tensors, num_values = names.totals(config)
     held_values = sum(prod(tensor.shape) for tensor in folder.tensors.values())
     if num_tensors > _LISTED and num_values > held_values:
@@ -122,7 +122,7 @@ def _check_size(path: Path, config: M3Config, folder: Folder) -> None:
 
 
 class _Match:
-    """The sources of a folder's hub tensors, and all that is wrong with them."""
+    """The sources of a folder's hub tensors, and every fault of the folder."""
 
     def __init__(self, config: M3Config, folder: Folder, quantization: tuple[bool, list[str]]):
         self.targets = names.targets(config)
@@ -201,7 +201,7 @@ class _Match:
             self.problems.append(f"config.json: no quantization_config, but {fp8_count} weights are {_FP8}")
 
     def _check_missing(self) -> None:
-        """Name the hub tensors that no stored one holds, without those in a file that is itself named as lost."""
+        """Add a problem for each hub tensor that no stored one holds, except those of a reported file."""
         lost_names = {
             part.name
             for name, is_scale in self.lost

@@ -1,4 +1,4 @@
-"""Safetensors folders: which tensors they hold, and views of their bytes."""
+"""Reading of safetensors folders: the tensors that they hold, and views of their bytes."""
 
 import mmap
 import os
@@ -50,7 +50,7 @@ class CheckpointError(ValueError):
         note_problems(self, problems)
 
 
-# A file as it was when its header was read: device, number, size and time of the last change.
+# The identity of a file when its header was read: device, inode, size and time of the last change.
 _Identity = tuple[int, int, int, int]
 
 
@@ -79,12 +79,12 @@ class StoredTensor:
         return _DTYPES[self.dtype].itemsize
 
     def view(self) -> Shaped[np.ndarray, "..."]:
-        """The tensor's values where they lie in the file, mapped: with the last view its memory is free again.
+        """Return the tensor's values as a memory map of the file; the map is released with the last view of it.
 
         Raises:
           CheckpointError: another file has this name by now, or other bytes.
         """
-        # A mapping begins at a page of the file, a tensor anywhere.
+        # A mapping must begin at a page of the file; a tensor may begin anywhere.
         page_start = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         lead, size = self.offset - page_start, prod(self.shape)
         with open(self.file, "rb") as file:
@@ -96,13 +96,13 @@ class StoredTensor:
 
 @dataclass
 class Folder:
-    """What the files of a folder hold.
+    """The tensors in the files of a folder, and the faults found there.
 
     Attributes:
       tensors: by stored name.
       problems: a line for each file or tensor at fault.
       lost: names of tensors that stand in a file which cannot be read.
-      all_lost: whether no file can be read, so that nothing can be said of single tensors.
+      all_lost: True if no file can be read, so that nothing can be said of single tensors.
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
@@ -136,7 +136,7 @@ def read_folder(path: Path) -> Folder:
 
 
 def version(path: Path) -> tuple[_Identity | None, ...]:
-    """What changes when a save replaces the weights of a folder: its index and its single file, as they are now."""
+    """Return the identity of a folder's index and single file: one of them changes when a save replaces the weights."""
     files = (path / INDEX_NAME, path / SINGLE_NAME)
     statuses = [os.stat(file) if file.is_file() else None for file in files]
     return tuple(s and (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in statuses)
@@ -181,14 +181,14 @@ def _read_shard(path: Path, shard: str, names: set[str], folder: Folder) -> None
 
 
 def _wrong_name(shard: str) -> str | None:
-    """Why a text in an index is not the name of a file in its folder."""
+    """Return why a text in an index cannot be the name of a shard in its folder; None if it can."""
     if not shard.isprintable() or any(separator in shard for separator in "/\\:") or not 0 < len(shard) <= 200:
         return "a shard is the plain name of a file in the folder of the index"
     return None if shard.endswith(".safetensors") else "a shard's name ends in .safetensors"
 
 
 def _leaves(file: Path) -> bool:
-    """Whether a file is a link out of its folder, other than those of a hub cache.
+    """True if a file is a link out of its folder, other than those of a hub cache.
 
     The hub's cache keeps files under `blobs`, and `snapshots/<revision>` holds links to them.
     """
@@ -200,7 +200,7 @@ def _leaves(file: Path) -> bool:
 
 
 def _read_file(file: Path, folder: Folder) -> dict[str, StoredTensor] | None:
-    """The tensors of a file by name; None, and a line in `folder.problems`, when its header cannot be trusted."""
+    """Return a file's tensors by name; None, and a line in `folder.problems`, if its header cannot be trusted."""
     if _leaves(file):
         folder.problems.append(f"{file.name}: a link to a file outside the folder; copy that file there")
         return None

@@ -1,6 +1,6 @@
-"""Puts a new checkpoint in the place of a folder's old one: at every instant the folder is all of one of the two.
+"""Atomic replacement of a folder's checkpoint: at every instant a reader finds all of the old one or all of the new.
 
-What is in the way of that is that a checkpoint is several files. So:
+A checkpoint is several files, which no single rename can replace. So:
 
 1. Weights are written under names that nothing has, and synced. Files beside them (config.json) that would change wait
    under pending names (`m3jax.files.pending`). Until here readers find the old checkpoint.
@@ -8,7 +8,8 @@ What is in the way of that is that a checkpoint is several files. So:
    Where they are a single file it is its rename, or, where the folder had an index, the removal of that index.
 3. Pending files get their plain names, and old weights are removed. Readers know where the pending files are meanwhile.
 
-A crash before 2 leaves files that nobody reads, a crash in 3 leaves some too many; the next save tidies both up.
+A crash before step 2 leaves files that no reader looks at, a crash in step 3 leaves superfluous files; the next save
+tidies up after either.
 """
 
 import errno
@@ -81,7 +82,7 @@ class Replacement:
             self._changed = [name for name, data in beside.items() if not _holds(folder / name, data)]
             if folders := [name for name in self._changed if (folder / name).is_dir()]:
                 raise ValueError(f"{folder / folders[0]} is a folder, where a file has to be: remove it")
-            # In a folder with nothing of this kind there is nothing to be mixed with.
+            # With neither old weights nor a file to replace, no reader could mix old and new: no pending names.
             is_taken = bool(self._old_weights) or any(os.path.lexists(folder / name) for name in self._changed)
             self._is_pending = is_taken and bool(self._changed)
             self.names = self._free_names(num_files)
@@ -90,7 +91,7 @@ class Replacement:
             raise
 
     def _free_names(self, num_files: int) -> list[str]:
-        """The names of the files of weights: the hub's, or, where one of those is taken, with the save's token."""
+        """Return names for the files of weights: the hub's, or names with the save's token if one of those is taken."""
         if num_files == 1:
             return [SINGLE_NAME]
         numbers = [f"{i:05}-of-{num_files:05}.safetensors" for i in range(1, num_files + 1)]
@@ -155,7 +156,7 @@ class Replacement:
             self._write(pending_name(self._token, name) if self._is_pending else name, self._beside[name])
         sync_folder(folder)
         rename = partial(os.replace, folder / pending_name(self._token, new_name), folder / new_name)
-        if self._is_single and INDEX_NAME in self._old_weights:  # readers go by the index, as long as it is there
+        if self._is_single and INDEX_NAME in self._old_weights:  # readers use the index as long as it is there
             rename()
             self._started.append(folder / new_name)
             sync_folder(folder)
@@ -165,7 +166,7 @@ class Replacement:
         sync_folder(folder)
 
     def _commit_by(self, step: Callable[[], None]) -> None:
-        """Take the step that commits; where an interrupt leaves in doubt whether it was taken, no file is removed."""
+        """Take the step that commits; if an interrupt leaves open whether it was taken, no file is removed."""
         self._is_committed = True
         try:
             step()
@@ -203,12 +204,12 @@ class Replacement:
 
 
 def as_json(data: Mapping[str, Any]) -> bytes:
-    """The contents of a JSON file, the same for the same data."""
+    """Return the contents of a JSON file; keys are sorted, so equal data give equal bytes."""
     return (json.dumps(data, indent=2, sort_keys=True) + "\n").encode("utf-8")
 
 
 def _lock(folder: Path) -> int | None:
-    """Hold a folder for one save, until the descriptor is closed or the process ends; None where there are no locks."""
+    """Lock a folder for one save until the descriptor is closed or the process ends; None where there are no locks."""
     if fcntl is None:
         return None
     descriptor = os.open(folder, os.O_RDONLY)
@@ -225,7 +226,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _tidy(folder: Path) -> None:
-    """End what a save that was cut short left: its pending files if it was committed, else nothing of it."""
+    """Finish or undo a save that was cut short: rename its pending files if it was committed, else remove its files."""
     token, named = committed_save(folder), _weights(folder)
     for name in sorted(os.listdir(folder)):
         match = PENDING.fullmatch(name)
@@ -237,7 +238,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _weights(folder: Path) -> set[str]:
-    """The names of a folder's files of weights: those with the hub's names, and those that its index lists."""
+    """Return the names of a folder's files of weights: those with the hub's names, and those that its index lists."""
     is_folder = lambda name: (folder / name).is_dir() and not (folder / name).is_symlink()
     found = {name for name in os.listdir(folder) if _HUB_WEIGHTS.fullmatch(name) and not is_folder(name)}
     if (folder / INDEX_NAME).is_file():
@@ -245,7 +246,7 @@ def _weights(folder: Path) -> set[str]:
         try:
             listed = read_json(folder / INDEX_NAME, 256 << 20, 4_000_000).get("weight_map")
         except ValueError:
-            listed = None  # a broken index holds no checkpoint together
+            listed = None  # a broken index names no weights
         names = listed.values() if isinstance(listed, dict) else ()
         in_folder = (name for name in names if isinstance(name, str) and name == os.path.basename(name))
         found |= {name for name in in_folder if name.endswith(".safetensors") and not is_folder(name)}
@@ -253,5 +254,5 @@ def _weights(folder: Path) -> set[str]:
 
 
 def _holds(file: Path, data: bytes) -> bool:
-    """Whether a file is there with these contents."""
+    """True if a file is there with these contents."""
     return file.is_file() and file.stat().st_size == len(data) and file.read_bytes() == data

@@ -1,4 +1,4 @@
-"""Writes a model to a folder in the hub's layout: all of it, or nothing."""
+"""Saving of a model to a folder in the hub's layout: all of it, or nothing."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -83,7 +83,7 @@ def save(
 
 
 def _places(parameters: Mapping[str, Shaped[Array, "..."]], hub: Mapping[str, Target]) -> dict[str, Target]:
-    """The place of each tensor that is written: of an MXFP8 weight's codes, and behind them of its scales."""
+    """Return the place of each tensor to write, by name; an MXFP8 weight has two, its codes and then its scales."""
     places = {}
     for name, target in hub.items():
         if target.param in parameters:
@@ -94,7 +94,7 @@ def _places(parameters: Mapping[str, Shaped[Array, "..."]], hub: Mapping[str, Ta
 
 
 def _copies(folder: str | Path | None) -> dict[str, bytes]:
-    """The contents of a folder's tokenizer files and generation_config.json, by name, those it has."""
+    """Return the contents of a folder's tokenizer files and generation_config.json by name, as far as it has them."""
     if folder is None:
         return {}
     files = {name: current_file(Path(folder), name) for name in COPIED}
@@ -102,7 +102,7 @@ def _copies(folder: str | Path | None) -> dict[str, bytes]:
 
 
 def _check(parameters: dict[str, Shaped[Array, "..."]], max_shard_bytes: int, copy_from: str | Path | None) -> None:
-    """Raise ValueError for what `save` cannot do, before it writes anything."""
+    """Raise ValueError for arguments that `save` cannot serve, before anything is written."""
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
     if copy_from is not None and not Path(copy_from).is_dir():
@@ -116,19 +116,19 @@ def _check(parameters: dict[str, Shaped[Array, "..."]], max_shard_bytes: int, co
 
 
 def _stored_dtype(parameters: Mapping[str, Shaped[Array, "..."]], target: Target) -> np.dtype:
-    """The dtype of a hub tensor in the file."""
+    """Return the dtype of a hub tensor in the file."""
     return np.dtype(ml_dtypes.float8_e4m3fn) if target.holds_codes else parameters[target.param].dtype
 
 
 def _nbytes(parameter: Shaped[Array, "..."], target: Target) -> int:
-    """Bytes of one hub tensor, in the dtype of the parameter that holds it."""
+    """Return the bytes of one hub tensor, in the dtype of the parameter that holds it."""
     return prod(target.dims) * parameter.dtype.itemsize
 
 
 def _deal_out(
     parameters: dict[str, Shaped[Array, "..."]], places: dict[str, Target], max_shard_bytes: int
 ) -> list[list[str]]:
-    """The names of the hub tensors of each file: in order, and as many as the limit holds, itself included."""
+    """Return the hub tensors' names for each file: in order, at most `max_shard_bytes` unless one tensor is larger."""
     shards, remaining = [[]], max_shard_bytes
     for name, target in places.items():
         tensor_bytes = _nbytes(parameters[target.param], target)
@@ -141,7 +141,7 @@ def _deal_out(
 
 
 def _hub_tensor(parameter: Shaped[Array, "..."], target: Target) -> Shaped[np.ndarray, "..."]:
-    """One hub tensor of a parameter, on the host, with the axes that it has in the file."""
+    """Return one hub tensor of a parameter, on the host, with the axes that it has in the file."""
     index = tuple(np.int32(i) for i in target.index)
     tensor = np.ascontiguousarray(_take(parameter, index, target.perm, target.hub_shape))
     return tensor.view(ml_dtypes.float8_e4m3fn) if target.holds_codes else tensor
@@ -154,7 +154,7 @@ def _take(
     perm: tuple[int, ...],
     hub_shape: tuple[int, ...],
 ) -> Shaped[Array, "..."]:
-    """What stands at `index` of a parameter's stack, with its axes turned back to the hub's."""
+    """Return the tensor at `index` of a parameter's stack, with its axes transposed back to the hub's."""
     own_shape = parameter.shape[len(index) :]
     start = (*index, *[np.int32(0)] * len(own_shape))  # one dtype, also where int is 64 bits wide
     piece = lax.dynamic_slice(parameter, start, (*[1] * len(index), *own_shape))  # of q_proj: [1 D N H]

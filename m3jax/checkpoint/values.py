@@ -1,4 +1,4 @@
-"""Stored bytes to values: the part of a hub tensor that one device holds, in the model's dtype."""
+"""Conversion of stored bytes to values: the part of a hub tensor that one device holds, in the model's dtype."""
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,7 @@ def cut(
     box: tuple[tuple[int, int], ...],
     dtype: np.dtype,
 ) -> Shaped[np.ndarray, "..."]:
-    """The values of a hub tensor inside a box of the parameter's axes.
+    """Return the values of a hub tensor inside a box of the parameter's axes.
 
     Args:
       name: the stored tensor's name, for errors.
@@ -47,7 +47,7 @@ def cut(
 
 
 def is_finite(target: Target, values: Shaped[np.ndarray, "*axes"]) -> Bool[np.ndarray, "*axes"]:
-    """Which values of a piece are neither NaN nor infinite; of MXFP8's codes, which codes.
+    """Return a mask that is True where a value is neither NaN nor infinite; MXFP8 codes are judged as E4M3.
 
     Args:
       target: the piece's place.
@@ -59,7 +59,7 @@ def is_finite(target: Target, values: Shaped[np.ndarray, "*axes"]) -> Bool[np.nd
 def check_range(
     name: str, codes: UInt8[np.ndarray, "out in"], scales: UInt8[np.ndarray, "out scales"], dtype: np.dtype
 ) -> None:
-    """Raise ValueError where an MXFP8 weight that stays one has a value beyond the dtype that it is multiplied in.
+    """Raise ValueError if a weight that stays in MXFP8 has a value beyond the range of the dtype it is multiplied in.
 
     Args:
       name: the stored tensor's name.
@@ -73,12 +73,12 @@ def check_range(
 
 
 def _may_overflow(scales: UInt8[np.ndarray, "..."], dtype: np.dtype) -> bool:
-    """Whether the largest code, 1.75 * 2^8, is too large under some scale; the product passes through float32."""
+    """True if the largest code, 1.75 * 2^8, would overflow `dtype`, or float32 on the way there, under some scale."""
     return int(scales.max()) - 127 + 8 >= min(ml_dtypes.finfo(dtype).maxexp, 128)
 
 
 def _cast(name: str, stored: Shaped[np.ndarray, "*axes"], dtype: np.dtype) -> Float[np.ndarray, "*axes"]:
-    """Stored floats in another dtype; the same array where it has that dtype."""
+    """Return stored floats in another dtype; the same array if it has that dtype already."""
     if stored.dtype == dtype:
         return stored
     is_narrower = ml_dtypes.finfo(dtype).max < ml_dtypes.finfo(stored.dtype).max
@@ -93,7 +93,7 @@ def _cast(name: str, stored: Shaped[np.ndarray, "*axes"], dtype: np.dtype) -> Fl
 def _dequantize(
     name: str, codes: UInt8[np.ndarray, "*axes"], scales: UInt8[np.ndarray, "*axes"], dtype: np.dtype
 ) -> Float[np.ndarray, "*axes"]:
-    """MXFP8 weights in a dtype that holds them."""
+    """Return MXFP8 weights in `dtype`; raise ValueError if one of them overflows it."""
     values = mxfp8.dequantize(codes, scales, dtype)
     if _may_overflow(scales, dtype) and np.isinf(values).any():
         raise _overflow(name, dtype)

@@ -1,4 +1,4 @@
-"""The command line of `python -m m3jax.generate`: its arguments, which are read before anything large is imported."""
+"""The command line of `python -m m3jax.generate`: its arguments, parsed before any large import."""
 
 import argparse
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The arguments of the command line."""
+    """Return the parser of the command line's arguments."""
     out = Parser(PROG, "Continue prompts with a MiniMax-M3 model.")
     add_model(out)
     prompt = out.add_mutually_exclusive_group(required=True)

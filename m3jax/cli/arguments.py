@@ -1,4 +1,4 @@
-"""Arguments that several command lines have; nothing large is imported for them."""
+"""Arguments that several command lines share; this module imports nothing large."""
 
 from m3jax.console import Parser
 
@@ -8,12 +8,12 @@ WEIGHTS = ("dequantize", "mxfp8")
 
 
 def add_model(out: Parser) -> None:
-    """Which model."""
+    """Add the argument that names the model."""
     out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded checkpoint)")
 
 
 def add_knobs(out: Parser) -> None:
-    """How tokens are drawn."""
+    """Add the arguments that say how tokens are sampled."""
     out.add_argument("--temperature", metavar="X", type=float, help="0 is greedy")
     out.add_argument("--top-k", metavar="K", type=int, help="keep the K most probable tokens; 0 is off")
     out.add_argument("--top-p", metavar="P", type=float, help="keep the fewest tokens of total probability P; 1 is off")
@@ -22,7 +22,7 @@ def add_knobs(out: Parser) -> None:
 
 
 def add_machine(out: Parser) -> None:
-    """Where and how the model runs."""
+    """Add the arguments that say on which devices and in which dtype the model runs."""
     out.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16, float32 or float64")
     out.add_argument("--weights", choices=WEIGHTS, default="dequantize", help="of a folder in MXFP8: mxfp8 keeps them "
                      "in half the memory, dequantize (default) gives them --dtype")  # fmt: skip

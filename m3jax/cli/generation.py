@@ -1,4 +1,4 @@
-"""What `python -m m3jax.generate` does, once its arguments are read."""
+"""The work of `python -m m3jax.generate` after its arguments are parsed."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from m3jax.progress import activity
 from m3jax.text import Tokenizer
 
 PROG = "m3jax.generate"
-# Tokens in one device call: few where somebody watches, more where nobody does.
+# Tokens in one device call: few while text streams to a terminal, more otherwise.
 _STREAM_STEPS, _BATCH_STEPS = 4, 32
 
 
@@ -55,7 +55,7 @@ def _generate(args: argparse.Namespace) -> None:
     draft = None if args.draft is None else named_drafter(args.draft, config, args.dtype, mesh)
     model = load(args.model, dtype=args.dtype, mesh=mesh, weights=args.weights)
     model = model.with_backend(args.backend).with_invariance(args.invariant)
-    is_streamed = len(prompts) == 1 and not args.json  # then text is shown as it comes
+    is_streamed = len(prompts) == 1 and not args.json  # one prompt's text is printed as it is generated
     engine, handles = _start(model, prompts, params, media, draft, args.draft_tokens, is_streamed)
     results = _continue(engine, handles, tokenizer, args, is_streamed)
     if args.stats:
@@ -64,20 +64,20 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer | None:
-    """The folder's tokenizer; None where it has none, and nothing but token ids is asked for."""
+    """Return the folder's tokenizer; None if it has none and the arguments need none (token ids only)."""
     is_needed = args.prompt_tokens is None or args.stop or args.image or args.video
     return Tokenizer.from_pretrained(folder) if is_needed or (folder / "tokenizer.json").is_file() else None
 
 
 def _media(args: argparse.Namespace, config: M3Config) -> Media:
-    """The images and videos, read and processed."""
+    """Read and process the images and videos."""
     if (args.image or args.video) and config.vision_config is None:
         raise ValueError("--image, --video: this model has no vision tower, it takes text alone")
     return read_media(args.image, args.video)
 
 
 def _prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, media: Media) -> list[list[int]]:
-    """The token ids of every prompt, with a placeholder for each image and video that it has a place for."""
+    """Return the token ids of every prompt; in a text each image and video has a placeholder."""
     if args.prompt_tokens is not None:
         return [token_ids(text) for text in args.prompt_tokens]
     texts = args.prompt if args.prompt is not None else [_read_prompt(args.prompt_file)]
@@ -85,7 +85,7 @@ def _prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, media: Media
 
 
 def _read_prompt(name: str) -> str:
-    """The text of a file, or of standard input for "-"."""
+    """Return the text of a file, or of standard input for "-"."""
     if name == "-" and sys.stdin is None:
         raise ValueError("--prompt-file -: standard input is closed; name a file, or give the text with --prompt")
     try:
@@ -106,7 +106,7 @@ def _start(
     draft_tokens: int,
     is_streamed: bool,
 ) -> tuple[Engine, list[int]]:
-    """An engine that has read all prompts, and the prompts' handles."""
+    """Return an engine that has read all prompts, and the prompts' handles."""
     steps = _STREAM_STEPS if is_streamed and sys.stdout.isatty() else _BATCH_STEPS
     every_params = [params] * len(prompts)
     engine = engine_for(
@@ -124,8 +124,8 @@ def _start(
 def _continue(
     engine: Engine, handles: list[int], tokenizer: Tokenizer | None, args: argparse.Namespace, is_streamed: bool
 ) -> list[Generation]:
-    """Generate to the end of every prompt, and print what came."""
-    # Text that is shown as it comes is all that anybody waits for.
+    """Generate the continuation of every prompt, and print the results."""
+    # Streamed text shows the progress itself, so no progress line is needed beside it.
     with activity(shown=not (is_streamed and tokenizer is not None)) as line:
         line.say("generating")
         if tokenizer is None:
@@ -148,7 +148,7 @@ def _continue(
 
 
 def _as_json(result: Generation, engine: Engine, with_logprobs: bool) -> dict[str, Any]:
-    """One prompt's result as `--json` prints it."""
+    """Return one prompt's result as `--json` prints it."""
     return {
         "text": result.text,
         "token_ids": result.tokens,

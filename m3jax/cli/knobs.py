@@ -1,4 +1,4 @@
-"""What the arguments of `add_knobs` and `add_machine` ask for, and what has to be said about it."""
+"""Use of the arguments of `add_knobs` and `add_machine`: the process's settings and the sampling parameters."""
 
 import argparse
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from m3jax.text_model import params_of
 
 @contextmanager
 def settings(args: argparse.Namespace, prog: str) -> Iterator[None]:
-    """The process's settings that the arguments ask for: the cache of compiled programs, and float64.
+    """Apply the process's settings that the arguments ask for: the cache of compiled programs, and float64.
 
     Args:
       args: with those of `add_machine`.
@@ -31,7 +31,7 @@ def settings(args: argparse.Namespace, prog: str) -> Iterator[None]:
 
 
 def asked_params(args: argparse.Namespace, prog: str, config: M3Config, defaults: Defaults) -> Params:
-    """How to go on: a flag wins over the model folder's generation_config.json.
+    """Return the parameters of generation: a flag wins over the model folder's generation_config.json.
 
     Args:
       args: with those of `add_knobs`, and max_new_tokens and seed.

@@ -1,4 +1,4 @@
-"""What `python -m m3jax.plan` does, once its arguments are read."""
+"""The work of `python -m m3jax.plan` after its arguments are parsed."""
 
 import argparse
 import json
@@ -57,7 +57,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _compiles(job: Job, wanted: bool | None) -> bool:
-    """Whether a compiler is asked: it has to be for a TPU, installed, and not unwanted."""
+    """True if the plan is compiled: the slice is a TPU's, its compiler is installed, and --no-compile was not given."""
     is_tpu = job.slice.chip.kind == "tpu"
     if wanted and not is_tpu:
         raise ValueError(f"--compile: {job.slice} is no TPU, and always planned by arithmetic; leave --compile out")
@@ -74,7 +74,7 @@ def _compiles(job: Job, wanted: bool | None) -> bool:
 
 
 def _compiled_plan(job: Job, tried: list[Candidate], ranked: list[Candidate], line: Activity) -> dict[str, Any]:
-    """The plan of the first mesh that the compiler accepts, else of the first one."""
+    """Return the plan of the first mesh on which the compiled programs fit, else that of the first mesh tried."""
     plans = []
     for candidate in tried:
         with line.timed(f"compiling decode and prefill for {candidate.name}"):

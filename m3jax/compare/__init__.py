@@ -1,1 +1,1 @@
-"""Where two engines part: the first quantity between tokens and logits that differs (docs/compare.md)."""
+"""Comparison of two engines: find the first quantity between tokens and logits that differs (docs/compare.md)."""

@@ -1,4 +1,4 @@
-"""`python -m m3jax.compare A B`: where two engines part (docs/compare.md)."""
+"""`python -m m3jax.compare A B`: find the first quantity in which two engines differ (docs/compare.md)."""
 
 if __name__ == "__main__":
     from m3jax.interrupts import end_at_interrupts
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The arguments of the command line."""
+    """Return the parser of the command line's arguments."""
     out = Parser(PROG, "The first quantity between tokens and logits in which B differs from A, and what comes of it.")
     out.add_argument("a", metavar="A", help=f"the reference: {_SIDE}")
     out.add_argument("b", metavar="B", help="what is in question, likewise")

@@ -22,8 +22,8 @@ class Stored(NamedTuple):
     """One array of a dump.
 
     Attributes:
-      file: where it stands.
-      ranks: the array as each rank of a divided model has it; one where the model is not divided.
+      file: the file that holds it.
+      ranks: the array as each rank of a sharded model has it; a single one where the model is not sharded.
     """
 
     file: Path
@@ -31,11 +31,11 @@ class Stored(NamedTuple):
 
 
 def read_dump(place: Path) -> dict[str, Stored]:
-    """All arrays of a dump by name; large files are mapped, not read.
+    """Return all arrays of a dump by name; large files are mapped, not read.
 
     Args:
-      place: a safetensors or npz file, or a folder of them. Of files that are called rank0, rank1, ... (or tp0, ...)
-        the arrays of one name are what the ranks have.
+      place: a safetensors or npz file, or a folder of them. Files called rank0, rank1, ... (or tp0, ...) hold the
+        ranks' parts of the arrays of one name.
 
     Raises:
       ValueError: no such file, none in the folder, one that is damaged or of another kind, no array in any, or a name
@@ -61,7 +61,7 @@ def read_dump(place: Path) -> dict[str, Stored]:
 
 
 def _by_rank(name: str, found: list[tuple[Path, np.ndarray]]) -> list[np.ndarray]:
-    """The arrays of one name in the order of their files' ranks."""
+    """Return the arrays of one name in the order of the ranks that their files' names give."""
     if len(found) == 1:
         return [found[0][1]]
     ranks = {}
@@ -78,7 +78,7 @@ def _by_rank(name: str, found: list[tuple[Path, np.ndarray]]) -> list[np.ndarray
 
 
 def _arrays(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of one file, each of numbers."""
+    """Yield the name and the array of each entry of one file; every array is of real numbers."""
     where = printable(str(file))
     if file.suffix not in _SUFFIXES:
         raise ValueError(f"{where}: neither a .safetensors nor a .npz file; docs/compare.md says how to dump")
@@ -89,7 +89,7 @@ def _arrays(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _of_npz(file: Path, where: str) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of an npz file; what numpy kept of bfloat16, two bytes without a meaning, is bfloat16 again."""
+    """Yield the arrays of an npz file; numpy stores bfloat16 as V2, two raw bytes, and these become bfloat16 again."""
     try:
         with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
             if not isinstance(archive, np.lib.npyio.NpzFile):

@@ -1,4 +1,4 @@
-"""Selections that are another set than the reference's, and whether rounding can have made them so."""
+"""Flips: selections that differ from the reference's as sets, with the score gap that rounding must explain."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from m3jax.vectors.compare import other_sets
 
 
 class Flips(NamedTuple):
-    """Which selections of one quantity are others. Q are tokens, or tokens and KV heads, one after the other.
+    """The selections of one quantity that differ from the reference's; Q runs over tokens, or tokens and KV heads.
 
     Attributes:
-      is_other: selections that are another set.
-      gap: of those, by how much the reference's scores of what was dropped lie above those of what came instead: so
-        much the scores must be wrong together. Infinite where the number of ids differs, where an id is there twice or
-        a forced one is missing, and where no scores are known; 0 for the rest.
-      is_inside: those of a gap that roundings explain.
+      is_other: True for a selection that is another set than the reference's.
+      gap: for those, the reference's highest score of a dropped id minus its lowest score of an id chosen instead: the
+        total error that two scores need for the flip. Infinite where the number of ids differs, an id is there twice,
+        a forced one is missing, or no scores are known; 0 for selections that agree.
+      is_inside: True for a flip whose gap roundings explain.
     """
 
     is_other: Bool[np.ndarray, " Q"]
@@ -36,9 +36,9 @@ def find_flips(
     Args:
       expected: the reference's, -1 for an unused slot.
       found: the other side's; it may have another number of slots.
-      scores: what the reference ranked: of everything that a query may choose from, inf for what it must choose, -inf
-        for what it must not. None where they are not known.
-      rtol, atol: what one score may be off. Two of them decide a flip, so the margin is twice that.
+      scores: the reference's scores of everything that a query may choose from, inf for what it must choose, -inf for
+        what it must not. None where they are not known.
+      rtol, atol: the error that one score may have. Two of them decide a flip, so the margin is twice that.
     """
     slots = max(expected.shape[-1], found.shape[-1])
     pad = lambda ids: np.pad(ids, ((0, 0), (0, slots - ids.shape[-1])), constant_values=-1)
@@ -50,12 +50,13 @@ def find_flips(
         return Flips(is_other, gap, is_inside)
     ranked = np.where(
         np.isnan(scores[queries]), -np.inf, scores[queries].astype(np.float64)
-    )  # NaN is below all numbers
+    )  # NaN ranks below all numbers
     count = ranked.shape[-1]
     given = found[queries]
     kept, taken = _counts(expected[queries], count), _counts(np.where(given < count, given, -1), count)  # [Q M]
     highest_lost = np.max(np.where((kept > 0) & (taken == 0), ranked, -np.inf), axis=-1)
     lowest_new = np.min(np.where((taken > 0) & (kept == 0), ranked, np.inf), axis=-1)
+    # Only an exchange of equally many ids, each there once, can come from roundings.
     is_exchange = (kept.sum(-1) == taken.sum(-1)) & (taken.max(-1) <= 1)
     with np.errstate(invalid="ignore"):
         difference = np.maximum(highest_lost - lowest_new, 0.0)
@@ -66,7 +67,7 @@ def find_flips(
 
 
 def _counts(ids: Int[np.ndarray, "Q J"], count: int) -> Int[np.ndarray, "Q M"]:
-    """How often each of `count` ids is in each selection."""
+    """Return how often each id from 0 to `count` - 1 stands in each selection; -1, an unused slot, is not counted."""
     out = np.zeros((len(ids), count + 1), np.int64)
     np.add.at(out, (np.arange(len(ids))[:, None], np.where(ids < 0, count, ids)), 1)
     return out[:, :count]
@@ -75,13 +76,13 @@ def _counts(ids: Int[np.ndarray, "Q J"], count: int) -> Int[np.ndarray, "Q M"]:
 def block_ranks(
     scores: Float[np.ndarray, "X K M"], positions: Int[np.ndarray, " X"], block_size: int, local: int, init: int
 ) -> Float[np.ndarray, "X K M"]:
-    """Scores as selection ranks them: inf for blocks that are forced, -inf for those that a query does not see.
+    """Return scores as selection ranks them: inf for forced blocks, -inf for blocks that a query does not see.
 
     Args:
       scores: of blocks.
       positions: of the tokens.
       block_size: P.
-      local, init: how many blocks are forced at the query's end, and at the beginning.
+      local, init: the number of forced blocks at the query's end, and at the beginning of the row.
     """
     ids, own = np.arange(scores.shape[-1]), (positions // block_size)[:, None, None]
     ranked = np.where((ids > own - local) | (ids < init), np.inf, scores)

@@ -1,4 +1,4 @@
-"""What mistake a difference looks like, if it looks like one that engines have made; each is tried on the numbers."""
+"""Guesses at the mistake behind a difference: known mistakes of engines, each tried on the numbers themselves."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from m3jax.compare.quantities import Quantity
 from m3jax.vectors.compare import other_sets
 
 Tensor = Shaped[np.ndarray, "..."]
-_MOST_STEP = 16  # tokens of one step of decode
+_MOST_STEP = 16  # the most tokens of one decode step
 
 
 def hint(pair: Pair, found: Quantity) -> str | None:
-    """The first mistake that explains a quantity's difference, in one sentence.
+    """Return the first known mistake that explains a quantity's difference, in one sentence; None if none does.
 
     Args:
       pair: the two sides.
@@ -31,7 +31,7 @@ def hint(pair: Pair, found: Quantity) -> str | None:
 
 
 def _of_sets(one: Int[np.ndarray, "X ... J"], other: Int[np.ndarray, "X ... J"], things: str) -> Iterator[str]:
-    """Mistakes of any selection."""
+    """Yield the mistakes that any selection, of blocks or of experts, can show."""
     ordered = np.sort(other, axis=-1)
     if repeated := int(np.any((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0), axis=-1).sum()):
         yield f"{repeated} selections have an id twice (T4)"
@@ -45,7 +45,7 @@ def _of_sets(one: Int[np.ndarray, "X ... J"], other: Int[np.ndarray, "X ... J"],
 def _of_blocks(
     pair: Pair, found: Quantity, one: Int[np.ndarray, "X K J"], other: Int[np.ndarray, "X K J"]
 ) -> Iterator[str]:
-    """Mistakes of a selection of blocks."""
+    """Yield the mistakes that a selection of blocks can show."""
     if any(not other_sets(one, turned).any() for turned in misread(other, pair.places[:, 0])):
         yield "the axes of heads and tokens are taken for each other (T7)"
     for layer in (found.layer - 1, found.layer + 1):
@@ -56,14 +56,14 @@ def _of_blocks(
     if is_shared and other_sets(one, np.broadcast_to(one[:, :1], one.shape)).any():
         yield "every KV head has the same selection (T1)"
     for step in range(_MOST_STEP, 1, -1):
-        first = np.arange(len(other)) - pair.places[:, 1] % step
+        first = np.arange(len(other)) - pair.places[:, 1] % step  # the first token of each token's group
         if (first >= 0).all() and not other_sets(other, other[first]).any() and other_sets(one, one[first]).any():
             yield f"every {step} tokens share the selection of the first of them (T19)"
     yield from _of_sets(one, other, "blocks")
 
 
 def misread(blocks: Int[np.ndarray, "X K J"], prompts: Int[np.ndarray, " X"]) -> list[Int[np.ndarray, "X K J"]]:
-    """A buffer of selections read with the order of tokens and heads mistaken, either way (T7).
+    """Return the selections that a reader gets who takes a buffer's token axis for its head axis, either way (T7).
 
     Args:
       blocks: as they were chosen.
@@ -87,7 +87,7 @@ def misread(blocks: Int[np.ndarray, "X K J"], prompts: Int[np.ndarray, " X"]) ->
 def _of_numbers(
     pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: Int[np.ndarray, " X"]
 ) -> Iterator[str]:
-    """Mistakes of numbers: those of one quantity first, then those that any can have."""
+    """Yield the mistakes that numbers can show: those of one kind of quantity first, then those of any."""
     one, other = one.astype(np.float64), other.astype(np.float64)
     if found.kind == "attention":
         yield from _of_attention(pair, found, one, other, tokens)
@@ -113,7 +113,7 @@ def _of_numbers(
         lengths = np.linalg.norm(one, axis=-1), np.linalg.norm(other, axis=-1)
         if are_close(*lengths, share=1e-2):
             yield "every vector has its length and another direction: RoPE (pairs, theta, rotated width or positions)"
-        # Dims that RoPE leaves alone.
+        # The dims that RoPE does not turn: there only the norm's weight can make a difference of a factor for each dim.
         rest = (x[..., 0 if pair.config is None else pair.config.rotary_dim :] for x in (one, other))
         x, y = (part.reshape(-1, part.shape[-1]) for part in rest)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -131,7 +131,7 @@ def _of_numbers(
 
 
 def _of_scores(pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: Int[np.ndarray, " X"]) -> Iterator[str]:
-    """What blocks would score with other index keys, or under another mask."""
+    """Yield the mistakes that explain block scores: missing or rounded index keys, or another mask."""
     with np.errstate(invalid="ignore"):
         is_other = (one != other) & ~(np.abs(one - other) <= 1e-3 * np.abs(one) + 1e-6)
     is_seen = ~np.isneginf(one)
@@ -140,6 +140,7 @@ def _of_scores(pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: 
         yield f"the score is 0 for every query in {_listed(empty)}: no index keys are there (T16)"
     if pair.config is not None:
         own = pair.places[tokens, 1] // pair.config.index_block_size
+        # A query sees a part of its own block alone, so only there can a missing mask let later tokens in.
         is_own = np.arange(one.shape[-1]) == own[:, None, None]
         if is_other.any() and not (is_other & ~is_own).any():
             yield "only queries' own blocks score otherwise: tokens behind the query speak in them (T2)"
@@ -151,7 +152,7 @@ def _of_scores(pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: 
 
 
 def _listed(blocks: list[int]) -> str:
-    """Blocks in words, a run of them by its ends."""
+    """Return blocks in words; consecutive ones are given by the first and the last."""
     if len(blocks) > 1 and blocks == [*range(blocks[0], blocks[-1] + 1)]:
         return f"blocks {blocks[0]} to {blocks[-1]}"
     return f"block{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}"
@@ -160,7 +161,7 @@ def _listed(blocks: list[int]) -> str:
 def _of_attention(
     pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: Int[np.ndarray, " X"]
 ) -> Iterator[str]:
-    """What would be the output of another set of keys, for the side's own q, k and v."""
+    """Yield the sets of keys that explain an attention output, each recomputed from the side's own q, k and v."""
     rows = pair.index[tokens, 1]
     everything = pair.attention_of(pair.b, found.layer, None)
     if everything is not None and not are_close(everything[rows], one) and are_close(everything[rows], other):
@@ -173,13 +174,14 @@ def _of_attention(
     if pair.config is not None:
         error = np.linalg.norm((other - one).reshape(len(one), -1), axis=-1)
         is_wrong = error > 1e-3 * np.linalg.norm(one.reshape(len(one), -1), axis=-1)
+        # The last token of a block sees all of it, so a missing mask within the block makes no difference there.
         is_last = (pair.places[tokens, 1] + 1) % pair.config.index_block_size == 0
         if is_wrong.any() and is_last.any() and not is_wrong[is_last].any():
             yield "no mask behind a row's last token (T10): tokens that end a block agree, others do not"
 
 
 def _of_taps(pair: Pair, other: Tensor, tokens: Int[np.ndarray, " X"]) -> Iterator[str]:
-    """Which layers' outputs the taps are."""
+    """Yield a sentence that names the layers whose outputs the taps are, where they are not the reference's."""
     streams = {0: pair.a.values.get("embedding")}
     layers = [int(name.split(".")[1]) for name in pair.a.values if name.endswith(".output")]
     streams |= {layer + 1: pair.a.values[f"layers.{layer}.output"] for layer in layers}
@@ -196,9 +198,9 @@ def _of_taps(pair: Pair, other: Tensor, tokens: Int[np.ndarray, " X"]) -> Iterat
 
 
 def are_float8(x: Tensor) -> bool:
-    """Whether all numbers have the few bits of float8_e4m3fn, under one power of two."""
+    """True if every finite number has at most the four significant bits of float8_e4m3fn; exponents are not checked."""
     x = x[(x != 0) & np.isfinite(x)]
     if not x.size:
         return False
-    fraction, _ = np.frexp(x)
+    fraction, _ = np.frexp(x)  # 4 significant bits: a fraction in [1/2, 1) is a multiple of 1/16
     return bool((fraction * 16 == np.rint(fraction * 16)).all())

@@ -1,4 +1,4 @@
-"""Axes of an engine's array brought into the order of its quantity: all tokens, heads, the rest.
+"""Alignment of an engine's array with its quantity: axes in the order tokens, heads, rest, and no padding.
 
 Letters: B prompts, T tokens of the longest one (or more, where an engine pads further), X the tokens of all prompts,
 one after the other and without padding; those of `Quantity.axes` besides.
@@ -15,12 +15,12 @@ from jaxtyping import Bool, Int, Shaped
 from m3jax.compare.quantities import Quantity
 
 Tensor = Shaped[np.ndarray, "..."]
-# Axes whose length is not the model's: blocks that are scored, slots, what a draft taps.
+# Axes whose length the model's configuration does not give: scored blocks, slots of a selection, tapped layers.
 _FREE = ("M", "J", "C")
 
 
 class Rows(NamedTuple):
-    """Which tokens a dump's arrays have.
+    """The tokens that a dump's arrays have.
 
     Attributes:
       is_token: of a padded array, which places are no padding.
@@ -32,12 +32,12 @@ class Rows(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One way in which an array may lie.
+    """One order in which an array may have its axes.
 
     Attributes:
       axes: of each of the array's axes: a letter, "1", or several letters with * between them, which are one axis.
-      parts: how many ranks share the letter that is divided; 1 where none is.
-      divided: that letter.
+      parts: the number of slices that one letter is divided into across ranks; 1 where none is divided.
+      divided: the divided letter.
     """
 
     axes: tuple[str, ...]
@@ -48,20 +48,20 @@ class Layout(NamedTuple):
 def aligned(
     found: Quantity, ranks: list[Tensor], rows: Rows, sizes: Mapping[str, int], axes: str | None = None
 ) -> Tensor:
-    """An array with its axes in its quantity's order, and without padding.
+    """Return an array with its axes in its quantity's order, and without padding.
 
     Args:
-      found: which quantity it is.
+      found: the quantity that the array holds.
       ranks: as each rank has it, whole or a slice.
-      rows: which tokens it has.
+      rows: the tokens of the array.
       sizes: of the letters that are known.
-      axes: how it lies, where that is known; else the first layout that fits, tokens before heads.
+      axes: the array's axes, where they are known; else the first layout that fits is taken, tokens before heads.
 
     Raises:
       ValueError: no layout fits, or ranks that all have the whole have different numbers.
     """
     spelled = [tuple(axes.split())] if axes else [*layouts(found.axes)]
-    # An engine may pad rows further than the longest prompt; what fits without that comes first.
+    # An engine may pad rows further than the longest prompt; layouts without such padding are tried first.
     for most, spelling in itertools.product((rows.is_token.shape[1], None), spelled):
         if (layout := _fit(spelling, ranks, rows, sizes, most)) is not None:
             return _in_order(found, _joined(found, ranks, layout, sizes), layout, rows, sizes)
@@ -77,7 +77,7 @@ def aligned(
 
 
 def layouts(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The ways in which engines lay a quantity out, the usual ones first.
+    """Yield the orders of axes in which engines store a quantity, the usual ones first.
 
     Args:
       axes: in the quantity's order.
@@ -97,11 +97,11 @@ def layouts(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 def _fit(
     spelling: tuple[str, ...], ranks: list[Tensor], rows: Rows, sizes: Mapping[str, int], most: int | None
 ) -> Layout | None:
-    """A layout of this spelling that has the array's shape: whole on each rank, else with one letter divided.
+    """Return a layout of this spelling that has the array's shape: whole on each rank, else with one letter divided.
 
     Args:
       spelling, ranks, rows, sizes: as in `aligned` and `Layout`.
-      most: how long a padded row may be; None for any length.
+      most: the greatest length of a padded row; None for any length.
     """
     shape = ranks[0].shape
     if len(spelling) != len(shape) or any(array.shape != shape for array in ranks):
@@ -110,7 +110,7 @@ def _fit(
         return Layout(spelling)
     letters = {letter for axis in spelling for letter in axis.split("*")} - {"B", "T", "X", "1", *_FREE}
     for letter in sorted(letters & sizes.keys()):
-        # More ranks than KV heads: neighbours have the same one.
+        # With more ranks than KV heads, neighbouring ranks hold copies of the same head.
         parts = min(len(ranks), sizes[letter]) if letter == "K" else len(ranks)
         can_divide = parts > 1 and sizes[letter] % parts == 0 and len(ranks) % parts == 0
         if can_divide and _is_shape(shape, spelling, rows, {**sizes, letter: sizes[letter] // parts}, most):
@@ -121,7 +121,7 @@ def _fit(
 def _is_shape(
     shape: tuple[int, ...], spelling: tuple[str, ...], rows: Rows, sizes: Mapping[str, int], most: int | None
 ) -> bool:
-    """Whether an array of this shape can lie in this way."""
+    """True if an array of this shape can have the axes of this spelling."""
     prompts, longest = rows.is_token.shape
     known = {**sizes, "B": prompts, "X": len(rows.places), "1": 1}
     for axis, size in zip(spelling, shape, strict=True):
@@ -134,14 +134,14 @@ def _is_shape(
         elif all(letter in known for letter in letters):
             fits = size == prod(known[letter] for letter in letters)
         else:
-            fits = len(letters) == 1  # one axis of two unknown ones cannot be parted
+            fits = len(letters) == 1  # a fused axis of two unknown sizes cannot be split
         if not fits:
             return False
     return True
 
 
 def _joined(found: Quantity, ranks: list[Tensor], layout: Layout, sizes: Mapping[str, int]) -> Tensor:
-    """The whole array of what the ranks have of it."""
+    """Return the whole array, joined from the ranks' slices; copies on several ranks are taken once."""
     if layout.divided is None:
         other = [rank for rank, array in enumerate(ranks) if not _same(ranks[0], array)]
         if other:
@@ -157,7 +157,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _in_order(found: Quantity, array: Tensor, layout: Layout, rows: Rows, sizes: Mapping[str, int]) -> Tensor:
-    """From the layout's axes to the quantity's: [X ...]."""
+    """Return an array with the quantity's axes [X ...] instead of the layout's."""
     prompts = len(rows.is_token)
     known = {**sizes, "B": prompts, "1": 1}
     shape, letters = [], []
@@ -181,7 +181,7 @@ def _in_order(found: Quantity, array: Tensor, layout: Layout, rows: Rows, sizes:
 
 
 def cut(found: list[Quantity], ranks: list[Tensor], sizes: Mapping[str, int]) -> dict[str, list[Tensor]] | None:
-    """The parts of a fused projection along its last axis, for each rank; None where the last axis has another length.
+    """Return the parts of a fused projection for each rank; None if their widths do not add up to its last axis.
 
     Args:
       found: the parts in their order.

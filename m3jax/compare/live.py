@@ -1,4 +1,4 @@
-"""Models that run here and now: m3jax's own, and transformers', each from a folder in the hub's layout."""
+"""Runs of a model whose values are compared: m3jax's own or transformers', from a folder in the hub's layout."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,10 +25,10 @@ Tensor = Shaped[np.ndarray, "..."]
 
 
 def run_m3jax(label: str, folder: str, prompts: Sequence[Sequence[int]], dtype: str, mesh: str | None) -> Source:
-    """All named values of this package's model, and what lies between them: projections, norms, the router's scores.
+    """Run this package's model; return its named values and those between them: projections, norms, router scores.
 
     Args:
-      label: what the user called it.
+      label: the user's argument for it.
       folder: of the model; "" is the embedded one.
       prompts: token ids.
       dtype, mesh: as in `m3jax.load`.
@@ -48,12 +48,12 @@ def run_m3jax(label: str, folder: str, prompts: Sequence[Sequence[int]], dtype: 
 
 @jax.jit
 def _between(model: M3, layers: list[dict[str, Array]]) -> list[dict[str, Array]]:
-    """What `M3.intermediates` leaves out of each layer."""
+    """Return, for each layer, the quantities that `M3.intermediates` leaves out."""
     return [_between_in(model, index, values) for index, values in enumerate(layers)]
 
 
 def _between_in(model: M3, index: int, values: dict[str, Array]) -> dict[str, Array]:
-    """Of one layer: linear maps of what it has, and norms of those."""
+    """Return one layer's projections, their norms and the router's scores, computed from its intermediate values."""
     layer, eps, dtype = model.layer(index), model.config.rms_norm_eps, values["input"].dtype
     attention, x = layer.self_attn, values["attention_norm"]
     heads = {"q": (attention.q_proj, attention.q_norm), "k": (attention.k_proj, attention.k_norm)}
@@ -77,7 +77,7 @@ def _between_in(model: M3, index: int, values: dict[str, Array]) -> dict[str, Ar
 
 
 def run_transformers(label: str, folder: str, prompts: Sequence[Sequence[int]], dtype: str) -> Source:
-    """What the modules of transformers' text model give, by their names.
+    """Run transformers' text model; return the outputs and inputs of its modules that are quantities, by module name.
 
     Args:
       label, folder, prompts: as in `run_m3jax`.
@@ -95,7 +95,7 @@ def run_transformers(label: str, folder: str, prompts: Sequence[Sequence[int]], 
     except ImportError as error:
         raise ValueError(f"transformers:{folder}: {error}; pip install 'm3jax[oracle]'") from None
     settings = MiniMaxM3VLConfig.from_pretrained(folder)
-    settings.vision_config.num_hidden_layers = 0  # of what prompts of text never reach
+    settings.vision_config.num_hidden_layers = 0  # prompts of text never reach the tower, so none is built
     with _quiet():
         model, loaded = modeling.MiniMaxM3SparseForConditionalGeneration.from_pretrained(
             folder, config=settings, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True
@@ -113,7 +113,7 @@ def run_transformers(label: str, folder: str, prompts: Sequence[Sequence[int]], 
 
 @contextmanager
 def recorded(model: Any, modeling: Any) -> Iterator[dict[str, Any]]:
-    """Collects, while `model` runs, what its modules take in and give that is a quantity, and heads after RoPE.
+    """Collect, while `model` runs, the inputs and outputs of its modules that are quantities, and heads after RoPE.
 
     Args:
       model: of transformers, with `named_modules`.
@@ -160,7 +160,7 @@ def recorded(model: Any, modeling: Any) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings and bars of transformers, whose subject here is the vision tower."""
+    """Silence the warnings and progress bars of transformers, which would be about the unused vision tower."""
     from transformers.utils import logging
 
     level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -177,14 +177,14 @@ def _quiet() -> Iterator[None]:
 
 
 def _as_numpy(tensor: Any) -> Tensor:
-    """A tensor of PyTorch as a numpy array of the same bits."""
+    """Return a tensor of PyTorch as a numpy array of the same bits."""
     if str(tensor.dtype) == "torch.bfloat16":
         return tensor.contiguous().view(type(tensor)([]).short().dtype).numpy().view(jnp.bfloat16)
     return tensor.numpy()
 
 
 def _padded(prompts: Sequence[Sequence[int]], config: M3Config) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
-    """Prompts as one array, padded on the right, and their lengths.
+    """Return prompts as one array, padded on the right with 0, and their lengths.
 
     Raises:
       ValueError: an empty prompt, or an id that the model does not have.

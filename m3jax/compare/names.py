@@ -1,9 +1,9 @@
-"""What other engines call the quantities: a row for each module whose output, or input, is one.
+"""Names that other engines have for the quantities: a row for each module whose output, or input, is one.
 
 A dump has names of modules as `named_modules()` gives them, with ".input" behind one for what goes in, and ".0", ".1"
 for the parts of a tuple. transformers' are those of 5.23.0, where a test uses them; vLLM's stand in its model file of
-autumn 2026, SGLang's were written down from notes on its own, and nobody has run either. What a module of yours is
-called can be said with a file of names (`read_map`).
+autumn 2026, SGLang's were written down from notes on its own, and neither table has been tried on
+its engine. The names of other modules can be given in a file (`read_map`).
 """
 
 import re
@@ -17,11 +17,11 @@ from m3jax.messages import printable, shown
 
 
 class Meaning(NamedTuple):
-    """What an array of a dump is.
+    """The meaning of one array of a dump: a quantity, or the parts of a fused projection.
 
     Attributes:
       names: the quantity; of a fused projection its parts, in their order along the last axis.
-      axes: how the array lies, as in "B K T J", where that is known; else it is found out by its shape.
+      axes: the array's axes, as in "B K T J", where they are known; else they are found by its shape.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ _COMMON = [
     ("layers.N.mlp.gate_up_proj.0", "gate up"), ("layers.N.mlp.shared_experts.gate_up_proj", "gate up"),
     ("layers.N.mlp.shared_experts.gate_up_proj.0", "gate up"),
 ]  # fmt: skip
-# The stream goes through a layer in two parts, which the next norm adds: what was added last, and the stream before it.
+# These engines pass the stream on as two parts, the last addition and the stream before it, which the next norm adds.
 _TWO_STREAMS = [
     ("layers.N.0", "ffn_out"), ("layers.N.1", "ffn_input"),
     ("layers.N.input_layernorm.1", "input"), ("layers.N.post_attention_layernorm.1", "ffn_input"),
@@ -87,23 +87,23 @@ TABLES: dict[str, list[tuple[str, ...]]] = {
         ("layers.N.mlp.0", "ffn_out"),
     ],
 }  # fmt: skip
-# What `M3.intermediates` and the golden vectors have in another order of axes than tokens, heads, rest.
+# The quantities whose axes in `M3.intermediates` and the golden vectors are not in the order tokens, heads, rest.
 _OWN_AXES = {"block_scores": "B K T M", "blocks": "B K T J"}
 _LAYER = re.compile(r"layers\.(\d{1,5})(?=\.|$)")
 
 
 def meanings(names: Sequence[str], own: Mapping[str, Meaning | None] | None = None) -> dict[str, Meaning]:
-    """What each name of a dump means: by the user's map, else by the table that knows most of them.
+    """Return the meaning of each name of a dump: by the user's map, else by the table that knows most of the names.
 
     Args:
       names: of a dump's arrays.
       own: as `read_map` gives it.
 
     Returns:
-      By name; what nobody knows is not in it.
+      Meanings by name; a name that neither the map nor the table knows is left out.
     """
     by_table = [_by_table(names, engine) for engine in TABLES]
-    found = max(by_table, key=len)  # of equal counts the first
+    found = max(by_table, key=len)  # the first of equal counts
     for name in names:
         entry = _entry_for(name, own or {})
         if entry is not None:
@@ -115,7 +115,7 @@ def meanings(names: Sequence[str], own: Mapping[str, Meaning | None] | None = No
 
 
 def _by_table(names: Sequence[str], engine: str) -> dict[str, Meaning]:
-    """What one engine's table makes of the names."""
+    """Return the meanings of those names that one engine's table knows."""
     rows = {row[0]: row[1:] for row in TABLES[engine]}
     found = {}
     for name in names:
@@ -131,14 +131,14 @@ def _by_table(names: Sequence[str], engine: str) -> dict[str, Meaning]:
 
 
 def _place(name: str) -> tuple[str, int | None]:
-    """A name with N in the place of its layer and without what stands before the model, and the layer."""
+    """Return a module's name without the model's prefix and with N for its layer, and the layer's number or None."""
     name = name[_PREFIX.match(name).end() :]
     match = _LAYER.search(name)
     return (name, None) if match is None else (name[: match.start(1)] + "N" + name[match.end(1) :], int(match[1]))
 
 
 def read_map(file: Path) -> dict[str, Meaning | None]:
-    """The user's own names: a JSON object from a name to a quantity, with {layer} in both.
+    """Read the user's map of names: a JSON object from a name to a quantity, with {layer} in both.
 
     Args:
       file: such as {"l_out-{layer}": "layers.{layer}.output", "top-{layer}": {"to": "layers.{layer}.blocks", "axes":
@@ -169,7 +169,7 @@ def read_map(file: Path) -> dict[str, Meaning | None]:
 
 
 def _entry_for(name: str, own: Mapping[str, Meaning | None]) -> tuple[str, int] | None:
-    """The entry of a user's map that is meant for a name, and the layer that the name has in it."""
+    """Return the key in the user's map that matches a name, and the layer number in the name (0 for an exact match)."""
     if name in own:
         return name, 0
     for number in re.finditer(r"\d{1,5}", name):

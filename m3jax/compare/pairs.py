@@ -1,4 +1,4 @@
-"""Two sides' arrays at the tokens that both have, and what can be computed of them."""
+"""Two sides' arrays at the tokens that both have, and scores and attention recomputed from them."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from m3jax.msa import contiguous_index, walk_scores
 from m3jax.msa.definition import dense_attention, sparse_attention
 
 Tensor = Shaped[np.ndarray, "..."]
-# Of a prompt: attention by the definition holds all its scores at once.
+# The longest prompt whose attention is recomputed: the definition holds all its scores at once.
 _MOST_TOKENS = 2048
 
 
@@ -22,14 +22,14 @@ class Pair:
 
     Attributes:
       a: the reference.
-      b: what is in question.
-      config: of the model; None where nobody knows it.
-      index: for each token that both have, which one of a's and of b's it is [X 2].
-      places: its (prompt, position) [X 2].
+      b: the side in question.
+      config: of the model; None where it is not known.
+      index: for each token that both have, its indices among a's and among b's tokens [X 2].
+      places: the (prompt, position) of each of these tokens [X 2].
     """
 
     def __init__(self, a: Side, b: Side, config: M3Config | None):
-        """Raises ValueError where the sides have no token in common, or other ids."""
+        """Find the tokens that both sides have; raise ValueError if there is none, or if their ids differ."""
         self.a, self.b, self.config = a, b, config
         of_b = {tuple(place): i for i, place in enumerate(b.places.tolist())}
         shared = [(i, of_b[key]) for i, place in enumerate(a.places.tolist()) if (key := tuple(place)) in of_b]
@@ -48,16 +48,16 @@ class Pair:
                 raise ValueError(f"other tokens: at {self.where(at)} A has {ids[0][at]} and B has {ids[1][at]}")
 
     def where(self, token: int | np.integer) -> str:
-        """A token's place in words."""
+        """Return a token's prompt, counted from 1, and position in words."""
         prompt, position = self.places[token].tolist()
         return f"prompt {prompt + 1}, position {position}"
 
     def has(self, name: str) -> bool:
-        """Whether both sides have a quantity."""
+        """True if both sides have the quantity of this name."""
         return name in self.a.values and name in self.b.values
 
     def arrays(self, name: str) -> tuple[Tensor, Tensor, Int[np.ndarray, " Y"]]:
-        """A quantity of both sides, [Y ...] each, and which of the pair's tokens these are.
+        """Return a quantity of both sides, [Y ...] each, and the index of each of these tokens among the pair's.
 
         Raises:
           ValueError: the two have other shapes.
@@ -78,20 +78,20 @@ class Pair:
             raise ValueError(f"{name} [{' '.join(found.axes)}] cannot be aligned: {shapes}")
         tokens = np.flatnonzero(has_both)
         if found.kind == "block_scores" and self.config is not None:
-            own = self.places[tokens, 1] // self.config.index_block_size  # what stands behind it may be anything
+            own = self.places[tokens, 1] // self.config.index_block_size  # engines may leave garbage in later blocks
             is_seen = np.arange(one.shape[-1]) <= own[:, None, None]
             one, other = np.where(is_seen, one, -np.inf), np.where(is_seen, other, -np.inf)
         return one, other, tokens
 
     def _rows(self, value: Value, column: int) -> Int[np.ndarray, " X"]:
-        """For each token of the pair, its row in a value; -1 where that has none."""
+        """Return for each token of the pair its row in a value's array; -1 where the value lacks the token."""
         row_of = np.full(int(self.index[:, column].max()) + 1, -1)
         is_known = value.tokens < len(row_of)
         row_of[value.tokens[is_known]] = np.arange(len(value.tokens))[is_known]
         return row_of[self.index[:, column]]
 
     def block_scores(self, layer: int) -> Float[np.ndarray, "X K M"] | None:
-        """What the reference ranked, or, where it does not say, the other side; None if neither does.
+        """Return block scores, stored or recomputed, of the reference or else the other side; None if neither has any.
 
         Args:
           layer: counted from 0.
@@ -104,12 +104,12 @@ class Pair:
         return None
 
     def scores_of(self, side: Side, layer: int, in_float8: bool = False) -> Float[np.ndarray, "X K M"] | None:
-        """The scores of blocks that a side's index queries and keys give; None where it has not all of them.
+        """Return block scores recomputed from a side's index queries and keys; None where some of those are missing.
 
         Args:
           side: one of the pair's.
           layer: counted from 0.
-          in_float8: whether the keys are rounded to float8_e4m3fn before.
+          in_float8: True to round the keys to float8_e4m3fn first.
         """
         names = [f"layers.{layer}.{kind}" for kind in ("index_q", "index_k")]
         if self.config is None or not all(name in side.values for name in names) or not is_whole(side):
@@ -126,7 +126,7 @@ class Pair:
         return out
 
     def attention_of(self, side: Side, layer: int, blocks: Tensor | None) -> Tensor | None:
-        """What attention gives for a side's own q, k and v at each of its tokens; None where that cannot be had.
+        """Return attention recomputed from a side's own q, k and v; None if they are missing or a prompt is too long.
 
         Args:
           side: one of the pair's.
@@ -151,18 +151,18 @@ class Pair:
 
 
 def of_prompts(side: Side) -> list[Int[np.ndarray, " T"]]:
-    """Which of a side's tokens each prompt has, in the order of positions."""
+    """Return for each prompt the indices of its tokens among the side's, in the order that the side stores them."""
     prompts = side.places[:, 0]
     return [np.flatnonzero(prompts == prompt) for prompt in np.unique(prompts)]
 
 
 def is_whole(side: Side) -> bool:
-    """Whether a side has all tokens of its prompts, from position 0 on."""
+    """True if a side has the tokens of each prompt in order from position 0 on, without a gap."""
     return all((side.places[tokens, 1] == np.arange(len(tokens))).all() for tokens in of_prompts(side))
 
 
 def are_close(expected: Tensor, found: Tensor, share: float = 1e-3) -> bool:
-    """Whether two arrays are the same but for roundings: far nearer to one another than either is to 0."""
+    """True if arrays differ by roundings alone: the norm of the difference is at most `share` of the expected norm."""
     if expected.shape != found.shape or not np.isfinite(found).all():
         return False
     expected, found = expected.astype(np.float64), found.astype(np.float64)
@@ -170,6 +170,6 @@ def are_close(expected: Tensor, found: Tensor, share: float = 1e-3) -> bool:
 
 
 def at(found: Quantity, place: Sequence[int | np.integer]) -> str:
-    """The place of a number, or of a selection, in words, but for its token."""
+    """Return in words the place of a number or a selection within its token."""
     words = {"N": "head", "K": "KV head", "M": "block", "E": "expert", "A": "choice", "C": "tap", "V": "token id"}
     return "".join(f", {words.get(letter, 'dim')} {i}" for letter, i in zip(found.axes[1:], place[1:], strict=False))

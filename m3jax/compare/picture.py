@@ -1,4 +1,4 @@
-"""A report with a picture of the error over depth, in one HTML file that asks for nothing else."""
+"""A report with a plot of the error over depth, in one HTML file that loads nothing else."""
 
 import importlib.util
 import io
@@ -22,7 +22,7 @@ pre {{ overflow-x: auto; background: #f4f4f4; padding: 1em }} svg {{ max-width: 
 
 
 def check_matplotlib() -> None:
-    """Raise ValueError where matplotlib is not installed: before anything has run."""
+    """Raise ValueError if matplotlib is not installed, so that this is known before any model has run."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--html needs matplotlib for its picture: pip install 'm3jax[plots]'")
 
@@ -31,7 +31,7 @@ def write_html(file: Path, report: Report) -> None:
     """Write a report and its picture; a file of this name is replaced.
 
     Args:
-      file: where to.
+      file: the HTML file to write.
       report: as `compare` makes it.
 
     Raises:
@@ -44,7 +44,7 @@ def write_html(file: Path, report: Report) -> None:
 
 
 def _svg(report: Report) -> str:
-    """Relative errors by layer on a logarithmic axis, and below them flips inside and outside the margin."""
+    """Return an SVG of relative errors by layer on a logarithmic axis, with flips by layer below if there are any."""
     from matplotlib.figure import Figure  # with no window, and none of pyplot's state
 
     has_flips = any(layer.blocks or layer.experts for layer in report.layers.values())
@@ -61,7 +61,7 @@ def _svg(report: Report) -> str:
 
 
 def _draw_errors(axis: Any, report: Report) -> None:
-    """A line for each quantity of the stream; without an error there is no place on a logarithmic axis."""
+    """Draw a line for each quantity of the stream; an error of 0 is left out, since the axis is logarithmic."""
     for kind in STREAM:
         points = [(number, layer.errors[kind]) for number, layer in report.layers.items() if layer.errors.get(kind)]
         finite = [(number, error) for number, error in points if error < float("inf")]
@@ -78,7 +78,7 @@ def _draw_errors(axis: Any, report: Report) -> None:
 
 
 def _draw_flips(axis: Any, report: Report) -> None:
-    """Four bars a layer: of blocks and experts, the share that flipped inside and outside the margin."""
+    """Draw four bars for each layer: the shares of blocks and experts that flipped inside and outside the margin."""
     shades = {("blocks", 1): "#9ecae1", ("blocks", 2): "#08519c", ("experts", 1): "#fdd0a2", ("experts", 2): "#d94801"}
     for place, ((kind, which), color) in enumerate(shades.items()):
         found = {number: getattr(layer, kind) for number, layer in report.layers.items() if getattr(layer, kind)}

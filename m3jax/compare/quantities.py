@@ -1,11 +1,11 @@
-"""What lies between tokens and logits, by name, in the order in which a model computes it."""
+"""Quantities between tokens and logits, by name, in the order in which a model computes them."""
 
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# Of each layer. Letters are those of CONTRIBUTING.md, and X all tokens of all prompts; W is the hidden width of the MLP
-# that every token goes through: that of a dense layer, or the shared expert.
+# The quantities of each layer. Letters are those of CONTRIBUTING.md; X are all tokens of all prompts, and W is the
+# hidden width of the MLP that every token goes through: a dense layer's, or the shared expert's.
 _LAYER = {
     "input": "X D", "attention_norm": "X D",
     # before norm and RoPE
@@ -19,7 +19,7 @@ _LAYER = {
 }  # fmt: skip
 _BEFORE, _AFTER = {"embedding": "X D"}, {"taps": "X C D", "final_norm": "X D", "logits": "X V"}
 LAYER_NAMES = tuple(_LAYER)
-# The residual stream, and what a layer adds to it: an error there goes on into all that follows.
+# The residual stream and the terms that a layer adds to it: an error there propagates to everything after it.
 STREAM = ("attention", "attention_out", "ffn_out", "output")
 _NAME = re.compile(r"layers\.(\d{1,5})\.(\w+)")
 
@@ -30,7 +30,7 @@ class Quantity(NamedTuple):
     Attributes:
       name: as in `M3.intermediates`, with the layer before it: "layers.3.blocks".
       axes: a letter for each, tokens first.
-      layer: counted from 0; None before the first and after the last.
+      layer: counted from 0; None for a quantity before the first layer or after the last.
       kind: the name without the layer.
     """
 
@@ -41,7 +41,7 @@ class Quantity(NamedTuple):
 
 
 def quantity(name: str) -> Quantity | None:
-    """The quantity of a name, if it is one."""
+    """Return the quantity of this name; None if there is none."""
     if name in _BEFORE or name in _AFTER:
         return Quantity(name, tuple((_BEFORE | _AFTER)[name].split()), None, name)
     match = _NAME.fullmatch(name)
@@ -51,7 +51,7 @@ def quantity(name: str) -> Quantity | None:
 
 
 def in_order(names: Iterable[str]) -> list[Quantity]:
-    """Quantities in the order of computation.
+    """Return the quantities of these names in the order of computation, each once.
 
     Args:
       names: of quantities, all of them known.

@@ -1,4 +1,4 @@
-"""The comparison itself: quantity by quantity in the order of computation, and what it comes to in the logits."""
+"""The comparison itself: quantity by quantity in the order of computation, and the total effect on the logits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from m3jax.vectors.tolerances import TOLERANCES
 
 Tensor = Shaped[np.ndarray, "..."]
 _SETS = ("blocks", "expert_ids")
-_CHUNK = 256  # tokens whose logits are looked at together
+_CHUNK = 256  # tokens whose logits are compared at once
 
 
 class Difference(NamedTuple):
@@ -27,8 +27,8 @@ class Difference(NamedTuple):
 
     Attributes:
       name: of the quantity.
-      what: how much of it differs, and in another sentence where and both values.
-      kind: what mistake it looks like, or None.
+      what: two sentences: how much of it differs, then where, with both values.
+      kind: the known mistake that the difference looks like, or None.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Difference(NamedTuple):
 
 @dataclass
 class Layer:
-    """What differs in one layer.
+    """The errors and flipped selections of one layer.
 
     Attributes:
       errors: by kind of quantity (`STREAM`), the root mean square of the difference over that of the reference.
-      blocks: how many selections of blocks there are, how many flipped inside the margin, or at a token where another
-        one had before, and how many outside.
-      experts: likewise.
+      blocks: three counts of block selections: all; those that flipped inside the margin, or at a token where an
+        earlier selection had; and those that flipped outside it.
+      experts: the same three counts for selections of experts.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -53,11 +53,11 @@ class Layer:
 
 
 class Logits(NamedTuple):
-    """What it comes to.
+    """The effect of all differences on the logits.
 
     Attributes:
-      largest: difference of two logits, and the (prompt, position) where.
-      place: see largest.
+      largest: the largest absolute difference of two logits.
+      place: the (prompt, position) of the largest difference, both counted from 0.
       mean_kl, most_kl: of the reference's distribution from the other, in nats, over tokens.
       same: tokens at which both have the same most probable next token.
       count: tokens.
@@ -73,13 +73,13 @@ class Logits(NamedTuple):
 
 @dataclass
 class Report:
-    """Where two sides part.
+    """The result of a comparison: the first quantity beyond its tolerance, and the errors of all that were compared.
 
     Attributes:
       labels: of the two sides.
       dtypes: likewise.
-      tokens: how many both sides have; of how many prompts.
-      prompts: see tokens.
+      tokens: the number of tokens that both sides have.
+      prompts: the number of prompts of these tokens.
       compared: names of the quantities, in order of computation.
       only: names that one side alone has, for each side.
       unknown: names that no table knows, for each side.
@@ -87,8 +87,8 @@ class Report:
       first: the first of them.
       errors: of each compared quantity of numbers, as in `Layer`.
       layers: by number.
-      excused: tokens that follow a flip inside the margin, which the tolerances do not judge from there on.
-      logits: what it comes to; None where one side has none.
+      excused: the number of tokens with a flip inside the margin, which the tolerances do not judge from there on.
+      logits: the effect on the logits; None where one side has none.
     """
 
     labels: tuple[str, str]
@@ -107,11 +107,11 @@ class Report:
 
 
 def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol: float | None) -> Report:
-    """Hold b against a.
+    """Compare each quantity of `b` with the reference `a`, in the order of computation.
 
     Args:
       a: the reference.
-      b: what is in question.
+      b: the side in question.
       config: of the model, where it is known; without it no flip of blocks can be told from a rounding.
       rtol, atol: for all numbers; by default those of `TOLERANCES["model"]` for the narrower of the two dtypes.
 
@@ -155,7 +155,7 @@ def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol:
 def _sets(
     pair: Pair, found: Quantity, layer: Layer, rtol: float, atol: float, is_excused: Bool[np.ndarray, " X"]
 ) -> tuple[tuple[str, str] | None, Bool[np.ndarray, " X"]]:
-    """What is wrong with selections, and which tokens have one that flipped inside the margin and none outside."""
+    """Return what is wrong with selections or None, and the tokens with a flip inside the margin and none outside."""
     one, other, tokens = pair.arrays(found.name)
     if found.kind == "blocks":
         scores = pair.block_scores(found.layer)
@@ -172,7 +172,7 @@ def _sets(
     flips = find_flips(by_query(one), by_query(other), ranked, rtol, atol)
     heads = one.shape[1] if one.ndim == 3 else 1
     by_token = lambda mask: mask.reshape(-1, heads).any(-1)
-    # What follows a flip inside the margin counts as inside, whatever its gap.
+    # A later flip at a token that had one inside the margin counts as inside, whatever its gap: its inputs differ.
     is_inside = flips.is_inside | (flips.is_other & np.repeat(is_excused[tokens], heads))
     is_outside = flips.is_other & ~is_inside
     inside, outside = int(is_inside.sum()), int(is_outside.sum())
@@ -194,7 +194,7 @@ def _sets(
 def _numbers(
     pair: Pair, found: Quantity, tolerance: Mapping[str, Any], dtype: str, is_excused: Bool[np.ndarray, " X"]
 ) -> tuple[tuple[str, str] | None, float]:
-    """What is wrong with numbers at the tokens that are judged, and the error at all of them."""
+    """Return what is wrong with numbers at the tokens that are judged or None, and the relative error at all tokens."""
     one, other, tokens = pair.arrays(found.name)
     is_judged = ~is_excused[tokens]
     if found.kind == "expert_weights":
@@ -216,7 +216,7 @@ def _numbers(
 def _by_expert(
     pair: Pair, found: Quantity, one: Float[np.ndarray, "X A"], other: Float[np.ndarray, "X A"]
 ) -> tuple[Float[np.ndarray, "X A"], Float[np.ndarray, "X A"], Bool[np.ndarray, " X"]]:
-    """Weights in the order of their experts' ids, and the tokens at which both sides have the same experts."""
+    """Return weights in the order of their experts' ids, and the tokens at which both sides have the same experts."""
     name = f"layers.{found.layer}.expert_ids"
     if name not in pair.a.values or name not in pair.b.values:
         return np.sort(one, axis=-1), np.sort(other, axis=-1), np.ones(len(one), bool)
@@ -227,7 +227,7 @@ def _by_expert(
 
 
 def _relative_error(one: Tensor, other: Tensor) -> float:
-    """The root mean square of the difference over that of the reference, where both are finite."""
+    """Return the root mean square of the difference over that of the reference, taken where both are finite."""
     one, other = one.astype(np.float64), other.astype(np.float64)
     is_number = np.isfinite(one) & np.isfinite(other)
     size = float(np.linalg.norm(one[is_number]))
@@ -238,7 +238,7 @@ def _relative_error(one: Tensor, other: Tensor) -> float:
 
 
 def _logits(pair: Pair) -> Logits:
-    """What all differences come to, a chunk of tokens at a time."""
+    """Return the largest difference and the KL divergence of the logits, computed a chunk of tokens at a time."""
     one, other, tokens = pair.arrays("logits")
     kl, same, largest, where = [], 0, -1.0, 0
     for start in range(0, len(one), _CHUNK):

@@ -1,4 +1,4 @@
-"""From two names on a command line to a report: dumps are read, models run, and both sides get one form."""
+"""From two arguments of a command line to a report: read the dumps, run the models, and compare the two sides."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,11 +25,11 @@ def compare_sides(
     dtype: str = "float32",
     mesh: str | None = None,
 ) -> Report:
-    """Hold b against a.
+    """Read or run `a` and `b`, and compare `b` with the reference `a`.
 
     Args:
       a: the reference: a file or folder of arrays, "m3jax:FOLDER" or "transformers:FOLDER".
-      b: what is in question, likewise.
+      b: the side in question, in one of the same forms.
       prompts: token ids for a model that runs live; those of the other side's dump by default.
       rtol: of every number; by default that of the narrower dtype.
       atol: likewise.
@@ -75,6 +75,6 @@ def compare_sides(
 
 
 def _engine(label: str) -> str | None:
-    """The engine of a model that shall run live; None for files."""
+    """Return the engine of a label such as "m3jax:FOLDER", a model to run live; None for files."""
     engine, colon, _ = label.partition(":")
     return engine if colon and engine in _LIVE else None

@@ -1,4 +1,4 @@
-"""The two things that are compared: named arrays from files or of a model that just ran, brought into one form."""
+"""The two sides of a comparison: named arrays from files or from a run of a model, brought into one form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ _TOKENS, _LENGTHS, _POSITIONS = ("tokens", "input_ids"), "lengths", "positions"
 
 @dataclass(frozen=True)
 class Source:
-    """Arrays as they come, before anything is known of their axes.
+    """Arrays under an engine's own names and with its own axes, as a dump or a run gives them.
 
     Attributes:
-      label: what the user called it.
+      label: the user's argument for it.
       arrays: by the engine's names; a list of what each rank has.
       config: of the model that they come from, where that is known.
       skipped: names that are known and no quantities.
@@ -39,11 +39,11 @@ class Source:
 
 
 class Value(NamedTuple):
-    """A quantity in its own order of axes.
+    """One quantity's array, with its axes in the order that the quantity has.
 
     Attributes:
       array: [X ...].
-      tokens: which of the side's tokens it has.
+      tokens: for each row, the index of its token among the side's.
     """
 
     array: Tensor
@@ -61,7 +61,7 @@ class Side:
       dtype: the narrowest floating type among them, as tolerances know it.
       tokens: ids [X], where the dump has them.
       unknown: names that no table knows.
-      has_some: whether it says by positions that it may have some tokens of its prompts alone.
+      has_some: True if it has an array of positions, so it may lack some tokens of its prompts.
     """
 
     label: str
@@ -74,7 +74,7 @@ class Side:
 
 
 def from_files(place: str) -> Source:
-    """A dump; of a folder of golden vectors the whole tiny model's values.
+    """Read a dump, or, from a folder of golden vectors, the values of its whole tiny model.
 
     Raises:
       ValueError: as `read_dump` and `read_manifest`, or golden vectors without a model.
@@ -94,7 +94,7 @@ def from_files(place: str) -> Source:
 
 
 def prompts_in(source: Source) -> list[list[int]] | None:
-    """The token ids of a dump's prompts, where it has them whole."""
+    """Return the token ids of a dump's prompts; None without ids, or where positions may leave some tokens out."""
     if (ids := _ids(source)) is None or _POSITIONS in source.arrays:
         return None
     lengths = _lengths(source, ids)
@@ -108,11 +108,11 @@ def prompts_in(source: Source) -> list[list[int]] | None:
 def side(
     source: Source, config: M3Config | None, lengths: Sequence[int] | None, own: Mapping[str, Meaning | None]
 ) -> Side:
-    """A source's arrays as quantities.
+    """Return a source's arrays as quantities with aligned axes.
 
     Args:
       source: arrays with the engine's names and axes.
-      config: whose sizes the arrays have; None where nobody knows.
+      config: of the model whose sizes the arrays have; None where it is not known.
       lengths: of the prompts, where the source does not say it itself.
       own: names that the user gave.
 
@@ -133,7 +133,7 @@ def side(
     for name, meaning in known.items():
         try:
             for part, ranks in _parts(name, meaning, source.arrays[name], config).items():
-                if part not in values:  # a layer's output is also what the next module takes in
+                if part not in values:  # a layer's output is also the next module's input; the first name counts
                     values[part] = _value(quantity(part), ranks, rows, config, meaning.axes)
         except ValueError as error:
             raise ValueError(f"{where}: {shown(name)}: {error}") from None
@@ -143,7 +143,7 @@ def side(
 
 
 def sizes(config: M3Config | None, layer: int | None) -> dict[str, int]:
-    """The lengths of a model's axes by letter, of one layer where it is a layer's."""
+    """Return the lengths of a model's axes by letter; W, the MLP's hidden width, only for a given layer."""
     if config is None:
         return {}
     found = {
@@ -158,7 +158,7 @@ def sizes(config: M3Config | None, layer: int | None) -> dict[str, int]:
 
 
 def _parts(name: str, meaning: Meaning, ranks: list[Tensor], config: M3Config | None) -> dict[str, list[Tensor]]:
-    """The quantities in one array, each as the ranks have it."""
+    """Return the quantities in one array by name, each as the ranks have it; a fused projection has several."""
     parts = [quantity(part) for part in meaning.names]
     if any(part is None for part in parts):
         raise ValueError(f"it would be {meaning.names[0]}, which is no quantity")
@@ -169,7 +169,7 @@ def _parts(name: str, meaning: Meaning, ranks: list[Tensor], config: M3Config | 
         if len(parts) != 2 or parts[0].axes != parts[1].axes or ranks[0].shape[-1] % 2:
             raise ValueError(f"it holds {len(parts)} quantities, and --config FOLDER says where to cut")
         return {part.name: [np.split(array, 2, axis=-1)[i] for array in ranks] for i, part in enumerate(parts)}
-    # A dense layer's projections lack the index branch's.
+    # In a layer of dense attention the fused projection has no part for the index branch.
     for some in (parts, [part for part in parts if "index" not in part.kind]):
         if some and (pieces := cut(some, ranks, letters)) is not None:
             return pieces
@@ -178,7 +178,7 @@ def _parts(name: str, meaning: Meaning, ranks: list[Tensor], config: M3Config | 
 
 
 def _value(found: Quantity, ranks: list[Tensor], rows: Rows, config: M3Config | None, axes: str | None) -> Value:
-    """One quantity in its own order of axes; logits may be those of each prompt's last token alone."""
+    """Return one quantity with its axes aligned; logits may be those of each prompt's last token alone."""
     letters = sizes(config, found.layer)
     if found.kind in ("blocks", "expert_ids") and ranks[0].dtype.kind not in "iu":
         raise ValueError(f"ids of dtype {ranks[0].dtype}; dump them as integers")
@@ -194,7 +194,7 @@ def _value(found: Quantity, ranks: list[Tensor], rows: Rows, config: M3Config | 
 def _rows(
     source: Source, known: Mapping[str, Meaning], lengths: Sequence[int] | None
 ) -> tuple[Rows, Int[np.ndarray, " X"] | None]:
-    """Which tokens a source's arrays have, and their ids."""
+    """Return the tokens that a source's arrays have, and their ids where it stores them."""
     ids = _ids(source)
     positions = _integers(source, _POSITIONS)
     counts = _lengths(source, ids)
@@ -202,7 +202,7 @@ def _rows(
         is_token = positions >= 0
         places = np.stack([np.nonzero(is_token)[0], positions[is_token]], axis=1)
     elif positions is not None:
-        # Where positions do not rise another prompt begins.
+        # A position that is not above the one before it begins another prompt.
         prompt = np.cumsum(np.concatenate([[0], (np.diff(positions) <= 0).astype(int)]))
         places = np.stack([prompt, positions], axis=1)
         is_token = _padded(np.bincount(prompt))
@@ -220,12 +220,12 @@ def _rows(
 
 
 def _padded(counts: Sequence[int] | Int[np.ndarray, " B"]) -> Bool[np.ndarray, "B T"]:
-    """Which places of rows that are padded on the right are tokens."""
+    """Return a mask of rows padded on the right: True at tokens, False at padding."""
     return np.arange(max(counts, default=0)) < np.asarray(counts, int)[:, None]
 
 
 def _guessed(source: Source, known: Mapping[str, Meaning]) -> list[int]:
-    """Lengths of prompts by the shape of an array of the residual stream: [B T D], or [X D] of one prompt."""
+    """Return the prompts' lengths by the shape of an array of the residual stream: [B T D], or [X D] of one prompt."""
     for name, meaning in known.items():
         found = quantity(meaning.names[0])
         shape = source.arrays[name][0].shape
@@ -238,12 +238,12 @@ def _guessed(source: Source, known: Mapping[str, Meaning]) -> list[int]:
 
 
 def _ids(source: Source) -> Tensor | None:
-    """The token ids of a source, [B T] or [X]."""
+    """Return the token ids of a source, [B T] or [X]; None if it has none."""
     return next((ids for name in _TOKENS if (ids := _integers(source, name)) is not None), None)
 
 
 def _lengths(source: Source, ids: Tensor | None) -> Int[np.ndarray, " B"] | None:
-    """How many tokens each prompt has, where the source says it."""
+    """Return the prompts' lengths that a source stores; None if it stores none."""
     lengths = _integers(source, _LENGTHS)
     if lengths is None:
         return None
@@ -256,7 +256,7 @@ def _lengths(source: Source, ids: Tensor | None) -> Int[np.ndarray, " B"] | None
 
 
 def _integers(source: Source, name: str) -> Tensor | None:
-    """An array that says something of the tokens."""
+    """Return a source's integer array about its tokens (ids, lengths or positions); None if it has none."""
     if name not in source.arrays:
         return None
     array = np.asarray(source.arrays[name][0])
@@ -268,7 +268,7 @@ def _integers(source: Source, name: str) -> Tensor | None:
 
 
 def _narrowest(kinds: Sequence[np.dtype]) -> str:
-    """The narrowest floating type, as tolerances know it: whatever is narrower than float32 counts as bfloat16."""
+    """Return the narrowest floating type by the tolerances' names: all narrower than float32 count as bfloat16."""
     widths = [min(kind.itemsize, 8) for kind in kinds if kind.kind not in "iub"]
     narrowest = min(widths, default=4)
     return {8: "float64", 4: "float32"}.get(narrowest, "bfloat16")

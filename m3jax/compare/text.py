@@ -1,4 +1,4 @@
-"""A report in words."""
+"""The text of a comparison's report, as the command line prints it."""
 
 from m3jax.compare.quantities import STREAM, quantity
 from m3jax.compare.report import Layer, Report
@@ -8,7 +8,7 @@ _FEW = 6  # names that a line lists
 
 
 def lines_of(report: Report) -> list[str]:
-    """The whole report, line by line: what was compared, where it parts, layer by layer, and what it comes to.
+    """Return the report's lines: what was compared, the first difference, errors by layer, and the effect on logits.
 
     Args:
       report: as `compare` makes it.
@@ -39,7 +39,7 @@ def lines_of(report: Report) -> list[str]:
 
 
 def first_lines(report: Report) -> list[str]:
-    """The first quantity that differs, and what came before it.
+    """Return lines on the first quantity that differs, and on the quantities before and after it.
 
     Args:
       report: as `compare` makes it.
@@ -60,7 +60,7 @@ def first_lines(report: Report) -> list[str]:
 
 
 def _table(report: Report) -> list[str]:
-    """Relative errors and flips, layer by layer."""
+    """Return the lines of a table of relative errors and flips, layer by layer."""
     if not report.layers:
         return []
     columns = [kind for kind in STREAM if any(kind in layer.errors for layer in report.layers.values())]
@@ -88,7 +88,7 @@ def _cells(layer: Layer, columns: list[str], flips: list[str]) -> list[str]:
 
 
 def _kinds(names: list[str]) -> str:
-    """Names with those of one kind in one word: q of 3 layers."""
+    """Return names grouped by kind, as in "q of 3 layers"."""
     counts: dict[str, int] = {}
     for name in names:
         kind = quantity(name).kind

@@ -1,4 +1,4 @@
-"""Dialogues: messages in, reasoning, text and tool calls out as they come, over the engine and its prefix cache."""
+"""Dialogues: messages are answered by a stream of reasoning, text and tool calls, over an engine's prefix cache."""
 
 from m3jax.dialogue.chat import chat
 from m3jax.dialogue.dialogue import Dialogue, open_calls

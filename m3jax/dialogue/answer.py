@@ -1,4 +1,4 @@
-"""One answer, from the prompt's tokens to events: the loop that a single chat and a running dialogue share."""
+"""One answer, from the prompt's tokens to events: the loop that `chat` and `Dialogue` share."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _FINISH_REASONS = {"length": "length", "aborted": "interrupted"}
 
 
 def stop_ids(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> tuple[int, ...]:
-    """The ids that end a turn: those of the model, and the tokenizer's own end of a turn.
+    """Return the ids that end a turn: those of the model, and the tokenizer's own end of a turn.
 
     Args:
       tokenizer: of the model.
@@ -39,20 +39,20 @@ def answer(
     is_interrupted: Callable[[], bool] = lambda: False,
     progress: bool = True,
 ) -> Iterator[Event | Reply]:
-    """Run one request of an engine, and give what it says as events.
+    """Run one request of an engine, and yield its output as events.
 
-    Special tokens are part of the text, for markers may be special; nothing is given out that ends within a character,
-    and an answer that is cut within one ends before it. Whoever stops asking ends the request.
+    Special tokens are part of the text, because the markers of reasoning and calls may be special. No event ends within
+    a character, and an answer that is cut within one ends before it. Closing the iterator ends the request.
 
     Args:
-      engine: its other requests go on as well.
+      engine: the engine to run on; its other requests advance too.
       tokenizer: of the model.
       parser: a new one, which knows the tools and the thinking mode.
       prompt: token ids, checked already.
-      params: how it goes on.
+      params: limits, sampling and stop ids of the request.
       media: images and videos of the prompt.
       stop: texts before which the answer ends.
-      is_interrupted: asked after each device call; where it says so the answer ends there.
+      is_interrupted: called after each device call; if it returns True, the answer ends there.
       progress: whether reading the prompt is shown (`m3jax.progress`).
 
     Yields:
@@ -100,6 +100,6 @@ def answer(
 
 @contextmanager
 def _compiling(line: Activity, names: str) -> Iterator[None]:
-    """Programs with these names are compiled inside, and kept for the next process."""
+    """Show that programs with these names are compiled inside the block, and keep them for the next process."""
     with compile_cache(), line.timed(f"compiling {names}"):
         yield

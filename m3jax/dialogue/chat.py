@@ -14,8 +14,8 @@ from m3jax.dialogue.media import dialogue_tokens
 from m3jax.dialogue.reply import Reply
 from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer
 
-MOST_NEW_TOKENS = 4096  # of an answer, where nobody says how many
-_STREAM_STEPS, _WHOLE_STEPS = 4, 32  # tokens in one device call: few where somebody watches
+MOST_NEW_TOKENS = 4096  # of an answer, if the caller gives no number
+_STREAM_STEPS, _WHOLE_STEPS = 4, 32  # tokens in one device call: few for a stream
 
 
 def chat(
@@ -52,9 +52,9 @@ def chat(
       tools: that the model may call, each {"type": "function", "function": {"name", "parameters": a JSON schema}}.
       thinking_mode: "enabled", "disabled", or "adaptive", where the model decides; None does not tell the template.
       stream: give events as they come, else the whole answer.
-      template: how messages become text: a template or its file; None is that of the tokenizer's folder.
+      template: the chat template or its file; None is that of the tokenizer's folder.
       max_new_tokens: of the answer; None is 4,096, or less where the model's context has no room for more.
-      sampling: how tokens are drawn; None is by the keywords.
+      sampling: the way tokens are drawn; None takes it from the keywords.
       stop: a text, or several, before which the answer ends.
       stop_at: token ids that end the answer besides the end of a turn; None is the model's EOS.
       engine: one to run on, which finds in its prefix cache what it read before; None makes one for this call.
@@ -106,7 +106,7 @@ def chat(
 
 
 def as_template(template: ChatTemplate | str | PathLike[str] | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template that a user means: one, a file's, or that of the folder that the tokenizer was read from.
+    """Return the template itself, the one in a file, or for None that of the folder that the tokenizer was read from.
 
     Raises:
       ValueError: no template, or a broken one.
@@ -121,16 +121,16 @@ def as_template(template: ChatTemplate | str | PathLike[str] | None, tokenizer: 
 
 
 def new_tokens_within(prompt_tokens: int, room: int, asked: int | None) -> int:
-    """How many tokens an answer may have: as many as asked for, else what the room has left, at most 4,096."""
+    """Return the most tokens of an answer: the number asked for, else what is left of the room, at most 4,096."""
     return max(1, min(MOST_NEW_TOKENS, room - prompt_tokens)) if asked is None else asked
 
 
 def check_answer(prompt: Sequence[int], params: Params, config: TargetConfig, room: int) -> None:
-    """Raise ValueError where a dialogue and its answer are more than there is room for, or are none that the model has.
+    """Raise ValueError if a dialogue and its answer exceed the room, or if the model does not have the tokens.
 
     Args:
       prompt: token ids of the dialogue.
-      params: how it goes on.
+      params: limits, sampling and stop ids of the answer.
       config: of the model.
       room: tokens that a request can have.
     """

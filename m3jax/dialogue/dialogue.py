@@ -15,15 +15,15 @@ from m3jax.media import ProcessedImage, ProcessedVideo
 from m3jax.messages import shown
 from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer, ordered_messages
 
-MOST_CONTEXT = 32768  # tokens of a dialogue, where nobody says how many
-_STEPS = 4  # tokens in one device call: somebody watches
+MOST_CONTEXT = 32768  # tokens of a dialogue, if the caller gives no number
+_STEPS = 4  # tokens in one device call: few, because a user watches the answer
 _STOP_IDS = 8
 
 Message = Mapping[str, Any]
 
 
 class Dialogue:
-    """Messages, and an engine in whose prefix cache all that was read and said so far stays.
+    """Messages, and an engine whose prefix cache keeps the tokens of all turns so far.
 
     A turn is rendered and tokenised from its beginning, as by `m3jax.chat`; what it has in common with the turn before
     is in the cache, and only the rest is computed. What cannot be sent leaves the messages as they were.
@@ -36,7 +36,7 @@ class Dialogue:
       template: as in `m3jax.chat`.
       messages: a history to go on from; images and videos are parts of a content, as in `m3jax.chat`.
       max_new_tokens: of an answer; None is 4,096, or less where there is no room for more.
-      sampling: how tokens are drawn; None is by the model's own probabilities.
+      sampling: the way tokens are drawn; None draws by the model's own probabilities.
       stop: texts before which an answer ends.
       stop_at: token ids that end an answer besides the end of a turn; None is the model's EOS.
       context: tokens that the dialogue can have; None is the model's context, at most 32,768. Its cache is allocated at
@@ -82,18 +82,18 @@ class Dialogue:
         self._max_new_tokens, self._sampling, self._stop = max_new_tokens, sampling or Sampling(), tuple(stop)
         self._template = as_template(template, tokenizer)
         self._stop_ids = stop_ids(tokenizer, model.config.eos_token_id if stop_at is None else stop_at)
-        OutputParser(tools=tools, thinking_mode=thinking_mode)  # says what is wrong with the tools
+        OutputParser(tools=tools, thinking_mode=thinking_mode)  # raises ValueError for bad tools
         longest = min(model.config.max_position_embeddings, MOST_CONTEXT) if context is None else context
         self._engine = _engine(model, longest, len(self._stop_ids), draft, draft_tokens, progress)
 
     @property
     def context(self) -> int:
-        """How many tokens the dialogue can have."""
+        """The most tokens that the dialogue can have."""
         return self._engine.max_length
 
     @property
     def can_see(self) -> bool:
-        """Whether messages may show images and videos."""
+        """True if messages may show images and videos."""
         return sees(self._model)
 
     def read(self, part: Mapping[str, Any]) -> ProcessedImage | ProcessedVideo:
@@ -120,12 +120,12 @@ class Dialogue:
         """Add messages, and have them answered.
 
         They are in `messages` once the answer begins, and the answer is once it has ended. An answer that is
-        interrupted stays as far as it came, without calls. Where nothing came, the model's logits were NaN, or whoever
-        asked stops asking, the messages are as before.
+        interrupted is kept as far as it came, without calls. If nothing came, the model's logits were NaN, or the
+        iterator is closed, the messages are as before.
 
         Args:
-          *messages: what comes next: what the user says, or the results of all open calls.
-          is_interrupted: asked after each device call; where it says so the answer ends there.
+          *messages: the next messages: the user's, or the results of all open calls.
+          is_interrupted: called after each device call; if it returns True, the answer ends there.
 
         Returns:
           Events as from `m3jax.chat`, the whole answer last.
@@ -150,7 +150,7 @@ class Dialogue:
         return self._kept(events, history)
 
     def _kept(self, events: Iterator[Event | Reply], history: list[dict[str, Any]]) -> Iterator[Event | Reply]:
-        """The events as they are; history and answer become the messages, which are as before where none comes."""
+        """Yield the events unchanged; set `messages` to history and answer, or back to what it was if none comes."""
         before, self.messages = self.messages, history
         has_answer = False
         try:
@@ -183,7 +183,7 @@ class Dialogue:
 
 
 def open_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The calls of the last answer that have no result yet.
+    """Return the calls of the last answer that have no result yet.
 
     Args:
       messages: a history.
@@ -208,8 +208,8 @@ def _engine(
     progress: bool,
 ) -> Engine:
     """Return an engine for one dialogue of so many tokens, in which a text as long as one before compiles nothing."""
-    # Most dialogues show nothing, and many begin with a line: the tower, and prefill for more than the smallest chunk,
-    # are compiled with the first message that needs a size (`answer`).
+    # Most dialogues have no images, and many begin with one line, so the tower, and prefill of more than the smallest
+    # chunk, are compiled with the first message that needs them (`answer`).
     return build_engine(
         model, rows=1, length=context, steps_per_call=_STEPS, max_stop_ids=max(_STOP_IDS, stop_ids), draft=draft,
         draft_tokens=draft_tokens, programs=("prefill", "decode", "pages"), longest=1, progress=progress,

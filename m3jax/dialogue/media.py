@@ -1,4 +1,4 @@
-"""Images and videos of messages: found in their parts, read once, and written into the dialogue's tokens."""
+"""Images and videos in messages: each is read once, and its placeholders are expanded in the dialogue's tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from m3jax.messages import printable, shown
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Tokenizer, ordered_messages
 
-# Where a part of each kind may have its source. As in "image_url": {"url": ..., "detail": ...} it may stand one deeper.
+# The fields in which a part may have its source; it may also be nested, as in "image_url": {"url": ..., "detail": ...}.
 _SOURCES = {"image": ("image", "image_url", "url", "path"), "video": ("video", "video_url", "url", "path")}
 _OPTIONS = {"image": ("detail", "max_long_side_pixel"), "video": ("detail", "max_long_side_pixel", "fps")}
 _AUTO = "auto"  # the hub's own sizes
@@ -27,17 +27,17 @@ def dialogue_tokens(
     known: dict[Any, Any] | None = None,
     progress: bool = True,
 ) -> tuple[list[int], Media]:
-    """The token ids of a dialogue with all that its images and videos fill, and these.
+    """Return the token ids of a dialogue, with the placeholders of its images and videos expanded, and these media.
 
     Args:
-      template: how messages become text.
+      template: the chat template that renders the messages.
       tokenizer: of the model.
       messages: of a history. A part {"type": "image", "image": source} shows an image, {"type": "video", ...} a video;
         OpenAI's "image_url" and "input_image" do too. A source is as in `m3jax.completion.read_media`.
       tools: that the model may call.
       thinking_mode: as in `ChatTemplate.render`.
       can_see: whether the model has a tower.
-      known: what was read before, by its source; what is read is added.
+      known: images and videos that were read before, by key; new ones are added.
       progress: whether reading is shown.
 
     Raises:
@@ -61,7 +61,7 @@ def dialogue_tokens(
 
 
 def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The parts that are no text, and where they stand."""
+    """Yield the image and video parts of messages, each with its place in words."""
     for number, message in enumerate(messages, 1):
         content = message["content"]
         for place, part in enumerate(content if isinstance(content, list) else (), 1):
@@ -72,11 +72,11 @@ def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str,
 def read_part(
     part: Mapping[str, Any], known: dict[Any, Any], *, can_see: bool, progress: bool = True
 ) -> ProcessedImage | ProcessedVideo:
-    """An image or a video of a message, processed; one that was read before is not read again.
+    """Return an image or a video of a message, processed; one that was read before is not read again.
 
     Args:
       part: {"type": "image", "image": source} or {"type": "video", "video": source}, in the spelling of templates.
-      known: what was read before; what is read is added.
+      known: images and videos that were read before, by key; new ones are added.
       can_see: whether the model has a tower.
       progress: whether reading is shown.
 
@@ -93,7 +93,7 @@ def read_part(
 
 
 def forget_changed(part: Mapping[str, Any], known: dict[Any, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-    """Let a file be read again that has changed since it was read.
+    """Forget a file that has changed since it was read, so that it is read again.
 
     Args:
       part: as in `read_part`.
@@ -114,7 +114,7 @@ def forget_changed(part: Mapping[str, Any], known: dict[Any, Any], messages: Seq
 
 
 def _file_state(source: Any) -> tuple[int, int] | None:
-    """When a file was written and how long it is; None for what is none."""
+    """Return the modification time and the size of a file; None if the source is not the path of one."""
     try:
         state = Path(source).stat() if isinstance(source, str | Path) else None
     except (OSError, ValueError):
@@ -123,7 +123,7 @@ def _file_state(source: Any) -> tuple[int, int] | None:
 
 
 def _what_is_read(part: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
-    """What a part is known by once it was read; its source; and how it is to be processed.
+    """Return the key under which a part is remembered, its source, and the options of its processing.
 
     Raises:
       ValueError: no source or several, or an option that there is not.
@@ -139,13 +139,13 @@ def _what_is_read(part: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any, dict[s
     if unknown := [name for name in fields if name not in _OPTIONS[kind]]:
         raise ValueError(f"{shown(unknown[0])} is not supported: only {', '.join(_OPTIONS[kind])}")
     options = _options(fields)
-    # An object is told by its address, and kept with what became of it, so that no other one gets that address.
+    # An array or an image is known by its id; `known` keeps a reference to it, so that no other object gets that id.
     name = source if isinstance(source, str | bytes | Path) else id(source)
     return (kind, name, *sorted(options.items())), source, options
 
 
 def _options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The size of an image or a video, and the frames of it, that a part asks for, for who processes it."""
+    """Return the processing options that a part asks for: the longest side in pixels, and frames per second."""
     detail = fields.get("detail", _AUTO)
     if detail not in (*LONG_SIDE_TIERS, _AUTO):
         raise ValueError(f"detail = {shown(detail)}: must be auto, {', '.join(LONG_SIDE_TIERS)}")

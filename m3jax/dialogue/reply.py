@@ -1,4 +1,4 @@
-"""What an answer is once it has ended."""
+"""The record of an answer that has ended."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ class Reply:
     """A whole answer; in a stream of events it is the last one, of kind "reply".
 
     Attributes:
-      parsed: what its text says.
+      parsed: reasoning, content and tool calls of its text.
       finish_reason: "stop", "tool_calls", "length" (cut at the limit of new tokens) or "interrupted".
       prompt_tokens: tokens of the dialogue before the answer.
       cached_tokens: of these, those that were in the prefix cache: they were not computed again.
@@ -27,17 +27,17 @@ class Reply:
 
     @property
     def reasoning(self) -> str:
-        """What the model thought, "" for nothing."""
+        """The reasoning, "" for none."""
         return self.parsed.reasoning
 
     @property
     def content(self) -> str:
-        """What it says, "" for nothing."""
+        """The text after the reasoning, "" for none."""
         return self.parsed.content
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls that it wrote to their end."""
+        """The tool calls that are complete."""
         return tuple(call for call in self.parsed.tool_calls if call.is_whole)
 
     @property

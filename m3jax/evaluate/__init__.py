@@ -1,1 +1,1 @@
-"""Evaluation: what is measured of a model, and what each figure means (docs/evaluate.md)."""
+"""Evaluation: measurements of a model, with the meaning of each figure in docs/evaluate.md."""

@@ -1,4 +1,4 @@
-"""`python -m m3jax.evaluate`: what a model is good for, in figures and pictures (docs/evaluate.md)."""
+"""`python -m m3jax.evaluate`: measure a model, in figures and pictures (docs/evaluate.md)."""
 
 if __name__ == "__main__":
     from m3jax.interrupts import end_at_interrupts
@@ -15,7 +15,7 @@ from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.evaluate"
 TASKS = ("perplexity", "recall", "kl", "caught", "acceptance")
-# What only some tasks take: option -> (of which tasks, its default in each; None is worked out from the model).
+# The options that only some tasks take, with the default in each of these tasks; None is worked out from the model.
 OPTIONS: dict[str, dict[str, object]] = {
     "text": dict.fromkeys(TASKS, ()),
     "tokens": {"perplexity": 16_384},
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The arguments of the command line."""
+    """Return the parser of the command line's arguments."""
     out = Parser(PROG, "Measure a model: figures as a table, and with --out as JSON and a picture.")
     out.add_argument("--task", choices=TASKS, required=True)
     out.add_argument(
@@ -93,7 +93,7 @@ def parser() -> Parser:
 
 
 def _default(option: str) -> str:
-    """The default of an option that one task has, as the help shows it."""
+    """Return the default of an option that only one task has, as the help shows it."""
     (value,) = OPTIONS[option].values()
     return (
         ",".join(f"{x:g}" if isinstance(x, float) else str(x) for x in value)
@@ -103,7 +103,7 @@ def _default(option: str) -> str:
 
 
 def _numbers(kind: Callable[[str], object]) -> Callable[[str], tuple]:
-    """A reader of values with commas between them."""
+    """Return a parser of values with commas between them, for argparse."""
 
     def values(text: str) -> tuple:
         return tuple(kind(part) for part in text.split(","))
@@ -113,7 +113,7 @@ def _numbers(kind: Callable[[str], object]) -> Callable[[str], tuple]:
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with the task's defaults.
+    """Return the arguments with the task's defaults filled in.
 
     Raises:
       ValueError: an argument that the task does not take, or a size below 1.

@@ -1,4 +1,4 @@
-"""How many of a draft's proposals a model accepts."""
+"""Acceptance of a draft's proposals by a model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def acceptance(
     seed: int,
     how: Reading | None = None,
 ) -> list[dict[str, Any]]:
-    """What comes of a draft's proposals while an engine goes on from some prompts.
+    """Return how many of a draft's proposals an engine accepts while it generates from some prompts.
 
     Args:
       model: the target.
@@ -65,11 +65,11 @@ def acceptance(
 
 
 def figures(verifications: int, accepted: Sequence[int]) -> dict[str, Any]:
-    """The figures of some verifications.
+    """Return the figures of some verifications: the share that accepted each number of proposals, and the mean length.
 
     Args:
-      verifications: how many.
-      accepted: how many of them accepted at least 1, 2, ..., K proposals.
+      verifications: the number of verifications.
+      accepted: the numbers of those that accepted at least 1, 2, ..., K proposals.
 
     Raises:
       ValueError: there were none.
@@ -82,7 +82,7 @@ def figures(verifications: int, accepted: Sequence[int]) -> dict[str, Any]:
 
 
 def acceptance_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The figures as lines of a table, a column for each result."""
+    """Return the figures as lines of a table, a column for each result."""
     lines = []
     for i, first in enumerate(results[0]["temperatures"]):
         found = [result["temperatures"][i] for result in results]

@@ -1,4 +1,4 @@
-"""How much of dense attention the selection catches: by layer, KV group, and distance from query to key."""
+"""The share of dense attention that block selection catches: by layer, KV group, and distance from query to key."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ def caught_mass(
     lengths: Int[Array, " B"],
     block_size: int,
 ) -> Float[Array, "B K T W Z"]:
-    """Dense attention's probability by distance, all of it and what lies in selected blocks; mean over a group's heads.
+    """Return dense attention's probability by distance, of all keys and of selected blocks; mean of a group's heads.
 
     Args:
       q: queries.
@@ -70,7 +70,7 @@ def caught_mass(
 def caught_by_distance(
     model: M3, tokens: Int[np.ndarray, "B T"], first: int | None = None
 ) -> Float[np.ndarray, "L K W Z"]:
-    """Dense attention's probability by distance in a model's sparse layers, and what selection catches of it.
+    """Return dense attention's probability by distance in a model's sparse layers, and the part that selection catches.
 
     Args:
       model: one with sparse layers, under a sparse schedule.
@@ -94,13 +94,13 @@ def caught_by_distance(
 
 
 def default_first(config: M3Config) -> int:
-    """The position from which queries count: four times the tokens that a query selects."""
+    """Return the position from which queries count: four times the tokens that a query selects."""
     return 4 * config.index_topk_blocks * config.index_block_size
 
 
 @partial(jax.jit, static_argnames=("first",))
 def _caught_by_stack(model: M3, tokens: Int[Array, "B T"], first: int) -> list[Float[Array, "L K W Z"]]:
-    """`caught_by_distance` of each stack that has sparse layers."""
+    """Return `caught_by_distance` for each stack that has sparse layers."""
     block_size = model.config.index_block_size
 
     def probe(values, context):
@@ -120,7 +120,7 @@ def _caught_by_stack(model: M3, tokens: Int[Array, "B T"], first: int) -> list[F
 
 
 def random_like(blocks: Int[Array, "B K T J"], block_size: int, positions: Int[Array, "B T"]) -> Int[Array, "B K T _"]:
-    """The own block, and distinct random ones before it: fewer than J - 1 where there are no more.
+    """Return for each query its own block and J - 1 distinct random ones before it, or all of them if there are fewer.
 
     Args:
       blocks: a selection.
@@ -138,7 +138,7 @@ def random_like(blocks: Int[Array, "B K T J"], block_size: int, positions: Int[A
 
 
 def caught_figures(config: M3Config, mass: Float[np.ndarray, "L K W Z"], first: int, context: int) -> dict[str, Any]:
-    """What an evaluation reports of `caught_by_distance`.
+    """Return the figures that an evaluation reports of `caught_by_distance`.
 
     Args:
       config: of the model that was measured.
@@ -172,7 +172,7 @@ def caught_figures(config: M3Config, mass: Float[np.ndarray, "L K W Z"], first: 
 
 
 def caught_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The shares as lines of a table: for each result the KV groups, then the distances."""
+    """Return the shares as lines of a table: for each layer the KV groups, random blocks, then the distances."""
     per_cent = lambda share: "-" if share is None else f"{share:.1%}"
     lines = []
     for i, layer in enumerate(results[0]["layers"]):

@@ -1,4 +1,4 @@
-"""What `python -m m3jax.evaluate` does, once its arguments are read."""
+"""The work of `python -m m3jax.evaluate` after its arguments are parsed."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ SCHEMA = 1
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Measure what the arguments ask for, print it, and write it where they say.
+    """Measure what the arguments ask for, print the figures, and write the files that the arguments name.
 
     Args:
       args: of `m3jax.evaluate.__main__`, with the task's defaults.
@@ -105,7 +105,7 @@ def _write_reference(args: argparse.Namespace, asked: Sequence[Subject], mesh: M
 
 
 def column_names(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each result: its model, and what of the ways differs between the results.
+    """Return a name for each result: its model, and the settings that differ between the results.
 
     Args:
       results: of a report.
@@ -129,7 +129,7 @@ def column_names(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def as_text(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as a table: the first column to the left, the others to the right.
+    """Return lines of cells as a table: the first column aligned to the left, the others to the right.
 
     Args:
       lines: of as many cells each; the first is the heading.
@@ -143,7 +143,7 @@ def as_text(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _settings(args: argparse.Namespace) -> Figures:
-    """The arguments that a report repeats: what the figures depend on besides the models."""
+    """Return the arguments that a report repeats: those that the figures depend on besides the models."""
     names = ("text", "tokens", "context", "skip", "prompts", "lengths", "depths", "repeats", "kinds", "seed",
              "reference", "draft", "draft_tokens", "temperatures", "max_new_tokens", "batch", "chunk")  # fmt: skip
     values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -151,7 +151,7 @@ def _settings(args: argparse.Namespace) -> Figures:
 
 
 def _check_new(paths: Sequence[Path], folder: Path | None) -> None:
-    """Make a folder, and raise ValueError if something that is to be written is there already."""
+    """Raise ValueError if a file that is to be written exists already; else make the folder."""
     if folder is None:
         return
     if taken := [path for path in paths if path.exists()]:

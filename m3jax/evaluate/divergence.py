@@ -1,4 +1,4 @@
-"""How far a model's next-token distributions are from a reference's."""
+"""The divergence of a model's next-token distributions from a reference's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from m3jax.evaluate.dumps import Dump, fitting
 from m3jax.evaluate.reading import Reading, read
 from m3jax.model import M3
 
-# Shares of the positions, of which the divergence is reported that is not exceeded in so many.
+# The quantiles of the divergence over positions that are reported.
 FRACTIONS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
 
 
 def score_reference(
     logits: Float[Array, "B X V"], reference: Float[Array, "B X V"]
 ) -> tuple[Float[Array, "B X"], Bool[Array, "B X"]]:
-    """KL(reference || model) at each position, in nats, and whether both have the same most probable token.
+    """Return KL(reference || model) at each position, in nats, and whether both have the same most probable token.
 
     Args:
       logits: the model's.
@@ -35,7 +35,7 @@ def score_reference(
 
 
 def divergence(model: M3, dumps: Sequence[Dump], skip: int | None = None, how: Reading | None = None) -> dict[str, Any]:
-    """What llama.cpp's --kl-divergence reports: KL(reference || model) over the positions of some prompts.
+    """Return KL(reference || model) over the positions of some prompts, summarised as llama.cpp's --kl-divergence does.
 
     Args:
       model: any M3 with the reference's vocabulary.
@@ -69,7 +69,7 @@ def divergence(model: M3, dumps: Sequence[Dump], skip: int | None = None, how: R
 
 
 def check_reference(dumps: Sequence[Dump], config: M3Config, skip: int | None) -> None:
-    """Raise ValueError where a model cannot be compared with a reference.
+    """Raise ValueError if a model cannot be compared with a reference.
 
     Args:
       dumps: of the reference.
@@ -95,12 +95,12 @@ def check_reference(dumps: Sequence[Dump], config: M3Config, skip: int | None) -
 
 
 def _first(dump: Dump, skip: int | None) -> int:
-    """The first position of a prompt that counts."""
+    """Return the first position of a prompt that counts."""
     return len(dump.tokens) // 2 if skip is None else skip
 
 
 def _summary(kl: Float[np.ndarray, " X"], agreement: Bool[np.ndarray, " X"]) -> dict[str, Any]:
-    """The figures of all positions that count."""
+    """Return the mean, quantiles and agreement over all positions that count."""
     quantile = lambda share: float(np.quantile(kl, share))
     return {
         "positions": len(kl),
@@ -116,7 +116,7 @@ def _summary(kl: Float[np.ndarray, " X"], agreement: Bool[np.ndarray, " X"]) -> 
 
 
 def divergence_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The figures as lines of a table, a column for each result."""
+    """Return the figures as lines of a table, a column for each result."""
     small = lambda x: "" if x is None else f"{x:.3g}"
     shown = {"mean": small, "standard_error": small, "median": small, "p99": small, "p99.9": small, "max": small,
              "top1_agreement": lambda x: f"{x:.2%}", "positions": lambda x: f"{x:,}"}  # fmt: skip

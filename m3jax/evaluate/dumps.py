@@ -24,7 +24,7 @@ _LOGITS_OF_A_CALL = 1 << 26  # numbers that cross between the device and the hos
 
 @dataclass(frozen=True)
 class Dump:
-    """A prompt of a reference.
+    """One prompt of a reference, with its logits.
 
     Attributes:
       name: of its file.
@@ -69,12 +69,12 @@ def write_dump(model: M3, rows: Sequence[Row], folder: Path, about: Mapping[str,
 
 
 def _logits(logits: Float[Array, "B X V"]) -> Float[Array, "B X V"]:
-    """A measure that keeps everything."""
+    """Return the logits unchanged: a measure that keeps everything."""
     return logits
 
 
 def fitting(how: Reading, vocab: int) -> Reading:
-    """The same reading in chunks whose logits, on the host, are not too many.
+    """Return the same reading with chunks of at most 2^26 logits, or of one token a row if that is more.
 
     Args:
       how: sizes and dtypes.
@@ -85,7 +85,7 @@ def fitting(how: Reading, vocab: int) -> Reading:
 
 
 def read_dump(folder: Path) -> list[Dump]:
-    """The prompts of a reference, in the order of their names.
+    """Return the prompts of a reference, in the order of their files' names.
 
     Args:
       folder: of safetensors files with `tokens` [T] and `logits` [T V], or with a first axis of 1; or one such file.
@@ -114,7 +114,7 @@ def read_dump(folder: Path) -> list[Dump]:
 
 
 def _read_prompt(path: Path) -> Dump:
-    """One file of a reference, mapped into memory."""
+    """Return one prompt of a reference, its file mapped into memory."""
     place = printable(str(path))
     if path.stat().st_size == 0:
         raise ValueError(f"{place}: the file is empty; write it again")

@@ -1,4 +1,4 @@
-"""Perplexity of texts, by file and by how much of a text the model has seen."""
+"""Perplexity of texts, by file and by the number of tokens that the model has seen before."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Text:
     Attributes:
       name: of its file.
       tokens: its ids, the BOS id first where the tokenizer has one.
-      num_bytes: what the tokens but the first spell, in UTF-8.
+      num_bytes: UTF-8 bytes of the text of all tokens but the first.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Text:
 
 
 def perplexity(model: M3, texts: Sequence[Text], context: int, skip: int, how: Reading | None = None) -> dict[str, Any]:
-    """How well a model predicts texts.
+    """Return the loss, perplexity and top-1 accuracy of a model on texts.
 
     Args:
       model: any M3.
@@ -68,7 +68,7 @@ def windows(num_tokens: int, context: int, skip: int) -> list[tuple[int, int, in
     Args:
       num_tokens: of the text.
       context: tokens that the model reads at most.
-      skip: how many of them, in all windows but the first, are there as context alone.
+      skip: the number of these, in all windows but the first, that serve as context alone.
 
     Returns:
       (first token read, end of what is read, first position that counts) of each window. Position p predicts token
@@ -76,7 +76,7 @@ def windows(num_tokens: int, context: int, skip: int) -> list[tuple[int, int, in
     """
     found, counted = [], 0
     while counted < num_tokens - 1:
-        start = max(0, counted - skip)
+        start = max(0, counted - skip)  # reads the last `skip` tokens again, as context
         end = min(start + context, num_tokens - 1)
         found.append((start, end, counted))
         counted = end
@@ -84,7 +84,7 @@ def windows(num_tokens: int, context: int, skip: int) -> list[tuple[int, int, in
 
 
 def _summary(loss: Float[np.ndarray, " X"], hit: Bool[np.ndarray, " X"], num_bytes: int) -> dict[str, Any]:
-    """The figures of some tokens."""
+    """Return the figures of some tokens: mean loss and its error, perplexity, bits per byte, and top-1 accuracy."""
     mean, count = float(np.mean(loss)), len(loss)
     return {
         "tokens": count,
@@ -97,7 +97,7 @@ def _summary(loss: Float[np.ndarray, " X"], hit: Bool[np.ndarray, " X"], num_byt
 
 
 def _by_position(loss: Float[np.ndarray, " X"], seen: Int[np.ndarray, " X"]) -> list[dict[str, Any]]:
-    """The mean loss by tokens seen before: 1, 2, 3 to 4, 5 to 8, and so on; intervals without a token are left out."""
+    """Return the mean loss by tokens seen before: 1, 2, 3 to 4, 5 to 8, and so on; empty intervals are left out."""
     found, first, last = [], 1, 1
     while first <= seen.max():
         inside = (seen >= first) & (seen <= last)
@@ -108,7 +108,7 @@ def _by_position(loss: Float[np.ndarray, " X"], seen: Int[np.ndarray, " X"]) -> 
 
 
 def perplexity_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The figures as lines of a table, a column for each result."""
+    """Return the figures as lines of a table, a column for each result."""
     per_cent = lambda share: f"{share:.1%}"
     number = lambda digits: lambda x: "" if x is None else f"{x:,.{digits}f}"
     shown = {"perplexity": number(3), "loss": number(4), "standard_error": number(4), "bits_per_byte": number(4),

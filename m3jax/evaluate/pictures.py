@@ -18,10 +18,10 @@ _DPI, _MOST_LAYERS = 130, 24
 
 
 def check_matplotlib(report: Path) -> None:
-    """Raise ValueError where there is no matplotlib.
+    """Raise ValueError if matplotlib is not installed.
 
     Args:
-      report: where the figures are all the same.
+      report: the file that has the figures nevertheless, which the message names.
     """
     try:
         import matplotlib  # noqa: F401
@@ -32,7 +32,7 @@ def check_matplotlib(report: Path) -> None:
 
 
 def picture(draw: Callable[[Sequence[str], Results], Figure], names: Sequence[str], results: Results) -> bytes:
-    """A PNG file.
+    """Return the contents of a PNG file with the picture of a report's results.
 
     Args:
       draw: of `PICTURES`.
@@ -46,7 +46,7 @@ def picture(draw: Callable[[Sequence[str], Results], Figure], names: Sequence[st
 
 
 def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
-    """Axes [rows columns], each of a size in inches."""
+    """Return a figure and its axes [rows columns], each of the given size in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -54,7 +54,7 @@ def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Figur
 
 
 def draw_perplexity(names: Sequence[str], results: Results) -> Figure:
-    """The loss by how much of the text was seen, and the perplexity of each file."""
+    """Draw the loss by tokens seen before, and the perplexity of each file."""
     files = list(dict.fromkeys(name for result in results for name in result["files"]))
     figure, ((left, right),) = _figure(1, 2, 5.5, max(3.6, 0.28 * len(files) + 1.2))
     for name, result in zip(names, results, strict=True):
@@ -79,7 +79,7 @@ def draw_perplexity(names: Sequence[str], results: Results) -> Figure:
 
 
 def draw_recall(names: Sequence[str], results: Results) -> Figure:
-    """A heat map for each kind and result: depth across, length down."""
+    """Draw a heat map for each kind and result: depth across, length down."""
     kinds = [kind for kind in ("needle", "several", "chain") if kind in results[0]]
     titles = {"needle": "one needle", "several": "several needles", "chain": "a chain of two"}
     lengths, depths = results[0]["lengths"], results[0]["depths"]
@@ -99,13 +99,13 @@ def draw_recall(names: Sequence[str], results: Results) -> Figure:
 
 
 def draw_divergence(names: Sequence[str], results: Results) -> Figure:
-    """The divergence that a share of positions does not exceed, and the share with the same most probable token."""
+    """Draw the quantiles of the divergence, and the share of positions whose most probable token differs."""
     figure, ((left, right),) = _figure(1, 2, 5.0, 3.8)
     for name, result in zip(names, results, strict=True):
         shares, values = np.array(result["quantiles"]).T
         line = left.plot(range(len(shares)), values, marker="o", label=name)[0]
         left.axhline(result["mean"], color=line.get_color(), linestyle=":", linewidth=1)
-    left.set_yscale("symlog", linthresh=1e-7)  # zero has a place: logits that are the same bits
+    left.set_yscale("symlog", linthresh=1e-7)  # shows 0 too: the divergence of logits with equal bits
     left.set_ylim(bottom=0)
     left.set_xticks(
         range(len(shares)), [f"{share:.1%}".replace(".0%", "%") for share in shares], fontsize=7, rotation=45
@@ -125,7 +125,7 @@ def draw_divergence(names: Sequence[str], results: Results) -> Figure:
 
 
 def draw_caught(names: Sequence[str], results: Results) -> Figure:
-    """What is caught by layer and distance, and where dense attention looks."""
+    """Draw the share that selection catches by layer and distance, and beside it dense attention's mass."""
     num_layers = max(len(result["layers"]) for result in results)
     figure, axes = _figure(len(results), 2, 5.6, max(2.8, 0.34 * min(num_layers, _MOST_LAYERS) + 1.5))
     for row, (name, result) in enumerate(zip(names, results, strict=True)):
@@ -136,7 +136,7 @@ def draw_caught(names: Sequence[str], results: Results) -> Figure:
         whole = np.mean(result["caught"])
         titles = (f"dense attention's mass that selection catches: {whole:.1%}", "where that mass lies")
         for axis, values, title in zip(axes[row], (caught, mass), titles, strict=True):
-            # Of many layers the figures are in the report; the colours do.
+            # With many layers cells are too small for figures, which the report has.
             _heat_map(axis, values, (lambda x: f"{x:.0%}") if len(values) <= _MOST_LAYERS else None)
             axis.set_title(f"{title}\n{name}", fontsize=9)
             every = max(1, len(values) // _MOST_LAYERS)
@@ -149,7 +149,7 @@ def draw_caught(names: Sequence[str], results: Results) -> Figure:
 
 
 def draw_acceptance(names: Sequence[str], results: Results) -> Figure:
-    """The share of verifications that accepted at least so many proposals."""
+    """Draw the share of verifications that accepted at least 1, 2, ..., K proposals."""
     figure, ((axis,),) = _figure(1, 1, 6.4, 3.8)
     for i, (name, result) in enumerate(zip(names, results, strict=True)):
         for j, each in enumerate(result["temperatures"]):
@@ -166,7 +166,7 @@ def draw_acceptance(names: Sequence[str], results: Results) -> Figure:
 
 
 def _heat_map(axis: Axes, shares: np.ndarray, label: Callable[[float], str] | None) -> None:
-    """Shares from 0 to 1 [rows columns] as colours, each with its figure; NaN is white."""
+    """Draw shares from 0 to 1 [rows columns] as colours, each with its figure if `label` is given; NaN is white."""
     axis.imshow(np.ma.masked_invalid(shares), vmin=0, vmax=1, cmap="viridis", aspect="auto")
     if label is None:
         return

@@ -1,4 +1,4 @@
-"""Prompts with something to recall: lines `# harbor -> lantern` between those of a text, and questions at the end."""
+"""Recall prompts: records such as `# harbor -> lantern` between the lines of a text, and questions at the end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Ids = Int32[np.ndarray, "_"]
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Texts as one run of token ids, with the places where a line may be put in.
+    """Texts as one run of token ids, with the places where a record's line may be inserted.
 
     Args:
         tokens: ids of all texts, one after the other.
@@ -27,7 +27,7 @@ class TokenRun:
     newlines: Int64[np.ndarray, " lines"]
 
     def chunk(self, start: int, length: int) -> tuple[Int32[np.ndarray, " length"], Int64[np.ndarray, " places"]]:
-        """A run of tokens, and where records may be put in it.
+        """Return a run of tokens, and the offsets at which records may be inserted in it.
 
         Args:
             start: index of the first token.
@@ -44,7 +44,7 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Text that records are put into, and the tokens of all that a record can say.
+    """Text that records are inserted into, with the tokens of every key and value that a record can have.
 
     Attributes:
       run: the text.
@@ -58,7 +58,7 @@ class Haystack:
 
     @classmethod
     def of_texts(cls, tokenizer: Tokenizer, texts: Mapping[str, str]) -> "Haystack":
-        """Texts one after the other, in any tokenizer's tokens; a word may be several.
+        """Make a haystack of texts one after the other, with any tokenizer; a word may be several tokens.
 
         Args:
           tokenizer: the model's.
@@ -74,7 +74,7 @@ class Haystack:
         return cls(TokenRun(tokens, line_breaks(tokenizer, tokens)), as_ids(questions), as_ids(answers))
 
     def line(self, key: int, value: int) -> Ids:
-        """The tokens of a record, by the places of its words in the list."""
+        """Return the tokens of a record, given the indices of its two words in `WORDS`."""
         return np.concatenate([self.questions[key], self.answers[value]])
 
 
@@ -83,9 +83,9 @@ class Prompt:
     """A row that ends in questions and their right answers.
 
     Attributes:
-      tokens: all of it.
+      tokens: the whole row.
       answers: first token and end of each answer in `tokens`.
-      depths: of what each answer looks for.
+      depths: the depth of the record that each answer is in.
     """
 
     tokens: Ids
@@ -97,14 +97,14 @@ def recall_prompts(
     haystack: Haystack, kind: str, length: int, depths: Sequence[float], count: int, seed: int,
     distractors: int = DISTRACTORS,
 ) -> list[Prompt]:  # fmt: skip
-    """Prompts whose answers stand at some depths.
+    """Return prompts whose records stand at the given depths.
 
     Depth 0 is the beginning of the prompt, 1 the place before the questions. "needle": one record, asked for; a prompt
-    for each depth. "several": a record at each depth of the same prompt, and all are asked for, in an order of
-    chance. "chain": a -> b at the depth, b -> c elsewhere by chance; a is asked for, then what a led to.
+    for each depth. "several": a record at each depth of the same prompt, and all are asked for, in a random
+    order. "chain": a -> b at the depth, b -> c at a random one; a is asked for, then b.
 
     Args:
-      haystack: where the text comes from.
+      haystack: the source of the text.
       kind: one of `KINDS`.
       length: tokens before the last answer, the questions included.
       depths: 0 to 1, each once.
@@ -130,7 +130,7 @@ def recall_prompts(
 def _prompt(
     rng: np.random.Generator, haystack: Haystack, kind: str, length: int, depths: tuple[float, ...], distractors: int
 ) -> Prompt:
-    """One prompt: which words, which questions in which order, and then the text around the records."""
+    """Return one prompt: draw the words and the order of the questions, then fill in the text around the records."""
     words = rng.permutation(len(haystack.questions)).tolist()
     if kind == "chain":
         first, second, third, *spare = words
@@ -146,7 +146,7 @@ def _prompt(
         answers.append((begin, begin + len(haystack.answers[value])))
         tail += [haystack.questions[key], haystack.answers[value]]
     tail = np.concatenate(tail)
-    in_text = np.argsort(depths, kind="stable")  # the records as they stand in the text
+    in_text = np.argsort(depths, kind="stable")  # the records in the order of the text
     lines = [haystack.line(*links[i]) for i in in_text]
     room = length + len(haystack.answers[links[order[-1]][1]]) - len(tail) - sum(map(len, lines))
     if room < 0:
@@ -167,17 +167,17 @@ def fill(
     spare_words: Sequence[int],
     distractors: int,
 ) -> Ids:
-    """Records with text between them, and other records between the lines of that text.
+    """Return records with text between them, and distractor records between the lines of that text.
 
     Args:
       rng: the source of randomness.
-      haystack: where the text comes from.
+      haystack: the source of the text.
       gaps: tokens before the first record, between the records, and after the last: one more than `lines`. What stands
         before the first record and after it was one text; each later piece is another one, from a line's end on.
       lines: the records.
-      spare_words: of which the other records are made, two each.
-      distractors: how many of these, each stated once. 16 of them, or as many as there is room for, come after the last
-        record; the rest are spread over the pieces before. They take 5/8 of a piece at most.
+      spare_words: the words of the distractor records, two for each.
+      distractors: the number of these, each stated once. 16 of them, or as many as there is room for, come after the
+        last record; the rest are spread over the pieces before. They take 5/8 of a piece at most.
 
     Raises:
       ValueError: a haystack that is too short.
@@ -214,7 +214,7 @@ def fill(
 
 
 def _scattered(rng: np.random.Generator, haystack: Haystack, start: int, length: int, lines: list[Ids]) -> Ids:
-    """A run of text with records between its lines, spread evenly by chance."""
+    """Return a run of text with records between its lines, at places drawn uniformly."""
     code, places = haystack.run.chunk(start, length)
     wanted_offset = np.sort(rng.uniform(0, length, size=len(lines)))
     chosen = places[np.searchsorted(places, wanted_offset)]
@@ -226,7 +226,7 @@ def _scattered(rng: np.random.Generator, haystack: Haystack, start: int, length:
 def line_breaks(
     tokenizer: Tokenizer, tokens: UInt[np.ndarray, " S"] | Int32[np.ndarray, " S"]
 ) -> Int64[np.ndarray, " lines"]:
-    """Indices of the line breaks that a record line may be put before.
+    """Return the indices of the line breaks that a record's line may be inserted before.
 
     Args:
         tokenizer: that wrote the tokens.
@@ -235,7 +235,7 @@ def line_breaks(
     pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.vocab_size)]
     is_space = np.array([piece.isspace() for piece in pieces])  # [V]
     is_break = is_space & np.array(["\n" in piece for piece in pieces])  # [V]
-    # A long run of blanks is several tokens; only before the first is the text on either side
-    # tokenised as it would be on its own.
+    # A long run of blanks is several tokens; only before the first of them can a line be inserted without a change in
+    # how the text on either side is tokenised.
     opens_run = np.append(True, ~is_space[tokens[:-1]])  # [S]
     return np.flatnonzero(is_break[tokens] & opens_run)

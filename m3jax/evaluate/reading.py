@@ -1,4 +1,4 @@
-"""Texts go through a model in chunks, and what is measured of each position's logits comes back."""
+"""Reading of texts by a model in chunks, with a measure applied to the logits of each position."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from m3jax.progress import activity
 _LOGITS_AT_ONCE = 1 << 25  # numbers: 128 MiB of float32, however long the text and large the vocabulary
 
 Row = Int[np.ndarray, "_"]  # of any length
-# From the logits of some positions, and what lies beside them, to what is kept of each position.
+# A function of the logits of some positions and of arrays beside them, to the values kept of each position.
 Measure = Callable[..., PyTree[Array]]
-# What lies beside positions start to end of a row: arrays whose first axis they are.
+# A function of (row, start, end) to arrays whose first axis are the row's positions from start to end.
 Beside = Callable[[int, int, int], tuple[np.ndarray, ...]]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows of tokens go through a model.
+    """Sizes and dtypes with which a model reads rows of tokens.
 
     Attributes:
       chunk: tokens of a row in one call; 0 is whole rows in calls without a cache, which then must be of one length.
@@ -45,7 +45,7 @@ class Reading:
 def read(
     model: M3, rows: Sequence[Row], measure: Measure, beside: Beside | None = None, how: Reading | None = None
 ) -> Iterator[tuple[int, int, PyTree[np.ndarray]]]:
-    """What a measure says of the logits at each position of some rows.
+    """Yield the values that a measure gives for the logits at each position of some rows.
 
     Rows of like length share calls. No more logits are held than `_LOGITS_AT_ONCE` and what the measure keeps.
 
@@ -84,7 +84,7 @@ def read(
         for first in range(0, len(order), batch):
             group = order[first : first + batch]
             for start in range(0, len(rows[group[0]]), chunk):
-                # Where whole rows are read, the last group may be smaller; a cache has a row for each place.
+                # Without a cache the last group may be smaller; a cache's number of rows is fixed, so it is padded.
                 size = len(group) if cache is None else batch
                 tokens, positions, lengths = _chunk_of([rows[row] for row in group], size, start, chunk)
                 ends = [min(start + chunk, len(rows[row])) for row in group]
@@ -103,7 +103,7 @@ def read(
 def _chunk_of(
     rows: list[Row], batch: int, start: int, chunk: int
 ) -> tuple[Int[np.ndarray, "B X"], Int[np.ndarray, "B X"], Int[np.ndarray, " B"]]:
-    """Tokens, positions and lengths of one call; what is no token lies at or behind its row's length."""
+    """Return the tokens, positions and lengths of one call; padding has positions at or behind its row's length."""
     tokens, lengths = np.zeros((batch, chunk), np.int32), np.zeros(batch, np.int32)
     for place, row in enumerate(rows):
         piece = row[start : start + chunk]
@@ -114,7 +114,7 @@ def _chunk_of(
 
 
 def _stacked(pieces: list[tuple[np.ndarray, ...]], batch: int, chunk: int) -> tuple[np.ndarray, ...]:
-    """What lies beside the rows of a call, padded with zeros to its shape."""
+    """Return the arrays beside the rows of a call, stacked and padded with zeros to its shape."""
     stacked = []
     for arrays in zip(*pieces, strict=True):
         out = np.zeros((batch, chunk, *arrays[0].shape[1:]), arrays[0].dtype)
@@ -134,7 +134,7 @@ def _read_chunk(
     beside: tuple[Array, ...],
     measure: Measure,
 ) -> tuple[Cache | None, PyTree[Array]]:
-    """One call: the cache after it, and what the measure keeps of it."""
+    """Read one chunk; return the cache after it, and the values that the measure keeps."""
     if cache is None:
         hidden, _ = model.hidden(tokens)
     else:
@@ -152,7 +152,7 @@ def _read_chunk(
 def score_targets(
     logits: Float[Array, "B X V"], targets: Int[Array, "B X"]
 ) -> tuple[Float[Array, "B X"], Bool[Array, "B X"]]:
-    """The loss of the token that comes next, in nats, and whether it is the most probable one.
+    """Return the loss of the token that comes next, in nats, and whether it is the most probable one.
 
     Args:
       logits: of each position.
@@ -165,7 +165,7 @@ def score_targets(
 def token_scores(
     model: M3, rows: Sequence[Row], how: Reading | None = None
 ) -> list[tuple[Float[np.ndarray, "_"], Bool[np.ndarray, "_"]]]:
-    """How well a model predicts each token of some rows from those before it.
+    """Return the loss of each token of some rows given those before it, and whether it was the most probable one.
 
     Args:
       model: any M3.

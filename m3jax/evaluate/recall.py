@@ -1,4 +1,4 @@
-"""Recall of a key: exact answers by depth and length, and by distance."""
+"""Recall of a record's value by its key: the share of exact answers by the depth of the record and prompt length."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class Grid:
 
 
 def recall(model: M3, grid: Grid, how: Reading | None = None) -> dict[str, Any]:
-    """Share of questions that a model answers exactly, by length and depth.
+    """Return the share of questions that a model answers exactly, by length and depth.
 
     The right answers stand in the prompt and each token of them must be the model's most probable one: that is what
     greedy decoding would write, for it sees the same tokens as long as it is right. Of several questions each is thus
@@ -96,7 +96,7 @@ def recall(model: M3, grid: Grid, how: Reading | None = None) -> dict[str, Any]:
 
 
 def recall_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The shares as lines of a table, a column for each result and in it one for each depth."""
+    """Return the shares as lines of a table, a column for each result and in it one for each depth."""
     row = lambda shares: "".join(f"{share:6.0%}" for share in shares)
     lines = [["depth", *(row(result["depths"]) for result in results)]]
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""The text that a model reads where none is given: the running Python's own standard library."""
+"""The default text of an evaluation: the running Python's own standard library."""
 
 import hashlib
 import sysconfig
@@ -13,7 +13,7 @@ _VALIDATION_SHARE = 25  # one file of so many
 
 
 def python_corpus(split: str, root: str | Path | None = None) -> dict[str, str]:
-    """A Python standard library's own sources.
+    """Return the sources of one split of a Python standard library.
 
     Args:
         split: "train" or "validation"; a file belongs to one by a hash of its relative path,
@@ -49,7 +49,7 @@ def python_corpus(split: str, root: str | Path | None = None) -> dict[str, str]:
 
 
 def _split_of(name: str) -> str:
-    """Train or validation, by a hash of a file's relative path: the same on every machine."""
+    """Return "train" or "validation" by a hash of a file's relative path, the same on every machine."""
     digest = hashlib.sha256(name.encode()).digest()
     is_held_out = int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0
     return "validation" if is_held_out else "train"

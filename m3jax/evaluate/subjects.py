@@ -1,4 +1,4 @@
-"""What is measured: models with the ways they are computed, and the texts that they are given."""
+"""The subjects of an evaluation: models with the ways they are computed, and the texts that they are given."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -49,20 +49,20 @@ class Subject:
 
     @property
     def path(self) -> Path:
-        """Where the model lies."""
+        """The folder of the model."""
         return embedded_path() if self.folder is None else self.folder
 
     def settings(self) -> dict[str, str | None]:
-        """All of it, as a report has it."""
+        """Return the model's name and all settings, as a report has them."""
         name = "embedded" if self.folder is None else str(self.folder)
         types = {"kv_dtype": self.kv_dtype or self.dtype, "index_dtype": self.index_dtype or self.dtype}
         return {"model": name, "dtype": self.dtype, **types, "backend": self.backend}
 
     def load(self, mesh: Mesh | None) -> M3:
-        """The model.
+        """Load the model with this subject's dtype and backend.
 
         Args:
-          mesh: where it shall lie.
+          mesh: the devices to shard it over.
 
         Raises:
           ValueError: a folder that cannot be used.
@@ -70,7 +70,7 @@ class Subject:
         return load(self.path, dtype=self.dtype, mesh=mesh).with_backend(self.backend)
 
     def reading(self, model: M3, how: Reading, tokens: Int[np.ndarray, " T"]) -> Reading:
-        """How the model reads, with this subject's cache.
+        """Return a reading with this subject's cache dtypes, and with measured scales if one of them is float8.
 
         Args:
           model: the loaded one.
@@ -91,7 +91,7 @@ class Subject:
 def subjects(
     folders: Sequence[Path | None], dtypes: str, kv_dtypes: str, index_dtypes: str, backends: str
 ) -> list[Subject]:
-    """Every model in every way that was asked for, and a check that there are such ways.
+    """Return every model in every way that was asked for, after a check of all names.
 
     Args:
       folders: of models.
@@ -123,7 +123,7 @@ def subjects(
 
 
 def read_texts(names: Sequence[str]) -> dict[str, str]:
-    """Texts by the names of their files; without names the sources of the running Python's library that were held out.
+    """Return texts by the names of their files; without names, the held-out sources of the running Python's library.
 
     Args:
       names: of files in UTF-8, each once.
@@ -149,7 +149,7 @@ def read_texts(names: Sequence[str]) -> dict[str, str]:
 
 
 def tokenised(tokenizer: Tokenizer, texts: dict[str, str], most: int) -> list[Text]:
-    """The first tokens of some texts, each with the BOS id before it where there is one.
+    """Return the first tokens of some texts, each text with the BOS id before it if the tokenizer has one.
 
     Args:
       tokenizer: the model's.
@@ -175,12 +175,12 @@ def tokenised(tokenizer: Tokenizer, texts: dict[str, str], most: int) -> list[Te
 
 
 def spread(texts: Sequence[Text], count: int, length: int) -> list[Row]:
-    """Pieces of texts, evenly spread over all of them, one after the other.
+    """Return pieces of the joined texts at evenly spaced places.
 
     Args:
-      texts: of which the pieces are.
-      count: of pieces.
-      length: of each, in tokens.
+      texts: the texts to cut the pieces from.
+      count: the number of pieces.
+      length: tokens of each piece.
 
     Raises:
       ValueError: a count or length below 1, or fewer tokens than one piece has.
@@ -196,11 +196,11 @@ def spread(texts: Sequence[Text], count: int, length: int) -> list[Row]:
 
 
 def each_loaded(subjects: Sequence[Subject], mesh: Mesh | None) -> Iterator[tuple[Subject, M3]]:
-    """Every subject with its model; those that differ in the cache or backend alone share what was loaded.
+    """Yield every subject with its model; neighbours that differ only in cache or backend share the loaded weights.
 
     Args:
       subjects: neighbours of one folder and dtype share.
-      mesh: where the models lie.
+      mesh: the devices to shard the models over.
     """
     for _, group in itertools.groupby(subjects, key=lambda subject: (subject.folder, subject.dtype)):
         model = None

@@ -1,4 +1,4 @@
-"""The five tasks: what each needs before a model is loaded, and what it then measures."""
+"""The five tasks: for each a preparation before the model is loaded, the measurement, and a table."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ Figures = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """What is measured, and how it is printed.
+    """One task: its preparation, its measurement, and its table.
 
     Attributes:
       prepare: of (arguments, subject, mesh) to what does not need the weights; it raises what is wrong with either.
@@ -41,7 +41,7 @@ class Task(NamedTuple):
 
 
 def context_of(args: argparse.Namespace, config: M3Config, default: int, more: int = 0) -> int:
-    """The tokens of a window: what was asked for, or the task's own number as far as the model can read it.
+    """Return the tokens of a window: those asked for, or the task's default as far as the model's context allows.
 
     Args:
       args: with `context`, which may be None.

@@ -1,4 +1,4 @@
-"""What one device holds and moves, counted from shapes and the sharding rules; nothing is compiled.
+"""Bytes and work of one device, counted from shapes and the sharding rules; nothing is compiled.
 
 Times are rooflines: what must be computed, read and sent, at the chip's full public rates, with no latency. A compiled
 program (`m3jax.planning.hlo`) can only do more.
@@ -31,7 +31,7 @@ _GATHERED = 2**24  # elements of keys that a decode step gathers at once, and of
 
 @dataclass(frozen=True)
 class Memory:
-    """What lies in the memory of one device, in bytes.
+    """The contents of one device's memory, in bytes.
 
     Attributes:
       experts: weights of routed experts.
@@ -40,8 +40,8 @@ class Memory:
       index_keys: pages of index keys.
       draft: weights, keys, values and edges of the draft, if there is one.
       vision: weights of the vision tower and the projector, if there are any.
-      temporaries: what a call needs besides (a guess where nothing is compiled).
-      limit: what a program can have.
+      temporaries: a call's further needs (a guess where nothing is compiled).
+      limit: the most that a program can use.
     """
 
     experts: float
@@ -65,18 +65,18 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room for everything."""
+        """True if the device has room for everything."""
         return self.total <= self.limit
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one device does in one call of a program.
+    """The work of one device in one call of a program.
 
     Attributes:
       flops: operations of matrix products.
       traffic: bytes read from and written to memory.
-      sent: bytes sent to other devices, as a ring would.
+      sent: bytes sent to other devices, where collectives run on a ring.
     """
 
     flops: float | int
@@ -84,13 +84,13 @@ class Work:
     sent: float | int
 
     def seconds(self, chip: Chip) -> dict[str, float]:
-        """Seconds that each resource takes on its own: "compute", "memory" and "links"."""
+        """Return the seconds that each resource takes on its own: "compute", "memory" and "links"."""
         return dict(
             compute=self.flops / chip.flops, memory=self.traffic / chip.hbm_rate, links=self.sent / chip.link_rate
         )
 
     def roofline(self, chip: Chip) -> float:
-        """Seconds at best: those of the slowest resource, with the others hidden behind it."""
+        """Return the least possible seconds: those of the slowest resource, with the others hidden behind it."""
         return max(self.seconds(chip).values())
 
     def __add__(self, other: "Work") -> "Work":
@@ -98,15 +98,15 @@ class Work:
 
 
 def planned_mesh(sizes: dict[str, int]) -> Mesh:
-    """A mesh of these sizes to divide shapes by; the one device in all its places is not asked to hold anything."""
+    """Return a mesh of these sizes to divide shapes by; one CPU device fills all its places and holds nothing."""
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     device = jax.local_devices(backend="cpu")[0]
     return Mesh(np.full(shape, device), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def cache_shapes(job: Job, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of the cache, in the order of the tree's leaves: the page table is the last."""
-    # Told apart by their axes: keys and values, index keys, scales of heads, scales of index keys.
+    """Return the shapes of the cache's arrays in the order of the tree's leaves: the page table is the last."""
+    # The kinds of arrays have different numbers of axes: keys and values, index keys, scales of heads, of index keys.
     axes_of = {len(axes): axes for axes in (KV_AXES, INDEX_AXES, ("layers", "kv_heads"), ("layers",))}
     pages = _page_count(job, mesh)
     arrays = []
@@ -121,13 +121,13 @@ def cache_shapes(job: Job, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
 def _one_page_cache(
     config: M3Config, dtype: str, kv_dtype: str | None, index_dtype: str | None
 ) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of a cache with a single page, on no device."""
+    """Return the shapes of the arrays of a cache with a single page; no device holds any."""
     make = lambda: Cache.pool(config, 1, 1, 1, dtype, kv_dtype=kv_dtype, index_dtype=index_dtype)
     return jax.eval_shape(lambda: jax.tree.leaves(make()))
 
 
 def new_cache(job: Job, mesh: Mesh) -> Cache:
-    """A cache with as many pages as the mesh divides, for `jax.eval_shape`: it is not on the mesh."""
+    """Return a cache with pages for the whole job, to be called under `jax.eval_shape`: it is not on the mesh."""
     return Cache.pool(
         job.config, _page_count(job, mesh), job.batch, job.blocks, job.dtype,
         kv_dtype=job.kv_dtype, index_dtype=job.index_dtype,
@@ -135,24 +135,24 @@ def new_cache(job: Job, mesh: Mesh) -> Cache:
 
 
 def _page_count(job: Job, mesh: Mesh) -> int:
-    """Pages for every row's whole context, rounded up to what the mesh divides."""
+    """Return the number of pages for every row's whole context, rounded up to a multiple of the mesh's page shards."""
     shards = page_shards(mesh)
     return -(-job.blocks * job.batch // shards) * shards
 
 
 def placed(array: jax.ShapeDtypeStruct | np.ndarray, axes: tuple[str | None, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, where the rules put it on a mesh."""
+    """Return an array's shape and dtype with the sharding that the rules give it on a mesh."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding(array.shape, axes, mesh))
 
 
 def held_bytes(tree: Any) -> float:
-    """Bytes that one device holds of a tree of arrays or shapes that have shardings."""
+    """Return the bytes that one device holds of a tree of arrays or shapes that have shardings."""
     nbytes = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
     return float(sum(nbytes(leaf) for leaf in jax.tree.leaves(tree)))
 
 
 def memory(job: Job, sizes: dict[str, int]) -> Memory:
-    """What one device of a mesh holds, but for images (`m3jax.planning.images`).
+    """Return the bytes that one device of a mesh holds, without those for images (`m3jax.planning.images`).
 
     Raises:
       ValueError: a size that does not divide what it should.
@@ -160,7 +160,7 @@ def memory(job: Job, sizes: dict[str, int]) -> Memory:
     mesh, weights = planned_mesh(sizes), _weights(job.config, job.dtype, job.weights, tuple(sizes.items()))
     arrays = cache_shapes(job, mesh)
     index_keys = held_bytes([array for array in arrays if array.ndim == len(INDEX_AXES)])
-    # On a GPU a loop of decode steps holds a copy of what its layers have besides experts (`M3.with_layers_apart`).
+    # On a GPU a loop of decode steps holds a copy of its layers' weights other than experts (`M3.with_layers_apart`).
     copied = weights.body if job.slice.chip.kind == "gpu" else 0.0
     return Memory(
         experts=weights.experts, other_weights=weights.others, cache=held_bytes(arrays) - index_keys,
@@ -176,11 +176,11 @@ class _Weights:
     Attributes:
       experts: bytes of routed experts.
       others: bytes of everything else.
-      body: bytes, of the others, of what every token meets: all but the embedding and the head.
+      body: bytes, of the others, of the weights that every token meets: all but the embedding and the head.
       head: bytes, of the others, of the head.
-      body_numbers: how many numbers the body has.
-      head_numbers: how many the head has.
-      number_bytes: of one number of an expert, its share of a scale included.
+      body_numbers: the number of values in the body.
+      head_numbers: the number of values in the head.
+      number_bytes: bytes of one value of an expert, its share of a scale included.
     """
 
     experts: float
@@ -194,7 +194,7 @@ class _Weights:
 
 @cache
 def _weights(config: M3Config, dtype: str, weights: str, sizes: tuple[tuple[str, int], ...]) -> _Weights:
-    """The text model's weights on one device of a mesh, whose sizes come as pairs so that they can be a key."""
+    """Return the bytes of the text model's weights on one device; `sizes` are pairs because the cache hashes them."""
     text, itemsize = replace(config, vision_config=None), np.dtype(dtype).itemsize
     model = abstract(text, dtype, planned_mesh(dict(sizes)), weights)
     experts = held_bytes([stack.mlp.experts for stack in model.stacks if hasattr(stack.mlp, "experts")])
@@ -208,7 +208,7 @@ def _weights(config: M3Config, dtype: str, weights: str, sizes: tuple[tuple[str,
 
 
 def _draft_bytes(job: Job, mesh: Mesh) -> float:
-    """Bytes of the draft on one device: its weights, its keys and values, and an edge for each page."""
+    """Return the bytes of the draft on one device: its weights, its keys and values, and an edge for each page."""
     if job.draft is None:
         return 0.0
     pages, dtype = _page_count(job, mesh), jnp.dtype(job.dtype)
@@ -219,7 +219,7 @@ def _draft_bytes(job: Job, mesh: Mesh) -> float:
 
 
 def _temporaries(job: Job, sizes: dict[str, int]) -> float:
-    """Bytes of temporaries where nothing is compiled, a guess: a chunk's activations, scores, gathered keys, logits."""
+    """Return a guess at the bytes of temporaries: a chunk's activations, scores, gathered keys, and logits."""
     config, tensor_size = job.config, sizes["tensor"]
     heads_width = config.num_attention_heads // tensor_size * config.head_dim
     expert_width = config.intermediate_size * config.num_experts_per_tok
@@ -234,22 +234,22 @@ def _temporaries(job: Job, sizes: dict[str, int]) -> float:
 
 
 def decode(job: Job, sizes: dict[str, int]) -> Work:
-    """The work of one token for every row, at the end of its context; with a draft, of one round."""
+    """Return the work of one decoded token for every row at the end of its context; with a draft, of one round."""
     tokens = 1 + (DRAFT_TOKENS if job.draft else 0)
     work = _forward(job, sizes, rows=job.batch, tokens=tokens, divided=sizes["data"])
     return work if job.draft is None else work + _drafting(job, sizes)
 
 
 def prefill(job: Job, sizes: dict[str, int]) -> Work:
-    """The work of the last chunk of one prompt that fills the context.
+    """Return the work of the last chunk of one prompt that fills the context.
 
-    Of a single prompt the data axis divides the routed experts alone.
+    For a single prompt the data axis divides the routed experts alone.
     """
     return _forward(job, sizes, rows=1, tokens=min(job.chunk, job.context), divided=1)
 
 
 def _forward(job: Job, sizes: dict[str, int], rows: int, tokens: int, divided: int) -> Work:
-    """The work of all layers for `tokens` new tokens of each row, of which a device computes one part in `divided`."""
+    """Return the work of all layers for `tokens` new tokens of each row; a device computes one part in `divided`."""
     return (
         Work(0.0, 0.0, 0.0)
         + _projections(job, sizes, rows * tokens / divided)
@@ -259,28 +259,29 @@ def _forward(job: Job, sizes: dict[str, int], rows: int, tokens: int, divided: i
 
 
 def _projections(job: Job, sizes: dict[str, int], tokens: float | int) -> Work:
-    """The work of all matrices that every token meets, and of the sums over the tensor axis after them."""
+    """Return the work of all matrices that every token meets, and of the sums over the tensor axis after them."""
     config, weights = job.config, _weights(job.config, job.dtype, job.weights, tuple(sizes.items()))
     last_tokens = min(tokens, job.batch)  # the head meets the last token of each row alone
     flops = 2 * (tokens * weights.body_numbers + last_tokens * weights.head_numbers)
     summed_bytes = 4 * tokens * config.hidden_size * (2 * config.num_hidden_layers + 1)
     logit_bytes = 4 * last_tokens * config.vocab_size
+    # Logits are gathered, which sends half the bytes of a sum.
     sent = ring(summed_bytes, sizes["tensor"]) + ring(logit_bytes, sizes["tensor"]) / 2
     return Work(flops, weights.body + weights.head, sent)
 
 
 def _experts(job: Job, sizes: dict[str, int], tokens: int, divided: int) -> Work:
-    """The work of the routed experts.
+    """Return the work of the routed experts.
 
     A device reads those of its own experts that its part of the (token, expert) pairs chose; then all parts are summed.
-    Tokens that are not divided over data yet (`divided` is 1) are for the experts, and come together again.
+    Tokens that are not divided over the data axis yet (`divided` is 1) are divided for the experts, then gathered.
     """
     config, weights = job.config, _weights(job.config, job.dtype, job.weights, tuple(sizes.items()))
     layers = sum(stack.num_layers for stack in config.stacks if stack.is_moe)
     expert_size = 3 * config.hidden_size * config.intermediate_size / sizes["tensor"]
     data_size = sizes["data"] if tokens % sizes["data"] == 0 else 1
     pairs = tokens / data_size * config.num_experts_per_tok / sizes["context"]
-    # As many different experts as this many pairs meet, where each takes one at random.
+    # The expected number of distinct experts among this many pairs, if each pair takes one uniformly at random.
     chosen = config.num_local_experts * (1 - (1 - 1 / config.num_local_experts) ** pairs) / sizes["expert"]
     output_bytes = layers * 4 * tokens / data_size * config.hidden_size
     sent = ring(output_bytes, sizes["expert"] * sizes["context"] * sizes["tensor"])
@@ -290,14 +291,14 @@ def _experts(job: Job, sizes: dict[str, int], tokens: int, divided: int) -> Work
 
 
 def _attention(job: Job, sizes: dict[str, int], rows: int, tokens: int) -> Work:
-    """The work of selection and attention over the cache, whose pages are divided, and of the merge of their parts."""
+    """Return the work of selection and attention over the cache, whose pages are divided, and of merging the parts."""
     config, shards = job.config, page_shards(planned_mesh(sizes))
     heads = config.num_attention_heads / sizes["tensor"]
     kv_heads = _kv_heads(config.num_key_value_heads, sizes["tensor"])
     sparse_layers = sum(stack.num_layers for stack in config.stacks if stack.is_sparse)
     dense_layers = config.num_hidden_layers - sparse_layers
-    # In a sparse layer, keys that one query sees, and different keys that a few queries read: a selection each at most.
-    # For more queries the best case counts, in which all select the same blocks.
+    # In a sparse layer, `seen` are the keys of one query's selection, and `distinct` the most that a few queries read:
+    # a selection each. For more than 16 queries the best case is counted, in which all select the same blocks.
     seen = min(config.index_topk_blocks * config.index_block_size, job.context)
     distinct = min(tokens * seen, job.context)
     keys = rows * (dense_layers * job.context + sparse_layers * (distinct if tokens <= 16 else seen)) / shards
@@ -315,7 +316,7 @@ def _attention(job: Job, sizes: dict[str, int], rows: int, tokens: int) -> Work:
 
 
 def _drafting(job: Job, sizes: dict[str, int]) -> Work:
-    """The work of `DRAFT_TOKENS` steps of the draft for every row: its weights, and its dense attention."""
+    """Return the work of `DRAFT_TOKENS` steps of the draft for every row: its weights, and its dense attention."""
     draft, mesh, itemsize = job.draft, planned_mesh(sizes), np.dtype(job.dtype).itemsize
     model = abstract_draft(draft, job.dtype, mesh)
     weight_bytes = held_bytes(model) - held_bytes(model.embed_tokens)
@@ -326,10 +327,10 @@ def _drafting(job: Job, sizes: dict[str, int]) -> Work:
 
 
 def _kv_heads(heads: int, tensor_size: int) -> float:
-    """KV heads of one device: all of them where the tensor axis cannot divide them."""
+    """Return the number of KV heads on one device: all of them where the tensor axis cannot divide them."""
     return heads / tensor_size if heads % tensor_size == 0 else float(heads)
 
 
 def ring(size: float | int, devices: int) -> float:
-    """Bytes that a device sends when `size` bytes are summed on a ring."""
+    """Return the bytes that a device sends when `size` bytes are summed on a ring (reduce-scatter, then all-gather)."""
     return 2.0 * size * (devices - 1) / devices

@@ -1,4 +1,4 @@
-"""What is public about accelerators: memory, rates, and the slices that exist."""
+"""Public figures of accelerators: memory, rates, and the slices that exist."""
 
 import difflib
 import itertools
@@ -16,14 +16,14 @@ class Chip:
     Attributes:
       name: as in a topology.
       kind: "tpu" or "gpu".
-      hbm: bytes that a program can have. Of a TPU, what its compiler allows.
+      hbm: bytes that a program can use; for a TPU, the limit of its compiler.
       hbm_rate: bytes a second.
       flops: bfloat16 operations a second, dense.
       link_rate: bytes a second to other devices, one way, all links together.
-      devices: of one chip; a TPU7x chip is two.
+      devices: devices in one chip; a TPU7x chip is two.
       dims: of the torus; 0 for a GPU.
       most: chips of the largest slice, or of one NVLink domain.
-      compiler_name: what libtpu wants to be told.
+      compiler_name: the value of TPU_ACCELERATOR_TYPE for libtpu.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Slice:
 
     @property
     def num_chips(self) -> int:
-        """How many chips the slice has."""
+        """The number of chips in the slice."""
         return math.prod(self.shape)
 
     @property
     def num_devices(self) -> int:
-        """How many devices the slice has: two for each TPU7x chip, one for each other chip."""
+        """The number of devices in the slice: two for each TPU7x chip, one for each other chip."""
         return self.num_chips * self.chip.devices
 
     def __str__(self):
@@ -101,7 +101,7 @@ _RULES = {2: ", each 2, 4, 8 or 16", 3: ", the first two even, all multiples of 
 
 
 def _nearest_shape(chip: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape itself where the chip has slices of it, else the one that is nearest in its sides, then in chips."""
+    """Return the shape itself if the chip has such slices, else the one nearest in its sides, then in chip count."""
     if chip.kind == "gpu":
         return (min(chip.most, max(1, math.prod(sizes))),)
     if _exists(chip, sizes):
@@ -119,7 +119,7 @@ def _nearest_shape(chip: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _exists(chip: Chip, sizes: tuple[int, ...]) -> bool:
-    """Whether there are slices of a TPU in this shape (`_RULES`)."""
+    """True if there are slices of a TPU in this shape (`_RULES`)."""
     if len(sizes) != chip.dims or not 0 < math.prod(sizes) <= chip.most or any(side % 2 for side in sizes[:2]):
         return False
     return all(side in _SIDES if chip.dims == 2 else side in (1, 2) or side % 4 == 0 for side in sizes)

@@ -1,4 +1,4 @@
-"""Compiles for a slice in processes of their own: libtpu wants settings that this process must not have."""
+"""Compilation for a slice in separate processes: libtpu needs environment variables that this process must not have."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ PROGRAMS = ("decode", "prefill")
 
 
 def check_compiler() -> None:
-    """Raise ValueError, with what to do, where the TPU compiler is not installed."""
+    """Raise ValueError, with what to do, if the TPU compiler is not installed."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             "the TPU compiler is not installed (pip install 'jax[tpu]' brings it); --no-compile plans by arithmetic"
@@ -56,7 +56,7 @@ def compile_programs(
 
 
 def environment(chip: Chip) -> dict[str, str]:
-    """The environment of a process that compiles for a chip: what libtpu wants to be told where there is no TPU."""
+    """Return the environment of a process that compiles for a chip: libtpu needs these settings without a TPU."""
     settings = {
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": chip.compiler_name, "TPU_WORKER_HOSTNAMES": "localhost",
@@ -65,7 +65,7 @@ def environment(chip: Chip) -> dict[str, str]:
 
 
 def _answer(name: str, process: subprocess.Popen) -> dict[str, Any]:
-    """What a compiling process prints; ChildProcessError, with its last line, where it fails."""
+    """Return the answer that a compiling process prints; raise ChildProcessError with its last line if it fails."""
     process.stdin = None  # closed; communicate would flush it
     answer, complaint = process.communicate()
     if process.returncode:

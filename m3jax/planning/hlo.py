@@ -1,4 +1,4 @@
-"""Counts what a compiled program does: its collectives, operations and memory traffic, with its loops multiplied out.
+"""Counts of a compiled program's collectives, operations and memory traffic, with its loops multiplied out.
 
 XLA's own cost analysis counts the body of a loop once. Here a body counts as often as its condition says, where that
 compares a counter with a constant; a loop whose end is data counts once. Of the branches of a conditional the most
@@ -23,12 +23,12 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "whil
          "partition-id", "replica-id", "iota", "optimization-barrier", "domain", "copy-done", "slice-done",
          "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-update"}  # fmt: skip
 _READS_PART = ("dynamic-slice", "slice", "gather")
-_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # written in place; which operand is the update
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # ops that write in place: index of the update's operand
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What one device does in one run of a compiled program.
+    """The work of one device in one run of a compiled program.
 
     Attributes:
       collectives: by kind, how many.
@@ -49,7 +49,7 @@ class Counts:
 
 @dataclass
 class _Cost:
-    """What a run of instructions comes to, in the units of `Counts`."""
+    """The total cost of a run of instructions, in the units of `Counts`."""
 
     collectives: Counter = field(default_factory=Counter)
     collective_bytes: Counter = field(default_factory=Counter)
@@ -58,7 +58,7 @@ class _Cost:
     unknown_loops: int = 0
 
     def add(self, other: "_Cost", times: int = 1) -> None:
-        """Add what comes to pass `times` times; a loop of unknown length in it is one such loop all the same."""
+        """Add a cost `times` times; its loops of unknown length are added once, as a count of loops in the program."""
         for kind, number in other.collectives.items():
             self.collectives[kind] += number * times
             self.collective_bytes[kind] += other.collective_bytes[kind] * times
@@ -83,14 +83,14 @@ class _Instruction:
 
     @cached_property
     def branches(self) -> list[str]:
-        """The computations of a conditional's branches, which are numbered, or called true and false."""
+        """The names of a conditional's branch computations, which are numbered, or called true and false."""
         numbered = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
         names = re.findall(r"%[\w.\-]+", numbered[1]) if numbered else []
         named = (self.called("true_computation"), self.called("false_computation"))
         return names or [name for name in named if name]
 
     def called(self, key: str) -> str | None:
-        """The computation that an attribute names: "calls" of a fusion, "body" of a loop."""
+        """Return the name of the computation under an attribute, such as "calls" of a fusion; None without it."""
         found = re.search(rf"\b{key}=(%[\w.\-]+)", self.rest)
         return found and found[1]
 
@@ -104,7 +104,7 @@ def count(text: str, heaviest: int = 5) -> Counts:
 
     Args:
       text: of the compiled module (`jax.stages.Compiled.as_text`).
-      heaviest: how many of the instructions with the most traffic are named.
+      heaviest: the number of instructions with the most traffic to name.
     """
     program = _Program(text)
     cost = program.cost(program.entry)
@@ -137,7 +137,7 @@ class _Program:
                 current[with_mark(name)] = _Instruction(with_mark(name), result_type, op, rest, bool(root))
 
     def cost(self, name: str) -> _Cost:
-        """The cost of one run of a computation."""
+        """Return the cost of one run of a computation."""
         if name not in self._costs:
             total = _Cost()
             for instruction in self.computations[name].values():
@@ -146,7 +146,7 @@ class _Program:
         return self._costs[name]
 
     def runs(self, name: str, times: int = 1) -> Iterator[tuple[float, int, str]]:
-        """(bytes, times, origin) of each instruction that one run of a computation comes to."""
+        """Yield (bytes, times, origin) for each instruction in one run of a computation, loops included."""
         for instruction in self.computations[name].values():
             if instruction.op == "while":
                 turns = self._turns(instruction.called("condition")) or 1
@@ -162,7 +162,7 @@ class _Program:
         return max(conditional.branches, key=lambda branch: (self.cost(branch).traffic, self.cost(branch).flops))
 
     def _instruction_cost(self, instruction: _Instruction, around: _Computation) -> _Cost:
-        """The cost of one run of an instruction, with the computations that it calls."""
+        """Return the cost of one run of an instruction, with the computations that it calls."""
         cost = _Cost()
         op = instruction.op
         if op == "while":
@@ -177,7 +177,7 @@ class _Program:
                 cost.add(self.cost(inner))
         kind = op.removesuffix("-start")
         if kind in COLLECTIVES:
-            # The result of a start is a tuple of operand and result, of which the larger is what is sent.
+            # The type of a start op is a tuple of operand and result; the larger of the two is counted.
             sizes = [size for _, size, _ in _arrays(instruction.type)]
             cost.collectives[kind] = 1
             cost.collective_bytes[kind] = float(sum(sizes) if op == kind else max(sizes, default=0.0))
@@ -187,7 +187,7 @@ class _Program:
         return cost
 
     def _turns(self, name: str) -> int | None:
-        """How often a loop runs whose condition is `counter < constant`; None for any other condition."""
+        """Return the number of turns of a loop with the condition `counter < constant`; None for any other."""
         condition = self.computations[name]
         root = _root(condition)
         if root.op != "compare" or "direction=LT" not in root.rest:
@@ -199,7 +199,7 @@ class _Program:
         return None
 
     def _flops(self, instruction: _Instruction, around: _Computation) -> float:
-        """Operations of an instruction's matrix products: two for each product that is summed."""
+        """Return the operations of an instruction's matrix products: two for each product that is summed."""
         if instruction.op == "fusion":
             fused = self.computations[instruction.called("calls")]
             return float(sum(self._flops(inner, fused) for inner in fused.values()))
@@ -210,7 +210,7 @@ class _Program:
         return 2.0 * elements * _contracted(instruction, operand_types)
 
     def _traffic(self, instruction: _Instruction, around: _Computation) -> float:
-        """Bytes that an instruction reads from HBM and writes to it."""
+        """Return the bytes that an instruction reads from HBM and writes to it."""
         op, operands = instruction.op, instruction.operands
         if op == "fusion":
             fused = self.computations[instruction.called("calls")]
@@ -230,7 +230,7 @@ class _Program:
         return read + (0.0 if op.endswith("-start") else _hbm_size(instruction.type))
 
     def _read_of(self, parameter: _Instruction, fused: _Computation) -> float:
-        """Bytes that a fusion reads of one operand: a part, where it takes nothing but parts of it."""
+        """Return the bytes that a fusion reads of one operand: less than all if every use takes only a slice of it."""
         total = 0.0
         for user in fused.values():
             if parameter.name not in user.operands:
@@ -253,7 +253,7 @@ class _Program:
         return total
 
     def _written_by(self, fusion: _Instruction, fused: _Computation) -> float:
-        """Bytes of a fusion's result that are written: of an update in place the update alone."""
+        """Return the bytes that a fusion writes: all of its result, or only the update where that is done in place."""
         root = _root(fused)
         results = [fused[operand] for operand in root.operands] if root.op == "tuple" else [root]
         updates = [self._update_size(result, fused) for result in results]
@@ -263,7 +263,7 @@ class _Program:
         return _hbm_size(fusion.type)
 
     def _update_size(self, instruction: _Instruction, around: _Computation) -> float:
-        """Bytes of the update that an instruction writes in place; 0 if it does not update."""
+        """Return the bytes of the update that an instruction writes in place; 0 if it does not update."""
         if instruction.op == "bitcast" and instruction.operands[0] in around:
             return self._update_size(around[instruction.operands[0]], around)
         if instruction.op == "fusion":
@@ -275,34 +275,34 @@ class _Program:
 
 
 def _root(computation: _Computation) -> _Instruction:
-    """The instruction whose result is that of the computation."""
+    """Return the root: the instruction whose result is that of the computation."""
     return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
 def _arrays(type_text: str) -> Iterator[tuple[int, float, str]]:
-    """(elements, bytes, layout) of each array of a type, which may be a tuple."""
+    """Yield (elements, bytes, layout) for each array of a type, which may be a tuple."""
     for dtype, shape, layout in _ARRAY.findall(type_text):
         elements = math.prod(int(size) for size in shape.split(",") if size)
         yield elements, elements * _BITS.get(dtype, 8 if dtype.startswith("f8") else 0) / 8, layout
 
 
 def _size(type_text: str) -> float:
-    """Bytes of all arrays of a type."""
+    """Return the bytes of all arrays of a type."""
     return float(sum(size for _, size, _ in _arrays(type_text)))
 
 
 def _hbm_size(type_text: str) -> float:
-    """Bytes of the arrays of a type that lie in HBM: in memory space 0, which a layout does not write out."""
+    """Return the bytes of a type's arrays in HBM: memory space 0, which a layout does not write out as S(n)."""
     return float(sum(size for _, size, layout in _arrays(type_text) if not re.search(r"S\([1-9]\d*\)", layout)))
 
 
 def _contracted(instruction: _Instruction, operand_types: list[str]) -> int:
-    """How many products each element of a matrix product's result sums."""
+    """Return how many products are summed in each element of a matrix product's result."""
     shape = lambda type_text: [int(size) for size in _ARRAY.search(type_text)[2].split(",") if size]
     if instruction.op == "dot":
         axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)[1]
         return math.prod(shape(operand_types[0])[int(axis)] for axis in axes.split(",") if axis)
-    # A product of matrices is a convolution here, whose window is one place wide where it stands for a batch.
+    # The TPU's compiler writes matrix products as convolutions; a window axis that stands for a batch counts as 1.
     kernel_labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)[1]
     kernel_sizes = dict(zip(kernel_labels, shape(operand_types[1]), strict=True))
     is_batched = "lhs_dilate" in instruction.rest or "rhs_reversal" in instruction.rest

@@ -1,4 +1,4 @@
-"""What images take of a device: the tower's weights, its activations, and the work of one call of it."""
+"""The cost of images on one device: the tower's weights, its activations, and the work of one call."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ from m3jax.vision import VisionConfig
 
 
 def held_weights(job: Job, sizes: dict[str, int]) -> float:
-    """Bytes of the tower and the projector on one device; 0 of a text model."""
+    """Return the bytes of the tower and the projector on one device; 0 for a text model."""
     if job.config.vision_config is None:
         return 0.0
     vision = VisionConfig.of(job.config)
@@ -24,13 +24,13 @@ def held_weights(job: Job, sizes: dict[str, int]) -> float:
 
 @cache
 def _held_weights(vision: VisionConfig, config: M3Config, dtype: str, sizes: tuple[tuple[str, int], ...]) -> float:
-    # Configurations are equal whatever tower they describe, so `vision` is a part of the key.
+    # Equality of `M3Config` ignores the tower, so `vision` must be part of the cache's key.
     model: nnx.Module = abstract(vision.add_to(config), dtype, planned_mesh(dict(sizes))).vision
     return held_bytes(jax.tree.leaves(model))
 
 
 def temporaries(job: Job, sizes: dict[str, int]) -> float:
-    """Bytes of a call of the tower besides its weights, a guess: patches, and the widest activations in float32."""
+    """Return a guess at the bytes of a call of the tower besides its weights: patches, and the widest activations."""
     if not job.images:
         return 0.0
     vision, itemsize = VisionConfig.of(job.config), np.dtype(job.dtype).itemsize
@@ -42,10 +42,10 @@ def temporaries(job: Job, sizes: dict[str, int]) -> float:
 
 
 def see(job: Job, sizes: dict[str, int]) -> Work:
-    """The work of one call of the tower for all images of a job, each a segment of its own.
+    """Return the work of one call of the tower for all images of a job, each a segment of its own.
 
-    Every device of the tensor axis does its part of heads and of hidden widths where those divide, and every device of
-    the other axes all of it. Padding of the bucket is not counted.
+    The tensor axis divides heads and hidden widths where their sizes allow; along the other axes every device does the
+    same work. Padding of the bucket is not counted.
     """
     vision, config, tensor = VisionConfig.of(job.config), job.config, sizes["tensor"]
     width, projected = vision.hidden_size, vision.projector_hidden_size
@@ -68,5 +68,5 @@ def see(job: Job, sizes: dict[str, int]) -> Work:
 
 
 def _part(size: int, sizes: dict[str, int]) -> int:
-    """A device's part of heads or of a hidden width: all of it where the tensor axis does not divide it."""
+    """Return one device's part of heads or of a hidden width: all of it where the tensor axis does not divide it."""
     return size // sizes["tensor"] if size % sizes["tensor"] == 0 else size

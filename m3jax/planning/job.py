@@ -19,11 +19,11 @@ DRAFT_TOKENS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is planned: a model on a slice, and the requests that it serves there.
+    """A model on a slice, and the requests that it serves there: the input of a plan.
 
     Attributes:
       config: the model.
-      slice: where it shall run.
+      slice: the accelerators that it runs on.
       context: tokens that every row can have.
       batch: rows that decode together.
       dtype: of weights and activations.
@@ -34,8 +34,8 @@ class Job:
         context where that is shorter.
       draft: an EAGLE3 draft that is planned too.
       backend: of attention; "xla" is what runs everywhere.
-      images: how many go through the vision tower in one call; 0 plans none.
-      image_tokens: of each.
+      images: the number of images in one call of the vision tower; 0 plans none.
+      image_tokens: tokens of each image.
 
     Raises:
       ValueError: a number outside its range, with the nearest valid choice.
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def blocks(self) -> int:
-        """How many blocks (= pages) a row has, M."""
+        """The number of blocks (= pages) of a row, M."""
         return -(-self.context // self.config.index_block_size)
 
     @property

@@ -1,4 +1,4 @@
-"""Which meshes a slice can have, and which of them fits a job best."""
+"""The meshes that a slice can have, ranked by how well they fit a job."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from m3jax.planning.job import Job
 
 
 class Candidate(NamedTuple):
-    """A mesh of a slice, and what arithmetic says of a job on it."""
+    """A mesh of a slice, with the memory and work of a job on it by arithmetic."""
 
     sizes: dict[str, int]
     memory: Memory
@@ -28,15 +28,15 @@ class Candidate(NamedTuple):
 
 
 def mesh_name(sizes: dict[str, int]) -> str:
-    """The name of a mesh: its axes and sizes, as in data=1,context=2,expert=4,tensor=8."""
+    """Return the name of a mesh: its axes and sizes, as in data=1,context=2,expert=4,tensor=8."""
     return ",".join(f"{axis}={sizes[axis]}" for axis in AXES)
 
 
 def candidates(job: Job) -> list[Candidate]:
-    """All meshes of a slice that divide the model, best first.
+    """Return all meshes of a slice that divide the model, best first.
 
-    Those that fit come first, in the order of the product of both times (no weight says what a token of a prompt is
-    worth against a decoded one), then the others, the smallest first.
+    Those that fit in memory come first, by the product of their decode and prefill times (a product needs no weight of
+    one against the other), then the others by total memory, the smallest first.
     """
     chip = job.slice.chip
 
@@ -62,7 +62,7 @@ def evaluate(job: Job, sizes: dict[str, int]) -> Candidate:
 
 
 def divisions(job: Job) -> Iterator[dict[str, int]]:
-    """The meshes that use all of a job's slice, and whose axes divide what lies on them."""
+    """Yield the meshes that use all devices of a job's slice and whose axes divide the model and the batch."""
     devices = job.slice.num_devices
     for tensor in _divisors(devices):
         if not _tensor_divides(job, tensor):
@@ -97,7 +97,7 @@ def parse_sizes(text: str, job: Job) -> dict[str, int]:
 
 
 def _why_not(sizes: dict[str, int], job: Job) -> str:
-    """The first reason for which a mesh is none of `divisions`."""
+    """Return the first reason why a mesh is not among `divisions`."""
     config, devices = job.config, math.prod(sizes.values())
     if devices != job.slice.num_devices:
         return f"is {devices} devices and {job.slice} has {job.slice.num_devices}"
@@ -115,7 +115,7 @@ def _why_not(sizes: dict[str, int], job: Job) -> str:
 
 
 def _tensor_divides(job: Job, tensor_size: int) -> bool:
-    """Whether a tensor axis divides heads, vocabulary and hidden widths, and leaves the blocks of MXFP8 whole."""
+    """True if a tensor axis divides heads, vocabulary and hidden widths, and leaves the blocks of MXFP8 whole."""
     config = job.config
     widths = config.intermediate_size, config.dense_intermediate_size, config.shared_intermediate_size
     if job.weights == "mxfp8" and tensor_size > 1:

@@ -1,6 +1,6 @@
-"""Compiles the engine's two programs, with the TPU's own compiler, for a slice that is not there.
+"""Compilation of the engine's two programs, with the TPU's own compiler, for a slice that need not be attached.
 
-Runs in a process of its own (`m3jax.planning.compiler`), because libtpu takes settings from the environment.
+It runs in a process of its own (`m3jax.planning.compiler`), because libtpu takes settings from the environment.
 """
 
 import json
@@ -60,31 +60,31 @@ def compile_program(job: Job, sizes: dict[str, int], name: str) -> dict[str, Any
     return answer | {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
-        "fresh_outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,  # those that no argument gave way to
+        "fresh_outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,  # outputs in new memory
         "code": memory.generated_code_size_in_bytes,
     } | asdict(hlo.count(compiled.as_text()))  # fmt: skip
 
 
 def topology_mesh(topology: str, sizes: dict[str, int]) -> Mesh:
-    """A mesh of a slice's devices, which are described and not there."""
+    """Return a mesh of a slice's devices, which are only described: none has to be attached."""
     devices = topologies.get_topology_desc(topology, "tpu").devices
     shape = [sizes[axis] for axis in AXES]
     try:
         devices = topologies.make_mesh(topologies.TopologyDescription(devices), shape, AXES).devices
     except (NotImplementedError, AssertionError, ValueError):
-        # Axes that are no whole sides of the torus: neighbours in the order of the coordinates.
+        # Mesh axes that are not whole sides of the torus: take the devices in the order of their coordinates.
         devices = np.array(devices).reshape(shape)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def decode(job: Job, mesh: Mesh) -> Any:
-    """`device.decode` of one step, traced."""
+    """Trace `device.decode` for one step."""
     state, layout = _state(job, mesh)
     return device.decode.trace(_model(job, mesh), state, _shape(), max_steps=1, layout=layout)
 
 
 def prefill(job: Job, mesh: Mesh) -> Any:
-    """`device.prefill` of a chunk of one prompt, traced."""
+    """Trace `device.prefill` for a chunk of one prompt."""
     state, layout = _state(job, mesh)
     chunk = device.Chunk(_shape(1), _shape(1, job.chunk), _shape(1), _shape(1))
     continuations = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _continuations(job, 1))
@@ -96,7 +96,7 @@ def _model(job: Job, mesh: Mesh) -> Any:
 
 
 def _state(job: Job, mesh: Mesh) -> tuple[device.State, device.Layout]:
-    """The engine's state, on the mesh, and where it stays."""
+    """Return the shapes of the engine's state on the mesh, and the shardings that it keeps."""
     place = lambda x: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding(x.shape, ("batch",) + (None,) * (len(x.shape) - 1), mesh)
     )

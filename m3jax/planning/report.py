@@ -1,4 +1,4 @@
-"""Reports what the planner found, as data and as text."""
+"""The planner's report, as data and as text."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _WIDTH = 80
 def as_dict(
     job: Job, chosen: Candidate, ranked: list[Candidate], compiled: dict[str, dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Everything that the planner found for one device, in bytes and seconds.
+    """Return everything that the planner found for one device, in bytes and seconds.
 
     Args:
       job: what was planned.
@@ -46,7 +46,7 @@ def as_dict(
 
 
 def _images(job: Job, chosen: Candidate) -> dict[str, Any]:
-    """A call of the vision tower, where images are planned: always by arithmetic."""
+    """Return the entries for a call of the vision tower, by arithmetic; none if no images are planned."""
     if chosen.images is None:
         return {}
     return {"image_count": job.images, "image_tokens": job.image_tokens,
@@ -54,7 +54,7 @@ def _images(job: Job, chosen: Candidate) -> dict[str, Any]:
 
 
 def _memory(chosen: Candidate, answers: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Bytes of memory by what lies there; where both programs were compiled, with the compiler's own numbers."""
+    """Return bytes of memory by content, with the compiler's own numbers where it accepted every program."""
     planned = chosen.memory
     out = {
         "weights": planned.weights, "experts": planned.experts, "keys_and_values": planned.cache,
@@ -70,7 +70,7 @@ def _memory(chosen: Candidate, answers: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 def _program(least: Work, answer: dict[str, Any] | None, chip: Chip) -> dict[str, Any]:
-    """The least work of one program, and what the compiler answered."""
+    """Return the least work of one program, and the compiler's counts or error if it was asked."""
     out = {"least": {"flops": least.flops, "traffic": least.traffic, "sent": least.sent,
                      "seconds": least.roofline(chip), "by": least.seconds(chip)}}  # fmt: skip
     if answer is None:
@@ -82,7 +82,7 @@ def _program(least: Work, answer: dict[str, Any] | None, chip: Chip) -> dict[str
 
 
 def as_text(plan: dict[str, Any]) -> str:
-    """The report that the command line prints, of a plan as `as_dict` makes it."""
+    """Return the report that the command line prints, for a plan as `as_dict` makes it."""
     is_compiled = plan["how"] == "compiled"
     weights = plan["dtype"] if plan["weights"] == "dequantize" else f"mxfp8 and {plan['dtype']}"
     how = "compiled by the TPU's compiler" if is_compiled else "by arithmetic: nothing was compiled"
@@ -107,7 +107,7 @@ def as_text(plan: dict[str, Any]) -> str:
 
 
 def _image_lines(plan: dict[str, Any]) -> list[str]:
-    """The vision tower's call, where images are planned."""
+    """Return the lines on a call of the vision tower; none if no images are planned."""
     if "images" not in plan:
         return []
     extent = f"{plan['image_count']} of {plan['image_tokens']} tokens, by arithmetic"
@@ -115,7 +115,7 @@ def _image_lines(plan: dict[str, Any]) -> list[str]:
 
 
 def _memory_lines(memory: dict[str, float], is_compiled: bool) -> list[str]:
-    """A line for each thing that lies in memory, in GiB, and their sum."""
+    """Return a line for each part of memory, in GiB, and one for their sum."""
     optional = [name for name in ("draft", "vision") if memory[name]]
     names = ["weights", "keys_and_values", "index_keys", *optional, "temporaries"]
     notes = {"weights": f"of it experts {memory['experts'] / GIB:.1f}"}
@@ -129,7 +129,7 @@ def _memory_lines(memory: dict[str, float], is_compiled: bool) -> list[str]:
 
 
 def _program_lines(name: str, extent: str, program: dict[str, Any]) -> list[str]:
-    """One program's least work and, where the compiler was asked, what it made of it."""
+    """Return lines on one program: its least work and, if it was compiled, the compiler's counts or refusal."""
     least, answer = program["least"], program.get("compiled")
     lines = [f"{name} ({extent}), one device", f"  {'':12s} {'TFLOP':>9s} {'GB':>9s} {'GB sent':>9s} {'ms':>9s}"]
     lines.append(_work_line("at least", least, least["sent"]))
@@ -149,14 +149,14 @@ def _program_lines(name: str, extent: str, program: dict[str, Any]) -> list[str]
 
 
 def _work_line(name: str, work: dict[str, Any], sent: float | int) -> str:
-    """A line of numbers, and the resource that takes longest."""
+    """Return a line of numbers that ends with the slowest resource."""
     slowest = max(work["by"], key=work["by"].get)
     rates = f"{work['flops'] / 1e12:9.3f} {work['traffic'] / 1e9:9.2f} {sent / 1e9:9.3f} {work['seconds'] * 1e3:9.2f}"
     return f"  {name:12s} {rates}  by {slowest}"
 
 
 def _mesh_lines(plan: dict[str, Any]) -> list[str]:
-    """The best meshes by arithmetic, a line each."""
+    """Return a heading and a line for each of the best meshes by arithmetic."""
     head = f"best meshes by arithmetic{'':18s} {'GiB':>7s} {'decode ms':>10s} {'prefill ms':>11s}"
     lines = [
         f"  {mesh['mesh']:41s} {mesh['total'] / GIB:7.1f} {mesh['decode'] * 1e3:10.2f} {mesh['prefill'] * 1e3:11.1f}"

@@ -1,4 +1,4 @@
-"""Text in and out of the model: the tokenizer and its streaming detokenizer, conversations, and outputs."""
+"""Text in and out of the model: tokenizer, streaming detokenizer, chat template, and parsers of the output."""
 
 from m3jax.text.chat import ChatTemplate, ordered_messages
 from m3jax.text.output import Event, Message, OutputParser, ReasoningParser, ToolCall, ToolCallParser

@@ -1,4 +1,4 @@
-"""Token ids to text as they come: nothing shown is taken back, and at most one character's bytes are held back."""
+"""Streaming detokenisation: text is never taken back, and at most one character's bytes are held back."""
 
 import codecs
 import json
@@ -15,7 +15,7 @@ _MOST_LEADING = 8  # tokens without text at the start of a sequence that are kep
 
 
 class Spelling:
-    """How a tokenizer's decoder makes text of tokens.
+    """The way in which a tokenizer's decoder turns tokens into text.
 
     There are two kinds. ByteLevel joins the bytes of all tokens: a character may end within a token. All other decoders
     give each token a text of its own, which may depend on whether it is the first and on the token before it; with
@@ -61,12 +61,12 @@ class Spelling:
             )
 
     def byte_of(self, token: int) -> int | None:
-        """The byte that a token is under ByteFallback; None for a token that is text."""
+        """Return the byte that a token is under ByteFallback; None for a token that is text."""
         match = _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token)) if self.byte_ids else None
         return None if match is None else int(match[1], 16)
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token under ByteLevel; a token with a character that stands for no byte is its own UTF-8."""
+        """Return the bytes of a token under ByteLevel; its own UTF-8 if one of its characters stands for no byte."""
         if token not in self._bytes_of:
             text = self.backend.id_to_token(token)
             is_spelled = all(character in _BYTE_OF for character in text)
@@ -74,7 +74,7 @@ class Spelling:
         return self._bytes_of[token]
 
     def well_formed(self, ids: Sequence[int]) -> list[int]:
-        """The ids with bytes that are no UTF-8 replaced by those of U+FFFD; only ByteFallback has such ids.
+        """Return the ids, with bytes that are not UTF-8 replaced by those of U+FFFD; only ByteFallback has such ids.
 
         The decoder itself would lose the valid characters beside such a byte too: it gives up a whole run of bytes.
         """
@@ -84,26 +84,26 @@ class Spelling:
         return [token for token_id in ids for token in repair.push(token_id)] + repair.flush()
 
     def text(self, ids: Sequence[int]) -> str:
-        """What the decoder makes of a sequence, special tokens included."""
+        """Return the decoder's text of a sequence, special tokens included."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
 
 class Utf8Runs:
-    """Lets ids through, runs of byte tokens a whole character at a time: held back are at most three bytes."""
+    """A filter that passes ids on, byte tokens a whole character at a time; it holds back at most three bytes."""
 
     def __init__(self, spelling: Spelling):
         self._spelling = spelling
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> list[int]:
-        """The ids that are known to be whole characters once this one is."""
+        """Take the next id, and return the ids that are complete with it."""
         byte = self._spelling.byte_of(token)
         if byte is None:
             return [*self.flush(), token]
         return self._spelled(self._characters.decode(bytes([byte])))
 
     def flush(self) -> list[int]:
-        """The end of a run: an unfinished character is U+FFFD."""
+        """End a run of byte tokens, and return the ids of U+FFFD if a character is unfinished."""
         return self._spelled(self._characters.decode(b"", final=True))
 
     def _spelled(self, text: str) -> list[int]:
@@ -111,23 +111,23 @@ class Utf8Runs:
 
 
 class TextOfBytes:
-    """The text of a ByteLevel decoder as it comes: the bytes of all tokens, decoded character by character."""
+    """The streamed text of a ByteLevel decoder: the bytes of all tokens, decoded character by character."""
 
     def __init__(self, spelling: Spelling):
         self._bytes_of = spelling.bytes_of
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
         return self._characters.decode(self._bytes_of(token))
 
     def flush(self) -> str:
-        """U+FFFD where a character is unfinished."""
+        """End the text, and return U+FFFD if a character is unfinished."""
         return self._characters.decode(b"", final=True)
 
 
 class TextOfTokens:
-    """The text of a decoder that gives each token its own, as it comes.
+    """The streamed text of a decoder that gives each token a text of its own.
 
     What a token adds is the difference that it makes behind a context: the sequence's beginning, up to the first text
     (decoders treat a first token otherwise), and the token before it (CTC joins equal neighbours).
@@ -140,17 +140,17 @@ class TextOfTokens:
         self._previous: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text of what is whole now: the token itself, or the character that its byte completes."""
+        """Return the text that is complete with this token: its own, or the character that its byte completes."""
         return self._added(self._runs.push(token))
 
     def flush(self) -> str:
-        """U+FFFD where a character is unfinished; what follows is a new sequence."""
+        """End the sequence, and return U+FFFD if a character is unfinished; the next token begins a new sequence."""
         text = self._added(self._runs.flush())
         self._leading, self._previous = [], []
         return text
 
     def _added(self, ids: list[int]) -> str:
-        """What these ids add to the text so far."""
+        """Return the text that these ids add to the text so far."""
         if not ids:
             return ""
         context = self._leading + self._previous
@@ -164,7 +164,7 @@ class TextOfTokens:
 
 
 class TextStream:
-    """Turns token ids into text as they come, without ever showing part of a character.
+    """A detokenizer that turns token ids into text as they come, without ever showing part of a character.
 
     The texts that `push` returns, followed by that of `flush`, are together what `Tokenizer.decode` makes of the
     sequence. Nothing is taken back, at most the bytes of one unfinished character are held back, and a token costs the
@@ -175,7 +175,7 @@ class TextStream:
     It decodes again whatever it holds back, in quadratic time, and has no end at which to give that out.
 
     Args:
-        spelling: how the tokenizer's decoder makes text (`Tokenizer.stream` gives its own).
+        spelling: the tokenizer's way from tokens to text (`Tokenizer.stream` passes its own).
         skip_special_tokens: leave special tokens out of the text.
         show_unfinished: end with U+FFFD where the last character is unfinished; else it is left out, which suits a
             sequence that was cut at a limit.
@@ -225,7 +225,7 @@ class TextStream:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a ByteLevel token stands for.
+    """Return the byte that each character of a ByteLevel token stands for.
 
     Source: GPT-2's `bytes_to_unicode`: what is printable in Latin-1 stands for itself, all else for 256 and on.
     """

@@ -1,4 +1,4 @@
-"""A hub tokenizer.json, with ids and text kept strictly apart from special-token policy."""
+"""The tokenizer of a hub folder's tokenizer.json; it never adds special tokens by itself."""
 
 import base64
 import binascii
@@ -25,7 +25,7 @@ class Tokenizer:
         backend: the loaded `tokenizers.Tokenizer`.
         bos_id: id that opens a conversation, or None. It is never added by `encode`.
         eos_id: id that ends a turn, or None.
-        folder: where it was read from, or None; the checkpoint's chat template lies there too.
+        folder: the folder that it was read from, or None; the checkpoint's chat template is there too.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Tokenizer:
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json, which neither cuts nor pads what it encodes."""
+    """Read a tokenizer.json; the tokenizer neither truncates nor pads the texts that it encodes."""
     if not path.is_file():
         raise ValueError(f"{printable(str(path.parent))} has no tokenizer.json; copy the checkpoint's own there")
     place = printable(str(path))
@@ -159,7 +159,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _fault(layout: dict[str, Any]) -> str | None:
-    """What in a parsed tokenizer.json would make the library end the process, or print a trace of its own."""
+    """Return the fault of a parsed tokenizer.json that would make the library abort or print a trace; else None."""
     model = layout.get("model")
     if not isinstance(model, dict):
         return f"model = {shown(model)}: must be an object"
@@ -167,7 +167,7 @@ def _fault(layout: dict[str, Any]) -> str | None:
     if prefix and not (isinstance(prefix, str) and prefix.isascii() and isinstance(merges, list)):
         return f"continuing_subword_prefix = {shown(prefix)}: must be ASCII text, and merges a list"
     for merge in merges if prefix else ():
-        # The library cuts the prefix off the second part by its length, wherever in a character that is.
+        # The library cuts as many bytes as the prefix has off the second part, even if that is within a character.
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(parts, list) and len(parts) == 2 and str(parts[1]).startswith(prefix)):
             return f"the merge {shown(merge)} has no second part that begins with {shown(prefix)}"
@@ -175,7 +175,7 @@ def _fault(layout: dict[str, Any]) -> str | None:
 
 
 def _steps(step: Any) -> Iterator[dict[str, Any]]:
-    """A normalizer, and those that it holds."""
+    """Yield a normalizer, and all those nested in it."""
     if isinstance(step, dict):
         yield step
         inner = step.get("normalizers")
@@ -184,7 +184,7 @@ def _steps(step: Any) -> Iterator[dict[str, Any]]:
 
 
 def _bad_map(normalizer: dict[str, Any]) -> str | None:
-    """What is wrong with a normalizer's table, or with a pattern that would match the empty text."""
+    """Return the fault of a normalizer: a damaged table, or a pattern that matches the empty text; None without one."""
     if normalizer.get("type") == "Replace" and normalizer.get("pattern") in ({"String": ""}, {"Regex": ""}):
         return "a normalizer replaces the empty text"
     if normalizer.get("type") != "Precompiled":
@@ -193,13 +193,13 @@ def _bad_map(normalizer: dict[str, Any]) -> str | None:
         table = base64.b64decode(normalizer.get("precompiled_charsmap"), validate=True)
     except (TypeError, ValueError, binascii.Error):
         return "precompiled_charsmap is not base64"
-    # Its length, a trie of that many bytes, and text.
+    # The table is the trie's length in 4 bytes, a trie of that many bytes, and text.
     trie_bytes = int.from_bytes(table[:4], "little")
     return None if len(table) >= 4 + trie_bytes > 4 and trie_bytes % 4 == 0 else "precompiled_charsmap is cut short"
 
 
 def _special_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str, file: Path) -> int | None:
-    """The id of the special token that the settings name under `key`, or None."""
+    """Return the id of the special token that the settings name under `key`, or None."""
     token, place = settings.get(key), printable(str(file))
     # Older files write an AddedToken object where newer ones write its string.
     content = token.get("content") if isinstance(token, dict) else token
@@ -215,7 +215,7 @@ def _special_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: st
 
 @contextmanager
 def _library_errors(failed: str) -> Iterator[None]:
-    """Make a ValueError of what the library raises: a bare Exception, or a panic of its Rust code, which is none."""
+    """Turn the library's errors into ValueError: a bare Exception, or a Rust panic, which is a BaseException."""
     try:
         yield
     except BaseException as error:
@@ -227,7 +227,7 @@ def _library_errors(failed: str) -> Iterator[None]:
 
 
 def _check_text(text: str) -> None:
-    """Raise ValueError for a text that has no UTF-8."""
+    """Raise ValueError for a text that UTF-8 cannot encode, which has a lone surrogate."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

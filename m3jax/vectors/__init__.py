@@ -1,1 +1,1 @@
-"""Golden vectors: small inputs with the outputs that any engine must give for them (docs/vectors.md)."""
+"""Golden vectors: small inputs with the outputs that any correct engine must give for them (docs/vectors.md)."""

@@ -1,4 +1,4 @@
-"""`python -m m3jax.vectors`: golden vectors, made and checked (docs/vectors.md)."""
+"""`python -m m3jax.vectors`: make golden vectors, or check this package against them (docs/vectors.md)."""
 
 if __name__ == "__main__":
     from m3jax.interrupts import end_at_interrupts
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The arguments of the command line."""
+    """Return the parser of the command line's arguments."""
     out = Parser(PROG, "Golden vectors: inputs, and the outputs that any engine must give for them.")
     commands = out.add_subparsers(
         dest="command", required=True, metavar="make|check", parser_class=argparse.ArgumentParser

@@ -1,4 +1,4 @@
-"""What a golden vector is before it is a file: inputs drawn by numpy, a rule, and functions that give the outputs."""
+"""Golden vectors before they are files: inputs drawn by numpy, a rule, and functions that give the outputs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Rule = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs, and what is to be done with them.
+    """The inputs of one golden vector, and the rule by which its outputs follow from them.
 
     Attributes:
       name: of the case in its group, and of its file.
@@ -57,7 +57,7 @@ class Group:
       axes: letters of each tensor.
       tolerances: a name in `TOLERANCES` for each output.
       rounded: outputs that are stored as `define` gives them for bfloat16, too: with "_bf16" behind the name.
-      on_host: whether `define` is given the inputs as they are, and sees to float64 by itself.
+      on_host: True if `define` takes the inputs as numpy arrays and computes in float64 by itself.
       write_folder: writes what a case needs besides its file, at rule["model"] in the folder of all vectors.
     """
 
@@ -72,14 +72,14 @@ class Group:
     write_folder: Callable[[Path, Case], None] | None = None
 
     def truth(self, inputs: Arrays, rule: Rule) -> dict[str, np.ndarray]:
-        """The outputs by the definitions in float64."""
+        """Return the outputs by the definitions in float64."""
         if self.on_host:
             return on_host(self.define(inputs, rule))
         with jax.enable_x64(True):
             return jitted(self.define, rule, in_dtype(inputs, np.float64))
 
     def as_bfloat16(self, inputs: Arrays, rule: Rule) -> dict[str, np.ndarray]:
-        """Those of `rounded` by the definitions in bfloat16, under the names that they are stored by."""
+        """Return the outputs in `rounded` by the definitions in bfloat16, under the names that they are stored by."""
         if not self.rounded:
             return {}
         outputs = jitted(self.define, rule, in_dtype(inputs, jnp.bfloat16))
@@ -87,27 +87,27 @@ class Group:
 
 
 def placed(rule: Rule, folder: Path) -> Rule:
-    """A rule with the place of the model that it names, if it names one, as "folder"."""
+    """Return a rule with the path of the model that it names, if it names one, as "folder"."""
     return dict(rule) | ({"folder": folder / rule["model"]} if "model" in rule else {})
 
 
 def in_dtype(inputs: Arrays, dtype: DTypeLike) -> dict[str, Array]:
-    """Inputs on the device, the bfloat16 ones as `dtype`, the float32 ones at least as wide as they are."""
+    """Return inputs on the device: bfloat16 ones as `dtype`, float32 ones as `dtype` but at least float32."""
     wide = jnp.promote_types(dtype, jnp.float32)
     target = {"bfloat16": dtype, "float32": wide}
     return {name: jnp.asarray(x).astype(target.get(str(x.dtype), x.dtype)) for name, x in inputs.items()}
 
 
 def on_host(outputs: Arrays) -> dict[str, np.ndarray]:
-    """Outputs as numpy arrays."""
+    """Return outputs as numpy arrays, without those that are None."""
     return {name: np.asarray(x) for name, x in jax.device_get(dict(outputs)).items() if x is not None}
 
 
 def normal(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Shaped[np.ndarray, "..."]:
-    """Normal numbers that bfloat16 holds."""
+    """Return normally distributed numbers, rounded to bfloat16."""
     return (rng.normal(size=shape) * scale).astype(jnp.bfloat16)
 
 
 def jitted(function: Callable[..., Arrays], rule: Rule, inputs: Arrays) -> dict[str, np.ndarray]:
-    """A function of (inputs, rule) as one compiled program; the rule is static."""
+    """Run a function of (inputs, rule) as one compiled program, in which the rule is static."""
     return on_host(jax.jit(lambda inputs: function(inputs, rule))(dict(inputs)))

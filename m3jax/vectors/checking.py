@@ -15,11 +15,11 @@ from m3jax.vectors.groups import GROUPS
 
 
 class CaseReport(NamedTuple):
-    """What came of one case.
+    """The result of checking one case.
 
     Attributes:
       case: "group/name".
-      compared: how many outputs were compared with a stored one.
+      compared: the number of outputs that were compared with a stored one.
       differences: a line for each that differs.
     """
 
@@ -29,7 +29,7 @@ class CaseReport(NamedTuple):
 
 
 def check(folder: Path) -> list[CaseReport]:
-    """Compute every case anew, by the definitions in float64 and in each way that users have.
+    """Compute every case anew, by the definitions in float64 and by each implementation that users can choose.
 
     Raises:
       ValueError: a folder that is no folder of vectors, or a case that this version does not know.
@@ -39,7 +39,7 @@ def check(folder: Path) -> list[CaseReport]:
 
 
 def check_case(folder: Path, case: Mapping[str, Any], tolerances: Mapping[str, Any]) -> CaseReport:
-    """One case: its file against its sum, the definition in float64, and what the package runs."""
+    """Check one case: its file by checksum, the definition in float64, and the package's implementations."""
     name = f"{case['group']}/{case['name']}"
     if case["group"] not in GROUPS:
         raise ValueError(f"{name}: no group of this version, which has {', '.join(GROUPS)}")

@@ -1,4 +1,4 @@
-"""Whether an output is the stored one: what differs, where, and both values."""
+"""Comparison of an output with the stored one: how much differs, where, and both values."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ class Gap(NamedTuple):
     """Numbers that are not the expected ones.
 
     Attributes:
-      wrong: which ones.
+      wrong: True at the numbers that differ too much.
       place: of the one that is farthest beyond what is allowed.
-      bound: what is allowed, in words; nothing where bits are compared.
+      bound: the allowed difference, in words; "" where bits are compared.
     """
 
     wrong: Bool[np.ndarray, "..."]
@@ -26,14 +26,14 @@ class Gap(NamedTuple):
 def difference(
     expected: Tensor, found: Tensor, tolerance: Mapping[str, Any], dtype: str, slack: Tensor | float = 0.0
 ) -> str | None:
-    """What is wrong with an output, in one line; None if it agrees.
+    """Return what is wrong with an output, in one line; None if it agrees.
 
     Args:
       expected: as stored.
-      found: what an implementation gave.
+      found: the implementation's output.
       tolerance: one of `TOLERANCES`.
       dtype: the narrowest floating type of the computation that gave it.
-      slack: what each number may be off besides.
+      slack: an additional allowed error of each number.
     """
     if expected.shape != found.shape:
         return f"found shape {list(found.shape)}, expected {list(expected.shape)}"
@@ -51,7 +51,7 @@ def difference(
 def farthest(
     expected: Tensor, found: Tensor, tolerance: Mapping[str, Any], dtype: str, slack: Tensor | float = 0.0
 ) -> Gap | None:
-    """The numbers that are farther from the expected ones than is allowed; None if there are none.
+    """Return the numbers that are farther from the expected ones than is allowed; None if there are none.
 
     Args:
       expected, found: of one shape. NaN agrees with NaN, and an infinity with itself.
@@ -80,22 +80,22 @@ def farthest(
 
 
 def both_values(expected: Tensor, found: Tensor, place: tuple[Any, ...]) -> str:
-    """The expected number and the one that was found at a place, in words."""
+    """Return the expected number and the one that was found at a place, in words."""
     return f"expected {expected[place].astype(np.float64):.9g}, found {found[place].astype(np.float64):.9g}"
 
 
 def other_sets(expected: Int[np.ndarray, "... J"], found: Int[np.ndarray, "... J"]) -> Bool[np.ndarray, "..."]:
-    """Which selections are another set than the expected one, or have an id another number of times."""
+    """Return a mask of the selections whose sorted ids, repetitions included, are not the expected ones."""
     return np.any(np.sort(expected, axis=-1) != np.sort(found, axis=-1), axis=-1)
 
 
 def ids_in(selection: Int[np.ndarray, " J"]) -> list[int]:
-    """The ids of a selection in ascending order, without its unused slots."""
+    """Return the ids of a selection in ascending order, without its unused slots."""
     return sorted(int(i) for i in selection if i >= 0)
 
 
 def _first_other_set(expected: Tensor, found: Tensor) -> str | None:
-    """The first selection of a query that is another set, or has an id twice."""
+    """Return in words how many selections differ as sets, and the first of them; None if none does."""
     wrong = other_sets(expected, found)
     if not wrong.any():
         return None

@@ -1,4 +1,4 @@
-"""Golden vectors as files: a safetensors file for each case, and manifest.json, which says what is in them."""
+"""Golden vectors as files: a safetensors file for each case, and manifest.json, which describes their tensors."""
 
 import hashlib
 import json
@@ -18,12 +18,12 @@ _MOST_FILE_BYTES = 1 << 30
 
 
 def sha256(data: bytes) -> str:
-    """The checksum that manifest.json has of a file."""
+    """Return the checksum that manifest.json holds for a file's contents."""
     return hashlib.sha256(data).hexdigest()
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file that nobody has had before, and its folder.
+    """Write a new file, and make its folder.
 
     Raises:
       OSError: it is there already, or cannot be written.
@@ -34,7 +34,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
-    """A manifest as JSON, a case a paragraph and a tensor a line."""
+    """Return a manifest as JSON, with a paragraph for each case and a line for each tensor."""
     lines = lambda x: ",\n".join(f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in x.items())
 
     def case_text(case):
@@ -48,7 +48,7 @@ def manifest_text(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder of vectors.
+    """Read the manifest of a folder of vectors.
 
     Raises:
       ValueError: there is none, it is of another schema version, or it lacks what every one has.
@@ -76,7 +76,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_case(folder: Path, case: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], str | None]:
-    """The tensors of a case, and what is wrong with the file if it is not the one that was written.
+    """Return the tensors of a case, and a fault if a file's checksum is not the one in the manifest.
 
     Raises:
       ValueError: no file, no safetensors file, a name that leads elsewhere, or tensors that are missing.

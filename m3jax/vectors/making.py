@@ -53,7 +53,7 @@ def make(folder: Path, only: Sequence[str] = (), large: bool = False) -> dict[st
 
 
 def write_case(folder: Path, group: Group, case: Case) -> dict[str, Any]:
-    """Write one case, and give its entry in the manifest."""
+    """Write one case, and return its entry in the manifest."""
     model = {}
     if group.write_folder is not None:
         group.write_folder(folder, case)
@@ -75,7 +75,7 @@ def write_case(folder: Path, group: Group, case: Case) -> dict[str, Any]:
 
 
 def check_margins(case: Case, outputs: Arrays) -> None:
-    """Raise ValueError where rounding could decide which block is kept: such a case would find nothing but rounding."""
+    """Raise ValueError if rounding could decide which block is kept, since such a case would fail correct engines."""
     for name in (name for name in outputs if name.endswith("last_kept")):
         with np.errstate(invalid="ignore"):
             margin = outputs[name] - outputs[name.replace("last_kept", "first_dropped")]
@@ -88,7 +88,7 @@ def check_margins(case: Case, outputs: Arrays) -> None:
 
 
 def described(name: str, array: Shaped[np.ndarray, "..."], group: Group, outputs: Arrays) -> dict[str, Any]:
-    """What the manifest says of a tensor."""
+    """Return the manifest's entry for a tensor."""
     axes = group.axes[name.removesuffix("_bf16")]
     role = {"role": "input"}
     if name in outputs:
@@ -97,7 +97,7 @@ def described(name: str, array: Shaped[np.ndarray, "..."], group: Group, outputs
 
 
 def letters(group: Group, case: Case, outputs: Arrays) -> dict[str, int]:
-    """The size of each letter; a letter has one size in a case."""
+    """Return the size of each axis letter; raise ValueError if a letter has two sizes in a case."""
     sizes: dict[str, int] = {}
     for name, array in (dict(case.inputs) | dict(outputs)).items():
         axes = group.axes[name.removesuffix("_bf16")].split()
@@ -108,7 +108,7 @@ def letters(group: Group, case: Case, outputs: Arrays) -> dict[str, int]:
 
 
 def made_on() -> Mapping[str, str]:
-    """What the bits of a floating sum depend on: the same bits are promised where all of this is the same."""
+    """Return the versions and hardware that floating sums depend on; where all are equal, equal bits are promised."""
     return {
         "jax": jax.__version__, "jaxlib": version("jaxlib"), "numpy": np.__version__,
         "platform": jax.default_backend(), "system": platform.system(), "machine": platform.machine(),
@@ -117,7 +117,7 @@ def made_on() -> Mapping[str, str]:
 
 
 def _cpu() -> str:
-    """The processor's name, and those of its vector instructions that compilers choose by."""
+    """Return the processor's name and its vector extensions (avx, fma, amx), by which compilers choose instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

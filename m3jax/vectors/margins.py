@@ -1,4 +1,4 @@
-"""How safe a selection is: the scores on the two sides of the cut."""
+"""The margin of a selection: the scores on the two sides of the cut between kept and dropped blocks."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,13 +13,13 @@ def cut(
     lengths: Int[Array, " B"],
     rule: Rule,
 ) -> dict[str, Float[Array, "B K T"]]:
-    """The score of the last block that was kept for its score, and of the first that was dropped.
+    """Return the lowest score of the blocks that were kept for their score, and the highest of those that were dropped.
 
     Args:
       scores: of blocks.
       blocks: the selection.
       positions, lengths: as in `select_blocks`.
-      rule: block_size, and local_blocks and init_blocks where blocks are forced that are not M3's.
+      rule: block_size, and local_blocks and init_blocks where they are not M3's 1 and 0.
 
     Returns:
       "last_kept", inf where every kept block is forced, and "first_dropped", -inf where none is dropped. NaN counts as
@@ -27,7 +27,7 @@ def cut(
     """
     ids = jnp.arange(scores.shape[-1])  # [M]
     is_token = (positions >= 0) & (positions < lengths[:, None])
-    own = jnp.where(is_token, positions // rule["block_size"], -1)[:, None, :, None]  # [B 1 T 1]
+    own = jnp.where(is_token, positions // rule["block_size"], -1)[:, None, :, None]  # [B 1 T 1]; padding sees no block
     is_forced = (ids > own - rule.get("local_blocks", 1)) | (ids < rule.get("init_blocks", 0))
     is_kept = jnp.any(blocks[..., None] == ids, axis=-2)  # [B K T M]
     is_visible = ids <= own

@@ -1,4 +1,4 @@
-"""How close an output must come to the stored one, by the arithmetic that made it, and where each bound comes from."""
+"""Tolerances of outputs against the stored ones, by the arithmetic that made them, with the origin of each bound."""
 
 # [rtol, atol] by the narrowest floating type of the computation that is compared. float64 is for oracles.
 _SUMS = {"float64": [1e-12, 1e-12], "float32": [2e-5, 3e-6]}

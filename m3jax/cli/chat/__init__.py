@@ -1,4 +1,4 @@
-"""The command line of `python -m m3jax.chat`: its arguments, which are read before anything large is imported."""
+"""The command line of `python -m m3jax.chat`: its arguments, parsed before any large import."""
 
 import argparse
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The arguments of the command line."""
+    """Return the parser of the command line's arguments."""
     out = Parser(PROG, "Talk with a MiniMax-M3 model: on a terminal, or in a pipe with one message a line.")
     add_model(out)
     out.add_argument("--tools", metavar="FILE", type=Path, help="a JSON list of the tools that the model may call; the "
@@ -45,7 +45,7 @@ def parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk, as the parsed arguments ask.
+    """Hold the dialogue that the parsed arguments ask for.
 
     Raises:
       ValueError: a bad argument, a folder that cannot be used, or, in a pipe, a message that cannot be sent.

@@ -1,4 +1,4 @@
-"""How a dialogue looks on a terminal: what is thought is dim, a call stands in a box, numbers of tokens stand below."""
+"""Display of a dialogue on a terminal: reasoning is dim, a tool call is in a box, and token counts follow an answer."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ _REMARKS = {"length": "; cut there, --max-new-tokens allows more", "interrupted"
 
 
 class Display:
-    """A terminal's screen.
+    """A terminal that shows answers as they stream, earlier messages, notes and errors.
 
     Args:
       console: rich's; standard output by default.
@@ -33,7 +33,7 @@ class Display:
         self._call: tuple[str, str] = "", ""  # the name and the arguments so far of the call in the box
 
     def show(self, events: Iterable[Event | Reply]) -> Reply:
-        """Show an answer as it comes.
+        """Show an answer as it streams.
 
         Args:
           events: of one answer.
@@ -60,7 +60,7 @@ class Display:
         return reply
 
     def counts(self, reply: Reply, seconds: float) -> None:
-        """Say what an answer took, how much of the dialogue did not have to be read again, and what ended it."""
+        """Print an answer's tokens and seconds, the prompt tokens found in the prefix cache, and whether it was cut."""
         self.note(
             f"{reply.new_tokens} tokens in {seconds:.1f} s; {reply.cached_tokens} of the {reply.prompt_tokens} before "
             f"them from the prefix cache{_REMARKS.get(reply.finish_reason, '')}"
@@ -81,17 +81,17 @@ class Display:
                 self._close()
 
     def note(self, text: str) -> None:
-        """A remark of the program's own, on a line."""
+        """Print a remark of the program itself on a line."""
         self.console.out(visible(text), style="dim italic", highlight=False)
 
     def error(self, error: Exception) -> None:
-        """What went wrong, on a line."""
+        """Print an error's message on a line."""
         is_of_file = isinstance(error, OSError) and error.filename is not None
         text = f"{error.filename}: {error.strerror}" if is_of_file else str(error)
         self.console.out(f"error: {printable(text)}", style="red", highlight=False)
 
     def end_line(self) -> None:
-        """Go to the beginning of a line."""
+        """Begin a new line unless the output is at the start of one."""
         if not self._ends_line:
             self.console.out("")
         self._ends_line = True
@@ -103,7 +103,7 @@ class Display:
             self._ends_line = text.endswith("\n")
 
     def _open(self, name: str) -> None:
-        """Begin the box of a call."""
+        """Open the box of a tool call."""
         self._close()
         self.end_line()
         self._call = name, ""
@@ -111,12 +111,12 @@ class Display:
         self._box.start()
 
     def _fill(self, arguments: str) -> None:
-        """Add to the arguments in the box."""
+        """Append to the arguments shown in the open box."""
         self._call = self._call[0], self._call[1] + arguments
         self._box.update(self._panel())
 
     def _close(self) -> None:
-        """Leave the box as it is."""
+        """Close the box, if one is open; it stays on the screen as it is."""
         if self._box is not None:
             self._box.stop()
             self._box = None
@@ -127,19 +127,19 @@ class Display:
 
 
 def as_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """What a message says; in the place of an image or a video its kind and the name of its file."""
+    """Return the text of a message's content; an image or a video becomes its kind and the name of its file."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part["text"] if part["type"] == "text" else f"[{_medium(part)}] " for part in content)
 
 
 def _medium(part: Mapping[str, Any]) -> str:
-    """A part that is no text, in short."""
+    """Return the kind of an image or video part, with the name of its file if it has one."""
     kind = part["type"]
     return f"{kind} {Path(part[kind]).name}" if names_file(part[kind]) else kind
 
 
 def headline(message: Mapping[str, Any]) -> str:
-    """The beginning of a message's text, on a line."""
+    """Return the beginning of a message's text on one line, at most 60 characters."""
     text = " ".join(as_text(message.get("content")).split())
     return text if len(text) <= 60 else text[:57] + "..."

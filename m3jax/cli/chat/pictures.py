@@ -15,7 +15,7 @@ class Pictures:
     """The images and videos that the next message shows, in front of its text.
 
     Args:
-      dialogue: reads them, at once: what cannot be shown is refused before the message is written.
+      dialogue: reads each file as soon as it is named, so that a bad one is refused before the message is written.
     """
 
     def __init__(self, dialogue: Dialogue):
@@ -25,28 +25,28 @@ class Pictures:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Kind and file of each, as it was named."""
+        """The kind and file of each image or video, as the user named it."""
         return tuple(self._names)
 
     def add(self, command: str, argument: str) -> str:
-        """Have the next message show a file.
+        """Add a file to those that the next message shows.
 
         Args:
           command: of `KINDS`.
-          argument: what was typed behind it: the name of a file, with or without quotes around it.
+          argument: the text after it: the name of a file, with or without quotes around it.
 
         Returns:
-          A line that says what became of it, and how many tokens it fills.
+          A line with the file's size as the model sees it, and the number of tokens that it fills.
 
         Raises:
           ValueError: no name, or a file that cannot be shown.
         """
         kind, name = KINDS[command], argument.strip()
         if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
-            name = name[1:-1]  # a file that is dropped on a terminal is written so
+            name = name[1:-1]  # terminals put quotes around a file that is dropped on them
         if not name:
             raise ValueError(f"{command} needs the name of {'an' if kind == 'image' else 'a'} {kind} file")
-        # By its whole path, so that a dialogue that was saved is understood in another folder too.
+        # The absolute path, so that a saved dialogue can be read from another folder.
         is_path = names_file(name)
         part = {"type": kind, kind: os.path.abspath(os.path.expanduser(name)) if is_path else name}
         found = self._dialogue.read(part)
@@ -59,17 +59,17 @@ class Pictures:
         return f"{printable(self._names[-1])}: {size}, {found.tokens:,} tokens; your next message shows it"
 
     def drop(self) -> str | None:
-        """Take the last one back; its kind and file, or None where there is none."""
+        """Remove the file that was added last and return its kind and name; None if there is none."""
         if not self._parts:
             return None
         del self._parts[-1]
         return self._names.pop()
 
     def message(self, text: str) -> dict[str, Any]:
-        """What the user says, and shows before it."""
+        """Return the user's message: the images and videos, then the text."""
         content = [*self._parts, {"type": "text", "text": text}] if self._parts else text
         return {"role": "user", "content": content}
 
     def clear(self) -> None:
-        """The message is in the dialogue: the next one shows none of them."""
+        """Remove all files, because a message that shows them is in the dialogue now."""
         self._parts, self._names = [], []

@@ -1,4 +1,4 @@
-"""A chat in a pipe: lines in, answers out, as plain text or as JSON."""
+"""A chat in a pipe: lines from stdin are answered on stdout, as plain text or as JSON."""
 
 import json
 import sys
@@ -13,16 +13,16 @@ from m3jax.messages import printable
 
 
 def answer_lines(dialogue: Dialogue, is_json: bool) -> None:
-    """Answer what comes on stdin, until it ends.
+    """Answer the messages on stdin until it ends.
 
-    As plain text a line is a message of the user, an empty one is none; "/image FILE" and "/video FILE" are no
-    messages, the next one shows these. Of an answer its text is printed, then a line for each tool call; the next lines
-    are then the results, one for each. What the model thinks is printed only as JSON: there a line is a message, or a
-    list of them, and an answer an object with its message, why it ended, and counts.
+    As plain text each line that is not empty is a message of the user; the lines "/image FILE" and "/video FILE" name
+    files that the next message shows. An answer is printed as its text and a line for each tool call; the lines that
+    follow are then the results, one for each call. Reasoning is printed only as JSON: there a line is a message or a
+    list of messages, and an answer is an object with its message, its finish reason and counts.
 
     Args:
-      dialogue: that they go to.
-      is_json: JSON in and out.
+      dialogue: the dialogue that the messages are sent to.
+      is_json: True for JSON in and out.
 
     Raises:
       ValueError: a line that is no UTF-8, no JSON, or cannot be sent; it is named by its number.
@@ -54,7 +54,7 @@ def answer_lines(dialogue: Dialogue, is_json: bool) -> None:
 
 
 def _lines() -> Iterator[tuple[int, str]]:
-    """The lines of stdin that hold something, with their numbers from 1, as they come."""
+    """Yield the lines of stdin that are not blank, with their numbers from 1, as they arrive."""
     if sys.stdin is None:
         raise ValueError("standard input is closed: give one message a line")
     for number, line in enumerate(sys.stdin.buffer, 1):
@@ -69,9 +69,9 @@ def _lines() -> Iterator[tuple[int, str]]:
 def _plain_message(
     line: str, dialogue: Dialogue, pending: list[dict[str, Any]], pictures: Pictures
 ) -> list[dict[str, Any]]:
-    """The message that a line of text is: the result of the first call that has none yet, else what the user says.
+    """Return the message in a line of text: the result of the first open call, else a message of the user.
 
-    None where it names a file for the next message to show.
+    The list is empty for a line that names a file for the next message to show.
     """
     if calls := open_calls([*dialogue.messages, *pending]):
         return [{"role": "tool", "tool_call_id": calls[0]["id"], "content": line}]
@@ -83,7 +83,7 @@ def _plain_message(
 
 
 def _json_messages(line: str) -> list[dict[str, Any]]:
-    """The messages of a line of JSON."""
+    """Return the messages in a line of JSON."""
     try:
         parsed = json.loads(line)
     except RecursionError:
@@ -98,13 +98,13 @@ def _json_messages(line: str) -> list[dict[str, Any]]:
 
 
 def _is_due(dialogue: Dialogue, pending: list[dict[str, Any]]) -> bool:
-    """Whether the model is to answer now: the user has said something, or no call waits for its result any more."""
+    """True if the model is to answer now: the last message is the user's, or the last result of all open calls."""
     last_role = pending[-1]["role"] if pending else None
     return last_role == "user" or (last_role == "tool" and not open_calls([*dialogue.messages, *pending]))
 
 
 def _write_plain(events: Iterator[Any]) -> None:
-    """An answer's text as it comes, and a line for each of its calls."""
+    """Print an answer's text as it streams, and a line for each of its calls."""
     text = visible if sys.stdout.isatty() else str
     ends_line = True
     for event in events:
@@ -120,7 +120,7 @@ def _write_plain(events: Iterator[Any]) -> None:
 
 
 def _write_json(reply: Reply) -> None:
-    """An answer as one object: its message, which a later line could give back, and what is known of it."""
+    """Print an answer as one JSON object: its message, in a form that a later line may send back, and its counts."""
     usage = {
         "prompt_tokens": reply.prompt_tokens,
         "cached_tokens": reply.cached_tokens,

@@ -1,17 +1,17 @@
-"""Text from elsewhere on a terminal."""
+"""Escapes for text of other origin (a model's, a user's file) before it is printed on a terminal."""
 
 import unicodedata
 
-# What would move the cursor, change colours, or turn the direction of writing; joiners of letters and emoji stay.
+# Categories that can move the cursor, change colours, or turn the direction of writing; joiners (of emoji) are kept.
 _OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _KEPT = frozenset("\n\t\u200c\u200d")
 
 
 def visible(text: str) -> str:
-    """The text with escapes in the place of what a terminal would obey; line ends, tabs and joiners stay.
+    """Return the text with escapes for all characters that a terminal would obey; line ends, tabs and joiners stay.
 
     Args:
-      text: any string; what a model wrote, say.
+      text: any string, such as the output of a model.
     """
     if text.isprintable():
         return text

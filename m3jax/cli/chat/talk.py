@@ -1,4 +1,4 @@
-"""What `python -m m3jax.chat` does, once its arguments are read: a dialogue, and who talks in it."""
+"""The work of `python -m m3jax.chat` after its arguments are parsed: it loads the model and holds the dialogue."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ PROG = "m3jax.chat"
 
 
 def talk(args: argparse.Namespace) -> None:
-    """Hold the dialogue that the parsed arguments ask for, to its end.
+    """Hold the dialogue that the parsed arguments ask for, until its input ends.
 
     Args:
       args: of `m3jax.cli.chat.parser`.
@@ -41,7 +41,7 @@ def talk(args: argparse.Namespace) -> None:
 
 
 def _begin(args: argparse.Namespace) -> tuple[Dialogue, str]:
-    """The dialogue, and a line on what is talked with. What can be refused is refused before the weights are read."""
+    """Return the dialogue and a line that describes the model; check the arguments before the weights are read."""
     folder = embedded_path() if args.model is None else Path(args.model)
     config, tokenizer = M3Config.from_pretrained(folder), Tokenizer.from_pretrained(folder)
     template = ChatTemplate.from_folder(folder) if args.template is None else ChatTemplate.from_file(args.template)

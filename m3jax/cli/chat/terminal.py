@@ -1,4 +1,4 @@
-"""A chat on a terminal: what is typed, and what is done about it."""
+"""A chat on a terminal: it reads typed messages and commands, and shows the answers."""
 
 import json
 import os
@@ -30,11 +30,11 @@ asked for, Ctrl-C takes the turn back."""
 
 
 class Terminal:
-    """A dialogue between the model and whoever sits at the terminal.
+    """A dialogue between the model and the user at the terminal.
 
     Args:
       dialogue: the messages so far and the engine.
-      title: what is talked with, in a line.
+      title: a line that describes the model.
     """
 
     def __init__(self, dialogue: Dialogue, title: str):
@@ -42,8 +42,8 @@ class Terminal:
         self.display, self.pictures = Display(), Pictures(dialogue)
 
     def run(self) -> None:
-        """Talk until the input ends, or /quit."""
-        with suppress(ImportError):  # with it a line can be edited, and earlier ones come back
+        """Read and answer messages until the input ends or /quit is typed."""
+        with suppress(ImportError):  # with it `input` has line editing and history
             import readline  # noqa: F401
         self.display.note(f"{self.title}; /help lists the commands")
         while True:
@@ -62,7 +62,7 @@ class Terminal:
                 self.display.error(error)
 
     def _obey(self, line: str) -> None:
-        """Do what a command says."""
+        """Carry out a command, a line that begins with a slash."""
         command, _, argument = line.strip().partition(" ")
         if command == "/help":
             self.display.console.out(HELP, highlight=False)
@@ -80,7 +80,7 @@ class Terminal:
             raise ValueError(f"no command {command}: /help lists them; a space before it makes it a message")
 
     def _undo(self) -> None:
-        """Take back a file that no message has shown yet, else the last message."""
+        """Take back the last file that no message has shown yet, else the user's last message and all that followed."""
         taken_back = self.pictures.drop() or headline(self.dialogue.undo()[0])
         self.display.note(f"taken back: {taken_back}")
 
@@ -100,7 +100,7 @@ class Terminal:
             return
         before = len(self.dialogue.messages)
         self._answer(self.pictures.message(line))
-        if len(self.dialogue.messages) > before:  # else it was taken back, and they are still to be shown
+        if len(self.dialogue.messages) > before:  # else the message was taken back, and its files are still to be shown
             self.pictures.clear()
         while calls := open_calls(self.dialogue.messages):
             try:
@@ -109,10 +109,10 @@ class Terminal:
                 self.display.console.out("")
                 self._undo()
             except (ValueError, FloatingPointError) as error:
-                self.display.error(error)  # and they are asked for again
+                self.display.error(error)  # the loop asks for the results again
 
     def _answer(self, *messages: dict[str, Any]) -> None:
-        """Send messages and show the answer as it comes, then what it took."""
+        """Send messages, show the answer as it streams, then print its counts and seconds."""
         began = perf_counter()
         with NotedInterrupts() as interrupts:
             reply = self.display.show(self.dialogue.send(*messages, is_interrupted=lambda: interrupts.noted))
@@ -120,9 +120,9 @@ class Terminal:
 
 
 def _typed(prompt: str) -> str:
-    """A message, over as many lines as it has."""
+    """Read a message from the terminal; one that begins with three quotes goes on to a line that ends with three."""
     end_at_interrupts()
-    raise_interrupts()  # for each message anew: the first Ctrl-C at it raises
+    raise_interrupts()  # anew for each message, so that the first Ctrl-C while it is typed raises KeyboardInterrupt
     text = input(prompt)
     if text.startswith(QUOTES):
         text = text.removeprefix(QUOTES)
@@ -133,6 +133,6 @@ def _typed(prompt: str) -> str:
 
 
 def _result(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """The result of a call, as it is typed."""
+    """Ask for the result of a call, and return it as a message of the role "tool"."""
     text = _typed(f"result of {printable(call['function']['name'])} ({place})> ")
     return {"role": "tool", "tool_call_id": call["id"], "content": text}

@@ -1,4 +1,4 @@
-"""A conversation to the text that a model reads: a request put in order, then the checkpoint's own template."""
+"""From a conversation to the text that a model reads: the request is normalised, then the template renders it."""
 
 from m3jax.text.chat.request import ordered_messages, ordered_tools
 from m3jax.text.chat.template import ChatTemplate

@@ -1,4 +1,4 @@
-"""Calls of tools, and the tools: arguments become objects, and results stand in the order of their calls."""
+"""Tools and tool calls of a request: arguments become objects, and results are put in the order of their calls."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from m3jax.messages import printable, shortened, shown
 from m3jax.text.chat.fields import check_fields, json_copy
 
-# A name stands in <invoke name="...">.
+# A tool's name stands in <invoke name="...">, so it has no quotes, angle brackets or line breaks.
 _NAME = re.compile(r'[^"<>\n\r]+')
 
 
@@ -68,7 +68,7 @@ def ordered_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     Args:
         calls: None, or a list of {"id", "type": "function", "function": {"name", "arguments"}}, also without the inner
             object; arguments are an object or its JSON text.
-        place: where they stand in the request.
+        place: their place in the request, for errors.
 
     Returns:
         The calls; [] for None.
@@ -110,7 +110,7 @@ def _check_name(name: Any, place: str) -> None:
 
 
 def _arguments(given: Any, place: str) -> dict[str, Any]:
-    """The arguments of one call as an object."""
+    """Return the arguments of one call as an object."""
     arguments = given
     if isinstance(given, str):
         try:
@@ -125,7 +125,7 @@ def _arguments(given: Any, place: str) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; of a key that stands twice one value would be lost."""
+    """Return a JSON object's dictionary; raise ValueError for a repeated key, of which one value would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -144,7 +144,7 @@ def linked_results(calls: list[dict[str, Any]], results: list[dict[str, Any]], p
         calls: in order.
         results: the tool messages that follow them; each has the id of its call. Where neither calls nor results have
             ids, they are in order already.
-        place: where the calls stand in the request.
+        place: the place of the calls in the request, for errors.
 
     Returns:
         The results, one a call.

@@ -1,4 +1,4 @@
-"""What a message says: its text and media in one spelling, and the assistant's reasoning apart from its answer."""
+"""The content of a message: text and media in one spelling, and the assistant's reasoning apart from its answer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,11 +22,11 @@ def ordered_content(content: Any, place: str) -> Content:
 
     Args:
         content: a text, or a list of texts and parts.
-        place: where it stands in the request.
+        place: its place in the request, for errors.
 
     Returns:
-        A text, or a list of texts and of parts whose type is "text", "image" or "video". What a part of a medium holds
-        besides, its address say, is as it was: it is for whoever reads the medium.
+        A text, or a list of texts and of parts whose type is "text", "image" or "video". The other fields of an
+        image or video part, such as its address, are kept for the code that reads it.
 
     Raises:
         ValueError: neither, or a part that no template shows.
@@ -57,14 +57,14 @@ def _part(part: Any, place: str) -> str | dict[str, Any]:
 
 
 def reasoning_and_content(message: Mapping[str, Any], content: Content, place: str) -> tuple[str, Content]:
-    """Part what the assistant thought from what it said.
+    """Separate the assistant's reasoning from the rest of its content.
 
     Args:
         message: with `reasoning_content` or `reasoning`, of which an empty one says nothing.
         content: of the message, in order. Where no reasoning is given apart, it may begin with it:
             "<mm:think>thought</mm:think>said", or without the first mark, which a prompt ends with where thinking is
             enabled.
-        place: where it stands in the request.
+        place: its place in the request, for errors.
 
     Returns:
         The reasoning, "" for none, and the rest of the content. Line breaks beside marks that stood in the content

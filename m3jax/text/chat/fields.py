@@ -1,4 +1,4 @@
-"""Fields of a request: what nothing would show to the model is refused, what is JSON is copied."""
+"""Fields of a request: those that no template would show to the model are refused, and JSON values are copied."""
 
 import math
 import re
@@ -8,18 +8,18 @@ from typing import Any
 from m3jax.messages import shown
 
 MOST_DEPTH = 64
-# A parameter's name stands between < and >; one that begins with / would close another, one with this would be a call.
+# A parameter's name stands between < and >; with / in front it would close a tag, with "invoke name=" open a call.
 _TAG = re.compile(r"(?!/|invoke name=)[^<>]+")
 
 
 def check_fields(fields: Any, known: Collection[str], place: str, called: str) -> None:
-    """Raise ValueError for what is no object, or has a field that says something and that no template shows.
+    """Raise ValueError unless `fields` is an object in which every field that is not empty is known.
 
     Args:
         fields: of a message, a part, a call or a tool.
         known: fields that are shown, or that say how to show others.
-        place: where it stands in the request.
-        called: what it is.
+        place: its place in the request, for errors.
+        called: the name for it in the error, such as "a tool".
     """
     if not isinstance(fields, Mapping):
         raise ValueError(f"{place}: {called} is an object, got {shown(fields)}")
@@ -37,9 +37,9 @@ def json_copy(value: Any, place: str, path: tuple[str | int, ...] = (), are_tags
 
     Args:
         value: None, bool, int, float, str, or lists and dicts of them.
-        place: where it stands in the request.
-        path: where in it.
-        are_tags: the keys become tags.
+        place: its place in the request, for errors.
+        path: keys and indices that lead to `value` within the whole.
+        are_tags: True if the keys become tags.
 
     Returns:
         Its copy.

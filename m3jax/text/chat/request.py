@@ -1,4 +1,4 @@
-"""A request put in order, so that a template shows all of it: what a template would drop in silence is an error.
+"""Normalisation of a request so that a template shows all of it: what a template would drop in silence is an error.
 
 Templates are programs that look for the fields they know: a part of another type, a second system message or a message
 of another role is nothing to them, arguments that are JSON text end them, and results are linked to calls by their
@@ -59,7 +59,7 @@ def ordered_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _ordered_message(message: Any, number: int) -> dict[str, Any]:
-    """One message with the fields that templates read."""
+    """Return one message with the fields that templates read."""
     if not isinstance(message, Mapping):
         raise ValueError(f"message {number}: a message is an object with a role, got {shown(message)}")
     role = message.get("role")
@@ -86,7 +86,7 @@ def _ordered_message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _with_results_in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, each turn's results in the order of its calls."""
+    """Return the messages, with each turn's results in the order of its calls."""
     ordered: list[dict[str, Any]] = []
     while (count := len(ordered)) < len(messages):
         results = list(takewhile(lambda message: message["role"] == "tool", messages[count:]))

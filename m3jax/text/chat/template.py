@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 FILE_NAME = "chat_template.jinja"
 _MOST_BYTES = 1 << 20  # M3's has 11,756
 
-# What other libraries give a template from the tokenizer's settings; a jinja variable that nobody gave is empty text.
+# Variables that other libraries pass from the tokenizer's settings; jinja renders one that is not passed as "".
 _TOKEN_VARIABLES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
 
 
 class ChatTemplate:
-    """What makes of a conversation the text that a model was trained to read.
+    """A checkpoint's chat template, which renders a conversation as the text that the model was trained to read.
 
     The request is put in order first (`ordered_messages`), so that what the template would leave out in silence is an
-    error. The template is code from whoever made the checkpoint: it runs in jinja2's immutable sandbox.
+    error. The template is code from the checkpoint's author, so it runs in jinja2's immutable sandbox.
 
     Args:
         source: the template as text.
-        name: what errors call it.
+        name: the name for it in errors.
 
     Raises:
         ValueError: jinja2 is not installed, or the text is no template.
@@ -47,7 +47,7 @@ class ChatTemplate:
         self._compiled, self._variables = _compiled(source, self.name)
 
     def __reduce__(self):
-        """A pickle holds the source, and a process that reads it compiles it again."""
+        """Pickle the source and the name alone; the process that unpickles compiles the template again."""
         return ChatTemplate, (self.source, self.name)
 
     @classmethod
@@ -169,7 +169,7 @@ class ChatTemplate:
         return ids
 
     def _check_variables(self, kwargs: dict[str, Any], variables: dict[str, Any]) -> None:
-        """Raise ValueError for what is given and the template never reads, or what it reads and nobody gave."""
+        """Raise ValueError for a given variable that the template never reads, or a token variable that it lacks."""
         unread = sorted(kwargs.keys() - self._variables)
         if variables["tools"] and "tools" not in self._variables:
             unread.append("tools")
@@ -183,9 +183,10 @@ class ChatTemplate:
 
 
 def _check_tokens(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
-    """Raise ValueError where a token that the template wrote is not among the ids.
+    """Raise ValueError if a special token that the template wrote is not among the ids.
 
-    A text that ends in "]<]minimax[>" and the "[e~[" behind are read as "]<]minimax[>[" and "e~[": a turn without end.
+    A user's text that ends in "]<]minimax[>" runs into the "[e~[" that ends the turn: they are tokenised as
+    "]<]minimax[>[" and "e~[", so the turn would have no end.
     """
     added = {token.content: token_id for token_id, token in tokenizer.backend.get_added_tokens_decoder().items()}
     places = {content: re.findall(f"(?={re.escape(content)})", text) for content in added if content in text}
@@ -202,9 +203,9 @@ def _check_tokens(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
 
 @lru_cache(maxsize=8)
 def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]]:
-    """A template ready to render, and the names of the variables that it reads.
+    """Return a template ready to render, and the names of the variables that it reads.
 
-    Making one takes some 25 ms, each call of `m3jax.chat` asks for one, and rendering leaves nothing in it.
+    It is cached because compiling takes some 25 ms, each call of `m3jax.chat` needs one, and rendering keeps no state.
     """
     try:
         import jinja2
@@ -237,7 +238,7 @@ def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """JSON without escapes of HTML, which jinja2's own filter makes, or of what is not ASCII."""
+    """Return JSON without the HTML escapes of jinja2's own filter, and by default without escapes of non-ASCII text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, allow_nan=False
     )

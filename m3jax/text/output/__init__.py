@@ -1,6 +1,7 @@
-"""A model's output as a client wants it: reasoning, content and calls of tools, as it streams.
+"""Parsing of a model's output, as it streams, into reasoning, content and tool calls.
 
-`marks` has the wire, `machine` its grammar; `shapes` and `values` type what it carries, `pieces` cuts the events.
+`marks` has the marks of the output format and `machine` its grammar; `shapes` and `values` give arguments their types
+by the tools' schemas, and `pieces` cuts text into events.
 """
 
 from m3jax.text.output.events import Event, Message, ToolCall

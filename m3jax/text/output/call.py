@@ -1,7 +1,8 @@
-"""One call while it is open: elements within elements, and the JSON of its arguments as it comes.
+"""One tool call while it is open: a stack of nested elements, and the JSON of its arguments as it streams.
 
 The call itself is the element at the bottom, its parameters are the elements in it. A parameter that is a string is
-written as its text comes, any other when it is whole: only then is it known what it is. What lies deeper is kept.
+written as its text comes, any other when it is complete, since only then is its type known. Deeper elements are kept
+until their parameter is complete.
 """
 
 import re
@@ -17,17 +18,18 @@ _LEADING_MARKER = re.compile(rf"\A\s*{re.escape(NAMESPACE)}")
 
 
 class Call:
-    """Reads one call.
+    """Reader of one call.
 
     Args:
         name: of the tool.
         index: of the call.
-        shapes: what the tool's schema says of the arguments.
-        pieces: takes the arguments.
-        fault: takes a line for each thing that is repaired or dropped.
+        shapes: the alternatives of the tool's schema for the arguments.
+        pieces: receives the JSON of the arguments.
+        fault: called with a line for each repair or drop.
 
     Attributes:
-        after: where the call led once it is closed: "block", "outside" or "call", the next one; None while it is open.
+        after: the state that follows once the call is closed: "block", "outside", or "call" for the next call; None
+            while it is open.
     """
 
     def __init__(self, name: str, index: int, shapes: Shapes, pieces: Pieces, fault: Callable[[str], None]):
@@ -37,11 +39,11 @@ class Call:
         self._has_brace = False
 
     def pattern(self) -> re.Pattern[str]:
-        """The tags to look for in the element that is open."""
+        """Return the pattern of the tags to look for in the innermost open element."""
         return LOOSE if self._elements[-1].is_loose else MARKED
 
     def add(self, text: str) -> None:
-        """Text in the element that is open."""
+        """Take text in the innermost open element."""
         element = self._elements[-1]
         if element.is_streamed:
             self._write(json_grains(as_json(text)[1:-1]))
@@ -50,7 +52,7 @@ class Call:
             self._stream(element)
 
     def tag(self, match: re.Match[str]) -> None:
-        """A tag in the element that is open; what is none here is text."""
+        """Take a tag in the innermost open element; a tag that is not valid there is taken as text."""
         element, tag, has_marker = self._elements[-1], match["tag"], match["marker"] is not None
         if tag.startswith("/"):
             is_tag = self._close_tag(tag[1:], has_marker)
@@ -67,7 +69,7 @@ class Call:
             self._fault(f"<{tag}> in call {self.index} has no marker")
 
     def _open_tag(self, name: str, has_marker: bool) -> bool:
-        """Open an element within the one that is open; False where the tag is text."""
+        """Open an element within the innermost open one; return False if the tag is text there."""
         parent = self._elements[-1]
         is_known = names_member(parent.shapes, name)
         if len(self._elements) > MOST_DEPTH or (not has_marker and (parent.has_words or not is_known)):
@@ -88,9 +90,10 @@ class Call:
         return True
 
     def _close_tag(self, name: str, has_marker: bool) -> bool:
-        """Close the innermost element of a name, and what is open in it; False where the tag is text.
+        """Close the innermost element of a name, and what is open in it; return False if the tag is text.
 
-        Without the marker it closes what was opened without it, or the call, and only where nothing else is open.
+        Without the namespace marker a tag closes only the innermost element, if that was opened without it too, or the
+        call itself if nothing else is open.
         """
         last = len(self._elements) - 1
         places = [place for place, element in enumerate(self._elements) if place and element.name == name]
@@ -109,7 +112,7 @@ class Call:
         return True
 
     def _repair(self, name: str) -> bool:
-        """A tag closes what was not opened: where the schema has the name, the text before it is that element's.
+        """Repair a closing tag without an opening one: the text before it is the element's, if the schema has the name.
 
         The model left out the tag that opens it, or all of that tag but its marker.
         """
@@ -130,13 +133,13 @@ class Call:
         return True
 
     def _close_down_to(self, place: int) -> None:
-        """Close what was left open, from the innermost to that at a place."""
+        """Close the elements that were left open, from the innermost down to the one at index `place`."""
         while len(self._elements) > place:
             self._fault(f"<{self._elements[-1].name}> was not closed in call {self.index}")
             self._close()
 
     def _close(self) -> None:
-        """The innermost element is whole: a parameter is written, what lies deeper becomes part of its parent."""
+        """Finish the innermost element: write it if it is a parameter, else make it part of its parent."""
         element = self._elements.pop()
         if element.elements and element.has_words:
             self._fault(f"text within <{element.name}> in call {self.index} is dropped")
@@ -159,7 +162,7 @@ class Call:
         self.after = after
 
     def _stream(self, element: Element) -> None:
-        """Where this is a parameter that is a string, write what came of it; from now on it is written as it comes."""
+        """Begin to stream an element if it is a string parameter: write its text so far, and later text at once."""
         if element.is_text and len(self._elements) == 2 and not element.is_dropped:
             self._write_name(element.name)
             self._write(json_grains('"' + as_json(element.text())[1:-1]))

@@ -1,4 +1,4 @@
-"""An element of a call while it is open: what of it came so far, and whether it is still open what it will be."""
+"""An element of a tool call while it is open: its text and elements so far, and whether it is known to be a string."""
 
 from m3jax.text.output.shapes import Shapes, kinds_of
 from m3jax.text.output.values import MOST_WORD, Node
@@ -8,17 +8,17 @@ _STRUCTURES = frozenset({"array", "object"})
 
 
 class Element:
-    """A parameter, a member or an item; at the root the call itself.
+    """A parameter, a member of an object or an item of an array; at the root of the stack the call itself.
 
     Attributes:
         name: of its tag.
-        shapes: what the schema says of its value.
+        shapes: the schema's alternatives for its value.
         has_marker: whether its tag had the namespace marker; if not, the tag that closes it need not have it.
-        is_text: it is a string for sure. All up to its end is its text, tags of other names too.
-        is_streamed: its text is written as it comes, and not kept.
-        is_dropped: one of its name stood there before.
-        elements: those within it that are closed.
-        names: theirs.
+        is_text: True once it is certainly a string. Everything up to its end is then its text, other tags included.
+        is_streamed: True if its text is written at once and not kept.
+        is_dropped: True if its parent already had an element of this name.
+        elements: the closed elements within it.
+        names: the names of all elements within it, closed or open.
     """
 
     def __init__(self, name: str, shapes: Shapes, has_marker: bool = True, is_call: bool = False):
@@ -28,7 +28,7 @@ class Element:
         self._has_other_words = kinds is not None and bool(kinds & _SCALARS)
         self.is_text = not is_call and kinds == {"string"}
         self.is_array = kinds is not None and "array" in kinds and "object" not in kinds
-        # Where no text is due, a tag may lack its marker.
+        # A tag may lack its marker where the schema allows no text.
         self.is_loose = is_call or not has_marker or (not self._may_be_text and bool(kinds & _STRUCTURES))
         self.is_streamed = self.is_dropped = False
         self.elements: list[tuple[str, Node]] = []
@@ -46,13 +46,13 @@ class Element:
             self.is_text = self._size > MOST_WORD or (self.has_words and not self._has_other_words)
 
     def text(self) -> str:
-        """The text that was kept."""
+        """Return the text that was kept."""
         return "".join(self._parts)
 
     def forget_text(self) -> None:
-        """Drop it: it stood before an element, and belongs to nothing."""
+        """Drop the text that was kept, because it stood before an inner element and belongs to nothing."""
         self._parts, self._size, self.has_words = [], 0, False
 
     def node(self) -> Node:
-        """What came of it: its elements if it has any, else its text."""
+        """Return the element as a node: its inner elements if it has any, else its text."""
         return self.elements or self.text()

@@ -1,4 +1,4 @@
-"""What comes of an output: events while it streams, a message when it is through."""
+"""The results of parsing an output: events while it streams, and a message at its end."""
 
 import json
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ class ToolCall:
         id: names the call among all others.
         name: of the tool.
         arguments: by name. Of a call that the output broke off in, those that were whole.
-        is_whole: whether the call came to its end.
+        is_whole: True if the call came to its end.
     """
 
     id: str
@@ -49,13 +49,13 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """An output that is through.
+    """A complete output.
 
     Attributes:
-        reasoning: what the model thought, "" for nothing.
-        content: what it said, "" for nothing.
+        reasoning: the text of the reasoning, "" for none.
+        content: the text outside reasoning and calls, "" for none.
         tool_calls: in order.
-        faults: what was repaired or dropped, a line each; none where the output is as the grammar has it.
+        faults: a line for each repair or drop; none where the output follows the grammar.
     """
 
     reasoning: str = ""
@@ -65,7 +65,7 @@ class Message:
 
     @classmethod
     def of(cls, events: Iterable[Event], faults: Iterable[str] = ()) -> "Message":
-        """Put events together.
+        """Join events into a message.
 
         Args:
             events: all of an output, or those so far.
@@ -91,7 +91,7 @@ class Message:
         return cls(reasoning, content, tuple(found), tuple(faults))
 
     def as_dict(self) -> dict[str, Any]:
-        """The message as a conversation has it, for the next turn's prompt; calls that are not whole are left out."""
+        """Return the message as a conversation has it, for the next turn's prompt, without incomplete calls."""
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.tool_calls
@@ -103,7 +103,7 @@ class Message:
 
 
 def _whole_members(text: str) -> dict[str, Any]:
-    """The members of an object whose JSON breaks off, without one whose value does."""
+    """Return the complete members of an object whose JSON breaks off."""
     found: dict[str, Any] = {}
     place = 1
     try:

@@ -1,12 +1,12 @@
-"""The grammar of an output as a machine of four states, which sees each character once.
+"""The grammar of an output as a machine of four states, which reads each character once.
 
     outside --<tool_call>--> opening --<invoke name=...>--> call --</invoke>--> block --<invoke name=...>--> call
        ^                        |                             |                   |
        '-----anything else------'                             '---</tool_call>----'--</tool_call>--> outside
 
-A state takes what it can from the text that is there, and says whether to go on. What may be the beginning of a mark
-stays for the next time, so it makes no difference where the text was cut. (`verbatim` takes all that is left, where
-calls are not to be read.)
+A state takes what it can from the text that is there, and returns True to go on. What may be the beginning of a mark
+stays until more text comes, so it makes no difference where the text was cut. (A fifth state, `verbatim`, takes all
+the rest where calls are not to be read.)
 """
 
 import re
@@ -24,13 +24,13 @@ _MOST_FAULTS, _MOST_FAULT = 32, 160
 
 
 class Machine:
-    """Reads one output.
+    """Reader of one output.
 
     Args:
-        tools: what the schema of each declared tool says of its arguments.
+        tools: the alternatives of each declared tool's schema, by the tool's name.
         is_thinking: whether the prompt ended with the mark that opens reasoning.
-        has_reasoning: whether reasoning is told apart; else its marks are text.
-        has_calls: whether calls are read; else all from the first one on is content as it stands.
+        has_reasoning: whether reasoning is separated; else its marks are text.
+        has_calls: whether calls are read; else everything from the first one on is content, unparsed.
         new_id: makes the id of a call.
     """
 
@@ -48,14 +48,14 @@ class Machine:
         self.kind = "reasoning" if is_thinking else "content"  # of text that belongs to no call
         self.pieces = Pieces()
         self.marks = OUTSIDE[(THINK, END_THINK, BLOCK) if has_reasoning else (BLOCK,)]
-        self.fresh, self.text, self.at = "", "", 0  # not looked at; looked at; how much of that is done with
+        self.fresh, self.text, self.at = "", "", 0  # text not read yet; text being read; how much of that is consumed
         self.held: list[str] = []  # the mark that opens a block and the space behind it, until a call follows
         self.has_prose = False  # within a block: whether there is text since the last call
         self.calls = 0
         self.open_call: Call | None = None
 
     def feed(self, text: str) -> list[Event]:
-        """Read on. Fewer characters than an event has wait for more: to look at each alone would take longer."""
+        """Read more text and return the events that are ready; a text shorter than an event waits, which saves time."""
         self.fresh += text
         if len(self.fresh) < FEWEST:
             return []
@@ -63,7 +63,7 @@ class Machine:
         return self.pieces.taken()
 
     def finish(self) -> list[Event]:
-        """The text is through: what might have become a mark is text, but not within a call, which stays open."""
+        """End the text: what might have become a mark is text now, except within a call, which stays incomplete."""
         self.run()
         if self.state == self.opening:
             self.fault("the text ends where a call was to begin")
@@ -75,13 +75,13 @@ class Machine:
         return self.pieces.taken()
 
     def run(self) -> None:
-        """Go on until the text is used up, or nobody knows yet what its end is."""
+        """Run the states until the text is used up, or only a possible beginning of a mark is left."""
         self.text, self.at, self.fresh = self.text[self.at :] + self.fresh, 0, ""
         while self.state():
             pass
 
     def outside(self) -> bool:
-        """Reasoning and content. Marks of reasoning are no text, also where there is nothing to open or close."""
+        """Read reasoning and content; marks of reasoning are never text, even if they open or close nothing."""
         match = self.next_mark(self.marks, self.say)
         if match is None:
             return False
@@ -92,7 +92,7 @@ class Machine:
         return True
 
     def opening(self) -> bool:
-        """Behind the mark that opens a block. If no call follows, somebody wrote about the mark, and it is text."""
+        """Read what follows the mark that opens a block: a call, or else the mark was only mentioned and is text."""
         space = _SPACE.match(self.text, self.at)[0]
         self.held.append(space)
         self.at += len(space)
@@ -119,13 +119,13 @@ class Machine:
         return True
 
     def verbatim(self) -> bool:
-        """Where calls are not read: all that is left."""
+        """Take all the rest as text, because calls are not to be read."""
         self.say(self.text[self.at :])
         self.at = len(self.text)
         return False
 
     def call(self) -> bool:
-        """Within a call, which knows what a tag is where."""
+        """Read text and tags within a call, which decides which tags are valid."""
         match = self.next_mark(self.open_call.pattern(), self.open_call.add)
         if match is None:
             return False
@@ -140,9 +140,9 @@ class Machine:
         return True
 
     def block(self) -> bool:
-        """Between calls. Space there is no text; what else stands there is said, as outside.
+        """Read between calls of a block: space is dropped, and other text is reasoning or content, as outside a block.
 
-        A tag may lack its marker where one is due, which behind text it is not.
+        Directly behind a call a tag may lack its marker; behind text it may not.
         """
         match = self.next_mark(LOOSE, self.say_in_block)
         if match is None:
@@ -163,14 +163,14 @@ class Machine:
         return True
 
     def begin_call(self, name: str) -> None:
-        """Announce a call, and read it."""
+        """Emit the event that begins a call, and go to the state that reads it."""
         self.open_call = Call(name, self.calls, self.tools.get(name, ANYTHING), self.pieces, self.fault)
         self.pieces.mark(Event("tool_call", index=self.calls, id=self.new_id(), name=name))
         self.calls += 1
         self.kind, self.state = "content", self.call
 
     def next_mark(self, pattern: re.Pattern[str], take: Callable[[str], None]) -> re.Match[str] | None:
-        """Hand on the text up to the next mark; None where there is none, or not all of it."""
+        """Hand the text up to the next mark to `take`; return the mark, or None if it is absent or incomplete."""
         match = pattern.search(self.text, self.at)
         end = match.start() if match else len(self.text)
         if end > self.at:
@@ -182,12 +182,12 @@ class Machine:
         return match
 
     def say(self, text: str) -> None:
-        """Text that belongs to no call."""
+        """Emit text that belongs to no call."""
         if text:
             self.pieces.add(self.kind, None, grains(text))
 
     def say_in_block(self, text: str) -> None:
-        """The same, between calls, where it begins behind the space."""
+        """Emit text that stands between calls, without the space before it."""
         text = text if self.has_prose else text.lstrip()
         self.has_prose = self.has_prose or bool(text)
         self.say(text)
@@ -198,6 +198,6 @@ class Machine:
             self.fault(f"<{match['tag']}> has no marker")
 
     def fault(self, line: str) -> None:
-        """Note what was repaired or dropped."""
+        """Note something that was repaired or dropped, in at most 32 lines."""
         if len(self.faults) < _MOST_FAULTS:
             self.faults.append(printable(shortened(line, _MOST_FAULT)))

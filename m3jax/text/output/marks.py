@@ -1,4 +1,4 @@
-"""The marks of the wire, and how to find them in text that comes in pieces.
+"""The marks of the output format, and patterns that find them in text that comes in pieces.
 
     block  := NS "<tool_call>" space (call space)* NS "</tool_call>"
     call   := NS '<invoke name="' NAME '">' element* NS "</invoke>"
@@ -6,7 +6,7 @@
 
 NS is the namespace marker. Text is not escaped: what is a mark and what is text depends on where it stands, and the
 machine decides that. A pattern here matches a mark, or a mark's beginning at the end of the text, for which the group
-"tag" is None: until more text comes nobody knows what it is.
+"tag" is None: only more text will show what it is.
 """
 
 import re
@@ -18,7 +18,7 @@ MOST_NAME = 512  # characters between < and > of a tag; what is longer is text
 
 
 def _begun(mark: str) -> str:
-    """A pattern of every beginning of a mark, at the end of the text, but the whole."""
+    """Return a pattern that matches every proper prefix of a mark at the end of the text."""
     letters = [re.escape(letter) for letter in mark[:-1]]
     return "(?:".join(letters) + ")?" * (len(letters) - 1) + r"\Z"
 
@@ -31,9 +31,9 @@ OUTSIDE = {
     marks: re.compile(f"(?P<tag>{'|'.join(map(re.escape, marks))})|{'|'.join(map(_begun, marks))}")
     for marks in ((THINK, END_THINK, BLOCK), (THINK, END_THINK), (BLOCK,))
 }
-# In a text of a call: tags behind the marker alone.
+# Within text of a call: only tags with the namespace marker.
 MARKED = re.compile(f"(?P<marker>{_NS})<(?P<tag>[^<>]{{0,{MOST_NAME}}})>|{_NS}(?:{_INSIDE})?\\Z|{_begun(NAMESPACE)}")
-# Where a tag is due: also without the marker, which models forget.
+# Where a tag is expected: also tags without the marker, which models forget.
 LOOSE = re.compile(
     f"(?P<marker>{_NS})?<(?P<tag>[^<>]{{0,{MOST_NAME}}})>|(?:{_NS})?{_INSIDE}\\Z|{_NS}\\Z|{_begun(NAMESPACE)}"
 )
@@ -42,6 +42,6 @@ INVOKE = re.compile(r"""invoke\s+name\s*=\s*(?:"(?P<double>[^"]+)"|'(?P<single>[
 
 
 def invoked(tag: str) -> str | None:
-    """The name of the tool that a tag calls; None for another tag."""
+    """Return the name of the tool that a tag calls; None for another tag."""
     match = INVOKE.fullmatch(tag)
     return match and (match["double"] or match["single"] or match["bare"])

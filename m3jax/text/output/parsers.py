@@ -1,4 +1,4 @@
-"""The parsers: what a user makes once, feeds with the text of an output, and may use for the next."""
+"""The parsers of outputs; one may be fed one output after another."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ MODES = ("enabled", "disabled", "adaptive")
 
 
 def new_call_id() -> str:
-    """A call's id as no other call has it: `call_` and 24 hexadecimal digits."""
+    """Return a random id for a call: `call_` and 24 hexadecimal digits."""
     return "call_" + secrets.token_hex(12)
 
 
 class OutputParser:
-    """Parts a model's output into reasoning, content and calls of tools, as it streams or at once.
+    """Parser of a model's output into reasoning, content and tool calls, as it streams or at once.
 
     It never raises for what a model wrote: what is not as the grammar has it is repaired, dropped or left as text by
     the rules of docs/chat_output.md, and `faults` says so. How the text is cut makes no difference to the texts of the
@@ -55,14 +55,14 @@ class OutputParser:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What was repaired or dropped, in this output or, where it is through, the last; 32 lines at most."""
+        """The repairs and drops in the current output, or in the last one until the next begins; at most 32 lines."""
         return tuple(self._machine.faults)
 
     def feed(self, text: str) -> list[Event]:
         """Read the next piece of an output; after `finish`, the first piece of another.
 
         Args:
-            text: what the model wrote, from the first character behind the prompt, with special tokens as their text.
+            text: the model's output from the first character behind the prompt, with special tokens as their text.
 
         Returns:
             The events that are ready. Up to 13 characters wait for more, and what may be the beginning of a mark.
@@ -104,7 +104,7 @@ class OutputParser:
 
 
 class ReasoningParser(OutputParser):
-    """Parts reasoning from content alone: from the first call on, all is content as it stands.
+    """Parser that separates reasoning from content alone: from the first call on, everything is content, unparsed.
 
     Args:
         thinking_mode: as in `OutputParser`.
@@ -117,7 +117,7 @@ class ReasoningParser(OutputParser):
 
 
 class ToolCallParser(OutputParser):
-    """Reads calls alone: the marks of reasoning are content.
+    """Parser of calls alone: the marks of reasoning are content.
 
     Args:
         tools: as in `OutputParser`.
@@ -136,7 +136,7 @@ def _check_text(text: str) -> None:
 
 
 def _schemas_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Shapes]:
-    """What the schema of each tool says, by the tool's name."""
+    """Return the alternatives of each tool's schema, by the tool's name."""
     found = {}
     for number, tool in enumerate(ordered_tools(tools), 1):
         name, schema = tool["function"]["name"], tool["function"].get("parameters")

@@ -1,4 +1,4 @@
-"""Text cut into the events of a stream: neither single characters nor a whole file at once."""
+"""Cutting of text into the events of a stream, of 5 to 200 characters each."""
 
 import json
 import re
@@ -8,15 +8,15 @@ from typing import Any
 from m3jax.text.output.events import Event
 
 FEWEST, MOST = 5, 200
-_GRAIN = 32  # characters that are never parted; in JSON each may be an escape of six
-# Up to as many characters of JSON as make a grain, each escape whole.
+_GRAIN = 32  # characters that stay in one event; in JSON each may be an escape of six
+# At most 32 characters of JSON, in which an escape counts as one and stays whole.
 _JSON_GRAIN = re.compile(r"(?:[^\\]|\\u[0-9a-f]{4}|\\.){1,32}", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def as_json(value: Any) -> str:
-    """Compact JSON in which UTF-8 can hold every character: lone surrogates are escaped."""
+    """Return compact JSON that UTF-8 can encode: lone surrogates are escaped."""
     text = _ENCODER.encode(value)
     return text if text.isascii() else _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -32,7 +32,7 @@ def json_grains(text: str) -> Sequence[str]:
 
 
 class Pieces:
-    """Collects the text of one kind after the other, and cuts it into events of 5 to 200 characters.
+    """A buffer that collects text of one kind after another, and cuts it into events of 5 to 200 characters.
 
     The last few characters wait for more, so that the last event of a kind is no smaller; only a text that has less
     than 5 in all is. A number, which is one grain however long, may exceed 200.
@@ -58,12 +58,12 @@ class Pieces:
         self._events.append(event)
 
     def end(self) -> None:
-        """Nothing more comes of this kind: make events of what waits."""
+        """End the text of the current kind: make events of what waits."""
         self._cut(self._grains)
         self._grains, self._size = [], 0
 
     def taken(self) -> list[Event]:
-        """The events that are ready and were not taken before."""
+        """Return the events that are ready and were not taken before."""
         if self._size >= 2 * FEWEST:
             waiting = 0
             place = len(self._grains)

@@ -1,4 +1,4 @@
-"""What a JSON schema says about the type of a value, as far as it helps to read one that was written without types.
+"""JSON schemas reduced to what helps to read a value that was written without types.
 
 A schema becomes a list of `Shape`s, its alternatives: every `anyOf` and `oneOf` is multiplied out, every `allOf` and
 `$ref` merged in. A schema that leads back to itself becomes a list that holds itself further down.
@@ -16,7 +16,7 @@ KINDS = {
     **{name: frozenset({name}) for name in ("null", "boolean", "integer", "string", "array", "object")},
     "number": frozenset({"number", "integer"}),
 }
-# Files of benchmarks write the names that Python has for the types.
+# Some benchmarks' files use Python's names of the types.
 KINDS |= {"str": KINDS["string"], "int": KINDS["integer"], "float": KINDS["number"], "bool": KINDS["boolean"]}
 KINDS |= {"list": KINDS["array"], "tuple": KINDS["array"], "dict": KINDS["object"]}
 MOST_ALTERNATIVES, MOST_DEPTH = 64, 64
@@ -27,7 +27,7 @@ class Shape:
     """One alternative of a schema.
 
     Attributes:
-        kinds: names of the types that it takes; None where it does not say.
+        kinds: names of the types that it takes; None where it names none.
         members: the values of `enum` or `const`; None where there is neither.
         properties: of an object, the alternatives of each member that it names.
         required: names of members that must be there.
@@ -45,12 +45,12 @@ class Shape:
     first_items: Sequence["Shapes"] = ()
 
 
-Shapes = Sequence[Shape]  # an empty one says nothing, as a Shape() alone does
+Shapes = Sequence[Shape]  # an empty one allows anything, as does a single Shape()
 ANYTHING: Shapes = (Shape(),)
 
 
 def kinds_of(shapes: Shapes) -> frozenset[str] | None:
-    """Names of the types that some alternative takes; None where one does not say."""
+    """Return the names of the types that some alternative takes; None if an alternative does not name its types."""
     if len(shapes) == 1:
         return shapes[0].kinds
     if not shapes or any(shape.kinds is None for shape in shapes):
@@ -59,7 +59,7 @@ def kinds_of(shapes: Shapes) -> frozenset[str] | None:
 
 
 def kind_of(value: Any) -> str:
-    """The name of a JSON value's type; a float's is "number", whole or not."""
+    """Return the name of a JSON value's type; a float's is "number", whole or not."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     names = {int: "integer", float: "number", str: "string", list: "array"}
@@ -67,7 +67,7 @@ def kind_of(value: Any) -> str:
 
 
 def member_shapes(shapes: Shapes, name: str, place: int) -> Shapes:
-    """What the alternatives say of the element of a name that stands at a place, from 0, within a value.
+    """Return the alternatives for the element with this name and index (from 0) within a value.
 
     An element named "item" is one of an array where the value may be an array; else it is a member of an object where
     it may be an object. All elements of what can only be an array are its items.
@@ -86,7 +86,7 @@ def member_shapes(shapes: Shapes, name: str, place: int) -> Shapes:
 
 
 def names_member(shapes: Shapes, name: str) -> bool:
-    """Whether an alternative names this member, or is an array and the name "item"."""
+    """True if an alternative names this member, or if the name is "item" and an alternative is an array."""
     return any(name in s.properties or (name == "item" and s.kinds and "array" in s.kinds) for s in shapes)
 
 
@@ -95,7 +95,7 @@ def shapes_of(schema: Any, place: str) -> Shapes:
 
     Args:
         schema: a schema: an object, or a boolean. What it says besides types, `pattern` or `minimum` say, is not read.
-        place: what it is, for errors.
+        place: the schema's place in the request, for errors.
 
     Returns:
         Its alternatives. A schema that contradicts itself, or has more than 64 alternatives, says nothing.
@@ -106,13 +106,13 @@ def shapes_of(schema: Any, place: str) -> Shapes:
     """
     reader = _Reader(schema, place)
     shapes = reader.later(schema)
-    for found in reader.queue:  # reading one puts those within it at the end
+    for found in reader.queue:  # reading a schema appends the schemas within it to the queue
         reader.now(found, 0)
     return shapes
 
 
 class _Reader:
-    """Reads each schema within a root once, so that one that leads back to itself has an end.
+    """Reader that visits each schema within a root once, so that reading ends for one that leads back to itself.
 
     What a schema says of members and items is read later, and stands as an empty list in its shape until then. Only
     alternatives are read at once; one that leads back to itself by alternatives alone adds nothing to them.
@@ -125,14 +125,14 @@ class _Reader:
         self.queue: list[Any] = []
 
     def later(self, schema: Any) -> Shapes:
-        """The list that will have the alternatives of a schema."""
+        """Return the list that will hold the alternatives of a schema once it is read."""
         if id(schema) not in self.known:
             self.known[id(schema)] = []
             self.queue.append(schema)
         return self.known[id(schema)]
 
     def now(self, schema: Any, depth: int) -> Shapes:
-        """That list, filled, unless it is being filled."""
+        """Return the list of a schema's alternatives, filled unless the schema is being read further up the stack."""
         self.later(schema)
         if id(schema) not in self.begun:
             self.begun.add(id(schema))
@@ -161,7 +161,7 @@ class _Reader:
         return found
 
     def own(self, schema: dict[str, Any]) -> Shape:
-        """What the schema says itself, without the alternatives that it lists or refers to."""
+        """Return the shape of the schema's own keywords, without the alternatives that it lists or refers to."""
         properties, others = schema.get("properties", {}), schema.get("additionalProperties")
         if not isinstance(properties, dict):
             raise ValueError(f"{self.place}: properties = {shown(properties)}: must be an object")
@@ -179,7 +179,7 @@ class _Reader:
         )
 
     def kinds(self, schema: dict[str, Any]) -> frozenset[str] | None:
-        """The kinds that a schema takes by its own words; a name that is no type's says nothing."""
+        """Return the kinds that a schema takes by its own keywords; None if they give none or name an unknown type."""
         types, members = schema.get("type"), self.members(schema)
         names = types if isinstance(types, list) else [types]
         if types is not None and not all(isinstance(name, str) for name in names):
@@ -208,7 +208,7 @@ class _Reader:
         return found
 
     def target(self, ref: Any) -> Any:
-        """The schema that a JSON pointer leads to."""
+        """Return the schema that a JSON pointer leads to."""
         found = self.root
         steps = ref[1:].split("/")[1:] if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")) else [None]
         for step in steps:
@@ -223,7 +223,7 @@ class _Reader:
 
 
 def _merged(one: Shape, other: Shape) -> Shape | None:
-    """What takes only what both take; None where they have no type in common."""
+    """Return a shape that takes the types that both take; None if they have no type in common."""
     kinds = other.kinds if one.kinds is None else one.kinds
     if one.kinds is not None and other.kinds is not None and not (kinds := one.kinds & other.kinds):
         return None

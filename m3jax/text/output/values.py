@@ -1,4 +1,4 @@
-"""What an element of a call is as JSON: the wire writes no types, so the tool's schema decides.
+"""Conversion of an element of a call to a JSON value: the output has no types, so the tool's schema decides.
 
 The wire writes a member of an object or an item of an array as an element, and every scalar as its bare text: the text
 5 is the number or the string, an element without text is "", [], {} or, in an array, null. A value that fits nothing
@@ -30,7 +30,7 @@ def value_of(node: Node, shapes: Shapes) -> Any:
 
     Args:
         node: its text, or the elements in it.
-        shapes: what the schema says of it.
+        shapes: the schema's alternatives for it.
 
     Returns:
         What JSON can hold; finite numbers only.
@@ -39,7 +39,7 @@ def value_of(node: Node, shapes: Shapes) -> Any:
 
 
 def _scalar(text: str, shapes: Shapes) -> Any:
-    """The value of an element that has only text."""
+    """Return the value of an element that has only text."""
     kinds = kinds_of(shapes)
     if kinds is None or kinds == {"string"} or ("string" in kinds and len(text) > MOST_WORD):
         return text
@@ -64,12 +64,12 @@ def _scalar(text: str, shapes: Shapes) -> Any:
 
 
 def written(value: Any) -> str:
-    """How the wire writes a scalar that is no string."""
+    """Return the text of a scalar other than a string in the output format: null, true, false, or a number."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _number(word: str, is_whole: bool) -> int | float | None:
-    """The number that a text is, as an int where it has neither point nor exponent; None where it is none.
+    """Return the number in a text, as an int if it has neither point nor exponent; None if it is not a number.
 
     Args:
         word: without space around it.
@@ -86,7 +86,7 @@ def _number(word: str, is_whole: bool) -> int | float | None:
 
 
 def _json(text: str, kinds: frozenset[str]) -> Any:
-    """The object or array that a text is in JSON, where that is what the schema takes; else the text."""
+    """Return the object or array that a text is in JSON, if the schema takes that type; else the text."""
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -108,7 +108,7 @@ def _is_deep(value: Any, most: int) -> bool:
 
 
 def _structure(elements: list[tuple[str, Node]], shapes: Shapes) -> Any:
-    """The value of an element that has elements in it: an array or an object.
+    """Return the value of an element that has elements in it: an array or an object.
 
     Where the schema takes both, or says neither, elements that are all named "item" are an array's.
     """
@@ -129,7 +129,7 @@ def _structure(elements: list[tuple[str, Node]], shapes: Shapes) -> Any:
 
 
 def _fits(elements: list[tuple[str, Node]], shape: Shape) -> bool:
-    """Whether elements can be an object of this alternative: names and scalars are looked at, not what lies deeper."""
+    """True if elements can be an object of this alternative, by their names and scalars; no deeper one is checked."""
     names = {name for name, _ in elements}
     if not shape.required <= names or (shape.others is None and not names <= shape.properties.keys()):
         return False
@@ -137,7 +137,7 @@ def _fits(elements: list[tuple[str, Node]], shape: Shape) -> bool:
 
 
 def _is_taken(node: Node, shapes: Shapes) -> bool:
-    """Whether an element's type, and a scalar's value where the schema lists values, is one that it takes."""
+    """True if the schema takes an element's type and, where it lists values, a scalar's value."""
     kinds = kinds_of(shapes)
     if kinds is None:
         return True

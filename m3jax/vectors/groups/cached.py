@@ -42,11 +42,11 @@ def paged(
     rule: Rule = {},  # noqa: B006
     scales: dict[str, Any] | None = None,
 ) -> Case:
-    """A case over a pool of pages in no order, of which rows own some.
+    """Return a case over a pool of pages, some of which belong to rows, in shuffled order.
 
     Args:
       queries: of each row how many tokens its pages hold, and how many are new.
-      rule: what the case has besides block_size and top_k.
+      rule: entries that are added to the default rule or replace its own.
       scales: of a float8 pool: "k" and "v" [K], "index" [], where these are float8.
     """
     rng = np.random.default_rng(seed)
@@ -83,12 +83,12 @@ def paged(
 
 
 def in_float8(x: Float[np.ndarray, "..."], scale: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """Numbers as a float8 pool stores them."""
+    """Return numbers as a float8 pool stores them: divided by the scale, clipped to 448, and rounded."""
     return np.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn)
 
 
 def page_cases(large: bool) -> Iterator[Case]:
-    """Pages in no order; a prefix that ends inside a block; a prompt that may be fed in chunks."""
+    """Yield cases of shuffled pages, of a prefix that ends inside a block, and of a prompt fed in chunks."""
     if large:
         return
     yield paged(
@@ -116,14 +116,14 @@ def page_cases(large: bool) -> Iterator[Case]:
 
 
 def decode_cases(large: bool) -> Iterator[Case]:
-    """1 to 16 tokens at once, as a draft is verified, on two sides of a block's border."""
+    """Yield cases of 1 to 16 tokens in one call, as in verifying a draft, on both sides of a block's border."""
     for index, count in enumerate(() if large else (1, 5, 16)):
         what = "a token of each row" if count == 1 else f"{count} tokens of each row at once, over a block's border"
         yield paged(f"rows_{count}", what, 31 + index, ((24 - count // 2, count), (33, count)), ("T19", "T20"))
 
 
 def float8_cases(large: bool) -> Iterator[Case]:
-    """Float8 keys and values with exact index keys, and the other way round."""
+    """Yield a case of float8 keys and values with exact index keys, and one the other way round."""
     if large:
         return
     yield paged(
@@ -145,7 +145,7 @@ def float8_cases(large: bool) -> Iterator[Case]:
 
 
 def exchange_cases(large: bool) -> Iterator[Case]:
-    """Pages are written out by one engine and read by another, whose pool is of another size."""
+    """Yield a case in which pages move from one engine to another, whose pool has another size."""
     if large:
         return
     case = paged(
@@ -163,7 +163,7 @@ def exchange_cases(large: bool) -> Iterator[Case]:
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """Write into the pages, read each row through the table as one piece, and use the definitions."""
+    """Write new keys into the pages, read each row through the table as one array, and apply the definitions."""
     pages, table, where = moved(inputs, rule), inputs.get("target_table", inputs["table"]), _where(inputs)
     written = {}
     for kind in ("k", "v", "index"):
@@ -184,7 +184,7 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def moved(inputs: Arrays, rule: Rule) -> dict[str, Array]:
-    """The pools of a call; where rows move, those of the receiving engine after the import."""
+    """Return the pools of a call; where rows move, those of the receiving engine after the import."""
     pools = {name: inputs[name] for name in _PAGES}
     if "target_table" not in inputs:
         return pools
@@ -205,7 +205,7 @@ def _written(
     pool: Float[Array, "X ..."], new: Float[Array, "B T ..."], table: Int[Array, "B M"],
     positions: Int[Array, "B T"], scale: Float[Array, "..."] | None,
 ) -> Float[Array, "X ..."]:  # fmt: skip
-    """The pool with new tokens in their pages; padding goes nowhere."""
+    """Return the pool with new tokens written into their pages; padding is written nowhere."""
     size = pool.shape[-2]
     page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // size, axis=1)  # [B T]
     page = jnp.where(positions < 0, len(pool), page)
@@ -219,7 +219,7 @@ def _written(
 def _row(
     pool: Float[Array, "X ..."], table: Int[Array, "B M"], scale: Float[Array, "..."] | None, dtype: Any
 ) -> Float[Array, "B S ..."]:
-    """What each row has, as one piece; NaN for blocks that it has not."""
+    """Return the keys or values of each row as one array, with NaN at blocks that the row does not have."""
     x = pool.astype(dtype)
     if scale is not None:
         scale = scale[:, None, None] if scale.ndim else scale
@@ -230,7 +230,7 @@ def _row(
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """As the engine does: write, select and attend over a `StackCache`, in the chunks of the rule."""
+    """Yield runs that write, select and attend over a `StackCache` as the engine does, whole and in chunks."""
     for dtype in ("float32", "bfloat16"):
         given = in_dtype(inputs, dtype)
         for chunks in dict.fromkeys([(), tuple(rule.get("chunks", ()))]):
@@ -261,7 +261,7 @@ def _by_cache(chunks: tuple[int, ...], inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def group(name: str, cases: Callable[[bool], Iterator[Case]]) -> Group:
-    """One of the groups of this file."""
+    """Return one of this file's groups, which differ only in their cases."""
     return Group(name, cases, define, runs, AXES, TOLERANCES, rounded=("out", "lse"))
 
 

@@ -1,4 +1,4 @@
-"""EAGLE3's draft: features from the target's taps, the draft's layer over a prompt, and draft steps after it."""
+"""The EAGLE3 draft: features from the target's taps, the draft's layer over a prompt, and draft steps after it."""
 
 import re
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ TOLERANCES = {name: "draft" for name in ("feature", "q", "k", "v", "hidden", "lo
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """EAGLE 3.1's order of norms, and 3's."""
+    """Yield a case with EAGLE 3.1's order of norms, and one with EAGLE 3's."""
     if large:
         return
     first = dict(fc_norm=True, norm_output=True, norm_before_residual=False)
@@ -40,7 +40,7 @@ def cases(large: bool) -> Iterator[Case]:
 
 
 def drafted(name: str, what: str, seed: int, options: dict[str, bool]) -> Case:
-    """Two rows of a prompt, and three draft steps whose tokens are given: each goes with the feature before it."""
+    """Return a case of two prompts and three draft steps with given tokens, each with the feature before it."""
     rng, rule = (
         np.random.default_rng(seed),
         options | dict(rms_norm_eps=1e-6, rope_theta=1e4, taps=[1, 2, 3], block_size=4),
@@ -80,12 +80,12 @@ def _config(rule: Rule, sizes: dict[str, int]) -> Eagle3Config:
 
 
 def _name(path: tuple) -> str:
-    """A parameter's name from its path in the module."""
+    """Return a parameter's name, given its path in the module."""
     return re.findall(r"[a-z_0-9]+", jax.tree_util.keystr(path))[0]
 
 
 def module(inputs: Arrays, rule: Rule) -> Eagle3:
-    """The draft that the inputs are the weights of."""
+    """Return the draft whose weights are the inputs."""
     (_, heads, head_dim), (vocab, width) = inputs["q_proj"].shape, inputs["embed_tokens"].shape
     sizes = dict(D=width, V=vocab, U=len(inputs["lm_head"]), N=heads, K=inputs["k_proj"].shape[1], H=head_dim,
                  F=inputs["gate_proj"].shape[1])  # fmt: skip
@@ -94,7 +94,7 @@ def module(inputs: Arrays, rule: Rule) -> Eagle3:
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """The prompt, then a step for each given token, by the module's functions and `dense_attention` over all before."""
+    """Run the prompt, then a step for each given token, by the module's functions and `dense_attention`."""
     draft = module(inputs, rule)
     feature, tokens, prompt = draft.features(inputs["taps"]), inputs["next_tokens"], inputs["taps"].shape[1]
     rows, parts, keys, features = len(tokens), [], None, feature
@@ -115,12 +115,12 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def _proposals(logits: Float[Array, "B Q U"], inputs: Arrays) -> Array:
-    """The target's token of each position's largest logit."""
+    """Return the target's id of the token with the largest logit at each position."""
     return inputs["target_ids"][jnp.argmax(logits, axis=-1)]
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """The draft over its own pages, which start a slot later than the target's."""
+    """Yield runs of the draft over its own pages, which start one slot later than the target's."""
     for dtype in ("float32", "bfloat16"):
         outputs = jitted(_paged, rule, in_dtype(inputs, dtype))
         if dtype == "bfloat16":  # roundings may swap two logits that are nearly equal

@@ -1,4 +1,4 @@
-"""Router, experts, clamped SwiGLU."""
+"""Mixture of experts: the router, the experts, and their clamped SwiGLU."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +29,7 @@ TOLERANCES = {
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """A router with ties, and a layer of experts whose clamps are reached."""
+    """Yield a router with ties, and a layer of experts whose clamps are reached."""
     if large:
         return
     rng, rule = np.random.default_rng(71), dict(experts_per_token=3)
@@ -58,7 +58,7 @@ def cases(large: bool) -> Iterator[Case]:
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """`route`, and each pair of a token and an expert by every expert for all tokens."""
+    """Route the tokens, run every expert on all of them, and keep the outputs of the chosen pairs."""
     routed = routing(inputs, rule)
     if "gate_proj" not in inputs:
         return routed
@@ -73,7 +73,7 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def routing(inputs: Arrays, rule: Rule) -> dict[str, Array]:
-    """Chosen experts, best first, their weights, and the scores with bias on both sides of the cut."""
+    """Return the chosen experts, best first, their weights, and the scores with bias on both sides of the cut."""
     gate, count = inputs["gate"], rule["experts_per_token"]
     ids, weights = route(inputs["x"], gate, inputs["bias"], count)
     scores = jax.nn.sigmoid(einsum("xd,de->xe", inputs["x"].astype(gate.dtype), gate))
@@ -83,12 +83,12 @@ def routing(inputs: Arrays, rule: Rule) -> dict[str, Array]:
 
 
 def activation(rule: Rule, dtype: jnp.dtype):
-    """Clamped SwiGLU, rounded once."""
+    """Return the clamped SwiGLU of a rule, whose result is rounded once, to `dtype`."""
     return lambda gate, up: swiglu_oai(gate, up, rule["alpha"], rule["limit"]).astype(dtype)
 
 
 def summed(inputs: Arrays, rule: Rule, routed: Arrays, expert_out: Float[Array, "X A D"]) -> dict[str, Array]:
-    """The layer's output from that of each token's experts: weighted, scaled, with the shared expert."""
+    """Return the layer's output: the sum of each token's weighted experts, scaled, plus the shared expert."""
     x, shared = inputs["x"], [inputs[f"shared_{name}_proj"] for name in ("gate", "up", "down")]
     hidden = activation(rule, x.dtype)(*(einsum("xd,du->xu", x, weight) for weight in shared[:2]))
     shared_out = einsum("xu,ud->xd", hidden, shared[2])
@@ -98,7 +98,7 @@ def summed(inputs: Arrays, rule: Rule, routed: Arrays, expert_out: Float[Array, 
 
 
 def stacked_experts(inputs: Arrays) -> ExpertWeights:
-    """A case's experts as a stack of one layer."""
+    """Return a case's experts as a stack of one layer."""
     return ExpertWeights(*(inputs[f"{name}_proj"][None] for name in ("gate", "up", "down")))
 
 

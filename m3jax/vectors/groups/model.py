@@ -1,4 +1,4 @@
-"""One whole tiny model: a folder as every engine reads it, and each named value of two prompts."""
+"""A whole tiny model: a folder in the hub's layout, and each named value of two prompts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ TOLERANCES = {name: "blocks" if name.endswith(_SETS) else "model" for name in AX
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """A dense layer and two sparse ones with experts, as M3 begins; rows of 11 blocks, of which 3 are kept."""
+    """Yield a model of a dense layer and two sparse ones with experts, and rows of 11 blocks, of which 3 are kept."""
     if large:
         return
     config, rng = _config(), np.random.default_rng(131)
@@ -80,13 +80,13 @@ def write_folder(folder: Path, case: Case) -> None:
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """All named values in float64, without a cache; every block by the definition's schedule."""
+    """Return all named values in float64, without a cache, by "mask", the schedule that is the definition itself."""
     with jax.enable_x64(True):
         return named_values(load(rule["folder"], "float64").with_schedule("mask"), inputs, rule)
 
 
 def named_values(model: M3, inputs: Arrays, rule: Rule) -> dict[str, np.ndarray]:
-    """`M3.intermediates` with layers' names written out, the taps, and the scores at each cut."""
+    """Return `M3.intermediates` with layers' names written out, the taps, and the scores at each cut."""
     tokens = jnp.asarray(inputs["tokens"])
     values = model.intermediates(tokens)
     outputs = {name: value for name, value in values.items() if name != "layers"}
@@ -100,7 +100,7 @@ def named_values(model: M3, inputs: Arrays, rule: Rule) -> dict[str, np.ndarray]
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """The model in float32: as one call, and over a cache in chunks that end inside blocks."""
+    """Yield runs of the model in float32: in one call, and over a cache in chunks that end inside blocks."""
     model = load(rule["folder"], "float32")
     yield Run("the model", "float32", named_values(model, inputs, rule))
     tokens, parts, start = jnp.asarray(inputs["tokens"]), [], 0

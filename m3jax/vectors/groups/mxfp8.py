@@ -1,4 +1,4 @@
-"""MXFP8 weights: every code under every scale."""
+"""MXFP8 weights: the value of every code under every scale."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ TOLERANCES = {"weights": "bits", "weights_bf16": "bits"}
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """Row z has scale z for all its blocks of 32, and all 256 codes."""
+    """Yield a matrix whose row z has scale z for all its blocks of 32, and all 256 codes."""
     if large:
         return
     codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1)).view(jnp.float8_e4m3fn)
@@ -23,7 +23,7 @@ def cases(large: bool) -> Iterator[Case]:
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """Products in float64, which holds them, rounded to float32 and from there to bfloat16."""
+    """Return the products, exact in float64, rounded to float32 and from there to bfloat16."""
     scales = np.repeat(np.asarray(inputs["scales"]).astype(int), rule["block"], axis=1)
     values = np.asarray(inputs["codes"]).astype(np.float64)
     with np.errstate(over="ignore"):
@@ -32,7 +32,7 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """The loader's table."""
+    """Yield the weights by the loader's table, in float32 and in bfloat16."""
     codes, scales = np.asarray(inputs["codes"]).view(np.uint8), np.repeat(inputs["scales"], rule["block"], axis=1)
     yield Run("the loader", "float32", {"weights": dequantize(codes, scales, np.dtype(np.float32))})
     yield Run("the loader", "bfloat16", {"weights_bf16": dequantize(codes, scales, np.dtype(jnp.bfloat16))})

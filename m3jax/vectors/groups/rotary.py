@@ -1,4 +1,4 @@
-"""Per-head norm and rotary embedding: what stands between a projection and a query or key."""
+"""Per-head norm and rotary embedding: the steps between a projection and a query or key."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ TOLERANCES = {
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """M3's rotary embedding: half of the head's dims, in halves; from position 0 to the last of the context."""
+    """Yield cases of M3's rotary embedding, which turns half of a head's dims, at positions up to the context's end."""
     if large:
         return
     yield turned("short", "positions to 2,000", 81, [[0, 1, 2, 63, 64, 1000, 1999]])
@@ -27,12 +27,12 @@ def cases(large: bool) -> Iterator[Case]:
 
 
 def turned(name: str, what: str, seed: int, positions: list[list[int]]) -> Case:
-    """A case; `*_slack` is what float32 angles may be off: a last place of position times frequency."""
+    """Return a case; `*_slack` bounds the error of float32 angles: 3 * 2^-24 of position times frequency."""
     rng, rule = np.random.default_rng(seed), dict(eps=1e-6, rotary_dim=16, theta=5e6)
     positions = np.array(positions, np.int32)
     x, weight = normal(rng, *positions.shape, 3, 32, scale=2.0), normal(rng, 32, scale=0.5)
     frequencies = rule["theta"] ** (-np.arange(0, rule["rotary_dim"], 2) / rule["rotary_dim"])
-    # The frequency is off by two last places, the product by half a one.
+    # In float32 the frequency is off by two last places, the product by half a last place.
     angle_error = positions[..., None] * frequencies * 3 * 2.0**-24
     largest = 12.0  # of a normed number with its weight: sqrt(32) times 1 + 2
     half = angle_error[:, :, None] * largest * np.ones((1, 1, 3, 1))
@@ -46,7 +46,7 @@ def turned(name: str, what: str, seed: int, positions: list[list[int]]) -> Case:
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """By the model's functions, rounded where a query is."""
+    """Apply the model's norm and rotary embedding, rounding where the model rounds a query."""
     x = inputs["x"]
     cos, sin = rope_table(inputs["positions"], rule["rotary_dim"], rule["theta"], x.dtype)
     normed = gemma_norm(x, inputs["weight"], rule["eps"])
@@ -55,7 +55,7 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """The same in float32 and bfloat16: the model has no other way."""
+    """Yield runs of the same functions in float32 and bfloat16: the model has no other implementation."""
     for dtype in ("float32", "bfloat16"):
         yield Run("the model's layers", dtype, jitted(define, rule, in_dtype(inputs, jnp.dtype(dtype))))
 

@@ -1,4 +1,4 @@
-"""Drawing a token: the knobs, and the draw from given uniform numbers."""
+"""Sampling of a token: the knobs, and the draw from given uniform numbers."""
 
 from collections.abc import Iterator, Mapping
 
@@ -27,7 +27,7 @@ _SETTINGS = (
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """Each knob alone, all of them at once, and ties at the edge of top-k and for the best token."""
+    """Yield a case with single knobs, all of them at once, and ties at the edge of top-k and for the best token."""
     if large:
         return
     rng, vocab = np.random.default_rng(101), 32
@@ -46,14 +46,14 @@ def cases(large: bool) -> Iterator[Case]:
 
 
 def uniforms(keys: jax.Array, shape: tuple[int, ...]) -> Float32[np.ndarray, "..."]:
-    """The uniform numbers behind `jax.random.categorical` for each key, in (0, 1)."""
+    """Return the uniform numbers in (0, 1) from which `jax.random.categorical` draws, for each key."""
     tiny = float(np.finfo(np.float32).tiny)
     draw = lambda key: jax.random.uniform(key, shape, jnp.float32, minval=tiny, maxval=1.0)
     return np.asarray(jax.vmap(draw)(keys))
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """In float64 numpy, a row at a time: the package's own functions are float32 whatever they are given."""
+    """Sample in float64 numpy, a row at a time, since the package's own functions always compute in float32."""
     x = {name: np.asarray(value) for name, value in inputs.items()}
     kept, probabilities, tokens = [], [], []
     for b in range(len(x["logits"])):
@@ -70,7 +70,7 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 def distribution(
     logits: Float32[np.ndarray, " V"], seen: Bool[np.ndarray, " V"], knobs: Mapping[str, np.generic]
 ) -> Float64[np.ndarray, " V"]:
-    """Probabilities [V] after every knob, in float64; a greedy row has one token."""
+    """Return probabilities [V] after every knob, in float64; a greedy row has one token."""
     x, ids = logits.astype(np.float64), np.arange(len(logits))
     penalty = float(knobs["repetition_penalty"])
     x = np.where(seen, np.where(x > 0, x / penalty, x * penalty), x)
@@ -90,7 +90,7 @@ def distribution(
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """The engine's functions, which draw from a row's seed and position."""
+    """Yield a run of the engine's functions, which draw from a row's seed and position."""
     params = SamplingParams(**{name: jnp.asarray(inputs[name]) for name in (*KNOBS, "seed")})
     logits, seen = jnp.asarray(inputs["logits"]), jnp.asarray(inputs["seen"])
     keys = row_keys(inputs["seed"], inputs["positions"])

@@ -1,4 +1,4 @@
-"""Index scores and the choice of blocks."""
+"""Block selection: index scores and the choice of blocks."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ TOLERANCES = {"block_scores": "scores", "blocks": "blocks", "last_kept": "scores
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """Selections that bite: rows are longer than J blocks."""
+    """Yield cases in which selection drops blocks, because rows are longer than J blocks."""
     if large:
         yield indexed(
             "m3_shapes",
@@ -123,7 +123,7 @@ def indexed(
     special: bool = False,
     traps: tuple[str, ...] = (),
 ) -> Case:
-    """A case from index queries and keys.
+    """Return a case of index queries and keys.
 
     Args:
       queries: the first position of each row's queries, and how many there are; behind them is padding, at -1.
@@ -149,7 +149,7 @@ def indexed(
 
 
 def given_scores() -> Iterator[Case]:
-    """Scores of blocks are the input: for a top-k of its own, with all that floats can be."""
+    """Yield a case whose input is block scores, to test a top-k alone: NaN, infinities, zeros and ties."""
     rng = np.random.default_rng(8)
     rows, heads, length, block_size, blocks = 2, 2, 12, 4, 16
     positions = np.stack([np.arange(52, 64), np.arange(13, 25)]).astype(np.int32)
@@ -165,7 +165,7 @@ def given_scores() -> Iterator[Case]:
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """By `block_scores` and `select_blocks`."""
+    """Score the blocks by `block_scores` and choose them by `select_blocks`."""
     positions, lengths, size = inputs["positions"], inputs["lengths"], rule["block_size"]
     if "scores" in inputs:
         return {"blocks": select_blocks(inputs["scores"], positions, lengths, selection_rules(rule), block_size=size)}
@@ -175,7 +175,7 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def selection_rules(rule: Rule) -> SelectionRules:
-    """A case's rule as the package has it."""
+    """Return a case's rule as `SelectionRules`."""
     return SelectionRules(
         top_k=rule["top_k"], local_blocks=rule.get("local_blocks", 1), init_blocks=rule.get("init_blocks", 0),
         score=rule.get("score", "max"),
@@ -183,7 +183,7 @@ def selection_rules(rule: Rule) -> SelectionRules:
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """The walk that the model calls, a chunk of queries and a piece of keys at a time."""
+    """Yield runs of `index_topk` and `walk_scores`, which work in chunks, or of `select_blocks` for given scores."""
     for dtype in ("float32", "bfloat16"):
         given = in_dtype(inputs, dtype)
         if "scores" in given:

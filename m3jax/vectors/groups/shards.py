@@ -24,7 +24,7 @@ TOLERANCES = attention_group.TOLERANCES | {
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """Four devices, block m on device m mod 4; short rows leave some of them with nothing."""
+    """Yield a case of four devices with block m on device m mod 4; short rows leave some of them without a block."""
     if large:
         return
     rule = dict(block_size=4, top_k=3, shards=4)
@@ -36,7 +36,7 @@ def cases(large: bool) -> Iterator[Case]:
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """Scores of each device's blocks, their maximum, the choice, each device's attention, and the merge."""
+    """Return the scores of each device's blocks, the choice, each device's attention, and the merged output."""
     chosen = selection.define(inputs, rule)
     scores, blocks = chosen["block_scores"], chosen["blocks"]
     shard_scores = jnp.stack([jnp.where(on, scores, -jnp.inf) for on in _held(scores.shape[-1], rule)])
@@ -51,18 +51,18 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def _held(num_blocks: int, rule: Rule) -> Bool[Array, "R M"]:
-    """Which device has which block."""
+    """Return a mask that is True where device r holds block m."""
     return jnp.arange(num_blocks) % rule["shards"] == jnp.arange(rule["shards"])[:, None]
 
 
 def _divided(blocks: Int[Array, "B K T J"], rule: Rule) -> Int[Array, "R B K T J"]:
-    """The selection of each device: -1 in the place of what it does not hold."""
+    """Return the selection of each device, with -1 in place of the blocks that it does not hold."""
     devices = jnp.arange(rule["shards"], dtype=blocks.dtype)
     return jnp.where((blocks % rule["shards"] == devices[:, None, None, None, None]) & (blocks >= 0), blocks, -1)
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """Each schedule as a device runs it, over the walk's scores."""
+    """Yield a run of each attention schedule as a device runs it, on scores from `walk_scores`."""
     for dtype in ("float32", "bfloat16"):
         for name, schedule in SCHEDULES.items():
             yield Run(name, dtype, jitted(partial(_by_schedule, schedule), rule, in_dtype(inputs, dtype)))

@@ -1,4 +1,4 @@
-"""Attention over selected blocks, from index queries on or over a selection that is given."""
+"""Attention over selected blocks, from index queries on or over a given selection."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +18,7 @@ TOLERANCES = selection.TOLERANCES | {
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """Rows longer than J blocks; attention over the chosen ones."""
+    """Yield cases of attention over the chosen blocks of rows that are longer than J blocks."""
     if large:
         base = selection.indexed(
             "m3_shapes", "M3's real head shapes: 64 query heads, 4 KV heads, width 128, block 128, 16 blocks of 64", 40,
@@ -37,7 +37,7 @@ def cases(large: bool) -> Iterator[Case]:
 
 
 def with_heads(base: Case, heads: int, width: int) -> Case:
-    """A case with queries, keys and values, NaN behind each row's length."""
+    """Return a case with queries, keys and values added, and NaN in keys and values behind each row's length."""
     rng = np.random.default_rng(base.seed + 1000)
     lengths, positions = base.inputs["lengths"], base.inputs["positions"]
     kv_heads = base.inputs["index_q"].shape[2] if "index_q" in base.inputs else base.inputs["given_blocks"].shape[1]
@@ -50,7 +50,7 @@ def with_heads(base: Case, heads: int, width: int) -> Case:
 
 
 def unused_slots() -> Case:
-    """A selection that is given: unused slots anywhere, ids in any order, queries that see nothing."""
+    """Return a case of a given selection: unused slots anywhere, ids in any order, queries that see nothing."""
     rng = np.random.default_rng(12)
     rows, heads, length, slots, block_size = 2, 2, 9, 4, 4
     lengths = np.array([22, 30], np.int32)
@@ -68,7 +68,7 @@ def unused_slots() -> Case:
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """By the definitions of selection and of `sparse_attention`."""
+    """Apply the definitions of selection and of `sparse_attention`."""
     chosen = {} if "given_blocks" in inputs else selection.define(inputs, rule)
     blocks = chosen.get("blocks", inputs.get("given_blocks"))
     arrays = (inputs["q"], inputs["k"], inputs["v"], blocks, inputs["positions"], inputs["lengths"])
@@ -77,7 +77,7 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """Each schedule over the keys of one call."""
+    """Yield a run of each attention schedule over the keys of one call."""
 
     def under(schedule: Callable, inputs: Arrays, rule: Rule) -> Arrays:
         chosen = {} if "given_blocks" in inputs else selection.define(inputs, rule)

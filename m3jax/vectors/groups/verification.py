@@ -1,4 +1,4 @@
-"""Verifying proposals: how many are accepted, and the target's own token after them."""
+"""Verification of proposals: the number that is accepted, and the target's own token after them."""
 
 from collections.abc import Iterator
 
@@ -17,11 +17,11 @@ AXES = {name: "B" for name in (*KNOBS, "seed", "positions", "accepted")} | {
     "draw_uniform": "B X V", "tokens": "B X", "logprobs": "B X",
 }  # fmt: skip
 TOLERANCES = {"accepted": "bits", "tokens": "bits", "logprobs": "probabilities"}
-_ACCEPT, _DRAW = 0, 1  # what a key at a position is for, in `m3jax.decoding.speculation.verify`
+_ACCEPT, _DRAW = 0, 1  # the uses of a position's keys, as in `m3jax.decoding.speculation.verify`
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """Proposals with the distribution that they were drawn from, and without one."""
+    """Yield a case of proposals with the distribution that they were drawn from, and one without it."""
     if large:
         return
     for index, name in enumerate(("drafted", "point_mass")):
@@ -35,7 +35,7 @@ def cases(large: bool) -> Iterator[Case]:
         params = SamplingParams.stack(settings * 3)
         logits = (rng.normal(size=(rows, count + 1, vocab)) * 2).astype(np.float32)
         proposals = np.argmax(logits[:, :count] + rng.gumbel(size=(rows, count, vocab)) * 0.7, axis=-1).astype(np.int32)
-        proposals[5, 1] = proposals[9, 0] = -1  # nothing was proposed
+        proposals[5, 1] = proposals[9, 0] = -1  # no proposal
         seed, positions = np.arange(40, 40 + rows, dtype=np.uint32), rng.integers(1, 4000, rows).astype(np.int32)
         inputs = {knob: np.asarray(getattr(params, knob)) for knob in KNOBS}
         inputs |= {"logits": logits, "proposals": proposals, "seen": rng.random((rows, vocab)) < 0.2, "seed": seed,
@@ -54,7 +54,7 @@ def cases(large: bool) -> Iterator[Case]:
 def _uniforms(
     seed: UInt32[np.ndarray, " B"], positions: Int32[np.ndarray, " B"], count: int, vocab: int
 ) -> dict[str, np.ndarray]:
-    """The uniform numbers behind each acceptance and each draw."""
+    """Return the uniform numbers of each acceptance and each draw."""
     accept, draw = [], []
     for column in range(count + 1):
         keys = position_keys(jnp.asarray(seed), jnp.asarray(positions) + column, _DRAW)
@@ -65,7 +65,7 @@ def _uniforms(
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
-    """Leviathan et al. 2023, algorithm 1, in float64 numpy, a row at a time."""
+    """Verify by Leviathan et al. 2023, algorithm 1, in float64 numpy, a row at a time."""
     x = {name: np.asarray(value) for name, value in inputs.items()}
     rows, count = x["proposals"].shape
     accepted, tokens, logprobs = np.zeros(rows, np.int32), np.full((rows, count + 1), -1, np.int32), []
@@ -93,7 +93,7 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
-    """`verify`; what stands behind the target's own token means nothing, and is made -1 here."""
+    """Yield a run of `verify`; the slots behind the target's own token hold garbage, which is made -1 here."""
     params = SamplingParams(**{name: jnp.asarray(inputs[name]) for name in (*KNOBS, "seed")})
     drafted = inputs.get("draft_probabilities")
     proposal = Proposal(jnp.asarray(inputs["proposals"]), None if drafted is None else jnp.log(jnp.asarray(drafted)))
