@@ -122,10 +122,10 @@ def _draw_all(
     continuations: Continuations,
     positions: Int32[Array, "B"],
 ) -> Verdict:
-    """The tokens that decoding without a draft would draw, and how many of the proposals they are.
+    """Return the tokens that decoding without a draft would draw, and the length of the run of proposals that agree.
 
-    The right distribution too, and the same text with any draft, or none. A proposal that is a point mass is accepted
-    as often as by `verify`, one that was drawn less often.
+    Drawing them this way gives the target's distribution, as `verify` does, and also the same text with any draft or
+    none. A proposal that is a point mass is accepted as often as by `verify`; one that was drawn, less often.
 
     Args:
       model: the target, invariant.

@@ -1,4 +1,4 @@
-"""What lives on the device between calls, what a call is given, and what it gives back.
+"""The device's state between calls, and the arguments and results of a call.
 
 A *row* is a place in the decode batch, everywhere: B rows decode together, and a request has one of them while it runs.
 """
@@ -23,7 +23,7 @@ LIVE, LENGTH, STOP_ID, STOP_STRING, BAD_LOGITS, IDLE = range(6)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Continuations:
-    """How each row goes on, and how far it has come: what `Params` says of one request, as arrays of B rows.
+    """The settings and the progress of each row's continuation: `Params` of the requests as arrays of B rows.
 
     Attributes:
       sampling: how tokens are drawn.
@@ -101,7 +101,7 @@ class Chunk:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NewTokens:
-    """What one call appended to each row.
+    """The tokens that one call appended to each row.
 
     Attributes:
       tokens: W of them at most; what lies at or past `counts` means nothing.

@@ -175,11 +175,11 @@ def decode(
 
 
 def for_steps(model: TargetModel, num_tokens: int) -> TargetModel:
-    """The model as a loop of steps best reads it: on a GPU each layer's parameters by themselves.
+    """Return the model in the form that a loop of steps reads fastest: on a GPU each layer's parameters separately.
 
-    There XLA copies what it takes out of a stack of layers, before each product, and a loop over layers keeps the loop
-    over steps out of a CUDA graph. An invariant model made of tiles is left as it is: prompts and steps run the same
-    programs.
+    On a GPU XLA copies what it takes out of a stack of layers before each product, and a loop over layers keeps the
+    loop over steps out of a CUDA graph. An invariant model made of tiles is left as it is: prompts and steps run the
+    same programs.
 
     Args:
       model: the target.
@@ -200,7 +200,7 @@ def run_model(
     lengths: Int32[Array, "B"],
     embeddings: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, PagedCache]:
-    """Run the target, whose cache has the host's pages for this call alone: no loop carries what it only reads.
+    """Run the target; its cache has the host's pages for this call alone, so that no loop carries what it only reads.
 
     Args:
       model: the target; a `TappedModel` where the drafter has taps.
@@ -236,7 +236,7 @@ def draw_token(
     positions: Int32[HostOrDevice, "B"],
     cond: Callable[..., PyTree[Array]] = lax.cond,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """Each row's next token, and its log-probability under the model's own logits.
+    """Return each row's next token, and its log-probability under the model's own logits.
 
     The token is -1 where the logits have no distribution. The draw depends on the row's seed and the position that the
     token will have, and on nothing else; `cond` is as in `sample`.
@@ -257,7 +257,7 @@ def _append_token(
     """Give each active row its token; a negative one is none.
 
     Returns:
-      (continuations, stop reasons, which rows have a token more).
+      (continuations, stop reasons, flags of the rows that have a token more).
     """
     is_bad = token < 0
     is_appended = is_active & ~is_bad

@@ -29,7 +29,7 @@ _STOP_REASONS = {
 
 
 class Scheduler:
-    """Rows, pages and the queue.
+    """The rows, the pages and the queue of an engine, and the work of one round.
 
     Args:
       runner: the device's side.
@@ -148,12 +148,12 @@ class Scheduler:
         self.timings.decode_seconds += perf_counter() - began
 
     def requests_with_row(self, is_decoding: bool) -> list[Request]:
-        """Requests that have a row, oldest first: those whose prompt is through, or the others."""
+        """Return the requests that have a row, oldest first: those whose prompt is through, or the others."""
         requests = (request for request in self.request_of_row if request is not None)
         return sorted((r for r in requests if r.is_decoding == is_decoding), key=lambda r: r.handle)
 
     def check(self) -> None:
-        """What `Engine.check` promises: pages, what was written into them, and the rows' tables agree."""
+        """Raise AssertionError unless the pages, what was written into them, and the rows' tables agree."""
         self.pages.check()
         for page, tokens in self.pages.held():
             written = tuple(self.runner.written[page, : len(tokens)].tolist())
@@ -185,15 +185,15 @@ class Scheduler:
     # Images and videos
 
     def _next_count(self, request: Request) -> int:
-        """How many tokens of a prompt go into its next chunk at most."""
+        """Return the most tokens of a prompt that go into its next chunk."""
         return min(self.shapes.chunks[-1], request.uncached)
 
     def _has_features(self, request: Request) -> bool:
-        """Whether the device has all features that a prompt's next chunk needs."""
+        """Return True if the device has all features that a prompt's next chunk needs."""
         return all(placed.number in self.features for placed in request.segments_in(self._next_count(request)))
 
     def _feature_rows(self, request: Request, count: int) -> Int32[np.ndarray, " T"]:
-        """The row of the feature that each of a prompt's next tokens stands for; -1 for a token that is one."""
+        """Return the row of the feature that each of a prompt's next tokens stands for; -1 for a token of text."""
         rows = np.full(count, -1, np.int32)
         for placed in request.segments_in(count):
             columns = placed.places - request.cached
@@ -206,8 +206,8 @@ class Scheduler:
     def _reserve(self, request: Request, count: int) -> None:
         """Find pages for `count` more tokens; the youngest requests give way, this one if it is the youngest.
 
-        Whoever has pages can give way: a request that waits has some if it was copied or imported, or if it found known
-        ones and too few others.
+        Any request that has pages can give way: one that waits has some if it was copied or imported, or if it found
+        known pages and too few others.
         """
         while request.row is not None:
             try:
@@ -220,7 +220,7 @@ class Scheduler:
                 return
 
     def _send_pages(self, request: Request) -> None:
-        """Have the device's table say what the allocator says of a request."""
+        """Set a row of the device's page table to the allocator's pages of its request."""
         self.runner.set_pages(request.row, self.pages.table(request.page_handle, self.runner.table.shape[1]))
 
     def _commit(self, request: Request, end: int) -> None:
@@ -266,7 +266,7 @@ class Scheduler:
         self._release(request)
 
     def restart(self, request: Request) -> None:
-        """Have prefill run what of a request is not in the cache; until then its row stands still."""
+        """Have prefill run the tokens of a request that are not in the cache; until then its row stands still."""
         request.is_decoding = False
         self.runner.clear_row(request.row)
         self._send_pages(request)
@@ -280,7 +280,7 @@ class Scheduler:
         self._release(request)
 
     def _release(self, request: Request) -> None:
-        """Release what a request has; known pages stay in the prefix cache."""
+        """Release the row and the pages of a request; registered pages stay in the prefix cache."""
         if request.row is not None:
             self.runner.clear_row(request.row)
             self.request_of_row[request.row] = None

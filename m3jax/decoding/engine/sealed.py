@@ -58,7 +58,7 @@ def seal(arrays: Mapping[str, Shaped[np.ndarray, "..."]], header: Mapping[str, A
 
 
 def unseal(data: bytes) -> tuple[dict[str, Shaped[np.ndarray, "..."]], dict[str, Any]]:
-    """What `seal` was given; the arrays are views of the bytes.
+    """Return the arrays and the header that `seal` was given; the arrays are views of the bytes.
 
     Raises:
       ValueError: the bytes are damaged, not of this kind, or of another version. Nothing larger than they are is made.
@@ -99,7 +99,7 @@ def _refuse(name: str) -> None:
 
 
 def _array(name: str, entry: Mapping[str, Any], numbers: memoryview) -> Shaped[np.ndarray, "..."]:
-    """One array, whose place in the bytes must be as long as its shape says."""
+    """Return one array, whose place in the bytes must be as long as its shape says."""
     code, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     is_count = lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= len(numbers)
     if not isinstance(shape, list) or len(shape) > 32 or not all(map(is_count, (first, end, *shape))):

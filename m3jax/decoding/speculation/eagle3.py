@@ -43,20 +43,20 @@ class Eagle3Drafter:
         return self.draft.config.taps
 
     def check(self, model: M3) -> None:
-        """Raise ValueError where the draft was not made for such a target."""
+        """Raise ValueError if the draft was not made for such a target."""
         self.draft.config.check_fits(model.config)
 
     def join(self, model: M3, cache: Cache) -> DraftedCache:
-        """The target's cache with pages for the draft's layer too."""
+        """Return the target's cache with pages for the draft's layer too."""
         layer = self.draft.config.as_layer(cache.page_size)
         return DraftedCache.join(cache, layer, str(self.draft.dtype), model.mesh)
 
     def identity(self) -> Identity:
-        """The draft's configuration and dtype."""
+        """Return the draft's configuration and dtype."""
         return {"draft": asdict(self.draft.config), "dtype of the draft": str(self.draft.dtype)}
 
     def begin(self, model: M3, batch: int, max_length: int) -> Float[np.ndarray, "B D"]:
-        """Zeros: no row has a newest token yet."""
+        """Return zeros: no row has a newest token yet."""
         return np.zeros((batch, self.draft.config.hidden_size), self.draft.dtype)
 
     def read_prompt(
@@ -157,7 +157,7 @@ class Eagle3Drafter:
         is_valid: Bool[Array, "B T"],
         lengths: Int32[Array, "B"],
     ) -> tuple[Float[Array, "B T D"], DraftedCache]:
-        """The draft's output at each slot, and the cache with its keys and values there; nothing where not valid."""
+        """Return the draft's output at each slot, and the cache with its keys and values there if the slot is valid."""
         slots = jnp.where(is_valid, slots, -1)
         output, draft_pages = self.draft.cached(
             features,
@@ -187,7 +187,7 @@ class Eagle3Drafter:
     def _pick(
         self, model: M3, output: Float[Array, "B D"], sampling: SamplingParams, positions: Int32[Array, "B"]
     ) -> tuple[Int32[Array, "B"], Float32[Array, "B V"] | None]:
-        """The token that the draft's output proposes for a position, and log q over the target's tokens if it is drawn.
+        """Return the token that the draft proposes for a position, and log q over the target's tokens if it is drawn.
 
         The token is -1 where the draft's logits have no distribution.
         """

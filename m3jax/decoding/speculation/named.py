@@ -9,7 +9,7 @@ from m3jax.messages import shown
 
 
 def as_drafter(draft: Drafter | str | PathLike[str] | None, model: TargetModel) -> Drafter | None:
-    """Return the drafter that a user means.
+    """Return the drafter that a name, a folder or a drafter itself stands for.
 
     Args:
       draft: "ngram" for prompt lookup, a name or a folder that the model's `load_drafter` knows, a drafter, or None.
