@@ -1,4 +1,4 @@
-"""What stands between the products of a layer, in plain `jax.numpy`, as XLA computes it where no kernel does.
+"""The steps between the products of a layer, in plain `jax.numpy`, as XLA computes them where no kernel does.
 
 `m3jax.model.layers` gives these functions their names in the model.
 """
@@ -12,7 +12,7 @@ from m3jax.numerics import accumulator
 
 
 def gemma_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """Root-mean-square norm times (1 + weight), in the accumulator's dtype; the caller rounds.
+    """Return the root-mean-square norm times (1 + weight), in the accumulator's dtype; the caller rounds.
 
     Source: transformers `MiniMaxM3VLRMSNorm`.
     """
@@ -33,7 +33,7 @@ def apply_rope(
 
 
 def add(x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Residual addition in the accumulator's dtype, rounded once."""
+    """Return a residual addition, made in the accumulator's dtype and rounded once."""
     return (x.astype(update.dtype) + update).astype(x.dtype)
 
 
@@ -64,5 +64,5 @@ def choose_experts(
 
 
 def weighted_sum(out: Float[Array, "X A D"], weights: Float[Array, "X A"]) -> Float[Array, "X D"]:
-    """The sum over each token's experts."""
+    """Return the weighted sum over each token's experts."""
     return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)

@@ -1,4 +1,4 @@
-"""What a model asks of whatever computes it, in the names of the mathematics."""
+"""The protocol of whatever computes a model's calls, in the names of the mathematics."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -90,7 +90,7 @@ class Execution(Protocol):
     def reads_in_place(
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
     ) -> bool:
-        """True if a kernel reads a layer's matrix where it lies in its stack, in a call of so many tokens.
+        """Return True if a kernel reads a layer's matrix where it lies in its stack, in a call of so many tokens.
 
         Args:
           name: of the parameter, such as "q_proj".
