@@ -38,7 +38,7 @@ class Attention(nnx.Module):
     def project(
         self, x: Float[Array, "B T D"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"], context: Context
     ) -> Heads | Projections:
-        """Queries, keys and values of each token: projected, normed and rotated, the last two here or in the call."""
+        """Return each token's queries, keys and values: projected here, normed and rotated here or in the call."""
         weights, index_q_norm, index_k_norm = [self.q_proj, self.k_proj, self.v_proj], None, None
         if self.is_sparse:
             weights += [self.index_q_proj, self.index_k_proj]
@@ -77,7 +77,7 @@ class Attention(nnx.Module):
         return flat, pages, {name: value for name, value in values.items() if value is not None}
 
     def project_out(self, attention: Float[Array, "B T X"]) -> Float[Array, "B T D"]:
-        """The output projection, left in the accumulator's dtype."""
+        """Return the output projection, left in the accumulator's dtype."""
         # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
         return project("btx,xd->btd", attention, merge_inputs(self.o_proj[...], 2))
 

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and the SwiGLU-OAI MLP."""
+"""The norm, the rotary embedding and the SwiGLU-OAI MLP of a layer."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ class MLP(nnx.Module):
         self.down_proj = make.linear((depth, hidden, width), ("layers", "mlp", None))
 
     def __call__(self, x: Float[Array, "... D"], alpha: float, limit: float) -> Float[Array, "... D"]:
-        """One layer's MLP, left in the accumulator's dtype."""
+        """Return one layer's MLP of x, left in the accumulator's dtype."""
         gate, up = project_each("...d,df->...f", x, (self.gate_proj[...], self.up_proj[...]))  # [... F] twice
         hidden = swiglu_oai(gate, up, alpha, limit).astype(x.dtype)
         return project("...f,fd->...d", hidden, self.down_proj[...])

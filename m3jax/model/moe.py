@@ -27,7 +27,7 @@ def route(
 ) -> tuple[Int[Array, "X A"], Float[Array, "X A"]]:
     """Choose experts by sigmoid score plus bias; weigh them by their scores alone, divided by the sum of these.
 
-    Always in float32 (or float64): the checkpoint keeps the router in float32 and vLLM and SGLang compute it so.
+    The router is always in float32 (or float64): the checkpoint keeps it so, and vLLM and SGLang compute it so.
 
     Args:
       x: tokens.
@@ -103,7 +103,7 @@ class MoE(nnx.Module):
         shared: Float[Array, "B T D"] | None,
         config: M3Config,
     ) -> Float[Array, "B T D"]:
-        """Routed plus shared experts, in the accumulator's dtype; the latter are run here if they were not before."""
+        """Return routed plus shared experts, in the accumulator's dtype; the shared one runs here if it has not yet."""
         if shared is None:
             shared = self.shared_experts(x, config.swiglu_alpha, config.swiglu_limit)
         return config.routed_scaling_factor * routed + shared
