@@ -1,5 +1,5 @@
-"""A choice inverted: from the blocks of each query to the queries of each block; from a token's experts to an expert's
-tokens."""
+"""The inversion of a choice: the queries of each block from the blocks of each query, or an expert's tokens from the
+experts of each token."""
 
 import math
 from typing import NamedTuple
@@ -15,7 +15,7 @@ _MOST_COMPARED = 1 << 19  # comparisons up to which these are cheaper than a sor
 
 
 class Tiles(NamedTuple):
-    """For each block the queries that chose it, cut into X tiles of C places (compressed rows: block -> queries).
+    """The queries that chose each block, cut into X tiles of C places (compressed rows: block -> queries).
 
     Attributes:
       row: of the batch, of each tile.
@@ -56,7 +56,7 @@ def invert(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Tiles:
 
 
 def by_sorting(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Tiles:
-    """`invert` of any number of pairs."""
+    """Do `invert` by sorting, for any number of pairs."""
     batch, heads, num_queries, slots = blocks.shape
     pairs_per_head, num_bins = num_queries * slots, batch * heads * num_blocks
     sort_key = jnp.where(blocks >= 0, blocks, num_blocks).reshape(batch * heads, pairs_per_head)
@@ -89,7 +89,7 @@ def by_sorting(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Til
 
 
 def by_comparison(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Tiles:
-    """`invert` of few pairs, each of which is compared with all places.
+    """Do `invert` by comparing each pair with all places, for few pairs.
 
     A sort, binary searches and a scatter are some sixty programs on a GPU, most of them turns of small loops: in a
     decode step they take longer than these few comparisons.
@@ -122,13 +122,13 @@ def by_comparison(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> 
 
 
 def _most_tiles(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> int:
-    """How many tiles are enough whatever was chosen: each used bin wastes less than one."""
+    """Return the number of tiles that is enough whatever was chosen: each used bin wastes less than one."""
     num_bins = blocks.shape[0] * blocks.shape[1] * num_blocks
     return blocks.size // tile + min(blocks.size, num_bins)
 
 
 def _stable_sort(sort_key: Int[Array, "R X"], largest: int) -> tuple[Int[Array, "R X"], Int[Array, "R X"]]:
-    """(order, sorted keys) of each row; equal keys stay in order.
+    """Return (order, sorted keys) of each row; equal keys stay in order.
 
     Key and place are packed into one number where it holds both: on a CPU XLA sorts numbers five times as fast as
     pairs.
@@ -142,7 +142,7 @@ def _stable_sort(sort_key: Int[Array, "R X"], largest: int) -> tuple[Int[Array, 
 
 
 def _search(ascending: Int[Array, " X"], values: Int[Array, " Y"], side: str) -> Int[Array, " Y"]:
-    """`jnp.searchsorted`, by some ten turns only where comparing all with all would take longer."""
+    """Do `jnp.searchsorted`, with a loop of some ten turns only where comparing all with all would take longer."""
     is_few = ascending.size * values.size <= elements_at_once(_MOST_COMPARED)
     # On a GPU each turn of a loop would be several kernels; unrolled they are one together.
     by_halves = "scan_unrolled" if platform() == "gpu" else "scan"

@@ -41,7 +41,7 @@ def attend_gathered(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`sparse_attention` of a few queries, whose blocks are gathered all at once."""
+    """Compute `sparse_attention` of a few queries, whose blocks are gathered all at once."""
     keys, values = gather(view, jnp.arange(len(blocks)), blocks)
     return attend_to_gathered(q, keys, values, blocks, positions, lengths)
 
@@ -49,7 +49,7 @@ def attend_gathered(
 def gather(
     view: BlockView, rows: Int[Array, " B"], blocks: Int[Array, "B K T J"]
 ) -> tuple[Float[Array, "B K T J P H"], Float[Array, "B K T J P H"]]:
-    """Keys and values of the blocks that queries of some rows of a view keep; what an unused slot reads is anything."""
+    """Return keys and values of the blocks that queries of some rows keep; those of an unused slot mean nothing."""
     head_ids = jnp.arange(blocks.shape[1])[:, None, None]
     return view.blocks(rows[:, None, None, None], head_ids, jnp.maximum(blocks, 0))
 
@@ -62,7 +62,7 @@ def attend_to_gathered(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`sparse_attention` from what `gather` gave."""
+    """Compute `sparse_attention` from the keys and values that `gather` gave."""
     heads, block_size = blocks.shape[1], keys.shape[-2]
     query_positions = positions[:, None, :, None]  # [B 1 T 1]
     is_read = (blocks >= 0) & (query_positions < lengths[:, None, None, None])
