@@ -19,9 +19,9 @@ from m3jax.parallel import PAGE_AXES, sharding
 class Cache:
     """The keys and values of what a model has read: an argument and a result of every call, donated between them.
 
-    Slot s of row b lies in page `table[b, s // P]` at offset s % P, in every layer. There are no lengths in it: they
-    are data of the call. Which row owns which page is decided on the host (`m3jax.cache.PageAllocator`). Where keys
-    and values of sparse layers are in host memory, `host` has them for the time of a call, one entry per stack.
+    Slot s of row b lies in page `table[b, s // P]` at offset s % P, in every layer. A cache holds no lengths: they are
+    data of the call. The host decides which row owns which page (`m3jax.cache.PageAllocator`). If keys and values of
+    sparse layers are in host memory, `host` has them for the time of a call, one entry per stack.
     """
 
     stacks: tuple[StackCache | OffloadedStack, ...]

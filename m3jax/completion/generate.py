@@ -28,7 +28,7 @@ def generate(
     progress: bool = True,
     **knobs: Unpack[SamplingKnobs],
 ) -> list[list[int]]:
-    """Continue prompts of token ids.
+    """Continue prompts of token ids, and return the new tokens.
 
     Prompts may differ in length; none influences another. Shapes are rounded up to powers of two, so that a call
     with other lengths, knobs, seeds or stop ids of the same buckets compiles nothing. What is compiled is kept in the

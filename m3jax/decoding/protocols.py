@@ -53,7 +53,7 @@ class PagedCache(Protocol):
         ...
 
     def read_pages(self, pages: Int32[Array, "C"]) -> PageContents:
-        """The contents of pages."""
+        """Return the contents of pages."""
         ...
 
     def write_pages(self, pages: Int32[Array, "C"], contents: PageContents) -> "PagedCache":
@@ -117,7 +117,7 @@ class TargetModel(Protocol):
 
 
 def is_invariant(model: TargetModel) -> bool:
-    """True if a token's bits depend on its own row alone (`M3.with_invariance`)."""
+    """Return True if a token's bits depend on its own row alone (`M3.with_invariance`)."""
     return getattr(getattr(model, "compute", None), "invariant", False)
 
 
@@ -131,7 +131,7 @@ class SeeingModel(TargetModel, Protocol):
     """A target that reads images and videos; `hidden` and `tapped` take `embeddings` [B T D] in place of its own.
 
     Attributes:
-      vision: the tower; anything but None.
+      vision: the tower; not None.
     """
 
     vision: object

@@ -233,7 +233,7 @@ def mlp(
     config: M3Config,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Float[Array, "B T D"]:
-    """SwiGLU-OAI: (up + 1) * gate * sigmoid(alpha * gate), the gate clamped above and up on both sides at the limit.
+    """Run an MLP by SwiGLU-OAI, (up + 1) * gate * sigmoid(alpha * gate), gate clamped above, up on both sides at limit.
 
     Args:
       params: its three matrices.

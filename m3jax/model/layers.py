@@ -17,7 +17,7 @@ __all__ = ["MLP", "add", "add_norm", "apply_rope", "gemma_norm", "rope_table", "
 def rope_table(
     positions: Int[Array, "B T"], rotary_dim: int, theta: float, dtype: jnp.dtype
 ) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
-    """Cosines and sines of position x theta**(-2i / rotary_dim), R = rotary_dim / 2, in at least float32."""
+    """Return cosines and sines of position x theta**(-2i / rotary_dim) for i < R = rotary_dim / 2, float32 at least."""
     table_dtype = np.float64 if accumulator(dtype) == np.float64 else np.float32
     exponent = np.arange(0, rotary_dim, 2, dtype=table_dtype) / table_dtype(rotary_dim)  # [R]
     angles = positions[..., None].astype(table_dtype) * (table_dtype(1.0) / table_dtype(theta) ** exponent)  # [B T R]
@@ -25,7 +25,7 @@ def rope_table(
 
 
 def swiglu_oai(gate: Float[Array, "..."], up: Float[Array, "..."], alpha: float, limit: float) -> Float[Array, "..."]:
-    """(up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides at `limit`."""
+    """Return (up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides at `limit`."""
     # By comparisons: a minimum that XLA's CPU backend takes into the product before it makes a number of NaN.
     gate = jnp.where(gate > limit, limit, gate)
     up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))

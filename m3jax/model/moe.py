@@ -82,7 +82,8 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
         """Return the weighted sum of each token's experts, in the accumulator's dtype; no token is dropped.
 
-        Beside it stands what the shared expert makes of each token, where that was run with the others, else None.
+        Returns:
+          (the weighted sum, the shared expert's output for each token, or None where it was not run with the others).
         """
 
         def activate(gate, up):

@@ -214,6 +214,8 @@ def _attend(
     by_group = rearrange(q, "b t (k g) h -> b k g t h", k=k.shape[2])  # [B K G T H]
     scores = _product("bkgth,bskh->bkgts", by_group, k) * q.shape[-1] ** -0.5  # [B K G T S]
     scores = jnp.where(visible[:, :, None], scores, -jnp.inf)
+    # Softmax does not change when all scores are shifted, so the shift needs no gradient. Where nothing is seen all
+    # scores are -inf and the shift is 0: -inf - (-inf) would be NaN.
     highest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))  # [B K G T 1]
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)
     weights = jnp.exp(scores - highest)  # [B K G T S]

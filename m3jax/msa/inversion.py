@@ -59,6 +59,7 @@ def by_sorting(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Til
     """Do `invert` by sorting, for any number of pairs."""
     batch, heads, num_queries, slots = blocks.shape
     pairs_per_head, num_bins = num_queries * slots, batch * heads * num_blocks
+    # Unused slots sort behind all blocks, where no bin begins.
     sort_key = jnp.where(blocks >= 0, blocks, num_blocks).reshape(batch * heads, pairs_per_head)
     order, sorted_key = _stable_sort(sort_key, num_blocks)  # [B*K T*J] each
     first_pair_of_head = (jnp.arange(batch * heads, dtype=jnp.int32) * pairs_per_head)[:, None]
@@ -76,6 +77,7 @@ def by_sorting(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Til
     valid = (rank_in_bin < count[bin_of][:, None]) & (tiles < last_tile[-1])[:, None]
     pair = order[jnp.where(valid, first[bin_of][:, None] + rank_in_bin, 0)]  # [X C]
 
+    # And back: the place of each pair, from its rank among the pairs of its bin.
     pair_ids = jnp.arange(blocks.size, dtype=jnp.int32)
     position_in_order = jnp.zeros_like(order).at[order].set(pair_ids, unique_indices=True)
     first_bin_of_head = (jnp.arange(batch * heads, dtype=jnp.int32) * num_blocks).reshape(batch, heads, 1, 1)
@@ -124,6 +126,7 @@ def by_comparison(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> 
 def _most_tiles(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> int:
     """Return the number of tiles that is enough whatever was chosen: each used bin wastes less than one."""
     num_bins = blocks.shape[0] * blocks.shape[1] * num_blocks
+    # Full tiles are at most blocks.size // tile, and each used bin has at most one that is not full.
     return blocks.size // tile + min(blocks.size, num_bins)
 
 

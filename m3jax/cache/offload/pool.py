@@ -1,7 +1,7 @@
 """Keys and values in host memory, with the recently used ones on the device (docs/cache.md).
 
-The unit is a virtual page: one KV head's part of a page, P tokens. KV heads choose different blocks, so a whole page
-would bring in heads that nobody asked for.
+The unit is a virtual page: one KV head's part of a page, P tokens. KV heads choose different blocks, so bringing in a
+whole page would also bring in heads that did not choose it.
 """
 
 from functools import partial
@@ -227,7 +227,7 @@ class OffloadedStack(ReadByViews):
             pool = pool.bring(layer, remaining, places.host)
             is_here = remaining & (pool.slots.slot_of[layer] >= 0)  # [V]
             blocks_here = jnp.where(is_chosen & is_here[pages], blocks, -1)
-            # The pool is no memory that a kernel can read: "auto" is XLA here.
+            # No kernel reads keys and values through the pool's slots: "auto" is XLA here.
             part = ops.attend_selected(
                 q, pool.view(layer, places, q.dtype), blocks_here, positions, lengths, schedule=schedule
             )

@@ -68,11 +68,13 @@ def decode_in_rounds(
         )
 
         # Verify them in one call of the target, whose columns are the newest token and the proposals.
+        # Where nothing was proposed (-1) token 0 runs in its place; it is never accepted.
         tokens = jnp.concatenate([state.newest_token[:, None], jnp.maximum(proposal.tokens, 0)], axis=1)  # [B X]
         positions = lengths[:, None] + jnp.arange(1 + draft_tokens, dtype=jnp.int32)  # [B X]
         positions = jnp.where(is_live[:, None], positions, -1)
         end = lengths + (1 + draft_tokens) * is_live
         hidden, taps, cache = run_model(model, drafter, tokens, cache, host, positions, end)
+        # The invariant mode draws each token as decoding without a draft does, so that the text is the same with any draft.
         if not is_invariant(model):
             logits = model.unembed(hidden).astype(jnp.float32)  # [B X V]
             verdict = verify(logits, proposal, sampling, state.continuations.seen, lengths + 1)

@@ -78,6 +78,7 @@ def prefill(
     width = chunk.tokens.shape[1]
     positions = chunk.start[:, None] + jnp.arange(width, dtype=jnp.int32)  # [C T]
     lengths = jnp.minimum(chunk.lengths, chunk.start + width)
+    # Where a chunk has no prompt its row is B, one past the last: no page is found for it, so nothing is written.
     prompt_table = state.cache.table.at[chunk.rows].get(mode="fill", fill_value=-1)  # [C M]
     last_column = chunk.lengths - 1 - chunk.start
     ends_here = (last_column >= 0) & (last_column < width)
@@ -85,6 +86,7 @@ def prefill(
     cache = state.cache.replace(table=prompt_table)
     embeddings = None if chunk.media is None else embed(model, chunk.tokens, chunk.media)
     hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
+    # A prompt that does not end here draws from some column too: the shapes are fixed, and its token is dropped below.
     last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
     last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
     # Where the host waits for a condition, it could prepare the next chunk only when this one is through. The invariant
@@ -98,6 +100,7 @@ def prefill(
         )
     continuations, stop_reasons, is_appended = _append_token(continuations, token, ends_here)
 
+    # One past the last row is dropped: only rows whose prompt ends here change.
     started_rows = jnp.where(ends_here, chunk.rows, len(state.lengths))
     update = lambda of_rows, of_prompts: of_rows.at[started_rows].set(of_prompts, mode="drop")
     state = State(
@@ -149,9 +152,10 @@ def decode(
         is_live = state.stop_reasons == LIVE
         # Rows that have stopped are padding: nothing is written for them, and what comes out means nothing.
         positions = jnp.where(is_live, state.lengths, -1)[:, None]  # [B 1]
-        lengths = state.lengths + is_live
+        lengths = state.lengths + is_live  # the newest token joins the cache in this call
         hidden, _, cache = run_model(model, None, state.newest_token[:, None], state.cache, host, positions, lengths)
         sampling, seen = state.continuations.sampling, state.continuations.seen
+        # The new token will stand at position `lengths`, which decides its random key.
         token, logprob = draw_token(model, hidden[:, 0], sampling, seen, lengths)
         continuations, stop_reasons, is_appended = _append_token(state.continuations, token, is_live)
         state = State(
@@ -265,6 +269,7 @@ def _append_token(
     seen_id = jnp.where(is_appended, token, continuations.seen.shape[1])  # one past the vocabulary is dropped
     seen = continuations.seen.at[jnp.arange(len(token)), seen_id].set(True, mode="drop")
     is_stop_id = jnp.any(token[:, None] == continuations.stop_ids, axis=1)
+    # Logits without a distribution count before a stop id, and a stop id before the limit.
     reasons = jnp.where(counts >= continuations.limits, LENGTH, LIVE)
     reasons = jnp.where(is_bad, BAD_LOGITS, jnp.where(is_stop_id, STOP_ID, reasons))
     return replace(continuations, counts=counts, seen=seen), reasons.astype(jnp.int32), is_appended

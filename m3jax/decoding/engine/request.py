@@ -167,7 +167,7 @@ def as_prompt(prompt: Sequence[int] | HostOrDevice) -> tuple[int, ...]:
     """Return a list, a tuple or a 1-D array of token ids as a tuple; whether they are ids is not checked.
 
     Raises:
-      ValueError: text, or no list.
+      ValueError: text, or something that is not a list, a tuple or a 1-D array.
     """
     if isinstance(prompt, str | bytes):
         raise ValueError("the prompt is text: encode it with the model's tokenizer first")

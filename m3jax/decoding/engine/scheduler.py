@@ -241,7 +241,8 @@ class Scheduler:
         Raises:
           OutOfPages: they do not fit at the moment. Whatever is raised, nothing is changed.
         """
-        # With a token more, all pages of the cached ones may be shared: none has to be computed for its logits.
+        # `add` leaves the last token out, whose logits a prompt needs. Here no logits are: one token more, and all full
+        # pages may be shared.
         page_handle, known = self.pages.add((*keys, 0))
         try:
             self.runner.copy_pages(self.pages.extend(page_handle, len(keys) - known))
@@ -255,7 +256,7 @@ class Scheduler:
             raise
         return page_handle
 
-    # Who goes
+    # Requests that lose their row
 
     def _preempt(self, request: Request) -> None:
         """Take a request's pages, and its row if it has one: it waits again, before all younger ones."""

@@ -30,7 +30,7 @@ _NAME_OF_DTYPE = {name: code for code, name in _DTYPES.items()}
 
 
 def seal(arrays: Mapping[str, Shaped[np.ndarray, "..."]], header: Mapping[str, Any]) -> bytes:
-    """Arrays and a header as bytes.
+    """Return arrays and a header as bytes.
 
     Args:
       arrays: of the dtypes that a cache or a list of tokens has.

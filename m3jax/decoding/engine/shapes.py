@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from m3jax.platform import platform
 
-# Tokens of a prompt in one device call, by platform: the sizes there are where nobody says. A GPU takes less than three
-# times as long for 8,192 as for 2,048 (docs/performance.md), a CPU more than four times.
+# Tokens of a prompt in one device call, by platform: the default sizes. A GPU takes less than three times as long for
+# 8,192 as for 2,048 (docs/performance.md), a CPU more than four times.
 PREFILL_CHUNKS = {"cpu": (256, 2048), "tpu": (256, 2048), "gpu": (256, 2048, 8192)}
-DRAFT_TOKENS = 3  # proposals of a round, likewise
+DRAFT_TOKENS = 3  # proposals of a round, by default
 
 
 def prefill_chunks(longest: int) -> tuple[int, ...]:

@@ -72,15 +72,16 @@ class Eagle3Drafter:
     ) -> tuple[DraftedCache, Float[Array, "C D"]]:
         """Fill the slots after those of the piece's tokens: that of the next token is known too.
 
-        The first slot needs the feature of the token before the piece. Within a page it was filled with that token, at
-        its beginning the page before has it.
+        The first slot needs the feature of the token before the piece. Inside a page that slot was filled together with
+        that token; at a page's beginning the page before has the feature, as its edge.
         """
         width = tokens.shape[1]
-        counts = jnp.clip(lengths - start, 0, width)  # tokens of the piece that are no padding
+        counts = jnp.clip(lengths - start, 0, width)  # tokens of the piece that are not padding
         features = self.draft.features(taps)  # [C T D]
         cache = self._keep_edges(cache, features, start, counts)
         edge = cache.edge(start)[:, None].astype(features.dtype)  # [C 1 D]
         features = jnp.concatenate([edge, features], axis=1)  # [C T+1 D]
+        # The feature of position p goes into the slot of the token after it, p + 1: slots run from `start` on.
         slots = start[:, None] + jnp.arange(width + 1, dtype=jnp.int32)  # [C T+1]
         tokens = jnp.concatenate([tokens, context.following[:, None]], axis=1)  # [C T+1]
         tokens = jnp.where(slots == lengths[:, None], jnp.maximum(first_token, 0)[:, None], tokens)

@@ -20,7 +20,7 @@ def as_drafter(draft: Drafter | str | PathLike[str] | None, model: TargetModel) 
       The drafter; None for None.
 
     Raises:
-      ValueError: anything else, or a draft that cannot be read or is for another target.
+      ValueError: something else, or a draft that cannot be read or is for another target.
     """
     if draft is None or isinstance(draft, Drafter):
         return draft

@@ -135,6 +135,7 @@ def _score_chunk(
 
         # Where a mask changes nothing "max" does without. "lse" keeps it, as rounding could differ from a masked one.
         is_all_seen = (first_block + blocks_per_piece) * block_size <= first_position + 1 if score == "max" else False
+        # 0: no query sees a key of the piece; 1: some are seen; 2: all queries see all keys.
         branch = (first_block * block_size <= last_position).astype(jnp.int32) + is_all_seen
         branches = (unseen, lambda: score_piece(first_block, True), lambda: score_piece(first_block, False))
         return None, jax.lax.switch(branch, branches)

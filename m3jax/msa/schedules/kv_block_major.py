@@ -111,7 +111,7 @@ def _attend_blocks(
     keys, values = view.blocks(row, head, block)  # [X P H] each
     key_positions = block[:, None] * view.block_size + jnp.arange(view.block_size, dtype=jnp.int32)  # [X P]
     is_key = key_positions < lengths[row][:, None]  # [X P]
-    values = jnp.where(is_key[..., None], values, 0)
+    values = jnp.where(is_key[..., None], values, 0)  # 0 x NaN would be NaN
     query_positions = positions[row[:, None], query]  # [X C]
     is_token = valid & (query_positions < lengths[row][:, None])
     visible = is_token[..., None] & (key_positions[:, None] <= query_positions[..., None])  # [X C P]

@@ -19,7 +19,7 @@ def query_major(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Gather the blocks of each query and attend: right for a few queries, as in a decode step.
+    """Gather the blocks of each query and attend to them; best for a few queries, as in a decode step.
 
     Memory is linear in T: chunks of queries are gathered one after the other.
     """
