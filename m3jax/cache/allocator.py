@@ -197,7 +197,7 @@ class PageAllocator:
         self._evictions += count
         return count
 
-    # What there is
+    # Pages and counters
 
     def table(self, handle: int, width: int) -> Int32[np.ndarray, " M"]:
         """Return the pages of a request in order, reserved ones too.
@@ -235,7 +235,7 @@ class PageAllocator:
 
     @property
     def free(self) -> frozenset[int]:
-        """Pages whose contents nobody needs."""
+        """The free pages, whose contents no request and no later prompt needs."""
         return frozenset(self._free)
 
     @property

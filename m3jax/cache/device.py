@@ -100,7 +100,7 @@ class Cache:
         given = (config, pages, batch, blocks, kv_dtype, index_dtype, mesh, device_pages, scales)
         if mesh is not None:
             return _empty(*given)  # array by array: inside a program, `zeros` forgets on which devices
-        # Committed, as what a call returns is: else the second call of each program would compile it again.
+        # Committed, as the results of a call are: otherwise the second call of each program would compile it again.
         return jax.device_put(_empty_as_one_program(*given), sharding((), (), None))
 
     @property
@@ -187,7 +187,7 @@ def _empty(
     return Cache(tuple(stacks), no_pages)
 
 
-# An array that is made by itself is a program of its own, and would be compiled before all others.
+# All arrays are made by one program: made one by one, each would be a program of its own to compile.
 _empty_as_one_program = jax.jit(
     _empty, static_argnames=("config", "pages", "batch", "blocks", "kv_dtype", "index_dtype", "mesh", "device_pages")
 )

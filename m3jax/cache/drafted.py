@@ -65,7 +65,7 @@ class AfterFirst:
     def run(self, first, count):
         """Read the tokens `first` to `first + count` of every row and head."""
         page_size, num_pages = self.pages.block_size, self.pages.num_blocks
-        # A run that is no whole number of pages can begin within one.
+        # A run that is not a whole number of pages can begin inside one.
         pages_read = min(num_pages, -(-count // page_size) + (count % page_size > 0))
         first_page = jnp.minimum(first // page_size, num_pages - pages_read)
         offset = first - first_page * page_size
@@ -113,7 +113,7 @@ class DraftedCache(Cache):
           mesh: where the target's cache lies.
         """
         pages, size = cache.num_pages, cache.page_size
-        assert layer.index_block_size == size  # one table serves both (T27)
+        assert layer.index_block_size == size  # one table finds the pages of target and draft (T27)
         stack = Cache.pool(layer, pages, 1, 1, dtype, mesh).stacks[0]
         shape = (pages, layer.hidden_size)
         edges = jnp.zeros(shape, dtype, device=sharding(shape, ("pages", None), mesh))

@@ -112,9 +112,9 @@ def engine_for(
     max_batch = _bucket(len(prompts), 1)
     chunk = prefill_chunks(_bucket(longest_prompt, 16))[-1] if prefill_chunk is None else prefill_chunk
     found = [segment for given in media or () if given for segment in given.segments(model.config)]
-    # One size of call, which holds the largest picture; no tower where there is none.
+    # One size of tower call, which holds the largest segment; none without images and videos.
     patches = (bucket_size(max(len(segment.patches) for segment in found)),) if found else ()
-    # The first token comes out of prefill; nothing is copied, for no prompt comes after another.
+    # Prefill gives the first token. No pages are copied, because no prompt comes after another.
     programs = ["prefill", "tower"]
     if any(asked.max_new_tokens > 1 for asked in params):
         programs.append("decode")

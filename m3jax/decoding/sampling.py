@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key, PyTree, UInt32
 from m3jax.messages import check_keywords
 
 HostOrDevice = Array | np.ndarray
-Number = float | int | np.number | HostOrDevice  # of an array one without axes
+Number = float | int | np.number | HostOrDevice  # an array must have no axes
 _MAX_SEED = 2**32 - 1
 
 
@@ -257,7 +257,7 @@ def filtered_logits(
     best_id = jnp.argmax(x, axis=-1, keepdims=True)  # [B 1]
     is_greedy = params.temperature[:, None] == 0  # [B 1]
     x = x / jnp.where(is_greedy, jnp.float32(1), params.temperature[:, None])
-    # Sorting a vocabulary is dear: it is left out where no row asks for it.
+    # Sorting a vocabulary is expensive: it is left out where no row asks for it.
     needs_sort = ((params.top_k > 0) | (params.top_p < 1)) & ~is_greedy[:, 0]
     x = cond(jnp.any(needs_sort), _keep_top, lambda x, *_: x, x, params.top_k, params.top_p)
     # The largest logit is 0, so log(min_p) is where a token is min_p times as probable as the best one.
@@ -288,7 +288,8 @@ def sample(
     is_plain = jnp.all(params.temperature == 0)
     if seen is not None:
         is_plain &= jnp.all(params.repetition_penalty == 1)
-    # One condition where all rows are greedy, as most often: on a GPU each costs the host's attention, or a graph node.
+    # Rows are greedy most often, and then this is the only condition: on a GPU each one makes the host wait, or adds
+    # nodes to a CUDA graph.
     tokens = cond(is_plain, _best, partial(_draw, cond=cond), logits, params, keys, seen)
     return jnp.where(has_distribution(logits), tokens, jnp.int32(-1))
 

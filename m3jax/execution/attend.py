@@ -115,8 +115,8 @@ def _over_pages(
         blocks = checkpoint_name(blocks, "msa_blocks")  # so that a backward pass cannot select otherwise (T30)
         out, pages = pages.attend_selected(call, heads.q, blocks)
         return out, blocks, pages
-    # A schedule asked for by name is one of XLA's. Those of selected blocks say nothing of dense layers: these then go
-    # blockwise. There is no TPU kernel for dense layers.
+    # A schedule asked for by name is one of XLA's. The names of schedules for selected blocks mean nothing for dense
+    # layers, which are then computed blockwise. There is no TPU kernel for dense layers.
     schedule = call.schedule if call.schedule in ("auto", "mask", "invariant") else "blockwise"
     backend = "auto" if call.backend == "mosaic_tpu" else call.backend
     out, pages = pages.attend_all(replace(call, schedule=schedule, backend=backend), heads.q)

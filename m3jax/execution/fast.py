@@ -63,7 +63,7 @@ class Fast:
     def attend(self, heads, pages, layer, places, positions, lengths, rules):
         """Write new tokens, select and attend: on this device, or on each device that holds pages."""
         call = LayerCall(layer, places, positions, lengths, self.compute.schedule, self.compute.backend)
-        if self.has_cache and self.compute.is_divided:  # only a cache on the device is: `pages` is a `StackCache`
+        if self.has_cache and self.compute.is_divided:  # only a `StackCache` is divided over devices
             return attend_over_mesh(heads, pages, call, rules, self.compute.mesh)
         return attend(heads, pages, call, rules)
 

@@ -66,7 +66,7 @@ def run_layers(
 
     stacks, structure = _parameters(stack, how, x.shape[0] * x.shape[1], x.dtype)
 
-    # A scan would copy a layer's matrix for a kernel to read it.
+    # Matrices that a kernel reads in place are not scanned over: a scan would copy each layer's matrix first.
     def run_scanned(carry, scanned_and_layer):
         scanned, layer = scanned_and_layer
         parameters = [

@@ -23,7 +23,7 @@ class Ordered(Fast):
     The kernels are those of `m3jax.ops.ordered`.
     """
 
-    product_backend = "xla"  # where it is no kernel of one order
+    product_backend = "xla"  # for products without a kernel of one order
 
     def add_norm(self, x, update, weight, eps):
         """Return a residual addition and its norm, by the kernel for any number of tokens."""
@@ -58,7 +58,7 @@ class Ordered(Fast):
         """Return the layer with all matrices in stacks, even if of one layer: the kernel reads no others."""
 
         def prepare(parameter):
-            if isinstance(parameter, StackedLayer) or parameter.ndim < 2:  # norms and biases are no matrices
+            if isinstance(parameter, StackedLayer) or parameter.ndim < 2:  # norms and biases are not matrices
                 return parameter
             return self.stacked(jax.tree.map(lambda x: x[None], parameter), jnp.int32(0))
 

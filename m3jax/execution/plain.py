@@ -58,7 +58,7 @@ def choose_experts(
     expert_ids = checkpoint_name(jax.lax.top_k(scores + bias, top_k)[1], "expert_ids")  # [X A]
     weights = jnp.take_along_axis(scores, expert_ids, axis=-1)  # [X A]
     weights = weights / sum(weights[:, i : i + 1] for i in range(top_k))  # term by term: a sum in one order
-    # Top-k puts NaN first or last, as its sign bit is: an expert whose score is none would be passed over in silence.
+    # Top-k puts NaN first or last, by its sign bit: an expert whose score is NaN could be passed over in silence.
     is_broken = jnp.any(jnp.isnan(scores + bias), axis=-1, keepdims=True)  # [X 1]
     return expert_ids.astype(jnp.int32), jnp.where(is_broken, jnp.nan, weights)
 

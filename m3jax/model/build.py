@@ -147,8 +147,8 @@ class MakeRandom:
         return nnx.Param(jnp.full(shape, start, parameter_dtype(dtype, self.dtype), device=place))
 
 
-# Sizes in which numbers for small matrices are drawn. To compile that takes a CPU a third of a second for each size, to
-# compile what cuts a matrix from them a fiftieth for each shape.
+# Sizes in which numbers for small matrices are drawn. On a CPU compiling the draw takes a third of a second for each
+# size, and compiling the cut of a matrix from them a fiftieth of a second for each shape.
 _SMALL_SIZES = (1 << 12, 1 << 16, 1 << 20)
 
 

@@ -246,7 +246,7 @@ def mlp(
     """
     gate, up = (linear(x, params[f"{name}.weight"]) for name in names[:2])  # [B T F] twice
     limit = config.swiglu_limit
-    gate = jnp.where(gate > limit, limit, gate)  # comparisons: a minimum may make a number of NaN
+    gate = jnp.where(gate > limit, limit, gate)  # by comparisons: a minimum may turn NaN into a number
     up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
     hidden = _rounded((up + 1.0) * gate * jax.nn.sigmoid(config.swiglu_alpha * gate), x)
     return linear(hidden, params[f"{names[2]}.weight"])

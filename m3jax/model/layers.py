@@ -26,7 +26,7 @@ def rope_table(
 
 def swiglu_oai(gate: Float[Array, "..."], up: Float[Array, "..."], alpha: float, limit: float) -> Float[Array, "..."]:
     """Return (up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides at `limit`."""
-    # By comparisons: a minimum that XLA's CPU backend takes into the product before it makes a number of NaN.
+    # By comparisons: XLA's CPU backend may fuse a minimum with the product before it, and then NaN becomes a number.
     gate = jnp.where(gate > limit, limit, gate)
     up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
     return (up + 1.0) * gate * jax.nn.sigmoid(alpha * gate)

@@ -40,9 +40,10 @@ from m3jax.ops import check_backend_name, check_schedule
 class M3(WithMedia):
     """MiniMax-M3 as a pytree of parameters with a static configuration; `vision` is None if it has no tower.
 
-    A call outside `jax.jit` is one compiled program, kept for the next call of the same shapes; inside it is a part of
-    the caller's. There pass the model as an argument. Static are `config`, what `with_dense` and `with_score` change of
-    the function, and `compute`, which says how it is computed (`m3jax.execution.Compute`).
+    A call outside `jax.jit` is one compiled program, kept for the next call of the same shapes. A call inside `jax.jit`
+    is a part of the caller's program, which should take the model as an argument. Static are `config`, what
+    `with_dense` and `with_score` change of the function, and `compute`, which says how it is computed
+    (`m3jax.execution.Compute`).
     """
 
     def __init__(self, config: M3Config, make: Make, mesh: Mesh | None = None):
@@ -75,8 +76,8 @@ class M3(WithMedia):
           tokens: token ids, right-padded.
           cache: what was seen before; token t of row b is written at slot positions[b, t] and sees slots up to it.
           positions: absolute positions; 0, 1, 2, ... by default, and without a cache no others but for padding. A
-            position < 0 or >= lengths marks padding, which is not written, is seen by nobody, and has logits that mean
-            nothing.
+            position < 0 or >= lengths marks padding, which is not written, is seen by no query, and has meaningless
+            logits.
           lengths: valid tokens of each row after this call; all of `tokens` by default. Needed with a cache.
           embeddings: what the first layer reads, from `embed`; by default the tokens' own.
           media: the images and videos whose placeholders are in `tokens`, from `m3jax.media.batch`.
@@ -122,6 +123,7 @@ class M3(WithMedia):
         places = Places.nowhere(positions) if cache is None else cache.places(positions, lengths)
         rules = selection_rules(config, self.score)
         context = Context(positions, lengths, cos, sin, places, config, rules, self.dense, how)
+        # Layers of one kind lie in a stack, which is scanned; `num_before` counts the layers of the stacks before it.
         x = self.embed(tokens) if embeddings is None else embeddings
         memory, new_stacks, kept, num_before = keep.start(x), [], [], 0
         for i, stack in enumerate(self.stacks):

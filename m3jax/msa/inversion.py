@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 from m3jax.msa.chunks import elements_at_once
 from m3jax.platform import platform
 
-_MOST_COMPARED = 1 << 19  # comparisons up to which these are cheaper than a sort
+_MOST_COMPARED = 1 << 19  # up to so many comparisons are cheaper than a sort
 
 
 class Tiles(NamedTuple):

@@ -95,7 +95,7 @@ def checked(function: Function) -> Function:
             check_heads(arguments["q"], sizes["K"], sizes["H"])
         if view := arguments.get("view"):
             num_keys, block_size = view.num_blocks * view.block_size, view.block_size
-        elif "key_positions" in arguments:  # those of a piece of the keys, it may be
+        elif "key_positions" in arguments:  # they may be those of a piece of the keys alone
             return
         else:
             num_keys = sizes.get("S", sizes.get("M", 0) * block_size)

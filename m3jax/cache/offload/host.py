@@ -145,7 +145,7 @@ class HostMemory:
         for group in _groups(kept):
             join = lambda k, v, g=group: np.stack([k[:, g], v[:, g]], axis=3).reshape(len(k), -1, 2, *k.shape[3:])
             new = [None if p is None else join(c[0], c[1]) for p, c in zip(self.pages, contents, strict=True)]
-            # From the device, as what a flush brings: one program puts both, and it is compiled already.
+            # From the device, as in a flush: the program that puts pages is then the same, and is compiled already.
             self._put(pages[group], jax.device_put(new, self._device) if self.kind == "pinned_host" else new)
 
     def _get(self, pages):

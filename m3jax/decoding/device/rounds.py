@@ -1,7 +1,7 @@
 """Decoding in rounds: draft, verify in one call of the target, accept, roll back; one jitted call for many rounds.
 
-Rolling back is nothing but a length: what lies past it in the pages is seen by nobody and is overwritten in the next
-round, by the target and by the drafter alike.
+Rolling back only shortens a row's length: what lies past it in the pages is seen by no query and is overwritten in the
+next round, by the target and by the drafter alike.
 """
 
 from dataclasses import replace
@@ -74,7 +74,7 @@ def decode_in_rounds(
         positions = jnp.where(is_live[:, None], positions, -1)
         end = lengths + (1 + draft_tokens) * is_live
         hidden, taps, cache = run_model(model, drafter, tokens, cache, host, positions, end)
-        # The invariant mode draws each token as decoding without a draft does, so that the text is the same with any draft.
+        # The invariant mode draws each token as decoding without a draft does: the text is the same with any draft.
         if not is_invariant(model):
             logits = model.unembed(hidden).astype(jnp.float32)  # [B X V]
             verdict = verify(logits, proposal, sampling, state.continuations.seen, lengths + 1)

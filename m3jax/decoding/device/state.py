@@ -16,7 +16,7 @@ from m3jax.decoding.sampling import HostOrDevice, SamplingParams
 from m3jax.decoding.speculation.drafter import DraftMemory, PromptContext
 from m3jax.decoding.speculation.verify import DraftCounts
 
-# Why a row stopped; a row that nobody uses is IDLE.
+# The reasons for which a row stopped; a row without a request is IDLE.
 LIVE, LENGTH, STOP_ID, STOP_STRING, BAD_LOGITS, IDLE = range(6)
 
 

@@ -74,8 +74,8 @@ def media_sizes(
         raise ValueError(f"media_patches = {uneven[0]}: a feature has {MERGE**2} patches; give a multiple of that")
     if not sizes:
         return (), 0
-    # What a chunk of the oldest prompt needs always finds room. It may begin and end inside a segment, and where an
-    # image stands between a video's frames inside two.
+    # The features that a chunk of the oldest prompt needs must always find room. A chunk may begin and end inside a
+    # segment, or inside two where an image stands between a video's frames.
     needed = shapes.chunks[-1] + 4 * (sizes[-1] // MERGE**2)
     if tokens is None:
         tokens = max(MEDIA_TOKENS, needed)

@@ -375,7 +375,7 @@ class Engine:
           watch: as in `warmup`; called only where something is compiled.
         """
         began, request = perf_counter(), self._request(handle)
-        self._scheduler.admit()  # where it gets a row, it is known what of its prompt the prefix cache has
+        self._scheduler.admit()  # a request that gets a row has looked its prompt up in the prefix cache
         widths = self.shapes.prefill_sizes(request.uncached)
         sizes = {self.shapes.tower_size(len(placed.segment.patches)) for placed in request.segments}
         if self._runner.warmup_sizes(widths, sizes, watch):

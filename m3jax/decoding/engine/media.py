@@ -189,7 +189,7 @@ class Placer:
         if can_see:
             try:
                 self._ids = PlaceholderIds.of_config(config)
-            except ValueError as error:  # a small random model: no prompt can hold its placeholders, text it can
+            except ValueError as error:  # a small random model without room for the placeholders still serves text
                 self._fault = error
 
     def place(self, prompt: tuple[int, ...], media: Media | None) -> tuple[PlacedSegment, ...]:

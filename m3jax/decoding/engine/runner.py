@@ -26,7 +26,7 @@ from m3jax.parallel import sharding
 from m3jax.platform import platform
 
 PROGRAMS = ("prefill", "tower", "decode", "pages")
-Watch = Callable[[str], AbstractContextManager]  # of the names of programs: they are compiled inside what it makes
+Watch = Callable[[str], AbstractContextManager]  # maps names of programs to the context in which they are compiled
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Runner:
         def place(array):
             return jax.device_put(array, sharding(array.shape, ("batch",) + (None,) * (array.ndim - 1), model.mesh))
 
-        # Committed to where they lie, as what a call returns is: else the second call would be another program.
+        # Committed to their devices, as the results of a call are: otherwise the second call would compile anew.
         cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
         memory = None if drafter is None else drafter.begin(model, shapes.batch, self._max_length)
         self.state = device.State(

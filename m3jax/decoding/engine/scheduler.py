@@ -64,7 +64,7 @@ class Scheduler:
             needed = math.ceil((len(request.tokens) + 1) / self.pages.page_size)
             missing = needed - len(self.pages.pages_of(request.page_handle))
             if self.pages.available < missing and any(self.request_of_row):
-                return  # it keeps the known pages that it found, until somebody needs them more
+                return  # it keeps the cached pages that it found, until `_reserve` has it give way
             del self.waiting[0]
             request.row = self.request_of_row.index(None)
             self.request_of_row[request.row] = request

@@ -23,7 +23,7 @@ from m3jax.numerics import UNSEEN, RunningSoftmax, accumulator, dot_scores
 from m3jax.tiles import by_tiles, unknown_length
 
 _LANE = 16  # queries of a row, in selection
-_DENSE_LANE = 4  # likewise in dense attention, where a decode step has a lane for each row
+_DENSE_LANE = 4  # queries of a row, in dense attention, where a decode step has a lane for each row
 _SPARSE_LANE = 16  # queries of any rows, in sparse attention
 _PIECE = 512  # keys
 

@@ -18,7 +18,7 @@ def mask(
     """Compute `sparse_attention` as its definition does."""
     is_held = jnp.repeat(view.present(0, view.num_blocks), view.block_size, axis=1)  # [#B S]
     keys, values = (x.swapaxes(1, 2) for x in view.run(0, view.num_blocks))  # [B S K H] each
-    values = jnp.where(is_held[:, :, None, None], values, 0)  # what is not held here reads as anything
+    values = jnp.where(is_held[:, :, None, None], values, 0)  # a block that is not held may read as anything, even NaN
     held_blocks = only_held(blocks, view)
     with unchecked():  # a part of a selection may lack a query's own block
         return sparse_attention(

@@ -66,10 +66,10 @@ def attend_to_gathered(
     heads, block_size = blocks.shape[1], keys.shape[-2]
     query_positions = positions[:, None, :, None]  # [B 1 T 1]
     is_read = (blocks >= 0) & (query_positions < lengths[:, None, None, None])
-    # Of a block a query sees the first tokens, up to its own place.
+    # Of each block a query sees the tokens up to its own position: none, all, or the first few of its own block.
     num_seen = jnp.where(is_read, jnp.clip(query_positions + 1 - blocks * block_size, 0, block_size), 0)  # [B K T J]
     visible = jnp.arange(block_size, dtype=blocks.dtype) < num_seen[..., None]  # [B K T J P]
-    # What an unused slot or an unseen token reads is arbitrary memory, and 0 x NaN would be NaN (T9, T10).
+    # The values of an unused slot or an unseen token are arbitrary memory, and 0 x NaN would be NaN (T9, T10).
     values = zero_from(values, num_seen)
     keys, values = (rearrange(x, "b k t j p h -> b k t (j p) h") for x in (keys, values))
     visible = rearrange(visible, "b k t j p -> b k t 1 (j p)")
