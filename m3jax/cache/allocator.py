@@ -13,7 +13,7 @@ from m3jax.cache.prefix import PrefixIndex
 
 
 class OutOfPages(RuntimeError):
-    """Every page is used by a request; nothing was changed. Release a request, then try again."""
+    """Raised when too few pages are free or cached; nothing was changed. Release a request, then try again."""
 
 
 class Copy(NamedTuple):

@@ -1,9 +1,9 @@
 """The cache of a target and its draft: one table finds the pages of both.
 
-A draft pairs a position's feature with the token after it. What it keeps of a pair lies in the *token's* slot: so a
-slot depends on the tokens up to it alone, and a page that requests share is right for all of them. Slot 0 has no
+A draft pairs a position's feature with the token after it. Its key and value of a pair lie in the *token's* slot, so
+that a slot depends on the tokens up to it alone, and a page that requests share is right for all of them. Slot 0 has no
 feature before it and stays empty. The first slot of a page needs the feature of the token before it, so each page keeps
-that of its last token, its edge.
+the feature of its last token, its edge.
 """
 
 import math

@@ -18,7 +18,7 @@ class LayerCall:
 
     Attributes:
       layer: counted within the stack.
-      places: where the tokens go, and where their rows' past lies.
+      places: the slots that the tokens are written to, and the pages of their rows' past.
       positions: absolute position of each token; < 0 or >= lengths marks padding.
       lengths: valid tokens of each row after this call.
       schedule: of attention: "auto", or one of `m3jax.msa.SCHEDULES`.
@@ -35,7 +35,7 @@ class LayerCall:
 
 @runtime_checkable
 class LayerPages(Protocol):
-    """Keys, values and index keys of a stack of layers.
+    """The keys, values and index keys of a stack of layers, wherever they are held.
 
     A layer of a call writes its new tokens, selects among all that its rows have, and attends to the selection. Three
     classes implement it: a cache's pages on the device (`m3jax.cache.StackCache`), pages in host memory with a pool on

@@ -1,4 +1,4 @@
-"""Full pages by the tokens that lead to them, so that requests which begin alike share their pages."""
+"""An index of full pages by the tokens that lead to them, so that requests which begin alike share their pages."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ class Node:
 class PrefixIndex:
     """The tree of registered pages.
 
-    A page's key is its tokens, under its parent: the dictionary hashes them and then compares them, so equal hashes of
-    different tokens find nothing wrong.
+    A page's key is its tokens, under its parent. A dictionary hashes them and then compares them, so different tokens
+    with equal hashes are never mistaken for each other.
 
     A request that uses a page uses its parents too, and gives its pages back last one first. So in `unused` a page
     always comes before its parent, and evicting in that order never leaves a hole in a chain.

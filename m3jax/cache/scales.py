@@ -26,9 +26,9 @@ class ProbedModel(Protocol):
 def measure_scales(model: ProbedModel, tokens: Int[Array, "B T"], headroom: float = 2.0) -> tuple[Scales, ...]:
     """Return scales under which the largest key, value and index key of some text fit float8_e4m3fn.
 
-    Float8 keeps three bits of a number wherever it lies between 2**-6 and 448, so what a scale is for is the range:
-    what overflows is cut off. Scales are fixed before use: were they found while serving, a row would depend on
-    the rows before it.
+    Float8 keeps three bits of a number wherever it lies between 2**-6 and 448, so a scale serves the range alone:
+    numbers that overflow are clipped. Scales are fixed before use: if they were measured while serving, a row would
+    depend on the rows before it.
 
     Args:
       model: from `m3jax.load`.

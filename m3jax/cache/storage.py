@@ -31,7 +31,7 @@ class Places:
       table: the page of each block of each row; one outside [0, pages) is no page, or lies on another device.
       page: that each token is written to; one outside [0, pages) for a token that is not written here.
       offset: of the token in its page.
-      host: where the stack that runs has keys and values in host memory, its pages there.
+      host: the host pages of the stack that runs, if its keys and values are in host memory.
       device_axes: inside `shard_map`, the mesh axes over which devices divide the pages; () where this one has all.
     """
 

@@ -102,7 +102,7 @@ def as_sampling(
       sampling: the object, for which the defaults do not count; None if keywords are given instead.
       knobs: the keywords that the function did not name itself.
       called: that function, for an unknown keyword's message.
-      defaults: keywords that hold where neither says anything.
+      defaults: keywords that hold where neither the object nor the keywords say anything.
 
     Raises:
       TypeError: an unknown keyword; it names the nearest one.

@@ -40,9 +40,9 @@ def attend_over_mesh(
     """Run `attend` on every device of a mesh, each over the pages that it holds.
 
     Pages are divided over the data, context and expert axes, and the KV heads over the tensor axis where it divides
-    them; every device has all rows. Each scores the pages that it holds, the scores are joined, each attends over the
-    selected pages that are its own, and the partial outputs are merged by log-sum-exp: the views' `device_axes` ask for
-    both.
+    them; every device has all rows. Each device scores the pages that it holds, the scores are joined, each device
+    attends over the selected pages that it holds, and the partial outputs are merged by log-sum-exp. Scores and outputs
+    are brought together over the views' `device_axes`.
 
     Args:
       heads, pages, call, rules: as of `attend`.

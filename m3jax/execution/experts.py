@@ -15,7 +15,7 @@ from m3jax.parallel import spec
 # Logical axes of the experts' matrices (`m3jax.parallel.RULES`): gate and up [L E D F], down [L E F D].
 UP_AXES, DOWN_AXES = ("layers", "experts", None, "mlp"), ("layers", "experts", "mlp", None)
 
-# The sum over each token's experts, of their outputs [X A D] and weights [X A].
+# Returns the weighted sum over each token's experts, given their outputs [X A D] and weights [X A].
 Sum = Callable[[Float[Array, "X A D"], Float[Array, "X A"]], Float[Array, "X D"]]
 
 
@@ -35,7 +35,7 @@ def experts_over_mesh(
     """Return the weighted sum of each token's experts, in the accumulator's dtype, where a mesh divides them.
 
     Every device computes the pairs of a token and an expert whose expert it holds, for the tokens of its place on the
-    data axis. Experts are whole on each device of the context axis: those share out the pairs.
+    data axis. Devices of the context axis hold the same experts, and divide the pairs among them.
 
     Args:
       x: tokens.

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-# Maps the named values of a layer, and what the layers of the call share (`m3jax.model.context.Context`), to what is
-# kept of them.
+# Maps a layer's named values, and what the layers of the call share (`m3jax.model.context.Context`), to the values
+# that are kept.
 Probe = Callable[[dict[str, Array], Any], PyTree[Array]]
 
 
@@ -68,7 +68,8 @@ class KeepOfEach:
 class KeepResidual:
     """A `Keep` of the residual stream after some layers: 0 is the embedding, n the output of the n-th, from 1.
 
-    The memory has a place for each, and a last one that all other layers write to and nobody reads: `[A + 1, B, T, D]`.
+    The memory `[A + 1, B, T, D]` has a place for each, and a last place that all other layers write to and that is
+    never read, so that every layer writes once, without a condition.
     """
 
     layers: tuple[int, ...]

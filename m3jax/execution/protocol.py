@@ -22,8 +22,8 @@ Tokenwise = Callable[..., PyTree[Array]]
 class Execution(Protocol):
     """A way to compute a call of the model: `Fast`, `Tiled` or `Ordered`.
 
-    Matrices are multiplied by `m3jax.ops.project`, whatever they are stored as. All else that has more than one
-    implementation is asked for here.
+    Matrices are multiplied by `m3jax.ops.project`, whatever they are stored as. This protocol has everything else that
+    has more than one implementation.
     """
 
     def each_token(self, fn: Tokenwise) -> Tokenwise:

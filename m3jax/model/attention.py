@@ -68,6 +68,7 @@ class Attention(nnx.Module):
           values on the way: q, k, v, index_q, index_k, blocks, attention; where a kernel writes the pages only blocks
           and attention).
         """
+        # Without rules the layer attends to every block; a sparse one does so in the dense warm-up of training.
         rules = context.rules if self.is_sparse and not context.dense else None
         attention, blocks, pages, values = context.how.attend(
             heads, pages, layer, context.places, context.positions, context.lengths, rules

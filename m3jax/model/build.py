@@ -113,7 +113,7 @@ def _check_blocks(shape: Shape, axes: Axes, inputs: int, outputs: int, mesh: Mes
 class MakeRandom:
     """A maker of random weights: normal with standard deviation fan_in**-0.5; norms do nothing, biases are 0.
 
-    The stored weight of the text model's norms is centred on 0 (the model adds 1), that of the tower's on 1. Each
+    The text model's norms store weights centred on 0 (the model adds 1), the tower's store weights centred on 1. Each
     matrix has a key of its own, by its place in the order of construction.
     """
 

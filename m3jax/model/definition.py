@@ -95,7 +95,7 @@ def layer(
 ) -> tuple[Float[Array, "B T D"], Values]:
     """Run one decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual stream.
 
-    Which attention and which MLP a layer has is said by the names of its parameters.
+    The names of a layer's parameters decide whether its attention is sparse, and whether it has experts.
 
     Args:
       params: the layer's, by what follows "layers.N." in their names.
@@ -136,7 +136,7 @@ def attention(
 
     Args:
       params: the layer's, by what follows "self_attn." in their names.
-      x: what the layer's first norm gives.
+      x: the output of the layer's first norm.
       lengths: tokens of each row.
       config: the model's.
       score: of blocks.
@@ -201,7 +201,7 @@ def mixture_of_experts(
 
     Args:
       params: the layer's, by what follows "block_sparse_moe." in their names.
-      x: what the layer's second norm gives.
+      x: the output of the layer's second norm.
       config: the model's.
 
     Returns:

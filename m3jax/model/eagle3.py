@@ -33,7 +33,7 @@ class Eagle3Config:
       taps: where the target's residual stream is read, low layer first: 0 is the embedding, n the output of the n-th
         layer (counted from 1).
       fc_norm: whether each tap is normed before `fc`.
-      norm_output: whether the normed output is what the next draft step goes on from, or the one before the norm.
+      norm_output: whether the next draft step goes on from the output after the final norm, or before it.
       norm_before_residual: whether the residual is the normed feature.
       own_embedding: whether the draft has an embedding, or reads the target's.
       own_head: the same of the head. The final norm is always its own.

@@ -123,7 +123,7 @@ class M3(WithMedia):
         places = Places.nowhere(positions) if cache is None else cache.places(positions, lengths)
         rules = selection_rules(config, self.score)
         context = Context(positions, lengths, cos, sin, places, config, rules, self.dense, how)
-        # Layers of one kind lie in a stack, which is scanned; `num_before` counts the layers of the stacks before it.
+        # Consecutive layers of one kind are a stack, which is scanned; `num_before` counts layers of earlier stacks.
         x = self.embed(tokens) if embeddings is None else embeddings
         memory, new_stacks, kept, num_before = keep.start(x), [], [], 0
         for i, stack in enumerate(self.stacks):
@@ -331,7 +331,7 @@ class M3(WithMedia):
         """Return the model in its invariant mode: a token's own row alone decides the order of its sums.
 
         A token's bits are then the same alone and in a batch, in one chunk and in many, in a decode step and among
-        proposals, on one backend. Whole lives of requests: `Engine(..., invariant=True)`.
+        proposals, on one backend. `Engine(..., invariant=True)` does the same for whole requests.
 
         Args:
           invariant: False computes as it is fastest again.
@@ -343,8 +343,8 @@ class M3(WithMedia):
     def with_activations(self, activations: str | None) -> "M3":
         """Return the model with the same MXFP8 weights and products that quantise activations too, or do not.
 
-        With "mxfp8" each token's channels are rounded to MXFP8, 32 by 32, before they meet a weight that is in MXFP8:
-        that is another function ("W8A8"), the one of engines on chips that multiply MXFP8 numbers.
+        With "mxfp8" each token's channels are rounded to MXFP8, in blocks of 32, before they are multiplied by a weight
+        in MXFP8. That is another function ("W8A8"): the one of engines on chips that multiply MXFP8 numbers.
 
         Args:
           activations: "mxfp8", or None for the model's dtype.

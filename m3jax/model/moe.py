@@ -104,7 +104,7 @@ class MoE(nnx.Module):
         shared: Float[Array, "B T D"] | None,
         config: M3Config,
     ) -> Float[Array, "B T D"]:
-        """Return routed plus shared experts, in the accumulator's dtype; the shared one runs here if it has not yet."""
+        """Return the scaled routed sum plus the shared expert, run here if needed, in the accumulator's dtype."""
         if shared is None:
             shared = self.shared_experts(x, config.swiglu_alpha, config.swiglu_limit)
         return config.routed_scaling_factor * routed + shared

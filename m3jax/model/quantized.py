@@ -17,8 +17,8 @@ def quantize(model: M3) -> M3:
     """Return the model with the matrices of its linear layers in MXFP8, as the MXFP8 release has them (docs/mxfp8.md).
 
     Each number is rounded to the nearest, ties to even, under the scale of its block (`m3jax.mxfp8.quantize`). The
-    embedding, the head, norms and routers stay as they are. The given model is not changed; both are in memory until it
-    is given up.
+    embedding, the head, norms and routers stay as they are. The given model is not changed; both models are in memory
+    until the caller drops the given one.
 
     Args:
       model: in any dtype, on any mesh.

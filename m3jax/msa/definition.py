@@ -1,7 +1,7 @@
 """MiniMax Sparse Attention, defined: the functions that everything faster is tested against.
 
 A query scores the blocks of P tokens that it can see by a small second attention, the index branch, keeps the best J of
-them for each KV head, and attends to their tokens alone. All scores are held at once; what holds less is a schedule.
+them for each KV head, and attends to their tokens alone. All scores are held at once; schedules hold less.
 B rows, T queries, S keys (key s of a row has position s), N query heads, K KV heads (and as many index heads),
 G = N / K, M = ceil(S / P) blocks. Memory behind the valid keys of a row may hold anything. Arrays that are not as
 annotated are ValueErrors; `m3jax.checks()` looks into them too.
@@ -70,9 +70,10 @@ def select_blocks(
 ) -> Int[Array, "B K T J"]:
     """Return the blocks that each query keeps: ascending ids, then -1.
 
-    Exactly min(J, own block + 1) of the blocks up to the query's own one, the first in this order: forced blocks (the
-    own one always), higher score, lower id, and NaN after every number. -0 equals +0, an infinity counts as the largest
-    number of its sign. Forced blocks use slots, they do not add any. A query that is padding keeps none.
+    A query keeps exactly min(J, own block + 1) of the blocks up to its own one, the first in this order: forced blocks
+    (the own one always), then higher scores, NaN after every number, of equal ones the lower id. -0 equals +0, an
+    infinity counts as the largest number of its sign. Forced blocks use slots, they do not add any. A query that is
+    padding keeps none.
 
     Args:
       scores: block scores; whatever stands beyond a query's own block is ignored.

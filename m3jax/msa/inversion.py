@@ -1,5 +1,4 @@
-"""The inversion of a choice: the queries of each block from the blocks of each query, or an expert's tokens from the
-experts of each token."""
+"""Inversion of a choice: each block's queries from each query's blocks, or each expert's tokens from each token's."""
 
 import math
 from typing import NamedTuple
@@ -20,11 +19,11 @@ class Tiles(NamedTuple):
     Attributes:
       row: of the batch, of each tile.
       head: KV head of each tile.
-      block: which block the queries of a tile chose.
+      block: the block that the queries of each tile chose.
       query: the query in each place; any one in an unused place.
       pair: likewise the (query, slot) pair, counted in `[B K T J]`.
-      valid: which places are used.
-      place_of: where a (query, slot) pair lies among the X * C places; 0 for an unused slot.
+      valid: True for places that are used.
+      place_of: the place of each (query, slot) pair among the X * C places; 0 for an unused slot.
     """
 
     row: Int[Array, " X"]

@@ -132,8 +132,9 @@ def check_chosen(
 ) -> None:
     """Under `checks()`, refuse a selection that `select_blocks` cannot have made for these queries.
 
-    Of each query that is a token the ids are distinct, none lies behind its own block or below -1, and its own block is
-    among them: else the selection was made with another block size, for other queries, or is a part of one.
+    The ids of each query that is a token must be distinct, none may lie behind its own block or below -1, and its own
+    block must be among them. If not, the selection was made with another block size, for other queries, or is a part of
+    one.
     """
     check_lengths(lengths, num_keys)
     if not arrays.is_checking():

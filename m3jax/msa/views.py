@@ -279,10 +279,10 @@ class Pooled:
 
 @struct.dataclass
 class Joined:
-    """Blocks that several devices hold, inside `shard_map`, as a view that has them all: a read brings them together.
+    """A view of all blocks that several devices hold, inside `shard_map`: a read brings blocks together.
 
-    What is summed over devices is one block and zeros, so every device gets the numbers as the one has them that holds
-    them (but for the sign of a zero). All devices have to read the same blocks, in the same order.
+    A read sums over devices one block and zeros, so every device gets the numbers of the device that holds the block
+    (but for the sign of a zero). All devices have to read the same blocks, in the same order.
     """
 
     part: Paged

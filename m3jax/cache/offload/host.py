@@ -20,7 +20,7 @@ _PAGES_A_CALL = 8
 
 @struct.dataclass
 class PinnedPages:
-    """Virtual pages in memory that the device reads itself."""
+    """Virtual pages in pinned host memory, which the device reads itself."""
 
     kv: Num[Array, "L V 2 P H"]
 

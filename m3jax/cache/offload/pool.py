@@ -48,7 +48,7 @@ class Slots:
         """Give slots to wanted pages that have none, the least recently used slots first, as long as there are some.
 
         Returns:
-          (slots, pages, their slots, count): `count` pages that have to be read, and where to.
+          (slots, pages, their slots, count): the first `count` pages have to be read into the slots beside them.
         """
         slot_of, page_of, used_at, dirty = (x[layer] for x in (self.slot_of, self.page_of, self.used_at, self.dirty))
         num_slots, num_pages = len(page_of), len(slot_of)

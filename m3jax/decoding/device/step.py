@@ -1,6 +1,6 @@
 """A chunk of prompts, and decoding one token after the other: what a step does, top to bottom.
 
-Both run the model over the paged cache, draw each row's next token from the logits, and note which rows that ends.
+Both run the model over the paged cache, draw each row's next token from the logits, and note the rows that end with it.
 Decoding with proposals is in `rounds`.
 """
 
@@ -65,10 +65,10 @@ def prefill(
       state: of B rows; donated.
       chunk: a piece of C prompts.
       continuations: how these C prompts will go on.
-      host: where keys and values are in host memory, its pages.
+      host: the pages in host memory, if keys and values are there.
       drafter: reads the prompts too, if there is one.
-      layout: on a mesh, where the results stay; left to itself the compiler may move them, and the next call compile
-        anew.
+      layout: on a mesh, the shardings that the results keep; without it the compiler may move them, and the next call
+        would compile anew.
       types: those of the model, the drafter and the cache, as part of the key by which jax finds the compiled program.
         Its own key forgets them: structures of two registered dataclasses are equal where their fields are.
 
@@ -210,7 +210,7 @@ def run_model(
       model: the target; a `TappedModel` where the drafter has taps.
       drafter: says which layers' residual stream is tapped, if there is one.
       tokens: of each row.
-      cache: where they are written.
+      cache: the tokens' keys and values are written into it.
       host: as in `prefill`.
       positions: where each token stands; -1 for none.
       lengths: tokens of each row after this call.

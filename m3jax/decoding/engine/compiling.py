@@ -13,8 +13,8 @@ def compile_all(calls: Iterable[partial[Any]], meanwhile: Callable[[], None] | N
     """Compile the jitted functions of some calls for the arguments that these have; nothing runs, nothing is donated.
 
     Tracing and lowering hold Python's lock and are done here, one after the other. Compiling leaves it alone: threads
-    do that, so that a program is compiled while the next one is traced. jax keeps what was lowered and compiled, for
-    which reason the call itself finds it.
+    do that, so that a program is compiled while the next one is traced. jax keeps what was lowered and compiled, so
+    that the call itself finds it.
 
     Args:
       calls: of functions from `jax.jit`, with all their arguments; each is traced when its turn comes.

@@ -28,7 +28,7 @@ from m3jax.decoding.speculation.named import as_drafter
 
 
 class Engine:
-    """Serves many requests with one model: continuous batching over a paged cache.
+    """An engine that serves many requests with one model: continuous batching over a paged cache.
 
     `step` gives waiting requests a row while there are rows and pages, runs one chunk of prompts, and then a few
     decode steps of all rows whose prompt is through. Shapes are fixed at construction, so after `warmup` no mix of
@@ -353,11 +353,11 @@ class Engine:
         """Compile all that any mix of requests will run, side by side; no program of the model is run.
 
         Args:
-          watch: makes a context manager of the programs' names, in which they are compiled.
+          watch: maps the programs' names to a context manager in which they are compiled.
           programs: a choice of them, if no others will run; one that does is compiled by its first call.
             "prefill"; "tower"; "decode", for requests of more than one new token; "pages", for `copy`, `export`,
             `import_request`, and for prompts that begin like a request of an earlier round and end within its pages.
-          longest: tokens of a prompt, for which alone prefill is compiled; None is for any.
+          longest: tokens of the longest prompt for which prefill is compiled; None is for any prompt.
 
         Raises:
           ValueError: there is no such program, or no such prompt.

@@ -34,7 +34,7 @@ class Snapshot:
       params: how it goes on.
       cached: tokens whose keys, values and index keys are in `pages`.
       pages: their contents, eight pages at a time, as `Runner.read_pages` gives them.
-      identity: what the receiving engine's model and cache must be.
+      identity: configuration and dtypes that the receiving engine's model and cache must have.
       media: its images and videos, (patches, grid) each; a chunk of a video is a video here. They travel too: without
         them the receiver could not read the prompt again where its pages had to go.
     """
@@ -71,8 +71,8 @@ class Snapshot:
     def from_bytes(cls, data: bytes) -> "Snapshot":
         """Read the snapshot that `to_bytes` wrote; `Engine.import_request` checks whether it fits an engine.
 
-        A checksum tells damage, not malice: pages are used for other requests of the same beginning, so take snapshots
-        from engines that you trust.
+        A checksum shows damage, not malice: the pages also serve other requests of the same beginning, so take
+        snapshots only from engines that you trust.
 
         Raises:
           ValueError: the bytes are damaged, of another version, or no snapshot.
@@ -146,7 +146,7 @@ def check_snapshot(
     Args:
       snapshot: as it came.
       expected: this engine's identity.
-      page_layout: what one entry of `pages` is in this engine.
+      page_layout: shapes and dtypes of one entry of `pages` in this engine.
       page_size: P.
       vocab_size: V.
 

@@ -1,7 +1,7 @@
 """Images and videos of requests on the host: what each place of a prompt stands for, and where its feature lies.
 
-A *segment* is what the tower reads alone: an image, or a chunk of a video (`m3jax.media.Segment`). It is known by a
-number of its contents. The same contents have the same number wherever they come from, and others another one.
+A *segment* is what the tower reads by itself: an image, or a chunk of a video (`m3jax.media.Segment`). A number stands
+for its contents: equal contents have the same number wherever they come from, and other contents another one.
 """
 
 import hashlib
@@ -88,10 +88,10 @@ class PlacedSegment:
 
 
 class Numbers:
-    """Gives contents their numbers, so far apart that no two features share a key.
+    """The numbers of images' and videos' contents, so far apart that no two features share a key.
 
-    Those of the last 65,536 contents are remembered. One that was forgotten gets a new number, never another's: its old
-    pages are then not found again, and nothing else.
+    The numbers of the last 65,536 contents are remembered. Contents that were forgotten get a new number, never that of
+    others; the only effect is that their old pages are not found again.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class FeatureRows:
 
 
 class Placer:
-    """Finds the places of images and videos in prompts, and gives them their numbers.
+    """A finder of the places of images and videos in prompts, which also numbers their contents.
 
     Args:
       config: the model's.

@@ -58,7 +58,7 @@ class Request:
       prompt: token ids.
       params: how it goes on.
       segments: its images and chunks of videos, until it has ended.
-      prompt_keys: what the pages of its prompt are known by; the prompt itself where it has no segments.
+      prompt_keys: the keys of its prompt's pages; the prompt itself if it has no segments.
       new: token ids generated so far.
       logprobs: of them.
       row: its place in the decode batch; None while it waits for one.

@@ -39,7 +39,7 @@ class PromptPart:
       cached: how many of them are in the cache already.
       params: how it goes on.
       new_count: new tokens among its tokens; of a request that was preempted.
-      feature_rows: the row of the feature that each token of the piece stands for, -1 for a token that is one.
+      feature_rows: the row of the feature that each token of the piece stands for, -1 for a token of text.
     """
 
     row: int
@@ -51,20 +51,20 @@ class PromptPart:
 
 
 class Runner:
-    """Runs the engine's device calls and keeps their state.
+    """The device side of an engine: it runs the device calls and keeps their state.
 
     Args:
       model: from `m3jax.load`.
       cache: empty.
       shapes: fixed from here on.
-      host: where the cache is offloaded, its host memory.
+      host: the cache's host memory, if it is offloaded.
       drafter: proposes tokens, if there is one (`m3jax.decoding.speculation`).
 
     Attributes:
       table: the pages of each row, as the device will know them from the next call on.
       state: what lives on the device.
       written: the token, or the key of the feature, that calls have written into each slot of each page, -1 before;
-        what the device did, noted beside what the allocator believes (`Engine.check`).
+        what the device did, to be compared with what the allocator believes (`Engine.check`).
       features: of images and videos, on the device; None where only text is served.
     """
 

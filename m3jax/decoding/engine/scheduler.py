@@ -39,8 +39,8 @@ class Scheduler:
     Attributes:
       request_of_row: the request of each row, or None.
       waiting: requests without a row, oldest first.
-      timings: where the seconds went.
-      drafting: what came of proposals.
+      timings: the seconds spent on each kind of work.
+      drafting: the counts of proposals and of accepted ones.
     """
 
     def __init__(self, runner: Runner, pages: PageAllocator, features: FeatureRows | None = None):
@@ -73,8 +73,8 @@ class Scheduler:
     def read_media(self) -> None:
         """Run the tower on what the next chunks of prompts need and the device lacks, for the oldest prompt first.
 
-        At most as many patches as one call can have, so that the others wait for no more than that. What an older
-        prompt needs next is not dropped for a younger one.
+        It reads at most as many patches as one call of the tower can have, so that other work does not wait longer. The
+        features that an older prompt needs next are not dropped for a younger one.
         """
         if self.features is None:
             return

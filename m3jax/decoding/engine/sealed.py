@@ -2,7 +2,7 @@
 
 The bytes are a safetensors file: 8 bytes with the length of a JSON header, the header, the arrays' numbers. In the
 header's metadata stand the version, what the caller adds, and the SHA-256 of the whole file with 64 zeros in the place
-of that sum. So damage is told from what was written; whoever can write files can also write a sum that fits them.
+of that sum. It detects damage, not forgery: anyone who can write a file can also write the sum that fits it.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def seal(arrays: Mapping[str, Shaped[np.ndarray, "..."]], header: Mapping[str, A
 
     Args:
       arrays: of the dtypes that a cache or a list of tokens has.
-      header: what JSON can say.
+      header: values that JSON can hold.
 
     Raises:
       ValueError: another dtype.

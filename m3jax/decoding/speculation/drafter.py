@@ -84,7 +84,7 @@ class Drafter(Protocol):
           tokens: the piece.
           start: tokens of each prompt before the piece.
           lengths: tokens of each whole prompt.
-          context: what else there is to know of the prompts.
+          context: the tokens of the prompts beyond the piece that the drafter reads.
           taps: the target's residual stream in the piece; None without taps.
           first_token: the token after each prompt that ends in the piece.
 

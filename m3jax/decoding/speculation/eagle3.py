@@ -21,7 +21,7 @@ from m3jax.model.eagle3 import Eagle3
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Eagle3Drafter:
-    """Drafts with an EAGLE3 model.
+    """A drafter that proposes tokens with an EAGLE3 model.
 
     A row's memory is the draft's output at its newest token [B D]. What the draft makes of a token lies in that token's
     slot of the row's pages (`DraftedCache`).

@@ -18,8 +18,8 @@ from m3jax.decoding.speculation.verify import Proposal
 class PromptLookup:
     """A drafter that proposes what followed the last time that the row ended as it does now.
 
-    The longest end that occurred before counts, of those equally long the latest; where fewer tokens follow it than are
-    asked for, they repeat. A row's memory is its tokens by position [B S].
+    The longest end of the row that occurred before counts, and of equally long matches the latest. If fewer tokens
+    follow the match than are asked for, they repeat. A row's memory is its tokens by position [B S].
 
     Attributes:
       longest: tokens compared at most.

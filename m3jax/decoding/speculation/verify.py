@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     """The tokens that are kept of one round of proposals.
 
     Attributes:
-      accepted: how many proposals of each row, 0 to K.
+      accepted: the number of proposals accepted of each row, 0 to K.
       tokens: those, then the target's own next token, -1 where its logits had no distribution. What follows means
         nothing.
       logprobs: of each token under the target's own logits, before any knob.
