@@ -79,7 +79,7 @@ class Execution(Protocol):
           shared: gate, up and down of the layer's shared expert, for a kernel that runs it with the others.
 
         Returns:
-          (the sum, what the shared expert makes of each token, or None where that is left to the caller).
+          (the sum, the shared expert's output for each token, or None if that is left to the caller).
         """
         ...
 

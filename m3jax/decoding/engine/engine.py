@@ -357,7 +357,7 @@ class Engine:
           programs: a choice of them, if no others will run; one that does is compiled by its first call.
             "prefill"; "tower"; "decode", for requests of more than one new token; "pages", for `copy`, `export`,
             `import_request`, and for prompts that begin like a request of an earlier round and end within its pages.
-          longest: tokens of the longest prompt for which prefill is compiled; None is for any prompt.
+          longest: tokens of a prompt: only its sizes of prefill calls are compiled; None is for any prompt.
 
         Raises:
           ValueError: there is no such program, or no such prompt.
