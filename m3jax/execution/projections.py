@@ -33,7 +33,7 @@ class Projections:
         return self._heads_by(self._norm_and_rotate)
 
     def finish_in_order(self) -> Heads:
-        """Do `finish` by a kernel that gives a token the same bits whatever else a call has (`m3jax.ops.ordered`)."""
+        """Compute `finish` by a kernel that gives a token the same bits in any call (`m3jax.ops.ordered`)."""
         return self._heads_by(
             lambda *arrays: norm_rope_in_order(self._norm_and_rotate, *arrays, eps=self.eps, dtype=self.dtype)
         )

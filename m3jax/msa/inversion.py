@@ -55,7 +55,7 @@ def invert(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Tiles:
 
 
 def by_sorting(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Tiles:
-    """Do `invert` by sorting, for any number of pairs."""
+    """Compute `invert` by sorting, for any number of pairs."""
     batch, heads, num_queries, slots = blocks.shape
     pairs_per_head, num_bins = num_queries * slots, batch * heads * num_blocks
     # Unused slots sort behind all blocks, where no bin begins.
@@ -90,7 +90,7 @@ def by_sorting(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Til
 
 
 def by_comparison(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Tiles:
-    """Do `invert` by comparing each pair with all places, for few pairs.
+    """Compute `invert` by comparing each pair with all places, for few pairs.
 
     A sort, binary searches and a scatter are some sixty programs on a GPU, most of them turns of small loops: in a
     decode step they take longer than these few comparisons.
@@ -144,7 +144,7 @@ def _stable_sort(sort_key: Int[Array, "R X"], largest: int) -> tuple[Int[Array, 
 
 
 def _search(ascending: Int[Array, " X"], values: Int[Array, " Y"], side: str) -> Int[Array, " Y"]:
-    """Do `jnp.searchsorted`, with a loop of some ten turns only where comparing all with all would take longer."""
+    """Compute `jnp.searchsorted`, by a loop of some ten turns only where comparing all with all takes longer."""
     is_few = ascending.size * values.size <= elements_at_once(_MOST_COMPARED)
     # On a GPU each turn of a loop would be several kernels; unrolled they are one together.
     by_halves = "scan_unrolled" if platform() == "gpu" else "scan"

@@ -87,7 +87,7 @@ def _query_chunk(index_q: Float[Array, "B T K I"], view: IndexView) -> int:
 
 
 def _largest(token_scores: Float[Array, "*X P"]) -> Float[Array, "*X"]:
-    """Do `pool` by the maximum, NaN where one is NaN, in one pass over the scores; it has no gradient."""
+    """Compute `pool` by the maximum, NaN where one is NaN, in one pass over the scores; it has no gradient."""
     lowest = np.asarray(-np.inf, token_scores.dtype)
     take_in = lambda one, other: (jax.lax.max(one[0], other[0]), one[1] | other[1])
     dimension = (token_scores.ndim - 1,)
