@@ -1,4 +1,4 @@
-"""The host side of the cache: which pages a request uses. Nothing here touches a device."""
+"""The host side of the cache, which gives pages to requests. Nothing here touches a device."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from m3jax.cache.prefix import PrefixIndex
 
 
 class OutOfPages(RuntimeError):
-    """Every page is used by a request; nothing was changed. Release a request, then try again."""
+    """Raised when too few pages are free or cached; nothing was changed. Release a request, then try again."""
 
 
 class Copy(NamedTuple):
@@ -36,7 +36,7 @@ class _Sequence:
 
 
 class PageAllocator:
-    """Gives pages to requests, shares those of equal beginnings, and keeps what was released for the next.
+    """The pool of pages: it gives pages to requests, shares those of equal beginnings, and caches released ones.
 
     The order of calls is `add`; then `extend`, the device's copies and writes, `commit`, again and again; then
     `release`. A page is free, used (by one request or several), or cached: full, registered under its tokens, and used
@@ -125,7 +125,7 @@ class PageAllocator:
         return copies
 
     def commit(self, handle: int, tokens: Sequence[int] | np.ndarray) -> None:
-        """The device has written these tokens, which come after those committed; pages that are full are registered.
+        """Note that the device has written these tokens, which come after those committed; full pages are registered.
 
         Args:
           handle: from `add` or `fork`.
@@ -150,7 +150,7 @@ class PageAllocator:
             self._register(sequence, block)
 
     def fork(self, handle: int) -> int:
-        """A second request with the same tokens in the same pages; the first of the two to write copies.
+        """Open a second request with the same tokens in the same pages; the first of the two to write copies.
 
         Raises:
           ValueError: an unknown handle.
@@ -197,10 +197,10 @@ class PageAllocator:
         self._evictions += count
         return count
 
-    # What there is
+    # Pages and counters
 
     def table(self, handle: int, width: int) -> Int32[np.ndarray, " M"]:
-        """The pages of a request in order, reserved ones too.
+        """Return the pages of a request in order, reserved ones too.
 
         Args:
           handle: from `add` or `fork`.
@@ -218,16 +218,16 @@ class PageAllocator:
         return np.array(pages + [-1] * (width - len(pages)), np.int32)
 
     def tokens(self, handle: int) -> tuple[int, ...]:
-        """The tokens that a request's pages hold."""
+        """Return the tokens that a request's pages hold."""
         return tuple(self._sequence(handle).tokens)
 
     def pages_of(self, handle: int) -> tuple[int, ...]:
-        """The pages that hold a request's tokens, in order, without reserved ones."""
+        """Return the pages that hold a request's tokens, in order, without reserved ones."""
         sequence = self._sequence(handle)
         return tuple(sequence.pages[: self._blocks(sequence.length)])
 
     def held(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Every page whose contents are counted on, by a request or by the index of registered ones: (page, tokens)."""
+        """Yield (page, tokens) for every page whose contents a request or the index of registered pages counts on."""
         yield from ((page, node.tokens) for page, node in self._prefix.nodes.items())
         for sequence in self._sequences.values():
             for block, page in enumerate(sequence.pages[: self._blocks(sequence.length)]):
@@ -235,7 +235,7 @@ class PageAllocator:
 
     @property
     def free(self) -> frozenset[int]:
-        """Pages whose contents nobody needs."""
+        """The free pages, whose contents no request and no later prompt needs."""
         return frozenset(self._free)
 
     @property
@@ -244,7 +244,7 @@ class PageAllocator:
         return len(self._free) + len(self._prefix.unused)
 
     def statistics(self) -> dict[str, int]:
-        """Counters.
+        """Return counters of the pool's pages and of the tokens found in it.
 
         Returns:
           free, cached, used: pages now, together all of them. hit_tokens, missed_tokens: of all that `add` got, those
@@ -273,7 +273,7 @@ class PageAllocator:
     # Pages
 
     def _open(self, pages: list[int], tokens: list[int]) -> int:
-        """A new request with these pages, which others may have too; its handle."""
+        """Open a request with these pages, which others may have too, and return its handle."""
         for page in pages:
             self._users[page] += 1
             self._prefix.use(page)
@@ -282,7 +282,7 @@ class PageAllocator:
         return handle
 
     def _take(self, count: int) -> list[int]:
-        """Pages for one request, which may write into them; cached ones are evicted where too few are free."""
+        """Take pages for one request, which may write into them; cached ones are evicted if too few are free."""
         if count > self.available:
             raise OutOfPages(
                 f"{count} pages are needed and {self.available} of {self.num_pages} are free or cached: release a "
@@ -296,7 +296,7 @@ class PageAllocator:
         return pages
 
     def _drop(self, page: int) -> None:
-        """A request gives a page back: a registered one stays cached when the last has left it."""
+        """Take a page from a request; a registered page that no request uses any more stays cached."""
         self._users[page] -= 1
         if self._users[page]:
             return
@@ -316,11 +316,11 @@ class PageAllocator:
             self._free.append(replaced)
 
     def _writable(self, page: int) -> bool:
-        """Whether one request has the page, and no later one can find it."""
+        """Return True if only one request has the page, and no later one can find it."""
         return self._users[page] == 1 and page not in self._prefix.nodes
 
     def _blocks(self, length: int) -> int:
-        """Pages that so many tokens fill or begin."""
+        """Return the number of pages that so many tokens fill or begin."""
         return -(-length // self.page_size)
 
     # Errors

@@ -17,11 +17,11 @@ from m3jax.parallel import PAGE_AXES, sharding
 
 @struct.dataclass
 class Cache:
-    """What a model has seen: an argument and a result of every call, donated between them.
+    """The keys and values of what a model has read: an argument and a result of every call, donated between them.
 
-    Slot s of row b lies in page `table[b, s // P]` at offset s % P, in every layer. There are no lengths in it: they
-    are data of the call. Which row owns which page is decided on the host (`m3jax.cache.PageAllocator`). Where keys
-    and values of sparse layers are in host memory, `host` has them for the time of a call, one entry per stack.
+    Slot s of row b lies in page `table[b, s // P]` at offset s % P, in every layer. A cache holds no lengths: they are
+    data of the call. The host decides which row owns which page (`m3jax.cache.PageAllocator`). If keys and values of
+    sparse layers are in host memory, `host` has them for the time of a call, one entry per stack.
     """
 
     stacks: tuple[StackCache | OffloadedStack, ...]
@@ -32,7 +32,7 @@ class Cache:
     def init(
         cls, config: M3Config, batch: int, max_length: int, dtype: str = "bfloat16", mesh: Mesh | None = None, **types
     ) -> "Cache":
-        """An empty cache in which every row owns the pages of `max_length` tokens.
+        """Return an empty cache in which every row owns the pages of `max_length` tokens.
 
         Args:
           config: the model's configuration.
@@ -72,7 +72,7 @@ class Cache:
         scales: tuple[Scales, ...] | None = None,
         device_pages: int | None = None,
     ) -> "Cache":
-        """Empty pages that no row owns yet.
+        """Return a cache of empty pages that no row owns yet.
 
         Args:
           config: the model's configuration; a page holds one block.
@@ -100,12 +100,12 @@ class Cache:
         given = (config, pages, batch, blocks, kv_dtype, index_dtype, mesh, device_pages, scales)
         if mesh is not None:
             return _empty(*given)  # array by array: inside a program, `zeros` forgets on which devices
-        # Committed, as what a call returns is: else the second call of each program would compile it again.
+        # Committed, as the results of a call are: otherwise the second call of each program would compile it again.
         return jax.device_put(_empty_as_one_program(*given), sharding((), (), None))
 
     @property
     def max_length(self) -> int:
-        """Slots of a row."""
+        """The most tokens of a row: the slots of all blocks of its table."""
         return self.table.shape[1] * self.page_size
 
     @property
@@ -129,7 +129,7 @@ class Cache:
         return sum(s.bytes_per_token for s in self.stacks)
 
     def places(self, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Places:
-        """Where the tokens of a call go; padding goes nowhere."""
+        """Return the page and the offset to which each token of a call is written; padding is written nowhere."""
         is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
         block = jnp.clip(positions // self.page_size, 0, self.table.shape[1] - 1)
         page = jnp.take_along_axis(self.table, block, axis=1)  # [B T]
@@ -141,7 +141,7 @@ class Cache:
         return self.replace(stacks=tuple(s.copy_pages(source, target) for s in self.stacks))
 
     def read_pages(self, pages: Int[Array, " C"]) -> list[tuple[Array | None, Array | None, Array | None]]:
-        """The contents of pages, per stack of layers: k, v [L C K P H] and index keys [L C P I]; None is not here."""
+        """Return the contents of pages, per stack: k, v [L C K P H], index keys [L C P I]; None if not held here."""
         return [s.read_pages(pages) for s in self.stacks]
 
     def write_pages(self, pages: Int[Array, " C"], contents: list[tuple[Array, Array, Array | None]]) -> "Cache":
@@ -161,7 +161,7 @@ def _empty(
     device_pages: int | None,
     scales: tuple[Scales, ...] | None,
 ) -> Cache:
-    """An empty cache."""
+    """Return a cache of empty pages."""
     page_size, heads = config.index_block_size, config.num_key_value_heads
 
     def zeros(shape, axes, dtype):
@@ -187,7 +187,7 @@ def _empty(
     return Cache(tuple(stacks), no_pages)
 
 
-# An array that is made by itself is a program of its own, and would be compiled before all others.
+# All arrays are made by one program: made one by one, each would be a program of its own to compile.
 _empty_as_one_program = jax.jit(
     _empty, static_argnames=("config", "pages", "batch", "blocks", "kv_dtype", "index_dtype", "mesh", "device_pages")
 )
@@ -196,7 +196,7 @@ _empty_as_one_program = jax.jit(
 def _offloaded(
     layers: int, config: M3Config, index_k: Array, scales: Scales, device_pages: int, dtype: str
 ) -> OffloadedStack:
-    """The device's side of a stack whose keys and values are in host memory; nothing is here yet."""
+    """Return the device's side of a stack whose keys and values are in host memory, with an empty pool."""
     heads = config.num_key_value_heads
     num_slots = device_pages * heads
     shape = (layers, num_slots, config.index_block_size, config.head_dim)
@@ -208,5 +208,5 @@ def _offloaded(
 
 
 def page_shards(mesh: Mesh | None) -> int:
-    """How many devices divide the pages."""
+    """Return the number of devices that divide the pages."""
     return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in PAGE_AXES)

@@ -81,7 +81,7 @@ class StackCache(ReadByViews):
         return self.replace(k=k, v=v, index_k=self.index_k.at[layer, page, places.offset].set(index_k, mode="drop"))
 
     def insert_backend(self, call: LayerCall, q: Float[Array, "B T N H"], rotated: int, dtype: DTypeLike) -> str:
-        """Name the backend whose kernel does `insert`; "xla" where the model norms and rotates, and `write` follows."""
+        """Return the backend whose kernel does `insert`; "xla" if the model norms and rotates, and `write` follows."""
         index = None if self.index_k is None else self.index_view(call.layer, call.places, dtype)
         return ops.insert_backend(q, self.view(call.layer, call.places, dtype), index, rotated, call.backend)
 
@@ -116,21 +116,21 @@ class StackCache(ReadByViews):
         return Heads(q, None, None, index_q, None), self.replace(k=k, v=v, index_k=index_k)
 
     def view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> Paged:
-        """One layer's keys and values, read in `dtype`."""
+        """Return a view of one layer's keys and values, read in `dtype`."""
         scales = (self.scales.k[layer], self.scales.v[layer]) if self.k.dtype == FLOAT8 else None
         return Paged(self.k, self.v, scales, layer, places.table, dtype, places.device_axes)
 
     def index_view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> PagedIndex:
-        """One layer's index keys, read in `dtype`."""
+        """Return a view of one layer's index keys, read in `dtype`."""
         scale = self.scales.index_k[layer] if self.index_k.dtype == FLOAT8 else None
         return PagedIndex(self.index_k, scale, layer, places.table, dtype, places.device_axes)
 
     def after_layer(self) -> "StackCache":
-        """The same pages: they hold the keys of every layer."""
+        """Return the same pages: they hold the keys of every layer."""
         return self
 
     def partition_specs(self, mesh: Mesh) -> list[PartitionSpec]:
-        """How a mesh divides each array of these pages, in the order of `jax.tree.leaves`."""
+        """Return the partition of each array of these pages over a mesh, in the order of `jax.tree.leaves`."""
         named_arrays, _ = jax.tree_util.tree_flatten_with_path(self)
         return [spec(x.shape, _LOGICAL_AXES[jax.tree_util.keystr(path)], mesh) for path, x in named_arrays]
 
@@ -139,7 +139,7 @@ class StackCache(ReadByViews):
         return self.write_pages(target, self.read_pages(source))
 
     def read_pages(self, pages: Int[Array, " C"]) -> tuple[Array, Array, Array | None]:
-        """The contents of pages: k, v [L C K P H] and index keys [L C P I]."""
+        """Return the contents of pages: k, v [L C K P H] and index keys [L C P I]."""
         return self.k[:, pages], self.v[:, pages], None if self.index_k is None else self.index_k[:, pages]
 
     def write_pages(self, pages: Int[Array, " C"], contents: tuple[Array, Array, Array | None]) -> "StackCache":

@@ -1,9 +1,9 @@
 """The cache of a target and its draft: one table finds the pages of both.
 
-A draft pairs a position's feature with the token after it. What it keeps of a pair lies in the *token's* slot: so a
-slot depends on the tokens up to it alone, and a page that requests share is right for all of them. Slot 0 has no
+A draft pairs a position's feature with the token after it. Its key and value of a pair lie in the *token's* slot, so
+that a slot depends on the tokens up to it alone, and a page that requests share is right for all of them. Slot 0 has no
 feature before it and stays empty. The first slot of a page needs the feature of the token before it, so each page keeps
-that of its last token, its edge.
+the feature of its last token, its edge.
 """
 
 import math
@@ -25,7 +25,7 @@ from m3jax.parallel import sharding
 
 @struct.dataclass
 class AfterFirst:
-    """Pages seen as blocks of one token each, of which the first is not there."""
+    """A view of pages as blocks of one token each, without the first token of a row."""
 
     pages: Paged
 
@@ -65,7 +65,7 @@ class AfterFirst:
     def run(self, first, count):
         """Read the tokens `first` to `first + count` of every row and head."""
         page_size, num_pages = self.pages.block_size, self.pages.num_blocks
-        # A run that is no whole number of pages can begin within one.
+        # A run that is not a whole number of pages can begin inside one.
         pages_read = min(num_pages, -(-count // page_size) + (count % page_size > 0))
         first_page = jnp.minimum(first // page_size, num_pages - pages_read)
         offset = first - first_page * page_size
@@ -75,13 +75,13 @@ class AfterFirst:
         return k, v
 
     def present(self, first, count):
-        """Tokens of pages that are held here, but for the first of the row."""
+        """Return True for tokens whose page this device holds, and False for the first token of a row."""
         slots = first + jnp.arange(count, dtype=jnp.int32)
         is_held = self.pages.present(0, self.pages.num_blocks)  # [B pages]
         return is_held[:, slots // self.pages.block_size] & (slots > 0)
 
     def of_row(self, row, multiple=1):
-        """One row; behind it are tokens of no page."""
+        """Return a view of one row; behind it are tokens of no page."""
         page_size = self.pages.block_size
         return self.replace(pages=self.pages.of_row(row, multiple // math.gcd(multiple, page_size)))
 
@@ -91,20 +91,20 @@ class DraftPages(StackCache):
     """A draft layer's pages; no query sees slot 0."""
 
     def view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> AfterFirst:
-        """One layer's keys and values, read in `dtype`."""
+        """Return a view of one layer's keys and values, read in `dtype`."""
         return AfterFirst(super().view(layer, places, dtype))
 
 
 @struct.dataclass
 class DraftedCache(Cache):
-    """A target's cache with a draft's: `edges` holds the feature of each page's last token."""
+    """A target's cache together with its draft's; `edges` holds the feature of each page's last token."""
 
     draft: DraftPages = None
     edges: Float[Array, "X D"] = None
 
     @classmethod
     def join(cls, cache: Cache, layer: M3Config, dtype: str, mesh: Any) -> "DraftedCache":
-        """A target's cache and empty pages for one draft layer, as many as it has.
+        """Return a target's cache joined with empty pages for one draft layer, as many as the target's cache has.
 
         Args:
           cache: the target's.
@@ -113,7 +113,7 @@ class DraftedCache(Cache):
           mesh: where the target's cache lies.
         """
         pages, size = cache.num_pages, cache.page_size
-        assert layer.index_block_size == size  # one table serves both (T27)
+        assert layer.index_block_size == size  # one table finds the pages of target and draft (T27)
         stack = Cache.pool(layer, pages, 1, 1, dtype, mesh).stacks[0]
         shape = (pages, layer.hidden_size)
         edges = jnp.zeros(shape, dtype, device=sharding(shape, ("pages", None), mesh))
@@ -127,13 +127,13 @@ class DraftedCache(Cache):
         return super().bytes_per_token + draft_bytes / (self.num_pages * self.page_size)
 
     def edge(self, slots: Int[Array, " B"]) -> Float[Array, "B D"]:
-        """The feature of the last token of the page before the one of each row's slot."""
+        """Return the feature of the last token of the page before the one that holds each row's slot."""
         block = jnp.clip(slots // self.page_size - 1, 0, self.table.shape[1] - 1)
         page = jnp.take_along_axis(self.table, block[:, None], axis=1)[:, 0]
         return self.edges[jnp.clip(page, 0, self.num_pages - 1)]
 
     def with_edges(self, features: Float[Array, "B T D"], places: Places) -> "DraftedCache":
-        """Keep the features of those tokens that are the last ones of their pages."""
+        """Return the cache with the features of those tokens that are the last ones of their pages."""
         is_last = (places.offset == self.page_size - 1) & (places.page >= 0)
         page = jnp.where(is_last, places.page, self.num_pages)
         return self.replace(edges=self.edges.at[page].set(features.astype(self.edges.dtype), mode="drop"))
@@ -145,7 +145,7 @@ class DraftedCache(Cache):
         return super().copy_pages(source, target).replace(draft=self.draft.copy_pages(source, target), edges=edges)
 
     def read_pages(self, pages: Int[Array, " C"]) -> tuple[Any, tuple[Array, Array, Array]]:
-        """The contents of pages: the target's, and the draft's k, v [1 C K P H] and edges [C D]."""
+        """Return the contents of pages: the target's, and the draft's k, v [1 C K P H] and edges [C D]."""
         k, v, _ = self.draft.read_pages(pages)
         return super().read_pages(pages), (k, v, self.edges[pages])
 

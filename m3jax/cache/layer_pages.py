@@ -1,4 +1,4 @@
-"""How attention writes and reads the keys of a stack of layers, wherever they are: the protocol, and one call's own."""
+"""The protocol by which attention writes and reads the keys of a stack of layers, and the pages of a single call."""
 
 from typing import Protocol, runtime_checkable
 
@@ -14,11 +14,11 @@ from m3jax.ops import Heads
 
 @struct.dataclass
 class LayerCall:
-    """What pages are told of one layer of a call.
+    """One layer of a call, as the pages of its stack see it.
 
     Attributes:
       layer: counted within the stack.
-      places: where the tokens go, and where their rows' past lies.
+      places: the slots that the tokens are written to, and the pages of their rows' past.
       positions: absolute position of each token; < 0 or >= lengths marks padding.
       lengths: valid tokens of each row after this call.
       schedule: of attention: "auto", or one of `m3jax.msa.SCHEDULES`.
@@ -35,12 +35,12 @@ class LayerCall:
 
 @runtime_checkable
 class LayerPages(Protocol):
-    """Keys, values and index keys of a stack of layers.
+    """The keys, values and index keys of a stack of layers, wherever they are held.
 
-    A layer of a call writes what it brings, selects among all that its rows have, and attends to it. Three kinds are
-    in this room: a cache's pages on the device (`m3jax.cache.StackCache`), pages in host memory with a pool on the
-    device (`m3jax.cache.OffloadedStack`), and those that a call without a cache has just made (`CallPages`). All
-    methods return new pages.
+    A layer of a call writes its new tokens, selects among all that its rows have, and attends to the selection. Three
+    classes implement it: a cache's pages on the device (`m3jax.cache.StackCache`), pages in host memory with a pool on
+    the device (`m3jax.cache.OffloadedStack`), and those that a call without a cache has just made (`CallPages`). The
+    methods that change pages return new ones.
     """
 
     def write(
@@ -54,7 +54,7 @@ class LayerPages(Protocol):
         ...
 
     def insert_backend(self, call: LayerCall, q: Float[Array, "B T N H"], rotated: int, dtype: DTypeLike) -> str:
-        """Name the backend whose kernel norms, rotates and writes in one go; "xla" where `write` has to follow.
+        """Return the backend whose kernel norms, rotates and writes in one go; "xla" if `write` has to follow.
 
         Pages that name a kernel's backend also have its `insert` (`m3jax.cache.StackCache`).
         """
@@ -75,7 +75,7 @@ class LayerPages(Protocol):
         ...
 
     def after_layer(self) -> "LayerPages":
-        """Return what the next layer of the stack gets."""
+        """Return the pages that the next layer of the stack gets."""
         ...
 
 
@@ -110,27 +110,27 @@ class ReadByViews:
 
 @struct.dataclass
 class CallPages(ReadByViews):
-    """The keys of a call that brings all of them: what a layer writes is there for that layer alone."""
+    """The keys of a call without a cache: what a layer writes is there for that layer alone."""
 
     heads: Heads | None = None
     block_size: int = struct.field(pytree_node=False, default=1)
 
     def write(self, call, k, v, index_k):
-        """Keep what the layer brings; nothing was there before."""
+        """Return pages that hold the layer's keys and values; nothing was there before."""
         return self.replace(heads=Heads(None, k, v, None, index_k))
 
     def insert_backend(self, call, q, rotated, dtype):
-        """No kernel: there are no pages to write into."""
+        """Return "xla": there are no pages for a kernel to write into."""
         return "xla"
 
     def view(self, layer, places, dtype):
-        """The keys and values just written."""
+        """Return a view of the keys and values just written."""
         return contiguous(self.heads.k, self.heads.v, self.block_size)
 
     def index_view(self, layer, places, dtype):
-        """The index keys just written."""
+        """Return a view of the index keys just written."""
         return contiguous_index(self.heads.index_k, self.block_size)
 
     def after_layer(self):
-        """Empty pages: the next layer writes its own keys."""
+        """Return empty pages: the next layer writes its own keys."""
         return self.replace(heads=None)

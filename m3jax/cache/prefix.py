@@ -1,4 +1,4 @@
-"""Full pages by the tokens that lead to them, so that requests which begin alike share their pages."""
+"""An index of full pages by the tokens that lead to them, so that requests which begin alike share their pages."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ class Node:
 class PrefixIndex:
     """The tree of registered pages.
 
-    A page's key is its tokens, under its parent: the dictionary hashes them and then compares them, so equal hashes of
-    different tokens find nothing wrong.
+    A page's key is its tokens, under its parent. A dictionary hashes them and then compares them, so different tokens
+    with equal hashes are never mistaken for each other.
 
     A request that uses a page uses its parents too, and gives its pages back last one first. So in `unused` a page
     always comes before its parent, and evicting in that order never leaves a hole in a chain.
@@ -35,7 +35,7 @@ class PrefixIndex:
         self.unused: OrderedDict[int, Node] = OrderedDict()  # of `nodes` those that no request uses, oldest first
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The pages of the longest registered beginning of `tokens`, in order."""
+        """Return the pages of the longest registered beginning of `tokens`, in order."""
         node, pages, size = self.root, [], self.page_size
         for start in range(0, len(tokens) - size + 1, size):
             node = node.children.get(tuple(tokens[start : start + size]))
@@ -45,7 +45,7 @@ class PrefixIndex:
         return pages
 
     def register(self, page: int, tokens: Sequence[int], previous: int | None) -> int | None:
-        """Make known a full page that a request has written.
+        """Register a full page that a request has written.
 
         Nothing happens if the page before it is not registered, or if another request uses a page of the same
         tokens: otherwise a chain could lose its beginning while a request still needs its end.
@@ -73,11 +73,11 @@ class PrefixIndex:
         return replaced
 
     def use(self, page: int) -> None:
-        """A request begins to use a page that is registered."""
+        """Note that a request begins to use a page; an unregistered one is ignored."""
         self.unused.pop(page, None)
 
     def leave(self, page: int) -> None:
-        """The last request that used a page has given it back."""
+        """Note that the last request that used a page has given it back."""
         self.unused[page] = self.nodes[page]
 
     def evict(self) -> int:
@@ -87,7 +87,7 @@ class PrefixIndex:
         return page
 
     def broken(self, users: Sequence[int]) -> Iterator[str]:
-        """Everything that is not as it must be, with the page.
+        """Yield a message for everything in the index that is not as it must be, with the page.
 
         Args:
           users: requests that use each page, by page id.

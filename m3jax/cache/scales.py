@@ -19,16 +19,16 @@ class ProbedModel(Protocol):
     def trunk(
         self, tokens: Int[Array, "B T"], *, probe: Callable[..., PyTree[Array]]
     ) -> tuple[Float[Array, "B T D"], None, list[PyTree[Array]]]:
-        """The residual stream, no cache, and what `probe` kept of each stack of layers; see `M3.trunk`."""
+        """Return the residual stream, None, and what `probe` kept of each stack of layers; see `M3.trunk`."""
         ...
 
 
 def measure_scales(model: ProbedModel, tokens: Int[Array, "B T"], headroom: float = 2.0) -> tuple[Scales, ...]:
-    """Scales under which the largest key, value and index key of some text fit float8_e4m3fn.
+    """Return scales under which the largest key, value and index key of some text fit float8_e4m3fn.
 
-    Float8 keeps three bits of a number wherever it lies between 2**-6 and 448, so what a scale is for is the range:
-    what overflows is cut off. Scales are fixed before use: were they found while serving, a row would depend on
-    the rows before it.
+    Float8 keeps three bits of a number wherever it lies between 2**-6 and 448, so a scale serves the range alone:
+    numbers that overflow are clipped. Scales are fixed before use: if they were measured while serving, a row would
+    depend on the rows before it.
 
     Args:
       model: from `m3jax.load`.
@@ -56,7 +56,7 @@ def measure_scales(model: ProbedModel, tokens: Int[Array, "B T"], headroom: floa
 def _largest_values(
     model: ProbedModel, tokens: Int[Array, "B T"]
 ) -> list[tuple[Float[Array, "_ K"], Float[Array, "_ K"], Float[Array, "_"]]]:
-    """Per stack: the largest |k| and |v| of each layer and head [L K], and |index_k| of each layer [L]."""
+    """Return, per stack, the largest |k| and |v| of each layer and head [L K], and |index_k| of each layer [L]."""
 
     def probe(values, context):
         def largest(name, axes):

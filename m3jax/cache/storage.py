@@ -1,4 +1,4 @@
-"""What every kind of cache shares: where tokens go, scales, storage types."""
+"""The parts that every kind of cache shares: places of tokens, scales, storage types."""
 
 from typing import Protocol, runtime_checkable
 
@@ -19,19 +19,19 @@ class HostPages(Protocol):
     """The virtual pages of a stack of layers in host memory."""
 
     def read(self, layer: Int[Array, ""], pages: Int[Array, " F"]) -> Num[Array, "F 2 P H"]:
-        """Keys and values of some virtual pages, on the device; called within a jitted function."""
+        """Return keys and values of some virtual pages, on the device; called within a jitted function."""
         ...
 
 
 @struct.dataclass
 class Places:
-    """Where a call's tokens go, and where their rows' past lies.
+    """The slots that a call's tokens are written to, and the pages that hold their rows' past.
 
     Attributes:
       table: the page of each block of each row; one outside [0, pages) is no page, or lies on another device.
       page: that each token is written to; one outside [0, pages) for a token that is not written here.
       offset: of the token in its page.
-      host: where the stack that runs has keys and values in host memory, its pages there.
+      host: the host pages of the stack that runs, if its keys and values are in host memory.
       device_axes: inside `shard_map`, the mesh axes over which devices divide the pages; () where this one has all.
     """
 
@@ -43,19 +43,19 @@ class Places:
 
     @classmethod
     def nowhere(cls, positions: Int[Array, "B T"]) -> "Places":
-        """Of a call without a cache: its tokens go into no page, and its rows have no past."""
+        """Return the places of a call without a cache: its tokens go into no page, and its rows have no past."""
         no_page = jnp.full(positions.shape, -1, jnp.int32)
         return cls(jnp.zeros((positions.shape[0], 0), jnp.int32), no_page, no_page)
 
     def on_this_device(self, device_axes: tuple[str, ...], num_pages: int) -> "Places":
-        """Inside `shard_map`: page ids as this device counts its own `num_pages`; those of the others are outside."""
+        """Return places with page ids counted from this device's first page, inside `shard_map`; others lie outside."""
         first_page = jax.lax.axis_index(device_axes) * num_pages
         return self.replace(table=self.table - first_page, page=self.page - first_page, device_axes=device_axes)
 
 
 @struct.dataclass
 class Scales:
-    """What stored float8 numbers are multiplied by: one per layer and head, one per layer for index keys."""
+    """The factors of stored float8 numbers: one per layer and head, one per layer for index keys."""
 
     k: Float[Array, "L K"]
     v: Float[Array, "L K"]
@@ -63,13 +63,13 @@ class Scales:
 
 
 def held_page(places: Places, num_pages: int) -> Int[Array, "B T"]:
-    """The page that each token is written to; `num_pages`, which is outside and dropped, where it is not held here."""
+    """Return the page that each token is written to; `num_pages`, where a write is dropped, if it is not held here."""
     is_held = (places.page >= 0) & (places.page < num_pages)
     return jnp.where(is_held, places.page, num_pages)
 
 
 def stored(x: Float[Array, "..."], dtype: DTypeLike, scale: Float[Array, "..."]) -> Num[Array, "..."]:
-    """New numbers as they are stored; float8 is scaled and kept from overflowing into NaN."""
+    """Return new numbers as they are stored; float8 is scaled, and clipped so that nothing overflows into NaN."""
     if dtype != FLOAT8:
         return x.astype(dtype)
     largest = float(jnp.finfo(dtype).max)
@@ -77,7 +77,7 @@ def stored(x: Float[Array, "..."], dtype: DTypeLike, scale: Float[Array, "..."])
 
 
 def unit_scales(config: M3Config) -> list[Scales]:
-    """Scales that change nothing, one for each stack of layers."""
+    """Return scales that change nothing, one for each stack of layers."""
     heads = config.num_key_value_heads
     ones = lambda *shape: jnp.ones(shape, jnp.float32)
     return [Scales(ones(s.num_layers, heads), ones(s.num_layers, heads), ones(s.num_layers)) for s in config.stacks]

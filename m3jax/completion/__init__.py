@@ -1,4 +1,4 @@
-"""What stands between people and an engine: folders, pictures and texts become tokens, and tokens become text."""
+"""The layer between people and an engine: folders, pictures and texts become tokens, and tokens become text."""
 
 from m3jax.completion.defaults import Defaults
 from m3jax.completion.drafts import named_drafter

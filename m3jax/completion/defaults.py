@@ -1,4 +1,4 @@
-"""What a model folder says about how to decode: generation_config.json."""
+"""The decoding defaults of a model folder, read from its generation_config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _NEUTRAL = ("bos_token_id", "pad_token_id", "transformers_version", "_from_model
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings of a model folder; what the folder does not set is off, not transformers' own default.
+    """The decoding settings of a model folder; what the folder does not set is off, not transformers' own default.
 
     Attributes:
       knobs: keyword arguments of `Sampling`; temperature is 0 where the folder says `do_sample: false`.

@@ -1,4 +1,4 @@
-"""Drafts that are read from folders, as the command line and a user name them."""
+"""Drafters by the names that a user or the command line gives, read before the model is."""
 
 from os import PathLike
 
@@ -10,7 +10,7 @@ from m3jax.decoding import Drafter, Eagle3Drafter, PromptLookup
 
 
 def named_drafter(name: str | PathLike[str], config: M3Config, dtype: str, mesh: Mesh | None) -> Drafter:
-    """Return a drafter before there is a model: a draft's faults are told before the model's weights are read.
+    """Return a drafter before there is a model, so that a draft's faults show before the model's weights are read.
 
     Args:
       name: "builtin" for the embedded checkpoint's draft, "ngram" for prompt lookup, or the folder of an EAGLE3 draft.

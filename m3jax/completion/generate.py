@@ -1,4 +1,4 @@
-"""Continue a few prompts of token ids, which may show images and videos, and return."""
+"""The function `generate`, which continues a few prompts of token ids, with images and videos if they show any."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def generate(
     progress: bool = True,
     **knobs: Unpack[SamplingKnobs],
 ) -> list[list[int]]:
-    """Continue prompts of token ids.
+    """Continue prompts of token ids, and return the new tokens.
 
     Prompts may differ in length; none influences another. Shapes are rounded up to powers of two, so that a call
     with other lengths, knobs, seeds or stop ids of the same buckets compiles nothing. What is compiled is kept in the
@@ -43,7 +43,7 @@ def generate(
       model: from `m3jax.load`.
       prompts: B lists of token ids.
       max_new_tokens: of each prompt.
-      sampling: how tokens are drawn, one for all or one a prompt; None is by the keywords.
+      sampling: how tokens are drawn, one for all or one a prompt; None if the keywords say it.
       stop_ids: a continuation ends with the first of these; None is the model's EOS, [] is none.
       draft: proposes tokens that the model then verifies: "builtin", "ngram", the folder of an EAGLE3 draft, or a
         drafter (`m3jax.decoding.speculation`).
@@ -91,7 +91,7 @@ def _media_of(
     model: TargetModel,
     progress: bool,
 ) -> list[Media]:
-    """What each prompt shows, read and processed; what cannot be is refused before anything runs."""
+    """Return the images and videos of each prompt, read and processed; what cannot be used is refused first."""
     shown = {"images": images, "videos": videos}
     for name, lists in shown.items():
         if lists is not None and len(lists) != len(prompts):

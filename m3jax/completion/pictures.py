@@ -50,7 +50,7 @@ def read_medium(
     Args:
       kind: "image" or "video".
       source: as an item of `read_media`.
-      called: what it is to whoever reads the line of progress, or an error; a file is named besides.
+      called: its name in the line of progress and in errors; a file is named besides.
       progress: as in `read_media`.
       **options: of `m3jax.media.process_image` or `process_video`, for what is not processed yet.
 
@@ -76,7 +76,7 @@ def read_medium(
 
 
 def marked(text: str, media: Media) -> str:
-    """A text in which <image> and <video> are the placeholders; without images, or videos, they stay text.
+    """Return a text with <image> and <video> replaced by the placeholders; without images, or videos, they stay text.
 
     Args:
       text: of a prompt.
@@ -87,7 +87,7 @@ def marked(text: str, media: Media) -> str:
 
 
 def with_placeholders(prompt: Sequence[int], media: Media, tokenizer: Tokenizer | None) -> list[int]:
-    """A prompt with all tokens that its images and videos fill.
+    """Return a prompt with all tokens that its images and videos fill.
 
     Args:
       prompt: token ids with one placeholder for each image and each video. Of a kind that has none all stand in front,

@@ -1,4 +1,4 @@
-"""From token ids to text as they come, ending at a stop string."""
+"""Decoding of token ids to text as they come, up to a stop string."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,19 +33,19 @@ class StoppableText:
         self._held_back = ""
 
     def push(self, token: int) -> str:
-        """The text that can be given out once this token is known."""
+        """Take one token, and return the text that can be given out once it is known."""
         self.tokens += 1
         return self._give_out(self._stream.push(token))
 
     def finish(self) -> str:
-        """The text still held back, now that no token follows."""
+        """Return the text still held back, now that no token follows."""
         piece = self._give_out(self._stream.flush())
         held_back, self._held_back = self._held_back, ""
         self.text += held_back
         return piece + held_back
 
     def _give_out(self, new: str) -> str:
-        """What of the pending text can be given out: up to a stop string, or to where one may have begun."""
+        """Return the pending text up to a stop string, or up to where one may have begun; hold the rest back."""
         pending = self._held_back + new
         found = [position for position in map(pending.find, self._stop_strings) if position >= 0]
         self.stopped = bool(found)
@@ -58,7 +58,7 @@ class StoppableText:
         return piece
 
     def _begun(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest end of `text` that begins a stop string."""
         longest = max((len(stop) - 1 for stop in self._stop_strings), default=0)
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stop_strings):
@@ -122,7 +122,7 @@ def generate_text(
 
 
 def _push_latest(engine: Engine, handle: int, text: StoppableText) -> tuple[str, bool]:
-    """Turn a request's latest tokens into text, and end it at a stop string: (the new text, whether it has ended)."""
+    """Turn a request's latest tokens into text, ending it at a stop string; return the text, and True if it ended."""
     tokens, reason = engine.take(handle), engine.reason(handle)
     piece = ""
     # A stop id is a token of the continuation, and no part of its text.

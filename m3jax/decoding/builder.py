@@ -1,4 +1,4 @@
-"""An engine made to measure: how much room some requests need, and the engine that has it, compiled."""
+"""Engines sized for the requests that they will serve, with their programs compiled."""
 
 import math
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def engine_for(
     draft_tokens: int = DRAFT_TOKENS,
     progress: bool = True,
 ) -> Engine:
-    """An engine in which all these prompts run at once, with all compiled that they need.
+    """Return an engine in which all these prompts run at once, with every program that they need compiled.
 
     Args:
       model: from `m3jax.load`.
@@ -92,7 +92,7 @@ def engine_for(
       params: one a prompt.
       media: images and videos, one a prompt; None where no prompt has any.
       prefill_chunk: prompt tokens of a device call; by default as many as the longest prompt has, rounded up, at most
-        2,048, on a GPU 8,192. Who has one long prompt and many short ones on a CPU gives less.
+        2,048, on a GPU 8,192. On a CPU a smaller value suits one long prompt among many short ones.
       steps_per_call: decode steps of a device call; by default as many as are wanted, up to 64.
       draft: as in `Engine`.
       draft_tokens: as in `Engine`.
@@ -112,9 +112,9 @@ def engine_for(
     max_batch = _bucket(len(prompts), 1)
     chunk = prefill_chunks(_bucket(longest_prompt, 16))[-1] if prefill_chunk is None else prefill_chunk
     found = [segment for given in media or () if given for segment in given.segments(model.config)]
-    # One size of call, which holds the largest picture; no tower where there is none.
+    # One size of tower call, which holds the largest segment; none without images and videos.
     patches = (bucket_size(max(len(segment.patches) for segment in found)),) if found else ()
-    # The first token comes out of prefill; nothing is copied, for no prompt comes after another.
+    # Prefill gives the first token. No pages are copied, because no prompt comes after another.
     programs = ["prefill", "tower"]
     if any(asked.max_new_tokens > 1 for asked in params):
         programs.append("decode")
@@ -136,7 +136,7 @@ def engine_for(
 
 
 def check_logits(generations: Sequence[Generation]) -> None:
-    """Raise if some prompt's continuation ended because its logits had no distribution.
+    """Raise FloatingPointError if a continuation ended because its logits had no distribution.
 
     Args:
       generations: one a prompt.
@@ -153,5 +153,5 @@ def check_logits(generations: Sequence[Generation]) -> None:
 
 
 def _bucket(number: int, smallest: int) -> int:
-    """The power of two (times `smallest`) that holds `number`."""
+    """Return the least power of two, times `smallest`, that is at least `number`."""
     return smallest * 2 ** max(0, math.ceil(math.log2(max(number, 1) / smallest)))

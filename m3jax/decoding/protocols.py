@@ -1,4 +1,4 @@
-"""What decoding asks of the model that it serves and of that model's cache; `M3` and `Cache` are the ones at hand."""
+"""Protocols of the model that decoding serves and of its cache; `M3` and `Cache` implement them."""
 
 from os import PathLike
 from typing import Any, Protocol, runtime_checkable
@@ -45,7 +45,7 @@ class PagedCache(Protocol):
         ...
 
     def replace(self, **changes: object) -> "PagedCache":
-        """The same cache with some attributes changed: `table`; `host`, where the cache is offloaded."""
+        """Return the same cache with some attributes changed: `table`; `host`, where the cache is offloaded."""
         ...
 
     def copy_pages(self, source: Int32[Array, "C"], target: Int32[Array, "C"]) -> "PagedCache":
@@ -53,7 +53,7 @@ class PagedCache(Protocol):
         ...
 
     def read_pages(self, pages: Int32[Array, "C"]) -> PageContents:
-        """The contents of pages."""
+        """Return the contents of pages."""
         ...
 
     def write_pages(self, pages: Int32[Array, "C"], contents: PageContents) -> "PagedCache":
@@ -63,7 +63,7 @@ class PagedCache(Protocol):
 
 @runtime_checkable
 class TargetConfig(Protocol):
-    """What decoding reads of a model's configuration (`M3Config`).
+    """The part of a model's configuration (`M3Config`) that decoding reads.
 
     Attributes:
       vocab_size: V.
@@ -80,7 +80,7 @@ class TargetConfig(Protocol):
     eos_token_id: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting, to compare with another model's."""
+        """Return every setting, to compare with another model's."""
         ...
 
 
@@ -97,7 +97,7 @@ class TargetModel(Protocol):
     mesh: Mesh | None
 
     def new_cache(self, pages: int, batch: int, blocks: int, **types: object) -> PagedCache:
-        """An empty pool of `pages` with a table for `batch` rows of `blocks`; `types` are those of `Cache.pool`."""
+        """Return an empty pool of `pages`, with a table for `batch` rows of `blocks`; `types` are `Cache.pool`'s."""
         ...
 
     def hidden(
@@ -112,17 +112,17 @@ class TargetModel(Protocol):
         ...
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Logits of hidden states."""
+        """Return the logits of hidden states."""
         ...
 
 
 def is_invariant(model: TargetModel) -> bool:
-    """True if a token's bits depend on its own row alone (`M3.with_invariance`)."""
+    """Return True if a token's bits depend on its own row alone (`M3.with_invariance`)."""
     return getattr(getattr(model, "compute", None), "invariant", False)
 
 
 def sees(model: TargetModel) -> bool:
-    """Whether a model has a vision tower: then it is a `SeeingModel`."""
+    """Return True if a model has a vision tower: then it is a `SeeingModel`."""
     return getattr(model, "vision", None) is not None
 
 
@@ -131,17 +131,17 @@ class SeeingModel(TargetModel, Protocol):
     """A target that reads images and videos; `hidden` and `tapped` take `embeddings` [B T D] in place of its own.
 
     Attributes:
-      vision: the tower; anything but None.
+      vision: the tower; not None.
     """
 
     vision: object
 
     def features(self, media: MediaBatch) -> Float[Array, "R D"]:
-        """A feature for every four patches; those of padding mean nothing. See `M3.features`."""
+        """Return a feature for every four patches; those of padding mean nothing. See `M3.features`."""
         ...
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Embeddings of tokens."""
+        """Return the embeddings of tokens."""
         ...
 
 
@@ -150,7 +150,7 @@ class InvariantModel(TargetModel, Protocol):
     """A target that has an invariant mode."""
 
     def with_invariance(self) -> "InvariantModel":
-        """The model in that mode; see `M3.with_invariance`."""
+        """Return the model in its invariant mode; see `M3.with_invariance`."""
         ...
 
 
@@ -159,7 +159,7 @@ class DraftedModel(TargetModel, Protocol):
     """A target for which drafts can be loaded by their names."""
 
     def load_drafter(self, name: str | PathLike[str]) -> object:
-        """A drafter (`m3jax.decoding.Drafter`) of this target; ValueError where there is none of that name."""
+        """Return a drafter (`m3jax.decoding.Drafter`) of this target; ValueError if there is none of that name."""
         ...
 
 
@@ -176,5 +176,5 @@ class TappedModel(TargetModel, Protocol):
         positions: Int[Array, "B T"],
         lengths: Int[Array, "B"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"], PagedCache]:
-        """`hidden`, and the residual stream at A layers; see `M3.tapped`."""
+        """Return what `hidden` does, with the residual stream at A layers; see `M3.tapped`."""
         ...

@@ -1,4 +1,4 @@
-"""How the next token is chosen from a row of logits: every knob is data, one value a row."""
+"""Sampling of the next token from a row of logits: every knob is data, one value a row."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +15,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key, PyTree, UInt32
 from m3jax.messages import check_keywords
 
 HostOrDevice = Array | np.ndarray
-Number = float | int | np.number | HostOrDevice  # of an array one without axes
+Number = float | int | np.number | HostOrDevice  # an array must have no axes
 _MAX_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How one row's tokens are drawn.
+    """The settings by which one row's tokens are drawn.
 
     The knobs act in this order, each on what the one before left: repetition penalty, temperature, top-k, top-p,
     min-p, then one draw. (vLLM puts min-p before top-k; the sets differ only where top-p is on as well.)
@@ -67,7 +67,7 @@ class Sampling:
 
     @classmethod
     def greedy(cls, repetition_penalty: Number | None = None) -> "Sampling":
-        """The most probable token each time."""
+        """Return settings that take the most probable token each time."""
         return cls(temperature=0.0, repetition_penalty=repetition_penalty)
 
 
@@ -99,10 +99,10 @@ def as_sampling(
     """Return the settings that a caller gave, as an object or as keywords.
 
     Args:
-      sampling: the object, which leaves the defaults out; None where keywords are meant.
+      sampling: the object, for which the defaults do not count; None if keywords are given instead.
       knobs: the keywords that the function did not name itself.
       called: that function, for an unknown keyword's message.
-      defaults: keywords that hold where neither says anything.
+      defaults: keywords that hold where neither the object nor the keywords say anything.
 
     Raises:
       TypeError: an unknown keyword; it names the nearest one.
@@ -193,7 +193,7 @@ class SamplingParams:
 
     @classmethod
     def stack(cls, settings: Sequence[Sampling]) -> "SamplingParams":
-        """Host arrays (float32, int32, uint32) of the settings of B rows."""
+        """Return host arrays (float32, int32, uint32) of the settings of B rows."""
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
         dtypes = {"top_k": np.int32, "seed": np.uint32}
         columns = {}
@@ -205,13 +205,13 @@ class SamplingParams:
 
 
 def _in_float32_range(value: float | int) -> float | int:
-    """0, or the nearest number that float32 can divide by: XLA flushes subnormals to 0."""
+    """Return 0, or the nearest number that float32 can divide by: XLA flushes subnormals to 0."""
     limits = np.finfo(np.float32)
     return value if value == 0 else min(max(value, float(limits.tiny)), float(limits.max))
 
 
 def row_keys(seed: UInt32[HostOrDevice, "B"], positions: Int32[HostOrDevice, "B"]) -> Key[Array, "B"]:
-    """The random key of each row's next token: its seed, folded with the position that the token will have.
+    """Return the random key of each row's next token: its seed, folded with the position that the token will have.
 
     Args:
       seed: uint32.
@@ -225,9 +225,9 @@ def row_keys(seed: UInt32[HostOrDevice, "B"], positions: Int32[HostOrDevice, "B"
 
 
 def compute_both(is_true: Bool[Array, ""], when_true: Callable, when_false: Callable, *operands) -> PyTree[Array]:
-    """In place of `lax.cond`: the result of one function, when both were computed.
+    """Return the result of one of two functions, as `lax.cond` does, but compute both.
 
-    On a GPU a condition outside of a CUDA graph has the host wait for all that was launched before it.
+    On a GPU a condition outside of a CUDA graph makes the host wait for all that was launched before it.
     """
     return jax.tree.map(partial(jnp.where, is_true), when_true(*operands), when_false(*operands))
 
@@ -238,7 +238,7 @@ def filtered_logits(
     seen: Bool[Array, "B V"] | None = None,
     cond: Callable[..., PyTree[Array]] = lax.cond,
 ) -> Float[Array, "B V"]:
-    """The logits of the distribution that a token is drawn from.
+    """Return the logits of the distribution that a token is drawn from.
 
     Args:
       logits: the model's, finite.
@@ -257,7 +257,7 @@ def filtered_logits(
     best_id = jnp.argmax(x, axis=-1, keepdims=True)  # [B 1]
     is_greedy = params.temperature[:, None] == 0  # [B 1]
     x = x / jnp.where(is_greedy, jnp.float32(1), params.temperature[:, None])
-    # Sorting a vocabulary is dear: it is left out where no row asks for it.
+    # Sorting a vocabulary is expensive: it is left out where no row asks for it.
     needs_sort = ((params.top_k > 0) | (params.top_p < 1)) & ~is_greedy[:, 0]
     x = cond(jnp.any(needs_sort), _keep_top, lambda x, *_: x, x, params.top_k, params.top_p)
     # The largest logit is 0, so log(min_p) is where a token is min_p times as probable as the best one.
@@ -288,7 +288,8 @@ def sample(
     is_plain = jnp.all(params.temperature == 0)
     if seen is not None:
         is_plain &= jnp.all(params.repetition_penalty == 1)
-    # One condition where all rows are greedy, as most often: on a GPU each costs the host's attention, or a graph node.
+    # Rows are greedy most often, and then this is the only condition: on a GPU each one makes the host wait, or adds
+    # nodes to a CUDA graph.
     tokens = cond(is_plain, _best, partial(_draw, cond=cond), logits, params, keys, seen)
     return jnp.where(has_distribution(logits), tokens, jnp.int32(-1))
 
@@ -296,7 +297,7 @@ def sample(
 def _best(
     logits: Float[Array, "B V"], params: SamplingParams, keys: Key[Array, "B"], seen: Bool[Array, "B V"] | None
 ) -> Int32[Array, "B"]:
-    """What `_draw` gives where every row is greedy and none is penalised: the largest logit, on a tie its lowest id."""
+    """Return the id of the largest logit, on a tie the lowest: `_draw` for rows that are all greedy, none penalised."""
     x = logits.astype(jnp.float32)
     return jnp.argmax(x - jnp.max(x, axis=-1, keepdims=True), axis=-1).astype(jnp.int32)
 
@@ -308,7 +309,7 @@ def _draw(
     seen: Bool[Array, "B V"] | None,
     cond: Callable[..., PyTree[Array]],
 ) -> Int32[Array, "B"]:
-    """One token a row, from `filtered_logits`; -1 where nothing is left to draw from."""
+    """Draw one token a row from `filtered_logits`; -1 where nothing is left to draw from."""
     filtered = filtered_logits(logits, params, seen, cond)
     best = lambda keys, filtered: jnp.argmax(filtered, axis=-1)
     draw = lambda keys, filtered: jax.vmap(jax.random.categorical)(keys, filtered)
@@ -317,23 +318,23 @@ def _draw(
 
 
 def has_distribution(logits: Float[Array, "*X V"]) -> Bool[Array, "*X"]:
-    """Whether a softmax of logits means anything: none is NaN or +inf, and not all are -inf, which rules a token out.
+    """Return True for rows whose softmax is a distribution: no logit is NaN or +inf, and some logit is not -inf.
 
-    A maximum says nothing of NaN: on a CPU XLA leaves NaN out of the maximum of an array of 4,096 numbers or more
-    (jaxlib 0.10.2, whose reductions are YNNPACK's).
+    A logit of -inf rules a token out. NaN is looked for by itself because a maximum does not show it: on a CPU XLA
+    leaves NaN out of the maximum of an array of 4,096 numbers or more (jaxlib 0.10.2, whose reductions are YNNPACK's).
     """
     return ~jnp.any(jnp.isnan(logits), axis=-1) & jnp.isfinite(jnp.max(logits, axis=-1))
 
 
 def log_normaliser(logits: Float[Array, "*X V"]) -> Float[Array, "*X"]:
-    """The log of the sum of exponentials: what a logit is above its token's log-probability."""
+    """Return the log of the sum of exponentials: a logit minus this is its token's log-probability."""
     return jax.nn.logsumexp(logits, axis=-1)
 
 
 def logprob_of(
     tokens: Int32[Array, "*X"], logits: Float[Array, "*X V"], log_total: Float[Array, "*X"] | None = None
 ) -> Float[Array, "*X"]:
-    """The log-probability of each token under logits, before any knob; of a token < 0 that of token 0.
+    """Return the log-probability of each token under logits, before any knob; for a token < 0, that of token 0.
 
     Args:
       tokens: ids.
@@ -345,14 +346,14 @@ def logprob_of(
 
 
 def _token_ids(x: Float[Array, "B V"]) -> Int32[Array, "B V"]:
-    """0 to V - 1 in every row."""
+    """Return the ids 0 to V - 1 in every row."""
     return lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
 
 def _penalise(
     x: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[HostOrDevice, "B"]
 ) -> Float[Array, "B V"]:
-    """The repetition penalty: logits of seen tokens, moved towards less probable."""
+    """Apply the repetition penalty: the logits of seen tokens become less probable."""
     penalty = penalty[:, None]
     return jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
 
@@ -360,7 +361,7 @@ def _penalise(
 def _keep_top(
     x: Float[Array, "B V"], top_k: Int32[HostOrDevice, "B"], top_p: Float[HostOrDevice, "B"]
 ) -> Float[Array, "B V"]:
-    """Top-k, then top-p: both keep a prefix of the tokens sorted by logit descending, id ascending."""
+    """Apply top-k, then top-p: both keep a prefix of the tokens sorted by logit descending, id ascending."""
     ids = rank = _token_ids(x)  # [B V]: the columns of x are ids, those of what is sorted are ranks
     negated, sorted_ids = lax.sort((-x, ids), dimension=1, is_stable=True, num_keys=1)  # [B V]
     k = jnp.where(top_k > 0, top_k, x.shape[1])[:, None]

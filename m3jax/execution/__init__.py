@@ -1,4 +1,4 @@
-"""How a call of the model is computed: one protocol, and the implementations beside each other."""
+"""The ways to compute a call of the model: one protocol, and its implementations beside each other."""
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree

@@ -1,4 +1,4 @@
-"""Attention of one layer where its pages are: write the new tokens, select, attend."""
+"""Attention of one layer on the devices that hold its pages: write the new tokens, select, attend."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def attend(
     """Attend with a layer's heads, over what its rows have.
 
     Args:
-      heads: of the call's tokens; projections are finished here, where there is one by a kernel that writes pages too.
+      heads: of the call's tokens; projections are finished here, if a kernel can do it that also writes the pages.
       pages: what the rows have in this stack.
       call: the layer, its tokens' places and positions.
       rules: of selection; None where the layer attends to every block.
@@ -37,12 +37,12 @@ def attend(
 def attend_over_mesh(
     heads: Heads | Projections, pages: StackCache, call: LayerCall, rules: SelectionRules | None, mesh: Mesh
 ) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, StackCache, dict[str, Array]]:
-    """`attend` on every device of a mesh, each over the pages that it holds.
+    """Run `attend` on every device of a mesh, each over the pages that it holds.
 
     Pages are divided over the data, context and expert axes, and the KV heads over the tensor axis where it divides
-    them; every device has all rows. Each scores the pages that it holds, the scores are joined, each attends over the
-    selected pages that are its own, and the partial outputs are merged by log-sum-exp: the views' `device_axes` ask for
-    both.
+    them; every device has all rows. Each device scores the pages that it holds, the scores are joined, each device
+    attends over the selected pages that it holds, and the partial outputs are merged by log-sum-exp. Scores and outputs
+    are brought together over the views' `device_axes`.
 
     Args:
       heads, pages, call, rules: as of `attend`.
@@ -54,7 +54,7 @@ def attend_over_mesh(
     by_head = P(None, None, kv_axis)  # [B T heads H]; the G query heads of a KV head lie together
 
     def head_spec(name):
-        """Heads are divided, but for the one that all index keys share; norm weights and angles are on every device.
+        """Return an array's partition: heads are divided; index keys, norm weights and angles are on every device.
 
         Names are paths, such as ".q" of `Heads`, or ".raw.q", ".norms.q" and ".cos" of `Projections`.
         """
@@ -88,7 +88,7 @@ def attend_over_mesh(
 
 
 def _finished(heads: Heads | Projections, pages: LayerPages, call: LayerCall) -> tuple[Heads | Projections, str]:
-    """The heads, and the backend whose kernel finishes and writes them where they are still projections."""
+    """Return the heads, and the backend whose kernel finishes and writes them if they are still projections."""
     if isinstance(heads, Heads):
         return heads, "xla"
     backend = pages.insert_backend(call, heads.raw.q, rotated=2 * heads.cos.shape[-1], dtype=heads.dtype)
@@ -102,7 +102,7 @@ def _by_name(heads: Heads | Projections) -> dict[str, Array]:
 def _over_pages(
     heads: Heads | Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None, insert_backend: str
 ) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, LayerPages]:
-    """`attend` where the pages are, with projections left only for a kernel of `insert_backend`."""
+    """Run `attend` on the device that holds the pages; projections are left only for a kernel of `insert_backend`."""
     if isinstance(heads, Projections):
         heads, pages = pages.insert(
             call, heads.raw, heads.norms, heads.cos, heads.sin, eps=heads.eps, dtype=heads.dtype,
@@ -115,8 +115,8 @@ def _over_pages(
         blocks = checkpoint_name(blocks, "msa_blocks")  # so that a backward pass cannot select otherwise (T30)
         out, pages = pages.attend_selected(call, heads.q, blocks)
         return out, blocks, pages
-    # A schedule asked for by name is one of XLA's. Those of selected blocks say nothing of dense layers: these then go
-    # blockwise. There is no TPU kernel for dense layers.
+    # A schedule asked for by name is one of XLA's. The names of schedules for selected blocks mean nothing for dense
+    # layers, which are then computed blockwise. There is no TPU kernel for dense layers.
     schedule = call.schedule if call.schedule in ("auto", "mask", "invariant") else "blockwise"
     backend = "auto" if call.backend == "mosaic_tpu" else call.backend
     out, pages = pages.attend_all(replace(call, schedule=schedule, backend=backend), heads.q)

@@ -14,7 +14,7 @@ TOKEN_TILE = {"cpu": 32, "gpu": 128, "tpu": 128}
 
 @dataclass(frozen=True)
 class Compute:
-    """How the calls of a model are computed: under all settings the same function, but for rounding.
+    """The settings by which a model's calls are computed: the function is the same under all, but for rounding.
 
     Attributes:
       schedule: of attention: "auto", or one of `m3jax.msa.SCHEDULES`.
@@ -22,8 +22,8 @@ class Compute:
       invariant: whether a token's own row alone decides the order of its sums, and so its bits.
       expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
       call_pages: the class whose instances hold the keys of a stack of layers in a call without a cache.
-      remat: whether the backward pass recomputes activations. Selections are saved: made again they could be others
-        (T30).
+      remat: whether the backward pass recomputes activations. Selections are saved: made again they could be others,
+        and the gradient would be that of another choice (T30).
       mesh: the devices that parameters and pages are divided over; None for one device.
     """
 
@@ -42,7 +42,7 @@ class Compute:
 
     @property
     def token_tile(self) -> int | None:
-        """Tokens that the invariant mode computes at once where it computes tiles; None outside of that mode."""
+        """The number of tokens that the invariant mode computes at once in tiles; None outside of that mode."""
         return TOKEN_TILE[platform()] if self.invariant else None
 
     @property

@@ -1,4 +1,4 @@
-"""The routed experts of a layer where they lie: on one device, or divided over a mesh."""
+"""The routed experts of a layer, computed where their matrices lie: on one device, or divided over a mesh."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from m3jax.parallel import spec
 # Logical axes of the experts' matrices (`m3jax.parallel.RULES`): gate and up [L E D F], down [L E F D].
 UP_AXES, DOWN_AXES = ("layers", "experts", None, "mlp"), ("layers", "experts", "mlp", None)
 
-# The sum over each token's experts, of their outputs [X A D] and weights [X A].
+# Returns the weighted sum over each token's experts, given their outputs [X A D] and weights [X A].
 Sum = Callable[[Float[Array, "X A D"], Float[Array, "X A"]], Float[Array, "X D"]]
 
 
@@ -32,10 +32,10 @@ def experts_over_mesh(
     backend: str,
     mesh: Mesh,
 ) -> Float[Array, "X D"]:
-    """The weighted sum of each token's experts, in the accumulator's dtype, where a mesh divides them.
+    """Return the weighted sum of each token's experts, in the accumulator's dtype, where a mesh divides them.
 
     Every device computes the pairs of a token and an expert whose expert it holds, for the tokens of its place on the
-    data axis. Experts are whole on each device of the context axis: those share out the pairs.
+    data axis. Devices of the context axis hold the same experts, and divide the pairs among them.
 
     Args:
       x: tokens.
@@ -75,7 +75,7 @@ def _share_of_device(
     backend: str,
     mesh: Mesh,
 ) -> Float[Array, "X A D"]:
-    """The pairs that fall to one device: those dealt to it whose experts, or parts of their width, it holds; else 0."""
+    """Return the outputs of the pairs of a token and an expert that one device computes, and 0 for all other pairs."""
     num_held = experts.gate.shape[1]
     held_ids = expert_ids - jax.lax.axis_index("expert") * num_held
     held_ids = jnp.where((held_ids >= 0) & (held_ids < num_held), held_ids, -1)  # [X A]; -1 is another device's
@@ -84,7 +84,7 @@ def _share_of_device(
     if parts == 1:
         out = run_experts(x, experts, held_ids, layer, activate, **options)
         return jnp.where(held_ids[..., None] >= 0, out, 0.0)  # [X A D]
-    # Pairs are dealt as in a game of cards: this device gets its turn in every round.
+    # Devices of the context axis hold the same experts and take turns: pair i is computed by device i mod `parts`.
     turn = jax.lax.axis_index("context")
     dealt = jnp.pad(held_ids.reshape(-1), (0, -held_ids.size % parts), constant_values=-1)
     dealt = dealt.reshape(-1, parts)  # [rounds parts]

@@ -1,4 +1,4 @@
-"""What is kept of the layers of a call, beside the residual stream that the last one gives."""
+"""The values of a call's layers that are kept, beside the residual stream that the last one gives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-# Maps the named values of a layer, and what the layers of the call share (`m3jax.model.context.Context`), to what is
-# kept of them.
+# Maps a layer's named values, and what the layers of the call share (`m3jax.model.context.Context`), to the values
+# that are kept.
 Probe = Callable[[dict[str, Array], Any], PyTree[Array]]
 
 
 @runtime_checkable
 class Keep(Protocol):
-    """What is kept of each layer: in a memory that one layer hands to the next, or for every layer by itself."""
+    """A choice of values to keep of each layer, in a memory handed from layer to layer, or for each layer by itself."""
 
     def start(self, x: Float[Array, "B T D"]) -> PyTree[Array]:
         """Return the memory before the first layer, which reads `x`."""
@@ -38,48 +38,49 @@ class Keep(Protocol):
 
 @dataclass(frozen=True)
 class KeepNothing:
-    """Nothing is kept."""
+    """A `Keep` that keeps nothing."""
 
     def start(self, x):
-        """No memory."""
+        """Return None: there is no memory."""
         return None
 
     def after_layer(self, memory, num_before, layer, values, context):
-        """Nothing."""
+        """Return (None, None)."""
         return None, None
 
 
 @dataclass(frozen=True)
 class KeepOfEach:
-    """What a probe makes of each layer's named values, stacked over the layers of a stack."""
+    """A `Keep` of what a probe makes of each layer's named values, stacked over the layers of a stack."""
 
     probe: Probe
 
     def start(self, x):
-        """No memory."""
+        """Return None: there is no memory."""
         return None
 
     def after_layer(self, memory, num_before, layer, values, context):
-        """What the probe makes of this layer."""
+        """Return None for the memory, and what the probe makes of this layer."""
         return None, self.probe(values, context)
 
 
 @dataclass(frozen=True)
 class KeepResidual:
-    """The residual stream after some layers: 0 is the embedding, n the output of the n-th layer, counted from 1.
+    """A `Keep` of the residual stream after some layers: 0 is the embedding, n the output of the n-th, from 1.
 
-    The memory has a place for each, and a last one that all other layers write to and nobody reads: `[A + 1, B, T, D]`.
+    The memory `[A + 1, B, T, D]` has a place for each, and a last place that all other layers write to and that is
+    never read, so that every layer writes once, without a condition.
     """
 
     layers: tuple[int, ...]
 
     def start(self, x):
-        """The embedding, where it is asked for, and room for the rest."""
+        """Return a memory with the embedding, if it is asked for, and room for the rest."""
         kept = [x if n == 0 else jnp.zeros_like(x) for n in self.layers]
         return jnp.stack([*kept, jnp.zeros_like(x)])
 
     def after_layer(self, memory, num_before, layer, values, context):
-        """The memory with this layer's output, if it is asked for."""
+        """Return the memory with this layer's output, if it is asked for."""
         is_wanted = jnp.asarray(self.layers, jnp.int32) == num_before + layer + 1  # [A]
         place = jnp.where(jnp.any(is_wanted), jnp.argmax(is_wanted), len(self.layers))
         return jax.lax.dynamic_update_index_in_dim(memory, values["output"], place, 0), None

@@ -1,4 +1,4 @@
-"""The layers of a stack, one after the other: scanned, or taken apart; with what stays in the stack."""
+"""The loop over the layers of a stack: a scan, or one layer after the other with parameters of its own."""
 
 import copy
 from typing import Any
@@ -66,7 +66,7 @@ def run_layers(
 
     stacks, structure = _parameters(stack, how, x.shape[0] * x.shape[1], x.dtype)
 
-    # A scan would copy a layer's matrix for a kernel to read it.
+    # Matrices that a kernel reads in place are not scanned over: a scan would copy each layer's matrix first.
     def run_scanned(carry, scanned_and_layer):
         scanned, layer = scanned_and_layer
         parameters = [
@@ -109,7 +109,7 @@ def take_apart(stack: nnx.Module, how: Execution, num_rows: int, dtype: DTypeLik
 def _parameters(
     stack: nnx.Module, how: Execution, num_rows: int, dtype: DTypeLike
 ) -> tuple[list[tuple[Shaped[Array, "L ..."] | MXFP8Array, bool]], jax.tree_util.PyTreeDef]:
-    """Every parameter but the experts', and whether a kernel reads its layers where they lie."""
+    """Return every parameter but the experts', and True for those whose layers a kernel reads where they lie."""
     without_experts = _replace_experts(stack, None)
     leaves, structure = jax.tree_util.tree_flatten_with_path(without_experts, is_leaf=_is_matrix_of_its_own)
     names = [dotted_path(path).rpartition(".")[2] for path, _ in leaves]
@@ -120,7 +120,7 @@ def _parameters(
 
 
 def _with_experts(one_layer: nnx.Module, stack: nnx.Module, layer: Int[Array, ""]) -> nnx.Module:
-    """One layer with the experts of its stack, which are read where they lie: a copy would be of all to use a few."""
+    """Return one layer with its stack's experts, read where they lie: a copy would be of all experts to use a few."""
     experts = getattr(stack.mlp, "experts", None)
     if experts is None:
         return one_layer
@@ -129,7 +129,7 @@ def _with_experts(one_layer: nnx.Module, stack: nnx.Module, layer: Int[Array, ""
 
 
 def _replace_experts(layers: nnx.Module, experts: nnx.Module | None) -> nnx.Module:
-    """A copy with other experts, where there are any."""
+    """Return a copy with other experts, if there are any."""
     other = jax.tree.map(lambda parameter: parameter, layers, is_leaf=_is_matrix_of_its_own)
     if hasattr(layers.mlp, "experts"):
         other.mlp.experts = experts

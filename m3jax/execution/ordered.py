@@ -18,25 +18,28 @@ from m3jax.weights import StackedLayer
 
 @dataclass(frozen=True)
 class Ordered(Fast):
-    """A token's bits depend on no other token: each kernel sums in an order of its own (`m3jax.ops.ordered`)."""
+    """An `Execution` whose kernels each sum in one order, so that a token's bits depend on no other token.
 
-    product_backend = "xla"  # where it is no kernel of one order
+    The kernels are those of `m3jax.ops.ordered`.
+    """
+
+    product_backend = "xla"  # for products without a kernel of one order
 
     def add_norm(self, x, update, weight, eps):
-        """Residual addition and norm, by the kernel for any number of tokens."""
+        """Return a residual addition and its norm, by the kernel for any number of tokens."""
         by_xla = lambda x, update, weight: plain.add_norm(x, update, weight, eps)
         return ops.add_norm(by_xla, x, update, weight, eps=eps, backend="xla", is_ordered=True)
 
     def heads(self, projections):
-        """Heads finished by the kernel that norms and rotates."""
+        """Return heads finished by the kernel that norms and rotates."""
         return projections.finish_in_order()
 
     def sum_of_experts(self, out, weights):
-        """The weighted sum, one expert after the other."""
+        """Return the weighted sum, adding one expert after the other."""
         return sum(out[:, i] * weights[:, i : i + 1].astype(out.dtype) for i in range(out.shape[1]))
 
     def unembed(self, hidden, head):
-        """The kernel's product where it takes the vocabulary, else tiles."""
+        """Return logits by the kernel's product if it takes the vocabulary, else tile by tile."""
         if head.shape[0] % 64:
             return Tiled(self.compute, self.has_cache).unembed(hidden, head)
         return ops.unembed_in_order(hidden, head)
@@ -44,21 +47,21 @@ class Ordered(Fast):
     def reads_in_place(
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
     ) -> bool:
-        """True for all matrices of a call with a cache: gradients are those of layers, not of stacks."""
+        """Return True for all matrices of a call with a cache: gradients are those of layers, not of stacks."""
         if not (self.has_cache and (name.endswith("_proj") or name == "gate")):
             return False
         case = ops.ProductCase.of(stack, NUM_INPUTS.get(name, 1), num_rows, dtype, is_ordered=True)
         return ops.choose(case, self.compute.backend) != "xla"
 
     def stacked(self, stack, layer):
-        """One layer's matrix, where it lies."""
+        """Return one layer's matrix, read where it lies."""
         return replace(super().stacked(stack, layer), is_ordered=True)
 
     def prepared(self, layer):
-        """The layer with all of its matrices in stacks, if only of one: the kernel reads no others."""
+        """Return the layer with all matrices in stacks, even if of one layer: the kernel reads no others."""
 
         def prepare(parameter):
-            if isinstance(parameter, StackedLayer) or parameter.ndim < 2:  # norms and biases are no matrices
+            if isinstance(parameter, StackedLayer) or parameter.ndim < 2:  # norms and biases are not matrices
                 return parameter
             return self.stacked(jax.tree.map(lambda x: x[None], parameter), jnp.int32(0))
 
@@ -66,7 +69,7 @@ class Ordered(Fast):
 
 
 def kernels_order(config: M3Config, dtype: DTypeLike, backend: str) -> bool:
-    """True if kernels run all layers of a model in its invariant mode, for a device by itself.
+    """Return True if kernels run all layers of a model in its invariant mode, for a device by itself.
 
     Args:
       config: the model's.

@@ -1,4 +1,4 @@
-"""What stands between the products of a layer, in plain `jax.numpy`, as XLA computes it where no kernel does.
+"""The steps between the products of a layer, in plain `jax.numpy`, as XLA computes them where no kernel does.
 
 `m3jax.model.layers` gives these functions their names in the model.
 """
@@ -12,7 +12,7 @@ from m3jax.numerics import accumulator
 
 
 def gemma_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """Root-mean-square norm times (1 + weight), in the accumulator's dtype; the caller rounds.
+    """Return the root-mean-square norm times (1 + weight), in the accumulator's dtype; the caller rounds.
 
     Source: transformers `MiniMaxM3VLRMSNorm`.
     """
@@ -33,7 +33,7 @@ def apply_rope(
 
 
 def add(x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Residual addition in the accumulator's dtype, rounded once."""
+    """Return a residual addition, made in the accumulator's dtype and rounded once."""
     return (x.astype(update.dtype) + update).astype(x.dtype)
 
 
@@ -58,11 +58,11 @@ def choose_experts(
     expert_ids = checkpoint_name(jax.lax.top_k(scores + bias, top_k)[1], "expert_ids")  # [X A]
     weights = jnp.take_along_axis(scores, expert_ids, axis=-1)  # [X A]
     weights = weights / sum(weights[:, i : i + 1] for i in range(top_k))  # term by term: a sum in one order
-    # Top-k puts NaN first or last, as its sign bit is: an expert whose score is none would be passed over in silence.
+    # Top-k puts NaN first or last, by its sign bit: an expert whose score is NaN could be passed over in silence.
     is_broken = jnp.any(jnp.isnan(scores + bias), axis=-1, keepdims=True)  # [X 1]
     return expert_ids.astype(jnp.int32), jnp.where(is_broken, jnp.nan, weights)
 
 
 def weighted_sum(out: Float[Array, "X A D"], weights: Float[Array, "X A"]) -> Float[Array, "X D"]:
-    """The sum over each token's experts."""
+    """Return the weighted sum over each token's experts."""
     return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)

@@ -33,7 +33,7 @@ class Projections:
         return self._heads_by(self._norm_and_rotate)
 
     def finish_in_order(self) -> Heads:
-        """`finish` by a kernel that gives a token the same bits whatever else a call has (`m3jax.ops.ordered`)."""
+        """Compute `finish` by a kernel that gives a token the same bits in any call (`m3jax.ops.ordered`)."""
         return self._heads_by(
             lambda *arrays: norm_rope_in_order(self._norm_and_rotate, *arrays, eps=self.eps, dtype=self.dtype)
         )
@@ -43,7 +43,7 @@ class Projections:
         return tuple(apply_rope(gemma_norm(x, weight, self.eps), cos, sin).astype(self.dtype) for x, weight in pairs)
 
     def _heads_by(self, norm_and_rotate) -> Heads:
-        """All heads by one call of a function of (heads, norms, cos, sin); values are only rounded."""
+        """Return all heads, by one call of a function of (heads, norms, cos, sin); values are only rounded."""
         raw, norms = self.raw, self.norms
         heads, weights = [raw.q, raw.k], [norms.q, norms.k]
         if raw.index_q is not None:

@@ -1,4 +1,4 @@
-"""What a model asks of whatever computes it, in the names of the mathematics."""
+"""The protocol of whatever computes a model's calls, in the names of the mathematics."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -22,8 +22,8 @@ Tokenwise = Callable[..., PyTree[Array]]
 class Execution(Protocol):
     """A way to compute a call of the model: `Fast`, `Tiled` or `Ordered`.
 
-    Matrices are multiplied by `m3jax.ops.project`, whatever they are stored as. All else that has more than one
-    implementation is asked for here.
+    Matrices are multiplied by `m3jax.ops.project`, whatever they are stored as. This protocol has everything else that
+    has more than one implementation.
     """
 
     def each_token(self, fn: Tokenwise) -> Tokenwise:
@@ -79,7 +79,7 @@ class Execution(Protocol):
           shared: gate, up and down of the layer's shared expert, for a kernel that runs it with the others.
 
         Returns:
-          (the sum, what the shared expert makes of each token, or None where that is left to the caller).
+          (the sum, the shared expert's output for each token, or None if that is left to the caller).
         """
         ...
 
@@ -90,7 +90,7 @@ class Execution(Protocol):
     def reads_in_place(
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
     ) -> bool:
-        """True if a kernel reads a layer's matrix where it lies in its stack, in a call of so many tokens.
+        """Return True if a kernel reads a layer's matrix where it lies in its stack, in a call of so many tokens.
 
         Args:
           name: of the parameter, such as "q_proj".

@@ -1,4 +1,4 @@
-"""The invariant mode in tiles: tokens in tiles of one size, all by one program."""
+"""The invariant mode in tiles: tokens in tiles of one size, all computed by one program."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from m3jax.tiles import by_tiles
 
 @dataclass(frozen=True)
 class Tiled(Fast):
-    """A token's bits depend on no other token: a loop over tiles runs one program for each (`m3jax.tiles`).
+    """An `Execution` that runs one program for each tile of tokens, so that a token's bits depend on no other token.
 
-    What surrounds a token in its tile changes none of its bits, and neither do the tiles of others.
+    What surrounds a token in its tile changes none of its bits, and neither do other tiles (`m3jax.tiles`).
     """
 
     takes_layers_apart = False  # prompts and steps run the same programs
@@ -26,7 +26,7 @@ class Tiled(Fast):
     product_backend = "xla"  # a kernel sums in an order that the number of tokens decides
 
     def each_token(self, fn: Callable[..., PyTree[Array]]) -> Callable[..., PyTree[Array]]:
-        """The function of a tile of tokens after the other."""
+        """Return the function with a loop over tiles of tokens around it."""
         as_one_row = lambda *tile: jax.tree.map(lambda x: x[0], fn(*jax.tree.map(lambda x: x[None], tile)))
 
         @wraps(fn)
@@ -39,23 +39,23 @@ class Tiled(Fast):
         return tile_by_tile
 
     def heads(self, projections):
-        """Heads finished with the rest of the tile."""
+        """Return heads, finished with the rest of the tile."""
         return projections.finish()
 
     def before_mesh(self, expert_ids, weights):
-        """The choices with as many columns as the devices of the context axis divide.
+        """Return the choices with as many columns as the devices of the context axis divide.
 
-        With a choice or several for each of them, a token's place does not say who gets which.
+        Each device then gets the same columns of every token, wherever in the call the token stands.
         """
         unused = ((0, 0), (0, -expert_ids.shape[1] % self.compute.mesh.shape["context"]))
         return jnp.pad(expert_ids, unused, constant_values=-1), jnp.pad(weights, unused)
 
     def sum_of_experts(self, out, weights):
-        """The weighted sum, tile by tile."""
+        """Return the weighted sum, tile by tile."""
         return by_tiles(plain.weighted_sum, self.compute.token_tile, out, weights)
 
     def unembed(self, hidden, head):
-        """One product a tile."""
+        """Return logits, by one product a tile."""
         product = lambda hidden: einsum("xd,vd->xv", hidden, head)
         rows = hidden.reshape(-1, hidden.shape[-1])
         return by_tiles(product, self.compute.token_tile, rows).reshape(*hidden.shape[:-1], -1)

@@ -38,7 +38,7 @@ class Attention(nnx.Module):
     def project(
         self, x: Float[Array, "B T D"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"], context: Context
     ) -> Heads | Projections:
-        """Queries, keys and values of each token: projected, normed and rotated, the last two here or in the call."""
+        """Return each token's queries, keys and values: projected here, normed and rotated here or in the call."""
         weights, index_q_norm, index_k_norm = [self.q_proj, self.k_proj, self.v_proj], None, None
         if self.is_sparse:
             weights += [self.index_q_proj, self.index_k_proj]
@@ -68,6 +68,7 @@ class Attention(nnx.Module):
           values on the way: q, k, v, index_q, index_k, blocks, attention; where a kernel writes the pages only blocks
           and attention).
         """
+        # Without rules the layer attends to every block; a sparse one does so in the dense warm-up of training.
         rules = context.rules if self.is_sparse and not context.dense else None
         attention, blocks, pages, values = context.how.attend(
             heads, pages, layer, context.places, context.positions, context.lengths, rules
@@ -77,7 +78,7 @@ class Attention(nnx.Module):
         return flat, pages, {name: value for name, value in values.items() if value is not None}
 
     def project_out(self, attention: Float[Array, "B T X"]) -> Float[Array, "B T D"]:
-        """The output projection, left in the accumulator's dtype."""
+        """Return the output projection, left in the accumulator's dtype."""
         # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
         return project("btx,xd->btd", attention, merge_inputs(self.o_proj[...], 2))
 

@@ -1,4 +1,4 @@
-"""Making the parameter tree: the same constructors give shapes, logical axes, shardings, or random weights."""
+"""Construction of the parameter tree: the same constructors give shapes, logical axes, shardings, or weights."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Axes = tuple[str | None, ...]
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """The name of a model's dtype, given as a name ("bfloat16") or as `jnp.bfloat16` and the like.
+    """Return the name of a model's dtype, given as a name ("bfloat16") or as `jnp.bfloat16` and the like.
 
     Raises:
       ValueError: a dtype that a model cannot have.
@@ -42,7 +42,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def parameter_dtype(least: str | None, model_dtype: str) -> jnp.dtype:
-    """A parameter's dtype: the model's, or what it needs at least; the router needs float32, float64 in float64."""
+    """Return a parameter's dtype: the model's, or the least that it needs (the router: float32; float64 in float64)."""
     if least is None:
         return jnp.dtype(model_dtype)
     if jnp.issubdtype(least, jnp.integer):
@@ -51,7 +51,7 @@ def parameter_dtype(least: str | None, model_dtype: str) -> jnp.dtype:
 
 
 def check_weights(weights: str) -> None:
-    """Raise ValueError for a name that is none of `WEIGHTS`.
+    """Raise ValueError for a name that is not in `WEIGHTS`.
 
     Args:
       weights: the name.
@@ -62,7 +62,7 @@ def check_weights(weights: str) -> None:
 
 @dataclass(frozen=True)
 class MakeEach:
-    """Makes every parameter by one function of its shape, axes and dtype, as shapes and shardings need no more.
+    """A maker of parameters by one function of shape, axes and dtype, which is all that shapes and shardings need.
 
     Attributes:
       make: the function.
@@ -75,11 +75,11 @@ class MakeEach:
     mesh: Mesh | None = None
 
     def weight(self, shape: Shape, axes: Axes, *, fan_in: int, dtype: str | None = None) -> nnx.Param:
-        """A matrix, or a stack of them."""
+        """Return a matrix, or a stack of them."""
         return nnx.Param(self.make(shape, axes, dtype))
 
     def linear(self, shape: Shape, axes: Axes, *, inputs: int = 1, outputs: int = 1) -> nnx.Param | Frozen:
-        """A matrix of a linear layer, or a stack of them; in MXFP8 its codes and scales."""
+        """Return a matrix of a linear layer, or a stack of them; in MXFP8 its codes and scales."""
         if self.weights == "dequantize":
             return nnx.Param(self.make(shape, axes, None))
         _check_blocks(shape, axes, inputs, outputs, self.mesh)
@@ -90,12 +90,12 @@ class MakeEach:
         return Frozen(MXFP8Array(codes, scales, inputs, outputs))
 
     def norm(self, shape: Shape, *, dtype: str | None = None, start: float = 0.0) -> nnx.Param:
-        """The weights of a norm, or a bias."""
+        """Return the weights of a norm, or a bias."""
         return nnx.Param(self.make(shape, (None,) * len(shape), dtype))
 
 
 def _check_blocks(shape: Shape, axes: Axes, inputs: int, outputs: int, mesh: Mesh | None) -> None:
-    """Raise ValueError where a mesh cuts through a block of 32 input channels, which has one scale."""
+    """Raise ValueError if a mesh cuts through a block of 32 input channels, which has one scale."""
     first_input, first_output = len(shape) - outputs - inputs, len(shape) - outputs
     if mesh is None:
         return
@@ -111,9 +111,9 @@ def _check_blocks(shape: Shape, axes: Axes, inputs: int, outputs: int, mesh: Mes
 
 @dataclass
 class MakeRandom:
-    """Draws weights from a normal distribution with standard deviation fan_in**-0.5; norms do nothing, biases are 0.
+    """A maker of random weights: normal with standard deviation fan_in**-0.5; norms do nothing, biases are 0.
 
-    The stored weight of the text model's norms is centred on 0 (the model adds 1), that of the tower's on 1. Each
+    The text model's norms store weights centred on 0 (the model adds 1), the tower's store weights centred on 1. Each
     matrix has a key of its own, by its place in the order of construction.
     """
 
@@ -123,7 +123,7 @@ class MakeRandom:
     num_drawn: int = field(default=0)
 
     def weight(self, shape: Shape, axes: Axes, *, fan_in: int, dtype: str | None = None) -> nnx.Param:
-        """A matrix, or a stack of them: a large one is drawn where it lies, a small one put there."""
+        """Return a matrix, or a stack of them: a large one is drawn where it lies, a small one put there."""
         key = jax.random.fold_in(self.key, self.num_drawn)
         self.num_drawn += 1
         dtype = parameter_dtype(dtype, self.dtype)
@@ -137,30 +137,30 @@ class MakeRandom:
         return nnx.Param(made_there(_cut)(numbers, fan_in**-0.5, shape=shape, dtype=dtype))
 
     def linear(self, shape: Shape, axes: Axes, *, inputs: int = 1, outputs: int = 1) -> nnx.Param:
-        """A matrix of a linear layer, or a stack of them."""
+        """Return a matrix of a linear layer, or a stack of them."""
         first_output = len(shape) - outputs
         return self.weight(shape, axes, fan_in=math.prod(shape[first_output - inputs : first_output]))
 
     def norm(self, shape: Shape, *, dtype: str | None = None, start: float = 0.0) -> nnx.Param:
-        """The weights of a norm, or a bias: all of one value."""
+        """Return the weights of a norm, or a bias: all of one value."""
         place = sharding(shape, (None,) * len(shape), self.mesh)
         return nnx.Param(jnp.full(shape, start, parameter_dtype(dtype, self.dtype), device=place))
 
 
-# Sizes in which numbers for small matrices are drawn. To compile that takes a CPU a third of a second for each size, to
-# compile what cuts a matrix from them a fiftieth for each shape.
+# Sizes in which numbers for small matrices are drawn. On a CPU compiling the draw takes a third of a second for each
+# size, and compiling the cut of a matrix from them a fiftieth of a second for each shape.
 _SMALL_SIZES = (1 << 12, 1 << 16, 1 << 20)
 
 
 def _drawn(key: Key[Array, ""], deviation: Float[Array, ""], shape: Shape, dtype: jnp.dtype) -> Float[Array, "..."]:
-    """A matrix with a standard deviation."""
+    """Return a random matrix with a given standard deviation."""
     return (jax.random.normal(key, shape, jnp.promote_types(dtype, jnp.float32)) * deviation).astype(dtype)
 
 
 def _cut(
     numbers: Float[Array, " S"], deviation: Float[Array, ""], shape: Shape, dtype: jnp.dtype
 ) -> Float[Array, "..."]:
-    """A matrix of the first of some numbers, whose standard deviation is 1."""
+    """Return a matrix made of the first of some numbers, which have a standard deviation of 1."""
     return (numbers[: math.prod(shape)].reshape(shape) * deviation).astype(dtype)
 
 
@@ -172,7 +172,7 @@ def init(
     *,
     rngs: nnx.Rngs | None = None,
 ) -> M3:
-    """A model with random weights (`MakeRandom`).
+    """Return a model with random weights (`MakeRandom`).
 
     Args:
       config: the model's configuration; `M3Config.tiny()` for experiments.
@@ -196,7 +196,7 @@ def abstract(
     mesh: Mesh | str | None = None,
     weights: str = "dequantize",
 ) -> M3:
-    """The model with `jax.ShapeDtypeStruct` leaves: enough to trace, lower and plan.
+    """Return the model with `jax.ShapeDtypeStruct` leaves: enough to trace, lower and plan.
 
     Args:
       config, dtype, mesh: as in `init`.
@@ -216,11 +216,11 @@ def abstract(
 
 
 class LogicalAxes(tuple):
-    """Logical axis names of one parameter; a leaf of the tree, not a container."""
+    """The logical axis names of one parameter; a leaf of the tree, not a container."""
 
 
 def logical_axes(config: M3Config) -> M3:
-    """The model with the tuple of logical axis names in place of each parameter.
+    """Return the model with the tuple of logical axis names in place of each parameter.
 
     Args:
       config: the model's.
@@ -229,7 +229,7 @@ def logical_axes(config: M3Config) -> M3:
 
 
 def shardings(config: M3Config, mesh: Mesh | None, weights: str = "dequantize") -> M3:
-    """The model with the sharding of each parameter in its place.
+    """Return the model with the sharding of each parameter in its place.
 
     Args:
       config: the model's.
@@ -241,5 +241,5 @@ def shardings(config: M3Config, mesh: Mesh | None, weights: str = "dequantize") 
 
 
 def num_bytes(tree: nnx.Module) -> int:
-    """Bytes of all parameters of a real or an abstract model."""
+    """Return the bytes of all parameters of a real or an abstract model."""
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""What happens before a call of the model runs: its arrays are checked, and it becomes one compiled program."""
+"""Decorators of a model's calls, which make each one compiled program and check its arrays."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -13,7 +13,7 @@ Method = TypeVar("Method", bound=Callable)
 
 
 def compiled(*static: str) -> Callable[[Method], Method]:
-    """Make a method of the model one compiled program, where it is not called as a part of another one.
+    """Make a method of the model one compiled program, unless it is called as a part of another one.
 
     Args:
       *static: names of the arguments whose values the program is compiled for.
@@ -33,7 +33,7 @@ def compiled(*static: str) -> Callable[[Method], Method]:
 
 
 def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
-    """Refuse ids and lengths that the model does not have: always where they are at hand, else under `checks()`.
+    """Raise ValueError for ids and lengths that the model does not have, if they are at hand; else under `checks()`.
 
     Padding may hold anything.
     """

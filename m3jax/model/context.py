@@ -1,4 +1,4 @@
-"""What every layer of one call shares."""
+"""The values that all layers of one call share."""
 
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -37,14 +37,14 @@ class Context:
     how: Execution = struct.field(pytree_node=False)
 
     def of_stack(self, index: int, cache: Cache | None) -> "Context":
-        """With the host memory of one stack of layers, where its keys and values are offloaded."""
+        """Return the context with the host memory of one stack of layers, if its keys and values are offloaded."""
         if cache is None or cache.host is None:
             return self
         return self.replace(places=self.places.replace(host=cache.host[index]))
 
 
 def selection_rules(config: M3Config, score: Score) -> SelectionRules:
-    """The model's rules of selection, with a score that may be another than the configuration's."""
+    """Return the model's rules of selection, with a score that may be another than the configuration's."""
     return SelectionRules(
         top_k=config.index_topk_blocks, local_blocks=config.index_local_blocks, init_blocks=config.index_init_blocks,
         score=score,

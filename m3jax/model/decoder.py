@@ -15,7 +15,7 @@ from m3jax.model.moe import MoE
 class Decoder(nnx.Module):
     """The layers of a stack, which are of one kind; every parameter has a leading layer axis.
 
-    A call is one layer's: `m3jax.execution.run_layers` calls it with the parameters of one after the other.
+    A call runs one layer: `m3jax.execution.run_layers` makes a call for each, with the parameters of that layer.
 
     Attributes:
       apart: the parameters of each layer by itself, where they were taken apart (`M3.with_layers_apart`).
@@ -54,6 +54,7 @@ class Decoder(nnx.Module):
         """
         config, how, eps = context.config, context.how, context.config.rms_norm_eps
 
+        # Only attention reads other tokens: what comes before and after it treats each token alone.
         @how.each_token
         def before_attention(x, cos, sin):
             _, normed = how.add_norm(x, None, self.input_layernorm[...], eps)

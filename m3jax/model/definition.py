@@ -39,7 +39,7 @@ def forward(
     lengths: Int[Array, " B"] | None = None,
     score: Score | None = None,
 ) -> Float[Array, "B T V"]:
-    """Logits of every token.
+    """Return the logits of every token.
 
     Args:
       params: arrays by hub name, such as "language_model.model.embed_tokens.weight" (`parameters`, or a checkpoint's).
@@ -66,7 +66,7 @@ def intermediates(
     lengths: Int[Array, " B"] | None = None,
     score: Score | None = None,
 ) -> dict[str, Array | list[Values]]:
-    """Every named value between tokens and logits.
+    """Return every named value between tokens and logits.
 
     Args:
       params, tokens, config, lengths, score: as in `forward`.
@@ -93,9 +93,9 @@ def intermediates(
 def layer(
     params: Parameters, x: Float[Array, "B T D"], lengths: Int[Array, " B"], config: M3Config, score: Score
 ) -> tuple[Float[Array, "B T D"], Values]:
-    """One decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual stream.
+    """Run one decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual stream.
 
-    Which attention and which MLP a layer has is said by the names of its parameters.
+    The names of a layer's parameters decide whether its attention is sparse, and whether it has experts.
 
     Args:
       params: the layer's, by what follows "layers.N." in their names.
@@ -128,7 +128,7 @@ def layer(
 def attention(
     params: Parameters, x: Float[Array, "B T D"], lengths: Int[Array, " B"], config: M3Config, score: Score
 ) -> tuple[Float[Array, "B T D"], Values]:
-    """Grouped-query attention of one layer, over the blocks that the index branch selects where there is one.
+    """Run one layer's grouped-query attention, over the blocks that the index branch selects if there is one.
 
     Queries and keys are normed per head and rotated by their positions; values are not. The index branch does the same
     with projections of its own of the same `x`: an index query for each KV head, and one index key that all share. It
@@ -136,7 +136,7 @@ def attention(
 
     Args:
       params: the layer's, by what follows "self_attn." in their names.
-      x: what the layer's first norm gives.
+      x: the output of the layer's first norm.
       lengths: tokens of each row.
       config: the model's.
       score: of blocks.
@@ -194,14 +194,14 @@ def rope(x: Float[Array, "B T _ H"], positions: Int[Array, "B T"], config: M3Con
 def mixture_of_experts(
     params: Parameters, x: Float[Array, "B T D"], config: M3Config
 ) -> tuple[Float[Array, "B T D"], Values]:
-    """The weighted sum of each token's experts times routed_scaling_factor, plus the shared expert.
+    """Return the weighted sum of each token's experts times routed_scaling_factor, plus the shared expert.
 
     A token chooses the A experts whose score plus bias is highest; of equal ones the lower id. They are weighed by
     their scores alone, divided by the sum of these A. No expert has a capacity and no token is dropped.
 
     Args:
       params: the layer's, by what follows "block_sparse_moe." in their names.
-      x: what the layer's second norm gives.
+      x: the output of the layer's second norm.
       config: the model's.
 
     Returns:
@@ -233,7 +233,7 @@ def mlp(
     config: M3Config,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Float[Array, "B T D"]:
-    """SwiGLU-OAI: (up + 1) * gate * sigmoid(alpha * gate), the gate clamped above and up on both sides at the limit.
+    """Run an MLP by SwiGLU-OAI, (up + 1) * gate * sigmoid(alpha * gate), gate clamped above, up on both sides at limit.
 
     Args:
       params: its three matrices.
@@ -246,7 +246,7 @@ def mlp(
     """
     gate, up = (linear(x, params[f"{name}.weight"]) for name in names[:2])  # [B T F] twice
     limit = config.swiglu_limit
-    gate = jnp.where(gate > limit, limit, gate)  # comparisons: a minimum may make a number of NaN
+    gate = jnp.where(gate > limit, limit, gate)  # by comparisons: a minimum may turn NaN into a number
     up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
     hidden = _rounded((up + 1.0) * gate * jax.nn.sigmoid(config.swiglu_alpha * gate), x)
     return linear(hidden, params[f"{names[2]}.weight"])
@@ -256,33 +256,33 @@ def mlp(
 
 
 def norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """x / sqrt(mean(x^2) + eps) times 1 + weight, in float32 at least."""
+    """Return x / sqrt(mean(x^2) + eps) times 1 + weight, in float32 at least."""
     x = x.astype(_wide(x))
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * (1.0 + weight.astype(x.dtype))
 
 
 def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"]) -> Float[Array, "... F"]:
-    """x times the transposed matrix, summed and left in float32 at least."""
+    """Return x times the transposed matrix, summed and left in float32 at least."""
     return jnp.einsum("...d,fd->...f", x, weight, precision="highest", preferred_element_type=_wide(x))
 
 
 def _wide(x: Float[Array, "..."]) -> jnp.dtype:
-    """float32, or float64 for float64."""
+    """Return the dtype of arithmetic on x: float64 for float64, else float32."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _rounded(x: Float[Array, "..."], like: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x in the dtype of the activations: the one rounding of whatever stands inside."""
+    """Return x in the dtype of the activations: the one rounding of the expression that it is given."""
     return x.astype(like.dtype)
 
 
 def _below(params: Parameters, prefix: str) -> Parameters:
-    """The parameters whose names begin so, by what follows."""
+    """Return the parameters whose names begin with a prefix, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
 
 
 def parameters(model: Any) -> Parameters:
-    """A model's parameters as `forward` takes them: by hub name, matrices [out, in], without vision.
+    """Return a model's parameters as `forward` takes them: by hub name, matrices [out, in], without vision.
 
     Args:
       model: an `m3jax.model.M3` whose weights are numbers.
@@ -303,7 +303,7 @@ def parameters(model: Any) -> Parameters:
 
 
 def _of_layer(prefix: str, stack: Any, index: int) -> Parameters:
-    """One layer's parameters by hub name; ours have a layer axis, inputs before outputs, and an axis of heads."""
+    """Return one layer's parameters by hub name; M3's have a layer axis, inputs before outputs, an axis of heads."""
     params = {}
 
     def put(name: str, module: Any, matrices: tuple[str, ...], vectors: tuple[str, ...] = ()):

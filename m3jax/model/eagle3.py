@@ -33,7 +33,7 @@ class Eagle3Config:
       taps: where the target's residual stream is read, low layer first: 0 is the embedding, n the output of the n-th
         layer (counted from 1).
       fc_norm: whether each tap is normed before `fc`.
-      norm_output: whether the normed output is what the next draft step goes on from, or the one before the norm.
+      norm_output: whether the next draft step goes on from the output after the final norm, or before it.
       norm_before_residual: whether the residual is the normed feature.
       own_embedding: whether the draft has an embedding, or reads the target's.
       own_head: the same of the head. The final norm is always its own.
@@ -77,7 +77,7 @@ class Eagle3Config:
             raise ValueError("unsupported draft: " + "; ".join(problems))
 
     def check_fits(self, target: M3Config) -> None:
-        """Raise ValueError, with every reason, where this draft was not made for such a target."""
+        """Raise ValueError, with every reason, if this draft was not made for such a target."""
         layers = target.num_hidden_layers
         pairs = (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size))
         problems = [
@@ -93,7 +93,7 @@ class Eagle3Config:
             raise ValueError("the draft does not fit the target: " + "; ".join(problems))
 
     def as_layer(self, block_size: int) -> M3Config:
-        """The draft's layer as the cache and attention see one: dense attention over pages of `block_size` tokens."""
+        """Return the draft's layer as a configuration of dense attention over pages of `block_size` tokens."""
         return M3Config(
             vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_hidden_layers=1,
             num_attention_heads=self.num_attention_heads, num_key_value_heads=self.num_key_value_heads,
@@ -106,10 +106,10 @@ class Eagle3Config:
 
 @runtime_checkable
 class MakeDraft(MakeArrays, Protocol):
-    """What a draft asks for: as a model, and the ids of a reduced vocabulary."""
+    """A maker of a draft's parameters: those of a model's kinds, and the ids of a reduced vocabulary."""
 
     def token_ids(self, count: int) -> nnx.Param:
-        """The target's token for each of the draft's: int32, never divided."""
+        """Return the target's token for each of the draft's tokens: int32, never divided over devices."""
         ...
 
 
@@ -153,7 +153,7 @@ class Eagle3(nnx.Module):
         return self.fc.dtype
 
     def features(self, taps: Float[Array, "B T A D"]) -> Float[Array, "B T D"]:
-        """One feature for each position: the target's taps, normed if the draft has `fc_norm`, times `fc`."""
+        """Return one feature for each position: the target's taps, normed if the draft has `fc_norm`, times `fc`."""
         if self.fc_norm is not None:
             taps = rms_norm(taps, self.fc_norm[...], self.config.rms_norm_eps).astype(self.dtype)
         return einsum("btad,ade->bte", taps.astype(self.dtype), self.fc[...]).astype(self.dtype)
@@ -161,7 +161,7 @@ class Eagle3(nnx.Module):
     def inputs(
         self, feature: Float[Array, "B T D"], tokens: Int[Array, "B T"], embedding: Float[Array, "V D"]
     ) -> tuple[Float[Array, "B T W"], Float[Array, "B T D"]]:
-        """What attention reads, the embedding first and then the feature (W = 2D), and the residual.
+        """Return the input of attention, the embedding and then the feature (W = 2D), and the residual.
 
         Args:
           feature: of each position.
@@ -175,14 +175,14 @@ class Eagle3(nnx.Module):
         return jnp.concatenate([token, normed], axis=-1), normed if self.config.norm_before_residual else feature
 
     def project(self, x: Float[Array, "B T W"], positions: Int[Array, "B T"]) -> dict[str, Array]:
-        """Queries, keys and values, rotated to their positions on all dims."""
+        """Return queries and keys, rotated by their positions on all dims, and values."""
         cos, sin = rope_table(positions, self.config.head_dim, self.config.rope_theta, self.dtype)
         head = lambda weight: einsum("btw,wnh->btnh", x, weight[...])
         rotated = lambda weight: apply_rope(head(weight), cos, sin).astype(self.dtype)
         return {"q": rotated(self.q_proj), "k": rotated(self.k_proj), "v": head(self.v_proj).astype(self.dtype)}
 
     def outputs(self, attention: Float[Array, "B T N H"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The layer after attention: output projection and MLP, before the final norm."""
+        """Run the layer after attention, output projection and MLP, up to the final norm."""
         flat = attention.reshape(*attention.shape[:2], -1)
         out = einsum("btx,xd->btd", flat, self.o_proj[...].reshape(flat.shape[-1], -1))
         x = (residual.astype(out.dtype) + out).astype(self.dtype)
@@ -203,7 +203,7 @@ class Eagle3(nnx.Module):
         schedule: str = "auto",
         mesh: Mesh | None = None,
     ) -> tuple[Float[Array, "B T D"], StackCache]:
-        """One step over the draft's own pages.
+        """Run one step over the draft's own pages.
 
         Args:
           feature: of the position before each token.
@@ -228,20 +228,20 @@ class Eagle3(nnx.Module):
         return self.outputs(attention, residual), pages
 
     def read(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """What the head reads of an output."""
+        """Return the final norm of an output, which the head reads."""
         return rms_norm(x, self.norm[...], self.config.rms_norm_eps).astype(self.dtype)
 
     def recur(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """The feature of the next draft step."""
+        """Return the feature of the next draft step."""
         return self.read(x) if self.config.norm_output else x
 
     def logits(self, x: Float[Array, "... D"], head: Float[Array, "V D"]) -> Float[Array, "... U"]:
-        """Logits of an output, over the U = draft_vocab_size tokens that it can propose; `head` is the target's."""
+        """Return logits over the U = draft_vocab_size tokens that the draft can propose; `head` is the target's."""
         return einsum("...d,vd->...v", self.read(x), head if self.lm_head is None else self.lm_head[...])
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "..."], eps: float) -> Float[Array, "... D"]:
-    """Root-mean-square norm times the weight, in the accumulator's dtype; the caller rounds."""
+    """Return the root-mean-square norm times the weight, in the accumulator's dtype; the caller rounds."""
     dtype = accumulator(x.dtype)
     x = x.astype(dtype)
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * weight.astype(dtype)
@@ -249,35 +249,35 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "..."], eps: float) 
 
 @dataclass(frozen=True)
 class MakeEachOfDraft(MakeEach):
-    """Makes every parameter of a draft by one function of its shape, axes and dtype."""
+    """A maker of a draft's parameters by one function of shape, axes and dtype."""
 
     def token_ids(self, count: int) -> nnx.Param:
-        """The target's token for each of the draft's."""
+        """Return the target's token for each of the draft's tokens."""
         return nnx.Param(self.make((count,), (None,), "int32"))
 
 
 @dataclass(frozen=True)
 class MakeRandomDraft:
-    """Draws weights with standard deviation fan_in**-0.5; norms are 1, a reduced vocabulary the first ids."""
+    """A maker of random weights with deviation fan_in**-0.5; norms are 1, a reduced vocabulary is the first ids."""
 
     rng: np.random.Generator  # jax.random would compile a program for each shape
     dtype: str
 
     def weight(self, shape, axes, *, fan_in, dtype=None):
-        """A matrix, or a stack of them."""
+        """Return a matrix, or a stack of them."""
         return nnx.Param(jnp.asarray(self.rng.normal(size=shape) * fan_in**-0.5, self.dtype))
 
     def norm(self, shape, *, dtype=None):
-        """The weights of a norm."""
+        """Return the weights of a norm."""
         return nnx.Param(jnp.ones(shape, self.dtype))
 
     def token_ids(self, count):
-        """The target's token for each of the draft's."""
+        """Return the target's token for each of the draft's tokens."""
         return nnx.Param(jnp.arange(count, dtype=jnp.int32))
 
 
 def abstract(config: Eagle3Config, dtype: DTypeLike = "bfloat16", mesh: Mesh | str | None = None) -> Eagle3:
-    """The draft with `jax.ShapeDtypeStruct` leaves; dtype and mesh as in `m3jax.init`."""
+    """Return the draft with `jax.ShapeDtypeStruct` leaves; dtype and mesh as in `m3jax.init`."""
     name, mesh = dtype_name(dtype), as_mesh(mesh)
 
     def describe(shape, axes, least_dtype):
@@ -287,5 +287,5 @@ def abstract(config: Eagle3Config, dtype: DTypeLike = "bfloat16", mesh: Mesh | s
 
 
 def init(config: Eagle3Config, seed: int = 0, dtype: DTypeLike = "float32") -> Eagle3:
-    """Random weights: normal with standard deviation fan_in**-0.5; norms are 1, a reduced vocabulary the first ids."""
+    """Return a draft with random weights (`MakeRandomDraft`)."""
     return Eagle3(config, MakeRandomDraft(np.random.default_rng(seed), dtype_name(dtype)))

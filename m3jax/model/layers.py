@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and the SwiGLU-OAI MLP."""
+"""The norm, the rotary embedding and the SwiGLU-OAI MLP of a layer."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ __all__ = ["MLP", "add", "add_norm", "apply_rope", "gemma_norm", "rope_table", "
 def rope_table(
     positions: Int[Array, "B T"], rotary_dim: int, theta: float, dtype: jnp.dtype
 ) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
-    """Cosines and sines of position x theta**(-2i / rotary_dim), R = rotary_dim / 2, in at least float32."""
+    """Return cosines and sines of position x theta**(-2i / rotary_dim) for i < R = rotary_dim / 2, float32 at least."""
     table_dtype = np.float64 if accumulator(dtype) == np.float64 else np.float32
     exponent = np.arange(0, rotary_dim, 2, dtype=table_dtype) / table_dtype(rotary_dim)  # [R]
     angles = positions[..., None].astype(table_dtype) * (table_dtype(1.0) / table_dtype(theta) ** exponent)  # [B T R]
@@ -25,8 +25,8 @@ def rope_table(
 
 
 def swiglu_oai(gate: Float[Array, "..."], up: Float[Array, "..."], alpha: float, limit: float) -> Float[Array, "..."]:
-    """(up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides at `limit`."""
-    # By comparisons: a minimum that XLA's CPU backend takes into the product before it makes a number of NaN.
+    """Return (up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides at `limit`."""
+    # By comparisons: XLA's CPU backend may fuse a minimum with the product before it, and then NaN becomes a number.
     gate = jnp.where(gate > limit, limit, gate)
     up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
     return (up + 1.0) * gate * jax.nn.sigmoid(alpha * gate)
@@ -44,7 +44,7 @@ class MLP(nnx.Module):
         self.down_proj = make.linear((depth, hidden, width), ("layers", "mlp", None))
 
     def __call__(self, x: Float[Array, "... D"], alpha: float, limit: float) -> Float[Array, "... D"]:
-        """One layer's MLP, left in the accumulator's dtype."""
+        """Return one layer's MLP of x, left in the accumulator's dtype."""
         gate, up = project_each("...d,df->...f", x, (self.gate_proj[...], self.up_proj[...]))  # [... F] twice
         hidden = swiglu_oai(gate, up, alpha, limit).astype(x.dtype)
         return project("...f,fd->...d", hidden, self.down_proj[...])

@@ -38,11 +38,12 @@ from m3jax.ops import check_backend_name, check_schedule
 
 
 class M3(WithMedia):
-    """The model: a pytree of parameters with a static configuration. `vision` is None where that has no tower.
+    """MiniMax-M3 as a pytree of parameters with a static configuration; `vision` is None if it has no tower.
 
-    A call outside `jax.jit` is one compiled program, kept for the next call of the same shapes; inside it is a part of
-    the caller's. There pass the model as an argument. Static are `config`, what `with_dense` and `with_score` change of
-    the function, and `compute`, which says how it is computed (`m3jax.execution.Compute`).
+    A call outside `jax.jit` is one compiled program, kept for the next call of the same shapes. A call inside `jax.jit`
+    is a part of the caller's program, which should take the model as an argument. Static are `config`, what
+    `with_dense` and `with_score` change of the function, and `compute`, which says how it is computed
+    (`m3jax.execution.Compute`).
     """
 
     def __init__(self, config: M3Config, make: Make, mesh: Mesh | None = None):
@@ -69,14 +70,14 @@ class M3(WithMedia):
         embeddings: Float[Array, "B T D"] | None = None,
         media: MediaBatch | None = None,
     ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], Cache]:
-        """Logits of every token.
+        """Return the logits of every token.
 
         Args:
           tokens: token ids, right-padded.
           cache: what was seen before; token t of row b is written at slot positions[b, t] and sees slots up to it.
           positions: absolute positions; 0, 1, 2, ... by default, and without a cache no others but for padding. A
-            position < 0 or >= lengths marks padding, which is not written, is seen by nobody, and has logits that mean
-            nothing.
+            position < 0 or >= lengths marks padding, which is not written, is seen by no query, and has meaningless
+            logits.
           lengths: valid tokens of each row after this call; all of `tokens` by default. Needed with a cache.
           embeddings: what the first layer reads, from `embed`; by default the tokens' own.
           media: the images and videos whose placeholders are in `tokens`, from `m3jax.media.batch`.
@@ -105,7 +106,7 @@ class M3(WithMedia):
         keep: Keep | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]], PyTree[Array]]:
-        """All layers: what `trunk` returns, and the memory of what is kept (`m3jax.execution.Keep`)."""
+        """Run all layers; return what `trunk` returns, and the memory of what is kept (`m3jax.execution.Keep`)."""
         batch, length = tokens.shape
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
@@ -122,6 +123,7 @@ class M3(WithMedia):
         places = Places.nowhere(positions) if cache is None else cache.places(positions, lengths)
         rules = selection_rules(config, self.score)
         context = Context(positions, lengths, cos, sin, places, config, rules, self.dense, how)
+        # Consecutive layers of one kind are a stack, which is scanned; `num_before` counts layers of earlier stacks.
         x = self.embed(tokens) if embeddings is None else embeddings
         memory, new_stacks, kept, num_before = keep.start(x), [], [], 0
         for i, stack in enumerate(self.stacks):
@@ -136,7 +138,7 @@ class M3(WithMedia):
         return x, None if cache is None else cache.replace(stacks=tuple(new_stacks)), kept, memory
 
     def final_norm(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The norm between the last layer and the head.
+        """Apply the norm between the last layer and the head.
 
         Args:
           x: the residual stream.
@@ -146,7 +148,7 @@ class M3(WithMedia):
         return norm(x)
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Logits of normed hidden states; the product is not rounded to the model's dtype.
+        """Return logits of normed hidden states; the product is not rounded to the model's dtype.
 
         Args:
           hidden: as `hidden` returns them.
@@ -164,7 +166,7 @@ class M3(WithMedia):
         lengths: Int[Array, " B"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """The residual stream after the final norm, for callers that need the logits of a few tokens only.
+        """Return the residual stream after the final norm, for callers that need the logits of a few tokens only.
 
         Args:
           tokens: [B T] token ids, right-padded.
@@ -189,7 +191,7 @@ class M3(WithMedia):
         probe: Probe | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]]]:
-        """All layers.
+        """Run all layers, without the final norm and the head.
 
         Args:
           tokens: [B T] token ids, right-padded.
@@ -215,7 +217,7 @@ class M3(WithMedia):
         lengths: Int[Array, " B"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"], Cache | None]:
-        """The final hidden states, and the residual stream at some layers, before any norm: what a draft reads.
+        """Return the final hidden states, and the residual stream at some layers, before any norm, for a draft to read.
 
         Args:
           tokens: token ids, right-padded.
@@ -244,7 +246,7 @@ class M3(WithMedia):
         lengths: Int[Array, " B"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
     ) -> dict[str, Array | list[dict[str, Array]]]:
-        """Named values of every layer, for comparison with another engine.
+        """Return the named values of every layer, for comparison with another engine.
 
         Args:
           tokens: token ids, right-padded.
@@ -269,7 +271,7 @@ class M3(WithMedia):
         return out | {"final_norm": final, "logits": self.unembed(final)}
 
     def _probe(self, values: dict[str, Array], context: Context) -> dict[str, Array]:
-        """All named values of a layer, and the scores that its blocks had."""
+        """Return all named values of a layer, and the scores that its blocks had."""
         if "blocks" not in values:
             return values
         index = contiguous_index(values["index_k"], self.config.index_block_size)
@@ -277,7 +279,7 @@ class M3(WithMedia):
         return values | {"block_scores": scores}
 
     def with_schedule(self, schedule: str) -> "M3":
-        """The same parameters under another schedule.
+        """Return the model with the same parameters under another schedule.
 
         Args:
           schedule: "auto", or one of `m3jax.msa.SCHEDULES`.
@@ -291,7 +293,7 @@ class M3(WithMedia):
         return self._computed(schedule=schedule)
 
     def with_backend(self, backend: str) -> "M3":
-        """The same parameters on another backend.
+        """Return the model with the same parameters on another backend.
 
         Args:
           backend: one of `m3jax.ops.BACKENDS`.
@@ -303,9 +305,9 @@ class M3(WithMedia):
         return self._computed(backend=backend)
 
     def with_dense(self, dense: bool = True) -> "M3":
-        """The same parameters, attending to every block: no selection, as in the dense warm-up of training.
+        """Return the model attending to every block, without selection, as in the dense warm-up of training.
 
-        That is another function: a model trained sparse does not work dense (T18).
+        The parameters are the same, but that is another function: a model trained sparse does not work dense (T18).
 
         Args:
           dense: False selects again.
@@ -313,7 +315,7 @@ class M3(WithMedia):
         return self._with(dense=dense)
 
     def with_score(self, score: Score) -> "M3":
-        """The same parameters, and blocks that are scored in another way.
+        """Return the model with the same parameters and blocks that are scored in another way.
 
         Args:
           score: how the scores of a block's tokens become its own: "max", "lse", or a function of your own from
@@ -326,10 +328,10 @@ class M3(WithMedia):
         return self._with(score=score)
 
     def with_invariance(self, invariant: bool = True) -> "M3":
-        """The same parameters, and arithmetic whose order a token's own row decides, nothing beside it.
+        """Return the model in its invariant mode: a token's own row alone decides the order of its sums.
 
         A token's bits are then the same alone and in a batch, in one chunk and in many, in a decode step and among
-        proposals, on one backend. Whole lives of requests: `Engine(..., invariant=True)`.
+        proposals, on one backend. `Engine(..., invariant=True)` does the same for whole requests.
 
         Args:
           invariant: False computes as it is fastest again.
@@ -339,10 +341,10 @@ class M3(WithMedia):
         return self._computed(schedule="invariant", expert_path="in_fixed_tiles", invariant=True, call_pages=CallPages)
 
     def with_activations(self, activations: str | None) -> "M3":
-        """The same MXFP8 weights, and products that quantise activations too, or leave them as they are.
+        """Return the model with the same MXFP8 weights and products that quantise activations too, or do not.
 
-        With "mxfp8" each token's channels are rounded to MXFP8, 32 by 32, before they meet a weight that is in MXFP8:
-        that is another function ("W8A8"), the one of engines on chips that multiply MXFP8 numbers.
+        With "mxfp8" each token's channels are rounded to MXFP8, in blocks of 32, before they are multiplied by a weight
+        in MXFP8. That is another function ("W8A8"): the one of engines on chips that multiply MXFP8 numbers.
 
         Args:
           activations: "mxfp8", or None for the model's dtype.
@@ -356,11 +358,11 @@ class M3(WithMedia):
 
     @property
     def is_mxfp8(self) -> bool:
-        """Whether the matrices of linear layers are in MXFP8."""
+        """True if the matrices of linear layers are in MXFP8."""
         return isinstance(self.stacks[0].self_attn.q_proj, Frozen)
 
     def with_training_paths(self, call_pages: type[CallPages], expert_path: str) -> "M3":
-        """The same parameters, and calls without a cache computed in other ways, as training wants them.
+        """Return the model with calls without a cache computed in other ways, as training wants them.
 
         Args:
           call_pages: the class used in place of `m3jax.cache.CallPages`; one is made for each stack in each call.
@@ -369,18 +371,18 @@ class M3(WithMedia):
         return self._computed(call_pages=call_pages, expert_path=expert_path)
 
     def _computed(self, **settings: object) -> "M3":
-        """A copy that shares the parameters, computed in another way."""
+        """Return a copy that shares the parameters, computed in another way."""
         return self._with(compute=replace(self.compute, **settings))
 
     def _with(self, **fields: object) -> "M3":
-        """A copy that shares the parameters, with some static fields set."""
+        """Return a copy that shares the parameters, with some static fields set."""
         other = copy.copy(self)
         for name, value in fields.items():
             setattr(other, name, value)
         return other
 
     def with_layers_apart(self, num_rows: int) -> "M3":
-        """The same parameters, by layers, which a call then runs one after the other instead of scanning them.
+        """Return the model with separate parameters for each layer, so that a call does not scan over them.
 
         For a program that runs many decode steps in a loop, before the loop: what is cut out of the stacks is copied
         once, where a scan copies it in each step. What a kernel reads where it lies stays there, experts too. The
@@ -393,7 +395,7 @@ class M3(WithMedia):
         return self._with(stacks=nnx.List([take_apart(stack, how, num_rows, self.dtype) for stack in self.stacks]))
 
     def layer(self, index: int) -> Decoder:
-        """One layer's parameters, as a `Decoder` of depth 1: what the stacks hold of it, with a layer axis of size 1.
+        """Return one layer's parameters, as a `Decoder` of depth 1: cut out of the stacks, with a layer axis of size 1.
 
         Args:
           index: 0 to num_hidden_layers - 1.
@@ -408,7 +410,7 @@ class M3(WithMedia):
         return jax.tree.map(lambda parameter: parameter[layer : layer + 1], stack)
 
     def summary(self) -> str:
-        """A table of all parameters: name, shape, dtype, how many numbers and bytes."""
+        """Return a table of all parameters: name, shape, dtype, how many numbers and bytes."""
         return table(self)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -417,7 +419,7 @@ class M3(WithMedia):
         super().__setattr__(name, value)
 
     def new_cache(self, pages: int, batch: int, blocks: int, **types) -> Cache:
-        """An empty cache for this model, on the model's mesh.
+        """Return an empty cache for this model, on the model's mesh.
 
         Args:
           pages: how many there are.

@@ -1,4 +1,4 @@
-"""What a model has for images and videos: the tower, its features, and their places among the tokens' embeddings."""
+"""A model's part for images and videos: the tower, its features, and their places among the embeddings."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ Tokens = Int[Array, "B T"] | Int[np.ndarray, "B T"]
 
 
 def vision_of(config: M3Config, make: Make) -> Vision | None:
-    """The tower that a configuration describes, if it does."""
+    """Return the tower that a configuration describes, or None if it describes none."""
     if config.vision_config is None:
         return None
     return Vision(VisionConfig.of(config), config.hidden_size, make)
@@ -32,7 +32,7 @@ class WithMedia(nnx.Module):
 
     @compiled()
     def features(self, media: MediaBatch) -> Float[Array, "R D"]:
-        """What the tower and the projector make of images and videos.
+        """Return the features of images and videos: the output of the tower and the projector.
 
         Args:
           media: from `m3jax.media.batch`; one program is compiled for each of its sizes X.
@@ -46,7 +46,7 @@ class WithMedia(nnx.Module):
         return self._tower()(media, self.compute.tower_backend)
 
     def places(self, tokens: Tokens, media: MediaBatch) -> Int[Array, " R"]:
-        """Where each feature goes: `m3jax.media.feature_places`, also while a program is traced.
+        """Return the place of each feature among the tokens: `m3jax.media.feature_places`, also while tracing.
 
         Args:
           tokens: with the placeholders of all rows' media, expanded.
@@ -93,7 +93,7 @@ class WithMedia(nnx.Module):
         features: Float[Array, "R D"] | None = None,
         places: Int[Array, " R"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """What the first layer reads: the tokens' embeddings, and features in place of placeholders.
+        """Return the input of the first layer: the tokens' embeddings, with features in place of placeholders.
 
         Args:
           tokens: token ids.

@@ -27,7 +27,7 @@ def route(
 ) -> tuple[Int[Array, "X A"], Float[Array, "X A"]]:
     """Choose experts by sigmoid score plus bias; weigh them by their scores alone, divided by the sum of these.
 
-    Always in float32 (or float64): the checkpoint keeps the router in float32 and vLLM and SGLang compute it so.
+    The router is always in float32 (or float64): the checkpoint keeps it so, and vLLM and SGLang compute it so.
 
     Args:
       x: tokens.
@@ -82,7 +82,8 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
         """Return the weighted sum of each token's experts, in the accumulator's dtype; no token is dropped.
 
-        Beside it stands what the shared expert makes of each token, where that was run with the others, else None.
+        Returns:
+          (the weighted sum, the shared expert's output for each token, or None where it was not run with the others).
         """
 
         def activate(gate, up):
@@ -103,7 +104,7 @@ class MoE(nnx.Module):
         shared: Float[Array, "B T D"] | None,
         config: M3Config,
     ) -> Float[Array, "B T D"]:
-        """Routed plus shared experts, in the accumulator's dtype; the latter are run here if they were not before."""
+        """Return the scaled routed sum plus the shared expert, run here if needed, in the accumulator's dtype."""
         if shared is None:
             shared = self.shared_experts(x, config.swiglu_alpha, config.swiglu_limit)
         return config.routed_scaling_factor * routed + shared

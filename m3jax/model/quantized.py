@@ -1,4 +1,4 @@
-"""A model's weights to MXFP8 and back."""
+"""Conversion of a model's weights to MXFP8 and back."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from m3jax.mxfp8 import MXFP8Array
 
 
 def quantize(model: M3) -> M3:
-    """The model with the matrices of its linear layers in MXFP8, as the MXFP8 release has them (docs/mxfp8.md).
+    """Return the model with the matrices of its linear layers in MXFP8, as the MXFP8 release has them (docs/mxfp8.md).
 
     Each number is rounded to the nearest, ties to even, under the scale of its block (`m3jax.mxfp8.quantize`). The
-    embedding, the head, norms and routers stay as they are. The given model is not changed; both are in memory until it
-    is given up.
+    embedding, the head, norms and routers stay as they are. The given model is not changed; both models are in memory
+    until the caller drops the given one.
 
     Args:
       model: in any dtype, on any mesh.
@@ -40,7 +40,7 @@ def quantize(model: M3) -> M3:
 
 
 def dequantize(model: M3) -> M3:
-    """The model with its MXFP8 weights in the model's dtype, as `m3jax.load(folder, weights="dequantize")` has them.
+    """Return the model with its MXFP8 weights in its own dtype, as `m3jax.load(folder, weights="dequantize")` does.
 
     Args:
       model: with or without MXFP8 weights.
@@ -59,7 +59,7 @@ def _is_variable(x: Any) -> bool:
 
 
 def _quantized(name: str, weight: jax.Array, like: MXFP8Array) -> Frozen:
-    """One weight in MXFP8, placed as a template has it; ValueError, with its name, where it is not finite."""
+    """Return one weight in MXFP8, placed as a template has it; ValueError, with its name, if it is not finite."""
 
     def of_layer(layer):
         return mxfp8.quantize(layer, like.num_inputs, like.num_outputs), jnp.all(jnp.isfinite(layer))

@@ -1,4 +1,4 @@
-"""A model's parameters as a table."""
+"""A table of a model's parameters."""
 
 import io
 import math
@@ -15,7 +15,7 @@ _WIDTH = 100
 
 
 def table(model: nnx.Module) -> str:
-    """The parameters of a real or an abstract model, one a line, and what they come to.
+    """Return a table of the parameters of a real or an abstract model, one a line, with their totals.
 
     Args:
       model: any module; a stack of layers has its layer axis first.

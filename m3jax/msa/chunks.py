@@ -43,11 +43,11 @@ def map_chunks(fn: Callable, chunk: int, axis: int, *arrays: Array) -> PyTree[Ar
 
 
 def elements_at_once(elements: int) -> int:
-    """How many numbers a piece of work may hold: `elements`, which fit a CPU core's cache; elsewhere 64 times that."""
+    """Return the most numbers of a piece of work: `elements`, which fit a CPU core's cache; elsewhere 64 times that."""
     return elements if platform() == "cpu" else _ACCELERATOR_FACTOR * elements
 
 
 def rows_within(elements: int, per_row: int, num_rows: int) -> int:
-    """How many rows of `per_row` numbers make at most `elements`: a power of two from 1 up to what all of them need."""
+    """Return the number of rows of `per_row` numbers that fit `elements`: a power of two, at most `num_rows`."""
     rows = max(1, elements // max(1, per_row))
     return min(1 << (rows.bit_length() - 1), max(1, num_rows))

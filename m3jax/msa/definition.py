@@ -1,7 +1,7 @@
 """MiniMax Sparse Attention, defined: the functions that everything faster is tested against.
 
 A query scores the blocks of P tokens that it can see by a small second attention, the index branch, keeps the best J of
-them for each KV head, and attends to their tokens alone. All scores are held at once; what holds less is a schedule.
+them for each KV head, and attends to their tokens alone. All scores are held at once; schedules hold less.
 B rows, T queries, S keys (key s of a row has position s), N query heads, K KV heads (and as many index heads),
 G = N / K, M = ceil(S / P) blocks. Memory behind the valid keys of a row may hold anything. Arrays that are not as
 annotated are ValueErrors; `m3jax.checks()` looks into them too.
@@ -19,7 +19,7 @@ from m3jax.msa.rules import Score, SelectionRules, checked
 def sees(
     positions: Int[Array, "B T"], lengths: Int[Array, " B"], key_positions: Int[Array, " S"]
 ) -> Bool[Array, "B T S"]:
-    """Which keys a query sees: those up to its own position, and none at all if it is padding.
+    """Return True where a query sees a key: up to its own position, and nowhere if the query is padding.
 
     Args:
       positions, lengths, key_positions: of each query, padding if < 0 or >= lengths; valid keys of a row; of each key.
@@ -37,7 +37,7 @@ def block_scores(
     block_size: int,
     score: Score = "max",
 ) -> Float[Array, "B K T M"]:
-    """How much each query wants each block: the largest score of a token in it that the query sees.
+    """Return each query's score of each block: the largest score of a token in the block that the query sees.
 
     Args:
       index_q, index_k: queries and keys of the index branch after norm and RoPE; one key head, which all share.
@@ -68,11 +68,12 @@ def select_blocks(
     *,
     block_size: int,
 ) -> Int[Array, "B K T J"]:
-    """The blocks that each query keeps: ascending ids, then -1.
+    """Return the blocks that each query keeps: ascending ids, then -1.
 
-    Exactly min(J, own block + 1) of the blocks up to the query's own one, the first in this order: forced blocks (the
-    own one always), higher score, lower id, and NaN after every number. -0 equals +0, an infinity counts as the largest
-    number of its sign. Forced blocks use slots, they do not add any. A query that is padding keeps none.
+    A query keeps exactly min(J, own block + 1) of the blocks up to its own one, the first in this order: forced blocks
+    (the own one always), then higher scores, NaN after every number, of equal ones the lower id. -0 equals +0, an
+    infinity counts as the largest number of its sign. Forced blocks use slots, they do not add any. A query that is
+    padding keeps none.
 
     Args:
       scores: block scores; whatever stands beyond a query's own block is ignored.
@@ -112,7 +113,7 @@ def dense_attention(
     *,
     return_lse: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Grouped-query causal attention: softmax over all keys that a query sees.
+    """Compute grouped-query causal attention: softmax over all keys that a query sees.
 
     Args:
       q: queries; head n reads KV head n // G.
@@ -142,7 +143,7 @@ def sparse_attention(
     block_size: int,
     return_lse: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Grouped-query causal attention over the tokens of the selected blocks alone (paper, equation 8).
+    """Compute grouped-query causal attention over the tokens of the selected blocks alone (paper, equation 8).
 
     Args:
       blocks: distinct block ids for each KV head and query in any order, -1 for an unused slot (`select_blocks`).
@@ -166,7 +167,7 @@ def msa(
     *,
     block_size: int,
 ) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"]]:
-    """MiniMax Sparse Attention, whole: score blocks, keep the best of them, attend to these alone.
+    """Compute MiniMax Sparse Attention as a whole: score blocks, keep the best of them, attend to these alone.
 
     Index queries and keys come from the same normed hidden state as q, k and v, by projections of their own, with a
     norm and RoPE as q and k have them: an index query for each KV head, one index key that all heads share. In training
@@ -188,7 +189,7 @@ def msa(
 
 
 def pool(token_scores: Float[Array, "*X P"], score: Score) -> Float[Array, "*X"]:
-    """The scores of blocks from those of their tokens; -inf where the query sees none of them."""
+    """Return the scores of blocks from those of their tokens; -inf where the query sees none of them."""
     if score == "max":  # the maximum alone leaves NaN out of a large array on a CPU (jaxlib 0.10.2)
         return jnp.where(jnp.any(jnp.isnan(token_scores), axis=-1), jnp.nan, jnp.max(token_scores, axis=-1))
     is_unseen = jnp.all(jnp.isneginf(token_scores), axis=-1)
@@ -197,7 +198,7 @@ def pool(token_scores: Float[Array, "*X P"], score: Score) -> Float[Array, "*X"]
 
 
 def chosen_tokens(blocks: Int[Array, "B K T J"], num_keys: int, block_size: int) -> Bool[Array, "B K T S"]:
-    """Which tokens lie in the blocks that a query keeps."""
+    """Return True for the tokens that lie in the blocks that a query keeps."""
     block_ids = jnp.arange(-(-num_keys // block_size))  # [M]
     is_chosen = jnp.any(blocks[..., None] == block_ids, axis=-2)  # [B K T M]
     return repeat(is_chosen, "b k t m -> b k t (m p)", p=block_size)[..., :num_keys]  # [B K T S]
@@ -207,13 +208,15 @@ def _attend(
     q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"],
     visible: Bool[Array, "B #K T S"], lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:  # fmt: skip
-    """(out in q's dtype, lse) of attention over visible keys; (0, -inf) where there are none."""
+    """Return (out in q's dtype, lse) of attention over visible keys; (0, -inf) where there are none."""
     # Softmax weights of unseen keys are 0, but 0 x NaN is NaN, and memory behind a row may hold one.
     is_key = jnp.arange(k.shape[1]) < lengths[:, None]  # [B S]
     v = jnp.where(is_key[:, :, None, None], v, 0)  # [B S K H]
     by_group = rearrange(q, "b t (k g) h -> b k g t h", k=k.shape[2])  # [B K G T H]
     scores = _product("bkgth,bskh->bkgts", by_group, k) * q.shape[-1] ** -0.5  # [B K G T S]
     scores = jnp.where(visible[:, :, None], scores, -jnp.inf)
+    # Softmax does not change when all scores are shifted, so the shift needs no gradient. Where nothing is seen all
+    # scores are -inf and the shift is 0: -inf - (-inf) would be NaN.
     highest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))  # [B K G T 1]
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)
     weights = jnp.exp(scores - highest)  # [B K G T S]
@@ -228,6 +231,6 @@ def _attend(
 
 
 def _product(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A product of two arrays, summed and left in float32 (float64 for float64), never rounded to tf32 or bfloat16."""
+    """Return a product summed and left in float32 (float64 for float64), never rounded to tf32 or bfloat16."""
     dtype = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
     return jnp.einsum(spec, a, b, precision="highest", preferred_element_type=dtype)

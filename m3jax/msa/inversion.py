@@ -1,5 +1,4 @@
-"""A choice inverted: from the blocks of each query to the queries of each block; from a token's experts to an expert's
-tokens."""
+"""Inversion of a choice: each block's queries from each query's blocks, or each expert's tokens from each token's."""
 
 import math
 from typing import NamedTuple
@@ -11,20 +10,20 @@ from jaxtyping import Array, Bool, Int
 from m3jax.msa.chunks import elements_at_once
 from m3jax.platform import platform
 
-_MOST_COMPARED = 1 << 19  # comparisons up to which these are cheaper than a sort
+_MOST_COMPARED = 1 << 19  # up to so many comparisons are cheaper than a sort
 
 
 class Tiles(NamedTuple):
-    """For each block the queries that chose it, cut into X tiles of C places (compressed rows: block -> queries).
+    """The queries that chose each block, cut into X tiles of C places (compressed rows: block -> queries).
 
     Attributes:
       row: of the batch, of each tile.
       head: KV head of each tile.
-      block: which block the queries of a tile chose.
+      block: the block that the queries of each tile chose.
       query: the query in each place; any one in an unused place.
       pair: likewise the (query, slot) pair, counted in `[B K T J]`.
-      valid: which places are used.
-      place_of: where a (query, slot) pair lies among the X * C places; 0 for an unused slot.
+      valid: True for places that are used.
+      place_of: the place of each (query, slot) pair among the X * C places; 0 for an unused slot.
     """
 
     row: Int[Array, " X"]
@@ -56,9 +55,10 @@ def invert(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Tiles:
 
 
 def by_sorting(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Tiles:
-    """`invert` of any number of pairs."""
+    """Compute `invert` by sorting, for any number of pairs."""
     batch, heads, num_queries, slots = blocks.shape
     pairs_per_head, num_bins = num_queries * slots, batch * heads * num_blocks
+    # Unused slots sort behind all blocks, where no bin begins.
     sort_key = jnp.where(blocks >= 0, blocks, num_blocks).reshape(batch * heads, pairs_per_head)
     order, sorted_key = _stable_sort(sort_key, num_blocks)  # [B*K T*J] each
     first_pair_of_head = (jnp.arange(batch * heads, dtype=jnp.int32) * pairs_per_head)[:, None]
@@ -76,6 +76,7 @@ def by_sorting(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Til
     valid = (rank_in_bin < count[bin_of][:, None]) & (tiles < last_tile[-1])[:, None]
     pair = order[jnp.where(valid, first[bin_of][:, None] + rank_in_bin, 0)]  # [X C]
 
+    # And back: the place of each pair, from its rank among the pairs of its bin.
     pair_ids = jnp.arange(blocks.size, dtype=jnp.int32)
     position_in_order = jnp.zeros_like(order).at[order].set(pair_ids, unique_indices=True)
     first_bin_of_head = (jnp.arange(batch * heads, dtype=jnp.int32) * num_blocks).reshape(batch, heads, 1, 1)
@@ -89,7 +90,7 @@ def by_sorting(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Til
 
 
 def by_comparison(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> Tiles:
-    """`invert` of few pairs, each of which is compared with all places.
+    """Compute `invert` by comparing each pair with all places, for few pairs.
 
     A sort, binary searches and a scatter are some sixty programs on a GPU, most of them turns of small loops: in a
     decode step they take longer than these few comparisons.
@@ -122,13 +123,14 @@ def by_comparison(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> 
 
 
 def _most_tiles(blocks: Int[Array, "B K T J"], num_blocks: int, tile: int) -> int:
-    """How many tiles are enough whatever was chosen: each used bin wastes less than one."""
+    """Return the number of tiles that is enough whatever was chosen: each used bin wastes less than one."""
     num_bins = blocks.shape[0] * blocks.shape[1] * num_blocks
+    # Full tiles are at most blocks.size // tile, and each used bin has at most one that is not full.
     return blocks.size // tile + min(blocks.size, num_bins)
 
 
 def _stable_sort(sort_key: Int[Array, "R X"], largest: int) -> tuple[Int[Array, "R X"], Int[Array, "R X"]]:
-    """(order, sorted keys) of each row; equal keys stay in order.
+    """Return (order, sorted keys) of each row; equal keys stay in order.
 
     Key and place are packed into one number where it holds both: on a CPU XLA sorts numbers five times as fast as
     pairs.
@@ -142,7 +144,7 @@ def _stable_sort(sort_key: Int[Array, "R X"], largest: int) -> tuple[Int[Array, 
 
 
 def _search(ascending: Int[Array, " X"], values: Int[Array, " Y"], side: str) -> Int[Array, " Y"]:
-    """`jnp.searchsorted`, by some ten turns only where comparing all with all would take longer."""
+    """Compute `jnp.searchsorted`, by a loop of some ten turns only where comparing all with all takes longer."""
     is_few = ascending.size * values.size <= elements_at_once(_MOST_COMPARED)
     # On a GPU each turn of a loop would be several kernels; unrolled they are one together.
     by_halves = "scan_unrolled" if platform() == "gpu" else "scan"

@@ -1,4 +1,4 @@
-"""The rules of selection, and what the arguments of a call must satisfy: checked here, once."""
+"""The rules of selection, and the checks of a call's arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Score = str | Callable[[Float[Array, "... P"]], Float[Array, "..."]]
 
 @dataclass(frozen=True)
 class SelectionRules:
-    """How many blocks a query keeps, which of them in any case, and what a block's score is.
+    """The rules of selection: the number of blocks that a query keeps, the forced ones, and a block's score.
 
     Attributes:
       top_k: J, how many blocks a query keeps at most, forced ones included.
@@ -49,13 +49,13 @@ class SelectionRules:
 
 
 def check_block_size(block_size: int) -> None:
-    """Raise ValueError where a block would hold no token."""
+    """Raise ValueError if a block would hold no token."""
     if block_size < 1:
         raise ValueError(f"block_size = {block_size}: must be at least 1")
 
 
 def check_heads(q: Float[Array, "B T N H"], num_kv_heads: int, width: int) -> None:
-    """Raise ValueError where query heads cannot be divided among KV heads, or differ from them in width."""
+    """Raise ValueError if query heads cannot be divided among KV heads, or differ from them in width."""
     if q.shape[2] % num_kv_heads or q.shape[-1] != width:
         raise ValueError(
             f"q has {q.shape[2]} heads of {q.shape[-1]} and k {num_kv_heads} of {width}: need the same width, "
@@ -66,7 +66,7 @@ def check_heads(q: Float[Array, "B T N H"], num_kv_heads: int, width: int) -> No
 def check_selection(
     q: Float[Array, "B T N H"], num_kv_heads: int, blocks: Int[Array, "B K T J"], block_size: int
 ) -> None:
-    """Raise ValueError where a selection is not one for each row, KV head and query: none is shared (T1, T19)."""
+    """Raise ValueError unless each row, KV head and query has a selection of its own: none is shared (T1, T19)."""
     check_block_size(block_size)
     batch, num_queries = q.shape[:2]
     if blocks.shape[:3] != (batch, num_kv_heads, num_queries):
@@ -76,13 +76,13 @@ def check_selection(
 
 
 def check_score(score: Score) -> None:
-    """Raise ValueError for a score that is none of `SCORES` and no function."""
+    """Raise ValueError for a score that is neither in `SCORES` nor a function."""
     if score not in SCORES and not callable(score):
         raise ValueError(f"score = {score!r}: allowed are 'max', 'lse', and a function from token to block scores")
 
 
 def checked(function: Function) -> Function:
-    """Check what a public function of MSA gets, by the names of its arguments and the letters of its annotations.
+    """Make a public function of MSA check its arguments by their names and the letters of their annotations.
 
     Shapes, dtypes, block size and score at every call; lengths and selections under `m3jax.checks()`.
     """
@@ -95,7 +95,7 @@ def checked(function: Function) -> Function:
             check_heads(arguments["q"], sizes["K"], sizes["H"])
         if view := arguments.get("view"):
             num_keys, block_size = view.num_blocks * view.block_size, view.block_size
-        elif "key_positions" in arguments:  # those of a piece of the keys, it may be
+        elif "key_positions" in arguments:  # they may be those of a piece of the keys alone
             return
         else:
             num_keys = sizes.get("S", sizes.get("M", 0) * block_size)
@@ -111,7 +111,7 @@ def checked(function: Function) -> Function:
 
 
 def check_lengths(lengths: Int[Array, " B"], num_keys: int) -> None:
-    """Under `checks()`, refuse rows with fewer than no keys, or with more than there are."""
+    """Under `checks()`, refuse rows with a negative number of keys, or with more than there are."""
     if not arrays.is_checking():
         return
 
@@ -132,8 +132,9 @@ def check_chosen(
 ) -> None:
     """Under `checks()`, refuse a selection that `select_blocks` cannot have made for these queries.
 
-    Of each query that is a token the ids are distinct, none lies behind its own block or below -1, and its own block is
-    among them: else the selection was made with another block size, for other queries, or is a part of one.
+    The ids of each query that is a token must be distinct, none may lie behind its own block or below -1, and its own
+    block must be among them. If not, the selection was made with another block size, for other queries, or is a part of
+    one.
     """
     check_lengths(lengths, num_keys)
     if not arrays.is_checking():

@@ -1,4 +1,4 @@
-"""Where the keys and values of a layer lie: a view knows how to read block b of row r."""
+"""Views of the keys and values of a layer, wherever they lie: a view knows how to read block b of row r."""
 
 from typing import Protocol, runtime_checkable
 
@@ -16,8 +16,8 @@ from m3jax.platform import platform
 class BlockView(Protocol):
     """Keys and values of one layer, as blocks of P tokens per row and KV head.
 
-    Blocks that a view does not hold read as anything; `present` says which ones it holds. `device_axes` names the mesh
-    axes over which devices divide the blocks, each holding some of them; () where this device has all there are.
+    What is read of a block that a view does not hold means nothing; `present` says which ones it holds. `device_axes`
+    names the mesh axes over which devices divide the blocks, each holding some of them; () where this device has all.
     """
 
     block_size: int
@@ -35,11 +35,11 @@ class BlockView(Protocol):
         ...
 
     def present(self, first: Int[Array, ""] | int, count: int) -> Bool[Array, "#B C"]:
-        """Which of `count` consecutive blocks the view holds."""
+        """Return True for those of `count` consecutive blocks that the view holds."""
         ...
 
     def of_row(self, row: Int[Array, ""], multiple: int = 1) -> "BlockView":
-        """One row as a view of its own; behind its blocks come others that mean nothing, up to a multiple of some."""
+        """Return one row as a view of its own, lengthened by meaningless blocks to a multiple of `multiple`."""
         ...
 
 
@@ -56,15 +56,15 @@ class IndexView(Protocol):
         ...
 
     def present(self, first: Int[Array, ""] | int, count: int) -> Bool[Array, "#B C"]:
-        """Which of `count` consecutive blocks the view holds."""
+        """Return True for those of `count` consecutive blocks that the view holds."""
         ...
 
     def join_scores(self, scores: Float[Array, "B K T M"]) -> Float[Array, "B K T M"]:
-        """Scores of all blocks from those of the blocks held here; a block that is not held has -inf."""
+        """Return the scores of all blocks, given scores that are -inf for blocks that this device does not hold."""
         ...
 
     def of_row(self, row: Int[Array, ""], multiple: int = 1) -> "IndexView":
-        """As that of `BlockView`."""
+        """Return one row as a view of its own, lengthened as by `BlockView.of_row`."""
         ...
 
 
@@ -109,11 +109,11 @@ class Contiguous:
         return k, v
 
     def present(self, first, count):
-        """Every block is held."""
+        """Return True: every block is held."""
         return jnp.ones((1, count), bool)
 
     def of_row(self, row, multiple=1):
-        """One row; zeros behind it."""
+        """Return a view of one row, with zeros behind it."""
         padding = ((0, 0), (0, 0), (0, -self.k.shape[2] % (multiple * self.block_size)), (0, 0))
         k, v = (jnp.pad(jax.lax.dynamic_slice_in_dim(x, row, 1), padding) for x in (self.k, self.v))
         return self.replace(k=k, v=v)
@@ -138,15 +138,15 @@ class ContiguousIndex:
         return jax.lax.dynamic_slice_in_dim(self.k, first * self.block_size, count * self.block_size, axis=1)
 
     def present(self, first, count):
-        """Every block is held."""
+        """Return True: every block is held."""
         return jnp.ones((1, count), bool)
 
     def join_scores(self, scores):
-        """The same scores: every block is held."""
+        """Return the same scores: every block is held."""
         return scores
 
     def of_row(self, row, multiple=1):
-        """One row; zeros behind it."""
+        """Return a view of one row, with zeros behind it."""
         padding = ((0, 0), (0, -self.k.shape[1] % (multiple * self.block_size)), (0, 0))
         return self.replace(k=jnp.pad(jax.lax.dynamic_slice_in_dim(self.k, row, 1), padding))
 
@@ -199,15 +199,15 @@ class Paged:
         return k, v
 
     def present(self, first, count):
-        """Which pages lie on this device."""
+        """Return True for blocks whose page lies on this device."""
         return _is_page(jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1), self.k.shape[1])
 
     def of_row(self, row, multiple=1):
-        """One row; behind it the table names no page."""
+        """Return a view of one row; behind it the table names no page."""
         return self.replace(table=_row_of_table(self.table, row, multiple))
 
     def _read(self, page_ids, heads):
-        """The part of pages that some heads have, in the model's dtype."""
+        """Return the part of pages that some heads have, in the model's dtype."""
         num_pages, kv_heads = self.k.shape[1:3]
         # [L pages K] are virtual pages of single heads; one index to read by is what compiles best.
         virtual_page = (self.layer * num_pages + jnp.clip(page_ids, 0, num_pages - 1)) * kv_heads + heads
@@ -217,9 +217,9 @@ class Paged:
 
 @struct.dataclass
 class Pooled:
-    """A pool of virtual pages, those of single KV heads, that has some of a layer's blocks: `slot_of` says where.
+    """A pool of virtual pages, each of one KV head, that has some of a layer's blocks: `slot_of` says where.
 
-    A block of a head that is not in the pool reads as some other one; the caller selects among those that are.
+    A block of a head that is not in the pool reads as some other one; the caller selects among those that are in it.
     """
 
     k: Num[Array, "L D P H"]
@@ -249,7 +249,7 @@ class Pooled:
         return self.k.shape[3]
 
     def virtual_page(self, rows, heads, ids):
-        """The virtual page of each block, and whether there is one; `slot_of` has V of them."""
+        """Return the virtual page of each block, and True where there is one; `slot_of` has V of them."""
         page_ids = _gather(self.table, rows, ids)
         is_page = _is_page(page_ids, len(self.slot_of) // self.num_heads)
         return jnp.where(is_page, page_ids, 0) * self.num_heads + heads, is_page
@@ -269,20 +269,20 @@ class Pooled:
         return k, v
 
     def present(self, first, count):
-        """Every block that a caller may have selected is held."""
+        """Return True: every block that a caller may have selected is held."""
         return jnp.ones((1, count), bool)
 
     def of_row(self, row, multiple=1):
-        """One row; behind it the table names no page."""
+        """Return a view of one row; behind it the table names no page."""
         return self.replace(table=_row_of_table(self.table, row, multiple))
 
 
 @struct.dataclass
 class Joined:
-    """Blocks that several devices hold, inside `shard_map`, as a view that has them all: a read brings them together.
+    """A view of all blocks that several devices hold, inside `shard_map`: a read brings blocks together.
 
-    What is summed over devices is one block and zeros, so every device gets the numbers as the one has them that holds
-    them (but for the sign of a zero). All devices have to read the same blocks, in the same order.
+    A read sums over devices one block and zeros, so every device gets the numbers of the device that holds the block
+    (but for the sign of a zero). All devices have to read the same blocks, in the same order.
     """
 
     part: Paged
@@ -323,11 +323,11 @@ class Joined:
         return self._join(k, v, is_held[:, None, :, None])
 
     def present(self, first, count):
-        """Which blocks lie on any device."""
+        """Return True for blocks that lie on any device."""
         return jax.lax.pmax(self.part.present(first, count).astype(jnp.int32), self.part.device_axes) > 0
 
     def of_row(self, row, multiple=1):
-        """One row; behind it the table names no page."""
+        """Return a view of one row; behind it the table names no page."""
         return self.replace(part=self.part.of_row(row, multiple))
 
     def _join(self, k, v, is_held):
@@ -365,15 +365,15 @@ class PagedIndex:
         return keys.reshape(keys.shape[0], -1, keys.shape[-1])  # [B C*P I]
 
     def present(self, first, count):
-        """Which pages lie on this device."""
+        """Return True for blocks whose page lies on this device."""
         return _is_page(jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1), self.k.shape[1])
 
     def join_scores(self, scores):
-        """The highest score that any device has for each block: the one that holds it."""
+        """Return the highest score that any device has for each block: that of the device that holds it."""
         return jax.lax.pmax(scores, self.device_axes) if self.device_axes else scores
 
     def of_row(self, row, multiple=1):
-        """One row; behind it the table names no page."""
+        """Return a view of one row; behind it the table names no page."""
         return self.replace(table=_row_of_table(self.table, row, multiple))
 
 
@@ -402,25 +402,25 @@ def contiguous_index(k: Float[Array, "B S I"], block_size: int) -> ContiguousInd
 
 
 def only_held(blocks: Int[Array, "B K T J"], view: BlockView) -> Int[Array, "B K T J"]:
-    """A selection less the blocks that the view does not hold: -1 stands in their place."""
+    """Return a selection with -1 in place of the blocks that the view does not hold."""
     is_held = view.present(0, view.num_blocks)[:, None, None]  # [#B 1 1 M]
     is_held = jnp.broadcast_to(is_held, (*blocks.shape[:3], is_held.shape[-1]))
     return jnp.where(jnp.take_along_axis(is_held, jnp.maximum(blocks, 0), axis=-1), blocks, -1)
 
 
 def _row_of_table(table: Int[Array, "B M"], row: Int[Array, ""], multiple: int) -> Int[Array, "1 Mp"]:
-    """One row of a table, lengthened by entries that are no pages to a multiple of some."""
+    """Return one row of a table, lengthened by entries that name no page to a multiple of `multiple`."""
     padding = ((0, 0), (0, -table.shape[1] % multiple))
     return jnp.pad(jax.lax.dynamic_slice_in_dim(table, row, 1), padding, constant_values=-1)
 
 
 def _gather(x: Shaped[Array, "..."], *indices: Int[Array, "..."]) -> Shaped[Array, "..."]:
-    """`x[indices]` for indices known to be inside: without it every read is compared and selected once more."""
+    """Return `x[indices]` for indices known to be inside, without the comparison and selection of a checked read."""
     return x.at[indices].get(mode="promise_in_bounds")
 
 
 def _gather_pages(memory: Num[Array, "V P H"], page_ids: Int[Array, "..."]) -> Num[Array, "... P H"]:
-    """`memory[page_ids]` for pages known to be inside."""
+    """Return `memory[page_ids]` for pages known to be inside."""
     if platform() == "cpu":  # a loop over a page's numbers moves eight at a time, one over a head's a single one
         return _gather(memory.reshape(len(memory), -1), page_ids).reshape(*page_ids.shape, *memory.shape[1:])
     return _gather(memory, page_ids)
@@ -433,7 +433,7 @@ def _scaled_back(
     heads: Int[Array, "..."],
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "*X P H"], Float[Array, "*X P H"]]:
-    """Stored keys and values of some heads in the model's dtype; only float8 is scaled."""
+    """Return stored keys and values of some heads in the model's dtype; only float8 is scaled."""
     if scales is None:
         return _restore(k, None, dtype), _restore(v, None, dtype)
     k_scale, v_scale = (scale[heads][..., None, None] for scale in scales)
@@ -441,10 +441,10 @@ def _scaled_back(
 
 
 def _restore(x: Num[Array, "..."], scale: Float[Array, "..."] | None, dtype: DTypeLike) -> Float[Array, "..."]:
-    """Stored numbers back in the dtype of the model: scaled in the scale's dtype, rounded once."""
+    """Return stored numbers in the dtype of the model: scaled in the scale's dtype, rounded once."""
     return x.astype(dtype) if scale is None else (x.astype(scale.dtype) * scale).astype(dtype)
 
 
 def _is_page(page_ids: Int[Array, "..."], num_pages: int) -> Bool[Array, "..."]:
-    """Which entries of a table are pages of the pool here."""
+    """Return True for the entries of a table that are pages of the pool held here."""
     return (page_ids >= 0) & (page_ids < num_pages)

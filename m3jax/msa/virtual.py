@@ -53,7 +53,7 @@ def paged_attention(
     q: Float[Array, "R G H"], k: Num[Array, "Y P H"], v: Num[Array, "Y P H"], table: Int[Array, "R J"],
     lengths: Int[Array, " R"],
 ) -> Float[Array, "R G H"]:  # fmt: skip
-    """Plain paged attention of one query a row over one KV head: every token of the row's pages, up to its length.
+    """Compute plain paged attention of one query a row over one KV head: all tokens of its pages, up to its length.
 
     Args:
       q: the G heads of each row's query.

@@ -20,7 +20,7 @@ _PAGES_A_CALL = 8
 
 @struct.dataclass
 class PinnedPages:
-    """Virtual pages in memory that the device reads itself."""
+    """Virtual pages in pinned host memory, which the device reads itself."""
 
     kv: Num[Array, "L V 2 P H"]
 
@@ -31,11 +31,11 @@ class PinnedPages:
         return jnp.concatenate([jax.device_put(take(page), jax.memory.Space.Device) for page in pages])
 
     def get(self, pages: Int[np.ndarray, " F"]) -> Num[Array, "L F 2 P H"]:
-        """Virtual pages of all layers."""
+        """Return the contents of virtual pages, all layers."""
         return _pinned_get(self.kv, pages)
 
     def put(self, pages: Int[np.ndarray, " F"], new: Num[Array | np.ndarray, "L F 2 P H"]) -> "PinnedPages":
-        """These pages with virtual pages of all layers replaced; `self` is donated."""
+        """Return the pages with some virtual pages of all layers replaced; `self` is donated."""
         return PinnedPages(_pinned_put(self.kv, pages, new))
 
 
@@ -52,11 +52,11 @@ class NumpyPages:
         return io_callback(lambda layer, pages: self.kv[int(layer), np.asarray(pages)], result, layer, pages)
 
     def get(self, pages: Int[np.ndarray, " F"]) -> Num[np.ndarray, "L F 2 P H"]:
-        """Virtual pages of all layers."""
+        """Return the contents of virtual pages, all layers."""
         return self.kv[:, pages]
 
     def put(self, pages: Int[np.ndarray, " F"], new: Num[Array | np.ndarray, "L F 2 P H"]) -> "NumpyPages":
-        """Replace virtual pages of all layers, in place."""
+        """Replace virtual pages of all layers, in place, and return `self`."""
         self.kv[:, pages] = np.asarray(new)
         return self
 
@@ -134,7 +134,7 @@ class HostMemory:
             self._put(group[:, 1], self._get(group[:, 0]))
 
     def read(self, pages: Int[np.ndarray, " C"]) -> list[tuple[np.ndarray, np.ndarray] | None]:
-        """Keys and values of pages, per stack of layers: k, v [L C K P H]."""
+        """Return keys and values of pages, per stack of layers: k, v [L C K P H], or None if they are on the device."""
         split = lambda x: x.reshape(x.shape[0], len(pages), self.heads, *x.shape[2:])
         found = [None if x is None else split(np.asarray(x)) for x in self._get(pages)]
         return [None if x is None else (x[..., 0, :, :], x[..., 1, :, :]) for x in found]
@@ -145,7 +145,7 @@ class HostMemory:
         for group in _groups(kept):
             join = lambda k, v, g=group: np.stack([k[:, g], v[:, g]], axis=3).reshape(len(k), -1, 2, *k.shape[3:])
             new = [None if p is None else join(c[0], c[1]) for p, c in zip(self.pages, contents, strict=True)]
-            # From the device, as what a flush brings: one program puts both, and it is compiled already.
+            # From the device, as in a flush: the program that puts pages is then the same, and is compiled already.
             self._put(pages[group], jax.device_put(new, self._device) if self.kind == "pinned_host" else new)
 
     def _get(self, pages):
@@ -160,14 +160,14 @@ class HostMemory:
 
 
 def _groups(items: Sequence[Any]) -> list[np.ndarray]:
-    """Groups of one size, so that one compiled program serves them; the last one repeats its first item."""
+    """Return items in groups of one size, so that one program serves all; the last group repeats its first item."""
     groups = [items[i : i + _PAGES_A_CALL] for i in range(0, len(items), _PAGES_A_CALL)]
     return [np.array([*g, *[g[0]] * (_PAGES_A_CALL - len(g))], np.int32) for g in groups]
 
 
 @jax.jit
 def _written(cache):
-    """(virtual page of each slot, whether it is dirty): the same pages are written in every layer."""
+    """Return each slot's virtual page, and True where it is dirty, in layer 0: all layers write the same pages."""
     slots = next(s.slots for s in cache.stacks if isinstance(s, OffloadedStack))
     return slots.page_of[0], slots.dirty[0]
 

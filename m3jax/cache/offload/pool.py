@@ -1,7 +1,7 @@
 """Keys and values in host memory, with the recently used ones on the device (docs/cache.md).
 
-The unit is a virtual page: one KV head's part of a page, P tokens. KV heads choose different blocks, so a whole page
-would bring in heads that nobody asked for.
+The unit is a virtual page: one KV head's part of a page, P tokens. KV heads choose different blocks, so bringing in a
+whole page would also bring in heads that did not choose it.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ GROUP = 8  # virtual pages that are brought in together
 
 @struct.dataclass
 class Slots:
-    """Which virtual page is where, in every layer: V virtual pages, D slots of the device's pool.
+    """The places of virtual pages in every layer: V virtual pages, D slots of the device's pool.
 
     `page_of` is -1 for a free slot and `slot_of` is -1 for a page that is not here. A dirty slot has tokens that host
     memory does not have; it is never given away.
@@ -38,17 +38,17 @@ class Slots:
 
     @classmethod
     def empty(cls, layers: int, pages: int, slots: int) -> "Slots":
-        """No page is here."""
+        """Return slots that are all free."""
         none = lambda n: jnp.full((layers, n), -1, jnp.int32)
         return cls(none(pages), none(slots), none(slots), jnp.zeros((layers, slots), bool))
 
     def assign(
         self, layer: Int[Array, ""], wanted: Bool[Array, " V"], now: Int[Array, ""]
     ) -> tuple["Slots", Int[Array, " D"], Int[Array, " D"], Int[Array, ""]]:
-        """Give slots to wanted pages that have none, as many as there are slots to give: the least recently used first.
+        """Give slots to wanted pages that have none, the least recently used slots first, as long as there are some.
 
         Returns:
-          (slots, pages, their slots, count): `count` pages that have to be read, and where to.
+          (slots, pages, their slots, count): the first `count` pages have to be read into the slots beside them.
         """
         slot_of, page_of, used_at, dirty = (x[layer] for x in (self.slot_of, self.page_of, self.used_at, self.dirty))
         num_slots, num_pages = len(page_of), len(slot_of)
@@ -74,7 +74,7 @@ class Slots:
         return assigned, pages, slots, count
 
     def forget(self, pages: Int[Array, " C"]) -> "Slots":
-        """Drop virtual pages whose contents host memory has anew; one outside [0, V) is ignored."""
+        """Drop virtual pages whose contents in host memory have changed; a page outside [0, V) is ignored."""
         layers = jnp.arange(len(self.slot_of))[:, None]  # [L 1]
         num_pages, num_slots = self.slot_of.shape[1], self.page_of.shape[1]
         is_page = (pages >= 0) & (pages < num_pages)
@@ -122,7 +122,7 @@ class OffloadedStack(ReadByViews):
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of one token, those in host memory included."""
+        """Bytes that one token takes, those in host memory included."""
         layers, _, _, width = self.k.shape
         return float(layers * (2 * self.num_kv_heads * width * self.k.dtype.itemsize + self.index_k[0, 0, 0].nbytes))
 
@@ -163,13 +163,13 @@ class OffloadedStack(ReadByViews):
         )
 
     def give_slots(self, layer: Int[Array, ""], wanted: Bool[Array, " V"]) -> "OffloadedStack":
-        """Give slots to wanted virtual pages, as many as find one; the slots hold anything."""
+        """Give slots to wanted virtual pages, as long as there are some; what the slots hold is not changed."""
         now = self.now + 1
         slots, *_ = self.slots.assign(layer, wanted, now)
         return self.replace(slots=slots, now=now)
 
     def bring(self, layer: Int[Array, ""], wanted: Bool[Array, " V"], host: HostPages) -> "OffloadedStack":
-        """Bring wanted virtual pages from host memory into the pool, as many as find a slot."""
+        """Copy wanted virtual pages from host memory into the pool, as many as find a slot."""
         now = self.now + 1
         slots, pages, target_slots, count = self.slots.assign(layer, wanted, now)
         num_slots = self.k.shape[1]
@@ -191,17 +191,17 @@ class OffloadedStack(ReadByViews):
         return self.replace(slots=slots, now=now, k=k, v=v, moved=moved)
 
     def insert_backend(self, call: LayerCall, q: Float[Array, "B T N H"], rotated: int, dtype: DTypeLike) -> str:
-        """No kernel writes into the pool: the model norms and rotates, and `write` follows."""
+        """Return "xla": no kernel writes into the pool, so the model norms and rotates, and `write` follows."""
         return "xla"
 
     def attend_selected(
         self, call: LayerCall, q: Float[Array, "B T N H"], blocks: Int[Array, "B K T J"]
     ) -> tuple[Float[Array, "B T N H"], "OffloadedStack"]:
-        """Attention over the selected blocks, in passes over what the pool has room for.
+        """Attend to the selected blocks, in as many passes as the room in the pool makes necessary.
 
-        A decode step needs one pass. A chunk of a long prompt selects more pages than the pool has: each pass brings in
-        some, attends over those alone, and the passes are merged by log-sum-exp. What a pass brings in depends on what
-        the pool has, and so on other requests: "invariant" is a schedule that copies in passes and attends once.
+        A decode step needs one pass. A chunk of a long prompt can select more pages than the pool has: each pass brings
+        in some, attends over those alone, and the passes are merged by log-sum-exp. What a pass brings in depends on
+        what the pool has, and so on other requests: the schedule "invariant" copies in passes and attends once.
 
         Raises:
           ValueError: the schedule "mask", which reads all blocks.
@@ -227,7 +227,7 @@ class OffloadedStack(ReadByViews):
             pool = pool.bring(layer, remaining, places.host)
             is_here = remaining & (pool.slots.slot_of[layer] >= 0)  # [V]
             blocks_here = jnp.where(is_chosen & is_here[pages], blocks, -1)
-            # The pool is no memory that a kernel can read: "auto" is XLA here.
+            # No kernel reads keys and values through the pool's slots: "auto" is XLA here.
             part = ops.attend_selected(
                 q, pool.view(layer, places, q.dtype), blocks_here, positions, lengths, schedule=schedule
             )
@@ -249,12 +249,12 @@ class OffloadedStack(ReadByViews):
         places: Places,
         dtype: DTypeLike,
     ) -> tuple["OffloadedStack", Float[Array, "C K 1 J P H"], Float[Array, "C K 1 J P H"]]:
-        """Keys and values of the selected blocks, copied from the pool in as many passes as it needs to have had them.
+        """Return keys and values of the selected blocks, copied from the pool in as many passes as its room requires.
 
         Args:
           pool: before.
           rows: of each query.
-          blocks: that it keeps; what is read for a slot of -1 is anything.
+          blocks: that it keeps; what is read for a slot of -1 means nothing.
           layer: which of the stack.
           places: of the call.
           dtype: of the model.
@@ -286,7 +286,7 @@ class OffloadedStack(ReadByViews):
     def attend_all(
         self, call: LayerCall, q: Float[Array, "B T N H"]
     ) -> tuple[Float[Array, "B T N H"], "OffloadedStack"]:
-        """Refused: the pool is for what was selected.
+        """Raise ValueError: dense attention reads all blocks, and the pool has room for selected ones alone.
 
         Raises:
           ValueError: always.
@@ -294,54 +294,54 @@ class OffloadedStack(ReadByViews):
         raise ValueError("dense attention reads all blocks: it needs a cache without host memory")
 
     def after_layer(self) -> "OffloadedStack":
-        """The same pages: they hold the keys of every layer."""
+        """Return the same pages: they hold the keys of every layer."""
         return self
 
     def count(self, layer: Int[Array, ""], wanted: Bool[Array, " V"]) -> "OffloadedStack":
-        """Count how many of the selected pages were found in the pool, and how many not."""
+        """Add the selected pages to the layer's hits, if they are in the pool, or else to its misses."""
         found = jnp.sum(wanted & (self.slots.slot_of[layer] >= 0)).astype(jnp.int32)
         absent = jnp.sum(wanted).astype(jnp.int32) - found
         return self.replace(hits=self.hits.at[layer].add(found), misses=self.misses.at[layer].add(absent))
 
     def view(self, layer: Int[Array, ""], places: Places, dtype: DTypeLike) -> Pooled:
-        """One layer's keys and values, as far as they are in the pool."""
+        """Return a view of one layer's keys and values, as far as they are in the pool."""
         scales = (self.scales.k[layer], self.scales.v[layer]) if self.k.dtype == FLOAT8 else None
         return Pooled(self.k, self.v, scales, layer, self.slots.slot_of[layer], places.table, self.num_kv_heads, dtype)
 
     def index_view(self, layer: Int[Array, ""], places: Places, dtype: DTypeLike) -> PagedIndex:
-        """One layer's index keys, read in `dtype`."""
+        """Return a view of one layer's index keys, read in `dtype`."""
         scale = self.scales.index_k[layer] if self.index_k.dtype == FLOAT8 else None
         return PagedIndex(self.index_k, scale, layer, places.table, dtype)
 
     def copy_pages(self, source: Int[Array, " C"], target: Int[Array, " C"]) -> "OffloadedStack":
-        """Copy index keys; keys and values are copied in host memory, so what is here of the targets is dropped."""
+        """Copy index keys; keys and values are copied in host memory, so the pool drops its copies of the targets."""
         return self.write_pages(target, self.read_pages(source))
 
     def read_pages(self, pages: Int[Array, " C"]) -> tuple[None, None, Num[Array, "L C P I"]]:
-        """Index keys; keys and values are in host memory."""
+        """Return (None, None, index keys) of pages: keys and values are in host memory."""
         return None, None, self.index_k[:, pages]
 
     def write_pages(self, pages: Int[Array, " C"], contents: tuple) -> "OffloadedStack":
-        """Put back index keys, and drop what is here of keys and values."""
+        """Put back index keys, and drop the pool's copies of keys and values."""
         target = jnp.where(pages >= 0, pages, self.num_pages)
         index_k = self.index_k.at[:, target].set(contents[2], mode="drop")
         return self.replace(index_k=index_k, slots=self.slots.forget(self.virtual_page_ids(pages)))
 
     def virtual_page_ids(self, pages: Int[Array, " C"]) -> Int[Array, " CK"]:
-        """The virtual pages of some pages; those of -1 are outside of all."""
+        """Return the ids of the virtual pages of some pages; -1 for those of page -1."""
         ids = pages[:, None] * self.num_kv_heads + jnp.arange(self.num_kv_heads)  # [C K]
         return jnp.where(pages[:, None] >= 0, ids, -1).reshape(-1)
 
     def read_slots(self, pages: Int[Array, " C"]) -> Num[Array, "L CK 2 P H"]:
-        """The contents of pages that are all here."""
+        """Return the contents of pages, all of which have to be in the pool."""
         slots = self.slots.slot_of[:, self.virtual_page_ids(pages)]  # [L C*K]
         layers = jnp.arange(len(slots))[:, None]
         return jnp.stack([self.k[layers, slots], self.v[layers, slots]], axis=2)  # [L C*K 2 P H]
 
     def clean(self) -> "OffloadedStack":
-        """The same pool, now that host memory has everything that was written."""
+        """Return the pool without dirty slots: host memory has everything that was written."""
         return self.replace(slots=self.slots.replace(dirty=jnp.zeros_like(self.slots.dirty)))
 
     def _virtual_flags(self, of_page: Bool[Array, " X"]) -> Bool[Array, " V"]:
-        """A flag of each page as a flag of each of its virtual pages."""
+        """Repeat the flag of each page for each of its virtual pages."""
         return jnp.repeat(of_page, self.num_kv_heads)

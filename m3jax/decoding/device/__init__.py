@@ -1,7 +1,7 @@
 """The device side: a chunk of prompts, a run of decode steps or of rounds, whole pages; each one jitted call.
 
-Nothing here reads a value on the host. Which rows, how long, where their pages lie, how they are sampled and when they
-stop is data, so the shapes (rows, chunk, pages, buffer) alone decide what is compiled.
+Nothing here reads a value on the host. The rows that run, their lengths, pages, sampling and stop conditions are data,
+so the shapes (rows, chunk, pages, buffer) alone decide what is compiled.
 """
 
 from m3jax.decoding.device.compiler_options import Mode

@@ -39,7 +39,7 @@ def read_media(
 
 
 def embed(model: SeeingModel, tokens: Int32[HostOrDevice, "C T"], media: PlacedFeatures) -> Float[Array, "C T D"]:
-    """What the layers read of a chunk: the embedding of each token, or the feature that stands in its place.
+    """Return what the first layer reads: each token's embedding, or the feature that stands in its place.
 
     Features are gathered by row, so that a chunk may begin and end inside an image.
     """

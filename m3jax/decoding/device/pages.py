@@ -31,5 +31,5 @@ def write_pages(
 
 @jax.jit
 def read_pages(cache: PagedCache, pages: Int32[HostOrDevice, "C"]) -> PageContents:
-    """The contents of pages."""
+    """Return the contents of pages."""
     return cache.read_pages(pages)

@@ -1,7 +1,7 @@
 """Decoding in rounds: draft, verify in one call of the target, accept, roll back; one jitted call for many rounds.
 
-Rolling back is nothing but a length: what lies past it in the pages is seen by nobody and is overwritten in the next
-round, by the target and by the drafter alike.
+Rolling back only shortens a row's length: what lies past it in the pages is seen by no query and is overwritten in the
+next round, by the target and by the drafter alike.
 """
 
 from dataclasses import replace
@@ -68,11 +68,13 @@ def decode_in_rounds(
         )
 
         # Verify them in one call of the target, whose columns are the newest token and the proposals.
+        # Where nothing was proposed (-1) token 0 runs in its place; it is never accepted.
         tokens = jnp.concatenate([state.newest_token[:, None], jnp.maximum(proposal.tokens, 0)], axis=1)  # [B X]
         positions = lengths[:, None] + jnp.arange(1 + draft_tokens, dtype=jnp.int32)  # [B X]
         positions = jnp.where(is_live[:, None], positions, -1)
         end = lengths + (1 + draft_tokens) * is_live
         hidden, taps, cache = run_model(model, drafter, tokens, cache, host, positions, end)
+        # The invariant mode draws each token as decoding without a draft does: the text is the same with any draft.
         if not is_invariant(model):
             logits = model.unembed(hidden).astype(jnp.float32)  # [B X V]
             verdict = verify(logits, proposal, sampling, state.continuations.seen, lengths + 1)
@@ -122,10 +124,10 @@ def _draw_all(
     continuations: Continuations,
     positions: Int32[Array, "B"],
 ) -> Verdict:
-    """The tokens that decoding without a draft would draw, and how many of the proposals they are.
+    """Return the tokens that decoding without a draft would draw, and the length of the run of proposals that agree.
 
-    The right distribution too, and the same text with any draft, or none. A proposal that is a point mass is accepted
-    as often as by `verify`, one that was drawn less often.
+    Drawing them this way gives the target's distribution, as `verify` does, and also the same text with any draft or
+    none. A proposal that is a point mass is accepted as often as by `verify`; one that was drawn, less often.
 
     Args:
       model: the target, invariant.

@@ -1,6 +1,6 @@
-"""What lives on the device between calls, what a call is given, and what it gives back.
+"""The device's state between calls, and the arguments and results of a call.
 
-A *row* is a place in the decode batch, everywhere: B rows decode together, and a request has one of them while it runs.
+A *row* always means a place in the decode batch: B rows decode together, and a request has one of them while it runs.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from m3jax.decoding.sampling import HostOrDevice, SamplingParams
 from m3jax.decoding.speculation.drafter import DraftMemory, PromptContext
 from m3jax.decoding.speculation.verify import DraftCounts
 
-# Why a row stopped; a row that nobody uses is IDLE.
+# The reasons for which a row stopped; a row without a request is IDLE.
 LIVE, LENGTH, STOP_ID, STOP_STRING, BAD_LOGITS, IDLE = range(6)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Continuations:
-    """How each row goes on, and how far it has come: what `Params` says of one request, as arrays of B rows.
+    """The settings and the progress of each row's continuation: `Params` of the requests as arrays of B rows.
 
     Attributes:
       sampling: how tokens are drawn.
       stop_ids: a row ends with the first of these; padded with -1.
       limits: new tokens at most.
       counts: new tokens so far.
-      seen: which tokens the prompt and the continuation have.
+      seen: True for tokens that the prompt or the continuation has.
     """
 
     sampling: SamplingParams
@@ -51,7 +51,7 @@ class State:
       lengths: tokens of each row in the cache; the newest token is not in it yet.
       newest_token: the last token of each row.
       stop_reasons: LIVE, or why the row does not go on.
-      draft_memory: where there is a drafter, what it remembers of each row.
+      draft_memory: with a drafter, what it remembers of each row.
     """
 
     cache: PagedCache
@@ -86,7 +86,7 @@ class Chunk:
       tokens: the piece; what lies past the prompt's end means nothing.
       start: tokens of the prompt that are in the cache already.
       lengths: tokens of the whole prompt; 0 for none.
-      context: where there is a drafter, what it reads of the prompts beyond the piece.
+      context: with a drafter, what it reads of the prompts beyond the piece.
       media: where images and videos are served, their features; None where only text is.
     """
 
@@ -101,14 +101,14 @@ class Chunk:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NewTokens:
-    """What one call appended to each row.
+    """The tokens that one call appended to each row.
 
     Attributes:
       tokens: W of them at most; what lies at or past `counts` means nothing.
       logprobs: of each token under the model's own logits, before any knob.
       counts: new tokens of each row.
       stop_reasons: LIVE, or why the row does not go on.
-      drafting: where there is a drafter, what came of its proposals.
+      drafting: with a drafter, the counts of its proposals.
     """
 
     tokens: Int32[HostOrDevice, "B W"]

@@ -1,6 +1,6 @@
 """A chunk of prompts, and decoding one token after the other: what a step does, top to bottom.
 
-Both run the model over the paged cache, draw each row's next token from the logits, and note which rows that ends.
+Both run the model over the paged cache, draw each row's next token from the logits, and note the rows that end with it.
 Decoding with proposals is in `rounds`.
 """
 
@@ -65,10 +65,10 @@ def prefill(
       state: of B rows; donated.
       chunk: a piece of C prompts.
       continuations: how these C prompts will go on.
-      host: where keys and values are in host memory, its pages.
+      host: the pages in host memory, if keys and values are there.
       drafter: reads the prompts too, if there is one.
-      layout: on a mesh, where the results stay; left to itself the compiler may move them, and the next call compile
-        anew.
+      layout: on a mesh, the shardings that the results keep; without it the compiler may move them, and the next call
+        would compile anew.
       types: those of the model, the drafter and the cache, as part of the key by which jax finds the compiled program.
         Its own key forgets them: structures of two registered dataclasses are equal where their fields are.
 
@@ -78,6 +78,7 @@ def prefill(
     width = chunk.tokens.shape[1]
     positions = chunk.start[:, None] + jnp.arange(width, dtype=jnp.int32)  # [C T]
     lengths = jnp.minimum(chunk.lengths, chunk.start + width)
+    # Where a chunk has no prompt its row is B, one past the last: no page is found for it, so nothing is written.
     prompt_table = state.cache.table.at[chunk.rows].get(mode="fill", fill_value=-1)  # [C M]
     last_column = chunk.lengths - 1 - chunk.start
     ends_here = (last_column >= 0) & (last_column < width)
@@ -85,6 +86,7 @@ def prefill(
     cache = state.cache.replace(table=prompt_table)
     embeddings = None if chunk.media is None else embed(model, chunk.tokens, chunk.media)
     hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
+    # A prompt that does not end here draws from some column too: the shapes are fixed, and its token is dropped below.
     last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
     last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
     # Where the host waits for a condition, it could prepare the next chunk only when this one is through. The invariant
@@ -98,6 +100,7 @@ def prefill(
         )
     continuations, stop_reasons, is_appended = _append_token(continuations, token, ends_here)
 
+    # One past the last row is dropped: only rows whose prompt ends here change.
     started_rows = jnp.where(ends_here, chunk.rows, len(state.lengths))
     update = lambda of_rows, of_prompts: of_rows.at[started_rows].set(of_prompts, mode="drop")
     state = State(
@@ -149,9 +152,10 @@ def decode(
         is_live = state.stop_reasons == LIVE
         # Rows that have stopped are padding: nothing is written for them, and what comes out means nothing.
         positions = jnp.where(is_live, state.lengths, -1)[:, None]  # [B 1]
-        lengths = state.lengths + is_live
+        lengths = state.lengths + is_live  # the newest token joins the cache in this call
         hidden, _, cache = run_model(model, None, state.newest_token[:, None], state.cache, host, positions, lengths)
         sampling, seen = state.continuations.sampling, state.continuations.seen
+        # The new token will stand at position `lengths`, which decides its random key.
         token, logprob = draw_token(model, hidden[:, 0], sampling, seen, lengths)
         continuations, stop_reasons, is_appended = _append_token(state.continuations, token, is_live)
         state = State(
@@ -175,11 +179,11 @@ def decode(
 
 
 def for_steps(model: TargetModel, num_tokens: int) -> TargetModel:
-    """The model as a loop of steps best reads it: on a GPU each layer's parameters by themselves.
+    """Return the model in the form that a loop of steps reads fastest: on a GPU each layer's parameters separately.
 
-    There XLA copies what it takes out of a stack of layers, before each product, and a loop over layers keeps the loop
-    over steps out of a CUDA graph. An invariant model made of tiles is left as it is: prompts and steps run the same
-    programs.
+    On a GPU XLA copies what it takes out of a stack of layers before each product, and a loop over layers keeps the
+    loop over steps out of a CUDA graph. An invariant model made of tiles is left as it is: prompts and steps run the
+    same programs.
 
     Args:
       model: the target.
@@ -200,13 +204,13 @@ def run_model(
     lengths: Int32[Array, "B"],
     embeddings: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, PagedCache]:
-    """Run the target, whose cache has the host's pages for this call alone: no loop carries what it only reads.
+    """Run the target; its cache has the host's pages for this call alone, so that no loop carries what it only reads.
 
     Args:
       model: the target; a `TappedModel` where the drafter has taps.
       drafter: says which layers' residual stream is tapped, if there is one.
       tokens: of each row.
-      cache: where they are written.
+      cache: the tokens' keys and values are written into it.
       host: as in `prefill`.
       positions: where each token stands; -1 for none.
       lengths: tokens of each row after this call.
@@ -236,7 +240,7 @@ def draw_token(
     positions: Int32[HostOrDevice, "B"],
     cond: Callable[..., PyTree[Array]] = lax.cond,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """Each row's next token, and its log-probability under the model's own logits.
+    """Return each row's next token, and its log-probability under the model's own logits.
 
     The token is -1 where the logits have no distribution. The draw depends on the row's seed and the position that the
     token will have, and on nothing else; `cond` is as in `sample`.
@@ -257,7 +261,7 @@ def _append_token(
     """Give each active row its token; a negative one is none.
 
     Returns:
-      (continuations, stop reasons, which rows have a token more).
+      (continuations, stop reasons, flags of the rows that have a token more).
     """
     is_bad = token < 0
     is_appended = is_active & ~is_bad
@@ -265,6 +269,7 @@ def _append_token(
     seen_id = jnp.where(is_appended, token, continuations.seen.shape[1])  # one past the vocabulary is dropped
     seen = continuations.seen.at[jnp.arange(len(token)), seen_id].set(True, mode="drop")
     is_stop_id = jnp.any(token[:, None] == continuations.stop_ids, axis=1)
+    # Logits without a distribution count before a stop id, and a stop id before the limit.
     reasons = jnp.where(counts >= continuations.limits, LENGTH, LIVE)
     reasons = jnp.where(is_bad, BAD_LOGITS, jnp.where(is_stop_id, STOP_ID, reasons))
     return replace(continuations, counts=counts, seen=seen), reasons.astype(jnp.int32), is_appended

@@ -1,4 +1,4 @@
-"""What an engine refuses: to be made of, and for want of room to serve."""
+"""Checks of an engine's arguments, and of the requests that it has room for."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from m3jax.media.sizes import MERGE
 
 
 def check_sizes(sizes: dict[str, int]) -> None:
-    """Raise ValueError for the first size that is no integer of at least 1."""
+    """Raise ValueError for the first size that is not an integer of at least 1."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"{name} = {size!r}: must be an integer of at least 1")
 
 
 def chunk_sizes(prefill_chunk: int | Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a prefill call, ascending; ValueError where there is none, or one is no size."""
+    """Return the sizes of a prefill call, ascending; ValueError if there is none, or one is not a positive integer."""
     sizes = tuple(prefill_chunk) if isinstance(prefill_chunk, Sequence) else (prefill_chunk,)
     if not sizes:
         raise ValueError("prefill_chunk = (): give at least one size")
@@ -31,14 +31,14 @@ def chunk_sizes(prefill_chunk: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def check_warmup(programs: Sequence[str], longest: int | None) -> None:
-    """Raise ValueError where there is no such program to compile, or no such prompt to compile it for."""
+    """Raise ValueError if there is no such program to compile, or no such prompt to compile it for."""
     if unknown := [name for name in programs if name not in PROGRAMS]:
         raise ValueError(f"programs = {tuple(programs)}: there is no {unknown[0]!r}; choose of {PROGRAMS}")
     check_sizes({} if longest is None else dict(longest=longest))
 
 
 def check_max_length(max_length: int | None, pages: int, config: TargetConfig) -> int:
-    """How many tokens a request can have; ValueError where more are asked for than pages and context allow."""
+    """Return the most tokens that a request can have; ValueError if pages or context allow fewer than asked for."""
     in_pages = pages * config.index_block_size
     longest = min(config.max_position_embeddings, in_pages)
     if max_length is not None and max_length > longest:
@@ -48,7 +48,7 @@ def check_max_length(max_length: int | None, pages: int, config: TargetConfig) -
 
 
 def as_invariant(model: TargetModel) -> TargetModel:
-    """The model in its invariant mode; ValueError where it has none."""
+    """Return the model in its invariant mode; ValueError if it has none."""
     with_invariance = getattr(model, "with_invariance", None)  # a method of `InvariantModel`
     if with_invariance is None:
         raise ValueError(f"invariant = True needs an M3, and the model is a {type(model).__name__}")
@@ -58,7 +58,7 @@ def as_invariant(model: TargetModel) -> TargetModel:
 def media_sizes(
     patches: int | Sequence[int] | None, tokens: int | None, model: TargetModel, shapes: Shapes
 ) -> tuple[tuple[int, ...], int]:
-    """Patches in calls of the tower, ascending, and the features that the device keeps; () and 0 for text alone.
+    """Return the patches in calls of the tower, ascending, and the features that the device keeps; () and 0 for text.
 
     Raises:
       ValueError: sizes that are none, or that the tower cannot have, too few features for a chunk of a prompt, or a
@@ -74,8 +74,8 @@ def media_sizes(
         raise ValueError(f"media_patches = {uneven[0]}: a feature has {MERGE**2} patches; give a multiple of that")
     if not sizes:
         return (), 0
-    # What a chunk of the oldest prompt needs always finds room. It may begin and end inside a segment, and where an
-    # image stands between a video's frames inside two.
+    # The features that a chunk of the oldest prompt needs must always find room. A chunk may begin and end inside a
+    # segment, or inside two where an image stands between a video's frames.
     needed = shapes.chunks[-1] + 4 * (sizes[-1] // MERGE**2)
     if tokens is None:
         tokens = max(MEDIA_TOKENS, needed)
@@ -89,7 +89,7 @@ def media_sizes(
 
 
 def check_draft(draft: Drafter, draft_tokens: int, model: TargetModel, device_pages: int | None) -> None:
-    """Raise ValueError where a draft cannot propose so many tokens to the model, or not beside host memory."""
+    """Raise ValueError if a draft cannot propose so many tokens to the model, or cannot run beside host memory."""
     check_sizes({"draft_tokens": draft_tokens})
     if draft_tokens > MAX_DRAFT_TOKENS:
         raise ValueError(f"draft_tokens = {draft_tokens}: at most {MAX_DRAFT_TOKENS}")
@@ -99,7 +99,7 @@ def check_draft(draft: Drafter, draft_tokens: int, model: TargetModel, device_pa
 
 
 def check_device_pages(device_pages: int, model: TargetModel, shapes: Shapes) -> None:
-    """Raise ValueError where a decode step could not have all that it selects, or a chunk not all that it writes."""
+    """Raise ValueError on a mesh, or if the pool is too small for the pages of a decode call or of a prefill call."""
     if model.mesh is not None and model.mesh.size > 1:
         raise ValueError("device_pages on a mesh: host memory is for one device; leave device_pages out")
     page_size = model.config.index_block_size
@@ -115,7 +115,7 @@ def check_device_pages(device_pages: int, model: TargetModel, shapes: Shapes) ->
 
 
 def check_room(prompt: Sequence[int], params: Params, max_length: int, max_stop_ids: int) -> None:
-    """Refuse what an engine has no room for.
+    """Raise ValueError for a request that an engine has no room for.
 
     Args:
       prompt: token ids.
@@ -124,7 +124,7 @@ def check_room(prompt: Sequence[int], params: Params, max_length: int, max_stop_
       max_stop_ids: stop ids that it can have.
 
     Raises:
-      ValueError: more of either.
+      ValueError: the request would have more tokens, or more stop ids.
     """
     asked = len(prompt) + params.max_new_tokens
     if asked > max_length:
@@ -138,10 +138,10 @@ def check_room(prompt: Sequence[int], params: Params, max_length: int, max_stop_
 
 
 def check_goes_on(new: Sequence[int], params: Params, name: str) -> None:
-    """Refuse params under which a request with some new tokens already, called `name`, would not go on.
+    """Raise ValueError if a request that has some new tokens already, called `name`, would not go on under params.
 
     Raises:
-      ValueError: it has as many as it may have.
+      ValueError: it has as many new tokens as the params allow.
     """
     if params.max_new_tokens <= len(new):
         raise ValueError(f"max_new_tokens = {params.max_new_tokens}: {name} has {len(new)} already")

@@ -1,4 +1,4 @@
-"""Programs compiled ahead of their first call, side by side, without a run of any."""
+"""Compile programs ahead of their first call, several at once, without running any."""
 
 import gc
 import os
@@ -13,8 +13,8 @@ def compile_all(calls: Iterable[partial[Any]], meanwhile: Callable[[], None] | N
     """Compile the jitted functions of some calls for the arguments that these have; nothing runs, nothing is donated.
 
     Tracing and lowering hold Python's lock and are done here, one after the other. Compiling leaves it alone: threads
-    do that, so that a program is compiled while the next one is traced. jax keeps what was lowered and compiled, for
-    which reason the call itself finds it.
+    do that, so that a program is compiled while the next one is traced. jax keeps what was lowered and compiled, so
+    that the call itself finds it.
 
     Args:
       calls: of functions from `jax.jit`, with all their arguments; each is traced when its turn comes.
@@ -41,10 +41,10 @@ def compile_all(calls: Iterable[partial[Any]], meanwhile: Callable[[], None] | N
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Python looks for no cycles of garbage: tracing makes half a million objects that stay, and has few cycles.
+    """Keep Python's cyclic garbage collector off: tracing makes half a million objects that stay, and few cycles.
 
-    To look through them again and again takes a third of its time. Threads may be in here at once: the collector is on
-    again when the first of them leaves.
+    Looking through them again and again takes a third of the time of tracing. Several threads may be in here at once:
+    the collector is on again when the first of them leaves.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -56,6 +56,6 @@ def _uncollected() -> Iterator[None]:
 
 
 def _threads() -> int:
-    """How many programs are compiled at once: XLA uses two cores for most of the time that it compiles one."""
+    """Return the number of programs compiled at once: XLA uses two cores for most of the time that it compiles one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(2, cores // 2)

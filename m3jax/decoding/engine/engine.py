@@ -28,7 +28,7 @@ from m3jax.decoding.speculation.named import as_drafter
 
 
 class Engine:
-    """Serves many requests with one model: continuous batching over a paged cache.
+    """An engine that serves many requests with one model: continuous batching over a paged cache.
 
     `step` gives waiting requests a row while there are rows and pages, runs one chunk of prompts, and then a few
     decode steps of all rows whose prompt is through. Shapes are fixed at construction, so after `warmup` no mix of
@@ -38,8 +38,8 @@ class Engine:
 
     Args:
       model: from `m3jax.load`.
-      storage: where it keeps what it has computed; None is by the keywords.
-      work: how it cuts work into device calls; None is by the keywords.
+      storage: where it keeps what it has computed; None if the keywords say it.
+      work: how it cuts work into device calls; None if the keywords say it.
       draft: proposes tokens that the model then verifies, several in one call: "builtin", "ngram", the folder of an
         EAGLE3 draft, or a drafter (`m3jax.decoding.speculation`).
       draft_tokens: K, proposals of a round, 1 to 8.
@@ -135,26 +135,26 @@ class Engine:
         return self.busy
 
     def prefill(self) -> bool:
-        """Only the first half of a round; False once every prompt that has a row is through."""
+        """Do only the first half of a round of work; False once every prompt that has a row is through."""
         self._scheduler.admit()
         self._scheduler.prefill()
         return bool(self._scheduler.requests_with_row(is_decoding=False))
 
     @property
     def prefilled(self) -> tuple[int, int]:
-        """Prompt tokens in the cache, and the prompt tokens of all requests that have a row."""
+        """The number of prompt tokens in the cache and in all, of the requests that have a row."""
         requests = [request for request in self._scheduler.request_of_row if request]
         done = sum(min(request.cached, len(request.prompt)) for request in requests)
         return done, sum(len(request.prompt) for request in requests)
 
     def run(self) -> dict[int, Generation]:
-        """Work until every request has ended; what each one has, by handle."""
+        """Work until every request has ended, and return the continuation of each by its handle."""
         while self.step():
             pass
         return {handle: self.result(handle) for handle in self._requests}
 
     def stream(self, handle: int) -> Iterator[int]:
-        """The new tokens of one request as they come; the others go on as well."""
+        """Yield the new tokens of one request as they come; the others go on as well."""
         given = 0
         while True:
             request = self._request(handle)
@@ -165,7 +165,7 @@ class Engine:
             self.step()
 
     def result(self, handle: int) -> Generation:
-        """What a request has so far."""
+        """Return the continuation of a request so far."""
         request = self._request(handle)
         return Generation(
             tokens=list(request.new),
@@ -176,11 +176,11 @@ class Engine:
         )
 
     def reason(self, handle: int) -> str:
-        """Why a request ended; "unfinished" while it goes on."""
+        """Return the reason for which a request ended; "unfinished" while it goes on."""
         return self._request(handle).stop_reason
 
     def take(self, handle: int) -> list[int]:
-        """The new tokens of a request since the last `take`."""
+        """Return the new tokens of a request since the last `take`."""
         request = self._request(handle)
         new, request.taken = request.new[request.taken :], len(request.new)
         return new
@@ -254,7 +254,7 @@ class Engine:
             self._scheduler.restart(request)
 
     def export(self, handle: int) -> Snapshot:
-        """A request's whole state, for `import_request` of another engine; it goes on here until aborted.
+        """Return a request's whole state, for `import_request` of another engine; it goes on here until aborted.
 
         Raises:
           ValueError: it is unknown or has ended.
@@ -295,17 +295,17 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether some request has not ended."""
+        """True if some request has not ended."""
         return any(request.stop_reason == "unfinished" for request in self._requests.values())
 
     @property
     def timings(self) -> Timings:
-        """Where the seconds went so far."""
+        """The seconds spent so far on compiling, on prompts and on new tokens."""
         return self._scheduler.timings
 
     @property
     def drafting(self) -> Drafting:
-        """What came of proposals so far."""
+        """Counters of the draft's proposals so far, and of those that were accepted."""
         return self._scheduler.drafting
 
     @property
@@ -320,12 +320,12 @@ class Engine:
 
     @property
     def pages(self) -> dict[str, int]:
-        """Counters of the pool: see `PageAllocator.statistics`."""
+        """Return counters of the pool: see `PageAllocator.statistics`."""
         return self._pages.statistics()
 
     @property
     def offload(self) -> dict[str, int | float]:
-        """What the pool on the device did so far; a page here is the part of it that one KV head has.
+        """Return counters of the device's pool beside host memory; a page is here the part of it that one KV head has.
 
         Returns:
           hits and misses (distinct pages that a layer selected in a call), hit_rate, bytes_in and bytes_out (moved to
@@ -336,14 +336,14 @@ class Engine:
 
     @property
     def media(self) -> dict[str, int]:
-        """Counters of the features on the device (`FeatureRows.statistics`), and their bytes; {} for text alone."""
+        """Return counters of the device's features (`FeatureRows.statistics`), and their bytes; {} for text alone."""
         return {} if self._features is None else self._features.statistics() | dict(bytes=self._runner.features.nbytes)
 
     def check(self) -> None:
         """Raise AssertionError if pages are lost, owned twice, not where a row's table says, or not what was written.
 
-        The last is for every page that a request or the prefix cache counts on: its tokens, and the features of images
-        in place of tokens, are those that device calls have put there.
+        "Not what was written" is tested for every page that a request or the prefix cache counts on: its tokens, and
+        the features of images in place of tokens, must be those that device calls have put there.
         """
         self._scheduler.check()
 
@@ -353,11 +353,11 @@ class Engine:
         """Compile all that any mix of requests will run, side by side; no program of the model is run.
 
         Args:
-          watch: makes a context manager of the programs' names, in which they are compiled.
-          programs: fewer of them, for who knows that no others will run; one that does is compiled by its first call.
+          watch: maps the programs' names to a context manager in which they are compiled.
+          programs: a choice of them, if no others will run; one that does is compiled by its first call.
             "prefill"; "tower"; "decode", for requests of more than one new token; "pages", for `copy`, `export`,
             `import_request`, and for prompts that begin like a request of an earlier round and end within its pages.
-          longest: tokens of a prompt, for which alone prefill is compiled; None is for any.
+          longest: tokens of a prompt: only its sizes of prefill calls are compiled; None is for any prompt.
 
         Raises:
           ValueError: there is no such program, or no such prompt.
@@ -368,14 +368,14 @@ class Engine:
         self._scheduler.timings.compile_seconds += perf_counter() - began
 
     def warmup_for(self, handle: int, watch: Watch = nullcontext) -> None:
-        """Compile what prefill and the tower will run for a request, if no other has; for who left it out of `warmup`.
+        """Compile what prefill and the tower will run for a request; call this if `warmup` did not compile it.
 
         Args:
           handle: of a request that has not begun.
           watch: as in `warmup`; called only where something is compiled.
         """
         began, request = perf_counter(), self._request(handle)
-        self._scheduler.admit()  # where it gets a row, it is known what of its prompt the prefix cache has
+        self._scheduler.admit()  # a request that gets a row has looked its prompt up in the prefix cache
         widths = self.shapes.prefill_sizes(request.uncached)
         sizes = {self.shapes.tower_size(len(placed.segment.patches)) for placed in request.segments}
         if self._runner.warmup_sizes(widths, sizes, watch):
@@ -400,7 +400,7 @@ class Engine:
         return request
 
     def _identity(self) -> Identity:
-        """What another engine must share with this one to exchange pages."""
+        """Return the configuration that another engine must share with this one to exchange pages."""
         drafter = self._runner.drafter
         return identity(self.config, self._runner.state.cache) | ({} if drafter is None else drafter.identity())
 
@@ -418,6 +418,6 @@ class Engine:
         return request
 
     def _check_request(self, prompt: tuple[int, ...], params: Params) -> None:
-        """Raise ValueError where the model cannot serve a request, or this engine has no room for it."""
+        """Raise ValueError if the model cannot serve a request, or this engine has no room for it."""
         check_prompt(prompt, params, self.config)
         checks.check_room(prompt, params, self.max_length, self.shapes.stop_ids)

@@ -34,7 +34,7 @@ class Snapshot:
       params: how it goes on.
       cached: tokens whose keys, values and index keys are in `pages`.
       pages: their contents, eight pages at a time, as `Runner.read_pages` gives them.
-      identity: what the receiving engine's model and cache must be.
+      identity: configuration and dtypes that the receiving engine's model and cache must have.
       media: its images and videos, (patches, grid) each; a chunk of a video is a video here. They travel too: without
         them the receiver could not read the prompt again where its pages had to go.
     """
@@ -49,7 +49,7 @@ class Snapshot:
     media: Media = field(default_factory=Media)
 
     def to_bytes(self) -> bytes:
-        """The snapshot as a safetensors file with a checksum (`m3jax.decoding.engine.sealed`).
+        """Return the snapshot as a safetensors file with a checksum (`m3jax.decoding.engine.sealed`).
 
         Raises:
           ValueError: a cache of a structure or dtype that these bytes cannot hold.
@@ -69,10 +69,10 @@ class Snapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Snapshot":
-        """What `to_bytes` wrote. Whether it fits an engine is seen by `Engine.import_request`.
+        """Read the snapshot that `to_bytes` wrote; `Engine.import_request` checks whether it fits an engine.
 
-        A checksum tells damage, not malice: pages are used for other requests of the same beginning, so take snapshots
-        from engines that you trust.
+        A checksum shows damage, not malice: the pages also serve other requests of the same beginning, so take
+        snapshots only from engines that you trust.
 
         Raises:
           ValueError: the bytes are damaged, of another version, or no snapshot.
@@ -96,7 +96,7 @@ class Snapshot:
 
 
 def _written_out(tree: PyTree, name: str, arrays: dict[str, np.ndarray]) -> Any:
-    """A tree of arrays as JSON can say it; the arrays are added to `arrays`."""
+    """Return a tree of arrays in a form that JSON can hold; the arrays are added to `arrays`."""
     if tree is None:
         return None
     if type(tree) in (list, tuple):
@@ -108,7 +108,7 @@ def _written_out(tree: PyTree, name: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _read_back(entry: Any, arrays: dict[str, np.ndarray]) -> PyTree:
-    """The tree that `_written_out` wrote."""
+    """Return the tree that `_written_out` wrote."""
     if entry is None:
         return None
     ((kind, value),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [(None, entry)]
@@ -120,12 +120,12 @@ def _read_back(entry: Any, arrays: dict[str, np.ndarray]) -> PyTree:
 
 
 def _plain(identity: Identity) -> Identity:
-    """As JSON reads it back, so that two can be compared wherever they come from."""
+    """Return an identity as JSON reads it back, so that two can be compared wherever they come from."""
     return json.loads(json.dumps(identity))
 
 
 def identity(config: TargetConfig, cache: Cache) -> Identity:
-    """What two engines must share to exchange pages: the model's configuration, and how its cache is stored."""
+    """Return what two engines must share to exchange pages: the model's configuration, and its cache's dtypes."""
     dtypes = {
         f"dtype of {name} in stack {index}": str(array.dtype)
         for index, stack in enumerate(cache.stacks)
@@ -138,15 +138,15 @@ def identity(config: TargetConfig, cache: Cache) -> Identity:
 def check_snapshot(
     snapshot: Snapshot, expected: Identity, page_layout: PyTree[jax.ShapeDtypeStruct], page_size: int, vocab_size: int
 ) -> None:
-    """Refuse a snapshot that is not whole, or not of this engine's model and cache; nothing is changed.
+    """Raise ValueError for a snapshot that is not whole, or not of this engine's model and cache.
 
-    The prompt and whether there is room are left to the engine's own test of requests. What the pages' numbers are
-    cannot be seen: those of an edited page are taken as they are.
+    The prompt, and whether there is room, are left to the engine's own test of requests. The numbers in the pages
+    cannot be checked: those of an edited page are taken as they are.
 
     Args:
       snapshot: as it came.
       expected: this engine's identity.
-      page_layout: what one entry of `pages` is in this engine.
+      page_layout: shapes and dtypes of one entry of `pages` in this engine.
       page_size: P.
       vocab_size: V.
 
@@ -177,7 +177,7 @@ def check_snapshot(
 
 
 def _check_identity(found: object, expected: Identity) -> None:
-    """Raise ValueError, naming the first difference, where a snapshot is of another model or cache."""
+    """Raise ValueError, naming the first difference, if a snapshot is of another model or cache."""
     try:
         found = _plain(found)
     except (TypeError, ValueError, RecursionError):
@@ -196,12 +196,12 @@ def _check_identity(found: object, expected: Identity) -> None:
 
 
 def _said(value: object) -> str:
-    """A value of an identity; text without quotes."""
+    """Return a value of an identity as an error message shows it: text without quotes."""
     return shown(value)[1:-1] if isinstance(value, str) else shown(value)
 
 
 def _unlike(group: PageContents, page_layout: PyTree[jax.ShapeDtypeStruct], index: int) -> Iterator[str]:
-    """How an entry of a snapshot's pages differs from what this engine writes."""
+    """Yield the differences between an entry of a snapshot's pages and what this engine writes."""
     if jax.tree.structure(group) != jax.tree.structure(page_layout):
         yield f"pages[{index}] of the snapshot has other arrays than this engine's pages: it is not whole"
         return
@@ -219,5 +219,5 @@ def _is_finite(value: object) -> bool:
 
 
 def page_layout(groups: Sequence[PageContents]) -> PyTree[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of what `Runner.read_pages` gives for a group of pages."""
+    """Return the shapes and dtypes of what `Runner.read_pages` gives for a group of pages."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), groups[0])

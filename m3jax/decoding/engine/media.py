@@ -1,7 +1,7 @@
 """Images and videos of requests on the host: what each place of a prompt stands for, and where its feature lies.
 
-A *segment* is what the tower reads alone: an image, or a chunk of a video (`m3jax.media.Segment`). It is known by a
-number of its contents. The same contents have the same number wherever they come from, and others another one.
+A *segment* is what the tower reads by itself: an image, or a chunk of a video (`m3jax.media.Segment`). A number stands
+for its contents: equal contents have the same number wherever they come from, and other contents another one.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class Media:
       videos: the same, as `m3jax.media.process_video` gave them.
 
     Raises:
-      ValueError: one of them is no list or tuple.
+      ValueError: one of them is not a list or tuple.
     """
 
     images: Sequence[Any] = ()
@@ -48,11 +48,11 @@ class Media:
                 raise ValueError(f"{name} is {shown(given)}: give a list, [] for none")
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """True if the prompt has an image or a video."""
         return bool(self.images or self.videos)
 
     def segments(self, config: TargetConfig) -> tuple[Segment, ...]:
-        """What the tower reads alone: the images, then the chunks of the videos (`m3jax.media.segments`).
+        """Return the segments that the tower reads: the images, then the chunks of the videos (`m3jax.media.segments`).
 
         Args:
           config: of the model.
@@ -79,19 +79,19 @@ class PlacedSegment:
 
     @property
     def keys(self) -> Int64[np.ndarray, " F"]:
-        """What stands in place of the placeholders' ids where tokens say what a page holds: negative, one a feature."""
+        """Negative numbers, one a feature, that replace the placeholders' ids in the key of a page."""
         return -2 - (self.number + np.arange(len(self.places), dtype=np.int64))
 
     def is_in(self, start: int, stop: int) -> bool:
-        """Whether some of its features are at the places from `start` to `stop`."""
+        """Return True if a feature of the segment is at one of the places from `start` to `stop`."""
         return bool(self.places[0] < stop and self.places[-1] >= start)
 
 
 class Numbers:
-    """Gives contents their numbers, so far apart that no two features share a key.
+    """The numbers of images' and videos' contents, so far apart that no two features share a key.
 
-    Those of the last 65,536 contents are remembered. One that was forgotten gets a new number, never another's: its old
-    pages are then not found again, and nothing else.
+    The numbers of the last 65,536 contents are remembered. Contents that were forgotten get a new number, never that of
+    others; the only effect is that their old pages are not found again.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Numbers:
         self._next = 0
 
     def of(self, segment: Segment) -> int:
-        """The number of a segment's contents."""
+        """Return the number of a segment's contents."""
         digest = _digest(segment)
         if digest not in self._of_digest:
             self._of_digest[digest], self._next = self._next, self._next + segment.features
@@ -111,13 +111,13 @@ class Numbers:
 
 
 def _digest(segment: Segment) -> bytes:
-    """SHA-256 of all that its features and places depend on: numbers of the patches, grid, image or video."""
+    """Return the SHA-256 of all that a segment's features and places depend on: patches, grid, image or video."""
     header = np.array([segment.is_video, *segment.grid], np.int64)
     return hashlib.sha256(header.tobytes() + segment.patches.tobytes()).digest()
 
 
 class FeatureRows:
-    """Which row of the device's features holds which feature.
+    """The rows of the device's features, and the segment that holds each.
 
     The features of a segment come and go together, the least recently used first. Rows that follow one another need not
     belong together, so nothing is ever moved.
@@ -136,12 +136,12 @@ class FeatureRows:
         return number in self._rows
 
     def rows(self, number: int) -> Int32[np.ndarray, " _"]:
-        """Where the features of a segment lie, which counts as a use."""
+        """Return the rows in which the features of a segment lie; this counts as a use of the segment."""
         self._rows.move_to_end(number)
         return self._rows[number]
 
     def take(self, number: int, count: int, kept: Collection[int]) -> Int32[np.ndarray, " _"] | None:
-        """Rows for the features of a segment that has none.
+        """Give rows to the features of a segment that has none.
 
         Args:
           number: of the segment.
@@ -166,7 +166,7 @@ class FeatureRows:
         return self._rows[number]
 
     def statistics(self) -> dict[str, int]:
-        """Counters: rows there are, rows in use, segments in them, segments computed and dropped so far."""
+        """Return counters: rows in all, rows in use, segments in them, segments computed and dropped so far."""
         used = self.num_rows - len(self._free)
         return dict(
             rows=self.num_rows, used=used, segments=len(self._rows), computed=self.computed, dropped=self.dropped
@@ -174,7 +174,7 @@ class FeatureRows:
 
 
 class Placer:
-    """Finds the places of images and videos in prompts, and gives them their numbers.
+    """A finder of the places of images and videos in prompts, which also numbers their contents.
 
     Args:
       config: the model's.
@@ -189,13 +189,13 @@ class Placer:
         if can_see:
             try:
                 self._ids = PlaceholderIds.of_config(config)
-            except ValueError as error:  # a small random model: no prompt can hold its placeholders, text it can
+            except ValueError as error:  # a small random model without room for the placeholders still serves text
                 self._fault = error
 
     def place(self, prompt: tuple[int, ...], media: Media | None) -> tuple[PlacedSegment, ...]:
-        """The segments of a prompt, each at its places.
+        """Return the segments of a prompt, each at its places.
 
-        The patches are copied: what the caller does to his array later changes nothing here. For a model without a
+        The patches are copied: what the caller does to the array later changes nothing here. For a model without a
         tower a placeholder is a token like others.
 
         Raises:
@@ -230,7 +230,7 @@ class Placer:
 
 
 def as_media(placed: Sequence[PlacedSegment]) -> Media:
-    """Segments as images and videos, (patches, grid) each; a chunk of a video is a video of its own."""
+    """Return segments as images and videos, (patches, grid) each; a chunk of a video is a video of its own."""
     still, moving = (
         tuple((one.segment.patches, one.segment.grid) for one in placed if one.segment.is_video == is_video)
         for is_video in (False, True)
@@ -239,7 +239,7 @@ def as_media(placed: Sequence[PlacedSegment]) -> Media:
 
 
 def prefix_keys(prompt: tuple[int, ...], placed: Sequence[PlacedSegment]) -> tuple[int, ...]:
-    """What a prompt's pages are known by: its tokens, and where a feature stands the key of that feature."""
+    """Return the keys of a prompt's pages: its tokens, with a feature's key in place of each placeholder."""
     if not placed:
         return prompt
     keys = np.array(prompt, np.int64)

@@ -1,4 +1,4 @@
-"""How an engine is laid out: where it keeps what it has computed, and how it cuts work into device calls."""
+"""An engine's options: where it keeps what it has computed, and how it cuts work into device calls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +11,7 @@ from m3jax.messages import check_keywords
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Where an engine keeps what it has computed, and how much of it.
+    """The storage of an engine: where it keeps what it has computed, and how much of it.
 
     Attributes:
       pages: of the pool; a page is one block of the model.
@@ -49,7 +49,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """How an engine cuts work into device calls; it decides which programs are compiled.
+    """The sizes of an engine's device calls, which decide the programs that are compiled.
 
     Attributes:
       max_batch: rows that decode together.
@@ -108,7 +108,7 @@ def as_options(
       storage: None where its attributes are given as keywords.
       work: the same.
       knobs: the keywords.
-      called: the function, or the class, that was given them, for an unknown keyword's message.
+      called: name of the function or class that was given them, for the message about an unknown keyword.
 
     Raises:
       TypeError: an unknown keyword, or no `pages`.
@@ -119,7 +119,7 @@ def as_options(
 
 
 def _object_of(kind: type, given: Any, name: str, knobs: Mapping[str, Any]) -> Any:
-    """The object that was given, or else one of its attributes among the keywords."""
+    """Return the object that was given, or else one made of its attributes among the keywords."""
     own = {field.name: knobs[field.name] for field in fields(kind) if field.name in knobs}
     if given is None:
         return kind(**own)

@@ -1,4 +1,4 @@
-"""What an engine did so far: where the seconds went, and what came of proposals."""
+"""Reports of an engine's work so far: its seconds, a draft's proposals, the pool beside host memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from m3jax.decoding.speculation.verify import DraftCounts
 
 @dataclass
 class Timings:
-    """Where the seconds of an engine went.
+    """The seconds that an engine spent, by kind of work, and the tokens of each kind.
 
     Attributes:
       compile_seconds: tracing and compiling, in no other number here; about 0 for a shape met before.
@@ -42,7 +42,7 @@ class Timings:
 
 @dataclass
 class Drafting:
-    """What came of proposals.
+    """Counters of a draft's proposals, and of those that the target accepted.
 
     Attributes:
       draft_tokens: K, proposals of a round; 0 without a drafter.
@@ -55,7 +55,7 @@ class Drafting:
     accepted: tuple[int, ...] = ()
 
     def add(self, counts: DraftCounts) -> None:
-        """Count what came of the proposals of one more call."""
+        """Add the counts of one more device call."""
         self.forwards += int(counts.forwards)
         accepted = self.accepted or (0,) * self.draft_tokens
         self.accepted = tuple(total + int(new) for total, new in zip(accepted, counts.accepted, strict=True))
@@ -72,7 +72,7 @@ class Drafting:
 
 
 def offload_counters(host: HostMemory, stacks: Sequence[StackCache | OffloadedStack]) -> dict[str, int | float]:
-    """What `Engine.offload` returns of a cache whose keys and values are in host memory."""
+    """Return `Engine.offload`'s counters, of a cache whose keys and values are in host memory."""
     offloaded = [stack for stack, pages in zip(stacks, host.pages, strict=True) if pages is not None]
     total = lambda name: int(sum(np.asarray(getattr(stack, name), np.int64).sum() for stack in offloaded))
     hits, misses = total("hits"), total("misses")

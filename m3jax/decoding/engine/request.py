@@ -1,4 +1,4 @@
-"""What is asked of the model and what comes back, on the host: one request each."""
+"""A request on the host: its parameters, its state in an engine, and its continuation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from m3jax.messages import shown
 
 @dataclass(frozen=True, kw_only=True)
 class Params:
-    """How a prompt is continued.
+    """The parameters of a prompt's continuation.
 
     Attributes:
       max_new_tokens: at least 1.
@@ -58,7 +58,7 @@ class Request:
       prompt: token ids.
       params: how it goes on.
       segments: its images and chunks of videos, until it has ended.
-      prompt_keys: what the pages of its prompt are known by; the prompt itself where it has no segments.
+      prompt_keys: the keys of its prompt's pages; the prompt itself if it has no segments.
       new: token ids generated so far.
       logprobs: of them.
       row: its place in the decode batch; None while it waits for one.
@@ -69,7 +69,7 @@ class Request:
       stop_reason: that of `Generation`; "unfinished" while it goes on.
       taken: new tokens that were given out by `Engine.take`.
       preemptions: how often it had to give its row back.
-      first_token_at: the same; None before the first token.
+      first_token_at: `time.perf_counter()` when its first token came; None before.
     """
 
     handle: int
@@ -96,31 +96,31 @@ class Request:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """What its pages are known by: tokens, and keys of features (`m3jax.decoding.engine.media`)."""
+        """The keys of the request's pages: tokens, and keys of features (`m3jax.decoding.engine.media`)."""
         return (*self.prompt_keys, *self.new)
 
     def keys_between(self, start: int, end: int) -> tuple[int, ...]:
-        """`keys[start:end]`, at the cost of these alone: a long prompt has many more."""
+        """Return `keys[start:end]` without making a tuple of all keys: a long prompt has many more."""
         count = len(self.prompt_keys)
         return (*self.prompt_keys[start:end], *self.new[max(start - count, 0) : max(end - count, 0)])
 
     def segments_in(self, count: int) -> list[PlacedSegment]:
-        """Those that have features among its next `count` tokens that are not in the cache."""
+        """Return the segments that have features among the next `count` tokens that are not in the cache."""
         return [placed for placed in self.segments if placed.is_in(self.cached, self.cached + count)]
 
     @property
     def new_remaining(self) -> int:
-        """New tokens it may still get."""
+        """The number of new tokens that the request may still get."""
         return self.params.max_new_tokens - len(self.new)
 
     @property
     def uncached(self) -> int:
-        """Tokens that are not in the cache yet."""
+        """The number of tokens that are not in the cache yet."""
         return len(self.prompt) + len(self.new) - self.cached
 
 
 def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, name: str = "prompt") -> None:
-    """Refuse what the model cannot do.
+    """Raise ValueError for a prompt or params that the model cannot serve.
 
     Args:
       prompt: token ids.
@@ -129,7 +129,7 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
       name: what the prompt is called in an error.
 
     Raises:
-      ValueError: an empty prompt, an id outside the vocabulary, more tokens than the context, or params that are none.
+      ValueError: an empty prompt, an id outside the vocabulary, more tokens than the context, or no `Params`.
     """
     if not isinstance(params, Params) or not isinstance(params.sampling, Sampling):
         given = params.sampling if isinstance(params, Params) else params
@@ -153,7 +153,7 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
 
 
 def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
-    """Refuse what is no token id of a vocabulary.
+    """Raise ValueError for the first of some numbers that is not a token id of the vocabulary.
 
     Raises:
       ValueError: the first such one, under this name.
@@ -164,10 +164,10 @@ def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
 
 
 def as_prompt(prompt: Sequence[int] | HostOrDevice) -> tuple[int, ...]:
-    """A list, a tuple or a 1-D array of token ids as a tuple; whether they are ids is not looked at.
+    """Return a list, a tuple or a 1-D array of token ids as a tuple; whether they are ids is not checked.
 
     Raises:
-      ValueError: text, or no list.
+      ValueError: text, or something that is not a list, a tuple or a 1-D array.
     """
     if isinstance(prompt, str | bytes):
         raise ValueError("the prompt is text: encode it with the model's tokenizer first")
@@ -179,7 +179,7 @@ def as_prompt(prompt: Sequence[int] | HostOrDevice) -> tuple[int, ...]:
 
 
 def as_prompts(prompts: Sequence[Sequence[int] | HostOrDevice]) -> list[tuple[int, ...]]:
-    """Lists, tuples or 1-D arrays of token ids as tuples; anything else is refused with the reason.
+    """Return lists, tuples or 1-D arrays of token ids as tuples; anything else is refused with the reason.
 
     Raises:
       ValueError: text, or one prompt where a list of prompts belongs.

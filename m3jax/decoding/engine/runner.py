@@ -26,12 +26,12 @@ from m3jax.parallel import sharding
 from m3jax.platform import platform
 
 PROGRAMS = ("prefill", "tower", "decode", "pages")
-Watch = Callable[[str], AbstractContextManager]  # of the names of programs: they are compiled inside what it makes
+Watch = Callable[[str], AbstractContextManager]  # maps names of programs to the context in which they are compiled
 
 
 @dataclass(frozen=True)
 class PromptPart:
-    """What of a request goes into a prefill call.
+    """The part of a request that goes into a prefill call.
 
     Attributes:
       row: its place in the decode batch.
@@ -39,7 +39,7 @@ class PromptPart:
       cached: how many of them are in the cache already.
       params: how it goes on.
       new_count: new tokens among its tokens; of a request that was preempted.
-      feature_rows: the row of the feature that each token of the piece stands for, -1 for a token that is one.
+      feature_rows: the row of the feature that each token of the piece stands for, -1 for a token of text.
     """
 
     row: int
@@ -51,20 +51,20 @@ class PromptPart:
 
 
 class Runner:
-    """Runs the engine's device calls and keeps their state.
+    """The device side of an engine: it runs the device calls and keeps their state.
 
     Args:
       model: from `m3jax.load`.
       cache: empty.
       shapes: fixed from here on.
-      host: where the cache is offloaded, its host memory.
+      host: the cache's host memory, if it is offloaded.
       drafter: proposes tokens, if there is one (`m3jax.decoding.speculation`).
 
     Attributes:
       table: the pages of each row, as the device will know them from the next call on.
       state: what lives on the device.
       written: the token, or the key of the feature, that calls have written into each slot of each page, -1 before;
-        what the device did, noted beside what the allocator believes (`Engine.check`).
+        what the device did, to be compared with what the allocator believes (`Engine.check`).
       features: of images and videos, on the device; None where only text is served.
     """
 
@@ -88,7 +88,7 @@ class Runner:
         def place(array):
             return jax.device_put(array, sharding(array.shape, ("batch",) + (None,) * (array.ndim - 1), model.mesh))
 
-        # Committed to where they lie, as what a call returns is: else the second call would be another program.
+        # Committed to their devices, as the results of a call are: otherwise the second call would compile anew.
         cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
         memory = None if drafter is None else drafter.begin(model, shapes.batch, self._max_length)
         self.state = device.State(
@@ -149,9 +149,9 @@ class Runner:
     def _sized_calls(
         self, widths: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[Callable[[], partial[Any]]], list[str]]:
-        """What makes an empty call of prefill for each width, and of the tower for each size; their names.
+        """Return functions that each make an empty call of the tower or of prefill, and the names of the programs.
 
-        The tower's come first: they are quickly traced, and the compiler is at work while the others are.
+        The tower's calls come first: they are quick to trace, and compile while those of prefill are traced.
         """
         calls = [partial(self._empty_tower_call, size) for size in sizes]
         calls += [partial(self._prefill_call, (), width) for width in widths]
@@ -162,7 +162,7 @@ class Runner:
         return calls, names
 
     def _move_no_pages(self) -> None:
-        """Compile what copies, reads and writes pages by running it on none: these are small."""
+        """Compile the programs that copy, read and write pages by running them on no page: they are small."""
         self._copy_group([])
         contents = self.read_pages([0])
         self._page_layout = page_layout(contents)
@@ -177,13 +177,13 @@ class Runner:
         self._compiled_sizes.add(size)
 
     def _empty_tower_call(self, size: int) -> partial[Float[Array, "F D"]]:
-        """The device's call for no segment, which has the same program as one for any that it holds."""
+        """Return the tower's call for no segment: its program is that of a call for any segment that fits the size."""
         return self._tower_call((), size, np.zeros(0, np.int32))
 
     def _tower_call(
         self, segments: Sequence[Segment], size: int, rows: Int32[np.ndarray, " F"]
     ) -> partial[Float[Array, "F D"]]:
-        """The device's call for some segments, whose features go to some rows; what fills them up goes nowhere."""
+        """Return the tower's call for some segments, whose features go to `rows`; those of padding are dropped."""
         padded_rows = np.full(size // MERGE**2, -1, np.int32)
         padded_rows[: len(rows)] = rows
         media, shared = pack(segments, size), dict(layout=self._features_layout, types=self._types)
@@ -201,7 +201,7 @@ class Runner:
         return new
 
     def _prefill_call(self, parts: Sequence[PromptPart], width: int) -> partial[tuple[device.State, device.NewTokens]]:
-        """The device's call for a chunk of `width` tokens of some prompts."""
+        """Return the device's call for a chunk of `width` tokens of some prompts."""
         count = self.shapes.prompts
         rows = np.full(count, self.shapes.batch, np.int32)
         start, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
@@ -227,7 +227,7 @@ class Runner:
         )
 
     def decode(self, steps: int) -> device.NewTokens:
-        """Run decode steps of all live rows, or rounds where there is a drafter; what they gave, on the host."""
+        """Run decode steps of all live rows, or rounds with a drafter; return the new tokens on the host."""
         self._send_changes()
         self.state, new = self._decode_call(steps)()
         self._flush_host()
@@ -242,7 +242,7 @@ class Runner:
         return new
 
     def _decode_call(self, steps: int) -> partial[tuple[device.State, device.NewTokens]]:
-        """The device's call for decode steps, or rounds."""
+        """Return the device's call for decode steps, or for rounds with a drafter."""
         shared = dict(host=self._host_pages, layout=self._layout, types=self._types)
         if self.drafter is None:
             return partial(
@@ -262,7 +262,7 @@ class Runner:
     def _note_written(
         self, row: int, start: int, tokens: Sequence[int], feature_rows: Int32[np.ndarray, " T"] | None = None
     ) -> None:
-        """Note which tokens a call writes into a row's pages, from a position on, and which features in their place."""
+        """Note the tokens, and features in their place, that a call writes into a row's pages from a position on."""
         slots = np.arange(start, start + len(tokens))
         page_size = self.written.shape[1]
         keys = np.array(tokens, np.int64)
@@ -272,7 +272,7 @@ class Runner:
         self.written[self.table[row][slots // page_size], slots % page_size] = keys
 
     def continuations(self, parts: Sequence[PromptPart], count: int) -> device.Continuations:
-        """How some requests go on, padded to `count` rows."""
+        """Return the settings and progress of some requests as arrays, padded to `count` rows."""
         stop_ids = np.full((count, self.shapes.stop_ids), -1, np.int32)
         limits, counts = np.zeros(count, np.int32), np.zeros(count, np.int32)
         seen = np.zeros((count, self.model.config.vocab_size), bool)
@@ -284,7 +284,7 @@ class Runner:
         return device.Continuations(SamplingParams.stack(sampling), stop_ids, limits, counts, seen)
 
     def _context(self, parts: Sequence[PromptPart], width: int) -> PromptContext | None:
-        """What a drafter, if there is one, reads of prompts beyond a piece of `width` tokens."""
+        """Return what a drafter reads of prompts beyond a piece of `width` tokens; None without a drafter."""
         if self.drafter is None:
             return None
         following = np.zeros(self.shapes.prompts, np.int32)
@@ -300,7 +300,7 @@ class Runner:
     # Rows
 
     def start_row(self, row: int, stop_reason: int, length: int, newest_token: int) -> None:
-        """Note what prefill made of a row: the device knows it already."""
+        """Note the state of a row after prefill on the host: the device has it already."""
         self._stop_reasons[row] = stop_reason
         self._lengths[row], self._newest_token[row] = length, newest_token
 
@@ -310,7 +310,7 @@ class Runner:
             self.table[row], self._is_stale = page_ids, True
 
     def clear_row(self, row: int) -> None:
-        """Take a row out: it goes on no further and owns nothing."""
+        """Stop a row and take its pages away."""
         self.table[row], self._stop_reasons[row], self._is_stale = -1, device.IDLE, True
 
     def _send_changes(self) -> None:
@@ -341,7 +341,7 @@ class Runner:
             self.written[target] = self.written[source]
 
     def read_pages(self, page_ids: Sequence[int]) -> list[PageContents]:
-        """The contents of pages on the host, `PAGES_A_CALL` at a time; the last group repeats its first page."""
+        """Return the contents of pages in groups of `PAGES_A_CALL`, on the host; the last repeats its first page."""
         groups = []
         for ids in _padded_groups(page_ids):
             ids = np.where(ids < 0, ids[0], ids)
@@ -355,7 +355,7 @@ class Runner:
 
     @property
     def page_layout(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a group of pages as `read_pages` gives it; before `warmup` one is read to know."""
+        """The shapes and dtypes of a group of pages as `read_pages` gives it; the first use may read a group."""
         if self._page_layout is None:
             self._page_layout = page_layout(self.read_pages([0]))
         return self._page_layout
@@ -392,18 +392,18 @@ class Runner:
 
 
 def _mode(model: TargetModel) -> device.Mode:
-    """Return what the compiler's options of a model's programs depend on."""
+    """Return the mode ("invariant", "narrow" or "wide") that the compiler's options of a model's programs depend on."""
     if is_invariant(model):
         return "invariant"
     return "narrow" if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(model)) else "wide"
 
 
 def _listed(sizes: Sequence[int]) -> str:
-    """Sizes as the name of a program says them."""
+    """Return sizes as the name of a program lists them."""
     return " and ".join(map(str, sizes))
 
 
 def _padded_groups(page_ids: Sequence[int]) -> list[Int32[np.ndarray, "C"]]:
-    """Page ids in groups of one size, the last one padded with -1, so that one compiled program serves all."""
+    """Return page ids in groups of one size, the last one padded with -1, so that one compiled program serves all."""
     groups = [page_ids[first : first + PAGES_A_CALL] for first in range(0, len(page_ids), PAGES_A_CALL)]
     return [np.array([*group, *[-1] * (PAGES_A_CALL - len(group))], np.int32) for group in groups]

@@ -29,7 +29,7 @@ _STOP_REASONS = {
 
 
 class Scheduler:
-    """Rows, pages and the queue.
+    """The rows, the pages and the queue of an engine, and the work of one round.
 
     Args:
       runner: the device's side.
@@ -39,8 +39,8 @@ class Scheduler:
     Attributes:
       request_of_row: the request of each row, or None.
       waiting: requests without a row, oldest first.
-      timings: where the seconds went.
-      drafting: what came of proposals.
+      timings: the seconds spent on each kind of work.
+      drafting: the counts of proposals and of accepted ones.
     """
 
     def __init__(self, runner: Runner, pages: PageAllocator, features: FeatureRows | None = None):
@@ -64,7 +64,7 @@ class Scheduler:
             needed = math.ceil((len(request.tokens) + 1) / self.pages.page_size)
             missing = needed - len(self.pages.pages_of(request.page_handle))
             if self.pages.available < missing and any(self.request_of_row):
-                return  # it keeps the known pages that it found, until somebody needs them more
+                return  # it keeps the cached pages that it found, until `_reserve` has it give way
             del self.waiting[0]
             request.row = self.request_of_row.index(None)
             self.request_of_row[request.row] = request
@@ -73,8 +73,8 @@ class Scheduler:
     def read_media(self) -> None:
         """Run the tower on what the next chunks of prompts need and the device lacks, for the oldest prompt first.
 
-        At most as many patches as one call can have, so that the others wait for no more than that. What an older
-        prompt needs next is not dropped for a younger one.
+        It reads at most as many patches as one call of the tower can have, so that other work does not wait longer. The
+        features that an older prompt needs next are not dropped for a younger one.
         """
         if self.features is None:
             return
@@ -148,12 +148,12 @@ class Scheduler:
         self.timings.decode_seconds += perf_counter() - began
 
     def requests_with_row(self, is_decoding: bool) -> list[Request]:
-        """Requests that have a row, oldest first: those whose prompt is through, or the others."""
+        """Return the requests that have a row, oldest first: those whose prompt is through, or the others."""
         requests = (request for request in self.request_of_row if request is not None)
         return sorted((r for r in requests if r.is_decoding == is_decoding), key=lambda r: r.handle)
 
     def check(self) -> None:
-        """What `Engine.check` promises: pages, what was written into them, and the rows' tables agree."""
+        """Raise AssertionError unless the pages, what was written into them, and the rows' tables agree."""
         self.pages.check()
         for page, tokens in self.pages.held():
             written = tuple(self.runner.written[page, : len(tokens)].tolist())
@@ -185,15 +185,15 @@ class Scheduler:
     # Images and videos
 
     def _next_count(self, request: Request) -> int:
-        """How many tokens of a prompt go into its next chunk at most."""
+        """Return the most tokens of a prompt that go into its next chunk."""
         return min(self.shapes.chunks[-1], request.uncached)
 
     def _has_features(self, request: Request) -> bool:
-        """Whether the device has all features that a prompt's next chunk needs."""
+        """Return True if the device has all features that a prompt's next chunk needs."""
         return all(placed.number in self.features for placed in request.segments_in(self._next_count(request)))
 
     def _feature_rows(self, request: Request, count: int) -> Int32[np.ndarray, " T"]:
-        """The row of the feature that each of a prompt's next tokens stands for; -1 for a token that is one."""
+        """Return the row of the feature that each of a prompt's next tokens stands for; -1 for a token of text."""
         rows = np.full(count, -1, np.int32)
         for placed in request.segments_in(count):
             columns = placed.places - request.cached
@@ -206,8 +206,8 @@ class Scheduler:
     def _reserve(self, request: Request, count: int) -> None:
         """Find pages for `count` more tokens; the youngest requests give way, this one if it is the youngest.
 
-        Whoever has pages can give way: a request that waits has some if it was copied or imported, or if it found known
-        ones and too few others.
+        Any request that has pages can give way: one that waits has some if it was copied or imported, or if it found
+        known pages and too few others.
         """
         while request.row is not None:
             try:
@@ -220,7 +220,7 @@ class Scheduler:
                 return
 
     def _send_pages(self, request: Request) -> None:
-        """Have the device's table say what the allocator says of a request."""
+        """Set a row of the device's page table to the allocator's pages of its request."""
         self.runner.set_pages(request.row, self.pages.table(request.page_handle, self.runner.table.shape[1]))
 
     def _commit(self, request: Request, end: int) -> None:
@@ -241,7 +241,8 @@ class Scheduler:
         Raises:
           OutOfPages: they do not fit at the moment. Whatever is raised, nothing is changed.
         """
-        # With a token more, all pages of the cached ones may be shared: none has to be computed for its logits.
+        # `add` leaves the last token out, whose logits a prompt needs. Here no logits are: one token more, and all full
+        # pages may be shared.
         page_handle, known = self.pages.add((*keys, 0))
         try:
             self.runner.copy_pages(self.pages.extend(page_handle, len(keys) - known))
@@ -255,7 +256,7 @@ class Scheduler:
             raise
         return page_handle
 
-    # Who goes
+    # Requests that lose their row
 
     def _preempt(self, request: Request) -> None:
         """Take a request's pages, and its row if it has one: it waits again, before all younger ones."""
@@ -266,7 +267,7 @@ class Scheduler:
         self._release(request)
 
     def restart(self, request: Request) -> None:
-        """Have prefill run what of a request is not in the cache; until then its row stands still."""
+        """Have prefill run the tokens of a request that are not in the cache; until then its row stands still."""
         request.is_decoding = False
         self.runner.clear_row(request.row)
         self._send_pages(request)
@@ -280,7 +281,7 @@ class Scheduler:
         self._release(request)
 
     def _release(self, request: Request) -> None:
-        """Release what a request has; known pages stay in the prefix cache."""
+        """Release the row and the pages of a request; registered pages stay in the prefix cache."""
         if request.row is not None:
             self.runner.clear_row(request.row)
             self.request_of_row[request.row] = None

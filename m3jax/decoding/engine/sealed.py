@@ -2,7 +2,7 @@
 
 The bytes are a safetensors file: 8 bytes with the length of a JSON header, the header, the arrays' numbers. In the
 header's metadata stand the version, what the caller adds, and the SHA-256 of the whole file with 64 zeros in the place
-of that sum. So damage is told from what was written; whoever can write files can also write a sum that fits them.
+of that sum. It detects damage, not forgery: anyone who can write a file can also write the sum that fits it.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ _NAME_OF_DTYPE = {name: code for code, name in _DTYPES.items()}
 
 
 def seal(arrays: Mapping[str, Shaped[np.ndarray, "..."]], header: Mapping[str, Any]) -> bytes:
-    """Arrays and a header as bytes.
+    """Return arrays and a header as bytes.
 
     Args:
       arrays: of the dtypes that a cache or a list of tokens has.
-      header: what JSON can say.
+      header: values that JSON can hold.
 
     Raises:
       ValueError: another dtype.
@@ -58,7 +58,7 @@ def seal(arrays: Mapping[str, Shaped[np.ndarray, "..."]], header: Mapping[str, A
 
 
 def unseal(data: bytes) -> tuple[dict[str, Shaped[np.ndarray, "..."]], dict[str, Any]]:
-    """What `seal` was given; the arrays are views of the bytes.
+    """Return the arrays and the header that `seal` was given; the arrays are views of the bytes.
 
     Raises:
       ValueError: the bytes are damaged, not of this kind, or of another version. Nothing larger than they are is made.
@@ -99,7 +99,7 @@ def _refuse(name: str) -> None:
 
 
 def _array(name: str, entry: Mapping[str, Any], numbers: memoryview) -> Shaped[np.ndarray, "..."]:
-    """One array, whose place in the bytes must be as long as its shape says."""
+    """Return one array, whose place in the bytes must be as long as its shape says."""
     code, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     is_count = lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= len(numbers)
     if not isinstance(shape, list) or len(shape) > 32 or not all(map(is_count, (first, end, *shape))):

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from m3jax.platform import platform
 
-# Tokens of a prompt in one device call, by platform: the sizes there are where nobody says. A GPU takes less than three
-# times as long for 8,192 as for 2,048 (docs/performance.md), a CPU more than four times.
+# Tokens of a prompt in one device call, by platform: the default sizes. A GPU takes less than three times as long for
+# 8,192 as for 2,048 (docs/performance.md), a CPU more than four times.
 PREFILL_CHUNKS = {"cpu": (256, 2048), "tpu": (256, 2048), "gpu": (256, 2048, 8192)}
-DRAFT_TOKENS = 3  # proposals of a round, likewise
+DRAFT_TOKENS = 3  # proposals of a round, by default
 
 
 def prefill_chunks(longest: int) -> tuple[int, ...]:
-    """The default sizes of a prefill call here, ascending: the largest is no more than prompts can have tokens.
+    """Return the default sizes of a prefill call on this platform, ascending; none is larger than `longest`.
 
     Args:
       longest: tokens that a prompt can have.
@@ -22,7 +22,7 @@ def prefill_chunks(longest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What decides which programs are compiled.
+    """The sizes that decide which programs are compiled.
 
     Attributes:
       batch: rows that decode together.
@@ -50,20 +50,20 @@ class Shapes:
         return self.steps * (1 + self.draft_tokens)
 
     def tower_size(self, patches: int) -> int:
-        """Patches of the smallest call of the tower that holds so many."""
+        """Return the patches of the smallest call of the tower that holds so many."""
         return next(size for size in self.media_patches if size >= patches)
 
     def prefill_size(self, tokens: int) -> int:
-        """Tokens of the next call of prefill for so many: of the smallest that holds them, or of the largest one.
+        """Return the width of the next prefill call for so many tokens: the smallest that holds them, or the largest.
 
-        Where two smaller calls hold them too and compute less, it is the first of these.
+        Where two smaller calls hold them too and compute less, the width is that of the first of the two.
         """
         holds_all = next((width for width in self.chunks if width >= tokens), self.chunks[-1])
         holds_half = next((width for width in self.chunks if 2 * width >= tokens), holds_all)
         return holds_half if 2 * holds_half < holds_all else holds_all
 
     def prefill_sizes(self, tokens: int | None) -> tuple[int, ...]:
-        """The sizes of calls in which so many tokens of a prompt go through prefill; all sizes for None."""
+        """Return the sizes of the calls in which so many tokens of a prompt go through prefill; all sizes for None."""
         if tokens is None:
             return self.chunks
         sizes = set()

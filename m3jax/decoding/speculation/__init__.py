@@ -1,4 +1,4 @@
-"""Speculative decoding: who proposes tokens, and which of them the target keeps. The loop is in `device.rounds`."""
+"""Speculative decoding: the drafters, and the rule by which the target keeps tokens; its loop is `device.rounds`."""
 
 from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
 from m3jax.decoding.speculation.eagle3 import Eagle3Drafter

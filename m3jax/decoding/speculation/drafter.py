@@ -1,4 +1,4 @@
-"""What a drafter is: it proposes the tokens that the target then verifies.
+"""The protocol of a drafter, which proposes the tokens that the target then verifies.
 
 A drafter is a pytree with its parameters as leaves and its settings static. What it remembers of each row is an array
 of its own, its memory; what it remembers of each token lies in the pages, so that it is shared, copied and moved with
@@ -24,7 +24,7 @@ DraftMemory = PyTree[Shaped[HostOrDevice, "_ ..."]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PromptContext:
-    """What a drafter reads of C prompts beyond the piece that a call of the target runs.
+    """The tokens of C prompts that a drafter reads beyond the piece that a call of the target runs.
 
     Attributes:
       following: the token after the piece, where the prompt goes on; 0 where it ends.
@@ -37,7 +37,7 @@ class PromptContext:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """What the engine asks of a drafter.
+    """A drafter as the engine uses it.
 
     B rows, C prompts of a chunk, K proposals, X = 1 + K columns of a target call, A tapped layers.
 
@@ -50,19 +50,19 @@ class Drafter(Protocol):
     reads_tokens: bool
 
     def check(self, model: TargetModel) -> None:
-        """Raise ValueError where it cannot draft for this target."""
+        """Raise ValueError if the drafter cannot draft for this target."""
         ...
 
     def join(self, model: TargetModel, cache: PagedCache) -> PagedCache:
-        """The target's cache with what the drafter keeps in pages."""
+        """Return the target's cache with what the drafter keeps in pages."""
         ...
 
     def identity(self) -> Identity:
-        """What two engines' drafters must share to exchange pages."""
+        """Return the settings that two engines' drafters must share to exchange pages."""
         ...
 
     def begin(self, model: TargetModel, batch: int, max_length: int) -> DraftMemory:
-        """The memory of `batch` rows of at most `max_length` tokens, on the host."""
+        """Return the memory of `batch` new rows of at most `max_length` tokens, on the host."""
         ...
 
     def read_prompt(
@@ -84,7 +84,7 @@ class Drafter(Protocol):
           tokens: the piece.
           start: tokens of each prompt before the piece.
           lengths: tokens of each whole prompt.
-          context: what else there is to know of the prompts.
+          context: the tokens of the prompts beyond the piece that the drafter reads.
           taps: the target's residual stream in the piece; None without taps.
           first_token: the token after each prompt that ends in the piece.
 

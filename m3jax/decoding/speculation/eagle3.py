@@ -21,7 +21,7 @@ from m3jax.model.eagle3 import Eagle3
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Eagle3Drafter:
-    """Drafts with an EAGLE3 model.
+    """A drafter that proposes tokens with an EAGLE3 model.
 
     A row's memory is the draft's output at its newest token [B D]. What the draft makes of a token lies in that token's
     slot of the row's pages (`DraftedCache`).
@@ -43,20 +43,20 @@ class Eagle3Drafter:
         return self.draft.config.taps
 
     def check(self, model: M3) -> None:
-        """Raise ValueError where the draft was not made for such a target."""
+        """Raise ValueError if the draft was not made for such a target."""
         self.draft.config.check_fits(model.config)
 
     def join(self, model: M3, cache: Cache) -> DraftedCache:
-        """The target's cache with pages for the draft's layer too."""
+        """Return the target's cache with pages for the draft's layer too."""
         layer = self.draft.config.as_layer(cache.page_size)
         return DraftedCache.join(cache, layer, str(self.draft.dtype), model.mesh)
 
     def identity(self) -> Identity:
-        """The draft's configuration and dtype."""
+        """Return the draft's configuration and dtype."""
         return {"draft": asdict(self.draft.config), "dtype of the draft": str(self.draft.dtype)}
 
     def begin(self, model: M3, batch: int, max_length: int) -> Float[np.ndarray, "B D"]:
-        """Zeros: no row has a newest token yet."""
+        """Return zeros: no row has a newest token yet."""
         return np.zeros((batch, self.draft.config.hidden_size), self.draft.dtype)
 
     def read_prompt(
@@ -72,15 +72,16 @@ class Eagle3Drafter:
     ) -> tuple[DraftedCache, Float[Array, "C D"]]:
         """Fill the slots after those of the piece's tokens: that of the next token is known too.
 
-        The first slot needs the feature of the token before the piece. Within a page it was filled with that token, at
-        its beginning the page before has it.
+        The first slot needs the feature of the token before the piece. Inside a page that slot was filled together with
+        that token; at a page's beginning the page before has the feature, as its edge.
         """
         width = tokens.shape[1]
-        counts = jnp.clip(lengths - start, 0, width)  # tokens of the piece that are no padding
+        counts = jnp.clip(lengths - start, 0, width)  # tokens of the piece that are not padding
         features = self.draft.features(taps)  # [C T D]
         cache = self._keep_edges(cache, features, start, counts)
         edge = cache.edge(start)[:, None].astype(features.dtype)  # [C 1 D]
         features = jnp.concatenate([edge, features], axis=1)  # [C T+1 D]
+        # The feature of position p goes into the slot of the token after it, p + 1: slots run from `start` on.
         slots = start[:, None] + jnp.arange(width + 1, dtype=jnp.int32)  # [C T+1]
         tokens = jnp.concatenate([tokens, context.following[:, None]], axis=1)  # [C T+1]
         tokens = jnp.where(slots == lengths[:, None], jnp.maximum(first_token, 0)[:, None], tokens)
@@ -157,7 +158,7 @@ class Eagle3Drafter:
         is_valid: Bool[Array, "B T"],
         lengths: Int32[Array, "B"],
     ) -> tuple[Float[Array, "B T D"], DraftedCache]:
-        """The draft's output at each slot, and the cache with its keys and values there; nothing where not valid."""
+        """Return the draft's output at each slot, and the cache with its keys and values there if the slot is valid."""
         slots = jnp.where(is_valid, slots, -1)
         output, draft_pages = self.draft.cached(
             features,
@@ -187,7 +188,7 @@ class Eagle3Drafter:
     def _pick(
         self, model: M3, output: Float[Array, "B D"], sampling: SamplingParams, positions: Int32[Array, "B"]
     ) -> tuple[Int32[Array, "B"], Float32[Array, "B V"] | None]:
-        """The token that the draft's output proposes for a position, and log q over the target's tokens if it is drawn.
+        """Return the token that the draft proposes for a position, and log q over the target's tokens if it is drawn.
 
         The token is -1 where the draft's logits have no distribution.
         """

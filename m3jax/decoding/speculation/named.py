@@ -9,7 +9,7 @@ from m3jax.messages import shown
 
 
 def as_drafter(draft: Drafter | str | PathLike[str] | None, model: TargetModel) -> Drafter | None:
-    """Return the drafter that a user means.
+    """Return the drafter that a name, a folder or a drafter itself stands for.
 
     Args:
       draft: "ngram" for prompt lookup, a name or a folder that the model's `load_drafter` knows, a drafter, or None.
@@ -20,7 +20,7 @@ def as_drafter(draft: Drafter | str | PathLike[str] | None, model: TargetModel) 
       The drafter; None for None.
 
     Raises:
-      ValueError: anything else, or a draft that cannot be read or is for another target.
+      ValueError: something else, or a draft that cannot be read or is for another target.
     """
     if draft is None or isinstance(draft, Drafter):
         return draft

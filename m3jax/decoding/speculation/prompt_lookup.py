@@ -1,4 +1,4 @@
-"""A drafter without a model: what followed the last time that a row ended as it does now."""
+"""A drafter without a model: it proposes what followed the last time that a row ended as it does now."""
 
 from dataclasses import dataclass, field
 
@@ -16,10 +16,10 @@ from m3jax.decoding.speculation.verify import Proposal
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PromptLookup:
-    """Proposes what followed the last time that the row ended as it does now: needs no model.
+    """A drafter that proposes what followed the last time that the row ended as it does now.
 
-    The longest end that occurred before counts, of those equally long the latest; where fewer tokens follow it than are
-    asked for, they repeat. A row's memory is its tokens by position [B S].
+    The longest end of the row that occurred before counts, and of equally long matches the latest. If fewer tokens
+    follow the match than are asked for, they repeat. A row's memory is its tokens by position [B S].
 
     Attributes:
       longest: tokens compared at most.
@@ -42,15 +42,15 @@ class PromptLookup:
         """Accept any target."""
 
     def join(self, model: TargetModel, cache: PagedCache) -> PagedCache:
-        """The cache as it is: nothing is kept in pages."""
+        """Return the cache as it is: nothing is kept in pages."""
         return cache
 
     def identity(self) -> Identity:
-        """Nothing: whatever two engines look up, their pages are the same."""
+        """Return {}: whatever two engines look up, their pages are the same."""
         return {}
 
     def begin(self, model: TargetModel, batch: int, max_length: int) -> Int32[np.ndarray, "B S"]:
-        """Room for each row's tokens by position."""
+        """Return room for each row's tokens by position."""
         return np.zeros((batch, max_length), np.int32)
 
     def read_prompt(
@@ -64,7 +64,7 @@ class PromptLookup:
         taps: None,
         first_token: Int32[Array, "C"],
     ) -> tuple[PagedCache, Int32[Array, "C S"]]:
-        """The prompts' tokens, and the one after them."""
+        """Return the cache as it is, and the prompts' tokens with the first token after each as the rows' memory."""
         prompt_index = jnp.arange(len(first_token))
         next_token = jnp.maximum(first_token, 0)
         return cache, context.all_tokens.at[prompt_index, lengths].set(next_token, mode="drop")
@@ -80,7 +80,7 @@ class PromptLookup:
         is_live: Bool[Array, "B"],
         count: int,
     ) -> tuple[Proposal, PagedCache]:
-        """Look for the row's end in its past."""
+        """Propose the tokens that followed the latest, longest earlier occurrence of the row's end."""
         match_end, match_length = self._find(memory, lengths)
         period = jnp.maximum(lengths - match_end, 1)[:, None]
         position = match_end[:, None] + 1 + jnp.arange(count, dtype=jnp.int32) % period  # [B K]
@@ -105,7 +105,7 @@ class PromptLookup:
     def _find(
         self, tokens: Int32[Array, "B S"], last_position: Int32[Array, "B"]
     ) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-        """The earlier position that ends most like the last one, and how many tokens agree up to there."""
+        """Return the earlier position that ends most like the last one, and how many tokens agree up to there."""
         size = tokens.shape[1]
         agreeing = jnp.zeros(tokens.shape, jnp.int32)  # [B S], tokens that agree up to each position
         is_agreeing = jnp.arange(size, dtype=jnp.int32) < last_position[:, None]

@@ -1,4 +1,4 @@
-"""Which drafted tokens a target keeps, so that its own distribution is what comes out."""
+"""The rule by which a target keeps drafted tokens so that its own distribution is what comes out."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +15,7 @@ _ACCEPT, _DRAW, DRAFT = range(3)
 
 
 class Proposal(NamedTuple):
-    """What a drafter proposes.
+    """The tokens that a drafter proposes.
 
     Attributes:
       tokens: K of each row; -1 for none, which is never accepted.
@@ -28,10 +28,10 @@ class Proposal(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is kept.
+    """The tokens that are kept of one round of proposals.
 
     Attributes:
-      accepted: how many proposals of each row, 0 to K.
+      accepted: the number of proposals accepted of each row, 0 to K.
       tokens: those, then the target's own next token, -1 where its logits had no distribution. What follows means
         nothing.
       logprobs: of each token under the target's own logits, before any knob.
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftCounts:
-    """What came of the proposals of one device call.
+    """Counts of the proposals of one device call, and of those that were accepted.
 
     Attributes:
       forwards: how often the target verified proposals of some row: a call for three rows counts as three.
@@ -104,14 +104,14 @@ def verify(
 
 
 def position_keys(seed: UInt32[Array, "B"], positions: Int32[Array, "B"], purpose: int) -> Key[Array, "B"]:
-    """The random key of a purpose at each row's position: a token is decided by its own position's keys alone."""
+    """Return the random key of a purpose at each row's position: only its own position's keys decide a token."""
     return jax.vmap(lambda key: jax.random.fold_in(key, purpose))(row_keys(seed, positions))
 
 
 def _would_accept(
     log_p: Float32[Array, "B X V"], proposal: Proposal, params: SamplingParams, positions: Int32[Array, "B"]
 ) -> Int32[Array, "B K"]:
-    """1 where a proposal is accepted if all before it are."""
+    """Return 1 where a proposal is accepted provided that all before it are, else 0."""
     batch, count = proposal.tokens.shape
     token_index = jnp.maximum(proposal.tokens, 0)[..., None]
     p = jnp.exp(jnp.take_along_axis(log_p[:, :count], token_index, axis=-1)[..., 0])  # [B K]
@@ -127,7 +127,7 @@ def _would_accept(
 def _own_token_weights(
     log_p: Float32[Array, "B X V"], proposal: Proposal, accepted: Int32[Array, "B"]
 ) -> Float32[Array, "B V"]:
-    """Log-weights of the target's own token: p after all proposals, else what of p the refused one did not cover."""
+    """Return log-weights of the target's own token: of p if all are accepted, else of max(p - q, 0)."""
     count = proposal.tokens.shape[1]
     refused, p = jnp.minimum(accepted, count - 1), jnp.exp(_column_of_row(log_p, accepted))
     refused_token = jnp.where(accepted < count, _column_of_row(proposal.tokens, refused), -1)
@@ -140,12 +140,12 @@ def _own_token_weights(
 
 
 def _column_of_row(x: Shaped[Array, "B X ..."], column: Int32[Array, "B"]) -> Shaped[Array, "B ..."]:
-    """One column of each row: x[b, column[b]]."""
+    """Return one column of each row: x[b, column[b]]."""
     return jnp.take_along_axis(x, column.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
 
 
 def seen_by_column(seen: Bool[Array, "B V"], tokens: Int32[Array, "B K"]) -> Bool[Array, "B X V"]:
-    """What each of the X = 1 + K columns has seen: the row's tokens and the proposals before it."""
+    """Return the tokens that each of the X = 1 + K columns has seen: the row's, and the proposals before it."""
     batch, count = tokens.shape
     is_earlier = jnp.arange(count) < jnp.arange(count + 1)[:, None]  # [X K]
     seen_ids = jnp.where(is_earlier & (tokens >= 0)[:, None], tokens[:, None], seen.shape[1])  # [B X K]

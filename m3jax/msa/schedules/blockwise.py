@@ -19,7 +19,7 @@ _KEY_CHUNK = 1024
 def blockwise(
     q: Float[Array, "B T N H"], view: BlockView, positions: Int[Array, "B T"], lengths: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`dense_attention` in chunks of queries and pieces of keys, with the LSE: memory linear in T and in S.
+    """Compute `dense_attention`, and its LSE, in chunks of queries and pieces of keys: memory linear in T and in S.
 
     Pieces that lie after every query of a chunk are skipped, so is what the view holds beyond the longest row.
     """
@@ -44,7 +44,7 @@ def _attend_chunk(
     lengths: Int[Array, " B"],
     blocks_per_piece: int,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """One chunk of queries over all pieces of keys."""
+    """Attend with one chunk of queries over all pieces of keys."""
     last_position = jnp.max(jnp.where(positions < lengths[:, None], positions, -1))
     shortest_row = jnp.min(lengths)
     piece_size = blocks_per_piece * view.block_size
@@ -88,7 +88,7 @@ def blockwise_attention(
     *,
     return_lse: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`dense_attention` over a view, with memory linear in T and in S.
+    """Compute `dense_attention` over a view, with memory linear in T and in S.
 
     Args:
       q: queries; head n reads KV head n // G.

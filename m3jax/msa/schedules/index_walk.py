@@ -27,7 +27,7 @@ def index_walk(
     lengths: Int[Array, " B"],
     rules: SelectionRules,
 ) -> Int[Array, "B K T J"]:
-    """The blocks that each query keeps: the scores of all blocks are held for a chunk of queries only.
+    """Return the blocks that each query keeps; the scores of all blocks are held for a chunk of queries only.
 
     Where several devices hold the keys, each scores its own and `view.join_scores` puts them together. No gradient
     goes through it.
@@ -61,7 +61,7 @@ def walk_scores(
     lengths: Int[Array, " B"],
     score: Score = "max",
 ) -> Float[Array, "B K T M"]:
-    """`block_scores` over a view; token scores are held for a chunk of queries only.
+    """Compute `block_scores` over a view; token scores are held for a chunk of queries only.
 
     Args:
       index_q, view, positions, lengths: as in `index_walk`.
@@ -79,7 +79,7 @@ def walk_scores(
 
 
 def _query_chunk(index_q: Float[Array, "B T K I"], view: IndexView) -> int:
-    """How many queries are scored at once."""
+    """Return the number of queries that are scored at once."""
     batch, num_queries, heads, _ = index_q.shape
     num_keys = view.num_blocks * view.block_size
     scores_per_query = batch * heads * max(min(num_keys, _KEY_CHUNK), num_keys // 8)
@@ -87,7 +87,7 @@ def _query_chunk(index_q: Float[Array, "B T K I"], view: IndexView) -> int:
 
 
 def _largest(token_scores: Float[Array, "*X P"]) -> Float[Array, "*X"]:
-    """`pool` by the maximum, NaN where one is NaN, in one pass over the scores; it has no gradient."""
+    """Compute `pool` by the maximum, NaN where one is NaN, in one pass over the scores; it has no gradient."""
     lowest = np.asarray(-np.inf, token_scores.dtype)
     take_in = lambda one, other: (jax.lax.max(one[0], other[0]), one[1] | other[1])
     dimension = (token_scores.ndim - 1,)
@@ -103,7 +103,7 @@ def _score_chunk(
     score: Score,
     pool_tokens: Callable[[Float[Array, "*X P"]], Float[Array, "*X"]],
 ) -> Float[Array, "B K T M"]:
-    """Scores of all blocks for a chunk of queries, in pieces of whole blocks; `pool_tokens` makes them of tokens'."""
+    """Return a chunk's scores of all blocks, in pieces of whole blocks; `pool_tokens` makes them of tokens' scores."""
     batch, num_queries, heads, _ = index_q.shape
     num_blocks, block_size = view.num_blocks, view.block_size
     is_few = batch * num_queries * heads <= _FEW_ROWS
@@ -135,6 +135,7 @@ def _score_chunk(
 
         # Where a mask changes nothing "max" does without. "lse" keeps it, as rounding could differ from a masked one.
         is_all_seen = (first_block + blocks_per_piece) * block_size <= first_position + 1 if score == "max" else False
+        # 0: no query sees a key of the piece; 1: some are seen; 2: all queries see all keys.
         branch = (first_block * block_size <= last_position).astype(jnp.int32) + is_all_seen
         branches = (unseen, lambda: score_piece(first_block, True), lambda: score_piece(first_block, False))
         return None, jax.lax.switch(branch, branches)
@@ -156,7 +157,7 @@ def index_topk(
     block_size: int,
     **rules: int | Score,
 ) -> Int[Array, "B K T J"]:
-    """The blocks that each query keeps: `select_blocks` of `block_scores`, without ever holding all scores.
+    """Return the blocks that each query keeps: `select_blocks` of `block_scores`, without ever holding all scores.
 
     Args:
       index_q: index queries after norm and RoPE, one head for each KV head.

@@ -40,7 +40,7 @@ def _attend_chunk(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """One chunk of queries: invert the selection, attend tile by tile, merge each query's parts."""
+    """Attend with one chunk of queries: invert the selection, attend tile by tile, merge each query's parts."""
     batch, heads, num_queries, slots = blocks.shape
     groups, width = q.shape[2] // heads, q.shape[-1]
     # Between a quarter and half of the queries that an average block gets, a power of two in [8, 128].
@@ -66,7 +66,7 @@ def _attend_tiles(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "XC G H"], Float[Array, "XC G"]]:
-    """Attention of the queries of every tile over its block, some tiles at a time: outputs and their log-sum-exps."""
+    """Return outputs and LSE of the queries of every tile over the tile's block, some tiles at a time."""
     num_tiles, tile = tiles.query.shape
     groups, width = q.shape[3:]
     tiles_per_step = elements_at_once(_STEP_SCORES) // (tile * groups * view.block_size)
@@ -105,13 +105,13 @@ def _attend_blocks(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "X C G H"], Float[Array, "X C G"]]:
-    """Attention of X tiles, each of C queries over its own block."""
+    """Return outputs and LSE of X tiles, each of C queries over its own block."""
     num_tiles, tile = query.shape
     groups, width = q.shape[3:]
     keys, values = view.blocks(row, head, block)  # [X P H] each
     key_positions = block[:, None] * view.block_size + jnp.arange(view.block_size, dtype=jnp.int32)  # [X P]
     is_key = key_positions < lengths[row][:, None]  # [X P]
-    values = jnp.where(is_key[..., None], values, 0)
+    values = jnp.where(is_key[..., None], values, 0)  # 0 x NaN would be NaN
     query_positions = positions[row[:, None], query]  # [X C]
     is_token = valid & (query_positions < lengths[row][:, None])
     visible = is_token[..., None] & (key_positions[:, None] <= query_positions[..., None])  # [X C P]

@@ -1,4 +1,4 @@
-"""Selection and attention in one order for each query: what is computed beside it changes none of its bits.
+"""Selection and attention in one order for each query, so that what is computed beside it changes none of its bits.
 
 A lane is a few consecutive queries of one row. Lanes run one after the other, each over pieces of the row's keys that
 begin at multiples of one fixed length, so every product has one shape: whether a query comes in a long prompt, in a
@@ -23,7 +23,7 @@ from m3jax.numerics import UNSEEN, RunningSoftmax, accumulator, dot_scores
 from m3jax.tiles import by_tiles, unknown_length
 
 _LANE = 16  # queries of a row, in selection
-_DENSE_LANE = 4  # likewise in dense attention, where a decode step has a lane for each row
+_DENSE_LANE = 4  # queries of a row, in dense attention, where a decode step has a lane for each row
 _SPARSE_LANE = 16  # queries of any rows, in sparse attention
 _PIECE = 512  # keys
 
@@ -37,7 +37,7 @@ def select_invariant(
     lengths: Int[Array, " B"],
     rules: SelectionRules,
 ) -> Int[Array, "B K T J"]:
-    """`select_blocks` of `block_scores`; no gradient goes through it."""
+    """Compute `select_blocks` of `block_scores`, lane by lane; no gradient goes through it."""
     num_heads, num_blocks, block_size = index_q.shape[2], view.num_blocks, view.block_size
     blocks_per_piece = max(1, _PIECE // block_size)
 
@@ -75,7 +75,7 @@ def invariant(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`sparse_attention`: each query's blocks are gathered, as in `query_major`, for some queries of any rows."""
+    """Compute `sparse_attention`, gathering each query's blocks, as in `query_major`, for some queries of any rows."""
     read = lambda state, rows, blocks: (state, *gather(view, rows, blocks))
     _, out, lse = invariant_reading(read, (), q, blocks, positions, lengths)
     return out, lse
@@ -89,11 +89,11 @@ def invariant_reading(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[State, Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`invariant` of keys and values that have to be fetched, and leave something behind.
+    """Compute `invariant` with a function that reads keys and values and changes a state.
 
     Args:
       read: of the state, rows [C] and the blocks [C K 1 J] of a query of each: (state, keys, values), as `gather` gives
-        them; those of the slots that are -1 may be anything.
+        them; those of slots of -1 mean nothing.
       state: before the first read.
       q, blocks, positions, lengths: as in `sparse_attention`.
 
@@ -133,7 +133,7 @@ def invariant_reading(
 def invariant_all(
     q: Float[Array, "B T N H"], view: BlockView, positions: Int[Array, "B T"], lengths: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`dense_attention`: a running softmax over the pieces that a lane sees."""
+    """Compute `dense_attention` by a running softmax over the pieces that a lane sees."""
     blocks_per_piece = max(1, _PIECE // view.block_size)
     piece_size = blocks_per_piece * view.block_size
     groups = q.shape[2] // view.num_heads
@@ -162,7 +162,7 @@ def invariant_all(
 
 
 def _pieces_seen(positions: Int[Array, "1 T"], length: Int[Array, " 1"], piece_size: int) -> Int[Array, ""]:
-    """How many pieces from the row's beginning on some query of a lane sees."""
+    """Return the number of pieces, from the row's beginning, that hold a key which some query of a lane sees."""
     last_position = jnp.max(jnp.where(positions < length[:, None], positions, -1))
     return (last_position + piece_size) // piece_size
 
@@ -170,7 +170,7 @@ def _pieces_seen(positions: Int[Array, "1 T"], length: Int[Array, " 1"], piece_s
 def _by_lanes(
     attend_lane: Callable[..., Array | tuple[Array, ...]], size: int, positions: Int[Array, "B T"], *arrays: Array
 ) -> Array | tuple[Array, ...]:
-    """A function of lanes over all rows and queries.
+    """Apply a function of one lane to all lanes of all rows, one after the other.
 
     Args:
       attend_lane: of the row [1], positions [1 T], and the other arrays [1 T ...], where T is a lane's queries; gives

@@ -19,7 +19,7 @@ def query_major(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Gather the blocks of each query and attend: right for a few queries, as in a decode step.
+    """Gather the blocks of each query and attend to them; best for a few queries, as in a decode step.
 
     Memory is linear in T: chunks of queries are gathered one after the other.
     """
@@ -41,7 +41,7 @@ def attend_gathered(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`sparse_attention` of a few queries, whose blocks are gathered all at once."""
+    """Compute `sparse_attention` of a few queries, whose blocks are gathered all at once."""
     keys, values = gather(view, jnp.arange(len(blocks)), blocks)
     return attend_to_gathered(q, keys, values, blocks, positions, lengths)
 
@@ -49,7 +49,7 @@ def attend_gathered(
 def gather(
     view: BlockView, rows: Int[Array, " B"], blocks: Int[Array, "B K T J"]
 ) -> tuple[Float[Array, "B K T J P H"], Float[Array, "B K T J P H"]]:
-    """Keys and values of the blocks that queries of some rows of a view keep; what an unused slot reads is anything."""
+    """Return keys and values of the blocks that queries of some rows keep; those of an unused slot mean nothing."""
     head_ids = jnp.arange(blocks.shape[1])[:, None, None]
     return view.blocks(rows[:, None, None, None], head_ids, jnp.maximum(blocks, 0))
 
@@ -62,14 +62,14 @@ def attend_to_gathered(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`sparse_attention` from what `gather` gave."""
+    """Compute `sparse_attention` from the keys and values that `gather` gave."""
     heads, block_size = blocks.shape[1], keys.shape[-2]
     query_positions = positions[:, None, :, None]  # [B 1 T 1]
     is_read = (blocks >= 0) & (query_positions < lengths[:, None, None, None])
-    # Of a block a query sees the first tokens, up to its own place.
+    # Of each block a query sees the tokens up to its own position: none, all, or the first few of its own block.
     num_seen = jnp.where(is_read, jnp.clip(query_positions + 1 - blocks * block_size, 0, block_size), 0)  # [B K T J]
     visible = jnp.arange(block_size, dtype=blocks.dtype) < num_seen[..., None]  # [B K T J P]
-    # What an unused slot or an unseen token reads is arbitrary memory, and 0 x NaN would be NaN (T9, T10).
+    # The values of an unused slot or an unseen token are arbitrary memory, and 0 x NaN would be NaN (T9, T10).
     values = zero_from(values, num_seen)
     keys, values = (rearrange(x, "b k t j p h -> b k t (j p) h") for x in (keys, values))
     visible = rearrange(visible, "b k t j p -> b k t 1 (j p)")
