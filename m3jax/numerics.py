@@ -115,7 +115,7 @@ def merge_weights(
     highest: Callable[[Float[Array, "*X"]], Float[Array, "*Y"]],
     total: Callable[[Float[Array, "*X"]], Float[Array, "*Y"]],
 ) -> tuple[Float[Array, "*X"], Float[Array, "*Y"], Float[Array, "*Y"]]:
-    """(weight of each part, their sum, lse of the union) from the parts' log-sum-exps.
+    """Return (weight of each part, sum of the weights, lse of the union) from the parts' log-sum-exps.
 
     A part that saw nothing has lse UNSEEN and weight 0; a union of only such parts has lse UNSEEN, and a sum of 1.
 
@@ -136,7 +136,11 @@ def merge_weights(
 def weigh(
     part: Float[Array, "*X H"], weight: Float[Array, "*X"], sum_of_weights: Float[Array, "*X"]
 ) -> Float[Array, "*X H"]:
-    """A part's share of the union; one that saw nothing may hold anything, and 0 x NaN would be NaN (T38)."""
+    """Return a part's contribution to the output of the union; zeros from a part that saw no key.
+
+    Such a part has lse UNSEEN (-inf) and weight 0, but its output may be uninitialised memory, and 0 x NaN would be
+    NaN (T38).
+    """
     saw_nothing = (weight == 0.0)[..., None]
     return jnp.where(saw_nothing, 0.0, part.astype(weight.dtype)) * (weight / sum_of_weights)[..., None]
 
@@ -144,7 +148,7 @@ def weigh(
 def merge_parts(
     read_part: Callable[[Int[Array, ""]], Float[Array, "*X H"]], lses: Float[Array, "J *X"]
 ) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
-    """The merge of J parts that are read one after the other, never all at once.
+    """Merge J parts that are read one after the other, never all at once.
 
     Args:
       read_part: the normalised output of part j.
@@ -167,7 +171,7 @@ def merge_parts(
 def merge_two(
     out: Float[Array, "*X H"], lse: Float[Array, "*X"], other_out: Float[Array, "*X H"], other_lse: Float[Array, "*X"]
 ) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
-    """The merge of two parts; one that saw nothing changes no bit of the other."""
+    """Merge two parts; a part that saw no key changes no bit of the other."""
     weights, sum_of_weights, merged_lse = merge_weights(jnp.stack([lse, other_lse]), **_OVER_FIRST_AXIS)  # [2 *X], [*X]
     return weigh(out, weights[0], sum_of_weights) + weigh(other_out, weights[1], sum_of_weights), merged_lse
 
@@ -175,7 +179,7 @@ def merge_two(
 def merge_over_devices(
     out: Float[Array, "*X H"], lse: Float[Array, "*X"], mesh_axes: tuple[str, ...]
 ) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
-    """The merge of one part a device, inside `shard_map`: (out, lse) over the keys of all devices, in out's dtype."""
+    """Merge one part of each device, inside `shard_map`: (out, lse) over the keys of all devices, in out's dtype."""
     over_devices = dict(highest=lambda x: jax.lax.pmax(x, mesh_axes), total=lambda x: jax.lax.psum(x, mesh_axes))
     weight, sum_of_weights, merged_lse = merge_weights(lse, **over_devices)
     return jax.lax.psum(weigh(out, weight, sum_of_weights), mesh_axes).astype(out.dtype), merged_lse
