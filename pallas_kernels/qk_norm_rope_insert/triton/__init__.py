@@ -25,7 +25,7 @@ LIMITS = Limits(check_pages=check_pool)
 
 
 class Inputs(NamedTuple):
-    """What the kernel reads; inside it, references. The last four are None where attention is dense."""
+    """The operands that the kernel reads; inside it, references. The last four are None where attention is dense."""
 
     positions: Any  # [B T], -1 for padding
     cos: Any  # [B T R]
@@ -73,7 +73,7 @@ def run(
     scales: Float[Array, "3 K"] | None,
     interpret: bool,
 ) -> Written:
-    """The op, of checked operands."""
+    """Run `qk_norm_rope_insert` on checked operands."""
     batch, length, heads, width = x.q.shape
     pages = Targets(k, v, index_k)
     sizes = Sizes(pages, length, heads, x.k.shape[2], width, cos.shape[-1], eps)
