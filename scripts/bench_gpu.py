@@ -102,7 +102,7 @@ def line(name: str, us: float, floor: float, extra: str = "") -> None:
 
 
 def verdict(s: Shape, label: str, us: float, unit: str) -> str:
-    """Whether a total is within what is to be reached, which for random selections is 1.3 times as long."""
+    """Return a note whether a total meets its target, 1.3 times as long for random selections; "" without a target."""
     reach = TARGET.get(s.name, 0) * (1.3 if label == "random" else 1.0)
     number = f"{reach / 1e3:.2f}" if unit == "ms" else f"{reach:.0f}"
     return f"reach {number}: {'met' if us <= reach else 'MISSED'}" if reach else ""

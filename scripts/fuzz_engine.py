@@ -186,7 +186,7 @@ def build(kind: str) -> Engine:
 
 @cache
 def alone(prompt: tuple[int, ...], params: Params) -> Generation:
-    """What a request gets in an engine of its own."""
+    """Return the continuation of a request that has an engine to itself."""
     served = build("plain")
     handle = served.add(prompt, params)
     return served.run()[handle]

@@ -70,7 +70,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests said of a bug: the test that caught it and its message, or None."""
+    """The outcome of the tests under a planted bug: the test that caught it, or None, and its message."""
 
     caught_by: str | None
     message: str

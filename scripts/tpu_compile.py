@@ -233,7 +233,7 @@ def _shape(batch: int, queries: int, context: int) -> Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one case."""
+    """The compiler's report of one case: seconds that it took, bytes of VMEM, and its estimate of the rest."""
 
     seconds: float
     vmem: int
