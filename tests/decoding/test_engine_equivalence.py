@@ -49,7 +49,7 @@ Item = tuple[tuple[int, ...], Params]
 
 
 class Outcome(NamedTuple):
-    """What a request got, and the blocks that each of its tokens chose [S L K J]."""
+    """The result of a request, and the blocks that each of its tokens chose [S L K J]."""
 
     tokens: list[int]
     logprobs: list[float]

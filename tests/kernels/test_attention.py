@@ -83,7 +83,7 @@ class NanKey(Case):
 
 @every_kernel
 def test_a_nan_that_a_query_reads_is_in_its_output(options):
-    """A sum that is no number is not above 0, and must not pass for one that saw nothing."""
+    """A sum that is NaN is not above 0, and must not pass for that of a query that saw no key."""
     case = NanKey(**vars(fitting(prefill(GROUPED, 2), options)))
     blocks = case.any_blocks()
     out, lse = attention(case=case, layout="paged", blocks=blocks, **options)

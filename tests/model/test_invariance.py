@@ -1,4 +1,4 @@
-"""What the invariant mode rests on: tiles whose bits nothing beside them changes, and calls of a model made of them."""
+"""The basis of the invariant mode: tiles whose bits nothing beside them changes, and a model's calls made of them."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Where the model rounds in bfloat16: each value on the way from those before it, with the roundings of numerics.md."""
+"""The model's roundings in bfloat16: each value from those before it, rounded where docs/numerics.md says."""
 
 from functools import cache, partial
 

@@ -1,4 +1,4 @@
-"""What selection refuses; T names as in docs/msa.md."""
+"""The arguments that selection refuses; numbers such as T17 are the traps of docs/glossary.md."""
 
 import jax.numpy as jnp
 import pytest

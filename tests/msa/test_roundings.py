@@ -1,4 +1,4 @@
-"""Where attention rounds in bfloat16: against an emulation in float64 that rounds where docs/numerics.md says."""
+"""Attention's roundings in bfloat16, against an emulation in float64 that rounds where docs/numerics.md says."""
 
 import jax
 import jax.numpy as jnp

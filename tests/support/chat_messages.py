@@ -6,12 +6,12 @@ HI = {"role": "user", "content": "Hi"}
 
 
 def user(content: Any) -> dict[str, Any]:
-    """What a user says."""
+    """Return a user's message."""
     return {"role": "user", "content": content}
 
 
 def assistant(content: Any = None, *calls: Any, **fields: Any) -> dict[str, Any]:
-    """What the assistant says and calls."""
+    """Return an assistant's message with its tool calls."""
     return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {}), **fields}
 
 
