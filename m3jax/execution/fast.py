@@ -82,7 +82,7 @@ class Fast:
                 x, experts, expert_ids, weights, layer, activate, self.sum_of_experts, mesh=self.compute.mesh, **how
             )
             return routed, None
-        if not ops.joins_shared(experts, shared, x.dtype, expert_ids.shape, **how):
+        if not ops.joins_shared(x, experts, shared, **how):
             shared = ()
         out = ops.run_experts(x, experts, expert_ids, layer, activate, shared=shared, **how)  # [X C D]
         routed = self.sum_of_experts(out[:, : expert_ids.shape[1]], weights)
@@ -104,9 +104,10 @@ class Fast:
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
     ) -> bool:
         """True where a kernel is faster than XLA's product with a copy of the matrix."""
-        return name.endswith("_proj") and ops.kernel_reads(
-            stack, NUM_INPUTS.get(name, 1), num_rows, dtype, self.product_backend
-        )
+        if not name.endswith("_proj"):
+            return False
+        case = ops.ProductCase.of(stack, NUM_INPUTS.get(name, 1), num_rows, dtype)
+        return ops.choose(case, self.product_backend) != "xla"
 
     def stacked(self, stack: Float[Array, "L ..."] | MXFP8Array, layer: Int[Array, ""]) -> StackedLayer:
         """One layer's matrix, where it lies."""

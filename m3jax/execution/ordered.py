@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from m3jax import ops
 from m3jax.config import M3Config
 from m3jax.execution import plain
-from m3jax.execution.fast import Fast
+from m3jax.execution.fast import NUM_INPUTS, Fast
 from m3jax.execution.tiled import Tiled
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.weights import StackedLayer
@@ -45,7 +45,10 @@ class Ordered(Fast):
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
     ) -> bool:
         """True for all matrices of a call with a cache: gradients are those of layers, not of stacks."""
-        return self.has_cache and (name.endswith("_proj") or name == "gate") and ops.reads_in_place(stack)
+        if not (self.has_cache and (name.endswith("_proj") or name == "gate")):
+            return False
+        case = ops.ProductCase.of(stack, NUM_INPUTS.get(name, 1), num_rows, dtype, is_ordered=True)
+        return ops.choose(case, self.compute.backend) != "xla"
 
     def stacked(self, stack, layer):
         """One layer's matrix, where it lies."""
@@ -74,4 +77,5 @@ def kernels_order(config: M3Config, dtype: DTypeLike, backend: str) -> bool:
     widths = heads, kv_heads * config.head_dim, kv_heads * config.index_head_dim, config.index_head_dim
     widths += config.shared_intermediate_size, config.dense_intermediate_size
     router, head = (config.hidden_size, config.num_local_experts), (config.head_dim, config.rotary_dim)
-    return ops.can_order(dtype, backend, widths=widths, router=router, head=head)
+    case = ops.OrderedCase(dtype=dtype, widths=widths, router=router, head=head)
+    return ops.choose(case, backend) != "xla"

@@ -4,35 +4,36 @@ Nothing else imports `pallas_kernels`. What an operation means stands in `m3jax.
 """
 
 from m3jax.ops.attend import attend_all, attend_selected, check_schedule
-from m3jax.ops.backends import BACKENDS, check_backend, check_backend_name, interpret
+from m3jax.ops.backends import BACKENDS, check_backend, check_backend_name, choose, interpret
+from m3jax.ops.cases import OrderedCase, ProductCase
 from m3jax.ops.experts import EXPERT_PATHS, joins_shared, run_experts
 from m3jax.ops.few_tokens import add_norm, choose_experts
 from m3jax.ops.insert import Heads, insert, insert_backend
-from m3jax.ops.ordered import can_order, norm_rope_in_order, reads_in_place, unembed_in_order
-from m3jax.ops.project import kernel_reads, project, project_each
+from m3jax.ops.ordered import norm_rope_in_order, unembed_in_order
+from m3jax.ops.project import project, project_each
 from m3jax.ops.select import select
 
 __all__ = [
     "BACKENDS",
     "EXPERT_PATHS",
     "Heads",
+    "OrderedCase",
+    "ProductCase",
     "add_norm",
     "attend_all",
     "attend_selected",
-    "can_order",
     "check_backend",
     "check_backend_name",
     "check_schedule",
+    "choose",
     "choose_experts",
     "insert",
     "insert_backend",
     "interpret",
     "joins_shared",
-    "kernel_reads",
     "norm_rope_in_order",
     "project",
     "project_each",
-    "reads_in_place",
     "run_experts",
     "select",
     "unembed_in_order",

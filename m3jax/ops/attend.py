@@ -1,6 +1,7 @@
 """Attention over the selected blocks, and over all of them."""
 
 from collections.abc import Callable
+from functools import partial
 
 from jaxtyping import Array, Float, Int
 
@@ -8,11 +9,11 @@ from m3jax.msa import DENSE_SCHEDULES, SCHEDULES, BlockView, Contiguous, Paged
 from m3jax.msa.rules import check_heads, check_selection, checked
 from m3jax.msa.views import Joined, only_held
 from m3jax.numerics import merge_over_devices
-from m3jax.ops.backends import Case, choose, interpreted
+from m3jax.ops import measured
+from m3jax.ops.backends import choose, interpreted
+from m3jax.ops.cases import PagesCase
 from m3jax.ops.kernel_pages import kernel_pages
 from m3jax.ops.lanes import attend_in_lanes
-
-_MAX_GATHERED_QUERIES = 8  # up to here gathering a query's blocks beats inverting the selection
 
 
 @checked
@@ -55,33 +56,9 @@ def attend_selected(
         view = Joined(view)  # a merge of devices' parts would depend on which pages a request was given
     if view.device_axes:
         blocks = only_held(blocks, view)
-    suitable = "query_major" if q.shape[1] <= _MAX_GATHERED_QUERIES else "kv_block_major"
-    by_xla = SCHEDULES[suitable if schedule == "auto" else schedule]
+    suitable = "query_major" if q.shape[1] <= measured.GATHERED_QUERIES else "kv_block_major"
     case = attend_case("sparse", q, view, slots=blocks.shape[-1], schedule=schedule)
-    chosen = choose(case, backend)
-
-    def by_kernel(q, view, blocks, positions, lengths):
-        keys, values = kernel_pages(view, view.k), kernel_pages(view, view.v)
-        options = dict(return_lse=True, interpret=interpreted(), backend=chosen)
-        scales = getattr(view, "scales", None)
-        if schedule == "invariant":
-            return attend_in_lanes(q, keys, values, blocks, positions, lengths, kv_heads=view.num_heads, scales=scales)
-        if case.is_decode:
-            from pallas_kernels.sparse_decode import sparse_decode
-
-            return sparse_decode(q, keys, values, blocks, positions, lengths, scales=scales, **options)
-        from pallas_kernels.sparse_prefill import sparse_prefill
-
-        return sparse_prefill(q, keys, values, blocks, positions, lengths, schedule=schedule, **options)
-
-    if chosen == "xla" and schedule == "invariant":
-        out, lse = _with_gradient(by_xla, SCHEDULES[suitable], q, view, blocks, positions, lengths)
-    elif chosen == "xla":
-        out, lse = by_xla(q, view, blocks, positions, lengths)
-    else:
-        gradient_of = SCHEDULES[suitable] if schedule == "invariant" else by_xla
-        out, lse = _with_gradient(by_kernel, gradient_of, q, view, blocks, positions, lengths)
-    return merge_over_devices(out, lse, view.device_axes) if view.device_axes else (out, lse)
+    return _attend(case, choose(case, backend), SCHEDULES, suitable, q, view, (blocks, positions, lengths))
 
 
 @checked
@@ -110,42 +87,78 @@ def attend_all(
     check_heads(q, view.num_heads, view.width)
     if view.device_axes and schedule == "invariant":
         view = Joined(view)
-    by_xla = DENSE_SCHEDULES["blockwise" if schedule == "auto" else schedule]
     case = attend_case("dense", q, view, slots=0, schedule=schedule)
-    chosen = choose(case, backend)
-
-    def by_kernel(q, view, positions, lengths):
-        keys, values = kernel_pages(view, view.k), kernel_pages(view, view.v)
-        options = dict(kv_heads=view.num_heads, return_lse=True, interpret=interpreted(), backend=chosen)
-        scales = getattr(view, "scales", None)
-        if schedule == "invariant":
-            return attend_in_lanes(q, keys, values, None, positions, lengths, kv_heads=view.num_heads, scales=scales)
-        if case.is_decode:
-            from pallas_kernels.dense_decode import dense_decode
-
-            return dense_decode(q, keys, values, positions, lengths, scales=scales, **options)
-        from pallas_kernels.dense_causal import dense_causal
-
-        return dense_causal(q, keys, values, positions, lengths, **options)
-
-    if chosen == "xla" and schedule == "invariant":
-        out, lse = _with_gradient(by_xla, DENSE_SCHEDULES["blockwise"], q, view, positions, lengths)
-    elif chosen == "xla":
-        out, lse = by_xla(q, view, positions, lengths)
-    else:
-        gradient_of = DENSE_SCHEDULES["blockwise"] if schedule == "invariant" else by_xla
-        out, lse = _with_gradient(by_kernel, gradient_of, q, view, positions, lengths)
-    return merge_over_devices(out, lse, view.device_axes) if view.device_axes else (out, lse)
+    return _attend(case, choose(case, backend), DENSE_SCHEDULES, "blockwise", q, view, (positions, lengths))
 
 
-def attend_case(op: str, q: Float[Array, "B T N H"], view: BlockView, *, slots: int, schedule: str = "auto") -> Case:
+def attend_case(
+    op: str, q: Float[Array, "B T N H"], view: BlockView, *, slots: int, schedule: str = "auto"
+) -> PagesCase:
     """What decides where attention can run: "sparse" over `slots` selected blocks, or "dense"."""
     has_pages = isinstance(view, Contiguous | Paged)
-    return Case(
+    return PagesCase(
         op=op, queries=q.shape[1], dtype=q.dtype, stored=view.k.dtype if has_pages else q.dtype, width=q.shape[-1],
         block_size=view.block_size, num_blocks=view.num_blocks, group=q.shape[2] // view.num_heads, slots=slots,
         schedule=schedule, pages=has_pages,
     )  # fmt: skip
+
+
+def _attend(
+    case: PagesCase,
+    chosen: str,
+    schedules: dict[str, Callable[..., tuple[Array, Array]]],
+    suitable: str,
+    q: Float[Array, "B T N H"],
+    view: BlockView,
+    rows: tuple[Int[Array, "..."], ...],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Return the outputs and LSEs of one kind of attention, by a backend; devices' parts are merged.
+
+    Args:
+      case: the call.
+      chosen: the backend that runs it.
+      schedules: XLA's, by name.
+      suitable: the one that "auto" means for so many queries.
+      q: queries.
+      view: keys and values.
+      rows: the selection, if blocks are selected; positions; lengths.
+    """
+    is_invariant = case.schedule == "invariant"
+    by_xla = schedules[suitable if case.schedule == "auto" else case.schedule]
+    if chosen == "xla" and not is_invariant:
+        out, lse = by_xla(q, view, *rows)
+    else:
+        # The invariant schedule is a loop of unknown length, which has no gradients of its own.
+        gradient_of = schedules[suitable] if is_invariant else by_xla
+        forward = by_xla if chosen == "xla" else partial(_by_kernel, case, chosen)
+        out, lse = _with_gradient(forward, gradient_of, q, view, *rows)
+    return merge_over_devices(out, lse, view.device_axes) if view.device_axes else (out, lse)
+
+
+def _by_kernel(
+    case: PagesCase, backend: str, q: Float[Array, "B T N H"], view: BlockView, *rows: Int[Array, "..."]
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Return the outputs and LSEs of the kernel that a case is for."""
+    keys, values, scales = kernel_pages(view, view.k), kernel_pages(view, view.v), getattr(view, "scales", None)
+    if case.schedule == "invariant":
+        blocks, positions, lengths = rows if case.op == "sparse" else (None, *rows)
+        return attend_in_lanes(q, keys, values, blocks, positions, lengths, kv_heads=view.num_heads, scales=scales)
+    options = dict(return_lse=True, interpret=interpreted(), backend=backend)
+    if case.op == "sparse" and case.is_decode:
+        from pallas_kernels.sparse_decode import sparse_decode
+
+        return sparse_decode(q, keys, values, *rows, scales=scales, **options)
+    if case.op == "sparse":
+        from pallas_kernels.sparse_prefill import sparse_prefill
+
+        return sparse_prefill(q, keys, values, *rows, schedule=case.schedule, **options)
+    if case.is_decode:
+        from pallas_kernels.dense_decode import dense_decode
+
+        return dense_decode(q, keys, values, *rows, kv_heads=view.num_heads, scales=scales, **options)
+    from pallas_kernels.dense_causal import dense_causal
+
+    return dense_causal(q, keys, values, *rows, kv_heads=view.num_heads, **options)
 
 
 def _with_gradient(

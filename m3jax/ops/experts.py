@@ -5,38 +5,27 @@ the activation. It gives [X A D] in the accumulator's dtype: what each pair's ex
 dropped. An id of -1 is an expert that is not held here; what stands in its place may be anything.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import accumulator
-from m3jax.ops.backends import interpreted, kernel_name
-from m3jax.ops.expert_choice import FEW_UNIT, GROUPED_UNIT, why_not_path
-from m3jax.ops.mxfp8_kernels import mxfp8_kernel
+from m3jax.ops import measured
+from m3jax.ops.backends import choose, interpreted, kernels_here, why_not
+from m3jax.ops.cases import ExpertsCase, Stored
 from m3jax.ops.project import operands, project
 from m3jax.platform import platform
 from m3jax.weights import StackedLayer, Weight
 
 Activation = Callable[[Float[Array, "..."], Float[Array, "..."]], Float[Array, "..."]]
 
-_FEW_PAIRS = 16  # (token, expert) pairs up to which each pair fetches its own expert's weights
-_MOST_SHARES = 4  # where devices divide experts, skipped pairs cost little: up to 4 x _FEW_PAIRS are walked
-_TILE = 64  # tokens that meet an expert at once on a CPU
-_KERNEL_TILES = (16, 32, 64, 128)  # likewise in a kernel
-_MXFP8_TILES = (16, 64)  # likewise of experts in MXFP8: as many as an expert has, on average
-# Tokens up to which `few` is the fastest way on an H200, by widths (`scripts/bench_gpu.py --only experts`).
-_FEW_TOKENS = {(6144, 3072): 64, (192, 192): 64}
-_FIXED_TILE = 8  # likewise where a pair's bits may not depend on how many there are
-_ORDERED_TILE = 64  # likewise in a kernel, at least: tensor cores then take one instruction for all heights
-_COPIED_TILE = 512  # likewise where experts are copied: more than an expert is wide, so its copies are the smaller part
+_FIXED_TILE = 8  # tokens that meet an expert at once where a pair's bits may not depend on how many there are
 
 
 class ExpertWeights(NamedTuple):
@@ -70,7 +59,7 @@ def run_experts(
       path: "auto", or one of `EXPERT_PATHS`.
       backend: where kernels are not wanted, "xla".
       num_shares: where devices divide the experts, how many do.
-      shared: gate, up and down of an expert that all tokens meet, if it is to be run with the others: `joins_shared`.
+      shared: gate, up and down of an expert that all tokens meet, if it is to be run with the others (`joins_shared`).
 
     Returns:
       C = A, or A + 1 with a shared expert, whose outputs come last.
@@ -81,25 +70,22 @@ def run_experts(
     if shared:
         return few(x, weights, expert_ids, layer, activate, shared)
     is_mxfp8 = isinstance(weights.gate, MXFP8Array)
-    by_mxfp8_kernel = is_mxfp8 and kernel_name(backend) == "triton" and kernel_takes_mxfp8(weights, x.dtype, backend)
-    by_kernel = by_mxfp8_kernel or (
-        not is_mxfp8 and kernel_runs_experts(x.dtype, *weights.gate.shape[2:], backend=backend)
-    )
-    if path == "in_fixed_tiles" and by_kernel:
+    kernels = choose(experts_case("grouped", x, weights.gate), backend)
+    if path == "in_fixed_tiles" and kernels == "triton":
         # Tensor cores add what they multiply to what they are given, channel by channel, in a tile of any height.
-        if not is_mxfp8 and len(x) <= few_tokens(*weights.gate.shape[2:]):
+        if not is_mxfp8 and len(x) <= measured.few_tokens(*weights.gate.shape[2:]):
             return few(x, weights, expert_ids, layer, activate)
-        return grouped(x, weights, expert_ids, layer, activate, least_tile=_ORDERED_TILE)
+        return grouped(x, weights, expert_ids, layer, activate, least_tile=measured.ORDERED_TILE)
     if path != "auto":
-        if reason := why_not_path(path, weights.gate, len(x)):
+        if reason := why_not_path(path, x, weights.gate):
             raise ValueError(f"path = {path!r} cannot run these experts: {reason}; choose 'auto' or another path")
         return EXPERT_PATHS[path](x, weights, expert_ids, layer, activate)
     where, num_pairs, is_divided = platform(), expert_ids.size, num_shares is not None
-    is_few = num_pairs <= _FEW_PAIRS * min(num_shares or 1, _MOST_SHARES)
-    if is_mxfp8 and kernel_takes_mxfp8(weights, x.dtype, backend):
+    is_few = num_pairs <= measured.FEW_PAIRS * min(num_shares or 1, measured.MOST_SHARES)
+    if is_mxfp8 and kernels != "xla":
         return grouped(x, weights, expert_ids, layer, activate)
     if where == "gpu":
-        run_path = EXPERT_PATHS[_path_on_gpu(weights, x.dtype, expert_ids.shape, backend)]
+        run_path = EXPERT_PATHS[way_on_gpu(x, weights, expert_ids.shape[1], backend)]
         return run_path(x, weights, expert_ids, layer, activate)
     if where == "tpu" and not is_few:
         return ragged(x, weights, expert_ids, layer, activate)
@@ -195,7 +181,7 @@ def tiled(
     The same inversion as attention's: token -> experts becomes expert -> tokens.
     """
     num_experts = weights.gate.shape[1]
-    tile = min(_TILE, max(8, expert_ids.size // num_experts))
+    tile = min(measured.CPU_TILE, max(8, expert_ids.size // num_experts))
     tiles = invert(expert_ids[None, None], num_experts, tile)
 
     def run_tile(expert, token_ids, valid):
@@ -308,7 +294,7 @@ def grouped(
     def by_kernel(x, gate, up, down, expert_ids, layer):
         # Twice the average, so that few experts need a second tile and are read by it again.
         wanted = max(2 * tokens_per_expert, least_tile)
-        tile = next((size for size in _KERNEL_TILES if size >= wanted), _KERNEL_TILES[-1])
+        tile = next((size for size in measured.KERNEL_TILES if size >= wanted), measured.KERNEL_TILES[-1])
         tiles = invert(expert_ids[None, None], num_experts, tile)
         count = jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
         return grouped_experts(
@@ -318,15 +304,15 @@ def grouped(
 
     def by_mxfp8_kernel(x, gate, up, down, expert_ids, layer):
         kept = [Weights(weight.codes, weight.scales) for weight in (gate, up, down)]
-        run = partial(mxfp8_experts, x, *kept, layer, backend=kernel_name("auto"), **options)
+        run = partial(mxfp8_experts, x, *kept, layer, backend=kernels_here("auto"), **options)
         # A GPU finds in its cache what the pair before has read of the same expert.
-        most_pairs = num_experts * 3 // 2 if kernel_name("auto") == "triton" else _FEW_PAIRS
+        most_pairs = num_experts * 3 // 2 if kernels_here("auto") == "triton" else measured.FEW_PAIRS
         if num_pairs <= most_pairs and least_tile == 1:
             token = jnp.arange(num_pairs, dtype=jnp.int32)[:, None] // num_chosen  # [X*A 1]
             expert, valid = jnp.maximum(expert_ids, 0).reshape(-1), expert_ids.reshape(-1, 1) >= 0
             return run(expert, token, valid).reshape(*expert_ids.shape, -1)
         wanted = max(tokens_per_expert, least_tile)
-        tile = next((size for size in _MXFP8_TILES if size >= wanted), _MXFP8_TILES[-1])
+        tile = next((size for size in measured.MXFP8_TILES if size >= wanted), measured.MXFP8_TILES[-1])
         tiles = invert(expert_ids[None, None], num_experts, tile)
         out = run(tiles.block, tiles.query, tiles.valid)
         return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
@@ -361,7 +347,7 @@ def copied(
 ) -> Float[Array, "X A D"]:
     """Training on a GPU, which has the memory: one batched product over tiles, each with a copy of its expert."""
     gate, up, down = (w[layer] for w in weights)  # [E D F] twice, [E F D]
-    tiles = invert(expert_ids[None, None], gate.shape[0], min(_COPIED_TILE, expert_ids.size))
+    tiles = invert(expert_ids[None, None], gate.shape[0], min(measured.COPIED_TILE, expert_ids.size))
     tokens = x[tiles.query]  # [tiles C D]
     into_hidden = lambda weight: project("xcd,xdf->xcf", tokens, weight[tiles.block])
     out = project("xcf,xfd->xcd", activate(into_hidden(gate), into_hidden(up)), down[tiles.block])
@@ -380,70 +366,70 @@ EXPERT_PATHS = {
 }
 
 
-def _path_on_gpu(weights: ExpertWeights, dtype: DTypeLike, choice_shape: tuple[int, int], backend: str) -> str:
-    """The fastest way of those that can run, for so many tokens with so many experts each."""
-    (num_tokens, num_chosen), widths = choice_shape, weights.gate.shape[2:]
-    can_run = partial(kernel_runs_experts, dtype, *widths, backend=backend)
-    is_mxfp8 = isinstance(weights.gate, MXFP8Array)
-    if not is_mxfp8 and num_tokens <= few_tokens(*widths) and can_run(unit=FEW_UNIT):
-        return "few"
-    if not is_mxfp8 and can_run():
-        return "grouped"
-    return "gathered" if num_tokens * num_chosen <= _FEW_PAIRS else "tiled"
+def way_on_gpu(x: Float[Array, "X D"], weights: ExpertWeights, num_chosen: int, backend: str) -> str:
+    """Return the fastest of `EXPERT_PATHS` on a GPU.
+
+    Args:
+      x: tokens.
+      weights: of all layers of a stack.
+      num_chosen: A, experts of a token.
+      backend: where kernels are not wanted, "xla".
+    """
+    kernels = [path for path in ("few", "grouped") if choose(experts_case(path, x, weights.gate), backend) != "xla"]
+    if kernels and not isinstance(weights.gate, MXFP8Array):
+        return kernels[0]
+    return "gathered" if len(x) * num_chosen <= measured.FEW_PAIRS else "tiled"
 
 
 def joins_shared(
+    x: Float[Array, "X D"],
     weights: ExpertWeights,
     shared: Sequence[Weight],
-    dtype: DTypeLike,
-    choice_shape: tuple[int, int],
     *,
     path: str = "auto",
     backend: str = "auto",
 ) -> bool:
-    """Whether one kernel runs the shared expert with the routed ones: where `few` is chosen, and it is as wide as they.
+    """Return True if one kernel runs the shared expert with the routed ones: `few`, where it is as wide as they are.
 
     Args:
+      x: tokens.
       weights: of the routed experts, of all layers of a stack.
       shared: gate, up and down of the layer's shared expert.
-      dtype: of the activations.
-      choice_shape: tokens, and the experts that each chose.
       path: as of `run_experts`.
       backend: likewise.
     """
-    is_few = path == "auto" and (platform() == "gpu" or bool(interpreted()))
-    if not is_few or _path_on_gpu(weights, dtype, choice_shape, backend) != "few":
+    is_mxfp8 = isinstance(weights.gate, MXFP8Array)
+    if path != "auto" or is_mxfp8 or choose(experts_case("few", x, weights.gate), backend) == "xla":
         return False
     pairs = zip(shared, weights, strict=True)
     return all(isinstance(one, StackedLayer) and one.stack.shape[1:] == all_.shape[2:] for one, all_ in pairs)
 
 
-def few_tokens(width: int, hidden_width: int) -> int:
-    """Tokens up to which `few` is the fastest way on a GPU, by what was measured of the nearest widths."""
-    size = math.log(width * hidden_width)
-    return _FEW_TOKENS[min(_FEW_TOKENS, key=lambda measured: abs(math.log(math.prod(measured)) - size))]
-
-
-def kernel_takes_mxfp8(weights: ExpertWeights, dtype: DTypeLike, backend: str = "auto") -> bool:
-    """Whether `grouped` can run with weights in MXFP8, on a GPU or a TPU.
-
-    Not with activations that are quantised too, nor with a block that is not whole, nor in between 2 and 4 GiB.
+def experts_case(
+    path: str, x: Float[Array, "X D"], gate: Float[Array, "L E D F"] | MXFP8Array, *, by_name: bool = False
+) -> ExpertsCase:
+    """Return what decides where a path of experts can run.
 
     Args:
-      weights: of all layers of a stack.
-      dtype: of the activations.
-      backend: where kernels are not wanted, "xla".
+      path: "few" or "grouped".
+      x: tokens.
+      gate: the experts' first matrices, of all layers of a stack.
+      by_name: True if the path is asked for by name.
     """
-    width, hidden = weights.gate.shape[2:]
-    is_whole = not (width % 128 or hidden % 128)
-    return is_whole and mxfp8_kernel(weights.gate, dtype, [(width, hidden), (hidden, width)], backend) is not None
+    width, hidden = gate.shape[2:]
+    return ExpertsCase(
+        path=path, tokens=len(x), dtype=x.dtype, width=width, hidden=hidden, stored=Stored.of(gate), by_name=by_name
+    )
 
 
-def kernel_runs_experts(dtype: DTypeLike, *widths: int, backend: str = "auto", unit: int = GROUPED_UNIT) -> bool:
-    """Whether `grouped` or `few` can run: 16-bit numbers, widths in whole units, on a GPU whose backend is not "xla".
+def why_not_path(path: str, x: Float[Array, "X D"], gate: Float[Array, "L E D F"] | MXFP8Array) -> str | None:
+    """Return why a path that is asked for by name cannot run, in words; None if it can.
 
-    There is nothing to ask for by name: what a kernel cannot take, XLA's tiles do.
+    Args:
+      path: one of `EXPERT_PATHS`.
+      x: tokens.
+      gate: the experts' first matrices, of all layers of a stack.
     """
-    is_gpu = platform() == "gpu" or bool(interpreted())
-    is_wanted = backend in ("auto", "triton")
-    return is_gpu and is_wanted and jnp.dtype(dtype).itemsize == 2 and not any(width % unit for width in widths)
+    if path not in ("few", "grouped"):
+        return None  # XLA's paths run everywhere
+    return why_not(experts_case(path, x, gate, by_name=True), kernels_here("auto") or "triton")

@@ -5,12 +5,10 @@ What an operation means is the caller's own code, which XLA compiles wherever th
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from m3jax.ops.backends import interpreted, kernel_name
-
-MOST_TOKENS = 64  # of a call: with more of them launches are no longer what counts
+from m3jax.ops.backends import choose, interpreted
+from m3jax.ops.cases import TokenwiseCase
 
 
 def add_norm(
@@ -35,8 +33,8 @@ def add_norm(
       is_ordered: whether the kernel runs any number of tokens, whose bits are then the same in every call
         (`m3jax.ops.ordered`).
     """
-    is_few = _has_kernel(x.shape[0] * x.shape[1], backend) and jnp.dtype(x.dtype).itemsize == 2
-    if not (is_ordered or is_few):
+    case = TokenwiseCase(op="add_norm", tokens=x.shape[0] * x.shape[1], dtype=x.dtype)
+    if not is_ordered and choose(case, backend) == "xla":
         return by_xla(x, update, weight)
     from pallas_kernels.add_norm import add_norm as kernel
     from pallas_kernels.gradient import with_gradient
@@ -66,9 +64,9 @@ def choose_experts(
       top_k: A, experts of a token.
       backend: one of `m3jax.ops.BACKENDS`.
     """
-    num_tokens, num_experts = logits.shape
-    is_power = num_experts & num_experts - 1 == 0
-    if not _has_kernel(num_tokens, backend) or not is_power or logits.dtype != jnp.float32:
+    tokens, experts = logits.shape
+    case = TokenwiseCase(op="choose_experts", tokens=tokens, dtype=logits.dtype, experts=experts)
+    if choose(case, backend) == "xla":
         return by_xla(logits, bias)
     from pallas_kernels.choose_experts import choose_experts as kernel
     from pallas_kernels.gradient import with_gradient
@@ -77,7 +75,3 @@ def choose_experts(
         return kernel(logits, bias, top_k=top_k, backend="triton", interpret=interpreted())
 
     return with_gradient(by_kernel, by_xla, 2)(logits, bias)
-
-
-def _has_kernel(num_tokens: int, backend: str) -> bool:
-    return num_tokens <= MOST_TOKENS and kernel_name(backend) == "triton"

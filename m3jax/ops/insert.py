@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from m3jax.msa import Paged, PagedIndex
-from m3jax.ops.backends import Case, choose, interpreted
+from m3jax.ops.backends import choose, interpreted
+from m3jax.ops.cases import PagesCase
 from m3jax.ops.kernel_pages import kernel_pages
 
 
@@ -89,7 +90,7 @@ def insert_backend(
     # Of the dtypes of keys and index keys, the one that is less usual decides.
     float8 = jnp.dtype("float8_e4m3fn")
     unusual = next((dtype for dtype in stored if dtype not in (view.dtype, float8)), view.k.dtype)
-    case = Case(
+    case = PagesCase(
         op="insert", queries=q.shape[1], dtype=jnp.dtype(view.dtype), stored=unusual, width=width,
         block_size=view.block_size, num_blocks=view.num_blocks, group=q.shape[2] // view.num_heads, rotated=rotated,
     )  # fmt: skip

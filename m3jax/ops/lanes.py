@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa import SelectionRules
-from m3jax.ops.backends import MAX_DECODE_QUERIES, interpreted
+from m3jax.ops.backends import interpreted
+from m3jax.ops.cases import MAX_DECODE_QUERIES
 
 _TILE_ROWS = 16  # (query, head) pairs of an index tile: the least that a GPU multiplies
 _SPARSE_SPLITS = 4  # pieces that a query's blocks are cut in: enough to keep a GPU busy with few rows

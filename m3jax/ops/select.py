@@ -6,7 +6,8 @@ from jaxtyping import Array, Float, Int
 from m3jax.msa import IndexView, SelectionRules, index_walk
 from m3jax.msa.schedules import select_invariant
 from m3jax.msa.views import ContiguousIndex, PagedIndex
-from m3jax.ops.backends import Case, choose, interpreted
+from m3jax.ops.backends import choose, interpreted
+from m3jax.ops.cases import PagesCase
 from m3jax.ops.kernel_pages import kernel_pages
 from m3jax.ops.lanes import select_in_lanes
 
@@ -59,10 +60,10 @@ def select(
 
 def select_case(
     index_q: Float[Array, "B T K I"], view: IndexView, rules: SelectionRules, schedule: str = "auto"
-) -> Case:
+) -> PagesCase:
     """What decides where `select` can run: `choose(select_case(...))` says what "auto" takes."""
     has_pages = isinstance(view, ContiguousIndex | PagedIndex)
-    return Case(
+    return PagesCase(
         op="select", queries=index_q.shape[1], dtype=index_q.dtype, stored=view.k.dtype if has_pages else index_q.dtype,
         width=index_q.shape[-1], block_size=view.block_size, num_blocks=view.num_blocks, slots=rules.top_k,
         score=rules.score, schedule=schedule, divided=bool(view.device_axes), pages=has_pages,

@@ -3,7 +3,6 @@
 import re
 import warnings
 from functools import cache
-from importlib import import_module
 from unittest import mock
 
 import jax
@@ -19,9 +18,9 @@ from m3jax.decoding.device.compiler_options import OPTIONS, STEP_OPTIONS
 from m3jax.decoding.engine import runner
 from m3jax.decoding.sampling import SamplingParams
 from m3jax.model import abstract
+from m3jax.ops import measured
 from m3jax.tiles import GPU_OPTIONS, UNTUNED
 
-project = import_module("m3jax.ops.project")  # the room's name for it is its function's
 ROWS, BLOCKS, STEPS = 4, 16, 8
 # Heads, blocks and widths that the kernels take, and partial selection.
 CONFIG = tiny.config(
@@ -96,7 +95,7 @@ def test_weights_are_cut_into_layers_before_the_loop():
 
 def test_what_a_kernel_reads_in_its_stack_is_not_cut():
     """At widths and rows where it gains; the copy of all of M3's layers would be 21 GB."""
-    with mock.patch.object(project, "_MOST_ROWS", {(256, 1024): ROWS}):
+    with mock.patch.object(measured, "STACKED_ROWS", {(256, 1024): ROWS}):
         text = lowered("decode", STEPS + 1)  # another program: this one is traced already
     assert "stacked_project" in text and not QUERIES.search(text)
 

@@ -17,8 +17,9 @@ from m3jax.make import Frozen
 from m3jax.model.layers import swiglu_oai
 from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import interpret, run_experts
-from m3jax.ops.experts import ExpertWeights, _path_on_gpu, kernel_runs_experts, kernel_takes_mxfp8
+from m3jax.ops import choose, interpret, run_experts
+from m3jax.ops.cases import ExpertsCase, Stored
+from m3jax.ops.experts import ExpertWeights, experts_case, way_on_gpu
 from pallas_kernels.few_experts import few_experts
 from pallas_kernels.grouped_experts import grouped_experts
 from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
@@ -203,8 +204,12 @@ def test_the_kernel_s_numbers_are_the_definition_s_under_every_scale():
     np.testing.assert_allclose(found, expected, rtol=0, atol=448 * 2.0**-127)
 
 
-def test_when_the_kernel_runs_with_mxfp8():
-    weights = lambda *shape, **how: ExpertWeights(*[replace(MXFP8Array(array(jnp.uint8, *shape), None), **how)] * 3)
+def test_when_the_kernel_runs_with_mxfp8(unchecked):
+    weights = lambda *shape, **how: replace(MXFP8Array(array(jnp.uint8, *shape), None), **how)
+
+    def kernel_takes_mxfp8(gate, dtype, backend="auto"):
+        return choose(experts_case("grouped", array(dtype, 300, gate.shape[2]), gate), backend) != "xla"
+
     assert not kernel_takes_mxfp8(weights(57, 128, 6144, 3072), "bfloat16")  # no GPU here
     with interpret():
         assert kernel_takes_mxfp8(weights(57, 128, 6144, 3072), "bfloat16")
@@ -245,6 +250,10 @@ def test_wrong_operands_in_mxfp8_are_refused(unchecked):
 
 
 def test_when_the_kernel_runs():
+    def kernel_runs_experts(dtype, width, hidden, backend="auto"):
+        case = ExpertsCase(path="grouped", tokens=300, dtype=dtype, width=width, hidden=hidden, stored=Stored(dtype, 1))
+        return choose(case, backend) != "xla"
+
     assert not kernel_runs_experts("bfloat16", 6144, 3072)  # no GPU here
     with interpret():
         assert kernel_runs_experts("bfloat16", 6144, 3072)
@@ -254,13 +263,13 @@ def test_when_the_kernel_runs():
         assert not kernel_runs_experts("bfloat16", 6144, 3072, backend="xla")
 
 
-def test_which_way_runs_on_a_gpu(monkeypatch):
+def test_which_way_runs_on_a_gpu(monkeypatch, unchecked):
     """A few tokens go to the kernel that sorts nothing, however narrow; what no kernel takes, XLA's ways run."""
-    monkeypatch.setattr("m3jax.ops.experts.platform", lambda: "gpu")
+    monkeypatch.setattr("m3jax.ops.backends.platform", lambda: "gpu")
 
     def way(tokens, width, hidden, dtype=jnp.bfloat16, backend="auto"):
         up, down = array(dtype, 2, 8, width, hidden), array(dtype, 2, 8, hidden, width)
-        return _path_on_gpu(ExpertWeights(up, up, down), dtype, (tokens, 4), backend)
+        return way_on_gpu(array(dtype, tokens, width), ExpertWeights(up, up, down), 4, backend)
 
     assert [way(tokens, 6144, 3072) for tokens in (1, 4, 16, 65, 2048)] == ["few"] * 3 + ["grouped"] * 2
     assert [way(tokens, 192, 192) for tokens in (1, 4, 2048)] == ["few", "few", "tiled"]

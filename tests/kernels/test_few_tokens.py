@@ -13,8 +13,8 @@ from support.lowering import array, equations, lower, refuse
 
 from m3jax.model.layers import add_norm as add_norm_definition
 from m3jax.model.moe import route
-from m3jax.ops import add_norm, interpret, kernel_reads, project_each
-from m3jax.ops.project import most_rows
+from m3jax.ops import ProductCase, add_norm, choose, interpret, project_each
+from m3jax.ops.measured import stacked_rows
 from m3jax.parallel import parse_mesh
 from m3jax.weights import StackedLayer
 from pallas_kernels.add_norm import add_norm as add_norm_kernel
@@ -94,6 +94,7 @@ def test_a_layer_s_products_and_their_gradients_are_those_of_xla():
 def test_when_a_matrix_is_read_where_it_lies(unchecked):
     shape = partial(array, jnp.bfloat16)
     q = shape(57, 6144, 64, 128)
+    kernel_reads = lambda *stack_and_call: choose(ProductCase.of(*stack_and_call[:4]), stack_and_call[4]) != "xla"
     assert not kernel_reads(q, 1, 1, "bfloat16", "auto")  # no GPU here
     with interpret():
         assert kernel_reads(q, 1, 1, "bfloat16", "auto") and kernel_reads(q, 1, 2, "bfloat16", "triton")
@@ -104,7 +105,7 @@ def test_when_a_matrix_is_read_where_it_lies(unchecked):
         assert not kernel_reads(q, 1, 65, "bfloat16", "auto")
         assert not kernel_reads(shape(3, 6160, 8192), 1, 1, "bfloat16", "auto")
         assert not kernel_reads(shape(3, 6144, 96), 1, 1, "bfloat16", "auto")
-    assert most_rows(192, 192) == 0 < most_rows(6144, 8192), "what was measured decides, by the nearest widths"
+    assert stacked_rows(192, 192) == 0 < stacked_rows(6144, 8192), "what was measured decides, by the nearest widths"
 
 
 # Norms and the router

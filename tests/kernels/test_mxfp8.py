@@ -15,7 +15,7 @@ from m3jax import mxfp8
 from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
 from m3jax.model import quantize
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import interpret, kernel_reads, project_each
+from m3jax.ops import ProductCase, choose, interpret, project_each
 from m3jax.parallel import parse_mesh
 from m3jax.weights import StackedLayer
 from pallas_kernels.mosaic_mxfp8 import Config as TpuConfig
@@ -228,7 +228,7 @@ def test_no_matrix_is_copied_out_of_its_stack_for_a_kernel():
 
 
 def test_when_a_layer_is_read_where_it_lies():
-    reads = lambda stack, *options: kernel_reads(stack, stack.num_inputs, 300, *options)
+    reads = lambda stack, dtype, backend: choose(ProductCase.of(stack, stack.num_inputs, 300, dtype), backend) != "xla"
     stack = lambda *shape, **how: replace(MXFP8Array(array(jnp.uint8, *shape), None), **how)
     assert not reads(stack(57, 6144, 8192), "bfloat16", "auto")  # no GPU here
     with interpret():

@@ -23,7 +23,8 @@ from m3jax.decoding.engine.runner import Runner
 from m3jax.decoding.engine.shapes import Shapes
 from m3jax.msa import Paged, SelectionRules, contiguous, contiguous_index
 from m3jax.ops import BACKENDS, attend_all, attend_selected, interpret, select
-from m3jax.ops.backends import Case, choose, why_not
+from m3jax.ops.backends import choose, why_not
+from m3jax.ops.cases import PagesCase
 
 H200 = AbstractMesh(
     (1,), ("x",), axis_types=(AxisType.Auto,),
@@ -31,11 +32,11 @@ H200 = AbstractMesh(
 )  # fmt: skip
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 SIZES = dict(queries=2048, dtype=BF16, stored=BF16, width=128, block_size=128, num_blocks=512)
-PREFILL = Case(op="sparse", **SIZES, group=16, slots=16)
+PREFILL = PagesCase(op="sparse", **SIZES, group=16, slots=16)
 DECODE = replace(PREFILL, queries=1)
-SELECT = Case(op="select", **SIZES, slots=16)
-DENSE = Case(op="dense", **SIZES, group=16)
-INSERT = Case(op="insert", **SIZES, group=16, rotated=64)
+SELECT = PagesCase(op="select", **SIZES, slots=16)
+DENSE = PagesCase(op="dense", **SIZES, group=16)
+INSERT = PagesCase(op="insert", **SIZES, group=16, rotated=64)
 
 
 @contextlib.contextmanager

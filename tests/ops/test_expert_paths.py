@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from m3jax.ops import EXPERT_PATHS, interpret, run_experts
-from m3jax.ops.expert_choice import why_not_path
-from m3jax.ops.experts import ExpertWeights
+from m3jax.ops.experts import ExpertWeights, why_not_path
 from m3jax.vectors.groups import experts as group
 
 KERNELS = ("few", "grouped")
@@ -27,16 +26,16 @@ def gate(width: int, hidden: int) -> jax.Array:
     ],
 )
 def test_a_kernel_by_name_runs_or_says_why_not(path, width, hidden, tokens, reason):
-    assert why_not_path(path, gate(width, hidden), tokens) == (
-        f"it is a kernel for a GPU, and JAX runs on a {jax.default_backend().upper()}"
-    )
+    x = jnp.zeros((tokens, width), jnp.bfloat16)
+    wrong_platform = f"it needs a GPU, and JAX runs on a {jax.default_backend().upper()}"
+    assert why_not_path(path, x, gate(width, hidden)) == wrong_platform
     with interpret():
-        assert why_not_path(path, gate(width, hidden), tokens) == reason
+        assert why_not_path(path, x, gate(width, hidden)) == reason
 
 
 @pytest.mark.parametrize("path", [path for path in EXPERT_PATHS if path not in KERNELS])
 def test_what_xla_runs_has_no_reason_against_it(path):
-    assert why_not_path(path, gate(32, 24), 2048) is None
+    assert why_not_path(path, jnp.zeros((2048, 32)), gate(32, 24)) is None
 
 
 @pytest.mark.parametrize("path", KERNELS)
@@ -45,7 +44,7 @@ def test_a_path_that_cannot_run_is_one_line(path):
     call = lambda: run_experts(
         jnp.zeros((4, 32)), weights, jnp.zeros((4, 2), jnp.int32), jnp.int32(0), jnp.multiply, path=path
     )
-    with pytest.raises(ValueError, match=f"^path = '{path}' cannot run these experts: it is a kernel for a GPU"):
+    with pytest.raises(ValueError, match=f"^path = '{path}' cannot run these experts: it needs a GPU"):
         call()
     with interpret(), pytest.raises(ValueError, match="experts of 32 by 24 channels"):
         call()

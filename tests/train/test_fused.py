@@ -67,7 +67,7 @@ def test_scores_at_once_choose_the_same_blocks(monkeypatch):
 @pytest.mark.parametrize("tile", [4, 512])
 def test_tiles_of_experts(monkeypatch, tile):
     """The product over tiles is the sum over experts, token by token; no token is dropped."""
-    monkeypatch.setattr(ops.experts, "_COPIED_TILE", tile)
+    monkeypatch.setattr(ops.measured, "COPIED_TILE", tile)
     experts = tiny.model(CONFIG).stacks[1].mlp.experts
     weights = ops.experts.ExpertWeights(experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...])
     x, draw = normal(24, CONFIG.hidden_size), np.random.default_rng(5)

@@ -12,8 +12,7 @@ from m3jax.model.layers import swiglu_oai
 from m3jax.model.moe import route
 from m3jax.numerics import einsum
 from m3jax.ops import EXPERT_PATHS, run_experts
-from m3jax.ops.expert_choice import why_not_path
-from m3jax.ops.experts import ExpertWeights
+from m3jax.ops.experts import ExpertWeights, why_not_path
 from m3jax.vectors.case import Arrays, Case, Group, Rule, Run, in_dtype, jitted, normal
 
 AXES = {
@@ -119,8 +118,8 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
         if "gate_proj" not in given:
             yield Run("route", dtype, jitted(routing, rule, given))
             continue
-        gate, num_tokens = stacked_experts(given).gate, len(given["x"])
-        for path in (name for name in EXPERT_PATHS if why_not_path(name, gate, num_tokens) is None):
+        gate = stacked_experts(given).gate
+        for path in (name for name in EXPERT_PATHS if why_not_path(name, given["x"], gate) is None):
             yield Run(path, dtype, jitted(partial(by_path, path), rule, given))
 
 

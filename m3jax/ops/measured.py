@@ -1,0 +1,52 @@
+"""Sizes at which one way to compute becomes faster than another, as they were measured.
+
+They decide which implementation runs, never what it means. Those of kernels are of one H200 with jax 0.11.2 and
+bfloat16, 23 November 2026 (`scripts/bench_gpu.py`); those of XLA's ways are of two x86 cores with jax 0.10.2,
+November 2026 (`scripts/bench_cpu.py`). No TPU was measured.
+"""
+
+import math
+
+# Products: rows up to which a kernel that reads a matrix in its stack is faster than XLA's product with the matrix by
+# itself, by (inputs, outputs) (`--only projections`). 1 and 8 rows were measured; the kernel does the same up to 16.
+STACKED_ROWS = {(6144, 8192): 16, (6144, 128): 16, (6144, 12288): 16, (6144, 3072): 16, (3072, 6144): 16, (192, 192): 0}
+MXFP8_ROWS = 48  # rows up to which a kernel makes numbers of MXFP8 as it multiplies, in place of writing them first
+ORDERED_MXFP8_ROWS = 64  # likewise of the kernel with one order of sums
+
+# Norms and routers: tokens of a call up to which one kernel saves more launches than it costs.
+LAUNCH_BOUND_TOKENS = 64
+
+# Experts (`--only experts`): tokens up to which the kernel that sorts nothing is the fastest, by an expert's widths.
+FEW_TOKENS = {(6144, 3072): 64, (192, 192): 64}
+KERNEL_TILES = (16, 32, 64, 128)  # tokens that meet an expert at once in a kernel
+MXFP8_TILES = (16, 64)  # likewise of experts in MXFP8: as many as an expert has, on average
+ORDERED_TILE = 64  # likewise, at least, in the invariant mode: tensor cores take one instruction for all heights
+COPIED_TILE = 512  # likewise where experts are copied: more than an expert is wide, so its copies are the smaller part
+CPU_TILE = 64  # likewise on a CPU
+FEW_PAIRS = 16  # (token, expert) pairs up to which each pair fetches its own expert's weights
+MOST_SHARES = 4  # where devices divide experts, skipped pairs cost little: up to 4 x FEW_PAIRS are walked
+
+# Attention by XLA: queries a row up to which gathering a query's blocks beats inverting the selection.
+GATHERED_QUERIES = 8
+
+
+def stacked_rows(inputs: int, outputs: int) -> int:
+    """Return `STACKED_ROWS` of the nearest widths that were measured.
+
+    Args:
+      inputs: channels that the product sums over.
+      outputs: channels that it gives.
+    """
+    distance = lambda measured: abs(math.log(measured[0] / inputs)) + abs(math.log(measured[1] / outputs))
+    return STACKED_ROWS[min(STACKED_ROWS, key=distance)]
+
+
+def few_tokens(width: int, hidden_width: int) -> int:
+    """Return `FEW_TOKENS` of the expert that was measured and is nearest in size.
+
+    Args:
+      width: D.
+      hidden_width: F.
+    """
+    size = math.log(width * hidden_width)
+    return FEW_TOKENS[min(FEW_TOKENS, key=lambda measured: abs(math.log(math.prod(measured)) - size))]
