@@ -32,7 +32,7 @@ def cache_folder() -> Path | None:
 
 
 def why_not_kept() -> str | None:
-    """Why nothing can be kept in the cache folder, which is made if need be; None where it can, or is not wanted."""
+    """Return why nothing can be kept in the cache folder, which is made if need be; None if it can or is not wanted."""
     folder = cache_folder()
     if folder is None:
         return None

@@ -58,7 +58,7 @@ class MXFP8Array:
         return len(self.codes.shape)
 
     def __getitem__(self, index: Any) -> "MXFP8Array":
-        """Some matrices of a stack, with their scales.
+        """Return some matrices of a stack, with their scales.
 
         Raises:
           IndexError: an index into a matrix, whose blocks have to stay whole.

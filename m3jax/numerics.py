@@ -74,7 +74,7 @@ class RunningSoftmax(NamedTuple):
         return RunningSoftmax(self.weighted_values * fade + added, total, highest)
 
     def average(self) -> tuple[Float[Array, "*X R H"], Float[Array, "*X R"]]:
-        """(out, lse): the average, and the natural log of the sum of exponentials; (0, UNSEEN) of no keys."""
+        """Return (out, lse): the average, and the natural log of the sum of exponentials; (0, UNSEEN) of no keys."""
         sees_any = self.total != 0.0  # true for NaN too, which must not pass for a query that saw nothing
         total = jnp.where(sees_any, self.total, 1.0)
         lse = jnp.where(sees_any, self.highest + jnp.log(total), UNSEEN)

@@ -64,7 +64,7 @@ def bicubic_taps(size: int, target: int) -> Taps:
 
 
 def resize_rows(image: UInt8[np.ndarray, "H W C"], height: int) -> UInt8[np.ndarray, "h W C"]:
-    """One pass of the resize, along the first axis: sums in integers, half of a unit added, shifted, clipped.
+    """Resize along the first axis: sums in integers, half of a unit added, shifted, clipped to bytes.
 
     Args:
       image: bytes [H W C].

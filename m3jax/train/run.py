@@ -35,7 +35,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps of one kind.
+    """A part of a training run: consecutive steps with the same sizes and the same kind of attention.
 
     Attributes:
       name: as progress shows it.

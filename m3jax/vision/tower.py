@@ -33,7 +33,7 @@ class Attention(nnx.Module):
         sines: Float[Array, "X R"],
         attend: AttendSegments,
     ) -> Float[Array, "X W"]:
-        """One layer's, left in the accumulator's dtype."""
+        """Return the output of one layer's attention, in the accumulator's dtype."""
         q, k, v = (project("xw,wnh->xnh", x) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cosines, sines).astype(x.dtype), rotate(k, cosines, sines).astype(x.dtype)
         return self.out_proj("xnh,nhw->xw", attend(q, k, v.astype(x.dtype)))
@@ -48,7 +48,7 @@ class MLP(nnx.Module):
         self.fc2 = Linear(depth, hidden, width, ("vision_mlp", None), make)
 
     def __call__(self, x: Float[Array, "X W"]) -> Float[Array, "X W"]:
-        """One layer's, left in the accumulator's dtype."""
+        """Return the output of one layer's MLP, in the accumulator's dtype."""
         return self.fc2("xf,fw->xw", gelu(self.fc1("xw,wf->xf", x), x.dtype))
 
 

@@ -90,7 +90,7 @@ def check(small: bool, seed: int, jobs: int, only: Sequence[str] = ("",)) -> int
 
 
 def options() -> dict[str, object]:
-    """Of the compiler, as the mode has them."""
+    """Return the compiler options of the invariant mode on this device."""
     return GPU_OPTIONS if jax.default_backend() == "gpu" else {}
 
 
@@ -210,7 +210,7 @@ def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
 
 
 def _differing(part, arrays: dict) -> tuple[int, int]:
-    """(how many tokens of those in smaller programs have other bits than in the program of all, of how many)."""
+    """Return (tokens whose bits in a smaller program differ from those in the program of all, tokens compared)."""
     weights, fn = part.args[0], part.func
     program = jax.jit(fn, compiler_options=options())
 

@@ -16,11 +16,11 @@ def assistant(content: Any = None, *calls: Any, **fields: Any) -> dict[str, Any]
 
 
 def call(call_id: str | None = "1", name: str = "f", arguments: Any = None) -> dict[str, Any]:
-    """A call of a function; {} for no arguments."""
+    """Return a tool call of a function, with {} if no arguments are given."""
     function = {"name": name, "arguments": {} if arguments is None else arguments}
     return {"type": "function", "function": function, **({} if call_id is None else {"id": call_id})}
 
 
 def result(call_id: str | None = "1", content: Any = "r", **fields: Any) -> dict[str, Any]:
-    """The result of a call."""
+    """Return the message with the result of a tool call."""
     return {"role": "tool", "content": content, **fields, **({} if call_id is None else {"tool_call_id": call_id})}

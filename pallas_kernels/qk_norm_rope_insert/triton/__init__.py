@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """One thing for each of the pools that are written: their pages, finders, or the pools themselves."""
+    """A value for each pool that is written: its pages, its finder, or the pool itself."""
 
     k: Any
     v: Any
@@ -177,7 +177,7 @@ def _kernel(x: Inputs, finders: Targets, old_pools: Targets, queries: Queries, p
 
 
 def _rounded(x: Float[Array, "..."], dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
-    """In the pool's dtype; e4m3 has no infinity, so it is cut at its largest number."""
+    """Round values to the pool's dtype; for e4m3, which has no infinity, clip them to its largest number."""
     if dtype == jnp.float8_e4m3fn:
         x = jnp.minimum(jnp.maximum(x, -E4M3_MAX), E4M3_MAX)
     return x.astype(dtype)
