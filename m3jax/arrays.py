@@ -76,7 +76,7 @@ def is_traced(*values: Any) -> bool:
 def check_values(
     find_problem: Callable[..., str | None], *arrays: Shaped[Array, "..."] | Shaped[np.ndarray, "..."]
 ) -> None:
-    """Look into arrays: at once where they are at hand, else when the program that is being traced runs.
+    """Check the values of arrays: at once if they are concrete, else when the program that is being traced runs.
 
     Args:
       find_problem: gets the arrays as numpy arrays; what is wrong with them, or None.

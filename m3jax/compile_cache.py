@@ -92,7 +92,7 @@ def compile_cache(wanted: bool = True) -> Iterator[None]:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove entries that a process did not finish because it died: they lack the time that jax writes after them."""
+    """Remove entries that a process died in writing: they lack the "-atime" file that jax writes after an entry."""
     import filelock
 
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -105,7 +105,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def _damaged_entries_removed(folder: Path) -> Iterator[None]:
-    """Remove the entries that jax says it cannot read: it would compile again each time, and not replace them."""
+    """Remove the entries that jax warns it cannot read: it would compile them at each start and never replace them."""
     show_others = warnings.showwarning
 
     def show(message: Warning | str, *place: Any) -> None:

@@ -27,14 +27,17 @@ def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def dot_scores(queries: Float[Array, "*X R H"], keys: Float[Array, "*X C H"]) -> Float[Array, "*X R C"]:
-    """Inner products of every query with every key; with few queries the keys go first, which XLA's CPU prefers."""
+    """Return the inner products of every query with every key.
+
+    With few queries the keys are the product's left side, which is faster in XLA's CPU backend.
+    """
     if queries.shape[-2] > _FEW_ROWS:
         return einsum("...rh,...ch->...rc", queries, keys)
     return einsum("...ch,...rh->...cr", keys, queries).swapaxes(-1, -2)  # [*X C R] -> [*X R C]
 
 
 class RunningSoftmax(NamedTuple):
-    """A softmax average under way: sums of exponentials relative to the highest score so far.
+    """A running softmax average: sums of exponentials relative to the highest score so far.
 
     Attributes:
       weighted_values: sum of exp(score - highest) times the value.
@@ -48,7 +51,7 @@ class RunningSoftmax(NamedTuple):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], width: int, dtype: jnp.dtype) -> "RunningSoftmax":
-        """The average of no values of some width, for `shape` queries."""
+        """Return the average before any key, for `shape` queries and values of some width."""
         zeros = jnp.zeros((*shape, 1), dtype)
         return cls(jnp.zeros((*shape, width), dtype), zeros, jnp.full_like(zeros, UNSEEN))
 
@@ -59,7 +62,7 @@ class RunningSoftmax(NamedTuple):
         values: Float[Array, "*X C H"],
         visible: Bool[Array, "*Y #R C"],
     ) -> "RunningSoftmax":
-        """The average with more keys and values taken in, of which each query sees the visible ones."""
+        """Return the average with more keys and values taken in, of which each query sees the visible ones."""
         # Scaled after the mask: XLA's CPU backend takes a scaling that follows the product into it, and is slower.
         scores = jnp.where(visible, dot_scores(queries, keys), UNSEEN) * queries.shape[-1] ** -0.5  # [*X R C]
         # The result does not depend on `highest`, so no gradient goes through it.
@@ -87,7 +90,7 @@ def attend(
     values: Float[Array, "*X C H"],
     visible: Bool[Array, "*Y #R C"],
 ) -> tuple[Float[Array, "*X R H"], Float[Array, "*X R"]]:
-    """Softmax attention of query rows over key columns, where a query sees only its visible keys.
+    """Compute softmax attention of query rows over key columns, where a query sees only its visible keys.
 
     Args:
       queries: R of them.
@@ -124,6 +127,8 @@ def merge_weights(
       highest: the maximum over parts: along an axis, or over devices.
       total: the sum over parts, likewise.
     """
+    # The result does not depend on the shift, so no gradient goes through it. If no part saw a key it must not be -inf:
+    # -inf - -inf is NaN.
     shift = jax.lax.stop_gradient(highest(lse))
     shift = jnp.where(jnp.isneginf(shift), 0.0, shift)
     weights = jnp.exp(lse - shift)

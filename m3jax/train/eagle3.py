@@ -122,6 +122,7 @@ def _chain_attention(q: Float[Array, "B T N H"], past: list[KeysAndValues]) -> F
     (first_k, first_v), chain = past[0], past[1:]
     grouped = q.reshape(batch, length, first_k.shape[2], -1, width)  # [B T K G H]
     first_scores = einsum("btkgh,bskh->bkgts", grouped, first_k)
+    # Chain t has seen the target's features up to position t; the later steps are its own draft's, one key a step.
     first_scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), first_scores, -jnp.inf)  # [B K G T T]
     chain_scores = [einsum("btkgh,btkh->bkgt", grouped, k)[..., None] for k, _ in chain]  # each [B K G T 1]
     scores = jnp.concatenate([first_scores, *chain_scores], axis=-1)  # [B K G T T+C]

@@ -209,6 +209,7 @@ def index_kl(
         teacher = mean_attention(q, k, support)  # [B K T S]
         scores = einsum("btki,bsi->bkts", index_q, index_k) * index_k.shape[-1] ** -0.5
         student = _masked_log_softmax(scores, support)
+        # A key of teacher 0 adds 0, the limit of p log p; log 0 is never taken.
         log_teacher = jnp.log(jnp.where(teacher > 0, teacher, 1.0))
         kl = jnp.sum(jnp.where(teacher > 0, teacher * (log_teacher - student), 0.0), axis=-1)  # [B K T]
         return kl.swapaxes(1, 2)
