@@ -73,7 +73,7 @@ def test_empty_rows_and_empty_selections(options):
 
 
 class NanKey(Case):
-    """Of each row the first key is no number."""
+    """A case in which the first key of each row is NaN."""
 
     def qkv(self, dtype=np.float32):
         q, k, v = super().qkv(dtype)

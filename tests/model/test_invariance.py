@@ -133,7 +133,7 @@ def test_kernels_take_mxfp8_in_a_stack_as_its_numbers():
 
 
 def lowered(model, *shape) -> str:
-    """A call for a GPU."""
+    """Lower a call of the model for a GPU."""
     return lower(lambda model, tokens: model.with_invariance()(tokens), model, array(jnp.int32, *shape))
 
 
