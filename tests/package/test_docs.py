@@ -64,8 +64,11 @@ def test_readme_runs_where_only_the_documented_install_was_made():
     done = run_as_installed(ROOT / "README.md")
     started = re.findall(r"^== (?:block \d+|python -m \S+)", done.stdout, re.M)
     commands = [line for line in README_COMMANDS if line.startswith(("python -m",))]
-    assert len(started) == len(code("README.md", "python")) + len(commands) >= 10
+    assert len(started) == len(code("README.md", "python")) + len(commands) >= 9
     assert "lantern" in done.stdout and "HBM" in done.stdout
+    shown = code("README.md", "text")
+    assert len(shown) == len(code("README.md", "python"))
+    assert not [output for output in shown if output not in done.stdout], "what a block prints is what README shows"
     assert "Traceback" not in done.stderr and "planned by arithmetic" in done.stdout + done.stderr
 
 
