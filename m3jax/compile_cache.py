@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk, so that the next process need not compile them: where, how much, who decides."""
+"""The cache of compiled programs on disk, which saves the next process from compiling them."""
 
 import os
 import re

@@ -270,7 +270,7 @@ def stop(life: Life, served: Engine) -> None:
 
 
 def forget(life: Life, served: Engine) -> None:
-    """A request that has ended is dropped; one that goes on is not."""
+    """Forget a request that has ended; if it goes on, the engine must refuse that."""
     if (handle := any_handle(life, served, running=False)) is None:
         return
     if served.reason(handle) == "unfinished":

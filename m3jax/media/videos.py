@@ -70,7 +70,7 @@ def read_video(source: Any, pick: Pick, watch: Watch = unwatched) -> Clip:
 
 
 def given_frames(frames: Any, source_fps: float | None, pick: Pick | None, watch: Watch = unwatched) -> Clip:
-    """Frames that are at hand.
+    """Return the clip of the chosen ones among frames that are given as images, not as a video file.
 
     Args:
       frames: uint8 [F H W 3], or a sequence of images as `decode_image` takes one.
