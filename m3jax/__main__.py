@@ -24,7 +24,7 @@ From Python: import m3jax; model = m3jax.load(); m3jax.generate(model, ...). See
 
 
 def main(argv: list[str] | None = None) -> int:
-    """List the commands; the exit status is 0, or 2 after an argument that is none."""
+    """List the commands; the exit status is 0, or 2 after an argument that the command line does not know."""
     return run_command(PROG, Parser(PROG, "List the commands of m3jax."), _list_commands, argv)
 
 

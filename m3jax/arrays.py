@@ -58,25 +58,25 @@ def checks() -> Iterator[None]:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Do not look into arrays here: parts of a whole, which break rules that the whole keeps."""
+    """Switch `checks()` off inside: parts of a larger array may break rules that the whole array keeps."""
     with _is_checking(False):
         yield
 
 
 def is_checking() -> bool:
-    """Whether `checks()` is on."""
+    """Return True inside `checks()`, where values of arrays are looked into."""
     return bool(_is_checking.value)
 
 
 def is_traced(*values: Any) -> bool:
-    """Whether some array among the leaves of these values is not there yet: a jitted function is being traced."""
+    """Return True if some leaf of these values is a tracer, so that its numbers cannot be read yet."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
 def check_values(
     find_problem: Callable[..., str | None], *arrays: Shaped[Array, "..."] | Shaped[np.ndarray, "..."]
 ) -> None:
-    """Look into arrays: at once where they are at hand, else when the program that is being traced runs.
+    """Check the values of arrays: at once if they are concrete, else when the program that is being traced runs.
 
     Args:
       find_problem: gets the arrays as numpy arrays; what is wrong with them, or None.
@@ -98,7 +98,7 @@ def check_values(
 
 
 class _Contract(NamedTuple):
-    """What an annotation such as Float[Array, "B T H"] asks of an argument."""
+    """The dtype kind and the axes that an annotation such as Float[Array, "B T H"] asks of an argument."""
 
     kind: str
     letters: tuple[str, ...]
@@ -165,7 +165,7 @@ def _contracts(function: Callable) -> dict[str, _Contract]:
 
 
 def _check_array(name: str, value: Any, contract: _Contract, sizes: dict[str, tuple[int, str]]) -> None:
-    """Hold one argument against its contract; `sizes` has the size of each letter so far, and who gave it."""
+    """Compare one argument with its contract; `sizes` maps each letter to its size and the argument that set it."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise ValueError(f"{name} is a {type(value).__name__}: must be an array of {contract}")
     shape, dtype = tuple(value.shape), value.dtype

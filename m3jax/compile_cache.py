@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk, so that the next process need not compile them: where, how much, who decides."""
+"""The cache of compiled programs on disk, which saves the next process from compiling them."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def cache_folder() -> Path | None:
 
 
 def why_not_kept() -> str | None:
-    """Why nothing can be kept in the cache folder, which is made if need be; None where it can, or is not wanted."""
+    """Return why nothing can be kept in the cache folder, which is made if need be; None if it can or is not wanted."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -92,7 +92,7 @@ def compile_cache(wanted: bool = True) -> Iterator[None]:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove entries that a process did not finish because it died: they lack the time that jax writes after them."""
+    """Remove entries that a process died in writing: they lack the "-atime" file that jax writes after an entry."""
     import filelock
 
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -105,7 +105,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def _damaged_entries_removed(folder: Path) -> Iterator[None]:
-    """Remove the entries that jax says it cannot read: it would compile again each time, and not replace them."""
+    """Remove the entries that jax warns it cannot read: it would compile them at each start and never replace them."""
     show_others = warnings.showwarning
 
     def show(message: Warning | str, *place: Any) -> None:

@@ -25,12 +25,12 @@ class Stack(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether attention selects blocks."""
+        """True if attention in these layers selects blocks; False if it is dense."""
         return self.attention == SPARSE
 
     @property
     def is_moe(self) -> bool:
-        """Whether the feed-forward part is a mixture of experts."""
+        """True if the feed-forward part of these layers is a mixture of experts."""
         return self.mlp == MOE
 
 
@@ -241,7 +241,7 @@ def _validate(c: M3Config) -> None:
 
 
 def _shape_problems(c: M3Config) -> list[str]:
-    """What does not go together in a configuration whose values are each of the right kind."""
+    """Return a line for each contradiction between values that are each of the right kind."""
     forced = c.index_local_blocks + c.index_init_blocks
     checks = [
         (c.num_attention_heads % c.num_key_value_heads == 0, f"num_attention_heads = {c.num_attention_heads} is "

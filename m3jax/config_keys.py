@@ -1,4 +1,4 @@
-"""Which keys a config.json may hold, what they mean, and which values are supported."""
+"""The keys that a config.json may hold, their meanings, and the values that are supported."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -241,7 +241,7 @@ def _unknown_keys(text: Mapping[str, Any], sparse: Mapping[str, Any]) -> list[st
 def _read_layers(
     values: dict[str, Any], text: Mapping[str, Any], sparse: Mapping[str, Any], num_layers: int
 ) -> list[str]:
-    """Put the kinds of all layers into `values`, from lists of names or of 0 and 1; what is wrong with those lists."""
+    """Put the kinds of all layers into `values`, and return the problems of the lists that give them."""
     problems = []
     lists = (
         ("layer_types", sparse.get("sparse_attention_freq"), ("full_attention", "minimax_m3_sparse")),
@@ -273,7 +273,7 @@ def _read_layers(
 
 
 def _read_rope(values: dict[str, Any], text: Mapping[str, Any]) -> list[str]:
-    """Put base and width of the rotation into `values`, which stand in up to three places; where those disagree."""
+    """Put base and width of the rotation into `values`, and return where the up to three places of them disagree."""
     rope = text.get("rope_parameters") or {}
     problems = []
     if rope.get("rope_type", "default") != "default":

@@ -1,4 +1,4 @@
-"""What all command lines do alike: streams, signals, errors of one line, and how a process ends."""
+"""The part that all command lines share: streams, signals, one-line errors, and the exit status."""
 
 import argparse
 import errno
@@ -117,7 +117,7 @@ def print_error(prog: str, error: BaseException, verbose: bool = False) -> None:
 
 
 def _is_the_users(error: Exception) -> bool:
-    """Whether an error is about what was asked for or the machine, and not a fault of the program."""
+    """Return True if an error comes from the user's request or the machine, not from a bug in the program."""
     jax = sys.modules.get("jax")
     of_device = () if jax is None else (jax.errors.JaxRuntimeError,)
     return isinstance(error, (ValueError, OSError, FloatingPointError, MemoryError, *of_device))
@@ -162,7 +162,7 @@ def _check_stdout() -> None:
 
 
 def _stdout_name() -> str:
-    """Where stdout leads, as far as the system says."""
+    """Return a name of stdout for errors, with the file or device behind it where the system tells."""
     try:
         return f"standard output ({os.readlink('/proc/self/fd/1')})"
     except OSError:
@@ -174,5 +174,5 @@ def _forget_stdout() -> None:
 
 
 def _forget(stream) -> None:
-    """Send a stream that nobody can read nowhere: the interpreter's last flush must not complain about it."""
+    """Redirect a stream that nobody can read to nowhere, so that the interpreter's last flush does not complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -21,7 +21,7 @@ def load_drafter(model: M3, name: str | PathLike[str]) -> Drafter:
     return named_drafter(name, model.config, str(model.dtype), model.mesh)
 
 
-# The rooms of the model and of decoding know nothing of files.
+# Set here because m3jax.model and m3jax.decoding do not import anything that reads or writes files.
 M3.save_pretrained = save
 M3.load_drafter = load_drafter
 

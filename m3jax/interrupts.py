@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a command line; it is imported before all else, and imports next to nothing."""
+"""The effect of Ctrl-C on a command line; this module is imported first, and imports only `os` and `signal`."""
 
 import os
 import signal
@@ -7,27 +7,28 @@ INTERRUPTED = 130
 
 
 def end_at_interrupts() -> None:
-    """From now on Ctrl-C ends the process with status 130 there and then, unless it is ignored, as under nohup.
+    """Let Ctrl-C end the process at once with status 130 from now on, unless it is ignored, as under nohup.
 
-    So it is during imports: an exception in the middle of one can be swallowed by it, and there is nothing to lose yet.
+    For the time of imports: an import can swallow an exception raised inside it, and there is nothing to lose yet.
     """
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _raise_once):
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_interrupts() -> None:
-    """From now on the first Ctrl-C raises KeyboardInterrupt, the second ends the process; after `end_at_interrupts`."""
+    """Let the first Ctrl-C raise KeyboardInterrupt and the second end the process; needs `end_at_interrupts` before."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, _raise_once)
 
 
 class NotedInterrupts:
-    """Inside, the first Ctrl-C is only noted, for who looks between two steps of work; the second ends the process.
+    """A context manager in which the first Ctrl-C only sets `noted`, and the second ends the process.
 
-    A context manager; after `end_at_interrupts`. Afterwards Ctrl-C does what it did before.
+    The caller reads `noted` between two steps of work. On leaving, Ctrl-C does what it did before. Nothing is changed
+    unless `end_at_interrupts` or `raise_interrupts` is in force.
 
     Attributes:
-      noted: whether there was one.
+      noted: True once Ctrl-C was pressed.
     """
 
     def __enter__(self) -> "NotedInterrupts":

@@ -1,4 +1,4 @@
-"""What a module asks for each of its parameters; `m3jax.model.build` answers with shapes, axes, or random weights."""
+"""The interface by which a module makes its parameters; `m3jax.model.build` makes shapes, axes or random weights."""
 
 from typing import Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ class MakeArrays(Protocol):
     def weight(
         self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, fan_in: int, dtype: str | None = None
     ) -> nnx.Param:
-        """A matrix, or a stack of them.
+        """Make a matrix, or a stack of them.
 
         Args:
           shape: of the parameter.
@@ -28,7 +28,7 @@ class MakeArrays(Protocol):
         ...
 
     def norm(self, shape: tuple[int, ...], *, dtype: str | None = None, start: float = 0.0) -> nnx.Param:
-        """The weights of a norm, or a bias; every device has them whole.
+        """Make the weights of a norm, or a bias, which every device holds whole.
 
         Args:
           shape: of the parameter.
@@ -45,7 +45,7 @@ class Make(MakeArrays, Protocol):
     def linear(
         self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, inputs: int = 1, outputs: int = 1
     ) -> nnx.Param | Frozen:
-        """A matrix that activations are multiplied by, or a stack of them: those that MXFP8 checkpoints keep in 8 bits.
+        """Make a matrix that activations are multiplied by, or a stack of them; MXFP8 checkpoints keep these in 8 bits.
 
         Args:
           shape: `[*stack *inputs *outputs]`.
@@ -57,7 +57,7 @@ class Make(MakeArrays, Protocol):
 
 
 def dotted_path(keys: tuple) -> str:
-    """The name of a parameter in its tree, as in "stacks.0.self_attn.q_proj"."""
+    """Return the name of a parameter in its tree, as in "stacks.0.self_attn.q_proj"."""
     # An nnx.Param is a node of its own, with its array, or the parts of one in MXFP8, under "value".
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     return name.removesuffix(".value").replace(".value.", ".")

@@ -1,4 +1,4 @@
-"""What an error may say of text that comes from elsewhere: no control characters, and no more than one reads."""
+"""Text from files and users as errors show it: no control characters, and no longer than a person reads."""
 
 import difflib
 import inspect

@@ -54,11 +54,11 @@ class MXFP8Array:
 
     @property
     def ndim(self) -> int:
-        """How many axes the matrix has."""
+        """The number of axes of the matrix, or of the stack."""
         return len(self.codes.shape)
 
     def __getitem__(self, index: Any) -> "MXFP8Array":
-        """Some matrices of a stack, with their scales.
+        """Return some matrices of a stack, with their scales.
 
         Raises:
           IndexError: an index into a matrix, whose blocks have to stay whole.
@@ -74,7 +74,7 @@ class MXFP8Array:
         return replace(self, codes=self.codes[index], scales=self.scales[index])
 
     def with_activations(self, activations: str | None) -> "MXFP8Array":
-        """The same numbers, and products that quantise what they are multiplied with, or leave it.
+        """Return the same matrix, set to quantise the activations that it is multiplied with, or to leave them.
 
         Args:
           activations: None or "mxfp8".
@@ -88,7 +88,7 @@ class MXFP8Array:
 
 
 def with_activations(tree: PyTree, activations: str | None) -> PyTree:
-    """Return a pytree whose MXFP8 matrices quantise what they are multiplied with, or leave it.
+    """Return a pytree whose MXFP8 matrices are set to quantise the activations they meet, or to leave them.
 
     Args:
       tree: of any parameters.

@@ -27,14 +27,17 @@ def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def dot_scores(queries: Float[Array, "*X R H"], keys: Float[Array, "*X C H"]) -> Float[Array, "*X R C"]:
-    """Inner products of every query with every key; with few queries the keys go first, which XLA's CPU prefers."""
+    """Return the inner products of every query with every key.
+
+    With few queries the keys are the product's left side, which is faster in XLA's CPU backend.
+    """
     if queries.shape[-2] > _FEW_ROWS:
         return einsum("...rh,...ch->...rc", queries, keys)
     return einsum("...ch,...rh->...cr", keys, queries).swapaxes(-1, -2)  # [*X C R] -> [*X R C]
 
 
 class RunningSoftmax(NamedTuple):
-    """A softmax average under way: sums of exponentials relative to the highest score so far.
+    """A running softmax average: sums of exponentials relative to the highest score so far.
 
     Attributes:
       weighted_values: sum of exp(score - highest) times the value.
@@ -48,7 +51,7 @@ class RunningSoftmax(NamedTuple):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], width: int, dtype: jnp.dtype) -> "RunningSoftmax":
-        """The average of no values of some width, for `shape` queries."""
+        """Return the average before any key, for `shape` queries and values of some width."""
         zeros = jnp.zeros((*shape, 1), dtype)
         return cls(jnp.zeros((*shape, width), dtype), zeros, jnp.full_like(zeros, UNSEEN))
 
@@ -59,7 +62,7 @@ class RunningSoftmax(NamedTuple):
         values: Float[Array, "*X C H"],
         visible: Bool[Array, "*Y #R C"],
     ) -> "RunningSoftmax":
-        """The average with more keys and values taken in, of which each query sees the visible ones."""
+        """Return the average with more keys and values taken in, of which each query sees the visible ones."""
         # Scaled after the mask: XLA's CPU backend takes a scaling that follows the product into it, and is slower.
         scores = jnp.where(visible, dot_scores(queries, keys), UNSEEN) * queries.shape[-1] ** -0.5  # [*X R C]
         # The result does not depend on `highest`, so no gradient goes through it.
@@ -74,7 +77,7 @@ class RunningSoftmax(NamedTuple):
         return RunningSoftmax(self.weighted_values * fade + added, total, highest)
 
     def average(self) -> tuple[Float[Array, "*X R H"], Float[Array, "*X R"]]:
-        """(out, lse): the average, and the natural log of the sum of exponentials; (0, UNSEEN) of no keys."""
+        """Return (out, lse): the average, and the natural log of the sum of exponentials; (0, UNSEEN) of no keys."""
         sees_any = self.total != 0.0  # true for NaN too, which must not pass for a query that saw nothing
         total = jnp.where(sees_any, self.total, 1.0)
         lse = jnp.where(sees_any, self.highest + jnp.log(total), UNSEEN)
@@ -87,7 +90,7 @@ def attend(
     values: Float[Array, "*X C H"],
     visible: Bool[Array, "*Y #R C"],
 ) -> tuple[Float[Array, "*X R H"], Float[Array, "*X R"]]:
-    """Softmax attention of query rows over key columns, where a query sees only its visible keys.
+    """Compute softmax attention of query rows over key columns, where a query sees only its visible keys.
 
     Args:
       queries: R of them.
@@ -115,7 +118,7 @@ def merge_weights(
     highest: Callable[[Float[Array, "*X"]], Float[Array, "*Y"]],
     total: Callable[[Float[Array, "*X"]], Float[Array, "*Y"]],
 ) -> tuple[Float[Array, "*X"], Float[Array, "*Y"], Float[Array, "*Y"]]:
-    """(weight of each part, their sum, lse of the union) from the parts' log-sum-exps.
+    """Return (weight of each part, sum of the weights, lse of the union) from the parts' log-sum-exps.
 
     A part that saw nothing has lse UNSEEN and weight 0; a union of only such parts has lse UNSEEN, and a sum of 1.
 
@@ -124,6 +127,8 @@ def merge_weights(
       highest: the maximum over parts: along an axis, or over devices.
       total: the sum over parts, likewise.
     """
+    # The result does not depend on the shift, so no gradient goes through it. If no part saw a key it must not be -inf:
+    # -inf - -inf is NaN.
     shift = jax.lax.stop_gradient(highest(lse))
     shift = jnp.where(jnp.isneginf(shift), 0.0, shift)
     weights = jnp.exp(lse - shift)
@@ -136,7 +141,11 @@ def merge_weights(
 def weigh(
     part: Float[Array, "*X H"], weight: Float[Array, "*X"], sum_of_weights: Float[Array, "*X"]
 ) -> Float[Array, "*X H"]:
-    """A part's share of the union; one that saw nothing may hold anything, and 0 x NaN would be NaN (T38)."""
+    """Return a part's contribution to the output of the union; zeros from a part that saw no key.
+
+    Such a part has lse UNSEEN (-inf) and weight 0, but its output may be uninitialised memory, and 0 x NaN would be
+    NaN (T38).
+    """
     saw_nothing = (weight == 0.0)[..., None]
     return jnp.where(saw_nothing, 0.0, part.astype(weight.dtype)) * (weight / sum_of_weights)[..., None]
 
@@ -144,7 +153,7 @@ def weigh(
 def merge_parts(
     read_part: Callable[[Int[Array, ""]], Float[Array, "*X H"]], lses: Float[Array, "J *X"]
 ) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
-    """The merge of J parts that are read one after the other, never all at once.
+    """Merge J parts that are read one after the other, never all at once.
 
     Args:
       read_part: the normalised output of part j.
@@ -167,7 +176,7 @@ def merge_parts(
 def merge_two(
     out: Float[Array, "*X H"], lse: Float[Array, "*X"], other_out: Float[Array, "*X H"], other_lse: Float[Array, "*X"]
 ) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
-    """The merge of two parts; one that saw nothing changes no bit of the other."""
+    """Merge two parts; a part that saw no key changes no bit of the other."""
     weights, sum_of_weights, merged_lse = merge_weights(jnp.stack([lse, other_lse]), **_OVER_FIRST_AXIS)  # [2 *X], [*X]
     return weigh(out, weights[0], sum_of_weights) + weigh(other_out, weights[1], sum_of_weights), merged_lse
 
@@ -175,7 +184,7 @@ def merge_two(
 def merge_over_devices(
     out: Float[Array, "*X H"], lse: Float[Array, "*X"], mesh_axes: tuple[str, ...]
 ) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
-    """The merge of one part a device, inside `shard_map`: (out, lse) over the keys of all devices, in out's dtype."""
+    """Merge one part of each device, inside `shard_map`: (out, lse) over the keys of all devices, in out's dtype."""
     over_devices = dict(highest=lambda x: jax.lax.pmax(x, mesh_axes), total=lambda x: jax.lax.psum(x, mesh_axes))
     weight, sum_of_weights, merged_lse = merge_weights(lse, **over_devices)
     return jax.lax.psum(weigh(out, weight, sum_of_weights), mesh_axes).astype(out.dtype), merged_lse

@@ -23,7 +23,7 @@ _log = logging.getLogger("m3jax")
 
 
 class Activity:
-    """What is being waited for.
+    """The work that a user waits for, as the line on stderr names it.
 
     Attributes:
       text: what is done now.
@@ -44,7 +44,7 @@ class Activity:
 
     @contextmanager
     def timed(self, text: str) -> Iterator[None]:
-        """What is done inside takes long, and mostly as long as last time, which the line then says too."""
+        """Name the work inside and measure it; the line then also says how long it took last time, if that is known."""
         if self._durations is None:
             self._durations = _read_durations()
         self.began, self.text = perf_counter(), text
@@ -96,13 +96,13 @@ def activity(shown: bool = True, about: object = None) -> Iterator[Activity]:
 
 
 def _is_terminal() -> bool:
-    """Whether a line on stderr can be written over."""
+    """Return True if stderr is a terminal on which a line can be written over."""
     return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextmanager
 def _moving_line(current: Activity) -> Iterator[None]:
-    """The activity on one line of the terminal, redrawn until the end and then removed."""
+    """Show the activity on one line of the terminal, redrawn until the end and then removed."""
     from rich.console import Console
     from rich.live import Live
     from rich.spinner import Spinner
@@ -124,7 +124,7 @@ def _moving_line(current: Activity) -> Iterator[None]:
 
 @contextmanager
 def _lines(current: Activity) -> Iterator[None]:
-    """A line on stderr now and then, from a thread of its own; in a notebook one line that is written over."""
+    """Print a line on stderr now and then, from a thread of its own; in a notebook, overwrite one line."""
     is_over = threading.Event()
     in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")
 

@@ -24,7 +24,7 @@ NEW_TOKENS = 128  # of a prompt, where neither the caller nor the folder says ho
 
 
 def params_of(defaults: Defaults, config: M3Config, max_new_tokens: int | None, sampling: Sampling) -> Params:
-    """Return how to go on: what the caller gives wins over the folder's generation_config.json.
+    """Return the settings of a continuation; what the caller gives wins over the folder's generation_config.json.
 
     Args:
       defaults: of the folder.

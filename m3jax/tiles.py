@@ -55,12 +55,15 @@ def by_tiles(fn: Callable[..., PyTree[Array]], tile: int | None, *arrays: PyTree
 
 
 def unknown_length(num_turns: int) -> Int[Array, ""]:
-    """A loop's length as data to the compiler: it would unroll a single turn, and fuse it with what surrounds it."""
+    """Return a loop's length as a value that the compiler cannot see.
+
+    XLA would unroll a loop of one turn and fuse it with the operations around it, which can change bits.
+    """
     return jax.lax.optimization_barrier(jnp.int32(num_turns))
 
 
 def _loop(fn: Callable, tiles: list[Array], closed_over: list[Array]) -> PyTree[Array]:
-    """`fn` of each tile, and of what it closes over, with a gradient."""
+    """Return `fn(*tile, *closed_over)` of each tile, stacked, with a gradient by both."""
 
     def run(tiles, closed_over):
         if platform() == "gpu":
@@ -86,9 +89,10 @@ def _loop(fn: Callable, tiles: list[Array], closed_over: list[Array]) -> PyTree[
 
 
 def _between_barriers(fn: Callable, tiles: list[Array], closed_over: list[Array]) -> PyTree[Array]:
-    """`fn` of each tile, and of what it closes over, where a loop of unknown length waits for the host in every turn.
+    """Return `fn(*tile, *closed_over)` of each tile, stacked, for a GPU.
 
-    XLA's GPU compiler fuses nothing across a barrier: a tile is the same operations in a loop and without one.
+    There a loop of unknown length waits for the host in every turn. XLA's GPU compiler fuses nothing across a barrier:
+    a tile is the same operations in a loop and without one.
     """
 
     def run(tile):

@@ -1,4 +1,4 @@
-"""What an activation may be multiplied by: a matrix, one in MXFP8, or one of a stack that a kernel reads in place."""
+"""The weights that activations are multiplied by: a matrix, one in MXFP8, or one of a stack, read in place."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,21 +31,21 @@ class StackedLayer:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the matrix; one in MXFP8 has none."""
+        """The dtype of the matrix; a matrix in MXFP8 has none, and this raises AttributeError."""
         return self.stack.dtype
 
     def __getitem__(self, index: Any) -> "StackedLayer":
-        """Itself, of `...`, as a parameter is read.
+        """Return this object for the index `...`, with which every parameter is read.
 
         Raises:
-          IndexError: anything else.
+          IndexError: any other index.
         """
         if index is not ...:
             raise IndexError("a matrix that is read in its stack has no rows by itself: take() it first")
         return self
 
     def take(self) -> Any:
-        """The matrix out of its stack."""
+        """Return the matrix, copied out of its stack."""
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack)
 
 
@@ -53,7 +53,7 @@ Weight = Shaped[Array, "..."] | MXFP8Array | StackedLayer
 
 
 def merge_inputs(weight: Weight, num_inputs: int) -> Weight:
-    """One matrix with its first axes, which a product sums over, as one.
+    """Reshape a matrix so that its first axes, which a product sums over, become one.
 
     Args:
       weight: `[*inputs *outputs]`, without a stack, or a layer of one.
@@ -65,7 +65,7 @@ def merge_inputs(weight: Weight, num_inputs: int) -> Weight:
 
 
 def merge_outputs(stack: Shaped[Array, "L I ..."] | MXFP8Array) -> Shaped[Array, "L I O"] | MXFP8Array:
-    """A stack of matrices with all axes of outputs as one.
+    """Reshape a stack of matrices so that all axes of outputs become one.
 
     Args:
       stack: `[L I *outputs]`, one matrix a layer, its input axes merged.
@@ -77,7 +77,7 @@ def merge_outputs(stack: Shaped[Array, "L I ..."] | MXFP8Array) -> Shaped[Array,
 
 
 def _merge(weight: Shaped[Array, "..."] | MXFP8Array, first: int, count: int) -> Shaped[Array, "..."] | MXFP8Array:
-    """With `count` axes from `first` on as one; the scales of MXFP8 have one axis for all inputs already."""
+    """Reshape `count` axes from `first` on into one; MXFP8's scales have one axis for all inputs already."""
     if isinstance(weight, MXFP8Array):
         return replace(weight, codes=_merge(weight.codes, first, count), num_inputs=1)
     shape = weight.shape

@@ -1,4 +1,4 @@
-"""How an op finds its backends: each is a folder inside the op's own, imported when it is first asked for.
+"""The backends of an op: each is a folder inside the op's own, imported when it is first asked for.
 
 An op's `__init__.py` has the signature, the docstring and the checks. The folder of a backend has what differs:
 
@@ -35,7 +35,7 @@ class TileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the kernels of one backend of an op take.
+    """The operands and options that the kernels of one backend of an op take.
 
     Attributes:
       check_pages: raises ValueError for pages that they cannot reach; called as (name, pages, interpret).
@@ -55,7 +55,7 @@ class Limits:
 
 
 def backend_names(op: str) -> tuple[str, ...]:
-    """The backends that an op has.
+    """Return the names of the backends that an op has.
 
     Args:
       op: name of the op's package, such as "pallas_kernels.index_topk"; an op gives its `__name__`.
@@ -68,7 +68,7 @@ def backend_names(op: str) -> tuple[str, ...]:
 
 
 def load_backend(op: str, backend: str, config: TileConfig | None, interpret: Interpret) -> ModuleType:
-    """The folder of one backend, imported if it was not, that takes these options.
+    """Import the folder of a backend, and check that the backend takes these options.
 
     Args:
       op: name of the op's package.

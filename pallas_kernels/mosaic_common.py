@@ -1,4 +1,4 @@
-"""What the TPU kernels share: limits of a chip, pages copied by hand, and products in the MXU's layout."""
+"""The common part of the TPU kernels: limits of a chip, pages copied by hand, and products in the MXU's layout."""
 
 import dataclasses
 
@@ -18,25 +18,25 @@ PREFETCHED = 1 << 17  # numbers that a call may prefetch: half of the 1 MiB of s
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What a kernel must know of the chip that it is compiled for."""
+    """The properties of a chip that a kernel must know when it is compiled for it."""
 
     cores: int  # that share a grid
     vmem: int  # bytes a kernel may use
 
     @classmethod
     def current(cls, interpret: Interpret) -> "Chip":
-        """The chip of the default device, or of the abstract mesh in force; a small one in interpret mode."""
+        """Return the chip of the default device, or of the abstract mesh in force; a small one in interpret mode."""
         if interpret:
             return cls(1, 32 << 20)
         info = pltpu.get_tpu_info()
         return cls(info.num_cores, info.vmem_capacity_bytes // 2)
 
     def compiler_params(self, *semantics: str) -> pltpu.CompilerParams:
-        """Half of VMEM for the kernel: the rest is XLA's, which moves operands of other operations meanwhile."""
+        """Return parameters that give the kernel half of VMEM; XLA moves other operations' operands in the rest."""
         return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=self.vmem)
 
     def steps_per_core(self, count: int) -> int:
-        """Steps that each core takes of `count`."""
+        """Return how many of `count` steps each core takes, rounded up."""
         return -(-count // self.cores)
 
 
@@ -68,7 +68,7 @@ def _dot(a: Shaped[Array, "_ _"], b: Shaped[Array, "_ _"], axes: tuple[int, int]
 
 
 def divisor(total: Float[Array, "..."]) -> tuple[Bool[Array, "..."], Float[Array, "..."]]:
-    """(is_seen, divisor) of a softmax's sum: what has seen nothing is divided by 1, and stays 0."""
+    """Return (is_seen, divisor) of a softmax's sum: a row that has seen no key is divided by 1, and stays 0."""
     is_seen = total != 0.0
     return is_seen, jnp.where(is_seen, total, 1.0)
 
@@ -76,7 +76,7 @@ def divisor(total: Float[Array, "..."]) -> tuple[Bool[Array, "..."], Float[Array
 def natural_lse(
     top: Float[Array, "..."], is_seen: Bool[Array, "..."], total: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The natural log-sum-exp of a softmax; -inf for what has seen nothing."""
+    """Return the natural log-sum-exp of a softmax; -inf for a row that has seen no key."""
     return jnp.where(is_seen, top + jnp.log(total), -jnp.inf)
 
 
@@ -99,7 +99,7 @@ def each_page(pool_ref, buffer_ref, sem, places: list[tuple[Array, Array]], do: 
 
 
 def locate(pages: Pages, finder: FinderRefs, row, head, block) -> tuple[Array, Array]:
-    """`Pages.locate` with a flat table: (page, is_held) of a block; a page that is not held reads as another."""
+    """Return what `Pages.locate` does, for a flat table: (page, is_held); an entry that is no page reads as page 0."""
     base = finder.layer[0] * pages.layer_stride + head * pages.head_stride
     if finder.table is None:
         return base + row * pages.row_stride + block, block >= 0
@@ -109,7 +109,7 @@ def locate(pages: Pages, finder: FinderRefs, row, head, block) -> tuple[Array, A
 
 
 def flat_finder(pages: Pages, rows: slice) -> FinderRefs:
-    """`Pages.finder` as `locate` reads it: the table of some rows of the batch, flat."""
+    """Return `Pages.finder` as `locate` reads it: the table of some rows of the batch, flat."""
     return FinderRefs(pages.layer.reshape(1), None if pages.table is None else pages.table[rows].reshape(-1))
 
 

@@ -1,4 +1,4 @@
-"""What the TPU kernels of MXFP8 weights share: one product of tiles of rows, each with a matrix of a stack.
+"""The common part of the TPU kernels of MXFP8 weights: a product of tiles of rows, each with a matrix of a stack.
 
 A step holds a tile's rows, and reads a piece of a matrix as codes and scales by an index map; they become numbers in
 VMEM, on the way to the MXU.

@@ -7,13 +7,13 @@ MAX_QUERIES = 16  # queries a row that the ops of a decode step take
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def can_reach(size: int) -> bool:
-    """Whether a Triton kernel finds its way in an array of so many one-byte numbers.
+    """Return True if a Triton kernel can address an array of `size` one-byte numbers.
 
-    Offsets are 32-bit numbers up to 4 GiB: of one-byte numbers, those would overflow between 2 and 4 GiB.
+    In arrays of up to 4 GiB offsets have 32 bits, and with one-byte numbers these overflow from 2 GiB on.
     """
     return not 2**31 <= size <= 2**32

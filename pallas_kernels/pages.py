@@ -23,9 +23,10 @@ class FinderRefs(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """Where block m of row b and head k lies: `pool[layer * layer_stride + k * head_stride + offset]`.
+    """The blocks of keys, values or index keys of all rows and heads, in one pool.
 
-    `offset` is `table[b, m] * page_stride` with a table, else `b * row_stride + m`. Made by `contiguous` and `paged`.
+    Block m of row b and head k is `pool[layer * layer_stride + k * head_stride + offset]`, where `offset` is
+    `table[b, m] * page_stride` with a table, else `b * row_stride + m`. Made by `contiguous` and `paged`.
     """
 
     pool: Num[Array, "X P H"]
@@ -49,11 +50,11 @@ class Pages:
         return self.pool.shape[2]
 
     def finder(self) -> FinderRefs:
-        """What a kernel takes beside the pool, to find pages in it by `locate`."""
+        """Return the operands by which a kernel finds pages in the pool, with `locate`."""
         return FinderRefs(self.layer.reshape(1), self.table)
 
     def locate(self, finder: FinderRefs, row, head, block) -> tuple[Array, Array]:
-        """Inside a kernel: (page, is_held) of a block; a page that is not held reads as some other one."""
+        """Return (page, is_held) of a block, inside a kernel; an entry of the table that is no page reads as page 0."""
         base = finder.layer[0] * self.layer_stride + head * self.head_stride
         if finder.table is None:
             return base + row * self.row_stride + block, block >= 0
@@ -62,7 +63,7 @@ class Pages:
         return base + jnp.where(is_held, page, 0) * self.page_stride, is_held
 
     def holds(self, page: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Which entries of the table are pages."""
+        """Return True for each entry of the table that is a page."""
         return (page >= 0) & (page < self.page_count)
 
 

@@ -31,28 +31,28 @@ class Shape:
 
     @property
     def attention_flops(self) -> float:
-        """Of attention over the selected blocks, counted whole."""
+        """Multiplications and additions of attention over the selected blocks, each counted whole."""
         keys = min(self.top_k, self.blocks) * self.block_size
         return 4.0 * self.batch * self.heads * self.width * self.queries * keys
 
     @property
     def dense_flops(self) -> float:
-        """Of dense causal attention."""
+        """Multiplications and additions of dense causal attention."""
         return 2.0 * self.index_flops * self.heads / self.kv_heads
 
     @property
     def index_bytes(self) -> float:
-        """Index keys in bfloat16, read once."""
+        """Bytes of the index keys in bfloat16, read once."""
         return 2.0 * self.batch * self.context * self.width
 
     @property
     def selected_bytes(self) -> float:
-        """Keys and values in bfloat16 of the blocks that one query a row selects."""
+        """Bytes of the keys and values in bfloat16 of the blocks that one query a row selects."""
         return 4.0 * self.batch * self.kv_heads * min(self.top_k, self.blocks) * self.block_size * self.width
 
     @property
     def dense_bytes(self) -> float:
-        """All keys and values in bfloat16, read once."""
+        """Bytes of all keys and values in bfloat16, read once."""
         return 4.0 * self.batch * self.kv_heads * self.context * self.width
 
 

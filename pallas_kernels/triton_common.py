@@ -1,4 +1,4 @@
-"""What the Triton kernels share: few operations that Pallas spells differently on a GPU, and a softmax under way."""
+"""The common part of the Triton kernels: operations that Pallas spells differently on a GPU, and a running softmax."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,28 +27,28 @@ def check_pool(name: str, pages: Pages, interpret: Interpret) -> None:
 
 
 def matmul_dtype(dtype: jax.typing.DTypeLike, stored: jax.typing.DTypeLike) -> jnp.dtype:
-    """What to multiply in: e4m3 becomes float16 in one instruction, and is exact in it; bfloat16 takes several."""
+    """Return the dtype to multiply in: e4m3 becomes float16, exactly, in one instruction; bfloat16 takes several."""
     return jnp.dtype(jnp.float16 if stored == jnp.float8_e4m3fn and dtype == jnp.bfloat16 else dtype)
 
 
 def seen_position(positions_ref, lengths_ref, row, token) -> Int[Array, "..."]:
-    """`seen_positions` inside a kernel, for one row: the position of a token, -1 for padding."""
+    """Return `seen_positions` of one row, inside a kernel: the position of a token, -1 for padding."""
     position = positions_ref[row, token]
     return jnp.where((position >= 0) & (position < lengths_ref[row]), position, -1)
 
 
 def div(x: Int[Array, "..."], n: int) -> Int[Array, "..."]:
-    """x // n for x >= 0, without the code that `//` spends on signs."""
+    """Return x // n for x >= 0, without the code that `//` spends on signs."""
     return x if n == 1 else jax.lax.div(x, jnp.full(x.shape, n, x.dtype))
 
 
 def rem(x: Int[Array, "..."], n: int) -> Int[Array, "..."]:
-    """x % n for x >= 0."""
+    """Return x % n for x >= 0."""
     return jnp.zeros_like(x) if n == 1 else jax.lax.rem(x, jnp.full(x.shape, n, x.dtype))
 
 
 def in_groups(row_tiles: int, num_pieces: int, group: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """(tile of rows, piece of the columns) of this program of `row_tiles x num_pieces` along the grid's first axis.
+    """Return this program's (tile of rows, piece of columns), of `row_tiles x num_pieces` on the grid's first axis.
 
     A group of tiles takes one piece after the other, then the next group comes: tiles that run at the same time share
     the columns that they read.
@@ -60,12 +60,12 @@ def in_groups(row_tiles: int, num_pieces: int, group: int) -> tuple[Int[Array, "
 
 
 def run_own(index: Int[Array, ""], counts: Sequence[int], run: Callable[[int, Int[Array, ""]], None]) -> None:
-    """Programs of several arrays stand in a row: each runs (array, place) for the one that it is for.
+    """Run `run` for the array that this program belongs to: the programs of several arrays share one grid axis.
 
     Args:
-      index: of the program in the row.
+      index: of the program on that axis.
       counts: programs of each array.
-      run: what one does for an array, by its number, at one of that array's places.
+      run: called with the array's number and the program's number among that array's.
     """
     first = 0
     for number, count in enumerate(counts):
@@ -77,7 +77,7 @@ def run_own(index: Int[Array, ""], counts: Sequence[int], run: Callable[[int, In
 def dot(
     a: Shaped[Array, "_ _"], b: Shaped[Array, "_ _"], transpose: bool = False, transpose_a: bool = False
 ) -> Float[Array, "_ _"]:
-    """Matrix product into float32; float32 operands keep their precision (no tf32).
+    """Return the matrix product in float32; float32 operands keep their precision (no tf32).
 
     `transpose` reads b as `[N C]` instead of `[C N]`, `transpose_a` reads a as `[C R]` instead of `[R C]`.
     """
@@ -87,7 +87,10 @@ def dot(
 
 
 def dot_columns(weight: Float[Array, "depth W"], rows: Float[Array, "R depth"]) -> Float[Array, "W R"]:
-    """Columns by rows: the side of which tensor cores want 64 at once is the weights', where there are so many."""
+    """Return the product as columns by rows.
+
+    Tensor cores want 64 of one side at once: the weights have as many columns, a few tokens have fewer rows.
+    """
     return dot(weight, rows, transpose_a=True, transpose=True)
 
 
@@ -126,7 +129,7 @@ def exp2(x: Shaped[Array, "..."], interpret: bool) -> Shaped[Array, "..."]:
 
 
 class Softmax(NamedTuple):
-    """A softmax under way for each row of a tile: what it has seen so far, exponents in base 2."""
+    """A running softmax for each row of a tile, over the keys so far; exponents are in base 2."""
 
     values: Float[Array, "R H"]  # values, weighted by 2**(exponent - top) and added up
     top: Float[Array, " R"]  # the highest exponent; UNSEEN, a number, before any, so that there is no -inf - -inf
@@ -134,7 +137,7 @@ class Softmax(NamedTuple):
 
 
 def empty_softmax(tile_rows: int, width: int) -> Softmax:
-    """Nothing seen yet."""
+    """Return the softmax of rows that have seen no key yet."""
     return Softmax(
         values=jnp.zeros((tile_rows, width), jnp.float32),
         top=jnp.full((tile_rows,), UNSEEN, jnp.float32),
@@ -172,7 +175,7 @@ def fold(
 
 
 def divisor(total: Float[Array, "..."]) -> tuple[Bool[Array, "..."], Float[Array, "..."]]:
-    """(is_seen, divisor) of a softmax's sum: what has seen nothing is divided by 1, and stays 0."""
+    """Return (is_seen, divisor) of a softmax's sum: a row that has seen no key is divided by 1, and stays 0."""
     is_seen = total != 0.0
     return is_seen, jnp.where(is_seen, total, 1.0)
 
@@ -180,12 +183,12 @@ def divisor(total: Float[Array, "..."]) -> tuple[Bool[Array, "..."], Float[Array
 def natural_lse(
     top: Float[Array, "..."], is_seen: Bool[Array, "..."], total: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The natural log-sum-exp of a softmax in base 2; -inf for what has seen nothing."""
+    """Return the natural log-sum-exp of a softmax in base 2; -inf for a row that has seen no key."""
     return jnp.where(is_seen, top / LOG2E + jnp.log(total), -jnp.inf)
 
 
 def finish(state: Softmax) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
-    """(out, natural log-sum-exp) of a softmax; (0, -inf) for a row that has seen nothing."""
+    """Return (out, natural log-sum-exp) of a softmax; (0, -inf) for a row that has seen no key."""
     is_seen, total = divisor(state.total)
     lse = natural_lse(state.top, is_seen, total)
     return jnp.where(is_seen[:, None], state.values / total[:, None], 0.0), lse

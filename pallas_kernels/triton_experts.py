@@ -1,4 +1,4 @@
-"""What the Triton kernels of routed experts share: tiles of tokens, and the two calls that take them through an expert.
+"""The common part of the Triton kernels of routed experts: tiles of tokens, and the two calls that run an expert.
 
 A program takes one tile and a piece of the output's width, and walks the input's width.
 """
@@ -19,7 +19,7 @@ from pallas_kernels.backends import TileConfig
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a program computes of one product, and how.
+    """The piece of one product that a program computes, and how it computes it.
 
     Attributes:
       columns: of the output.
@@ -47,12 +47,12 @@ class Piece:
 
     @property
     def compiler_params(self) -> plgpu.CompilerParams:
-        """For the call."""
+        """The compiler parameters of a call whose programs compute such pieces."""
         return plgpu.CompilerParams(num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 class Tiles(NamedTuple):
-    """Which weights a tile takes; inside a kernel, references."""
+    """The layer and the expert whose weights each tile takes; inside a kernel, references."""
 
     layer: Any  # [1] of the stack
     expert: Any  # [Y] of each tile
@@ -60,7 +60,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, layer: Int[Array, ""], expert: Int[Array, " Y"], valid: Bool[Array, "Y C"]) -> "Tiles":
-        """Of a layer, each tile's expert, and which of its tokens count."""
+        """Make the tiles from a layer, each tile's expert, and which of its tokens count."""
         return cls(layer.reshape(1).astype(jnp.int32), expert, jnp.any(valid, axis=1).astype(jnp.int32))
 
 
@@ -75,7 +75,7 @@ def run_tiles(
     interpret: bool,
     name: str,
 ) -> Float[Array, "Y C D"]:
-    """Outputs of all tiles in float32: what `kernels` make of them, through a hidden value in x's dtype.
+    """Return the outputs of all tiles in float32: two kernels, with a hidden value in x's dtype between them.
 
     Args:
       operands: x, and the weights of gate, up and down, as the kernels read them.

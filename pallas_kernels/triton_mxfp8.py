@@ -1,4 +1,4 @@
-"""What the Triton kernels of MXFP8 weights share: numbers made in registers, and products of a few rows with them.
+"""The common part of the Triton kernels of MXFP8 weights: numbers made in registers, and products of a few rows.
 
 A number of E4M3 becomes float32 in two instructions, on the way over float16 (bfloat16 would take as many more).
 """
@@ -51,32 +51,32 @@ class FragmentConfig(TileConfig):
 
 
 def powers(scales: UInt8[Array, "*X"]) -> Float[Array, "*X"]:
-    """2^(scale - 127), by its bits: 2^-127 has no leading one, and 255 is NaN."""
+    """Return 2^(scale - 127), made from its bits: 2^-127 is subnormal, and scale 255 means NaN."""
     scales = scales.astype(jnp.int32)
     bits = jnp.where(scales == 0, 1 << 22, jnp.where(scales == NAN_SCALE, 0x7FC00000, scales << 23))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def e4m3(codes: UInt8[Array, "*X"]) -> Float[Array, "*X"]:
-    """The numbers of E4M3 that codes stand for, in float32."""
+    """Return the numbers of E4M3 that codes stand for, in float32."""
     return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
 def numbers(
     codes: UInt8[Array, "*X 32 W"], scales: UInt8[Array, "*X W"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "*X 32 W"]:
-    """Blocks of weights: the product in float32, which holds it, then the activations' dtype."""
+    """Return blocks of weights: code times power of two, exact in float32, then cast to the activations' dtype."""
     return (e4m3(codes) * powers(scales)[..., None, :]).astype(dtype)
 
 
 def in_quarters(weights: Weights) -> Weights:
-    """Codes as `sum_rows` reads them, `[*stack blocks 8 4 O]`; nothing moves."""
+    """Reshape codes as `sum_rows` reads them, `[*stack blocks 8 4 O]`; no data moves."""
     *stack, inputs, outputs = weights.codes.shape
     return weights._replace(codes=weights.codes.reshape(*stack, inputs // BLOCK, _TURNS, QUARTER, outputs))
 
 
 def rows_in_quarters(x: Shaped[Array, "X I"]) -> Shaped[Array, "X I32 8 4"]:
-    """Activations as `sum_rows` reads them; nothing moves."""
+    """Reshape activations as `sum_rows` reads them; no data moves."""
     return x.reshape(len(x), -1, _TURNS, QUARTER)
 
 
@@ -90,7 +90,7 @@ def sum_rows(
     splits: int,
     config: FewConfig,
 ) -> list[Float[Array, " W"]]:
-    """Products of some rows of x with some columns, over one part of the input channels.
+    """Return the products of some rows of x with some columns, over one part of the input channels.
 
     Each thread keeps sums of its own over all that it reads, so that nothing moves between threads until the end.
     In bfloat16 a weight is its code times a power of two: codes are multiplied, and the sum of a block by its power.
@@ -137,7 +137,10 @@ def sum_rows(
 
 
 def in_fragments(weights: Weights) -> Weights:
-    """As `multiply_tile` reads them: codes `[*stack I32 2 half pair group O128 thread own]`; nothing moves."""
+    """Reshape weights as `multiply_tile` reads them; no data moves.
+
+    Codes become `[*stack I32 2 half pair group O128 thread own]`, scales `[*stack I32 O128 thread own]`.
+    """
     *stack, inputs, outputs = weights.codes.shape
     columns = outputs // TILE_COLUMNS, 8, 16
     return Weights(
@@ -147,7 +150,7 @@ def in_fragments(weights: Weights) -> Weights:
 
 
 def rows_in_fragments(x: Shaped[Array, "X I"]) -> Shaped[Array, "X I"]:
-    """Activations with their channels in the order in which tensor cores count them."""
+    """Return activations with their channels in the order in which tensor cores count them."""
     channels = x.reshape(len(x), -1, 2, 2, 4)  # [X I16 half pair group]
     return channels.swapaxes(3, 4).reshape(x.shape)
 
@@ -155,7 +158,7 @@ def rows_in_fragments(x: Shaped[Array, "X I"]) -> Shaped[Array, "X I"]:
 def multiply_tile(
     x_ref, rows: Int[Array, " 16"], weights: Weights, where: tuple, tile: Any, split: Any, splits: int
 ) -> Float[Array, "16 8 16"]:
-    """Products of 16 rows of x with 128 columns, over one part of the input channels.
+    """Return the products of 16 rows of x with 128 columns, over one part of the input channels.
 
     Args:
       x_ref: of `rows_in_fragments`.

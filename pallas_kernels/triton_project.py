@@ -1,4 +1,4 @@
-"""What the Triton kernels of dense projections share: one call for several matrices, cut along the input channels too.
+"""The common part of the Triton kernels of dense projections: one call for several matrices, input channels cut too.
 
 A program takes a piece of the columns of one matrix and a part of the input channels, for a few rows; sums of the parts
 are XLA's, in one order.
@@ -21,7 +21,7 @@ Multiply = Callable[..., None]
 
 
 def num_splits(tiles: int, steps: int, programs: int) -> int:
-    """Into how many parts a walk of `steps` is cut, so that there are enough programs and at most `programs`."""
+    """Return into how many equal parts a walk of `steps` is cut: the most that need at most `programs` programs."""
     return max(n for n in range(1, steps + 1) if steps % n == 0 and (n == 1 or tiles * n <= programs))
 
 
@@ -39,7 +39,7 @@ def project_pieces(
     interpret: bool,
     name: str,
 ) -> tuple[Float[Array, "..."], ...]:
-    """The parts of the products of all matrices, by one kernel.
+    """Compute the parts of the products of all matrices, by one kernel.
 
     Args:
       x: activations, as `multiply` reads them.

@@ -1,4 +1,4 @@
-"""How long compiling takes: the full model's tracing, the demo cold and warm, an engine over four layers of M3.
+"""Times compilation: the full model's tracing, the demo cold and warm, an engine over four layers of M3.
 
     python scripts/bench_compile.py                # 428B: tracing and lowering; nothing is compiled or allocated
     python scripts/bench_compile.py demo           # scripts/demo.py, each program's seconds, cold and then warm
@@ -116,7 +116,7 @@ def measure(what: str, flags: str, folder: str, deadline: float) -> None:
 
 @contextlib.contextmanager
 def compile_times() -> Iterator[dict[str, list[float]]]:
-    """Seconds of each program that is compiled inside, or brought from the cache, by its name."""
+    """Collect the seconds of each program that is compiled inside, or brought from the cache, by its name."""
     import jax
 
     seconds = defaultdict(list)
@@ -131,7 +131,7 @@ def compile_times() -> Iterator[dict[str, list[float]]]:
 
 
 def print_times(seconds: dict[str, list[float]]) -> None:
-    """The programs that took a tenth of a second and more, and all others in one line."""
+    """Print the programs that took a tenth of a second and more, and all others in one line."""
     small = [duration for durations in seconds.values() for duration in durations if duration < 0.1]
     for name, durations in seconds.items():
         if longer := [duration for duration in durations if duration >= 0.1]:

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def theirs(attention: str, tokens: list[int]) -> Generator[float, int]:
-    """transformers with a dynamic cache; logits of the last token only. Gives seconds as `ours` does."""
+    """Time transformers with a dynamic cache, logits of the last token only; yield seconds as `ours` does."""
     import torch
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
 
@@ -75,9 +75,9 @@ def theirs(attention: str, tokens: list[int]) -> Generator[float, int]:
 
 
 def ours(tokens: list[int], new_tokens: int) -> Generator[float, int]:
-    """What `m3jax.generate` runs, compiled beforehand: seconds of the prefill, then of a token each time.
+    """Time what `m3jax.generate` runs, compiled beforehand: yield the prefill's seconds, then those of a token.
 
-    Send how many tokens to decode; what one call of the engine decodes is decoded in any case.
+    Send how many tokens to decode next. The tokens of one call of the engine are all decoded, even if fewer are asked.
     """
     from m3jax.config import M3Config
     from m3jax.decoding import Params, Sampling, engine_for
@@ -98,7 +98,7 @@ def ours(tokens: list[int], new_tokens: int) -> Generator[float, int]:
 
 
 def growth() -> None:
-    """Prefill time over the prompt's length."""
+    """Measure the prefill's time over the prompt's length."""
     print(f"{'tokens':>8s} {'prefill s':>10s} {'us / token':>11s}")
     for power in range(11, 17):
         tokens = np.random.default_rng(0).integers(2, TEXT["vocab_size"], 1 << power).tolist()

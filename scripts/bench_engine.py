@@ -113,7 +113,7 @@ def main() -> None:
 
 @dataclasses.dataclass
 class Kernels:
-    """What ran on the device, by the profiler; nothing on a CPU.
+    """The kernels that ran on the device, as the profiler saw them; none on a CPU.
 
     Attributes:
       busy: seconds in which some stream ran a kernel.
@@ -219,7 +219,7 @@ def first_token(engine: Engine, tokens: list[int]) -> float:
 
 
 def decode(engine: Engine, prefix: list[int], rows: int, args: argparse.Namespace) -> tuple[float, Kernels]:
-    """(seconds of a step or a round, its kernels)."""
+    """Return (seconds of a decode step or a round of verification, its kernels)."""
 
     def start(new_tokens: int) -> None:
         for seed in range(rows):
@@ -252,7 +252,7 @@ def decode(engine: Engine, prefix: list[int], rows: int, args: argparse.Namespac
 
 
 def prefill(engine: Engine, chunk: int) -> tuple[float, Kernels]:
-    """(seconds of a chunk at the start of a prompt, its kernels)."""
+    """Return (seconds of a chunk at the start of a prompt, its kernels)."""
 
     def run(seed: int) -> float:
         return first_token(engine, random_tokens(engine.config, chunk, seed))
@@ -263,7 +263,7 @@ def prefill(engine: Engine, chunk: int) -> tuple[float, Kernels]:
 
 
 def traced(run: Callable[[], object]) -> Kernels:
-    """What runs on the device until something is done."""
+    """Run a function under the profiler, and return the kernels that ran on the device meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -300,7 +300,7 @@ def product_rate(model: M3) -> float:
 
 
 def _seconds(fn: Callable, *args: jax.Array, calls: int = 10) -> float:
-    """Of one call among some that the device runs one after the other."""
+    """Return the seconds of one call among some that the device runs one after the other."""
     jax.block_until_ready(fn(*args))
     begin = time.perf_counter()
     jax.block_until_ready([fn(*args) for _ in range(calls)][-1])
@@ -308,7 +308,7 @@ def _seconds(fn: Callable, *args: jax.Array, calls: int = 10) -> float:
 
 
 def step_bytes(model: M3, rows: int, tokens: int, args: argparse.Namespace) -> float:
-    """What a step must read: the weights that its tokens use, and the keys and values that each row attends to.
+    """Return the bytes that a step must read: weights that its tokens use, keys and values that each row attends to.
 
     Random weights choose experts evenly: of E experts, n tokens that choose A each use E (1 - (1 - A/E)^n).
     """
@@ -340,7 +340,7 @@ def chunk_flops(model: M3, chunk: int, args: argparse.Namespace) -> float:
 
 
 def _weights(model: M3, measure: Callable[[jax.Array], int]) -> tuple[int, int]:
-    """(those of the layers that every token meets, those of the experts)."""
+    """Return the sums of a size over weights: (of the layers' weights that every token meets, of the experts')."""
     all_of = lambda tree: sum(measure(x) for x in jax.tree.leaves(tree))
     experts = sum(all_of(stack.mlp.experts) for stack in model.stacks if hasattr(stack.mlp, "experts"))
     return all_of(model.stacks) - experts, experts

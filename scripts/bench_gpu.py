@@ -102,7 +102,7 @@ def line(name: str, us: float, floor: float, extra: str = "") -> None:
 
 
 def verdict(s: Shape, label: str, us: float, unit: str) -> str:
-    """Whether a total is within what is to be reached, which for random selections is 1.3 times as long."""
+    """Return a note whether a total meets its target, 1.3 times as long for random selections; "" without a target."""
     reach = TARGET.get(s.name, 0) * (1.3 if label == "random" else 1.0)
     number = f"{reach / 1e3:.2f}" if unit == "ms" else f"{reach:.0f}"
     return f"reach {number}: {'met' if us <= reach else 'MISSED'}" if reach else ""
@@ -183,7 +183,10 @@ def bench_decode_index(s: Shape, at, bandwidth: float) -> dict[str, float]:
 
 
 def bench_decode_selected(s: Shape, at, index: dict[str, float], bandwidth: float) -> float:
-    """Prints the sums too; microseconds of that of near selections with index keys in bfloat16."""
+    """Time attention over selected blocks, and print its sums with the index kernel's times.
+
+    Returns the microseconds of the sum for the first kind of selections, with index keys in bfloat16.
+    """
     # Fewer pages of K and V than rows have blocks do: what is not selected is not read.
     pages, rng, totals = min(s.batch * s.blocks, 8192), np.random.default_rng(0), []
     k, v = (normal(i, pages, s.kv_heads, s.block_size, s.width) for i in (3, 4))
@@ -206,7 +209,7 @@ def bench_decode_selected(s: Shape, at, index: dict[str, float], bandwidth: floa
 
 
 def bench_decode_dense(s: Shape, at, near: float, bandwidth: float) -> None:
-    """Everything that a query sees, and how much longer that takes than `near` microseconds."""
+    """Time attention over everything that a query sees, and print its ratio to `near` microseconds."""
     k, v = (normal(i, s.batch * s.blocks, s.kv_heads, s.block_size, s.width) for i in (3, 4))
     q, table = normal(5, s.batch, s.queries, s.heads, s.width), shuffled(s.batch, s.blocks, seed=1)
     attend = jax.jit(lambda q, k, v, table, *at: dense_decode(

@@ -1,10 +1,11 @@
-"""What the invariant mode costs, and how often a request's bits depend on its company without it; one run, ratios.
+"""Measures the cost of the invariant mode, and how often a request's bits depend on other requests without it.
 
     python scripts/bench_invariance.py [--prompt 4096] [--texts 32] [--dtype bfloat16]
     python scripts/bench_invariance.py --model m3 --prompt 2048    # 4 layers at M3's own widths, for a GPU of 80 GB
 
 Prefill and steps of 1, 8 and 32 rows are timed in turns, fast and invariant, the best of some rounds. Then, of the
-embedded checkpoint, texts are continued greedily: alone, all at once, and with two drafts.
+embedded checkpoint, texts are continued greedily: alone, all at once, and with two drafts. Costs are ratios of times
+in one run.
 """
 
 import argparse

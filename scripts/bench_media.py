@@ -99,7 +99,7 @@ def medians(ours: Callable[[], Any], other: Callable[[], Any] | None, seconds: f
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that are measured, as far as they are installed."""
+    """Return the versions of the libraries that are measured, as far as they are installed."""
     found = {}
     for name in ("numpy", "pillow", "torch", "torchvision", "transformers"):
         with suppress(PackageNotFoundError):
@@ -124,7 +124,7 @@ def their_resize(pixels: np.ndarray, target: tuple[int, int]) -> Callable[[], An
 
 
 def transformers_processor() -> Callable[[np.ndarray], np.ndarray] | None:
-    """From pixels to patches by transformers, or None, and a line that says why."""
+    """Return transformers' function from pixels to patches; if it cannot be imported, None, and print why."""
     try:
         from transformers.models.minimax_m3_vl.image_processing_minimax_m3_vl import MiniMaxM3VLImageProcessor
     except (ImportError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What a draft brings on the embedded checkpoint: acceptance, tokens a call of the model, tokens a second.
+"""Measures a draft's gain on the embedded checkpoint: acceptance, tokens a call of the model, tokens a second.
 
     python scripts/bench_speculative.py --batches 1 8 32                    # on the default device
     python scripts/bench_speculative.py --batches 1 --draft-tokens 1 2 5 7  # other K

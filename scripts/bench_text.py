@@ -1,4 +1,4 @@
-"""How long turning tokens into text as they come takes: the same for each token, whatever came before it.
+"""Checks that turning streamed tokens into text takes the same time for each token, whatever came before it.
 
     python scripts/bench_text.py                     # 1,000,000 tokens, and half as many
     python scripts/bench_text.py --tokens 50000      # a quick look

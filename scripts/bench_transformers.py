@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def lines(config: M3Config, prompts: list[int], device: str = "cuda") -> Iterator[str]:
-    """What transformers takes for each prompt and for a token behind it, a line each; one line where it cannot run.
+    """Yield a line with transformers' seconds for each prompt and a token behind it; one line if it cannot run.
 
     Args:
       config: of the text model; a tower is left out.

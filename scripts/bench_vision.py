@@ -139,7 +139,7 @@ def line(count: int, size: int, name: str, compile_s: float, seconds: float, wor
 
 
 def print_kernels(call: Callable[[], object], count: int) -> None:
-    """The kernels of a call that take longest, and the device's share of it."""
+    """Print the kernels of a call that take longest, and the device's share of its time."""
     kernels = traced(call)
     print(f"{1e3 * kernels.busy:10.2f} ms in {kernels.calls.total()} kernels and copies")
     for name, seconds in kernels.seconds.most_common(count):

@@ -1,4 +1,4 @@
-"""What a smaller cache costs: score gap of the selection and error of the output (docs/performance.md).
+"""Measures the cost of a smaller cache: score gap of the selection, error of the output (docs/performance.md).
 
     python scripts/check_cache_types.py             # the embedded checkpoint on its own kind of text
 
@@ -51,7 +51,7 @@ def main() -> None:
 def run(
     model: M3, tokens: Int[Array, "1 T"], kv_dtype: str, index_dtype: str, scales
 ) -> tuple[Float[np.ndarray, "1 T V"], Float[np.ndarray, " gaps"], float]:
-    """Through a cache of these types: logits, the score gaps of all selections, and bytes a token."""
+    """Run a model through a cache of these types: logits, the score gaps of all selections, and bytes a token."""
     types = dict(kv_dtype=kv_dtype, index_dtype=index_dtype, scales=scales)
     cache = Cache.init(model.config, 1, tokens.shape[1], str(model.dtype), **types)
     bytes_per_token = cache.bytes_per_token
@@ -80,7 +80,7 @@ def forward(
 def score_gap(
     scores: Float[Array, "B K T M"], blocks: Int[Array, "B K T J"], positions: Int[Array, "B T"], block_size: int
 ) -> Float[Array, "B K T"]:
-    """How far the best block left out lies above the worst one kept, the own block aside; in standard deviations."""
+    """Return how far the best past block left out scores above the worst one kept, in standard deviations."""
     block_ids = jnp.arange(scores.shape[-1])
     is_chosen = jnp.any(blocks[..., None] == block_ids, axis=-2)  # [B K T M]
     is_past = block_ids < (positions // block_size)[:, None, :, None]  # [B 1 T M]

@@ -1,4 +1,4 @@
-"""How many greedy texts are not those of plain decoding, one at a time: batched, drafted, both (docs/speculative.md).
+"""Counts greedy texts that differ from plain decoding one at a time: batched, drafted, both (docs/speculative.md).
 
     python scripts/check_greedy.py                     # the embedded checkpoint, bfloat16 and float32
     python scripts/check_greedy.py --dtype bfloat16 --texts 64
@@ -72,7 +72,7 @@ def first_difference(tokens: list[int], others: list[int]) -> int:
 
 
 def gap(model: M3, tokens: list[int], position: int) -> float:
-    """How far apart the two best logits for the token at a position are, in a call without a cache."""
+    """Return the difference of the two best logits for the token at a position, in a call without a cache."""
     logits = model(jnp.asarray([tokens], jnp.int32))[0, position - 1]  # [V]; what comes after it is not seen
     best, second = jax.lax.top_k(logits, 2)[0]
     return float(best - second)

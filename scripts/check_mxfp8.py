@@ -1,4 +1,4 @@
-"""What MXFP8 costs: the divergence from bfloat16's next tokens, by how many layers are in it (docs/mxfp8.md).
+"""Measures MXFP8's divergence from bfloat16's next tokens, by the number of layers in MXFP8 (docs/mxfp8.md).
 
     python scripts/check_mxfp8.py                    # the embedded checkpoint on its own kind of text
     python scripts/check_mxfp8.py --model DIR --tokens 512

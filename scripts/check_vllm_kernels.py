@@ -100,12 +100,12 @@ def call(op: Op, values: dict[str, Any]) -> Any:
 
 
 def tokens_of(x: dict) -> np.ndarray:
-    """Which queries are no padding [B T]."""
+    """Return True for each query that is no padding: [B T]."""
     return (x["positions"] >= 0) & (x["positions"] < x["lengths"][:, None])
 
 
 def why_not(case: dict, x: dict, cut: tuple[np.ndarray, np.ndarray]) -> str | None:
-    """Why a case cannot be given to vLLM; None if it can. `cut` are the scores on the cut's two sides."""
+    """Return why a case cannot be given to vLLM; None if it can. `cut` are the scores on the cut's two sides."""
     if (np.isfinite(cut[0]) & (cut[0] == cut[1])).any():
         return "equal scores at the cut, of which vLLM keeps any"
     if case["rule"].get("block_size") != PAGE or case["rule"].get("score", "max") != "max":

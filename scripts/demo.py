@@ -1,4 +1,4 @@
-"""What `make demo` prints: the embedded model writes Python, calls a tool for what a document says, sees a picture."""
+"""The demo of `make demo`: the embedded model writes Python, calls a tool for a document's content, sees a picture."""
 
 import argparse
 import inspect

@@ -192,7 +192,7 @@ def outcome(cases: Mapping[str, Case], seed: int, number: int) -> tuple[str, str
 
 
 def _judged(error: BaseException) -> tuple[str, str]:
-    """Whether an error is one that a user can use."""
+    """Return an error's verdict and its text; the verdict is "failure" for an error that a user cannot act on."""
     text = str(error)
     if isinstance(error, TimeoutError) or not isinstance(error, ValueError | OSError):
         return "failure", f"{type(error).__name__}: {text[:300]}"

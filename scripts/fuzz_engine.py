@@ -110,7 +110,7 @@ class Life:
 
 
 def run(life: Life, number: int) -> str | None:
-    """One life; what failed in it, if anything did."""
+    """Run one life; return a report of what failed in it, or None."""
     try:
         live(life)
     except Exception:
@@ -186,14 +186,14 @@ def build(kind: str) -> Engine:
 
 @cache
 def alone(prompt: tuple[int, ...], params: Params) -> Generation:
-    """What a request gets in an engine of its own."""
+    """Return the continuation of a request that has an engine to itself."""
     served = build("plain")
     handle = served.add(prompt, params)
     return served.run()[handle]
 
 
 def request(draw: random.Random, is_greedy: bool) -> tuple[tuple[int, ...], Params]:
-    """One of some hundred requests that often begin alike: few enough to know what each gets alone."""
+    """Draw one of some hundred requests that often begin alike: few enough to know what each gets alone."""
     kind = draw.randrange(0, 24, 2 if is_greedy else 1)
     rng = np.random.default_rng(kind)
     prompt = (*np.arange(5, 5 + kind % 4 * 8), *rng.integers(0, 40, 1 + kind % 11))[:40]
@@ -211,13 +211,13 @@ def request(draw: random.Random, is_greedy: bool) -> tuple[tuple[int, ...], Para
 
 
 def any_handle(life: Life, served: Engine, running: bool) -> int | None:
-    """A request, if there is one: of those that go on, or of all."""
+    """Draw a request's handle, of those that go on or of all; None if there is none."""
     handles = [h for h in served._requests if not running or served.reason(h) == "unfinished"]
     return life.draw.choice(handles) if handles else None
 
 
 def refused(life: Life, served: Engine, call: Callable[[], Any]) -> None:
-    """A call that must raise ValueError, of one line, and change nothing."""
+    """Make a call that must raise ValueError, of one line, and change nothing."""
     before = (served.pages, len(served._requests), [request.tokens for request in served._requests.values()])
     try:
         call()
@@ -231,28 +231,28 @@ def refused(life: Life, served: Engine, call: Callable[[], Any]) -> None:
 
 
 def add(life: Life, served: Engine) -> None:
-    """A request more."""
+    """Add a request."""
     served.add(*request(life.draw, life.is_greedy))
 
 
 def step(life: Life, served: Engine) -> None:
-    """A round."""
+    """Run a round of the engine: `Engine.step`."""
     served.step()
 
 
 def prefill(life: Life, served: Engine) -> None:
-    """Half a round."""
+    """Run the half of a round that reads prompts: `Engine.prefill`."""
     served.prefill()
 
 
 def take(life: Life, served: Engine) -> None:
-    """The new tokens of a request."""
+    """Take the new tokens of a request."""
     if (handle := any_handle(life, served, running=False)) is not None:
         life.taken.setdefault(handle, []).extend(served.take(handle))
 
 
 def abort(life: Life, served: Engine) -> None:
-    """A request that goes on is ended; one that has ended is not ended again."""
+    """Abort a request; if it has ended already, the engine must refuse that."""
     if (handle := any_handle(life, served, running=False)) is None:
         return
     if served.reason(handle) == "unfinished":
@@ -270,7 +270,7 @@ def stop(life: Life, served: Engine) -> None:
 
 
 def forget(life: Life, served: Engine) -> None:
-    """A request that has ended is dropped; one that goes on is not."""
+    """Forget a request that has ended; if it goes on, the engine must refuse that."""
     if (handle := any_handle(life, served, running=False)) is None:
         return
     if served.reason(handle) == "unfinished":
@@ -379,7 +379,7 @@ def failed_write(life: Life, served: Engine) -> None:
 
 
 def wrong_call(life: Life, served: Engine) -> None:
-    """Calls that cannot be."""
+    """Make a call with wrong arguments, which the engine must refuse."""
     prompt, params = request(life.draw, life.is_greedy)
     calls = (
         lambda: served.add((), params), lambda: served.add((*prompt, 40), params), lambda: served.add("text", params),

@@ -33,7 +33,7 @@ LIMIT = 900  # seconds that a run of tests may take; a bug that makes one hang i
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug.
+    """A planted bug: the file, the text that is replaced, and the text that replaces it.
 
     Attributes:
       group: the room it is planted in.
@@ -70,7 +70,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests said of a bug: the test that caught it and its message, or None."""
+    """The outcome of the tests under a planted bug: the test that caught it, or None, and its message."""
 
     caught_by: str | None
     message: str
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def read_list() -> list[Mutant]:
-    """All bugs, in the order of the list."""
+    """Return all bugs, in the order of the list."""
     groups = tomllib.loads(LIST.read_text(encoding="utf-8"))
     return [Mutant(group=group, **entry) for group, entries in groups.items() for entry in entries]
 

@@ -1,4 +1,4 @@
-"""What a reader of the model meets, measured: frames, calls and files between a call and its products.
+"""Measures what a reader of the model meets: frames, calls and files between a call and its products.
 
     python scripts/reader_table.py
 
@@ -80,7 +80,7 @@ def _events(root: Path, run) -> list[dict]:
 
 
 def _spans(events: list[dict], code) -> list[list[dict]]:
-    """What happens in each call of a function, its own call first."""
+    """Return the events inside each call of a function, beginning with that call."""
     spans = []
     for start, event in enumerate(events):
         if event["kind"] == "call" and event["code"] is code:

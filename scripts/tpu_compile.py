@@ -163,7 +163,7 @@ class ByWeights:
 
     @property
     def tiles(self) -> int:
-        """Of 4 experts a row, as many as can be chosen of 16."""
+        """The most tiles that there can be: each row chooses 4 of 16 experts."""
         return min(self.rows * 4, 16 + self.rows * 4 // self.tile)
 
     def arguments(self) -> tuple:
@@ -191,12 +191,12 @@ class ByWeights:
 
 
 def array(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
-    """An operand that nobody makes."""
+    """Return an abstract operand: a shape and a dtype without memory."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def cases(contexts: tuple[int, ...], quick: bool) -> Iterator[Case | ByWeights]:
-    """Those of the table, or the few of them that hold every kernel and dtype."""
+    """Yield the cases of the table, or a few of them that still hold every kernel and dtype."""
     if quick:
         yield Case("index_topk_decode", _shape(8, 4, 131072))
         yield Case("index_topk_decode", _shape(1, 1, 1048576), stored=E4M3)
@@ -233,7 +233,7 @@ def _shape(batch: int, queries: int, context: int) -> Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one case."""
+    """The compiler's report of one case: seconds that it took, bytes of VMEM, and its estimate of the rest."""
 
     seconds: float
     vmem: int

@@ -40,7 +40,7 @@ CONFIG = Eagle3Config(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How many rows, tokens, steps and prompts a run takes."""
+    """The numbers of rows, tokens, steps and prompts of a run."""
 
     rows: int = 6144
     length: int = 512
@@ -116,7 +116,7 @@ def train(model: M3, corpus: Corpus, written: np.ndarray, sizes: Sizes, args: ar
 
 
 def measure(model: M3, draft: Eagle3, corpus: Corpus, sizes: Sizes, temperature: float) -> dict:
-    """How much of a draft is accepted on continuations of held-out code, K = 3 and 7."""
+    """Measure how much of a draft is accepted on continuations of held-out code, for K = 3 and 7."""
     rng, report = np.random.default_rng(7), {}
     prompt_length = 4 * model.config.index_block_size
     starts = [corpus.draw_start(rng, prompt_length) for _ in range(sizes.prompts)]

@@ -98,7 +98,7 @@ def with_words(merges: list[Merge], words: tuple[str, ...]) -> list[Merge]:
 
 
 def fit(merges: list[Merge], words: tuple[str, ...]) -> list[Merge]:
-    """As many corpus merges as fit beside the words' own; the total stays the same."""
+    """Return merges of the same total: those of the words, and as many of the corpus as fit beside them."""
     kept, total = len(merges), len(merges)
     while len(planned := with_words(merges[:kept], words)) > total:
         kept -= 1

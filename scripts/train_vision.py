@@ -168,7 +168,7 @@ def measure_pictures(model: M3, tokenizer: Tokenizer, template: ChatTemplate, co
 
 
 def is_same_text(model: M3, base: M3) -> bool:
-    """Whether two models' text weights are the same, bit for bit."""
+    """Return True if two models have equal text weights."""
     parts = lambda m: jax.tree.leaves((m.embed_tokens, m.stacks, m.norm, m.lm_head))
     return all(np.array_equal(a, b) for a, b in zip(parts(model), parts(base), strict=True))
 

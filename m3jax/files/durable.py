@@ -10,7 +10,7 @@ _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 class NewFile:
-    """A file that nobody has had before: never an old one, never through a link; closed means written to the disk.
+    """A file that is newly made: never an existing one, never through a link; once closed it is on the disk.
 
     A context manager: at the end of its block the file is synced and closed, after an error only closed.
 

@@ -57,7 +57,7 @@ def read_json_list(file: Path, called: str) -> list[Any]:
 
 
 def _read(file: Path, most_bytes: int, most_items: int) -> Any:
-    """What a JSON file holds, within the limits of `read_json`."""
+    """Return the value in a JSON file, within the limits of `read_json`."""
     with open(file, "rb") as stream:
         data = stream.read(most_bytes + 1)
     place = printable(str(file))
@@ -79,7 +79,7 @@ def _read(file: Path, most_bytes: int, most_items: int) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a file; one that has a key twice says two things at once."""
+    """Return an object of a file; raise ValueError for a key that stands in it twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -93,7 +93,7 @@ def _integer(digits: str) -> int | float:
 
 
 def _fault(parsed: dict[str, Any] | list[Any], most_items: int) -> str | None:
-    """The first value that is beyond a limit, by the path of its key."""
+    """Return a message about the first value that is beyond a limit, by the path of its key; None if there is none."""
     stack: list[tuple[tuple, dict | list]] = [((), parsed)]
     while stack:
         path, container = stack.pop()

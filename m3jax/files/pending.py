@@ -1,4 +1,4 @@
-"""Which files of a folder belong to its weights, also where a save was cut short.
+"""The files of a folder that belong to its weights, also where a save was cut short.
 
 A save ends in one rename, that of the weights (or of their index). A file beside them that has to change with them,
 config.json say, lies ready by then under a pending name with the save's token, and the weights' metadata names that
@@ -26,7 +26,7 @@ def pending_name(token: str, name: str) -> str:
 
 
 def current_file(folder: Path, name: str) -> Path:
-    """Where the file lies that a folder's readers call `name`: there, or where a save left it after its commit.
+    """Return the path of a folder's file `name`: the plain one, or the pending one that a committed save left.
 
     Args:
       folder: a model folder.

@@ -1,4 +1,4 @@
-"""What resizing means: bicubic interpolation with antialiasing on bytes, in integers, as torchvision does it on uint8.
+"""The definition of resizing: antialiased bicubic interpolation of bytes, in integers, as torchvision's on uint8.
 
 Pixels that reach the tower depend on the last bit of this: a resize in floating point, or Pillow's, which keeps 22 bits
 of a weight, gives other bytes. This file is the definition; `m3jax.media.resize` is the way it is computed.
@@ -16,7 +16,7 @@ _LIMIT, _MOST_BITS = 1 << 15, 22  # weights are 16-bit integers
 
 
 class Taps(NamedTuple):
-    """How each output pixel of one axis is made of input pixels: Q taps, of which the last ones may weigh nothing.
+    """The input pixels and weights of each output pixel along one axis: Q taps, of which the last may have weight 0.
 
     Output pixel i is the sum over q of weights[q, i] times input pixel starts[i] + q, divided by 2**bits.
     """
@@ -64,7 +64,7 @@ def bicubic_taps(size: int, target: int) -> Taps:
 
 
 def resize_rows(image: UInt8[np.ndarray, "H W C"], height: int) -> UInt8[np.ndarray, "h W C"]:
-    """One pass of the resize, along the first axis: sums in integers, half of a unit added, shifted, clipped.
+    """Resize along the first axis: sums in integers, half of a unit added, shifted, clipped to bytes.
 
     Args:
       image: bytes [H W C].
@@ -80,7 +80,7 @@ def resize_rows(image: UInt8[np.ndarray, "H W C"], height: int) -> UInt8[np.ndar
 
 
 def resize_definition(image: UInt8[np.ndarray, "H W C"], height: int, width: int) -> UInt8[np.ndarray, "h w C"]:
-    """An image at another size: columns first, rounded to bytes, then rows.
+    """Resize an image: its width first, rounded to bytes, then its height.
 
     Args:
       image: bytes [H W C].

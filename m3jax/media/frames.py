@@ -1,4 +1,4 @@
-"""Which frames of a video are looked at: rules by name, and the time that each temporal patch is stamped with."""
+"""The choice of a video's frames: rules by name, and the time that each temporal patch is stamped with."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,24 +12,24 @@ _SLACK = 1e-4  # seconds by which a frame may come too early
 
 
 def every_frame(total: int, source_fps: float, fps: float, least: int, most: int) -> list[int]:
-    """All frames, as transformers' video processor takes them by default."""
+    """Choose all frames, as transformers' video processor does by default."""
     return list(range(total))
 
 
 def spread_frames(total: int, source_fps: float, fps: float, least: int, most: int) -> list[int]:
-    """`fps` frames a second, no fewer than `least`, no more than `most`, each at the beginning of an equal part."""
+    """Choose `fps` frames a second, from `least` to `most` of them, each at the beginning of an equal part."""
     count = min(max(int(total / source_fps * fps), least), most, total)
     return [i * total // count for i in range(count)]
 
 
 def ends_frames(total: int, source_fps: float, fps: float, least: int, most: int) -> list[int]:
-    """As many as `spread_frames`, evenly spaced from the first frame to the last one, as the SMG gateway takes them."""
+    """Choose as many frames as `spread_frames`, evenly spaced from the first to the last, as the SMG gateway does."""
     count = min(max(int(total / source_fps * fps), least), most, total)
     return [int(place) for place in np.linspace(0.0, total - 1, count).round()]
 
 
 def spaced_frames(total: int, source_fps: float, fps: float, least: int, most: int) -> list[int]:
-    """The first frame, then each that comes at least 1 / fps seconds after the one before it, as in vLLM."""
+    """Choose the first frame, then each at least 1 / fps seconds after the one chosen before it, as in vLLM."""
     chosen = [0]
     while True:
         due = math.ceil((chosen[-1] / source_fps + 1.0 / fps - _SLACK) * source_fps)
@@ -40,7 +40,7 @@ def spaced_frames(total: int, source_fps: float, fps: float, least: int, most: i
 
 
 def spaced_and_last_frames(total: int, source_fps: float, fps: float, least: int, most: int) -> list[int]:
-    """`spaced_frames` and the last frame, thinned to `most` such that the last one stays, as in SGLang."""
+    """Choose `spaced_frames` and the last frame, thinned to `most` such that the last one stays, as in SGLang."""
     chosen = spaced_frames(total, source_fps, fps, least, most)
     if chosen[-1] != total - 1 and (total - 1 - chosen[-1]) / source_fps > _SLACK:
         chosen.append(total - 1)
@@ -63,7 +63,7 @@ FRAME_RULES: dict[str, FrameRule] = {
 def choose_frames(
     rule: str, total: int, source_fps: float, fps: float = 1.0, min_frames: int = 4, max_frames: int = 768
 ) -> list[int]:
-    """The frames of a video that a rule looks at.
+    """Return the indices of the frames that a rule chooses from a video.
 
     Args:
       rule: a name in `FRAME_RULES`.

@@ -25,7 +25,7 @@ class MediaError(ValueError):
 
 @contextmanager
 def media_extra(library: str) -> Iterator[None]:
-    """Imports a library that only media needs, and says what to install where it is missing.
+    """Turn the failed import of a library that only media needs into an error that says what to install.
 
     Args:
       library: the name by which it is imported.
@@ -42,7 +42,7 @@ def media_extra(library: str) -> Iterator[None]:
 
 
 def pillow() -> ModuleType:
-    """Pillow, of which `Image` and `ImageOps` are used."""
+    """Import and return Pillow, with its modules `Image` and `ImageOps`."""
     with media_extra("PIL"):
         import PIL.Image
         import PIL.ImageOps
@@ -50,7 +50,7 @@ def pillow() -> ModuleType:
 
 
 def decode_image(source: Any) -> UInt8[np.ndarray, "H W 3"]:
-    """An image's pixels: upright by its EXIF orientation, transparent parts over white, the first frame if it moves.
+    """Return an image's pixels: upright by EXIF orientation, transparent parts over white, first frame of a moving one.
 
     Args:
       source: the bytes of a PNG, JPEG, GIF or WEBP file, a `Path` of one, a Pillow image of any mode, or an array:
@@ -87,7 +87,7 @@ def decode_image(source: Any) -> UInt8[np.ndarray, "H W 3"]:
 
 
 def read_file(path: Path) -> bytes:
-    """A file's bytes.
+    """Return a file's bytes.
 
     Raises:
       ValueError: there is none, or it cannot be read.
@@ -129,7 +129,7 @@ def _pillow_image(image: Any) -> UInt8[np.ndarray, "H W 3"]:
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Make one line of what Pillow raises for a file that is broken, which is nearly anything."""
+    """Raise MediaError of one line for whatever Pillow raises for a broken file, which is nearly anything."""
     try:
         yield
     except MediaError:
@@ -143,7 +143,7 @@ def _one_line() -> Iterator[None]:
 
 
 def _array_image(array: np.ndarray) -> UInt8[np.ndarray, "H W 3"]:
-    """The pixels of an array, in the three layouts that there are."""
+    """Return the pixels of an array: RGB, RGB with alpha, or grey."""
     shape = array.shape
     if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in (1, 3, 4)):
         raise MediaError(f"an image of {array.dtype} {list(shape)}: must be uint8 [H W 3], [H W 4], [H W 1] or [H W]")

@@ -39,12 +39,12 @@ class MediaBatch(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What attends to itself alone: an image, or a chunk of a video.
+    """An image, or a chunk of a video: patches that attend to one another and to no others.
 
     Attributes:
       patches: [X 1176], X = t h w.
       grid: (t, h, w) in patches.
-      is_video: whether its features go to video placeholders.
+      is_video: True if its features go to video placeholders, False if to image placeholders.
     """
 
     patches: Float32[np.ndarray, "X P"]
@@ -53,7 +53,7 @@ class Segment(NamedTuple):
 
     @property
     def features(self) -> int:
-        """Features that it gives, one for every four patches."""
+        """The number of features that it gives, one for every four patches."""
         return len(self.patches) // MERGE**2
 
 
@@ -139,7 +139,7 @@ def bucket_size(patches: int) -> int:
 def feature_places(
     tokens: Int[np.ndarray, "B T"], media: MediaBatch, ids: PlaceholderIds | None = None
 ) -> Int32[np.ndarray, " R"]:
-    """Where each feature goes: image features to image placeholders, video features to video placeholders, in order.
+    """Return each feature's place in the tokens: the placeholders of its kind, image or video, in order.
 
     Args:
       tokens: [B T], with the placeholders of all rows' media, expanded.
@@ -163,7 +163,7 @@ def feature_places(
 def segment_places(
     tokens: Sequence[int] | Int[np.ndarray, "T"], found: Sequence[Segment], ids: PlaceholderIds | None = None
 ) -> list[Int32[np.ndarray, "_"]]:
-    """`feature_places` of one prompt whose segments have not been packed: for each its features' places.
+    """Return `feature_places` of one prompt whose segments have not been packed: an array for each segment.
 
     Args:
       tokens: [T] of the prompt, expanded.
@@ -189,7 +189,7 @@ def _places(
     image_features: int,
     ids: PlaceholderIds | None,
 ) -> Int32[np.ndarray, " F"]:
-    """The place of each feature, images' first.
+    """Return the place of each feature in the tokens, images' first.
 
     Args:
       tokens: of all rows.
@@ -212,6 +212,8 @@ def _places(
             )
         places.append(found)
     places = np.concatenate(places)
+    # Placeholders of one image, or of one pair of frames, are contiguous in the prompt. Equal counts alone would not
+    # notice two images of different sizes that changed places.
     same_run = (np.diff(segments) == 0) & (np.diff(pairs) == 0)
     torn = np.flatnonzero(same_run & (np.diff(places) != 1))
     if len(torn):
@@ -224,7 +226,7 @@ def _places(
 
 
 def _segment_frames(config: M3Config | None) -> int:
-    """Temporal patches of a chunk; raises ValueError for a model that cuts patches otherwise, or has no eyes."""
+    """Return the most temporal patches of a chunk; raise ValueError for other patches or a model without vision."""
     if config is None:
         return _SEGMENT
     vision = config.vision_config
@@ -242,7 +244,7 @@ def _segment_frames(config: M3Config | None) -> int:
 
 
 def _checked(item: Any, name: str, most: int) -> tuple[Float32[np.ndarray, "X P"], tuple[Grid, ...]]:
-    """An item's patches and its grids, each of at most `most` temporal patches."""
+    """Return an item's patches and the grids of its chunks, each of at most `most` temporal patches."""
     patches, grid = (item.patches, item.grid) if hasattr(item, "patches") else item
     patches, rows = np.asarray(patches), np.atleast_2d(np.asarray(grid))
     if patches.dtype != np.float32 or patches.ndim != 2 or patches.shape[1] != PATCH_VALUES:

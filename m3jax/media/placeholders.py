@@ -58,14 +58,15 @@ class PlaceholderIds(NamedTuple):
 
 
 def image_pieces(image: ProcessedImage) -> list[str]:
-    """What stands for an image in a prompt: a start, a placeholder for each feature, an end."""
+    """Return the pieces of text that stand for an image: a start, a placeholder for each feature, an end."""
     return [START, *[IMAGE] * image.tokens, END]
 
 
 def video_pieces(video: ProcessedVideo) -> list[str]:
-    """What stands for a video: for each pair of frames its time, if that is known, and what an image would have.
+    """Return the pieces of text that stand for a video: for each pair of frames a time, a start, placeholders, an end.
 
-    The brackets are those of images, whose features inside are a video's; a time is text, no special token.
+    Start and end are those of images, and the placeholders between them are a video's. The time is text and no special
+    token; it is left out where the video has none.
     """
     features, pieces = video.tokens // video.temporal_patches, []
     for pair in range(video.temporal_patches):

@@ -1,4 +1,4 @@
-"""How the hub's processor and the engines prepare images and videos, where they differ: one table."""
+"""The differences between the hub's processor and the engines in preparing images and videos: one table."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _FRAME_PIXELS = 768 * FACTOR**2  # 602,112
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """What one engine does: how large images and frames become, which frames of a video it takes, at how many a second.
+    """The rules of one engine: sizes of images and frames, the choice of a video's frames, and their number a second.
 
     All else is one rule for all of them: the resize on bytes, normalisation, the order of patches, placeholders.
     """

@@ -44,7 +44,7 @@ class ProcessedImage:
 
     @property
     def tokens(self) -> int:
-        """Image tokens that it fills."""
+        """The number of image tokens that it fills."""
         return len(self.patches) // MERGE**2
 
 
@@ -66,12 +66,12 @@ class ProcessedVideo:
 
     @property
     def tokens(self) -> int:
-        """Video tokens that it fills, all temporal patches together."""
+        """The number of video tokens that it fills, all temporal patches together."""
         return len(self.patches) // MERGE**2
 
     @property
     def temporal_patches(self) -> int:
-        """Pairs of frames, each of which stands between a start and an end token."""
+        """The number of pairs of frames, each of which stands between a start and an end token."""
         return sum(t for t, _, _ in self.grid)
 
 
@@ -189,7 +189,7 @@ def _video_patches(clip: Clip, rule: SizeRule, is_tier: bool) -> tuple[Float32[n
 
 
 def _resized(pixels: UInt8[np.ndarray, "H W 3"], stages: tuple[Size, ...]) -> Float[np.ndarray, "3 h w"]:
-    """Pixels at the last of several sizes, by way of the others; planes of whole numbers."""
+    """Resize pixels to each of several sizes in turn; return planes of floats whose values are whole."""
     for stage in stages[:-1]:
         pixels = resize_bicubic(pixels, *stage)
     return resize_planes(pixels, *stages[-1])

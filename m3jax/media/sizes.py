@@ -1,4 +1,4 @@
-"""How large an image or a frame becomes: multiples of 28 pixels, by rules that are data (`m3jax.media.presets`)."""
+"""The size that an image or a frame is resized to: multiples of 28 pixels, by rules that are data."""
 
 import math
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class Size(NamedTuple):
 
     @property
     def area(self) -> int:
-        """Pixels in all."""
+        """The number of pixels."""
         return self.height * self.width
 
     @property
     def tokens(self) -> int:
-        """Merge blocks, of which each becomes one token; of a size that is a multiple of 28."""
+        """The number of merge blocks, each of which becomes one token; the sides must be multiples of 28."""
         return self.area // FACTOR**2
 
 

@@ -1,4 +1,4 @@
-"""Where an image or a video comes from: a file, a data URL, or what `decode_image` and `read_video` take as it is."""
+"""The sources of an image or a video: a file, a data URL, or what `decode_image` and `read_video` take as it is."""
 
 import base64
 import binascii
@@ -11,7 +11,7 @@ from m3jax.messages import shown
 
 
 def media_source(source: Any, most_bytes: int = LIMITS.video_bytes) -> Any:
-    """What a text names, and anything else as it is.
+    """Return what a text names: a path, or a data URL's bytes. Anything but text is returned as it is.
 
     Args:
       source: a path or a data URL as text, or what needs no reading: bytes, a `Path`, a Pillow image, an array, frames.
@@ -35,7 +35,7 @@ def media_source(source: Any, most_bytes: int = LIMITS.video_bytes) -> Any:
 
 
 def names_file(source: Any) -> bool:
-    """Whether something is the name of a file: a `Path`, or a text that is neither a data URL nor an address.
+    """Return True for the name of a file: a `Path`, or a text that is neither a data URL nor an address.
 
     Args:
       source: as in `media_source`.
@@ -54,7 +54,7 @@ def _is_address(text: str) -> bool:
 
 
 def _content(url: str, most_bytes: int) -> bytes:
-    """The bytes of a data URL, whose header ends in ;base64 (what it says of the type is not looked at)."""
+    """Return the bytes of a data URL, whose header must end in ;base64; the media type in it is ignored."""
     header, comma, body = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise MediaError("a data URL has the form data:image/png;base64,...: this one is not base64")

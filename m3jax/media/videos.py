@@ -70,7 +70,7 @@ def read_video(source: Any, pick: Pick, watch: Watch = unwatched) -> Clip:
 
 
 def given_frames(frames: Any, source_fps: float | None, pick: Pick | None, watch: Watch = unwatched) -> Clip:
-    """Frames that are at hand.
+    """Return the clip of the chosen ones among frames that are given as images, not as a video file.
 
     Args:
       frames: uint8 [F H W 3], or a sequence of images as `decode_image` takes one.
@@ -98,9 +98,9 @@ def _given(frames: Any, indices: tuple[int, ...], watch: Watch) -> Iterator[UInt
 
 
 def declared_bytes(data: bytes) -> int:
-    """How many bytes a file says that it has, at least; 0 where it does not say.
+    """Return a lower bound of the size that a file declares; at most the length of `data` where it declares none.
 
-    FFmpeg reads what there is of a file that was cut, some kinds without a word.
+    FFmpeg reads the frames that are left in a truncated file, of some kinds without a warning.
 
     Args:
       data: the beginning of an AVI, MKV or MP4 file, or anything else.
@@ -122,7 +122,7 @@ def declared_bytes(data: bytes) -> int:
 
 
 def _matroska_size(data: bytes, start: int) -> tuple[int, int]:
-    """Where a body begins whose size stands at `start`, and that size; zeros where it is not given.
+    """Return (start, size) of the body whose size field stands at `start`; zeros where no size is given.
 
     The zero bits before the first one say how many bytes follow; all ones are a size that its writer did not know.
     """

@@ -51,7 +51,7 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def as_mesh(mesh: Mesh | str | None) -> Mesh | None:
-    """A mesh as the model needs it.
+    """Return a mesh that has the four axes the model needs.
 
     Args:
       mesh: from `make_mesh`, text as in `parse_mesh`, or None, which stays None.

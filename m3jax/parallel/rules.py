@@ -26,7 +26,7 @@ _REPLICATED_IF_UNEVEN = frozenset({"kv_heads", "tokens", "vision_heads", "vision
 
 
 def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
-    """The partition of an array over a mesh, by the rules.
+    """Return the partition of an array over a mesh, by the rules.
 
     Args:
       shape: its shape.
@@ -52,7 +52,7 @@ def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> Partit
 
 
 def sharding(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh | None) -> jax.sharding.Sharding:
-    """Where an array lives.
+    """Return the sharding of an array: divided over a mesh by the rules, or whole on one device.
 
     Args:
       shape, axes: as in `spec`.

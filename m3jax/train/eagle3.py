@@ -70,7 +70,7 @@ def draft_losses(
     draft: Eagle3, taps: Float[Array, "B T A D"], logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], model: M3,
     steps: int,
 ) -> tuple[Float[Array, " S"], Float[Array, " S"]]:  # fmt: skip
-    """Cross-entropy to the target's distribution after each of the unrolled draft steps, and how often both agree.
+    """Return the cross-entropy to the target's distribution after each unrolled draft step, and how often both agree.
 
     Step j of the chain that begins at position t goes with the token at t + j + 1, at position t + j. It sees what the
     draft made of the target's own features up to t, and the steps of its chain: as it will when it drafts.
@@ -108,7 +108,7 @@ def _chain_step(
     draft: Eagle3, model: M3, features: Float[Array, "B T D"], tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"], past: list[KeysAndValues],
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T V"], list[KeysAndValues]]:  # fmt: skip
-    """One draft step of every position's chain: (features of the next step, logits, keys and values of all steps)."""
+    """Take one draft step of every position's chain: (next step's features, logits, all steps' keys and values)."""
     x, residual = draft.inputs(features, tokens, model.embed_tokens[...])
     projected = draft.project(x, positions)
     past = [*past, (projected["k"], projected["v"])]
@@ -117,11 +117,12 @@ def _chain_step(
 
 
 def _chain_attention(q: Float[Array, "B T N H"], past: list[KeysAndValues]) -> Float[Array, "B T N H"]:
-    """Attention over the first step's keys up to the query's own, and over the later steps' of its own chain."""
+    """Attend to the first step's keys up to the query's position, and to the later steps' keys of its own chain."""
     batch, length, _, width = q.shape
     (first_k, first_v), chain = past[0], past[1:]
     grouped = q.reshape(batch, length, first_k.shape[2], -1, width)  # [B T K G H]
     first_scores = einsum("btkgh,bskh->bkgts", grouped, first_k)
+    # Chain t has seen the target's features up to position t; the later steps are its own draft's, one key a step.
     first_scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), first_scores, -jnp.inf)  # [B K G T T]
     chain_scores = [einsum("btkgh,btkh->bkgt", grouped, k)[..., None] for k, _ in chain]  # each [B K G T 1]
     scores = jnp.concatenate([first_scores, *chain_scores], axis=-1)  # [B K G T T+C]
@@ -133,7 +134,7 @@ def _chain_attention(q: Float[Array, "B T N H"], past: list[KeysAndValues]) -> F
 
 
 def init_draft_state(draft: Eagle3, optimizer: optax.GradientTransformation) -> DraftState:
-    """A state of a draft's training at step 0, with float32 weights."""
+    """Return the state of a draft's training at step 0, with float32 weights."""
     draft = jax.tree.map(lambda x: x.astype(jnp.float32), draft)
     return DraftState(jnp.int32(0), draft, optimizer.init(draft))
 
@@ -147,7 +148,7 @@ def draft_train_step(
     steps: int,
     dtype: str = "bfloat16",
 ) -> tuple[DraftState, dict[str, Array]]:
-    """One optimiser step on rows of a target's tokens.
+    """Take one optimiser step on rows of a target's tokens.
 
     Args:
       state: donated.
@@ -176,7 +177,7 @@ def draft_train_step(
 
 
 def draft_optimizer(learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW with clipping by the global norm, for a draft; norms are not decayed."""
+    """Return AdamW with clipping by the global norm, for a draft; norms are not decayed."""
     is_decayed = lambda draft: jax.tree.map(lambda x: x.ndim > 1, draft)
     adamw = optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.01, mask=is_decayed)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)

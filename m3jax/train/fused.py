@@ -20,7 +20,7 @@ from m3jax.platform import platform
 
 
 def fuse(model: M3) -> M3:
-    """The same parameters, run as this module does.
+    """Return the model with the same parameters and this module's schedules.
 
     Args:
       model: not changed. All its schedules are alike here; with `with_dense` nothing is selected.
@@ -36,15 +36,15 @@ class WholeRows(CallPages):
     """The keys of a call whose rows begin at position 0 and have no padding."""
 
     def select(self, call, index_q, rules):
-        """The blocks that each query keeps."""
+        """Return the blocks that each query keeps."""
         return select_in_whole_rows(index_q, self.heads.index_k, rules, self.block_size)
 
     def attend_selected(self, call, q, blocks):
-        """Attention over the selected blocks."""
+        """Return attention over the selected blocks, and this object."""
         return causal_attention(q, self.heads.k, self.heads.v, blocks, self.block_size), self
 
     def attend_all(self, call, q):
-        """Attention over every block."""
+        """Return attention over every visible key, and this object."""
         return causal_attention(q, self.heads.k, self.heads.v, None, self.block_size), self
 
 
@@ -55,7 +55,7 @@ def causal_attention(
     blocks: Int[Array, "B K T J"] | None,
     block_size: int,
 ) -> Float[Array, "B T N H"]:
-    """Attention of whole rows from position 0 on: dense, or over the selected blocks.
+    """Compute attention of whole rows from position 0 on: dense, or over the selected blocks.
 
     On a GPU, in a 16-bit dtype, cuDNN computes it and holds a mask but no scores.
 
@@ -89,7 +89,9 @@ def attend_under_mask(
     block_size: int,
     implementation: str,
 ) -> Float[Array, "B T N H"]:
-    """`causal_attention` by `jax.nn.dot_product_attention`; KV heads become rows, so that a mask serves their group.
+    """Compute `causal_attention` by `jax.nn.dot_product_attention`.
+
+    KV heads become rows of the batch, so that one mask serves all query heads of a group.
 
     Args:
       q, k, v, blocks, block_size: as in `causal_attention`.
@@ -107,7 +109,7 @@ def attend_under_mask(
 def select_in_whole_rows(
     index_q: Float[Array, "B T K I"], index_k: Float[Array, "B T I"], rules: SelectionRules, block_size: int
 ) -> Int[Array, "B K T J"]:
-    """The blocks that each query keeps in rows from position 0 on; a GPU holds all token scores at once.
+    """Return the blocks that each query keeps in rows from position 0 on; a GPU holds all token scores at once.
 
     Args:
       index_q: index queries.
@@ -124,6 +126,6 @@ def select_in_whole_rows(
 
 
 def _whole_rows(batch: int, length: int) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
-    """Positions and lengths of rows without padding."""
+    """Return the positions and lengths of rows without padding."""
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     return positions, jnp.full(batch, length, jnp.int32)

@@ -147,14 +147,14 @@ def _layer_measures(
 def next_token_loss(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Weighted mean cross-entropy of the next token, in nats; 0 where all weights are."""
+    """Return the weighted mean cross-entropy of the next token, in nats; 0 if all weights are 0."""
     target_logit = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]  # [B T]
     losses = jax.nn.logsumexp(logits, axis=-1) - target_logit
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
 def token_logprobs(model: M3, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
-    """The log-probability of each token but the first, after those before it; it has gradients.
+    """Return the log-probability of each token but the first, given those before it; it has gradients.
 
     Of a model in its invariant mode (`M3.with_invariance`) these are to the bit those that an invariant engine reports
     for the tokens that it drew, on the same backend and with the same weights and dtype: training is on-policy then.
@@ -185,7 +185,7 @@ def index_kl(
     lengths: Int[Array, " B"],
     block_size: int,
 ) -> Float[Array, ""]:
-    """KL divergence from the attention that heads pay to what the index branch expects, in nats.
+    """Return the KL divergence from the heads' attention to the index branch's distribution, in nats.
 
     Teacher: per KV group the mean over its heads of their probabilities on the support. Student: softmax of the
     token-level index scores times I**-0.5 on the same support. Mean over queries and groups. No gradient reaches
@@ -209,6 +209,7 @@ def index_kl(
         teacher = mean_attention(q, k, support)  # [B K T S]
         scores = einsum("btki,bsi->bkts", index_q, index_k) * index_k.shape[-1] ** -0.5
         student = _masked_log_softmax(scores, support)
+        # A key of teacher 0 adds 0, the limit of p log p; log 0 is never taken.
         log_teacher = jnp.log(jnp.where(teacher > 0, teacher, 1.0))
         kl = jnp.sum(jnp.where(teacher > 0, teacher * (log_teacher - student), 0.0), axis=-1)  # [B K T]
         return kl.swapaxes(1, 2)
@@ -234,7 +235,7 @@ def index_kl(
 def mean_attention(
     q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], support: Bool[Array, "B #K T S"]
 ) -> Float[Array, "B K T S"]:
-    """Mean over the heads of a group of their attention probabilities on the support.
+    """Return the mean, over the query heads of a group, of their attention probabilities on the support.
 
     Args:
       q: queries of the main branch, after norm and RoPE.
@@ -247,7 +248,10 @@ def mean_attention(
 
 
 def _masked_log_softmax(scores: Float[Array, "*X S"], mask: Bool[Array, "*#X S"]) -> Float[Array, "*X S"]:
-    """Log-softmax over the masked-in entries; the lowest number elsewhere, so that a row without any has no NaN."""
+    """Return log-softmax over the entries that the mask has, and the dtype's lowest number elsewhere.
+
+    The lowest number, not -inf: a row whose mask is empty would get NaN.
+    """
     lowest = jnp.finfo(scores.dtype).min
     log_probability = jax.nn.log_softmax(jnp.where(mask, scores, lowest), axis=-1)
     return jnp.where(mask, log_probability, lowest)

@@ -35,14 +35,14 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps of one kind.
+    """A part of a training run: consecutive steps with the same sizes and the same kind of attention.
 
     Attributes:
-      name: as it is shown.
-      steps: how many.
+      name: as progress shows it.
+      steps: the number of steps.
       seq_len: tokens of a row.
       batch: rows of a step.
-      sparse: whether a query reads selected blocks, or all.
+      sparse: True if a query reads selected blocks, False if all.
     """
 
     name: str
@@ -108,7 +108,7 @@ def run_stages(
 
 
 def under(model: M3, schedule: str) -> M3:
-    """A model under a schedule, or, for "dense", attending to every block."""
+    """Return the model under a schedule of sparse attention, or, for "dense", attending to every block."""
     return model.with_dense() if schedule == "dense" else model.with_dense(False).with_schedule(schedule)
 
 
@@ -126,7 +126,7 @@ def _run_stage(
     check: Callable[[TrainState], None] | None,
     check_every: int,
 ) -> TrainState:
-    """The steps of one stage up to the last; batches are made ahead."""
+    """Run the steps of one stage up to `last_step`; batches are made ahead."""
     first_step = int(state.step)
     begin = last_kept = time.perf_counter()
     made = _made_ahead(batches, range(first_step, last_step), workers)
@@ -150,7 +150,7 @@ def _run_stage(
 
 
 def _made_ahead(batches: Batches, steps: range, workers: int) -> Iterator[Batch]:
-    """The batches of some steps in order; one is made ahead on a thread, or two by each of the processes."""
+    """Yield the batches of some steps in order; a thread makes one ahead, or each worker process makes two."""
     # A forked copy of a process with a GPU and threads may hang; a spawned one begins anew and never sees the device.
     pool = (
         ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _set_batches, (batches,))
@@ -171,7 +171,7 @@ _source = threading.local()
 
 
 def _set_batches(batches: Batches) -> None:
-    """Tell a worker, a thread or a process, whose batches it makes."""
+    """Give a worker, a thread or a process, the batches that it makes items of."""
     _source.batches = batches
 
 
@@ -180,12 +180,12 @@ def _batch(step: int) -> Batch:
 
 
 def _leaves(state: TrainState) -> dict[str, jax.Array]:
-    """The arrays of a state by name, as they are kept: in the order of the tree."""
+    """Return the arrays of a state as they are kept, named by their number in the order of the tree."""
     return {f"{i:04d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
 
 
 def _restore(keeper: ocp.CheckpointManager, state: TrainState) -> TrainState:
-    """The state that was kept last, or the given one where none was."""
+    """Return the state that was kept last, or the given one if none was."""
     step = keeper.latest_step()
     if step is None:
         return state
@@ -195,6 +195,6 @@ def _restore(keeper: ocp.CheckpointManager, state: TrainState) -> TrainState:
 
 
 def _with_schedule(tree: PyTree, schedule: str) -> PyTree:
-    """Put every model of a tree under a schedule: an optimiser's moments are models too, and follow the parameters."""
+    """Put every model of a tree under a schedule: an optimiser's moments are M3 trees of the same structure."""
     is_model = lambda x: isinstance(x, M3)
     return jax.tree.map(lambda x: under(x, schedule) if is_model(x) else x, tree, is_leaf=is_model)

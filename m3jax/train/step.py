@@ -34,7 +34,7 @@ def make_optimizer(
     vision_rate: optax.Schedule | None = None,
     frozen_text: bool = False,
 ) -> optax.GradientTransformation:
-    """AdamW with clipping by the global norm, for all but the parameters that are not the optimiser's.
+    """Return AdamW with clipping by the global norm, for all parameters that an optimiser moves.
 
     Norms and biases are not decayed. The routing biases are not the optimiser's: `balance` alone moves them.
 
@@ -163,7 +163,7 @@ def balance(model: M3, loads: list[Float[Array, "L E"] | None], rate: float) -> 
 
 
 def cast_weights(model: M3, dtype: str) -> M3:
-    """The weights in another dtype, as a checkpoint stores them: router and patch embedding keep their own.
+    """Cast the weights as a checkpoint stores them: router and patch embedding keep their own dtype.
 
     None may be in MXFP8.
     """

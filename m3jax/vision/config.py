@@ -97,12 +97,12 @@ class VisionConfig:
 
     @property
     def patch_values(self) -> int:
-        """Numbers of a patch."""
+        """The count of numbers in a patch."""
         return math.prod(self.kernel)
 
     @property
     def merged_patches(self) -> int:
-        """Patches of a merge block, which become one feature."""
+        """The number of patches of a merge block, which become one feature."""
         return self.spatial_merge_size**2
 
     @classmethod
@@ -195,7 +195,7 @@ def _read(vision: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def _compression_problems(found: Any, values: dict[str, Any], place: str) -> list[str]:
-    """What is wrong with the hub's object that says how patches become tokens; its sizes go to `values`."""
+    """Return the problems of the hub's object that says how patches become tokens; put its sizes into `values`."""
     if found is None:
         return []
     if not isinstance(found, Mapping):

@@ -19,7 +19,7 @@ class LayerNorm(nnx.Module):
         self.bias = make.norm(shape)
 
     def __call__(self, x: Float[Array, "X W"], eps: float) -> Float[Array, "X W"]:
-        """Mean 0 and variance 1 of each row, times the weight, plus the bias; rounded once, at the end."""
+        """Normalise each row to mean 0 and variance 1, times the weight, plus the bias; rounded once, at the end."""
         dtype = accumulator(x.dtype)
         centred = x.astype(dtype) - jnp.mean(x.astype(dtype), axis=-1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
@@ -45,15 +45,16 @@ class Linear(nnx.Module):
         self.bias = make.norm((*stack, *outputs))
 
     def __call__(self, spec: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The product that an einsum names, and the bias, left in the accumulator's dtype."""
+        """Return the product that an einsum names, plus the bias, in the accumulator's dtype."""
         product = einsum(spec, x, self.weight[...])
         return product + self.bias[...].astype(product.dtype)
 
 
 def gelu(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
-    """x times the normal distribution's integral up to x, by the error function (no approximation); rounded once.
+    """Return x times the standard normal distribution function of x, by erf (no approximation); rounded once.
 
-    Written with erf as in PyTorch. `jax.nn.gelu` writes erfc(-x / sqrt 2), whose digits below x = -3 are better and are
-    lost beside the other channels; XLA makes 120 operations of it, and on a GPU took twice as long as for the memory.
+    Written with erf as in PyTorch. `jax.nn.gelu` writes erfc(-x / sqrt 2), which has more correct digits below x = -3,
+    but they are lost beside the other channels; XLA makes 120 operations of it, and on a GPU that took twice as long as
+    reading and writing the memory.
     """
     return (0.5 * x * (1 + jax.lax.erf(x * math.sqrt(0.5)))).astype(dtype)

@@ -1,4 +1,4 @@
-"""Where features go, computed from arrays inside a program."""
+"""The places of image and video features among a prompt's tokens, computed inside a compiled program."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -8,13 +8,12 @@ from m3jax.vision.config import VisionConfig
 
 
 def placeholder_places(tokens: Int[Array, "B T"], media: MediaBatch, config: VisionConfig) -> Int[Array, " R"]:
-    """`m3jax.media.feature_places` for tokens that are not at hand: nothing is checked, and spare features go nowhere.
+    """Return `m3jax.media.feature_places` of traced tokens: nothing is checked, and spare features have place -1.
 
     Args:
       tokens: with the placeholders of all rows' media, expanded.
       media: their patches.
       config: the tower's, with the ids of the placeholders.
-      merged_patches: patches that become one feature.
 
     Returns:
       The place b T + t of each feature in the flattened tokens; -1 for features of padding.
@@ -27,7 +26,7 @@ def placeholder_places(tokens: Int[Array, "B T"], media: MediaBatch, config: Vis
         return places.astype(jnp.int32)
 
     feature = jnp.arange(num_features, dtype=jnp.int32)
-    of_videos = feature - media.image_features  # the how manieth of the videos' features
+    of_videos = feature - media.image_features  # index of the feature among the videos', negative for images'
     of_image = places_of(flat == config.image_token_id)
     of_video = places_of(flat == config.video_token_id)[jnp.clip(of_videos, 0, num_features - 1)]
     is_video = (of_videos >= 0) & (of_videos < media.video_features)

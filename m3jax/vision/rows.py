@@ -104,13 +104,13 @@ def row_attention(
 
     def attend(q, k, v, is_own: Bool[Array, "S L"], lengths: Int[Array, " S"]) -> Float[Array, "S L N H"]:
         q, k, v = (jnp.where(is_own[..., None, None], x, 0) for x in (q, k, v))
-        seen = jnp.maximum(lengths, 1)  # a row that is none sees one zero: no kernel has to average nothing
+        seen = jnp.maximum(lengths, 1)  # an empty row sees one zero: no kernel has to average nothing
         return jax.nn.dot_product_attention(
             q, k, v, query_seq_lengths=seen, key_value_seq_lengths=seen, implementation=implementation
         )
 
     def run_turn(choice: int, turn: int | Int[Array, ""]) -> tuple[Float[Array, "S L N H"], Int[Array, "S L"]]:
-        """The output of a turn, and the patch in each place of it, X and beyond where there is none."""
+        """Return a turn's output, and the index of the patch in each place of it, X and more where there is none."""
         length = choices[choice]
         rows, column = -(-num_patches // length), jnp.arange(length, dtype=jnp.int32)
         number = turn * rows + jnp.arange(rows, dtype=jnp.int32)
@@ -129,7 +129,7 @@ def row_attention(
         return jnp.where((turns.column >= 0)[:, None, None], out, 0)
 
     def one_segment() -> Float[Array, "X N H"]:
-        """The turn of the longest rows, of which it has one: the segment lies in it already."""
+        """Return the output of the only turn, which has one row of all X places: the arrays are that row already."""
         is_patch = turns.column >= 0
         out = attend(q[None], k[None], v[None], is_patch[None], turns.lengths[:1])[0]
         return jnp.where(is_patch[:, None, None], out, 0)

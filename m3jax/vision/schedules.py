@@ -1,4 +1,4 @@
-"""Which schedule of `segment_attention` runs a call."""
+"""The choice of the schedule of `segment_attention` that runs a call: cuDNN, tiles, or the definition."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ def attend_segments(
     segments: Int[Array, " X"],
     backend: str = "auto",
 ) -> Float[Array, "X N H"]:
-    """`segment_attention` of segments whose patches stand together, padding behind the last.
+    """Compute `segment_attention` of segments whose patches stand together, padding behind the last.
 
     Args:
       q, k, v, segments: as in the definition; padding may hold anything.
@@ -42,7 +42,7 @@ def attend_segments(
 
 
 def schedule_of(segments: Int[Array, " X"], dtype: jnp.dtype, head_dim: int, backend: str = "auto") -> AttendSegments:
-    """`attend_segments` for several layers: what depends on the segments alone is computed once.
+    """Return `attend_segments` for several layers: what depends on the segments alone is computed once.
 
     Args:
       segments, backend: as in `attend_segments`.
@@ -66,7 +66,7 @@ def schedule_of(segments: Int[Array, " X"], dtype: jnp.dtype, head_dim: int, bac
 
 
 def _why_not_cudnn(dtype: jnp.dtype, head_dim: int) -> str | None:
-    """Why cuDNN cannot run a call; None if it can."""
+    """Return the reason for which cuDNN cannot run a call; None if it can."""
     if platform() != "gpu":
         return f"it needs a GPU, and JAX runs on a {platform().upper()}"
     capability = getattr(jax.devices()[0], "compute_capability", None)  # "9.0"; none where programs are lowered alone

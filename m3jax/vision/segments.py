@@ -1,4 +1,4 @@
-"""Where the segments of a packed batch lie."""
+"""The first and the last patch of each segment in a packed batch."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 
 class Runs(NamedTuple):
-    """Of each patch: the first row of its segment, the row behind its last, and whether it is a patch, not padding.
+    """For each row: the first row of its segment, the row behind its last, and True unless it is padding.
 
     Patches of a segment stand together, and padding behind the last.
     """
@@ -19,7 +19,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, segments: Int[Array, " X"]) -> "Runs":
-        """The runs of equal numbers; negative ones are padding.
+        """Return the runs of equal segment numbers; rows with a negative number are padding.
 
         Args:
           segments: of each patch.
@@ -34,5 +34,5 @@ class Runs(NamedTuple):
 
     @property
     def begins(self) -> Bool[Array, " X"]:
-        """Whether a patch is the first of its segment."""
+        """For each row, True if it is the first patch of a segment."""
         return self.is_patch & (jnp.arange(len(self.first), dtype=jnp.int32) == self.first)

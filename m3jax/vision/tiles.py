@@ -1,4 +1,4 @@
-"""The tiled schedule of `segment_attention`: by XLA, on any device, with a gradient.
+"""The tiled schedule of `segment_attention`, in plain JAX: for any device, with a gradient.
 
 A segment is cut into tiles from its own first patch on, wherever it lies among the others. What is summed for a patch,
 and in which order, then depends on its own segment alone: its bits do not change with what lies beside it. Tiles of
@@ -20,7 +20,7 @@ _GROUP = 16  # tiles that are computed at once
 
 
 class _Block(NamedTuple):
-    """Rows of some tiles: `arrays` [G C ...], of which those count that `is_patch` [G C] names; others are zero."""
+    """Rows of G tiles: `arrays` [G C ...], zero in rows where `is_patch` [G C] is False."""
 
     arrays: tuple[Array, ...]
     is_patch: Bool[Array, "G C"]
@@ -30,7 +30,7 @@ class _Block(NamedTuple):
 def tiled_attention(
     q: Float[Array, "X N H"], k: Float[Array, "X N H"], v: Float[Array, "X N H"], segments: Int[Array, " X"]
 ) -> Float[Array, "X N H"]:
-    """`segment_attention`, a tile of queries and a tile of keys at a time.
+    """Compute `segment_attention`, a tile of queries and a tile of keys at a time.
 
     Args:
       q, k, v: queries, keys, values; padding may hold anything.
@@ -45,7 +45,7 @@ _Residuals = tuple[Array, Array, Array, Array, Array, Array]  # q, k, v, segment
 def _forward(
     q: Float[Array, "X N H"], k: Float[Array, "X N H"], v: Float[Array, "X N H"], segments: Int[Array, " X"]
 ) -> tuple[Float[Array, "X N H"], _Residuals]:
-    """Outputs, and what the gradient needs."""
+    """Return the outputs, and the arrays that `_backward` needs."""
 
     def fold(softmax: RunningSoftmax, queries: _Block, keys: _Block) -> RunningSoftmax:
         return softmax.fold(_heads(queries.arrays[0]), *map(_heads, keys.arrays), keys.is_patch[:, None, None])
@@ -63,14 +63,14 @@ def _forward(
 
 
 def _backward(residuals: _Residuals, d_out: Float[Array, "X N H"]) -> tuple[Array, Array, Array, None]:
-    """The gradient by q, k and v: weights are computed again from the log-sum-exp of each query."""
+    """Return the gradients by q, k and v; weights are computed again from the log-sum-exp of each query."""
     q, k, v, segments, out, lse = residuals
     runs, dtype, scale = Runs.of(segments), accumulator(q.dtype), q.shape[-1] ** -0.5
-    weighed = jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1)  # [X N]: what a query's weights lose in all
+    weighed = jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1)  # [X N]: the sum over keys of weight x d_weight
     of_queries, of_keys = (q, d_out, lse, weighed), (k, v)
 
     def pair(queries: _Block, keys: _Block) -> tuple[Array, Array]:
-        """The weights [G N R C] of a tile's queries over a tile's keys, and the gradient of their scores."""
+        """Return the weights [G N R C] of a tile's queries over a tile's keys, and the gradient by their scores."""
         q_tile, d_tile, lse_tile, weighed_tile = queries.arrays
         k_tile, v_tile = keys.arrays
         scores = einsum("grnh,gcnh->gnrc", q_tile, k_tile) * scale
@@ -110,16 +110,16 @@ def _over_tiles(
     finish: Callable[[PyTree[Array]], tuple[Array, ...]],
     out: tuple[Array, ...],
 ) -> tuple[Array, ...]:
-    """For each tile, fold the tiles of its own segment, in order, into something, and write down what comes of it.
+    """For each tile, fold all tiles of its segment, in order, into a state, and write the finished state to its rows.
 
     Args:
       runs: where the segments lie.
       own: arrays [X ...], of which a tile's rows go to `fold` with each tile of the segment.
       others: arrays [X ...], of which those tiles are made.
-      start: the sizes G and C to what is folded into.
-      fold: (that, own tiles, a tile of the segment for each) to that.
-      finish: that to arrays [G C ...].
-      out: arrays [X ...] to write them to.
+      start: maps the sizes G and C to the first state.
+      fold: maps (state, G own tiles, a tile of the segment of each) to the next state.
+      finish: maps the last state to arrays [G C ...].
+      out: arrays [X ...] into which those are written.
     """
     num_rows = len(runs.first)
     tile, group = min(TILE, num_rows), min(_GROUP, -(-num_rows // TILE))
@@ -128,7 +128,7 @@ def _over_tiles(
     # Each patch could be a segment of its own; the loop is only as long as there are tiles.
     (tile_rows,) = jnp.nonzero(is_first, size=num_rows + group, fill_value=num_rows)
     num_groups = -(-jnp.sum(is_first, dtype=jnp.int32) // group)
-    ends = jnp.append(runs.end, 0)  # a tile that is none begins behind the last row, and ends before
+    ends = jnp.append(runs.end, 0)  # a tile that only fills the group begins behind the last row and ends at 0: empty
     firsts = jnp.append(runs.first, num_rows)
     column = jnp.arange(tile, dtype=jnp.int32)
 

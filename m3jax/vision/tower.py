@@ -33,7 +33,7 @@ class Attention(nnx.Module):
         sines: Float[Array, "X R"],
         attend: AttendSegments,
     ) -> Float[Array, "X W"]:
-        """One layer's, left in the accumulator's dtype."""
+        """Return the output of one layer's attention, in the accumulator's dtype."""
         q, k, v = (project("xw,wnh->xnh", x) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cosines, sines).astype(x.dtype), rotate(k, cosines, sines).astype(x.dtype)
         return self.out_proj("xnh,nhw->xw", attend(q, k, v.astype(x.dtype)))
@@ -48,7 +48,7 @@ class MLP(nnx.Module):
         self.fc2 = Linear(depth, hidden, width, ("vision_mlp", None), make)
 
     def __call__(self, x: Float[Array, "X W"]) -> Float[Array, "X W"]:
-        """One layer's, left in the accumulator's dtype."""
+        """Return the output of one layer's MLP, in the accumulator's dtype."""
         return self.fc2("xf,fw->xw", gelu(self.fc1("xw,wf->xf", x), x.dtype))
 
 
@@ -70,7 +70,7 @@ class Layers(nnx.Module):
         eps: float,
         every_layer: bool,
     ) -> tuple[Float[Array, "X W"], Float[Array, "L X W"] | None]:
-        """All layers: the last one's output, and each one's if they are asked for."""
+        """Run all layers; return the last one's output, and each one's if they are asked for."""
         cosines, sines = jnp.cos(angles), jnp.sin(angles)
 
         def run_layer(x, layer):
@@ -97,7 +97,7 @@ class Projector(nnx.Module):
         self.merge_linear_2 = Linear((), hidden, width, out_of, make)
 
     def __call__(self, x: Float[Array, "X W"]) -> Float[Array, "R D"]:
-        """Features of the tower's output."""
+        """Return the features [R D] of the tower's output [X W], one for each merge block."""
         patches = self.linear_2("xq,qd->xd", gelu(self.linear_1("xw,wq->xq", x), x.dtype)).astype(x.dtype)
         blocks = patches.reshape(-1, self.merge_linear_1.weight.shape[0])  # [R 4*D]
         hidden = gelu(self.merge_linear_1("rm,mq->rq", blocks), x.dtype)
@@ -127,7 +127,7 @@ class Vision(nnx.Module):
         return self.pre_layrnorm.weight.dtype
 
     def __call__(self, media: MediaBatch, backend: str = "auto") -> Float[Array, "R D"]:
-        """The features of a packed batch.
+        """Return the features of a packed batch.
 
         Args:
           media: from `m3jax.media.batch`.
@@ -148,15 +148,15 @@ class Vision(nnx.Module):
         backend: str = "auto",
         every_layer: bool = False,
     ) -> tuple[Float[Array, "X W"], Float[Array, "L X W"] | None]:
-        """The tower alone.
+        """Run the tower without the projector.
 
         Args:
           patches, segments, positions: as in a `MediaBatch`; P may be what another configuration has.
           backend: of attention.
-          every_layer: whether to keep each layer's output.
+          every_layer: True keeps each layer's output.
 
         Returns:
-          (the last layer's output, each layer's or None). Padding has numbers that mean nothing.
+          (the last layer's output, each layer's or None). Rows of padding hold meaningless numbers.
         """
         weight = self.patch_embedding[...]
         weight = weight.reshape(-1, weight.shape[-1])  # [P W]
@@ -170,5 +170,5 @@ class Vision(nnx.Module):
 
 
 def _add(x: Float[Array, "X W"], update: Float[Array, "X W"]) -> Float[Array, "X W"]:
-    """Residual addition in the accumulator's dtype, rounded once."""
+    """Add a residual in the accumulator's dtype, rounded once."""
     return (x.astype(update.dtype) + update).astype(x.dtype)

@@ -36,7 +36,7 @@ def few_experts(
     config: TileConfig | None = None,
     interpret: Interpret = False,
 ) -> Float[Array, "X C D"]:
-    """What each chosen expert makes of its tokens: `activate(x gate, x up) down`.
+    """Apply each chosen expert to its tokens: `activate(x gate, x up) down`.
 
     Args:
       x: tokens, 1 to `MOST_TOKENS`; bfloat16, float16 or float32.
@@ -44,7 +44,7 @@ def few_experts(
       up: likewise.
       down: likewise.
       layer: which layer of the stack; it is not copied.
-      expert_ids: the experts that each token chose, in any order; -1 for one that is not held here.
+      expert_ids: the experts that each token chose, in any order; -1 for an expert that these weights do not hold.
       activate: of two arrays in float32, element by element.
       shared: an expert that all tokens meet, as wide as the others and in their dtype.
       backend: "triton".
@@ -52,7 +52,7 @@ def few_experts(
       interpret: run on the CPU.
 
     Returns:
-      Outputs in float32, not yet weighted; those of an expert that is not held are anything. C = A, or A + 1 where
+      Outputs in float32, not yet weighted; those of an expert that is not held are undefined. C = A, or A + 1 where
       there is a shared expert: its outputs come last.
 
     Raises:

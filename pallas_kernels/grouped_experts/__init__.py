@@ -28,7 +28,7 @@ def grouped_experts(
     config: TileConfig | None = None,
     interpret: Interpret = False,
 ) -> Float[Array, "X A D"]:
-    """What each expert makes of each of its tokens: `activate(x gate, x up) down`.
+    """Apply each expert to each of its tokens: `activate(x gate, x up) down`.
 
     A pair is a token and one of the A experts that it chose: pair p is token p // A's choice p % A.
 
@@ -48,7 +48,7 @@ def grouped_experts(
       interpret: run on the CPU.
 
     Returns:
-      Outputs in float32, not yet weighted, each pair's where it belongs; those of a pair in no tile are anything.
+      Outputs in float32, not yet weighted, each at its pair's token and choice; undefined for a pair in no tile.
 
     Raises:
       ValueError: operands that do not fit together, widths that are not whole pieces of a program, an unknown backend,

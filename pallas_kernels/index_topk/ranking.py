@@ -20,13 +20,13 @@ class BestBlocks(NamedTuple):
 
 
 def empty_list(places: int, queries: int) -> BestBlocks:
-    """Nothing listed yet."""
+    """Return a list of `places` places, all of them unlisted."""
     keys = tuple(jnp.full((1, queries), -jnp.inf, jnp.float32) for _ in range(places))
     return BestBlocks(keys, tuple(jnp.full((1, queries), BEHIND_ALL, jnp.int32) for _ in range(places)))
 
 
 def sort_key(score: Float[Array, "*X"]) -> Float[Array, "*X"]:
-    """Scores as finite sort keys: NaN below -inf, and room at both ends for forced and unlisted blocks."""
+    """Return scores as finite sort keys: NaN below -inf, and room at both ends for forced and unlisted blocks."""
     key = jnp.maximum(jnp.minimum(score, -KEY_OF_MINUS_INF), KEY_OF_MINUS_INF)
     return jnp.where(score != score, KEY_OF_NAN, key)
 

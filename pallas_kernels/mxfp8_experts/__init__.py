@@ -25,9 +25,9 @@ def mxfp8_experts(
     config: TileConfig | None = None,
     interpret: Interpret = False,
 ) -> Float[Array, "Y C D"]:
-    """What each expert makes of each of its tokens: `activate(x gate, x up) down`, of weights in x's dtype.
+    """Apply each expert to each of its tokens: `activate(x gate, x up) down`, of weights in x's dtype.
 
-    Codes and scales become numbers in registers: of memory a byte a weight is read, and a thirty-second.
+    Codes and scales become numbers in registers, so that 1 + 1/32 bytes are read from memory for each weight.
 
     Args:
       x: tokens; bfloat16 or float16.
@@ -38,7 +38,8 @@ def mxfp8_experts(
       expert: of each tile.
       token: rows of x that a tile takes, C one of 1, 16, 32 and 64. Tiles of 1 are for few pairs of a token
         and an expert, whose products need no tensor cores.
-      valid: which of them count. A tile with none is skipped, and its output is anything, as that of invalid rows.
+      valid: True for the rows that count. A tile without any is skipped; its output, like an invalid row's, is
+        undefined.
       activate: of two arrays in float32, element by element.
       backend: "triton".
       config: tile sizes, a `Config` of the backend.

@@ -90,7 +90,7 @@ def check(small: bool, seed: int, jobs: int, only: Sequence[str] = ("",)) -> int
 
 
 def options() -> dict[str, object]:
-    """Of the compiler, as the mode has them."""
+    """Return the compiler options of the invariant mode on this device."""
     return GPU_OPTIONS if jax.default_backend() == "gpu" else {}
 
 
@@ -210,7 +210,7 @@ def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
 
 
 def _differing(part, arrays: dict) -> tuple[int, int]:
-    """(how many tokens of those in smaller programs have other bits than in the program of all, of how many)."""
+    """Return (tokens whose bits in a smaller program differ from those in the program of all, tokens compared)."""
     weights, fn = part.args[0], part.func
     program = jax.jit(fn, compiler_options=options())
 
@@ -401,7 +401,7 @@ def check_requests(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int,
 
 
 def _serve(engine: Engine, prompts: list[list[int]], neighbours: list[list[int]]) -> list[Generation]:
-    """What every second prompt draws greedily and the others sample."""
+    """Serve prompts beside neighbours, every second one greedily, the others sampled; return the prompts' results."""
     greedy, sampled = (Params(max_new_tokens=NEW_TOKENS, sampling=how, stop_ids=())
                        for how in (Sampling.greedy(), Sampling(temperature=1.0, seed=7)))  # fmt: skip
     handles = [engine.add(prompt, (greedy, sampled)[i % 2]) for i, prompt in enumerate(prompts)]
@@ -412,7 +412,7 @@ def _serve(engine: Engine, prompts: list[list[int]], neighbours: list[list[int]]
 
 
 def _training_program(model: M3, longest: int):
-    """What recomputes the log-probabilities of `TRAINED` texts, compiled."""
+    """Compile the program that recomputes the log-probabilities of `TRAINED` texts."""
     program = jax.jit(token_logprobs, compiler_options=options())
     return program.lower(model, jax.ShapeDtypeStruct((TRAINED, longest), jnp.int32)).compile()
 

@@ -84,7 +84,7 @@ def _serve(model: M3, prompts: list[list[int]]) -> list[tuple[int, ...]]:
 
 
 def _gaps(model: M3, prompts: list[list[int]], new: list[tuple[int, ...]]) -> np.ndarray:
-    """How far below XLA's best logit each new token lies."""
+    """Return how far each new token's logit lies below XLA's best, in standard deviations of the logits."""
     rows = np.zeros((len(prompts), max(PROMPTS) + NEW_TOKENS), np.int32)
     for row, prompt, tokens in zip(rows, prompts, new, strict=True):
         row[: len(prompt) + NEW_TOKENS] = [*prompt, *tokens]

@@ -81,7 +81,7 @@ def check_mxfp8_project(shape, dtype, *, seed: int) -> dict[str, float]:
 
 
 def _every_scale_projected(dtype) -> bool:
-    """Whether what rows that pick one input channel each give are the definition's numbers, in few rows and in many."""
+    """Return True if rows that each pick one input channel give the definition's numbers, in few rows and in many."""
     channels = np.arange(4) * 32 + np.array([0, 7, 18, 31])
     codes = np.random.default_rng(0).integers(0, 127, (1, 128, 128)) | 128 * (np.arange(128) % 2)
     scales = np.arange(512).reshape(1, 4, 128) % (247 if dtype == jnp.bfloat16 else 134)  # larger ones overflow
@@ -97,7 +97,7 @@ def _every_scale_projected(dtype) -> bool:
 
 
 def _every_scale(dtype) -> bool:
-    """Whether the kernel's numbers are the definition's, and the definition's, bit by bit, those that loading gives."""
+    """Return True if the kernel gives the definition's numbers, and the definition those of loading, bit by bit."""
     codes, scales = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
     block = MXFP8Array(jnp.asarray(codes[:, None].repeat(32, axis=1)), jnp.asarray(scales[:, None]))
     found = np.asarray(jax.jit(mxfp8.dequantize, static_argnums=1)(block, np.dtype(dtype)))[:, 31]

@@ -82,7 +82,7 @@ def check_heads(shape, dtype, *, seed: int) -> dict[str, float]:
 
 
 def _differing(found, whole, num_rows: int) -> int:
-    """How many rows of calls with so many have other bits than in the whole one."""
+    """Return how many rows differ in some bit between calls with `num_rows` rows and the call with all."""
     in_float32 = lambda x: np.asarray(x[:num_rows], np.float32).reshape(num_rows, -1)
     pairs = zip(found, whole, strict=True)
     return sum(int((in_float32(a) != in_float32(b)).any(axis=1).sum()) for a, b in pairs)

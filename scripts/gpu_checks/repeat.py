@@ -1,4 +1,4 @@
-"""What every check of `gpu_check.py` does with a kernel: it runs twice, each time on memory that is poisoned."""
+"""The run of a kernel in every check of `gpu_check.py`: twice, each time on memory that is filled with NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def poison() -> None:
-    """Fills freed memory with NaN, so that an output which nothing writes shows."""
+    """Fill freed memory with NaN, so that a part of an output that no program writes is noticed."""
     jax.block_until_ready([jnp.full((1 << 28,), jnp.nan, jnp.float32) for _ in range(4)])
 
 
 def twice(fn, *args):
-    """The result, and whether a second run gave the same bits."""
+    """Return the result, and True if a second run gave the same bits."""
     runs = []
     for _ in range(2):
         poison()

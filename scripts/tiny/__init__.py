@@ -1,1 +1,1 @@
-"""What the embedded checkpoint is trained on and measured with: scripts beside import it, no wheel carries it."""
+"""The training data and the measurements of the embedded checkpoint, for the scripts; not part of the wheel."""

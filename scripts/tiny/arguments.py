@@ -66,7 +66,7 @@ def keep_model(model: M3, base: Path, folder: Path) -> M3:
 
 
 def mismatch(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Why the run in a folder cannot go on under some settings; a new folder remembers them.
+    """Return why the run in a folder cannot go on under some settings, or None; a new folder keeps the settings.
 
     Args:
       folder: of the run.

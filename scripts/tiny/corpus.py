@@ -137,7 +137,7 @@ class Corpus(TokenRun):
 
 
 def _fingerprint(tokenizer: Tokenizer, texts: list[str]) -> str:
-    """What a cache of tokens belongs to: this tokenizer and exactly these texts."""
+    """Return the hash that ties a cache of tokens to this tokenizer and exactly these texts."""
     digest = hashlib.sha256(tokenizer.backend.to_str().encode())
     for text in texts:
         digest.update(hashlib.sha256(text.encode()).digest())

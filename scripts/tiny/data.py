@@ -141,7 +141,7 @@ def scatter(
 def _schedule(
     rng: np.random.Generator, num_pairs: int, length: int
 ) -> tuple[Int64[np.ndarray, " R"], Float64[np.ndarray, " R"]]:
-    """Which pair each record of a row states, and about where, in tokens, in ascending order."""
+    """Draw the pair that each record of a row states, and about where it stands, in tokens, in ascending order."""
     repeats = rng.choice(len(_QUERIES), size=num_pairs, p=_QUERIES) + 1
     is_used = np.arange(len(_QUERIES)) < repeats[:, None]  # [pairs 3]
     if rng.random() < 0.3:

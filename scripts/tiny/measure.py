@@ -1,4 +1,4 @@
-"""What docs/tiny.md says of a trained checkpoint."""
+"""The measurements of a trained checkpoint that docs/tiny.md reports."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -67,7 +67,7 @@ def assert_same(got, expected, tolerance=0.0):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_offloaded_is_resident_bit_for_bit(kind):
-    """Where one pass has room for all, attention sums in the same order."""
+    """Offloaded keys change no bit: one pass has room for all selected pages, so attention sums in the same order."""
     served = offloaded(kind)
     with compilations() as seen:
         got = serve(served, *WORK)

@@ -20,7 +20,7 @@ WHICH = st.integers(0, 5)
 
 
 def contents(tokens) -> list[int]:
-    """What a device would store for each token: it depends on everything before it."""
+    """Return a number for each token in the place of keys and values: it depends on all tokens before it."""
     hashes = accumulate(enumerate(tokens), lambda before, now: zlib.crc32(repr(now).encode(), before), initial=1)
     return list(hashes)[1:]
 
@@ -84,7 +84,7 @@ class Pool:
         return p.statistics(), p.free, list(p._prefix.unused), sorted(p._prefix.nodes), tables
 
     def hits(self, tokens):
-        """How much of a prompt is in the cache; who asks is a user, too."""
+        """Return how many tokens of a prompt are in the cache; asking counts as a use of their pages."""
         handle, cached = self.pages.add(tokens)
         self.pages.release(handle)
         return cached

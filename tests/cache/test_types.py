@@ -1,4 +1,4 @@
-"""What the cache stores: small types and their scales, and virtual pages."""
+"""The numbers that the cache stores: small types and their scales, and virtual pages."""
 
 from functools import cache
 

@@ -73,7 +73,7 @@ def write(folder: Path, seed: int, num_files: int, beside: dict[str, bytes]) -> 
 
 
 def contents(folder: Path, names=("config.json", "tokenizer.json")) -> tuple | str:
-    """What a reader finds: the tensors' values and the files beside them, or that there is no checkpoint."""
+    """Return what a reader finds: (the tensors' values, the files beside them), or "none" without a checkpoint."""
     found = read_folder(folder)
     if found.all_lost:
         return "none"

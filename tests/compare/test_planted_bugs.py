@@ -39,7 +39,7 @@ def test_the_page_has_every_bug():
 
 @pytest.mark.parametrize("bug", SCRIPT["BUGS"], ids=lambda bug: bug.__name__)
 def test_the_report_is_the_pages(bug, planted):
-    """Where the bug is, and the page's words and numbers; the right engine agrees."""
+    """The report names the quantity that the bug changes first, and has the page's words and numbers."""
     report = compare_sides(str(ROOT / "vectors"), str(planted / f"{bug.__name__}.safetensors"))
     found, expected = None if report.first is None else report.first.name.split(".")[-1], FIRST[bug.__name__]
     assert found == expected, f"{bug.__name__}: the first difference is in {found}, expected {expected}"

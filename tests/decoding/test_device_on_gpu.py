@@ -1,4 +1,4 @@
-"""What a loop of decode steps is compiled from on a GPU, on a machine that has none."""
+"""The program of a loop of decode steps on a GPU, lowered on a machine that has none."""
 
 import re
 import warnings

@@ -41,7 +41,7 @@ def model() -> M3:
 
 @cache
 def alone(tokens: tuple[int, ...], asked: Params) -> Generation:
-    """What a request gets in an engine of its own."""
+    """Return the continuation of a request that has an engine to itself."""
     return serve(engine(model()), (tokens, asked))[0]
 
 
@@ -172,7 +172,7 @@ def test_what_no_request_will_run_is_not_compiled():
 
 
 def test_the_counter_counts():
-    """What a new shape compiles is seen."""
+    """`compilations` counts the compilation of a new shape: else the tests of "compiles nothing" would always pass."""
     served = Engine(FakeModel.random(), pages=3)
     with compilations() as seen:
         served._runner.copy_pages([(0, 1)])
@@ -355,7 +355,7 @@ def test_a_stop_id_as_the_last_token_that_is_allowed(draft):
 
 
 def test_take_gives_again_what_was_truncated():
-    """What was taken, and taken back, is new when it comes again."""
+    """Tokens that were taken and then truncated are given again when they are decoded again."""
     served, whole = engine(model()), alone(prompt(30), params(40)).tokens
     handle = served.add(prompt(30), params(40))
     while len(served.result(handle).tokens) < 8:

@@ -49,7 +49,7 @@ Item = tuple[tuple[int, ...], Params]
 
 
 class Outcome(NamedTuple):
-    """What a request got, and the blocks that each of its tokens chose [S L K J]."""
+    """The result of a request, and the blocks that each of its tokens chose [S L K J]."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -204,7 +204,7 @@ def test_any_permutation_of_pages(seed):
 
 
 def test_a_page_is_a_block():
-    """T27."""
+    """Pages of every stack have as many tokens as a block of the selection (T27)."""
     cache = engine(model())._runner.state.cache
     assert cache.page_size == CONFIG.index_block_size
     assert all(s.k.shape[3] == SIZE and (s.index_k is None or s.index_k.shape[2] == SIZE) for s in cache.stacks)

@@ -1,4 +1,4 @@
-"""What the engine refuses, and that nobody else notices."""
+"""Engines and requests that are refused: the error names the reason, and other requests get the same tokens."""
 
 from dataclasses import fields
 from functools import cache
@@ -28,7 +28,7 @@ def model() -> M3:
 
 @cache
 def alone() -> Generation:
-    """What the request gets that runs while others are refused."""
+    """Return the result of the request that runs while others are refused, from an engine to itself."""
     return serve(engine(model()), (prompt(9), params(40)))[0]
 
 

@@ -142,7 +142,7 @@ def test_a_request_may_fill_the_pool():
 
 
 def test_longer_than_the_pool():
-    """Where pages, not the model, are the limit."""
+    """A request is refused if it is longer than all pages hold, even if the model could take it."""
     served = small_engine(pages=6, room=None)
     assert served.max_length == 24
     with pytest.raises(ValueError, match="needs room for 25 tokens and a request of this engine can have 24"):

@@ -104,7 +104,7 @@ def test_every_request_is_the_definition():
 
 
 def test_the_features_of_two_images_differ_enough_to_tell():
-    """Else no test here could fail."""
+    """Two images give different tokens: if they did not, the tests here could not tell them apart."""
     first, second = (plain(*of(number)) for number in (0, 1))
     assert first[0] != second[0]
 

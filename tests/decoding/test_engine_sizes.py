@@ -49,7 +49,7 @@ def test_a_prompt_compiles_the_sizes_of_prefill_that_it_needs():
     ],
 )  # fmt: skip
 def test_the_end_of_a_prompt_takes_two_small_calls_rather_than_one_that_is_hardly_half_full(tokens, sizes):
-    """What warm-up compiles for a prompt is what its calls then are; sizes that are near each other are not halved."""
+    """Warm-up compiles for a prompt exactly the sizes of its calls; sizes that are near each other are not halved."""
     of_engine = shapes.Shapes(batch=1, prompts=1, chunks=(256, 2048, 8192), steps=1, stop_ids=1)
     assert of_engine.prefill_sizes(tokens) == tuple(sorted(set(sizes)))
     for size in sizes:

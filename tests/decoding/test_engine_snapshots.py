@@ -60,7 +60,10 @@ def target() -> Engine:
 
 
 def assert_harmless(bring: Callable[[], Snapshot]) -> bool:
-    """Whether an import worked; if not it is a ValueError of one line. After both, all is as if it had not been."""
+    """Return True if an import worked; fail unless it did or raised a ValueError of one line.
+
+    After both, the engine has its pages and serves the next request as if there had been no import.
+    """
     served = target()
     if served.pages["cached"]:
         served._pages.evict(served.pages["cached"])  # else the pages of the last import are found, not written
@@ -143,7 +146,7 @@ def resealed(text: bytes, numbers: bytes) -> bytes:
 
 
 def places_in(tree: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Where something stands in parsed JSON."""
+    """Yield the path of every value in parsed JSON."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         yield (*path, key)

@@ -143,7 +143,7 @@ def test_preempted_requests_have_their_bits():
 
 
 def test_requests_in_host_memory_have_the_bits_of_device_pages():
-    """What is in the pool depends on other requests, and so does what a pass over it can bring in."""
+    """Pages in host memory change no bit, although other requests decide which pages a pass over the pool brings in."""
     engine = served("float32", "host memory")
     asked = [params(min(40, ROOM - len(tokens)), **knobs) for tokens, knobs in LIVES]
     results = serve(engine, *((tokens, how) for (tokens, _), how in zip(LIVES, asked, strict=True)))

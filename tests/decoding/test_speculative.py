@@ -41,7 +41,7 @@ def quick_programs():
 
 @cache
 def plain():
-    """What each request gets without a draft, and the log-probabilities."""
+    """Return the result of each request without a draft, log-probabilities included."""
     return serve(engine(model()), *WORK)
 
 
@@ -324,7 +324,7 @@ def test_tokens_have_the_targets_distribution_where_the_draft_draws():
 
 
 def _limit(degrees):
-    """What a chi-square variable exceeds once in 10,000 times (Wilson and Hilferty)."""
+    """Return the value that a chi-square variable exceeds once in 10,000 times (Wilson and Hilferty)."""
     return degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 

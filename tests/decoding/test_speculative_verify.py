@@ -100,7 +100,7 @@ def drawn_by_eagle3(model, drafter, memory, seeds):
 
 
 def test_the_token_after_a_refusal_does_not_depend_on_the_drafts_draw():
-    """What q gives its best token, p gives to the second and to the last, half each; so they share what is refused.
+    """p moves the probability of q's best token to the second and the last, half each; so these share what is refused.
 
     Drawn by one key, the refused token's win would say that the second, which it often is close to, drew low. Under a
     random p that hardly shows: what p - q leaves is mostly on tokens of little q, whose draw a win says little about.
@@ -218,7 +218,7 @@ def test_logits_without_a_distribution_end_the_row():
 
 
 def test_equal_distributions_accept_everything():
-    """Where q is p, nothing is ever refused, and what rounding leaves of p - q is not drawn from."""
+    """If q is p, over 99.9% of rows accept all proposals, and no token is drawn from rounding errors of p - q."""
     rows = 2000
     log_p = jax.nn.log_softmax(jnp.broadcast_to(jnp.asarray(TARGET), (rows, K + 1, V)))
     drawn = jax.random.categorical(jax.random.key(0), log_p[:, :K]).astype(jnp.int32)

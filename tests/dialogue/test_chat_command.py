@@ -115,7 +115,7 @@ def test_json_lines_have_all_of_an_answer(say, tools):
     ],
 )
 def test_a_line_that_cannot_be_sent_is_named(say, arguments, lines, message):
-    """What was answered before stays printed."""
+    """The error names the line and its fault, and answers to earlier lines stay printed."""
     status, out, err = say(arguments, *lines)
     assert status == 2 and message in err and err.count("\n") == 1 and err.startswith("m3jax.chat: error: "), err
     assert ("One moment." in out) == (lines[0] == "Hello" and not arguments)

@@ -71,7 +71,7 @@ def test_an_answer_comes_as_events_and_the_last_is_all_of_it():
 
 @pytest.mark.parametrize("mode", ["enabled", "disabled", "adaptive"])
 def test_the_mode_says_where_an_answer_begins(mode):
-    """Where thinking is on the prompt opened it: the parser has to know, or what is thought is taken for the answer."""
+    """With thinking enabled the prompt opens it: unless the parser knows, the reasoning is taken for the answer."""
     answer = {"enabled": "I think.</mm:think>Yes.", "disabled": "Yes.", "adaptive": "<mm:think>I think.</mm:think>Yes."}
     model = ScriptedModel.of([answer[mode]], mode)
     reply = m3jax.chat(model, tokenizer(), [USER], thinking_mode=mode, stream=False, progress=False)
@@ -92,7 +92,7 @@ def test_an_answer_cut_at_its_limit_ends_before_an_unfinished_character():
 
 
 def test_a_special_token_is_text():
-    """Whether a marker is special is the tokenizer's affair: left out, it would part an answer otherwise."""
+    """A marker that is a special token in this tokenizer stays in the answer's text."""
     model = ScriptedModel.of(["</mm:think>a ]<]image[>[ b"])
     reply = m3jax.chat(model, tokenizer(), [USER], stream=False, progress=False)
     assert reply.content == "a ]<]image[>[ b"

@@ -72,7 +72,7 @@ class Screen:
         self._terminal.display = Display(Console(file=self._file, width=200))
 
     def after(self, *lines: str) -> str:
-        """What is on the screen once these lines were typed; the chat goes on with the next ones."""
+        """Type these lines, and return what the screen then shows; the chat goes on with the next ones."""
         typed = iter([*lines, "/quit"])
         self._monkeypatch.setattr("builtins.input", lambda _prompt: next(typed))
         self._terminal.run()

@@ -38,7 +38,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory) -> Path:
-    """That model as a checkpoint, with the embedded tokenizer and template."""
+    """Save the model as a checkpoint, with the embedded tokenizer and template."""
     path = tmp_path_factory.mktemp("seeing")
     m3jax.save(model, path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

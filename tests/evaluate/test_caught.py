@@ -1,4 +1,4 @@
-"""What selection catches of dense attention, against the definition in float64."""
+"""The share of dense attention that the selection catches, against the definition in float64."""
 
 from functools import cache
 

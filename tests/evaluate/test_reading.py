@@ -35,7 +35,7 @@ def rows() -> tuple[np.ndarray, ...]:
 
 @cache
 def expected() -> list[tuple[list[float], list[bool]]]:
-    """By the definition, from the logits of a call without a cache for each row."""
+    """Return each row's (losses, hits) by the definition, from the logits of a call without a cache."""
     found = []
     for row in rows():
         padded = np.zeros((1, max(LENGTHS)), np.int32)

@@ -114,7 +114,7 @@ def test_wrong_probe(arguments: dict, message: str):
 
 
 def check_prompt(prompt: Prompt, kind: str, length: int, depths: tuple[float, ...]) -> None:
-    """What a prompt's records and questions say of one another, read from its tokens alone."""
+    """Check that a prompt's questions ask for its records, and the answers are right, from its tokens alone."""
     row, last = prompt.tokens, prompt.answers[-1]
     assert (last[0], last[1], len(row)) == (length, length + 1, length + 1)
     records, asked = records_of(row), [(int(row[begin - 2]), int(row[begin])) for begin, _ in prompt.answers]

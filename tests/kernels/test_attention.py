@@ -73,7 +73,7 @@ def test_empty_rows_and_empty_selections(options):
 
 
 class NanKey(Case):
-    """Of each row the first key is no number."""
+    """A case in which the first key of each row is NaN."""
 
     def qkv(self, dtype=np.float32):
         q, k, v = super().qkv(dtype)
@@ -83,7 +83,7 @@ class NanKey(Case):
 
 @every_kernel
 def test_a_nan_that_a_query_reads_is_in_its_output(options):
-    """A sum that is no number is not above 0, and must not pass for one that saw nothing."""
+    """A sum that is NaN is not above 0, and must not pass for that of a query that saw no key."""
     case = NanKey(**vars(fitting(prefill(GROUPED, 2), options)))
     blocks = case.any_blocks()
     out, lse = attention(case=case, layout="paged", blocks=blocks, **options)

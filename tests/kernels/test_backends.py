@@ -1,4 +1,4 @@
-"""How an op finds its backends: what is imported when, what is refused, and that another folder fits beside them."""
+"""The backends of an op: when they are imported, what is refused, and that another folder is another backend."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def operands():
 
 
 def test_unknown_backends_and_options_of_others_are_refused(unchecked):
-    """What one backend alone understands is no option that another passes over."""
+    """An option that only another backend understands is refused, and not ignored."""
     with pytest.raises(ValueError, match="backend = 'cuda': index_topk has 'mosaic_tpu', 'triton'"):
         op.index_topk(*operands(), top_k=3, backend="cuda")
     with pytest.raises(ValueError, match=r"a .*mosaic_tpu.Config: backend = 'triton' takes a .*triton.Config"):

@@ -65,7 +65,7 @@ def silu_times(gate, up):
 
 
 def by_pair(x, weights, ids):
-    """In float64, of the second layer; NaN for an expert that is not held."""
+    """Return each pair's output by the second layer's experts, in float64; NaN for an expert that is not held."""
     x, gate, up, down = (np.asarray(array, np.float64) for array in (x, *weights))
     out = np.full((*ids.shape, x.shape[1]), np.nan)
     for token, choice in np.argwhere(ids >= 0):

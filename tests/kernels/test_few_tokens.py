@@ -1,4 +1,4 @@
-"""What a step of few tokens runs besides attention: products with a stack's matrices, norms, router, shared expert."""
+"""The kernels of a step of few tokens besides attention: products with a stack, norms, router, shared expert."""
 
 from functools import cache, partial
 

@@ -45,7 +45,7 @@ def drawn(*shape: int, seed: int = 0) -> Weights:
 
 
 def numbers(weights: Weights, dtype="float32") -> np.ndarray:
-    """What the weights of the second layer stand for, in float64."""
+    """Return the numbers that the second layer's weights stand for, in float64."""
     of_layer = MXFP8Array(weights.codes[1], weights.scales[1])
     return np.asarray(mxfp8.dequantize(of_layer, dtype).astype(jnp.float32), np.float64)
 

@@ -203,7 +203,7 @@ def test_empty_rows_and_empty_selections(options):
 
 
 class NanKey(Case):
-    """Of each row the first key is no number."""
+    """A case in which the first key of each row is NaN."""
 
     def qkv(self, dtype=np.float32):
         q, k, v = super().qkv(dtype)
@@ -213,7 +213,7 @@ class NanKey(Case):
 
 @every_attention
 def test_a_nan_that_a_query_reads_is_in_its_output(options):
-    """A sum that is no number is not above 0, and must not pass for one that saw nothing."""
+    """A sum that is NaN is not above 0, and must not pass for that of a query that saw no key."""
     case = NanKey(**vars(fitting(prefill(SMALL, 2), options)))
     blocks = case.any_blocks()
     out, lse = attention(case, "paged", blocks, **options)
@@ -278,7 +278,7 @@ def test_insert_is_that_of_the_model(shape):
 
 
 def test_wrong_operands_are_refused(unchecked):
-    """What was given, what is allowed."""
+    """The error says what was given and what is allowed."""
     case = prefill(replace(GROUPED, B=1, T=17), 0)
     q, k = (jnp.asarray(x) for x in case.index())
     at = jnp.asarray(case.positions), jnp.asarray(case.lengths)

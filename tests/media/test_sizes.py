@@ -1,4 +1,4 @@
-"""How large images and frames become: the table of the engines, tiers, and what no rule allows."""
+"""The sizes that images and frames are resized to: the engines' rules, tiers, and sizes that no rule allows."""
 
 import pytest
 from hypothesis import given

@@ -34,7 +34,7 @@ SIZES = np.concatenate([SIZES[SIZES.max(1) <= 200 * SIZES.min(1)], [[13, 2600], 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
-    """What transformers makes of all of it."""
+    """Run transformers on all images and videos, in a process of its own, and return what it makes of them."""
     source, target = (tmp_path_factory.mktemp("media") / name for name in ("in.npz", "out.npz"))
     pixels = {f"image.{name}": image for name, image in IMAGES.items()}
     pixels |= {f"video.{name}": frames for name, (frames, _, _) in VIDEOS.items()}

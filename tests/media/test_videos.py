@@ -26,7 +26,7 @@ def test_containers(kind, tmp_path):
 
 
 def test_a_turned_phone():
-    """What a phone that is held upright writes lies on its side, and a matrix in the header says how to turn it."""
+    """Frames of an upright phone are stored lying on their side; a matrix in the header says how to turn them."""
     data = bytearray(video_file(clip(3), "mp4"))
     matrix = data.index(b"tkhd") + 4 + 40
     quarter = [0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30]  # a quarter clockwise

@@ -110,7 +110,7 @@ def test_a_score_of_ones_own_reaches_every_layer(model):
 
 
 def test_an_engine_passes_checks(model):
-    """What the engine gives the model is all in order, rows of padding and ends of pages included."""
+    """The engine's calls of the model pass `checks()`, rows of padding and ends of pages included."""
     params = Params(max_new_tokens=5, sampling=Sampling.greedy())
     with m3jax.checks():
         engine = Engine(model, pages=24, max_batch=2, prefill_chunk=16, steps_per_call=2)

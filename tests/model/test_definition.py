@@ -35,7 +35,7 @@ def params(dtype: str = "float32"):
 
 
 def drops_a_block(values: dict, lengths) -> bool:
-    """Whether the last token of some row and some head leaves a visible block out (T17)."""
+    """Return True if the last token of some row leaves a visible block out, in some head (T17)."""
     blocks = np.asarray(values["layers"][-1]["blocks"])  # [B K T J]
     last = [blocks[row, :, length - 1] for row, length in enumerate(np.asarray(lengths))]
     size = CONFIG.index_block_size

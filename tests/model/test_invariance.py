@@ -1,4 +1,4 @@
-"""What the invariant mode rests on: tiles whose bits nothing beside them changes, and calls of a model made of them."""
+"""The basis of the invariant mode: tiles whose bits nothing beside them changes, and a model's calls made of them."""
 
 import itertools
 from dataclasses import replace
@@ -133,7 +133,7 @@ def test_kernels_take_mxfp8_in_a_stack_as_its_numbers():
 
 
 def lowered(model, *shape) -> str:
-    """A call for a GPU."""
+    """Lower a call of the model for a GPU."""
     return lower(lambda model, tokens: model.with_invariance()(tokens), model, array(jnp.int32, *shape))
 
 

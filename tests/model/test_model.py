@@ -120,7 +120,7 @@ def test_visible_blocks_are_dropped():
 
 
 def test_heads_and_layers_choose_for_themselves():
-    """T1, T25."""
+    """Selections differ between KV heads (T1) and between layers (T25), for more than half of the queries."""
     first, second = (layer["blocks"][:, :, 40:] for layer in sparse_layers(whole()))
     assert np.mean(np.any(first[:, 0] != first[:, 1], axis=-1)) > 0.5
     assert np.mean(np.any(first != second, axis=-1)) > 0.5

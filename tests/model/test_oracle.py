@@ -51,7 +51,7 @@ def theirs(name: str) -> dict[str, Any]:
 
 @cache
 def defined(name: str) -> dict[str, Any]:
-    """What the model's definition makes of the same checkpoint."""
+    """Return the intermediates that the model's definition computes from the same checkpoint."""
     pair, config = oracle.pair(name), oracle.pair(name).ours.config
     run = jax.jit(lambda params, tokens: definition.intermediates(params, tokens, config))
     return jax.device_get(run(definition.parameters(pair.ours), pair.case.tokens()))

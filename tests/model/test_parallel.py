@@ -235,7 +235,7 @@ def test_few_kv_heads_are_replicated():
 
 @pytest.mark.parametrize("mesh, share", [("tensor=8", 0.127), ("expert=2,tensor=4", 0.129), ("expert=8", 0.152)])
 def test_the_full_model_divides_over_eight_devices(mesh, share):
-    """What one device holds of it; over experts alone the rest of the model is on every device."""
+    """One device holds little more than an eighth; over experts alone every device has the rest of the model."""
     config, mesh = M3Config.m3(), parse_mesh(mesh)
     held = jax.tree.map(
         lambda leaf, where: np.prod(where.shard_shape(leaf.shape)),

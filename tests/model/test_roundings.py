@@ -1,4 +1,4 @@
-"""Where the model rounds in bfloat16: each value on the way from those before it, with the roundings of numerics.md."""
+"""The model's roundings in bfloat16: each value from those before it, rounded where docs/numerics.md says."""
 
 from functools import cache, partial
 
@@ -63,7 +63,7 @@ def assert_rounded_once(found, expected: np.ndarray, what: str) -> None:
 
 
 def assert_not_rounded(found, expected: np.ndarray, what: str, slack=0.0) -> None:
-    """A float32 sum."""
+    """Check that a value is a float32 sum, equal to the exact one up to float32's roundings."""
     assert found.dtype == np.float32, f"{what} is {found.dtype}, expected float32"
     comparisons.assert_close(found, expected, what, atol=FLOAT32 * np.abs(expected).max() + slack)
 

@@ -1,4 +1,4 @@
-"""What the functions of MSA are given: refused by shape and dtype always, by what is in it under `m3jax.checks()`."""
+"""The checks of MSA's arguments: of shapes and dtypes at every call, of values under `m3jax.checks()`."""
 
 from functools import partial
 
@@ -108,7 +108,7 @@ def test_what_is_right_passes_checks():
 
 
 def test_an_error_in_a_block_of_checks_names_what_was_found():
-    """What a compiled program found is the likelier cause of what failed after it."""
+    """The error of `checks()` comes first, with the later error as its cause: the finding likely made that one fail."""
     compiled = jax.jit(lambda blocks: msa.sparse_attention(Q, K, V, blocks, POSITIONS, LENGTHS, block_size=4))
     with pytest.raises(ValueError, match="names a block that there is not") as raised, m3jax.checks():
         compiled(BLOCKS + 100)

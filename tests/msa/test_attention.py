@@ -232,7 +232,7 @@ def test_padding_is_zero(schedule, case):
 @SCHEDULE
 @given(case=cases((GROUPED,)))
 def test_right_padding_changes_nothing(schedule, case):
-    """T6, T10."""
+    """Padding on the right changes no output and has output 0, with NaN behind the rows' keys (T6, T10)."""
     s = case.shape
     pad = lambda x, size, value: np.pad(x, [(0, 0), (0, size)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
     q, k, v = case.qkv()

@@ -1,4 +1,4 @@
-"""What selection refuses; T names as in docs/msa.md."""
+"""The arguments that selection refuses; numbers such as T17 are the traps of docs/glossary.md."""
 
 import jax.numpy as jnp
 import pytest
@@ -28,7 +28,7 @@ def test_wrong_rules(changes, message):
 
 @pytest.mark.usefixtures("unchecked")
 def test_index_widths_that_differ():
-    """T31."""
+    """Index queries and keys of different widths are refused (T31)."""
     case = prefill(GROUPED)
     index_q, index_k = case.index()
     args = (index_q[..., :4], index_k, case.positions, case.lengths)
@@ -39,7 +39,7 @@ def test_index_widths_that_differ():
 
 
 def test_select_blocks_checks_its_rules():
-    """T31."""
+    """`select_blocks` refuses rules that no selection can follow (T31)."""
     scores = jnp.zeros((1, 1, 1, 5))
     args = (scores, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
     with pytest.raises(ValueError, match="block_size = 0: must be at least 1"):

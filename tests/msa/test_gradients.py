@@ -211,7 +211,7 @@ def test_block_scores_gradient_is_that_of_finite_differences():
 
 
 def test_attend_has_a_gradient_where_a_row_sees_nothing():
-    """T8."""
+    """The gradient of a query that sees no key is 0, not NaN (T8)."""
     q, k, v = (jnp.ones((2, 4)), jnp.ones((3, 4)), jnp.ones((3, 4)))
     visible = jnp.array([[True, True, False], [False, False, False]])
     grads = jax.grad(lambda *x: jnp.sum(attend(*x, visible)[0]), argnums=(0, 1, 2))(q, k, v)

@@ -171,7 +171,7 @@ def test_ops_read_views(queries, schedule):
 
 
 def test_unknown_schedules():
-    """T31."""
+    """An unknown schedule is refused, and the error names those that there are (T31)."""
     case = prefill(GROUPED)
     q, k, v = map(jnp.asarray, case.qkv())
     args = [jnp.asarray(x) for x in (case.any_blocks(), case.positions, case.lengths)]
@@ -217,7 +217,7 @@ def test_operands_that_do_not_fit(schedule, changes, message):
 
 @pytest.mark.usefixtures("unchecked")
 def test_dense_operands_that_do_not_fit():
-    """T31."""
+    """Dense attention refuses operands whose heads or widths do not fit together (T31)."""
     case = prefill(GROUPED)
     q, k, v = map(jnp.asarray, case.qkv())
     args = (jnp.asarray(case.positions), jnp.asarray(case.lengths))

@@ -1,4 +1,4 @@
-"""Where attention rounds in bfloat16: against an emulation in float64 that rounds where docs/numerics.md says."""
+"""Attention's roundings in bfloat16, against an emulation in float64 that rounds where docs/numerics.md says."""
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,16 @@ def operands(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def rounded(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """To bfloat16, and by how much the last bits of float32 may decide otherwise: 0 but for a few near a tie."""
+    """Return p rounded to bfloat16, and how much float32's last bits may change that: 0 but for a few near a tie."""
     low, high = ((p * (1 + x)).astype(BF16).astype(np.float64) for x in (-TIE, TIE))
     return p.astype(BF16).astype(np.float64), high - low
 
 
 def emulated(case: Case, blocks: np.ndarray | None, by_block: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(out [B T N H], lse [B T N], what ties may change of out): p is relative to the highest score of the row, or of
-    its block, and rounded for the product with v."""
+    """Return (out [B T N H], lse [B T N], the most that ties may change of out).
+
+    p is relative to the highest score of the row, or of its block, and rounded for the product with v.
+    """
     q, k, v = (x.astype(np.float64) for x in operands(case))
     out, slack, lse = np.zeros(q.shape), np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     block_of, group = np.arange(k.shape[1]) // case.shape.P, q.shape[2] // k.shape[2]

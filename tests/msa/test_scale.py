@@ -71,7 +71,7 @@ def test_nothing_of_size_t_times_s(op, grad):
 
 @pytest.mark.parametrize("op", ["query_major", "kv_block_major"])
 def test_gathered_memory_is_bounded(op):
-    """What a schedule holds beyond its operands does not grow with T: it is that of one chunk of queries."""
+    """A schedule's memory beyond its operands does not grow with T: it holds one chunk of queries at a time."""
     operands = LONG * WIDTHS["N"] * WIDTHS["H"]
     assert largest(traced(op, LONG, LONG, **WIDTHS)) <= max(operands, 1 << 24)
 

@@ -60,7 +60,7 @@ def test_kernels_compute_what_xla_does_and_a_query_s_bits_are_its_own(memory):
 
 
 def test_a_call_of_any_size_cuts_keys_and_experts_alike():
-    """What the kernels are launched with, lowered for a GPU: sums of 4 and 8 pieces; tiles of 64 tokens, or columns."""
+    """Kernels lowered for a GPU cut alike at any size: sums of 4 and 8 pieces; tiles of 64 tokens, or columns."""
     bf16, pool = jnp.bfloat16, array(jnp.bfloat16, 1, 64, 4, 128, 128)
 
     def call(q, k, v, blocks, positions, lengths, table, x, gate, up, down, ids):

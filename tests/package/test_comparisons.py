@@ -1,4 +1,4 @@
-"""What a failing comparison says: quantity, place, both values, and the trap."""
+"""The message of a failing comparison: quantity, place, both values, and the trap."""
 
 import numpy as np
 import pytest

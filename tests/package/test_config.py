@@ -123,7 +123,7 @@ def test_the_rest_of_the_file_is_kept():
 
 
 def test_written_text_config_is_the_hub_s():
-    """What is written holds all that a reader of the hub's file looks for, with its values."""
+    """A written config holds all keys that a reader of the hub's file looks for, with its values."""
     written, hub = M3Config.from_dict(HUB).to_dict()["text_config"], HUB["text_config"]
     implied = {
         "architectures", "use_gemma_norm", "attention_output_gate", "use_qk_norm", "qk_norm_type",

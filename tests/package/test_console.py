@@ -1,4 +1,4 @@
-"""How every command line treats streams, signals and errors; what is asked before jax is imported is asked in 0.1 s."""
+"""Streams, signals and errors of every command line; answers that need no jax come within 0.1 s."""
 
 import os
 import subprocess

@@ -110,7 +110,7 @@ def test_links_lead_to_files_and_to_places_in_them(document):
 
 @cache
 def places(path: Path) -> set[str]:
-    """What a link into a document can name: its anchors, and its headings as the hosts of repositories spell them."""
+    """Return the targets of links into a document: its anchors, and its headings as repository hosts spell them."""
     lines = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.+)$", lines, re.M)
     slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -93,7 +93,7 @@ def test_a_write_that_takes_several_calls_is_whole(tmp_path, monkeypatch):
 
 
 def test_a_pending_file_counts_only_with_its_save(tmp_path):
-    """What a save left before its commit is nobody's, and a name that looks like one is not read."""
+    """A pending file is read only if the weights name its save; one left before the commit is ignored."""
     pending = tmp_path / pending_name(TOKEN, "config.json")
     pending.write_text("{}")
     index = tmp_path / "model.safetensors.index.json"

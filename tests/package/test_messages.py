@@ -1,4 +1,4 @@
-"""What errors say of text from files: escaped, short, and with all problems in the notes."""
+"""Text from files in error messages: escaped, short, and with all problems in the notes."""
 
 import pytest
 

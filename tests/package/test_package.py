@@ -391,7 +391,7 @@ def test_no_machine_paths():
 
 
 def test_no_test_imports_a_test():
-    """What two tests share lies in tests/support."""
+    """Code that two test files share lies in tests/support."""
     tests = {path.stem for path in sources("tests") if path.stem.startswith("test_")}
     wrong = [
         str(edge)

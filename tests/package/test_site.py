@@ -176,7 +176,7 @@ def test_signatures_are_as_the_source_has_them(name, expected):
 
 
 def test_defaults_of_fields_are_those_that_a_caller_gets():
-    """What `field(...)` says beside a default is no default."""
+    """The reference shows the default in `field(...)`, and none of its other arguments."""
     pytest.importorskip("sphinx")
     from sitebuild.reference import fields_of
 

@@ -89,7 +89,7 @@ def test_a_saved_folder_is_the_same(lm, tmp_path):
 
 
 def test_defaults_of_the_folder_are_kept(lm, tmp_path):
-    """What the caller gives wins over generation_config.json."""
+    """Defaults of generation_config.json hold, and arguments of the caller win over them."""
     lm.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"do_sample": false, "max_new_tokens": 5}', encoding="utf-8")
     folder = m3jax.TextModel.from_pretrained(tmp_path, dtype="float32")
@@ -153,7 +153,7 @@ def test_a_mesh_may_be_text():
 
 
 def test_names_of_the_package():
-    """What the documents promise is there, and dir() shows it before it is imported."""
+    """Every public name exists, and dir() shows it before it is imported."""
     assert set(m3jax.__all__) <= set(dir(m3jax))
     assert all(getattr(m3jax, name) is not None for name in m3jax.__all__)
     assert m3jax.__version__.count(".") == 2

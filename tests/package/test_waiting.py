@@ -1,4 +1,4 @@
-"""What a user sees who waits: a line within 2 s, how long it took last time, and less of it the second time."""
+"""The output for a user who waits: a line within 2 s, how long it took last time, and less waiting the second time."""
 
 import io
 import json

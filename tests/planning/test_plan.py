@@ -156,7 +156,7 @@ def test_small_storage_halves_the_cache():
 
 
 def bytes_read(**types) -> float:
-    """What a decode step of two sparse layers and one dense one reads, on one device."""
+    """Return the bytes that a decode step of two sparse layers and a dense one reads, on one device."""
     config = tiny.config("dMM")
     planned = job(config=config, context=100, batch=3, **types)
     return evaluate(planned, dict.fromkeys(AXES, 1)).decode.traffic
@@ -406,7 +406,7 @@ def test_a_loop_that_data_ends_counts_once():
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict:
-    """What the command line says of a tiny model on four devices that nobody has."""
+    """Run the command line for a tiny model on four TPUs, by their topology alone, and return its JSON."""
     folder = tmp_path_factory.mktemp("model")
     CONFIG.save_pretrained(folder)
     command = [sys.executable, "-m", "m3jax.plan", "--topology", "v5e:2x2", "--context", "512", "--batch", "2"]

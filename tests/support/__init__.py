@@ -1,1 +1,1 @@
-"""What several tests share: inputs, references, small models. Not a test itself."""
+"""Code that several tests share: inputs, references, small models. It holds no test."""

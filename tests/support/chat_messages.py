@@ -6,21 +6,21 @@ HI = {"role": "user", "content": "Hi"}
 
 
 def user(content: Any) -> dict[str, Any]:
-    """What a user says."""
+    """Return a user's message."""
     return {"role": "user", "content": content}
 
 
 def assistant(content: Any = None, *calls: Any, **fields: Any) -> dict[str, Any]:
-    """What the assistant says and calls."""
+    """Return an assistant's message with its tool calls."""
     return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {}), **fields}
 
 
 def call(call_id: str | None = "1", name: str = "f", arguments: Any = None) -> dict[str, Any]:
-    """A call of a function; {} for no arguments."""
+    """Return a tool call of a function, with {} if no arguments are given."""
     function = {"name": name, "arguments": {} if arguments is None else arguments}
     return {"type": "function", "function": function, **({} if call_id is None else {"id": call_id})}
 
 
 def result(call_id: str | None = "1", content: Any = "r", **fields: Any) -> dict[str, Any]:
-    """The result of a call."""
+    """Return the message with the result of a tool call."""
     return {"role": "tool", "content": content, **fields, **({} if call_id is None else {"tool_call_id": call_id})}

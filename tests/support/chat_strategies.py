@@ -103,7 +103,7 @@ def tool_calls(draw, nulls: bool = False) -> list[dict[str, Any]]:
 
 
 def contents(media: bool = True) -> st.SearchStrategy[str | list[Any]]:
-    """What a message says: a text, or parts in the spellings that clients use."""
+    """A message's content: a text, or parts in the spellings that clients use."""
     text_parts = texts().flatmap(lambda text: st.sampled_from([text, {"type": "text", "text": text}]))
     images = st.sampled_from(
         [

@@ -78,7 +78,7 @@ def _glu_shapes(prefix: str, width: int, hidden: int) -> dict[str, tuple[int, ..
 
 
 def is_router(name: str) -> bool:
-    """Whether a hub tensor is the router's weight or bias, which are float32 in every checkpoint."""
+    """Return True if a hub tensor is the router's weight or bias, which are float32 in every checkpoint."""
     return name.endswith((".gate.weight", "e_score_correction_bias"))
 
 
@@ -150,7 +150,7 @@ def _layer_parameters(config: M3Config, tensors: Mapping[str, Values], layer: in
 
 
 def same_bits(left: Values, right: Values) -> bool:
-    """Whether two arrays have equal dtypes, shapes and bytes."""
+    """Return True if two arrays have equal dtypes, shapes and bytes."""
     return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
 

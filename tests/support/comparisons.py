@@ -72,7 +72,7 @@ def assert_same_sets(found, expected, what: str = "blocks", axes: str = "B K T")
 
 
 def _numbers(x) -> np.ndarray:
-    """As float64, which holds every dtype of the tests."""
+    """Return an array as float64, which holds the numbers of every dtype of the tests."""
     return np.asarray(x).astype(np.float64)
 
 
@@ -105,5 +105,5 @@ def _traps() -> str:
 
 @cache
 def _sentences() -> dict[str, str]:
-    """The table of traps."""
+    """Return the sentence of docs/glossary.md for each trap, by its number."""
     return dict(re.findall(r'^\| <a id="t\d+"></a>(T\d+) \| (.*) \|$', TRAPS.read_text(encoding="utf-8"), re.MULTILINE))

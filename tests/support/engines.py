@@ -55,12 +55,12 @@ def finish(engine: Engine, used: int = 0) -> None:
 
 
 def places(engine: Engine) -> list[Sharding]:
-    """Where each array of the state lies."""
+    """Return the sharding of each array of the engine's state."""
     return [x.sharding for x in jax.tree.leaves(engine._runner.state)]
 
 
 def assert_stays(engine: Engine, before: Sequence[Sharding]) -> None:
-    """Else every step would move it, or be compiled again."""
+    """Fail if a step changes the sharding of the state: every step would then move it, or be compiled again."""
     for x, place in zip(jax.tree.leaves(engine._runner.state), before, strict=True):
         assert x.sharding.is_equivalent_to(place, x.ndim)
 
@@ -125,7 +125,7 @@ def temporary_bytes(program, engine: Engine, *args, **statics) -> tuple[int, int
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """For engines whose shapes nothing else has."""
+    """Compile quickly: for engines whose shapes nothing else has."""
     with mock.patch.multiple(device, program=_quick_program, **_QUICK_PROGRAMS):
         yield
 

@@ -30,7 +30,7 @@ def divergence(reference: Float[np.ndarray, " V"], logits: Float[np.ndarray, " V
 
 
 def agrees(reference: Float[np.ndarray, " V"], logits: Float[np.ndarray, " V"]) -> bool:
-    """Whether both have the same most probable token; of equal logits the first counts."""
+    """Return True if both have the same most probable token; of equal logits the first counts."""
     return int(np.argmax(reference)) == int(np.argmax(logits))
 
 
@@ -38,7 +38,7 @@ def caught(
     q: Float[np.ndarray, "T N H"], k: Float[np.ndarray, "T K H"], blocks: Int[np.ndarray, "K T J"], block_size: int,
     first: int, num_buckets: int,
 ) -> tuple[Float[np.ndarray, "K Z"], Float[np.ndarray, "K Z"]]:  # fmt: skip
-    """Where dense attention would look, and how much of that lies in the selected blocks.
+    """Return dense attention's probability by distance, and the part of it that lies in the selected blocks.
 
     Args:
       q: queries of a row without padding.
@@ -68,7 +68,7 @@ def caught(
 
 
 def acceptance(accepted: Sequence[int], draft_tokens: int) -> tuple[list[float], float]:
-    """What came of a draft's proposals.
+    """Return the statistics of a draft's proposals: shares accepted, and the mean length of a verification.
 
     Args:
       accepted: how many of its K proposals each verification accepted.

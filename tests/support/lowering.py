@@ -30,7 +30,7 @@ def refuse(match: str, fn, *args):
 
 
 def equations(jaxpr) -> Iterator:
-    """All equations of a program but those inside kernels."""
+    """Yield all equations of a program but those inside kernels."""
     for equation in jaxpr.eqns:
         yield equation
         if equation.primitive.name == "pallas_call":

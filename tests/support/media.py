@@ -68,7 +68,7 @@ def sound_file(cover: bool = False) -> bytes:
 
 
 def _write_silence(container: Any, track: Any) -> None:
-    """Half a second of it."""
+    """Write half a second of silence."""
     import av
 
     silence = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.float32), format="fltp", layout="mono")

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def block_scores(index_q, index_k, positions, lengths, block_size, score="max"):
-    """[B K T M]."""
+    """Return the score of each block for each query and index head: [B K T M]."""
     batch, length, heads, width = index_q.shape
     index_q, index_k = index_q.astype(np.float64), index_k.astype(np.float64)
     out = np.full((batch, heads, length, -(-index_k.shape[1] // block_size)), -np.inf)

@@ -168,7 +168,7 @@ def index_topk(index_q, index_k, positions, lengths, *, block_size, way="walk", 
 
 @jax.jit
 def dense_attention(*args):
-    """With the LSE, as the two below."""
+    """Return dense attention and its LSE, compiled."""
     return msa.dense_attention(*args, return_lse=True)
 
 

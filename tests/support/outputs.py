@@ -1,4 +1,4 @@
-"""What the tests of a model's outputs share: the marker in short, events put together, texts of the grammar."""
+"""Helpers of the tests of a model's outputs: the marker in short, events put together, texts of the grammar."""
 
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -54,7 +54,7 @@ def joined(events: Iterable[Event]) -> list[tuple[str, int | None, str | None, s
 
 
 def is_beginning(events: Iterable[Event], whole: Iterable[Event]) -> bool:
-    """Whether events are the first of others, the last of their texts perhaps cut short."""
+    """Return True if events are the first of others; the last text may be cut short."""
     first, all_of_them = joined(events), joined(whole)
     if not first:
         return True

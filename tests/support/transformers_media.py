@@ -67,7 +67,7 @@ def stand_in() -> None:
 
 
 def video_inputs(processor: Any, pixels: np.ndarray, chosen: dict[str, Any]) -> dict[str, Any]:
-    """What the video processor makes of frames [F H W 3], and the prompt's part for them."""
+    """Run the video processor on frames [F H W 3]; return its arrays and the prompt's part for them."""
     from transformers.models.minimax_m3_vl.processing_minimax_m3_vl import MiniMaxM3VLProcessor
     from transformers.video_utils import VideoMetadata
 

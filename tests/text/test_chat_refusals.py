@@ -1,4 +1,4 @@
-"""What a conversation cannot say is refused: one line that names the message, the call and what to do."""
+"""Refusals of what a conversation cannot express: one line that names the message, the call and what to do."""
 
 from typing import Any
 

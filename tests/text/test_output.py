@@ -247,7 +247,7 @@ def test_an_output_is_its_message(name):
 
 
 def places(output: str) -> list[int]:
-    """Where to cut: every fifth place, which those are depends on the output; and before each space."""
+    """Return the places to cut an output: before each space, and every fifth, offset by the output's length."""
     return [place for place in range(1, len(output)) if output[place] == " " or (place + len(output)) % 5 == 0]
 
 
@@ -266,7 +266,7 @@ def test_where_an_output_is_cut_makes_no_difference(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_beginning_of_an_output_is_a_beginning_of_its_message(name):
-    """What was whole stays and nothing is invented: parameters, calls, reasoning and content of every beginning."""
+    """An output that is cut short gives parameters, calls, reasoning and content of the whole one, and nothing else."""
     case, output = CASES[name], wire(CASES[name].output)
     reader = parser(TOOLS, case.mode)
     message = reader.parse(output)
@@ -346,7 +346,7 @@ def test_parse_leaves_an_output_alone_that_is_being_fed():
 
 @pytest.mark.parametrize("mode", ["enabled", "adaptive"])
 def test_reasoning_alone_leaves_calls_as_they_are(mode):
-    """What is content for the first is the input of the second; a call ends reasoning there too."""
+    """The content of the reasoning parser is the input of the call parser; a call ends reasoning there too."""
     output = wire(f"why @<tool_call>\n{PARIS}@</tool_call> <mm:think>")
     first = ReasoningParser(mode).parse(output)
     rest = output[4:] if mode == "enabled" else output

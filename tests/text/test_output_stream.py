@@ -1,4 +1,4 @@
-"""What holds of any output: rendered and parsed it is itself, cut anywhere it is the same, and it takes linear time."""
+"""Properties of any output: rendered and parsed it is itself, cut anywhere it is the same, and it takes linear time."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def template(of: str) -> ChatTemplate:
 
 
 def written(of: str, message: dict, tools: list[dict], mode: str) -> str:
-    """What the model has to write for this message: the prompt with it, without the prompt that asks for it."""
+    """Return the text that a model must write for a message: the prompt with it, less the prompt that asks for it."""
     asked = template(of).render([HI], tools, mode)
     text = template(of).render([HI, message], tools, mode, add_generation_prompt=False)
     return text.removeprefix(asked).removesuffix("[e~[\n")

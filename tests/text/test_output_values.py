@@ -1,4 +1,4 @@
-"""What the text of a parameter is: a row for each rule of docs/chat_output.md, with the schema that asks for it."""
+"""The value of a parameter's text: a row for each rule of docs/chat_output.md, with the schema that asks for it."""
 
 import json
 
@@ -208,7 +208,7 @@ def test_a_schema_of_many_alternatives_is_read_in_a_moment():
 
 
 def test_elements_nest_64_deep():
-    """What is deeper is text, and neither reading nor writing needs more stack."""
+    """Elements below depth 64 are text, and neither reading nor writing them needs more stack."""
     deep = "@<a>" * 64 + "x" + "@</a>" * 64
     for output, leaf in ((deep, "x"), ("@<a>" * 66 + "x" + "@</a>" * 66, wire("@<a>@<a>x"))):
         (call,) = parser().parse(wire(f"{HEAD}{output}{TAIL}")).tool_calls

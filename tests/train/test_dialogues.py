@@ -43,7 +43,7 @@ def task_of(corpus: Corpus, kind: str | None, mode: str | None, seed: int = 0, t
 
 
 def written_texts(task: Task) -> list[str]:
-    """What the mask says that the assistant writes, a text a turn."""
+    """Return the texts that the mask ascribes to the assistant, one for each turn."""
     ids, is_written, _ = written_tokens(TEMPLATE, TOKENIZER, task.messages, task.tools, task.thinking_mode)
     edges = np.flatnonzero(np.diff(is_written.astype(int), prepend=0, append=0)).reshape(-1, 2)
     return [TOKENIZER.decode(ids[begin:end], skip_special_tokens=False) for begin, end in edges]

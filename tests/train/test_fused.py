@@ -1,4 +1,4 @@
-"""What training runs in place of the model's schedules, against the definitions and through the model."""
+"""The schedules of training, against the definitions and through the model."""
 
 from dataclasses import replace
 from functools import cache

@@ -143,7 +143,7 @@ def test_questions_of_all_kinds_and_modes_have_many_answers():
 
 
 def names_shown(task: PictureTask) -> list[set[str]]:
-    """For each token of a picture."""
+    """Return the names that each token of a picture shows."""
     shown = shown_names(task)
     return [
         {

@@ -83,7 +83,7 @@ def test_loss_falls_on_a_repeated_batch():
 
 
 def test_two_runs_are_the_same_to_the_bit():
-    """T34."""
+    """Two runs from one state give the same weights and metrics, bit for bit (T34)."""
     again, seen = steps(start(), STEPS)
     assert seen == trained()[1]
     expected = by_name(trained()[0])

@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a call of transformers' model."""
+        """The arguments of a call of transformers' model."""
         found = {}
         for kind, pixels, items in (
             ("image", "pixel_values", self.images),

@@ -267,7 +267,7 @@ def test_a_tower_on_a_mesh(model):
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory) -> Path:
-    """As the hub has it: bfloat16, but for the patch embedding."""
+    """Save the model as the hub has it: bfloat16, but for the patch embedding."""
     path = tmp_path_factory.mktemp("vision")
     checkpoint.save(tiny.model(CONFIG, dtype="bfloat16"), path)
     return path

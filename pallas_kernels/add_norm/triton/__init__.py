@@ -23,7 +23,7 @@ def run(
     eps: float,
     interpret: bool,
 ) -> tuple[Float[Array, "X D"], Float[Array, "X D"]]:
-    """The op, of checked operands."""
+    """Run `add_norm` on checked operands."""
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pl.pallas_call(
         partial(_kernel, eps=eps),

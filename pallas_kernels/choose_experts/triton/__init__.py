@@ -16,7 +16,7 @@ LIMITS = Limits()
 def run(
     logits: Float32[Array, "X E"], bias: Float32[Array, " E"], *, top_k: int, interpret: bool
 ) -> tuple[Int32[Array, "X A"], Float32[Array, "X A"]]:
-    """The op, of checked operands.
+    """Run `choose_experts` on checked operands.
 
     Raises:
       ValueError: a number of experts that is no power of two.

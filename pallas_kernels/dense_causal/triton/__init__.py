@@ -32,7 +32,7 @@ def run(
     config: Config | None,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """The op, of checked operands."""
+    """Run `dense_causal` on checked operands."""
     batch, _, _, width = q.shape
     config = config or default_config(q.dtype)
     sizes = Sizes.of(q, k, kv_heads, 0, config, return_lse, interpret)

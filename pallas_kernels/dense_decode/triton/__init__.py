@@ -25,7 +25,7 @@ def run(
     config: Config | None,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """The op, of checked operands."""
+    """Run `dense_decode` on checked operands."""
     return attend(
         q, k, v, None, positions, lengths, kv_heads=kv_heads, slots=k.num_blocks, scales=scales,
         return_lse=return_lse, config=config or Config(), interpret=interpret, name="dense_decode",

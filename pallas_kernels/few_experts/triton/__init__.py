@@ -49,7 +49,7 @@ def run(
     config: Config | None,
     interpret: bool,
 ) -> Float[Array, "X C D"]:
-    """The op, of checked operands.
+    """Run `few_experts` on checked operands.
 
     Raises:
       ValueError: widths that are not whole pieces of a program.
@@ -79,7 +79,7 @@ def run(
 
 
 def default_config(dtype: jax.typing.DTypeLike, widths: tuple[int, int], num_pairs: int) -> Config:
-    """What was fastest of what fits in shared memory and divides the widths."""
+    """Return the sizes that were fastest among those that fit in shared memory and divide the widths."""
     if jnp.dtype(dtype).itemsize == 4:
         return Config(Piece(64, 64, 4, 2), Piece(64, 64, 4, 2))
     if any(width % 128 for width in widths):
@@ -90,7 +90,9 @@ def default_config(dtype: jax.typing.DTypeLike, widths: tuple[int, int], num_pai
 
 
 class _Share(NamedTuple):
-    """What a program does for the expert of its pair, if it is the first of that expert's; or for the shared expert.
+    """The rows that a program multiplies with the weights of its pair's expert, or of the shared expert.
+
+    Of all pairs with one expert only the first one's program works, so that each expert is read once.
 
     A token has a row of hidden values and of outputs for each choice; the shared expert's is the last.
     """

@@ -48,7 +48,7 @@ def run(
     config: Config | None,
     interpret: bool,
 ) -> Float[Array, "X A D"]:
-    """The op, of checked operands.
+    """Run `grouped_experts` on checked operands.
 
     Raises:
       ValueError: widths that are not whole pieces of a program.
@@ -81,7 +81,7 @@ def run(
 
 
 def default_config(dtype: jax.typing.DTypeLike, tile_tokens: int, widths: tuple[int, int]) -> Config:
-    """What was fastest of what fits in shared memory and divides the widths."""
+    """Return the sizes that were fastest among those that fit in shared memory and divide the widths."""
     if jnp.dtype(dtype).itemsize == 4:
         piece = Piece(64, 32, 8, 2) if tile_tokens > 32 else Piece(128, 64, 4, 2)
         return Config(piece, piece)
@@ -162,13 +162,13 @@ def _out_kernel(
 
 
 def _place(num_tiles: int, num_pieces: int, group: int, piece: Piece) -> tuple[Int[Array, ""], pl.Slice]:
-    """(tile, columns) of this program."""
+    """Return the (tile, columns) that this program computes."""
     tile, index = in_groups(num_tiles, num_pieces, group)
     return tile, pl.ds(index * piece.columns, piece.columns)
 
 
 def _as_high_as_needed(take: Callable[[int], None], count: Int[Array, ""], tile_tokens: int) -> None:
-    """`take` rows that hold the tokens of a tile: all of them, or as many as tensor cores take at once; or none."""
+    """Call `take` with the rows of a tile to multiply: all, or the fewest that tensor cores take; never for no rows."""
     if tile_tokens <= _LEAST_ROWS:
         pl.when(count > 0)(lambda: take(tile_tokens))
         return

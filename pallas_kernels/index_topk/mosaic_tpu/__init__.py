@@ -34,7 +34,7 @@ def run(
     config: Config | None,
     interpret: Interpret,
 ) -> Int[Array, "B K T J"]:
-    """The op, of checked operands."""
+    """Run `index_topk` on checked operands."""
     _, length, heads, _ = index_q.shape
     config, chip = config or Config(), Chip.current(interpret)
     lanes = config.lanes

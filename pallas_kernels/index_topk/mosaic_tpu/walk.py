@@ -53,12 +53,12 @@ class Sizes:
 
     @property
     def pairs(self) -> int:
-        """(query, head) pairs of a tile."""
+        """The number of (query, head) pairs of a tile."""
         return self.tokens * self.heads
 
     @property
     def fold_lanes(self) -> int:
-        """Lanes of one copy."""
+        """The number of lanes that each copy of the pairs has in a step."""
         return self.width // self.folds
 
     @property
@@ -119,7 +119,7 @@ def _walk_rows(
     q = q.reshape(batch * tiles, sizes.pairs, width)  # [steps, pairs, H]
 
     def fold_lanes(x: Shaped[Array, "X Y ..."], fill: int) -> Shaped[Array, "X Z ..."]:
-        """As many copies of the pairs, each filled up, as a step has folds."""
+        """Return the pairs, filled up to `sizes.fold_lanes`, as many times side by side as a step has folds."""
         trailing = x.ndim - 2
         x = jnp.pad(x, [(0, 0), (0, sizes.fold_lanes - sizes.pairs), *[(0, 0)] * trailing], constant_values=fill)
         return jnp.tile(x, (1, sizes.folds, *[1] * trailing))

@@ -53,7 +53,7 @@ def run(
     config: Config | None,
     interpret: bool,
 ) -> Int[Array, "B K T J"]:
-    """The op, of checked operands."""
+    """Run `index_topk` on checked operands."""
     batch, length, heads, width = index_q.shape
     if config is None:
         is_float32 = index_q.dtype == jnp.float32
@@ -95,7 +95,7 @@ def run(
 
 
 class TileQueries(NamedTuple):
-    """What each row of a tile is, a row being one head of one token: vectors `[1 R]`."""
+    """The query in each row of a tile, a row being one head of one token: vectors `[1 R]`."""
 
     own_block: Int[Array, "1 R"]  # -1 for padding
     head: Int[Array, "1 R"]
@@ -124,7 +124,7 @@ class Sizes:
         return self.tile_tokens * self.padded_heads
 
     def first_token(self, tile: Int[Array, ""], positions_ref) -> Int[Array, ""]:
-        """The last tile starts early enough to end with the queries; what it repeats is the same twice."""
+        """Return the first token of a tile; the last tile ends with the queries, and may repeat tokens of another."""
         return jnp.minimum(tile * self.tile_tokens, positions_ref.shape[1] - self.tile_tokens)
 
     def queries(self, positions_ref, row: Int[Array, ""], tile: Int[Array, ""]) -> TileQueries:
@@ -136,12 +136,12 @@ class Sizes:
         return TileQueries(own_block, rem(lane, self.padded_heads), token)
 
     def list_lane(self, tile: Int[Array, ""]) -> Int[Array, "1 R"]:
-        """Where the lists of a tile's queries lie among those of all tiles."""
+        """Return the columns of a tile's lists among the lists of all tiles."""
         return tile * self.tile_rows + jax.lax.broadcasted_iota(jnp.int32, (1, self.tile_rows), 1)
 
 
 def _select_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, chosen_ref, *, sizes: Sizes):
-    """A program a tile: its list is the selection."""
+    """Select the blocks of one tile's queries; the program's list is the selection."""
     # Late tiles have the most keys: they come first, and the short ones fill the gaps.
     tile, split, row = sizes.tiles - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
     queries = sizes.queries(positions_ref, row, tile)
@@ -150,7 +150,7 @@ def _select_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, chosen_re
 
 
 def _list_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, keys_ref, ids_ref, *, sizes: Sizes):
-    """Several programs a tile: each writes its list."""
+    """Write the list of one split of a tile's blocks; `_merge_kernel` merges the lists of all splits."""
     tile, split, row = sizes.tiles - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
     queries = sizes.queries(positions_ref, row, tile)
     best = _walk(q_ref, positions_ref, pool_ref, finder, queries, tile=tile, split=split, row=row, sizes=sizes)
@@ -161,7 +161,10 @@ def _list_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, keys_ref, i
 
 
 def _merge_kernel(keys_ref, ids_ref, positions_ref, chosen_ref, *, sizes: Sizes):
-    """The lists of all programs of a tile, one after the other, so that blocks come in ascending order again."""
+    """Merge the lists of all splits of a tile, one after the other.
+
+    Split by split, so that of blocks with equal keys the one with the lower id comes first: a tie goes to it.
+    """
     tile, row = pl.program_id(0), pl.program_id(1)
     queries = sizes.queries(positions_ref, row, tile)
     lane = sizes.list_lane(tile)

@@ -40,7 +40,7 @@ def run(
     config: Config | None,
     interpret: Interpret,
 ) -> Int[Array, "B K T J"]:
-    """The op, of checked operands."""
+    """Run `index_topk_decode` on checked operands."""
     _, length, heads, _ = index_q.shape
     config, chip = config or Config(), Chip.current(interpret)
     fold_lanes = power_of_two(length * heads)

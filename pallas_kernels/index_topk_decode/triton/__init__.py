@@ -49,7 +49,7 @@ def run(
     config: Config | None,
     interpret: bool,
 ) -> Int[Array, "B K T J"]:
-    """The op, of checked operands."""
+    """Run `index_topk_decode` on checked operands."""
     batch, length, heads, width = index_q.shape
     if config is None:
         # One-byte keys are converted on their way to the product: many small programs hide that best.

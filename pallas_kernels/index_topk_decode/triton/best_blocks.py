@@ -19,7 +19,7 @@ from pallas_kernels.triton_common import div, rem, seen_position
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is chosen, in blocks of `block_size`; a group is what one of `splits` programs has scored."""
+    """The rules of the selection; a group is the blocks of a row that one of `splits` programs has scored."""
 
     heads: int
     block_size: int
@@ -30,15 +30,15 @@ class Rules:
     few_blocks: int
 
     def per_split(self, blocks: Int[Array, ""]) -> Int[Array, ""]:
-        """Blocks of a group, if a row has so many before its last query's own one."""
+        """Return the number of blocks in a group, for a row with `blocks` of them before its last query's own one."""
         return div(blocks + self.splits - 1, self.splits)
 
     def group_width(self, num_blocks: int) -> int:
-        """Room for the blocks of a group, where a row can have so many blocks."""
+        """Return the room for the blocks of a group, a power of two, where a row can have `num_blocks` blocks."""
         return power_of_two(-(-num_blocks // self.splits))
 
     def takes_groups(self, num_blocks: int) -> bool:
-        """Whether to take groups first."""
+        """Return True if the best groups are found first, and then the best blocks in them."""
         few = 2 * power_of_two(self.top_k) * self.group_width(num_blocks)
         return num_blocks > self.few_blocks and few <= num_blocks
 
@@ -76,7 +76,7 @@ def best_blocks(
 
 
 def last_own_block(positions_ref, lengths_ref, row: Int[Array, ""], block_size: int) -> Int[Array, ""]:
-    """How many blocks of a row come before the own one of its last query."""
+    """Return the own block of a row's last query, which is the number of blocks before it; 0 if all is padding."""
     token = jnp.arange(power_of_two(positions_ref.shape[1]), dtype=jnp.int32)
     token = jnp.minimum(token, positions_ref.shape[1] - 1)
     last = jnp.max(seen_position(positions_ref, lengths_ref, row, token))
@@ -122,7 +122,11 @@ def _group_keys(
     group_keys_ref, row: Int[Array, ""], query: Int[Array, ""], own_block: Int[Array, ""], size: Int[Array, ""],
     rules: Rules,
 ) -> Float[Array, " Z"]:  # fmt: skip
-    """Sort keys of groups. One that the own block cuts is always taken: its best number may lie behind."""
+    """Return the sort keys of a query's groups: +inf for one that must be taken, -inf for one behind the query.
+
+    A group with forced blocks must be taken. So must one that the own block cuts: its highest key may be that of a
+    block behind the query.
+    """
     group = jnp.arange(power_of_two(rules.splits), dtype=jnp.int32)
     first, end = group * size, (group + 1) * size
     key = group_keys_ref[row, query, jnp.minimum(group, rules.splits - 1)]
@@ -132,7 +136,10 @@ def _group_keys(
 
 
 def _best(key: Float[Array, " X"], count: Int[Array, ""], slot: Int[Array, " J"]) -> Int[Array, " J"]:
-    """Places of the `count` highest keys, best first; of equal ones the first. What is left is behind every place."""
+    """Return the indices of the `count` highest keys, best first; of equal keys the first comes first.
+
+    Slots from `count` on hold numbers above every index.
+    """
     lane = jnp.arange(key.size, dtype=jnp.int32)
 
     def body(j, state):
@@ -144,11 +151,11 @@ def _best(key: Float[Array, " X"], count: Int[Array, ""], slot: Int[Array, " J"]
 
 
 def _ascending(x: Int[Array, " J"], slot: Int[Array, " J"]) -> Int[Array, " J"]:
-    """Distinct numbers in ascending order, by counting how many are lower."""
+    """Return distinct numbers in ascending order, by counting for each how many are lower."""
     place = jnp.sum((x[None, :] < x[:, None]).astype(jnp.int32), axis=1)
     return jnp.sum(jnp.where(place[None, :] == slot[:, None], x[None, :], 0), axis=1)
 
 
 def _pick(x: Int[Array, " J"], place: Int[Array, " J"], slot: Int[Array, " J"]) -> Int[Array, " J"]:
-    """`x[place]`, which Triton cannot read from registers."""
+    """Return `x[place]` by a masked sum: Triton cannot index registers."""
     return jnp.sum(jnp.where(slot[None, :] == place[:, None], x[None, :], 0), axis=1)

@@ -28,7 +28,7 @@ def run(
     config: Config | None,
     interpret: Interpret,
 ) -> Float[Array, "Y C D"]:
-    """The op, of checked operands. Tokens are gathered, and activated, by XLA.
+    """Run `mxfp8_experts` on checked operands; XLA gathers the tokens and applies the activation.
 
     Raises:
       ValueError: widths that are not whole pieces.

@@ -63,7 +63,7 @@ def run(
     config: TileConfig | None,
     interpret: bool,
 ) -> Float[Array, "Y C D"]:
-    """The op, of checked operands.
+    """Run `mxfp8_experts` on checked operands.
 
     Raises:
       ValueError: widths that are not whole pieces of a program, or codes out of reach.
@@ -209,7 +209,7 @@ def _out_kernel(tiles: Tiles, hidden_ref, down: Weights, out_ref, *, config: Con
 def _numbers(
     weights: Weights, where: tuple, step: Any, columns: Any, config: Config, dtype: Any
 ) -> Float[Array, "_ W"]:
-    """The weights of a step of depth and some columns."""
+    """Return the weights of one step of input channels and some columns, as numbers."""
     blocks = pl.ds(step * (config.depth // BLOCK), config.depth // BLOCK)
     codes = weights.codes[(*where, blocks, slice(None), columns)]  # [blocks 32 W]
     values = numbers(codes, weights.scales[(*where, blocks, columns)], dtype)

@@ -28,7 +28,7 @@ LIMITS = Limits(config=Config)
 def run(
     weights: Weights, layer: Int[Array, ""], dtype: jax.typing.DTypeLike, *, config: Config | None, interpret: bool
 ) -> Float[Array, "I O"]:
-    """The op, of checked operands.
+    """Run `mxfp8_numbers` on checked operands.
 
     Raises:
       ValueError: a width that is not whole pieces of a program, or codes out of reach.

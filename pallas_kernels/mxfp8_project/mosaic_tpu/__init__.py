@@ -20,7 +20,7 @@ def run(
     config: Config | None,
     interpret: Interpret,
 ) -> tuple[Float[Array, "X _"], ...]:
-    """The op, of checked operands: tiles of rows, all with the one matrix of a layer.
+    """Run `mxfp8_project` on checked operands: tiles of rows, all with the one matrix of a layer.
 
     Raises:
       ValueError: widths that are not whole pieces.

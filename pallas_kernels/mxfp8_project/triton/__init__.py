@@ -42,7 +42,7 @@ def run(
     config: TileConfig | None,
     interpret: bool,
 ) -> tuple[Float[Array, "X _"], ...]:
-    """The op, of checked operands: a `FragmentConfig` is for tensor cores.
+    """Run `mxfp8_project` on checked operands: a `FragmentConfig` is for tensor cores.
 
     Raises:
       ValueError: widths that are not whole pieces of a program, or codes out of reach.

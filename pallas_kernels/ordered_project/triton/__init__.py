@@ -72,7 +72,7 @@ def run(
     config: Config | None,
     interpret: bool,
 ) -> tuple[Float[Array, "X _"], ...]:
-    """The op, of checked operands.
+    """Run `ordered_project` on checked operands.
 
     Raises:
       ValueError: widths that are not whole pieces of a program, or codes out of reach.
@@ -106,7 +106,7 @@ def run(
 
 
 def outputs_of(weight: Array | Weights, by_output: bool) -> int:
-    """How many outputs a matrix has."""
+    """Return the number of outputs of a matrix."""
     return (weight.codes if isinstance(weight, Weights) else weight).shape[1 if by_output else 2]
 
 

@@ -28,7 +28,7 @@ def run(
     dtype: jax.typing.DTypeLike,
     interpret: bool,
 ) -> tuple[Float[Array, "X _ _"], ...]:
-    """The op, of checked operands."""
+    """Run `qk_norm_rope` on checked operands."""
     pieces = [pl.cdiv(x.shape[1], _HEADS) for x in heads]
     return tuple(
         pl.pallas_call(

@@ -46,7 +46,7 @@ def run(
     scales: Float[Array, "3 K"] | None,
     interpret: Interpret,
 ) -> Written:
-    """The op, of checked operands."""
+    """Run `qk_norm_rope_insert` on checked operands."""
     kv_heads = x.k.shape[2]
     scales = jnp.ones((3, kv_heads), jnp.float32) if scales is None else scales
     norm_rope = partial(_norm_rope, cos=cos, sin=sin, eps=eps, interpret=interpret)
@@ -112,7 +112,7 @@ def _norm_rope_kernel(
 
 
 class Lists(NamedTuple):
-    """What is prefetched into scalar memory; inside the kernel, references to it."""
+    """The arrays that are prefetched into scalar memory; inside the kernel, references to them."""
 
     count: Any  # [1] units that some token goes to
     units: Any  # [X] each of these units, counted from the pool's start
@@ -178,7 +178,7 @@ def _insert(
 
 
 def _targets(pages: Pages, token_positions: Int[Array, "B T"]) -> Int[Array, " X"]:
-    """Where in the pool each token's first head goes, in tokens."""
+    """Return the place of each token's first head in the pool, in tokens; `_NOWHERE` for one that is not written."""
     size = pages.block_size
     block = jnp.maximum(token_positions, 0) // size
     is_inside = (token_positions >= 0) & (block < pages.num_blocks)
@@ -196,7 +196,7 @@ def _targets(pages: Pages, token_positions: Int[Array, "B T"]) -> Int[Array, " X
 
 
 def _units(key: Int[Array, " X"], unit: int) -> tuple[Int[Array, ""], Int[Array, " X"], Int[Array, " Y"]]:
-    """(count, units, starts): the units that sorted targets lie in, and where the tokens of each start."""
+    """Return (count, units, starts): the units that sorted targets lie in, and where the tokens of each start."""
     is_inside = key < _NOWHERE
     unit_of = key // unit
     is_start = is_inside & jnp.concatenate([jnp.ones(1, bool), unit_of[1:] != unit_of[:-1]])
@@ -226,7 +226,7 @@ def _insert_kernel(
     first = pl.program_id(0) * _UNITS
 
     def place(i):
-        """Where unit i lies: its first head's page, its first token there, its window of sorted tokens."""
+        """Return (page of the first head, first token in it, start of the window of sorted tokens) of unit i."""
         i = jnp.minimum(first + i, lists.units.shape[0] - 1)
         start = lists.starts[i] // SUBLANES * SUBLANES
         token = lists.units[i] % units_of_page * unit

@@ -25,7 +25,7 @@ LIMITS = Limits(check_pages=check_pool)
 
 
 class Inputs(NamedTuple):
-    """What the kernel reads; inside it, references. The last four are None where attention is dense."""
+    """The operands that the kernel reads; inside it, references. The last four are None where attention is dense."""
 
     positions: Any  # [B T], -1 for padding
     cos: Any  # [B T R]
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """One thing for each of the pools that are written: their pages, finders, or the pools themselves."""
+    """A value for each pool that is written: its pages, its finder, or the pool itself."""
 
     k: Any
     v: Any
@@ -73,7 +73,7 @@ def run(
     scales: Float[Array, "3 K"] | None,
     interpret: bool,
 ) -> Written:
-    """The op, of checked operands."""
+    """Run `qk_norm_rope_insert` on checked operands."""
     batch, length, heads, width = x.q.shape
     pages = Targets(k, v, index_k)
     sizes = Sizes(pages, length, heads, x.k.shape[2], width, cos.shape[-1], eps)
@@ -177,7 +177,7 @@ def _kernel(x: Inputs, finders: Targets, old_pools: Targets, queries: Queries, p
 
 
 def _rounded(x: Float[Array, "..."], dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
-    """In the pool's dtype; e4m3 has no infinity, so it is cut at its largest number."""
+    """Round values to the pool's dtype; for e4m3, which has no infinity, clip them to its largest number."""
     if dtype == jnp.float8_e4m3fn:
         x = jnp.minimum(jnp.maximum(x, -E4M3_MAX), E4M3_MAX)
     return x.astype(dtype)

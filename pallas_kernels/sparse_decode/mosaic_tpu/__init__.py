@@ -69,7 +69,7 @@ class Sizes:
 
 
 class Lists(NamedTuple):
-    """What is prefetched into scalar memory; inside the kernel, references to it."""
+    """The arrays that are prefetched into scalar memory; inside the kernel, references to them."""
 
     finder: FinderRefs
     blocks: Any  # [steps * pieces * slots] the selections
@@ -97,7 +97,7 @@ def run(
     config: Config | None,
     interpret: Interpret,
 ) -> tuple[Array, ...]:
-    """The op, of checked operands."""
+    """Run `sparse_decode` on checked operands."""
     chip = Chip.current(interpret)
     _, length, heads, width = q.shape
     kv_heads, total_slots = blocks.shape[1], blocks.shape[3]

@@ -26,7 +26,7 @@ def run(
     config: Config | None,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """The op, of checked operands."""
+    """Run `sparse_decode` on checked operands."""
     batch, length = q.shape[:2]
     kv_heads, slots = blocks.shape[1], blocks.shape[3]
     return attend(

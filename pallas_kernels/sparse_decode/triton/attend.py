@@ -49,7 +49,7 @@ class Config(TileConfig):
 
 
 class Scales(NamedTuple):
-    """What stored keys and values of each KV head are multiplied with `[K]`; inside the kernel, references to them."""
+    """The scales `[K]` of each KV head's stored keys and values; inside the kernel, references to them."""
 
     k: Any
     v: Any

@@ -34,7 +34,7 @@ def run(
     config: Config | None,
     interpret: Interpret,
 ) -> tuple[Array, ...]:
-    """The op, of checked operands.
+    """Run `sparse_prefill` on checked operands.
 
     "auto" is query_union: it moves less until a tile's union holds about six times what one query chose, and no TPU was
     at hand to measure where the other overtakes it.

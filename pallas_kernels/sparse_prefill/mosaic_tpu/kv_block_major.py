@@ -24,7 +24,7 @@ _CHUNK_PAIRS = 1 << 17  # whose queries and partial outputs are held at once
 
 
 class Lists(NamedTuple):
-    """What is prefetched into scalar memory; inside the kernel and its index maps, references to it."""
+    """The arrays that are prefetched into scalar memory; inside the kernel and its index maps, references to them."""
 
     finder: FinderRefs  # the table is that of this row alone, flat
     row: Any  # [1] which row of the batch this is
@@ -136,7 +136,7 @@ def _works(
 
 
 def _most_works(sizes: Sizes) -> int:
-    """W, works at most."""
+    """Return W, the most works that there can be."""
     pairs = sizes.kv_heads * sizes.length * sizes.slots
     return -(-pairs // sizes.tokens) + min(pairs, sizes.kv_heads * sizes.k.num_blocks)
 

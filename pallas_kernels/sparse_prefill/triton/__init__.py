@@ -33,7 +33,7 @@ def run(
     config: Config | None,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """The op, of checked operands; "auto" measures how much the selections of neighbouring queries overlap."""
+    """Run `sparse_prefill` on checked operands; "auto" measures how much selections of neighbouring queries overlap."""
     operands = dict(q=q, k=k, v=v, blocks=blocks, positions=positions, lengths=lengths)
     options = dict(return_lse=return_lse, config=config, interpret=interpret)
     if schedule == "kv_block_major":

@@ -31,7 +31,7 @@ class Inverted(NamedTuple):
 def seen_blocks(
     blocks: Int[Array, "B K T J"], query_positions: Int[Array, "B T"], sizes: Sizes
 ) -> Bool[Array, "B K T J"]:
-    """Which slots count: a block that the query can see and the view holds."""
+    """Return True for each slot that counts: its block is one that the query can see and the view holds."""
     own_block = jnp.where(query_positions >= 0, query_positions // sizes.k.block_size, -1)[:, None, :, None]
     is_seen = (blocks >= 0) & (blocks <= own_block) & (blocks < sizes.k.num_blocks)
     if sizes.k.table is None:
@@ -73,7 +73,7 @@ def invert(
 
 
 def _bounds(keys: Int[Array, " X"], count: int, interpret: bool) -> Int[Array, " Y"]:
-    """Where each of the keys 0 ... count - 1 would start in sorted keys."""
+    """Return the index at which each of the keys 0 ... count - 1 starts, or would start, in sorted keys."""
     padded = -(-count // _LANES) * _LANES
     bounds = pl.pallas_call(
         partial(_bounds_kernel, num_keys=keys.size),
@@ -94,7 +94,7 @@ def _bounds_kernel(keys_ref, bounds_ref, *, num_keys: int):
 def search(
     is_before: Callable[[Int[Array, "..."]], Bool[Array, "..."]], count: int, zero: Int[Array, "..."]
 ) -> Int[Array, "..."]:
-    """How many of `count` sorted things are before what is looked for, by bisection inside a kernel."""
+    """Return how many of `count` sorted items are before the one that is looked for, by bisection inside a kernel."""
     step = power_of_two(count + 1)
 
     def body(_, state):

@@ -55,7 +55,7 @@ def kv_block_major(
         )
 
     def trim(x: Array) -> Array:
-        """Without the heads that fill a group up to a power of two: `[B T N ...]`."""
+        """Drop the heads that fill a group up to a power of two: `[B T N ...]`."""
         x = x.reshape(x.shape[0], sizes.length, sizes.kv_heads, sizes.padded_group, *x.shape[2:])
         x = x[:, :, :, : sizes.group]
         return x.reshape(*x.shape[:2], sizes.heads, *x.shape[4:])

@@ -47,7 +47,7 @@ class Sizes:
         return_lse: bool,
         interpret: bool,
     ) -> "Sizes":
-        """Those of these operands."""
+        """Return the sizes of a call with these operands."""
         _, length, heads, width = q.shape
         return cls(k, config, length, heads, kv_heads, slots, width, return_lse, interpret)
 
@@ -97,7 +97,7 @@ class Sizes:
         return self.width**-0.5 * LOG2E
 
     def first_token(self, tile: Int[Array, ""]) -> Int[Array, ""]:
-        """The last tile starts early enough to end with the queries; what it repeats is the same twice."""
+        """Return the first token of a tile; the last tile ends with the queries, and may repeat tokens of another."""
         return jnp.minimum(tile * self.tile_tokens, self.out_tokens - self.tile_tokens)
 
     def tile_lanes(self) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
@@ -112,11 +112,11 @@ class Sizes:
         return out, jax.ShapeDtypeStruct((batch, rows), jnp.float32) if self.return_lse else None
 
     def out_row(self, token: Int[Array, "..."], head: Int[Array, ""], member: Int[Array, " R"]) -> Int[Array, " R"]:
-        """Where in `out_shape` a query head of a token lies."""
+        """Return the row of `out_shape` in which a query head of a token lies."""
         return (token * self.kv_heads + head) * self.padded_group + member
 
     def trim(self, out: Float[Array, "B X H"], lse: Float[Array, "B X"] | None) -> tuple[Array, ...]:
-        """Without the padding: (out [B T N H],), and the LSE [B T N] if it is there."""
+        """Drop the padding: (out [B T N H],), and the LSE [B T N] if it is there."""
 
         def without_padding(x: Shaped[Array, "B X ..."]) -> Shaped[Array, "B T N ..."]:
             x = x.reshape(x.shape[0], self.out_tokens, self.kv_heads, self.padded_group, *x.shape[2:])

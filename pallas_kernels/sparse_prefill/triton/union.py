@@ -1,4 +1,4 @@
-"""Which blocks a tile of neighbouring queries needs: the union of their selections, with a bit for each query."""
+"""The blocks that a tile of neighbouring queries needs: the union of their selections, with a bit for each query."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ def union_blocks(blocks: Int[Array, "B K T J"], query_positions: Int[Array, "B T
 
 
 def _entries(blocks: Int[Array, "B K T J"], query_positions: Int[Array, "B T2"], sizes: Sizes) -> Int[Array, "B K X U"]:
-    """The selections of each tile side by side; what does not count has a number of its own behind all ids."""
+    """Return the selections of each tile side by side; a slot that does not count has an own number above all ids."""
     is_seen = seen_blocks(blocks, query_positions[:, : sizes.length], sizes)
     ids = jnp.where(is_seen, blocks, BEHIND_ALL)
     padding = ((0, 0), (0, 0), (0, sizes.out_tokens - sizes.length), (0, power_of_two(sizes.slots) - sizes.slots))

@@ -45,7 +45,7 @@ def run(
     config: Config | None,
     interpret: bool,
 ) -> tuple[Float[Array, "X _"], ...]:
-    """The op, of checked operands.
+    """Run `stacked_project` on checked operands.
 
     Raises:
       ValueError: widths that are not whole pieces of a program.
@@ -77,7 +77,7 @@ def run(
 
 
 def default_config(dtype: jax.typing.DTypeLike, inputs: int, widths: list[int]) -> Config:
-    """What was fastest of what fits in shared memory and divides the widths."""
+    """Return the sizes that were fastest among those that fit in shared memory and divide the widths."""
     if jnp.dtype(dtype).itemsize == 4 or inputs % 64 or any(width % 128 for width in widths):
         return Config(Piece(64, 32, 4, 2))
     # q, k, v and what the index has: as many programs as there are multiprocessors or fewer, and no sums behind them.

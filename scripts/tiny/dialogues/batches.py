@@ -105,7 +105,7 @@ class DialogueBatches:
 
 
 def _document_tokens(rng: np.random.Generator, room: int, long_fraction: float) -> int:
-    """How long a document is: of any length, or short, or of any order of magnitude."""
+    """Draw a document's length: uniformly, or log-uniformly up to a short length or up to `room`."""
     fewest = _FEWEST_DOCUMENT_TOKENS
     if rng.random() < long_fraction:
         return int(rng.integers(fewest, room + 1))
@@ -165,7 +165,7 @@ def written_tokens(
 
 
 def _spells_name(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> Bool[np.ndarray, " T"]:
-    """Which tokens of an answer hold characters of a tool's or a parameter's name."""
+    """Return True for each token of an answer that holds characters of a tool's or a parameter's name."""
     ends = np.cumsum([len(tokenizer.decode([token], skip_special_tokens=False)) for token in ids])
     is_name = np.zeros(len(ids), bool)
     for found in _NAME_OF_CALL.finditer(text):

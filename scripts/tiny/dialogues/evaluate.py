@@ -1,4 +1,4 @@
-"""How many held-out dialogues a model gets right, played turn by turn with the tools' results."""
+"""The share of held-out dialogues that a model gets right, played turn by turn with the tools' results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ def held_out_dialogues(corpus: Corpus, tokenizer: Tokenizer, count: int, documen
 def measure_dialogues(
     model: M3, corpus: Corpus, tokenizer: Tokenizer, template: ChatTemplate, short: bool
 ) -> dict[str, dict[str, float | int]]:
-    """What a model makes of held-out dialogues, by kind, with documents of up to 3,000 tokens.
+    """Measure a model on held-out dialogues, by kind, with documents of up to 3,000 tokens.
 
     Args:
       model: any M3.
@@ -126,7 +126,7 @@ def _engine(model: M3, tokenizer: Tokenizer, template: ChatTemplate, tasks: Sequ
 
 
 def _hear(play: _Play) -> None:
-    """Take over what comes before the next answer: what the user says, or the results of the calls just made."""
+    """Append the messages before the next answer: the user's, or the results of the calls just made."""
     rest = play.task.messages[len(play.messages) :]
     calls = [call["id"] for call in play.messages[-1].get("tool_calls", ())] if play.messages else []
     for message in rest:
@@ -157,7 +157,7 @@ def _function(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _fits(call: tuple[str, Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a call names a declared tool, and gives each parameter a value of its type."""
+    """Return True if a call names a declared tool, and gives each parameter a value of its type."""
     name, arguments = call
     types = {"string": str, "integer": int}
     for tool in tools:

@@ -79,7 +79,7 @@ def packed_pictures(tasks: Sequence[PictureTask], places: Sequence[Int32[np.ndar
 
 
 def shown_names(task: PictureTask) -> tuple[Bool[np.ndarray, "R N"], ...]:
-    """Which names of each group of `NAMES` a token of a picture shows, in the order of its features.
+    """Return, for each group of `NAMES`, the names that each token of a picture shows, in the order of its features.
 
     Args:
       task: the picture.

@@ -86,7 +86,7 @@ def distance(name: str, x: Plane, y: Plane, radius: float) -> Plane:
 
 
 def _half_planes(x: Plane, y: Plane, sides: int) -> Float[np.ndarray, "N H W"]:
-    """How far places lie along the outward normals of a regular polygon, of which one points straight down."""
+    """Return the coordinates of places along each outward normal of a regular polygon; one normal points down."""
     angles = np.pi * (0.5 + 2.0 * np.arange(sides) / sides)
     return np.cos(angles)[:, None, None] * x + np.sin(angles)[:, None, None] * y
 
@@ -164,7 +164,7 @@ def draw_number(
 
 
 def digit_centres(number: int, height: float) -> Float[np.ndarray, " N"]:
-    """How far right of a number's centre those of its digits lie, in pixels.
+    """Return the offset of each digit's centre to the right of the number's centre, in pixels.
 
     Args:
       number, height: as in `draw_number`.

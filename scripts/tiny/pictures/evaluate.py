@@ -1,4 +1,4 @@
-"""How many questions about pictures a model answers: greedily, character by character."""
+"""The share of questions about pictures that a model answers right: greedily, compared character by character."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -67,7 +67,7 @@ def picture_accuracy(
 def greedy_answers(
     model: M3, tokenizer: Tokenizer, template: ChatTemplate, tasks: Sequence[PictureTask], batch: int
 ) -> list[str | None]:
-    """What the model answers to the first question of each task; None where the turn does not end.
+    """Return the model's answer to the first question of each task; None where the turn does not end.
 
     Args:
       model, tokenizer, template: as in `picture_accuracy`.
@@ -112,7 +112,7 @@ def _greedy(
     places: Int[Array, " R"],
     end: int,
 ) -> Int[Array, "B T"]:
-    """Rows with their most probable continuations: the whole model anew for each token, without a cache."""
+    """Return rows with their most probable continuations: the whole model runs for each token, without a cache."""
     rows = jnp.arange(tokens.shape[0])
 
     def is_open(carry: tuple[Array, Array, Array]) -> Array:

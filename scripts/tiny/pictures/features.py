@@ -33,11 +33,11 @@ class Pictures(NamedTuple):
 
 
 class Naming(NamedTuple):
-    """What the tokens of a batch's pictures show, and what that is called: a pytree of arrays, a pair for each group.
+    """The names that each token of a batch's pictures shows, and their words: a pytree, a pair of arrays a group.
 
     Attributes:
-      shown: whether a token shows what has a name.
-      words: token ids of each name, -1 behind them.
+      shown: True where a token shows the thing with that name.
+      words: token ids of each name, then -1.
     """
 
     shown: tuple[Bool[Array | np.ndarray, "S R _"], ...]
@@ -45,7 +45,7 @@ class Naming(NamedTuple):
 
 
 def naming_loss(features: Float[Array, "S R D"], embeddings: Float[Array, "V D"], naming: Naming) -> Float[Array, ""]:
-    """How far features are from the names of what they show, in nats for each token and group with a name.
+    """Return the cross-entropy of features to the names of what they show, in nats for each named token and group.
 
     Softmax cross-entropy over the names of a group by the product of a feature with the direction of each, the mean of
     its words' embeddings; names that a token shows share its target evenly. It teaches a tower what to tell apart many
@@ -73,7 +73,7 @@ def naming_loss(features: Float[Array, "S R D"], embeddings: Float[Array, "V D"]
 
 
 def picture_features(model: M3, pictures: Pictures) -> Float[Array, "S R D"]:
-    """What the tower and the projector make of each picture; rows of padding are zero.
+    """Return the features that the tower and the projector give each picture; rows of padding are zero.
 
     Args:
       model: with a tower.

@@ -38,22 +38,22 @@ Question = tuple[str, str, str]  # kind, question, answer
 
 
 def is_held_out(colour: str, shape: str) -> bool:
-    """Whether no training picture has a shape of that colour: 6 of the 48 pairs, each shape once."""
+    """Return True if no training picture has a shape of that colour: 6 of the 48 pairs, each shape once."""
     return (list(COLOURS).index(colour) + 3 * SHAPES.index(shape)) % len(COLOURS) == 0
 
 
 def is_held_out_number(number: int) -> bool:
-    """Whether no training picture has that number: 10 of the 90 with two digits."""
+    """Return True if no training picture has that number: 10 of the 90 with two digits."""
     return number >= _LEAST_NUMBERS and number % 9 == 4
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What is seen somewhere.
+    """A thing that is seen at a place of a picture or a clip.
 
     Attributes:
-      names: of it, of `NAMES`.
-      frame: in which it is seen.
+      names: its names, among `NAMES`.
+      frame: the number of the frame that shows it.
       x, y: its centre in pixels from the left and from the top.
       half_width, half_height: from there to its ends.
     """
@@ -95,7 +95,7 @@ class PictureTask:
 
     @property
     def is_clip(self) -> bool:
-        """Whether it is about a clip."""
+        """True if the task is about a clip, False if about a picture."""
         return self.source_fps is not None
 
     def messages(self) -> list[dict[str, Any]]:
@@ -233,12 +233,12 @@ def _plural(name: str) -> str:
 
 
 def _seen(shapes: Sequence[Shape]) -> str:
-    """All shapes from left to right."""
+    """Describe all shapes from left to right."""
     return ", ".join(called(shape) for shape in sorted(shapes, key=lambda shape: shape.x))
 
 
 def _marks(shapes: Sequence[Shape], frame: int, height: int, width: int) -> list[Mark]:
-    """Where the shapes of a frame are, and what can be said of each."""
+    """Return a mark for each shape of a frame: its place, and all names that it can be given."""
     marks = []
     for number, shape in zip(PLACES, sorted(shapes, key=lambda shape: shape.x), strict=False):
         names = (shape.colour, shape.name, number, *_place(shape.x, shape.y, height, width))
@@ -311,7 +311,7 @@ def _painted(
 
 
 def _paint(rng: np.random.Generator, colour: str) -> np.ndarray:
-    """The colour as it is in one picture."""
+    """Draw the shade in which a picture shows a colour."""
     return np.clip(np.array(COLOURS[colour]) + rng.uniform(-14.0, 14.0, size=3), 0.0, 255.0)
 
 
