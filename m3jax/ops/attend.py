@@ -94,7 +94,7 @@ def attend_all(
 def attend_case(
     op: str, q: Float[Array, "B T N H"], view: BlockView, *, slots: int, schedule: str = "auto"
 ) -> PagesCase:
-    """What decides where attention can run: "sparse" over `slots` selected blocks, or "dense"."""
+    """Return the case of a call of attention: "sparse" over `slots` selected blocks, or "dense"."""
     has_pages = isinstance(view, Contiguous | Paged)
     return PagesCase(
         op=op, queries=q.shape[1], dtype=q.dtype, stored=view.k.dtype if has_pages else q.dtype, width=q.shape[-1],

@@ -1,4 +1,4 @@
-"""Which backend runs an operation: XLA, or the kernels of `pallas_kernels` (docs/kernels.md).
+"""The choice of a backend for an operation: XLA, or the kernels of `pallas_kernels` (docs/kernels.md).
 
 `choose` is the one answer, by a case's reasons (`m3jax.ops.cases`). The choice is made while tracing, from shapes and
 dtypes alone. "auto" takes kernels on a device that they are for, wherever they can run, and XLA elsewhere. Attention,
@@ -20,7 +20,7 @@ _interpreted: ContextVar[Any] = ContextVar("interpreted", default=False)
 
 @runtime_checkable
 class Case(Protocol):
-    """What of a call decides where it can run: one of `m3jax.ops.cases`.
+    """The properties of a call that decide where it can run: one of `m3jax.ops.cases`.
 
     Attributes:
       op: what is computed, in a word for an error.
@@ -107,7 +107,7 @@ def check_backend_name(backend: str) -> None:
 
 
 def interpreted() -> Any:
-    """What kernels get as `interpret`; False outside of the context manager."""
+    """Return what kernels get as `interpret`; False outside of the context manager."""
     return _interpreted.get()
 
 

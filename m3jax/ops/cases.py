@@ -1,4 +1,4 @@
-"""What of a call decides where it can run, and every reason why kernels cannot run it.
+"""The properties of a call that decide where it can run, and every reason why kernels cannot run it.
 
 `m3jax.ops.backends.choose` asks a case. Nothing of `pallas_kernels` is imported before a kernel is considered.
 """
@@ -95,7 +95,7 @@ class PagesCase:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a stack of matrices, one or more a layer, lies in memory.
+    """The storage of a stack of matrices, one or more a layer.
 
     Attributes:
       dtype: of its numbers; None in MXFP8.
@@ -224,7 +224,7 @@ class ExpertsCase:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenwiseCase:
-    """What stands between a layer's products: an addition and a norm, or a router's choice.
+    """An operation between a layer's products: an addition and a norm, or a router's choice.
 
     Attributes:
       op: "add_norm" or "choose_experts".

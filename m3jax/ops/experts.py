@@ -1,4 +1,4 @@
-"""What the chosen experts make of each token: several ways to compute one sum, and the choice among them.
+"""The outputs of the chosen experts for each token: several ways to compute one sum, and the choice among them.
 
 Every way takes tokens [X D], the stacked weights of all layers, the experts that each token chose [X A], the layer, and
 the activation. It gives [X A D] in the accumulator's dtype: what each pair's expert makes of its token. No pair is
@@ -48,7 +48,7 @@ def run_experts(
     num_shares: int | None = None,
     shared: Sequence[StackedLayer] = (),
 ) -> Float[Array, "X C D"]:
-    """What each pair's expert makes of its token, in the way that suits the platform and the number of pairs.
+    """Return each (token, expert) pair's output, computed in the way that suits the platform and the number of pairs.
 
     Args:
       x: tokens.
@@ -329,7 +329,7 @@ def _with_gradient_of_tiled(
     layer: Int[Array, ""],
     activate: Activation,
 ) -> Float[Array, "X A D"]:
-    """What a kernel makes of (x, gate, up, down, expert_ids, layer), which is also what `tiled` makes of them."""
+    """Return a kernel's outputs with the gradients of `tiled`, which computes the same."""
     from pallas_kernels.gradient import with_gradient
 
     def by_xla(x, gate, up, down, expert_ids, layer):

@@ -1,4 +1,4 @@
-"""What stands between a layer's products, for few tokens: one kernel where XLA has several, each a launch.
+"""The operations between a layer's products, for few tokens: one kernel where XLA has several, each a launch.
 
 What an operation means is the caller's own code, which XLA compiles wherever there is no kernel for a call.
 """

@@ -58,7 +58,7 @@ def project_each(
 def operands(
     x: Float[Array, "..."], weight: Float[Array, "..."] | MXFP8Array
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """What `project` multiplies with what.
+    """Return the arrays that `project` multiplies: MXFP8 as numbers, activations quantised where the weight asks.
 
     Args:
       x: activations.

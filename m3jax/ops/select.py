@@ -61,7 +61,7 @@ def select(
 def select_case(
     index_q: Float[Array, "B T K I"], view: IndexView, rules: SelectionRules, schedule: str = "auto"
 ) -> PagesCase:
-    """What decides where `select` can run: `choose(select_case(...))` says what "auto" takes."""
+    """Return the case of a call of `select`: `choose(select_case(...))` is what "auto" takes."""
     has_pages = isinstance(view, ContiguousIndex | PagedIndex)
     return PagesCase(
         op="select", queries=index_q.shape[1], dtype=index_q.dtype, stored=view.k.dtype if has_pages else index_q.dtype,
