@@ -43,7 +43,7 @@ def parser() -> Parser:
     out.add_argument("--seed", metavar="N", type=int, default=0, help="of every prompt (default: 0)")
     out.add_argument("--draft", metavar="DIR", help="draft tokens with an EAGLE3 model: its folder, or builtin for the "
                      "embedded checkpoint's; ngram looks for them in the text so far")  # fmt: skip
-    out.add_argument("--draft-tokens", metavar="K", type=int, default=DRAFT_TOKENS, help=f"1 to {MAX_DRAFT_TOKENS} in "
+    out.add_argument("--draft-tokens", metavar="K", type=int, help=f"1 to {MAX_DRAFT_TOKENS} in "
                      f"one verification (default: {DRAFT_TOKENS})")  # fmt: skip
     out.add_argument("--invariant", action="store_true", help="to the bit the text that a prompt has alone, whatever "
                      "runs beside it, with any draft; slower")  # fmt: skip
@@ -66,6 +66,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--logprobs needs --json: plain text has no place for them")
     if not all(args.stop):
         raise ValueError("--stop '': the text would end before it began; give at least one character, or no --stop")
+    if args.draft_tokens is not None and args.draft is None:
+        raise ValueError("--draft-tokens needs --draft: name what proposes them (a folder, builtin or ngram)")
+    if args.draft_tokens is None:
+        args.draft_tokens = DRAFT_TOKENS
     if not 1 <= args.draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"--draft-tokens {args.draft_tokens}: give 1 to {MAX_DRAFT_TOKENS}")
     from m3jax.cli.generation import generate

@@ -162,6 +162,8 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
             streams = [stream for stream in container.streams.video if not stream.disposition & cover]
             if not streams:
                 raise MediaError(f"the file has no moving pictures, only sound or data: {_NO_VIDEO}")
+            if streams[0].codec_context is None:  # no decoder: PyAV gives a stream without one
+                raise MediaError("the video's codec is none that FFmpeg knows here: convert it, to H.264 for example")
             yield container, streams[0]
     except (av.FFmpegError, EOFError, MemoryError, IndexError) as error:
         reason = printable(getattr(error, "strerror", None) or type(error).__name__)

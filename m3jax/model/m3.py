@@ -32,7 +32,7 @@ from m3jax.model.layers import rope_table
 from m3jax.model.media import WithMedia, vision_of
 from m3jax.model.summary import table
 from m3jax.msa import SCHEDULES, contiguous_index, walk_scores
-from m3jax.msa.rules import Score, check_score
+from m3jax.msa.rules import Score, check_score, check_score_shape
 from m3jax.mxfp8 import with_activations
 from m3jax.ops import check_backend_name, check_schedule
 
@@ -322,9 +322,11 @@ class M3(WithMedia):
             [... P] to [...], as in `m3jax.msa.SelectionRules`. A function runs by XLA.
 
         Raises:
-          ValueError: an unknown one.
+          ValueError: an unknown one, or a function that returns another shape.
         """
         check_score(score)
+        if callable(score):
+            check_score_shape(score, self.config.index_block_size)
         return self._with(score=score)
 
     def with_invariance(self, invariant: bool = True) -> "M3":

@@ -81,6 +81,25 @@ def check_score(score: Score) -> None:
         raise ValueError(f"score = {score!r}: allowed are 'max', 'lse', and a function from token to block scores")
 
 
+def check_score_shape(score: Callable[..., Any], block_size: int) -> None:
+    """Raise ValueError for a function that does not make one score of a block's tokens.
+
+    Args:
+      score: a function from [... P] to [...].
+      block_size: P.
+    """
+    import jax  # a command line checks its rules before it imports jax
+
+    of_tokens = jax.ShapeDtypeStruct((2, 3, block_size), np.float32)
+    of_blocks = jax.eval_shape(score, of_tokens)
+    if getattr(of_blocks, "shape", None) != (2, 3):
+        returned = "no array" if not hasattr(of_blocks, "shape") else f"shape {of_blocks.shape}"
+        raise ValueError(
+            f"score gets the scores of a block's tokens [... P] and must return one for the block [...]: of shape "
+            f"{of_tokens.shape} it returned {returned}"
+        )
+
+
 def checked(function: Function) -> Function:
     """Make a public function of MSA check its arguments by their names and the letters of their annotations.
 

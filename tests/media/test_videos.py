@@ -147,6 +147,7 @@ BROKEN = {
     "a word": (b"abcd" * 50, "cannot be read"),
     "an image": (image_file(picture(30, 30)), "cannot be read"),
     "cut": (FILE[: len(FILE) // 2], "cut short"),
+    "an unknown codec": (video_file(clip(4), "avi").replace(b"FMP4", b"XQZ7"), "codec is none that FFmpeg knows"),
     "sound": (sound_file(), "no moving pictures, only sound"),
     "sound with a cover": (sound_file(cover=True), "no moving pictures, only sound"),
     "no frames": (video_file(clip(0)), "has no frames|no moving pictures|cannot be read"),

@@ -107,6 +107,10 @@ def test_a_score_of_ones_own_reaches_every_layer(model):
         assert (a != c).any()
     with pytest.raises(ValueError, match="score = 'mean'"):
         model.with_score("mean")
+    with pytest.raises(ValueError, match=r"must return one for the block \[...\]: of shape \(2, 3, 8\) it returned"):
+        model.with_score(lambda scores: scores)
+    with pytest.raises(ValueError, match="it returned no array"):
+        model.with_score(lambda scores: None)
 
 
 def test_an_engine_passes_checks(model):

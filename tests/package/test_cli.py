@@ -179,6 +179,7 @@ def test_token_ids_work_without_a_tokenizer(run, copy):
         (["--prompt", ""], "prompt 1 is empty"),
         (["--prompt", "a", "--stop", ""], "--stop '': the text would end before it began"),
         (["--prompt", "a", "--logprobs"], "--logprobs needs --json"),
+        (["--prompt", "a", "--draft-tokens", "2"], "--draft-tokens needs --draft"),
         (["--prompt-tokens", "1,x"], "'1,x': write token ids with commas"),
         (["--prompt-tokens", "257"], "prompt 1: 257 is no token id; they are integers from 0 to 256"),
         (["--prompt-tokens", "-3"], "prompt 1: -3 is no token id"),

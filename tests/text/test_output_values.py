@@ -74,6 +74,10 @@ VALUES = [
     # A union is the narrowest type that the text spells, whatever order they are listed in.
     (ANY_OF("string", "integer"), "5", 5),
     (ANY_OF("integer", "string"), "5 pm", "5 pm"),
+    (ANY_OF("integer", "string"), "1e5", "1e5"),
+    (ANY_OF("string", "integer"), "5.0", "5.0"),
+    ({"type": "integer"}, "1e5", 100000),
+    (ANY_OF("string", "number"), "1e5", 1e5),
     (ANY_OF("boolean", "integer"), "1", 1),
     (ANY_OF("string", "array"), "[1]", "[1]"),
     (ANY_OF("string", "array"), ITEMS("1"), ["1"]),

@@ -89,7 +89,8 @@ def _with_results_in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any
     """Return the messages, with each turn's results in the order of its calls."""
     ordered: list[dict[str, Any]] = []
     while (count := len(ordered)) < len(messages):
-        results = list(takewhile(lambda message: message["role"] == "tool", messages[count:]))
+        rest = (messages[i] for i in range(count, len(messages)))  # a slice a turn would make this quadratic
+        results = list(takewhile(lambda message: message["role"] == "tool", rest))
         calls = ordered[-1].get("tool_calls", []) if ordered else []
         if results and not calls:
             raise ValueError(

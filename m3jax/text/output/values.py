@@ -52,7 +52,9 @@ def _scalar(text: str, shapes: Shapes) -> Any:
         return None
     if "boolean" in kinds and word.lower() in _WORDS:
         return _WORDS[word.lower()]
-    if "integer" in kinds and (number := _number(word, is_whole="number" not in kinds)) is not None:
+    # Where a string may stand, only digits are a whole number: 1e5 may be a name, 5.0 a version.
+    is_text = "string" in kinds and "number" not in kinds and not _INTEGER.fullmatch(word)
+    if "integer" in kinds and not is_text and (number := _number(word, is_whole="number" not in kinds)) is not None:
         return number
     if "string" in kinds:
         return text
