@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def typed(prog: str) -> str:
-    """Return the words that run a program: `m3jax generate` where the command m3jax does, else `python -m` and its name.
+    """Return the words that run a program: `m3jax generate` where the command m3jax does, else python -m and its name.
 
     Args:
       prog: the program's name, such as m3jax.generate.

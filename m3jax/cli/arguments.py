@@ -1,5 +1,7 @@
 """Arguments that several command lines share; this module imports nothing large."""
 
+from importlib.util import find_spec
+
 from m3jax.console import Parser
 
 # As m3jax.ops and m3jax.model.build have them; a test compares.
@@ -32,3 +34,13 @@ def add_machine(out: Parser) -> None:
     out.add_argument("--mesh", metavar="AXES", help="devices to shard over, as in data=1,expert=2,tensor=4")
     out.add_argument("--no-compile-cache", action="store_true", help="neither use nor keep compiled programs; they are "
                      "kept in M3JAX_CACHE_DIR, else ~/.cache/m3jax")  # fmt: skip
+
+
+def check_plots(option: str) -> None:
+    """Raise ValueError if matplotlib is not installed, so that this is known before any work is done.
+
+    Args:
+      option: what needs it for its picture, such as --html.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"{option} needs matplotlib for its picture: pip install 'm3jax[plots]'")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from m3jax.cli import DRAFT_TOKENS
+from m3jax.cli.arguments import check_plots
 from m3jax.console import Parser, run_command, run_program
 from m3jax.interrupts import raise_interrupts
 
@@ -142,11 +143,13 @@ def run(args: argparse.Namespace) -> int:
     """Measure what the parsed arguments ask for.
 
     Raises:
-      ValueError: a bad argument, or a folder or file that cannot be used.
+      ValueError: a bad argument, a folder or file that cannot be used, or an extra that is not installed.
       OSError: a file that cannot be written.
       FloatingPointError: logits that are no numbers.
     """
     args = with_defaults(args)
+    if args.out is not None:
+        check_plots("--out")
     from m3jax.evaluate.command import evaluate
 
     raise_interrupts()
