@@ -36,7 +36,9 @@ class Parser(argparse.ArgumentParser):
         unknown = [word for word, name in names.items() if word[:2] == "--" and " " not in word and name not in known]
         if unknown:
             message = f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(names[unknown[0]], known)}"
-        raise ValueError(f"{message}; --help lists the arguments")
+        # Of a value that is wrong the message says more than the help does.
+        hint = "" if ";" in message else "; --help lists the arguments"
+        raise ValueError(f"{message}{hint}")
 
     def print_help(self, file: object = None) -> None:
         """Write the help to stdout."""

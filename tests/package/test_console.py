@@ -85,6 +85,30 @@ def test_a_command_sets_in_its_process_what_its_module_does():
 
 
 @pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("generate --seed 1", "one of the arguments --prompt"),
+        ("generate --prompt a --logprobs", "--logprobs needs --json"),
+        ("generate --prompt a --temperature warm", "invalid float value"),
+        ("generate --prompt a --model nowhere", "no such model folder: nowhere"),
+        ("chat --model nowhere", "no such model folder: nowhere"),
+        ("plan --topology h200:8 --context 9 --model nowhere", "no such model folder: nowhere"),
+        ("evaluate --task recall --against nowhere", "no such model folder: nowhere"),
+        ("evaluate --task recall --tokens 2", "--tokens is for --task perplexity"),
+        ("evaluate --task recall --out out", "--out needs matplotlib"),
+        ("compare a b --html out.html", "--html needs matplotlib"),
+    ],
+)
+def test_what_can_be_refused_without_jax_is(tmp_path, line, part):
+    """`docs/commands.md` lists it. Here jax and matplotlib cannot be imported or found."""
+    (tmp_path / "jax.py").write_text("raise SystemExit(77)\n")
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None\n")
+    status, out, err = shell(f"cd {tmp_path}; python -m m3jax {line}", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (status, out) == (2, "")
+    assert_one_line(err, part)
+
+
+@pytest.mark.parametrize(
     ("line", "parts"),
     [
         ("genrate --prompt a", ("no such command: genrate (did you mean generate?); python -m m3jax --help",)),
