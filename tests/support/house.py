@@ -21,7 +21,8 @@ FLOORS = (
     ("m3jax.planning", "m3jax.text_model", "m3jax.train"),
     ("m3jax.cli", "m3jax.vectors"),
     ("m3jax.compare", "m3jax.evaluate"),
-    ("m3jax", "m3jax.__main__", "m3jax.chat", "m3jax.generate", "m3jax.plan"),
+    ("m3jax", "m3jax.chat", "m3jax.generate", "m3jax.plan"),
+    ("m3jax.__main__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
