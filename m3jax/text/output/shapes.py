@@ -58,6 +58,12 @@ def kinds_of(shapes: Shapes) -> frozenset[str] | None:
     return frozenset().union(*(shape.kinds for shape in shapes))
 
 
+def is_only_array(shapes: Shapes) -> bool:
+    """True if a value can be an array, and neither an object nor a string."""
+    kinds = kinds_of(shapes) or frozenset()
+    return "array" in kinds and not kinds & {"object", "string"}
+
+
 def kind_of(value: Any) -> str:
     """Return the name of a JSON value's type; a float's is "number", whole or not."""
     if value is None or isinstance(value, bool):
