@@ -245,10 +245,16 @@ def test_a_template_that_is_not_there(tmp_path: Path):
         ChatTemplate.from_file(str(tmp_path / "weights"))
 
 
-def test_jinja2_is_an_extra(monkeypatch):
-    """The room is imported without it, and a template says what to install."""
-    without = "import sys; sys.modules['jinja2'] = None; import m3jax.text; sys.exit('jax' in sys.modules)"
+def test_jinja2_and_jsonschema_are_an_extra(monkeypatch):
+    """The room is imported without them, and a template and tools say what to install."""
+    without = (
+        "import sys; sys.modules |= dict.fromkeys(['jinja2', 'jsonschema']); import m3jax.text; "
+        "sys.exit('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", without], check=False).returncode == 0
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(ValueError, match=r"jsonschema, which is not installed: pip install 'm3jax\[chat\]'"):
+        EMBEDDED.render(HI, [drawn.tool("f", {"title": "a schema that no other test has"})])
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ValueError, match=r"jinja2, which is not installed: pip install 'm3jax\[chat\]'"):
         ChatTemplate("")
