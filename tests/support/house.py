@@ -57,7 +57,7 @@ ALL_THEY_NEED = {
     "m3jax.media": ("PIL", "av", "jaxtyping", "numpy"),
     "m3jax.msa.definition": ("einops", "jax", "jaxtyping"),
     "m3jax.progress": ("rich",),
-    "m3jax.text": ("jinja2", "tokenizers"),  # jinja2 is an extra's
+    "m3jax.text": ("jinja2", "jsonschema", "tokenizers"),  # two are an extra's
     "m3jax.vision.definition": ("jax", "jaxtyping", "numpy"),
 }
 KERNEL_CALLER = "m3jax.ops"
