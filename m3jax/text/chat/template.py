@@ -85,6 +85,18 @@ class ChatTemplate:
         Raises:
             ValueError: no such file, larger than 1 MiB, not UTF-8, no template, or jinja2 is not installed.
         """
+        return cls(cls.read_source(file), str(file))
+
+    @staticmethod
+    def read_source(file: str | Path) -> str:
+        """Return the text of a template's file, which is not compiled yet.
+
+        Args:
+            file: jinja2, in UTF-8.
+
+        Raises:
+            ValueError: no such file, larger than 1 MiB, or not UTF-8.
+        """
         place = printable(str(file))
         try:
             with open(file, "rb") as stream:
@@ -94,7 +106,7 @@ class ChatTemplate:
         if len(data) > _MOST_BYTES:
             raise ValueError(f"{place}: larger than {_MOST_BYTES:,} bytes, the most that is read; is it a template?")
         try:
-            return cls(data.decode("utf-8"), place)
+            return data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{place}: byte {error.start} is not UTF-8; download the template again") from None
 
