@@ -2,7 +2,9 @@
 
 import json
 import re
+import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 FILE_NAME = "chat_template.jinja"
 _MOST_BYTES = 1 << 20  # M3's has 11,756
+_MOST_CHARACTERS = 64 << 20  # of a text; a million tokens are some 5 million
+_MOST_SECONDS = 60.0  # of a rendering, which takes milliseconds
+_CHECK = "0check"  # no template can write this name, so none can give it another meaning
 
 # Variables that other libraries pass from the tokenizer's settings; jinja renders one that is not passed as "".
 _TOKEN_VARIABLES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
@@ -27,7 +32,8 @@ class ChatTemplate:
     """A checkpoint's chat template, which renders a conversation as the text that the model was trained to read.
 
     The request is put in order first (`ordered_messages`), so that what the template would leave out in silence is an
-    error. The template is code from the checkpoint's author, so it runs in jinja2's immutable sandbox.
+    error. The template is code from the checkpoint's author, so it runs in jinja2's immutable sandbox, and rendering
+    ends with an error after 60 seconds or 64 Mi characters, as far as `_with_checks` sees them.
 
     Args:
         source: the template as text.
@@ -133,7 +139,7 @@ class ChatTemplate:
 
         Raises:
             ValueError: messages or tools that cannot be put in order, a variable that the template does not read, or
-                the template failed.
+                the template failed, or took too long, or made too long a text.
         """
         if thinking_mode is not None and not isinstance(thinking_mode, str):
             raise ValueError(f"thinking_mode = {shown(thinking_mode)}: must be a text such as 'adaptive', or None")
@@ -146,7 +152,7 @@ class ChatTemplate:
         }
         self._check_variables(kwargs, variables)
         try:
-            return self._compiled.render(variables)
+            return _rendered(self._compiled, variables)
         except RecursionError:
             reason = "it calls itself without an end, or arguments nest too deep"
         except Exception as error:  # the template's own, of any kind: it is a program
@@ -241,12 +247,69 @@ def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]
     try:
         tree = environment.parse(source)
         read = jinja2.meta.find_undeclared_variables(tree)
-        return environment.from_string(tree), frozenset(read - environment.globals.keys())
+        return environment.from_string(_with_checks(tree)), frozenset(read - environment.globals.keys())
     except jinja2.TemplateSyntaxError as error:
         reason = printable(f"line {error.lineno}: {error.message}")
     except RecursionError:
         reason = "its expressions nest too deep"
     raise ValueError(shortened(f"{name} is no template: {reason}"))
+
+
+def _with_checks(tree: "jinja2.nodes.Template") -> "jinja2.nodes.Template":
+    """Return a template that calls `_CHECK` at each turn of a loop and call of a macro, and on values that may grow.
+
+    Those are what `~` and `+` make and what is written out. What one filter or method makes is seen only then.
+    """
+    from jinja2 import nodes, visitor
+
+    def check(line: int, *values: nodes.Expr) -> nodes.Call:
+        return nodes.Call(nodes.Name(_CHECK, "load"), list(values), [], None, None, lineno=line)
+
+    class WithChecks(visitor.NodeTransformer):
+        def visit_block(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+            self.generic_visit(node)
+            node.body.insert(0, nodes.ExprStmt(check(node.lineno), lineno=node.lineno))
+            return node
+
+        def visit_sum(self, node: nodes.Concat | nodes.Add) -> nodes.Node:
+            self.generic_visit(node)
+            return check(node.lineno, node)
+
+        def visit_Output(self, node: nodes.Output) -> nodes.Node:
+            self.generic_visit(node)
+            is_text = lambda part: isinstance(part, nodes.TemplateData)
+            node.nodes = [part if is_text(part) else check(node.lineno, part) for part in node.nodes]
+            return node
+
+        visit_For = visit_Macro = visit_CallBlock = visit_block
+        visit_Concat = visit_Add = visit_sum
+
+    return WithChecks().visit(tree).set_environment(tree.environment)
+
+
+def _check_until(deadline: float) -> Callable[..., Any]:
+    """Return the function that a template calls as `_CHECK`: it gives a value back, or ends the rendering."""
+
+    def check(value: Any = None) -> Any:
+        if time.monotonic() > deadline:
+            raise ValueError(f"it takes more than {_MOST_SECONDS:g} seconds")
+        if isinstance(value, str | list | tuple) and len(value) > _MOST_CHARACTERS:
+            raise ValueError(f"it makes a value longer than {_MOST_CHARACTERS:,} characters or entries")
+        return value
+
+    return check
+
+
+def _rendered(template: "jinja2.Template", variables: dict[str, Any]) -> str:
+    """Return a template's text; raise ValueError where it takes too long or is too long."""
+    check = _check_until(time.monotonic() + _MOST_SECONDS)
+    pieces, characters = [], 0
+    for piece in template.generate({**variables, _CHECK: check}):
+        pieces.append(check(piece))
+        characters += len(piece)
+        if characters > _MOST_CHARACTERS:
+            raise ValueError(f"its text is longer than {_MOST_CHARACTERS:,} characters")
+    return "".join(pieces)
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
