@@ -289,8 +289,8 @@ def _read_rope(values: dict[str, Any], text: Mapping[str, Any]) -> list[str]:
     values["rotary_dim"] = next(iter(widths), 0)
     head_dim = text.get("head_dim")
     if factors == (None, None) and widths and head_dim and widths != {head_dim}:
-        # SGLang reads rotary_dim alone, transformers the factor alone, and takes 1 where there is none (T46): which of
-        # the two the weights were trained with cannot be told from this file.
+        # SGLang reads rotary_dim alone, transformers the factor alone, and takes 1 where there is none: which of the
+        # two the weights were trained with cannot be told from this file.
         width = values["rotary_dim"]
         problems.append(
             f"rotary_dim = {width} and head_dim = {head_dim} without partial_rotary_factor disagree: transformers "
