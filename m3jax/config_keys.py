@@ -177,10 +177,7 @@ def write_text_config(values: Mapping[str, Any]) -> dict[str, Any]:
                    *_SPARSE_NAMES.values()}  # fmt: skip
     unchanged = {name: value for name, value in values.items() if name not in in_hub_form}
     is_sparse = [int(kind == "minimax_m3_sparse") for kind in values["layer_types"]]
-    # Every reader takes int(head_dim x factor) for the rotated width, and a float product can fall short of an integer.
-    factor = values["rotary_dim"] / values["head_dim"]
-    if int(values["head_dim"] * factor) != values["rotary_dim"]:
-        factor = math.nextafter(factor, math.inf)
+    factor = _rotated_part(values["rotary_dim"], values["head_dim"])
     eos = list(values["eos_token_id"])
     return unchanged | {
         "model_type": "minimax_m3_vl_text",
@@ -290,7 +287,25 @@ def _read_rope(values: dict[str, Any], text: Mapping[str, Any]) -> list[str]:
     if len(widths) != 1:
         problems.append(f"rotary_dim and partial_rotary_factor x head_dim must give one width, got {sorted(widths)}")
     values["rotary_dim"] = next(iter(widths), 0)
+    head_dim = text.get("head_dim")
+    if factors == (None, None) and widths and head_dim and widths != {head_dim}:
+        # SGLang reads rotary_dim alone, transformers the factor alone, and takes 1 where there is none: which of the
+        # two the weights were trained with cannot be told from this file.
+        width = values["rotary_dim"]
+        problems.append(
+            f"rotary_dim = {width} and head_dim = {head_dim} without partial_rotary_factor disagree: transformers "
+            f"rotates all {head_dim} dims of such a config, SGLang {width}; write rotary_dim = {head_dim} if the model "
+            f"was trained with the first, partial_rotary_factor = {_rotated_part(width, head_dim)} if with the "
+            "second"
+        )
     return problems
+
+
+def _rotated_part(rotary_dim: int, head_dim: int) -> float:
+    """Return the partial_rotary_factor of which every reader, by int(head_dim x factor), makes `rotary_dim`."""
+    factor = rotary_dim / head_dim
+    # A float product can fall short of an integer.
+    return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)
 
 
 def _wrong_kinds(found: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from m3jax.decoding import Drafter, Engine, Media, Params, Sampling, check_logit
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.sampling import SamplingKnobs, as_sampling, as_samplings
 from m3jax.dialogue import Reply, chat
+from m3jax.files import current_file
 from m3jax.hub import M3, load, save
 from m3jax.text import ChatTemplate, Event, Tokenizer
 
@@ -86,8 +87,8 @@ class TextModel:
         folder = embedded_path() if folder is None else Path(folder)
         M3Config.from_pretrained(folder)
         tokenizer, defaults = Tokenizer.from_pretrained(folder), Defaults.from_pretrained(folder)
-        template_file = folder / "chat_template.jinja"
-        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
+        template_file = current_file(folder, "chat_template.jinja")
+        template = ChatTemplate.read_source(template_file) if template_file.is_file() else None
         model = load(folder, dtype=dtype, mesh=mesh, progress=progress, weights=weights).with_backend(backend)
         return cls(model, tokenizer, defaults, template, folder)
 

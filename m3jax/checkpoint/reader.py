@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
-from m3jax.files import INDEX_NAME, SINGLE_NAME, read_json
+from m3jax.files import INDEX_NAME, OUTSIDE, SINGLE_NAME, leaves_folder, read_json
 from m3jax.files.tensors import read_header
 from m3jax.messages import listed, note_problems, printable, shortened, shown
 
@@ -145,6 +145,10 @@ def version(path: Path) -> tuple[_Identity | None, ...]:
 def _read_index(path: Path, folder: Folder) -> None:
     """Read an index and the headers of the shards that it names into `folder`."""
     names_of: dict[str, set[str]] = {}
+    if leaves_folder(path / INDEX_NAME):
+        folder.problems.append(f"{INDEX_NAME}: {OUTSIDE}")
+        folder.all_lost = True
+        return
     try:
         index = read_json(path / INDEX_NAME, _MOST_INDEX_BYTES, _MOST_ENTRIES, "an index")
         weight_map = index.get("weight_map")
@@ -187,22 +191,10 @@ def _wrong_name(shard: str) -> str | None:
     return None if shard.endswith(".safetensors") else "a shard's name ends in .safetensors"
 
 
-def _leaves(file: Path) -> bool:
-    """True if a file is a link out of its folder, other than those of a hub cache.
-
-    The hub's cache keeps files under `blobs`, and `snapshots/<revision>` holds links to them.
-    """
-    folder, target = file.parent.resolve(), file.resolve()
-    if target.parent == folder:
-        return False
-    is_snapshot = folder.parent.name == "snapshots"
-    return not (is_snapshot and target.parent == (folder.parent.parent / "blobs").resolve())
-
-
 def _read_file(file: Path, folder: Folder) -> dict[str, StoredTensor] | None:
     """Return a file's tensors by name; None, and a line in `folder.problems`, if its header cannot be trusted."""
-    if _leaves(file):
-        folder.problems.append(f"{file.name}: a link to a file outside the folder; copy that file there")
+    if leaves_folder(file):
+        folder.problems.append(f"{file.name}: {OUTSIDE}")
         return None
     try:
         with safe_open(file, framework="numpy"):

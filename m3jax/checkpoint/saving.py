@@ -16,7 +16,7 @@ from m3jax.checkpoint import tree
 from m3jax.checkpoint.mxfp8 import announcement
 from m3jax.checkpoint.names import Target, scale_name, targets
 from m3jax.checkpoint.replacing import Replacement, as_json
-from m3jax.files import current_file
+from m3jax.files import current_file, read_bytes
 from m3jax.files.tensors import by_width
 
 COPIED = (
@@ -29,6 +29,7 @@ COPIED = (
     "merges.txt",
     "chat_template.jinja",
 )
+_MOST_COPIED_BYTES = 256 << 20  # of one file, the most that is read of a tokenizer
 
 
 def save(
@@ -55,8 +56,8 @@ def save(
       copy_from: a folder whose tokenizer files and generation_config.json are copied, those it has.
 
     Raises:
-      ValueError: `max_shard_bytes` is not positive, `copy_from` is no folder, or a parameter has
-        shards on another process, or another save into the folder is running.
+      ValueError: `max_shard_bytes` is not positive, `copy_from` is no folder, or has a file of more than 256 MiB or a
+        link out of it, or a parameter has shards on another process, or another save into the folder is running.
       OSError: names the path, also where the disk is full. The folder's checkpoint is the old one then, or, where only
         the removal of old files failed, the new one.
     """
@@ -98,7 +99,7 @@ def _copies(folder: str | Path | None) -> dict[str, bytes]:
     if folder is None:
         return {}
     files = {name: current_file(Path(folder), name) for name in COPIED}
-    return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
+    return {name: read_bytes(file, _MOST_COPIED_BYTES) for name, file in files.items() if file.is_file()}
 
 
 def _check(parameters: dict[str, Shaped[Array, "..."]], max_shard_bytes: int, copy_from: str | Path | None) -> None:

@@ -56,13 +56,28 @@ def read_json_list(file: Path, called: str) -> list[Any]:
     return parsed
 
 
-def _read(file: Path, most_bytes: int, most_items: int) -> Any:
-    """Return the value in a JSON file, within the limits of `read_json`."""
+def read_bytes(file: Path, most_bytes: int) -> bytes:
+    """Return what a file holds, which takes no more memory than `most_bytes` however large the file is.
+
+    Args:
+      file: a file that is there.
+      most_bytes: how large it may be.
+
+    Raises:
+      ValueError: it is larger; the message begins with its path.
+      OSError: it cannot be read.
+    """
     with open(file, "rb") as stream:
         data = stream.read(most_bytes + 1)
-    place = printable(str(file))
     if len(data) > most_bytes:
+        place = printable(str(file))
         raise ValueError(f"{place}: larger than {most_bytes:,} bytes, the most that is read; is it the right file?")
+    return data
+
+
+def _read(file: Path, most_bytes: int, most_items: int) -> Any:
+    """Return the value in a JSON file, within the limits of `read_json`."""
+    data, place = read_bytes(file, most_bytes), printable(str(file))
     if data.startswith(_BOMS):
         raise ValueError(f"{place} is not valid JSON: it begins with a byte order mark; save it as UTF-8 without one")
     try:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from m3jax.files.json_file import read_json
 from m3jax.files.tensors import read_header
+from m3jax.messages import printable
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 SAVE_KEY = "m3jax_save"  # in the metadata of the index or of the single file: the token of the save that wrote it
 PENDING = re.compile(r"\.m3jax-([0-9a-f]{16})-(.+)")
+OUTSIDE = "a link to a file outside the folder; copy that file there"
 _MOST_INDEX_BYTES = 256 << 20
 
 
@@ -31,7 +33,30 @@ def current_file(folder: Path, name: str) -> Path:
     Args:
       folder: a model folder.
       name: a file beside the weights, as config.json.
+
+    Raises:
+      ValueError: it is a link to a file outside the folder.
     """
+    file = _committed_file(folder, name)
+    if file.is_file() and leaves_folder(file):
+        raise ValueError(f"{printable(str(file))}: {OUTSIDE}")
+    return file
+
+
+def leaves_folder(file: Path) -> bool:
+    """True if a file is a link out of its folder, other than those of a hub cache.
+
+    A folder from elsewhere could otherwise bring a private file of the reader's into what is shown or saved. The hub's
+    cache keeps files under `blobs`, and `snapshots/<revision>` holds links to them.
+    """
+    folder, target = file.parent.resolve(), file.resolve()
+    if target.parent == folder:
+        return False
+    is_snapshot = folder.parent.name == "snapshots"
+    return not (is_snapshot and target.parent == (folder.parent.parent / "blobs").resolve())
+
+
+def _committed_file(folder: Path, name: str) -> Path:
     pending = [match[1] for file in os.listdir(folder) if (match := PENDING.fullmatch(file)) and match[2] == name]
     if pending and (token := committed_save(folder)) in pending:
         file = folder / pending_name(token, name)

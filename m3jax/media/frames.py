@@ -17,7 +17,11 @@ def every_frame(total: int, source_fps: float, fps: float, least: int, most: int
 
 
 def spread_frames(total: int, source_fps: float, fps: float, least: int, most: int) -> list[int]:
-    """Choose `fps` frames a second, from `least` to `most` of them, each at the beginning of an equal part."""
+    """Choose `fps` frames a second, from `least` to `most` of them, each at the beginning of an equal part.
+
+    transformers' video processor has those two bounds among its settings and reads neither: with `do_sample_frames` it
+    chooses as many frames as least = 1 gives, and refuses to choose more than there are.
+    """
     count = min(max(int(total / source_fps * fps), least), most, total)
     return [i * total // count for i in range(count)]
 
@@ -70,7 +74,8 @@ def choose_frames(
       total: frames of the video, at least 1.
       source_fps: frames that it shows a second.
       fps: frames wanted a second; "all" does not ask.
-      min_frames: fewest frames, where the video has them; of "hub" and "smg".
+      min_frames: fewest frames, where the video has them; of "hub" and "smg". transformers, which does not bound the
+        number, chooses as "hub" does with 1.
       max_frames: most frames; of "hub", "smg" and "sglang".
 
     Returns:

@@ -89,7 +89,8 @@ def process_image(image: Any, preset: str = "hub", *, max_long_side: int | None 
     Raises:
       ValueError: a broken image, a shape that no rule allows, a preset or tier that there is not.
 
-    Source: transformers' image processor for minimax_m3_vl; the engines where `preset` names one.
+    Source: transformers' image processor for minimax_m3_vl, given Pillow images (of a path or an address its
+    `load_image` drops alpha instead); the engines where `preset` names one.
     """
     rule = _size_rule(preset_named(preset).image, max_long_side)
     pixels = decode_image(image)
@@ -125,7 +126,8 @@ def process_video(
       preset: whose rules say how large frames become and which ones are taken.
       frames: a name in `FRAME_RULES` instead of the preset's.
       fps: frames wanted a second, instead of the preset's.
-      min_frames, max_frames: bounds of their number, for the rules that have them; 4 and 768 where not given.
+      min_frames, max_frames: bounds of their number, for the rules that have them; 4 and 768 where not given, as
+        transformers' processor declares them (it applies neither, see `choose_frames`).
       source_fps: frames a second of frames that are given; without it there are no time stamps. A file has its own.
       max_long_side: a tier instead of the preset's size: a multiple of 28 to which the long side is shrunk.
       segment: most temporal patches of a chunk, vision_segment_max_frames of the model.

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import time
 from pathlib import Path
 
@@ -20,7 +22,9 @@ from support.checkpoint_folders import (
 from support.drafts import CONFIG as TARGET
 from support.drafts import draft
 
+import m3jax
 from m3jax import checkpoint
+from m3jax.assets import embedded_path
 from m3jax.checkpoint import CheckpointError, load_draft, names, save_draft
 from m3jax.config import M3Config
 
@@ -39,10 +43,13 @@ def problems(path: Path, **arguments) -> list[str]:
 
 
 def link_to(folder: Path, path: Path) -> Path:
-    """A folder whose files are links to those of another."""
+    """A folder whose weights are links to those of another, and whose other files are copies."""
     path.mkdir(parents=True)
     for file in folder.iterdir():
-        (path / file.name).symlink_to(file)
+        if file.suffix == ".safetensors":
+            (path / file.name).symlink_to(file)
+        else:
+            (path / file.name).write_bytes(file.read_bytes())
     return path
 
 
@@ -57,7 +64,6 @@ def link_to(folder: Path, path: Path) -> Path:
 def test_an_index_names_files_of_its_own_folder_only(shard, folder, tmp_path):
     path = link_to(folder, tmp_path / "inner" / "folder")
     index = json.loads((path / INDEX).read_text())
-    (path / INDEX).unlink()
     index["weight_map"][NORM] = shard
     (path / INDEX).write_text(json.dumps(index))
     lines = [line for line in problems(path) if line.startswith(f"{INDEX}: places 1 tensors in ")]
@@ -79,6 +85,56 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
     os.link(folder / "config.json", tmp_path / "single" / "config.json")
     (tmp_path / "single" / "model.safetensors").symlink_to(folder / files[0])
     assert problems(tmp_path / "single") == [f"model.safetensors: {outside}"]
+    (path / INDEX).unlink()
+    (path / INDEX).symlink_to(folder / INDEX)
+    assert problems(path) == [f"{INDEX}: {outside}"]
+
+
+BESIDE = {
+    "config.json": M3Config.from_pretrained,
+    "tokenizer.json": m3jax.TextModel.from_pretrained,
+    "tokenizer_config.json": m3jax.TextModel.from_pretrained,
+    "generation_config.json": m3jax.TextModel.from_pretrained,
+    "chat_template.jinja": m3jax.TextModel.from_pretrained,
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_link_out_of_the_folder_is_refused_beside_the_weights_too(name, tmp_path):
+    """No file of the reader's own comes into what a folder shows, nor into what is saved from it."""
+    folder = tmp_path / "folder"
+    shutil.copytree(embedded_path(), folder)
+    (tmp_path / name).write_bytes((folder / name).read_bytes() if (folder / name).is_file() else b"{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / name)
+    expected = f"^{re.escape(str(folder / name))}: a link to a file outside the folder; copy that file there$"
+    with pytest.raises(ValueError, match=expected):
+        BESIDE[name](folder)
+
+
+def test_a_save_copies_no_link_and_nothing_large(folder, tmp_path):
+    model = checkpoint.load(folder, progress=False)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "tokenizer.json").symlink_to(folder / "config.json")
+    with pytest.raises(ValueError, match=r"source/tokenizer\.json: a link to a file outside the folder"):
+        checkpoint.save(model, tmp_path / "saved", copy_from=tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").unlink()
+    (tmp_path / "source" / "merges.txt").touch()
+    os.truncate(tmp_path / "source" / "merges.txt", 20 << 30)
+    with pytest.raises(ValueError, match=r"source/merges\.txt: larger than 268,435,456 bytes"):
+        checkpoint.save(model, tmp_path / "saved", copy_from=tmp_path / "source")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_template_of_any_size_costs_no_memory(tmp_path):
+    """A sparse file of 20 GB takes no room on the disk, and would take all memory if it were read whole."""
+    shutil.copytree(embedded_path(), tmp_path, dirs_exist_ok=True)
+    for data, message in ((b"", "larger than 1,048,576 bytes"), (b"ab\xff", "byte 2 is not UTF-8")):
+        (tmp_path / "chat_template.jinja").write_bytes(data)
+        if not data:
+            os.truncate(tmp_path / "chat_template.jinja", 20 << 30)
+        with pytest.raises(ValueError, match=rf"chat_template\.jinja: {message}"):
+            m3jax.TextModel.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("is_linked", [False, True], ids=["its path", "a link to the snapshot"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from support.comparisons import assert_equal
 from support.media import clip, picture
 
@@ -27,7 +28,10 @@ VIDEOS = {
     "frames at their size": (picture(3 * 56, 56, 9).reshape(3, 56, 56, 3), {}, dict(do_resize=False)),
     "one segment": (clip(20), dict(segment=100), dict(vision_segment_max_frames=None)),
     "chosen by time": (clip(42), dict(source_fps=8.0, frames="hub"), dict(do_sample_frames=True, fps=1.0)),
+    # It takes two of these, [0, 10]: its own bound of at least 4 frames it does not apply.
+    "unbounded": (clip(20), dict(source_fps=10.0, frames="hub", min_frames=1), dict(do_sample_frames=True, fps=1.0)),
 }
+ALPHA = np.dstack([picture(56, 84, 10), picture(56, 84, 11, colors=1)])
 SIZES = np.random.default_rng(0).integers(1, 4000, (400, 2))
 SIZES = np.concatenate([SIZES[SIZES.max(1) <= 200 * SIZES.min(1)], [[13, 2600], [14, 42], [70, 42], [28, 5600]]])
 
@@ -42,7 +46,7 @@ def theirs(tmp_path_factory):
     for name, (_, ours, chosen) in VIDEOS.items():
         rate = {"source_fps": ours["source_fps"]} if "source_fps" in ours else {}
         options[f"video.{name}"] = dict(do_resize=True) | rate | chosen
-    np.savez(source, options=json.dumps(options), sizes=SIZES, **pixels)
+    np.savez(source, options=json.dumps(options), sizes=SIZES, alpha=ALPHA, **pixels)
     command = [sys.executable, "-W", "ignore", str(ORACLE), str(source), str(target)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
@@ -56,6 +60,13 @@ def test_patches_of_an_image(theirs, name):
     assert_equal(ours.grid, theirs[f"image.{name}.grid"][0], "grid", "thw")
     assert_equal(ours.patches, theirs[f"image.{name}.patches"], "pixel_values", "patch value")
     assert ours.patches.dtype == np.float32 and ours.tokens * 4 == len(ours.patches)
+
+
+def test_alpha_lies_over_white_where_transformers_is_given_a_pillow_image(theirs):
+    """Its `load_image`, which reads paths, addresses and base64, drops alpha before the processor sees any."""
+    over_white = process_image(Image.fromarray(ALPHA))
+    assert_equal(over_white.patches, theirs["alpha.pillow"], "pixel_values", "patch value")
+    assert_equal(process_image(ALPHA[..., :3]).patches, theirs["alpha.loaded"], "pixel_values", "patch value")
 
 
 @pytest.mark.parametrize("name", VIDEOS)

@@ -86,6 +86,7 @@ def test_frame_rules():
     """vLLM never adds the last frame, SGLang always does; the hub's rule and SMG's spread as many over the clip."""
     assert RULES.keys() == FRAME_RULES.keys()
     assert {rule: choose_frames(rule, 42, 8.0) for rule in FRAME_RULES} == RULES
+    assert choose_frames("hub", 20, 10.0) == [0, 5, 10, 15] and choose_frames("hub", 20, 10.0, min_frames=1) == [0, 10]
     frames = clip(42)
     for rule, expected in RULES.items():
         made = process_video(frames, frames=rule, source_fps=8.0, fps=1.0)

@@ -15,6 +15,7 @@ from support.oracle import CASES, m3_vl, torch
 from m3jax import checkpoint
 from m3jax.cache import Cache
 from m3jax.completion import generate
+from m3jax.config import M3Config
 from m3jax.model import M3, definition
 
 # float32: two implementations that sum in different orders. Largest difference seen: 1e-5 (logits are about 2).
@@ -271,3 +272,14 @@ def test_a_text_only_folder_of_transformers(tmp_path):
     assert model.config == dataclasses.replace(pair.ours.config, vision_config=None)
     found = ours_of(model, pair.case.tokens())
     np.testing.assert_array_equal(found["logits"], ours("m3")["logits"])
+
+
+def test_a_config_of_transformers_without_a_factor_rotates_whole_heads_and_is_refused():
+    """It writes rotary_dim and reads it nowhere: what it writes without rope_parameters says 8 and rotates 16."""
+    sizes = CASES["m3"].text_config()
+    del sizes["rope_parameters"]
+    written = m3_vl.MiniMaxM3VLTextConfig(**sizes)
+    assert 2 * m3_vl.MiniMaxM3VLRotaryEmbedding(written).inv_freq.size(0) == 16
+    data = {key: value for key, value in written.to_dict().items() if key in (*sizes, "rope_parameters")}
+    with pytest.raises(ValueError, match="rotary_dim = 8 and head_dim = 16 without partial_rotary_factor disagree"):
+        M3Config.from_dict(data)

@@ -276,6 +276,16 @@ def test_contradictions_are_refused(path, value, message):
         M3Config.from_dict(edited(HUB, TEXT + path, value))
 
 
+def test_a_rotated_width_on_which_engines_differ_is_refused():
+    """Without a factor transformers rotates whole heads whatever rotary_dim says, SGLang as many dims as it says."""
+    data = edited(FLAT, "rope_parameters.partial_rotary_factor", ...)
+    with pytest.raises(ValueError, match="rotary_dim = 64 and head_dim = 128 without partial_rotary_factor") as caught:
+        M3Config.from_dict(data)
+    assert "write rotary_dim = 128 if" in str(caught.value) and "partial_rotary_factor = 0.5 if" in str(caught.value)
+    assert M3Config.from_dict({**data, "rotary_dim": 128}).rotary_dim == 128  # all of it in either engine
+    assert M3Config.from_dict({**data, "partial_rotary_factor": 0.5}) == M3Config.m3()
+
+
 @pytest.mark.parametrize(
     "path",
     ["hidden_size", "head_dim", "vocab_size", "num_hidden_layers", "moe_layer_freq", "num_local_experts"],

@@ -6,6 +6,8 @@ torch's resize of uint8, which is what torchvision calls. A process of its own, 
 without torchvision, which it remembers.
 """
 
+import base64
+import io
 import json
 import sys
 import types
@@ -15,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 
 
@@ -94,10 +97,11 @@ def main(source: str, target: str) -> None:
     """Process what the file IN holds.
 
     `image.NAME` [H W 3] and `video.NAME` [F H W 3] are pixels, `options` is a JSON text with settings of each video,
-    `sizes` [Y 2] are heights and widths.
+    `sizes` [Y 2] are heights and widths. `alpha` [H W 4] is given as a Pillow image, and as text for `load_image`.
     """
     if find_spec("torchvision") is None:
         stand_in()
+    from transformers.image_utils import load_image
     from transformers.models.minimax_m3_vl.image_processing_minimax_m3_vl import MiniMaxM3VLImageProcessor, smart_resize
     from transformers.models.minimax_m3_vl.video_processing_minimax_m3_vl import MiniMaxM3VLVideoProcessor
 
@@ -107,6 +111,11 @@ def main(source: str, target: str) -> None:
     images, videos = MiniMaxM3VLImageProcessor(), MiniMaxM3VLVideoProcessor()
     bounds = dict(min_pixels=images.size["shortest_edge"], max_pixels=images.size["longest_edge"])
     out = {"sizes": np.array([smart_resize(*size, **bounds) for size in given["sizes"].tolist()])}
+    with_alpha, file = PIL.Image.fromarray(given["alpha"]), io.BytesIO()
+    with_alpha.save(file, "PNG")
+    loaded = load_image(base64.b64encode(file.getvalue()).decode())
+    for name, image in (("alpha.pillow", with_alpha), ("alpha.loaded", loaded)):
+        out[name] = images(image, return_tensors="np")["pixel_values"]
     for name in given.files:
         made = {}
         if name.startswith("image."):

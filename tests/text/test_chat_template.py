@@ -17,6 +17,7 @@ from support.chat_wire import embedded_prompt, turns
 
 from m3jax.assets import embedded_path
 from m3jax.text import ChatTemplate, Tokenizer
+from m3jax.text.chat import template as template_module
 
 EMBEDDED = ChatTemplate.from_folder(embedded_path())
 TOKENIZER = Tokenizer.from_pretrained(embedded_path())
@@ -127,10 +128,9 @@ def test_the_embedded_template_refuses_a_mode_that_it_would_not_say():
 
 def test_the_embedded_template_refuses_by_itself_what_it_would_not_show():
     """Other engines render a folder's template without putting a request in order first."""
-    render = EMBEDDED._compiled.render
     for message in ({"role": "robot", "content": "x"}, {"role": "user", "content": [{"type": "image_url"}]}):
         with pytest.raises(Exception, match=r"no place in a conversation|is no text, image or video"):
-            render(messages=[message], thinking_mode=None)
+            template_module._rendered(EMBEDDED._compiled, {"messages": [message], "thinking_mode": None})
 
 
 @given(drawn.message_lists(nulls=True), st.sampled_from(MODES), st.booleans(), st.booleans())
@@ -228,6 +228,33 @@ def test_a_template_that_fails_is_one_line(case, tmp_path: Path):
         ChatTemplate.from_folder(tmp_path).render(HI)
     assert str(caught.value).startswith(str(tmp_path)) and str(caught.value).isprintable()
     assert len(str(caught.value)) <= 2_000
+
+
+_LOOPS = "{%% for a in r %%}{%% for b in r %%}{%% for c in r %%}%s{%% endfor %%}{%% endfor %%}{%% endfor %%}"
+ENDLESS = {
+    "a loop that writes nothing": ("{% set r = range(99999) | list %}" + _LOOPS % "", "it takes more than 0.2 seconds"),
+    "a loop that writes": ("{% set r = range(99999) | list %}" + _LOOPS % "words", "its text is longer than 9,999"),
+    "macros that call two": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "it takes more than 0.2 seconds",
+    ),
+    "a sum": ("{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+              "a value longer than 9,999"),
+    "a list": ("{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+               "a value longer than 9,999"),
+    "a block": ("{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}"
+                "{% endfor %}", "a value longer than 9,999"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_template_that_would_not_end_is_ended(case, monkeypatch):
+    """Loops, calls and texts that double end with one line, long before a machine has no memory left."""
+    monkeypatch.setattr(template_module, "_MOST_SECONDS", 0.2)
+    monkeypatch.setattr(template_module, "_MOST_CHARACTERS", 9_999)
+    source, message = ENDLESS[case]
+    with pytest.raises(ValueError, match=f"the chat template cannot render this conversation: .*{message}"):
+        ChatTemplate(source).render(HI)
 
 
 def test_a_template_that_is_not_there(tmp_path: Path):

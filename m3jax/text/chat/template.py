@@ -3,8 +3,9 @@
 import json
 import logging
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("m3jax.text")
 FILE_NAME = "chat_template.jinja"
 _MOST_BYTES = 1 << 20  # M3's has 11,756
+_MOST_CHARACTERS = 64 << 20  # of a text; a million tokens are some 5 million
+_MOST_SECONDS = 60.0  # of a rendering, which takes milliseconds
+_CHECK = "0check"  # no template can write this name, so none can give it another meaning
 
 # Variables that other libraries pass from the tokenizer's settings; jinja renders one that is not passed as "".
 _TOKEN_VARIABLES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
@@ -30,7 +34,8 @@ class ChatTemplate:
     """A checkpoint's chat template, which renders a conversation as the text that the model was trained to read.
 
     The request is put in order first (`ordered_messages`), so that what the template would leave out in silence is an
-    error. The template is code from the checkpoint's author, so it runs in jinja2's immutable sandbox.
+    error. The template is code from the checkpoint's author, so it runs in jinja2's immutable sandbox, and rendering
+    ends with an error after 60 seconds or 64 Mi characters, as far as `_with_checks` sees them.
 
     Args:
         source: the template as text.
@@ -88,6 +93,18 @@ class ChatTemplate:
         Raises:
             ValueError: no such file, larger than 1 MiB, not UTF-8, no template, or jinja2 is not installed.
         """
+        return cls(cls.read_source(file), str(file))
+
+    @staticmethod
+    def read_source(file: str | Path) -> str:
+        """Return the text of a template's file, which is not compiled yet.
+
+        Args:
+            file: jinja2, in UTF-8.
+
+        Raises:
+            ValueError: no such file, larger than 1 MiB, or not UTF-8.
+        """
         place = printable(str(file))
         try:
             with open(file, "rb") as stream:
@@ -97,7 +114,7 @@ class ChatTemplate:
         if len(data) > _MOST_BYTES:
             raise ValueError(f"{place}: larger than {_MOST_BYTES:,} bytes, the most that is read; is it a template?")
         try:
-            return cls(data.decode("utf-8"), place)
+            return data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{place}: byte {error.start} is not UTF-8; download the template again") from None
 
@@ -124,7 +141,7 @@ class ChatTemplate:
 
         Raises:
             ValueError: messages or tools that cannot be put in order, a variable that the template does not read, or
-                the template failed.
+                the template failed, or took too long, or made too long a text.
         """
         if thinking_mode is not None and not isinstance(thinking_mode, str):
             raise ValueError(f"thinking_mode = {shown(thinking_mode)}: must be a text such as 'adaptive', or None")
@@ -140,7 +157,7 @@ class ChatTemplate:
         }
         self._check_variables(kwargs, variables)
         try:
-            return self._compiled.render(variables)
+            return _rendered(self._compiled, variables)
         except RecursionError:
             reason = "it calls itself without an end, or arguments nest too deep"
         except Exception as error:  # the template's own, of any kind: it is a program
@@ -248,7 +265,8 @@ def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]
         tree = environment.parse(source)
         # jinja2 names a variable too that a template sets in one branch, though it has always set it before.
         found = jinja2.meta.find_undeclared_variables(tree) - environment.globals.keys()
-        return environment.from_string(tree), frozenset(name for name in found if _first_use(tree, name) == "load")
+        read = frozenset(name for name in found if _first_use(tree, name) == "load")
+        return environment.from_string(_with_checks(tree)), read
     except jinja2.TemplateSyntaxError as error:
         reason = printable(f"line {error.lineno}: {error.message}")
     except RecursionError:
@@ -291,6 +309,63 @@ def _first_use(node: "jinja2.nodes.Node", name: str) -> str | None:
         case _:
             return first(node.iter_child_nodes())
     return "load" if "load" in uses else None  # what is set within is not set behind it
+
+
+def _with_checks(tree: "jinja2.nodes.Template") -> "jinja2.nodes.Template":
+    """Return a template that calls `_CHECK` at each turn of a loop and call of a macro, and on values that may grow.
+
+    Those are what `~` and `+` make and what is written out. What one filter or method makes is seen only then.
+    """
+    from jinja2 import nodes, visitor
+
+    def check(line: int, *values: nodes.Expr) -> nodes.Call:
+        return nodes.Call(nodes.Name(_CHECK, "load"), list(values), [], None, None, lineno=line)
+
+    class WithChecks(visitor.NodeTransformer):
+        def visit_block(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+            self.generic_visit(node)
+            node.body.insert(0, nodes.ExprStmt(check(node.lineno), lineno=node.lineno))
+            return node
+
+        def visit_sum(self, node: nodes.Concat | nodes.Add) -> nodes.Node:
+            self.generic_visit(node)
+            return check(node.lineno, node)
+
+        def visit_Output(self, node: nodes.Output) -> nodes.Node:
+            self.generic_visit(node)
+            is_text = lambda part: isinstance(part, nodes.TemplateData)
+            node.nodes = [part if is_text(part) else check(node.lineno, part) for part in node.nodes]
+            return node
+
+        visit_For = visit_Macro = visit_CallBlock = visit_block
+        visit_Concat = visit_Add = visit_sum
+
+    return WithChecks().visit(tree).set_environment(tree.environment)
+
+
+def _check_until(deadline: float) -> Callable[..., Any]:
+    """Return the function that a template calls as `_CHECK`: it gives a value back, or ends the rendering."""
+
+    def check(value: Any = None) -> Any:
+        if time.monotonic() > deadline:
+            raise ValueError(f"it takes more than {_MOST_SECONDS:g} seconds")
+        if isinstance(value, str | list | tuple) and len(value) > _MOST_CHARACTERS:
+            raise ValueError(f"it makes a value longer than {_MOST_CHARACTERS:,} characters or entries")
+        return value
+
+    return check
+
+
+def _rendered(template: "jinja2.Template", variables: dict[str, Any]) -> str:
+    """Return a template's text; raise ValueError where it takes too long or is too long."""
+    check = _check_until(time.monotonic() + _MOST_SECONDS)
+    pieces, characters = [], 0
+    for piece in template.generate({**variables, _CHECK: check}):
+        pieces.append(check(piece))
+        characters += len(piece)
+        if characters > _MOST_CHARACTERS:
+            raise ValueError(f"its text is longer than {_MOST_CHARACTERS:,} characters")
+    return "".join(pieces)
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
