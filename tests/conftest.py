@@ -22,8 +22,10 @@ _FLAGS = (
     # The older way to write loops compiles in half the time. Later versions have only the newer, and die of the flag.
     *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
 )
-os.environ["XLA_FLAGS"] = " ".join((*_FLAGS, os.environ.get("XLA_FLAGS", ""))).strip()
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
+    os.environ["XLA_FLAGS"] = " ".join((*_FLAGS, os.environ.get("XLA_FLAGS", ""))).strip()
+# Test processes share a GPU: each takes the memory that it needs.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # A shell's background jobs ignore interrupts, and so would all that they start, which some tests then interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
