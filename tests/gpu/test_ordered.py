@@ -57,10 +57,11 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_call(shape, dtype, backend,
     assert error < (2 * theirs if is_narrow else 2e-6), f"error {error:.1e}, cuBLAS {theirs:.1e}"
 
     for few in FEW:
-        assert not differing(fn(x[:few], weights, layer), outs, few), f"{few} rows alone have other bits"
+        count = differing(fn(x[:few], weights, layer), outs, few)
+        assert not count, f"{few} rows alone: {count} have other bits"
     by_output = partial(ordered_project, by_output=True, backend=backend)
-    found = by_output(x, [weights[-1].swapaxes(1, 2)], layer)
-    assert not differing(found, outs[-1:], num_rows), "a matrix that is stored by output gives other bits"
+    count = differing(by_output(x, [weights[-1].swapaxes(1, 2)], layer), outs[-1:], num_rows)
+    assert not count, f"a matrix that is stored by output: {count} of {num_rows} rows have other bits"
     if is_narrow:
         kept = [quantize(w.at[0].set(0).astype(jnp.float32)) for w in weights]
         numbers = fn(x, [dequantize(w, dtype) for w in kept], layer)
@@ -85,5 +86,5 @@ def test_heads_of_a_token_have_the_same_bits_in_any_call(shape, dtype, backend, 
         error = distance(out, want)
         assert error < (1e-6 if dtype == jnp.float32 else 2.0**-8), f"heads {i}: error {error:.1e}"
     for few in (1, 3):
-        found = fn([x[:few] for x in heads], norms, cos[:few], sin[:few])
-        assert not differing(found, outs, few), f"{few} tokens alone have other bits"
+        count = differing(fn([x[:few] for x in heads], norms, cos[:few], sin[:few]), outs, few)
+        assert not count, f"{few} tokens alone: {count} have other bits"
