@@ -22,6 +22,7 @@ _FLAGS = (
     # The older way to write loops compiles in half the time. Later versions have only the newer, and die of the flag.
     *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
 )
+# An accelerator's programs are compiled as users', with all optimizations: some of its tests compare bits.
 if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
     os.environ["XLA_FLAGS"] = " ".join((*_FLAGS, os.environ.get("XLA_FLAGS", ""))).strip()
 # Test processes share a GPU: each takes the memory that it needs.

@@ -131,7 +131,9 @@ def test_the_definition_gives_the_numbers_of_loading(dtype):
     codes, scales = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
     block = MXFP8Array(jnp.asarray(codes[:, None].repeat(32, axis=1)), jnp.asarray(scales[:, None]))
     found = np.asarray(jax.jit(mxfp8.dequantize, static_argnums=1)(block, np.dtype(dtype)))[:, 31]
-    np.testing.assert_array_equal(found, dequantize_by_table(codes, scales, np.dtype(dtype)))
+    want = dequantize_by_table(codes, scales, np.dtype(dtype))
+    same = (found == want) | (np.isnan(found) & np.isnan(want))
+    assert same.all(), f"(scale, code) with another number: {np.argwhere(~same)[:5].tolist()}"
 
 
 @pytest.mark.small
