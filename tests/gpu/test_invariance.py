@@ -120,7 +120,7 @@ def arrays_and_parts(model: M3, rng: np.random.Generator):
     alpha, limit = config.swiglu_alpha, config.swiglu_limit
 
     how = model.execution()
-    rotary = lambda positions: rope_table(positions, config.rotary_dim, config.rope_theta, jnp.bfloat16)
+    rotary = lambda positions: rope_table(positions, config.rotary_dim, config.rope_theta, jnp.dtype("bfloat16"))
 
     def norm(weights, rows):
         weight = weights["sparse"].input_layernorm[...]
