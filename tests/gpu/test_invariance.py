@@ -24,6 +24,7 @@ from m3jax.model import M3, init
 from m3jax.model.context import Context, selection_rules
 from m3jax.model.layers import rope_table
 from m3jax.msa import Paged, PagedIndex
+from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import attend_all, attend_selected, select
 from m3jax.tiles import GPU_OPTIONS, by_tiles
 from m3jax.train.losses import token_logprobs
@@ -145,7 +146,8 @@ def arrays_and_parts(model: M3, rng: np.random.Generator):
 
     def run_experts(weights, rows):
         mlp = copy.copy(weights["sparse"].mlp)
-        mlp.experts = jax.tree.map(lambda stack: StackedLayer(stack, jnp.int32(0)), weights["experts"])
+        in_stack = lambda matrix: StackedLayer(matrix, jnp.int32(0))
+        mlp.experts = jax.tree.map(in_stack, weights["experts"], is_leaf=lambda x: isinstance(x, MXFP8Array))
         mlp = how.prepared(mlp)
         return mlp.run_experts(rows["x"], rows["expert_ids"], rows["expert_weights"], config, how)[0]
 
