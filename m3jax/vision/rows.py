@@ -7,7 +7,7 @@ as would hold all patches, were every row full. Most batches are one turn: which
 reads of such a batch, once a layer, before it launches kernels. A loop over turns makes it wait three times for each.
 
 X and a segment's own length so decide which kernel computes it, in rows of which length and how many; what lies beside
-it decides in which of these rows it lies. `scripts/gpu_check.py` looks at its bits.
+it decides in which of these rows it lies. `tests/gpu/test_vision.py` looks at its bits.
 """
 
 from functools import partial

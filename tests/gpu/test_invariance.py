@@ -1,22 +1,19 @@
-"""The part of `gpu_check.py --invariant`: whether a request has the same bits alone, in batches, drafted, in training.
+"""The invariant mode on a GPU: a request has the same bits alone, in batches, drafted and in training.
 
 M3's heads and widths, a few layers and experts, random bfloat16 weights, and the same in MXFP8. Three looks, so that
 where bits differ one run says where: each part of the model by itself, in programs of several shapes; each part inside
-of whole models, where what went in had the same bits; and whole requests through engines. They run side by side.
+of whole models, where what went in had the same bits; and whole requests through engines.
 """
 
 import copy
 import dataclasses
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from m3jax import M3Config, quantize
 from m3jax.cache import Places
@@ -27,101 +24,74 @@ from m3jax.model import M3, init
 from m3jax.model.context import Context, selection_rules
 from m3jax.model.layers import rope_table
 from m3jax.msa import Paged, PagedIndex
+from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import attend_all, attend_selected, select
 from m3jax.tiles import GPU_OPTIONS, by_tiles
 from m3jax.train.losses import token_logprobs
 from m3jax.weights import StackedLayer
 
+SEED = 0
+TEXT = 2304  # tokens of a text in whole models, more than a selection keeps
+PROMPTS = (2500, 1300, 700, 300, 128, 65, 17, 1)
+NEIGHBOURS = 600  # tokens of a neighbour's prompt, at most
+CHUNK = 256
 NEW_TOKENS = 64
 TRAINED = 2  # texts
-Say = Callable[[str], None]  # takes a line of a look
 
 
-class Sizes(NamedTuple):
-    """Tokens of a text in whole models, more than a selection keeps; of prompts, of neighbours at most, of a chunk."""
-
-    text: int
-    prompts: tuple[int, ...]
-    neighbours: int
-    chunk: int
-
-
-LARGE = Sizes(text=2304, prompts=(2500, 1300, 700, 300, 128, 65, 17, 1), neighbours=600, chunk=256)
-SMALL = Sizes(text=96, prompts=(70, 40, 33, 17, 8, 5, 3, 1), neighbours=20, chunk=16)
-
-
-def build(small: bool) -> M3:
-    """Three layers, the first dense; `small` is for a machine without a GPU."""
-    if small:
-        config = M3Config.tiny(num_hidden_layers=3, layer_types=M3Config.tiny().layer_types[:3],
-                               mlp_layer_types=M3Config.tiny().mlp_layer_types[:3])  # fmt: skip
-    else:
-        full = M3Config.m3()
-        first = full.layer_types.index("minimax_m3_sparse") - 1
-        config = dataclasses.replace(
-            full, num_hidden_layers=3, num_local_experts=32, vision_config=None, eos_token_id=(), bos_token_id=None,
-            layer_types=full.layer_types[first : first + 3], mlp_layer_types=full.mlp_layer_types[first : first + 3],
-        )  # fmt: skip
+@pytest.fixture(scope="module")
+def plain() -> M3:
+    """Three layers, the first dense, with 32 experts."""
+    full = M3Config.m3()
+    first = full.layer_types.index("minimax_m3_sparse") - 1
+    config = dataclasses.replace(
+        full, num_hidden_layers=3, num_local_experts=32, vision_config=None, eos_token_id=(), bos_token_id=None,
+        layer_types=full.layer_types[first : first + 3], mlp_layer_types=full.mlp_layer_types[first : first + 3],
+    )  # fmt: skip
     return init(config, 0, "bfloat16").with_invariance()
 
 
-def check(small: bool, seed: int, jobs: int, only: Sequence[str] = ("",)) -> int:
-    """Print the looks whose names contain one of `only`; how many of them found a bit that differs.
-
-    All run at once, and each of them compiles up to `jobs` programs at a time. A line begins with its look's name.
-    """
-    sizes, start = SMALL if small else LARGE, time.perf_counter()
-    model = build(small)
-    looks = {"programs": check_programs, "requests": check_requests, "parts": check_parts, "mxfp8": check_mxfp8}
-
-    def run(name: str) -> bool:
-        say = lambda line: print(f"{name:10}{line}", flush=True)
-        say("begins: programs are compiled")
-        try:
-            ok = looks[name](model, sizes, np.random.default_rng(seed), jobs, say)
-        except Exception as error:  # one look that breaks must not hide the others
-            ok = False
-            say(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
-        say(f"{'ok' if ok else 'FAILED'} after {time.perf_counter() - start:.0f} s")
-        return ok
-
-    with ThreadPoolExecutor(len(looks)) as pool:
-        return sum(not ok for ok in pool.map(run, (name for name in looks if any(part in name for part in only))))
-
-
-def options() -> dict[str, object]:
-    """Return the compiler options of the invariant mode on this device."""
-    return GPU_OPTIONS if jax.default_backend() == "gpu" else {}
+@pytest.fixture(scope="module", params=["bfloat16", "mxfp8"])
+def model(request: pytest.FixtureRequest, plain: M3) -> M3:
+    """The model, and the same with weights in MXFP8."""
+    return plain if request.param == "bfloat16" else quantize(plain).with_invariance()
 
 
 # Each part by itself
 
 ROWS, QUERIES = 8, 64
 SHAPES = ((1, 1), (8, 1), (8, 4), (3, 63))  # rows, tokens of each; compared with all eight rows of 64
+PARTS = (
+    "addition, norm", "projections, head norms, RoPE", "index scores, selection", "sparse attention",
+    "dense attention", "output projection", "dense MLP", "router", "experts", "shared expert, sum",
+    "head, log-probability, draw",
+)  # fmt: skip
 
 
-def check_parts(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int, say: Say) -> bool:
-    """A part's results for some tokens, in programs for several numbers of tokens; a table, a line for each part."""
-    arrays, parts = _parts(model, sizes, rng)
-    with ThreadPoolExecutor(jobs) as pool:
-        found = dict(zip(parts, pool.map(lambda part: _differing(part, arrays), parts.values()), strict=True))
-    say(f"{'tokens that differ, of those compared':38}")
-    for part, (differing, compared) in found.items():
-        say(f"{part:38}{differing} of {compared}")
-    return not any(differing for differing, _ in found.values())
+@pytest.fixture(scope="module")
+def parts(model: M3):
+    return arrays_and_parts(model, np.random.default_rng(SEED))
 
 
-def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
+@pytest.mark.parametrize("part", PARTS)
+def test_a_token_has_the_same_bits_in_programs_for_any_number_of_tokens(part, parts):
+    arrays, functions = parts
+    assert set(functions) == set(PARTS)
+    count, compared = differing_tokens(functions[part], arrays)
+    assert not count, f"{part}: {count} of {compared} tokens differ"
+
+
+def arrays_and_parts(model: M3, rng: np.random.Generator):
     """(arrays [8 64 ...], the parts): a part is a function of some of the rows and tokens of these arrays."""
     config = model.config
     page_size, width = config.index_block_size, config.hidden_size
-    blocks = -(-sizes.text // page_size)
+    blocks = -(-TEXT // page_size)
     pages = ROWS * blocks
 
     def normal(*shape, dtype=jnp.bfloat16):
         return jax.random.normal(jax.random.key(int(rng.integers(2**31))), shape, jnp.float32).astype(dtype)
 
-    lengths = jnp.asarray(rng.integers(QUERIES, sizes.text + 1, ROWS), jnp.int32)
+    lengths = jnp.asarray(rng.integers(QUERIES, TEXT + 1, ROWS), jnp.int32)
     positions = lengths[:, None] - QUERIES + jnp.arange(QUERIES, dtype=jnp.int32)  # [B T]
     table = jnp.asarray(rng.permutation(pages).reshape(ROWS, blocks), jnp.int32)
     heads, kv_heads, index_heads = config.num_attention_heads, config.num_key_value_heads, config.index_n_heads
@@ -151,7 +121,7 @@ def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
     alpha, limit = config.swiglu_alpha, config.swiglu_limit
 
     how = model.execution()
-    rotary = lambda positions: rope_table(positions, config.rotary_dim, config.rope_theta, jnp.bfloat16)
+    rotary = lambda positions: rope_table(positions, config.rotary_dim, config.rope_theta, jnp.dtype("bfloat16"))
 
     def norm(weights, rows):
         weight = weights["sparse"].input_layernorm[...]
@@ -176,7 +146,8 @@ def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
 
     def run_experts(weights, rows):
         mlp = copy.copy(weights["sparse"].mlp)
-        mlp.experts = jax.tree.map(lambda stack: StackedLayer(stack, jnp.int32(0)), weights["experts"])
+        in_stack = lambda matrix: StackedLayer(matrix, jnp.int32(0))
+        mlp.experts = jax.tree.map(in_stack, weights["experts"], is_leaf=lambda x: isinstance(x, MXFP8Array))
         mlp = how.prepared(mlp)
         return mlp.run_experts(rows["x"], rows["expert_ids"], rows["expert_weights"], config, how)[0]
 
@@ -209,15 +180,15 @@ def _parts(model: M3, sizes: Sizes, rng: np.random.Generator):
     return arrays, {name: partial(fn, weights) for name, fn in parts.items()}
 
 
-def _differing(part, arrays: dict) -> tuple[int, int]:
+def differing_tokens(part, arrays: dict) -> tuple[int, int]:
     """Return (tokens whose bits in a smaller program differ from those in the program of all, tokens compared)."""
     weights, fn = part.args[0], part.func
-    program = jax.jit(fn, compiler_options=options())
+    program = jax.jit(fn, compiler_options=GPU_OPTIONS)
 
     def run(rows, queries):
         per_row = ("table", "lengths")
         chosen = {name: x[rows] if name in per_row else x[rows, queries] for name, x in arrays.items()}
-        return _token_bits(program(weights, chosen))
+        return token_bits(program(weights, chosen))
 
     whole, differing, compared = run(slice(None), slice(None)), 0, 0
     for batch, length in SHAPES:
@@ -228,25 +199,19 @@ def _differing(part, arrays: dict) -> tuple[int, int]:
     return differing, compared
 
 
-def _token_bits(tree) -> np.ndarray:
+def token_bits(tree) -> np.ndarray:
     """A number for each token [B T] that is the same where all bits of some arrays [B T ...] are."""
-    return np.asarray(sum(_hash(x) * np.uint32(2 * i + 1) for i, x in enumerate(jax.tree.leaves(tree))))
+    return np.asarray(sum(bits_hash(x) * np.uint32(2 * i + 1) for i, x in enumerate(jax.tree.leaves(tree))))
 
 
 @jax.jit
-def _hash(x: jax.Array) -> jax.Array:
+def bits_hash(x: jax.Array) -> jax.Array:
     """uint32 [B T] of the bits of [B T ...]; a sum of integers, which has no order."""
     batch, length = x.shape[:2]
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32).reshape(batch, length, -1)
     bits = (bits ^ (bits >> 15)) * jnp.uint32(2654435761)
     odd = jnp.arange(bits.shape[-1], dtype=jnp.uint32) * jnp.uint32(2246822519) | jnp.uint32(1)
     return jnp.sum((bits ^ (bits >> 13)) * odd, axis=-1, dtype=jnp.uint32)
-
-
-def check_mxfp8(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int, say: Say) -> bool:
-    """The other looks at parts, of the same model with weights in MXFP8."""
-    kept = quantize(model).with_invariance()
-    return all([look(kept, sizes, rng, jobs, say) for look in (check_programs, check_parts)])
 
 
 # Each part inside of whole models
@@ -270,31 +235,24 @@ READS = {
 }
 
 
-def check_programs(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int, say: Say) -> bool:
+def test_a_text_has_the_same_bits_in_chunks_steps_and_proposals_as_whole_and_alone(model):
     """Fixed texts, whole and alone, in chunks of eight rows, in steps, among proposals: which part differs first."""
-    config, length = model.config, sizes.text
+    rng = np.random.default_rng(SEED)
+    config, length = model.config, TEXT
     texts = rng.integers(0, config.vocab_size, (ROWS, length)).astype(np.int32)
     blocks = -(-length // config.index_block_size)
     cache = model.new_cache(ROWS * blocks, ROWS, blocks)
     table = jnp.asarray(rng.permutation(ROWS * blocks).reshape(ROWS, blocks), jnp.int32)
-    run = jax.jit(_bits_of_call, donate_argnums=1, compiler_options=options())
+    run = jax.jit(bits_of_call, donate_argnums=1, compiler_options=GPU_OPTIONS)
 
-    def arguments(cache, rows, start, width):
+    def call(cache, rows, start, width):
         positions = np.broadcast_to(np.arange(start, start + width, dtype=np.int32), (len(rows), width))
         tokens = texts[rows][:, start : start + width]
         lengths = np.full(len(rows), start + width, np.int32)
-        return model, cache.replace(table=table[rows]), tokens, positions, lengths
-
-    every_row = np.arange(ROWS)
-    shapes = (1, length), (1, 1), (ROWS, 1), (ROWS, 4), (ROWS, length // 8)
-    with ThreadPoolExecutor(jobs) as pool:
-        lowered = [run.lower(*arguments(cache, every_row[:rows], 0, width)) for rows, width in shapes]
-        compiled = dict(zip(shapes, pool.map(lambda program: program.compile(), lowered), strict=True))
-
-    def call(cache, rows, start, width):
-        bits, cache = compiled[len(rows), width](*arguments(cache, rows, start, width))
+        bits, cache = run(model, cache.replace(table=table[rows]), tokens, positions, lengths)
         return [{name: np.asarray(x) for name, x in layer.items()} for layer in bits], cache
 
+    every_row = np.arange(ROWS)
     alone = [[] for _ in every_row]
     for row in every_row:
         alone[row], cache = call(cache, every_row[row : row + 1], 0, length)
@@ -307,37 +265,37 @@ def check_programs(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int,
         "8 rows of 4 columns": [(every_row, last, 4)],
         f"chunks of 8 x {length // 8}": [(every_row, i * (length // 8), length // 8) for i in range(8)],
     }
-    ok = True
+    differing = []
     for name, calls in programs.items():
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         for rows, start, width in calls:
             bits, cache = call(cache, rows, start, width)
             for layer, values in enumerate(bits):
-                _count(counts, values, {key: x[rows] for key, x in whole[layer].items()}, start)
-        differing = {part: x for part, x in counts.items() if x[0] or x[1]}
-        ok &= not differing
-        say(f"{name:24} {'ok' if not differing else 'DIFFERS'}  ({len(counts)} parts)")
-        for part, (by_itself, after_others, compared) in differing.items():
-            say(f"    {part:20} {by_itself} of {compared} tokens and layers where what it read had the same bits; "
-                f"{after_others} where not")  # fmt: skip
-    return ok
+                count(counts, values, {key: x[rows] for key, x in whole[layer].items()}, start)
+        differing += [
+            f"{name}, {part}: {by_itself} of {compared} tokens and layers where what it read had the same bits; "
+            f"{after_others} where not"
+            for part, (by_itself, after_others, compared) in counts.items()
+            if by_itself or after_others
+        ]
+    assert not differing, "\n".join(differing)
 
 
-def _bits_of_call(model, cache, tokens, positions, lengths):
+def bits_of_call(model, cache, tokens, positions, lengths):
     """(bits [B T] of every named value of each layer and of the head, the cache)."""
     keep = lambda values, context: {
-        name: _hash(x.swapaxes(1, 2) if name == "blocks" else x) for name, x in values.items()
+        name: bits_hash(x.swapaxes(1, 2) if name == "blocks" else x) for name, x in values.items()
     }
     x, cache, kept = model.trunk(tokens, cache=cache, positions=positions, lengths=lengths, probe=keep)
     final = model.final_norm(x)
     rows = final.reshape(1, -1, final.shape[-1])
-    of_logits = lambda x: _hash(model.unembed(x)[None])[0]
+    of_logits = lambda x: bits_hash(model.unembed(x)[None])[0]
     logits = by_tiles(of_logits, model.compute.token_tile, rows[0]).reshape(tokens.shape)
     layers = [{name: x[i] for name, x in values.items()} for values in kept for i in range(len(values["input"]))]
-    return [*layers, {"final norm": _hash(final), "logits": logits}], cache
+    return [*layers, {"final norm": bits_hash(final), "logits": logits}], cache
 
 
-def _count(counts: dict[str, list[int]], found: dict, whole: dict, start: int) -> None:
+def count(counts: dict[str, list[int]], found: dict, whole: dict, start: int) -> None:
     """Add one call's tokens: [differs by itself, differs after others, compared], by part."""
     width = next(iter(found.values())).shape[1]
     columns = slice(start, start + width)
@@ -360,47 +318,45 @@ def _count(counts: dict[str, list[int]], found: dict, whole: dict, start: int) -
 # Whole requests
 
 
-def check_requests(model: M3, sizes: Sizes, rng: np.random.Generator, jobs: int, say: Say) -> bool:
-    """Greedy and sampled texts of eight requests: alone in one chunk, beside others, drafted, and in training."""
+def test_a_request_has_the_same_bits_alone_beside_others_drafted_and_in_training(plain):
+    """Greedy and sampled texts of eight requests."""
+    model, rng = plain, np.random.default_rng(SEED)
     vocabulary = model.config.vocab_size
-    prompts = [rng.integers(0, vocabulary, n).tolist() for n in sizes.prompts]
-    neighbours = [rng.integers(0, vocabulary, n).tolist() for n in rng.integers(1, sizes.neighbours, 24)]
+    prompts = [rng.integers(0, vocabulary, n).tolist() for n in PROMPTS]
+    neighbours = [rng.integers(0, vocabulary, n).tolist() for n in rng.integers(1, NEIGHBOURS, 24)]
     # A prompt that repeats itself is what a lookup of earlier tokens finds its proposals in.
     prompts = [(prompt[: len(prompt) // 4 + 1] * 4)[: len(prompt)] for prompt in prompts]
-    longest = max(sizes.prompts) + NEW_TOKENS
+    longest = max(PROMPTS) + NEW_TOKENS
     shapes = {
         "alone": dict(max_batch=1, prefill_chunk=longest),
-        "in a batch of 8": dict(max_batch=8, prefill_chunk=sizes.chunk),
-        "in a batch of 32": dict(max_batch=32, prefill_chunk=sizes.chunk),
-        "8, drafted": dict(max_batch=8, prefill_chunk=sizes.chunk, draft="ngram"),
+        "in a batch of 8": dict(max_batch=8, prefill_chunk=CHUNK),
+        "in a batch of 32": dict(max_batch=32, prefill_chunk=CHUNK),
+        "8, drafted": dict(max_batch=8, prefill_chunk=CHUNK, draft="ngram"),
     }
     lengths = [len(prompt) + NEW_TOKENS for prompt in (*prompts, *neighbours)]
     pages = sum(-(-n // model.config.index_block_size) + 1 for n in lengths)
-    engines = {
-        name: Engine(model, pages=pages, max_length=longest, steps_per_call=16, prefix_cache=False, **shape)
-        for name, shape in shapes.items()
-    }
-    with ThreadPoolExecutor(jobs) as pool:
-        training = pool.submit(_training_program, model, longest)
-        list(pool.map(lambda engine: engine.warmup(), engines.values()))
-        training = training.result()
-    results = {name: _serve(engine, prompts, neighbours if "32" in name else []) for name, engine in engines.items()}
-    ok = True
-    say(f"{'requests of 8 that differ from themselves alone':50}{'tokens   bits':>16}")
+    results = {}
+    for name, shape in shapes.items():
+        engine = Engine(model, pages=pages, max_length=longest, steps_per_call=16, prefix_cache=False, **shape)
+        engine.warmup()
+        results[name] = serve(engine, prompts, neighbours if "32" in name else [])
+
+    differing = []
     for name in list(shapes)[1:]:
         pairs = list(zip(results[name], results["alone"], strict=True))
         tokens, bits = sum(a.tokens != b.tokens for a, b in pairs), sum(a.logprobs != b.logprobs for a, b in pairs)
-        ok &= not tokens + bits
-        say(f"{name:50}{tokens:>9}{bits:>7}")
-    drafting = engines["8, drafted"].drafting
-    say(f"of proposals, {sum(drafting.accepted)} were accepted in {drafting.forwards} calls")
+        if tokens or bits:
+            differing.append(
+                f"{name}: of {len(pairs)} requests {tokens} have other tokens than alone, {bits} other bits"
+            )
     texts = list(zip(prompts, results["alone"], strict=True))[2 : 2 + TRAINED]
-    differing, compared = _training_differs(training, model, texts, longest)
-    say(f"{'token log-probabilities, training':50}{differing} of {compared} differ")
-    return ok and not differing
+    wrong, compared = training_differs(model, texts, longest)
+    if wrong:
+        differing.append(f"training: {wrong} of {compared} log-probabilities differ")
+    assert not differing, "\n".join(differing)
 
 
-def _serve(engine: Engine, prompts: list[list[int]], neighbours: list[list[int]]) -> list[Generation]:
+def serve(engine: Engine, prompts: list[list[int]], neighbours: list[list[int]]) -> list[Generation]:
     """Serve prompts beside neighbours, every second one greedily, the others sampled; return the prompts' results."""
     greedy, sampled = (Params(max_new_tokens=NEW_TOKENS, sampling=how, stop_ids=())
                        for how in (Sampling.greedy(), Sampling(temperature=1.0, seed=7)))  # fmt: skip
@@ -411,18 +367,12 @@ def _serve(engine: Engine, prompts: list[list[int]], neighbours: list[list[int]]
     return [engine.result(handle) for handle in handles]
 
 
-def _training_program(model: M3, longest: int):
-    """Compile the program that recomputes the log-probabilities of `TRAINED` texts."""
-    program = jax.jit(token_logprobs, compiler_options=options())
-    return program.lower(model, jax.ShapeDtypeStruct((TRAINED, longest), jnp.int32)).compile()
-
-
-def _training_differs(program, model: M3, texts: list[tuple[list[int], Generation]], longest: int) -> tuple[int, int]:
+def training_differs(model: M3, texts: list[tuple[list[int], Generation]], longest: int) -> tuple[int, int]:
     """(how many of the log-probabilities under a gradient are not those of the engine, of how many)."""
     tokens = np.zeros((len(texts), longest), np.int32)
     for row, (prompt, found) in zip(tokens, texts, strict=True):
         row[: len(prompt) + len(found.tokens)] = [*prompt, *found.tokens]
-    logprobs = np.asarray(program(model, jnp.asarray(tokens)))
+    logprobs = np.asarray(jax.jit(token_logprobs, compiler_options=GPU_OPTIONS)(model, jnp.asarray(tokens)))
     differing = [
         logprobs[row, len(prompt) - 1 : len(prompt) - 1 + len(found.tokens)] != np.float32(found.logprobs)
         for row, (prompt, found) in enumerate(texts)

@@ -1,0 +1,154 @@
+"""Kernels that multiply by MXFP8 weights, on a GPU, against float64 and under every scale."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.on_gpu import OUT, distance, exact, shapes_and_dtypes, twice
+
+from m3jax import mxfp8
+from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
+from m3jax.mxfp8 import MXFP8Array
+from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
+from pallas_kernels.mxfp8_numbers import mxfp8_numbers
+from pallas_kernels.mxfp8_project import mxfp8_project
+
+# tokens, experts, experts a token, width, hidden width, tile
+EXPERTS = [
+    (32, 32, 4, 6144, 3072, 16), (2048, 32, 4, 1024, 512, 64), (1, 128, 4, 1024, 3072, 16), (77, 8, 2, 256, 384, 16),
+    (300, 6, 5, 128, 128, 64), (700, 16, 1, 512, 256, 64), (16, 64, 8, 384, 128, 16), (1000, 4, 2, 2048, 640, 32),
+]  # fmt: skip
+# Experts a pair at a time; rows, inputs and outputs of each dense projection of a call.
+PAIRS = [(1, 32, 4, 6144, 3072, 1), (4, 16, 4, 6144, 3072, 1), (2, 128, 8, 1024, 512, 1), (5, 8, 2, 256, 384, 1)]
+PROJECT = [
+    (1, 6144, 8192, 512, 512), (4, 8192, 6144), (2, 6144, 512, 128), (3, 224, 96, 32), (16, 6144, 12288, 12288),
+    (77, 3072, 6144), (5, 192, 256, 64, 64), (300, 6144, 8192), (129, 256, 128, 32), (1, 12288, 6144),
+]  # fmt: skip
+NARROW = ("bfloat16", "float16")
+TINIEST = 448 * 2.0**-127  # what has no leading bit may be flushed
+in_16_bits = pytest.mark.parametrize("dtype", [jnp.dtype(name) for name in NARROW], ids=str)
+
+
+def numbers(weights: Weights, dtype, *index) -> np.ndarray:
+    """Return the definition's numbers of the weights at an index, rounded to a dtype, in float64."""
+    return exact(mxfp8.dequantize(MXFP8Array(weights.codes[index], weights.scales[index]), dtype))
+
+
+def tiles_of(ids: np.ndarray, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(expert of each tile, its tokens, which count): tiles of each expert's tokens, and an idle one."""
+    expert, token = [], []
+    for e in np.unique(ids):
+        mine = np.nonzero((ids == e).any(1))[0]
+        for part in np.split(mine, range(tile, len(mine), tile)):
+            expert.append(e)
+            token.append(np.pad(part, (0, tile - len(part)), constant_values=-1))
+    token = np.array([*token, np.full(tile, -1)])
+    return jnp.asarray([*expert, 0], jnp.int32), jnp.asarray(token.clip(0), jnp.int32), jnp.asarray(token >= 0)
+
+
+@shapes_and_dtypes(EXPERTS, others=["float16"])
+def test_experts_are_those_of_float64(shape, dtype, backend, seed):
+    check_experts(shape, dtype, backend, seed)
+
+
+@shapes_and_dtypes(PAIRS, others=["float16"])
+def test_experts_a_pair_at_a_time_are_those_of_float64(shape, dtype, backend, seed):
+    check_experts(shape, dtype, backend, seed)
+
+
+def check_experts(shape, dtype, backend: str, seed: int) -> None:
+    tokens, count, chosen, width, hidden, tile = shape
+    rng = np.random.default_rng(seed)
+    keys = jax.random.split(jax.random.key(seed), 4)
+
+    def draw(key, inputs, outputs):
+        codes, scales = jax.random.split(key)
+        code = jax.random.randint(codes, (2, count, inputs, outputs), 0, 256).astype(jnp.uint8)
+        code = jnp.where(code & 127 == 127, 0, code)
+        # Numbers of E4M3 have a root mean square of about 2^7; a scale of 2^-14 or so gives products of about 1.
+        scale = jax.random.randint(scales, (2, count, inputs // 32, outputs), 113, 119)
+        return Weights(code, (scale - round(np.log2(inputs) / 2)).astype(jnp.uint8))
+
+    x = jax.random.normal(keys[0], (tokens, width), jnp.float32).astype(dtype)
+    gate, up, down = draw(keys[1], width, hidden), draw(keys[2], width, hidden), draw(keys[3], hidden, width)
+    ids = rng.random((tokens, count - 1)).argsort(axis=1)[:, :chosen]
+    expert, token, valid = tiles_of(ids, tile)
+    act = lambda gate, up: gate * jax.nn.sigmoid(gate) * up
+    used = lambda out, valid: jnp.where(valid[..., None], out, 0)
+    fn = jax.jit(lambda *args: used(mxfp8_experts(*args, activate=act, backend=backend), args[-1]))
+    (got,) = twice(fn, x, gate, up, down, jnp.int32(1), expert, token, valid)
+    error = norm = 0.0
+    for i in {0, len(expert) - 2, len(expert) // 2} if len(expert) > 2 else range(len(expert)):
+        rows, e = exact(x[token[i][valid[i]]]), int(expert[i])
+        g, u = rows @ numbers(gate, "float32", 1, e), rows @ numbers(up, "float32", 1, e)
+        want = (g / (1 + np.exp(-g)) * u) @ numbers(down, "float32", 1, e)
+        error += ((got[i][valid[i]] - want) ** 2).sum()
+        norm += (want**2).sum()
+    error = (error / norm) ** 0.5
+    assert error < OUT, f"outputs: error {error:.1e}"  # hidden values are rounded
+
+
+@shapes_and_dtypes(PROJECT, others=["float16"])
+def test_projections_are_those_of_float64(shape, dtype, backend, seed):
+    """By the second of two layers; the first is NaN."""
+    num_rows, inputs, *widths = shape
+    keys = jax.random.split(jax.random.key(seed), 1 + 2 * len(widths))
+    x = jax.random.normal(keys[0], (num_rows, inputs), jnp.float32).astype(dtype)
+    weights = []
+    for code_key, scale_key, width in zip(keys[1::2], keys[2::2], widths, strict=True):
+        code = jax.random.bits(code_key, (2, inputs, width), jnp.uint8)
+        code = jnp.where(code & 127 == 127, 0, code).at[0].set(127)
+        scale = jax.random.randint(scale_key, (2, inputs // 32, width), 107, 113).astype(jnp.uint8)
+        weights.append(Weights(code, scale))
+    outs = twice(jax.jit(partial(mxfp8_project, backend=backend)), x, weights, jnp.int32(1))
+    for i, (out, w) in enumerate(zip(outs, weights, strict=True)):
+        error = distance(out, exact(x) @ numbers(w, dtype, 1))
+        assert error < 2e-5, f"projection {i}: error {error:.1e}"
+
+
+@pytest.mark.small
+@in_16_bits
+def test_projections_know_every_scale(dtype, backend):
+    """Rows that each pick one input channel give the definition's numbers, in few rows and in many."""
+    channels = np.arange(4) * 32 + np.array([0, 7, 18, 31])
+    codes = np.random.default_rng(0).integers(0, 127, (1, 128, 128)) | 128 * (np.arange(128) % 2)
+    scales = np.arange(512).reshape(1, 4, 128) % (247 if dtype == jnp.bfloat16 else 134)  # larger ones overflow
+    weights = Weights(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
+    want = numbers(weights, dtype, 0)[channels]
+    for num_rows in (4, 20):
+        x = jnp.asarray(np.eye(128)[np.resize(channels, num_rows)], dtype)
+        (got,) = mxfp8_project(x, [weights], jnp.int32(0), backend=backend)
+        np.testing.assert_allclose(got[:4], want, rtol=0, atol=TINIEST, err_msg=f"{num_rows} rows")
+    got = exact(mxfp8_numbers(weights, jnp.int32(0), dtype, backend=backend))[channels]
+    np.testing.assert_allclose(got, want, rtol=0, atol=TINIEST, err_msg="the numbers themselves")
+
+
+@in_16_bits
+def test_the_definition_gives_the_numbers_of_loading(dtype):
+    """Every code under every scale, bit by bit."""
+    codes, scales = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
+    block = MXFP8Array(jnp.asarray(codes[:, None].repeat(32, axis=1)), jnp.asarray(scales[:, None]))
+    found = np.asarray(jax.jit(mxfp8.dequantize, static_argnums=1)(block, np.dtype(dtype)))[:, 31]
+    want = dequantize_by_table(codes, scales, np.dtype(dtype))
+    same = (found == want) | (np.isnan(found) & np.isnan(want))
+    assert same.all(), f"(scale, code) with another number: {np.argwhere(~same)[:5].tolist()}"
+
+
+@pytest.mark.small
+@in_16_bits
+def test_experts_know_every_scale(dtype, backend):
+    """Tokens that pick one input channel each give the definition's numbers."""
+    codes = np.random.default_rng(0).integers(0, 127, (1, 2, 128, 128)).astype(np.uint8)
+    scales = np.arange(1024).reshape(1, 2, 4, 128) % (247 if dtype == jnp.bfloat16 else 134)  # larger ones overflow
+    gate = Weights(jnp.asarray(codes), jnp.asarray(scales, jnp.uint8))
+    identity = mxfp8.quantize(jnp.eye(128)[None, None].repeat(2, axis=1))
+    token = jnp.arange(128, dtype=jnp.int32).reshape(4, 32).repeat(2, axis=0)
+    out = mxfp8_experts(
+        jnp.eye(128, dtype=dtype), gate, gate, Weights(identity.codes, identity.scales), jnp.int32(0),
+        jnp.arange(8, dtype=jnp.int32) % 2, token, jnp.ones((8, 32), bool), activate=lambda gate, up: gate,
+        backend=backend,
+    )  # fmt: skip
+    got = np.asarray(out).reshape(4, 2, 32, 128).swapaxes(0, 1).reshape(2, 128, 128)
+    np.testing.assert_allclose(got, numbers(gate, dtype, 0), rtol=0, atol=TINIEST)
