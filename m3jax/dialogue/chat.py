@@ -5,6 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
+from m3jax.completion import check_model
 from m3jax.decoding import Drafter, Engine, Params, Sampling, engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS, check_prompt
 from m3jax.decoding.protocols import TargetConfig, TargetModel, sees
@@ -74,6 +75,7 @@ def chat(
       ValueError: a bad argument, messages that the template cannot take, or more tokens than the context has.
       FloatingPointError: the model's logits were NaN or infinite.
     """
+    check_model(model)
     sampling = as_sampling(sampling, knobs, called=chat)
     template = as_template(template, tokenizer)
     parser = OutputParser(tools=tools, thinking_mode=thinking_mode)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+from m3jax.completion import check_model
 from m3jax.decoding import Drafter, Engine, Params, Sampling, build_engine
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.protocols import TargetModel, sees
@@ -75,6 +76,7 @@ class Dialogue:
         draft_tokens: int = DRAFT_TOKENS,
         progress: bool = True,
     ):
+        check_model(model)
         self.messages = [dict(message) for message in messages]
         self.tools, self.thinking_mode = tools, thinking_mode
         self._model, self._tokenizer, self._progress = model, tokenizer, progress

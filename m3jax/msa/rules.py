@@ -40,6 +40,8 @@ class SelectionRules:
 
     def __post_init__(self):
         check_score(self.score)
+        for name in ("top_k", "local_blocks", "init_blocks"):
+            check_integer(name, getattr(self, name))
         if self.local_blocks < 1 or self.init_blocks < 0 or self.local_blocks + self.init_blocks > self.top_k:
             raise ValueError(
                 f"local_blocks = {self.local_blocks}, init_blocks = {self.init_blocks}, top_k = {self.top_k}: need "
@@ -48,8 +50,15 @@ class SelectionRules:
             )
 
 
+def check_integer(name: str, value: int) -> None:
+    """Raise ValueError for a count that is no integer: 8.0 too, which jit would take for the 8 of a later call."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name} = {value!r}: must be an integer, without a decimal point or quotation marks")
+
+
 def check_block_size(block_size: int) -> None:
     """Raise ValueError if a block would hold no token."""
+    check_integer("block_size", block_size)
     if block_size < 1:
         raise ValueError(f"block_size = {block_size}: must be at least 1")
 
