@@ -1,6 +1,6 @@
 """The rules of selection, and the checks of a call's arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ class SelectionRules:
             )
 
 
-def check_integer(name: str, value: int) -> None:
+def check_integer(name: str, value: object) -> None:
     """Raise ValueError for a count that is no integer: 8.0 too, which jit would take for the 8 of a later call."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{name} = {value!r}: must be an integer, without a decimal point or quotation marks")
@@ -109,18 +109,40 @@ def check_score_shape(score: Callable[..., Any], block_size: int) -> None:
         )
 
 
+def check_same_dtype(operands: Mapping[str, Any]) -> None:
+    """Raise ValueError if queries, keys and values, by their names, differ in dtype: one of them was rounded before."""
+    for name, operand in operands.items():
+        first = next(iter(operands))
+        if operand.dtype != operands[first].dtype:
+            raise ValueError(
+                f"{name} has dtype {operand.dtype} and {first} {operands[first].dtype}: must have one dtype, "
+                "so convert one with .astype"
+            )
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ValueError for a flag that is neither True nor False, and would count as True."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} = {value!r}: must be True or False")
+
+
 def checked(function: Function) -> Function:
     """Make a public function of MSA check its arguments by their names and the letters of their annotations.
 
-    Shapes, dtypes, block size and score at every call; lengths and selections under `m3jax.checks()`.
+    Shapes, dtypes, block size, score and flags at every call; under `m3jax.checks()` lengths, selections, positions
+    and NaN too.
     """
 
     def check(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
         block_size = arguments.get("block_size", 1)
         check_block_size(block_size)
         check_score(arguments.get("score", "max"))
+        check_flag("return_lse", arguments.get("return_lse", False))
         if {"N", "K", "S"} <= sizes.keys():
             check_heads(arguments["q"], sizes["K"], sizes["H"])
+        if "S" in sizes:  # pages may store another dtype
+            check_same_dtype({name: arguments[name] for name in ("q", "k", "v") if name in arguments})
+            check_same_dtype({name: arguments[name] for name in ("index_q", "index_k") if name in arguments})
         if view := arguments.get("view"):
             num_keys, block_size = view.num_blocks * view.block_size, view.block_size
         elif "key_positions" in arguments:  # they may be those of a piece of the keys alone
@@ -131,6 +153,9 @@ def checked(function: Function) -> Function:
             check_lengths(arguments["lengths"], num_keys)
             if {"blocks", "T"} <= arguments.keys() | sizes.keys():  # `virtual_pages` takes one query a row
                 check_chosen(*(arguments[name] for name in ("blocks", "positions", "lengths")), num_keys, block_size)
+        if {"S", "T"} <= sizes.keys():  # whole rows: of a chunk of one, all queries may be padding
+            check_rows(arguments["positions"], arguments["lengths"])
+            check_numbers(arguments)
 
     return arrays.checked(function, check)
 
@@ -149,6 +174,50 @@ def check_lengths(lengths: Int[Array, " B"], num_keys: int) -> None:
             return f"lengths[{bad[0]}] = {lengths[bad[0]]}: a row has 0 to {num_keys} keys here"
 
     arrays.check_values(find_problem, lengths)
+
+
+def check_rows(positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> None:
+    """Under `checks()`, refuse a call in which no query is a token though rows have keys and positions are given.
+
+    All of it would be padding, with outputs of 0. Where that is meant, positions are -1.
+    """
+    if not arrays.is_checking():
+        return
+
+    def find_problem(positions, lengths):
+        is_behind = (positions >= lengths[:, None]) & (lengths[:, None] > 0)  # [B T]
+        is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
+        if is_behind.any() and not is_token.any():
+            row, query = (int(i) for i in np.argwhere(is_behind)[0])
+            return (
+                f"positions[{row}, {query}] = {positions[row, query]} of a row with {lengths[row]} keys: all queries "
+                "are padding, behind the keys of their rows; positions count from 0 in each row, and padding may be -1"
+            )
+
+    arrays.check_values(find_problem, positions, lengths)
+
+
+def check_numbers(arguments: Mapping[str, Any]) -> None:
+    """Under `checks()`, refuse NaN in queries, keys and values; what only fills rows up may hold anything.
+
+    Args:
+      arguments: of a call, with positions [B T] and lengths [B]; looked into are those named q, k, v, index_q, index_k.
+    """
+    if not arrays.is_checking():
+        return
+    names = [name for name in ("q", "k", "v", "index_q", "index_k") if name in arguments]
+
+    def find_problem(positions, lengths, *operands):
+        is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
+        for name, operand in zip(names, operands, strict=True):
+            is_key = np.arange(operand.shape[1]) < lengths[:, None]  # [B S]
+            is_used = is_token if name.endswith("q") else is_key
+            is_bad = np.isnan(operand) & is_used.reshape(*is_used.shape, *[1] * (operand.ndim - 2))
+            if is_bad.any():
+                place = ", ".join(str(i) for i in np.argwhere(is_bad)[0])
+                return f"{name}[{place}] is NaN, one of {is_bad.sum()} in {name}: look for it in what computed {name}"
+
+    arrays.check_values(find_problem, *(arguments[name] for name in ("positions", "lengths", *names)))
 
 
 def check_chosen(
