@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from m3jax import arrays
 
@@ -109,15 +109,12 @@ def check_score_shape(score: Callable[..., Any], block_size: int) -> None:
         )
 
 
-def check_same_dtype(operands: Mapping[str, Any]) -> None:
-    """Raise ValueError if queries, keys and values, by their names, differ in dtype: one of them was rounded before."""
-    for name, operand in operands.items():
-        first = next(iter(operands))
-        if operand.dtype != operands[first].dtype:
-            raise ValueError(
-                f"{name} has dtype {operand.dtype} and {first} {operands[first].dtype}: must have one dtype, "
-                "so convert one with .astype"
-            )
+def check_stored_dtypes(k: Shaped[Array, "..."], v: Shaped[Array, "..."]) -> None:
+    """Raise ValueError if keys and values differ in dtype; both may be narrower than the queries, as in a cache."""
+    if k.dtype != v.dtype:
+        raise ValueError(
+            f"k has dtype {k.dtype} and v {v.dtype}: must have one dtype; convert one of them with .astype"
+        )
 
 
 def check_flag(name: str, value: object) -> None:
@@ -138,11 +135,10 @@ def checked(function: Function) -> Function:
         check_block_size(block_size)
         check_score(arguments.get("score", "max"))
         check_flag("return_lse", arguments.get("return_lse", False))
+        if {"k", "v"} <= arguments.keys():
+            check_stored_dtypes(arguments["k"], arguments["v"])
         if {"N", "K", "S"} <= sizes.keys():
             check_heads(arguments["q"], sizes["K"], sizes["H"])
-        if "S" in sizes:  # pages may store another dtype
-            check_same_dtype({name: arguments[name] for name in ("q", "k", "v") if name in arguments})
-            check_same_dtype({name: arguments[name] for name in ("index_q", "index_k") if name in arguments})
         if view := arguments.get("view"):
             num_keys, block_size = view.num_blocks * view.block_size, view.block_size
         elif "key_positions" in arguments:  # they may be those of a piece of the keys alone

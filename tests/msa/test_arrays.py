@@ -47,7 +47,7 @@ def test_rows_that_do_not_fit(name, changes, message):
 
 def test_a_view_of_keys_and_values_of_two_dtypes():
     """A view has one dtype, as what is stored has."""
-    with pytest.raises(ValueError, match="v has dtype bfloat16 and k float32: must have one dtype"):
+    with pytest.raises(ValueError, match="k has dtype float32 and v bfloat16: must have one dtype"):
         msa.contiguous(K, V.astype(jnp.bfloat16), 4)
 
 
@@ -60,9 +60,8 @@ def test_a_view_of_keys_and_values_of_two_dtypes():
         ("block_scores", dict(index_k=INDEX_K[:2]), r"index_k has shape \[2, 40, 8\] .* with B = 3, as index_q has"),
         ("sparse_attention", dict(blocks=BLOCKS * 1.0), "blocks .* dtype float32: must be signed integers"),
         ("sparse_attention", dict(v=V[:, :39]), r"v has shape \[3, 39, 2, 8\] .* with S = 40, as k has"),
-        ("sparse_attention", dict(k=K.astype(jnp.bfloat16)), "k has dtype bfloat16 and q float32: must have one dtype"),
-        ("dense_attention", dict(v=V.astype(jnp.bfloat16)), "v has dtype bfloat16 and q float32: must have one dtype"),
-        ("index_topk", dict(index_k=INDEX_K.astype(jnp.float16)), "index_k has dtype float16 and index_q float32"),
+        ("sparse_attention", dict(k=K.astype(jnp.bfloat16)), "k has dtype bfloat16 and v float32: must have one dtype"),
+        ("dense_attention", dict(v=V.astype(jnp.bfloat16)), "k has dtype float32 and v bfloat16: must have one dtype"),
         ("sparse_attention", dict(return_lse="x"), "return_lse = 'x': must be True or False"),
         ("dense_attention", dict(return_lse=1), "return_lse = 1: must be True or False"),
         ("dense_attention", dict(q=None), "q is a NoneType: must be an array of floats"),
