@@ -197,11 +197,12 @@ def check_numbers(arguments: Mapping[str, Any]) -> None:
     """Under `checks()`, refuse NaN in queries, keys and values; what only fills rows up may hold anything.
 
     Args:
-      arguments: of a call, with positions [B T] and lengths [B]; looked into are those named q, k, v, index_q, index_k.
+      arguments: of a call, with positions [B T] and lengths [B]; looked into are those named q, k, v.
+        In the index branch NaN has a place in the order of blocks.
     """
     if not arrays.is_checking():
         return
-    names = [name for name in ("q", "k", "v", "index_q", "index_k") if name in arguments]
+    names = [name for name in ("q", "k", "v") if name in arguments]
 
     def find_problem(positions, lengths, *operands):
         is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]

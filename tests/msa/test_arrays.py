@@ -131,16 +131,6 @@ def test_what_is_right_passes_checks():
         assert not jnp.any(msa.dense_attention(Q, K, V, *nobody))
 
 
-def test_nan_in_the_index_branch_is_found_under_checks():
-    """A query with it would choose its blocks by their ids."""
-    for name, array in dict(index_q=INDEX_Q, index_k=INDEX_K).items():
-        operands = dict(index_q=INDEX_Q, index_k=INDEX_K) | {
-            name: array.at[(1, 3, *[0] * (array.ndim - 2))].set(jnp.nan)
-        }
-        with m3jax.checks(), pytest.raises(ValueError, match=rf"^{name}\[1, 3, .* is NaN"):
-            msa.index_topk(**operands, **ROWS, block_size=4, top_k=3)
-
-
 def test_an_error_in_a_block_of_checks_names_what_was_found():
     """The error of `checks()` comes first, with the later error as its cause: the finding likely made that one fail."""
     compiled = jax.jit(lambda blocks: msa.sparse_attention(Q, K, V, blocks, POSITIONS, LENGTHS, block_size=4))
