@@ -28,7 +28,7 @@ _found: list[str] = []
 
 @contextmanager
 def checks() -> Iterator[None]:
-    """Look into arrays too: token ids, positions, lengths and selections that nothing else would notice.
+    """Look into arrays too: token ids, positions, lengths, selections and NaN that nothing else would notice.
 
     Functions of `m3jax.msa` and calls of the model raise at once where they are called with arrays at hand. Inside
     `jax.jit` they cannot: then the block raises at its end, when all that was started in it has ended. A function that

@@ -1,6 +1,6 @@
 """A checkpoint as one object: text in, text out."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,6 +19,7 @@ from m3jax.decoding.sampling import SamplingKnobs, as_sampling, as_samplings
 from m3jax.dialogue import Reply, chat
 from m3jax.files import current_file
 from m3jax.hub import M3, load, save
+from m3jax.messages import shown
 from m3jax.text import ChatTemplate, Event, Tokenizer
 
 NEW_TOKENS = 128  # of a prompt, where neither the caller nor the folder says how many
@@ -133,10 +134,10 @@ class TextModel:
 
         Raises:
           TypeError: an unknown keyword.
-          ValueError: a bad argument, or a prompt that does not fit.
+          ValueError: a bad argument, or a prompt that is no text or does not fit.
           FloatingPointError: the model's logits were NaN or infinite.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = _as_texts(prompts)
         samplings = as_samplings(len(texts), sampling, knobs, called=self.generate, defaults=self.defaults.knobs)
         config = self.model.config
         params = [params_of(self.defaults, config, max_new_tokens, of_prompt) for of_prompt in samplings]
@@ -242,7 +243,7 @@ class TextModel:
           What `M3.intermediates` returns for a batch of one, with "tokens" [1 T] int32 and "pieces", their texts.
 
         Raises:
-          ValueError: no token, or more than the model's context.
+          ValueError: no text, no token, or more than the model's context.
         """
         ids = self.tokenizer.encode(text)
         if not ids:
@@ -258,3 +259,19 @@ class TextModel:
           folder: it is made if it is not there.
         """
         save(self.model, folder, copy_from=self.folder)
+
+
+def _as_texts(prompts: str | Sequence[str]) -> list[str]:
+    """Return one text, or several, as a list of texts.
+
+    Raises:
+      ValueError: anything else, such as token ids, which `m3jax.generate` continues.
+    """
+    texts = [prompts] if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(
+                f"prompts = {shown(prompts)}: must be a text, or a list of texts; "
+                "lists of token ids go to m3jax.generate(lm.model, ...)"
+            )
+    return texts

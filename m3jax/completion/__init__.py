@@ -2,13 +2,14 @@
 
 from m3jax.completion.defaults import Defaults
 from m3jax.completion.drafts import named_drafter
-from m3jax.completion.generate import generate
+from m3jax.completion.generate import check_model, generate
 from m3jax.completion.pictures import marked, read_media, read_medium, with_placeholders
 from m3jax.completion.stop_strings import StoppableText, generate_text, stream_text
 
 __all__ = [
     "Defaults",
     "StoppableText",
+    "check_model",
     "generate",
     "generate_text",
     "marked",

@@ -66,6 +66,7 @@ def generate(
       ValueError: a bad argument.
       FloatingPointError: the model's logits were NaN or infinite.
     """
+    check_model(model)
     prompts = as_prompts(prompts)
     samplings = as_samplings(len(prompts), sampling, knobs, called=generate)
     stop = tuple(model.config.eos_token_id if stop_ids is None else stop_ids)
@@ -82,6 +83,15 @@ def generate(
     generations = [results[handle] for handle in handles]
     check_logits(generations)
     return [generation.tokens for generation in generations]
+
+
+def check_model(model: Any) -> None:
+    """Raise ValueError for what an engine cannot serve, such as a `TextModel` in place of its model."""
+    if isinstance(model, TargetModel):
+        return
+    holds_one = isinstance(getattr(model, "model", None), TargetModel)
+    remedy = "give its model, .model, or call its own methods" if holds_one else "give a model from m3jax.load"
+    raise ValueError(f"model is a {type(model).__name__}, which an engine cannot serve: {remedy}")
 
 
 def _media_of(

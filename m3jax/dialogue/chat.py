@@ -5,6 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
+from m3jax.completion import check_model
 from m3jax.decoding import Drafter, Engine, Params, Sampling, engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS, check_prompt
 from m3jax.decoding.protocols import TargetConfig, TargetModel, sees
@@ -12,7 +13,7 @@ from m3jax.decoding.sampling import SamplingKnobs, as_sampling
 from m3jax.dialogue.answer import answer, stop_ids
 from m3jax.dialogue.media import dialogue_tokens
 from m3jax.dialogue.reply import Reply
-from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer
+from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer, ordered_messages
 
 MOST_NEW_TOKENS = 4096  # of an answer, if the caller gives no number
 _STREAM_STEPS, _WHOLE_STEPS = 4, 32  # tokens in one device call: few for a stream
@@ -71,12 +72,15 @@ def chat(
 
     Raises:
       TypeError: an unknown keyword.
-      ValueError: a bad argument, messages that the template cannot take, or more tokens than the context has.
+      ValueError: a bad argument, messages that ask nothing or that the template cannot take, or more tokens than
+        the context has.
       FloatingPointError: the model's logits were NaN or infinite.
     """
+    check_model(model)
     sampling = as_sampling(sampling, knobs, called=chat)
     template = as_template(template, tokenizer)
     parser = OutputParser(tools=tools, thinking_mode=thinking_mode)
+    check_question(messages)
     prompt, media = dialogue_tokens(
         template, tokenizer, messages, tools, thinking_mode, can_see=sees(model), progress=progress
     )
@@ -123,6 +127,38 @@ def as_template(template: ChatTemplate | str | PathLike[str] | None, tokenizer: 
 def new_tokens_within(prompt_tokens: int, room: int, asked: int | None) -> int:
     """Return the most tokens of an answer: the number asked for, else what is left of the room, at most 4,096."""
     return max(1, min(MOST_NEW_TOKENS, room - prompt_tokens)) if asked is None else asked
+
+
+def check_question(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if there is nothing to answer; a template would render it, as training needs, and a model guess.
+
+    Args:
+      messages: of a history, in OpenAI's layout. Its last message must not be the assistant's, nor a user's that has
+        neither text nor pictures.
+    """
+    ordered = ordered_messages(messages)
+    if not ordered:
+        raise ValueError("messages is empty: give at least one, such as {'role': 'user', 'content': 'Hello'}")
+    last, place = ordered[-1], f"message {len(ordered)} ({ordered[-1]['role']})"
+    if last["role"] == "assistant":
+        raise ValueError(
+            f"{place}: the last message is an answer, so there is nothing to answer: "
+            + (
+                "add the results of its calls"
+                if last.get("tool_calls")
+                else "add a message of the user, or leave it out"
+            )
+        )
+    if last["role"] == "user" and _is_blank(last["content"]):
+        raise ValueError(f"{place}: its content is empty, so there is nothing to answer: write a text")
+
+
+def _is_blank(content: str | Sequence[str | Mapping[str, Any]]) -> bool:
+    """Return True for a content, in the spelling of templates, without a picture and with no text but white space."""
+    parts = [content] if isinstance(content, str) else content
+    texts = [part if isinstance(part, str) else part.get("text", "") for part in parts]
+    shows_media = any(not isinstance(part, str) and part["type"] != "text" for part in parts)
+    return not shows_media and not "".join(texts).strip()
 
 
 def check_answer(prompt: Sequence[int], params: Params, config: TargetConfig, room: int) -> None:

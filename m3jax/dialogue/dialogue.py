@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+from m3jax.completion import check_model
 from m3jax.decoding import Drafter, Engine, Params, Sampling, build_engine
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.dialogue.answer import answer, stop_ids
-from m3jax.dialogue.chat import as_template, check_answer, new_tokens_within
+from m3jax.dialogue.chat import as_template, check_answer, check_question, new_tokens_within
 from m3jax.dialogue.media import dialogue_tokens, forget_changed, read_part
 from m3jax.dialogue.reply import Reply
 from m3jax.media import ProcessedImage, ProcessedVideo
@@ -75,6 +76,7 @@ class Dialogue:
         draft_tokens: int = DRAFT_TOKENS,
         progress: bool = True,
     ):
+        check_model(model)
         self.messages = [dict(message) for message in messages]
         self.tools, self.thinking_mode = tools, thinking_mode
         self._model, self._tokenizer, self._progress = model, tokenizer, progress
@@ -131,10 +133,11 @@ class Dialogue:
           Events as from `m3jax.chat`, the whole answer last.
 
         Raises:
-          ValueError: messages that the template cannot take, or that do not fit; nothing was added.
+          ValueError: messages that ask nothing, that the template cannot take, or that do not fit; nothing was added.
           FloatingPointError: the model's logits were NaN or infinite.
         """
         history = [*self.messages, *map(dict, messages)]
+        check_question(history)
         prompt, media = dialogue_tokens(
             self._template, self._tokenizer, history, self.tools, self.thinking_mode,
             can_see=self.can_see, known=self._seen, progress=self._progress,

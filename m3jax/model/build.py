@@ -183,8 +183,13 @@ def init(
       rngs: its "params" stream draws the weights, in place of a seed.
 
     Raises:
-      ValueError: a dtype that a model cannot have, or a mesh with other axes.
+      ValueError: no configuration, a dtype that a model cannot have, or a mesh with other axes.
     """
+    if not isinstance(config, M3Config):
+        raise ValueError(
+            f"config is a {type(config).__name__}: must be an M3Config, such as M3Config.tiny() or "
+            "M3Config.from_pretrained(FOLDER)"
+        )
     key = jax.random.key(seed) if rngs is None else rngs.params()
     mesh = as_mesh(mesh)
     return M3(config, MakeRandom(key, dtype_name(dtype), mesh), mesh)

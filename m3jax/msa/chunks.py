@@ -49,5 +49,5 @@ def elements_at_once(elements: int) -> int:
 
 def rows_within(elements: int, per_row: int, num_rows: int) -> int:
     """Return the number of rows of `per_row` numbers that fit `elements`: a power of two, at most `num_rows`."""
-    rows = max(1, elements // max(1, per_row))
+    rows = max(1, elements // max(1, int(per_row)))
     return min(1 << (rows.bit_length() - 1), max(1, num_rows))

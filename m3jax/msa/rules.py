@@ -1,11 +1,11 @@
 """The rules of selection, and the checks of a call's arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from m3jax import arrays
 
@@ -40,6 +40,8 @@ class SelectionRules:
 
     def __post_init__(self):
         check_score(self.score)
+        for name in ("top_k", "local_blocks", "init_blocks"):
+            check_integer(name, getattr(self, name))
         if self.local_blocks < 1 or self.init_blocks < 0 or self.local_blocks + self.init_blocks > self.top_k:
             raise ValueError(
                 f"local_blocks = {self.local_blocks}, init_blocks = {self.init_blocks}, top_k = {self.top_k}: need "
@@ -48,8 +50,15 @@ class SelectionRules:
             )
 
 
+def check_integer(name: str, value: object) -> None:
+    """Raise ValueError for a count that is no integer: 8.0 too, which jit would take for the 8 of a later call."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name} = {value!r}: must be an integer, without a decimal point or quotation marks")
+
+
 def check_block_size(block_size: int) -> None:
     """Raise ValueError if a block would hold no token."""
+    check_integer("block_size", block_size)
     if block_size < 1:
         raise ValueError(f"block_size = {block_size}: must be at least 1")
 
@@ -100,16 +109,34 @@ def check_score_shape(score: Callable[..., Any], block_size: int) -> None:
         )
 
 
+def check_stored_dtypes(k: Shaped[Array, "..."], v: Shaped[Array, "..."]) -> None:
+    """Raise ValueError if keys and values differ in dtype; both may be narrower than the queries, as in a cache."""
+    if k.dtype != v.dtype:
+        raise ValueError(
+            f"k has dtype {k.dtype} and v {v.dtype}: must have one dtype; convert one of them with .astype"
+        )
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ValueError for a flag that is neither True nor False, and would count as True."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} = {value!r}: must be True or False")
+
+
 def checked(function: Function) -> Function:
     """Make a public function of MSA check its arguments by their names and the letters of their annotations.
 
-    Shapes, dtypes, block size and score at every call; lengths and selections under `m3jax.checks()`.
+    Shapes, dtypes, block size, score and flags at every call; under `m3jax.checks()` lengths, selections, positions
+    and NaN too.
     """
 
     def check(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
         block_size = arguments.get("block_size", 1)
         check_block_size(block_size)
         check_score(arguments.get("score", "max"))
+        check_flag("return_lse", arguments.get("return_lse", False))
+        if {"k", "v"} <= arguments.keys():
+            check_stored_dtypes(arguments["k"], arguments["v"])
         if {"N", "K", "S"} <= sizes.keys():
             check_heads(arguments["q"], sizes["K"], sizes["H"])
         if view := arguments.get("view"):
@@ -122,6 +149,9 @@ def checked(function: Function) -> Function:
             check_lengths(arguments["lengths"], num_keys)
             if {"blocks", "T"} <= arguments.keys() | sizes.keys():  # `virtual_pages` takes one query a row
                 check_chosen(*(arguments[name] for name in ("blocks", "positions", "lengths")), num_keys, block_size)
+        if {"S", "T"} <= sizes.keys():  # whole rows: of a chunk of one, all queries may be padding
+            check_rows(arguments["positions"], arguments["lengths"])
+            check_numbers(arguments)
 
     return arrays.checked(function, check)
 
@@ -140,6 +170,51 @@ def check_lengths(lengths: Int[Array, " B"], num_keys: int) -> None:
             return f"lengths[{bad[0]}] = {lengths[bad[0]]}: a row has 0 to {num_keys} keys here"
 
     arrays.check_values(find_problem, lengths)
+
+
+def check_rows(positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> None:
+    """Under `checks()`, refuse a call in which no query is a token though rows have keys and positions are given.
+
+    All of it would be padding, with outputs of 0. Where that is meant, positions are -1.
+    """
+    if not arrays.is_checking():
+        return
+
+    def find_problem(positions, lengths):
+        is_behind = (positions >= lengths[:, None]) & (lengths[:, None] > 0)  # [B T]
+        is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
+        if is_behind.any() and not is_token.any():
+            row, query = (int(i) for i in np.argwhere(is_behind)[0])
+            return (
+                f"positions[{row}, {query}] = {positions[row, query]} of a row with {lengths[row]} keys: all queries "
+                "are padding, behind the keys of their rows; positions count from 0 in each row, and padding may be -1"
+            )
+
+    arrays.check_values(find_problem, positions, lengths)
+
+
+def check_numbers(arguments: Mapping[str, Any]) -> None:
+    """Under `checks()`, refuse NaN in queries, keys and values; what only fills rows up may hold anything.
+
+    Args:
+      arguments: of a call, with positions [B T] and lengths [B]; looked into are those named q, k, v.
+        In the index branch NaN has a place in the order of blocks.
+    """
+    if not arrays.is_checking():
+        return
+    names = [name for name in ("q", "k", "v") if name in arguments]
+
+    def find_problem(positions, lengths, *operands):
+        is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
+        for name, operand in zip(names, operands, strict=True):
+            is_key = np.arange(operand.shape[1]) < lengths[:, None]  # [B S]
+            is_used = is_token if name.endswith("q") else is_key
+            is_bad = np.isnan(operand) & is_used.reshape(*is_used.shape, *[1] * (operand.ndim - 2))
+            if is_bad.any():
+                place = ", ".join(str(i) for i in np.argwhere(is_bad)[0])
+                return f"{name}[{place}] is NaN, one of {is_bad.sum()} in {name}: look for it in what computed {name}"
+
+    arrays.check_values(find_problem, *(arguments[name] for name in ("positions", "lengths", *names)))
 
 
 def check_chosen(

@@ -83,7 +83,7 @@ class Tokenizer:
             The ids, in order.
 
         Raises:
-            ValueError: the text holds a lone surrogate.
+            ValueError: no text, or one that holds a lone surrogate.
         """
         _check_text(text)
         with _library_errors("this text cannot be encoded with this tokenizer.json"):
@@ -227,7 +227,9 @@ def _library_errors(failed: str) -> Iterator[None]:
 
 
 def _check_text(text: str) -> None:
-    """Raise ValueError for a text that UTF-8 cannot encode, which has a lone surrogate."""
+    """Raise ValueError for what is no text, or for one that UTF-8 cannot encode, which has a lone surrogate."""
+    if not isinstance(text, str):
+        raise ValueError(f"text is a {type(text).__name__}, {shown(text)}: must be a str; encode_batch takes several")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

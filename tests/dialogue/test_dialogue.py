@@ -12,6 +12,7 @@ from m3jax.assets import embedded_path
 from m3jax.completion import Defaults
 from m3jax.decoding import Engine, Sampling
 from m3jax.dialogue import Dialogue, Reply, open_calls
+from m3jax.dialogue.chat import check_question
 from m3jax.progress import Activity
 from m3jax.text import ChatTemplate, Tokenizer
 
@@ -44,6 +45,42 @@ def text_of(events, kind: str) -> str:
 
 
 # One answer
+
+
+ANSWERED = [USER, {"role": "assistant", "content": "It is lantern."}]
+NOTHING_ASKED = {
+    "no messages": ([], "^messages is empty: give at least one"),
+    "an answer comes last": (ANSWERED, r"^message 2 \(assistant\): .* nothing to answer: add a message of the user"),
+    "calls without results": (
+        [USER, {"role": "assistant", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "lookup", "arguments": {"key": "harbor"}}}]}],
+        r"^message 2 \(assistant\): .* nothing to answer: add the results of its calls"),
+    "an empty text": ([*ANSWERED, {"role": "user", "content": ""}], r"^message 3 \(user\): its content is empty"),
+    "white space": ([{"role": "user", "content": " \n"}], r"^message 1 \(user\): its content is empty"),
+    "no parts": ([{"role": "user", "content": []}], r"^message 1 \(user\): its content is empty"),
+    "an empty part": (
+        [{"role": "user", "content": [{"type": "text", "text": ""}]}], r"^message 1 \(user\): its content is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "message"), NOTHING_ASKED.values(), ids=NOTHING_ASKED)
+def test_what_asks_nothing_is_refused(messages, message):
+    """`m3jax.chat` and a dialogue refuse it before anything runs, and the dialogue is as it was."""
+    with pytest.raises(ValueError, match=message):
+        m3jax.chat(random_model(), tokenizer(), messages, tools=TOOLS)
+    talk = dialogue()
+    with pytest.raises(ValueError, match=message):
+        talk.send(*messages)
+    assert talk.messages == []
+
+
+def test_what_asks_something_without_a_text_of_the_user_is_answered():
+    """A picture asks, so does a tool's empty result, and a system's message alone."""
+    call = {"id": "1", "type": "function", "function": {"name": "lookup", "arguments": {"key": "harbor"}}}
+    result = {"role": "tool", "tool_call_id": "1", "content": ""}
+    check_question([{"role": "user", "content": [{"type": "image", "image": "harbor.png"}]}])
+    check_question([USER, {"role": "assistant", "tool_calls": [call]}, result])
+    check_question([{"role": "system", "content": "Greet the user."}])
 
 
 def test_an_answer_comes_as_events_and_the_last_is_all_of_it():

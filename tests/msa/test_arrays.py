@@ -45,6 +45,12 @@ def test_rows_that_do_not_fit(name, changes, message):
         call(**(operands | ROWS | changes))
 
 
+def test_a_view_of_keys_and_values_of_two_dtypes():
+    """A view has one dtype, as what is stored has."""
+    with pytest.raises(ValueError, match="k has dtype float32 and v bfloat16: must have one dtype"):
+        msa.contiguous(K, V.astype(jnp.bfloat16), 4)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -54,6 +60,10 @@ def test_rows_that_do_not_fit(name, changes, message):
         ("block_scores", dict(index_k=INDEX_K[:2]), r"index_k has shape \[2, 40, 8\] .* with B = 3, as index_q has"),
         ("sparse_attention", dict(blocks=BLOCKS * 1.0), "blocks .* dtype float32: must be signed integers"),
         ("sparse_attention", dict(v=V[:, :39]), r"v has shape \[3, 39, 2, 8\] .* with S = 40, as k has"),
+        ("sparse_attention", dict(k=K.astype(jnp.bfloat16)), "k has dtype bfloat16 and v float32: must have one dtype"),
+        ("dense_attention", dict(v=V.astype(jnp.bfloat16)), "k has dtype float32 and v bfloat16: must have one dtype"),
+        ("sparse_attention", dict(return_lse="x"), "return_lse = 'x': must be True or False"),
+        ("dense_attention", dict(return_lse=1), "return_lse = 1: must be True or False"),
         ("dense_attention", dict(q=None), "q is a NoneType: must be an array of floats"),
     ],
 )
@@ -71,6 +81,15 @@ WRONG_VALUES = {
     "a later block": ({}, dict(blocks=BLOCKS.at[0, 1, 20, 0].set(7)), "a block behind the query's own"),
     "of other queries": ({}, dict(positions=POSITIONS + 4), "lacks the query's own block"),
     "more keys than there are": ({}, dict(lengths=LENGTHS.at[1].set(41)), r"lengths\[1\] = 41: a row has 0 to 40 keys"),
+}  # fmt: skip
+
+
+NAN_KEY = K.at[2, 39, 1, 0].set(jnp.nan)
+WRONG_VALUES |= {
+    "NaN in q": ({}, dict(q=Q.at[1, 2, 0, 3].set(jnp.nan)), r"q\[1, 2, 0, 3\] is NaN, one of 1 in q"),
+    "NaN in a key": ({}, dict(k=NAN_KEY), r"k\[2, 39, 1, 0\] is NaN"),
+    "positions beyond every key": ({}, dict(positions=POSITIONS + 40, blocks=BLOCKS * 0 - 1),
+                                   r"positions\[0, 0\] = 40 of a row with 40 keys: all queries are padding"),
 }  # fmt: skip
 
 
@@ -105,6 +124,11 @@ def test_what_is_right_passes_checks():
             blocks = msa.index_topk(INDEX_Q, INDEX_K, positions, lengths, block_size=4, top_k=3)
             args = blocks, positions, lengths
             np.testing.assert_allclose(run(*args), jax.jit(run)(*args), rtol=1e-5, atol=1e-6)
+        of_padding = Q.at[:, 35:].set(jnp.nan), K.at[0, 20:].set(jnp.nan), V.at[0, 20:].set(jnp.nan)
+        out = msa.sparse_attention(*of_padding, *args, block_size=4)
+        assert not jnp.any(jnp.isnan(out))
+        nobody = jnp.full_like(POSITIONS, -1), LENGTHS
+        assert not jnp.any(msa.dense_attention(Q, K, V, *nobody))
 
 
 def test_an_error_in_a_block_of_checks_names_what_was_found():

@@ -1,6 +1,7 @@
 """The arguments that selection refuses; numbers such as T17 are the traps of docs/glossary.md."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.msa_strategies import GROUPED, prefill
 
@@ -24,6 +25,29 @@ def test_wrong_rules(changes, message):
     args = [jnp.asarray(x) for x in (*case.index(), case.positions, case.lengths)]
     with pytest.raises(ValueError, match=message):
         msa.index_topk(*args, **case.rules(**changes))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(block_size=4.0), "block_size = 4.0: must be an integer"),
+        (dict(block_size="4"), "block_size = '4': must be an integer"),
+        (dict(block_size=True), "block_size = True: must be an integer"),
+        (dict(top_k=3.0), "top_k = 3.0: must be an integer"),
+        (dict(top_k=None), "top_k = None: must be an integer"),
+        (dict(local_blocks=1.0), "local_blocks = 1.0: must be an integer"),
+        (dict(init_blocks="0"), "init_blocks = '0': must be an integer"),
+    ],
+)
+def test_counts_that_are_no_integers(changes, message):
+    """They are refused by name; 3.0 once reached jit's cache, where the next call with 3 found it and failed too."""
+    case = prefill(GROUPED)
+    args = [jnp.asarray(x) for x in (*case.index(), case.positions, case.lengths)]
+    with pytest.raises(ValueError, match=message):
+        msa.index_topk(*args, **case.rules(**changes))
+    numpy_counts = {name: np.int64(value) if isinstance(value, int) else value for name, value in case.rules().items()}
+    np.testing.assert_array_equal(msa.index_topk(*args, **numpy_counts), msa.index_topk(*args, **case.rules()))
 
 
 @pytest.mark.usefixtures("unchecked")

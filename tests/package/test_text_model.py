@@ -62,6 +62,30 @@ def test_bad_arguments(lm, options, message):
         lm.generate("import os", **options)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lm: lm.generate([1, 2, 3]), r"prompts = \[1, 2, 3\]: must be a text, .* go to m3jax.generate"),
+        (lambda lm: lm.generate(5), "prompts = 5: must be a text"),
+        (lambda lm: lm.generate(b"import"), "prompts = b'import': must be a text"),
+        (lambda lm: lm.forward(None), "text is a NoneType, None: must be a str"),
+        (lambda lm: lm.tokenizer.encode(5), "text is a int, 5: must be a str"),
+        (lambda lm: lm.tokenizer.encode(["a", "b"]), "text is a list, .*encode_batch takes several"),
+        (lambda lm: m3jax.generate(lm, [[1]], max_new_tokens=2), "model is a TextModel, .*: give its model, .model"),
+        (lambda lm: m3jax.generate(None, [[1]], max_new_tokens=2), "model is a NoneType, .* give a model from m3jax.l"),
+        (lambda lm: m3jax.chat(lm, lm.tokenizer, []), "model is a TextModel, .*: give its model, .model"),
+        (lambda lm: m3jax.dialogue.Dialogue(lm, lm.tokenizer), "model is a TextModel, .*: give its model, .model"),
+        (lambda lm: m3jax.init("tiny"), "config is a str: must be an M3Config, such as M3Config.tiny()"),
+    ],
+)
+def test_what_belongs_elsewhere_is_refused_in_one_line(lm, call, message):
+    """An argument of another kind is named, with what to give in its place, and no error comes from further inside."""
+    with pytest.raises(ValueError, match=message) as raised:
+        call(lm)
+    assert "\n" not in str(raised.value)
+
+
 def test_forward_keeps_everything(lm):
     """The values are `intermediates` of the text's tokens; the pieces together are the text."""
     text = PROMPTS[0]
