@@ -39,7 +39,8 @@ def parser() -> Parser:
     out.add_argument("--prompt-tokens", metavar="IDS", action="append", default=[], help="ids for a model that runs "
                      "live, as in 1,2,3; may be repeated (default: those of the other side's dump)")  # fmt: skip
     out.add_argument("--rtol", metavar="X", type=_tolerance, help="relative, of every number (default: by dtype)")
-    out.add_argument("--atol", metavar="X", type=_tolerance, help="absolute")
+    out.add_argument("--atol", metavar="X", type=_tolerance, help="absolute, as a share of a quantity's "
+                     "root mean square (default: by dtype)")  # fmt: skip
     out.add_argument("--map", metavar="FILE", type=Path, help="JSON: what names of a dump mean that no table knows")
     out.add_argument("--config", metavar="FOLDER", help="of the model, for two dumps with fused or flat arrays")
     out.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), default="float32",
