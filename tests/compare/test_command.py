@@ -73,6 +73,16 @@ def spoiled(kind: str, folder: Path) -> tuple[list, str]:
             with zipfile.ZipFile(folder / "b.npz", "w") as archive:
                 np.lib.format.write_array(archive.open("x.npy", "w"), np.array([{}]), allow_pickle=True)
             return [a, folder / "b.npz"], "no npz file of arrays"
+        case "npz that claims more than it has":
+            with zipfile.ZipFile(folder / "b.npz", "w") as archive, archive.open("x.npy", "w") as stream:
+                header = {"descr": "<f4", "fortran_order": False, "shape": (10**6, 10**5)}
+                np.lib.format.write_array_header_1_0(stream, header)
+                stream.write(bytes(1000))
+            return [a, folder / "b.npz"], "400000000000 bytes claimed, 1000 there"
+        case "npz of text":
+            with zipfile.ZipFile(folder / "b.npz", "w") as archive:
+                archive.writestr("x.npy", "no array")
+            return [a, folder / "b.npz"], "no npz file of arrays"
         case "empty folder":
             (folder / "dump").mkdir()
             return [a, folder / "dump"], "dump: an empty dump"
@@ -138,7 +148,8 @@ def spoiled(kind: str, folder: Path) -> tuple[list, str]:
 
 
 KINDS = [
-    "no file", "truncated", "empty file", "foreign file", "foreign npz", "pickled npz", "empty folder", "empty dump",
+    "no file", "truncated", "empty file", "foreign file", "foreign npz", "pickled npz",
+    "npz that claims more than it has", "npz of text", "empty folder", "empty dump",
     "missing names", "foreign names", "other shapes", "no size fits", "fused without sizes",
     "other width of a fused projection", "other tokens", "other lengths", "no tokens", "tokens of no model", "no ids",
     "ids that are floats", "ranks that disagree", "a name in two files", "a rank is missing", "other schema version",
