@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from m3jax.console import Parser, run_command, run_program, token_ids, write
+from m3jax.console import Parser, run_command, run_program, say, token_ids, write
 from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.compare"
@@ -46,6 +46,7 @@ def parser() -> Parser:
     out.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), default="float32",
                      help="of a model that runs live (default: float32)")  # fmt: skip
     out.add_argument("--mesh", metavar="AXES", help="devices for m3jax:FOLDER, as in expert=2,tensor=4")
+    out.add_argument("--no-compile-cache", action="store_true", help="neither use nor keep compiled programs")
     out.add_argument("--html", metavar="FILE", type=Path, help="write the report with a picture to one HTML file")
     return out
 
@@ -72,9 +73,13 @@ def run(args: argparse.Namespace) -> int:
 
     from m3jax.compare.running import compare_sides
     from m3jax.compare.text import lines_of
+    from m3jax.compile_cache import compile_cache, why_not_kept
 
     raise_interrupts()
-    with jax.enable_x64(args.dtype == "float64" or jax.config.jax_enable_x64):
+    if not args.no_compile_cache and (reason := why_not_kept()):
+        say(f"{PROG}: note: compiled programs are not kept: {reason}")
+    is_float64 = args.dtype == "float64" or jax.config.jax_enable_x64
+    with compile_cache(not args.no_compile_cache), jax.enable_x64(is_float64):
         report = compare_sides(
             args.a, args.b, prompts, rtol=args.rtol, atol=args.atol, names=args.map, config=args.config,
             dtype=args.dtype, mesh=args.mesh,

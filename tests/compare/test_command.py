@@ -4,13 +4,18 @@ import json
 import re
 import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from support.dumps import TINY, VECTORS, golden, written
 
+from m3jax.compare import running
 from m3jax.compare.__main__ import main
+from m3jax.compare.sides import Source
+from m3jax.progress import Activity
 
 
 def run(*args: object) -> int:
@@ -47,6 +52,43 @@ def test_without_matplotlib_nothing_runs_and_the_line_names_the_extra(monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run("nowhere", "nowhere", "--html", tmp_path / "r.html") == 2
     assert "m3jax[plots]" in capsys.readouterr().err
+
+
+def test_what_a_live_model_compiles_is_kept_for_the_next_run(monkeypatch, capsys, tmp_path):
+    """As by the other commands: in the user's folder, unless it is not wanted or cannot be."""
+    folder, seen = tmp_path / "cache", []
+    own = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("M3JAX_CACHE_DIR", str(folder))
+
+    def compare_nothing(*_args, **_options):
+        seen.append(jax.config.jax_compilation_cache_dir == str(folder / "compiled"))
+        raise ValueError("nothing to compare")
+
+    monkeypatch.setattr(running, "compare_sides", compare_nothing)
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        assert run("a", "b") == run("a", "b", "--no-compile-cache") == 2
+        assert "note" not in capsys.readouterr().err
+        monkeypatch.setenv("M3JAX_CACHE_DIR", __file__)
+        assert run("a", "b") == 2
+    finally:
+        jax.config.update("jax_compilation_cache_dir", own)
+    assert seen == [True, False, False]
+    assert "m3jax.compare: note: compiled programs are not kept" in capsys.readouterr().err
+
+
+def test_what_is_waited_for_is_said(monkeypatch):
+    """A model's compilation and run, and the comparison, each with what it took last time."""
+    timed = []
+    monkeypatch.setattr(Activity, "timed", lambda _self, text: (timed.append(text), nullcontext())[1])
+    monkeypatch.setattr(running, "run_m3jax", lambda label, _folder, prompts, *_: arrays_of(label, prompts))
+    running.compare_sides("m3jax:x", "m3jax:y", [[1, 2]])
+    assert timed == ["compiling and running m3jax:x", "compiling and running m3jax:y", "comparing m3jax:x with m3jax:y"]
+
+
+def arrays_of(label: str, prompts: list[list[int]]) -> Source:
+    """A source with the embedding of some prompts alone."""
+    return Source(label, {"tokens": [np.array(prompts)], "embedding": [np.ones((1, len(prompts[0]), 4))]})
 
 
 def spoiled(kind: str, folder: Path) -> tuple[list, str]:
