@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from m3jax.console import Parser, run_command, run_program, say, token_ids, write
 from m3jax.cli.arguments import check_plots
+from m3jax.console import Parser, run_command, run_program, say, token_ids, write
 from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.compare"
