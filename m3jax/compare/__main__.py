@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from m3jax.cli.arguments import check_plots
-from m3jax.console import Parser, run_command, run_program, token_ids, write
+from m3jax.console import Parser, run_command, run_program, say, token_ids, write
 from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.compare"
@@ -40,12 +40,14 @@ def parser() -> Parser:
     out.add_argument("--prompt-tokens", metavar="IDS", action="append", default=[], help="ids for a model that runs "
                      "live, as in 1,2,3; may be repeated (default: those of the other side's dump)")  # fmt: skip
     out.add_argument("--rtol", metavar="X", type=_tolerance, help="relative, of every number (default: by dtype)")
-    out.add_argument("--atol", metavar="X", type=_tolerance, help="absolute")
+    out.add_argument("--atol", metavar="X", type=_tolerance, help="absolute, as a share of a quantity's "
+                     "root mean square (default: by dtype)")  # fmt: skip
     out.add_argument("--map", metavar="FILE", type=Path, help="JSON: what names of a dump mean that no table knows")
     out.add_argument("--config", metavar="FOLDER", help="of the model, for two dumps with fused or flat arrays")
     out.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), default="float32",
                      help="of a model that runs live (default: float32)")  # fmt: skip
     out.add_argument("--mesh", metavar="AXES", help="devices for m3jax:FOLDER, as in expert=2,tensor=4")
+    out.add_argument("--no-compile-cache", action="store_true", help="neither use nor keep compiled programs")
     out.add_argument("--html", metavar="FILE", type=Path, help="write the report with a picture to one HTML file")
     return out
 
@@ -70,9 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
     from m3jax.compare.running import compare_sides
     from m3jax.compare.text import lines_of
+    from m3jax.compile_cache import compile_cache, why_not_kept
 
     raise_interrupts()
-    with jax.enable_x64(args.dtype == "float64" or jax.config.jax_enable_x64):
+    if not args.no_compile_cache and (reason := why_not_kept()):
+        say(f"{PROG}: note: compiled programs are not kept: {reason}")
+    is_float64 = args.dtype == "float64" or jax.config.jax_enable_x64
+    with compile_cache(not args.no_compile_cache), jax.enable_x64(is_float64):
         report = compare_sides(
             args.a, args.b, prompts, rtol=args.rtol, atol=args.atol, names=args.map, config=args.config,
             dtype=args.dtype, mesh=args.mesh,

@@ -4,6 +4,8 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator
+from io import BufferedIOBase
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,8 @@ from m3jax.files.tensors import mapped
 from m3jax.messages import printable, shown
 
 _SUFFIXES = (".safetensors", ".npz")
+_BFLOAT16_OF_NPZ = np.dtype("V2")
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|tp)[-_]?(\d{1,4})(?!\d)", re.IGNORECASE)
 
 
@@ -91,16 +95,36 @@ def _arrays(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 def _of_npz(file: Path, where: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the arrays of an npz file; numpy stores bfloat16 as V2, two raw bytes, and these become bfloat16 again."""
     try:
-        with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("a single array without a name")
-            for name in archive.files:
-                array = archive[name]
-                array = array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array
-                if array.dtype.kind not in "biuf" and array.dtype != ml_dtypes.bfloat16:
-                    raise ValueError(f"{shown(name)} has dtype {array.dtype}, which are no real numbers")
-                yield name, array
+        with zipfile.ZipFile(file) as archive:
+            for member in archive.infolist():
+                name = member.filename.removesuffix(".npy")
+                with archive.open(member) as stream:
+                    _check_header(name, stream, member.file_size)
+                    stream.seek(0)
+                    array = np.lib.format.read_array(stream, allow_pickle=False)
+                yield name, array.view(ml_dtypes.bfloat16) if array.dtype == _BFLOAT16_OF_NPZ else array
+    except MemoryError:
+        raise ValueError(f"{where}: too large for the memory here; dump as .safetensors, which is mapped") from None
     except (ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{where}: no npz file of arrays, or a damaged one ({shown(str(error))}); dump again"
         ) from None
+
+
+def _check_header(name: str, stream: BufferedIOBase, size: int) -> None:
+    """Raise ValueError if the header of an array in an npz file does not fit the file, before numpy makes the array.
+
+    Args:
+      name: of the array.
+      stream: at the header.
+      size: of header and array in bytes, as the archive stores it.
+    """
+    version = np.lib.format.read_magic(stream)
+    if version not in _HEADERS:  # numpy writes later ones for arrays of records alone
+        raise ValueError(f"{shown(name)} has a header of version {version}, which no real numbers need")
+    shape, _, dtype = _HEADERS[version](stream)
+    if dtype.kind not in "biuf" and dtype != _BFLOAT16_OF_NPZ:
+        raise ValueError(f"{shown(name)} has dtype {dtype}, which are no real numbers")
+    claimed, stored = prod(shape) * dtype.itemsize, size - stream.tell()
+    if claimed > stored:
+        raise ValueError(f"{shown(name)}: {claimed} bytes claimed, {max(stored, 0)} there")

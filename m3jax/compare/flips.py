@@ -29,7 +29,7 @@ def find_flips(
     found: Int[np.ndarray, "Q L"],
     scores: Float[np.ndarray, "Q M"] | None,
     rtol: float,
-    atol: float,
+    atol: float | Float[np.ndarray, " Q"],
 ) -> Flips:
     """Compare selections as sets.
 
@@ -38,7 +38,8 @@ def find_flips(
       found: the other side's; it may have another number of slots.
       scores: the reference's scores of everything that a query may choose from, inf for what it must choose, -inf for
         what it must not. None where they are not known.
-      rtol, atol: the error that one score may have. Two of them decide a flip, so the margin is twice that.
+      rtol, atol: the error that one score may have, `atol` for each query or for all. Two of them decide a flip, so
+        the margin is twice that.
     """
     slots = max(expected.shape[-1], found.shape[-1])
     pad = lambda ids: np.pad(ids, ((0, 0), (0, slots - ids.shape[-1])), constant_values=-1)
@@ -62,7 +63,8 @@ def find_flips(
         difference = np.maximum(highest_lost - lowest_new, 0.0)
         size = np.maximum(np.abs(highest_lost), np.abs(lowest_new))
         gap[queries] = np.where(is_exchange & np.isfinite(difference), difference, np.inf)
-        is_inside[queries] = np.isfinite(gap[queries]) & (gap[queries] <= 2 * (atol + rtol * size))
+        allowed = 2 * (np.broadcast_to(atol, len(is_other))[queries] + rtol * size)
+        is_inside[queries] = np.isfinite(gap[queries]) & (gap[queries] <= allowed)
     return Flips(is_other, gap, is_inside)
 
 

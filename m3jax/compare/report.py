@@ -1,8 +1,7 @@
 """The comparison itself: quantity by quantity in the order of computation, and the total effect on the logits."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Shaped
@@ -19,6 +18,8 @@ from m3jax.vectors.tolerances import TOLERANCES
 
 Tensor = Shaped[np.ndarray, "..."]
 _SETS = ("blocks", "expert_ids")
+# The largest relative error that roundings alone make on the way through a model's layers.
+_MOST_ROUNDING = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
 _CHUNK = 256  # tokens whose logits are compared at once
 
 
@@ -78,6 +79,7 @@ class Report:
     Attributes:
       labels: of the two sides.
       dtypes: likewise.
+      tolerances: rtol, atol and the dtype that they are for.
       tokens: the number of tokens that both sides have.
       prompts: the number of prompts of these tokens.
       compared: names of the quantities, in order of computation.
@@ -87,12 +89,14 @@ class Report:
       first: the first of them.
       errors: of each compared quantity of numbers, as in `Layer`.
       layers: by number.
+      worst: the largest relative error of any quantity, at the tokens that are judged.
       excused: the number of tokens with a flip inside the margin, which the tolerances do not judge from there on.
       logits: the effect on the logits; None where one side has none.
     """
 
     labels: tuple[str, str]
     dtypes: tuple[str, str]
+    tolerances: tuple[float, float, str]
     tokens: int
     prompts: int
     compared: list[str] = field(default_factory=list)
@@ -102,8 +106,22 @@ class Report:
     first: Difference | None = None
     errors: dict[str, float] = field(default_factory=dict)
     layers: dict[int, Layer] = field(default_factory=dict)
+    worst: float = 0.0
     excused: int = 0
     logits: Logits | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The verdict: "differ", "equal" (in every number and selection), "rounding" or "within tolerance".
+
+        Differences within tolerance are "rounding" if no quantity is off by more, as a whole, than the roundings of
+        the narrower dtype make of equal computations.
+        """
+        if self.beyond:
+            return "differ"
+        if not self.excused and not self.worst:
+            return "equal"
+        return "rounding" if self.worst <= _MOST_ROUNDING[self.tolerances[-1]] else "within tolerance"
 
 
 def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol: float | None) -> Report:
@@ -113,21 +131,23 @@ def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol:
       a: the reference.
       b: the side in question.
       config: of the model, where it is known; without it no flip of blocks can be told from a rounding.
-      rtol, atol: for all numbers; by default those of `TOLERANCES["model"]` for the narrower of the two dtypes.
+      rtol, atol: for all numbers, `atol` as a share of `magnitudes`; by default those of `TOLERANCES["model"]` for the
+        narrower of the two dtypes.
 
     Raises:
       ValueError: nothing to compare: no token or no quantity that both have, other tokens, or shapes that differ.
     """
     pair = Pair(a, b, config)
-    report = Report((a.label, b.label), (a.dtype, b.dtype), len(pair.places), len(np.unique(pair.places[:, 0])))
     shared = in_order(name for name in a.values if name in b.values)
     if not shared:
         names = [printable(min(side.values)) for side in (a, b)]
         raise ValueError(f"no quantity that both sides have: A has {names[0]} and others, B {names[1]} and others")
     dtype = min(a.dtype, b.dtype, key=("bfloat16", "float32", "float64").index)
     default = TOLERANCES["model"][dtype]
-    bounds = [default[0] if rtol is None else rtol, default[1] if atol is None else atol]
-    tolerance = {"compare": "close", "bfloat16": bounds, dtype: bounds}
+    tolerances = (default[0] if rtol is None else rtol, default[1] if atol is None else atol, dtype)
+    report = Report(
+        (a.label, b.label), (a.dtype, b.dtype), tolerances, len(pair.places), len(np.unique(pair.places[:, 0]))
+    )
     missing = lambda one, other: [each.name for each in in_order(n for n in one.values if n not in other.values)]
     report.only, report.unknown = (missing(a, b), missing(b, a)), (a.unknown, b.unknown)
     report.compared = [each.name for each in shared]
@@ -135,11 +155,12 @@ def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol:
     for each in shared:
         layer = Layer() if each.layer is None else report.layers.setdefault(each.layer, Layer())
         if each.kind in _SETS:
-            what, flipped = _sets(pair, each, layer, *tolerance[dtype], is_excused)
+            what, flipped = _sets(pair, each, layer, tolerances, is_excused)
             is_excused |= flipped
         else:
-            what, error = _numbers(pair, each, tolerance, dtype, is_excused)
+            what, error, judged_error = _numbers(pair, each, tolerances, is_excused)
             report.errors[each.name] = error
+            report.worst = max(report.worst, judged_error)
             if each.kind in STREAM:
                 layer.errors[each.kind] = error
         if what is not None:
@@ -153,24 +174,32 @@ def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol:
 
 
 def _sets(
-    pair: Pair, found: Quantity, layer: Layer, rtol: float, atol: float, is_excused: Bool[np.ndarray, " X"]
+    pair: Pair,
+    found: Quantity,
+    layer: Layer,
+    tolerances: tuple[float, float, str],
+    is_excused: Bool[np.ndarray, " X"],
 ) -> tuple[tuple[str, str] | None, Bool[np.ndarray, " X"]]:
     """Return what is wrong with selections or None, and the tokens with a flip inside the margin and none outside."""
     one, other, tokens = pair.arrays(found.name)
+    ranked, (rtol, atol, _) = None, tolerances
     if found.kind == "blocks":
         scores = pair.block_scores(found.layer)
         if scores is not None and pair.config is not None:
             config, positions = pair.config, pair.places[:, 1]
             rule = config.index_block_size, config.index_local_blocks, config.index_init_blocks
-            scores = block_ranks(scores, positions, *rule)
+            ranked = block_ranks(scores, positions, *rule)
+            scores = block_ranks(scores, positions, config.index_block_size, 0, 0)  # forced blocks with their scores
     else:
         name = f"layers.{found.layer}.router_scores"
         sides = [(side, column) for side, column in ((pair.a, 0), (pair.b, 1)) if name in side.values]
         scores = sides[0][0].values[name].array[pair.index[:, sides[0][1]]] if sides else None
     by_query = lambda x: x.reshape(-1, x.shape[-1])
-    ranked = None if scores is None else by_query(scores[tokens])
-    flips = find_flips(by_query(one), by_query(other), ranked, rtol, atol)
     heads = one.shape[1] if one.ndim == 3 else 1
+    if scores is not None:
+        ranked = by_query((scores if ranked is None else ranked)[tokens])
+        atol = np.repeat(_times(atol, magnitudes(scores[tokens])), heads)
+    flips = find_flips(by_query(one), by_query(other), ranked, rtol, atol)
     by_token = lambda mask: mask.reshape(-1, heads).any(-1)
     # A later flip at a token that had one inside the margin counts as inside, whatever its gap: its inputs differ.
     is_inside = flips.is_inside | (flips.is_other & np.repeat(is_excused[tokens], heads))
@@ -192,25 +221,56 @@ def _sets(
 
 
 def _numbers(
-    pair: Pair, found: Quantity, tolerance: Mapping[str, Any], dtype: str, is_excused: Bool[np.ndarray, " X"]
-) -> tuple[tuple[str, str] | None, float]:
-    """Return what is wrong with numbers at the tokens that are judged or None, and the relative error at all tokens."""
+    pair: Pair, found: Quantity, tolerances: tuple[float, float, str], is_excused: Bool[np.ndarray, " X"]
+) -> tuple[tuple[str, str] | None, float, float]:
+    """Return what is wrong with numbers at judged tokens or None, and the relative errors at all and at judged ones."""
     one, other, tokens = pair.arrays(found.name)
     is_judged = ~is_excused[tokens]
     if found.kind == "expert_weights":
         one, other, is_same = _by_expert(pair, found, one, other)
         is_judged &= is_same
-    error = _relative_error(one, other)
-    gap = farthest(one[is_judged], other[is_judged], tolerance, dtype)
+    rtol, atol, dtype = tolerances
+    errors = _relative_error(one, other), _relative_error(one[is_judged], other[is_judged])
+    slack = _times(atol, magnitudes(one))[is_judged].reshape(-1, *[1] * (one.ndim - 1))
+    close = {"compare": "close", "bfloat16": [rtol, 0.0], dtype: [rtol, 0.0]}
+    gap = farthest(one[is_judged], other[is_judged], close, dtype, slack)
     if gap is None:
-        return None, error
+        return None, *errors
     rows = np.flatnonzero(is_judged)
     place = (int(rows[gap.place[0]]), *gap.place[1:])
     off = rows[np.flatnonzero(gap.wrong.reshape(len(rows), -1).any(-1))]
-    what = f"{gap.wrong.sum()} of {one.size} numbers differ{gap.bound}, at {len(off)} of {len(one)} tokens"
+    beyond = f"beyond rtol {rtol:.2g}, atol {atol:.2g} rms ({dtype})"
+    what = f"{gap.wrong.sum()} of {one.size} numbers differ {beyond}, at {len(off)} of {len(one)} tokens"
     first = f"from {pair.where(tokens[off[0]])} on"
     farthest_at = f"the farthest at {pair.where(tokens[place[0]])}{at(found, place)}: {both_values(one, other, place)}"
-    return (f"{what} {first}", farthest_at), error
+    return (f"{what} {first}", farthest_at), *errors
+
+
+def magnitudes(expected: Tensor) -> Float[np.ndarray, " X"]:
+    """Return for each token the size of a quantity there, of which `atol` is a share.
+
+    Args:
+      expected: the reference's values [X ...].
+
+    Returns:
+      The root mean square of the token's finite numbers, and no less than the median of all tokens'. Against the
+      token's own alone, a row of few numbers that happen to be small would be judged too strictly; against that of all
+      tokens, one token with huge activations would hide differences at the others.
+    """
+    flat = np.abs(expected.reshape(len(expected), -1).astype(np.float64))
+    is_number = np.isfinite(flat)
+    flat[~is_number] = 0.0
+    largest = flat.max(-1, initial=0.0)
+    flat /= np.where(largest > 0, largest, 1.0)[:, None]  # squares of huge numbers would overflow
+    counts = is_number.sum(-1)
+    own = largest * np.sqrt(np.square(flat, out=flat).sum(-1) / np.maximum(counts, 1))
+    return np.maximum(own, np.median(own[counts > 0]) if counts.any() else 0.0)
+
+
+def _times(atol: float, of_tokens: Float[np.ndarray, " X"]) -> Float[np.ndarray, " X"]:
+    """Return the absolute error that numbers of these sizes may have; an overflow allows every finite error."""
+    with np.errstate(over="ignore"):
+        return atol * of_tokens
 
 
 def _by_expert(

@@ -46,7 +46,7 @@ def compare_sides(
     """
     own = {} if names is None else read_map(names)
     given = [list(prompt) for prompt in prompts]
-    with activity() as line:
+    with activity(about=([*map(len, given)], dtype, mesh)) as line:
         dumps: list[Source | None] = []
         for label in (a, b):
             engine = _engine(label)
@@ -58,20 +58,20 @@ def compare_sides(
             if dump is None and known is None:
                 raise ValueError(f"{label}: which prompts? give --prompt-tokens, or a dump that has its tokens [B T]")
             if dump is None:
-                line.say(f"running {label}")
                 engine, _, folder = label.partition(":")
-                dump = (
-                    run_m3jax(label, folder, known, dtype, mesh)
-                    if engine == "m3jax"
-                    else run_transformers(label, folder, known, dtype)
-                )
+                if engine == "m3jax":
+                    with line.timed(f"compiling and running {label}"):
+                        dump = run_m3jax(label, folder, known, dtype, mesh)
+                else:
+                    with line.timed(f"running {label}"):
+                        dump = run_transformers(label, folder, known, dtype)
             sources.append(dump)
-        line.say("comparing")
         of_model = None if config is None else M3Config.from_pretrained(config)
         of_model = next((each for each in (of_model, *(source.config for source in sources)) if each is not None), None)
         lengths = None if known is None else [len(prompt) for prompt in known]
         sides = [side(source, of_model, lengths, own) for source in sources]
-        return compare(*sides, of_model, rtol, atol)
+        with line.timed(f"comparing {a} with {b}"):
+            return compare(*sides, of_model, rtol, atol)
 
 
 def _engine(label: str) -> str | None:

@@ -5,6 +5,11 @@ from m3jax.compare.report import Layer, Report
 from m3jax.messages import listed, printable
 
 _FEW = 6  # names that a line lists
+_AGREE = {
+    "equal": " in every number",
+    "rounding": ": their differences are what rounding in {2} gives",
+    "within tolerance": " within rtol {0:.2g}, atol {1:.2g} rms",
+}
 
 
 def lines_of(report: Report) -> list[str]:
@@ -45,9 +50,10 @@ def first_lines(report: Report) -> list[str]:
       report: as `compare` makes it.
     """
     if report.first is None:
+        out = [f"A and B agree{_AGREE[report.verdict].format(*report.tolerances)}"]
         worst = max(report.errors, key=report.errors.get, default=None)
-        seen = "" if worst is None else f"; the largest relative error is {report.errors[worst]:.2g}, of {worst}"
-        return [f"A and B agree{seen}"]
+        seen = worst is not None and report.verdict != "equal"
+        return [*out, f"  the largest relative error is {report.errors[worst]:.2g}, of {worst}"] if seen else out
     first, before = report.first, report.compared[: report.compared.index(report.first.name)]
     out = [f"first beyond its tolerance: {first.name}", *(f"  {line}" for line in first.what)]
     out += [f"  looks like: {first.kind}"] if first.kind else []

@@ -4,13 +4,18 @@ import json
 import re
 import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from support.dumps import TINY, VECTORS, golden, written
 
+from m3jax.compare import running
 from m3jax.compare.__main__ import main
+from m3jax.compare.sides import Source
+from m3jax.progress import Activity
 
 
 def run(*args: object) -> int:
@@ -49,6 +54,43 @@ def test_without_matplotlib_nothing_runs_and_the_line_names_the_extra(monkeypatc
     assert "m3jax[plots]" in capsys.readouterr().err
 
 
+def test_what_a_live_model_compiles_is_kept_for_the_next_run(monkeypatch, capsys, tmp_path):
+    """As by the other commands: in the user's folder, unless it is not wanted or cannot be."""
+    folder, seen = tmp_path / "cache", []
+    own = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("M3JAX_CACHE_DIR", str(folder))
+
+    def compare_nothing(*_args, **_options):
+        seen.append(jax.config.jax_compilation_cache_dir == str(folder / "compiled"))
+        raise ValueError("nothing to compare")
+
+    monkeypatch.setattr(running, "compare_sides", compare_nothing)
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        assert run("a", "b") == run("a", "b", "--no-compile-cache") == 2
+        assert "note" not in capsys.readouterr().err
+        monkeypatch.setenv("M3JAX_CACHE_DIR", __file__)
+        assert run("a", "b") == 2
+    finally:
+        jax.config.update("jax_compilation_cache_dir", own)
+    assert seen == [True, False, False]
+    assert "m3jax.compare: note: compiled programs are not kept" in capsys.readouterr().err
+
+
+def test_what_is_waited_for_is_said(monkeypatch):
+    """A model's compilation and run, and the comparison, each with what it took last time."""
+    timed = []
+    monkeypatch.setattr(Activity, "timed", lambda _self, text: (timed.append(text), nullcontext())[1])
+    monkeypatch.setattr(running, "run_m3jax", lambda label, _folder, prompts, *_: arrays_of(label, prompts))
+    running.compare_sides("m3jax:x", "m3jax:y", [[1, 2]])
+    assert timed == ["compiling and running m3jax:x", "compiling and running m3jax:y", "comparing m3jax:x with m3jax:y"]
+
+
+def arrays_of(label: str, prompts: list[list[int]]) -> Source:
+    """A source with the embedding of some prompts alone."""
+    return Source(label, {"tokens": [np.array(prompts)], "embedding": [np.ones((1, len(prompts[0]), 4))]})
+
+
 def spoiled(kind: str, folder: Path) -> tuple[list, str]:
     """Arguments of a command that cannot be done, and what its line has to say."""
     good = golden(only=r"layers\.1\.q$|logits")
@@ -72,6 +114,16 @@ def spoiled(kind: str, folder: Path) -> tuple[list, str]:
         case "pickled npz":
             with zipfile.ZipFile(folder / "b.npz", "w") as archive:
                 np.lib.format.write_array(archive.open("x.npy", "w"), np.array([{}]), allow_pickle=True)
+            return [a, folder / "b.npz"], "no npz file of arrays"
+        case "npz that claims more than it has":
+            with zipfile.ZipFile(folder / "b.npz", "w") as archive, archive.open("x.npy", "w") as stream:
+                header = {"descr": "<f4", "fortran_order": False, "shape": (10**6, 10**5)}
+                np.lib.format.write_array_header_1_0(stream, header)
+                stream.write(bytes(1000))
+            return [a, folder / "b.npz"], "400000000000 bytes claimed, 1000 there"
+        case "npz of text":
+            with zipfile.ZipFile(folder / "b.npz", "w") as archive:
+                archive.writestr("x.npy", "no array")
             return [a, folder / "b.npz"], "no npz file of arrays"
         case "empty folder":
             (folder / "dump").mkdir()
@@ -138,7 +190,8 @@ def spoiled(kind: str, folder: Path) -> tuple[list, str]:
 
 
 KINDS = [
-    "no file", "truncated", "empty file", "foreign file", "foreign npz", "pickled npz", "empty folder", "empty dump",
+    "no file", "truncated", "empty file", "foreign file", "foreign npz", "pickled npz",
+    "npz that claims more than it has", "npz of text", "empty folder", "empty dump",
     "missing names", "foreign names", "other shapes", "no size fits", "fused without sizes",
     "other width of a fused projection", "other tokens", "other lengths", "no tokens", "tokens of no model", "no ids",
     "ids that are floats", "ranks that disagree", "a name in two files", "a rank is missing", "other schema version",

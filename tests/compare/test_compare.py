@@ -178,6 +178,85 @@ def test_what_follows_a_flip_inside_the_margin_is_not_judged(tmp_path):
     assert compare_sides(a, b, config=TINY).first.name == "layers.1.attention"
 
 
+# Tolerances and verdicts
+
+
+def of_numbers(expected: np.ndarray, found: np.ndarray, **tolerances: float):
+    """The report on one quantity [X D] of one prompt."""
+    tokens = np.arange(len(expected))[None]
+    make = lambda x: Source("x", {"layers.1.ffn_out": [x[None]], "tokens": [tokens]})
+    sides = [side(make(x), None, None, {}) for x in (expected, found)]
+    return compare(*sides, None, tolerances.get("rtol"), tolerances.get("atol"))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 50.0, 1e30])
+def test_the_same_error_has_the_same_verdict_at_every_size(size):
+    """An engine that agrees agrees where numbers are large, and one that does not is found where they are small."""
+    draw = np.random.default_rng(0)
+    right = draw.normal(size=(60, 128))
+    noise = draw.normal(size=right.shape)
+    found = [of_numbers(*((size * x).astype(np.float32) for x in (right, right + off * noise))) for off in (4e-6, 4e-4)]
+    assert [report.verdict for report in found] == ["rounding", "differ"]
+
+
+def test_huge_activations_of_one_token_do_not_hide_errors_at_others():
+    """One token of 1000 times the size, as a model's first often is; the bug is at another one."""
+    right = np.random.default_rng(0).normal(size=(60, 128)).astype(np.float32)
+    right[0] *= 1000
+    wrong = right.copy()
+    wrong[0] *= 1 + 4e-6
+    assert of_numbers(right, wrong).verdict == "rounding"
+    wrong[7, 5] += 1e-3
+    assert "position 7, dim 5" in of_numbers(right, wrong).first.what[1]
+
+
+def test_a_number_that_happens_to_be_small_is_judged_by_the_size_of_the_others():
+    """Of sums that nearly cancel, what is left has the error of what cancelled."""
+    right = np.random.default_rng(0).normal(size=(60, 1)).astype(np.float32)
+    right[3] = 1e-6
+    assert of_numbers(right, right + np.float32(2e-6)).verdict == "rounding"
+
+
+def test_verdicts_tell_rounding_from_more_that_a_tolerance_allows():
+    right = np.random.default_rng(0).normal(size=(60, 128)).astype(np.float32)
+    assert of_numbers(right, right).verdict == "equal"
+    assert of_numbers(right, right * np.float32(1.01)).verdict == "differ"
+    assert of_numbers(right, right * np.float32(1.01), rtol=0.02).verdict == "within tolerance"
+    assert of_numbers(right, right * np.float32(1 + 1e-6), rtol=0.0, atol=0.0).verdict == "differ"
+    rounded = right.astype(ml_dtypes.bfloat16)
+    assert of_numbers(right, rounded).verdict == "rounding"
+    assert of_numbers(right, rounded.astype(np.float32)).verdict == "differ", "float32 files are held to float32"
+    assert of_numbers(right, (1.06 * right).astype(ml_dtypes.bfloat16)).verdict == "within tolerance"
+
+
+@pytest.mark.parametrize("size", [1.0, 1e150])
+def test_an_infinity_agrees_with_itself_alone(size):
+    """Whatever the tolerance, and where numbers are so large that a tolerance overflows."""
+    right = size * np.random.default_rng(0).normal(size=(8, 4))
+    right[2, 1] = np.inf
+    assert of_numbers(right, right, rtol=0.0, atol=0.0).verdict == "equal"
+    for wrong in (-np.inf, np.nan, 1.0):
+        other = right.copy()
+        other[2, 1] = wrong
+        assert of_numbers(right, other, rtol=1e100, atol=1e300).verdict == "differ"
+        assert of_numbers(other, right, rtol=1e100, atol=1e300).verdict == "differ"
+
+
+def test_the_margin_of_a_flip_grows_with_the_scores(tmp_path):
+    """Scores of a thousand times the size may be a thousand times as far apart, and small ones only as little."""
+    right, wrong = near_tie()
+    for times, gap, is_inside in ((1000.0, 1e-2, True), (1e-3, 1e-5, False)):
+        a, b = dict(right), dict(wrong)
+        kept, other = (set(x["layers.1.blocks"][0, 0, 20].tolist()) for x in (right, wrong))
+        ((lost,), (new,)) = kept - other, other - kept
+        scores = np.float32(times) * right["layers.1.block_scores"]
+        scores[0, 0, 20, lost] = scores[0, 0, 20, new] + gap
+        a["layers.1.block_scores"] = b["layers.1.block_scores"] = scores
+        files = written(tmp_path / "a.safetensors", a), written(tmp_path / "b.safetensors", b)
+        report = compare_sides(*files, config=TINY)
+        assert (report.layers[1].blocks == (176, 1, 0)) == is_inside, report.layers[1]
+
+
 # Names and whole dumps of other engines
 
 
