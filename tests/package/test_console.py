@@ -1,13 +1,16 @@
 """Streams, signals and errors of every command line; answers that need no jax come within 0.1 s."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from m3jax.console import print_error
+from m3jax.interrupts import WAITING
 
 ROOT = Path(__file__).resolve().parents[2]
 # Streams are buffered, as for most users: what cannot be written fails at the flush, and again as the process ends.
@@ -83,6 +86,28 @@ def test_the_first_interrupt_raises_and_the_second_ends_the_process():
         "run_program(lambda: run_command('p', Parser('p', ''), run, []))"
     )
     assert shell(f'python -c "{code}"') == (130, "", "")
+
+
+@pytest.mark.parametrize("begin", ["i.raise_interrupts()", "(i.raise_interrupts(), i.NotedInterrupts().__enter__())"])
+@pytest.mark.parametrize("presses", [1, 2])
+def test_an_interrupt_is_answered_while_the_main_thread_runs_no_python(begin, presses):
+    """As while XLA compiles: the first says that a second ends it, the second ends it, and one alone works later."""
+    iterations = 50_000_000 if presses == 2 else 3_000_000  # half a minute, or a second or two
+    held = f"__import__('hashlib').pbkdf2_hmac('sha256', b'', b'', {iterations})"
+    body = f"({begin}, write('held\\n'), {held}, 7)[-1]"
+    command = [sys.executable, "-c", LIGHT.format(body=body)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen(command, env=ENVIRONMENT, encoding="utf-8", **pipes) as process:
+        assert process.stdout.readline() == "held\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == f"{WAITING}\n"
+        assert process.poll() is None
+        if presses == 2:
+            process.send_signal(signal.SIGINT)
+        noted = presses == 1 and "Noted" in begin
+        assert process.wait(timeout=30) == (7 if noted else 130)
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.parametrize("module", ["m3jax", "m3jax.generate --help", "m3jax.plan --help"])
