@@ -1,7 +1,8 @@
 """The effect of Ctrl-C on a command line; this module is imported first, and imports at the top nothing slow.
 
 Python runs a signal's handler in the main thread between two bytecodes, so a compiler that holds that thread for half a
-minute holds the handler too. A thread of its own hears of each Ctrl-C at once, and answers where the handler does not.
+minute holds the handler too; and what a handler raises can wait as long for threads that compile. A thread of its own
+hears of each Ctrl-C at once, and says so where it has no effect soon.
 """
 
 import os
@@ -11,9 +12,9 @@ from contextlib import suppress
 
 INTERRUPTED = 130
 WAITING = "m3jax: Ctrl-C: stops when the step under way is done; a second one ends it at once"
-_PATIENCE = 0.3  # seconds that the main thread has for the handler before the listening thread answers
-_SIGINT, _HANDLED = bytes([signal.SIGINT]), b"\0"  # what the listening thread reads; no signal has the number 0
-_handled_pipe: int | None = None  # where the handlers say that they ran; None before anybody listens
+_PATIENCE = 0.5  # seconds in which a Ctrl-C has its effect, or the listening thread answers it
+_SIGINT, _OBEYED = bytes([signal.SIGINT]), b"\0"  # what the listening thread reads; no signal has the number 0
+_pipe: int | None = None  # to the listening thread; None before there is one
 
 
 def end_at_interrupts() -> None:
@@ -28,12 +29,14 @@ def end_at_interrupts() -> None:
 def raise_interrupts() -> None:
     """Let the first Ctrl-C raise KeyboardInterrupt and the second end the process; needs `end_at_interrupts` before.
 
-    Where the main thread is busy outside Python, the first is answered by a line on stderr.
+    Where the first has no effect in half a second, a line on stderr says that the second will. A call says too that the
+    one before had its effect.
     """
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, _raise_once)
-        if _handled_pipe is None:
+        if _pipe is None:
             _start_listening()
+        _say_obeyed()
 
 
 class NotedInterrupts:
@@ -41,13 +44,10 @@ class NotedInterrupts:
 
     The caller reads `noted` between two steps of work. On leaving, Ctrl-C does what it did before. Nothing is changed
     unless `end_at_interrupts` or `raise_interrupts` is in force.
-
-    Attributes:
-      noted: True once Ctrl-C was pressed.
     """
 
     def __enter__(self) -> "NotedInterrupts":
-        self.noted = False
+        self._noted = False
         self._before = signal.getsignal(signal.SIGINT)
         if self._before in (_end, _raise_once):
             signal.signal(signal.SIGINT, self._note)
@@ -57,9 +57,16 @@ class NotedInterrupts:
         if self._before in (_end, _raise_once):
             signal.signal(signal.SIGINT, self._before)
 
+    @property
+    def noted(self) -> bool:
+        """True once Ctrl-C was pressed; whoever reads that is expected to stop."""
+        if self._noted:
+            _say_obeyed()
+        return self._noted
+
     def _note(self, *_: object) -> None:
-        self.noted = True
-        _take_first()
+        self._noted = True
+        signal.signal(signal.SIGINT, _end)
 
 
 def _end(*_: object) -> None:
@@ -69,39 +76,37 @@ def _end(*_: object) -> None:
 
 
 def _raise_once(*_: object) -> None:
-    _take_first()
+    signal.signal(signal.SIGINT, _end)
     raise KeyboardInterrupt
 
 
-def _take_first() -> None:
-    """Let the next Ctrl-C end the process, and tell the listening thread that this one was handled."""
-    signal.signal(signal.SIGINT, _end)
-    if _handled_pipe is not None:
-        os.write(_handled_pipe, _HANDLED)
+def _say_obeyed() -> None:
+    """Tell the listening thread that a Ctrl-C had its effect."""
+    if _pipe is not None:
+        with suppress(BlockingIOError):  # the thread has more to read than it needs
+            os.write(_pipe, _OBEYED)
 
 
 def _start_listening() -> None:
-    """Start the thread that answers a Ctrl-C while the main thread runs no Python."""
+    """Start the thread that answers a Ctrl-C without effect."""
     import threading
 
-    global _handled_pipe
-    listening, _handled_pipe = os.pipe()
-    os.set_blocking(_handled_pipe, False)
+    global _pipe
+    listening, _pipe = os.pipe()
+    os.set_blocking(_pipe, False)
     # The interpreter's own C handler writes the signal's number there at once, whatever the main thread does.
-    signal.set_wakeup_fd(_handled_pipe, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(_pipe, warn_on_full_buffer=False)
     threading.Thread(target=_listen, args=(listening,), name="m3jax interrupts", daemon=True).start()
 
 
 def _listen(listening: int) -> None:
-    """Answer each Ctrl-C that no handler takes in time: the first by a line, the second by the end of the process."""
+    """Answer each Ctrl-C that has no effect in time: the first by a line, the second by the end of the process."""
     import select
 
     while True:
         if os.read(listening, 1) != _SIGINT:
             continue
         if not select.select([listening], [], [], _PATIENCE)[0]:
-            if signal.getsignal(signal.SIGINT) is _end:
-                _end()
             with suppress(OSError):  # nobody reads stderr any more
                 print(WAITING, file=sys.stderr, flush=True)
         if os.read(listening, 1) == _SIGINT:

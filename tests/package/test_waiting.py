@@ -94,13 +94,16 @@ def test_a_line_says_what_is_waited_for_and_how_long_it_took_last_time(folder, n
     assert str(line).startswith("compiling prefill, 3 s")
 
 
-def test_lines_come_often_then_seldom_and_end_with_the_work(new_stderr, monkeypatch):
+def test_lines_come_after_twice_as_long_each_time_and_end_with_the_work(new_stderr):
+    """What is timed begins anew, so that each piece of work has a line soon."""
     stderr = new_stderr()
-    monkeypatch.setattr(progress, "_OFTEN_FOR", 0.3)
     with activity() as line:
         line.say("working")
-        time.sleep(0.8)
-    assert 3 <= stderr.getvalue().count("working") <= 7, stderr.getvalue()  # every 0.05 s for 0.3 s, then after 10 s
+        time.sleep(1)
+        assert 3 <= stderr.getvalue().count("working") <= 5, stderr.getvalue()  # after 0.05, 0.1, 0.2, 0.4, 0.8 s
+        with line.timed("compiling"):
+            wait_for("compiling", stderr)
+            assert time.perf_counter() - line.began < 0.8, "it waited for the line of the work before"
     before = stderr.getvalue()
     time.sleep(0.1)
     assert stderr.getvalue() == before
