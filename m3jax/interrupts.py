@@ -1,4 +1,4 @@
-"""The effect of Ctrl-C on a command line; this module is imported first, and imports at the top nothing slow.
+"""The effect of keys on a command line at work; this module is imported first, and imports at the top nothing slow.
 
 Python runs a signal's handler in the main thread between two bytecodes, so a compiler that holds that thread for half a
 minute holds the handler too; and what a handler raises can wait as long for threads that compile. A thread of its own
@@ -8,13 +8,15 @@ hears of each Ctrl-C at once, and says so where it has no effect soon.
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 INTERRUPTED = 130
 WAITING = "m3jax: Ctrl-C: stops when the step under way is done; a second one ends it at once"
 _PATIENCE = 0.5  # seconds in which a Ctrl-C has its effect, or the listening thread answers it
 _SIGINT, _OBEYED = bytes([signal.SIGINT]), b"\0"  # what the listening thread reads; no signal has the number 0
 _pipe: int | None = None  # to the listening thread; None before there is one
+_echoing: list | None = None  # the terminal's attributes before `no_echo`; None outside of it
 
 
 def end_at_interrupts() -> None:
@@ -69,7 +71,44 @@ class NotedInterrupts:
         signal.signal(signal.SIGINT, _end)
 
 
+@contextmanager
+def no_echo() -> Iterator[None]:
+    """Keep what is typed off the screen, where a line moves; the next prompt reads it. Ctrl-C keeps its effect."""
+    global _echoing
+    try:
+        # Who changes a terminal from the background is stopped.
+        is_ours = _echoing is None and os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # a terminal that does not control this process
+        is_ours = False
+    if not is_ours:
+        yield
+        return
+    import termios
+
+    attributes = termios.tcgetattr(0)
+    quiet = list(attributes)
+    quiet[3] &= ~termios.ECHO
+    _echoing = attributes
+    termios.tcsetattr(0, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        _echo_again()
+
+
+def _echo_again() -> None:
+    """Give the terminal the attributes that it had before `no_echo`."""
+    global _echoing
+    if _echoing is not None:
+        import termios
+
+        attributes, _echoing = _echoing, None
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(0, termios.TCSADRAIN, attributes)
+
+
 def _end(*_: object) -> None:
+    _echo_again()
     if os.isatty(2):
         os.write(2, b"\x1b[?25h")  # shows the cursor again, which a moving line hides
     os._exit(INTERRUPTED)

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import perf_counter
 
 from m3jax.compile_cache import cache_folder
+from m3jax.interrupts import no_echo
 
 VARIABLE = "M3JAX_PROGRESS"  # 0 is silence
 # Seconds after which a piece of work gets its first line where lines do not move; each next one after twice as long.
@@ -119,7 +120,7 @@ def _moving_line(current: Activity) -> Iterator[None]:
     # `rich.status` leaves no choice: it writes to the terminal what is printed into a file.
     on_terminal = sys.stdout is not None and sys.stdout.isatty()
     options = dict(transient=True, refresh_per_second=_REDRAWN, redirect_stdout=on_terminal)
-    with Live(console=Console(stderr=True), get_renderable=line, **options):
+    with no_echo(), Live(console=Console(stderr=True), get_renderable=line, **options):
         yield
 
 

@@ -1,10 +1,14 @@
 """/set, /system, /tools, /regenerate and /load in `python -m m3jax.chat` on a terminal."""
 
+import itertools
 import json
+import re
 
 import pytest
 from support.screen import Screen
 from support.scripted_chat import TOOLS, ScriptedModel, wire
+
+from m3jax.cli.chat.terminal import COMMANDS, HELP, _completion
 
 ANSWERS = ["</mm:think>Fine." + wire(("lookup", {"key": "harbor"})), "</mm:think>lantern.", "</mm:think>Bye."]
 
@@ -88,3 +92,18 @@ def test_a_new_answer_that_fails_leaves_the_old_one(screen, monkeypatch):
     monkeypatch.setattr(screen.talk, "send", send)
     assert "error: it does not fit" in screen.after("/regenerate")
     assert screen.talk.messages == before
+
+
+def test_the_tab_key_completes_commands_settings_and_files(tmp_path, monkeypatch):
+    """Nothing in a message, and every command that /help lists."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "har[bor.png").write_bytes(b"")
+    (tmp_path / "har[d").mkdir()
+    at = lambda line: (_completion(line, number) for number in itertools.count())
+    completions = lambda line: list(itertools.takewhile(lambda found: found is not None, at(line)))
+    assert completions("/s") == ["/save ", "/set ", "/system "]
+    assert completions("/set top") == ["/set top_k ", "/set top_p "]
+    assert completions("/image har[") == ["/image har[bor.png", "/image har[d/"]
+    assert completions("") == completions("Look at har") == completions("/undo har") == []
+    listed = re.findall(r"^  (/\w+)", HELP, re.MULTILINE)
+    assert sorted(listed) == sorted(set(COMMANDS))

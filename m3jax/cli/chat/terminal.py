@@ -4,13 +4,15 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import replace
+from glob import escape as glob_escape
+from glob import glob
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from m3jax.cli.chat.display import Display, headline
 from m3jax.cli.chat.pictures import KINDS, Pictures
-from m3jax.cli.chat.setup import set_system, set_tools, set_value
+from m3jax.cli.chat.setup import SETTINGS, set_system, set_tools, set_value
 from m3jax.dialogue import Dialogue, open_calls
 from m3jax.files import NewFile, read_json_list
 from m3jax.interrupts import NotedInterrupts, end_at_interrupts, raise_interrupts
@@ -19,6 +21,8 @@ from m3jax.text import ordered_messages
 
 PROMPT, QUOTES = "> ", '"""'
 SETUP = {"/set": set_value, "/system": set_system, "/tools": set_tools}
+TAKE_FILES = (*KINDS, "/tools", "/save", "/load")
+COMMANDS = sorted((*TAKE_FILES, "/help", "/history", "/quit", "/regenerate", "/set", "/system", "/undo"))
 HELP = f"""Type a message. One that begins with {QUOTES} goes on over several lines, to one that ends with {QUOTES}.
 
   /image FILE  show an image (PNG, JPEG, GIF, WEBP) with your next message; several times for several
@@ -31,7 +35,7 @@ HELP = f"""Type a message. One that begins with {QUOTES} goes on over several li
   /tools FILE  replace the tools that the model may call; without FILE name them
   /save FILE   write the dialogue into a new file, as a JSON list of messages
   /load FILE   go on with a dialogue that was saved, in place of this one
-  /help        this
+  /help        this; the tab key completes commands and names of files
   /quit        end, as Ctrl-D does
 
 Ctrl-C stops an answer, which stays as far as it came; a second one at once ends the chat. Where the result of a call is
@@ -53,7 +57,11 @@ class Terminal:
     def run(self) -> None:
         """Read and answer messages until the input ends or /quit is typed."""
         with suppress(ImportError):  # with it `input` has line editing and history
-            import readline  # noqa: F401
+            import readline
+
+            readline.set_completer(_completion)
+            readline.set_completer_delims("")  # the whole line is completed
+            readline.parse_and_bind("tab: complete")
         self.display.note(f"{self.title}; /help lists the commands")
         while True:
             try:
@@ -163,6 +171,24 @@ class Terminal:
         with NotedInterrupts() as interrupts:
             reply = self.display.show(self.dialogue.send(*messages, is_interrupted=lambda: interrupts.noted))
         self.display.counts(reply, perf_counter() - began)
+
+
+def _completion(line: str, number: int) -> str | None:
+    """Return the completion of a typed line with this number, from 0; None after the last, as readline wants it.
+
+    Commands are completed, and after those that take a file its name.
+    """
+    command, space, name = line.partition(" ")
+    if not space:
+        choices = [f"{each} " for each in COMMANDS if each.startswith(command)] if line else []
+    elif command == "/set":
+        choices = [f"/set {each} " for each in SETTINGS if each.startswith(name)]
+    elif command in TAKE_FILES:
+        found = sorted(glob(glob_escape(os.path.expanduser(name)) + "*"))
+        choices = [f"{command} {path}{'/' if os.path.isdir(path) else ''}" for path in found]
+    else:
+        choices = []
+    return choices[number] if number < len(choices) else None
 
 
 def _typed(prompt: str) -> str:
