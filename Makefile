@@ -29,6 +29,7 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.runtime
+	@echo "running the demo: one to two minutes the first time, while XLA compiles; less the next time"
 	$(PY) scripts/demo.py
 
 # Neighbouring tests stay in one process (they share compiled functions) until another process runs out of work.
@@ -62,6 +63,7 @@ $(PY):
 
 # The demo chats and reads a picture.
 $(VENV)/.runtime: pyproject.toml | $(PY)
+	@echo "installing m3jax[chat,media] into $(VENV): a few minutes, once"
 	$(INSTALL) --quiet --editable ".[chat,media]"
 	touch $@
 

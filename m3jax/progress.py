@@ -1,4 +1,4 @@
-"""Says on stderr what is being waited for: a moving line on a terminal, now and then a line elsewhere."""
+"""Says on stderr what is being waited for: a moving line on a terminal, ever fewer lines elsewhere."""
 
 import hashlib
 import json
@@ -13,10 +13,12 @@ from pathlib import Path
 from time import perf_counter
 
 from m3jax.compile_cache import cache_folder
+from m3jax.interrupts import no_echo
 
 VARIABLE = "M3JAX_PROGRESS"  # 0 is silence
-# Seconds between lines that do not move: in the first minute, and after it.
-_PAUSE, _OFTEN_FOR, _LATER_PAUSE = 1.5, 60.0, 10.0
+# Seconds after which a piece of work gets its first line where lines do not move; each next one after twice as long.
+_PAUSE = 2.0
+_NOTEBOOK_PAUSE = 1.0  # between changes of the line in a notebook
 _REDRAWN = 4  # times a second, on a terminal
 _KEPT_DURATIONS = 512
 _log = logging.getLogger("m3jax")
@@ -73,9 +75,9 @@ _shown: Activity | None = None
 def activity(shown: bool = True, about: object = None) -> Iterator[Activity]:
     """Show what is being waited for while something is done.
 
-    On a terminal, and after 1.5 seconds in a notebook, that is a line on stderr which moves and goes away. Elsewhere a
-    line is printed every 1.5 seconds, after the first minute every 10. The logger "m3jax" gets at level INFO what was
-    timed. Nothing is printed where M3JAX_PROGRESS is 0. Inside another activity the outer one's line is used.
+    On a terminal, and after 2 seconds in a notebook, that is a line on stderr which moves and goes away. Elsewhere a
+    line is printed when a piece of work has taken 2, 4, 8, 16 seconds and so on. The logger "m3jax" gets at level INFO
+    what was timed. Nothing is printed where M3JAX_PROGRESS is 0. Inside another activity the outer one's line is used.
 
     Args:
       shown: False prints nothing either.
@@ -118,27 +120,32 @@ def _moving_line(current: Activity) -> Iterator[None]:
     # `rich.status` leaves no choice: it writes to the terminal what is printed into a file.
     on_terminal = sys.stdout is not None and sys.stdout.isatty()
     options = dict(transient=True, refresh_per_second=_REDRAWN, redirect_stdout=on_terminal)
-    with Live(console=Console(stderr=True), get_renderable=line, **options):
+    with no_echo(), Live(console=Console(stderr=True), get_renderable=line, **options):
         yield
 
 
 @contextmanager
 def _lines(current: Activity) -> Iterator[None]:
-    """Print a line on stderr now and then, from a thread of its own; in a notebook, overwrite one line."""
+    """Print lines on stderr from a thread of their own; in a notebook, overwrite one line."""
     is_over = threading.Event()
     in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")
 
     def print_lines(stream) -> None:
-        began, pause, width = perf_counter(), _PAUSE, 0
+        began, due, width = current.began, _PAUSE, 0
         with suppress(OSError, ValueError):  # nobody reads stderr any more
-            while not is_over.wait(pause):
+            # Often enough that a new piece of work gets its own first line in time.
+            while not is_over.wait(_PAUSE / 4):
+                if current.began != began:
+                    began, due = current.began, _PAUSE
+                if perf_counter() - began < due:
+                    continue
                 text = f"m3jax: {current}" if current.text else ""
                 if in_notebook:
                     print(f"\r{text:{width}}", end="", file=stream, flush=True)
-                    pause, width = 1.0, len(text)
+                    due, width = due + _NOTEBOOK_PAUSE, len(text)
                 elif text:
                     print(text, file=stream, flush=True)
-                    pause = _PAUSE if perf_counter() - began < _OFTEN_FOR else _LATER_PAUSE
+                    due *= 2
             if width:
                 print(f"\r{'':{width}}\r", end="", file=stream, flush=True)
 

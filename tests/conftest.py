@@ -21,8 +21,8 @@ _QUICK_COMPILER = (
     # The older way to write loops compiles in half the time. Later versions have only the newer, and die of the flag.
     *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
 )
-# Eight devices on the host, for the tests of sharding; an accelerator only where the caller asks. Its programs are compiled
-# as users', with all optimizations: some of its tests compare bits. A caller's flags come later and win.
+# Eight devices on the host, for the tests of sharding; an accelerator only where the caller asks. Its programs are
+# compiled as users', with all optimizations: some of its tests compare bits. A caller's flags come later and win.
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
 if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
     if os.environ.get("M3JAX_TEST_XLA") != "defaults":

@@ -48,6 +48,7 @@ class Dialogue:
 
     Attributes:
       messages: the history, in OpenAI's layout; answers are in it too.
+      tools: of the answers from now on, as `thinking_mode`, `sampling` and `max_new_tokens` are.
 
     Raises:
       ValueError: a template that is missing or broken, tools that are none, or a context beyond the model's.
@@ -81,7 +82,7 @@ class Dialogue:
         self.tools, self.thinking_mode = tools, thinking_mode
         self._model, self._tokenizer, self._progress = model, tokenizer, progress
         self._seen: dict[Any, Any] = {}  # images and videos of the history, by their sources
-        self._max_new_tokens, self._sampling, self._stop = max_new_tokens, sampling or Sampling(), tuple(stop)
+        self.max_new_tokens, self.sampling, self._stop = max_new_tokens, sampling or Sampling(), tuple(stop)
         self._template = as_template(template, tokenizer)
         self._stop_ids = stop_ids(tokenizer, model.config.eos_token_id if stop_at is None else stop_at)
         OutputParser(tools=tools, thinking_mode=thinking_mode)  # raises ValueError for bad tools
@@ -142,8 +143,8 @@ class Dialogue:
             self._template, self._tokenizer, history, self.tools, self.thinking_mode,
             can_see=self.can_see, known=self._seen, progress=self._progress,
         )  # fmt: skip
-        limit = new_tokens_within(len(prompt), self.context, self._max_new_tokens)
-        params = Params(max_new_tokens=limit, sampling=self._sampling, stop_ids=self._stop_ids)
+        limit = new_tokens_within(len(prompt), self.context, self.max_new_tokens)
+        params = Params(max_new_tokens=limit, sampling=self.sampling, stop_ids=self._stop_ids)
         check_answer(prompt, params, self._model.config, self.context)
         parser = OutputParser(tools=self.tools, thinking_mode=self.thinking_mode)
         events = answer(

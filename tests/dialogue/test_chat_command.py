@@ -171,7 +171,7 @@ def test_a_session_on_a_terminal(tmp_path, tools):
     child.expect("> ")
     child.sendline(QUESTION)
     child.expect(rf"{DIM}I look ?(?:{PLAIN}{DIM})? ?up harbor\.{PLAIN}")
-    child.expect("One moment")
+    child.expect(rf"\r\n{DIM}─+{PLAIN}\r\nOne moment")  # an answer begins on a line of its own, below a rule
     child.expect(r"─ lookup ─+")
     child.expect(r'│ \{"key":"harbor"\}')
     child.expect(r"─ add ─+")
@@ -194,6 +194,7 @@ def test_a_session_on_a_terminal(tmp_path, tools):
     child.sendline("/undo")
     child.expect("taken back: two lines")
     child.sendline("/history")
+    child.expect(rf"I look up harbor\.{PLAIN}\r\n{DIM}─+{PLAIN}\r\nOne moment\.")
     child.expect(r"\[tool\].*lantern.*\[tool\].*3.*\[assistant\].*harbor is lantern")
     child.expect("> ")
     child.sendline("/save")

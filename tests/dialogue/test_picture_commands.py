@@ -8,16 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from support.fake_seer import seeing_config
 from support.media import clip, image_file, picture, video_file
+from support.screen import Screen
 from support.scripted_chat import ScriptedModel, ScriptedSeer
 
 from m3jax.assets import embedded_path
 from m3jax.cli import chat
 from m3jax.cli.chat import talk
-from m3jax.cli.chat.display import Display
-from m3jax.cli.chat.terminal import Terminal
 from m3jax.dialogue import Dialogue
 from m3jax.dialogue.media import read_part
 from m3jax.media import PlaceholderIds, process_image
@@ -57,34 +55,10 @@ def shown(files: Path, *names: str) -> list[dict[str, str]]:
 # On a terminal
 
 
-class Screen:
-    """A terminal whose user types some lines.
-
-    Attributes:
-      talk: the dialogue.
-    """
-
-    def __init__(self, monkeypatch):
-        self.talk = Dialogue(seer(), TOKENIZER, context=1024, max_new_tokens=32)
-        self._monkeypatch = monkeypatch
-        self._terminal = Terminal(self.talk, "a model")
-        self._file = io.StringIO()
-        self._terminal.display = Display(Console(file=self._file, width=200))
-
-    def after(self, *lines: str) -> str:
-        """Type these lines, and return what the screen then shows; the chat goes on with the next ones."""
-        typed = iter([*lines, "/quit"])
-        self._monkeypatch.setattr("builtins.input", lambda _prompt: next(typed))
-        self._terminal.run()
-        text = self._file.getvalue()
-        self._file.truncate(self._file.seek(0))
-        return text
-
-
 def test_a_terminal_shows_files_with_the_next_message(files, monkeypatch, caplog):
     """Read at once; taken back one by one; kept where a message cannot be sent; in the history and a saved file."""
     caplog.set_level(logging.INFO, "m3jax")
-    screen = Screen(monkeypatch)
+    screen = Screen(monkeypatch, seer())
     assert "tower" not in caplog.text, "the tower was compiled before there was a picture"
     tokens = process_image(files / "a.png").tokens
     assert f"image a.png: 56 x 84 pixels, {tokens} tokens; your next message shows it" in screen.after("/image a.png")

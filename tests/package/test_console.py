@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import m3jax
 from m3jax.__main__ import COMMANDS
 from m3jax.console import print_error
+from m3jax.interrupts import WAITING
 
 ROOT = Path(__file__).resolve().parents[2]
 # Streams are buffered, as for most users: what cannot be written fails at the flush, and again as the process ends.
@@ -163,6 +166,39 @@ def test_the_first_interrupt_raises_and_the_second_ends_the_process():
         "run_program(lambda: run_command('p', Parser('p', ''), run, []))"
     )
     assert shell(f'python -c "{code}"') == (130, "", "")
+
+
+HELD = {
+    "runs C code": "hashlib.pbkdf2_hmac('sha256', b'', b'', 1_500_000 * {seconds})",
+    "waits for threads": "with ThreadPoolExecutor() as pool: pool.submit(time.sleep, {seconds}).result()",
+}
+
+
+@pytest.mark.parametrize("noted", [False, True])
+@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("held", HELD)
+def test_an_interrupt_that_can_do_nothing_yet_is_answered(noted, presses, held):
+    """As while XLA compiles: the first says that a second ends it, the second does, and the first alone works later."""
+    work = HELD[held].format(seconds=1 if presses == 1 else 30)
+    code = (
+        "import hashlib, time\nfrom concurrent.futures import ThreadPoolExecutor\nfrom m3jax.console import *\n"
+        "from m3jax.interrupts import *\n"
+        "def run(args):\n    raise_interrupts()\n    write('held\\n')\n"
+        f"    with {'NotedInterrupts()' if noted else 'ThreadPoolExecutor()'} as interrupts:\n        {work}\n"
+        "        return 7 if interrupts.noted else 8\n"
+        "run_program(lambda: run_command('p', Parser('p', ''), run, []))"
+    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, encoding="utf-8", **pipes) as process:
+        assert process.stdout.readline() == "held\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == f"{WAITING}\n"
+        assert process.poll() is None
+        if presses == 2:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=15) == (7 if noted and presses == 1 else 130)
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.parametrize("module", ["m3jax", "m3jax.generate --help", "m3jax.plan --help"])

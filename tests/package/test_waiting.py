@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pexpect
 import pytest
 from support.fake_model import FakeModel
 
@@ -94,13 +95,16 @@ def test_a_line_says_what_is_waited_for_and_how_long_it_took_last_time(folder, n
     assert str(line).startswith("compiling prefill, 3 s")
 
 
-def test_lines_come_often_then_seldom_and_end_with_the_work(new_stderr, monkeypatch):
+def test_lines_come_after_twice_as_long_each_time_and_end_with_the_work(new_stderr):
+    """What is timed begins anew, so that each piece of work has a line soon."""
     stderr = new_stderr()
-    monkeypatch.setattr(progress, "_OFTEN_FOR", 0.3)
     with activity() as line:
         line.say("working")
-        time.sleep(0.8)
-    assert 3 <= stderr.getvalue().count("working") <= 7, stderr.getvalue()  # every 0.05 s for 0.3 s, then after 10 s
+        time.sleep(1)
+        assert 3 <= stderr.getvalue().count("working") <= 5, stderr.getvalue()  # after 0.05, 0.1, 0.2, 0.4, 0.8 s
+        with line.timed("compiling"):
+            wait_for("compiling", stderr)
+            assert time.perf_counter() - line.began < 0.8, "it waited for the line of the work before"
     before = stderr.getvalue()
     time.sleep(0.1)
     assert stderr.getvalue() == before
@@ -166,6 +170,31 @@ def test_a_terminal_gets_a_moving_line_that_goes_away():
     assert process.communicate()[0] == "out\n" and process.returncode == 0
     assert b"compiling prefill" in shown and b"compiling prefill, 1 s" in shown
     assert shown.endswith(b"\x1b[2K") and b"\x1b[?25h" in shown, shown[-40:]
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals here")
+# pexpect forks, and then executes another program at once: nothing of jax runs in between.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_what_is_typed_meanwhile_waits_for_the_next_prompt(tmp_path, is_ended):
+    """It is not seen beside the moving line; the terminal shows what is typed afterwards, also after Ctrl-C."""
+    (tmp_path / "wait.py").write_text(
+        "import time\nfrom m3jax.interrupts import end_at_interrupts\nfrom m3jax.progress import activity\n"
+        "end_at_interrupts()\n"
+        "with activity() as line:\n    line.say('working')\n    time.sleep(1.5)\nprint('read', input().upper())\n"
+    )
+    environment = os.environ | dict(M3JAX_PROGRESS="1", TERM="xterm", PYTHONPATH=str(ROOT))
+    shell = f"trap : INT; {sys.executable} {tmp_path / 'wait.py'}; stty -a"
+    child = pexpect.spawn("sh", ["-c", shell], env=environment, encoding="utf-8", timeout=30, dimensions=(40, 120))
+    child.expect("working")
+    child.sendintr() if is_ended else child.sendline("typed")
+    if not is_ended:
+        child.expect("read TYPED")
+        assert "typed" not in child.before, child.before
+    child.expect(r"isig.*[; ](-?)echo ")
+    assert child.match[1] == "", "the terminal shows no longer what is typed"
+    child.expect(pexpect.EOF)
+    child.close()
 
 
 # What is kept

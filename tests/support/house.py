@@ -43,7 +43,7 @@ ALL_THEY_KNOW = {
     "m3jax.msa.definition": ("m3jax.msa.rules",),
     "m3jax.console": ("m3jax.interrupts", "m3jax.messages"),
     "m3jax.media": ("m3jax.config", "m3jax.messages"),
-    "m3jax.progress": ("m3jax.compile_cache",),
+    "m3jax.progress": ("m3jax.compile_cache", "m3jax.interrupts"),
     "m3jax.text": ("m3jax.files", "m3jax.messages"),
     "m3jax.tiles": ("m3jax.platform",),
     "m3jax.weights": ("m3jax.mxfp8",),

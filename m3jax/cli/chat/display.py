@@ -1,4 +1,4 @@
-"""Display of a dialogue on a terminal: reasoning is dim, a tool call is in a box, and token counts follow an answer."""
+"""Display of a dialogue on a terminal: dim reasoning above a rule, calls in boxes, token counts after an answer."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +16,7 @@ from m3jax.media import names_file
 from m3jax.messages import printable
 from m3jax.text import Event
 
+_RULE = "\u2500" * 8  # between reasoning and answer
 _REMARKS = {"length": "; cut there, --max-new-tokens allows more", "interrupted": "; stopped"}
 
 
@@ -29,6 +30,7 @@ class Display:
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False)
         self._ends_line = True
+        self._is_reasoning = False  # True if what was printed last is an answer's reasoning
         self._box: Live | None = None
         self._call: tuple[str, str] = "", ""  # the name and the arguments so far of the call in the box
 
@@ -43,9 +45,12 @@ class Display:
         """
         try:
             for event in events:
-                if event.kind in ("reasoning", "content"):
+                if event.kind == "reasoning":
                     self._close()
-                    self._write(event.text, "dim" if event.kind == "reasoning" else None)
+                    self._reason(event.text)
+                elif event.kind == "content":
+                    self._close()
+                    self._write(event.text)
                 elif event.kind == "tool_call":
                     self._open(event.name)
                 elif event.kind == "arguments":
@@ -70,9 +75,8 @@ class Display:
         """Show messages again, each under its role."""
         for message in messages:
             self.note(f"[{message['role']}]")
-            self._write(message.get("reasoning_content") or "", "dim")
-            self.end_line()
-            self._write(as_text(message.get("content")), None)
+            self._reason(message.get("reasoning_content") or "")
+            self._write(as_text(message.get("content")))
             self.end_line()
             for call in message.get("tool_calls") or ():
                 function = call["function"]
@@ -94,9 +98,22 @@ class Display:
         """Begin a new line unless the output is at the start of one."""
         if not self._ends_line:
             self.console.out("")
-        self._ends_line = True
+        self._ends_line, self._is_reasoning = True, False
 
-    def _write(self, text: str, style: str | None) -> None:
+    def _reason(self, text: str) -> None:
+        """Print a piece of an answer's reasoning."""
+        if text:
+            self._print(text, "dim")
+            self._is_reasoning = True
+
+    def _write(self, text: str) -> None:
+        """Print a piece of an answer; a rule parts it from the reasoning before it."""
+        if text and self._is_reasoning:
+            self.end_line()
+            self.console.out(_RULE, style="dim", highlight=False)
+        self._print(text, None)
+
+    def _print(self, text: str, style: str | None) -> None:
         if text:
             self.console.out(visible(text), style=style, end="", highlight=False)
             self.console.file.flush()
