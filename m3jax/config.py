@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from m3jax import config_keys as keys
 from m3jax.files import current_file, read_json, replace_file
-from m3jax.messages import listed, note_problems, printable, shortened, shown
+from m3jax.messages import listed, no_model_folder, note_problems, printable, shortened, shown
 
 FULL, SPARSE = "full_attention", "minimax_m3_sparse"
 DENSE_MLP, MOE = "dense", "sparse"
@@ -189,7 +189,7 @@ def read_config(path: str | Path) -> tuple[M3Config, dict[str, Any]]:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"no such model folder: {printable(str(path))}; give a folder that holds config.json")
+        raise ValueError(no_model_folder(str(path)))
     file = current_file(folder, "config.json")
     if not file.is_file():
         raise ValueError(f"{printable(str(path))} has no config.json; give a folder in the hub's layout")

@@ -1,10 +1,13 @@
 """The part that all command lines share: streams, signals, one-line errors, and the exit status."""
 
 import argparse
+import difflib
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from pathlib import Path
 from typing import NoReturn
 
 from m3jax.interrupts import INTERRUPTED, end_at_interrupts
@@ -17,16 +20,53 @@ class Parser(argparse.ArgumentParser):
     """Arguments whose errors are a ValueError, and whose help says so if it cannot be written."""
 
     def __init__(self, prog: str, description: str):
-        super().__init__(prog=f"python -m {prog}", description=description, allow_abbrev=False)
+        super().__init__(prog=typed(prog), description=description, allow_abbrev=False)
         self.add_argument("--verbose", action="store_true", help="print the whole of an error, however long")
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        """Parse arguments as argparse does, and keep them for what an error says."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_args(self._given, namespace)
+
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the arguments."""
-        raise ValueError(f"{message}; --help lists the arguments")
+        """Raise what is wrong with the arguments: an unknown option before what may be missing because of it."""
+        known = _options(self)
+        names = {word: word.partition("=")[0] for word in takewhile(lambda word: word != "--", self._given)}
+        # A word with a space in it is a text, as argparse reads it, whatever it begins with.
+        unknown = [word for word, name in names.items() if word[:2] == "--" and " " not in word and name not in known]
+        if unknown:
+            message = f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(names[unknown[0]], known)}"
+        # Of a value that is wrong the message says more than the help does.
+        hint = "" if ";" in message else "; --help lists the arguments"
+        raise ValueError(f"{message}{hint}")
 
     def print_help(self, file: object = None) -> None:
         """Write the help to stdout."""
         write(self.format_help())
+
+
+def typed(prog: str) -> str:
+    """Return the words that run a program: `m3jax generate` where the command m3jax does, else python -m and its name.
+
+    Args:
+      prog: the program's name, such as m3jax.generate.
+    """
+    begun = sys.argv[0]  # of a program that m3jax/__main__.py runs: the words that were typed
+    if prog == "m3jax":
+        return prog if Path(begun).stem == prog else f"python -m {prog}"
+    return begun if begun.endswith(prog.replace(".", " ")) else f"python -m {prog}"
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return a question in parentheses, to stand behind a word that is none of the names, if one of them is near."""
+    near = difflib.get_close_matches(word, names, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the options of a parser and of those of its subcommands."""
+    subcommands = [action.choices.values() for action in parser._actions if isinstance(action.choices, dict)]
+    return set(parser._option_string_actions).union(*map(_options, (each for some in subcommands for each in some)))
 
 
 def run_command(

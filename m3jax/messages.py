@@ -2,12 +2,14 @@
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 MOST_CHARACTERS = 2_000  # of one message
 MOST_PROBLEMS = 8  # that one message lists; the exception's notes have all of them
 _LIST_CHARACTERS = 1_760  # of a list of problems: with a heading it stays below MOST_CHARACTERS
 _VALUE_CHARACTERS = 80
+HUB_NAME = re.compile(r"\w[\w.-]*/(\w[\w.-]*)", re.ASCII)  # ORG/NAME
 
 
 def printable(text: str) -> str:
@@ -74,6 +76,17 @@ def note_problems(error: BaseException, problems: Iterable[str]) -> None:
     if len(lines) > MOST_PROBLEMS or sum(map(len, lines)) > _LIST_CHARACTERS:
         for line in lines:
             error.add_note(line)
+
+
+def no_model_folder(name: str) -> str:
+    """The message that a model folder is not there, with the line that gets it where the name could be the hub's.
+
+    Args:
+      name: the folder that was asked for.
+    """
+    on_hub = HUB_NAME.fullmatch(name)
+    hint = f"; a model of the hub comes with: hf download {name} --local-dir {on_hub[1]}" if on_hub else ""
+    return f"no such model folder: {printable(name)}; give a folder that holds config.json{hint}"
 
 
 def check_keywords(given: Iterable[str], known: Iterable[str], called: Callable) -> None:

@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from m3jax.cli.arguments import model_folder
 from m3jax.console import Parser, run_command, run_program
 from m3jax.interrupts import raise_interrupts
 
@@ -33,9 +34,8 @@ def parser() -> Parser:
     out.add_argument("--topology", metavar="SLICE", required=True, help="as in v5p:4x4x4, v6e:8x8, tpu7x:2x2x2, h200:8")
     out.add_argument("--context", metavar="N", type=int, required=True, help="tokens that every row can have")
     out.add_argument("--batch", metavar="N", type=int, default=1, help="rows that decode together (default: 1)")
-    out.add_argument(
-        "--model", metavar="DIR", help="a folder with a config.json (default: the full 428B configuration)"
-    )
+    out.add_argument("--model", metavar="DIR", type=model_folder, help="a folder with a config.json (default: the full "
+                     "428B configuration)")  # fmt: skip
     out.add_argument("--dtype", default="bfloat16", help="of weights: bfloat16 (default), float16 or float32")
     out.add_argument("--weights", default="dequantize", help="mxfp8 keeps the linear layers' in MXFP8; dequantize "
                      "(default) has all in --dtype")  # fmt: skip

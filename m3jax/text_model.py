@@ -53,7 +53,7 @@ class TextModel:
 
     Example:
       lm = m3jax.TextModel.from_pretrained()
-      print(lm.generate("import os, sys", max_new_tokens=24, temperature=0))
+      print(lm.generate("def __enter__(self):\\n    return", max_new_tokens=12, temperature=0))
     """
 
     model: M3

@@ -11,10 +11,9 @@ import hypothesis
 import jaxtyping
 import pytest
 
-# Eight devices on the host, for the tests of sharding; an accelerator only where the caller asks. Most of the suite's
-# time is the compiler's, which takes two thirds without LLVM's optimizations. A caller's flags come later and win.
-_FLAGS = (
-    "--xla_force_host_platform_device_count=8",
+# Most of the suite's time is the compiler's, which takes two thirds without LLVM's optimizations. Users run with them,
+# so `.ci/run` runs tests of the invariant mode with M3JAX_TEST_XLA=defaults too.
+_QUICK_COMPILER = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     # A program as one piece for LLVM: the small programs here take longer to cut in 32 than to compile.
@@ -22,6 +21,11 @@ _FLAGS = (
     # The older way to write loops compiles in half the time. Later versions have only the newer, and die of the flag.
     *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
 )
+# Eight devices on the host, for the tests of sharding; an accelerator only where the caller asks. A caller's flags come
+# later and win.
+_FLAGS = ["--xla_force_host_platform_device_count=8"]
+if os.environ.get("M3JAX_TEST_XLA") != "defaults":
+    _FLAGS += _QUICK_COMPILER
 os.environ["XLA_FLAGS"] = " ".join((*_FLAGS, os.environ.get("XLA_FLAGS", ""))).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -1,6 +1,12 @@
 """Arguments that several command lines share; this module imports nothing large."""
 
+import argparse
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
 from m3jax.console import Parser
+from m3jax.messages import HUB_NAME, no_model_folder
 
 # As m3jax.ops and m3jax.model.build have them; a test compares.
 BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")
@@ -9,7 +15,28 @@ WEIGHTS = ("dequantize", "mxfp8")
 
 def add_model(out: Parser) -> None:
     """Add the argument that names the model."""
-    out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded checkpoint)")
+    out.add_argument("--model", metavar="DIR", type=model_folder, help="a folder in the hub's layout, or ORG/NAME that "
+                     "the hub's cache holds (default: the embedded checkpoint)")  # fmt: skip
+
+
+def model_folder(name: str) -> str:
+    """Return a model's folder for argparse: the one of this name, or what the hub's cache holds of ORG/NAME.
+
+    Args:
+      name: what was given.
+
+    Raises:
+      argparse.ArgumentTypeError: there is neither; nothing is downloaded.
+    """
+    if Path(name).is_dir():
+        return name
+    if HUB_NAME.fullmatch(name):
+        from huggingface_hub import try_to_load_from_cache  # takes half a second
+
+        with suppress(ValueError):  # no name that the hub would give
+            if isinstance(config := try_to_load_from_cache(name, "config.json"), str):
+                return str(Path(config).parent)
+    raise argparse.ArgumentTypeError(no_model_folder(name))
 
 
 def add_knobs(out: Parser) -> None:
@@ -32,3 +59,13 @@ def add_machine(out: Parser) -> None:
     out.add_argument("--mesh", metavar="AXES", help="devices to shard over, as in data=1,expert=2,tensor=4")
     out.add_argument("--no-compile-cache", action="store_true", help="neither use nor keep compiled programs; they are "
                      "kept in M3JAX_CACHE_DIR, else ~/.cache/m3jax")  # fmt: skip
+
+
+def check_plots(option: str) -> None:
+    """Raise ValueError if matplotlib is not installed, so that this is known before any work is done.
+
+    Args:
+      option: what needs it for its picture, such as --html.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"{option} needs matplotlib for its picture: pip install 'm3jax[plots]'")

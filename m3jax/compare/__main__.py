@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from m3jax.cli.arguments import check_plots
 from m3jax.console import Parser, run_command, run_program, token_ids, write
 from m3jax.interrupts import raise_interrupts
 
@@ -64,9 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """
     prompts = [token_ids(text) for text in args.prompt_tokens]
     if args.html is not None:
-        from m3jax.compare.picture import check_matplotlib
-
-        check_matplotlib()
+        check_plots("--html")
     import jax
 
     from m3jax.compare.running import compare_sides

@@ -1,6 +1,5 @@
 """A report with a plot of the error over depth, in one HTML file that loads nothing else."""
 
-import importlib.util
 import io
 from html import escape
 from pathlib import Path
@@ -19,12 +18,6 @@ pre {{ overflow-x: auto; background: #f4f4f4; padding: 1em }} svg {{ max-width: 
 {picture}
 <pre>{text}</pre></body></html>
 """
-
-
-def check_matplotlib() -> None:
-    """Raise ValueError if matplotlib is not installed, so that this is known before any model has run."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--html needs matplotlib for its picture: pip install 'm3jax[plots]'")
 
 
 def write_html(file: Path, report: Report) -> None:

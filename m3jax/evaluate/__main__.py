@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from m3jax.cli import DRAFT_TOKENS
+from m3jax.cli.arguments import check_plots, model_folder
 from m3jax.console import Parser, run_command, run_program
 from m3jax.interrupts import raise_interrupts
 
@@ -53,9 +54,9 @@ def parser() -> Parser:
     out = Parser(PROG, "Measure a model: figures as a table, and with --out as JSON and a picture.")
     out.add_argument("--task", choices=TASKS, required=True)
     out.add_argument(
-        "--model", metavar="DIR", type=Path, help="a folder in the hub's layout (default: the embedded one)"
+        "--model", metavar="DIR", type=_folder, help="a folder in the hub's layout (default: the embedded one)"
     )
-    out.add_argument("--against", metavar="DIR", type=Path, help="another model, side by side with the first")
+    out.add_argument("--against", metavar="DIR", type=_folder, help="another model, side by side with the first")
     out.add_argument("--out", metavar="DIR", type=Path, help="write TASK.json and TASK.png into this folder")
     out.add_argument("--text", metavar="FILE", action="append", help="UTF-8 text; may be repeated (default: files "
                      "of the running Python's library that the embedded model has not seen)")  # fmt: skip
@@ -90,6 +91,10 @@ def parser() -> Parser:
     some.add_argument("--temperatures", metavar="X,X", type=_numbers(float), help="acceptance; 0 is greedy (0,0.7)")
     some.add_argument("--max-new-tokens", metavar="N", type=int, help=f"acceptance ({_default('max_new_tokens')})")
     return out
+
+
+def _folder(name: str) -> Path:
+    return Path(model_folder(name))
 
 
 def _default(option: str) -> str:
@@ -142,11 +147,13 @@ def run(args: argparse.Namespace) -> int:
     """Measure what the parsed arguments ask for.
 
     Raises:
-      ValueError: a bad argument, or a folder or file that cannot be used.
+      ValueError: a bad argument, a folder or file that cannot be used, or an extra that is not installed.
       OSError: a file that cannot be written.
       FloatingPointError: logits that are no numbers.
     """
     args = with_defaults(args)
+    if args.out is not None:
+        check_plots("--out")
     from m3jax.evaluate.command import evaluate
 
     raise_interrupts()

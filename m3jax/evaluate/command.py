@@ -13,7 +13,7 @@ from m3jax.compile_cache import compile_cache, why_not_kept
 from m3jax.config import M3Config
 from m3jax.console import say, write
 from m3jax.evaluate.dumps import ABOUT, write_dump
-from m3jax.evaluate.pictures import PICTURES, check_matplotlib, picture
+from m3jax.evaluate.pictures import PICTURES, picture
 from m3jax.evaluate.reading import Reading
 from m3jax.evaluate.subjects import Subject, each_loaded, read_texts, spread, subjects, tokenised
 from m3jax.evaluate.tasks import ALL_TOKENS, TASKS, Figures, context_of
@@ -34,8 +34,7 @@ def evaluate(args: argparse.Namespace) -> None:
       args: of `m3jax.evaluate.__main__`, with the task's defaults.
 
     Raises:
-      ValueError: a bad argument, a folder or file that cannot be used; or, when the figures are printed and written,
-        that there is no matplotlib for the picture.
+      ValueError: a bad argument, or a folder or file that cannot be used.
       OSError: a file that cannot be written.
       FloatingPointError: logits that are no numbers.
     """
@@ -72,7 +71,6 @@ def evaluate(args: argparse.Namespace) -> None:
     write(as_text([["", *names], *task.table(report["results"])]))
     if paths:
         _write_new(paths[0], (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
-        check_matplotlib(paths[0])
         _write_new(paths[1], picture(PICTURES[args.task], names, report["results"]))
         write(f"{paths[0]}\n{paths[1]}\n")
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,20 +14,6 @@ if TYPE_CHECKING:
 
 Results = Sequence[Mapping[str, Any]]
 _DPI, _MOST_LAYERS = 130, 24
-
-
-def check_matplotlib(report: Path) -> None:
-    """Raise ValueError if matplotlib is not installed.
-
-    Args:
-      report: the file that has the figures nevertheless, which the message names.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError(
-            f"the picture needs matplotlib: pip install 'm3jax[plots]' (the figures are in {report})"
-        ) from None
 
 
 def picture(draw: Callable[[Sequence[str], Results], Figure], names: Sequence[str], results: Results) -> bytes:

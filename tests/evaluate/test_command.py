@@ -105,13 +105,12 @@ def test_a_mesh_gives_the_figures_of_one_device(run, tmp_path):
     np.testing.assert_allclose(*loss, rtol=1e-5)
 
 
-def test_without_matplotlib_the_figures_are_there_all_the_same(run, tmp_path, monkeypatch):
+def test_a_picture_without_matplotlib_is_refused_before_any_work(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    status, table, err = run("--task", "perplexity", *SIZES["perplexity"], "--out", tmp_path)
-    assert status == 2 and "perplexity" in table
-    assert err.count("\n") == 1 and "pip install 'm3jax[plots]'" in err and "perplexity.json" in err
-    assert json.loads((tmp_path / "perplexity.json").read_text())["results"][0]["tokens"] == 149
-    assert not (tmp_path / "perplexity.png").exists()
+    monkeypatch.setattr("m3jax.evaluate.command.evaluate", pytest.fail)
+    status, out, err = run("--task", "perplexity", "--out", tmp_path / "out")
+    assert (status, out) == (2, "") and not (tmp_path / "out").exists()
+    assert err == "m3jax.evaluate: error: --out needs matplotlib for its picture: pip install 'm3jax[plots]'\n"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -228,6 +229,28 @@ def test_a_bad_folder_is_one_line(run, copy, name, content, match):
 def test_a_prompt_that_is_no_text(run, tmp_path):
     (tmp_path / "prompt").write_bytes(b"ab\xff")
     assert "is not UTF-8 text: byte 2" in run("--prompt-file", tmp_path / "prompt")[2]
+
+
+def test_a_name_of_the_hub_is_what_its_cache_holds(run, folder, tmp_path, monkeypatch):
+    """Nothing is asked over the network; of what is not there the error has the line that gets it."""
+
+    def start(model, *_args):
+        raise ValueError(f"loaded {model.config.vocab_size}")
+
+    monkeypatch.setattr(generation, "_start", start)
+    monkeypatch.setattr(socket, "socket", pytest.fail)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--org--name"
+    for part in ("blobs", "refs", "snapshots/123"):
+        (kept / part).mkdir(parents=True)
+    (kept / "refs" / "main").write_text("123")
+    for file in folder.iterdir():
+        shutil.copy(file, kept / "blobs")
+        (kept / "snapshots" / "123" / file.name).symlink_to(kept / "blobs" / file.name)
+    assert run("--prompt", "abc", model="org/name") == (2, "", "m3jax.generate: error: loaded 257\n")
+    status, out, err = run("--prompt", "abc", model="org/other")
+    assert (status, out) == (2, "") and err.endswith(": hf download org/other --local-dir other\n")
+    assert err.count("\n") == 1
 
 
 def test_nan_weights_are_an_error(run, copy):

@@ -355,6 +355,11 @@ def test_a_config_is_frozen_and_static():
 def test_folders_that_are_none(tmp_path, unchecked):
     with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
         M3Config.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"no such model folder: .*: hf download An-Org/M_3.1 --local-dir M_3\.1$"):
+        M3Config.from_pretrained("An-Org/M_3.1")
+    for name in ("nowhere", "a/b/c", "../b", "a/ b", "/b", "a/", "a/;b"):
+        with pytest.raises(ValueError, match=r"holds config\.json$"):
+            M3Config.from_pretrained(name)
     with pytest.raises(ValueError, match=r"has no config\.json"):
         M3Config.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"text_config": ')

@@ -1,12 +1,16 @@
 """Streams, signals and errors of every command line; answers that need no jax come within 0.1 s."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import m3jax
+from m3jax.__main__ import COMMANDS
 from m3jax.console import print_error
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +38,7 @@ def assert_one_line(err: str, *parts: str) -> None:
         assert part in err, (part, err)
 
 
-@pytest.mark.parametrize("module", ["m3jax", "m3jax.chat", "m3jax.compare", "m3jax.generate", "m3jax.plan"])
+@pytest.mark.parametrize("module", ["m3jax", *(f"m3jax.{name}" for name in COMMANDS)])
 def test_help_and_wrong_arguments_need_no_jax(module):
     status, out, err = shell(f"python -X importtime -m {module} --help")
     imported = {line.rpartition("|")[2].strip() for line in err.splitlines()}
@@ -45,9 +49,85 @@ def test_help_and_wrong_arguments_need_no_jax(module):
     assert_one_line(err, f"{module}: error: ")
 
 
-def test_the_package_lists_its_commands():
-    status, out, err = shell("python -m m3jax")
-    assert (status, err) == (0, "") and "python -m m3jax.generate" in out and "python -m m3jax.plan" in out
+# What the installed script does, as packaging tools write it; the script itself is only there after an install.
+[(NAME, VALUE)] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].items()
+INSTALLED = (
+    f"python -c \"import sys; sys.argv[0] = '/bin/{NAME}'; from importlib.metadata import EntryPoint; "
+    f"sys.exit(EntryPoint('{NAME}', '{VALUE}', 'console_scripts').load()())\""
+)
+
+
+@pytest.mark.parametrize(("called", "name"), [(INSTALLED, "m3jax"), ("python -m m3jax", "python -m m3jax")])
+def test_the_command_lists_its_commands_and_shows_how_it_was_called(called, name):
+    for line in (called, f"{called} --help"):
+        status, out, err = shell(line)
+        assert (status, err) == (0, "") and out.startswith(f"usage: {name} ")
+        listed = re.findall(rf"^  {name} (\w+) +(\S.*)$", out, re.M)
+        assert [command for command, _ in listed] == list(COMMANDS)
+    assert shell(f"{called} --version") == (0, f"m3jax {m3jax.__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_the_module_of_its_name(command):
+    status, out, err = shell(f"{INSTALLED} {command} --help")
+    assert (status, err) == (0, "") and out.startswith(f"usage: m3jax {command} ")
+    words = lambda text: text[text.index("options:") :].split()
+    assert words(out) == words(shell(f"python -m m3jax.{command} --help")[1])
+    wrong = "--verboze"
+    assert shell(f"{INSTALLED} {command} {wrong}") == shell(f"python -m m3jax.{command} {wrong}")
+
+
+def test_a_command_sets_in_its_process_what_its_module_does():
+    """Planning takes no accelerator, whatever the variables say, and its status tells whether a model fits."""
+    line = "plan --topology v5p:2x2x1 --context 9 --no-compile"
+    status, out, err = shell(f"python -m m3jax {line}", JAX_PLATFORMS="nowhere")
+    assert (status, err) == (1, "") and (status, out, err) == shell(f"python -m m3jax.{line}")
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("generate --seed 1", "one of the arguments --prompt"),
+        ("generate --prompt a --logprobs", "--logprobs needs --json"),
+        ("generate --prompt a --temperature warm", "invalid float value"),
+        ("generate --prompt a --model nowhere", "no such model folder: nowhere"),
+        ("chat --model nowhere", "no such model folder: nowhere"),
+        ("plan --topology h200:8 --context 9 --model nowhere", "no such model folder: nowhere"),
+        ("evaluate --task recall --against nowhere", "no such model folder: nowhere"),
+        ("evaluate --task recall --tokens 2", "--tokens is for --task perplexity"),
+        ("evaluate --task recall --out out", "--out needs matplotlib"),
+        ("compare a b --html out.html", "--html needs matplotlib"),
+    ],
+)
+def test_what_can_be_refused_without_jax_is(tmp_path, line, part):
+    """`docs/commands.md` lists it. Here jax and matplotlib cannot be imported or found."""
+    (tmp_path / "jax.py").write_text("raise SystemExit(77)\n")
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None\n")
+    status, out, err = shell(f"cd {tmp_path}; python -m m3jax {line}", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (status, out) == (2, "")
+    assert_one_line(err, part)
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("genrate --prompt a", ("no such command: genrate (did you mean generate?); python -m m3jax --help",)),
+        ("quux", ("no such command: quux; python -m m3jax --help lists them",)),
+        ("--verbose plan", ("the command comes first: python -m m3jax plan",)),
+        ("--vesion", ("unrecognized arguments: --vesion (did you mean --version?)",)),
+        # What is missing because of the slip is not what is said.
+        ("generate --promt a --seed 1", ("unrecognized arguments: --promt (did you mean --prompt?); --help",)),
+        ("generate --prompt a --temprature=0", ("--temprature=0 (did you mean --temperature?)",)),
+        ("vectors make --ot folder", ("unrecognized arguments: --ot (did you mean --out?)",)),
+        # These begin with dashes and are no options: a text, as its space shows, and what follows a bare --.
+        ("generate --prompt '-- a b' --top-k x", ("argument --top-k: invalid int value",)),
+        ("compare -- --a", ("the following arguments are required: B",)),
+    ],
+)
+def test_a_slip_names_what_is_nearest(line, parts):
+    status, out, err = shell(f"python -m m3jax {line}")
+    assert (status, out) == (2, "")
+    assert_one_line(err, *parts)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +185,7 @@ def test_closed_streams_that_are_not_needed():
     assert shell("python -m m3jax.plan --what 2>&-") == (2, "", "")
     assert shell("python -m m3jax.plan --what 2>/dev/full") == (2, "", "")
     status, out, err = shell("python -m m3jax <&- 2>&-")
-    assert (status, err) == (0, "") and "m3jax.generate" in out
+    assert (status, err) == (0, "") and "m3jax generate" in out
     # A file that is opened later does not become a standard stream, on which messages would land.
     body = "write(str(open('README.md').fileno()) + '\\n') or 0"
     assert int(shell(f'cd {ROOT}; python -c "{LIGHT.format(body=body)}" <&- 2>&-')[1]) > 2

@@ -22,7 +22,7 @@ TOP_LEVEL = {
 }
 
 # Distributions whose import name is another, and where jax itself takes bfloat16 from.
-IMPORT_NAMES = {"orbax-checkpoint": "orbax", "Pillow": "PIL"}
+IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "orbax-checkpoint": "orbax", "Pillow": "PIL"}
 COME_WITH_JAX = {"ml_dtypes"}
 
 # Folders of one person's machine; the lookbehind leaves web addresses and relative paths alone.

@@ -94,11 +94,11 @@ def run_document(document: str) -> None:
         exec(compile(block, f"{document}, block {number}", "exec"), names)
     for block in re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S):
         for line in block.splitlines():
-            if line.startswith("python -m "):
+            if line.startswith("m3jax "):
                 print(f"== {line}", flush=True)
-                sys.argv = ["python", *shlex.split(line, comments=True)[3:]]
+                sys.argv = shlex.split(line, comments=True)
                 try:
-                    runpy.run_module(shlex.split(line)[2], run_name="__main__")
+                    runpy.run_module("m3jax", run_name="__main__")
                 except SystemExit as end:
                     assert end.code in (None, 0), f"{line}: exit status {end.code}"
 

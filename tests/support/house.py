@@ -21,7 +21,8 @@ FLOORS = (
     ("m3jax.planning", "m3jax.text_model", "m3jax.train"),
     ("m3jax.cli", "m3jax.vectors"),
     ("m3jax.compare", "m3jax.evaluate"),
-    ("m3jax", "m3jax.__main__", "m3jax.chat", "m3jax.generate", "m3jax.plan"),
+    ("m3jax", "m3jax.chat", "m3jax.generate", "m3jax.plan"),
+    ("m3jax.__main__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -56,7 +57,7 @@ ALL_THEY_NEED = {
     "m3jax.media": ("PIL", "av", "jaxtyping", "numpy"),
     "m3jax.msa.definition": ("einops", "jax", "jaxtyping"),
     "m3jax.progress": ("rich",),
-    "m3jax.text": ("jinja2", "tokenizers"),  # jinja2 is an extra's
+    "m3jax.text": ("jinja2", "jsonschema", "tokenizers"),  # two are an extra's
     "m3jax.vision.definition": ("jax", "jaxtyping", "numpy"),
 }
 KERNEL_CALLER = "m3jax.ops"

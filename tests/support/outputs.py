@@ -75,6 +75,7 @@ TOOLS = with_parameters(
     u={"type": ["string", "null"]},
     o={"type": "object", "properties": {"s": {"type": "string"}, "item": {"type": "number"}}},
     a={"items": {"anyOf": [{"type": "object", "properties": {"s": {"type": "string"}}}, {"type": "string"}]}},
+    item={"type": "array", "items": {"type": "integer"}},
     x={},
 )
 _TAGS = [
@@ -82,7 +83,16 @@ _TAGS = [
 ]
 ALPHABET = (
     *(NAMESPACE + f"<{tag}>" for tag in _TAGS),
-    *(NAMESPACE, wire('@<invoke name="f">'), wire("@<invoke name=g>"), "<s>", "</s>", "</invoke>", '<invoke name="f">'),
+    *(
+        NAMESPACE,
+        wire('@<invoke name="f">'),
+        wire("@<invoke name=g>"),
+        "<s>",
+        "</s>",
+        "<item>",
+        "</invoke>",
+        '<invoke name="f">',
+    ),
     *(THINK, END_THINK, "<mm:", "think>", "]", "]<]", "]<]minimax[>", "<", "</", ">", "a", "5", " ", "\n", "null", '"'),
     *("\\", "\x01", "\ud800", "é", "🦜", "text of more than a few characters, which is an event of its own. "),
 )

@@ -38,7 +38,7 @@ REQUEST = {
         ),
         result("2", [{"type": "text", "text": "two"}, {"type": "input_image", "image_url": "data:"}], name="g"),
         result("1", "one", name="f"),
-        result("3", ["three"]),
+        result("3", [{"output": "three"}]),
         assistant(
             [{"type": "output_text", "text": "<mm:think>why</mm:think>because", "annotations": []}], refusal=None
         ),
@@ -175,6 +175,19 @@ SAME = {
     "reasoning in parts": (
         [assistant(["<mm:thi", {"type": "text", "text": "nk>why</mm:think>Hello"}])],
         [assistant("Hello", reasoning_content="why")],
+    ),
+    "an output": (
+        [assistant(None, call()), result("1", [{"output": "a"}, {"type": "output", "output": "b"}, {"output": 5}])],
+        [assistant(None, call()), result("1", "ab5")],
+    ),
+    "system messages behind the first": (
+        [
+            {"role": "system", "content": "not the first either"},
+            HI,
+            {"role": "developer", "content": "b"},
+            assistant("a"),
+        ],
+        [HI, assistant("a")],
     ),
     "no content": ([{"role": "assistant", "tool_calls": [call()]}], [assistant("", call())]),
     "results in another order": (

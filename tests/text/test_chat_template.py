@@ -196,6 +196,8 @@ def test_the_embedded_prompt_is_short():
         ("{{ {'a': [1, 'é']} | tojson(indent=1, ensure_ascii=True) }}", '{\n "a": [\n  1,\n  "\\u00e9"\n ]\n}'),
         ("{% for m in messages * 3 %}{{ loop.index }}{% break %}{% endfor %}", "1"),
         ("{{ strftime_now('%%') }}", "%"),
+        # What transformers marks as the assistant's own is the same text; a variable that is set in it is its own.
+        ("{% set x = 1 %}a{%- generation -%} {% set x = 2 %}b{{ x }} {%- endgeneration %}c{{ x }}", "ab2c1"),
         ("{{ tools is none }}{{ add_generation_prompt }}{{ thinking_mode }}{{ documents is defined }}",
          "TrueTrueadaptiveFalse"),
     ],
@@ -206,7 +208,8 @@ def test_settings_that_templates_of_the_hub_are_written_for(source, text):
 
 BAD_TEMPLATES = {
     "syntax": ("{% if %}", "is no template: line 1: Expected an expression"),
-    "a tag of another library": ("\n{% generation %}", "is no template: line 2: Encountered unknown tag 'generation'"),
+    "a tag of another library": ("\n{% trans %}", "is no template: line 2: Encountered unknown tag 'trans'"),
+    "a block that is not closed": ("\n{% generation %}", "is no template: line 2: Unexpected end of template"),
     "its own error": ("{{ raise_exception('no\\n\\x1b' ~ messages[0].role) }}", r"this conversation: no\\n\\x1buser"),
     "a field that is not there": ("{{ messages[0].a.b }}", "has no attribute 'a'"),
     "arithmetic": ("{{ 1 // 0 }}", "modulo by zero"),
@@ -242,10 +245,16 @@ def test_a_template_that_is_not_there(tmp_path: Path):
         ChatTemplate.from_file(str(tmp_path / "weights"))
 
 
-def test_jinja2_is_an_extra(monkeypatch):
-    """The room is imported without it, and a template says what to install."""
-    without = "import sys; sys.modules['jinja2'] = None; import m3jax.text; sys.exit('jax' in sys.modules)"
+def test_jinja2_and_jsonschema_are_an_extra(monkeypatch):
+    """The room is imported without them, and a template and tools say what to install."""
+    without = (
+        "import sys; sys.modules |= dict.fromkeys(['jinja2', 'jsonschema']); import m3jax.text; "
+        "sys.exit('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", without], check=False).returncode == 0
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(ValueError, match=r"jsonschema, which is not installed: pip install 'm3jax\[chat\]'"):
+        EMBEDDED.render(HI, [drawn.tool("f", {"title": "a schema that no other test has"})])
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ValueError, match=r"jinja2, which is not installed: pip install 'm3jax\[chat\]'"):
         ChatTemplate("")
@@ -257,6 +266,17 @@ def test_jinja2_is_an_extra(monkeypatch):
         ("{{ messages }}", {"enable_thinking": False}, "does not read enable_thinking, only messages"),
         ("{{ messages }}", {"thinking_mode": "enabled"}, "does not read thinking_mode"),
         ("{{ messages }}", {"tools": WEATHER}, "does not read tools"),
+        (
+            "{% for m in messages %}{% set content = '' %}{% if m.content %}{% set content = m.content %}{% endif %}"
+            "{{ content }}{% endfor %}",
+            {"content": "lost"},
+            "does not read content, only messages",
+        ),
+        (
+            "{{ messages }}{% macro say(name) %}{{ name }}{% endmacro %}{% for kind in 'ab' %}{{ kind }}{% endfor %}",
+            {"kind": "lost"},
+            "does not read kind, only messages",
+        ),
         ("{{ thinking_mode }}", {"thinking_mode": 1}, "thinking_mode = 1: must be a text"),
         ("{{ bos_token }}", {}, r"reads bos_token, which is not in it: render\(..., bos_token='...'\)"),
     ],
@@ -266,6 +286,39 @@ def test_nothing_is_asked_of_a_template_that_it_does_not_read(source, options, m
     with pytest.raises(ValueError, match=message):
         ChatTemplate(source).render(HI, **options)
     assert ChatTemplate("{{ bos_token }}{{ messages | length }}").render(HI, bos_token="<s>") == "<s>1"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% if not name %}{% set name = 'nobody' %}{% endif %}{{ name }}", "Ann"),
+        ("{% if messages | length > 1 %}{% set name = 'nobody' %}{% endif %}{{ name }}", "Ann"),
+        ("{% set name = name | upper %}{{ name }}", "ANN"),
+        ("{% for name in 'ab' %}{{ name }}{% else %}{% endfor %}{{ name }}", "abAnn"),
+        ("{% macro say() %}{{ name }}{% endmacro %}{{ say() }}", "Ann"),
+        ("{% set said %}{{ name }}{% endset %}{{ said }}", "Ann"),
+        ("{% generation %}{{ name }}{% endgeneration %}", "Ann"),
+    ],
+)
+def test_a_variable_that_a_template_reads_before_it_sets_it_is_taken(source, text):
+    assert ChatTemplate(source).render(HI, name="Ann") == text
+
+
+def test_system_messages_that_are_not_shown_are_logged(caplog):
+    """As with M3's template, which clients send several, the first stays and the others are no error."""
+    systems = [{"role": role, "content": role} for role in ("root", "system", "developer")]
+    for messages, shown, hidden in (
+        (systems, ("root", "system"), "]~b]developer\ndeveloper"),
+        ([systems[1], HI[0], systems[2]], ("system",), "]~b]developer\ndeveloper"),
+        ([HI[0], systems[1]], (), "]~b]developer\nsystem"),
+    ):
+        caplog.clear()
+        text = EMBEDDED.render(messages)
+        assert hidden not in text and all(f"\n{each}" in text for each in shown), text
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+    caplog.clear()
+    EMBEDDED.render([*systems[:2], *HI])
+    assert not caplog.records
 
 
 def test_a_mode_that_is_null_is_not_passed_on():
@@ -279,5 +332,24 @@ def test_variables_of_the_official_template():
     """`model_identity` replaces the developer's default, not the identity of the system block."""
     text = official().render(HI, model_identity="You are a parrot.")
     assert "]~b]developer\nYou are a parrot.[e~[" in text and "MiniMax-M3, developed by MiniMax" in text
-    with pytest.raises(ValueError, match="does not read enable_thinking"):
-        official().render(HI, enable_thinking=False)
+    for name in ("enable_thinking", "content", "reasoning_content"):
+        with pytest.raises(ValueError, match=f"does not read {name}"):
+            official().render(HI, **{name: "x"})
+
+
+@needs_official
+def test_outputs_and_system_messages_are_what_the_official_template_makes_of_them():
+    """Of the request as it was sent, which other engines hand to it."""
+    messages = [
+        *({"role": "system", "content": "first"}, {"role": "developer", "content": "second"}, *HI),
+        {"role": "system", "content": "third"},
+        assistant(None, call("1", "f", {"a": "x"})),
+        {
+            "role": "tool",
+            "content": [{"output": {"a": [1, None]}}, {"output": True}, "b", {"type": "text", "text": "c"}],
+        },
+    ]
+    for call_of_it in messages[-2]["tool_calls"]:
+        del call_of_it["id"]
+    sent = official()._compiled.render(messages=messages, add_generation_prompt=True, thinking_mode="adaptive")
+    assert official().render(messages) == sent

@@ -18,6 +18,18 @@ TOOLS = [
         {"type": "object", "properties": {"edits": {"type": "array", "items": EDIT}, "all": {"type": "boolean"}}},
     ),
     tool("now", {"type": "object", "properties": {}}),
+    tool(
+        "sum",
+        {
+            "type": "object",
+            "properties": {
+                "item": {"type": "array", "items": {"type": "integer"}},
+                "names": {"type": "array", "items": {"type": "string"}},
+                "in": {"type": "object", "properties": {"names": {"type": "array"}}},
+                "unit": {"type": "string"},
+            },
+        },
+    ),
 ]
 PARIS = '@<invoke name="weather">@<city>Paris@</city>@</invoke>\n'
 ROME = '@<invoke name="weather">@<city>Rome@</city>@</invoke>\n'
@@ -200,7 +212,36 @@ CASES = {
     "a parameter that comes again": Case(
         '@<tool_call>\n@<invoke name="weather">@<city>Paris@</city>@<city>Rome@</city>@</invoke>\n@</tool_call>',
         calls=(IN_PARIS,),
-        fault="a second <city>",
+        fault="a second <city> in call 0 is dropped",
+    ),
+    "an array that comes again": Case(
+        '@<tool_call>\n@<invoke name="sum">@<names>one@</names>@<names>two@</names>@<item>@<item>1@</item>@</item>\n'
+        "@<item>2@</item>@<item>[3, 4]@</item>@<unit>m@</unit>@</invoke>\n@</tool_call>",
+        calls=(("sum", {"names": ["one", "two"], "item": [1, 2, 3, 4], "unit": "m"}),),
+        fault="a second <names> in call 0 is joined to the first",
+    ),
+    "an array that comes again behind another parameter": Case(
+        '@<tool_call>\n@<invoke name="sum">@<names>@<item>one@</item>@</names>@<unit>m@</unit>@<names>two@</names>'
+        "@</invoke>\n@</tool_call>",
+        calls=(("sum", {"names": ["one"], "unit": "m"}),),
+        fault="a second <names> in call 0 is dropped",
+    ),
+    "a member that is an array and comes again": Case(
+        '@<tool_call>\n@<invoke name="sum">@<in>@<names>@<item>one@</item>@</names>@<x>1@</x>@<names>two@</names>@</in>'
+        "@</invoke>\n@</tool_call>",
+        calls=(("sum", {"in": {"names": ["one", "two"], "x": "1"}}),),
+        fault="a second <names> in call 0 is joined to the first",
+    ),
+    "an array that is called item and has the text <item>": Case(
+        '@<tool_call>\n@<invoke name="sum">@<item><item>@</item>@<unit>m@</unit>@</invoke>\n@</tool_call>',
+        calls=(("sum", {"item": [""], "unit": "m"}),),
+        fault="<item> was not closed",
+    ),
+    "an array that is called item, and items without markers": Case(
+        '@<tool_call>\n@<invoke name="sum">@<item><item>1</item><item>2</item>@</item>@<unit>m@</unit>@</invoke>\n'
+        "@</tool_call>",
+        calls=(("sum", {"item": [1, 2], "unit": "m"}),),
+        fault="<item> in call 0 has no marker",
     ),
     # What ends too early: vLLM #47001.
     "it ends within the mark of a block": Case("so @<tool_ca", "so @<tool_ca"),

@@ -146,7 +146,8 @@ def test_other_values_come_when_they_are_whole():
     assert reader.feed(wire("@<n>1234567890123")) == reader.feed("4567890") == []
     events = reader.feed(wire("@</n>@<a>" + "@<item>some text@</item>" * 50))
     assert "".join(event.text for event in events) in '{"n":12345678901234567890'
-    assert sum(len(event.text) for event in reader.feed(wire("@</a>"))) > 500
+    assert reader.feed(wire("@</a>")) == []  # more items may follow in another <a>
+    assert sum(len(event.text) for event in reader.feed(wire("@</invoke>"))) > 500
 
 
 @cache

@@ -4,9 +4,10 @@ import json
 
 import pytest
 from support.chat_strategies import tool
-from support.outputs import HEAD, TAIL, parser, wire, with_parameters
+from support.outputs import HEAD, TAIL, fed, parser, wire, with_parameters
 
 from m3jax.text import OutputParser
+from m3jax.text.output import Message
 
 BIG = 10**25
 ANY_OF = lambda *names: {"anyOf": [{"type": name} for name in names]}
@@ -175,17 +176,27 @@ def test_names_of_pythons_types_are_known(name):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": 5}, "type = 5: must be the name of a type"),
+        ({"type": 5}, "parameters.properties.p.items.type = 5: must be one of null, boolean,"),
+        ({"type": "strin"}, "parameters.properties.p.items.type = 'strin': must be one of null, boolean,"),
+        ({"type": []}, "items.type = []: must be one of"),
+        ({"type": ["string", "strin"]}, "items.type = ['string', 'strin']: must be one of"),
+        ({"anyOf": [{}, {"$defs": {"a": {"type": "x"}}}]}, "items.anyOf.1.$defs.a.type = 'x': must be one of"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "items.required: no property is called 'b'; add it"),
+        ({"required": ["b"], "additionalProperties": False}, "items.required: no property is called 'b'; add it"),
+        ({"required": [5]}, "items.required.0: 5 is not of type 'string'"),
+        ({"minLength": -1}, "items.minLength: -1 is less than the minimum of 0"),
+        ({"minimum": "x" * 500}, "items.minimum: 'xxx"),
         ({"type": [None]}, "type = [None]"),
-        ("string", "'string' is no JSON schema"),
-        ({"properties": []}, "properties = []: must be an object"),
-        ({"properties": {"a": 5}}, "5 is no JSON schema"),
-        ({"anyOf": []}, "anyOf = []: must be a list, and not empty"),
-        ({"oneOf": {"type": "string"}}, "oneOf = {'type': 'string'}: must be a list"),
-        ({"enum": "ab"}, "enum = 'ab': must be a list"),
+        ("string", "items: 'string' is not of type 'object', 'boolean'"),
+        ({"properties": []}, "items.properties: [] is not of type 'object'"),
+        ({"properties": {"a": 5}}, "items.properties.a: 5 is not of type 'object', 'boolean'"),
+        ({"anyOf": []}, "items.anyOf: [] should be non-empty"),
+        ({"oneOf": {"type": "string"}}, "items.oneOf: {'type': 'string'} is not of type 'array'"),
+        ({"enum": "ab"}, "items.enum: 'ab' is not of type 'array'"),
         ({"$ref": "#/$defs/none"}, "$ref = '#/$defs/none' leads to no schema"),
         ({"$ref": "https://example.org/a.json"}, "leads to no schema within the parameters"),
-        ({"$ref": 5}, "$ref = 5"),
+        ({"enum": []}, "enum = []: must be a list, and not empty"),
+        ({"$ref": 5}, "items.$ref: 5 is not of type 'string'"),
         ({"items": {"$ref": "#/properties/p/items/1"}}, "leads to no schema"),
     ],
 )
@@ -194,7 +205,82 @@ def test_what_is_no_schema_is_refused(schema, message):
     with pytest.raises(ValueError) as refusal:
         OutputParser([tool("other", {}), tool("f", {"type": "object", "properties": {"p": {"items": schema}}})])
     assert message in str(refusal.value) and str(refusal.value).startswith("tool 2 (f): ")
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": {}, "b": {}}},
+        {"required": ["a"], "additionalProperties": {"type": "integer"}},
+        {"allOf": [{"properties": {"a": {}}}], "required": ["a"]},
+        {"type": "string", "pattern": r"^\p{L}+$", "format": "no such", "example": "x", "x-order": 1},
+        {"properties": {"type": {"type": "string"}, "required": {"enum": ["type"]}, "items": {}}},
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "items": [{}, {"type": "int"}],
+            "additionalItems": False,
+        },
+    ],
+)
+def test_what_is_a_schema_is_taken(schema):
+    """Names that are required by alternatives, patterns of other languages, keywords that are names, older dialects."""
+    OutputParser([tool("f", {"type": "object", "properties": {"p": schema}})])
+
+
+PROBLEMS = [
+    ({"type": "integer"}, "@<p>three@</p>", "arguments.p: 'three' is not of type 'integer'"),
+    ({"type": "array", "items": {"type": "integer"}}, f"@<p>{ITEMS('1', 'x')}@</p>", "arguments.p.1: 'x' is not of"),
+    ({"type": "string", "enum": ["a", "b"]}, "@<p>c@</p>", "arguments.p: 'c' is not one of ['a', 'b']"),
+    ({"type": "int", "minimum": 5}, "@<p>4@</p>", "arguments.p: 4 is less than the minimum of 5"),
+    ({}, "", "arguments: 'p' is a required property"),
+    ({}, "@<p>1@</p>@<q>2@</q>", "arguments: Additional properties are not allowed ('q' was unexpected)"),
+    ({"type": "string", "maxLength": 5}, f"@<p>{'x' * 999}@</p>", "does not fit maxLength = 5"),
+    ({"type": "string", "pattern": r"^\p{L}+$"}, "@<p>a@</p>", r"arguments: cannot be checked: bad escape \p"),
+    ({"$ref": "#/$defs/circle"}, "@<p>a@</p>", "arguments: cannot be checked: "),
+    ({"type": "int", "nullable": True}, "@<p>null@</p>", ""),
+    ({"type": "any"}, "@<p>1@</p>", ""),
+    ({"type": ["str", "null"]}, "@<p>null@</p>", ""),
+    ({"items": [{"type": "integer"}], "additionalItems": False}, f"@<p>{ITEMS('1')}@</p>", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "text", "problem"), PROBLEMS)
+def test_arguments_that_break_their_schema_are_reported_with_the_call(schema, text, problem):
+    """And are there all the same, whether the output is parsed at once or its events are put together."""
+    parameters = {"type": "object", "properties": {"p": schema}, "required": ["p"], "additionalProperties": False}
+    reader = parser([tool("f", parameters | {"$defs": DEFINITIONS})])
+    message = reader.parse(wire(HEAD + text + TAIL))
+    (call,) = message.tool_calls
+    assert call.is_whole and [*call.arguments] == [name for name in "pq" if f"<{name}>" in text]
+    assert len(call.problems) == bool(problem) and problem in "".join(call.problems), call.problems
+    assert all(each.isprintable() and len(each) <= 160 for each in call.problems)
+    (streamed,) = Message.of(fed(reader, wire(HEAD + text + TAIL))).tool_calls
+    assert (streamed.arguments, streamed.problems) == (call.arguments, call.problems)
+
+
+def test_a_call_of_a_tool_that_nobody_declared_is_reported_with_it():
+    """One that breaks off too; of other calls that break off nothing can be said, nor where a tool takes anything."""
+    tools = [tool("g", {"type": "object", "properties": {"p": {}}, "required": ["p"]})]
+    for output, name, problems in (
+        (HEAD + TAIL, "f", ("no tool is called 'f'",)),
+        (HEAD, "f", ("no tool is called 'f'",)),
+        (HEAD.replace('"f"', "g"), "g", ()),
+    ):
+        (call,) = parser(tools).parse(wire(output)).tool_calls
+        assert (call.name, call.problems) == (name, problems)
+    (call,) = parser([{"function": {"name": "f"}}]).parse(wire(f"{HEAD}@<p>1@</p>{TAIL}")).tool_calls
+    assert call.problems == ()
+
+
+def test_at_most_eight_problems_of_a_call_are_reported():
+    parameters = {
+        "type": "object",
+        "properties": {f"p{n}": {} for n in range(20)},
+        "required": [f"p{n}" for n in range(20)],
+    }
+    (call,) = parser([tool("f", parameters)]).parse(wire(HEAD + TAIL)).tool_calls
+    assert len(call.problems) == 8
 
 
 def test_a_schema_of_many_alternatives_is_read_in_a_moment():
@@ -206,6 +292,7 @@ def test_a_schema_of_many_alternatives_is_read_in_a_moment():
     parameters = {"type": "object", "$defs": definitions, "properties": {"p": {"$ref": "#/$defs/d0"}, "q": product}}
     (call,) = parser([tool("f", parameters)]).parse(wire(f"{HEAD}@<p>5@</p>@<q>@<a>b@</a>@</q>{TAIL}")).tool_calls
     assert call.arguments == {"p": "5", "q": {"a": "b"}}
+    assert call.problems == ("arguments: cannot be checked: more than 10000 references were followed",)
     chain = {f"c{n}": {"$ref": f"#/$defs/c{n + 1}"} for n in range(70)}
     with pytest.raises(ValueError, match="alternatives nest deeper than 64"):
         parser([tool("f", {"type": "object", "$defs": chain, "properties": {"p": chain["c0"]}})])

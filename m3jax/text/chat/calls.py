@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from m3jax.messages import printable, shortened, shown
 from m3jax.text.chat.fields import check_fields, json_copy
+from m3jax.text.chat.schemas import check_schema
 
 # A tool's name stands in <invoke name="...">, so it has no quotes, angle brackets or line breaks.
 _NAME = re.compile(r'[^"<>\n\r]+')
@@ -23,7 +24,8 @@ def ordered_tools(tools: Any) -> list[dict[str, Any]]:
         A copy; [] for None.
 
     Raises:
-        ValueError: something that is no such list, two tools of one name, or a field that the model would not see.
+        ValueError: something that is no such list, two tools of one name, a broken schema, or a field that the model
+            would not see.
     """
     if tools is None:
         return []
@@ -49,9 +51,11 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     place = f"{place} ({printable(function['name'])})"
     if not isinstance(function.get("description"), str | None):
         raise ValueError(f"{place}: description = {shown(function['description'])}: must be a text")
-    schema = function.get("parameters")
-    if schema is None:
+    if "parameters" not in function:
         return {"type": "function", "function": function}
+    schema = function["parameters"]
+    if schema is None:
+        raise ValueError(f"{place}: parameters = None: leave it out, or give a JSON schema of an object")
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise ValueError(f"{place}: parameters = {shown(schema)}: must be a JSON schema of an object")
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -59,6 +63,7 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: properties = {shown(properties)}: must be an object with a schema for each name")
     if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
         raise ValueError(f"{place}: required = {shown(required)}: must be a list of names")
+    check_schema(schema, place)
     return {"type": "function", "function": function}
 
 

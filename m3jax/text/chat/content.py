@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from m3jax.messages import shown
-from m3jax.text.chat.fields import check_fields
+from m3jax.text.chat.fields import check_fields, json_copy
 
 THINK, END_THINK = "<mm:think>", "</mm:think>"
 # The types of parts that clients write, and those that a template knows.
@@ -36,6 +36,33 @@ def ordered_content(content: Any, place: str) -> Content:
     if not isinstance(content, list):
         raise ValueError(f"{place}: content is a text or a list of parts, got {shown(content)}")
     return [_part(part, f"{place}, part {number}") for number, part in enumerate(content, 1)]
+
+
+def ordered_result(content: Any, place: str) -> Content:
+    """Write the content of a tool's result in the spelling of templates.
+
+    Args:
+        content: as in `ordered_content`; a part may also be {"output": value}, which is the value's text, as M3's
+            template writes it: of a list or an object that is Python's, not JSON.
+        place: its place in the request, for errors.
+
+    Returns:
+        As `ordered_content`.
+
+    Raises:
+        ValueError: as `ordered_content`, or an output that JSON cannot hold.
+    """
+    if isinstance(content, list):
+        content = [_without_output(part, f"{place}, part {number}") for number, part in enumerate(content, 1)]
+    return ordered_content(content, place)
+
+
+def _without_output(part: Any, place: str) -> Any:
+    """Return a part that has an output as a part of its text; any other as it is."""
+    if not isinstance(part, Mapping) or part.get("output") is None or part.get("type") not in (None, "text", "output"):
+        return part
+    check_fields(part, ("type", "output"), place, "a part with an output")
+    return {"type": "text", "text": str(json_copy(part["output"], f"{place}: output"))}
 
 
 def _part(part: Any, place: str) -> str | dict[str, Any]:

@@ -1,8 +1,8 @@
 """Normalisation of a request so that a template shows all of it: what a template would drop in silence is an error.
 
-Templates are programs that look for the fields they know: a part of another type, a second system message or a message
-of another role is nothing to them, arguments that are JSON text end them, and results are linked to calls by their
-order alone. Clients send all of that.
+Templates are programs that look for the fields they know: a part of another type or a message of another role is
+nothing to them, arguments that are JSON text end them, and results are linked to calls by their order alone. Clients
+send all of that.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 from m3jax.messages import shown
 from m3jax.text.chat.calls import linked_results, ordered_calls, ordered_tools
-from m3jax.text.chat.content import ordered_content, reasoning_and_content
+from m3jax.text.chat.content import ordered_content, ordered_result, reasoning_and_content
 from m3jax.text.chat.fields import check_fields
 
 __all__ = ["ordered_messages", "ordered_tools"]
@@ -30,9 +30,11 @@ def ordered_messages(messages: Any) -> list[dict[str, Any]]:
     - Parts of media and text have one spelling each: "image_url" and "input_image" become "image".
     - The assistant's reasoning is `reasoning_content`, a text, whether it came so, as `reasoning` or in the content.
     - Arguments of calls are objects, and each turn's results stand in the order of its calls.
+    - Of several system or developer messages the first stays if it stands in front; M3's template, which clients send
+      several, shows no other.
 
     Args:
-        messages: dicts with a role: at most one "root" and then one "system" or "developer" in front; "user";
+        messages: dicts with a role: at most one "root" and then a "system" or "developer" in front; "user";
             "assistant", whose content may be null; "tool", the result of a call of the assistant's message before. The
             calls of the last message may lack their results.
 
@@ -47,15 +49,14 @@ def ordered_messages(messages: Any) -> list[dict[str, Any]]:
     ordered = [_ordered_message(message, number) for number, message in enumerate(messages, 1)]
     system_number = 2 if ordered and ordered[0]["role"] == "root" else 1
     for number, message in enumerate(ordered, 1):
-        role = message["role"]
-        if role == "root" and number > 1:
+        if message["role"] == "root" and number > 1:
             raise ValueError(f"message {number} (root): only the first message can be root")
-        if role in ("system", "developer") and number != system_number:
-            raise ValueError(
-                f"message {number} ({role}): there is one system or developer message, the first (or next to root); "
-                "put this text there, or into a user's message"
-            )
-    return _with_results_in_order(ordered)
+    shown_messages = [
+        message
+        for number, message in enumerate(ordered, 1)
+        if message["role"] not in ("system", "developer") or number == system_number
+    ]
+    return _with_results_in_order(shown_messages)
 
 
 def _ordered_message(message: Any, number: int) -> dict[str, Any]:
@@ -70,7 +71,8 @@ def _ordered_message(message: Any, number: int) -> dict[str, Any]:
     content = message.get("content")
     if content is None and role != "assistant":
         raise ValueError(f"{place}: has no content; give a text, which may be empty")
-    ordered = {"role": role, "content": ordered_content("" if content is None else content, place)}
+    in_order = ordered_result if role == "tool" else ordered_content
+    ordered = {"role": role, "content": in_order("" if content is None else content, place)}
     if role == "assistant":
         reasoning, ordered["content"] = reasoning_and_content(message, ordered["content"], place)
         ordered["reasoning_content"] = reasoning

@@ -1,8 +1,10 @@
 """A checkpoint's chat template: jinja2 in a sandbox, with the settings that templates of the hub are written for."""
 
 import json
+import logging
 import re
 from collections import Counter
+from collections.abc import Iterable
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +18,7 @@ from m3jax.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import jinja2
 
+_LOG = logging.getLogger("m3jax.text")
 FILE_NAME = "chat_template.jinja"
 _MOST_BYTES = 1 << 20  # M3's has 11,756
 
@@ -125,9 +128,12 @@ class ChatTemplate:
         """
         if thinking_mode is not None and not isinstance(thinking_mode, str):
             raise ValueError(f"thinking_mode = {shown(thinking_mode)}: must be a text such as 'adaptive', or None")
+        ordered = ordered_messages(messages)
+        if len(ordered) < len(messages):
+            _LOG.warning("system and developer messages behind the first message are not shown to the model")
         variables = {
             **kwargs,
-            "messages": ordered_messages(messages),
+            "messages": ordered,
             "tools": ordered_tools(tools) or None,
             "add_generation_prompt": bool(add_generation_prompt),
             **({} if thinking_mode is None else {"thinking_mode": thinking_mode}),
@@ -211,11 +217,23 @@ def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]
         import jinja2
         import jinja2.ext
         import jinja2.meta
+        import jinja2.nodes
         import jinja2.sandbox
     except ModuleNotFoundError:
         raise ValueError("a chat template needs jinja2, which is not installed: pip install 'm3jax[chat]'") from None
+
+    class Generation(jinja2.ext.Extension):
+        """The block {% generation %}, by which transformers finds what the assistant wrote: its text is unchanged."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: "jinja2.parser.Parser") -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
     )
 
     def raise_exception(message: object) -> NoReturn:
@@ -228,13 +246,51 @@ def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]
     }
     try:
         tree = environment.parse(source)
-        read = jinja2.meta.find_undeclared_variables(tree)
-        return environment.from_string(tree), frozenset(read - environment.globals.keys())
+        # jinja2 names a variable too that a template sets in one branch, though it has always set it before.
+        found = jinja2.meta.find_undeclared_variables(tree) - environment.globals.keys()
+        return environment.from_string(tree), frozenset(name for name in found if _first_use(tree, name) == "load")
     except jinja2.TemplateSyntaxError as error:
         reason = printable(f"line {error.lineno}: {error.message}")
     except RecursionError:
         reason = "its expressions nest too deep"
     raise ValueError(shortened(f"{name} is no template: {reason}"))
+
+
+def _first_use(node: "jinja2.nodes.Node", name: str) -> str | None:
+    """Return "load" if a part of a template can read a variable before it has set it, "store" if it sets it first.
+
+    Returns:
+        None if it need not do either, or sets the variable for itself alone.
+    """
+    from jinja2 import nodes
+
+    def first(parts: Iterable[nodes.Node]) -> str | None:
+        return next((use for part in parts if (use := _first_use(part, name))), None)
+
+    match node:
+        case nodes.Name():
+            return None if node.name != name else "load" if node.ctx == "load" else "store"
+        case nodes.If():
+            uses = [first([each.test, *each.body]) for each in (node, *node.elif_)]
+            uses.append(first(node.else_))
+            if first([node.test]) or "load" in uses:
+                return "load"
+            return "store" if set(uses) == {"store"} else None
+        case nodes.Assign():
+            return first([node.node, node.target])
+        case nodes.For():
+            inner = [node.target, *([node.test] if node.test else ()), *node.body]
+            uses = [first([node.iter]), first(inner), first(node.else_)]
+        case nodes.With():
+            uses = [first(node.values), first([*node.targets, *node.body])]
+        case nodes.AssignBlock():
+            uses = [first(node.body)]
+            return "load" if "load" in uses else first([node.target])
+        case nodes.Macro() | nodes.CallBlock() | nodes.FilterBlock() | nodes.Block() | nodes.Scope():
+            uses = [first(node.iter_child_nodes())]
+        case _:
+            return first(node.iter_child_nodes())
+    return "load" if "load" in uses else None  # what is set within is not set behind it
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):

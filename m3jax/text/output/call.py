@@ -1,8 +1,9 @@
 """One tool call while it is open: a stack of nested elements, and the JSON of its arguments as it streams.
 
 The call itself is the element at the bottom, its parameters are the elements in it. A parameter that is a string is
-written as its text comes, any other when it is complete, since only then is its type known. Deeper elements are kept
-until their parameter is complete.
+written as its text comes, any other when it is complete, since only then is its type known; an array when something
+else follows it, since its name may come again with more items. Deeper elements are kept until their parameter is
+complete.
 """
 
 import re
@@ -12,7 +13,7 @@ from m3jax.text.output.element import Element
 from m3jax.text.output.marks import LOOSE, MARKED, NAMESPACE, invoked
 from m3jax.text.output.pieces import Pieces, as_json, json_grains
 from m3jax.text.output.shapes import Shapes, kinds_of, member_shapes, names_member
-from m3jax.text.output.values import MOST_DEPTH, value_of
+from m3jax.text.output.values import MOST_DEPTH, joined_value
 
 _LEADING_MARKER = re.compile(rf"\A\s*{re.escape(NAMESPACE)}")
 
@@ -37,6 +38,7 @@ class Call:
         self._elements = [Element(name, shapes, is_call=True)]
         self._pieces, self._fault = pieces, fault
         self._has_brace = False
+        self._arrays: list[Element] = []  # closed elements of one name, an array that may go on
 
     def pattern(self) -> re.Pattern[str]:
         """Return the pattern of the tags to look for in the innermost open element."""
@@ -81,9 +83,15 @@ class Call:
             self._fault(f"text beside <{name}> in call {self.index} is dropped")
         parent.forget_text()
         element = Element(name, member_shapes(parent.shapes, name, len(parent.elements)), has_marker)
+        if parent.is_call and self._arrays and self._arrays[0].name != name:
+            self._write_array()
         if name in parent.names and (parent.is_call or not (parent.is_array or name == "item")):
-            self._fault(f"a second <{name}> in call {self.index} is dropped")
-            element.is_dropped = True
+            # What a stream has sent of a parameter cannot become a longer array.
+            is_joined = element.may_repeat and (self._arrays or not parent.is_call)
+            self._fault(
+                f"a second <{name}> in call {self.index} is {'joined to the first' if is_joined else 'dropped'}"
+            )
+            element.is_dropped = not is_joined
         parent.names.add(name)
         self._elements.append(element)
         self._stream(element)
@@ -97,6 +105,9 @@ class Call:
         """
         last = len(self._elements) - 1
         places = [place for place, element in enumerate(self._elements) if place and element.name == name]
+        # In an array that is called "item", the text <item> may be an item that lacks its markers: it is not closed by
+        # the tag that closes the array.
+        places = [each for each in places if has_marker and self._elements[each].has_marker] or places
         place = places[-1] if places else 0 if name in ("invoke", "tool_call") else None
         if not has_marker and not (place == last and (place == 0 or not self._elements[last].has_marker)):
             return False
@@ -147,17 +158,30 @@ class Call:
             self._write(['"'])
         elif len(self._elements) > 1:
             self._elements[-1].elements.append((element.name, element.node()))
+        elif element.may_repeat and not element.is_dropped:
+            self._arrays.append(element)
         elif not element.is_dropped:
-            self._write_name(element.name)
-            value = value_of(element.node(), element.shapes)
-            is_parted = isinstance(value, str | list | dict)
-            self._write(json_grains(as_json(value)) if is_parted else [as_json(value)])
+            self._write_value([element])
+
+    def _write_array(self) -> None:
+        """Write the array that might have gone on, if there is one."""
+        if self._arrays:
+            self._write_value(self._arrays)
+            self._arrays = []
+
+    def _write_value(self, elements: Sequence[Element]) -> None:
+        """Write a parameter, which all of the elements are."""
+        self._write_name(elements[0].name)
+        value = joined_value([element.node() for element in elements], elements[0].shapes)
+        is_parted = isinstance(value, str | list | dict)
+        self._write(json_grains(as_json(value)) if is_parted else [as_json(value)])
 
     def _end(self, after: str) -> None:
         """Close the call, and what is open in it."""
         self._close_down_to(1)
         if self._elements[0].has_words:
             self._fault(f"text beside the parameters of call {self.index} is dropped")
+        self._write_array()
         self._write(["}" if self._has_brace else "{}"])
         self.after = after
 

@@ -1,6 +1,6 @@
 """An element of a tool call while it is open: its text and elements so far, and whether it is known to be a string."""
 
-from m3jax.text.output.shapes import Shapes, kinds_of
+from m3jax.text.output.shapes import Shapes, is_only_array, kinds_of
 from m3jax.text.output.values import MOST_WORD, Node
 
 _SCALARS = frozenset({"null", "boolean", "integer", "number"})
@@ -17,6 +17,7 @@ class Element:
         is_text: True once it is certainly a string. Everything up to its end is then its text, other tags included.
         is_streamed: True if its text is written at once and not kept.
         is_dropped: True if its parent already had an element of this name.
+        may_repeat: True if it can only be an array, which may be written in several elements of its name.
         elements: the closed elements within it.
         names: the names of all elements within it, closed or open.
     """
@@ -28,6 +29,7 @@ class Element:
         self._has_other_words = kinds is not None and bool(kinds & _SCALARS)
         self.is_text = not is_call and kinds == {"string"}
         self.is_array = kinds is not None and "array" in kinds and "object" not in kinds
+        self.may_repeat = is_only_array(shapes)
         # A tag may lack its marker where the schema allows no text.
         self.is_loose = is_call or not has_marker or (not self._may_be_text and bool(kinds & _STRUCTURES))
         self.is_streamed = self.is_dropped = False

@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from m3jax.messages import shown
+from m3jax.text.chat.schemas import problems_of
 
 _DECODER = json.JSONDecoder()
 
@@ -21,6 +24,8 @@ class Event:
         index: the number of the call in this output, from 0.
         id: of the call.
         name: of the tool that is called, declared or not.
+        schema: of the arguments, with which a `Message` checks them: the tool's parameters, True if it takes anything,
+            None if no such tool was declared.
     """
 
     kind: str
@@ -28,6 +33,7 @@ class Event:
     index: int | None = None
     id: str | None = None
     name: str | None = None
+    schema: Any = field(default=True, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +45,15 @@ class ToolCall:
         name: of the tool.
         arguments: by name. Of a call that the output broke off in, those that were whole.
         is_whole: True if the call came to its end.
+        problems: a line if no such tool was declared, or for each way in which the arguments of a whole call break the
+            tool's schema. The arguments are as the model wrote them all the same.
     """
 
     id: str
     name: str
     arguments: dict[str, Any]
     is_whole: bool = True
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,10 @@ class Message:
         for call in calls:
             arguments, is_whole = joined.get(("arguments", call.index), ""), call.index in ended
             members = json.loads(arguments) if is_whole else _whole_members(arguments)
-            found.append(ToolCall(call.id or "", call.name or "", members, is_whole))
+            problems = problems_of(members, call.schema) if is_whole and call.schema is not None else ()
+            if call.schema is None:
+                problems = (f"no tool is called {shown(call.name)}",)
+            found.append(ToolCall(call.id or "", call.name or "", members, is_whole, problems))
         reasoning, content = (joined.get((kind, None), "") for kind in ("reasoning", "content"))
         return cls(reasoning, content, tuple(found), tuple(faults))
 

@@ -11,6 +11,7 @@ the rest where calls are not to be read.)
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from m3jax.messages import printable, shortened, shown
 from m3jax.text.output.call import Call
@@ -23,11 +24,21 @@ _SPACE = re.compile(r"\s*")
 _MOST_FAULTS, _MOST_FAULT = 32, 160
 
 
+class Tool(NamedTuple):
+    """A tool that may be called: the alternatives of its schema for the arguments, and the schema as `Event` has it."""
+
+    shapes: Shapes
+    schema: Any
+
+
+UNDECLARED = Tool(ANYTHING, None)
+
+
 class Machine:
     """Reader of one output.
 
     Args:
-        tools: the alternatives of each declared tool's schema, by the tool's name.
+        tools: the declared tools, by name.
         is_thinking: whether the prompt ended with the mark that opens reasoning.
         has_reasoning: whether reasoning is separated; else its marks are text.
         has_calls: whether calls are read; else everything from the first one on is content, unparsed.
@@ -36,7 +47,7 @@ class Machine:
 
     def __init__(
         self,
-        tools: Mapping[str, Shapes],
+        tools: Mapping[str, Tool],
         is_thinking: bool,
         has_reasoning: bool,
         has_calls: bool,
@@ -164,8 +175,9 @@ class Machine:
 
     def begin_call(self, name: str) -> None:
         """Emit the event that begins a call, and go to the state that reads it."""
-        self.open_call = Call(name, self.calls, self.tools.get(name, ANYTHING), self.pieces, self.fault)
-        self.pieces.mark(Event("tool_call", index=self.calls, id=self.new_id(), name=name))
+        tool = self.tools.get(name, UNDECLARED)
+        self.open_call = Call(name, self.calls, tool.shapes, self.pieces, self.fault)
+        self.pieces.mark(Event("tool_call", index=self.calls, id=self.new_id(), name=name, schema=tool.schema))
         self.calls += 1
         self.kind, self.state = "content", self.call
 

@@ -7,8 +7,8 @@ from typing import Any
 from m3jax.messages import printable, shown
 from m3jax.text.chat import ordered_tools
 from m3jax.text.output.events import Event, Message
-from m3jax.text.output.machine import Machine
-from m3jax.text.output.shapes import Shapes, shapes_of
+from m3jax.text.output.machine import Machine, Tool
+from m3jax.text.output.shapes import shapes_of
 
 MODES = ("enabled", "disabled", "adaptive")
 
@@ -45,13 +45,13 @@ class OutputParser:
     ):
         if thinking_mode not in (None, *MODES):
             raise ValueError(f"thinking_mode = {shown(thinking_mode)}: must be one of {', '.join(MODES)}")
-        self._schemas = _schemas_of(tools)
+        self._tools = _tools_of(tools)
         self._is_thinking = thinking_mode == "enabled"
         self._new_id = new_id
         self._machine, self._is_through = self._new_machine(), False
 
     def _new_machine(self) -> Machine:
-        return Machine(self._schemas, self._is_thinking, self._has_reasoning, self._has_calls, self._new_id)
+        return Machine(self._tools, self._is_thinking, self._has_reasoning, self._has_calls, self._new_id)
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -135,11 +135,10 @@ def _check_text(text: str) -> None:
         raise ValueError(f"an output is text, got {shown(text)}; decode tokens with skip_special_tokens=False")
 
 
-def _schemas_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Shapes]:
-    """Return the alternatives of each tool's schema, by the tool's name."""
+def _tools_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Tool]:
+    """Return the tools by name."""
     found = {}
     for number, tool in enumerate(ordered_tools(tools), 1):
-        name, schema = tool["function"]["name"], tool["function"].get("parameters")
-        place = f"tool {number} ({printable(name)}): parameters"
-        found[name] = shapes_of(True if schema is None else schema, place)
+        name, schema = tool["function"]["name"], tool["function"].get("parameters", True)
+        found[name] = Tool(shapes_of(schema, f"tool {number} ({printable(name)}): parameters"), schema)
     return found

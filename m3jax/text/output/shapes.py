@@ -10,15 +10,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from m3jax.messages import shown
+from m3jax.text.chat.schemas import ALIASES
 
 # "number" takes whole numbers too, so it is two kinds.
 KINDS = {
     **{name: frozenset({name}) for name in ("null", "boolean", "integer", "string", "array", "object")},
     "number": frozenset({"number", "integer"}),
 }
-# Some benchmarks' files use Python's names of the types.
-KINDS |= {"str": KINDS["string"], "int": KINDS["integer"], "float": KINDS["number"], "bool": KINDS["boolean"]}
-KINDS |= {"list": KINDS["array"], "tuple": KINDS["array"], "dict": KINDS["object"]}
+KINDS |= {alias: KINDS[name] for alias, name in ALIASES.items()}
 MOST_ALTERNATIVES, MOST_DEPTH = 64, 64
 
 
@@ -56,6 +55,12 @@ def kinds_of(shapes: Shapes) -> frozenset[str] | None:
     if not shapes or any(shape.kinds is None for shape in shapes):
         return None
     return frozenset().union(*(shape.kinds for shape in shapes))
+
+
+def is_only_array(shapes: Shapes) -> bool:
+    """True if a value can be an array, and neither an object nor a string."""
+    kinds = kinds_of(shapes) or frozenset()
+    return "array" in kinds and not kinds & {"object", "string"}
 
 
 def kind_of(value: Any) -> str:

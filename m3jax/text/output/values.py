@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from m3jax.text.output.shapes import Shape, Shapes, kind_of, kinds_of, member_shapes
+from m3jax.text.output.shapes import Shape, Shapes, is_only_array, kind_of, kinds_of, member_shapes
 
 # An element as it was read: its text, or the elements in it, by name and in order; each a Node again.
 Node = str | list[tuple[str, Any]]
@@ -36,6 +36,29 @@ def value_of(node: Node, shapes: Shapes) -> Any:
         What JSON can hold; finite numbers only.
     """
     return _scalar(node, shapes) if isinstance(node, str) else _structure(node, shapes)
+
+
+def joined_value(nodes: list[Node], shapes: Shapes) -> Any:
+    """Read elements of one name, the first of which is the value unless they can only be parts of an array.
+
+    Args:
+        nodes: one or more, in order.
+        shapes: the schema's alternatives for each.
+
+    Returns:
+        As `value_of`. An array that was written in several elements has the items of all; text that is no JSON array
+        is one item.
+    """
+    if len(nodes) == 1 or not is_only_array(shapes):
+        return value_of(nodes[0], shapes)
+    found: list[Any] = []
+    for node in nodes:
+        if isinstance(node, str) and isinstance(items := _scalar(node, shapes), list):
+            found += items
+            continue
+        for item in [node] if isinstance(node, str) else [inner for _, inner in node]:
+            found.append(value_of(item, member_shapes(shapes, "item", len(found))))
+    return found
 
 
 def _scalar(text: str, shapes: Shapes) -> Any:
@@ -123,11 +146,10 @@ def _structure(elements: list[tuple[str, Node]], shapes: Shapes) -> Any:
     objects = [shape for shape in shapes if shape.kinds and "object" in shape.kinds]
     if len(objects) > 1:
         objects = [shape for shape in objects if _fits(elements, shape)] or objects
-    found: dict[str, Any] = {}
+    nodes: dict[str, list[Node]] = {}
     for name, node in elements:
-        if name not in found:  # the first one stays, as in a stream, which takes nothing back
-            found[name] = value_of(node, member_shapes(objects or shapes, name, 0))
-    return found
+        nodes.setdefault(name, []).append(node)
+    return {name: joined_value(each, member_shapes(objects or shapes, name, 0)) for name, each in nodes.items()}
 
 
 def _fits(elements: list[tuple[str, Node]], shape: Shape) -> bool:
