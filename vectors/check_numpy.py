@@ -13,10 +13,12 @@ import argparse
 import hashlib
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from m3_numpy import GROUPS, dense
+from mistakes import MISTAKES, outputs_with
 
 SCHEMA = 1
 BITS = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8",
@@ -93,8 +95,13 @@ def read_outputs(place):
 # --- comparing
 
 
-def difference(expected, found, tolerance, dtype, slack=0.0):
-    """What is wrong with an output, in one line; None if it agrees."""
+def named(place, axes):
+    """A place in words: "b=0 k=1 t=27" where the axes are "B K T ...", of which it may lack the last one."""
+    return " ".join(f"{axis.lower()}={index}" for axis, index in zip(axes.split(), place, strict=False)) or "[]"
+
+
+def difference(expected, found, tolerance, dtype, slack=0.0, axes=""):
+    """What is wrong with an output, in one line; None if it agrees. `axes` has a letter for each axis."""
     if expected.shape != found.shape:
         return f"found shape {list(found.shape)}, expected {list(expected.shape)}"
     if tolerance["compare"] == "blocks":
@@ -104,7 +111,7 @@ def difference(expected, found, tolerance, dtype, slack=0.0):
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
         ids = lambda x: sorted(int(i) for i in x[place] if i >= 0)
         sets = f"expected blocks {ids(expected)}, found {ids(found)}"
-        return f"{wrong.sum()} of {wrong.size} selections differ; the first at {list(place)}: {sets}"
+        return f"{wrong.sum()} of {wrong.size} selections differ; the first at {named(place, axes)}: {sets}"
     rtol, atol = (0.0, 0.0) if tolerance["compare"] == "bits" else tolerance.get(dtype, tolerance["bfloat16"])
     expected, found = expected.astype(np.float64), found.astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -118,7 +125,7 @@ def difference(expected, found, tolerance, dtype, slack=0.0):
     place = np.unravel_index(np.argmax(excess), excess.shape)
     values = f"expected {expected[place]:.9g}, found {found[place]:.9g}"
     bound = f"beyond rtol {rtol:.2g}, atol {atol:.2g} ({dtype})"
-    return f"{wrong.sum()} of {wrong.size} numbers differ {bound}; the farthest at {[int(i) for i in place]}: {values}"
+    return f"{wrong.sum()} of {wrong.size} numbers differ {bound}; the farthest at {named(place, axes)}: {values}"
 
 
 def hint(name, expected, found, x, rule, margin):
@@ -162,24 +169,25 @@ def slack_of(name, stored):
     return slack
 
 
-def recomputed(case, stored, weights, tolerances):
+def recomputed(case, stored, rule, tolerances):
     """Lines for each stored output that numpy's float64 does not confirm, and how many were looked at."""
     x = {name: array for name, (_, array) in stored.items() if case["tensors"].get(name, {}).get("role") == "input"}
     lines, count = [], 0
-    for name, array in GROUPS[case["group"]](x, case["rule"] | weights).items():
+    for name, array in GROUPS[case["group"]](x, rule).items():
         if name not in case["tensors"]:
             continue
         count += 1
         dtype = "bfloat16" if name.endswith("_bf16") else "float64"
         slack = slack_of(name, stored)
+        entry = case["tensors"][name]
         problem = difference(
-            stored[name][1], np.asarray(array), tolerances[case["tensors"][name]["tolerance"]], dtype, slack
+            stored[name][1], np.asarray(array), tolerances[entry["tolerance"]], dtype, slack, entry["axes"]
         )
         lines += [f"{name} as stored, against numpy: {problem}"] if problem else []
     return lines, count
 
 
-def held_against(case, stored, outputs, tolerances, dtype):
+def held_against(case, stored, rule, outputs, tolerances, dtype):
     """Lines for each of somebody's outputs that is not the stored one, and how many were looked at."""
     label = f"{case['group']}/{case['name']}"
     named = {name: found for (_, name), found in outputs.items()}
@@ -190,14 +198,19 @@ def held_against(case, stored, outputs, tolerances, dtype):
     kinds = [kind for kind in NARROWEST_FIRST if any(found[0] == kind for found in given.values())]
     x = {name: array for name, (_, array) in stored.items() if case["tensors"][name]["role"] == "input"}
     margin = stored["last_kept"][1] - stored["first_dropped"][1] if "last_kept" in stored else None
+    least = dtype or (NARROWEST_FIRST[kinds[0]] if kinds else "float32")
+    with_mistake = cache(lambda mistake: outputs_with(mistake, case["group"], x, rule))
     lines = []
     for name, (_, array) in given.items():
-        expected, kind = stored[name][1], case["tensors"][name]["tolerance"]
-        slack = slack_of(name, stored)
-        least = dtype or (NARROWEST_FIRST[kinds[0]] if kinds else "float32")
-        problem = difference(expected, array, tolerances[kind], least, slack)
+        expected, entry = stored[name][1], case["tensors"][name]
+        rest = tolerances[entry["tolerance"]], least, slack_of(name, stored), entry["axes"]
+        problem = difference(expected, array, *rest)
         if problem:
-            kind_of_mistake = hint(name, expected, array, x, case["rule"], margin)
+            gives_it = lambda wrong, expected=expected, array=array, rest=rest: (
+                wrong is not None and difference(wrong, array, *rest) is None and difference(expected, wrong, *rest)
+            )
+            proven = " or ".join(mistake for mistake in MISTAKES if gives_it(with_mistake(mistake).get(name)))
+            kind_of_mistake = proven or hint(name, expected, array, x, rule, margin)
             lines.append(f"{name}: {problem}" + (f"; {kind_of_mistake}" if kind_of_mistake else ""))
     return lines, len(given)
 
@@ -212,7 +225,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     manifest = read_manifest(args.folder)
     outputs = None if args.outputs is None else read_outputs(args.outputs)
-    agree, cases, compared = 0, 0, 0
+    agree, cases, compared, without = 0, 0, 0, 0
     for case in manifest["cases"]:
         if args.only and case["group"] not in args.only:
             continue
@@ -237,15 +250,16 @@ def main(argv=None):
             path for path, expected in sums.items() if hashlib.sha256(path.read_bytes()).hexdigest() != expected
         ):
             lines.append(f"the sha256 of {path.name} is not the one in manifest.json: the file was changed")
+        rule = case["rule"]
+        if "model" in case:
+            found = read_safetensors(args.folder / case["model"] / "model.safetensors")
+            rule = rule | {"weights": {name: array for name, (_, array) in found.items()}}
         if outputs is None:
-            weights = {}
-            if "model" in case:
-                found = read_safetensors(args.folder / case["model"] / "model.safetensors")
-                weights = {"weights": {name: array for name, (_, array) in found.items()}}
-            wrong, count = recomputed(case, stored, weights, manifest["tolerances"])
+            wrong, count = recomputed(case, stored, rule, manifest["tolerances"])
         else:
-            wrong, count = held_against(case, stored, outputs, manifest["tolerances"], args.dtype)
+            wrong, count = held_against(case, stored, rule, outputs, manifest["tolerances"], args.dtype)
         if outputs is not None and not count:
+            without += 1
             continue
         lines, cases, compared = lines + wrong, cases + 1, compared + count
         agree += not lines
@@ -253,6 +267,8 @@ def main(argv=None):
             print(f"{label}: {line}")
     if not compared:
         raise ValueError(f"{args.outputs or args.folder}: no output in it that {args.folder} has")
+    if without:
+        print(f"{without} {'case has' if without == 1 else 'cases have'} no output of yours")
     print(f"{agree} of {cases} cases agree ({compared} outputs compared)")
     return 0 if agree == cases else 1
 

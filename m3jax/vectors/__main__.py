@@ -10,8 +10,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from m3jax.console import Parser, run_command, run_program, write
+from m3jax.compile_cache import why_not_kept
+from m3jax.console import Parser, run_command, run_program, say, write
 from m3jax.interrupts import raise_interrupts
+from m3jax.progress import activity
 
 PROG = "m3jax.vectors"
 DIFFER = 1
@@ -53,15 +55,21 @@ def run(args: argparse.Namespace) -> int:
     """Make or check vectors, as the parsed arguments ask."""
     raise_interrupts()
     if args.command == "make":
-        from m3jax.vectors.making import make
+        with activity() as line:
+            line.say("starting")
+            from m3jax.vectors.making import make
 
-        manifest = make(args.out, args.only, args.large)
+            manifest = make(args.out, args.only, args.large)
         groups = {case["group"]: None for case in manifest["cases"]}
         write(f"{args.out}: {len(manifest['cases'])} cases of {len(groups)} groups: {', '.join(groups)}\n")
         return 0
-    from m3jax.vectors.checking import check
+    if reason := why_not_kept():
+        say(f"{PROG}: note: compiled programs are not kept: {reason}")
+    with activity() as line:
+        line.say("starting")
+        from m3jax.vectors.checking import check
 
-    reports = check(args.folder)
+        reports = check(args.folder)
     lines = [line for report in reports for line in report.differences]
     agreeing = sum(not report.differences for report in reports)
     compared = sum(report.compared for report in reports)

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from m3jax.compile_cache import compile_cache
 from m3jax.files.tensors import Arrays
 from m3jax.messages import shown
+from m3jax.progress import activity
 from m3jax.vectors.case import placed
 from m3jax.vectors.compare import difference
 from m3jax.vectors.files import read_case, read_manifest
@@ -31,11 +33,19 @@ class CaseReport(NamedTuple):
 def check(folder: Path) -> list[CaseReport]:
     """Compute every case anew, by the definitions in float64 and by each implementation that users can choose.
 
+    What is compiled is kept in the user's cache folder (`m3jax.compile_cache`), and stderr says which case is waited
+    for.
+
     Raises:
       ValueError: a folder that is no folder of vectors, or a case that this version does not know.
     """
     manifest = read_manifest(folder)
-    return [check_case(folder, case, manifest["tolerances"]) for case in manifest["cases"]]
+    reports, cases = [], manifest["cases"]
+    with compile_cache(), activity() as line:
+        for number, case in enumerate(cases, 1):
+            with line.timed(f"checking {case['group']}/{case['name']}, case {number} of {len(cases)}"):
+                reports.append(check_case(folder, case, manifest["tolerances"]))
+    return reports
 
 
 def check_case(folder: Path, case: Mapping[str, Any], tolerances: Mapping[str, Any]) -> CaseReport:
@@ -62,7 +72,9 @@ def check_case(folder: Path, case: Mapping[str, Any], tolerances: Mapping[str, A
                 raise ValueError(f"{name}: {tensor} has tolerance {shown(kind)}, which the manifest does not explain")
             compared += 1
             slack = arrays.get(f"{tensor.removesuffix('_bf16')}_slack", 0.0)
-            problem = difference(outputs[tensor], np.asarray(array), tolerances[kind], dtype, slack)
+            problem = difference(
+                outputs[tensor], np.asarray(array), tolerances[kind], dtype, slack, case["tensors"][tensor].get("axes")
+            )
             found.extend([f"{name}: {tensor} by {label}: {problem}"] if problem else [])
 
     try:

@@ -24,7 +24,12 @@ class Gap(NamedTuple):
 
 
 def difference(
-    expected: Tensor, found: Tensor, tolerance: Mapping[str, Any], dtype: str, slack: Tensor | float = 0.0
+    expected: Tensor,
+    found: Tensor,
+    tolerance: Mapping[str, Any],
+    dtype: str,
+    slack: Tensor | float = 0.0,
+    axes: str | None = None,
 ) -> str | None:
     """Return what is wrong with an output, in one line; None if it agrees.
 
@@ -34,16 +39,17 @@ def difference(
       tolerance: one of `TOLERANCES`.
       dtype: the narrowest floating type of the computation that gave it.
       slack: an additional allowed error of each number.
+      axes: a letter of each axis, as in "B K T J"; a place is then "b=0 k=1 t=27" and not [0, 1, 27].
     """
     if expected.shape != found.shape:
         return f"found shape {list(found.shape)}, expected {list(expected.shape)}"
     if tolerance["compare"] == "blocks":
-        return _first_other_set(expected, found)
+        return _first_other_set(expected, found, axes)
     gap = farthest(expected, found, tolerance, dtype, slack)
     if gap is None:
         return None
     return (
-        f"{gap.wrong.sum()} of {expected.size} numbers differ{gap.bound}; the farthest at {list(gap.place)}: "
+        f"{gap.wrong.sum()} of {expected.size} numbers differ{gap.bound}; the farthest at {_named(gap.place, axes)}: "
         f"{both_values(expected, found, gap.place)}"
     )
 
@@ -94,13 +100,20 @@ def ids_in(selection: Int[np.ndarray, " J"]) -> list[int]:
     return sorted(int(i) for i in selection if i >= 0)
 
 
-def _first_other_set(expected: Tensor, found: Tensor) -> str | None:
+def _named(place: tuple[int, ...], axes: str | None) -> str:
+    """Return a place in words: each index with the letter of its axis, where those are known."""
+    if not axes or not place:
+        return str(list(place))
+    return " ".join(f"{axis.lower()}={index}" for axis, index in zip(axes.split(), place, strict=False))
+
+
+def _first_other_set(expected: Tensor, found: Tensor, axes: str | None) -> str | None:
     """Return in words how many selections differ as sets, and the first of them; None if none does."""
     wrong = other_sets(expected, found)
     if not wrong.any():
         return None
     place = tuple(int(i) for i in np.argwhere(wrong)[0])
     return (
-        f"{wrong.sum()} of {wrong.size} selections differ; the first at {list(place)}: "
+        f"{wrong.sum()} of {wrong.size} selections differ; the first at {_named(place, axes)}: "
         f"expected blocks {ids_in(expected[place])}, found {ids_in(found[place])}"
     )

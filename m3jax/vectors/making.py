@@ -13,6 +13,7 @@ from jaxtyping import Shaped
 
 from m3jax.files.tensors import Arrays, dtype_code, packed
 from m3jax.messages import printable
+from m3jax.progress import activity
 from m3jax.vectors.case import Case, Group, placed
 from m3jax.vectors.files import MANIFEST, SCHEMA, manifest_text, sha256, write_new
 from m3jax.vectors.groups import GROUPS
@@ -42,9 +43,12 @@ def make(folder: Path, only: Sequence[str] = (), large: bool = False) -> dict[st
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder / MANIFEST}: vectors are there already; choose another folder, or remove them first")
     entries = []
-    for group in GROUPS.values():
-        if not only or group.name in only:
-            entries += [write_case(folder, group, case) for case in group.cases(large)]
+    # No cache of compiled programs: the bytes that are written depend on this machine and jax alone.
+    with activity() as line:
+        for group in GROUPS.values():
+            for case in group.cases(large) if not only or group.name in only else ():
+                with line.timed(f"making {group.name}/{case.name}"):
+                    entries.append(write_case(folder, group, case))
     if not entries:
         raise ValueError(f"--large: of {', '.join(only)} there are no large cases")
     manifest = {"schema": SCHEMA, "made": made_on(), "tolerances": TOLERANCES, "cases": entries}

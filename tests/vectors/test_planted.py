@@ -303,10 +303,91 @@ def test_a_planted_bug_is_found(mistake, tmp_path, capsys):
         value = np.ascontiguousarray(value)
         file.write_bytes(packed({name: value}))
     assert check_numpy.main([str(STORED), str(right.parent)]) == 0
-    assert capsys.readouterr().out == "1 of 1 cases agree (1 outputs compared)\n"
+    summary = "30 cases have no output of yours\n1 of 1 cases agree (1 outputs compared)\n"
+    assert capsys.readouterr().out == summary
     assert check_numpy.main([str(STORED), str(tmp_path / "wrong")]) == 1
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith(f"{label}: {tensor}: ") and "expected" in line and "found" in line and words in line, line
+
+
+def heads_in_order(x, kv):
+    """Attention of query heads that read KV heads kv [N], and their blocks."""
+    order, operands = np.argsort(kv, kind="stable"), ("k", "v", "positions", "lengths", "blocks")
+    attention = importlib.import_module("m3_numpy").attention
+    out, _ = attention(x["q"][:, :, order], *(x[name] for name in operands), 4)
+    return out[:, :, np.argsort(order)]
+
+
+def read_on(x):
+    """Attention in which every token of a chosen block is read, as far as the row goes."""
+    out = np.zeros(x["q"].shape)
+    for b, t, n in np.argwhere(np.repeat(x["positions"][..., None] >= 0, 6, axis=-1)):
+        seen = np.flatnonzero(np.isin(np.arange(x["lengths"][b]) // 4, x["blocks"][b, n // 3, t]))
+        weight = np.exp(x["k"][b, seen, n // 3] @ x["q"][b, t, n] / 4)
+        out[b, t, n] = weight @ x["v"][b, seen, n // 3] / weight.sum()
+    return out
+
+
+def best_three(x, end):
+    """The three best blocks, by stored scores, before `end` of each query's own block."""
+    found = np.full(x["blocks"].shape, -1)
+    for b, k, t in np.argwhere(np.repeat(x["positions"][:, None] >= 0, 2, axis=1)):
+        best = sorted(range(end(x["positions"][b, t] // 4)), key=lambda m: -x["block_scores"][b, k, t, m])[:3]
+        found[b, k, t, : len(best)] = best
+    return found
+
+
+def pooled_then_masked(x):
+    """Block scores with the tokens after the query in its own block, as far as the row goes."""
+    token = np.einsum("btki,bsi->bkts", x["index_q"], np.pad(x["index_k"], [(0, 0), (0, 3), (0, 0)]))
+    token = np.where(np.arange(44) < x["lengths"][:, None, None, None], token, -np.inf)
+    return np.where(np.isneginf(x["block_scores"]), -np.inf, token.reshape(2, 2, 41, 11, 4).max(-1))
+
+
+# Words of the report, the output that is spoilt, and how: written without a look at `vectors/mistakes.py`.
+PROVEN = {
+    "the own block is missing": (
+        "blocks",
+        lambda x: np.where(x["blocks"] == (x["positions"] // 4)[:, None, :, None], -1, x["blocks"]),
+    ),
+    "the own block is missing, and one more": ("blocks", lambda x: best_three(x, lambda own: own)),
+    "kept only if its score is among the best": ("blocks", lambda x: best_three(x, lambda own: own + 1)),
+    "count in its own block's score (T2)": ("block_scores", pooled_then_masked),
+    "attention has no causal mask": ("out", read_on),
+    "are not divided by the root": ("lse", lambda x: again(x, RULE, "sparse_attention", q=4 * x["q"])["lse"]),
+    "reads KV head n % K and its blocks": ("out", lambda x: heads_in_order(x, np.arange(6) % 2)),
+    "the LSE is in units of log 2": ("lse", lambda x: x["lse"] / np.log(2)),
+}
+RULE = {"block_size": 4, "top_k": 3}
+
+
+@pytest.mark.parametrize("words", PROVEN)
+def test_a_mistake_is_named_where_it_gives_what_was_found(words, tmp_path, capsys):
+    """An output in float32; one that is wrong in one more place gets no such name."""
+    check_numpy = importlib.import_module("check_numpy")
+    tensor, plant = PROVEN[words]
+    stored = check_numpy.read_safetensors(STORED / "sparse_attention" / "prefill.safetensors")
+    wrong = plant({name: array for name, (_, array) in stored.items()})
+    wrong_too = wrong.copy()
+    wrong_too[0, 1, 0] = 0
+    for value, is_named in ((wrong, True), (wrong_too, False)):
+        value = np.ascontiguousarray(value.astype(np.int32 if tensor == "blocks" else np.float32))
+        (tmp_path / "mine.safetensors").write_bytes(packed({f"sparse_attention/prefill/{tensor}": value}))
+        assert check_numpy.main([str(STORED), str(tmp_path), "--only", "sparse_attention"]) == 1
+        line = capsys.readouterr().out.splitlines()[0]
+        assert (words in line) == is_named, line
+
+
+def test_a_place_is_named_by_its_axes(tmp_path, capsys):
+    check_numpy = importlib.import_module("check_numpy")
+    (case,) = (
+        case for case in read_manifest(STORED)["cases"] if case["file"] == "sparse_attention/prefill.safetensors"
+    )
+    out = read_case(STORED, case)[0]["out"].copy()
+    out[1, 7, 4, 2] += 1
+    (tmp_path / "mine.safetensors").write_bytes(packed({"sparse_attention/prefill/out": out}))
+    assert check_numpy.main([str(STORED), str(tmp_path)]) == 1
+    assert "the farthest at b=1 t=7 n=4 h=2: expected" in capsys.readouterr().out
 
 
 def test_every_group_has_a_planted_bug():

@@ -1,16 +1,23 @@
 """Golden vectors: made twice with the same bits, confirmed by numpy and by the package, and bad input is one line."""
 
+import importlib
+import io
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from m3jax import progress
 from m3jax.files.tensors import packed
+from m3jax.vectors import checking
 from m3jax.vectors.__main__ import main
 from m3jax.vectors.checking import check_case
 from m3jax.vectors.files import MANIFEST, read_case, read_manifest, sha256
@@ -119,6 +126,33 @@ def test_a_bug_of_the_package_is_found(monkeypatch):
     assert "expected blocks [" in found[0] and "found [" in found[0]
 
 
+def test_check_keeps_what_it_compiles_and_says_what_is_waited_for(tmp_path, monkeypatch, caplog):
+    """A second run reads the programs of the first; on stderr and in the log stands the case."""
+    monkeypatch.setenv("M3JAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("M3JAX_PROGRESS", "1")
+    monkeypatch.setattr(progress, "_PAUSE", 0.05)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    folders, own = [], jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+
+    def slow_check(folder, case, tolerances):
+        folders.append(jax.config.jax_compilation_cache_dir)
+        time.sleep(0.2)
+        return checking.CaseReport("selection/given_scores", 1, [])
+
+    monkeypatch.setattr(checking, "check_case", slow_check)
+    (case,) = (case for case in stored_cases("selection") if case["name"] == "given_scores")
+    monkeypatch.setattr(checking, "read_manifest", lambda folder: {"cases": [case], "tolerances": {}})
+    with caplog.at_level(logging.INFO, "m3jax"):
+        try:
+            checking.check(STORED)
+        finally:
+            jax.config.update("jax_compilation_cache_dir", own)
+    assert folders == [str(tmp_path / "compiled")]
+    for said in (caplog.text, sys.stderr.getvalue()):
+        assert "checking selection/given_scores, case 1 of 1" in said
+
+
 def test_a_changed_file_is_a_difference(tmp_path, capsys):
     """Both checkers name the file's sum, and the number that was changed."""
     (case,) = (case for case in stored_cases("selection") if case["name"] == "given_scores")
@@ -203,6 +237,33 @@ def test_bad_arguments_are_one_line(args, words, capsys, tmp_path, monkeypatch):
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("language", ["numpy", "torch"])
+def test_a_skeleton_in_python_writes_what_agrees(language, tmp_path, monkeypatch):
+    """As it stands."""
+    monkeypatch.syspath_prepend(STORED)
+    importlib.import_module(f"skeleton_{language}").main(STORED, tmp_path)
+    agrees_with_sparse_attention(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the skeleton in C++ needs g++, which is not there")
+def test_the_skeleton_in_cpp_writes_what_agrees(tmp_path):
+    """Compiled without a warning, and run as it stands."""
+    program = tmp_path / "skeleton"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run(["g++", *flags, "-o", program, STORED / "skeleton.cpp"], check=True)
+    subprocess.run([program, STORED, tmp_path / "mine"], check=True, capture_output=True)
+    agrees_with_sparse_attention(tmp_path / "mine")
+
+
+def agrees_with_sparse_attention(folder: Path) -> None:
+    result = numpy_check(STORED, folder)
+    assert (result.returncode, result.stderr) == (0, "")
+    count, others = len(stored_cases("sparse_attention")), len(stored_cases()) - len(stored_cases("sparse_attention"))
+    assert result.stdout == (
+        f"{others} cases have no output of yours\n{count} of {count} cases agree ({2 * count} outputs compared)\n"
+    )
 
 
 def test_outputs_without_one_that_is_known(tmp_path):
