@@ -149,7 +149,7 @@ def checked(function: Function) -> Function:
             check_lengths(arguments["lengths"], num_keys)
             if {"blocks", "T"} <= arguments.keys() | sizes.keys():  # `virtual_pages` takes one query a row
                 check_chosen(*(arguments[name] for name in ("blocks", "positions", "lengths")), num_keys, block_size)
-        if {"S", "T"} <= sizes.keys():  # whole rows: of a chunk of one, all queries may be padding
+        if {"N", "S", "T"} <= sizes.keys():  # attention over whole rows: of a chunk, all queries may be padding
             check_rows(arguments["positions"], arguments["lengths"])
             check_numbers(arguments)
 
