@@ -59,7 +59,7 @@ def test_attention_gives_an_image_the_same_bits_wherever_it_lies(patches, own, s
 @pytest.mark.parametrize(("layers", "patches", "height", "width"), TOWER)
 def test_the_tower_gives_an_image_the_same_bits_wherever_it_lies(layers, patches, height, width, seed):
     """Padding may be NaN."""
-    random = MakeRandom(jax.random.key(seed), jnp.bfloat16, None)
+    random = MakeRandom(jax.random.key(seed), "bfloat16", None)
     vision = Vision(VisionConfig(num_hidden_layers=layers), TEXT_WIDTH, random)
     draw = np.random.default_rng(seed)
 
