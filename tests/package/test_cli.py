@@ -339,6 +339,6 @@ def test_the_module_does_not_hide_the_function():
         "assert inspect.isfunction(m3jax.generate)\n"
         "import m3jax.generate\n"
         "try: m3jax.generate(None, 'text', max_new_tokens=1)\n"
-        "except ValueError as e: assert 'encode' in str(e)\n"
+        "except ValueError as e: assert 'model is a NoneType' in str(e)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

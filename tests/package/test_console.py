@@ -169,7 +169,8 @@ def test_the_first_interrupt_raises_and_the_second_ends_the_process():
 
 
 HELD = {
-    "runs C code": "hashlib.pbkdf2_hmac('sha256', b'', b'', 1_500_000 * {seconds})",
+    # As long on any machine: a signal would end a sleep.
+    "runs C code": "hashlib.pbkdf2_hmac('sha256', b'', b'', int(a_second * {seconds}))",
     "waits for threads": "with ThreadPoolExecutor() as pool: pool.submit(time.sleep, {seconds}).result()",
 }
 
@@ -179,10 +180,12 @@ HELD = {
 @pytest.mark.parametrize("held", HELD)
 def test_an_interrupt_that_can_do_nothing_yet_is_answered(noted, presses, held):
     """As while XLA compiles: the first says that a second ends it, the second does, and the first alone works later."""
-    work = HELD[held].format(seconds=1 if presses == 1 else 30)
+    work = HELD[held].format(seconds=2 if presses == 1 else 30)
     code = (
         "import hashlib, time\nfrom concurrent.futures import ThreadPoolExecutor\nfrom m3jax.console import *\n"
         "from m3jax.interrupts import *\n"
+        "began = time.perf_counter()\nhashlib.pbkdf2_hmac('sha256', b'', b'', 200_000)\n"
+        "a_second = 200_000 / (time.perf_counter() - began)\n"
         "def run(args):\n    raise_interrupts()\n    write('held\\n')\n"
         f"    with {'NotedInterrupts()' if noted else 'ThreadPoolExecutor()'} as interrupts:\n        {work}\n"
         "        return 7 if interrupts.noted else 8\n"
