@@ -8,9 +8,10 @@ from pathlib import Path
 from m3jax.console import Parser
 from m3jax.messages import HUB_NAME, no_model_folder
 
-# As m3jax.ops and m3jax.model.build have them; a test compares.
+# As m3jax.ops, m3jax.model.build and m3jax.text have them; tests compare.
 BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")
 WEIGHTS = ("dequantize", "mxfp8")
+THINKING_MODES = ("adaptive", "enabled", "disabled")
 
 
 def add_model(out: Parser) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import load
-from m3jax.cli.knobs import asked_params, settings
+from m3jax.cli.knobs import asked_params
+from m3jax.cli.settings import settings
 from m3jax.completion import Defaults, generate_text, marked, named_drafter, read_media, with_placeholders
 from m3jax.config import M3Config
 from m3jax.console import say, token_ids, write

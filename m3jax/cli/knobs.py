@@ -1,33 +1,13 @@
-"""Use of the arguments of `add_knobs` and `add_machine`: the process's settings and the sampling parameters."""
+"""Use of the arguments of `add_knobs`: the sampling parameters."""
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import jax
-
-from m3jax.compile_cache import compile_cache, why_not_kept
 from m3jax.completion import Defaults
 from m3jax.config import M3Config
 from m3jax.console import say
 from m3jax.decoding import Params
 from m3jax.decoding.sampling import KNOBS, as_sampling
 from m3jax.text_model import params_of
-
-
-@contextmanager
-def settings(args: argparse.Namespace, prog: str) -> Iterator[None]:
-    """Apply the process's settings that the arguments ask for: the cache of compiled programs, and float64.
-
-    Args:
-      args: with those of `add_machine`.
-      prog: the command's name, which a note begins with.
-    """
-    if not args.no_compile_cache and (reason := why_not_kept()):
-        say(f"{prog}: note: compiled programs are not kept: {reason}")
-    is_float64 = args.dtype == "float64" or jax.config.jax_enable_x64
-    with compile_cache(not args.no_compile_cache), jax.enable_x64(is_float64):
-        yield
 
 
 def asked_params(args: argparse.Namespace, prog: str, config: M3Config, defaults: Defaults) -> Params:

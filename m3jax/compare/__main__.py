@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from m3jax.cli.arguments import check_plots
-from m3jax.console import Parser, run_command, run_program, say, token_ids, write
+from m3jax.console import Parser, run_command, run_program, token_ids, write
 from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.compare"
@@ -68,17 +68,12 @@ def run(args: argparse.Namespace) -> int:
     prompts = [token_ids(text) for text in args.prompt_tokens]
     if args.html is not None:
         check_plots("--html")
-    import jax
-
+    from m3jax.cli.settings import settings
     from m3jax.compare.running import compare_sides
     from m3jax.compare.text import lines_of
-    from m3jax.compile_cache import compile_cache, why_not_kept
 
     raise_interrupts()
-    if not args.no_compile_cache and (reason := why_not_kept()):
-        say(f"{PROG}: note: compiled programs are not kept: {reason}")
-    is_float64 = args.dtype == "float64" or jax.config.jax_enable_x64
-    with compile_cache(not args.no_compile_cache), jax.enable_x64(is_float64):
+    with settings(args, PROG):
         report = compare_sides(
             args.a, args.b, prompts, rtol=args.rtol, atol=args.atol, names=args.map, config=args.config,
             dtype=args.dtype, mesh=args.mesh,

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from m3jax.compile_cache import compile_cache, why_not_kept
+from m3jax.cli.settings import settings
 from m3jax.config import M3Config
-from m3jax.console import say, write
+from m3jax.console import write
 from m3jax.evaluate.dumps import ABOUT, write_dump
 from m3jax.evaluate.pictures import PICTURES, picture
 from m3jax.evaluate.reading import Reading
@@ -38,12 +38,7 @@ def evaluate(args: argparse.Namespace) -> None:
       OSError: a file that cannot be written.
       FloatingPointError: logits that are no numbers.
     """
-    if not args.no_compile_cache and (reason := why_not_kept()):
-        say(f"{PROG}: note: compiled programs are not kept: {reason}")
-    with (
-        compile_cache(not args.no_compile_cache),
-        jax.enable_x64("float64" in args.dtype or jax.config.jax_enable_x64),
-    ):
+    with settings(args, PROG):
         # Everything that can be refused is refused before weights are read.
         folders = [args.model, *([] if args.against is None else [args.against])]
         asked = subjects(folders, args.dtype, args.cache_dtype, args.index_dtype, args.backend)

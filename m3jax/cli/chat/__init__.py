@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from m3jax.cli.arguments import add_knobs, add_machine, add_model
+from m3jax.cli.arguments import THINKING_MODES, add_knobs, add_machine, add_model
 from m3jax.console import Parser, run_command
 from m3jax.interrupts import raise_interrupts
 
@@ -29,7 +29,7 @@ def parser() -> Parser:
     add_model(out)
     out.add_argument("--tools", metavar="FILE", type=Path, help="a JSON list of the tools that the model may call; the "
                      "chat asks you for their results")  # fmt: skip
-    out.add_argument("--thinking", metavar="MODE", choices=("adaptive", "enabled", "disabled"), default="adaptive",
+    out.add_argument("--thinking", metavar="MODE", choices=THINKING_MODES, default="adaptive",
                      help="adaptive (default: the model decides), enabled or disabled")  # fmt: skip
     out.add_argument("--system", metavar="TEXT", help="what the model is told before the dialogue")
     out.add_argument("--template", metavar="FILE", type=Path, help="a chat template in place of the model folder's")

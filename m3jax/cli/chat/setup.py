@@ -3,13 +3,13 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from m3jax.cli.arguments import THINKING_MODES
 from m3jax.decoding.sampling import KNOBS
 from m3jax.dialogue import Dialogue
 from m3jax.files import read_json_list
 from m3jax.messages import printable
 from m3jax.text import OutputParser
 
-THINKING_MODES = ("adaptive", "enabled", "disabled")
 SETTINGS = (*KNOBS, "seed", "max_new_tokens", "thinking")
 _REQUIRED = ("temperature", "seed")  # the others can be off
 

@@ -8,7 +8,8 @@ from m3jax.assets import embedded_path
 from m3jax.checkpoint import load
 from m3jax.cli.chat.pipe import answer_lines
 from m3jax.cli.chat.terminal import Terminal
-from m3jax.cli.knobs import asked_params, settings
+from m3jax.cli.knobs import asked_params
+from m3jax.cli.settings import settings
 from m3jax.completion import Defaults
 from m3jax.config import M3Config
 from m3jax.dialogue import Dialogue

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from m3jax.files import current_file
+from m3jax.files import current_file, read_bytes
 from m3jax.messages import printable, shortened, shown
 from m3jax.text.chat.request import ordered_messages, ordered_tools
 from m3jax.text.tokenizer import Tokenizer
@@ -107,14 +107,9 @@ class ChatTemplate:
         """
         place = printable(str(file))
         try:
-            with open(file, "rb") as stream:
-                data = stream.read(_MOST_BYTES + 1)
+            return read_bytes(Path(file), _MOST_BYTES).decode("utf-8")
         except OSError as error:
             raise ValueError(f"{place}: {error.strerror}; give the file of a chat template") from None
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"{place}: larger than {_MOST_BYTES:,} bytes, the most that is read; is it a template?")
-        try:
-            return data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{place}: byte {error.start} is not UTF-8; download the template again") from None
 
