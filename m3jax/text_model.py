@@ -13,7 +13,7 @@ from jaxtyping import Array
 from m3jax.assets import embedded_path
 from m3jax.completion import Defaults, StoppableText, marked, read_media, stream_text, with_placeholders
 from m3jax.config import M3Config
-from m3jax.decoding import Drafter, Engine, Media, Params, Sampling, check_logits, engine_for
+from m3jax.decoding import Drafter, Engine, Generation, Media, Params, Sampling, check_logits, engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.sampling import SamplingKnobs, as_sampling, as_samplings
 from m3jax.dialogue import Reply, chat
@@ -172,9 +172,13 @@ class TextModel:
         engine = engine_for(self.model, prompts, params, media=[media], draft=draft, draft_tokens=draft_tokens)
         handles = [engine.add(prompt, asked, media) for prompt, asked in zip(prompts, params, strict=True)]
         number_of = {handle: number for number, handle in enumerate(handles)}
-        for handle, piece in stream_text(engine, dict(zip(handles, new_texts, strict=True))):
-            yield number_of[handle], piece
-        check_logits([engine.result(handle) for handle in handles])
+        results: dict[int, Generation] = {}
+        for handle, piece, result in stream_text(engine, dict(zip(handles, new_texts, strict=True))):
+            if piece:
+                yield number_of[handle], piece
+            if result is not None:
+                results[handle] = result
+        check_logits([results[handle] for handle in handles])
 
     def chat(
         self,

@@ -133,8 +133,9 @@ def live(life: Life) -> None:
         _ACTS[name](life, served)
         inspect(served)
     for _ in range(500):
-        if not served.step():
+        if not served.busy:
             break
+        served.step()
         inspect(served)
     assert not served.busy, "500 steps did not end every request"
     assert served.pages["used"] == 0, f"{served.pages['used']} pages are used by nobody"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from m3jax.completion.pictures import read_media, with_placeholders
-from m3jax.decoding import Drafter, Media, Params, Sampling, check_logits, engine_for
+from m3jax.decoding import Drafter, Generation, Media, Params, Sampling, check_logits, engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS, as_prompts
 from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.decoding.sampling import HostOrDevice, SamplingKnobs, as_samplings
@@ -75,11 +75,12 @@ def generate(
     prompts = [with_placeholders(prompt, own, tokenizer) for prompt, own in zip(prompts, media, strict=True)]
     engine = engine_for(model, prompts, params, media=media, draft=draft, draft_tokens=draft_tokens, progress=progress)
     handles = [engine.add(*request) for request in zip(prompts, params, media, strict=True)]
+    results: dict[int, Generation] = {}
     with activity(progress) as line:
         line.say("generating")
-        while engine.step():
+        while engine.busy:
+            results |= {event.handle: event.generation for event in engine.step() if event.generation is not None}
             line.say(f"generating: {engine.timings.decoded_tokens} new tokens")
-    results = engine.run()
     generations = [results[handle] for handle in handles]
     check_logits(generations)
     return [generation.tokens for generation in generations]

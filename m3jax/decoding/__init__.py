@@ -1,7 +1,19 @@
 """Generation, from token ids to token ids: sampling, and the engine with its jitted prefill and decode loop."""
 
 from m3jax.decoding.builder import build_engine, check_logits, engine_for
-from m3jax.decoding.engine import Drafting, Engine, Generation, Media, Params, Storage, Timings, Work
+from m3jax.decoding.engine import (
+    Drafting,
+    Engine,
+    Generation,
+    Media,
+    Params,
+    RequestTimings,
+    Storage,
+    Timings,
+    TokenEvent,
+    Work,
+)
+from m3jax.decoding.loop import EngineLoop, RequestStream
 from m3jax.decoding.sampling import Sampling, SamplingParams, filtered_logits, row_keys, sample
 from m3jax.decoding.speculation import Drafter, Eagle3Drafter, PromptLookup
 
@@ -10,14 +22,18 @@ __all__ = [
     "Drafting",
     "Eagle3Drafter",
     "Engine",
+    "EngineLoop",
     "Generation",
     "Media",
     "Params",
     "PromptLookup",
+    "RequestStream",
+    "RequestTimings",
     "Sampling",
     "SamplingParams",
     "Storage",
     "Timings",
+    "TokenEvent",
     "Work",
     "build_engine",
     "check_logits",

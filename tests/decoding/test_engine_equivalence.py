@@ -216,7 +216,8 @@ def test_freed_pages_are_not_read(share):
     served = engine(model(), prefix_cache=share)
     notes, handles = watch(served), [served.add(*item) for item in WORK]
     poison(served)
-    while served.step():
+    while served.busy:
+        served.step()
         served.check()
         poison(served)
     assert preemptions(served)
@@ -245,7 +246,7 @@ def test_any_companions(mix, share):
         served.check()
     finish(served)
     for i, (number, _) in enumerate(mix):
-        bits = not share and not served._requests[handles[i]].preemptions
+        bits = not share and not served.result(handles[i]).timings.preemptions
         assert_same(outcome(served, notes, handles[i], WORK[number]), alone(number), bits)
 
 
@@ -266,7 +267,7 @@ def test_preempted_and_resumed_is_undisturbed(share):
     served = engine(model(), prefix_cache=share)
     notes = watch(served)
     older, younger = run(served, [WORK[2], WORK[3]], notes)
-    assert [r.preemptions > 0 for r in served._requests.values()] == [False, True]
+    assert [result.timings.preemptions > 0 for result in served._results.values()] == [False, True]
     lengths = {len(tokens) for tokens in notes if tokens[:17] == WORK[3][0]}
     assert any(17 < n < 76 for n in lengths)
     assert_same(older, alone(2), bits=True)

@@ -47,9 +47,9 @@ def serve(engine: Engine, *work: tuple[Sequence[int], Params]) -> list[Generatio
 def finish(engine: Engine, used: int = 0) -> None:
     """Step to the end, which must come; pages are checked after every step, and none is lost."""
     for _ in range(1000):
-        more = engine.step()
+        engine.step()
         engine.check()
-        if not more:
+        if not engine.busy:
             break
     assert not engine.busy
     assert engine.pages["used"] == used
@@ -67,7 +67,8 @@ def assert_stays(engine: Engine, before: Sequence[Sharding]) -> None:
 
 
 def preemptions(engine: Engine) -> int:
-    return sum(request.preemptions for request in engine._requests.values())
+    generations = [*engine._results.values(), *(request.generation for request in engine._requests.values())]
+    return sum(generation.timings.preemptions for generation in generations)
 
 
 def poison(engine: Engine, value: float = np.nan) -> None:

@@ -9,6 +9,7 @@ from m3jax.decoding.device.media import read_media
 from m3jax.decoding.device.pages import copy_pages, read_pages, write_pages
 from m3jax.decoding.device.programs import PROGRAMS, program
 from m3jax.decoding.device.rounds import decode_in_rounds
+from m3jax.decoding.device.start import start_rows
 from m3jax.decoding.device.state import (
     BAD_LOGITS,
     IDLE,
@@ -47,5 +48,6 @@ __all__ = [
     "program",
     "read_media",
     "read_pages",
+    "start_rows",
     "write_pages",
 ]

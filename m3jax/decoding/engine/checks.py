@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from m3jax.decoding.engine.media import MEDIA_PATCHES, MEDIA_TOKENS
@@ -145,3 +146,43 @@ def check_goes_on(new: Sequence[int], params: Params, name: str) -> None:
     """
     if params.max_new_tokens <= len(new):
         raise ValueError(f"max_new_tokens = {params.max_new_tokens}: {name} has {len(new)} already")
+
+
+def check_order(n: int | None, priority: int, deadline: float | None) -> None:
+    """Raise ValueError for requests of a group, a priority or a deadline that are none."""
+    check_sizes({} if n is None else {"n": n})
+    if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
+        raise ValueError(f"priority = {priority!r}: must be an integer; a higher one is served first")
+    is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if deadline is not None and (not is_number or not 0 < deadline < math.inf):
+        raise ValueError(f"deadline = {deadline!r}: must be a number of seconds above 0, or None")
+
+
+def check_same_shapes(old: TargetModel, new: TargetModel) -> None:
+    """Raise ValueError unless the programs that run one model run the other one too.
+
+    Raises:
+      ValueError: names the first parameter of another shape, dtype or place, or says that the models differ otherwise.
+    """
+    by_name = lambda model: {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]
+    }
+    old_leaves, new_leaves = by_name(old), by_name(new)
+    for name, leaf in new_leaves.items():
+        known = old_leaves.get(name)
+        if known is None:
+            raise ValueError(f"the new model has a parameter {name} that the engine's model lacks: make a new engine")
+        if (leaf.shape, leaf.dtype) != (known.shape, known.dtype):
+            raise ValueError(
+                f"parameter {name} of the new model is {leaf.dtype} {leaf.shape}, and the engine's is {known.dtype} "
+                f"{known.shape}: give one of the same shapes, or make a new engine"
+            )
+        if not leaf.sharding.is_equivalent_to(known.sharding, leaf.ndim):
+            raise ValueError(f"parameter {name} of the new model lies on other devices: load it with the engine's mesh")
+    if missing := old_leaves.keys() - new_leaves.keys():
+        raise ValueError(f"the new model lacks the parameter {min(missing)}: make a new engine")
+    if type(old) is not type(new) or jax.tree.structure(old) != jax.tree.structure(new):
+        raise ValueError(
+            "the new model is computed in another way (schedule, backend, score, invariance ...), or its configuration "
+            "differs: call the same with_... methods, or make a new engine"
+        )

@@ -1,7 +1,9 @@
 """A request on the host: its parameters, its state in an engine, and its continuation."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 import numpy as np
 
@@ -27,18 +29,37 @@ class Params:
 
 
 @dataclass(frozen=True)
+class RequestTimings:
+    """The seconds that a request spent, by what it waited for.
+
+    Attributes:
+      queue_seconds: from `add` until it first had a row.
+      prompt_seconds: from then until its first new token.
+      decode_seconds: from its first new token to its newest.
+      preemptions: how often it had to give its row back.
+    """
+
+    queue_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
 class Generation:
     """The continuation of one prompt.
 
     Attributes:
       tokens: new token ids only, with the stop id or the token that completed a stop string as the last.
       logprobs: natural logarithm of each token's probability under the model's own logits, before any knob.
-      stop_reason: "length", "stop_id", "stop_string", "nan" (the logits had no distribution), "aborted", or
-        "unfinished".
+      stop_reason: "length", "stop_id", "stop_string", "nan" (the logits had no distribution), "deadline", "aborted",
+        or "unfinished".
       prompt_tokens: length of the prompt.
       cached_tokens: of these, those that the prefix cache had when the request first got its pages.
       text: the decoded continuation, without the stop id and cut before a stop string; None where no text was
         asked for.
+      versions: of the weights that drew each token (`Engine.update`); no part of what makes two generations equal.
+      timings: the seconds that it took so far; likewise.
     """
 
     tokens: list[int]
@@ -47,6 +68,37 @@ class Generation:
     prompt_tokens: int
     text: str | None = None
     cached_tokens: int = 0
+    versions: list[int] = field(default_factory=list, compare=False)
+    timings: RequestTimings | None = field(default=None, compare=False)
+
+    def cut(self, keep: int, stop_reason: str) -> "Generation":
+        """Return the first `keep` tokens, with another reason to stop there."""
+        lists = ("tokens", "logprobs", "versions")
+        return replace(self, stop_reason=stop_reason, **{name: getattr(self, name)[:keep] for name in lists})
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """The news of one request after a round of work.
+
+    Attributes:
+      handle: of the request.
+      start: new tokens that it had before these. After `truncate` that is fewer than were given out: what came at and
+        behind this place counts no more.
+      tokens: the new tokens of this round; none where the request only ended.
+      logprobs: of these tokens, as in `Generation`.
+      versions: of the weights that drew each.
+      stop_reason: "unfinished", or the reason for which the request has ended; then this is its last event.
+      generation: with the last event, all of it; None before.
+    """
+
+    handle: int
+    start: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop_reason: str
+    generation: Generation | None = None
 
 
 @dataclass(eq=False)
@@ -67,9 +119,18 @@ class Request:
       found: of its tokens those that were in the prefix cache when it first got pages; None before.
       is_decoding: whether its prompt is through.
       stop_reason: that of `Generation`; "unfinished" while it goes on.
-      taken: new tokens that were given out by `Engine.take`.
+      versions: of the weights that drew each new token.
+      priority: requests of a higher one are served first.
+      deadline: `time.perf_counter()` at which it ends, done or not; None for none.
+      group: number that the requests of one `add` share.
+      reported: new tokens that events have given out.
+      passes: how often a younger request got a row while this one waited for pages.
+      common: while it waits, with how many tokens its prompt and those of others begin alike, by their handles.
       preemptions: how often it had to give its row back.
-      first_token_at: `time.perf_counter()` when its first token came; None before.
+      added_at: `time.perf_counter()` when it was added.
+      row_at: when it first got a row; None before.
+      first_token_at: when its first token came; None before.
+      last_token_at: when its newest token came; None before the first.
     """
 
     handle: int
@@ -85,9 +146,68 @@ class Request:
     found: int | None = None
     is_decoding: bool = False
     stop_reason: str = "unfinished"
-    taken: int = 0
+    versions: list[int] = field(default_factory=list)
+    priority: int = 0
+    deadline: float | None = None
+    group: int | None = None
+    reported: int = 0
+    passes: int = 0
+    common: dict[int, int] = field(default_factory=dict)
     preemptions: int = 0
+    added_at: float = field(default_factory=perf_counter)
+    row_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """The order of service: the higher priority, then the earlier deadline, then the older request."""
+        return -self.priority, math.inf if self.deadline is None else self.deadline, self.handle
+
+    @property
+    def generation(self) -> Generation:
+        """The continuation so far."""
+        return Generation(
+            tokens=list(self.new),
+            logprobs=list(self.logprobs),
+            stop_reason=self.stop_reason,
+            prompt_tokens=len(self.prompt),
+            cached_tokens=min(self.found or 0, len(self.prompt)),
+            versions=list(self.versions),
+            timings=self.timings,
+        )
+
+    @property
+    def timings(self) -> RequestTimings:
+        """The seconds that the request has taken so far."""
+        now = perf_counter()
+        row_at = now if self.row_at is None else self.row_at
+        first_at = now if self.first_token_at is None else self.first_token_at
+        return RequestTimings(
+            queue_seconds=row_at - self.added_at,
+            prompt_seconds=max(0.0, first_at - row_at),
+            decode_seconds=0.0 if self.last_token_at is None else self.last_token_at - first_at,
+            preemptions=self.preemptions,
+        )
+
+    def news(self) -> TokenEvent:
+        """Return what came since the last call, which is reported with it."""
+        start, self.reported = self.reported, len(self.new)
+        has_ended = self.stop_reason != "unfinished"
+        return TokenEvent(
+            handle=self.handle,
+            start=start,
+            tokens=tuple(self.new[start:]),
+            logprobs=tuple(self.logprobs[start:]),
+            versions=tuple(self.versions[start:]),
+            stop_reason=self.stop_reason,
+            generation=self.generation if has_ended else None,
+        )
+
+    def keep_new(self, count: int) -> None:
+        """Drop all new tokens but the first `count`, and all that is known of them."""
+        del self.new[count:], self.logprobs[count:], self.versions[count:]
+        self.reported = min(self.reported, count)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -98,6 +218,11 @@ class Request:
     def keys(self) -> tuple[int, ...]:
         """The keys of the request's pages: tokens, and keys of features (`m3jax.decoding.engine.media`)."""
         return (*self.prompt_keys, *self.new)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the prompt and the continuation."""
+        return len(self.prompt) + len(self.new)
 
     def keys_between(self, start: int, end: int) -> tuple[int, ...]:
         """Return `keys[start:end]` without making a tuple of all keys: a long prompt has many more."""
@@ -116,7 +241,7 @@ class Request:
     @property
     def uncached(self) -> int:
         """The number of tokens that are not in the cache yet."""
-        return len(self.prompt) + len(self.new) - self.cached
+        return self.num_tokens - self.cached
 
 
 def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, name: str = "prompt") -> None:

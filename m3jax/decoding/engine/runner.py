@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from m3jax.parallel import sharding
 from m3jax.platform import platform
 
 PROGRAMS = ("prefill", "tower", "decode", "pages")
+_Tree = TypeVar("_Tree")
 Watch = Callable[[str], AbstractContextManager]  # maps names of programs to the context in which they are compiled
 
 
@@ -76,7 +77,7 @@ class Runner:
         host: HostMemory | None = None,
         drafter: Drafter | None = None,
     ):
-        self.model, self.shapes, self.host, self.drafter = model, shapes, host, drafter
+        self.model, self.shapes, self.host, self.drafter = _committed(model), shapes, host, drafter
         self.table = np.array(cache.table)
         self._stop_reasons = np.full(shapes.batch, device.IDLE, np.int32)
         self._is_stale = False  # whether the device's table and stop reasons are older than the host's
@@ -89,7 +90,7 @@ class Runner:
             return jax.device_put(array, sharding(array.shape, ("batch",) + (None,) * (array.ndim - 1), model.mesh))
 
         # Committed to their devices, as the results of a call are: otherwise the second call would compile anew.
-        cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
+        cache = _committed(cache)
         memory = None if drafter is None else drafter.begin(model, shapes.batch, self._max_length)
         self.state = device.State(
             cache=cache,
@@ -122,7 +123,7 @@ class Runner:
             widths if "prefill" in programs else (), self.shapes.media_patches if "tower" in programs else ()
         )
         if "decode" in programs:
-            calls.append(lambda: self._decode_call(0))
+            calls += [lambda: self._decode_call(0), lambda: self._start_call(())]
             names.append(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}")
         if "pages" in programs:
             names.append("copies of pages")
@@ -167,6 +168,10 @@ class Runner:
         contents = self.read_pages([0])
         self._page_layout = page_layout(contents)
         self.write_pages([-1], contents, ())
+
+    def update(self, model: TargetModel) -> None:
+        """Run another model from now on, whose parameters have the shapes and places of the old one's."""
+        self.model = _committed(model)
 
     # Calls
 
@@ -304,6 +309,24 @@ class Runner:
         self._stop_reasons[row] = stop_reason
         self._lengths[row], self._newest_token[row] = length, newest_token
 
+    def start_rows(self, parts: Sequence[PromptPart]) -> None:
+        """Have rows decode from their last token on, which alone is not in the cache; at most `prompts` of them."""
+        self._send_changes()
+        self.state = self._start_call(parts)()
+        for part in parts:
+            self.start_row(part.row, device.LIVE, part.cached, part.tokens[-1])
+
+    def _start_call(self, parts: Sequence[PromptPart]) -> partial[device.State]:
+        """Return the device's call that starts some rows."""
+        count = self.shapes.prompts
+        rows = np.full(count, self.shapes.batch, np.int32)
+        last_token, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        for index, part in enumerate(parts):
+            rows[index], last_token[index], lengths[index] = part.row, part.tokens[-1], part.cached
+        continuations = self.continuations(parts, count)
+        shared = dict(layout=self._layout, types=self._types)
+        return partial(device.start_rows, self.state, rows, last_token, lengths, continuations, **shared)
+
     def set_pages(self, row: int, page_ids: Int32[np.ndarray, "M"]) -> None:
         """Give a row its pages."""
         if (self.table[row] != page_ids).any():
@@ -389,6 +412,11 @@ class Runner:
 
     def _replace_cache(self, cache: PagedCache) -> None:
         self.state = replace(self.state, cache=cache)
+
+
+def _committed(tree: _Tree) -> _Tree:
+    """Return arrays committed to the devices where they lie; none is copied."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
 
 
 def _mode(model: TargetModel) -> device.Mode:
