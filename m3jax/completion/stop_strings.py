@@ -66,9 +66,7 @@ class StoppableText:
         return 0
 
 
-def stream_text(
-    engine: Engine, texts: Mapping[int, StoppableText]
-) -> Iterator[tuple[int, str, Generation | None]]:
+def stream_text(engine: Engine, texts: Mapping[int, StoppableText]) -> Iterator[tuple[int, str, Generation | None]]:
     """Work until some requests have ended, decoding to text as it goes.
 
     Args:

@@ -45,7 +45,7 @@ class RequestStream:
         while not self._is_over:
             yield self.get()
 
-    def get(self, timeout: float | None = None) -> TokenEvent:
+    def get(self, timeout: int | float | None = None) -> TokenEvent:
         """Wait for the next event.
 
         Args:
@@ -151,7 +151,7 @@ class EngineLoop:
         prompt: Sequence[int] | HostOrDevice,
         params: Params,
         *args: Any,
-        timeout: float | None = None,
+        timeout: int | float | None = None,
         n: int | None = None,
         **kwargs: Any,
     ) -> RequestStream | list[RequestStream]:

@@ -148,7 +148,7 @@ def check_goes_on(new: Sequence[int], params: Params, name: str) -> None:
         raise ValueError(f"max_new_tokens = {params.max_new_tokens}: {name} has {len(new)} already")
 
 
-def check_order(n: int | None, priority: int, deadline: float | None) -> None:
+def check_order(n: object, priority: object, deadline: object) -> None:
     """Raise ValueError for requests of a group, a priority or a deadline that are none."""
     check_sizes({} if n is None else {"n": n})
     if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
@@ -164,6 +164,8 @@ def check_same_shapes(old: TargetModel, new: TargetModel) -> None:
     Raises:
       ValueError: names the first parameter of another shape, dtype or place, or says that the models differ otherwise.
     """
+    if not isinstance(new, TargetModel):
+        raise ValueError(f"model is a {type(new).__name__}, which an engine cannot serve: give one from m3jax.load")
     by_name = lambda model: {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]
     }

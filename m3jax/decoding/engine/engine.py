@@ -123,7 +123,7 @@ class Engine:
         *,
         n: int | None = None,
         priority: int = 0,
-        deadline: float | None = None,
+        deadline: int | float | None = None,
     ) -> int | list[int]:
         """Queue a request, or a group of n requests of one prompt.
 
