@@ -237,7 +237,7 @@ def test_a_deadline_ends_a_request_with_what_it_has(monkeypatch):
     found = served.result(late)
     assert found.stop_reason == "deadline" and found.tokens == whole.tokens[: len(found.tokens)] != []
     assert served.result(waiting).stop_reason == "deadline" and len(served.result(waiting).tokens) < 10
-    assert served.result(other) == alone(prompt(9, seed=2), params(90))
+    assert_same(served.result(other), alone(prompt(9, seed=2), params(90)))
 
 
 def test_a_short_prompt_is_not_held_back_by_a_long_one():
@@ -264,7 +264,7 @@ def test_a_long_prompt_goes_on_whatever_comes_behind_it():
 
 
 def test_who_lacks_pages_is_passed_a_bounded_number_of_times():
-    """A request of all pages waits for them; short ones pass it, at most MOST_PASSES of them, and then it is its turn."""
+    """A request of all pages waits for them; MOST_PASSES short ones pass it, and then it is its turn."""
     served = small(pages=16, max_length=64, prefix_cache=False)
     served.add(prompt(8, seed=99), params(20))
     served.step()
