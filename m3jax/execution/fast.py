@@ -7,7 +7,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from m3jax import ops
-from m3jax.cache import LayerCall
 from m3jax.execution import plain
 from m3jax.execution.attend import attend, attend_over_mesh
 from m3jax.execution.compute import Compute
@@ -47,9 +46,17 @@ class Fast:
         """
         return "xla" if self.compute.is_divided else self.compute.backend
 
+    def call_pages(self, block_size):
+        """Return empty pages of the class that the settings name."""
+        return self.compute.call_pages(block_size=block_size)
+
     def each_token(self, fn):
         """Return the function as it is: it computes all tokens at once."""
         return fn
+
+    def norm(self, x, weight, eps):
+        """Return a norm, by what computes `add_norm`."""
+        return self.add_norm(x, None, weight, eps)[1]
 
     def add_norm(self, x, update, weight, eps):
         """Return a residual addition and its norm: by one kernel for few tokens, by XLA elsewhere."""
@@ -60,9 +67,9 @@ class Fast:
         """Return projections as they are: a kernel that writes pages may finish them."""
         return projections
 
-    def attend(self, heads, pages, layer, places, positions, lengths, rules):
+    def attend(self, heads, pages, call, rules):
         """Write new tokens, select and attend: on this device, or on each device that holds pages."""
-        call = LayerCall(layer, places, positions, lengths, self.compute.schedule, self.compute.backend)
+        call = call.replace(schedule=self.compute.schedule, backend=self.compute.backend)
         if self.has_cache and self.compute.is_divided:  # only a `StackCache` is divided over devices
             return attend_over_mesh(heads, pages, call, rules, self.compute.mesh)
         return attend(heads, pages, call, rules)
@@ -74,7 +81,7 @@ class Fast:
 
     def experts(self, x, expert_ids, weights, matrices, activate, shared):
         """Return the sum of each token's experts, computed where they lie; one kernel may run the shared expert too."""
-        experts, layer = ExpertWeights(*(matrix.stack for matrix in matrices)), matrices[0].layer
+        experts, layer = ExpertWeights(*[matrix.stack for matrix in matrices]), matrices[0].layer
         how = dict(path=self.compute.expert_path, backend=self.compute.backend)
         if self.compute.is_divided:
             expert_ids, weights = self.before_mesh(expert_ids, weights)

@@ -38,6 +38,10 @@ class Tiled(Fast):
 
         return tile_by_tile
 
+    def add_norm(self, x, update, weight, eps):
+        """Return a residual addition and its norm, tile by tile."""
+        return self.each_token(lambda x, update: plain.add_norm(x, update, weight, eps))(x, update)
+
     def heads(self, projections):
         """Return heads, finished with the rest of the tile."""
         return projections.finish()

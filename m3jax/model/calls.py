@@ -1,7 +1,7 @@
-"""Decorators of a model's calls, which make each one compiled program and check its arrays."""
+"""Decorators of a model's methods, which check their arrays and make each one compiled program."""
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +24,27 @@ def compiled(*static: str) -> Callable[[Method], Method]:
 
         @wraps(method)
         def call(self, *args, **kwargs):
+            run = method if arrays.is_traced(self, args, kwargs) else program
+            return run(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def model_call(*static: str) -> Callable[[Method], Method]:
+    """Make a method that takes tokens check its arrays, once for all that it calls, and then run as `compiled` says.
+
+    Args:
+      *static: names of the arguments whose values the program is compiled for.
+    """
+
+    def decorate(method):
+        check, program = arrays.check_of(method, also=_check_call), jax.jit(method, static_argnames=static)
+
+        @wraps(method)
+        def call(self, *args, **kwargs):
+            check(self, *args, **kwargs)
             run = method if arrays.is_traced(self, args, kwargs) else program
             return run(self, *args, **kwargs)
 
@@ -70,6 +91,3 @@ def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
         if lengths is None:
             lengths = np.full(batch, width, np.int32)
         arrays.check_values(find_problem, tokens, positions, lengths)
-
-
-checked = partial(arrays.checked, also=_check_call)

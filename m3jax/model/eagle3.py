@@ -222,9 +222,9 @@ class Eagle3(nnx.Module):
         """
         x, residual = self.inputs(feature, tokens, embedding)
         values = self.project(x, slots - 1)
-        heads = Heads(values["q"], values["k"], values["v"], None, None)
         how = Fast(Compute(schedule=schedule, mesh=mesh), has_cache=True)
-        attention, _, pages, _ = how.attend(heads, pages, jnp.int32(0), places, slots, lengths, None)  # [B T N H]
+        call = LayerCall(jnp.int32(0), places, slots, lengths)
+        attention, pages, _ = how.attend(Heads(**values), pages, call, rules=None)  # [B T N H]
         return self.outputs(attention, residual), pages
 
     def read(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

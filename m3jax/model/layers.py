@@ -6,10 +6,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from m3jax.config import M3Config
 from m3jax.execution.plain import add, add_norm, apply_rope, gemma_norm
 from m3jax.make import Make
 from m3jax.numerics import accumulator
 from m3jax.ops import project, project_each
+from m3jax.weights import Weight
 
 __all__ = ["MLP", "add", "add_norm", "apply_rope", "gemma_norm", "rope_table", "swiglu_oai"]
 
@@ -43,8 +45,14 @@ class MLP(nnx.Module):
         self.up_proj = make.linear((depth, width, hidden), ("layers", None, "mlp"))
         self.down_proj = make.linear((depth, hidden, width), ("layers", "mlp", None))
 
-    def __call__(self, x: Float[Array, "... D"], alpha: float, limit: float) -> Float[Array, "... D"]:
+    def matrices(self) -> tuple[Weight, Weight, Weight]:
+        """Return gate, up and down."""
+        return self.gate_proj[...], self.up_proj[...], self.down_proj[...]
+
+    def __call__(self, x: Float[Array, "... D"], config: M3Config) -> Float[Array, "... D"]:
         """Return one layer's MLP of x, left in the accumulator's dtype."""
-        gate, up = project_each("...d,df->...f", x, (self.gate_proj[...], self.up_proj[...]))  # [... F] twice
-        hidden = swiglu_oai(gate, up, alpha, limit).astype(x.dtype)
-        return project("...f,fd->...d", hidden, self.down_proj[...])
+        gate_proj, up_proj, down_proj = self.matrices()
+        gate, up = project_each("...d,df->...f", x, (gate_proj, up_proj))  # [... F] twice
+        # Products are in float32 and meet in float32: what the second product reads is the only rounding between them.
+        hidden = swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit).astype(x.dtype)
+        return project("...f,fd->...d", hidden, down_proj)

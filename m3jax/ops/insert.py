@@ -18,11 +18,11 @@ class Heads(NamedTuple):
     stands for what there is not: the index branch in dense layers, keys and values once a kernel has written them.
     """
 
-    q: Float[Array, "..."] | None
-    k: Float[Array, "..."] | None
-    v: Float[Array, "..."] | None
-    index_q: Float[Array, "..."] | None
-    index_k: Float[Array, "..."] | None
+    q: Float[Array, "..."] | None = None
+    k: Float[Array, "..."] | None = None
+    v: Float[Array, "..."] | None = None
+    index_q: Float[Array, "..."] | None = None
+    index_k: Float[Array, "..."] | None = None
 
 
 def insert(
