@@ -113,7 +113,7 @@ class StackCache(ReadByViews):
             projections, norms, cos, sin, self.view(layer, places, dtype), index, call.positions, call.lengths,
             eps=eps, scales=jnp.stack([k_scale, v_scale, index_scale]), backend=backend,
         )  # fmt: skip
-        return Heads(q, None, None, index_q, None), self.replace(k=k, v=v, index_k=index_k)
+        return Heads(q=q, index_q=index_q), self.replace(k=k, v=v, index_k=index_k)
 
     def view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> Paged:
         """Return a view of one layer's keys and values, read in `dtype`."""

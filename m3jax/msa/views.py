@@ -78,6 +78,12 @@ class Contiguous:
 
     device_axes = ()
 
+    @classmethod
+    def of_tokens(cls, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], block_size: int) -> "Contiguous":
+        """Return a view of token-major arrays, without the checks of `contiguous`."""
+        padding = ((0, 0), (0, -k.shape[1] % block_size), (0, 0), (0, 0))
+        return cls(jnp.pad(k, padding).swapaxes(1, 2), jnp.pad(v, padding).swapaxes(1, 2), block_size)  # [B K S H]
+
     @property
     def num_blocks(self) -> int:
         """M, the number of blocks a row holds."""
@@ -127,6 +133,11 @@ class ContiguousIndex:
     block_size: int = struct.field(pytree_node=False)
 
     device_axes = ()
+
+    @classmethod
+    def of_tokens(cls, k: Float[Array, "B S I"], block_size: int) -> "ContiguousIndex":
+        """Return a view of index keys, without the checks of `contiguous_index`."""
+        return cls(jnp.pad(k, ((0, 0), (0, -k.shape[1] % block_size), (0, 0))), block_size)
 
     @property
     def num_blocks(self) -> int:
@@ -385,9 +396,7 @@ def contiguous(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], block_siz
       k, v: [B S K H] each.
       block_size: P.
     """
-    padding = ((0, 0), (0, -k.shape[1] % block_size), (0, 0), (0, 0))
-    k, v = (jnp.pad(x, padding).swapaxes(1, 2) for x in (k, v))  # [B K S H]
-    return Contiguous(k, v, block_size)
+    return Contiguous.of_tokens(k, v, block_size)
 
 
 @checked
@@ -398,7 +407,7 @@ def contiguous_index(k: Float[Array, "B S I"], block_size: int) -> ContiguousInd
       k: [B S I].
       block_size: P.
     """
-    return ContiguousIndex(jnp.pad(k, ((0, 0), (0, -k.shape[1] % block_size), (0, 0))), block_size)
+    return ContiguousIndex.of_tokens(k, block_size)
 
 
 def only_held(blocks: Int[Array, "B K T J"], view: BlockView) -> Int[Array, "B K T J"]:

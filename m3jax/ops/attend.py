@@ -6,7 +6,7 @@ from functools import partial
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa import DENSE_SCHEDULES, SCHEDULES, BlockView, Contiguous, Paged
-from m3jax.msa.rules import check_heads, check_selection, checked
+from m3jax.msa.rules import checked
 from m3jax.msa.views import Joined, only_held
 from m3jax.numerics import merge_over_devices
 from m3jax.ops import measured
@@ -50,8 +50,6 @@ def attend_selected(
         this.
     """
     check_schedule(schedule, SCHEDULES)
-    check_heads(q, view.num_heads, view.width)
-    check_selection(q, view.num_heads, blocks, view.block_size)
     if view.device_axes and schedule == "invariant":
         view = Joined(view)  # a merge of devices' parts would depend on which pages a request was given
     if view.device_axes:
@@ -84,7 +82,6 @@ def attend_all(
       ValueError: an unknown schedule, heads that do not fit, or a backend that cannot run this.
     """
     check_schedule(schedule, DENSE_SCHEDULES)
-    check_heads(q, view.num_heads, view.width)
     if view.device_axes and schedule == "invariant":
         view = Joined(view)
     case = attend_case("dense", q, view, slots=0, schedule=schedule)

@@ -398,11 +398,12 @@ def joins_shared(
       path: as of `run_experts`.
       backend: likewise.
     """
-    is_mxfp8 = isinstance(weights.gate, MXFP8Array)
-    if path != "auto" or is_mxfp8 or choose(experts_case("few", x, weights.gate), backend) == "xla":
+    if path != "auto" or isinstance(weights.gate, MXFP8Array):
         return False
-    pairs = zip(shared, weights, strict=True)
-    return all(isinstance(one, StackedLayer) and one.stack.shape[1:] == all_.shape[2:] for one, all_ in pairs)
+    for one, routed in zip(shared, weights, strict=True):
+        if not isinstance(one, StackedLayer) or one.stack.shape[1:] != routed.shape[2:]:
+            return False
+    return choose(experts_case("few", x, weights.gate), backend) != "xla"
 
 
 def experts_case(

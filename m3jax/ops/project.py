@@ -29,8 +29,9 @@ def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "
     Returns:
       The product in the accumulator's dtype.
     """
-    (out,) = project_each(spec, x, (weight,))
-    return out
+    if isinstance(weight, StackedLayer):
+        return _by_kernel(x, [weight], [False])[0]
+    return einsum(spec, *operands(x, weight))
 
 
 def project_each(
@@ -44,15 +45,19 @@ def project_each(
       weights: matrices.
       num_detached: of the last so many products no gradient goes to x.
     """
+    is_detached = [False] * (len(weights) - num_detached) + [True] * num_detached
+    products: list[Array | None] = [None] * len(weights)
     # Layers are left in their stacks where a kernel reads them there (`m3jax.ops.cases.ProductCase`).
-    is_detached = [index >= len(weights) - num_detached for index in range(len(weights))]
-    stacked = [index for index, weight in enumerate(weights) if isinstance(weight, StackedLayer)]
-    products = _by_kernel(x, [weights[i] for i in stacked], [is_detached[i] for i in stacked]) if stacked else []
-    found = dict(zip(stacked, products, strict=True))
+    in_stacks = [index for index, weight in enumerate(weights) if isinstance(weight, StackedLayer)]
+    if in_stacks:
+        by_kernel = _by_kernel(x, [weights[i] for i in in_stacks], [is_detached[i] for i in in_stacks])
+        for index, product in zip(in_stacks, by_kernel, strict=True):
+            products[index] = product
     for index, weight in enumerate(weights):
-        if index not in found:
-            found[index] = einsum(spec, *operands(_detach(x, is_detached[index]), weight))
-    return [found[index] for index in range(len(weights))]
+        if products[index] is None:
+            source = jax.lax.stop_gradient(x) if is_detached[index] else x
+            products[index] = einsum(spec, *operands(source, weight))
+    return products
 
 
 def operands(
@@ -69,10 +74,6 @@ def operands(
     if weight.activations == "mxfp8":
         x = dequantize(quantize(x, num_outputs=0), x.dtype)
     return x, dequantize(weight, x.dtype)
-
-
-def _detach(x: Float[Array, "..."], is_detached: bool) -> Float[Array, "..."]:
-    return jax.lax.stop_gradient(x) if is_detached else x
 
 
 def _by_kernel(
@@ -97,9 +98,11 @@ def _by_kernel(
         return stacked_project(x, stacks, layer, backend=kernels, interpret=interpreted())
 
     def by_xla(x, stacks, layer):
-        taken = (StackedLayer(stack, layer).take() for stack in stacks)
-        pairs = zip(taken, is_detached, strict=True)
-        return tuple(einsum("xi,io->xo", *operands(_detach(x, detached), matrix)) for matrix, detached in pairs)
+        products = []
+        for stack, detached in zip(stacks, is_detached, strict=True):
+            source, matrix = jax.lax.stop_gradient(x) if detached else x, StackedLayer(stack, layer).take()
+            products.append(einsum("xi,io->xo", *operands(source, matrix)))
+        return tuple(products)
 
     # No gradient goes to weights in MXFP8, and through a call with others their stacks' too.
     has_mxfp8 = any(isinstance(stack, MXFP8Array) for stack in stacks)
