@@ -138,4 +138,5 @@ class CallPages(ReadByViews):
 
     def after_layer(self):
         """Return empty pages: the next layer writes its own keys."""
+        # A scan's carry: pages that still held keys would be arrays of another structure than those it began with.
         return self.replace(heads=None)

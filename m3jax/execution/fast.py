@@ -70,6 +70,7 @@ class Fast:
     def attend(self, heads, pages, call, rules):
         """Write new tokens, select and attend: on this device, or on each device that holds pages."""
         call = call.replace(schedule=self.compute.schedule, backend=self.compute.backend)
+        # Keys of a call by itself are divided by XLA as it likes; pages of a cache lie where they are.
         if self.has_cache and self.compute.is_divided:  # only a `StackCache` is divided over devices
             return attend_over_mesh(heads, pages, call, rules, self.compute.mesh)
         return attend(heads, pages, call, rules)
@@ -83,6 +84,7 @@ class Fast:
         """Return the sum of each token's experts, computed where they lie; one kernel may run the shared expert too."""
         experts, layer = ExpertWeights(*[matrix.stack for matrix in matrices]), matrices[0].layer
         how = dict(path=self.compute.expert_path, backend=self.compute.backend)
+        # Experts stay in the stack of all layers: cut out, a layer's would be copied whole to use a few of them.
         if self.compute.is_divided:
             expert_ids, weights = self.before_mesh(expert_ids, weights)
             routed = experts_over_mesh(
@@ -111,6 +113,7 @@ class Fast:
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
     ) -> bool:
         """Return True if a kernel is faster than XLA's product with a copy of the matrix."""
+        # Norms, biases and the router's gate are small: a scan's copy of them costs little.
         if not name.endswith("_proj"):
             return False
         case = ops.ProductCase.of(stack, NUM_INPUTS.get(name, 1), num_rows, dtype)

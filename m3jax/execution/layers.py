@@ -86,6 +86,7 @@ def run_layer(
     parameters, layer = parameters_and_layer
     decoder = as_layer(parameters, layer)
     x, pages, values = decoder(x, context, pages, layer)
+    # All named values are offered to `keep`; what it leaves out is read by nothing, and compiled away.
     memory, kept = keep.after_layer(memory, num_before, layer, values, context)
     return (x, pages.after_layer(), memory), kept
 
@@ -140,6 +141,7 @@ def _parameters(
     stack: nnx.Module, how: Execution, num_rows: int, dtype: DTypeLike
 ) -> tuple[list[tuple[Shaped[Array, "L ..."] | MXFP8Array, bool]], jax.tree_util.PyTreeDef]:
     """Return every parameter but the experts', and True for those whose layers a kernel reads where they lie."""
+    # Experts are left out: they are read where they lie by every way to compute.
     without_experts = _replace_experts(stack, None)
     leaves, structure = jax.tree_util.tree_flatten_with_path(without_experts, is_leaf=_is_matrix_of_its_own)
     names = [dotted_path(path).rpartition(".")[2] for path, _ in leaves]

@@ -51,6 +51,7 @@ class Tiled(Fast):
 
         Each device then gets the same columns of every token, wherever in the call the token stands.
         """
+        # Columns of -1 are no expert, with weight 0: each device of the axis has the same share of every token.
         unused = ((0, 0), (0, -expert_ids.shape[1] % self.compute.mesh.shape["context"]))
         return jnp.pad(expert_ids, unused, constant_values=-1), jnp.pad(weights, unused)
 

@@ -20,7 +20,9 @@ def rope_table(
     positions: Int[Array, "B T"], rotary_dim: int, theta: float, dtype: jnp.dtype
 ) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
     """Return cosines and sines of position x theta**(-2i / rotary_dim) for i < R = rotary_dim / 2, float32 at least."""
+    # Never in bfloat16: around position 2**20 its numbers lie 8192 apart, and an angle's remainder by 2 pi is noise.
     table_dtype = np.float64 if accumulator(dtype) == np.float64 else np.float32
+    # By numpy: frequencies are constants of the program, the same whatever device computes the rest.
     exponent = np.arange(0, rotary_dim, 2, dtype=table_dtype) / table_dtype(rotary_dim)  # [R]
     angles = positions[..., None].astype(table_dtype) * (table_dtype(1.0) / table_dtype(theta) ** exponent)  # [B T R]
     return jnp.cos(angles), jnp.sin(angles)

@@ -52,7 +52,9 @@ class M3(WithMedia):
         self.dense = False
         self.score = config.index_score_type
         self.compute = Compute(mesh=mesh)
+        # Rows of the embedding are read, not summed over. The head is another matrix: M3 does not tie the two.
         self.embed_tokens = make.weight(vocab_shape, vocab_axes, fan_in=1)
+        # Consecutive layers of one kind are a stack, which is scanned: a program has one layer of each kind, not 60.
         self.stacks = nnx.List([Decoder(stack, config, make) for stack in config.stacks])
         self.norm = make.norm((config.hidden_size,))
         self.lm_head = make.weight(vocab_shape, vocab_axes, fan_in=config.hidden_size)
@@ -106,6 +108,7 @@ class M3(WithMedia):
         remat: bool = False,
     ) -> tuple[Float[Array, "B T D"], Context]:
         """Return what the first layer reads, and what all layers of a call share."""
+        # Right-padded rows begin at position 0: blocks are counted from a row's first token (T6).
         batch, length = tokens.shape
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
@@ -215,6 +218,7 @@ class M3(WithMedia):
         if not layers or len(set(layers)) < len(layers) or not all(0 <= n <= depth for n in layers):
             raise ValueError(f"layers = {layers}: the model has 0 (the embedding) to {depth}; give some, each once")
         x, context = self._start(tokens, cache, positions, lengths, embeddings)
+        # The last place of the memory is where layers that nobody asked for have written (`KeepResidual`).
         x, cache, _, taps = run_layers(self.stacks, x, context, cache, KeepResidual(layers))  # [A + 1, B, T, D]
         return self.final_norm(x), jnp.moveaxis(taps[:-1], 0, 2), cache
 
@@ -243,6 +247,7 @@ class M3(WithMedia):
         x, context = self._start(tokens, None, None, lengths, embeddings)
         x, _, kept, _ = run_layers(self.stacks, x, context, None, KeepOfEach(self._probe))
         final = self.final_norm(x)
+        # What was kept is stacked over the layers of each stack: values of sparse layers have other names and shapes.
         layers = [
             jax.tree.map(lambda a, i=i: a[i], values)
             for stack, values in zip(self.stacks, kept, strict=True)
@@ -255,6 +260,7 @@ class M3(WithMedia):
         """Return all named values of a layer, and the scores that its blocks had."""
         if "blocks" not in values:
             return values
+        # Selection holds the scores of some queries at a time and gives none away: they are computed once more.
         index = contiguous_index(values["index_k"], self.config.index_block_size)
         scores = walk_scores(values["index_q"], index, context.positions, context.lengths, context.rules.score)
         return values | {"block_scores": scores}
@@ -429,5 +435,6 @@ class M3(WithMedia):
           has_cache: whether the call has a cache.
           remat: whether the backward pass recomputes activations.
         """
+        # Recomputing is a matter of one call, all else of the model.
         compute = replace(self.compute, remat=remat)
         return execution_of(compute, self.config, self.dtype, self.stacks, has_cache)

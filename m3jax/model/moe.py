@@ -39,6 +39,7 @@ def route(
     Returns:
       (ids, weights), best first; of equal scores the lower id. Weights are NaN where a score or its bias is NaN.
     """
+    # Tokens are widened to the gate's dtype; the gate is never rounded to theirs.
     logits = project("xd,de->xe", x.astype(gate.dtype), gate)  # [X E]
     return choose(logits, bias, top_k)
 
@@ -62,6 +63,7 @@ class MoE(nnx.Module):
 
     def __init__(self, depth: int, config: M3Config, make: Make):
         width, experts = config.hidden_size, config.num_local_experts
+        # In float32 also in a bfloat16 model: among scores that nearly tie, a rounded one would choose another expert.
         self.gate = make.weight((depth, width, experts), ("layers", None, None), fan_in=width, dtype="float32")
         self.e_score_correction_bias = make.norm((depth, experts), dtype="float32")
         self.experts = Experts(depth, config, make)
@@ -75,6 +77,7 @@ class MoE(nnx.Module):
         Returns:
           (the sum for each token, what the router chose: expert_ids and expert_weights [B T A]).
         """
+        # The only place where a layer's experts are chosen; what follows runs whatever ids it is given.
         expert_ids, weights = how.each_token(partial(self.route, config=config, how=how))(x)  # [B T A] twice
         routed, shared = self.run_experts(x, expert_ids, weights, config, how)
         out = how.each_token(partial(self.add_shared, config=config))(x, routed, shared)
@@ -124,4 +127,5 @@ class MoE(nnx.Module):
         """Return the scaled routed sum plus the shared expert, run here if needed, in the accumulator's dtype."""
         if shared is None:
             shared = self.shared_experts(x, config)
+        # The factor scales the routed sum alone: the router does not weigh the shared expert.
         return config.routed_scaling_factor * routed + shared

@@ -73,7 +73,7 @@ def insert(
 def insert_backend(
     q: Float[Array, "B T N H"], view: Paged, index: PagedIndex | None, rotated: int, backend: str = "auto"
 ) -> str:
-    """The backend whose kernel inserts a call's tokens; "xla" where none does.
+    """Return the backend whose kernel inserts a call's tokens; "xla" where none does.
 
     Args:
       q: projections of the queries.

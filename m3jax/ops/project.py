@@ -15,7 +15,7 @@ from m3jax.weights import StackedLayer, Weight, merge_outputs
 
 
 def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
-    """`m3jax.numerics.einsum` of activations and a weight.
+    """Return the product of activations and a weight, as `m3jax.numerics.einsum` does.
 
     Of an MXFP8 weight it is the product with the dequantised one, in x's dtype: to the bit that of a model whose
     weights were dequantised when they were loaded ("W8A16"). Where the weight says so, activations are quantised first,
@@ -37,7 +37,7 @@ def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "
 def project_each(
     spec: str, x: Float[Array, "..."], weights: Sequence[Weight], num_detached: int = 0
 ) -> list[Float[Array, "..."]]:
-    """`project` of the same activations and several weights: one kernel, where there is one.
+    """Return `project` of the same activations and each of several weights, by one kernel where there is one.
 
     Args:
       spec: of einsum, of each product.
@@ -114,7 +114,10 @@ def _by_kernel(
 def _by_mxfp8_kernel(
     x: Float[Array, "X I"], stacks: Sequence[MXFP8Array], layer: Array, backend: str
 ) -> tuple[Float[Array, "X _"], ...]:
-    """A kernel multiplies few rows. With many, a kernel writes the numbers of a matrix, and XLA multiplies by them."""
+    """Return products with matrices in MXFP8.
+
+    A kernel multiplies few rows. With many, a kernel writes the numbers of a matrix, and XLA multiplies by them.
+    """
     from pallas_kernels.mxfp8_numbers import Weights, mxfp8_numbers
     from pallas_kernels.mxfp8_project import mxfp8_project
 
