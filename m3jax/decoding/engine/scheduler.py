@@ -220,7 +220,8 @@ class Scheduler:
         """
         if self.shapes.draft_tokens:
             return
-        starting = [r for r in self.requests_with_row(is_decoding=False) if r.uncached == 1 and not r.segments_in(1)]
+        begun = [request for request in self.requests_with_row(is_decoding=False) if request.cached]
+        starting = [request for request in begun if request.uncached == 1 and not request.segments_in(1)]
         for first in range(0, len(starting), self.shapes.prompts):
             group = starting[first : first + self.shapes.prompts]
             self.runner.start_rows([self._part(request, 1) for request in group])
