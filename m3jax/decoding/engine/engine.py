@@ -17,7 +17,7 @@ from m3jax.decoding.engine.exchange import Snapshot, check_snapshot, identity
 from m3jax.decoding.engine.media import FeatureRows, Media, PlacedSegment, Placer, as_media, prefix_keys
 from m3jax.decoding.engine.options import EngineKnobs, Storage, Work, as_options
 from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
-from m3jax.decoding.engine.request import Generation, Params, Request, as_prompt, check_prompt
+from m3jax.decoding.engine.request import Generation, Guide, Params, Request, as_prompt, check_guide, check_prompt
 from m3jax.decoding.engine.runner import PROGRAMS, Runner, Watch
 from m3jax.decoding.engine.scheduler import Scheduler
 from m3jax.decoding.engine.shapes import DRAFT_TOKENS, Shapes, prefill_chunks
@@ -48,7 +48,8 @@ class Engine:
         none, after a preemption or a move. A draft's proposals are accepted where they are what the model draws.
       **knobs: the attributes of `Storage` and of `Work`, in place of these objects. Of `Storage`: pages, which must be
         given, max_length, prefix_cache, kv_dtype, index_dtype, scales, device_pages, host_memory, media_tokens. Of
-        `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, media_patches.
+        `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases, max_bad_words,
+        max_top_logprobs, media_patches.
 
     Raises:
       TypeError: an unknown keyword, or no `pages`.
@@ -82,6 +83,9 @@ class Engine:
             chunks=chunks,
             steps=work.steps_per_call,
             stop_ids=work.max_stop_ids,
+            biases=work.max_biases,
+            bad_words=work.max_bad_words,
+            top_logprobs=work.max_top_logprobs,
         )
         draft, device_pages = as_drafter(draft, model), storage.device_pages
         if draft is not None:
@@ -109,7 +113,13 @@ class Engine:
 
     # What a user does
 
-    def add(self, prompt: Sequence[int] | HostOrDevice, params: Params, media: Media | None = None) -> int:
+    def add(
+        self,
+        prompt: Sequence[int] | HostOrDevice,
+        params: Params,
+        media: Media | None = None,
+        guide: Guide | None = None,
+    ) -> int:
         """Queue a request.
 
         Args:
@@ -117,6 +127,7 @@ class Engine:
             is a placeholder (`m3jax.media.expand_tokens`).
           params: how it goes on.
           media: images and videos of the prompt; the engine keeps a copy of their patches until the request ends.
+          guide: says before each new token which ones it may be, as a grammar does; None for any.
 
         Returns:
           Its handle.
@@ -126,7 +137,10 @@ class Engine:
         """
         prompt = as_prompt(prompt)
         self._check_request(prompt, params)
-        return self._queue(prompt, params, self._placer.place(prompt, media)).handle
+        check_guide(guide)
+        request = self._queue(prompt, params, self._placer.place(prompt, media))
+        request.guide = guide
+        return request.handle
 
     def step(self) -> bool:
         """Do one round of work: a chunk of prompts, then decode steps. False once nothing is left to do."""
@@ -166,14 +180,7 @@ class Engine:
 
     def result(self, handle: int) -> Generation:
         """Return the continuation of a request so far."""
-        request = self._request(handle)
-        return Generation(
-            tokens=list(request.new),
-            logprobs=list(request.logprobs),
-            stop_reason=request.stop_reason,
-            prompt_tokens=len(request.prompt),
-            cached_tokens=min(request.found or 0, len(request.prompt)),
-        )
+        return self._request(handle).generation
 
     def reason(self, handle: int) -> str:
         """Return the reason for which a request ended; "unfinished" while it goes on."""
@@ -202,7 +209,7 @@ class Engine:
         request = self._request(handle)
         if not 0 <= keep <= len(request.new):
             raise ValueError(f"keep = {keep}: request {handle} has {len(request.new)} new tokens; keep 0 to that many")
-        del request.new[keep:], request.logprobs[keep:]
+        request.keep(keep)
         if request.stop_reason == "unfinished":
             self._scheduler.stop(request, "stop_string")
         request.stop_reason = "stop_string"
@@ -228,7 +235,9 @@ class Engine:
         params = params or source.params
         self._check_request(source.prompt, params)
         checks.check_goes_on(source.new, params, f"request {handle}")
-        copy = self._queue(source.prompt, params, source.segments, source.new, source.logprobs)
+        copy = self._queue(source.prompt, params, source.segments)
+        copy.continue_from(source.new, source.logprobs, source.top_logprobs)
+        copy.guide = source.guide
         if source.page_handle is not None:
             copy.page_handle, copy.cached = self._pages.fork(source.page_handle), source.cached
         return copy.handle
@@ -245,7 +254,7 @@ class Engine:
         request = self._unfinished(handle, "truncate")
         if not 0 <= keep <= len(request.new):
             raise ValueError(f"keep = {keep}: request {handle} has {len(request.new)} new tokens; keep 0 to that many")
-        del request.new[keep:], request.logprobs[keep:]
+        request.keep(keep)
         request.taken = min(request.taken, keep)
         if request.page_handle is not None:
             request.cached = min(request.cached, len(request.tokens) - 1)
@@ -260,11 +269,14 @@ class Engine:
           ValueError: it is unknown or has ended.
         """
         request = self._unfinished(handle, "export")
+        if request.guide is not None:
+            raise ValueError(f"request {handle} has a guide, which a snapshot cannot hold: copy or finish it here")
         page_ids = () if request.page_handle is None else self._pages.pages_of(request.page_handle)
         return Snapshot(
             prompt=request.prompt,
             new=tuple(request.new),
             logprobs=tuple(request.logprobs),
+            top_logprobs=tuple(request.top_logprobs),
             params=request.params,
             cached=request.cached,
             pages=self._runner.read_pages(page_ids),
@@ -289,7 +301,8 @@ class Engine:
         placed = self._placer.place(snapshot.prompt, snapshot.media)
         keys = (*prefix_keys(snapshot.prompt, placed), *snapshot.new)[: snapshot.cached]
         page_handle = self._scheduler.receive(keys, snapshot.pages) if keys else None
-        request = self._queue(snapshot.prompt, snapshot.params, placed, snapshot.new, snapshot.logprobs)
+        request = self._queue(snapshot.prompt, snapshot.params, placed)
+        request.continue_from(snapshot.new, snapshot.logprobs, snapshot.top_logprobs)
         request.page_handle, request.cached = page_handle, len(keys)
         return request.handle
 
@@ -383,17 +396,9 @@ class Engine:
 
     # Requests
 
-    def _queue(
-        self,
-        prompt: tuple[int, ...],
-        params: Params,
-        placed: tuple[PlacedSegment, ...],
-        new: Sequence[int] = (),
-        logprobs: Sequence[float] = (),
-    ) -> Request:
-        """Make a request, with what it has already, and have it wait for a row."""
-        request = Request(self._next_handle, prompt, params, placed, prefix_keys(prompt, placed), list(new))
-        request.logprobs = list(logprobs)
+    def _queue(self, prompt: tuple[int, ...], params: Params, placed: tuple[PlacedSegment, ...]) -> Request:
+        """Make a request and have it wait for a row."""
+        request = Request(self._next_handle, prompt, params, placed, prefix_keys(prompt, placed))
         self._next_handle += 1
         self._requests[request.handle] = request
         self._scheduler.waiting.append(request)
@@ -420,4 +425,4 @@ class Engine:
     def _check_request(self, prompt: tuple[int, ...], params: Params) -> None:
         """Raise ValueError if the model cannot serve a request, or this engine has no room for it."""
         check_prompt(prompt, params, self.config)
-        checks.check_room(prompt, params, self.max_length, self.shapes.stop_ids)
+        checks.check_room(prompt, params, self.max_length, self.shapes)

@@ -10,13 +10,13 @@ from time import perf_counter
 
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, UInt32
 
 from m3jax.cache import OutOfPages, PageAllocator
 from m3jax.decoding import device
 from m3jax.decoding.engine.media import FeatureRows
 from m3jax.decoding.engine.report import Drafting, Timings
-from m3jax.decoding.engine.request import Request
+from m3jax.decoding.engine.request import Request, check_bits
 from m3jax.decoding.engine.runner import PromptPart, Runner
 from m3jax.decoding.protocols import PageContents
 
@@ -25,6 +25,7 @@ _STOP_REASONS = {
     device.STOP_ID: "stop_id",
     device.STOP_STRING: "stop_string",
     device.BAD_LOGITS: "nan",
+    device.NOTHING_ALLOWED: "no_token",
 }
 
 
@@ -112,7 +113,15 @@ class Scheduler:
             return
         counts = [min(width, request.uncached) for request in chosen]
         parts = [
-            PromptPart(r.row, r.tokens, r.cached, r.params, len(r.new), self._feature_rows(r, count))
+            PromptPart(
+                r.row,
+                r.tokens,
+                r.cached,
+                r.params,
+                len(r.new),
+                self._feature_rows(r, count),
+                self._mask(r) if count == r.uncached else None,
+            )
             for r, count in zip(chosen, counts, strict=True)
         ]
         new = self.runner.prefill(parts, width)
@@ -138,7 +147,7 @@ class Scheduler:
         running = self.requests_with_row(is_decoding=True)
         if not running:
             return
-        new = self.runner.decode(self.shapes.steps)
+        new = self.runner.decode(self.shapes.steps, {r.row: self._mask(r) for r in running if r.guide is not None})
         for request in running:
             count = int(new.counts[request.row])
             self.timings.decoded_tokens += count
@@ -174,13 +183,19 @@ class Scheduler:
           end: tokens of the request that are in the cache now.
         """
         count, stop_reason = int(new.counts[index]), int(new.stop_reasons[index])
-        request.new += new.tokens[index, :count].tolist()
-        request.logprobs += new.logprobs[index, :count].tolist()
+        columns = (new.tokens, new.logprobs, new.top_ids, new.top_logprobs)
+        request.append(*(values[index, :count].tolist() for values in columns))
         self._commit(request, end)
         if request.first_token_at is None and count:
             request.first_token_at = perf_counter()
         if stop_reason != device.LIVE:
             self.stop(request, _STOP_REASONS[stop_reason])
+
+    def _mask(self, request: Request) -> UInt32[np.ndarray, " W"] | None:
+        """Return the tokens that may come next in a request, as its guide says; None where all may."""
+        mask = request.mask
+        check_bits(mask, request.handle, self.runner.model.config.vocab_size)
+        return mask
 
     # Images and videos
 
