@@ -236,10 +236,8 @@ tokens = np.array([*unclear, *newest, *proposed], np.int32)
 logits = jax.jit(lambda model, tokens: model(tokens))(model, tokens[None])[0, -1 - K :]  # [X V]
 rows = SamplingParams.stack([Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=seed) for seed in range(SEEDS)])
 every_row = lambda x: jnp.repeat(jnp.asarray(x)[None], SEEDS, axis=0)
-position = jnp.full(SEEDS, len(tokens) - K, jnp.int32)
-verdict = jax.device_get(
-    jax.jit(verify)(every_row(logits), Proposal(every_row(proposed)), rows, DrawContext(), position)
-)
+alone, position = DrawContext(), jnp.full(SEEDS, len(tokens) - K, jnp.int32)
+verdict = jax.device_get(jax.jit(verify)(every_row(logits), Proposal(every_row(proposed)), rows, alone, position))
 
 
 # %%

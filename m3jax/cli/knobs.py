@@ -14,8 +14,8 @@ def asked_params(args: argparse.Namespace, prog: str, config: M3Config, defaults
     """Return the parameters of generation: a flag wins over the model folder's generation_config.json.
 
     Args:
-      args: with those of `add_knobs`, and max_new_tokens and seed; those of `add_limits` and top_logprobs if the command
-        has them.
+      args: with those of `add_knobs`, and max_new_tokens and seed; those of `add_limits`, and top_logprobs, if the
+        command has them.
       prog: the command's name, which a note begins with.
       config: of the model.
       defaults: of its folder.
