@@ -3,6 +3,7 @@
 from m3jax.decoding.builder import build_engine, check_logits, engine_for
 from m3jax.decoding.engine import Drafting, Engine, Generation, Guide, Media, Params, Storage, Timings, Work
 from m3jax.decoding.sampling import DrawContext, Sampling, SamplingParams, filtered_logits, row_keys, sample
+from m3jax.decoding.score import score
 from m3jax.decoding.speculation import Drafter, Eagle3Drafter, PromptLookup
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "filtered_logits",
     "row_keys",
     "sample",
+    "score",
 ]

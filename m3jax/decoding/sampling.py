@@ -25,7 +25,7 @@ MAX_TOP_LOGPROBS = 20
 NO_DISTRIBUTION, NO_TOKEN = -1, -2  # in the place of a token that could not be drawn
 
 
-Biases = Mapping[int, Number] | Sequence[tuple[int, Number]]
+Biases = Mapping[int, Number] | Sequence[Sequence[Number]]  # or pairs of a token id and a number
 Words = Sequence[Sequence[int]]
 
 

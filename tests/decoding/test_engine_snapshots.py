@@ -21,7 +21,7 @@ from support.engines import CONFIG, engine, finish, params, prompt, quick, serve
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.decoding.engine import Snapshot
 from m3jax.decoding.engine.runner import Runner
-from m3jax.decoding.engine.sealed import seal
+from m3jax.decoding.engine.sealed import seal, unseal
 
 WORK = prompt(90), params(20, temperature=0.8, seed=5)  # more than eight pages: two groups
 

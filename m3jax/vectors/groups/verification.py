@@ -73,11 +73,11 @@ _EDITS = (
 def _edited_cases() -> Iterator[Case]:
     """Yield cases in which accepted proposals count as new tokens for the penalties, bad words and the minimum."""
     for index, name in enumerate(("edited_drafted", "edited_point_mass")):
-        rng, (rows, count, vocab) = np.random.default_rng(121 + index), (12, 3, 40)
-        inputs = edit_inputs(rng, _EDITS * 3, vocab)
+        rng, (rows, count, vocab) = np.random.default_rng(121 + index), (24, 3, 40)
+        inputs = edit_inputs(rng, _EDITS * 6, vocab)
         inputs["min_tokens"] = (np.sum(inputs["new"] >= 0, axis=1) + np.arange(rows) % 4).astype(np.int32)
         logits = (rng.normal(size=(rows, count + 1, vocab)) * 2).astype(np.float32)
-        logits[..., [2, 6, 7]] += 2  # tokens that the knobs speak of are drawn often
+        logits[..., [2, 5, 6, 7, 12]] += 3.5  # tokens that the knobs speak of are drawn often
         proposals = np.argmax(logits[:, :count] + rng.gumbel(size=(rows, count, vocab)) * 0.7, axis=-1).astype(np.int32)
         proposals[np.any(inputs["mask"] != 2**32 - 1, axis=1)] = -1  # a mask says nothing of the tokens after the next
         seed, positions = np.arange(80, 80 + rows, dtype=np.uint32), rng.integers(1, 4000, rows).astype(np.int32)
