@@ -136,8 +136,8 @@ class TextModel:
             on the command line. What an image can be is said in `m3jax.generate`.
           videos: the same, one at each `<video>`.
           **knobs: the attributes of `Sampling`, in place of one: temperature (0 is greedy), top_k, top_p, min_p,
-            repetition_penalty, seed. What is not given, or None, is the folder's default, or else off. The seed can be
-            one a prompt.
+            repetition_penalty, presence_penalty, frequency_penalty, logit_bias, bad_words, seed. What is not given, or
+            None, is the folder's default, or else off. The seed can be one a prompt.
 
         Returns:
           The new text of one prompt, or a list of one a prompt. With `stream` an iterator of pieces, of several prompts

@@ -436,6 +436,49 @@ def test_what_is_no_single_number_is_refused():
         Sampling(top_k=jnp.float32(2.0))
 
 
+def test_biases_and_bad_words_are_kept_sorted_and_hashable():
+    """However they were given: equal settings are equal."""
+    found = Sampling(logit_bias={9: 1, np.int64(2): np.float32(-0.5)}, bad_words=[[3], np.array([4, 5]), (3,)])
+    assert found == Sampling(logit_bias=[(2, -0.5), (9, 1.0)], bad_words=((3,), (4, 5)))
+    assert len({found, replace(found, logit_bias=dict(found.logit_bias))}) == 1
+    assert found.logit_bias == ((2, -0.5), (9, 1.0)) and found.bad_words == ((3,), (4, 5))
+    assert Sampling(logit_bias={}, bad_words=()) == Sampling()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (dict(presence_penalty=2.5), "presence_penalty = 2.5: must be at least -2 and at most 2"),
+        (dict(frequency_penalty=np.nan), "frequency_penalty = nan: must be at least -2 and at most 2"),
+        (dict(logit_bias={3: 101}), r"logit_bias\[3\] = 101: must be at least -100 and at most 100"),
+        (dict(logit_bias={-1: 1.0}), "a token id of logit_bias = -1: must be an integer from 0"),
+        (dict(logit_bias={"3": 1.0}), "a token id of logit_bias = '3': must be an integer from 0"),
+        (dict(logit_bias={3: None}), r"logit_bias\[3\] = None: must be"),
+        (dict(logit_bias=[(3, 1.0), (3, 2.0)]), "logit_bias has token 3 twice"),
+        (dict(logit_bias=[3]), r"logit_bias = \[3\]: give numbers by token id"),
+        (dict(bad_words=[3]), r"bad_words = \[3\]: give sequences of token ids"),
+        (dict(bad_words=[[]]), r"bad_words = \[\[\]\]: give sequences of token ids"),
+        (dict(bad_words=[[True]]), "a token id of bad_words = True: must be an integer from 0"),
+        (dict(bad_words="word"), "bad_words = 'word': give sequences of token ids"),
+    ],
+)
+def test_what_is_no_bias_penalty_or_word(unchecked, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**knobs)
+
+
+def test_the_command_line_reads_biases_and_words():
+    read = lambda *flags: vars(cli.parser().parse_args(["--prompt", "a", *flags]))
+    assert read("--logit-bias", "9=1,2=-0.5")["logit_bias"] == ((9, 1.0), (2, -0.5))
+    assert read("--bad-words", "12 7,9")["bad_words"] == ((12, 7), (9,))
+    assert read("--min-tokens", "3", "--ignore-eos", "--top-logprobs", "4").items() >= {
+        "min_tokens": 3, "ignore_eos": True, "top_logprobs": 4
+    }.items()  # fmt: skip
+    for flags in (("--logit-bias", "9"), ("--bad-words", "a b")):
+        with pytest.raises(ValueError, match=f"argument {flags[0]}: {flags[1]}: write "):
+            read(*flags)
+
+
 def test_an_object_or_keywords():
     """A keyword wins over a default, and an object leaves the defaults out."""
     resolved = lambda sampling=None, **knobs: as_sampling(sampling, knobs, called=as_sampling, defaults={"top_k": 3})

@@ -10,6 +10,7 @@ from support import drafts, tiny
 from support.sampling_reference import reference
 
 from m3jax.decoding import DrawContext, Eagle3Drafter, Sampling, SamplingParams
+from m3jax.decoding.sampling import WORD_TOKENS, count_uses
 from m3jax.decoding.speculation.verify import DRAFT as DRAFT_KEYS
 from m3jax.decoding.speculation.verify import Proposal, position_keys, verify
 
@@ -25,13 +26,16 @@ KNOBS = {
     "top-k 5": Sampling(top_k=5),
     "top-p 0.7": Sampling(top_p=0.7, temperature=1.4),
     "min-p 0.1, warm": Sampling(min_p=0.1, temperature=0.7),
+    "bias, bad words": Sampling(logit_bias={3: 2.0, 5: -3.0}, bad_words=((7,),), top_k=9),
 }
+PENALTIES = Sampling(frequency_penalty=1.0, presence_penalty=0.5, repetition_penalty=1.2, bad_words=((6, 4), (4, 4)))
+EMPTY = DrawContext(recent=np.full((1, WORD_TOKENS - 1), -1, np.int32))  # of a text without tokens
 # Of a chi-square variable with 15 degrees of freedom, exceeded once in 10,000 times.
 LIMIT = 44.3
 
 
 @partial(jax.jit, static_argnames="rule")
-def emitted(params, seeds, rule):
+def emitted(params, seeds, rule, context=EMPTY):
     """Tokens [DRAWS X] and how many were accepted, each row with a seed of its own."""
     rows = len(seeds)
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), params)
@@ -43,7 +47,8 @@ def emitted(params, seeds, rule):
     proposal = Proposal(drawn, log_q) if rule == "drawn" else Proposal(best)
     params = SamplingParams(**{**vars(params), "seed": seeds})
     logits = jnp.broadcast_to(TARGET, (rows, K + 1, V))
-    return verify(logits, proposal, params, DrawContext(), jnp.full(rows, POSITION, jnp.int32))
+    context = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), context)
+    return verify(logits, proposal, params, context, jnp.full(rows, POSITION, jnp.int32))
 
 
 def chi_square(tokens, p):
@@ -66,6 +71,28 @@ def test_tokens_have_the_targets_distribution(rule, knobs):
         if len(kept) > 2000:
             assert chi_square(kept, reference(TARGET[position], sampling)) < LIMIT, position
     assert len(tokens[accepted >= 1]) > 2000
+
+
+@pytest.mark.parametrize("rule", ["drawn", "best"])
+def test_penalties_count_what_was_accepted(rule):
+    """The second token has the distribution that plain decoding gives it after each first one, as far as it comes."""
+    prompt, new = [2, 6], [6]
+    context = DrawContext(
+        uses=count_uses(prompt, new, V)[None],
+        recent=np.array([[-1] * (WORD_TOKENS - 4) + prompt + new], np.int32),
+        counts=np.ones(1, np.int32),
+        min_tokens=np.full(1, 2, np.int32),
+        stop_ids=np.array([[TARGET[0].argmax()]], np.int32),
+    )
+    found = emitted(SamplingParams.stack([PENALTIES]), np.arange(DRAWS, dtype=np.uint32), rule, context)
+    accepted, tokens = np.asarray(found.accepted), np.asarray(found.tokens)
+    rest = dict(prompt=prompt, stop_ids=context.stop_ids[0].tolist(), min_tokens=2)
+    assert chi_square(tokens[:, 0], reference(TARGET[0], PENALTIES, new=new, **rest)) < LIMIT
+    firsts = [first for first in range(V) if np.sum((tokens[:, 0] == first) & (accepted >= 1)) > 2000]
+    for first in firsts:
+        kept = tokens[(tokens[:, 0] == first) & (accepted >= 1), 1]
+        assert chi_square(kept, reference(TARGET[1], PENALTIES, new=[*new, first], **rest)) < LIMIT, first
+    assert firsts or rule == "best"
 
 
 def test_the_counting_can_fail():
