@@ -56,7 +56,8 @@ def generate(
       progress: whether to say on stderr what is waited for: a moving line on a terminal, elsewhere a line every 1.5
         seconds, for as long as something is waited for (`m3jax.progress`).
       **knobs: the attributes of `Sampling`, in place of one: temperature (0 is greedy), top_k, top_p, min_p,
-        repetition_penalty, seed. The seed can be one a prompt; equal prompts with equal seeds get equal tokens.
+        repetition_penalty, presence_penalty, frequency_penalty, logit_bias, bad_words, seed. The seed can be one a
+        prompt; equal prompts with equal seeds get equal tokens.
 
     Returns:
       B lists of the new token ids only. One that met a stop id has it as its last token.

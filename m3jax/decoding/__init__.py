@@ -5,6 +5,7 @@ from m3jax.decoding.engine import (
     Drafting,
     Engine,
     Generation,
+    Guide,
     Media,
     Params,
     RequestTimings,
@@ -14,16 +15,19 @@ from m3jax.decoding.engine import (
     Work,
 )
 from m3jax.decoding.loop import EngineLoop, RequestStream
-from m3jax.decoding.sampling import Sampling, SamplingParams, filtered_logits, row_keys, sample
+from m3jax.decoding.sampling import DrawContext, Sampling, SamplingParams, filtered_logits, row_keys, sample
+from m3jax.decoding.score import score
 from m3jax.decoding.speculation import Drafter, Eagle3Drafter, PromptLookup
 
 __all__ = [
     "Drafter",
     "Drafting",
+    "DrawContext",
     "Eagle3Drafter",
     "Engine",
     "EngineLoop",
     "Generation",
+    "Guide",
     "Media",
     "Params",
     "PromptLookup",
@@ -41,4 +45,5 @@ __all__ = [
     "filtered_logits",
     "row_keys",
     "sample",
+    "score",
 ]

@@ -314,6 +314,7 @@ def joined(first: TokenEvent, second: TokenEvent) -> TokenEvent:
         start=first.start,
         tokens=first.tokens[:keep] + second.tokens,
         logprobs=first.logprobs[:keep] + second.logprobs,
+        top_logprobs=first.top_logprobs[:keep] + second.top_logprobs,
         versions=first.versions[:keep] + second.versions,
         stop_reason=second.stop_reason,
         generation=second.generation,

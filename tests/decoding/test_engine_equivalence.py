@@ -22,6 +22,7 @@ from support.engines import (
     assert_stays,
     engine,
     finish,
+    no_steps,
     params,
     places,
     poison,
@@ -326,7 +327,7 @@ def test_a_mesh_is_one_device():
         pages.extend(taken, (4096 - left) * SIZE)
         with compilations() as seen:
             found = run(served, WORK, used=4096 - left)
-        temporary, cache_bytes = temporary_bytes(device.decode, served, np.int32(0), max_steps=4)
+        temporary, cache_bytes = temporary_bytes(device.decode, served, no_steps(served), max_steps=4)
     assert seen == []
     assert preemptions(served)
     assert temporary < cache_bytes / 4

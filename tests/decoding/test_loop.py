@@ -135,7 +135,9 @@ def test_a_failed_engine_is_told_to_every_reader(monkeypatch):
 
 
 def test_events_that_nobody_read_are_one():
-    event = lambda start, *tokens: TokenEvent(7, start, tokens, tuple(map(float, tokens)), (0,) * len(tokens), "length")
+    event = lambda start, *tokens: TokenEvent(
+        7, start, tokens, tuple(map(float, tokens)), (), (0,) * len(tokens), "length"
+    )
     assert joined(event(2, 5, 6), event(4, 8)) == event(2, 5, 6, 8)
     assert joined(event(2, 5, 6), event(3, 8)) == event(2, 5, 8)  # one token was taken back in between
     assert joined(event(2, 5, 6), event(0, 8)) == event(0, 8)

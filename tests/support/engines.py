@@ -104,15 +104,20 @@ _QUICK_PROGRAMS = {
         getattr(device, name).__wrapped__, donate_argnames="state", static_argnames=statics, compiler_options=QUICK
     )
     for name, statics in (
-        ("prefill", ("layout", "types")),
-        ("decode", ("max_steps", "layout", "types")),
-        ("decode_in_rounds", ("draft_tokens", "max_rounds", "layout", "types")),
+        ("prefill", ("num_top", "layout", "types")),
+        ("decode", ("max_steps", "num_top", "layout", "types")),
+        ("decode_in_rounds", ("draft_tokens", "max_rounds", "num_top", "layout", "types")),
     )
 }
 
 
 def _quick_program(name: str, *of_platform):
     return _QUICK_PROGRAMS.get(name) or program(name, *of_platform)
+
+
+def no_steps(engine: Engine) -> np.ndarray:
+    """Return the steps of each row in a call that does nothing."""
+    return np.zeros(engine.shapes.batch, np.int32)
 
 
 def temporary_bytes(program, engine: Engine, *args, **statics) -> tuple[int, int]:

@@ -11,15 +11,16 @@ from m3jax.decoding.engine.request import Params
 from m3jax.decoding.engine.runner import PROGRAMS
 from m3jax.decoding.engine.shapes import Shapes
 from m3jax.decoding.protocols import TargetConfig, TargetModel, sees
+from m3jax.decoding.sampling import check_slots
 from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
 from m3jax.media.sizes import MERGE
 
 
-def check_sizes(sizes: dict[str, int]) -> None:
-    """Raise ValueError for the first size that is not an integer of at least 1."""
+def check_sizes(sizes: dict[str, int], smallest: int = 1) -> None:
+    """Raise ValueError for the first size that is not an integer of at least 1, or of another smallest one."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"{name} = {size!r}: must be an integer of at least 1")
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < smallest:
+            raise ValueError(f"{name} = {size!r}: must be an integer of at least {smallest}")
 
 
 def chunk_sizes(prefill_chunk: int | Sequence[int]) -> tuple[int, ...]:
@@ -115,17 +116,17 @@ def check_device_pages(device_pages: int, model: TargetModel, shapes: Shapes) ->
         )
 
 
-def check_room(prompt: Sequence[int], params: Params, max_length: int, max_stop_ids: int) -> None:
+def check_room(prompt: Sequence[int], params: Params, max_length: int, shapes: Shapes) -> None:
     """Raise ValueError for a request that an engine has no room for.
 
     Args:
       prompt: token ids.
       params: how it goes on.
       max_length: tokens that a request of the engine can have.
-      max_stop_ids: stop ids that it can have.
+      shapes: the engine's.
 
     Raises:
-      ValueError: the request would have more tokens, or more stop ids.
+      ValueError: the request would have more tokens, stop ids, biases, bad words or alternatives.
     """
     asked = len(prompt) + params.max_new_tokens
     if asked > max_length:
@@ -134,8 +135,13 @@ def check_room(prompt: Sequence[int], params: Params, max_length: int, max_stop_
             f"{asked} tokens and a request of this engine can have {max_length}: ask for less, or make the "
             "engine with more pages or a larger max_length"
         )
-    if len(params.stop_ids) > max_stop_ids:
-        raise ValueError(f"{len(params.stop_ids)} stop ids: this engine takes {max_stop_ids} (max_stop_ids)")
+    if len(params.stop_ids) > shapes.stop_ids:
+        raise ValueError(f"{len(params.stop_ids)} stop ids: this engine takes {shapes.stop_ids} (max_stop_ids)")
+    check_slots(params.sampling, shapes.biases, shapes.bad_words)
+    if params.top_logprobs > shapes.top_logprobs:
+        raise ValueError(
+            f"top_logprobs = {params.top_logprobs}: this engine gives {shapes.top_logprobs} (max_top_logprobs)"
+        )
 
 
 def check_goes_on(new: Sequence[int], params: Params, name: str) -> None:

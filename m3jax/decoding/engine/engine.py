@@ -17,7 +17,16 @@ from m3jax.decoding.engine.exchange import Snapshot, check_snapshot, identity
 from m3jax.decoding.engine.media import FeatureRows, Media, PlacedSegment, Placer, as_media, prefix_keys
 from m3jax.decoding.engine.options import EngineKnobs, Storage, Work, as_options
 from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
-from m3jax.decoding.engine.request import Generation, Params, Request, TokenEvent, as_prompt, check_prompt
+from m3jax.decoding.engine.request import (
+    Generation,
+    Guide,
+    Params,
+    Request,
+    TokenEvent,
+    as_prompt,
+    check_guide,
+    check_prompt,
+)
 from m3jax.decoding.engine.runner import PROGRAMS, Runner, Watch
 from m3jax.decoding.engine.scheduler import Scheduler
 from m3jax.decoding.engine.shapes import DRAFT_TOKENS, Shapes, prefill_chunks
@@ -50,7 +59,8 @@ class Engine:
         none, after a preemption or a move. A draft's proposals are accepted where they are what the model draws.
       **knobs: the attributes of `Storage` and of `Work`, in place of these objects. Of `Storage`: pages, which must be
         given, max_length, prefix_cache, kv_dtype, index_dtype, scales, device_pages, host_memory, media_tokens. Of
-        `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, media_patches.
+        `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases, max_bad_words,
+        max_top_logprobs, media_patches.
 
     Raises:
       TypeError: an unknown keyword, or no `pages`.
@@ -85,6 +95,9 @@ class Engine:
             chunks=chunks,
             steps=work.steps_per_call,
             stop_ids=work.max_stop_ids,
+            biases=work.max_biases,
+            bad_words=work.max_bad_words,
+            top_logprobs=work.max_top_logprobs,
         )
         draft, device_pages = as_drafter(draft, model), storage.device_pages
         if draft is not None:
@@ -120,6 +133,7 @@ class Engine:
         prompt: Sequence[int] | HostOrDevice,
         params: Params,
         media: Media | None = None,
+        guide: Guide | None = None,
         *,
         n: int | None = None,
         priority: int = 0,
@@ -137,6 +151,7 @@ class Engine:
             is a placeholder (`m3jax.media.expand_tokens`).
           params: how it goes on. Request i of a group has the seed of `params.sampling` plus i, modulo 2^32.
           media: images and videos of the prompt; the engine keeps a copy of their patches until the request ends.
+          guide: says before each new token which ones it may be, as a grammar does; None for any. A group shares it.
           n: requests of the group; more than there are rows wait for one. None makes a single request.
           priority: requests of a higher one get rows and pages first, and give them back last.
           deadline: seconds from now after which the request ends with what it has; of equal priority the earlier
@@ -150,15 +165,16 @@ class Engine:
         """
         prompt = as_prompt(prompt)
         self._check_request(prompt, params)
+        check_guide(guide)
         checks.check_order(n, priority, deadline)
         placed = self._placer.place(prompt, media)
-        order = dict(priority=priority, deadline=None if deadline is None else perf_counter() + deadline)
+        deadline = None if deadline is None else perf_counter() + deadline
+        shared = dict(keys=prefix_keys(prompt, placed), guide=guide, priority=priority, deadline=deadline)
         if n is None:
-            return self._queue(prompt, params, placed, **order).handle
-        order["group"] = self._next_handle
-        keys, seed = prefix_keys(prompt, placed), params.sampling.seed
+            return self._queue(prompt, params, placed, **shared).handle
+        group, seed = self._next_handle, params.sampling.seed
         of_members = (replace(params, sampling=replace(params.sampling, seed=(seed + i) % 2**32)) for i in range(n))
-        return [self._queue(prompt, of_member, placed, keys=keys, **order).handle for of_member in of_members]
+        return [self._queue(prompt, of_member, placed, group=group, **shared).handle for of_member in of_members]
 
     def step(self) -> list[TokenEvent]:
         """Do one round of work: a chunk of prompts, then decode steps.
@@ -252,7 +268,7 @@ class Engine:
             self._results[handle] = self._results[handle].cut(keep, "stop_string")
             return
         request = self._request(handle)
-        request.keep_new(keep)
+        request.keep(keep)
         if request.stop_reason == "unfinished":
             self._scheduler.stop(request, "stop_string")
         request.stop_reason = "stop_string"
@@ -281,9 +297,10 @@ class Engine:
         self._check_request(source.prompt, params)
         checks.check_goes_on(source.new, params, f"request {handle}")
         copy = self._queue(
-            source.prompt, params, source.segments, source.new, source.logprobs, versions=source.versions,
+            source.prompt, params, source.segments, keys=source.prompt_keys, guide=source.guide,
             priority=source.priority, deadline=source.deadline,
         )  # fmt: skip
+        copy.continue_from(source.new, source.logprobs, source.top_logprobs, source.versions)
         if source.page_handle is not None:
             copy.page_handle, copy.cached = self._pages.fork(source.page_handle), source.cached
         return copy.handle
@@ -300,7 +317,7 @@ class Engine:
         request = self._unfinished(handle, "truncate")
         if not 0 <= keep <= len(request.new):
             raise ValueError(f"keep = {keep}: request {handle} has {len(request.new)} new tokens; keep 0 to that many")
-        request.keep_new(keep)
+        request.keep(keep)
         self._taken[handle] = min(self._taken.get(handle, 0), keep)
         if request.page_handle is not None:
             request.cached = min(request.cached, len(request.tokens) - 1)
@@ -315,11 +332,14 @@ class Engine:
           ValueError: it is unknown or has ended.
         """
         request = self._unfinished(handle, "export")
+        if request.guide is not None:
+            raise ValueError(f"request {handle} has a guide, which a snapshot cannot hold: copy or finish it here")
         page_ids = () if request.page_handle is None else self._pages.pages_of(request.page_handle)
         return Snapshot(
             prompt=request.prompt,
             new=tuple(request.new),
             logprobs=tuple(request.logprobs),
+            top_logprobs=tuple(request.top_logprobs),
             params=request.params,
             cached=request.cached,
             pages=self._runner.read_pages(page_ids),
@@ -342,9 +362,12 @@ class Engine:
         self._check_request(snapshot.prompt, snapshot.params)
         checks.check_goes_on(snapshot.new, snapshot.params, "the snapshot")
         placed = self._placer.place(snapshot.prompt, snapshot.media)
-        keys = (*prefix_keys(snapshot.prompt, placed), *snapshot.new)[: snapshot.cached]
+        prompt_keys = prefix_keys(snapshot.prompt, placed)
+        keys = (*prompt_keys, *snapshot.new)[: snapshot.cached]
         page_handle = self._scheduler.receive(keys, snapshot.pages) if keys else None
-        request = self._queue(snapshot.prompt, snapshot.params, placed, snapshot.new, snapshot.logprobs)
+        request = self._queue(snapshot.prompt, snapshot.params, placed, prompt_keys)
+        versions = [self._scheduler.version] * len(snapshot.new)
+        request.continue_from(snapshot.new, snapshot.logprobs, snapshot.top_logprobs, versions)
         request.page_handle, request.cached = page_handle, len(keys)
         return request.handle
 
@@ -381,7 +404,7 @@ class Engine:
         elif live == "restart":
             for request in self._requests.values():
                 if request.stop_reason == "unfinished":
-                    request.keep_new(0)
+                    request.keep(0)
                     self._taken.pop(request.handle, None)
         self._scheduler.drop_prefixes()
         self._runner.update(model)
@@ -498,25 +521,16 @@ class Engine:
         prompt: tuple[int, ...],
         params: Params,
         placed: tuple[PlacedSegment, ...],
-        new: Sequence[int] = (),
-        logprobs: Sequence[float] = (),
-        *,
-        keys: tuple[int, ...] | None = None,
-        versions: Sequence[int] | None = None,
-        **order: Any,
+        keys: tuple[int, ...],
+        **of_request: Any,
     ) -> Request:
-        """Make a request, with what it has already, and have it wait for a row.
+        """Make a request and have it wait for a row.
 
         Args:
-          prompt, params, placed: of the request.
-          new, logprobs: tokens that it has already; its first event gives them out.
-          keys: of the prompt's pages, where the caller knows them.
-          versions: of the weights that drew `new`; None for this engine's.
-          **order: `priority`, `deadline` and `group` of `Request`.
+          prompt, params, placed, keys: of the request; `keys` of its prompt's pages.
+          **of_request: `guide`, `priority`, `deadline` and `group` of `Request`.
         """
-        keys = prefix_keys(prompt, placed) if keys is None else keys
-        request = Request(self._next_handle, prompt, params, placed, keys, list(new), list(logprobs), **order)
-        request.versions = [self._scheduler.version] * len(new) if versions is None else list(versions)
+        request = Request(self._next_handle, prompt, params, placed, keys, **of_request)
         self._next_handle += 1
         self._requests[request.handle] = request
         self._scheduler.waiting.append(request)
@@ -579,4 +593,4 @@ class Engine:
     def _check_request(self, prompt: tuple[int, ...], params: Params) -> None:
         """Raise ValueError if the model cannot serve a request, or this engine has no room for it."""
         check_prompt(prompt, params, self.config)
-        checks.check_room(prompt, params, self.max_length, self.shapes.stop_ids)
+        checks.check_room(prompt, params, self.max_length, self.shapes)

@@ -4,12 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import UInt32
 
 from m3jax.decoding.engine.media import PlacedSegment
 from m3jax.decoding.protocols import TargetConfig
-from m3jax.decoding.sampling import HostOrDevice, Sampling
+from m3jax.decoding.sampling import MASK_BITS, MAX_TOP_LOGPROBS, HostOrDevice, Sampling
 from m3jax.messages import shown
 
 
@@ -21,11 +23,45 @@ class Params:
       max_new_tokens: at least 1.
       sampling: how tokens are drawn.
       stop_ids: a request ends with the first of these; that token is part of the continuation.
+      min_tokens: none of the stop ids is drawn before the continuation has so many tokens.
+      ignore_eos: of the stop ids, the EOS ids of the model's configuration do not count.
+      top_logprobs: how many of the most probable tokens `Generation.top_logprobs` has of each new one, 0 to 20; 0 is
+        off.
     """
 
     max_new_tokens: int
     sampling: Sampling
     stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+
+    def stops(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the stop ids that count for a model of these EOS ids."""
+        return tuple(token for token in self.stop_ids if not (self.ignore_eos and token in eos_ids))
+
+
+@runtime_checkable
+class Guide(Protocol):
+    """What says which tokens a continuation may go on with, as a grammar does.
+
+    It is asked on the host before each new token of its request, which therefore gets one token in a call of the
+    device, whatever the others get.
+    """
+
+    def bits(self, new: Sequence[int]) -> UInt32[np.ndarray, " W"] | None:
+        """Return a bit for each token of the vocabulary, 1 where it may come next; None where all may.
+
+        A request is taken back, copied and begun again, so the answer must follow from the tokens alone.
+
+        Args:
+          new: token ids of the continuation so far, without the prompt.
+
+        Returns:
+          uint32 of W = ceil(V / 32) words; token i is bit i % 32 of word i // 32. Bits past the vocabulary mean
+          nothing. If no bit is set the request ends with the stop reason "no_token".
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,12 +88,15 @@ class Generation:
     Attributes:
       tokens: new token ids only, with the stop id or the token that completed a stop string as the last.
       logprobs: natural logarithm of each token's probability under the model's own logits, before any knob.
-      stop_reason: "length", "stop_id", "stop_string", "nan" (the logits had no distribution), "deadline", "aborted",
-        or "unfinished".
+      stop_reason: "length", "stop_id", "stop_string", "nan" (the logits had no distribution), "no_token" (the guide and
+        the knobs ruled every token out), "deadline", "aborted", or "unfinished".
       prompt_tokens: length of the prompt.
       cached_tokens: of these, those that the prefix cache had when the request first got its pages.
       text: the decoded continuation, without the stop id and cut before a stop string; None where no text was
         asked for.
+      top_logprobs: of each new token its `Params.top_logprobs` most probable alternatives as {id: log-probability},
+        best first, under the model's own logits as `logprobs`; the token itself comes last if it is none of them. []
+        where none were asked for.
       versions: of the weights that drew each token (`Engine.update`); no part of what makes two generations equal.
       timings: the seconds that it took so far; likewise.
     """
@@ -68,12 +107,13 @@ class Generation:
     prompt_tokens: int
     text: str | None = None
     cached_tokens: int = 0
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list, compare=False)
     timings: RequestTimings | None = field(default=None, compare=False)
 
     def cut(self, keep: int, stop_reason: str) -> "Generation":
         """Return the first `keep` tokens, with another reason to stop there."""
-        lists = ("tokens", "logprobs", "versions")
+        lists = ("tokens", "logprobs", "top_logprobs", "versions")
         return replace(self, stop_reason=stop_reason, **{name: getattr(self, name)[:keep] for name in lists})
 
 
@@ -87,6 +127,7 @@ class TokenEvent:
         behind this place counts no more.
       tokens: the new tokens of this round; none where the request only ended.
       logprobs: of these tokens, as in `Generation`.
+      top_logprobs: likewise; empty where none were asked for.
       versions: of the weights that drew each.
       stop_reason: "unfinished", or the reason for which the request has ended; then this is its last event.
       generation: with the last event, all of it; None before.
@@ -96,6 +137,7 @@ class TokenEvent:
     start: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    top_logprobs: tuple[dict[int, float], ...]
     versions: tuple[int, ...]
     stop_reason: str
     generation: Generation | None = None
@@ -113,6 +155,8 @@ class Request:
       prompt_keys: the keys of its prompt's pages; the prompt itself if it has no segments.
       new: token ids generated so far.
       logprobs: of them.
+      top_logprobs: as in `Generation`.
+      guide: says which tokens may come next, if there is one.
       row: its place in the decode batch; None while it waits for one.
       page_handle: the allocator's handle of its pages; None while it has none.
       cached: tokens of it in the cache.
@@ -140,6 +184,8 @@ class Request:
     prompt_keys: tuple[int, ...] = ()
     new: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    guide: Guide | None = None
     row: int | None = None
     page_handle: int | None = None
     cached: int = 0
@@ -173,6 +219,7 @@ class Request:
             stop_reason=self.stop_reason,
             prompt_tokens=len(self.prompt),
             cached_tokens=min(self.found or 0, len(self.prompt)),
+            top_logprobs=list(self.top_logprobs),
             versions=list(self.versions),
             timings=self.timings,
         )
@@ -199,15 +246,11 @@ class Request:
             start=start,
             tokens=tuple(self.new[start:]),
             logprobs=tuple(self.logprobs[start:]),
+            top_logprobs=tuple(self.top_logprobs[start:]),
             versions=tuple(self.versions[start:]),
             stop_reason=self.stop_reason,
             generation=self.generation if has_ended else None,
         )
-
-    def keep_new(self, count: int) -> None:
-        """Drop all new tokens but the first `count`, and all that is known of them."""
-        del self.new[count:], self.logprobs[count:], self.versions[count:]
-        self.reported = min(self.reported, count)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -232,6 +275,46 @@ class Request:
     def segments_in(self, count: int) -> list[PlacedSegment]:
         """Return the segments that have features among the next `count` tokens that are not in the cache."""
         return [placed for placed in self.segments if placed.is_in(self.cached, self.cached + count)]
+
+    def append(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        top_ids: Sequence[Sequence[int]],
+        top_logprobs: Sequence[Sequence[float]],
+        version: int,
+    ) -> None:
+        """Add new tokens; of the most probable ones in their places those that were asked for are kept."""
+        self.new += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
+        if asked := self.params.top_logprobs:
+            for token, logprob, ids, values in zip(tokens, logprobs, top_ids, top_logprobs, strict=True):
+                best = {i: value for i, value in zip(ids[:asked], values, strict=False) if i >= 0}
+                self.top_logprobs.append(best if token in best else best | {token: logprob})
+
+    def keep(self, count: int) -> None:
+        """Drop all new tokens but the first ones, and all that is known of them."""
+        del self.new[count:], self.logprobs[count:], self.top_logprobs[count:], self.versions[count:]
+        self.reported = min(self.reported, count)
+
+    def continue_from(
+        self,
+        new: Sequence[int],
+        logprobs: Sequence[float],
+        top_logprobs: Sequence[dict[int, float]],
+        versions: Sequence[int],
+    ) -> None:
+        """Take over the new tokens of another request; where it asked for no alternatives a token is its own."""
+        self.new, self.logprobs, self.versions = list(new), list(logprobs), list(versions)
+        if self.params.top_logprobs:
+            own = [{token: logprob} for token, logprob in zip(new, logprobs, strict=True)]
+            self.top_logprobs = list(top_logprobs) or own
+
+    @property
+    def mask(self) -> UInt32[np.ndarray, " W"] | None:
+        """The tokens that may come next as its guide's bits; None where all may."""
+        return None if self.guide is None else self.guide.bits(tuple(self.new))
 
     @property
     def new_remaining(self) -> int:
@@ -265,6 +348,16 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
         raise ValueError(f"{name} is empty: give it at least one token")
     check_ids(name, prompt, config.vocab_size)
     check_ids("stop_ids", params.stop_ids, config.vocab_size)
+    check_ids("logit_bias", [token for token, _ in params.sampling.logit_bias or ()], config.vocab_size)
+    check_ids("bad_words", [token for word in params.sampling.bad_words or () for token in word], config.vocab_size)
+    if not _is_integer(params.min_tokens) or params.min_tokens < 0:
+        raise ValueError(f"min_tokens = {shown(params.min_tokens)}: must be an integer of at least 0")
+    if not isinstance(params.ignore_eos, bool):
+        raise ValueError(f"ignore_eos = {shown(params.ignore_eos)}: must be True or False")
+    if not _is_integer(params.top_logprobs) or not 0 <= params.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(
+            f"top_logprobs = {shown(params.top_logprobs)}: must be an integer from 0 to {MAX_TOP_LOGPROBS}"
+        )
     limit, asked = config.max_position_embeddings, params.max_new_tokens
     if not _is_integer(asked) or asked < 1:
         raise ValueError(f"max_new_tokens = {asked!r}: must be an integer of at least 1")
@@ -275,6 +368,25 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
             f"{name} has {len(prompt)} tokens, which with max_new_tokens = {asked} is more than the model's context of "
             f"{limit}: ask for at most {limit - len(prompt)} new tokens"
         )
+    if params.min_tokens > asked:
+        raise ValueError(f"min_tokens = {params.min_tokens}: at most max_new_tokens = {asked}")
+
+
+def check_guide(guide: object) -> None:
+    """Raise ValueError for what is no `Guide`; None is none."""
+    if guide is not None and not callable(getattr(guide, "bits", None)):
+        raise ValueError(f"guide is {shown(guide)}: give an object with a method bits(new tokens), or None")
+
+
+def check_bits(bits: object, handle: int, vocab: int) -> None:
+    """Raise ValueError for a mask that is not as `Guide.bits` says; None is all tokens."""
+    words = -(-vocab // MASK_BITS)
+    if bits is None or (isinstance(bits, np.ndarray) and bits.dtype == np.uint32 and bits.shape == (words,)):
+        return
+    given = f"{bits.dtype} {list(bits.shape)}" if isinstance(bits, np.ndarray) else shown(bits)
+    raise ValueError(
+        f"the guide of request {handle} gave {given}: a mask of {vocab} tokens is a numpy array of {words} uint32"
+    )
 
 
 def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:

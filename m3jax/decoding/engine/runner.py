@@ -1,6 +1,6 @@
 """The device's state, and the host's copies of what it needs to know of it: page table, stop reasons, shapes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Float, Int32, PyTree, UInt32
 
 from m3jax.cache import HostMemory
 from m3jax.decoding import device
@@ -18,7 +18,7 @@ from m3jax.decoding.engine.media import PlacedSegment
 from m3jax.decoding.engine.request import Params
 from m3jax.decoding.engine.shapes import Shapes
 from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel, is_invariant
-from m3jax.decoding.sampling import Sampling, SamplingParams
+from m3jax.decoding.sampling import MASK_BITS, WORD_TOKENS, Sampling, SamplingParams, count_uses
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
 from m3jax.media.packing import Segment, pack
 from m3jax.media.sizes import MERGE
@@ -27,6 +27,7 @@ from m3jax.platform import platform
 
 PROGRAMS = ("prefill", "tower", "decode", "pages")
 _Tree = TypeVar("_Tree")
+RowMasks = Mapping[int, UInt32[np.ndarray, " W"] | None]  # the tokens that may come next in rows with a guide
 Watch = Callable[[str], AbstractContextManager]  # maps names of programs to the context in which they are compiled
 
 
@@ -41,6 +42,7 @@ class PromptPart:
       params: how it goes on.
       new_count: new tokens among its tokens; of a request that was preempted.
       feature_rows: the row of the feature that each token of the piece stands for, -1 for a token of text.
+      mask: the tokens that may come after its last one, as `Guide.bits` gives them; None where all may.
     """
 
     row: int
@@ -49,6 +51,7 @@ class PromptPart:
     params: Params
     new_count: int
     feature_rows: Int32[np.ndarray, " T"]
+    mask: UInt32[np.ndarray, " W"] | None = None
 
 
 class Runner:
@@ -100,6 +103,8 @@ class Runner:
             stop_reasons=place(self._stop_reasons),
             draft_memory=jax.tree.map(place, memory),
         )
+        self._no_masks = self._masks_on_device({}, shapes.batch)
+        self._no_prompt_masks = self._masks_on_device({}, shapes.prompts)
         self.features, self._features_layout = None, None
         self._feature_keys = np.full(shapes.media_tokens, -1, np.int64)
         self._compiled_widths: set[int] = set()  # of calls of prefill
@@ -123,7 +128,7 @@ class Runner:
             widths if "prefill" in programs else (), self.shapes.media_patches if "tower" in programs else ()
         )
         if "decode" in programs:
-            calls += [lambda: self._decode_call(0), lambda: self._start_call(())]
+            calls += [lambda: self._decode_call(0, {}), lambda: self._start_call(())]
             names.append(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}")
         if "pages" in programs:
             names.append("copies of pages")
@@ -219,6 +224,7 @@ class Runner:
             rows[index], start[index], lengths[index] = part.row, part.cached, len(part.tokens)
         media = None if self.features is None else device.PlacedFeatures(self.features, feature_rows)
         chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width), media)
+        masks = {index: part.mask for index, part in enumerate(parts) if part.mask is not None}
         return partial(
             self._programs["prefill"],
             self.model,
@@ -227,14 +233,22 @@ class Runner:
             self.continuations(parts, count),
             host=self._host_pages,
             drafter=self.drafter,
+            masks=self._masks_on_device(masks, count) if masks else self._no_prompt_masks,
+            num_top=self.shapes.top_logprobs,
             layout=self._layout,
             types=self._types,
         )
 
-    def decode(self, steps: int) -> device.NewTokens:
-        """Run decode steps of all live rows, or rounds with a drafter; return the new tokens on the host."""
+    def decode(self, steps: int, masks: RowMasks | None = None) -> device.NewTokens:
+        """Run decode steps of all live rows, or rounds with a drafter; return the new tokens on the host.
+
+        Args:
+          steps: at most.
+          masks: the tokens that may come next in rows that have a guide, as `Guide.bits` gives them. These rows get one
+            token. None is for no row.
+        """
         self._send_changes()
-        self.state, new = self._decode_call(steps)()
+        self.state, new = self._decode_call(steps, masks or {})()
         self._flush_host()
         new = jax.device_get(new)
         self._stop_reasons = np.array(new.stop_reasons)
@@ -246,19 +260,21 @@ class Runner:
             self._newest_token[row] = tokens[-1]
         return new
 
-    def _decode_call(self, steps: int) -> partial[tuple[device.State, device.NewTokens]]:
+    def _decode_call(self, steps: int, masks: RowMasks) -> partial[tuple[device.State, device.NewTokens]]:
         """Return the device's call for decode steps, or for rounds with a drafter."""
-        shared = dict(host=self._host_pages, layout=self._layout, types=self._types)
+        steps_of_row = np.full(self.shapes.batch, steps, np.int32)
+        shared = dict(host=self._host_pages, num_top=self.shapes.top_logprobs, layout=self._layout, types=self._types)
+        shared["masks"] = self._masks_on_device(masks, self.shapes.batch) if masks else self._no_masks
         if self.drafter is None:
             return partial(
-                self._programs["decode"], self.model, self.state, np.int32(steps), max_steps=self.shapes.steps, **shared
+                self._programs["decode"], self.model, self.state, steps_of_row, max_steps=self.shapes.steps, **shared
             )
         return partial(
             self._programs["decode_in_rounds"],
             self.model,
             self.drafter,
             self.state,
-            np.int32(steps),
+            steps_of_row,
             draft_tokens=self.shapes.draft_tokens,
             max_rounds=self.shapes.steps,
             **shared,
@@ -278,15 +294,41 @@ class Runner:
 
     def continuations(self, parts: Sequence[PromptPart], count: int) -> device.Continuations:
         """Return the settings and progress of some requests as arrays, padded to `count` rows."""
+        config = self.model.config
         stop_ids = np.full((count, self.shapes.stop_ids), -1, np.int32)
-        limits, counts = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        seen = np.zeros((count, self.model.config.vocab_size), bool)
+        limits, min_tokens, top_logprobs, counts = (np.zeros(count, np.int32) for _ in range(4))
+        uses = np.zeros((count, config.vocab_size), np.int32)
+        recent = np.full((count, WORD_TOKENS - 1), -1, np.int32)
         for index, part in enumerate(parts):
-            stop_ids[index, : len(part.params.stop_ids)] = part.params.stop_ids
-            limits[index], counts[index] = part.params.max_new_tokens, part.new_count
-            seen[index, list(part.tokens)] = True
+            params, prompt_length = part.params, len(part.tokens) - part.new_count
+            stops = params.stops(config.eos_token_id)
+            stop_ids[index, : len(stops)] = stops
+            limits[index], min_tokens[index] = params.max_new_tokens, params.min_tokens
+            top_logprobs[index], counts[index] = params.top_logprobs, part.new_count
+            uses[index] = count_uses(part.tokens[:prompt_length], part.tokens[prompt_length:], config.vocab_size)
+            last_tokens = part.tokens[-recent.shape[1] :]
+            recent[index, recent.shape[1] - len(last_tokens) :] = last_tokens
         sampling = [part.params.sampling for part in parts] + [Sampling.greedy()] * (count - len(parts))
-        return device.Continuations(SamplingParams.stack(sampling), stop_ids, limits, counts, seen)
+        return device.Continuations(
+            sampling=SamplingParams.stack(sampling, self.shapes.biases, self.shapes.bad_words),
+            stop_ids=stop_ids,
+            limits=limits,
+            min_tokens=min_tokens,
+            top_logprobs=top_logprobs,
+            counts=counts,
+            uses=uses,
+            recent=recent,
+        )
+
+    def _masks_on_device(self, masks: RowMasks, count: int) -> device.Masks:
+        """Return masks of some of `count` rows; placed as those of no row are, so that both run one program."""
+        is_masked = np.isin(np.arange(count), list(masks))
+        bits = np.full((count, -(-self.model.config.vocab_size // MASK_BITS)), 2**32 - 1, np.uint32)
+        for row, mask in masks.items():
+            if mask is not None:
+                bits[row] = mask
+        place = lambda x: jax.device_put(x, sharding(x.shape, (None,) * x.ndim, self.model.mesh))
+        return device.Masks(place(is_masked), place(bits))
 
     def _context(self, parts: Sequence[PromptPart], width: int) -> PromptContext | None:
         """Return what a drafter reads of prompts beyond a piece of `width` tokens; None without a drafter."""

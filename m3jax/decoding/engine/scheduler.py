@@ -9,14 +9,14 @@ from time import perf_counter
 
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, UInt32
 
 from m3jax.cache import OutOfPages, PageAllocator
 from m3jax.cache.prefix import common_length
 from m3jax.decoding import device
 from m3jax.decoding.engine.media import FeatureRows
 from m3jax.decoding.engine.report import Drafting, Timings
-from m3jax.decoding.engine.request import Request
+from m3jax.decoding.engine.request import Request, check_bits
 from m3jax.decoding.engine.runner import PromptPart, Runner
 from m3jax.decoding.protocols import PageContents
 
@@ -25,6 +25,7 @@ _STOP_REASONS = {
     device.STOP_ID: "stop_id",
     device.STOP_STRING: "stop_string",
     device.BAD_LOGITS: "nan",
+    device.NOTHING_ALLOWED: "no_token",
 }
 
 # A waiting request is passed so often at most by others that need fewer pages, and by the next few behind it alone.
@@ -232,7 +233,8 @@ class Scheduler:
     def _part(self, request: Request, count: int) -> PromptPart:
         """Return what the device needs to know of a request whose next `count` tokens it is to read."""
         features = self._feature_rows(request, count)
-        return PromptPart(request.row, request.tokens, request.cached, request.params, len(request.new), features)
+        mask = self._mask(request) if count == request.uncached else None  # else this call draws nothing for it
+        return PromptPart(request.row, request.tokens, request.cached, request.params, len(request.new), features, mask)
 
     def decode(self) -> None:
         """Run a few steps of every row whose prompt is through."""
@@ -242,7 +244,7 @@ class Scheduler:
         running = self.requests_with_row(is_decoding=True)
         if not running:
             return
-        new = self.runner.decode(self.shapes.steps)
+        new = self.runner.decode(self.shapes.steps, {r.row: self._mask(r) for r in running if r.guide is not None})
         for request in running:
             count = int(new.counts[request.row])
             self.timings.decoded_tokens += count - (count > 0 and not request.new)
@@ -278,9 +280,8 @@ class Scheduler:
           end: tokens of the request that are in the cache now.
         """
         count, stop_reason = int(new.counts[index]), int(new.stop_reasons[index])
-        request.new += new.tokens[index, :count].tolist()
-        request.logprobs += new.logprobs[index, :count].tolist()
-        request.versions += [self.version] * count
+        columns = (new.tokens, new.logprobs, new.top_ids, new.top_logprobs)
+        request.append(*(values[index, :count].tolist() for values in columns), version=self.version)
         self._commit(request, end)
         if count:
             request.last_token_at = perf_counter()
@@ -289,6 +290,12 @@ class Scheduler:
             self.changed[request.handle] = request
         if stop_reason != device.LIVE:
             self.stop(request, _STOP_REASONS[stop_reason])
+
+    def _mask(self, request: Request) -> UInt32[np.ndarray, " W"] | None:
+        """Return the tokens that may come next in a request, as its guide says; None where all may."""
+        mask = request.mask
+        check_bits(mask, request.handle, self.runner.model.config.vocab_size)
+        return mask
 
     # Images and videos
 
