@@ -31,7 +31,7 @@ def find_flips(
     rtol: float,
     atol: float | Float[np.ndarray, " Q"],
 ) -> Flips:
-    """Compare selections as sets.
+    """Find the selections of two sides that differ as sets.
 
     Args:
       expected: the reference's, -1 for an unused slot.

@@ -25,7 +25,7 @@ _NAME = re.compile(r"layers\.(\d{1,5})\.(\w+)")
 
 
 class Quantity(NamedTuple):
-    """One named value.
+    """A named quantity between tokens and logits.
 
     Attributes:
       name: as in `M3.intermediates`, with the layer before it: "layers.3.blocks".

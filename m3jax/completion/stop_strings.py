@@ -67,7 +67,7 @@ class StoppableText:
 
 
 def stream_text(engine: Engine, texts: Mapping[int, StoppableText]) -> Iterator[tuple[int, str]]:
-    """Work until some requests have ended, decoding to text as it goes.
+    """Run the engine until some requests have ended, yielding their text as it comes.
 
     Args:
       engine: has the requests.
@@ -99,7 +99,7 @@ def generate_text(
     stop: Sequence[str] = (),
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Generation]:
-    """Work until these requests have ended, decoding to text as it goes.
+    """Run the engine until these requests have ended, and return their text.
 
     Args:
       engine: has the requests.

@@ -13,7 +13,7 @@ from m3jax.model import M3
 
 @dataclass(frozen=True)
 class Text:
-    """A text to predict.
+    """A text whose tokens a model predicts.
 
     Attributes:
       name: of its file.

@@ -39,7 +39,7 @@ class Grid:
         count: int,
         seed: int,
     ) -> "Grid":
-        """Make the prompts.
+        """Draw a grid's recall prompts.
 
         Args:
           haystack: in the tokens of the model's tokenizer.

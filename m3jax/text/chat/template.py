@@ -82,7 +82,7 @@ class ChatTemplate:
 
     @classmethod
     def from_file(cls, file: str | Path) -> "ChatTemplate":
-        """Read a template.
+        """Read a template from a file.
 
         Args:
             file: jinja2, in UTF-8.

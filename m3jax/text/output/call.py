@@ -19,7 +19,7 @@ _LEADING_MARKER = re.compile(rf"\A\s*{re.escape(NAMESPACE)}")
 
 
 class Call:
-    """Reader of one call.
+    """An incremental reader of one tool call.
 
     Args:
         name: of the tool.

@@ -58,7 +58,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A complete output.
+    """An output of the model, parsed to its end.
 
     Attributes:
         reasoning: the text of the reasoning, "" for none.

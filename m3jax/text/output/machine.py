@@ -35,7 +35,7 @@ UNDECLARED = Tool(ANYTHING, None)
 
 
 class Machine:
-    """Reader of one output.
+    """An incremental reader of one output of the model.
 
     Args:
         tools: the declared tools, by name.

@@ -96,7 +96,7 @@ def names_member(shapes: Shapes, name: str) -> bool:
 
 
 def shapes_of(schema: Any, place: str) -> Shapes:
-    """Read a JSON schema.
+    """Reduce a JSON schema to its alternatives.
 
     Args:
         schema: a schema: an object, or a boolean. What it says besides types, `pattern` or `minimum` say, is not read.

@@ -26,7 +26,7 @@ _EXACT = 2**53
 
 
 def value_of(node: Node, shapes: Shapes) -> Any:
-    """Read an element.
+    """Convert an element of a call to a JSON value.
 
     Args:
         node: its text, or the elements in it.
