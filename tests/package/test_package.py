@@ -391,7 +391,7 @@ def test_no_machine_paths():
 
 
 def test_docstrings_begin_with_a_sentence_or_a_noun():
-    """A first line such as "What a layer reads." is half of a sentence; "Return the keys that a layer reads." is not."""
+    """A first line such as "What a layer reads." is half of a sentence; "Return a layer's keys." is whole."""
     half = re.compile(r"(?:What|Whether|How|Which|Where|When|Who|Why)\b")
     wrong = []
     for path in sources("m3jax", "pallas_kernels", "scripts", "vectors", "docs/sitebuild"):
