@@ -66,13 +66,13 @@ class Pieces:
         """Return the events that are ready and were not taken before."""
         if self._size >= 2 * FEWEST:
             waiting = 0
-            place = len(self._grains)
+            cut = len(self._grains)
             while waiting < FEWEST:
-                place -= 1
-                waiting += len(self._grains[place])
+                cut -= 1
+                waiting += len(self._grains[cut])
             if self._size - waiting >= FEWEST:
-                self._cut(self._grains[:place])
-                self._grains, self._size = self._grains[place:], waiting
+                self._cut(self._grains[:cut])
+                self._grains, self._size = self._grains[cut:], waiting
         events, self._events = self._events, []
         return events
 
