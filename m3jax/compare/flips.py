@@ -26,7 +26,7 @@ class Flips(NamedTuple):
 
 def find_flips(
     expected: Int[np.ndarray, "Q J"],
-    found: Int[np.ndarray, "Q L"],
+    actual: Int[np.ndarray, "Q L"],
     scores: Float[np.ndarray, "Q M"] | None,
     rtol: float,
     atol: float | Float[np.ndarray, " Q"],
@@ -35,15 +35,15 @@ def find_flips(
 
     Args:
       expected: the reference's, -1 for an unused slot.
-      found: the other side's; it may have another number of slots.
+      actual: the other side's; it may have another number of slots.
       scores: the reference's scores of everything that a query may choose from, inf for what it must choose, -inf for
         what it must not. None where they are not known.
       rtol, atol: the error that one score may have, `atol` for each query or for all. Two of them decide a flip, so
         the margin is twice that.
     """
-    slots = max(expected.shape[-1], found.shape[-1])
+    slots = max(expected.shape[-1], actual.shape[-1])
     pad = lambda ids: np.pad(ids, ((0, 0), (0, slots - ids.shape[-1])), constant_values=-1)
-    is_other = other_sets(pad(expected), pad(found))
+    is_other = other_sets(pad(expected), pad(actual))
     gap, is_inside = np.zeros(len(is_other)), np.zeros(len(is_other), bool)
     queries = np.flatnonzero(is_other)
     if scores is None or not len(queries):
@@ -53,7 +53,7 @@ def find_flips(
         np.isnan(scores[queries]), -np.inf, scores[queries].astype(np.float64)
     )  # NaN ranks below all numbers
     count = ranked.shape[-1]
-    given = found[queries]
+    given = actual[queries]
     kept, taken = _counts(expected[queries], count), _counts(np.where(given < count, given, -1), count)  # [Q M]
     highest_lost = np.max(np.where((kept > 0) & (taken == 0), ranked, -np.inf), axis=-1)
     lowest_new = np.min(np.where((taken > 0) & (kept == 0), ranked, np.inf), axis=-1)
@@ -86,6 +86,6 @@ def block_ranks(
       block_size: P.
       local, init: the number of forced blocks at the query's end, and at the beginning of the row.
     """
-    ids, own = np.arange(scores.shape[-1]), (positions // block_size)[:, None, None]
-    ranked = np.where((ids > own - local) | (ids < init), np.inf, scores)
-    return np.where(ids <= own, ranked, -np.inf)
+    ids, own_block = np.arange(scores.shape[-1]), (positions // block_size)[:, None, None]
+    ranked = np.where((ids > own_block - local) | (ids < init), np.inf, scores)
+    return np.where(ids <= own_block, ranked, -np.inf)

@@ -76,14 +76,14 @@ def _table(report: Report) -> list[str]:
         if any(getattr(layer, kind) for layer in report.layers.values())
     ]
     head = ["layer", *columns, *(title for title, _ in flips)]
-    rows = [
+    table_rows = [
         [str(number), *_cells(layer, columns, [kind for _, kind in flips])] for number, layer in report.layers.items()
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    widths = [max(len(row[i]) for row in [head, *table_rows]) for i in range(len(head))]
     note = "relative error (root mean square)" + (", and flips inside + outside the margin" if flips else "")
     return [
         note,
-        *("  ".join(map(str.rjust, row, widths)).rstrip() for row in [head, *rows]),
+        *("  ".join(map(str.rjust, row, widths)).rstrip() for row in [head, *table_rows]),
     ]
 
 

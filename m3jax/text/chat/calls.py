@@ -163,14 +163,18 @@ def linked_results(calls: list[dict[str, Any]], results: list[dict[str, Any]], l
     if any(call_ids) or any(result_ids):
         for ids, what, field in ((call_ids, "call", "id"), (result_ids, "result", "tool_call_id")):
             if None in ids:
-                raise ValueError(f"{location}: {what} {ids.index(None) + 1} has no {field}; give one to each, or to none")
+                raise ValueError(
+                    f"{location}: {what} {ids.index(None) + 1} has no {field}; give one to each, or to none"
+                )
             if twice := next((each for each in ids if ids.count(each) > 1), None):
                 raise ValueError(f"{location}: two {what}s have the {field} {shown(twice)}")
         if unknown := next((each for each in result_ids if each not in call_ids), None):
             known = shortened(", ".join(map(shown, call_ids)), 200)
             raise ValueError(f"{location}: no call has the id {shown(unknown)} of a result; theirs are {known}")
         if lacking := next((each for each in call_ids if each not in result_ids), None):
-            raise ValueError(f"{location}: call {call_ids.index(lacking) + 1} with the id {shown(lacking)} has no result")
+            raise ValueError(
+                f"{location}: call {call_ids.index(lacking) + 1} with the id {shown(lacking)} has no result"
+            )
         results = [results[result_ids.index(each)] for each in call_ids]
     elif len(calls) != len(results):
         raise ValueError(f"{location}: {len(calls)} calls and {len(results)} results; give each call its own")
