@@ -72,7 +72,7 @@ def generate(
     stop = tuple(model.config.eos_token_id if stop_ids is None else stop_ids)
     params = [Params(max_new_tokens=max_new_tokens, sampling=of_prompt, stop_ids=stop) for of_prompt in samplings]
     media = _media_of(prompts, images, videos, model, progress)
-    prompts = [with_placeholders(prompt, own, tokenizer) for prompt, own in zip(prompts, media, strict=True)]
+    prompts = [with_placeholders(prompt, attached, tokenizer) for prompt, attached in zip(prompts, media, strict=True)]
     engine = engine_for(model, prompts, params, media=media, draft=draft, draft_tokens=draft_tokens, progress=progress)
     handles = [engine.add(*request) for request in zip(prompts, params, media, strict=True)]
     with activity(progress) as line:

@@ -34,8 +34,8 @@ def read_media(images: Iterable[Any] = (), videos: Iterable[Any] = (), *, progre
       ValueError: one that cannot be used; it says which.
     """
     images, videos = _as_list(images, "images"), _as_list(videos, "videos")
-    read = lambda kind, items: [
-        read_medium(kind, item, called=f"{kind} {number} of {len(items)}", progress=progress)
+    read = lambda medium, items: [
+        read_medium(medium, item, called=f"{medium} {number} of {len(items)}", progress=progress)
         for number, item in enumerate(items, 1)
     ]
     with activity(progress):  # one line for all of them
@@ -43,12 +43,12 @@ def read_media(images: Iterable[Any] = (), videos: Iterable[Any] = (), *, progre
 
 
 def read_medium(
-    kind: str, source: Any, *, called: str = "", progress: bool = True, **options: Any
+    medium: str, source: Any, *, called: str = "", progress: bool = True, **options: Any
 ) -> ProcessedImage | ProcessedVideo:
     """Read and process one image or video.
 
     Args:
-      kind: "image" or "video".
+      medium: "image" or "video".
       source: as an item of `read_media`.
       called: its name in the line of progress and in errors; a file is named besides.
       progress: as in `read_media`.
@@ -58,15 +58,15 @@ def read_medium(
       ValueError: it cannot be used; the message begins with what it is called.
     """
     path = printable(str(source)) if names_file(source) else ""
-    processed = ProcessedImage if kind == "image" else ProcessedVideo
+    processed = ProcessedImage if medium == "image" else ProcessedVideo
     name = ", ".join(filter(None, (called, path)))
     with activity(progress) as line:
-        line.say(f"reading {name or kind}")
-        watch = lambda done, total: line.say(f"reading {name or kind}: {done / total:.0%} of {total:,} frames")
+        line.say(f"reading {name or medium}")
+        watch = lambda done, total: line.say(f"reading {name or medium}: {done / total:.0%} of {total:,} frames")
         try:
             if isinstance(source, processed) and not options:
                 return source
-            if kind == "image":
+            if medium == "image":
                 return process_image(media_source(source, LIMITS.image_bytes), **options)
             return process_video(media_source(source), **options, watch=watch)
         except (ValueError, OverflowError) as error:

@@ -47,10 +47,10 @@ class StoppableText:
     def _give_out(self, new: str) -> str:
         """Return the pending text up to a stop string, or up to where one may have begun; hold the rest back."""
         pending = self._held_back + new
-        found = [position for position in map(pending.find, self._stop_strings) if position >= 0]
-        self.stopped = bool(found)
-        if found:
-            piece, self._held_back = pending[: min(found)], ""
+        stops = [position for position in map(pending.find, self._stop_strings) if position >= 0]
+        self.stopped = bool(stops)
+        if stops:
+            piece, self._held_back = pending[: min(stops)], ""
         else:
             cut = len(pending) - self._begun(pending)
             piece, self._held_back = pending[:cut], pending[cut:]

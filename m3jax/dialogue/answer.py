@@ -23,8 +23,8 @@ def stop_ids(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> tuple[int, ...]:
       tokenizer: of the model.
       eos_ids: of the model's configuration, or of its folder's generation_config.json.
     """
-    own = (tokenizer.eos_id, tokenizer.backend.token_to_id(END_OF_TURN))
-    return tuple(dict.fromkeys((*eos_ids, *(token for token in own if token is not None))))
+    of_tokenizer = (tokenizer.eos_id, tokenizer.backend.token_to_id(END_OF_TURN))
+    return tuple(dict.fromkeys((*eos_ids, *(token for token in of_tokenizer if token is not None))))
 
 
 def answer(

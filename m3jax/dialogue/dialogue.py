@@ -179,7 +179,7 @@ class Dialogue:
         Raises:
           ValueError: the user has said nothing.
         """
-        places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        places = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not places:
             raise ValueError("nothing to undo: no message of yours is left")
         taken_back, self.messages = self.messages[places[-1] :], self.messages[: places[-1]]

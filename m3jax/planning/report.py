@@ -138,8 +138,10 @@ def _program_lines(name: str, extent: str, program: dict[str, Any]) -> list[str]
         lines.append(f"  the compiler refused: {reason}")
     elif answer:
         lines.append(_work_line("compiled", answer, sum(answer["collective_bytes"].values())))
-        for kind, count in sorted(answer["collectives"].items()):
-            lines.append(f"  {kind:20s} {count:5d} x, {answer['collective_bytes'][kind] / 1e6:12,.2f} MB together")
+        for collective, count in sorted(answer["collectives"].items()):
+            lines.append(
+                f"  {collective:20s} {count:5d} x, {answer['collective_bytes'][collective] / 1e6:12,.2f} MB together"
+            )
         for traffic, times, origin in answer["heaviest"][:_HEAVIEST]:
             origin_end = origin if len(origin) <= _WIDTH else f"...{origin[-_WIDTH:]}"
             lines.append(f"  {traffic / answer['traffic']:4.0%} of the traffic: {times} x {origin_end}")
