@@ -103,9 +103,10 @@ def with_placeholders(prompt: Sequence[int], media: Media, tokenizer: Tokenizer 
     if tokenizer is None:
         raise ValueError("images and videos stand between tokens that the tokenizer knows: give tokenizer")
     ids, prompt = PlaceholderIds.of_tokenizer(tokenizer), list(prompt)
+    # A prompt marks all places of a kind or none: how many it marks is checked when they are expanded.
     in_front = [] if ids.image in prompt else [ids.image] * len(media.images)
     in_front += [] if ids.video in prompt else [ids.video] * len(media.videos)
-    begin = 1 if prompt and prompt[0] == tokenizer.bos_id else 0
+    begin = 1 if prompt and prompt[0] == tokenizer.bos_id else 0  # a BOS stays first, as in training
     prompt[begin:begin] = in_front
     return expand_tokens(prompt, media.images, media.videos, encode=tokenizer.encode, ids=ids)
 

@@ -57,7 +57,7 @@ def header(layout: Layout, metadata: Mapping[str, str] | None = None) -> bytes:
         entries[name] = {"dtype": dtype_code(dtype), "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # as the library does it: numbers begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
 
@@ -83,6 +83,7 @@ def write_tensors(
     for (name, stored), array in zip(layout.items(), values, strict=True):
         if (array.dtype, array.shape) != stored:
             raise ValueError(f"{name}: {array.dtype} {array.shape}, and the header says {stored}")
+        # As bytes: bfloat16 and float8 are no formats of Python's buffers.
         file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
 
 
@@ -103,6 +104,7 @@ def unpacked(data: bytes | memoryview, called: str) -> dict[str, np.ndarray]:
       ValueError: the file is truncated, or is none.
     """
     size = int.from_bytes(data[:8], "little")
+    # The smallest header is {}. A size from damaged bytes may be anything up to 2^64.
     if len(data) < 8 or not 2 <= size <= len(data) - 8:
         raise ValueError(f"{called}: {len(data)} bytes are no safetensors file, or only its beginning; make it again")
     try:
