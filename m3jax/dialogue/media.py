@@ -81,7 +81,7 @@ def read_part(
       progress: whether reading is shown.
 
     Raises:
-      ValueError: it cannot be read, has no source or an option that there is not, or the model cannot see.
+      ValueError: it cannot be read, has no source or an unknown option, or the model cannot see.
     """
     if not can_see:
         raise ValueError("the model has no vision tower: it takes text alone; leave images and videos out")
@@ -126,7 +126,7 @@ def _what_is_read(part: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any, dict[s
     """Return the key under which a part is remembered, its source, and the options of its processing.
 
     Raises:
-      ValueError: no source or several, or an option that there is not.
+      ValueError: no source or several, or an unknown option.
     """
     medium, fields = part["type"], {name: value for name, value in part.items() if name != "type" and value is not None}
     for name in _SOURCES[medium]:

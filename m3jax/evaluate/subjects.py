@@ -98,7 +98,7 @@ def subjects(
       dtypes, kv_dtypes, index_dtypes, backends: names with commas between them; "model" is a model's own dtype.
 
     Raises:
-      ValueError: a folder that is none, or a name that there is not.
+      ValueError: a path that is not a folder, or an unknown name.
     """
     for folder in folders:
         M3Config.from_pretrained(embedded_path() if folder is None else folder)

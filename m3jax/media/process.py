@@ -87,7 +87,7 @@ def process_image(image: Any, preset: str = "hub", *, max_long_side: int | None 
       Patches [X 1176] and the grid (1, h, w).
 
     Raises:
-      ValueError: a broken image, a shape that no rule allows, a preset or tier that there is not.
+      ValueError: a broken image, a shape that no rule allows, an unknown preset or tier.
 
     Source: transformers' image processor for minimax_m3_vl, given Pillow images (of a path or an address its
     `load_image` drops alpha instead); the engines where `preset` names one.
@@ -139,7 +139,7 @@ def process_video(
 
     Raises:
       ValueError: a file that is no video, is broken or has no frames, frames of several sizes, a shape or number that
-        no rule allows, or a preset, rule or tier that there is not.
+        no rule allows, or an unknown preset, rule or tier.
 
     Source: transformers' video processor for minimax_m3_vl with do_resize; the engines where `preset` names one.
     """

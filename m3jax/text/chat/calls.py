@@ -24,7 +24,7 @@ def ordered_tools(tools: Any) -> list[dict[str, Any]]:
         A copy; [] for None.
 
     Raises:
-        ValueError: something that is no such list, two tools of one name, a broken schema, or a field that the model
+        ValueError: not such a list, two tools of one name, a broken schema, or a field that the model
             would not see.
     """
     if tools is None:
@@ -79,7 +79,7 @@ def ordered_calls(calls: Any, location: str) -> list[dict[str, Any]]:
         The calls; [] for None.
 
     Raises:
-        ValueError: something that is no such list, or arguments that are no object. It names the call.
+        ValueError: not such a list, or arguments that are not an object. It names the call.
     """
     if calls is None:
         return []

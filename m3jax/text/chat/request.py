@@ -42,7 +42,7 @@ def ordered_messages(messages: Any) -> list[dict[str, Any]]:
         The messages, each with the fields that templates read.
 
     Raises:
-        ValueError: something that is no such list, or that the model would not see. It says which message, from 1.
+        ValueError: not such a list, or a field that the model would not see. It says which message, from 1.
     """
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages is a list of messages, got {shown(messages)}")

@@ -97,7 +97,7 @@ def _standard(schema: Any, location: str, is_part: bool = False) -> Any:
         is_part: True if it describes, with others, one value.
 
     Raises:
-        ValueError: a type that there is not, or a required name that no property has.
+        ValueError: an unknown type, or a required name that no property has.
     """
     if not isinstance(schema, dict):
         return schema
