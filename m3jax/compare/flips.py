@@ -70,9 +70,9 @@ def find_flips(
 
 def _counts(ids: Int[np.ndarray, "Q J"], count: int) -> Int[np.ndarray, "Q M"]:
     """Return how often each id from 0 to `count` - 1 stands in each selection; -1, an unused slot, is not counted."""
-    out = np.zeros((len(ids), count + 1), np.int64)
-    np.add.at(out, (np.arange(len(ids))[:, None], np.where(ids < 0, count, ids)), 1)
-    return out[:, :count]
+    counts = np.zeros((len(ids), count + 1), np.int64)
+    np.add.at(counts, (np.arange(len(ids))[:, None], np.where(ids < 0, count, ids)), 1)
+    return counts[:, :count]
 
 
 def block_ranks(

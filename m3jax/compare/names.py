@@ -163,8 +163,8 @@ def read_map(file: Path) -> dict[str, Meaning | None]:
             parts = to.split() if isinstance(to, str) else []
             unknown = [part for part in parts if quantity(part.replace("{layer}", "0")) is None]
             if not parts or unknown:
-                what = shown(unknown[0] if unknown else to)
-                raise ValueError(f"{where} leads to {what}, which is no quantity; docs/compare.md lists them")
+                target = shown(unknown[0] if unknown else to)
+                raise ValueError(f"{where} leads to {target}, which is no quantity; docs/compare.md lists them")
             if axes is not None and (not isinstance(axes, str) or len(parts) > 1):
                 raise ValueError(f"{where}: axes {shown(axes)}: give letters, as in 'X K J', and one quantity")
             if "{layer}" in to and "{layer}" not in name:

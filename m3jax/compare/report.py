@@ -150,23 +150,23 @@ def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol:
     )
     missing = lambda one, other: [each.name for each in in_order(n for n in one.values if n not in other.values)]
     report.only, report.unknown = (missing(a, b), missing(b, a)), (a.unknown, b.unknown)
-    report.compared = [each.name for each in shared]
+    report.compared = [compared.name for compared in shared]
     is_excused = np.zeros(len(pair.places), bool)
-    for each in shared:
-        layer = Layer() if each.layer is None else report.layers.setdefault(each.layer, Layer())
-        if each.kind in _SETS:
-            what, flipped = _sets(pair, each, layer, tolerances, is_excused)
+    for compared in shared:
+        layer = Layer() if compared.layer is None else report.layers.setdefault(compared.layer, Layer())
+        if compared.kind in _SETS:
+            difference, flipped = _sets(pair, compared, layer, tolerances, is_excused)
             is_excused |= flipped
         else:
-            what, error, judged_error = _numbers(pair, each, tolerances, is_excused)
-            report.errors[each.name] = error
+            difference, error, judged_error = _numbers(pair, compared, tolerances, is_excused)
+            report.errors[compared.name] = error
             report.worst = max(report.worst, judged_error)
-            if each.kind in STREAM:
-                layer.errors[each.kind] = error
-        if what is not None:
-            report.beyond.append(each.name)
+            if compared.kind in STREAM:
+                layer.errors[compared.kind] = error
+        if difference is not None:
+            report.beyond.append(compared.name)
             if report.first is None:
-                report.first = Difference(each.name, what, hint(pair, each))
+                report.first = Difference(compared.name, difference, hint(pair, compared))
     report.excused = int(is_excused.sum())
     if "logits" in report.compared:
         report.logits = _logits(pair)
@@ -215,9 +215,9 @@ def _sets(
     gap = flips.gap[query]
     apart = f", scores {gap:.3g} apart" if np.isfinite(gap) else ""
     things = "blocks" if compared.kind == "blocks" else "experts"
-    what = f"{outside} of {len(is_outside)} selections differ beyond the margin, {inside} inside it"
+    summary = f"{outside} of {len(is_outside)} selections differ beyond the margin, {inside} inside it"
     values = f"expected {things} {ids_in(expected[index])}, found {ids_in(actual[index])}{apart}"
-    return (what, f"the first at {pair.where(tokens[index[0]])}{at(compared, index)}: {values}"), excused
+    return (summary, f"the first at {pair.where(tokens[index[0]])}{at(compared, index)}: {values}"), excused
 
 
 def _numbers(
@@ -241,12 +241,12 @@ def _numbers(
     wrong_tokens = judged[np.flatnonzero(gap.wrong.reshape(len(judged), -1).any(-1))]
     beyond = f"beyond rtol {rtol:.2g}, atol {atol:.2g} rms ({dtype})"
     wrong_of_all = f"{len(wrong_tokens)} of {len(expected)} tokens"
-    what = f"{gap.wrong.sum()} of {expected.size} numbers differ {beyond}, at {wrong_of_all}"
+    summary = f"{gap.wrong.sum()} of {expected.size} numbers differ {beyond}, at {wrong_of_all}"
     first = f"from {pair.where(tokens[wrong_tokens[0]])} on"
     farthest_at = (
         f"the farthest at {pair.where(tokens[index[0]])}{at(compared, index)}: {both_values(expected, actual, index)}"
     )
-    return (f"{what} {first}", farthest_at), *errors
+    return (f"{summary} {first}", farthest_at), *errors
 
 
 def magnitudes(expected: Tensor) -> Float[np.ndarray, " X"]:

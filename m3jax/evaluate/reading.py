@@ -117,10 +117,10 @@ def _stacked(pieces: list[tuple[np.ndarray, ...]], batch: int, chunk: int) -> tu
     """Return the arrays beside the rows of a call, stacked and padded with zeros to its shape."""
     stacked = []
     for arrays in zip(*pieces, strict=True):
-        out = np.zeros((batch, chunk, *arrays[0].shape[1:]), arrays[0].dtype)
+        padded = np.zeros((batch, chunk, *arrays[0].shape[1:]), arrays[0].dtype)
         for slot, array in enumerate(arrays):
-            out[slot, : len(array)] = array
-        stacked.append(out)
+            padded[slot, : len(array)] = array
+        stacked.append(padded)
     return tuple(stacked)
 
 

@@ -248,8 +248,8 @@ def _checked(item: Any, name: str, most: int) -> tuple[Float32[np.ndarray, "X P"
     patches, grid = (item.patches, item.grid) if hasattr(item, "patches") else item
     patches, rows = np.asarray(patches), np.atleast_2d(np.asarray(grid))
     if patches.dtype != np.float32 or patches.ndim != 2 or patches.shape[1] != PATCH_VALUES:
-        what = f"{patches.dtype} {list(patches.shape)}"
-        raise ValueError(f"{name} has patches {what}: must be float32 [X {PATCH_VALUES}]")
+        given = f"{patches.dtype} {list(patches.shape)}"
+        raise ValueError(f"{name} has patches {given}: must be float32 [X {PATCH_VALUES}]")
     is_grid = rows.dtype.kind in "iu" and rows.ndim == 2 and rows.shape[1] == 3
     if not is_grid or (rows < 1).any() or (rows[:, 1:] % MERGE).any():
         raise ValueError(f"{name} has the grid {shown(grid)}: must be (t, h, w) in patches, h and w even")

@@ -119,8 +119,8 @@ def _exact_dtype(taps: Taps) -> type[np.floating]:
 def _checked(image: UInt8[np.ndarray, "H W 3"]) -> UInt8[np.ndarray, "H W 3"]:
     """Return the image; raise ValueError for an array of another kind."""
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        what = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
-        raise ValueError(f"an image of {what}: must be uint8 [H W 3]")
+        given = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
+        raise ValueError(f"an image of {given}: must be uint8 [H W 3]")
     if 0 in image.shape:
         raise ValueError(f"an image of {image.shape[0]} x {image.shape[1]} pixels has none to resize")
     return image

@@ -161,13 +161,13 @@ def linked_results(calls: list[dict[str, Any]], results: list[dict[str, Any]], l
     call_ids = [call.get("id") for call in calls]
     result_ids = [result.get("tool_call_id") for result in results]
     if any(call_ids) or any(result_ids):
-        for ids, what, field in ((call_ids, "call", "id"), (result_ids, "result", "tool_call_id")):
+        for ids, party, field in ((call_ids, "call", "id"), (result_ids, "result", "tool_call_id")):
             if None in ids:
                 raise ValueError(
-                    f"{location}: {what} {ids.index(None) + 1} has no {field}; give one to each, or to none"
+                    f"{location}: {party} {ids.index(None) + 1} has no {field}; give one to each, or to none"
                 )
             if twice := next((each for each in ids if ids.count(each) > 1), None):
-                raise ValueError(f"{location}: two {what}s have the {field} {shown(twice)}")
+                raise ValueError(f"{location}: two {party}s have the {field} {shown(twice)}")
         if unknown := next((each for each in result_ids if each not in call_ids), None):
             known = shortened(", ".join(map(shown, call_ids)), 200)
             raise ValueError(f"{location}: no call has the id {shown(unknown)} of a result; theirs are {known}")
