@@ -49,17 +49,17 @@ def find_flips(
     if scores is None or not len(queries):
         gap[queries] = np.inf
         return Flips(is_other, gap, is_inside)
-    ranked = np.where(
-        np.isnan(scores[queries]), -np.inf, scores[queries].astype(np.float64)
-    )  # NaN ranks below all numbers
+    ranked = scores[queries].astype(np.float64)
+    ranked = np.where(np.isnan(ranked), -np.inf, ranked)  # NaN ranks below all numbers
     count = ranked.shape[-1]
     given = actual[queries]
     kept, taken = _counts(expected[queries], count), _counts(np.where(given < count, given, -1), count)  # [Q M]
+    # Roundings exchange blocks at the cut alone: compare the best block that was lost with the worst that came in.
     highest_lost = np.max(np.where((kept > 0) & (taken == 0), ranked, -np.inf), axis=-1)
     lowest_new = np.min(np.where((taken > 0) & (kept == 0), ranked, np.inf), axis=-1)
     # Only an exchange of equally many ids, each there once, can come from roundings.
     is_exchange = (kept.sum(-1) == taken.sum(-1)) & (taken.max(-1) <= 1)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # inf - inf of two forced blocks
         difference = np.maximum(highest_lost - lowest_new, 0.0)
         size = np.maximum(np.abs(highest_lost), np.abs(lowest_new))
         gap[queries] = np.where(is_exchange & np.isfinite(difference), difference, np.inf)

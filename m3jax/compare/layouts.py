@@ -101,7 +101,7 @@ def _fit(
     """Return a layout of this spelling that has the array's shape: whole on each rank, else with one letter divided.
 
     Args:
-      spelling, ranks, rows, sizes: as in `aligned` and `Layout`.
+      spelling, ranks, dumped, sizes: as in `aligned` and `Layout`.
       most: the greatest length of a padded row; None for any length.
     """
     shape = ranks[0].shape
@@ -149,11 +149,12 @@ def _joined(wanted: Quantity, ranks: list[Tensor], layout: Layout, sizes: Mappin
             raise ValueError(f"{wanted.name}: ranks 0 and {other[0]} both have all of it, and other numbers")
         return ranks[0]
     axis = next(i for i, name in enumerate(layout.axes) if layout.divided in name.split("*"))
-    copies = len(ranks) // layout.parts
+    copies = len(ranks) // layout.parts  # neighbouring ranks that hold the same KV head
     return np.concatenate([np.asarray(array) for array in ranks[::copies]], axis=axis)
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
+    # Bytes, not numbers: NaN equals itself, and -0 is not 0.
     return np.ascontiguousarray(first).tobytes() == np.ascontiguousarray(second).tobytes()
 
 
@@ -165,6 +166,7 @@ def _in_order(wanted: Quantity, array: Tensor, layout: Layout, dumped: Rows, siz
     for axis, size in zip(layout.axes, array.shape, strict=True):
         parts = axis.split("*")
         unknown = [letter for letter in parts if len(parts) > 1 and (letter in _FREE or letter == "T")]
+        # The one unknown size of a merged axis is what the known ones leave of it.
         rest = prod(known[letter] for letter in parts if letter not in unknown) if len(parts) > 1 else 1
         shape += [size // rest if letter in unknown or len(parts) == 1 else known[letter] for letter in parts]
         letters += parts
@@ -190,6 +192,7 @@ def cut(wanted: list[Quantity], ranks: list[Tensor], sizes: Mapping[str, int]) -
       sizes: of all letters of the parts.
     """
     count = len(ranks)
+    # Heads and hidden widths are divided over the ranks; with fewer KV heads than ranks each has one whole head.
     share = lambda letter: max(sizes[letter] // count, 1) if letter in "NKW" else sizes[letter]
     widths = [prod(share(letter) for letter in part.axes[1:]) for part in wanted]
     if sum(widths) != ranks[0].shape[-1]:

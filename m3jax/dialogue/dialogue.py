@@ -161,6 +161,7 @@ class Dialogue:
             for event in events:
                 if event.kind == "reply":
                     message = event.message
+                    # Calls of an answer that the user stopped are not to be run: the history goes on without them.
                     if event.finish_reason == "interrupted":
                         message.pop("tool_calls", None)
                     has_answer = event.finish_reason != "interrupted" or bool(event.content or event.reasoning)
@@ -196,7 +197,7 @@ def open_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
       The calls as they stand in their message, in its order.
     """
     answered = set()
-    for message in reversed(messages):
+    for message in reversed(messages):  # back over the results to the answer that they belong to
         if message["role"] != "tool":
             return [call for call in message.get("tool_calls") or () if call["id"] not in answered]
         answered.add(message.get("tool_call_id"))

@@ -129,6 +129,7 @@ def random_like(blocks: Int[Array, "B K T J"], block_size: int, positions: Int[A
     """
     own_block = (positions // block_size)[:, None, :, None]  # [B 1 T 1]
     num_blocks = -(-positions.shape[1] // block_size)
+    # A fixed key: the same command gives the same figures. The largest of uniform scores are a draw without repetition.
     scores = jax.random.uniform(jax.random.key(0), (*blocks.shape[:-1], num_blocks))
     scores = jnp.where(jnp.arange(num_blocks) < own_block, scores, -1.0)  # [B K T M]
     score, ids = jax.lax.top_k(scores, min(blocks.shape[-1] - 1, num_blocks))

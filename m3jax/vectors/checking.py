@@ -74,14 +74,8 @@ def check_case(folder: Path, case: Mapping[str, Any], tolerances: Mapping[str, A
                 )
             compared += 1
             slack = arrays.get(f"{tensor.removesuffix('_bf16')}_slack", 0.0)
-            problem = difference(
-                outputs[tensor],
-                np.asarray(array),
-                tolerances[tolerance],
-                dtype,
-                slack,
-                case["tensors"][tensor].get("axes"),
-            )
+            axes = case["tensors"][tensor].get("axes")
+            problem = difference(outputs[tensor], np.asarray(array), tolerances[tolerance], dtype, slack, axes)
             problems.extend([f"{name}: {tensor} by {label}: {problem}"] if problem else [])
 
     try:

@@ -60,7 +60,7 @@ def farthest(
     """Return the numbers that are farther from the expected ones than is allowed; None if there are none.
 
     Args:
-      expected, found: of one shape. NaN agrees with NaN, and an infinity with itself.
+      expected, actual: of one shape. NaN agrees with NaN, and an infinity with itself.
       tolerance, dtype, slack: as in `difference`; the tolerance is not that of sets.
     """
     if expected.size == 0:
@@ -68,8 +68,10 @@ def farthest(
     exact = tolerance["compare"] == "bits"
     if exact and expected.dtype.kind in "iub":
         wrong, bound = expected != actual, ""
+        # As int64: a difference of uint8 would wrap around.
         gap = np.abs(expected.astype(np.int64) - actual.astype(np.int64))
     else:
+        # A dtype without a tolerance of its own has bfloat16's.
         rtol, atol = (0.0, 0.0) if exact else tolerance.get(dtype, tolerance["bfloat16"])
         expected, actual = expected.astype(np.float64), actual.astype(np.float64)
         with np.errstate(invalid="ignore"):
@@ -77,6 +79,7 @@ def farthest(
             allowed = atol + rtol * np.abs(expected) + slack
             same = (expected == actual) | (np.isnan(expected) & np.isnan(actual))
             wrong = ~(same | (np.isfinite(gap) & (gap <= allowed)))
+            # NaN or an infinity on one side alone is farther off than any number.
             gap = np.where(wrong, np.where(np.isnan(gap), np.inf, gap - allowed), -1.0)
         bound = f" beyond rtol {rtol:.2g}, atol {atol:.2g} ({dtype})"
     if not wrong.any():

@@ -27,9 +27,8 @@ def cut(
     """
     ids = jnp.arange(scores.shape[-1])  # [M]
     is_token = (positions >= 0) & (positions < lengths[:, None])
-    own_block = jnp.where(is_token, positions // rule["block_size"], -1)[
-        :, None, :, None
-    ]  # [B 1 T 1]; padding sees no block
+    own_block = jnp.where(is_token, positions // rule["block_size"], -1)  # padding sees no block
+    own_block = own_block[:, None, :, None]  # [B 1 T 1]
     is_forced = (ids > own_block - rule.get("local_blocks", 1)) | (ids < rule.get("init_blocks", 0))
     is_kept = jnp.any(blocks[..., None] == ids, axis=-2)  # [B K T M]
     is_visible = ids <= own_block

@@ -135,12 +135,13 @@ class Terminal:
         """Answer the user's last message anew, with the next seed; if no answer comes, the dialogue stays as it was."""
         before = self.dialogue.messages
         message = self.dialogue.undo()[0]
+        # With the same seed, an answer that was drawn would be drawn again.
         self.dialogue.sampling = replace(self.dialogue.sampling, seed=(self.dialogue.sampling.seed + 1) % 2**32)
         without = len(self.dialogue.messages)
         try:
             self._answer(message)
         finally:
-            if len(self.dialogue.messages) == without:
+            if len(self.dialogue.messages) == without:  # no answer came, so the dialogue took the message back
                 self.dialogue.messages = before
         self._give_results()
 

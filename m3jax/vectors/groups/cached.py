@@ -55,6 +55,7 @@ def paged(
     for row, (first, count) in enumerate(queries):
         positions[row, :count] = first + np.arange(count)
     lengths = np.array([first + count for first, count in queries], np.int32)
+    # Page 0 and the last one stay free: an unused slot's -1 that is followed into memory leads to one of them (T9).
     order = rng.permutation(np.arange(1, _POOL - 1))
     table = np.full((num_rows, max(lengths) // _SIZE + 2), -1, np.int32)
     pages = {"k": normal(rng, _POOL, _HEADS, _SIZE, _WIDTH), "v": normal(rng, _POOL, _HEADS, _SIZE, _WIDTH)}
@@ -72,6 +73,7 @@ def paged(
             scale = np.asarray(scale, np.float32)
             exact = {"exact_index_pages": x.copy()} if tensor == "index" else {}
             pages[tensor] = x = in_float8(x.astype(np.float32), scale[:, None, None] if scale.ndim else scale)
+        # NaN wherever no row has written, so that reading it shows.
         x[~is_written if tensor == "index" else np.broadcast_to(~is_written[:, None], x.shape[:3])] = np.nan
     inputs = {f"{tensor}_pages": x for tensor, x in pages.items()} | exact
     inputs |= {"q": normal(rng, num_rows, length, _HEADS * _GROUP, _WIDTH, scale=1.5)}
