@@ -114,6 +114,7 @@ def _over_pages(
     else:
         pages = pages.write(call, heads.k, heads.v, heads.index_k)
     if rules is not None:
+        # The only place where a layer's blocks are chosen; what follows attends to whatever ids it is given.
         blocks = pages.select(call, heads.index_q, rules)
         blocks = checkpoint_name(blocks, "msa_blocks")  # so that a backward pass cannot select otherwise (T30)
         out, pages = pages.attend_selected(call, heads.q, blocks)
