@@ -119,6 +119,7 @@ def _over_pages(
     else:
         pages = pages.write(call, heads.k, heads.v, heads.index_k)
     if rules is not None:
+        # The only place where a layer's blocks are chosen; what follows attends to whatever ids it is given.
         blocks = pages.select(call, heads.index_q, rules)
         if call.given_blocks is not None:
             blocks = jnp.where(call.given_blocks[..., :1] >= 0, call.given_blocks, blocks)

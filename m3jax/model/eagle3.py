@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from m3jax.cache import Places, StackCache
+from m3jax.cache import LayerCall, Places, StackCache
 from m3jax.config import FULL, M3Config
 from m3jax.execution import Compute, Fast
 from m3jax.make import MakeArrays

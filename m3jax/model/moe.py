@@ -131,7 +131,7 @@ class MoE(nnx.Module):
 
         # An expert takes its tokens wherever in the batch they stand: to it all rows are one.
         tokens = x.reshape(-1, x.shape[-1])  # [X D]
-        expert_ids, weights = (y.reshape(len(tokens), -1) for y in (expert_ids, weights))  # [X A] twice
+        expert_ids, weights = (y.reshape(-1, y.shape[-1]) for y in (expert_ids, weights))  # [X A] twice
         routed, shared = how.experts(
             tokens, expert_ids, weights, self.experts.matrices(), activate, self.shared_experts.matrices()
         )

@@ -398,11 +398,11 @@ def joins_shared(
     Args:
       x: tokens.
       weights: of the routed experts, of all layers of a stack.
-      shared: gate, up and down of the layer's shared expert.
+      shared: gate, up and down of the layer's shared expert, or none if it is run elsewhere.
       path: as of `run_experts`.
       backend: likewise.
     """
-    if path != "auto" or isinstance(weights.gate, MXFP8Array):
+    if path != "auto" or not shared or isinstance(weights.gate, MXFP8Array):
         return False
     for one, routed in zip(shared, weights, strict=True):
         if not isinstance(one, StackedLayer) or one.stack.shape[1:] != routed.shape[2:]:

@@ -13,12 +13,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from m3jax import ops
+from m3jax.arrays import without_checks
 from m3jax.cache.layer_pages import LayerCall, ReadByViews
 from m3jax.cache.storage import FLOAT8, HostPages, Places, Scales, held_page, stored
 from m3jax.msa import PagedIndex
 from m3jax.msa.schedules import gather, invariant_reading
 from m3jax.msa.views import Pooled
 from m3jax.numerics import UNSEEN, accumulator, merge_two
+
+# A pass has some of the blocks of a selection, often not the query's own: the checks of a whole selection refuse it.
+_attend_to_some = without_checks(ops.attend_selected)
 
 GROUP = 8  # virtual pages that are brought in together
 
@@ -231,7 +235,7 @@ class OffloadedStack(ReadByViews):
             is_here = remaining & (pool.slots.slot_of[layer] >= 0)  # [V]
             blocks_here = jnp.where(is_chosen & is_here[pages], blocks, -1)
             # No kernel reads keys and values through the pool's slots: "auto" is XLA here.
-            part = ops.attend_selected(
+            part = _attend_to_some(
                 q, pool.view(layer, places, q.dtype), blocks_here, positions, lengths, schedule=schedule
             )
             return pool, remaining & ~is_here, *merge_two(out, lse, *part)
