@@ -1,6 +1,7 @@
 """Experts and blocks that a call is given in place of its own choice: a record, played again."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,18 @@ from jaxtyping import Array, Int
 from m3jax.config import M3Config
 
 NAMES = ("expert_ids", "blocks")
+
+
+class LayerChoices(NamedTuple):
+    """What layers are given, as they compute with it; None where they choose, or where nothing is given.
+
+    Attributes:
+      expert_ids: [L B T A] of a stack's layers, [B T A] of one.
+      blocks: [L B K T J] of a stack's layers, [B K T J] of one.
+    """
+
+    expert_ids: Int[Array, "... B T A"] | None = None
+    blocks: Int[Array, "... B K T J"] | None = None
 
 
 @struct.dataclass
@@ -62,16 +75,13 @@ class Choices:
             choices[name] = given
         return cls(**choices)
 
-    def of_layers(self, config: M3Config, first: int, depth: int) -> "Choices":
+    def of_layers(self, config: M3Config, first: int, depth: int) -> LayerChoices:
         """Return the choices of some layers with the layer axis first, as a scan over them wants it.
 
         Args:
           config: says which layers choose.
           first: the first of these layers, among all.
           depth: how many there are, of one kind.
-
-        Returns:
-          expert_ids [L B T A] and blocks [L B K T J], None for layers that do not choose.
         """
         of_kind = lambda flags: (sum(flags[:first]), flags[first])
         experts_before, has_experts = of_kind(
@@ -87,7 +97,7 @@ class Choices:
         if self.blocks is not None and is_sparse:
             own = jnp.asarray(self.blocks, jnp.int32)[:, :, blocks_before : blocks_before + depth]
             blocks = jnp.transpose(own, (2, 0, 3, 1, 4))  # [B T L K J] -> [L B K T J]
-        return Choices(expert_ids, blocks)
+        return LayerChoices(expert_ids, blocks)
 
     def find_problem(
         self, config: M3Config, positions: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, " B"]

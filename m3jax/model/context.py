@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from m3jax.cache import Cache, Places
 from m3jax.config import M3Config
 from m3jax.execution import Execution
-from m3jax.model.choices import Choices
+from m3jax.model.choices import Choices, LayerChoices
 from m3jax.msa import SelectionRules
 from m3jax.msa.rules import Score
 
@@ -38,7 +38,7 @@ class Context:
     rules: SelectionRules = struct.field(pytree_node=False)
     dense: bool = struct.field(pytree_node=False)
     how: Execution = struct.field(pytree_node=False)
-    choices: Choices | None = None
+    choices: Choices | LayerChoices | None = None
 
     def of_stack(self, index: int, cache: Cache | None) -> "Context":
         """Return the context with what is one stack's own: host memory of its keys, and given choices."""
@@ -52,9 +52,9 @@ class Context:
             context = context.replace(choices=of_layers)
         return context
 
-    def given(self, layer: Int[Array, ""]) -> Choices:
-        """Return the choices that one layer of the stack is given: expert_ids [B T A], blocks [B K T J], or None."""
-        return jax.tree.map(lambda of_stack: of_stack[layer], self.choices or Choices())
+    def given(self, layer: Int[Array, ""]) -> LayerChoices:
+        """Return the choices that one layer of the stack is given."""
+        return jax.tree.map(lambda of_stack: of_stack[layer], self.choices or LayerChoices())
 
 
 def selection_rules(config: M3Config, score: Score) -> SelectionRules:

@@ -104,9 +104,9 @@ _QUICK_PROGRAMS = {
         getattr(device, name).__wrapped__, donate_argnames="state", static_argnames=statics, compiler_options=QUICK
     )
     for name, statics in (
-        ("prefill", ("num_top", "layout", "types")),
-        ("decode", ("max_steps", "num_top", "layout", "types")),
-        ("decode_in_rounds", ("draft_tokens", "max_rounds", "num_top", "layout", "types")),
+        ("prefill", ("num_top", "records", "layout", "types")),
+        ("decode", ("max_steps", "num_top", "records", "layout", "types")),
+        ("decode_in_rounds", ("draft_tokens", "max_rounds", "num_top", "records", "layout", "types")),
     )
 }
 

@@ -25,14 +25,14 @@ from m3jax.decoding.device.state import (
     State,
     pin,
 )
-from m3jax.decoding.device.step import draw_token, for_steps, no_new_tokens, run_model
+from m3jax.decoding.device.step import draw_token, for_steps, no_new_tokens, room_for_choices, run_model
 from m3jax.decoding.protocols import HostStacks, TargetModel, is_invariant
 from m3jax.decoding.sampling import NO_TOKEN, USED, DrawContext, HostOrDevice, pushed
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.verify import DraftCounts, Proposal, Verdict, context_by_column, verify
 
 ROUNDS_ARGUMENTS = dict(
-    donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "num_top", "layout", "types")
+    donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "num_top", "records", "layout", "types")
 )
 
 
@@ -47,6 +47,7 @@ def decode_in_rounds(
     host: HostStacks | None = None,
     masks: Masks | None = None,
     num_top: int = 0,
+    records: tuple[str, ...] = (),
     layout: Layout | None = None,
     types: tuple[type, ...] = (),
 ) -> tuple[State, NewTokens]:
@@ -63,6 +64,7 @@ def decode_in_rounds(
       masks: what the next token of each row may be; None for anything. They say nothing of the token after it, so a row
         that has one takes no proposals.
       num_top: as in `prefill`.
+      records: as in `prefill`.
       layout: as in `prefill`.
       types: as in `prefill`.
 
@@ -80,7 +82,7 @@ def decode_in_rounds(
         return jnp.any((round_index < rounds) & (state.stop_reasons == LIVE))
 
     def run_round(carry):
-        round_index, state, drafting, *new = carry
+        round_index, state, drafting, choices, *new = carry
         is_live = (round_index < rounds) & (state.stop_reasons == LIVE)
         lengths, sampling = state.lengths, state.continuations.sampling
         context, wants_top = state.continuations.context(is_edited, masks), state.continuations.top_logprobs > 0
@@ -98,7 +100,7 @@ def decode_in_rounds(
         positions = lengths[:, None] + jnp.arange(1 + draft_tokens, dtype=jnp.int32)  # [B X]
         positions = jnp.where(is_live[:, None], positions, -1)
         end = lengths + (1 + draft_tokens) * is_live
-        hidden, taps, cache = run_model(model, drafter, tokens, cache, host, positions, end)
+        hidden, taps, made, cache = run_model(model, drafter, tokens, cache, host, positions, end, records=records)
         # The invariant mode draws each token as decoding without a draft does: the text is the same with any draft.
         if not is_invariant(model):
             logits = model.unembed(hidden).astype(jnp.float32)  # [B X V]
@@ -126,19 +128,22 @@ def decode_in_rounds(
         row_index = jnp.arange(batch)[:, None]
         of_columns = verdict.tokens, verdict.logprobs, verdict.top_ids, verdict.top_logprobs
         new = [x.at[row_index, target_column].set(y, mode="drop") for x, y in zip(new, of_columns, strict=True)]
+        # Column x of the target draws token x of the round: its choices go with that token.
+        choices = {name: x.at[row_index, target_column].set(made[name], mode="drop") for name, x in choices.items()}
         is_accepted = verdict.accepted[:, None] > jnp.arange(draft_tokens)  # [B K]
         drafting = DraftCounts(
             forwards=drafting.forwards + jnp.sum(is_live, dtype=jnp.int32),
             accepted=drafting.accepted + jnp.sum(is_accepted & is_live[:, None], axis=0, dtype=jnp.int32),
         )
-        return round_index + 1, pin(state, layout), drafting, *new
+        return round_index + 1, pin(state, layout), drafting, choices, *new
 
     no_drafting = DraftCounts(jnp.int32(0), jnp.zeros(draft_tokens, jnp.int32))
-    start = jnp.int32(0), state, no_drafting, *no_new_tokens(batch, max_tokens, num_top)
-    _, state, drafting, *new = lax.while_loop(goes_on, run_round, start)
+    no_choices = room_for_choices(model, state, host, records, max_tokens)
+    start = jnp.int32(0), state, no_drafting, no_choices, *no_new_tokens(batch, max_tokens, num_top)
+    _, state, drafting, choices, *new = lax.while_loop(goes_on, run_round, start)
     state = pin(state, layout)
     counts = state.continuations.counts - counts_before
-    return state, NewTokens(*new, counts, state.stop_reasons, drafting)
+    return state, NewTokens(*new, counts, state.stop_reasons, drafting, choices)
 
 
 def _draw_all(

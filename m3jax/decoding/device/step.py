@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PyTree
 
 from m3jax.decoding.device.media import embed
 from m3jax.decoding.device.state import (
@@ -29,7 +29,7 @@ from m3jax.decoding.device.state import (
     State,
     pin,
 )
-from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, TargetModel, is_invariant
+from m3jax.decoding.protocols import HostStacks, PagedCache, RecordingModel, TappedModel, TargetModel, is_invariant
 from m3jax.decoding.sampling import (
     NO_TOKEN,
     USED,
@@ -48,8 +48,10 @@ from m3jax.platform import platform
 from m3jax.tiles import LOGITS_TILE, by_tiles
 
 # How jax takes the arguments of each program: `programs` compiles them with other options too.
-PREFILL_ARGUMENTS = dict(donate_argnames=("state",), static_argnames=("num_top", "layout", "types"))
-DECODE_ARGUMENTS = dict(donate_argnames=("state",), static_argnames=("max_steps", "num_top", "layout", "types"))
+PREFILL_ARGUMENTS = dict(donate_argnames=("state",), static_argnames=("num_top", "records", "layout", "types"))
+DECODE_ARGUMENTS = dict(
+    donate_argnames=("state",), static_argnames=("max_steps", "num_top", "records", "layout", "types")
+)
 
 
 class Drawn(NamedTuple):
@@ -78,6 +80,7 @@ def prefill(
     drafter: Drafter | None = None,
     masks: Masks | None = None,
     num_top: int = 0,
+    records: tuple[str, ...] = (),
     layout: Layout | None = None,
     types: tuple[type, ...] = (),
 ) -> tuple[State, NewTokens]:
@@ -94,6 +97,7 @@ def prefill(
       drafter: reads the prompts too, if there is one.
       masks: what the first token of each of the C prompts may be; None for anything.
       num_top: Z, the most probable tokens that a row can ask for.
+      records: names of choices that come back with the tokens, as the position made them that each was drawn at.
       layout: on a mesh, the shardings that the results keep; without it the compiler may move them, and the next call
         would compile anew.
       types: those of the model, the drafter and the cache, as part of the key by which jax finds the compiled program.
@@ -112,10 +116,13 @@ def prefill(
 
     cache = state.cache.replace(table=prompt_table)
     embeddings = None if chunk.media is None else embed(model, chunk.tokens, chunk.media)
-    hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
+    hidden, taps, choices, cache = run_model(
+        model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings, records
+    )
     # A prompt that does not end here draws from some column too: the shapes are fixed, and its token is dropped below.
-    last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
-    last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
+    last_index = jnp.clip(last_column, 0, width - 1)
+    last_hidden = jnp.take_along_axis(hidden, last_index[:, None, None], axis=1)[:, 0]  # [C D]
+    choices = {name: of_all[jnp.arange(len(last_index)), last_index] for name, of_all in choices.items()}  # [C ...]
     # Where the host waits for a condition, it could prepare the next chunk only when this one is through. The invariant
     # mode has prompts and steps draw in the same way.
     cond = compute_both if platform() == "gpu" and not is_invariant(model) else lax.cond
@@ -147,8 +154,8 @@ def prefill(
         stop_reasons=update(state.stop_reasons, stop_reasons),
         draft_memory=jax.tree.map(update, state.draft_memory, memory),
     )
-    new = jax.tree.map(lambda x: x[:, None], drawn)  # one column
-    return pin(state, layout), NewTokens(*new, is_appended.astype(jnp.int32), stop_reasons)
+    new, choices = jax.tree.map(lambda x: x[:, None], (drawn, choices))  # one column
+    return pin(state, layout), NewTokens(*new, is_appended.astype(jnp.int32), stop_reasons, records=choices)
 
 
 @partial(jax.jit, **DECODE_ARGUMENTS)
@@ -160,6 +167,7 @@ def decode(
     host: HostStacks | None = None,
     masks: Masks | None = None,
     num_top: int = 0,
+    records: tuple[str, ...] = (),
     layout: Layout | None = None,
     types: tuple[type, ...] = (),
 ) -> tuple[State, NewTokens]:
@@ -173,6 +181,7 @@ def decode(
       host: as in `prefill`.
       masks: what the next token of each row may be; None for anything.
       num_top: as in `prefill`.
+      records: as in `prefill`.
       layout: as in `prefill`.
       types: as in `prefill`.
 
@@ -190,13 +199,14 @@ def decode(
         return jnp.any((step < steps) & (state.stop_reasons == LIVE))
 
     def append_one(carry):
-        step, state, *new = carry
+        step, state, choices, *new = carry
         continuations = state.continuations
         is_active = (step < steps) & (state.stop_reasons == LIVE)
         # Rows that do not go on are padding: nothing is written for them, and what comes out means nothing.
         positions = jnp.where(is_active, state.lengths, -1)[:, None]  # [B 1]
         lengths = state.lengths + is_active  # the newest token joins the cache in this call
-        hidden, _, cache = run_model(model, None, state.newest_token[:, None], state.cache, host, positions, lengths)
+        tokens = state.newest_token[:, None]  # [B 1]
+        hidden, _, made, cache = run_model(model, None, tokens, state.cache, host, positions, lengths, records=records)
         # The new token will stand at position `lengths`, which decides its random key.
         context, wants_top = continuations.context(is_edited, masks), continuations.top_logprobs > 0
         drawn = draw_token(model, hidden[:, 0], continuations.sampling, context, lengths, wants_top, num_top)
@@ -210,13 +220,32 @@ def decode(
         )
         state = pin(state, layout)
         new = [lax.dynamic_update_slice_in_dim(x, y[:, None], step, 1) for x, y in zip(new, drawn, strict=True)]
-        return step + 1, state, *new
+        choices = {
+            name: lax.dynamic_update_slice_in_dim(of_steps, made[name], step, 1) for name, of_steps in choices.items()
+        }
+        return step + 1, state, choices, *new
 
-    start = jnp.int32(0), state, *no_new_tokens(batch, max_steps, num_top)
-    _, state, *new = lax.while_loop(goes_on, append_one, start)
+    no_choices = room_for_choices(model, state, host, records, max_steps)
+    start = jnp.int32(0), state, no_choices, *no_new_tokens(batch, max_steps, num_top)
+    _, state, choices, *new = lax.while_loop(goes_on, append_one, start)
     state = pin(state, layout)
     counts = state.continuations.counts - counts_before
-    return state, NewTokens(*new, counts, state.stop_reasons)
+    return state, NewTokens(*new, counts, state.stop_reasons, records=choices)
+
+
+def room_for_choices(
+    model: TargetModel, state: State, host: HostStacks | None, records: tuple[str, ...], width: int
+) -> dict[str, Int[Array, "B W ..."]]:
+    """Return room for the choices that W new tokens of each row were drawn at, by name."""
+    if not records:
+        return {}
+
+    def one_step(model, state, host):
+        tokens, zeros = state.newest_token[:, None], jnp.zeros((len(state.lengths), 1), jnp.int32)
+        return run_model(model, None, tokens, state.cache, host, zeros, state.lengths, records=records)[2]
+
+    shapes = jax.eval_shape(one_step, model, state, host)  # [B 1 ...] each
+    return {name: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype) for name, x in shapes.items()}
 
 
 def no_new_tokens(
@@ -247,7 +276,7 @@ def for_steps(model: TargetModel, num_tokens: int) -> TargetModel:
 
 
 def run_model(
-    model: TargetModel | TappedModel,
+    model: TargetModel | TappedModel | RecordingModel,
     drafter: Drafter | None,
     tokens: Int32[HostOrDevice, "B T"],
     cache: PagedCache,
@@ -255,7 +284,8 @@ def run_model(
     positions: Int32[Array, "B T"],
     lengths: Int32[Array, "B"],
     embeddings: Float[Array, "B T D"] | None = None,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, PagedCache]:
+    records: tuple[str, ...] = (),
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, dict[str, Int[Array, "B T ..."]], PagedCache]:
     """Run the target; its cache has the host's pages for this call alone, so that no loop carries what it only reads.
 
     Args:
@@ -267,21 +297,28 @@ def run_model(
       positions: where each token stands; -1 for none.
       lengths: tokens of each row after this call.
       embeddings: what the layers read in place of the tokens' own embeddings.
+      records: names of choices to return; the model is a `RecordingModel` if there are some.
 
     Returns:
-      (hidden states, what the drafter taps, cache).
+      (hidden states, what the drafter taps, choices by name as int16, or int32 where a row has more blocks, cache).
     """
     if host is not None:
         cache = cache.replace(host=host)
     call = dict(cache=cache, positions=positions, lengths=lengths)
     if embeddings is not None:
         call["embeddings"] = embeddings
-    if drafter is None or not drafter.taps:
-        taps = None
-        hidden, cache = model.hidden(tokens, **call)
+    tapped_layers = () if drafter is None else drafter.taps
+    taps, choices = None, {}
+    if records:
+        hidden, taps, choices, cache = model.recorded(tokens, records, tapped_layers, **call)
+    elif tapped_layers:
+        hidden, taps, cache = model.tapped(tokens, tapped_layers, **call)
     else:
-        hidden, taps, cache = model.tapped(tokens, drafter.taps, **call)
-    return hidden, taps, cache if host is None else cache.replace(host=None)
+        hidden, cache = model.hidden(tokens, **call)
+    # Ids of experts and of blocks are small: half the bytes to carry to the host.
+    dtype = jnp.int16 if cache.table.shape[1] <= jnp.iinfo(jnp.int16).max else jnp.int32
+    choices = {name: choice.astype(dtype) for name, choice in choices.items()}
+    return hidden, taps, choices, cache if host is None else cache.replace(host=None)
 
 
 def draw_token(

@@ -60,7 +60,7 @@ class Engine:
       **knobs: the attributes of `Storage` and of `Work`, in place of these objects. Of `Storage`: pages, which must be
         given, max_length, prefix_cache, kv_dtype, index_dtype, scales, device_pages, host_memory, media_tokens. Of
         `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases, max_bad_words,
-        max_top_logprobs, media_patches.
+        max_top_logprobs, records, media_patches.
 
     Raises:
       TypeError: an unknown keyword, or no `pages`.
@@ -98,6 +98,7 @@ class Engine:
             biases=work.max_biases,
             bad_words=work.max_bad_words,
             top_logprobs=work.max_top_logprobs,
+            records=tuple(work.records),
         )
         draft, device_pages = as_drafter(draft, model), storage.device_pages
         if draft is not None:
@@ -300,7 +301,7 @@ class Engine:
             source.prompt, params, source.segments, keys=source.prompt_keys, guide=source.guide,
             priority=source.priority, deadline=source.deadline,
         )  # fmt: skip
-        copy.continue_from(source.new, source.logprobs, source.top_logprobs, source.versions)
+        copy.continue_from(source.new, source.logprobs, source.top_logprobs, source.versions, source.records)
         if source.page_handle is not None:
             copy.page_handle, copy.cached = self._pages.fork(source.page_handle), source.cached
         return copy.handle
@@ -340,6 +341,7 @@ class Engine:
             new=tuple(request.new),
             logprobs=tuple(request.logprobs),
             top_logprobs=tuple(request.top_logprobs),
+            records=request.records,
             params=request.params,
             cached=request.cached,
             pages=self._runner.read_pages(page_ids),
@@ -367,7 +369,7 @@ class Engine:
         page_handle = self._scheduler.receive(keys, snapshot.pages) if keys else None
         request = self._queue(snapshot.prompt, snapshot.params, placed, prompt_keys)
         versions = [self._scheduler.version] * len(snapshot.new)
-        request.continue_from(snapshot.new, snapshot.logprobs, snapshot.top_logprobs, versions)
+        request.continue_from(snapshot.new, snapshot.logprobs, snapshot.top_logprobs, versions, snapshot.records)
         request.page_handle, request.cached = page_handle, len(keys)
         return request.handle
 
@@ -594,3 +596,4 @@ class Engine:
         """Raise ValueError if the model cannot serve a request, or this engine has no room for it."""
         check_prompt(prompt, params, self.config)
         checks.check_room(prompt, params, self.max_length, self.shapes)
+        checks.check_records(params.record, self._runner.model)

@@ -1,16 +1,16 @@
 """A request on the host: its parameters, its state in an engine, and its continuation."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Int, UInt32
 
 from m3jax.decoding.engine.media import PlacedSegment
-from m3jax.decoding.protocols import TargetConfig
+from m3jax.decoding.protocols import RECORDS, TargetConfig
 from m3jax.decoding.sampling import MASK_BITS, MAX_TOP_LOGPROBS, HostOrDevice, Sampling
 from m3jax.messages import shown
 
@@ -27,6 +27,7 @@ class Params:
       ignore_eos: of the stop ids, the EOS ids of the model's configuration do not count.
       top_logprobs: how many of the most probable tokens `Generation.top_logprobs` has of each new one, 0 to 20; 0 is
         off.
+      record: choices of the layers that come back for each new token (`Generation.records`): "expert_ids", "blocks".
     """
 
     max_new_tokens: int
@@ -35,6 +36,7 @@ class Params:
     min_tokens: int = 0
     ignore_eos: bool = False
     top_logprobs: int = 0
+    record: tuple[str, ...] = ()
 
     def stops(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the stop ids that count for a model of these EOS ids."""
@@ -99,6 +101,10 @@ class Generation:
         where none were asked for.
       versions: of the weights that drew each token (`Engine.update`); no part of what makes two generations equal.
       timings: the seconds that it took so far; likewise.
+      records: what `Params.record` asked for, by name, first axis new tokens: the choices that the layers made at the
+        position whose logits drew the token. "expert_ids" are [X L A] of the L layers that have experts, best first,
+        "blocks" [X L K J] of the sparse layers; int16, or int32 where a request can have more than 32,767 blocks. A
+        token that was not recorded has -1. `m3jax.model.Choices.of_records` gives them to a call of the model.
     """
 
     tokens: list[int]
@@ -110,11 +116,14 @@ class Generation:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list, compare=False)
     timings: RequestTimings | None = field(default=None, compare=False)
+    records: dict[str, Int[np.ndarray, "X L ..."]] = field(default_factory=dict, compare=False)
 
     def cut(self, keep: int, stop_reason: str) -> "Generation":
         """Return the first `keep` tokens, with another reason to stop there."""
         lists = ("tokens", "logprobs", "top_logprobs", "versions")
-        return replace(self, stop_reason=stop_reason, **{name: getattr(self, name)[:keep] for name in lists})
+        kept = {name: getattr(self, name)[:keep] for name in lists}
+        kept["records"] = {name: record[:keep] for name, record in self.records.items()}
+        return replace(self, stop_reason=stop_reason, **kept)
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,7 @@ class Request:
       logprobs: of them.
       top_logprobs: as in `Generation`.
       guide: says which tokens may come next, if there is one.
+      recorded: of `records` what each call gave, in order; of the latest call on its way from the device.
       row: its place in the decode batch; None while it waits for one.
       page_handle: the allocator's handle of its pages; None while it has none.
       cached: tokens of it in the cache.
@@ -186,6 +196,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     guide: Guide | None = None
+    recorded: list[dict[str, Int[np.ndarray, "X ..."]]] = field(default_factory=list)
     row: int | None = None
     page_handle: int | None = None
     cached: int = 0
@@ -222,6 +233,7 @@ class Request:
             top_logprobs=list(self.top_logprobs),
             versions=list(self.versions),
             timings=self.timings,
+            records=self.records,
         )
 
     @property
@@ -295,8 +307,39 @@ class Request:
 
     def keep(self, count: int) -> None:
         """Drop all new tokens but the first ones, and all that is known of them."""
+        records = {name: record[:count] for name, record in self.records.items()}
+        self.recorded = [records] if records and count else []
         del self.new[count:], self.logprobs[count:], self.top_logprobs[count:], self.versions[count:]
         self.reported = min(self.reported, count)
+
+    def note_records(self, records: Mapping[str, Int[HostOrDevice, "B W ..."]], index: int, count: int) -> None:
+        """Note what a call recorded of this request's new tokens; they are read when the next call has come.
+
+        Args:
+          records: of all rows, by name, on the device.
+          index: the request's row in them.
+          count: its new tokens.
+        """
+        if not self.params.record or not count:
+            return
+        if self.recorded:
+            self.recorded[-1] = {name: np.asarray(values) for name, values in self.recorded[-1].items()}
+        self.recorded.append({name: records[name][index, :count] for name in self.params.record})
+
+    @property
+    def records(self) -> dict[str, Int[np.ndarray, "X L ..."]]:
+        """What was recorded of the new tokens, as in `Generation`; {} before the first."""
+        if not self.recorded:
+            return {}
+        whole = {
+            name: np.concatenate([np.asarray(of_call[name]) for of_call in self.recorded]) for name in self.recorded[0]
+        }
+        # Tokens that were taken over from a request that recorded nothing come first.
+        missing = {name: len(self.new) - len(values) for name, values in whole.items()}
+        fill = lambda name, values: np.full((missing[name], *values.shape[1:]), -1, values.dtype)
+        whole = {name: np.concatenate([fill(name, values), values]) for name, values in whole.items()}
+        self.recorded = [whole]
+        return dict(whole)
 
     def continue_from(
         self,
@@ -304,8 +347,11 @@ class Request:
         logprobs: Sequence[float],
         top_logprobs: Sequence[dict[int, float]],
         versions: Sequence[int],
+        records: Mapping[str, Int[np.ndarray, "X L ..."]],
     ) -> None:
         """Take over the new tokens of another request; where it asked for no alternatives a token is its own."""
+        kept = {name: records[name] for name in self.params.record if name in records}
+        self.recorded = [kept] if len(kept) == len(self.params.record) > 0 else []
         self.new, self.logprobs, self.versions = list(new), list(logprobs), list(versions)
         if self.params.top_logprobs:
             own = [{token: logprob} for token, logprob in zip(new, logprobs, strict=True)]
@@ -358,6 +404,8 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
         raise ValueError(
             f"top_logprobs = {shown(params.top_logprobs)}: must be an integer from 0 to {MAX_TOP_LOGPROBS}"
         )
+    if not isinstance(params.record, tuple) or any(name not in RECORDS for name in params.record):
+        raise ValueError(f"record = {shown(params.record)}: must be a tuple of {', '.join(RECORDS)}; () for none")
     limit, asked = config.max_position_embeddings, params.max_new_tokens
     if not _is_integer(asked) or asked < 1:
         raise ValueError(f"max_new_tokens = {asked!r}: must be an integer of at least 1")

@@ -17,7 +17,7 @@ from m3jax.decoding.engine.exchange import PAGES_A_CALL, page_layout
 from m3jax.decoding.engine.media import PlacedSegment
 from m3jax.decoding.engine.request import Params
 from m3jax.decoding.engine.shapes import Shapes
-from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel, is_invariant
+from m3jax.decoding.protocols import RECORDS, HostStacks, PageContents, PagedCache, TargetModel, is_invariant
 from m3jax.decoding.sampling import MASK_BITS, WORD_TOKENS, Sampling, SamplingParams, count_uses
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
 from m3jax.media.packing import Segment, pack
@@ -129,6 +129,8 @@ class Runner:
         )
         if "decode" in programs:
             calls += [lambda: self._decode_call(0, {}), lambda: self._start_call(())]
+            if self.shapes.records:
+                calls.append(lambda: self._decode_call(0, {}, self.shapes.records))
             names.append(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}")
         if "pages" in programs:
             names.append("copies of pages")
@@ -160,7 +162,8 @@ class Runner:
         The tower's calls come first: they are quick to trace, and compile while those of prefill are traced.
         """
         calls = [partial(self._empty_tower_call, size) for size in sizes]
-        calls += [partial(self._prefill_call, (), width) for width in widths]
+        of_records = {(), self.shapes.records}
+        calls += [partial(self._prefill_call, (), width, records) for width in widths for records in sorted(of_records)]
         names = [f"prefill of {self.shapes.prompts} x {_listed(widths)} tokens"] if widths else []
         names += [f"vision tower for {_listed(sizes)} patches"] if sizes else []
         self._compiled_widths.update(widths)
@@ -205,12 +208,25 @@ class Runner:
             piece = part.tokens[part.cached : part.cached + width]
             self._note_written(part.row, part.cached, piece, part.feature_rows)
         self._send_changes()
-        self.state, new = self._prefill_call(parts, width)()
+        self.state, new = self._prefill_call(parts, width, self.records_of(part.params for part in parts))()
         self._compiled_widths.add(width)
         self._flush_host()
+        for record in new.records.values():
+            record.copy_to_host_async()
         return new
 
-    def _prefill_call(self, parts: Sequence[PromptPart], width: int) -> partial[tuple[device.State, device.NewTokens]]:
+    def records_of(self, params: Iterable[Params]) -> tuple[str, ...]:
+        """Return the choices that a call records for requests of these parameters: all that any of them asks for.
+
+        Where one asks, what `warmup` compiled for is recorded too, so that the call runs that program.
+        """
+        asked = {name for of_request in params for name in of_request.record}
+        asked |= set(self.shapes.records) if asked else set()
+        return tuple(name for name in RECORDS if name in asked)
+
+    def _prefill_call(
+        self, parts: Sequence[PromptPart], width: int, records: tuple[str, ...] = ()
+    ) -> partial[tuple[device.State, device.NewTokens]]:
         """Return the device's call for a chunk of `width` tokens of some prompts."""
         count = self.shapes.prompts
         rows = np.full(count, self.shapes.batch, np.int32)
@@ -235,22 +251,28 @@ class Runner:
             drafter=self.drafter,
             masks=self._masks_on_device(masks, count) if masks else self._no_prompt_masks,
             num_top=self.shapes.top_logprobs,
+            records=records,
             layout=self._layout,
             types=self._types,
         )
 
-    def decode(self, steps: int, masks: RowMasks | None = None) -> device.NewTokens:
+    def decode(self, steps: int, masks: RowMasks | None = None, records: tuple[str, ...] = ()) -> device.NewTokens:
         """Run decode steps of all live rows, or rounds with a drafter; return the new tokens on the host.
+
+        Records are large and wait for nobody: they stay on the device, on their way to the host.
 
         Args:
           steps: at most.
           masks: the tokens that may come next in rows that have a guide, as `Guide.bits` gives them. These rows get one
             token. None is for no row.
+          records: names of choices to record.
         """
         self._send_changes()
-        self.state, new = self._decode_call(steps, masks or {})()
+        self.state, new = self._decode_call(steps, masks or {}, records)()
         self._flush_host()
-        new = jax.device_get(new)
+        for record in new.records.values():
+            record.copy_to_host_async()
+        new = replace(jax.device_get(replace(new, records={})), records=new.records)
         self._stop_reasons = np.array(new.stop_reasons)
         for row in np.flatnonzero(new.counts).tolist():
             # A step writes the token before the one that it draws: the newest one is in no page yet.
@@ -260,10 +282,13 @@ class Runner:
             self._newest_token[row] = tokens[-1]
         return new
 
-    def _decode_call(self, steps: int, masks: RowMasks) -> partial[tuple[device.State, device.NewTokens]]:
+    def _decode_call(
+        self, steps: int, masks: RowMasks, records: tuple[str, ...] = ()
+    ) -> partial[tuple[device.State, device.NewTokens]]:
         """Return the device's call for decode steps, or for rounds with a drafter."""
         steps_of_row = np.full(self.shapes.batch, steps, np.int32)
         shared = dict(host=self._host_pages, num_top=self.shapes.top_logprobs, layout=self._layout, types=self._types)
+        shared["records"] = records
         shared["masks"] = self._masks_on_device(masks, self.shapes.batch) if masks else self._no_masks
         if self.drafter is None:
             return partial(

@@ -5,6 +5,7 @@ what that call wrote.
 """
 
 import math
+from dataclasses import replace
 from time import perf_counter
 
 import jax
@@ -204,7 +205,7 @@ class Scheduler:
             self._commit(request, request.cached + count)
             request.is_decoding = request.uncached == 0
         if any(request.is_decoding for request in chosen):
-            new = jax.device_get(new)
+            new = replace(jax.device_get(replace(new, records={})), records=new.records)
         for index, request in enumerate(chosen):
             if request.is_decoding:
                 first_token = int(new.tokens[index, 0])
@@ -244,7 +245,9 @@ class Scheduler:
         running = self.requests_with_row(is_decoding=True)
         if not running:
             return
-        new = self.runner.decode(self.shapes.steps, {r.row: self._mask(r) for r in running if r.guide is not None})
+        masks = {request.row: self._mask(request) for request in running if request.guide is not None}
+        records = self.runner.records_of(request.params for request in running)
+        new = self.runner.decode(self.shapes.steps, masks, records)
         for request in running:
             count = int(new.counts[request.row])
             self.timings.decoded_tokens += count - (count > 0 and not request.new)
@@ -282,6 +285,7 @@ class Scheduler:
         count, stop_reason = int(new.counts[index]), int(new.stop_reasons[index])
         columns = (new.tokens, new.logprobs, new.top_ids, new.top_logprobs)
         request.append(*(values[index, :count].tolist() for values in columns), version=self.version)
+        request.note_records(new.records, index, count)
         self._commit(request, end)
         if count:
             request.last_token_at = perf_counter()
