@@ -128,7 +128,7 @@ def as_sampling(
     knobs: Mapping[str, Any],
     *,
     called: Callable,
-    defaults: Mapping[str, float | int] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Sampling:
     """Return the settings that a caller gave, as an object or as keywords.
 
@@ -157,7 +157,7 @@ def as_samplings(
     knobs: Mapping[str, Any],
     *,
     called: Callable,
-    defaults: Mapping[str, float | int] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> list[Sampling]:
     """Return the settings of each of several prompts; the other arguments are those of `as_sampling`.
 
