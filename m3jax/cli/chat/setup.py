@@ -60,9 +60,9 @@ def _value(name: str, text: str) -> Any:
             return _LISTS[name](text)
         except ArgumentTypeError as error:
             raise ValueError(f"{name} {error}, or off") from None
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             continue
     raise ValueError(f"{name} {printable(text)}: give a number{'' if name in _REQUIRED else ', or off'}")
