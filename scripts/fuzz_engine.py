@@ -223,7 +223,8 @@ def request(draw: random.Random, is_greedy: bool) -> tuple[tuple[int, ...], Para
     kind = draw.randrange(0, 24, 2 if is_greedy else 1)
     rng = np.random.default_rng(kind)
     prompt = (*np.arange(5, 5 + kind % 4 * 8), *rng.integers(0, 40, 1 + kind % 11))[:40]
-    knobs = (dict(temperature=0), dict(temperature=1.2, top_k=6), dict(temperature=0, repetition_penalty=1.4),
+    knobs = (dict(temperature=0), dict(temperature=1.2, top_k=6),
+             dict(temperature=0, repetition_penalty=1.4, frequency_penalty=0.5, logit_bias={7: 1.5}),
              dict(temperature=0.8, top_p=0.9, min_p=0.02))[kind % 4]  # fmt: skip
     stop_ids = tuple(rng.integers(0, 40, kind % 3).tolist())
     limit = draw.choice((1, 4, 9, ROOM - len(prompt)))

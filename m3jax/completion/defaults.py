@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from m3jax.decoding.sampling import Sampling
 from m3jax.files import current_file, read_json
@@ -29,7 +30,7 @@ class Defaults:
       ignored: keys with a value that this package does not know.
     """
 
-    knobs: Mapping[str, float | int]
+    knobs: Mapping[str, Any]
     stop_ids: tuple[int, ...] | None = None
     max_new_tokens: int | None = None
     ignored: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, PyTree, UInt32
 
 from m3jax.messages import check_keywords, shown
+from m3jax.platform import platform
 
 HostOrDevice = Array | np.ndarray
 Number = float | int | np.number | HostOrDevice  # an array must have no axes
@@ -26,7 +27,7 @@ NO_DISTRIBUTION, NO_TOKEN = -1, -2  # in the place of a token that could not be 
 
 
 Biases = Mapping[int, Number] | Sequence[Sequence[Number]]  # or pairs of a token id and a number
-Words = Sequence[Sequence[int]]
+Words = Sequence[Sequence[int] | HostOrDevice]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ def as_sampling(
     knobs: Mapping[str, Any],
     *,
     called: Callable,
-    defaults: Mapping[str, float | int] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Sampling:
     """Return the settings that a caller gave, as an object or as keywords.
 
@@ -156,7 +157,7 @@ def as_samplings(
     knobs: Mapping[str, Any],
     *,
     called: Callable,
-    defaults: Mapping[str, float | int] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> list[Sampling]:
     """Return the settings of each of several prompts; the other arguments are those of `as_sampling`.
 
@@ -229,7 +230,7 @@ def _as_words(given: Words | None) -> tuple[tuple[int, ...], ...] | None:
     """Return bad words as tuples of token ids, None for none; ValueError for what is no list of them."""
     if given is None:
         return None
-    is_list = lambda value: isinstance(value, list | tuple | np.ndarray)
+    is_list = lambda value: isinstance(value, list | tuple | HostOrDevice)
     if not is_list(given) or not all(is_list(word) and len(word) for word in given):
         raise ValueError(f"bad_words = {shown(given)}: give sequences of token ids, as in ((12,), (7, 9))")
     words = tuple(tuple(_as_python(token) for token in word) for word in given)
@@ -561,7 +562,14 @@ def sample_with_top(
 def top_logits(logits: Float[Array, "B V"], num_top: int) -> tuple[Int32[Array, "B Z"], Float32[Array, "B Z"]]:
     """Return the ids of the Z largest logits, of equal ones the lower first, and these; -1 where V is smaller."""
     count = min(num_top, logits.shape[1])
-    values, ids = lax.top_k(logits.astype(jnp.float32), count)
+    x = logits.astype(jnp.float32)
+    if platform() == "gpu":
+        # A sort, as in `_keep_top`: TopK may become a library's call, and one that a CUDA graph cannot hold would keep
+        # the whole loop of steps out of it.
+        negated, ids = lax.sort((-x, _token_ids(x)), dimension=1, is_stable=True, num_keys=1)
+        values, ids = -negated[:, :count], ids[:, :count]
+    else:
+        values, ids = lax.top_k(x, count)
     pad = lambda x, value: jnp.pad(x, ((0, 0), (0, num_top - count)), constant_values=value)
     return pad(ids.astype(jnp.int32), -1), pad(values, -jnp.inf)
 

@@ -43,7 +43,7 @@ WORK = [
     (prompt(1), params(30)),
     (prompt(40), params(60, temperature=1.2, top_k=8, seed=1)),
     (prompt(17), params(60, temperature=0.8, top_p=0.9, min_p=0.01, seed=7)),
-    (prompt(61), params(16, repetition_penalty=1.3)),
+    (prompt(61), params(16, repetition_penalty=1.3, frequency_penalty=0.6, logit_bias={3: 2.0})),
     (prompt(100), params(20, temperature=1.0, seed=5)),
 ]
 Item = tuple[tuple[int, ...], Params]
