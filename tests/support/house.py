@@ -35,8 +35,8 @@ ALL_THEY_KNOW = {
     "m3jax.decoding": (
         *("m3jax.cache", "m3jax.cache.device", "m3jax.cache.device_pages", "m3jax.cache.drafted"),
         *("m3jax.cache.offload.pool", "m3jax.cache.storage", "m3jax.compile_cache", "m3jax.media.packing"),
-        *("m3jax.media.placeholders", "m3jax.media.sizes", "m3jax.messages", "m3jax.model", "m3jax.model.eagle3"),
-        *("m3jax.parallel", "m3jax.platform", "m3jax.progress", "m3jax.tiles"),
+        *("m3jax.media.placeholders", "m3jax.media.places", "m3jax.media.sizes", "m3jax.messages", "m3jax.model"),
+        *("m3jax.model.eagle3", "m3jax.parallel", "m3jax.platform", "m3jax.progress", "m3jax.tiles"),
     ),
     "m3jax.files": ("m3jax.messages",),
     "m3jax.model.definition": ("m3jax.config", "m3jax.msa.definition", "m3jax.msa.rules"),
