@@ -40,7 +40,7 @@ def join_features(
     return jnp.where(rows[..., None] >= 0, feature, x)
 
 
-class WithMedia(nnx.Module):
+class WithTower(nnx.Module):
     """A model with embeddings, `embed_tokens` [V D], and a tower, `vision`, which is None where it takes text alone."""
 
     embed_tokens: nnx.Param
