@@ -56,11 +56,10 @@ def in_order(names: Iterable[str]) -> list[Quantity]:
     Args:
       names: of quantities, all of them known.
     """
-    kinds = [*_LAYER]
 
     def place(found: Quantity) -> tuple[int, int, int]:
         if found.layer is not None:
-            return 1, found.layer, kinds.index(found.kind)
+            return 1, found.layer, LAYER_NAMES.index(found.kind)
         return (0, 0, 0) if found.kind in _BEFORE else (2, 0, [*_AFTER].index(found.kind))
 
     return sorted({name: quantity(name) for name in names}.values(), key=place)

@@ -99,6 +99,7 @@ def with_entry(code, shape, offsets):
         (with_entry("F32", math.nan, [0, 16]), "its header has NaN, which is no number"),
         (with_entry("F32", [4], 3), "its header is not of this kind"),
     ],
+    ids=range(14),
 )
 def test_what_is_no_file_is_named(tmp_path, data, message):
     with pytest.raises(ValueError, match=message):
