@@ -73,13 +73,13 @@ def segments(
     for number, (_, grids) in enumerate(still, 1):
         if len(grids) != 1:
             raise ValueError(f"image {number} has grids {shown(grids)}: an image has one, (1, h, w)")
-    found = []
+    parts = []
     for is_video, items in ((False, still), (True, moving)):
         for patches, grids in items:
             ends = np.cumsum([t * h * w for t, h, w in grids])
             pieces = np.split(patches, ends[:-1])
-            found += [Segment(piece, grid, is_video) for piece, grid in zip(pieces, grids, strict=True)]
-    return tuple(found)
+            parts += [Segment(piece, grid, is_video) for piece, grid in zip(pieces, grids, strict=True)]
+    return tuple(parts)
 
 
 def batch(images: Iterable[Any] = (), videos: Iterable[Any] = (), config: M3Config | None = None) -> MediaBatch:
@@ -98,39 +98,39 @@ def batch(images: Iterable[Any] = (), videos: Iterable[Any] = (), config: M3Conf
       ValueError: no image and no video, patches that do not fit their grid, a model without a vision tower, or one
         whose patches are not 14 x 14 pixels of 2 frames merged 2 x 2.
     """
-    found = segments(images, videos, config)
-    if not found:
+    parts = segments(images, videos, config)
+    if not parts:
         raise ValueError("no image and no video: leave `media` out of the call")
-    return pack(found, bucket_size(sum(len(segment.patches) for segment in found)))
+    return pack(parts, bucket_size(sum(len(segment.patches) for segment in parts)))
 
 
-def pack(found: Sequence[Segment], size: int) -> MediaBatch:
+def pack(parts: Sequence[Segment], size: int) -> MediaBatch:
     """Segments one behind the other in arrays of a given size.
 
     Args:
-      found: images' before videos'; () gives padding alone.
+      parts: images' before videos'; () gives padding alone.
       size: X, at least as many as there are patches, and a multiple of 4.
     """
     patches = np.zeros((size, PATCH_VALUES), np.float32)
-    if found:
-        total = sum(len(segment.patches) for segment in found)
-        np.concatenate([segment.patches for segment in found], out=patches[:total])
-    return pack_layout(found, size)._replace(patches=patches)
+    if parts:
+        total = sum(len(segment.patches) for segment in parts)
+        np.concatenate([segment.patches for segment in parts], out=patches[:total])
+    return pack_layout(parts, size)._replace(patches=patches)
 
 
-def pack_layout(found: Sequence[Segment], size: int) -> MediaBatch:
+def pack_layout(parts: Sequence[Segment], size: int) -> MediaBatch:
     """Return what `pack` does but for the patches, which have no values here: enough to look for placeholders.
 
     Args:
-      found, size: as in `pack`.
+      parts, size: as in `pack`.
     """
-    counts = [len(segment.patches) for segment in found]
+    counts = [len(segment.patches) for segment in parts]
     numbers = np.full(size, NO_SEGMENT, np.int32)
-    numbers[: sum(counts)] = np.repeat(np.arange(len(found)), counts)
+    numbers[: sum(counts)] = np.repeat(np.arange(len(parts)), counts)
     positions = np.zeros((size, 3), np.int32)
-    if found:
-        np.concatenate([patch_positions(segment.grid) for segment in found], out=positions[: sum(counts)])
-    features = lambda is_video: np.asarray(sum(s.features for s in found if s.is_video == is_video), np.int32)
+    if parts:
+        np.concatenate([patch_positions(segment.grid) for segment in parts], out=positions[: sum(counts)])
+    features = lambda is_video: np.asarray(sum(s.features for s in parts if s.is_video == is_video), np.int32)
     return MediaBatch(np.zeros((size, 0), np.float32), numbers, positions, features(False), features(True))
 
 
@@ -168,8 +168,8 @@ def _checked(item: Any, name: str, most: int) -> tuple[Float32[np.ndarray, "X P"
     patches, grid = (item.patches, item.grid) if hasattr(item, "patches") else item
     patches, rows = np.asarray(patches), np.atleast_2d(np.asarray(grid))
     if patches.dtype != np.float32 or patches.ndim != 2 or patches.shape[1] != PATCH_VALUES:
-        what = f"{patches.dtype} {list(patches.shape)}"
-        raise ValueError(f"{name} has patches {what}: must be float32 [X {PATCH_VALUES}]")
+        given = f"{patches.dtype} {list(patches.shape)}"
+        raise ValueError(f"{name} has patches {given}: must be float32 [X {PATCH_VALUES}]")
     is_grid = rows.dtype.kind in "iu" and rows.ndim == 2 and rows.shape[1] == 3
     if not is_grid or (rows < 1).any() or (rows[:, 1:] % MERGE).any():
         raise ValueError(f"{name} has the grid {shown(grid)}: must be (t, h, w) in patches, h and w even")
