@@ -171,6 +171,7 @@ def run_slice() -> None:
     jax.block_until_ready(jax.tree.leaves(model))
     print(f"weights made in {time.perf_counter() - began:.1f} s")
     pages = TOKENS // model.config.index_block_size
+    # Not by `build_engine`, whose compile cache would hide what is timed here.
     engine = Engine(model, pages=4 * pages, max_batch=8, max_length=2 * TOKENS)
     with compile_times() as seconds:
         engine.warmup()

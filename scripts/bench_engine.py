@@ -68,6 +68,7 @@ def main() -> None:
         script = Path(__file__).with_name("bench_transformers.py")
         subprocess.run([sys.executable, script, "--prompts", *map(str, args.chunks)], check=False)
     model = build(args.model) if args.weights == "dequantize" else m3jax.quantize(build(args.model))
+    # Not by `build_engine`: they are compiled side by side, and its compile cache is a setting of the whole process.
     engines = {(rows, 0): Engine(model, **sizes(model, args, rows)) for rows in args.rows}
     for draft_tokens in args.verify:
         drafting = dict(draft=PromptLookup(), draft_tokens=draft_tokens)
@@ -327,15 +328,15 @@ def step_bytes(model: M3, rows: int, tokens: int, args: argparse.Namespace) -> f
 
 def chunk_flops(model: M3, chunk: int, args: argparse.Namespace) -> float:
     """Floating-point operations of a chunk at the start of a prompt."""
-    config, seen = model.config, chunk / 2  # tokens that a query sees, on average
+    config, visible = model.config, chunk / 2  # tokens that a query sees, on average
     every_token, experts = _weights(model, lambda x: x.size)
     linear = every_token + experts * config.num_experts_per_tok / config.num_local_experts
     heads = config.num_attention_heads * config.head_dim
-    selected = min(seen, config.index_topk_blocks * config.index_block_size)
+    selected = min(visible, config.index_topk_blocks * config.index_block_size)
     attention = 0.0
     for stack in config.stacks:
-        index = config.num_key_value_heads * config.index_head_dim * seen
-        attention += stack.num_layers * (index + 2 * heads * selected if stack.is_sparse else 2 * heads * seen)
+        index = config.num_key_value_heads * config.index_head_dim * visible
+        attention += stack.num_layers * (index + 2 * heads * selected if stack.is_sparse else 2 * heads * visible)
     return 2 * chunk * (linear + attention)
 
 

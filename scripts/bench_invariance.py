@@ -47,6 +47,7 @@ def main() -> None:
 
 def _engine(model, invariant: bool, rows: int, prompt: int, **more) -> Engine:
     blocks = -(-(prompt + 4 * STEPS) // model.config.index_block_size)
+    # Not by `build_engine`: engines are made side by side, and its compile cache is a setting of the whole process.
     served = Engine(
         model, pages=rows * blocks, max_batch=rows, prefill_chunk=min(prompt, 2048), prefix_cache=False,
         max_length=blocks * model.config.index_block_size, steps_per_call=STEPS, invariant=invariant, **more,

@@ -19,7 +19,7 @@ from tiny.corpus import Corpus
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import load_draft
-from m3jax.decoding import Eagle3Drafter, Engine, Params, PromptLookup, Sampling
+from m3jax.decoding import Eagle3Drafter, Engine, Params, PromptLookup, Sampling, build_engine
 from m3jax.model import M3
 from m3jax.text import Tokenizer
 
@@ -65,14 +65,10 @@ def measure(engines: dict[tuple[str, int], Engine], corpus: Corpus, batch: int, 
 
 def _engine(model: M3, batch: int, draft: Eagle3Drafter | PromptLookup | None, draft_tokens: int) -> Engine:
     """An engine with room for a batch of the script's prompts, compiled."""
-    block_size = model.config.index_block_size
-    blocks = -(-(PROMPT + NEW) // block_size)
-    engine = Engine(
-        model, pages=batch * blocks, max_batch=batch, prefill_chunk=PROMPT, prefill_rows=batch,
-        max_length=PROMPT + NEW, steps_per_call=32, prefix_cache=False, draft=draft, draft_tokens=draft_tokens,
+    return build_engine(
+        model, rows=batch, length=PROMPT + NEW, prefill_chunk=PROMPT, prefill_rows=batch, steps_per_call=32,
+        prefix_cache=False, draft=draft, draft_tokens=draft_tokens, progress=False,
     )  # fmt: skip
-    engine.warmup()
-    return engine
 
 
 def _run(engine: Engine, prompts: list[list[int]], temperature: float) -> tuple[float, tuple[str, str]]:

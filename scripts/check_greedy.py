@@ -18,7 +18,7 @@ from tiny.corpus import Corpus
 
 import m3jax
 from m3jax.assets import embedded_path
-from m3jax.decoding import Engine, Params, Sampling
+from m3jax.decoding import Params, Sampling, build_engine
 from m3jax.model import M3
 from m3jax.text import Tokenizer
 
@@ -54,12 +54,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def continuations(model: M3, prompts: list[list[int]], batch: int, draft: str | None) -> list[list[int]]:
     """The new tokens of each prompt, greedily; no text ends before its last one."""
-    blocks = -(-(PROMPT + NEW) // model.config.index_block_size)
-    engine = Engine(
-        model, pages=batch * blocks, max_batch=batch, prefill_chunk=PROMPT, max_length=PROMPT + NEW, steps_per_call=32,
-        prefix_cache=False, draft=draft, draft_tokens=DRAFT_TOKENS,
+    engine = build_engine(
+        model, rows=batch, length=PROMPT + NEW, prefill_chunk=PROMPT, steps_per_call=32, prefix_cache=False,
+        draft=draft, draft_tokens=DRAFT_TOKENS, progress=False,
     )  # fmt: skip
-    engine.warmup()
     asked = Params(max_new_tokens=NEW, sampling=Sampling.greedy(), stop_ids=())
     handles = [engine.add(prompt, asked) for prompt in prompts]
     engine.run()

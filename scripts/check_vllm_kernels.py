@@ -163,9 +163,9 @@ def outputs(case: dict, x: dict, torch: Any, device: str) -> dict[str, np.ndarra
         return out.swapaxes(1, 2)
 
     own = np.where(is_token, x["positions"] // PAGE, -1)
-    seen = np.arange(pages) <= own[:, None, :, None]
+    visible = np.arange(pages) <= own[:, None, :, None]
     scores = by_row("block_scores", host(values["scores"]), -np.inf, "K X M")[..., :pages]
-    found = {"block_scores": np.where(seen, scores, -np.inf).astype(np.float64)}
+    found = {"block_scores": np.where(visible, scores, -np.inf).astype(np.float64)}
     found["blocks"] = by_row("blocks", values["blocks"].cpu().numpy(), -1).astype(np.int32)
     if "q" in x:
         kv = np.concatenate([paged(x["k"]), paged(x["v"])], axis=-1).swapaxes(1, 2)  # [pages K P 2H]

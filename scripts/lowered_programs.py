@@ -5,8 +5,8 @@
 
 Some 70 programs are lowered, for a CPU (small ones, also over a mesh of 8 devices), for CUDA and for a TPU (of sizes
 that kernels run at, with parameters that are shapes alone): calls with a cache and without, steps, verified proposals,
-taps, gradients; with MXFP8 weights, a float8 cache, layers apart and the invariant mode. Nothing is compiled, nothing
-runs.
+taps, gradients, images; with MXFP8 weights, a float8 cache, layers apart and the invariant mode. Nothing is compiled,
+nothing runs.
 
 A line has a name, the hash of the text without its locations, a hash of how often each operation occurs, which forgets
 their order, and how many there are. Kernels count as they are called: what is inside of one is left out, since it holds
@@ -71,8 +71,12 @@ def programs() -> Iterator[tuple]:
 
     import m3jax
     from m3jax.cache import Cache
+    from m3jax.decoding import Sampling, device
+    from m3jax.decoding.sampling import SamplingParams
+    from m3jax.media import pack
     from m3jax.model import abstract
     from m3jax.train.fused import fuse
+    from m3jax.vision import VisionConfig
 
     def alone(kind: str, platform: str, cores: int) -> AbstractMesh:
         device = AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
@@ -96,6 +100,21 @@ def programs() -> Iterator[tuple]:
     total = lambda model, *args, **options: model.trunk(*args, **options)[0].astype(jnp.float32).sum()
     gradient = lambda model, tokens: jax.grad(total)(model, tokens)
     remat = lambda model, tokens: jax.grad(lambda model: total(model, tokens, remat=True))(model)
+
+    shown = lambda model, tokens, media: model(tokens, media=media)
+    shown_gradient = lambda model, *rest: jax.grad(lambda model: shown(model, *rest).sum())(model)
+
+    def prompt_with_pictures(model):
+        """Operands of `device.prefill`: a chunk of a prompt, whose tokens may stand for the engine's features."""
+        sampling = SamplingParams.stack([Sampling.greedy()] * ROWS)
+        counts = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+        seen = jax.ShapeDtypeStruct((ROWS, model.config.vocab_size), jnp.bool_)
+        continuations = device.Continuations(sampling, ids(ROWS, 4), counts, counts, seen)
+        _, cache, chunk, *_ = over_cache(model, ROWS, 24)
+        state = device.State(cache, continuations, counts, counts, counts)
+        features = jax.ShapeDtypeStruct((64, model.config.hidden_size), jnp.float32)
+        media = device.PlacedFeatures(features, chunk)
+        return model, state, device.Chunk(counts, chunk, counts, counts, media=media), continuations
 
     def by_embeddings(model, tokens):
         embeddings = jnp.zeros((*tokens.shape, model.config.hidden_size), model.dtype)
@@ -124,6 +143,10 @@ def programs() -> Iterator[tuple]:
     yield on_cpu("gradient, recomputed", remat, model, tokens)
     yield on_cpu("gradient, invariant", gradient, model.with_invariance(), tokens)
     yield on_cpu("gradient, fused", remat, fuse(model), tokens)
+    seeing = abstract(VisionConfig.tiny().add_to(small), "float32")
+    yield on_cpu("pictures, call", shown, seeing, tokens, pack((), 256))
+    yield on_cpu("pictures, gradient", shown_gradient, seeing, tokens, pack((), 256))
+    yield on_cpu("pictures, prefill", device.prefill, *prompt_with_pictures(seeing))
     float8 = dict(kv_dtype="float8_e4m3fn", index_dtype="float8_e4m3fn")
     yield on_cpu("float8 cache", cached, *over_cache(model, ROWS, 4, **float8))
     kept = abstract(small, "bfloat16", weights="mxfp8")

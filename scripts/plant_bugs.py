@@ -98,13 +98,13 @@ def unmasked_tail(m, rule, w):
         out = np.zeros(q.shape)
         size, group = rule["block_size"], q.shape[2] // k.shape[2]
         for b, t, n in np.ndindex(out.shape[:3]):
-            seen = np.arange((t // size + 1) * size)
+            visible = np.arange((t // size + 1) * size)
             if blocks is not None:
-                seen = seen[np.isin(seen // size, blocks[b, n // group, t])]
-            row = np.where(seen <= t, b, 1 - b)
-            score = k[row, seen, n // group] @ q[b, t, n] / math.sqrt(q.shape[-1])
+                visible = visible[np.isin(visible // size, blocks[b, n // group, t])]
+            row = np.where(visible <= t, b, 1 - b)
+            score = k[row, visible, n // group] @ q[b, t, n] / math.sqrt(q.shape[-1])
             weight = np.exp(score - score.max())
-            out[b, t, n] = weight @ v[row, seen, n // group] / weight.sum()
+            out[b, t, n] = weight @ v[row, visible, n // group] / weight.sum()
         return out, None
 
     m.attention = attention

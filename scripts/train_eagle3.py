@@ -23,7 +23,7 @@ from tiny.corpus import Corpus
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.checkpoint.draft import save_draft
-from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling
+from m3jax.decoding import Eagle3Drafter, Params, Sampling, build_engine
 from m3jax.model import M3
 from m3jax.model.eagle3 import Eagle3, Eagle3Config, init
 from m3jax.progress import activity
@@ -121,16 +121,15 @@ def measure(model: M3, draft: Eagle3, corpus: Corpus, sizes: Sizes, temperature:
     prompt_length = 4 * model.config.index_block_size
     starts = [corpus.draw_start(rng, prompt_length) for _ in range(sizes.prompts)]
     for draft_tokens in (3, 7):
-        engine = Engine(
-            model, pages=sizes.prompts * 16, max_batch=sizes.prompts, prefill_chunk=prompt_length, prefill_rows=1,
-            max_length=16 * model.config.index_block_size, draft=Eagle3Drafter(draft), draft_tokens=draft_tokens,
+        engine = build_engine(
+            model, rows=sizes.prompts, length=16 * model.config.index_block_size, prefill_chunk=prompt_length,
+            prefill_rows=1, draft=Eagle3Drafter(draft), draft_tokens=draft_tokens,
         )  # fmt: skip
         for seed, start in enumerate(starts):
             sampling = Sampling(temperature=temperature, seed=seed)
             prompt = corpus.tokens[start : start + prompt_length].tolist()
             engine.add(prompt, Params(max_new_tokens=sizes.new, sampling=sampling))
-        with activity(about=(engine.shapes, temperature)) as line:
-            engine.warmup(lambda program: line.timed(f"compiling {program}"))
+        with activity() as line:
             while engine.busy:
                 engine.step()
                 line.say(f"measuring: temperature {temperature}, K = {draft_tokens}")

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     write("\n".join(lines_of(report)) + "\n")
     if args.html is not None:
-        from m3jax.compare.picture import write_html
+        from m3jax.compare.page import write_html
 
         write_html(args.html, report)
     return DIFFER if report.beyond else 0

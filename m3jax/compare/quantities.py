@@ -56,11 +56,10 @@ def in_order(names: Iterable[str]) -> list[Quantity]:
     Args:
       names: of quantities, all of them known.
     """
-    kinds = [*_LAYER]
 
     def place(compared: Quantity) -> tuple[int, int, int]:
         if compared.layer is not None:
-            return 1, compared.layer, kinds.index(compared.kind)
+            return 1, compared.layer, LAYER_NAMES.index(compared.kind)
         return (0, 0, 0) if compared.kind in _BEFORE else (2, 0, [*_AFTER].index(compared.kind))
 
     return sorted({name: quantity(name) for name in names}.values(), key=place)

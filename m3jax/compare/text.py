@@ -52,16 +52,17 @@ def first_lines(report: Report) -> list[str]:
     if report.first is None:
         lines = [f"A and B agree{_AGREE[report.verdict].format(*report.tolerances)}"]
         worst = max(report.errors, key=report.errors.get, default=None)
-        seen = worst is not None and report.verdict != "equal"
-        return [*lines, f"  the largest relative error is {report.errors[worst]:.2g}, of {worst}"] if seen else lines
+        if worst is not None and report.verdict != "equal":
+            lines.append(f"  the largest relative error is {report.errors[worst]:.2g}, of {worst}")
+        return lines
     first, before = report.first, report.compared[: report.compared.index(report.first.name)]
     lines = [f"first beyond its tolerance: {first.name}", *(f"  {line}" for line in first.what)]
     lines += [f"  looks like: {first.kind}"] if first.kind else []
     errors = {name: report.errors[name] for name in before if name in report.errors}
     worst = max(errors, key=errors.get, default=None)
-    seen = "" if worst is None else f" (largest relative error: {errors[worst]:.2g}, {worst})"
+    largest = "" if worst is None else f" (largest relative error: {errors[worst]:.2g}, {worst})"
     after = len(report.beyond) - 1
-    lines.append(f"  before it {_count(len(before), 'quantity')} agree{seen}; after it {after} more differ")
+    lines.append(f"  before it {_count(len(before), 'quantity')} agree{largest}; after it {after} more differ")
     return lines
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from m3jax.completion.pictures import read_media, with_placeholders
+from m3jax.completion.media import read_media, with_placeholders
 from m3jax.decoding import Drafter, Generation, Media, Params, Sampling, check_logits, engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS, as_prompts
 from m3jax.decoding.protocols import TargetModel, sees

@@ -20,8 +20,6 @@ MOST_CONTEXT = 32768  # tokens of a dialogue, if the caller gives no number
 _STEPS = 4  # tokens in one device call: few, because a user watches the answer
 _STOP_IDS = 8
 
-Message = Mapping[str, Any]
-
 
 class Dialogue:
     """Messages, and an engine whose prefix cache keeps the tokens of all turns so far.
@@ -67,7 +65,7 @@ class Dialogue:
         tools: Sequence[Mapping[str, Any]] | None = None,
         thinking_mode: str | None = "adaptive",
         template: ChatTemplate | str | PathLike[str] | None = None,
-        messages: Sequence[Message] = (),
+        messages: Sequence[Mapping[str, Any]] = (),
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -81,7 +79,7 @@ class Dialogue:
         self.messages = [dict(message) for message in messages]
         self.tools, self.thinking_mode = tools, thinking_mode
         self._model, self._tokenizer, self._progress = model, tokenizer, progress
-        self._seen: dict[Any, Any] = {}  # images and videos of the history, by their sources
+        self._known_media: dict[Any, Any] = {}  # images and videos of the history, by their sources
         self.max_new_tokens, self.sampling, self._stop = max_new_tokens, sampling or Sampling(), tuple(stop)
         self._template = as_template(template, tokenizer)
         self._stop_ids = stop_ids(tokenizer, model.config.eos_token_id if stop_at is None else stop_at)
@@ -116,10 +114,12 @@ class Dialogue:
         (part,) = message["content"]
         if isinstance(part, str) or part["type"] == "text":
             raise ValueError(f"{shown(part)} is text: give an image or a video")
-        forget_changed(part, self._seen, self.messages)
-        return read_part(part, self._seen, can_see=self.can_see, progress=self._progress)
+        forget_changed(part, self._known_media, self.messages)
+        return read_part(part, self._known_media, can_see=self.can_see, progress=self._progress)
 
-    def send(self, *messages: Message, is_interrupted: Callable[[], bool] = lambda: False) -> Iterator[Event | Reply]:
+    def send(
+        self, *messages: Mapping[str, Any], is_interrupted: Callable[[], bool] = lambda: False
+    ) -> Iterator[Event | Reply]:
         """Add messages, and have them answered.
 
         They are in `messages` once the answer begins, and the answer is once it has ended. An answer that is
@@ -141,7 +141,7 @@ class Dialogue:
         check_question(history)
         prompt, media = dialogue_tokens(
             self._template, self._tokenizer, history, self.tools, self.thinking_mode,
-            can_see=self.can_see, known=self._seen, progress=self._progress,
+            can_see=self.can_see, known=self._known_media, progress=self._progress,
         )  # fmt: skip
         limit = new_tokens_within(len(prompt), self.context, self.max_new_tokens)
         params = Params(max_new_tokens=limit, sampling=self.sampling, stop_ids=self._stop_ids)
@@ -187,7 +187,7 @@ class Dialogue:
         return taken_back
 
 
-def open_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def open_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the calls of the last answer that have no result yet.
 
     Args:

@@ -13,7 +13,7 @@ from m3jax.cli.settings import settings
 from m3jax.config import M3Config
 from m3jax.console import write
 from m3jax.evaluate.dumps import ABOUT, write_dump
-from m3jax.evaluate.pictures import PICTURES, picture
+from m3jax.evaluate.plots import PLOTS, plot
 from m3jax.evaluate.reading import Reading
 from m3jax.evaluate.subjects import Subject, each_loaded, read_texts, spread, subjects, tokenised
 from m3jax.evaluate.tasks import ALL_TOKENS, TASKS, Figures, context_of
@@ -66,7 +66,7 @@ def evaluate(args: argparse.Namespace) -> None:
     write(as_text([["", *names], *task.table(report["results"])]))
     if paths:
         _write_new(paths[0], (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
-        _write_new(paths[1], picture(PICTURES[args.task], names, report["results"]))
+        _write_new(paths[1], plot(PLOTS[args.task], names, report["results"]))
         write(f"{paths[0]}\n{paths[1]}\n")
     return None
 

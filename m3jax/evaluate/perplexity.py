@@ -50,16 +50,16 @@ def perplexity(model: M3, texts: Sequence[Text], context: int, skip: int, how: R
     scores = token_scores(model, [texts[i].tokens[start : end + 1] for i, start, end, _ in places], how)
     losses: list[list] = [[] for _ in texts]
     hits: list[list] = [[] for _ in texts]
-    seen: list[list] = [[] for _ in texts]
+    tokens_before: list[list] = [[] for _ in texts]
     for (i, start, end, counted), (loss, is_best) in zip(places, scores, strict=True):
         losses[i].append(loss[counted - start :])
         hits[i].append(is_best[counted - start :])
-        seen[i].append(np.arange(counted, end) - start + 1)
-    joined = [tuple(np.concatenate(part) for part in parts) for parts in zip(losses, hits, seen, strict=True)]
+        tokens_before[i].append(np.arange(counted, end) - start + 1)
+    joined = [tuple(np.concatenate(part) for part in parts) for parts in zip(losses, hits, tokens_before, strict=True)]
     files = {text.name: _summary(loss, hit, text.num_bytes) for text, (loss, hit, _) in zip(texts, joined, strict=True)}
-    loss, hit, before = (np.concatenate(part) for part in zip(*joined, strict=True))
+    loss, hit, tokens_before = (np.concatenate(part) for part in zip(*joined, strict=True))
     whole = _summary(loss, hit, sum(text.num_bytes for text in texts))
-    return whole | {"files": files, "by_position": _by_position(loss, before)}
+    return whole | {"files": files, "by_position": _by_position(loss, tokens_before)}
 
 
 def windows(num_tokens: int, context: int, skip: int) -> list[tuple[int, int, int]]:
@@ -96,11 +96,11 @@ def _summary(loss: Float[np.ndarray, " X"], hit: Bool[np.ndarray, " X"], num_byt
     }
 
 
-def _by_position(loss: Float[np.ndarray, " X"], seen: Int[np.ndarray, " X"]) -> list[dict[str, Any]]:
-    """Return the mean loss by tokens seen before: 1, 2, 3 to 4, 5 to 8, and so on; empty intervals are left out."""
+def _by_position(loss: Float[np.ndarray, " X"], tokens_before: Int[np.ndarray, " X"]) -> list[dict[str, Any]]:
+    """Return the mean loss by tokens before: 1, 2, 3 to 4, 5 to 8, and so on; empty intervals are left out."""
     spans, first, last = [], 1, 1
-    while first <= seen.max():
-        inside = (seen >= first) & (seen <= last)
+    while first <= tokens_before.max():
+        inside = (tokens_before >= first) & (tokens_before <= last)
         if inside.any():
             spans.append({"from": first, "to": last, "tokens": int(inside.sum()), "loss": float(loss[inside].mean())})
         first, last = last + 1, 2 * last

@@ -97,8 +97,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of a file; raise ValueError for a key that stands in it twice."""
     members = dict(pairs)
     if len(members) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        earlier: set[str] = set()
+        twice = next(key for key, _ in pairs if key in earlier or earlier.add(key))
         raise ValueError(f"the key {shown(twice)} stands twice in one object, keep one")
     return members
 

@@ -19,6 +19,7 @@ from m3jax.files.durable import NewFile
 from m3jax.messages import shown
 
 MOST_HEADER_BYTES = 100_000_000  # what the safetensors library reads
+_MOST_AXES = 32
 DTYPES = {
     code: np.dtype(getattr(ml_dtypes, name, name))
     for code, name in {
@@ -103,24 +104,61 @@ def unpacked(data: bytes | memoryview, called: str) -> dict[str, np.ndarray]:
     Raises:
       ValueError: the file is truncated, or is none.
     """
-    size = int.from_bytes(data[:8], "little")
-    # The smallest header is {}. A size from damaged bytes may be anything up to 2^64.
-    if len(data) < 8 or not 2 <= size <= len(data) - 8:
+    size = header_size(data)
+    if size is None:
         raise ValueError(f"{called}: {len(data)} bytes are no safetensors file, or only its beginning; make it again")
     try:
-        entries = json.loads(bytes(data[8 : 8 + size]))
-        entries.pop("__metadata__", None)
-        arrays = {name: _array(entry, data, 8 + size) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{called}: no safetensors file, or a damaged one ({shown(error)}); make it again") from None
+        arrays, _ = parsed(data, size)
+    except ValueError as error:
+        raise ValueError(f"{called}: no safetensors file, or a damaged one ({error}); make it again") from None
     return arrays
 
 
-def _array(entry: Mapping[str, Any], data: bytes | memoryview, start: int) -> Shaped[np.ndarray, "..."]:
-    first, end = entry["data_offsets"]
-    if not 0 <= first <= end <= len(data) - start:
+def header_size(data: bytes | memoryview, most: int = MOST_HEADER_BYTES) -> int | None:
+    """Return how many bytes the header of a file has; None if they are not there, or more than `most`."""
+    # The smallest header is {}. A size from damaged bytes may be anything up to 2^64.
+    size = int.from_bytes(data[:8], "little")
+    return size if 2 <= size <= min(most, len(data) - 8) else None
+
+
+def parsed(data: bytes | memoryview, size: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the arrays of a file, which share its memory, and the metadata of its header.
+
+    Nothing is believed: whatever sizes the header asks for, nothing larger than the bytes is made.
+
+    Args:
+      data: the whole file.
+      size: of its header, from `header_size`.
+
+    Raises:
+      ValueError: the header is of another kind, or an array that it speaks of is not there.
+    """
+    try:
+        entries = json.loads(bytes(data[8 : 8 + size]), parse_constant=refuse_constant)
+        metadata = entries.pop("__metadata__", {})
+        return {name: _array(name, entry, data, 8 + size) for name, entry in entries.items()}, metadata
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"its header is not of this kind ({shown(error)})") from error
+
+
+def refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN or an infinity, which Python's JSON has and JSON has not (`json.loads`)."""
+    raise ValueError(f"its header has {name}, which is no number")
+
+
+def _array(name: str, entry: Mapping[str, Any], data: bytes | memoryview, start: int) -> Shaped[np.ndarray, "..."]:
+    """Return one array, whose place behind byte `start` must be as long as its shape says."""
+    code, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    is_count = lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    if not isinstance(shape, list) or len(shape) > _MOST_AXES or not all(map(is_count, (first, end, *shape))):
+        raise ValueError(f"array {shown(name)} has shape {shown(shape)} from byte {shown(first)} to {shown(end)}")
+    if code not in DTYPES:
+        raise ValueError(f"array {shown(name)} is of type {shown(code)}")
+    if end > len(data) - start:
         raise ValueError(f"it ends at byte {len(data)}, before the {start + end} that its header speaks of")
-    return np.frombuffer(data[start + first : start + end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    if end - first != prod(shape) * DTYPES[code].itemsize:
+        raise ValueError(f"array {shown(name)} of shape {shown(shape)} and type {code} lies in {end - first} bytes")
+    return np.frombuffer(data[start + first : start + end], DTYPES[code]).reshape(shape)
 
 
 def mapped(file: Path, called: str) -> dict[str, np.ndarray]:

@@ -3,8 +3,9 @@
 from m3jax.media.bicubic import resize_definition
 from m3jax.media.frames import FRAME_RULES, choose_frames, timestamps
 from m3jax.media.images import decode_image
-from m3jax.media.packing import MediaBatch, Segment, batch, bucket_size, feature_places, pack, segment_places, segments
+from m3jax.media.packing import MediaBatch, Segment, batch, bucket_size, pack, segments
 from m3jax.media.placeholders import PlaceholderIds, expand_text, expand_tokens
+from m3jax.media.places import feature_places, find_places, segment_places
 from m3jax.media.presets import PRESETS, Preset
 from m3jax.media.process import ProcessedImage, ProcessedVideo, process_image, process_video
 from m3jax.media.resize import resize_bicubic
@@ -30,6 +31,7 @@ __all__ = [
     "expand_text",
     "expand_tokens",
     "feature_places",
+    "find_places",
     "media_source",
     "names_file",
     "pack",

@@ -1,14 +1,13 @@
-"""Several images and videos in arrays of fixed sizes, as the vision tower reads them, and where their features go."""
+"""Several images and videos in arrays of fixed sizes, as the vision tower reads them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32
+from jaxtyping import Float32, Int32
 
 from m3jax.config import M3Config
 from m3jax.media.patches import Grid, chunk_grids, patch_positions
-from m3jax.media.placeholders import PlaceholderIds
 from m3jax.media.sizes import MERGE, PATCH, PATCH_VALUES, TEMPORAL
 from m3jax.messages import shown
 
@@ -112,17 +111,27 @@ def pack(parts: Sequence[Segment], size: int) -> MediaBatch:
       parts: images' before videos'; () gives padding alone.
       size: X, at least as many as there are patches, and a multiple of 4.
     """
-    total = sum(len(segment.patches) for segment in parts)
     patches = np.zeros((size, PATCH_VALUES), np.float32)
     if parts:
+        total = sum(len(segment.patches) for segment in parts)
         np.concatenate([segment.patches for segment in parts], out=patches[:total])
+    return pack_layout(parts, size)._replace(patches=patches)
+
+
+def pack_layout(parts: Sequence[Segment], size: int) -> MediaBatch:
+    """Return what `pack` does but for the patches, which have no values here: enough to look for placeholders.
+
+    Args:
+      parts, size: as in `pack`.
+    """
+    counts = [len(segment.patches) for segment in parts]
     numbers = np.full(size, NO_SEGMENT, np.int32)
-    numbers[:total] = np.repeat(np.arange(len(parts)), [len(segment.patches) for segment in parts])
+    numbers[: sum(counts)] = np.repeat(np.arange(len(parts)), counts)
     positions = np.zeros((size, 3), np.int32)
     if parts:
-        np.concatenate([patch_positions(segment.grid) for segment in parts], out=positions[:total])
+        np.concatenate([patch_positions(segment.grid) for segment in parts], out=positions[: sum(counts)])
     features = lambda is_video: np.asarray(sum(s.features for s in parts if s.is_video == is_video), np.int32)
-    return MediaBatch(patches, numbers, positions, features(False), features(True))
+    return MediaBatch(np.zeros((size, 0), np.float32), numbers, positions, features(False), features(True))
 
 
 def bucket_size(patches: int) -> int:
@@ -134,95 +143,6 @@ def bucket_size(patches: int) -> int:
     octave = max(0, (patches - 1).bit_length() - (_FEWEST - 1).bit_length() - 1)
     step = (_FEWEST >> 2) << octave
     return max(_FEWEST, -(-patches // step) * step)
-
-
-def feature_places(
-    tokens: Int[np.ndarray, "B T"], media: MediaBatch, ids: PlaceholderIds | None = None
-) -> Int32[np.ndarray, " R"]:
-    """Return each feature's place in the tokens: the placeholders of its kind, image or video, in order.
-
-    Args:
-      tokens: [B T], with the placeholders of all rows' media, expanded.
-      media: their patches, packed in the order in which the rows have them.
-      ids: of the placeholders; None is M3's.
-
-    Returns:
-      [R], R = X / 4: the place b T + t of each feature in the flattened tokens, -1 for features of padding.
-
-    Raises:
-      ValueError: more placeholders than features or fewer, or placeholders of one image or pair of frames that do not
-        stand together, as where two images of different sizes changed places.
-    """
-    used = slice(0, int(media.image_features) + int(media.video_features))
-    numbers, pairs = media.segments[:: MERGE**2][used], media.positions[:: MERGE**2, 0][used]
-    places = np.full(len(media.segments) // MERGE**2, -1, np.int32)
-    places[used] = _places(np.asarray(tokens).reshape(-1), numbers, pairs, int(media.image_features), ids)
-    return places
-
-
-def segment_places(
-    tokens: Sequence[int] | Int[np.ndarray, "T"], placeholders: Sequence[Segment], ids: PlaceholderIds | None = None
-) -> list[Int32[np.ndarray, "_"]]:
-    """Return `feature_places` of one prompt whose segments have not been packed: an array for each segment.
-
-    Args:
-      tokens: [T] of the prompt, expanded.
-      placeholders: its segments, images' before videos'.
-      ids: of the placeholders; None is M3's.
-
-    Raises:
-      ValueError: as `feature_places`.
-    """
-    counts = [segment.features for segment in placeholders]
-    numbers = np.repeat(np.arange(len(placeholders)), counts)
-    of_pairs = [np.repeat(np.arange(t), h * w // MERGE**2) for _, (t, h, w), _ in placeholders]
-    pairs = np.concatenate([np.zeros(0, np.int64), *of_pairs])
-    image_features = sum(segment.features for segment in placeholders if not segment.is_video)
-    places = _places(np.asarray(tokens, np.int64), numbers, pairs, image_features, ids)
-    return np.split(places, np.cumsum(counts)[:-1]) if placeholders else []
-
-
-def _places(
-    tokens: Int[np.ndarray, " T"],
-    segments: Int[np.ndarray, " F"],
-    pairs: Int[np.ndarray, " F"],
-    image_features: int,
-    ids: PlaceholderIds | None,
-) -> Int32[np.ndarray, " F"]:
-    """Return the place of each feature in the tokens, images' first.
-
-    Args:
-      tokens: of all rows.
-      segments: of each feature, its segment.
-      pairs: of each feature, its pair of frames within the segment.
-      image_features: how many of the F features are images'.
-      ids: of the placeholders; None is M3's.
-    """
-    ids = ids or PlaceholderIds()
-    places = []
-    for medium, token, features in (
-        ("image", ids.image, image_features),
-        ("video", ids.video, len(segments) - image_features),
-    ):
-        placeholders = np.flatnonzero(tokens == token).astype(np.int32)
-        if len(placeholders) != features:
-            raise ValueError(
-                f"the tokens have {len(placeholders)} {medium} placeholders (id {token}) for {features} features: "
-                "expand the prompt with the images and videos of this batch"
-            )
-        places.append(placeholders)
-    places = np.concatenate(places)
-    # Placeholders of one image, or of one pair of frames, are contiguous in the prompt. Equal counts alone would not
-    # notice two images of different sizes that changed places.
-    same_run = (np.diff(segments) == 0) & (np.diff(pairs) == 0)
-    torn = np.flatnonzero(same_run & (np.diff(places) != 1))
-    if len(torn):
-        before, behind = places[torn[0]], places[torn[0] + 1]
-        raise ValueError(
-            f"segment {segments[torn[0]]} (images, then chunks of videos, from 0) has placeholders at {before} and "
-            f"{behind} and none between: are images in another order than in the prompt?"
-        )
-    return places
 
 
 def _segment_frames(config: M3Config | None) -> int:

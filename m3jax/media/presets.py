@@ -1,4 +1,8 @@
-"""The differences between the hub's processor and the engines in preparing images and videos: one table."""
+"""The differences between the hub's processor and the engines in preparing images and videos: one table.
+
+It stands here and not with the comparisons of engines (`m3jax.compare`), because `process_image` and `process_video`
+take a preset by its name: who serves a model behind one of these engines prepares images as that one does.
+"""
 
 from dataclasses import dataclass
 

@@ -220,19 +220,6 @@ def abstract(
     return M3(config, MakeEach(describe, weights, mesh), mesh)
 
 
-class LogicalAxes(tuple):
-    """The logical axis names of one parameter; a leaf of the tree, not a container."""
-
-
-def logical_axes(config: M3Config) -> M3:
-    """Return the model with the tuple of logical axis names in place of each parameter.
-
-    Args:
-      config: the model's.
-    """
-    return M3(config, MakeEach(lambda shape, axes, least_dtype: LogicalAxes(axes)), None)
-
-
 def shardings(config: M3Config, mesh: Mesh | None, weights: str = "dequantize") -> M3:
     """Return the model with the sharding of each parameter in its place.
 

@@ -31,7 +31,7 @@ from m3jax.model.choices import NAMES, Choices, shapes_of
 from m3jax.model.context import Context, selection_rules
 from m3jax.model.decoder import Decoder
 from m3jax.model.layers import rope_table
-from m3jax.model.media import WithMedia, vision_of
+from m3jax.model.media import WithTower, vision_of
 from m3jax.model.summary import table
 from m3jax.msa import SCHEDULES, contiguous_index, walk_scores
 from m3jax.msa.rules import Score, check_score, check_score_shape
@@ -39,7 +39,7 @@ from m3jax.mxfp8 import with_activations
 from m3jax.ops import check_backend_name, check_schedule
 
 
-class M3(WithMedia):
+class M3(WithTower):
     """MiniMax-M3 as a pytree of parameters with a static configuration; `vision` is None if it has no tower.
 
     A call outside `jax.jit` is one compiled program, kept for the next call of the same shapes. A call inside `jax.jit`

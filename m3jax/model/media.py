@@ -9,9 +9,9 @@ from m3jax import arrays
 from m3jax.config import M3Config
 from m3jax.execution import Compute
 from m3jax.make import Make
-from m3jax.media import MediaBatch, PlaceholderIds, feature_places
+from m3jax.media import MediaBatch, PlaceholderIds, feature_places, find_places
 from m3jax.model.calls import compiled
-from m3jax.vision import Vision, VisionConfig, placeholder_places
+from m3jax.vision import Vision, VisionConfig
 
 Tokens = Int[Array, "B T"] | Int[np.ndarray, "B T"]
 
@@ -23,7 +23,24 @@ def vision_of(config: M3Config, make: Make) -> Vision | None:
     return Vision(VisionConfig.of(config), config.hidden_size, make)
 
 
-class WithMedia(nnx.Module):
+def join_features(
+    x: Float[Array, "B T D"], features: Float[Array, "R D"], rows: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """Return what the first layer reads: the embedding of each token, or the feature that stands in its place.
+
+    This is the only place where features and embeddings meet: in the model's own call, in training, and in the chunks
+    of the engine, which may begin and end inside an image.
+
+    Args:
+      x: embeddings of the tokens.
+      features: of images and videos, those of these tokens among them.
+      rows: the row of the feature that each token stands for; -1 for a token of text.
+    """
+    feature = features[jnp.maximum(rows, 0)]  # [B T D]
+    return jnp.where(rows[..., None] >= 0, feature, x)
+
+
+class WithTower(nnx.Module):
     """A model with embeddings, `embed_tokens` [V D], and a tower, `vision`, which is None where it takes text alone."""
 
     embed_tokens: nnx.Param
@@ -60,7 +77,7 @@ class WithMedia(nnx.Module):
             those of the media.
         """
         self.check_media(tokens, media)
-        return placeholder_places(jnp.asarray(tokens), media, self._tower().config)
+        return find_places(jnp.asarray(tokens), media, self._placeholder_ids())
 
     def check_media(self, tokens: Tokens, media: MediaBatch) -> None:
         """Raise ValueError as `places` does.
@@ -68,8 +85,7 @@ class WithMedia(nnx.Module):
         Args:
           tokens, media: as in `places`.
         """
-        config = self._tower().config
-        ids = PlaceholderIds(config.image_token_id, config.video_token_id)
+        ids = self._placeholder_ids()
 
         def find_problem(tokens, *media):
             try:
@@ -80,6 +96,11 @@ class WithMedia(nnx.Module):
 
         if arrays.is_checking() or not arrays.is_traced(tokens, media):
             arrays.check_values(find_problem, tokens, *media)
+
+    def _placeholder_ids(self) -> PlaceholderIds:
+        """Return the ids of the tower's placeholders; ValueError without a tower."""
+        config = self._tower().config
+        return PlaceholderIds(config.image_token_id, config.video_token_id)
 
     def _tower(self) -> Vision:
         if self.vision is None:
@@ -103,6 +124,7 @@ class WithMedia(nnx.Module):
         x = self.embed_tokens[...][tokens]  # [B T D]
         if features is None:
             return x
-        rows = x.reshape(-1, x.shape[-1])  # [B*T D]
-        places = jnp.where(places < 0, len(rows), places)
-        return rows.at[places].set(features.astype(x.dtype), mode="drop").reshape(x.shape)
+        target = jnp.where(places < 0, tokens.size, places)  # one past the last token is dropped
+        row = jnp.arange(len(features), dtype=jnp.int32)
+        rows = jnp.full(tokens.size, -1, jnp.int32).at[target].set(row, mode="drop")  # [B*T]
+        return join_features(x, features.astype(x.dtype), rows.reshape(tokens.shape))

@@ -6,7 +6,7 @@ from m3jax.msa.schedules import DENSE_SCHEDULES, SCHEDULES, index_walk, walk_sco
 from m3jax.msa.schedules.blockwise import blockwise_attention
 from m3jax.msa.schedules.index_walk import index_topk
 from m3jax.msa.views import BlockView, Contiguous, IndexView, Paged, PagedIndex, contiguous, contiguous_index
-from m3jax.msa.virtual import VirtualPages, paged_attention, virtual_pages
+from m3jax.msa.virtual import VirtualPages, virtual_pages
 
 __all__ = [
     "DENSE_SCHEDULES",
@@ -26,7 +26,6 @@ __all__ = [
     "index_topk",
     "index_walk",
     "msa",
-    "paged_attention",
     "sees",
     "select_blocks",
     "sparse_attention",

@@ -193,8 +193,8 @@ def pool(token_scores: Float[Array, "*X P"], score: Score) -> Float[Array, "*X"]
     if score == "max":  # the maximum alone leaves NaN out of a large array on a CPU (jaxlib 0.10.2)
         return jnp.where(jnp.any(jnp.isnan(token_scores), axis=-1), jnp.nan, jnp.max(token_scores, axis=-1))
     is_unseen = jnp.all(jnp.isneginf(token_scores), axis=-1)
-    seen = jnp.where(is_unseen[..., None], 0.0, token_scores)  # 0 makes the gradient 0, not NaN
-    return jnp.where(is_unseen, -jnp.inf, jax.nn.logsumexp(seen, axis=-1) if score == "lse" else score(seen))
+    finite = jnp.where(is_unseen[..., None], 0.0, token_scores)  # 0 makes the gradient 0, not NaN
+    return jnp.where(is_unseen, -jnp.inf, jax.nn.logsumexp(finite, axis=-1) if score == "lse" else score(finite))
 
 
 def chosen_tokens(blocks: Int[Array, "B K T J"], num_keys: int, block_size: int) -> Bool[Array, "B K T S"]:

@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Int, Num
 
 from m3jax.msa.rules import checked
-from m3jax.msa.schedules.blockwise import blockwise
 from m3jax.msa.views import Paged
 
 
@@ -47,24 +46,3 @@ def virtual_pages(
     num_tokens = jnp.where(is_token[:, None], num_tokens, 0)  # [B K]
     k, v = (x[view.layer].reshape(-1, view.block_size, x.shape[-1]) for x in (view.k, view.v))  # [X*K P H]
     return VirtualPages(k, v, table.reshape(batch * heads, -1), num_tokens.reshape(-1))
-
-
-@checked
-def paged_attention(
-    q: Float[Array, "R G H"], k: Num[Array, "Y P H"], v: Num[Array, "Y P H"], table: Int[Array, "R J"],
-    lengths: Int[Array, " R"],
-) -> Float[Array, "R G H"]:  # fmt: skip
-    """Compute plain paged attention of one query a row over one KV head: all tokens of its pages, up to its length.
-
-    Args:
-      q: the G heads of each row's query.
-      k, v: pages of P tokens.
-      table: page ids of each row, in order.
-      lengths: tokens of each row; 0 for a row of padding, whose output is 0.
-
-    Returns:
-      [R G H], in q's dtype.
-    """
-    view = Paged(k[None, :, None], v[None, :, None], None, 0, table, q.dtype)
-    out, _ = blockwise(q[:, None], view, (lengths - 1)[:, None], lengths)
-    return out[:, 0]

@@ -297,15 +297,15 @@ def _attention(job: Job, sizes: dict[str, int], rows: int, tokens: int) -> Work:
     kv_heads = _kv_heads(config.num_key_value_heads, sizes["tensor"])
     sparse_layers = sum(stack.num_layers for stack in config.stacks if stack.is_sparse)
     dense_layers = config.num_hidden_layers - sparse_layers
-    # In a sparse layer, `seen` are the keys of one query's selection, and `distinct` the most that a few queries read:
-    # a selection each. For more than 16 queries the best case is counted, in which all select the same blocks.
-    seen = min(config.index_topk_blocks * config.index_block_size, job.context)
-    distinct = min(tokens * seen, job.context)
-    keys = rows * (dense_layers * job.context + sparse_layers * (distinct if tokens <= 16 else seen)) / shards
+    # In a sparse layer, `selected` are the keys of one query's selection, and `distinct` the most that a few queries
+    # read: a selection each. For more than 16 queries the best case is counted, in which all select the same blocks.
+    selected = min(config.index_topk_blocks * config.index_block_size, job.context)
+    distinct = min(tokens * selected, job.context)
+    keys = rows * (dense_layers * job.context + sparse_layers * (distinct if tokens <= 16 else selected)) / shards
     kv_bytes = keys * 2 * kv_heads * config.head_dim * np.dtype(job.kv).itemsize
     index_bytes = sparse_layers * rows * job.context * config.index_head_dim * np.dtype(job.index).itemsize / shards
     queries = rows * tokens / shards
-    flops = queries * heads * config.head_dim * 4 * (sparse_layers * seen + dense_layers * job.context)
+    flops = queries * heads * config.head_dim * 4 * (sparse_layers * selected + dense_layers * job.context)
     flops += queries * sparse_layers * kv_heads * config.index_head_dim * 2 * job.context
     score_bytes = 4 * rows * tokens * kv_heads * job.blocks * sparse_layers
     head_bytes = (

@@ -174,9 +174,11 @@ class TextStream:
     sequence. Nothing is taken back, at most the bytes of one unfinished character are held back, and a token costs the
     same whatever came before it. A U+FFFD that is text, or a byte that can belong to no character, is shown at once.
 
-    `tokenizers.decoders.DecodeStream` does less. It takes every text that ends in U+FFFD for an unfinished character:
-    bytes of no character, or a U+FFFD that is text, hold back all that follows until other text ends what it decodes.
-    It decodes again whatever it holds back, in quadratic time, and has no end at which to give that out.
+    `tokenizers.decoders.DecodeStream` (0.23.3) does less. It takes every text that ends in U+FFFD for an unfinished
+    character: bytes of no character, or a U+FFFD that is text, hold back all that follows until other text ends what it
+    decodes. It decodes again whatever it holds back, in quadratic time, and has no end at which to give that out: of
+    the bytes of "a\\ufffd", a token each, it gives out "a" alone, where `Tokenizer.decode` has both characters, and of
+    2,000 tokens that are the byte FF nothing, after seconds.
 
     Args:
         spelling: the tokenizer's way from tokens to text (`Tokenizer.stream` passes its own).

@@ -2,7 +2,6 @@
 
 from m3jax.vision.config import VisionConfig
 from m3jax.vision.definition import rotary_angles, segment_attention
-from m3jax.vision.placeholders import placeholder_places
 from m3jax.vision.schedules import BACKENDS, attend_segments
 from m3jax.vision.tower import Vision
 
@@ -11,7 +10,6 @@ __all__ = [
     "Vision",
     "VisionConfig",
     "attend_segments",
-    "placeholder_places",
     "rotary_angles",
     "segment_attention",
 ]

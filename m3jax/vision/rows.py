@@ -104,9 +104,9 @@ def row_attention(
 
     def attend(q, k, v, is_own: Bool[Array, "S L"], lengths: Int[Array, " S"]) -> Float[Array, "S L N H"]:
         q, k, v = (jnp.where(is_own[..., None, None], x, 0) for x in (q, k, v))
-        seen = jnp.maximum(lengths, 1)  # an empty row sees one zero: no kernel has to average nothing
+        keys = jnp.maximum(lengths, 1)  # an empty row sees one zero: no kernel has to average nothing
         return jax.nn.dot_product_attention(
-            q, k, v, query_seq_lengths=seen, key_value_seq_lengths=seen, implementation=implementation
+            q, k, v, query_seq_lengths=keys, key_value_seq_lengths=keys, implementation=implementation
         )
 
     def run_turn(choice: int, turn: int | Int[Array, ""]) -> tuple[Float[Array, "S L N H"], Int[Array, "S L"]]:

@@ -10,7 +10,8 @@ from support import tiny
 
 from m3jax.cache import Cache, measure_scales
 from m3jax.decoding import Engine, Params, Sampling
-from m3jax.msa import Paged, index_topk, paged_attention, sparse_attention, virtual_pages
+from m3jax.msa import Paged, index_topk, sparse_attention, virtual_pages
+from m3jax.msa.schedules.blockwise import blockwise
 
 CONFIG = tiny.config("dM")
 DEEPER = tiny.config("dMM")  # two layers in one stack
@@ -153,7 +154,13 @@ def paged_case():
     return q, virtual_pages(view, chosen[:, :, 0], jnp.asarray(positions), jnp.asarray(lengths)), expected
 
 
-def test_our_paged_attention_runs_virtual_pages():
+def paged_attention(q, k, v, table, lengths):
+    """Plain paged attention of one query a row [R G H] over one KV head: all tokens of its pages, up to its length."""
+    view = Paged(k[None, :, None], v[None, :, None], None, 0, table, q.dtype)
+    return blockwise(q[:, None], view, (lengths - 1)[:, None], lengths)[0][:, 0]
+
+
+def test_plain_paged_attention_runs_virtual_pages():
     """T13: the KV-head axis is folded into the batch; no kernel needs to know of it."""
     q, virtual, expected = paged_case()
     got = jax.jit(paged_attention)(jnp.asarray(q).reshape(-1, G, H), *virtual)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -115,6 +116,18 @@ def test_bytes_are_a_safetensors_file(types):
 @cache
 def sealed_bytes() -> bytes:
     return exported().to_bytes()
+
+
+def test_bytes_stay_what_they_were():
+    """What an earlier version sealed is unsealed: the same arrays and header give the same bytes in every version."""
+    arrays = {"b": np.arange(3.0).astype(ml_dtypes.bfloat16), "a": np.arange(6).reshape(2, 3), "none": np.zeros((0, 5))}
+    data = seal(arrays, {"cached": 3, "text": "\u00fc"})
+    assert hashlib.sha256(data).hexdigest() == "754fe07f3f500257c2f9bfa19417a93f77c69ee6d4599a772c4157ccf21ab471"
+    found, header = unseal(data)
+    assert header == {"cached": 3, "text": "\u00fc"} and list(found) == list(arrays)
+    for name, array in arrays.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
+        assert found[name].tobytes() == array.tobytes(), name
 
 
 @given(st.sampled_from(("flip", "cut", "add", "zero", "swap")), st.integers(0, 2**40), st.integers(0, 7), st.booleans())

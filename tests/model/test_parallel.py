@@ -278,7 +278,7 @@ def test_neighbouring_blocks_lie_on_different_devices():
 def test_every_rule_names_a_mesh_axis():
     assert {axis for rule in RULES.values() for axis in (rule if isinstance(rule, tuple) else (rule,))} <= set(AXES)
     seeing = VisionConfig.tiny().add_to(CONFIG)
-    names = {name for axes in jax.tree.leaves(m3_model.logical_axes(seeing)) for name in axes}
+    names = {name for axes in jax.tree.leaves(tiny.logical_axes(seeing)) for name in axes}
     assert names - {None, "layers"} == set(RULES) - {"batch", "pages", "tokens"}
     assert spec((4, 6), (None, "layers"), make_mesh(tensor=8)) == P(None, None)
 

@@ -299,7 +299,7 @@ def test_the_model_can_be_vmapped():
 
 def test_trees_of_one_structure():
     config = tiny.config("dMM")
-    trees = [m3_model.abstract(config), m3_model.logical_axes(config), m3_model.shardings(config, None)]
+    trees = [m3_model.abstract(config), tiny.logical_axes(config), m3_model.shardings(config, None)]
     structures = {jax.tree.structure(tree) for tree in trees}
     assert len(structures) == 1
     for leaf, axes in zip(*(jax.tree.leaves(tree) for tree in trees[:2]), strict=True):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 
 import ml_dtypes
 import numpy as np
@@ -74,6 +75,12 @@ def test_a_tensor_that_is_not_as_the_layout_says_is_refused(tmp_path):
         write_tensors(file, {"x": (np.dtype(np.float32), (2,))}, [np.zeros(2)])
 
 
+def with_entry(code, shape, offsets):
+    """A file of 16 bytes of numbers whose header says this of them."""
+    text = json.dumps({"x": {"dtype": code, "shape": shape, "data_offsets": offsets}}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(16)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -81,7 +88,18 @@ def test_a_tensor_that_is_not_as_the_layout_says_is_refused(tmp_path):
         (packed(ARRAYS)[:40], "here: 40 bytes are no safetensors file, or only its beginning"),
         (packed(ARRAYS)[:-1], "here: no safetensors file, or a damaged one .*it ends at byte"),
         (b"\x02" + b"\0" * 7 + b"[]", "here: no safetensors file, or a damaged one"),
+        (with_entry("F32", [2, -2], [0, 16]), r"array 'x' has shape \[2, -2\] from byte 0 to 16"),
+        (with_entry("F32", [True, 4], [0, 16]), r"array 'x' has shape \[True, 4\]"),
+        (with_entry("F32", [10**30, 0], [0, 0]), r"array 'x' has shape"),
+        (with_entry("F32", [1] * 33, [0, 4]), r"array 'x' has shape"),
+        (with_entry("F32", [2**62, 2**62, 0], [0, 0]), "array is too big|cannot reshape|dimension"),
+        (with_entry("F32", [3], [0, 16]), r"array 'x' of shape \[3\] and type F32 lies in 16 bytes"),
+        (with_entry("F32", [4], [16, 0]), r"array 'x' of shape \[4\] and type F32 lies in -16 bytes"),
+        (with_entry("F33", [4], [0, 16]), "array 'x' is of type 'F33'"),
+        (with_entry("F32", math.nan, [0, 16]), "its header has NaN, which is no number"),
+        (with_entry("F32", [4], 3), "its header is not of this kind"),
     ],
+    ids=range(14),
 )
 def test_what_is_no_file_is_named(tmp_path, data, message):
     with pytest.raises(ValueError, match=message):

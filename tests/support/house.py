@@ -31,12 +31,19 @@ ALL_THEY_KNOW = {
     **dict.fromkeys(("m3jax.arrays", "m3jax.assets", "m3jax.compile_cache", "m3jax.interrupts", "m3jax.messages"), ()),
     **dict.fromkeys(("m3jax.make", "m3jax.mxfp8", "m3jax.parallel", "m3jax.platform"), ()),
     "m3jax.config": ("m3jax.config_keys", "m3jax.files", "m3jax.messages"),
-    # Token ids in, token ids out: neither text nor files; of pictures their patches, not where these come from.
+    # Token ids in, token ids out: neither text nor folders; of files the bytes of tensors alone, of pictures their
+    # patches, not where these come from.
     "m3jax.decoding": (
         *("m3jax.cache", "m3jax.cache.device", "m3jax.cache.device_pages", "m3jax.cache.drafted"),
-        *("m3jax.cache.offload.pool", "m3jax.cache.storage", "m3jax.compile_cache", "m3jax.media.packing"),
-        *("m3jax.media.placeholders", "m3jax.media.sizes", "m3jax.messages", "m3jax.model", "m3jax.model.eagle3"),
-        *("m3jax.parallel", "m3jax.platform", "m3jax.progress", "m3jax.tiles"),
+        *(
+            "m3jax.cache.offload.pool",
+            "m3jax.cache.storage",
+            "m3jax.compile_cache",
+            "m3jax.files.tensors",
+            "m3jax.media.packing",
+        ),
+        *("m3jax.media.placeholders", "m3jax.media.places", "m3jax.media.sizes", "m3jax.messages", "m3jax.model"),
+        *("m3jax.model.eagle3", "m3jax.parallel", "m3jax.platform", "m3jax.progress", "m3jax.tiles"),
     ),
     "m3jax.files": ("m3jax.messages",),
     "m3jax.model.definition": ("m3jax.config", "m3jax.msa.definition", "m3jax.msa.rules"),

@@ -9,6 +9,7 @@ from jaxtyping import Int32
 from m3jax import model as m3_model
 from m3jax.config import M3Config
 from m3jax.model import M3
+from m3jax.model.build import MakeEach
 
 FULL, SPARSE = "full_attention", "minimax_m3_sparse"
 
@@ -60,6 +61,15 @@ def _scale(name: str, shape: tuple[int, ...]) -> float:
         return float(np.prod(shape[1:-1]) ** -0.5)
     is_to_heads = "self_attn" in name and len(shape) == 4
     return float(shape[1 if is_to_heads else -2] ** -0.5)
+
+
+class LogicalAxes(tuple):
+    """The logical axis names of one parameter; a leaf of the tree, not a container."""
+
+
+def logical_axes(config: M3Config) -> M3:
+    """The model with the tuple of logical axis names in place of each parameter."""
+    return M3(config, MakeEach(lambda shape, axes, least_dtype: LogicalAxes(axes)), None)
 
 
 def under(model: M3, schedule: str) -> M3:

@@ -24,7 +24,7 @@ from m3jax.media import PlaceholderIds
 from m3jax.model import M3
 from m3jax.parallel import make_mesh
 from m3jax.train.step import cast_weights, make_optimizer
-from m3jax.vision import VisionConfig, placeholder_places, tower
+from m3jax.vision import VisionConfig, tower
 from m3jax.vision.schedules import schedule_of
 
 CONFIG = vision.config()
@@ -118,10 +118,14 @@ MEDIA = batch([B, A, item(5, (1, 4, 4))], [CLIP])
 
 
 def test_places_are_the_definition(model):
-    """The places that a program computes are those of `feature_places`, over rows, images and videos."""
+    """Inside a program and outside: each feature at its kind's next placeholder, over rows, images and videos."""
     ids = PlaceholderIds(IMAGE, VIDEO)
-    expected = media.feature_places(TOKENS, MEDIA, ids)
-    found = jax.jit(lambda tokens, batch: placeholder_places(tokens, batch, model.vision.config))(TOKENS, MEDIA)
+    flat, images, videos = TOKENS.reshape(-1), int(MEDIA.image_features), int(MEDIA.video_features)
+    placeholders = [*np.flatnonzero(flat == IMAGE), *np.flatnonzero(flat == VIDEO)]
+    expected = np.full(len(MEDIA.segments) // 4, -1, np.int32)
+    expected[: images + videos] = placeholders
+    assert_equal(media.feature_places(TOKENS, MEDIA, ids), expected, "places on the host", "R")
+    found = jax.jit(lambda tokens, batch: media.find_places(tokens, batch, ids))(TOKENS, MEDIA)
     assert_equal(found, expected, "places", "R")
     assert_equal(model.places(TOKENS, MEDIA), expected, "places outside of a program", "R")
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from m3jax.cli.chat.pictures import KINDS, Pictures
+from m3jax.cli.chat.attachments import KINDS, Attachments
 from m3jax.cli.chat.shown import visible
 from m3jax.console import say, write
 from m3jax.dialogue import Dialogue, Reply, open_calls
@@ -29,25 +29,25 @@ def answer_lines(dialogue: Dialogue, is_json: bool) -> None:
       FloatingPointError: the model's logits were NaN or infinite.
     """
     pending: list[dict[str, Any]] = []
-    pictures = Pictures(dialogue)
+    attachments = Attachments(dialogue)
     number = 0
     for number, line in _lines():
         try:
-            pending += _json_messages(line) if is_json else _plain_message(line, dialogue, pending, pictures)
+            pending += _json_messages(line) if is_json else _plain_message(line, dialogue, pending, attachments)
             if not _is_due(dialogue, pending):
                 continue
             events = dialogue.send(*pending)  # checks the messages at once; the answer is computed as it is read below
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
         pending = []
-        pictures.clear()
+        attachments.clear()
         if is_json:
             *_, reply = events
             _write_json(reply)
         else:
             _write_plain(events)
-    if pictures.names:
-        raise ValueError(f"the input ends at line {number} with {pictures.names[-1]} and no message that shows it")
+    if attachments.names:
+        raise ValueError(f"the input ends at line {number} with {attachments.names[-1]} and no message that shows it")
     if is_json and pending:
         raise ValueError(f"the input ends at line {number} with nothing to answer: end it with the user's message, or "
                          "with the results of all calls")  # fmt: skip
@@ -67,7 +67,7 @@ def _lines() -> Iterator[tuple[int, str]]:
 
 
 def _plain_message(
-    line: str, dialogue: Dialogue, pending: list[dict[str, Any]], pictures: Pictures
+    line: str, dialogue: Dialogue, pending: list[dict[str, Any]], attachments: Attachments
 ) -> list[dict[str, Any]]:
     """Return the message in a line of text: the result of the first open call, else a message of the user.
 
@@ -78,9 +78,9 @@ def _plain_message(
         return [{"role": "tool", "tool_call_id": calls[0]["id"], "content": line}]
     command, _, argument = line.partition(" ")
     if command in KINDS:
-        say(f"m3jax.chat: note: {pictures.add(command, argument)}")
+        say(f"m3jax.chat: note: {attachments.add(command, argument)}")
         return []
-    return [pictures.message(line)]
+    return [attachments.message(line)]
 
 
 def _json_messages(line: str) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from m3jax.cli.chat.attachments import KINDS, Attachments
 from m3jax.cli.chat.display import Display, headline
-from m3jax.cli.chat.pictures import KINDS, Pictures
 from m3jax.cli.chat.setup import SETTINGS, set_system, set_tools, set_value
 from m3jax.dialogue import Dialogue, open_calls
 from m3jax.files import NewFile, read_json_list
@@ -52,7 +52,7 @@ class Terminal:
 
     def __init__(self, dialogue: Dialogue, title: str):
         self.dialogue, self.title = dialogue, title
-        self.display, self.pictures = Display(), Pictures(dialogue)
+        self.display, self.attachments = Display(), Attachments(dialogue)
 
     def run(self) -> None:
         """Read and answer messages until the input ends or /quit is typed."""
@@ -84,10 +84,10 @@ class Terminal:
         if command == "/help":
             self.display.console.out(HELP, highlight=False)
         elif command in KINDS:
-            self.display.note(self.pictures.add(command, argument))
+            self.display.note(self.attachments.add(command, argument))
         elif command == "/history":
             self.display.history(self.dialogue.messages)
-            for name in self.pictures.names:
+            for name in self.attachments.names:
                 self.display.note(f"[with your next message] {name}")
         elif command == "/undo":
             self._undo()
@@ -104,7 +104,7 @@ class Terminal:
 
     def _undo(self) -> None:
         """Take back the last file that no message has shown yet, else the user's last message and all that followed."""
-        taken_back = self.pictures.drop() or headline(self.dialogue.undo()[0])
+        taken_back = self.attachments.drop() or headline(self.dialogue.undo()[0])
         self.display.note(f"taken back: {taken_back}")
 
     def _save(self, name: str) -> None:
@@ -150,9 +150,9 @@ class Terminal:
         if not line.strip():
             return
         before = len(self.dialogue.messages)
-        self._answer(self.pictures.message(line))
+        self._answer(self.attachments.message(line))
         if len(self.dialogue.messages) > before:  # else the message was taken back, and its files are still to be shown
-            self.pictures.clear()
+            self.attachments.clear()
         self._give_results()
 
     def _give_results(self) -> None:

@@ -1,4 +1,4 @@
-"""Images and videos on the device: the tower's call, and how a chunk of prompts reads its features."""
+"""Images and videos on the device: the tower's call, whose features the device keeps."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from m3jax.decoding.device.state import Layout, PlacedFeatures, pin
+from m3jax.decoding.device.state import Layout, pin
 from m3jax.decoding.protocols import SeeingModel
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.media.packing import MediaBatch
@@ -36,13 +36,3 @@ def read_media(
     target_rows = jnp.where(rows >= 0, rows, len(features))
     found = model.features(media).astype(features.dtype)  # [R D]
     return pin(features.at[target_rows].set(found, mode="drop"), layout)
-
-
-def embed(model: SeeingModel, tokens: Int32[HostOrDevice, "C T"], media: PlacedFeatures) -> Float[Array, "C T D"]:
-    """Return what the first layer reads: each token's embedding, or the feature that stands in its place.
-
-    Features are gathered by row, so that a chunk may begin and end inside an image.
-    """
-    rows = media.rows
-    feature = media.features[jnp.maximum(rows, 0)]  # [C T D]
-    return jnp.where(rows[..., None] >= 0, feature, model.embed(tokens))

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PyTree
 
-from m3jax.decoding.device.media import embed
 from m3jax.decoding.device.state import (
     BAD_LOGITS,
     LENGTH,
@@ -44,6 +43,7 @@ from m3jax.decoding.sampling import (
     sample_with_top,
 )
 from m3jax.decoding.speculation.drafter import Drafter
+from m3jax.model import join_features
 from m3jax.platform import platform
 from m3jax.tiles import LOGITS_TILE, by_tiles
 
@@ -115,7 +115,9 @@ def prefill(
     ends_here = (last_column >= 0) & (last_column < width)
 
     cache = state.cache.replace(table=prompt_table)
-    embeddings = None if chunk.media is None else embed(model, chunk.tokens, chunk.media)
+    embeddings = None
+    if chunk.media is not None:
+        embeddings = join_features(model.embed(chunk.tokens), chunk.media.features, chunk.media.rows)
     hidden, taps, choices, cache = run_model(
         model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings, records
     )

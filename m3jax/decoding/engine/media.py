@@ -14,8 +14,9 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from m3jax.decoding.protocols import TargetConfig
-from m3jax.media.packing import Segment, segment_places, segments
+from m3jax.media.packing import Segment, segments
 from m3jax.media.placeholders import PlaceholderIds
+from m3jax.media.places import segment_places
 from m3jax.messages import shown
 
 # Patches in one call of the tower, where the caller does not say: an icon, a picture of 1,024 and of the hub's most

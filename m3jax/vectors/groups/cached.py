@@ -254,8 +254,8 @@ def _by_cache(chunks: tuple[int, ...], inputs: Arrays, rule: Rule) -> Arrays:
     for count in chunks or (inputs["q"].shape[1],):
         part = lambda name, first=start, count=count: inputs[name][:, first : first + count]
         positions = part("positions")
-        seen = jnp.minimum(lengths, jnp.max(positions, axis=1) + 1)
-        call = LayerCall(layer, cache.places(positions, seen), positions, seen, backend="xla")
+        chunk_lengths = jnp.minimum(lengths, jnp.max(positions, axis=1) + 1)
+        call = LayerCall(layer, cache.places(positions, chunk_lengths), positions, chunk_lengths, backend="xla")
         stack = cache.stacks[0].write(call, part("k"), part("v"), part("index_k"))
         chosen = stack.select(call, part("index_q"), selection.selection_rules(rule))
         out, stack = stack.attend_selected(call, part("q"), chosen)

@@ -10,7 +10,7 @@ from tiny.dialogues import written_tokens
 from tiny.pictures.features import Naming, Pictures
 from tiny.pictures.tasks import MOST_PATCHES, MOST_TOKENS, NAMES, PictureTask, draw_picture_task
 
-from m3jax.media import PlaceholderIds, ProcessedImage, ProcessedVideo, expand_tokens
+from m3jax.media import PlaceholderIds, ProcessedImage, ProcessedVideo, Segment, expand_tokens, segment_places
 from m3jax.media.frames import timestamps
 from m3jax.media.packing import NO_SEGMENT
 from m3jax.media.patches import Grid, patch_positions, patch_rows
@@ -54,6 +54,19 @@ def task_tokens(
     (place,) = np.flatnonzero(tokens == (ids.video if task.is_clip else ids.image))
     added = np.zeros(len(expanded) - len(tokens), bool)
     return expanded, np.concatenate([is_written[:place], added, is_written[place:]])
+
+
+def task_places(task: PictureTask, tokens: Int32[np.ndarray, " T"], ids: PlaceholderIds) -> Int32[np.ndarray, " F"]:
+    """Return where the features of a task's picture go among the tokens of its dialogue, or of its beginning.
+
+    Args:
+      task: the dialogue.
+      tokens: of `task_tokens`.
+      ids: of the placeholders.
+    """
+    t, h, w = grid = grid_of(task)
+    (places,) = segment_places(tokens, [Segment(np.empty((t * h * w, 0), np.float32), grid, task.is_clip)], ids)
+    return places
 
 
 def packed_pictures(tasks: Sequence[PictureTask], places: Sequence[Int32[np.ndarray, " _"]], capacity: int) -> Pictures:
@@ -192,9 +205,8 @@ class PictureBatches:
             if (end := begin + len(ids)) > length:
                 break
             tokens[begin:end], counts[begin:end] = ids, is_written
-            (found,) = np.nonzero((ids == self.ids.image) | (ids == self.ids.video))
             tasks.append(task)
-            places.append(begin + found.astype(np.int32))
+            places.append(begin + task_places(task, ids, self.ids))
             begin = end
         row = {
             "tokens": tokens,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from tiny.dialogues import MODES
-from tiny.pictures.batches import packed_pictures, task_tokens
+from tiny.pictures.batches import packed_pictures, task_places, task_tokens
 from tiny.pictures.features import Pictures, picture_features
 from tiny.pictures.tasks import KINDS, PictureTask, draw_picture_task
 
@@ -81,8 +81,7 @@ def greedy_answers(
         whole, is_written = task_tokens(task, tokenizer, template, ids)
         prompt = whole[: np.argmax(is_written)]
         tokens[number, : len(prompt)], lengths[number] = prompt, len(prompt)
-        (found,) = np.nonzero((prompt == ids.image) | (prompt == ids.video))
-        places.append(number * _LENGTH + found.astype(np.int32))
+        places.append(number * _LENGTH + task_places(task, prompt, ids))
     pictures = packed_pictures(tasks, places, batch)
     features = _features(model, jax.tree.map(jnp.asarray, pictures))
     written = np.asarray(_greedy(model, tokens, lengths, features, pictures.places.reshape(-1), tokenizer.eos_id))

@@ -139,11 +139,11 @@ def draw_picture_task(
     source_fps = None
     while True:  # a scene may have no question of the kind: two shapes one above the other have no side
         if draw is _draw_scene:
-            frames, questions, seen, marks = _draw_scene(rng, 1 if kind == "what" else None, held_out)
+            frames, questions, description, marks = _draw_scene(rng, 1 if kind == "what" else None, held_out)
         elif draw is _draw_number:
-            frames, questions, seen, marks = _draw_number(rng, held_out)
+            frames, questions, description, marks = _draw_number(rng, held_out)
         else:
-            frames, questions, seen, marks = _draw_clip(rng, held_out)
+            frames, questions, description, marks = _draw_clip(rng, held_out)
             source_fps = float(rng.choice((1.0, 2.0, 4.0)))
         if first := [question for question in questions if question[0] == kind]:
             break
@@ -152,7 +152,7 @@ def draw_picture_task(
     count = min(int(rng.integers(most_turns)), len(others))
     chosen += [others[place] for place in rng.permutation(len(others))[:count]]
     is_first = bool(rng.random() < 0.8)
-    return PictureTask(frames, source_fps, tuple(chosen), f"I see {seen}.", mode, is_first, tuple(marks))
+    return PictureTask(frames, source_fps, tuple(chosen), f"I see {description}.", mode, is_first, tuple(marks))
 
 
 def called(shape: Shape) -> str:
@@ -181,7 +181,7 @@ def _draw_scene(
         else:
             largest = max(smallest, 0.95 * largest)
     frames, questions = _painted(rng, [shapes], height, width), _scene_questions(rng, shapes, height, width)
-    return frames, questions, _seen(shapes), _marks(shapes, 0, height, width)
+    return frames, questions, _description(shapes), _marks(shapes, 0, height, width)
 
 
 def _pairs(rng: np.random.Generator, count: int, held_out: bool) -> list[tuple[str, str]]:
@@ -232,7 +232,7 @@ def _plural(name: str) -> str:
     return name + ("es" if name.endswith("s") else "s")
 
 
-def _seen(shapes: Sequence[Shape]) -> str:
+def _description(shapes: Sequence[Shape]) -> str:
     """Describe all shapes from left to right."""
     return ", ".join(called(shape) for shape in sorted(shapes, key=lambda shape: shape.x))
 

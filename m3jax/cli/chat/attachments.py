@@ -11,7 +11,7 @@ from m3jax.messages import printable
 KINDS = {"/image": "image", "/video": "video"}
 
 
-class Pictures:
+class Attachments:
     """The images and videos that the next message shows, in front of its text.
 
     Args:

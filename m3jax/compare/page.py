@@ -15,13 +15,13 @@ _PAGE = """<!doctype html>
 <style>body {{ font-family: sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em }}
 pre {{ overflow-x: auto; background: #f4f4f4; padding: 1em }} svg {{ max-width: 100%; height: auto }}</style></head>
 <body><h1>{title}</h1>
-{picture}
+{plot}
 <pre>{text}</pre></body></html>
 """
 
 
 def write_html(file: Path, report: Report) -> None:
-    """Write a report and its picture; a file of this name is replaced.
+    """Write a report and its plot; a file of this name is replaced.
 
     Args:
       file: the HTML file to write.
@@ -32,7 +32,7 @@ def write_html(file: Path, report: Report) -> None:
     """
     first = "A and B agree" if report.first is None else f"A and B part at {report.first.name}"
     text = escape("\n".join(lines_of(report)))
-    page = _PAGE.format(title=escape(first), picture=_svg(report) if report.layers else "", text=text)
+    page = _PAGE.format(title=escape(first), plot=_svg(report) if report.layers else "", text=text)
     replace_file(file, page.encode("utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""The pictures of an evaluation, drawn from its report alone; matplotlib is imported when the first one is drawn."""
+"""The plots of an evaluation, drawn from its report alone; matplotlib is imported when the first one is drawn."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Results = Sequence[Mapping[str, Any]]
 _DPI, _MOST_LAYERS = 130, 24
 
 
-def picture(draw: Callable[[Sequence[str], Results], Figure], names: Sequence[str], results: Results) -> bytes:
-    """Return the contents of a PNG file with the picture of a report's results.
+def plot(draw: Callable[[Sequence[str], Results], Figure], names: Sequence[str], results: Results) -> bytes:
+    """Return the contents of a PNG file with the plot of a report's results.
 
     Args:
-      draw: of `PICTURES`.
+      draw: of `PLOTS`.
       names: of the results.
       results: of a report.
     """
@@ -161,7 +161,7 @@ def _heat_map(axis: Axes, shares: np.ndarray, label: Callable[[float], str] | No
             axis.text(column, row, label(share), ha="center", va="center", color=colour, fontsize=7)
 
 
-PICTURES = {
+PLOTS = {
     "perplexity": draw_perplexity,
     "recall": draw_recall,
     "kl": draw_divergence,
