@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import jaxtyping
 import pytest
+from support import checks
 
 # Most of the suite's time is the compiler's, which takes two thirds without LLVM's optimizations. Users run with them,
 # so `.ci/run` runs tests of the invariant mode with M3JAX_TEST_XLA=defaults too.
@@ -78,7 +79,9 @@ hypothesis.settings.register_profile("thorough", max_examples=1000, **_FEW_SLOW_
 hypothesis.settings.load_profile(os.environ.get("M3JAX_HYPOTHESIS", "ci"))
 
 # Shapes and dtypes in annotations are checked at every call, here and nowhere else.
-jaxtyping.install_import_hook(("m3jax", "pallas_kernels"), "beartype.beartype")
+jaxtyping.install_import_hook(
+    ("m3jax", "pallas_kernels"), f"{checks.__name__}.{checks.check_from_first_call.__name__}"
+)
 
 
 # What `.ci/run` also runs under the newest jax, as the marker `core`: imports, the definitions and their schedules, the
@@ -120,8 +123,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     paths = [TESTS / name for name in CORE]
     if missing := [str(path) for path in paths if not path.exists()]:
         raise pytest.UsageError(f"tests/conftest.py: CORE names {', '.join(missing)}, which do not exist")
+    core = {file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])}
     for item in items:
-        if any(item.path.is_relative_to(path) for path in paths):
+        if item.path in core:
             item.add_marker(pytest.mark.core)
 
 
