@@ -1,4 +1,4 @@
-"""Some hundred cases of the fuzzers in scripts/: whatever is damaged, reading gives a value or an error that one can use."""
+"""Hundreds of cases of the fuzzers in scripts/: whatever is damaged, reading gives a value or a usable error."""
 
 import importlib.util
 import sys

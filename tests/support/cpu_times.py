@@ -2,9 +2,9 @@
 
     python -m pytest --cpu-times=cpu.json tests/kernels
 
-The clock, which `--durations` reads, says little where tests share the cores. Children count once they are waited for. What
-tests share, such as a compiled function or a module's fixture, is counted for the test that came first; imports and
-collection stand in a line of their own, summed over the test processes.
+The clock, which `--durations` reads, says little where tests share the cores. Children count once they are waited for.
+What tests share, such as a compiled function or a module's fixture, is counted for the test that came first. Imports
+and collection stand in a line of their own, summed over the test processes.
 """
 
 import json
