@@ -13,7 +13,8 @@ nbformat = pytest.importorskip("nbformat", reason=f"reading notebooks {_NEEDS}")
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 PLANNING = "04_capacity_planning"
-SPECULATIVE = "03_speculative"  # four engines, each of which makes a few hundred tokens
+# Four engines make a few hundred tokens each; tests/decoding/test_speculative_builtin.py has the same programs.
+SPECULATIVE = "03_speculative"
 MOST_BYTES = 1 << 20
 SECONDS_A_CELL = 300  # on a busy machine most of it is compilation
 
