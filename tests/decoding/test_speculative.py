@@ -302,7 +302,7 @@ def test_sampled_tokens_have_the_targets_distribution():
 
 def test_tokens_have_the_targets_distribution_where_the_draft_draws():
     """Eagle3 with `sample=True` in the engine's rounds; against all paths of first and second tokens."""
-    count, knobs, start = 1200, dict(temperature=1.3, top_k=5), prompt(5)
+    count, knobs, start = 768, dict(temperature=1.3, top_k=5), prompt(5)
     served = drafted(
         Eagle3Drafter(RANDOM.draft, sample=True), 2,
         pages=512, max_batch=128, prefill_rows=128, prefill_chunk=16, max_length=32, prefix_cache=False,

@@ -188,11 +188,12 @@ def test_attention_is_that_of_the_definition(data, options, layout, shape):
     check(attention(case, layout, blocks, **options), of_definition(case, blocks))
 
 
-@every_attention
+@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "decode"])  # pieces are of slots, and take no axis
 @settings(max_examples=1)
 @given(case=cases((FOURS,)))
-def test_attention_where_axes_agree(case, options):
+def test_attention_where_axes_agree(case, name):
     """T7: B, T, N, K, H, P and J all 4, and each KV head with picks of its own."""
+    options = ATTENTION[name]
     blocks = case.any_blocks()
     check(attention(case, "paged", blocks, **options), of_definition(case, blocks))
 
