@@ -1,4 +1,4 @@
-"""How the benches take time: medians of calls in turns, and the kernels that a profiler saw on the device."""
+"""Times for the benches: medians of calls in turns, and the kernels that a profiler saw on the device."""
 
 import glob
 import statistics
