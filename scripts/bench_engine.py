@@ -16,12 +16,10 @@ own, and their time is divided by that of a call which is not traced.
 
 import argparse
 import dataclasses
-import glob
 import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -32,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_cpu import TEXT
+from measuring import Kernels, traced
 
 import m3jax
 from m3jax import M3Config
@@ -110,26 +109,6 @@ def main() -> None:
     for engine in engines.values():
         if engine.offload:
             print("offload:", engine.offload)
-
-
-@dataclasses.dataclass
-class Kernels:
-    """The kernels that ran on the device, as the profiler saw them; none on a CPU.
-
-    Attributes:
-      busy: seconds in which some stream ran a kernel.
-      seconds: of each kernel, all its calls together.
-      calls: how often each ran.
-    """
-
-    busy: float
-    seconds: Counter[str]
-    calls: Counter[str]
-
-    def __sub__(self, other: "Kernels") -> "Kernels":
-        calls, seconds = self.calls - other.calls, Counter(self.seconds)
-        seconds.subtract(other.seconds)
-        return Kernels(self.busy - other.busy, seconds, calls)
 
 
 class Table:
@@ -261,27 +240,6 @@ def prefill(engine: Engine, chunk: int) -> tuple[float, Kernels]:
     run(chunk)
     second = statistics.median(run(chunk + seed) for seed in (1, 2, 3))
     return second, traced(lambda: run(chunk + 4))
-
-
-def traced(run: Callable[[], object]) -> Kernels:
-    """Run a function under the profiler, and return the kernels that ran on the device meanwhile."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        [path] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        planes = jax.profiler.ProfileData.from_file(path).planes
-        lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines]
-        spans = sorted(
-            (event.start_ns, event.start_ns + event.duration_ns, event.name)
-            for line in lines if line.name.startswith("Stream") for event in line.events
-        )  # fmt: skip
-    busy, latest, seconds, calls = 0.0, 0.0, Counter(), Counter()
-    for start, end, name in spans:
-        busy += max(0.0, end - max(start, latest))
-        latest = max(latest, end)
-        seconds[name] += (end - start) / 1e9
-        calls[name] += 1
-    return Kernels(busy / 1e9, seconds, calls)
 
 
 # Bounds

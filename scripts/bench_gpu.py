@@ -5,12 +5,8 @@ Times are medians of what the profiler saw on the device, summed over all kernel
 """
 
 import argparse
-import collections
-import glob
 import os
-import statistics
 import sys
-import tempfile
 from functools import partial
 
 # Kernels inside a command buffer have no times of their own.
@@ -19,6 +15,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_c
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measuring import kernel_times
 
 from m3jax.cache import LayerCall, Places, Scales, StackCache
 from m3jax.execution import Projections
@@ -45,25 +42,6 @@ TARGET = {
     "chunk 8,192 at 1,048,576": 19000, "decode 1 at 131,072": 28, "decode 1 at 1,048,576": 80,
     "decode 8 at 131,072": 85, "decode 32 at 131,072": 290, "verify 8 x 4 at 131,072": 100,
 }  # fmt: skip
-
-
-def kernel_times(fn, calls, repeats: int) -> tuple[float, dict[str, float]]:
-    """(microseconds of one call, of each kernel): medians over `repeats` calls that take turns with the operands."""
-    for args in calls[:2]:
-        jax.block_until_ready(fn(*args))
-    times = collections.defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for i in range(repeats):
-                out = fn(*calls[i % len(calls)])
-            jax.block_until_ready(out)
-        [trace] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        for plane in jax.profiler.ProfileData.from_file(trace).planes:
-            for line in plane.lines if "GPU" in plane.name else ():
-                for event in line.events if line.name.startswith("Stream") else ():
-                    times[event.name].append(event.duration_ns / 1e3)
-    kernels = {name: statistics.median(x) * len(x) / repeats for name, x in times.items()}
-    return sum(kernels.values()), kernels
 
 
 def normal(seed: int, *shape, dtype=jnp.bfloat16):

@@ -23,6 +23,7 @@ from typing import Any
 os.environ |= dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import numpy as np
+from measuring import medians
 from PIL import Image
 
 from m3jax.media import process_image, resize_bicubic, smart_resize
@@ -50,10 +51,9 @@ def main() -> int:
             ours = lambda data=data: process_image(data)
             steps[f"{kind} to patches"] = (ours, theirs and (lambda data=data: theirs(decoded(data))))
         for step, (ours, other) in steps.items():
-            mine, his = medians(ours, other, args.seconds)
+            mine, *his = medians([ours] if other is None else [ours, other], args.seconds, time.process_time)
             columns = f"{1e3 * mine:9.1f} {1 / mine:9.1f}"
-            if his is not None:
-                columns += f" {1e3 * his:11.1f} {1 / his:9.1f}"
+            columns += "".join(f" {1e3 * seconds:11.1f} {1 / seconds:9.1f}" for seconds in his)
             print(f"{name:8s} {step:22s} {columns}", flush=True)
         if theirs is not None:
             is_equal &= np.array_equal(process_image(files["PNG"]).patches, theirs(decoded(files["PNG"])))
@@ -81,21 +81,6 @@ def encoded(pixels: np.ndarray, kind: str) -> bytes:
 def decoded(data: bytes) -> np.ndarray:
     """Pixels, as those who call transformers' processor get them."""
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-
-
-def medians(ours: Callable[[], Any], other: Callable[[], Any] | None, seconds: float) -> tuple[float, float | None]:
-    """The median time of each, called in turns, so that what else the machine does falls on both."""
-    times: tuple[list[float], list[float]] = ([], [])
-    calls = [call for call in (ours, other) if call is not None]
-    for call in calls:
-        call()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < 3:
-        for call, taken in zip(calls, times, strict=False):
-            began = time.process_time()
-            call()
-            taken.append(time.process_time() - began)
-    return float(np.median(times[0])), float(np.median(times[1])) if times[1] else None
 
 
 def versions() -> dict[str, str]:

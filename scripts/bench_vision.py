@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_engine import traced
+from measuring import medians, traced
 
 from m3jax import media
 from m3jax.media.packing import bucket_size
@@ -88,7 +88,7 @@ def main() -> int:
                 continue
             compile_s = time.perf_counter() - start
             assert bool(jnp.isfinite(features.astype(jnp.float32)).all()), "features that are not finite"
-            seconds = timed(call, args.seconds)
+            [seconds] = medians([call], args.seconds)
             print(line(count, len(batch.segments), name, compile_s, seconds, flops(config, count)), flush=True)
             if args.kernels:
                 print_kernels(call, args.kernels)
@@ -96,7 +96,7 @@ def main() -> int:
             f"       packing on the host: {host_ms:.1f} ms, {host_ms / count:.1f} an image, size {bucket_size(patches)}"
         )
         if theirs is not None:
-            seconds = timed(theirs(np.asarray(exact.patches), count), args.seconds)
+            [seconds] = medians([theirs(np.asarray(exact.patches), count)], args.seconds)
             print(line(count, patches, "theirs", float("nan"), seconds, flops(config, count)), flush=True)
     return 0 if is_right else 1
 
@@ -116,17 +116,6 @@ def flops(config: VisionConfig, images: int) -> float:
     per_feature = config.merged_patches * TEXT_WIDTH * projected + projected * TEXT_WIDTH
     total = config.num_hidden_layers * in_layer + patches * per_patch + patches // config.merged_patches * per_feature
     return 2.0 * images * total
-
-
-def timed(call: Callable[[], object], seconds: float) -> float:
-    """Return the seconds of a call: the median of as many as fit, at least three."""
-    call()
-    times, until = [], time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < until:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
 
 
 def line(count: int, size: int, name: str, compile_s: float, seconds: float, work: float) -> str:

@@ -5,6 +5,9 @@
 Selections are compared by the gap in exact scores and not by id: where a block was swapped for one of nearly the same
 score nothing was lost. The gap of a query is how far the best block left out lies above the worst one kept (0 where the
 choice is right), in standard deviations of the query's scores.
+
+A script, since it reads what no task of `m3jax.evaluate` sees: index scores inside a layer, from caches of several
+types. What must hold for every type is tested (tests/cache/test_types.py); how much it costs is a figure.
 """
 
 import argparse

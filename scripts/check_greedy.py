@@ -5,6 +5,9 @@
 
 Prompts are 64 tokens of held-out code, 64 new ones each. Where a text first parts from its plain one, the gap is that
 between the two best logits of one call of the model on all that stands before.
+
+A script, since it counts what may happen: in float32 the tests ask for the same tokens, in bfloat16 for near ties alone
+(tests/decoding/test_speculative.py). The corpus is that of scripts/tiny, which the package does not have.
 """
 
 import argparse

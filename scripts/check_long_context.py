@@ -5,6 +5,9 @@
 
 A small layer on its own: hidden 512, 16/4 heads of 64, block 128, top-k 16, 32 experts of which 4 are active; random
 weights and tokens. Ends with 1 where the process took more memory than it may, or the output is not finite.
+
+A script, since it takes minutes and most of 24 GiB: tests look through the traced program for arrays of that size
+(tests/msa/test_scale.py).
 """
 
 import argparse

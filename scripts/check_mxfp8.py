@@ -5,6 +5,9 @@
 
 The first n layers get MXFP8 weights, then activations are quantised too ("W8A8"). Beside them stands what float32
 activations and sums change of the same bfloat16 weights.
+
+A script, since no user has a model of which some layers alone are in MXFP8: `python -m m3jax.evaluate kl` compares
+whole models, by the same function.
 """
 
 import argparse

@@ -4,10 +4,12 @@ Each case is drawn from (seed, number), so that `--only NUMBER` repeats one. Cas
 that ends it, or stays silent for 40 s, is counted as a failure like any other.
 
     python scripts/fuzz_config.py --seconds 60
+    python scripts/fuzz_config.py --cases 2000     # as many, however long they take
 """
 
 import argparse
 import json
+import math
 import random
 import select
 import shutil
@@ -205,41 +207,40 @@ def _judged(error: BaseException) -> tuple[str, str]:
     return "OSError" if isinstance(error, OSError) else "ValueError", text
 
 
-def fuzz(cases: Mapping[str, Case], seed: int, seconds: float, most: int = 10**9) -> tuple[Counter, list[str]]:
-    """Run cases in this process.
+def fuzz(cases: Mapping[str, Case], seed: int, count: int) -> tuple[Counter, list[str]]:
+    """Run cases 0, 1, and so on in this process.
 
     Args:
       cases: what makes a case, by kind.
       seed: of all cases.
-      seconds: after which no more is begun.
-      most: cases.
+      count: how many are run: what is tested does not depend on the machine.
 
     Returns:
       How often each (kind, outcome) came, and a line for each failure.
     """
-    counts, failures, end, number = Counter(), [], time.monotonic() + seconds, 0
-    while number < most and time.monotonic() < end:
+    counts, failures = Counter(), []
+    for number in range(count):
         kind, result, text = outcome(cases, seed, number)
         counts[kind, result] += 1
         if result == "failure":
             failures.append(f"case {number}, {kind}: {text}")
-        number += 1
     return counts, failures
 
 
-def _work(cases: Mapping[str, Case], seed: int, first: int, seconds: float) -> None:
+def _work(cases: Mapping[str, Case], seed: int, first: int, stop: int | None, seconds: float) -> None:
     """Run cases and print each one's outcome on a line: the child's half of `_watch`."""
     end, number = time.monotonic() + seconds, first
-    while time.monotonic() < end:
+    while number != stop and time.monotonic() < end:
         print(json.dumps(outcome(cases, seed, number)), flush=True)
         number += 1
 
 
-def _watch(seed: int, seconds: float) -> tuple[Counter, list[str]]:
-    """Run cases in a child, and in another one where a case ends it."""
+def _watch(seed: int, count: int | None, seconds: float) -> tuple[Counter, list[str]]:
+    """Run cases in a child, and in another one where a case ends it, until there were so many or the time is over."""
     counts, failures, end, number = Counter(), [], time.monotonic() + seconds, 0
-    while (remaining := end - time.monotonic()) > 0:
+    while number != count and (remaining := end - time.monotonic()) > 0:
         arguments = [sys.argv[0], "--seed", str(seed), "--seconds", str(remaining), "--first", str(number)]
+        arguments += [] if count is None else ["--cases", str(count)]
         child = subprocess.Popen(
             [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -251,7 +252,7 @@ def _watch(seed: int, seconds: float) -> tuple[Counter, list[str]]:
                 failures.append(f"case {number}, {kind}: {text}")
             number, silence = number + 1, 2 * SILENT_SECONDS
         child.stdout.close()
-        is_silent = child.poll() is None and time.monotonic() < end
+        is_silent = number != count and child.poll() is None and time.monotonic() < end
         child.kill()
         status = child.wait()
         if is_silent or status not in (0, -signal.SIGKILL):
@@ -280,23 +281,28 @@ def table(counts: Counter) -> str:
 def main(description: str, cases: Mapping[str, Case]) -> int:
     """The command line of a fuzzer: its exit status is 1 after any failure."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--seconds", type=float, default=60, help="how long (default %(default)s)")
+    parser.add_argument("--seconds", type=float, help="how long (default: 60)")
+    parser.add_argument("--cases", type=int, metavar="N", help="how many, in place of --seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="NUMBER", help="run one case, and show what it gives")
     parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    seconds = args.seconds if args.seconds is not None else 60.0 if args.cases is None else math.inf
     if args.first is not None:
-        _work(cases, args.seed, args.first, args.seconds)
+        _work(cases, args.seed, args.first, args.cases, seconds)
         return 0
+    if args.seconds is not None and args.cases is not None:
+        parser.error("--seconds and --cases: give one of them")
     if args.only is not None:
         kind, result, text = outcome(cases, args.seed, args.only)
         print(f"case {args.only}, {kind}: {result} {text}")
         return result == "failure"
-    counts, failures = _watch(args.seed, args.seconds)
+    began = time.monotonic()
+    counts, failures = _watch(args.seed, args.cases, seconds)
     print(table(counts))
     for failure in failures[:20]:
         print(failure, file=sys.stderr)
-    print(f"{len(failures)} failures in {args.seconds:g} s, seed {args.seed}")
+    print(f"{len(failures)} failures in {time.monotonic() - began:.0f} s, seed {args.seed}")
     return bool(failures)
 
 

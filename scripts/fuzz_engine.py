@@ -1,6 +1,7 @@
 """Random lives of requests in engines: after every step nothing is lost, and every request gets what it gets alone.
 
     python scripts/fuzz_engine.py --seconds 60
+    python scripts/fuzz_engine.py --lives 500      # as many, however long they take
     python scripts/fuzz_engine.py --only 17        # one life again, with its operations
 
 A life is drawn from (seed, number): an engine of a random kind and pool, and operations on it. After each one
@@ -10,6 +11,8 @@ and damaged snapshots must be a ValueError of one line that changes nothing.
 """
 
 import argparse
+import itertools
+import math
 import random
 import sys
 import time
@@ -49,11 +52,14 @@ OPERATIONS = {
 def main() -> int:
     """Fuzz, print a table of counts, and return 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60, help="how long, compiling not counted (default: 60)")
+    parser.add_argument("--seconds", type=float, help="how long, compiling not counted (default: 60)")
+    parser.add_argument("--lives", type=int, metavar="N", help="how many, in place of --seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="NUMBER", help="one life, and print its operations")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of engines, from {', '.join(KINDS)}")
     args = parser.parse_args()
+    if args.seconds is not None and args.lives is not None:
+        parser.error("--seconds and --lives: give one of them")
     kinds = tuple(name.strip() for name in args.kinds.split(","))
     if unknown := [name for name in kinds if name not in KINDS]:
         parser.error(f"--kinds {', '.join(unknown)}: choose from {', '.join(KINDS)}")
@@ -63,7 +69,8 @@ def main() -> int:
         print("\n".join(life.log))
         counts, failures = life.counts, [failure] if failure else []
     else:
-        counts, failures = fuzz(kinds, args.seed, args.seconds)
+        seconds = args.seconds if args.seconds is not None else 60.0
+        counts, failures = fuzz(kinds, args.seed, args.lives, math.inf if args.lives is not None else seconds)
     for name, count in sorted(counts.items()):
         print(f"{count:8d}  {name}")
     for failure in failures:
@@ -72,8 +79,16 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def fuzz(kinds: tuple[str, ...], seed: int, seconds: float, most: int = 10**9) -> tuple[Counter[str], list[str]]:
-    """Run lives 0, 1, and so on until the time is over.
+def fuzz(
+    kinds: tuple[str, ...], seed: int, lives: int | None, seconds: float = math.inf
+) -> tuple[Counter[str], list[str]]:
+    """Run lives 0, 1, and so on, until there were so many or the time is over; five failures end it.
+
+    Args:
+      kinds: of engines, to choose from.
+      seed: of all lives.
+      lives: how many; None for no limit. With `seconds` left out what is tested does not depend on the machine.
+      seconds: after which no life is begun.
 
     Returns:
       How often each thing happened, and what failed.
@@ -81,7 +96,7 @@ def fuzz(kinds: tuple[str, ...], seed: int, seconds: float, most: int = 10**9) -
     for kind in kinds:
         build(kind).warmup()
     counts, failures, end = Counter(), [], time.monotonic() + seconds
-    for number in range(most):
+    for number in itertools.count() if lives is None else range(lives):
         if time.monotonic() > end or len(failures) > 4:
             break
         life = Life(random.Random(f"{seed} {number}"), kinds)

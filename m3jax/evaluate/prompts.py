@@ -232,9 +232,11 @@ def line_breaks(
         tokenizer: that wrote the tokens.
         tokens: ids.
     """
-    pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.vocab_size)]
-    is_space = np.array([piece.isspace() for piece in pieces])  # [V]
-    is_break = is_space & np.array(["\n" in piece for piece in pieces])  # [V]
+    used = np.unique(tokens)
+    pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in used]
+    is_space, is_break = np.zeros((2, tokenizer.vocab_size), bool)  # of each id that is used, [V]
+    is_space[used] = [piece.isspace() for piece in pieces]
+    is_break[used] = [piece.isspace() and "\n" in piece for piece in pieces]
     # A long run of blanks is several tokens; only before the first of them can a line be inserted without a change in
     # how the text on either side is tokenised.
     opens_run = np.append(True, ~is_space[tokens[:-1]])  # [S]

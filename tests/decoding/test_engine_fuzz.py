@@ -1,4 +1,4 @@
-"""A few seconds of scripts/fuzz_engine.py, and that it sees what is wrong."""
+"""Some lives of scripts/fuzz_engine.py, and that it sees what is wrong."""
 
 import importlib.util
 import sys
@@ -26,7 +26,7 @@ def fuzzer() -> Iterator[ModuleType]:
 
 
 def test_random_lives_lose_nothing(fuzzer, unchecked):
-    counts, failures = fuzzer.fuzz(("plain", "no prefix cache"), seed=0, seconds=5, most=60)
+    counts, failures = fuzzer.fuzz(("plain", "no prefix cache"), seed=0, lives=30)
     assert not failures, "\n".join(failures)
     assert {f"operation {name}" for name in fuzzer.OPERATIONS} <= counts.keys()
     for name in ("imported", "refused", "failed writes", "preemptions", "evictions", "ended by length"):
@@ -47,5 +47,5 @@ def kept_page(monkeypatch):
 )
 def test_a_planted_bug_is_a_failure(plant, message, fuzzer, unchecked, monkeypatch):
     plant(monkeypatch)
-    _, failures = fuzzer.fuzz(("plain",), seed=0, seconds=20, most=12)
+    _, failures = fuzzer.fuzz(("plain",), seed=0, lives=12)
     assert failures and all(message in failure for failure in failures), failures

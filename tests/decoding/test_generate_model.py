@@ -81,9 +81,8 @@ def test_rows_do_not_depend_on_their_companions(model, greedy, sampled):
     assert generate(model, PROMPTS[2:3], max_new_tokens=NEW, stop_ids=[], **WARM) == sampled[2:3]
 
 
-@pytest.mark.parametrize(("chunk", "steps"), [(13, 32), (64, 7)])
-def test_any_chunks_and_slices_give_the_same_tokens(model, sampled, chunk, steps):
-    served = engine(model, prefill_chunk=chunk, steps_per_call=steps)
+def test_other_chunks_and_slices_give_the_same_tokens(model, sampled):
+    served = engine(model, prefill_chunk=13, steps_per_call=7)
     assert tokens(run(served, PROMPTS, params(NEW, **WARM))) == sampled
 
 

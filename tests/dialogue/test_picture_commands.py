@@ -8,20 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.embedded import TOKENIZER
 from support.fake_seer import seeing_config
 from support.media import clip, image_file, picture, video_file
 from support.screen import Screen
 from support.scripted_chat import ScriptedModel, ScriptedSeer
 
-from m3jax.assets import embedded_path
 from m3jax.cli import chat
 from m3jax.cli.chat import talk
 from m3jax.dialogue import Dialogue
 from m3jax.dialogue.media import read_part
 from m3jax.media import PlaceholderIds, process_image
-from m3jax.text import Tokenizer
 
-TOKENIZER = Tokenizer.from_pretrained(embedded_path())
 IDS = PlaceholderIds.of_tokenizer(TOKENIZER)
 CONFIG = seeing_config(
     IDS.image, IDS.video, vocab_size=2048, index_block_size=16, max_position_embeddings=4096, eos_token_id=(1,)

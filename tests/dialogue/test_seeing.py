@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support import tiny
+from support.embedded import TOKENIZER
 from support.media import clip, image_file, picture, sound_file, video_file
 from tiny.pictures import with_tower
 
@@ -20,10 +21,9 @@ from m3jax.assets import embedded_path
 from m3jax.completion import read_media, with_placeholders
 from m3jax.decoding import Engine, Media
 from m3jax.media import PlaceholderIds, batch, media_source, names_file, process_image, process_video
-from m3jax.text import ChatTemplate, Tokenizer
+from m3jax.text import ChatTemplate
 from m3jax.vision import VisionConfig
 
-TOKENIZER = Tokenizer.from_pretrained(embedded_path())
 IDS = PlaceholderIds.of_tokenizer(TOKENIZER)
 GREEDY = dict(max_new_tokens=4, temperature=0)
 pytestmark = pytest.mark.usefixtures("unchecked")

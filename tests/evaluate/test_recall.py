@@ -1,7 +1,6 @@
 """Prompts with records to recall: where these stand, and what counts as an answer."""
 
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
+from support.embedded import TOKENIZER
 from tiny.corpus import Corpus, RecordTokens
 from tiny.measure import haystack_of, recall_accuracy, recall_probe
 
@@ -19,7 +19,6 @@ from m3jax.evaluate.recall import Grid, recall
 from m3jax.evaluate.words import WORDS
 from m3jax.text import Tokenizer
 
-TOKENIZER = Tokenizer.from_pretrained(Path(__file__).parents[2] / "m3jax" / "assets" / "tiny")
 NEWLINE, HASH, ARROW = 2, 3, 4
 VOCAB = 512
 

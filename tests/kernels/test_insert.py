@@ -23,6 +23,14 @@ CONFIG = tiny.config("dD")
 SCALES = np.array([[0.5, 2.0], [0.25, 4.0], [8.0, 1.0]], np.float32)
 
 
+@jax.jit
+def insert(x, norms, cos, sin, positions, lengths, table, pools):
+    pages = (paged(pool, table, layer=1) for pool in pools)
+    return qk_norm_rope_insert(
+        x, norms, cos, sin, positions, lengths, *pages, eps=EPS, dtype=jnp.float32, backend="triton", interpret=True
+    )
+
+
 @pytest.mark.parametrize("shape", [GROUPED, RAGGED], ids=["grouped", "ragged"])
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**16))
@@ -30,16 +38,7 @@ def test_insert_is_that_of_the_model(shape, seed):
     """T14, T16: keys, values and index keys land together, at their own slots, and nothing else is touched."""
     x, norms, positions, lengths, table, pools = draw(shape, seed)
     cos, sin = rope_table(jnp.asarray(positions), shape.H // 2, 1e4, jnp.dtype("float32"))
-
-    @jax.jit
-    def run(x, norms, positions, lengths, table, pools):
-        pages = (paged(pool, table, layer=1) for pool in pools)
-        return qk_norm_rope_insert(
-            x, norms, cos, sin, positions, lengths, *pages,
-            eps=EPS, dtype=jnp.float32, backend="triton", interpret=True,
-        )  # fmt: skip
-
-    got = run(x, norms, positions, lengths, table, pools)
+    got = insert(x, norms, cos, sin, positions, lengths, table, pools)
     for name, want in zip(
         ("q", "index_q", "k", "v", "index_k"),
         expected(x, norms, cos, sin, positions, lengths, table, pools),

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from support.comparisons import assert_close, assert_same_sets
 from support.insertion import EPS, draw
 from support.insertion import expected as inserted
-from support.kernels_inputs import both_layouts, check, lay_out, of_definition, view
+from support.kernels_inputs import LAYOUTS, check, lay_out, of_definition, view
 from support.msa_strategies import (
     FOURS,
     GROUPED,
@@ -121,13 +121,18 @@ def chosen(case: Case, **rules) -> np.ndarray:
     return np.asarray(index_topk(*case.index(), case.positions, case.lengths, **case.rules(**rules)))
 
 
-@both_layouts
+# A program for each shape and each way to lay keys out: half of the pairs have both sides of either. Rows are ragged in
+# every case that is drawn.
+each_layout = pytest.mark.parametrize(("layout", "shape"), [("contiguous", SMALL), ("paged", RAGGED)], ids=LAYOUTS)
+
+
+@each_layout
 @every_index
 @few
-@given(case=cases((SMALL, RAGGED)))
-def test_selection_is_that_of_the_definition(case, options, layout):
+@given(data=st.data())
+def test_selection_is_that_of_the_definition(data, options, layout, shape):
     """T9, T10, T11, T12, T13, T19, T20, T21: ragged rows in NaN memory, each query with an own block of its own."""
-    case = fitting(case, options)
+    case = fitting(data.draw(cases((shape,))), options)
     got = index(case, layout, **options)
     assert_same_sets(got, chosen(case))
     assert_partial(case, got)
@@ -172,22 +177,23 @@ def test_total_order(seed, kind, options):
     assert_same_sets(got, index_topk(q, k, case.positions, case.lengths, **case.rules()))
 
 
-@both_layouts
+@each_layout
 @every_attention
 @few
-@given(case=cases((SMALL, RAGGED)))
-def test_attention_is_that_of_the_definition(case, options, layout):
+@given(data=st.data())
+def test_attention_is_that_of_the_definition(data, options, layout, shape):
     """T8, T9, T10, T13, T19, T20: any selection, unused slots, unseen blocks, padding, NaN behind every row."""
-    case = fitting(case, options)
+    case = fitting(data.draw(cases((shape,))), options)
     blocks = case.any_blocks()
     check(attention(case, layout, blocks, **options), of_definition(case, blocks))
 
 
-@every_attention
+@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "decode"])  # pieces are of slots, and take no axis
 @settings(max_examples=1)
 @given(case=cases((FOURS,)))
-def test_attention_where_axes_agree(case, options):
+def test_attention_where_axes_agree(case, name):
     """T7: B, T, N, K, H, P and J all 4, and each KV head with picks of its own."""
+    options = ATTENTION[name]
     blocks = case.any_blocks()
     check(attention(case, "paged", blocks, **options), of_definition(case, blocks))
 

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+from functools import cache
 
 import pytest
 
@@ -17,6 +18,7 @@ def found(name: str):
     return getattr(importlib.import_module(room), member)
 
 
+@cache
 def functions() -> dict:
     """Public functions by name: those of the rooms, and the methods of what users hold in their hands."""
     named = {

@@ -3,12 +3,11 @@
 import io
 
 from rich.console import Console
+from support.embedded import TOKENIZER
 
-from m3jax.assets import embedded_path
 from m3jax.cli.chat.display import Display
 from m3jax.cli.chat.terminal import Terminal
 from m3jax.dialogue import Dialogue
-from m3jax.text import Tokenizer
 
 
 class Screen:
@@ -23,8 +22,7 @@ class Screen:
     """
 
     def __init__(self, monkeypatch, model):
-        tokenizer = Tokenizer.from_pretrained(embedded_path())
-        self.talk = Dialogue(model, tokenizer, context=1024, max_new_tokens=32)
+        self.talk = Dialogue(model, TOKENIZER, context=1024, max_new_tokens=32)
         self._monkeypatch = monkeypatch
         self._terminal = Terminal(self.talk, "a model")
         self._file = io.StringIO()

@@ -15,11 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.embedded import TOKENIZER
 from support.fake_model import FakeCache, FakeConfig
 
-from m3jax.assets import embedded_path
 from m3jax.media import MERGE
-from m3jax.text import Tokenizer
 
 NS = "]<]minimax[>["
 TURNS, TOKENS = 4, 512
@@ -65,10 +64,9 @@ class ScriptedModel:
     def of(
         cls, answers: Sequence[str | Sequence[int]], thinking_mode: str = "adaptive", **fields: Any
     ) -> "ScriptedModel":
-        tokenizer = Tokenizer.from_pretrained(embedded_path())
         prefix = {"enabled": "<mm:think>", "disabled": "</mm:think>", "adaptive": ""}[thinking_mode]
-        header = tokenizer.encode(f"]~b]ai\n{prefix}")
-        rows = [tokenizer.encode(text) if isinstance(text, str) else list(text) for text in answers]
+        header = TOKENIZER.encode(f"]~b]ai\n{prefix}")
+        rows = [TOKENIZER.encode(text) if isinstance(text, str) else list(text) for text in answers]
         table = np.full((TURNS, TOKENS), 1, np.int32)  # 1 ends a turn
         for row, ids in zip(table, rows, strict=False):
             row[: len(ids)] = ids

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from support import chat_strategies as drawn
 from support.chat_messages import assistant, call
 from support.chat_wire import embedded_prompt, turns
+from support.embedded import TOKENIZER
 
 from m3jax.assets import embedded_path
-from m3jax.text import ChatTemplate, Tokenizer
+from m3jax.text import ChatTemplate
 from m3jax.text.chat import template as template_module
 
 EMBEDDED = ChatTemplate.from_folder(embedded_path())
-TOKENIZER = Tokenizer.from_pretrained(embedded_path())
 OFFICIAL_FILE = os.environ.get("M3_CHAT_TEMPLATE")
 needs_official = pytest.mark.skipif(not OFFICIAL_FILE, reason="M3_CHAT_TEMPLATE names MiniMax-M3's template, if at all")
 

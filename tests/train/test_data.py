@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.embedded import TOKENIZER
 from tiny.corpus import Corpus, RecordTokens
 from tiny.data import PlainBatches, RecallBatches
 
 from m3jax.evaluate.sources import python_corpus
 from m3jax.text import Tokenizer
-
-TOKENIZER = Tokenizer.from_pretrained(Path(__file__).parents[2] / "m3jax" / "assets" / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import tiny
+from support.embedded import TOKENIZER
 from support.scripted_chat import ScriptedModel
 from tiny import arguments
 from tiny.corpus import Corpus
@@ -15,11 +16,10 @@ from tiny.dialogues.evaluate import _hear, _judge, _Play
 
 import m3jax
 from m3jax.assets import embedded_path
-from m3jax.text import ChatTemplate, OutputParser, Tokenizer
+from m3jax.text import ChatTemplate, OutputParser
 from m3jax.train import run
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENIZER = Tokenizer.from_pretrained(embedded_path())
 TEMPLATE = ChatTemplate.from_folder(embedded_path())
 EVERY_TASK = pytest.mark.parametrize("kind", KINDS)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
+from support.embedded import TOKENIZER
 from tiny.dialogues import MODES
 from tiny.losses import TinyLoss
 from tiny.pictures import (
@@ -33,11 +34,10 @@ from tiny.pictures.tasks import MOST_PATCHES, is_held_out, is_held_out_number
 
 from m3jax.assets import embedded_path
 from m3jax.media import PlaceholderIds, expand_tokens, process_image, process_video
-from m3jax.text import ChatTemplate, Tokenizer
+from m3jax.text import ChatTemplate
 from m3jax.train.step import init_state, make_optimizer, train_step
 from m3jax.vision import VisionConfig
 
-TOKENIZER = Tokenizer.from_pretrained(embedded_path())
 TEMPLATE = ChatTemplate.from_folder(embedded_path())
 IDS = PlaceholderIds.of_tokenizer(TOKENIZER)
 TOWER = VisionConfig.tiny(

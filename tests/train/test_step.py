@@ -182,13 +182,19 @@ def test_remat_changes_no_gradient():
 # The optimiser
 
 
+@cache
+def optimizer_and_update(**options):
+    """An optimizer, and its update compiled once for all gradients."""
+    optimizer = make_optimizer(lambda step: 1e-2, **options)
+    return optimizer, jax.jit(optimizer.update)
+
+
 def moved(names_with_gradient=(), **options) -> set[str]:
     """Names of parameters that three updates move."""
-    model, optimizer = tiny.model(CONFIG), make_optimizer(lambda step: 1e-2, **options)
+    model, (optimizer, update) = tiny.model(CONFIG), optimizer_and_update(**options)
     grads = {name: np.full_like(x, any(n in name for n in names_with_gradient)) for name, x in by_name(model).items()}
     grads = jax.tree.unflatten(jax.tree.structure(model), list(grads.values()))
     state, params = optimizer.init(model), model
-    update = jax.jit(optimizer.update)
     for _ in range(3):
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
@@ -267,8 +273,8 @@ def script(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "CONFIG", tiny.config("dM", **changes))
     monkeypatch.setattr(run, "KEEP_SECONDS", 0.0)
     (tmp_path / "sources").mkdir()
-    for i in range(60):
-        text = "\n".join(f"def f{i}_{j}(x):\n    return x + {j}" for j in range(200))
+    for i in range(40):
+        text = "\n".join(f"def f{i}_{j}(x):\n    return x + {j}" for j in range(100))
         (tmp_path / "sources" / f"part{i}.py").write_text(text)
     return module
 

@@ -1,0 +1,107 @@
+"""Times for the benches: medians of calls in turns, and the kernels that a profiler saw on the device."""
+
+import glob
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+
+
+def medians(
+    calls: Sequence[Callable[[], object]], seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return the median time of each of some calls.
+
+    They are called in turns, so that what else the machine does falls on all of them, after a first time that does not
+    count.
+
+    Args:
+      calls: each returns when its work is done.
+      seconds: after which no more turns are begun; there are three at least.
+      clock: `time.process_time` leaves out what other processes do.
+
+    Returns:
+      Seconds, one number for each call.
+    """
+    for call in calls:
+        call()
+    times, end = [[] for _ in calls], time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 3:
+        for call, taken in zip(calls, times, strict=True):
+            began = clock()
+            call()
+            taken.append(clock() - began)
+    return [statistics.median(taken) for taken in times]
+
+
+@dataclass
+class Kernels:
+    """The kernels that ran on the device, as the profiler saw them; none on a CPU.
+
+    Attributes:
+      busy: seconds in which some stream ran a kernel.
+      seconds: of each kernel, all its calls together.
+      calls: how often each ran.
+    """
+
+    busy: float
+    seconds: Counter[str]
+    calls: Counter[str]
+
+    def __sub__(self, other: "Kernels") -> "Kernels":
+        calls, seconds = self.calls - other.calls, Counter(self.seconds)
+        seconds.subtract(other.seconds)
+        return Kernels(self.busy - other.busy, seconds, calls)
+
+
+def traced(run: Callable[[], object]) -> Kernels:
+    """Run a function under the profiler, and return the kernels that ran on the device meanwhile."""
+    busy, latest, seconds, calls = 0.0, 0.0, Counter(), Counter()
+    for start, end, name in sorted(_kernels_of(run)):
+        busy += max(0.0, end - max(start, latest))
+        latest = max(latest, end)
+        seconds[name] += (end - start) / 1e9
+        calls[name] += 1
+    return Kernels(busy / 1e9, seconds, calls)
+
+
+def kernel_times(fn: Callable, calls: Sequence[tuple], repeats: int) -> tuple[float, dict[str, float]]:
+    """Return the microseconds of one call of a function on the device, and those of each of its kernels.
+
+    Args:
+      fn: a function of arrays.
+      calls: its arguments; the calls take turns with them.
+      repeats: calls that are timed, after one with each of the first two.
+
+    Returns:
+      The sum over all kernels, and each kernel's part of it by its name: medians over the calls.
+    """
+    for args in calls[:2]:
+        jax.block_until_ready(fn(*args))
+
+    def run() -> None:
+        for i in range(repeats):
+            out = fn(*calls[i % len(calls)])
+        jax.block_until_ready(out)
+
+    times = defaultdict(list)
+    for start, end, name in _kernels_of(run):
+        times[name].append((end - start) / 1e3)
+    kernels = {name: statistics.median(x) * len(x) / repeats for name, x in times.items()}
+    return sum(kernels.values()), kernels
+
+
+def _kernels_of(run: Callable[[], object]) -> Iterator[tuple[float, float, str]]:
+    """Yield (start, end, name) of each kernel that a function has the device run; nanoseconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        [path] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            for line in plane.lines if "GPU" in plane.name else ():
+                for event in line.events if line.name.startswith("Stream") else ():
+                    yield event.start_ns, event.start_ns + event.duration_ns, event.name
