@@ -344,7 +344,7 @@ def _in_float32_range(value: float | int) -> float | int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DrawContext:
-    """What the knobs before the temperature read besides the logits: the texts of B rows, for X rows of logits.
+    """The texts of B rows as the knobs before the temperature read them, for X rows of logits.
 
     What is None is left out.
 

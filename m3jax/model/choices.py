@@ -14,7 +14,7 @@ NAMES = ("expert_ids", "blocks")
 
 
 class LayerChoices(NamedTuple):
-    """What layers are given, as they compute with it; None where they choose, or where nothing is given.
+    """The choices that layers are given, as they compute with them; None where a layer chooses for itself.
 
     Attributes:
       expert_ids: [L B T A] of a stack's layers, [B T A] of one.

@@ -1,4 +1,4 @@
-"""Given experts and blocks: a record played again is the call itself; gradients are those of fixed choices (T58)."""
+"""Given experts and blocks: a record played again is the call itself; gradients are those of fixed choices."""
 
 from functools import cache
 from unittest import mock
@@ -48,7 +48,7 @@ def test_a_record_is_what_the_layers_chose():
 
 @pytest.mark.parametrize("names", [("expert_ids",), ("blocks",), NAMES])
 def test_a_record_played_again_is_the_call(names):
-    """To the bit, with the experts weighed by live scores in the order that was recorded (T58)."""
+    """To the bit, with the experts weighed by live scores in the order that was recorded."""
     choices = Choices(**{name: record()[name] for name in names})
     np.testing.assert_array_equal(model()(TOKENS, choices=choices), model()(TOKENS))
 
@@ -89,7 +89,7 @@ def test_minus_one_is_the_models_own_choice():
 
 
 def test_gradients_go_through_weights_and_not_through_ids():
-    """T58: zero exactly for experts that no token was given, and not zero for the router, whose scores weigh them."""
+    """The gradient is zero exactly for experts that no token was given, and not zero for the router, whose scores weigh them."""
     ids = other_choices().expert_ids.copy()
     ids[ids == 0] = -2  # nobody is given expert 0
     for index in np.argwhere((ids == -2).any(-1)):
@@ -112,7 +112,7 @@ def test_gradients_go_through_weights_and_not_through_ids():
 
 
 def test_the_weights_are_those_of_the_given_experts():
-    """Divided by the sum of these alone, not of the router's own choice (stale weights, T58)."""
+    """Divided by the sum of these alone, not of the router's own choice (no stale weights)."""
     given = other_choices()
     layer = model().intermediates(TOKENS, choices=given)["layers"][1]
     scores = jax.nn.sigmoid(layer["ffn_norm"] @ model().stacks[1].mlp.gate[...][0])

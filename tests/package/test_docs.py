@@ -18,16 +18,8 @@ PAGES = sorted(
 )
 DOCUMENTS = ["CONTRIBUTING.md", "README.md", "vectors/README.md", *PAGES]
 NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.py"))
-WITH_PYTHON = (
-    *(
-        "docs/chat.md",
-        "docs/chat_output.md",
-        "docs/engine.md",
-        "docs/media.md",
-        "docs/msa.md",
-        "docs/sampling.md",
-        "docs/vision.md",
-    ),
+WITH_PYTHON = tuple(
+    f"docs/{page}.md" for page in ("chat", "chat_output", "engine", "media", "msa", "sampling", "vision")
 )
 GENERATE = "m3jax generate "
 PLAN = "m3jax plan "

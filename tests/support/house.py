@@ -37,6 +37,7 @@ ALL_THEY_KNOW = {
         *("m3jax.cache", "m3jax.cache.device", "m3jax.cache.device_pages", "m3jax.cache.drafted"),
         *(
             "m3jax.cache.offload.pool",
+            "m3jax.cache.prefix",
             "m3jax.cache.storage",
             "m3jax.compile_cache",
             "m3jax.files.tensors",

@@ -45,7 +45,7 @@ class Params:
 
 @runtime_checkable
 class Guide(Protocol):
-    """What says which tokens a continuation may go on with, as a grammar does.
+    """A rule that says which tokens a continuation may go on with, as a grammar does.
 
     It is asked on the host before each new token of its request, which therefore gets one token in a call of the
     device, whatever the others get.
@@ -328,7 +328,7 @@ class Request:
 
     @property
     def records(self) -> dict[str, Int[np.ndarray, "X L ..."]]:
-        """What was recorded of the new tokens, as in `Generation`; {} before the first."""
+        """The choices that were recorded for the new tokens, as in `Generation`; {} before the first."""
         if not self.recorded:
             return {}
         whole = {
