@@ -63,6 +63,7 @@ KEPT = (
     "ffn_out", "l_out",
 )  # fmt: skip
 _KEPT = re.compile(rf"(?:{'|'.join(KEPT)})-\d+|embd|inp_embd|result_norm|result_output")
+_DTYPES = {0: np.float32, 1: np.float16, 26: np.int32}  # by ggml_type
 _NEVER = -1e30  # at and below it a number stands for "not seen": llama.cpp's largest of an empty block is -FLT_MAX
 
 
@@ -279,7 +280,7 @@ class LlamaCpp:
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
             batch.logits[i] = every or i == count - 1
         if (status := self._lib.llama_decode(self._context, batch)) != 0:
-            raise ValueError(f"llama_decode of {count} tokens behind {self._past} gives {status}")
+            raise ValueError(f"llama_decode of {count} tokens behind {self._past} gives {status}: {self.log[-1:]}")
         self._past += count
         logits = self._lib.llama_get_logits(self._context)
         rows = count if every else 1
@@ -321,7 +322,10 @@ class LlamaCpp:
             tensor = _Tensor.from_address(address)
             raw = np.empty(self._base.ggml_nbytes(address), np.uint8)
             self._base.ggml_backend_tensor_get(address, raw.ctypes.data, 0, raw.nbytes)
-            dtype = {0: np.float32, 26: np.int32}[tensor.type]
+            if tensor.type not in _DTYPES:  # no exception: nobody would catch it in llama.cpp
+                self.log.append(f"{name} has ggml_type {tensor.type}, which is not read here")
+                return False
+            dtype = _DTYPES[tensor.type]
             values = np.lib.stride_tricks.as_strided(raw.view(dtype), tensor.ne[::-1], tensor.nb[::-1]).copy()
             self.passes[-1][name] = values
             if name == "result_output":  # the last of a pass
