@@ -2,6 +2,7 @@
 
     python scripts/bench_llama_cpp.py                                   # 8,192 tokens, both models, both dtypes
     python scripts/bench_llama_cpp.py --model bench --dtype float32 --tokens 4096
+    taskset -c 0 python scripts/bench_llama_cpp.py --clock cpu          # one core, where others use the machine too
 
 Needs `pip install 'm3jax[llama-cpp]'`. The models are that of bench_cpu.py and the embedded one.
 
@@ -16,14 +17,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from bench_cpu import TEXT, THREADS
-from peer_llama_cpp import ERROR, LlamaCpp, convert, imported
+from bench_cpu import TEXT
+from peer_llama_cpp import ERROR, LlamaCpp, convert, imported, prompts_of
 
+THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# Threads of llama.cpp wait for each other in a loop: its processor time says something of one thread alone.
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 UBATCHES = (128, 256, 512, 1024, 2048)
 CACHES = {"float32": ("f32", "f16"), "bfloat16": ("f32", "f16", "bf16")}
 
@@ -33,27 +36,27 @@ class Ours:
 
     name = "m3jax"
 
-    def __init__(self, model: Any, prompt: Sequence[int], new_tokens: int):
+    def __init__(self, model: Any, prompt: Sequence[int], new_tokens: int, clock: Callable[[], float]):
         """Compile for a prompt's length and that many new tokens."""
         from m3jax.decoding import Params, Sampling, engine_for
 
+        self._clock = clock
         self._params = Params(max_new_tokens=new_tokens + 1, sampling=Sampling.greedy(), stop_ids=())
         self._engine = engine_for(model, [prompt], [self._params])
 
     def prefill(self, prompt: Sequence[int]) -> float:
         """Return the seconds until the first new token of a prompt whose first block no earlier one had."""
-        before = self._engine.timings.prefill_seconds
         self._handle = self._engine.add(prompt, self._params)
+        begin = self._clock()
         while self._engine.prefill():
             pass
-        return self._engine.timings.prefill_seconds - before
+        return self._clock() - begin
 
     def decode(self) -> float:
         """Return the seconds of a new token, of all that were asked for; the request ends."""
-        timings = self._engine.timings
-        seconds, count = timings.decode_seconds, timings.decoded_tokens
+        count, begin = self._engine.timings.decoded_tokens, self._clock()
         self._engine.run()
-        seconds, count = timings.decode_seconds - seconds, timings.decoded_tokens - count
+        seconds, count = self._clock() - begin, self._engine.timings.decoded_tokens - count
         self._engine.forget(self._handle)
         return seconds / count
 
@@ -61,24 +64,27 @@ class Ours:
 class Theirs:
     """llama.cpp with one dtype of keys and values."""
 
-    def __init__(self, path: Path, length: int, new_tokens: int, threads: int, ubatch: int, cache: str):
+    def __init__(
+        self, path: Path, length: int, new_tokens: int, args: argparse.Namespace, ubatch: int, cache: str
+    ):  # fmt: skip
         """Load the file; `length` is that of the prompt."""
+        self._clock = CLOCKS[args.clock]
         self.name = f"llama.cpp {cache} n_ubatch {ubatch}"
         self._new_tokens = new_tokens
-        self._peer = LlamaCpp(path, length + new_tokens + 1, threads=threads, ubatch=ubatch, cache=cache)
+        self._peer = LlamaCpp(path, length + new_tokens + 1, threads=args.threads, ubatch=ubatch, cache=cache)
 
     def prefill(self, prompt: Sequence[int]) -> float:
         """Return the seconds until the logits of the prompt's last token."""
         self._peer.forget()
-        begin = time.perf_counter()
+        begin = self._clock()
         self._logits = self._peer.read(prompt)
-        return time.perf_counter() - begin
+        return self._clock() - begin
 
     def decode(self) -> float:
         """Return the seconds of a new token, each the most probable one."""
-        begin = time.perf_counter()
+        begin = self._clock()
         self._peer.greedy(self._logits, self._new_tokens)
-        return (time.perf_counter() - begin) / self._new_tokens
+        return (self._clock() - begin) / self._new_tokens
 
     def close(self) -> None:
         """Free its memory."""
@@ -97,8 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=64, help="of one round")
     parser.add_argument("--rounds", type=int, default=5, help="each of another prompt; the implementations take turns")
     parser.add_argument("--threads", type=int, default=THREADS, help="llama.cpp's; XLA takes what the process may use")
+    parser.add_argument(
+        "--clock", choices=tuple(CLOCKS), default="wall", help="wall time, or processor time of one thread"
+    )
     args = parser.parse_args(argv)
     try:
+        if args.clock == "cpu" and max(args.threads, THREADS) > 1:
+            raise ValueError(
+                f"--clock cpu with {max(args.threads, THREADS)} threads: give one core, as taskset -c 0 does"
+            )
         for package in ("gguf", "llama_cpp"):
             imported(package)
         measure(args)
@@ -124,18 +137,16 @@ def measure(args: argparse.Namespace) -> None:
                 path = Path(folder) / "model.gguf"
                 convert(model, path, dtype)
                 print(f"\n{name} model, {dtype}, {length:,} tokens, {args.threads} threads", flush=True)
-                one_table(model, path, dtype, length, args.new_tokens, args.rounds, args.threads)
+                one_table(model, path, dtype, length, args)
 
 
-def one_table(
-    model: Any, path: Path, dtype: str, length: int, new_tokens: int, rounds: int, threads: int
-) -> None:  # fmt: skip
+def one_table(model: Any, path: Path, dtype: str, length: int, args: argparse.Namespace) -> None:
     """Measure one model in one dtype and print the table."""
-    draw = np.random.default_rng(0).integers
-    prompts = [draw(2, model.config.vocab_size, length).tolist() for _ in range(rounds + 1)]
-    ubatch = fastest_ubatch(path, prompts[0][: min(length, 2048)], threads)
-    ours = Ours(model, prompts[0], new_tokens)
-    others = [Theirs(path, length, new_tokens, threads, ubatch, cache) for cache in CACHES[dtype]]
+    is_embedded = model.config.vision_config is not None
+    prompts = prompts_of([length] * (args.rounds + 1), model.config.vocab_size, is_embedded)
+    ubatch = fastest_ubatch(path, prompts[0][: min(length, 2048)], args)
+    ours = Ours(model, prompts[0], args.new_tokens, CLOCKS[args.clock])
+    others = [Theirs(path, length, args.new_tokens, args, ubatch, cache) for cache in CACHES[dtype]]
     everyone = [ours, *others]
     for one in everyone:  # a round that does not count: memory is touched for the first time
         one.prefill(prompts[0])
@@ -159,11 +170,11 @@ def one_table(
         one.close()
 
 
-def fastest_ubatch(path: Path, prompt: Sequence[int], threads: int) -> int:
+def fastest_ubatch(path: Path, prompt: Sequence[int], args: argparse.Namespace) -> int:
     """Return the `n_ubatch` of `UBATCHES` that reads a prompt fastest, each at its better of two times."""
     seconds = {}
     for ubatch in UBATCHES:
-        one = Theirs(path, len(prompt), 1, threads, ubatch, "f32")
+        one = Theirs(path, len(prompt), 1, args, ubatch, "f32")
         seconds[ubatch] = min(one.prefill(prompt) for _ in range(2))
         one.close()
     return min(seconds, key=seconds.get)
