@@ -42,7 +42,7 @@ class Ours:
 
         self._clock = clock
         self._params = Params(max_new_tokens=new_tokens + 1, sampling=Sampling.greedy(), stop_ids=())
-        self._engine = engine_for(model, [prompt], [self._params])
+        self._engine = engine_for(model, [prompt], [self._params], steps_per_call=min(new_tokens, 64))
 
     def prefill(self, prompt: Sequence[int]) -> float:
         """Return the seconds until the first new token of a prompt whose first block no earlier one had."""
