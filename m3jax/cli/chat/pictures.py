@@ -41,22 +41,22 @@ class Pictures:
         Raises:
           ValueError: no name, or a file that cannot be shown.
         """
-        kind, name = KINDS[command], argument.strip()
+        medium, name = KINDS[command], argument.strip()
         if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
             name = name[1:-1]  # terminals put quotes around a file that is dropped on them
         if not name:
-            raise ValueError(f"{command} needs the name of {'an' if kind == 'image' else 'a'} {kind} file")
+            raise ValueError(f"{command} needs the name of {'an' if medium == 'image' else 'a'} {medium} file")
         # The absolute path, so that a saved dialogue can be read from another folder.
         is_path = names_file(name)
-        part = {"type": kind, kind: os.path.abspath(os.path.expanduser(name)) if is_path else name}
-        found = self._dialogue.read(part)
+        part = {"type": medium, medium: os.path.abspath(os.path.expanduser(name)) if is_path else name}
+        processed = self._dialogue.read(part)
         self._parts.append(part)
-        self._names.append(f"{kind} {name}" if is_path else kind)
-        height, width = (PATCH * side for side in (found.grid if kind == "image" else found.grid[0])[1:])
+        self._names.append(f"{medium} {name}" if is_path else medium)
+        height, width = (PATCH * side for side in (processed.grid if medium == "image" else processed.grid[0])[1:])
         size = f"{height} x {width} pixels"
-        if not isinstance(found, ProcessedImage):
-            size = f"{len(found.frame_indices):,} frames of {size}"
-        return f"{printable(self._names[-1])}: {size}, {found.tokens:,} tokens; your next message shows it"
+        if not isinstance(processed, ProcessedImage):
+            size = f"{len(processed.frame_indices):,} frames of {size}"
+        return f"{printable(self._names[-1])}: {size}, {processed.tokens:,} tokens; your next message shows it"
 
     def drop(self) -> str | None:
         """Remove the file that was added last and return its kind and name; None if there is none."""
