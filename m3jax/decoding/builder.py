@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Unpack
 
 import jax
+import jax.numpy as jnp
 
 from m3jax.compile_cache import compile_cache
 from m3jax.decoding.engine import (
@@ -86,6 +87,8 @@ def engine_for(
 ) -> Engine:
     """Return an engine in which all these prompts run at once, with every program that they need compiled.
 
+    On a CPU the pages of a bfloat16 model are float32, which holds the same numbers and is written faster.
+
     Args:
       model: from `m3jax.load`.
       prompts: token ids.
@@ -118,9 +121,14 @@ def engine_for(
     programs = ["prefill", "tower"]
     if any(asked.max_new_tokens > 1 for asked in params):
         programs.append("decode")
+    # XLA's CPU backend widens the whole pages of a stack for each token written to them in bfloat16, and narrows them
+    # again. In float32, which holds the same numbers, a token is written alone.
+    is_widened = platform() == "cpu" and any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(model))
     return build_engine(
         model,
         rows=max_batch,
+        kv_dtype="float32" if is_widened else None,
+        index_dtype="float32" if is_widened else None,
         length=min(blocks * page_size, model.config.max_position_embeddings),
         pages=max(blocks, pages),
         prefill_chunk=chunk,
