@@ -45,7 +45,8 @@ def build_engine(
 ) -> Engine:
     """Make an engine in which so many requests of so many tokens run at once, and compile what they run.
 
-    What is compiled is kept in the user's cache folder (`m3jax.compile_cache`).
+    What is compiled is kept in the user's cache folder (`m3jax.compile_cache`). On a CPU the pages of a bfloat16 model
+    are float32, where nothing else is asked for: the same numbers, written faster.
 
     Args:
       model: from `m3jax.load`.
@@ -63,9 +64,13 @@ def build_engine(
       ValueError: as `Engine`.
     """
     pages = rows * math.ceil(length / model.config.index_block_size)
+    # XLA's CPU backend widens the whole pages of a stack for each token written to them in bfloat16, and narrows them
+    # again. In float32, which holds the same numbers, a token is written alone.
+    is_widened = platform() == "cpu" and any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(model))
+    types = {"kv_dtype": "float32", "index_dtype": "float32"} if is_widened else {}
     with compile_cache():
         room = {"pages": pages, "max_batch": rows, "max_length": length}
-        engine = Engine(model, draft=draft, draft_tokens=draft_tokens, **room | knobs)
+        engine = Engine(model, draft=draft, draft_tokens=draft_tokens, **room | types | knobs)
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
         about = (platform(), model.config, dtypes, engine.shapes, type(draft).__name__)
         with activity(progress, about) as line:
@@ -86,8 +91,6 @@ def engine_for(
     progress: bool = True,
 ) -> Engine:
     """Return an engine in which all these prompts run at once, with every program that they need compiled.
-
-    On a CPU the pages of a bfloat16 model are float32, which holds the same numbers and is written faster.
 
     Args:
       model: from `m3jax.load`.
@@ -121,14 +124,9 @@ def engine_for(
     programs = ["prefill", "tower"]
     if any(asked.max_new_tokens > 1 for asked in params):
         programs.append("decode")
-    # XLA's CPU backend widens the whole pages of a stack for each token written to them in bfloat16, and narrows them
-    # again. In float32, which holds the same numbers, a token is written alone.
-    is_widened = platform() == "cpu" and any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(model))
     return build_engine(
         model,
         rows=max_batch,
-        kv_dtype="float32" if is_widened else None,
-        index_dtype="float32" if is_widened else None,
         length=min(blocks * page_size, model.config.max_position_embeddings),
         pages=max(blocks, pages),
         prefill_chunk=chunk,
