@@ -2,6 +2,7 @@
 
     python scripts/bench_cpu.py                 # 8,192 tokens, both implementations; decode rounds take turns
     python scripts/bench_cpu.py --growth        # how our prefill grows from 2k to 64k
+    python scripts/bench_cpu.py --llama-cpp     # beside llama.cpp: scripts/bench_llama_cpp.py
 
 float32, batch 1, the same random weights: hidden 512, 8 layers of which 2 are dense, 16/4 heads of 64, 32 experts of
 which 4 are active, block 128, top-k 16.
@@ -10,6 +11,7 @@ which 4 are active, block 128, top-k 16.
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Generator
 
@@ -34,9 +36,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of decode steps; the implementations take turns")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--without", default="", help="what to leave out: eager, sdpa or both, comma-separated")
+    parser.add_argument("--llama-cpp", action="store_true", help="as scripts/bench_llama_cpp.py, with these sizes")
     args = parser.parse_args()
     if args.growth:
         return growth()
+    if args.llama_cpp:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        import bench_llama_cpp
+
+        sizes = {"--tokens": args.tokens, "--new-tokens": args.new_tokens, "--rounds": args.rounds}
+        sys.exit(bench_llama_cpp.main([str(word) for pair in sizes.items() for word in pair]))
     tokens = np.random.default_rng(0).integers(2, TEXT["vocab_size"], args.tokens).tolist()
     kinds = [kind for kind in ("eager", "sdpa") if kind not in args.without.split(",")]
     runs = {f"transformers {kind}": theirs(kind, tokens) for kind in kinds}

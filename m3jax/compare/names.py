@@ -86,10 +86,22 @@ TABLES: dict[str, list[tuple[str, ...]]] = {
         ("layers.N.mlp.topk.0", "expert_weights"), ("layers.N.mlp.topk.1", "expert_ids"),
         ("layers.N.mlp.0", "ffn_out"),
     ],
+    # Names of llama.cpp's graph. It has none for a selection: msa_blocks is what scripts/peer_llama_cpp.py makes of
+    # msa_block_mask. Scaled weights (ffn_moe_weights_scaled) have the model's factor in them, ours do not.
+    "llama.cpp": [
+        ("embd", "embedding"), ("result_norm", "final_norm"), ("result_output", "logits"),
+        ("attn_norm-N", "attention_norm"), ("Qcur_normed-N", "q_normed"), ("Kcur_normed-N", "k_normed"),
+        ("Qcur-N", "q"), ("Kcur-N", "k"), ("Vcur-N", "v"),
+        ("msa_bs-N", "block_scores", "X K M"), ("msa_blocks-N", "blocks", "X K J"), ("kqv_out-N", "attention"),
+        ("ffn_inp-N", "ffn_input"), ("ffn_norm-N", "ffn_norm"),
+        ("ffn_moe_logits-N", "router_logits"), ("ffn_moe_probs_biased-N", "router_scores"),
+        ("ffn_moe_topk-N", "expert_ids", "X A"), ("ffn_moe_weights_norm-N", "expert_weights", "X A"),
+        ("ffn_gate-N", "gate"), ("ffn_up-N", "up"), ("ffn_out-N", "ffn_out"), ("l_out-N", "output"),
+    ],
 }  # fmt: skip
 # The quantities whose axes in `M3.intermediates` and the golden vectors are not in the order tokens, heads, rest.
 _OWN_AXES = {"block_scores": "B K T M", "blocks": "B K T J"}
-_LAYER = re.compile(r"layers\.(\d{1,5})(?=\.|$)")
+_LAYER = re.compile(r"(?:layers\.|-)(\d{1,5})(?=\.|$)")
 
 
 def meanings(names: Sequence[str], user_map: Mapping[str, Meaning | None] | None = None) -> dict[str, Meaning]:

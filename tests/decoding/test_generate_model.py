@@ -113,10 +113,12 @@ def test_a_mesh_gives_the_same_tokens(model, greedy, sizes, rows):
 
 
 def test_half_precision(model):
-    """A bfloat16 model gives tokens of its own, the same for any chunks."""
-    half = copied(model, "bfloat16")
-    whole = generate(half, PROMPTS, max_new_tokens=NEW, temperature=0, stop_ids=[])
-    assert tokens(run(engine(half, prefill_chunk=64), PROMPTS, params(NEW, temperature=0))) == whole
+    """A bfloat16 model gives tokens of its own, the same for any chunks and for pages of float32, which a CPU has."""
+    half, asked = copied(model, "bfloat16"), params(NEW, temperature=0)
+    wide, narrow = engine_for(half, PROMPTS, [asked] * len(PROMPTS)), engine(half, prefill_chunk=64)
+    pages_of = lambda served: {x.dtype.name for x in jax.tree.leaves(served._runner.state.cache) if x.ndim == 5}
+    assert (pages_of(wide), pages_of(narrow)) == ({"float32"}, {"bfloat16"})
+    assert tokens(run(narrow, PROMPTS, asked)) == tokens(run(wide, PROMPTS, asked))
 
 
 # Last: jax knows the 2,048 calls that it traced latest, and these trace many.
