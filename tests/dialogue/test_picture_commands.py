@@ -61,11 +61,13 @@ def test_a_terminal_shows_files_with_the_next_message(files, monkeypatch, caplog
     screen = Screen(monkeypatch, seer())
     assert "tower" not in caplog.text, "the tower was compiled before there was a picture"
     tokens = process_image(files / "a.png").tokens
-    assert f"image a.png: 56 x 84 pixels, {tokens} tokens; your next message shows it" in screen.after("/image a.png")
+    assert f"image a.png: 56 x 84 pixels (H x W), {tokens} tokens; your next message shows it" in screen.after(
+        "/image a.png"
+    )
     assert "error: " + str(files / "cut.png") + ": the image cannot be decoded" in screen.after("/image cut.png")
     assert "error: /video needs the name of a video file" in screen.after("/video ")
-    assert "5 frames of 56 x 84 pixels, 18 tokens" in screen.after("/video clip.mp4")
-    assert "image b c.png: 56 x 56 pixels, 4 tokens" in screen.after("/image 'b c.png'")
+    assert "5 frames of 56 x 84 pixels (H x W), 18 tokens" in screen.after("/video clip.mp4")
+    assert "image b c.png: 56 x 56 pixels (H x W), 4 tokens" in screen.after("/image 'b c.png'")
     assert "taken back: image b c.png" in screen.after("/undo")
     history = screen.after("/history")
     assert history.endswith("\n[with your next message] image a.png\n[with your next message] video clip.mp4\n")
@@ -98,7 +100,9 @@ def test_a_terminal_shows_files_with_the_next_message(files, monkeypatch, caplog
     (files / "b c.png").write_bytes((files / "a.png").read_bytes())
     assert "b c.png has changed, and this dialogue shows it as it was: give the new" in screen.after("/image b c.png")
     assert "taken back: [image b c.png] And this?" in screen.after("/undo")
-    assert "image b c.png: 56 x 84 pixels, 6 tokens" in screen.after("/image b c.png"), "an old picture under its name"
+    assert "image b c.png: 56 x 84 pixels (H x W), 6 tokens" in screen.after("/image b c.png"), (
+        "an old picture under its name"
+    )
     assert "~nobody-here/a.png cannot be read" in screen.after("/image ~nobody-here/a.png")
 
 
@@ -125,8 +129,8 @@ def test_a_pipe_shows_files_with_the_next_line(files, say, monkeypatch):
     status, out, err = say([], "/image a.png", "/image b c.png", "What is it?", "", " /image a.png", "/imagine")
     assert (status, out) == (0, "A harbor.\nTwo boats.\nBye.\n")
     assert err == (
-        "m3jax.chat: note: image a.png: 56 x 84 pixels, 6 tokens; your next message shows it\n"
-        "m3jax.chat: note: image b c.png: 56 x 56 pixels, 4 tokens; your next message shows it\n"
+        "m3jax.chat: note: image a.png: 56 x 84 pixels (H x W), 6 tokens; your next message shows it\n"
+        "m3jax.chat: note: image b c.png: 56 x 56 pixels (H x W), 4 tokens; your next message shows it\n"
     )
     content = [*shown(files, "a.png", "b c.png"), {"type": "text", "text": "What is it?"}]
     assert [message["content"] for message in sent] == [content, " /image a.png", "/imagine"]

@@ -188,7 +188,10 @@ def test_token_ids_work_without_a_tokenizer(run, copy):
         (["--prompt", "a", "--mesh", "rows=2"], "mesh 'rows=2'"),
         (["--prompt", "a", "--backend", "triton"], "needs a GPU, and JAX runs on a CPU"),
         (["--prompt", "a", "--backend", "cuda"], "invalid choice: 'cuda'"),
-        (["--prompt", "a", "--mesh", "data=64"], "needs 64 devices"),
+        (
+            ["--prompt", "a", "--mesh", "data=64"],
+            "start with XLA_FLAGS=--xla_force_host_platform_device_count=64 to divide",
+        ),
         (["--prompt", "a", "--dtype", "int8"], "dtype = 'int8'"),
         (["--prompt", "a", "--model", "/nowhere"], "no such model folder: /nowhere"),
     ],

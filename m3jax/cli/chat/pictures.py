@@ -3,10 +3,11 @@
 import os
 from typing import Any
 
+from m3jax.assets import sample_picture_path
 from m3jax.dialogue import Dialogue
-from m3jax.media import ProcessedImage, names_file
+from m3jax.media import ProcessedImage, is_moving, media_source, names_file
 from m3jax.media.sizes import PATCH
-from m3jax.messages import printable
+from m3jax.messages import counted, printable
 
 KINDS = {"/image": "image", "/video": "video"}
 
@@ -28,6 +29,10 @@ class Pictures:
         """The kind and file of each image or video, as the user named it."""
         return tuple(self._names)
 
+    def add_sample(self) -> str:
+        """Add the picture that comes with the package; return the line about it."""
+        return self._add("image", str(sample_picture_path()), sample_picture_path().name)
+
     def add(self, command: str, argument: str) -> str:
         """Add a file to those that the next message shows.
 
@@ -48,15 +53,21 @@ class Pictures:
             raise ValueError(f"{command} needs the name of {'an' if kind == 'image' else 'a'} {kind} file")
         # The absolute path, so that a saved dialogue can be read from another folder.
         is_path = names_file(name)
-        part = {"type": kind, kind: os.path.abspath(os.path.expanduser(name)) if is_path else name}
+        return self._add(kind, os.path.abspath(os.path.expanduser(name)) if is_path else name, name if is_path else "")
+
+    def _add(self, kind: str, source: str, called: str) -> str:
+        """Add an image or a video from its path or data URL, and return the line about it."""
+        part = {"type": kind, kind: source}
         found = self._dialogue.read(part)
         self._parts.append(part)
-        self._names.append(f"{kind} {name}" if is_path else kind)
+        self._names.append(f"{kind} {called}" if called else kind)
         height, width = (PATCH * side for side in (found.grid if kind == "image" else found.grid[0])[1:])
-        size = f"{height} x {width} pixels"
+        size = f"{height} x {width} pixels (H x W)"
         if not isinstance(found, ProcessedImage):
-            size = f"{len(found.frame_indices):,} frames of {size}"
-        return f"{printable(self._names[-1])}: {size}, {found.tokens:,} tokens; your next message shows it"
+            size = f"{counted(len(found.frame_indices), 'frame')} of {size}"
+        if kind == "image" and is_moving(media_source(source)):
+            size = f"first frame alone (/video shows all of a GIF), {size}"
+        return f"{printable(self._names[-1])}: {size}, {counted(found.tokens, 'token')}; your next message shows it"
 
     def drop(self) -> str | None:
         """Remove the file that was added last and return its kind and name; None if there is none."""

@@ -125,7 +125,7 @@ class ChatTemplate:
 
         Args:
             messages: a list of messages, as `ordered_messages` takes them.
-            tools: a list of tools, as `ordered_tools` takes them, or None.
+            tools: a list of tools or of Python functions, as `ordered_tools` takes them, or None.
             thinking_mode: "adaptive", "enabled" or "disabled" for M3; another text goes to the template, which M3's own
                 then leaves unmentioned. None is not passed on.
             add_generation_prompt: end where the assistant begins to write.
