@@ -17,7 +17,7 @@ from m3jax.messages import shown
 from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer, ordered_messages
 
 MOST_NEW_TOKENS = 4096  # of an answer, if the caller gives no number
-_STREAM_STEPS, _WHOLE_STEPS = 4, 32  # tokens in one device call: few for a stream
+_STREAM_STEPS = 4  # tokens in one device call of a stream
 
 
 def chat(
@@ -96,7 +96,7 @@ def chat(
     )
     check_answer(prompt, params, model.config, room)
     if engine is None:
-        steps = _STREAM_STEPS if stream else _WHOLE_STEPS
+        steps = _STREAM_STEPS if stream else None
         engine = engine_for(
             model, [prompt], [params], media=[media], steps_per_call=steps, draft=draft, draft_tokens=draft_tokens,
             progress=progress,
