@@ -6,8 +6,8 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 FILE = "excerpts.js"
-# Sphinx's search fetches each page that it found, and shows what stands around the words. A browser fetches nothing from
-# a site that is read as files; and in a page of the theme the menus come before the text.
+# Sphinx's search fetches each page that it found, and shows what stands around the words. From a site that is read as
+# files a browser fetches nothing; and in a page of the theme the menus come before the text.
 SCRIPT = """\
 const texts = %s;
 window.fetch = async (address) => {

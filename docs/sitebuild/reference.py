@@ -33,9 +33,9 @@ NOT_SHOWN = {
 # Rooms whose names users call; the others are what these are built of, and their names may move.
 PUBLIC = (
     *("m3jax", "m3jax.text_model", "m3jax.dialogue", "m3jax.decoding", "m3jax.text", "m3jax.media", "m3jax.msa"),
-    *("m3jax.model", "m3jax.vision", "m3jax.config", "m3jax.checkpoint", "m3jax.mxfp8", "m3jax.cache", "m3jax.parallel"),
-    *("m3jax.planning", "m3jax.train", "m3jax.vectors", "m3jax.compare", "m3jax.evaluate", "m3jax.compile_cache"),
-    KERNELS,
+    *("m3jax.model", "m3jax.vision", "m3jax.config", "m3jax.checkpoint", "m3jax.mxfp8", "m3jax.cache"),
+    *("m3jax.parallel", "m3jax.planning", "m3jax.train", "m3jax.vectors", "m3jax.compare", "m3jax.evaluate"),
+    *("m3jax.compile_cache", KERNELS),
 )
 INTERNAL = "Internal: what the rooms for users are built of. Names here may change without a notice."
 
@@ -170,7 +170,7 @@ def write_pages(app: Sphinx) -> None:
 
 
 def before_parsing(app: Sphinx, docname: str, source: list[str]) -> None:
-    """What the site adds to docs/api.md: tables of the pages, public ones first, with their modules' first sentences."""
+    """What the site adds to docs/api.md: tables of the pages, public ones first, with their first sentences."""
     if docname != FOLDER:
         return
     internal = [name for name in rooms() if name not in PUBLIC]

@@ -25,8 +25,8 @@ from m3jax.media.packing import bucket_size
 from m3jax.platform import platform
 from m3jax.progress import activity
 
-# Tokens of a prompt and its continuation: shorter ones share one program. On a CPU a program takes 10 to 20 s to compile,
-# and a step of the embedded model 2 ms more with four times the room.
+# Tokens of a prompt and its continuation: shorter ones share one program. On a CPU a program takes 10 to 20 s to
+# compile, and a step of the embedded model 2 ms more with four times the room.
 _MIN_TOKENS, _MIN_TOKENS_ON_CPU = 256, 1024
 _PREFILL_TOKENS = 8192  # of all prompts in one prefill call
 _STEPS = 64
