@@ -32,6 +32,7 @@ _PREFILL_TOKENS = 8192  # of all prompts in one prefill call
 _STEPS = 64
 # On a CPU a prompt of up to so many tokens is read in chunks of one size, for which one program is compiled.
 _CHUNKED_TOKENS, _CHUNK = 2048, 256
+_TOWER_SIZES_ON_CPU = (256, 1024, 2304)  # patches; 2,304 is the hub's largest image
 
 
 def build_engine(
@@ -124,7 +125,7 @@ def engine_for(
     steps = _STEPS if is_cpu else min(_STEPS, _bucket(max(asked.max_new_tokens for asked in params), 16))
     found = [segment for given in media or () if given for segment in given.segments(model.config)]
     # One size of tower call, which holds the largest segment; none without images and videos.
-    patches = (bucket_size(max(len(segment.patches) for segment in found)),) if found else ()
+    patches = (_tower_size(max(len(segment.patches) for segment in found)),) if found else ()
     # Prefill gives the first token. No pages are copied, because no prompt comes after another.
     programs = ["prefill", "tower"]
     if any(asked.max_new_tokens > 1 for asked in params):
@@ -161,6 +162,13 @@ def check_logits(generations: Sequence[Generation]) -> None:
                 f"prompt {number}: after {len(generation.tokens)} new tokens the model's logits were NaN or infinite; "
                 "check the checkpoint for NaN weights, or load it with dtype float32"
             )
+
+
+def _tower_size(patches: int) -> int:
+    """Return the patches in a call of the tower that holds so many: on a CPU few sizes, elsewhere four a doubling."""
+    if platform() == "cpu":
+        return next((size for size in _TOWER_SIZES_ON_CPU if size >= patches), bucket_size(patches))
+    return bucket_size(patches)
 
 
 def _bucket(number: int, smallest: int) -> int:

@@ -7,18 +7,21 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support.comparisons import assert_equal
 from support.fake_seer import seeing_config
 from support.media import clip, image_file, picture, video_file
 from support.screen import Screen
 from support.scripted_chat import ScriptedModel, ScriptedSeer
+from tiny.pictures.draw import COLOURS, Shape, draw_shapes
 
-from m3jax.assets import embedded_path
+from m3jax.assets import embedded_path, sample_picture_path
 from m3jax.cli import chat
 from m3jax.cli.chat import talk
 from m3jax.dialogue import Dialogue
 from m3jax.dialogue.media import read_part
-from m3jax.media import PlaceholderIds, process_image
+from m3jax.media import PlaceholderIds, decode_image, process_image
 from m3jax.text import Tokenizer
 
 TOKENIZER = Tokenizer.from_pretrained(embedded_path())
@@ -53,6 +56,21 @@ def shown(files: Path, *names: str) -> list[dict[str, str]]:
 
 
 # On a terminal
+
+
+def test_the_sample_is_a_picture_as_the_embedded_model_has_seen_them(monkeypatch):
+    """/sample shows it by its short name; it is drawn by what drew the training pictures, without noise."""
+    shapes = (
+        Shape("circle", "green", 30.0, 34.0, 19.0), Shape("star", "blue", 84.0, 30.0, 20.0),
+        Shape("square", "red", 78.0, 82.0, 17.0),
+    )  # fmt: skip
+    colours = [np.array(COLOURS[shape.colour], float) for shape in shapes]
+    drawn = draw_shapes(np.full((112, 112, 3), 228.0), shapes, colours)
+    assert_equal(decode_image(sample_picture_path()), np.rint(drawn).astype(np.uint8), "pixels", "row column colour")
+    screen = Screen(monkeypatch, seer())
+    assert "image sample.png: 112 x 112 pixels (H x W), 16 tokens; your next" in screen.after("/sample")
+    assert "A harbor." in screen.after("What is it?")
+    assert screen.talk.messages[0]["content"][0] == {"type": "image", "image": str(sample_picture_path())}
 
 
 def test_a_terminal_shows_files_with_the_next_message(files, monkeypatch, caplog):

@@ -58,6 +58,16 @@ def test_a_system_message_is_set_shown_and_removed(screen):
     assert [message["role"] for message in screen.talk.messages] == ["user", "assistant"]
 
 
+def test_what_is_wrong_with_a_call_is_said_before_its_result_is_asked_for(screen):
+    """A name that is no tool's, and arguments that break the schema; a call without fault has no such line."""
+    said = screen.after("What is harbor?", "a kite")
+    assert said.index("lookup: no tool is called 'lookup'") < said.index(" tokens in "), said
+    screen.after("/undo", "/tools tools.json")
+    assert "lookup: " not in screen.after("What is harbor?", "a kite")
+    screen.talk.tools = [json.loads(json.dumps(TOOLS[0]).replace('"string"', '"integer"'))]
+    assert "lookup: arguments.key: 'harbor' is not of type 'integer'" in screen.after("/regenerate", "a kite")
+
+
 def test_an_answer_is_made_anew_and_a_saved_dialogue_goes_on(screen):
     """A new answer has the next seed and asks for results anew; /load takes what /save wrote."""
     assert "error: nothing to undo" in screen.after("/regenerate")
