@@ -120,7 +120,34 @@ _KINDS = {
 def checked(
     function: Callable[P, R], also: Callable[[dict[str, Any], dict[str, int]], None] | None = None
 ) -> Callable[P, R]:
-    """Refuse arrays that are not what the function's annotations say: rank, dtype, and one size for each letter.
+    """Make a function refuse arrays that are not what its annotations say.
+
+    Args:
+      function, also: as of `check_of`.
+    """
+    check = check_of(function, also)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def without_checks(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a `checked` function without its checks, for callers in the package whose arrays were checked at the door.
+
+    Args:
+      function: what `checked` returned.
+    """
+    return function.__wrapped__
+
+
+def check_of(
+    function: Callable[P, Any], also: Callable[[dict[str, Any], dict[str, int]], None] | None = None
+) -> Callable[P, None]:
+    """Return a check of a function's arguments: rank and dtype of each array, and one size for each letter.
 
     Annotations other than jaxtyping's, and those with a variable number of axes, are left alone.
 
@@ -128,14 +155,13 @@ def checked(
       function: with jaxtyping's annotations.
       also: gets the arguments by name and the size of each letter, and raises ValueError for whatever else is wrong.
 
-    Raises:
-      ValueError: names the argument, what it is and what it must be.
+    Returns:
+      A function of the same arguments. It raises ValueError, with the argument's name, what it is and what it must be.
     """
     parameters = signature(function)
     contracts: dict[str, _Contract] = {}
 
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def check(*args: P.args, **kwargs: P.kwargs) -> None:
         if not contracts:  # read at the first call: annotations may name what is defined below the function
             contracts.update(_contracts(function))
         given = parameters.bind(*args, **kwargs).arguments
@@ -145,9 +171,8 @@ def checked(
                 _check_array(name, given[name], contract, sizes)
         if also is not None:
             also(given, {letter: size for letter, (size, _) in sizes.items()})
-        return function(*args, **kwargs)
 
-    return call
+    return check
 
 
 def _contracts(function: Callable) -> dict[str, _Contract]:

@@ -206,7 +206,7 @@ _MAY_BE_ZERO = ("index_init_blocks", "index_local_blocks")  # `_shape_problems` 
 
 
 def _validate(c: M3Config) -> None:
-    """Raise ValueError with every reason for which there is no such model."""
+    """Raise ValueError with every reason why a model cannot have this configuration."""
     is_number = lambda value, kinds: isinstance(value, kinds) and not isinstance(value, bool)
     counts = [entry.name for entry in fields(c) if entry.type is int and entry.name not in _MAY_BE_ZERO]
     problems = [

@@ -58,7 +58,7 @@ def typed(prog: str) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return a question in parentheses, to stand behind a word that is none of the names, if one of them is near."""
+    """Return a question in parentheses, to follow an unknown word, if one of the names is near it."""
     near = difflib.get_close_matches(word, names, 1)
     return f" (did you mean {near[0]}?)" if near else ""
 

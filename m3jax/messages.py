@@ -13,7 +13,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/(\w[\w.-]*)", re.ASCII)  # ORG/NAME
 
 
 def printable(text: str) -> str:
-    """The text on one line, with escapes in the place of what a terminal would obey: control, direction, surrogates.
+    """Return the text on one line, with escapes for control characters, direction marks and surrogates.
 
     Args:
       text: any string; a name from a file, say.

@@ -78,7 +78,7 @@ class RunningSoftmax(NamedTuple):
 
     def average(self) -> tuple[Float[Array, "*X R H"], Float[Array, "*X R"]]:
         """Return (out, lse): the average, and the natural log of the sum of exponentials; (0, UNSEEN) of no keys."""
-        sees_any = self.total != 0.0  # true for NaN too, which must not pass for a query that saw nothing
+        sees_any = self.total != 0.0  # true for NaN too, which must not pass for a query that saw no key
         total = jnp.where(sees_any, self.total, 1.0)
         lse = jnp.where(sees_any, self.highest + jnp.log(total), UNSEEN)
         return jnp.where(sees_any, self.weighted_values / total, 0.0), lse[..., 0]
@@ -120,7 +120,7 @@ def merge_weights(
 ) -> tuple[Float[Array, "*X"], Float[Array, "*Y"], Float[Array, "*Y"]]:
     """Return (weight of each part, sum of the weights, lse of the union) from the parts' log-sum-exps.
 
-    A part that saw nothing has lse UNSEEN and weight 0; a union of only such parts has lse UNSEEN, and a sum of 1.
+    A part that saw no key has lse UNSEEN and weight 0; a union of only such parts has lse UNSEEN, and a sum of 1.
 
     Args:
       lse: of the parts.
@@ -157,7 +157,7 @@ def merge_parts(
 
     Args:
       read_part: the normalised output of part j.
-      lses: log-sum-exps of the parts; UNSEEN marks one that saw nothing, whatever its output holds.
+      lses: log-sum-exps of the parts; UNSEEN marks one that saw no key, whatever its output holds.
 
     Returns:
       (out, lse) over the union; (0, UNSEEN) where no part saw anything.

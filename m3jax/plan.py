@@ -56,7 +56,7 @@ def parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan what the parsed arguments ask for, and print it; see `m3jax.cli.planning.plan`."""
+    """Print the plan that the parsed arguments ask for; see `m3jax.cli.planning.plan`."""
     from m3jax.cli.planning import plan
 
     raise_interrupts()

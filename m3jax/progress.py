@@ -1,4 +1,4 @@
-"""Says on stderr what is being waited for: a moving line on a terminal, ever fewer lines elsewhere."""
+"""Progress on stderr: a moving line on a terminal, ever fewer lines elsewhere."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ class Activity:
         self._new_durations: dict[str, float] = {}
 
     def say(self, text: str) -> None:
-        """Name what is done from now on, or how far it is."""
+        """Set the text of the progress line."""
         self.text, self.last_time = text, None
         _log.debug("%s", text)
 
@@ -58,7 +58,7 @@ class Activity:
         _log.info("%s: done in %.1f s", text, seconds)
 
     def keep_durations(self) -> None:
-        """Remember for next time how long everything took."""
+        """Write down for next time how long everything took."""
         if self._new_durations:
             _write_durations(self._new_durations)
 
@@ -164,7 +164,7 @@ def _durations_path() -> Path | None:
 
 
 def _read_durations() -> dict[str, float]:
-    """Seconds by what took them; nothing where the file is not there, or is not what it should be."""
+    """Return the seconds of each kind of work; empty if the file is missing or damaged."""
     try:
         durations = json.loads(_durations_path().read_text(encoding="utf-8"))
         return {str(text): float(seconds) for text, seconds in durations.items()}

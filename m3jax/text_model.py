@@ -107,7 +107,7 @@ class TextModel:
         videos: Sequence[Any] = (),
         **knobs: Unpack[SamplingKnobs],
     ) -> str | list[str] | Iterator[str] | Iterator[tuple[int, str]]:
-        """Continue texts.
+        """Continue one text, or several.
 
         A prompt is what the model sees and no more, as on the command line: no BOS and no template is added; special
         tokens that are written in it are those tokens. With the same seed the same text comes as from

@@ -72,7 +72,7 @@ def scene(height: int, width: int) -> np.ndarray:
 
 
 def encoded(pixels: np.ndarray, kind: str) -> bytes:
-    """A file's bytes."""
+    """Encode pixels as a file's bytes."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind, **({"quality": 90} if kind == "JPEG" else {"compress_level": 1}))
     return file.getvalue()

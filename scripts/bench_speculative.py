@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(engines: dict[tuple[str, int], Engine], corpus: Corpus, batch: int, temperature: float) -> None:
-    """All kinds of decoding on the same prompts; engines by (name of the draft, tokens that it proposes)."""
+    """Measure all kinds of decoding on the same prompts; engines by (name of the draft, tokens that it proposes)."""
     rng = np.random.default_rng(11)
     starts = [corpus.draw_start(rng, PROMPT) for _ in range(max(batch, LEAST))]
     prompts = [corpus.tokens[start : start + PROMPT].tolist() for start in starts]
@@ -76,7 +76,7 @@ def _engine(model: M3, batch: int, draft: Eagle3Drafter | PromptLookup | None, d
 
 
 def _run(engine: Engine, prompts: list[list[int]], temperature: float) -> tuple[float, tuple[str, str]]:
-    """(new tokens a second, (share accepted by position, mean length)) of one run."""
+    """Return (new tokens a second, (share accepted by position, mean length)) of one run."""
     tokens_before, seconds_before = engine.timings.decoded_tokens, engine.timings.decode_seconds
     forwards_before, accepted_before = engine.drafting.forwards, np.array(engine.drafting.accepted or 0)
     handles = [

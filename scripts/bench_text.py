@@ -62,7 +62,7 @@ def byte_fallback() -> tuple[str, Tokenizer, dict[str, list[int]]]:
 
 
 def seconds(tokenizer: Tokenizer, ids: list[int]) -> float:
-    """Processor seconds to push all of them."""
+    """Return the processor seconds to push all of the tokens."""
     stream, began = tokenizer.stream(), time.process_time()
     for token in ids:
         stream.push(token)

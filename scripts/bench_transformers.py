@@ -69,7 +69,7 @@ def lines(config: M3Config, prompts: list[int], device: str = "cuda") -> Iterato
 
 
 def _measured(model, prompt) -> str:
-    """Seconds of a prompt, and of a token behind it."""
+    """Return the seconds of a prompt, and of a token after it."""
     import torch
 
     def now() -> float:

@@ -102,13 +102,13 @@ def main() -> int:
 
 
 def picture(seed: int) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Patches of noise: time does not depend on what is seen."""
+    """Return patches of noise: time does not depend on the picture."""
     rows = int(np.prod(GRID))
     return np.random.default_rng(seed).standard_normal((rows, 1176), np.float32), GRID
 
 
 def flops(config: VisionConfig, images: int) -> float:
-    """Multiplications and additions for images of `GRID`."""
+    """Return the multiplications and additions for images of `GRID`."""
     patches, width, hidden = int(np.prod(GRID)), config.hidden_size, config.intermediate_size
     projected = config.projector_hidden_size
     in_layer = patches * (4 * width**2 + 2 * width * hidden) + 2 * patches**2 * width
@@ -119,7 +119,7 @@ def flops(config: VisionConfig, images: int) -> float:
 
 
 def timed(call: Callable[[], object], seconds: float) -> float:
-    """Seconds of a call: the median of as many as fit, at least three."""
+    """Return the seconds of a call: the median of as many as fit, at least three."""
     call()
     times, until = [], time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < until:

@@ -28,7 +28,7 @@ TYPES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float8_e4m3fn", "bf
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the cost of each storage type."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="float32", help="of the model")
@@ -63,7 +63,7 @@ def run(
 def forward(
     model: M3, tokens: Int[Array, "1 T"], cache: Cache
 ) -> tuple[Float[Array, "1 T V"], list[Float[Array, "L 1 K T"]]]:
-    """Logits, and the score gaps of each stack of sparse layers."""
+    """Return the logits, and the score gaps of each stack of sparse layers."""
     block_size, length = model.config.index_block_size, tokens.shape[1]
     positions, lengths = jnp.arange(length, dtype=jnp.int32)[None], jnp.array([length], jnp.int32)
 

@@ -67,7 +67,7 @@ def continuations(model: M3, prompts: list[list[int]], batch: int, draft: str | 
 
 
 def first_difference(tokens: list[int], others: list[int]) -> int:
-    """Index of the first token that is not the other's."""
+    """Return the index of the first token in which two texts differ."""
     return next(i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b)
 
 

@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def peak() -> int:
-    """Most resident memory of this process so far, in bytes."""
+    """Return the largest resident memory of this process so far, in bytes."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else size * 1024
 

@@ -25,7 +25,7 @@ from m3jax.train.step import cast_weights
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the divergence by the number of layers in MXFP8."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a folder in the hub's layout (default: the embedded checkpoint)")
     parser.add_argument("--tokens", type=int, default=2048)

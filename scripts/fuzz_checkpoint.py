@@ -73,7 +73,7 @@ def _damage_json(name: str) -> Callable[[random.Random, Path], None]:
 
 
 def _damage_sizes(draw: random.Random, folder: Path) -> None:
-    """Numbers that are each allowed, and together far more than the files hold."""
+    """Change sizes so that each is allowed, and together they ask for far more than the files hold."""
     config = json.loads((folder / "config.json").read_text())
     text = config["text_config"]
     for name in draw.sample(sorted(name for name, value in text.items() if isinstance(value, int)), draw.randint(1, 3)):
@@ -87,7 +87,7 @@ def _damage_sizes(draw: random.Random, folder: Path) -> None:
 
 
 def _damage_index(draw: random.Random, folder: Path) -> None:
-    """Names of files in the index that are no names of shards here."""
+    """Put names into the index that are not those of shards in the folder."""
     index = json.loads((folder / INDEX).read_text())
     for name in draw.sample(sorted(index["weight_map"]), draw.choice((1, 3, len(index["weight_map"])))):
         index["weight_map"][name] = draw.choice(NAMES)
@@ -110,7 +110,7 @@ def _damage_bytes(draw: random.Random, folder: Path) -> None:
 
 
 def _damage_values(draw: random.Random, folder: Path) -> None:
-    """NaN and infinities among the values, which load unless they are looked for."""
+    """Put NaN and infinities among the values, which load unless they are looked for."""
     file = draw.choice(sorted(folder.glob("*.safetensors")))
     data = bytearray(file.read_bytes())
     start = len(data) - 2 * draw.randint(1, 200)
@@ -119,7 +119,7 @@ def _damage_values(draw: random.Random, folder: Path) -> None:
 
 
 def _damage_files(draw: random.Random, folder: Path) -> None:
-    """Files that are gone, swapped, empty, folders, or links."""
+    """Remove, swap or empty files, or replace them by folders or links."""
     names = sorted(os.listdir(folder))
     for name in draw.sample(names, draw.randint(1, 2)):
         file = folder / name

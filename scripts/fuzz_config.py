@@ -53,7 +53,7 @@ def damaged_json(draw: random.Random, data: Any) -> bytes:
 
 
 def damaged_bytes(draw: random.Random, data: bytes) -> bytes:
-    """Bytes with one piece cut off, changed, doubled or put in front."""
+    """Return the bytes with one piece cut off, changed, doubled or put in front."""
     place = draw.randrange(len(data) + 1)
     kinds = (
         lambda: data[:place],
@@ -160,7 +160,7 @@ CASES: dict[str, Case] = {
 
 
 def outcome(cases: Mapping[str, Case], seed: int, number: int) -> tuple[str, str, str]:
-    """Run one case.
+    """Read one damaged folder, and return what came of it.
 
     Returns:
       Its kind, "loaded", the error's type, or "failure", and the error's message or what failed.

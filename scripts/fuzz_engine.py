@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def fuzz(kinds: tuple[str, ...], seed: int, seconds: float, most: int = 10**9) -> tuple[Counter[str], list[str]]:
-    """Lives 0, 1, and so on until the time is over.
+    """Run lives 0, 1, and so on until the time is over.
 
     Returns:
       How often each thing happened, and what failed.
@@ -119,7 +119,7 @@ def run(life: Life, number: int) -> str | None:
 
 
 def live(life: Life) -> None:
-    """Operations on an engine, each checked, and then every request to its end."""
+    """Run operations on an engine, each checked, and then every request to its end."""
     draw = life.draw
     kind = draw.choice(life.kinds)
     served = build(kind)
@@ -148,7 +148,7 @@ def live(life: Life) -> None:
 
 
 def inspect(served: Engine) -> None:
-    """Everything that must hold after each operation."""
+    """Check everything that must hold after each operation."""
     served.check()
     pages = served.pages
     total = served._pages.num_pages
@@ -168,7 +168,7 @@ def inspect(served: Engine) -> None:
 
 @cache
 def model() -> M3:
-    """Two layers, one of them sparse, whose selection is partial from 13 tokens on."""
+    """Return a model of two layers, one of them sparse, whose selection is partial from 13 tokens on."""
     layers = ("full_attention", "minimax_m3_sparse")
     config = M3Config(
         vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -317,7 +317,7 @@ def move_in_bytes(life: Life, served: Engine) -> None:
 
 
 def damaged_bytes(life: Life, served: Engine) -> None:
-    """Bytes that were cut, changed or doubled are refused."""
+    """Import bytes that were cut, changed or doubled, which must be refused."""
     if (handle := any_handle(life, served, running=True)) is None:
         return
     draw, whole = life.draw, served.export(handle).to_bytes()

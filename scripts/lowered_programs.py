@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def programs() -> Iterator[tuple]:
-    """(name, platform, abstract mesh or None, function, its operands), a program each."""
+    """Yield (name, platform, abstract mesh or None, function, its operands) of each program."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType

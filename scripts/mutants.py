@@ -155,7 +155,7 @@ def check_baseline(tree: Path, mutants: dict[int, Mutant]) -> None:
 
 
 def run_all(tree: Path, mutants: dict[int, Mutant]) -> bool:
-    """Plant each bug, print a line for it and the sum at the end; whether enough were caught."""
+    """Plant each bug, print a line for it and the sum at the end; return True if enough were caught."""
     outcomes = {}
     for number, mutant in mutants.items():
         path = tree / mutant.file

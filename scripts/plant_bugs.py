@@ -17,15 +17,15 @@ VECTORS = ROOT / "vectors"
 
 
 def numpy_model():
-    """The module m3_numpy, anew, so that its functions can be replaced."""
+    """Return a fresh copy of the module m3_numpy, whose functions can be replaced."""
     spec = importlib.util.spec_from_file_location("m3_numpy_with_a_bug", VECTORS / "m3_numpy.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-# Each takes the module, the rule and the weights and spoils one of them. What it returns takes of the outputs what the
-# engine would dump, where that is not all of them.
+# Each takes the module, the rule and the weights and spoils one of them. If the engine would dump a part of the outputs
+# only, it returns the function that takes that part.
 
 
 def right(m, rule, w):
@@ -52,7 +52,7 @@ def one_selection(m, rule, w):
 
 
 def one_block_more(m, rule, w):
-    """The own block is added to the J best in the place of taking one of their slots (T3)."""
+    """The own block is added to the J best instead of taking one of their slots (T3)."""
     right = m.select
     m.select = lambda scores, positions, lengths, rule: right(
         scores, positions, lengths, dict(rule) | {"top_k": rule["top_k"] + 1}
@@ -60,7 +60,7 @@ def one_block_more(m, rule, w):
 
 
 def mask_after_pool(m, rule, w):
-    """Tokens behind the query speak in the score of its own block and of the blocks after it (T2)."""
+    """Tokens after the query count in the score of its own block and of later blocks (T2)."""
     right = m.block_scores
 
     def unmasked(index_q, index_k, positions, lengths, block_size, score="max"):
@@ -92,7 +92,7 @@ def index_keys_left_behind(m, rule, w):
 
 
 def unmasked_tail(m, rule, w):
-    """What lies behind a row's last token in its last block, left there by the other prompt, is read too (T10)."""
+    """Keys behind a row's last token in its last block, left there by the other prompt, are read too (T10)."""
 
     def attention(q, k, v, positions, lengths, blocks=None, block_size=None, rounded=False):
         out = np.zeros(q.shape)
@@ -177,17 +177,17 @@ def bias_in_weights(m, rule, w):
 
 
 def no_clamp(m, rule, w):
-    """SwiGLU without its clamps."""
+    """SwiGLU lacks its clamps."""
     rule["limit"] = 1e9
 
 
 def no_factor(m, rule, w):
-    """The routed sum without its factor."""
+    """The routed sum lacks its factor."""
     rule["routed_scaling_factor"] = 1.0
 
 
 def rope_interleaved(m, rule, w):
-    """RoPE turns dims (2i, 2i + 1) in the place of (i, i + half)."""
+    """RoPE turns dims (2i, 2i + 1) instead of (i, i + half)."""
     right, half = m.rope, rule["rotary_dim"] // 2
 
     def rope(x, *rest):
@@ -205,13 +205,13 @@ def norm_without_one(m, rule, w):
 
 
 def scale_byte_off(m, rule, w):
-    """An MXFP8 scale is taken for its neighbour: a power of two too much on the shared expert's down_proj."""
+    """An MXFP8 scale is its neighbour's: a power of two too much on the shared expert's down_proj."""
     name = "language_model.model.layers.1.block_sparse_moe.shared_experts.down_proj.weight"
     w[name] = 2 * w[name]
 
 
 def taps_off_by_one(m, rule, w):
-    """The draft reads the inputs of layers 1, 2, 3 in the place of their outputs."""
+    """The draft reads the inputs of layers 1, 2, 3 instead of their outputs."""
     rule["taps"] = [layer - 1 for layer in rule["taps"]]
 
 

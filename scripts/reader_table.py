@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _events(root: Path, run) -> list[dict]:
-    """Calls and returns of functions in m3jax, and the first product, in order."""
+    """Return the calls and returns of functions in m3jax, and the first product, in order."""
     events, stack = [], []
 
     def profile(frame, event, argument):
@@ -93,7 +93,7 @@ def _spans(events: list[dict], code) -> list[list[dict]]:
 
 
 def _code(path: Path) -> list[str]:
-    """Lines without docstrings and comments."""
+    """Return a file's lines without docstrings and comments."""
     text = re.sub(r'"""[\s\S]*?"""', "", path.read_text(encoding="utf-8"))
     return [line.split("#")[0] for line in text.splitlines() if line.split("#")[0].strip()]
 

@@ -84,7 +84,7 @@ class Case:
 
     @property
     def donated(self) -> tuple[int, ...]:
-        """Arguments whose memory the outputs take over."""
+        """The arguments whose memory the outputs reuse."""
         return (2, 3, 4) if self.inserts else ()
 
     def memory(self, *heads: int) -> jax.ShapeDtypeStruct:
@@ -110,7 +110,7 @@ class Case:
         return *at, kv, kv, table, q, ints(s.batch, s.kv_heads, s.queries, s.top_k)
 
     def function(self) -> Callable:
-        """The op over these."""
+        """Return the function that calls the op."""
         size, op = self.shape.block_size, partial(OPS[self.op], backend="mosaic_tpu")
         view = lambda x, table: paged(x, table) if self.paged else contiguous(x, size)
         if self.inserts:
@@ -122,7 +122,7 @@ class Case:
         return lambda at, n, k, v, t, q, blocks: op(q, view(k, t), view(v, t), blocks, at, n, return_lse=True)
 
     def work(self) -> tuple[float, float]:
-        """(products and sums, bytes of HBM) of the kernel as it works; in a prefill neighbours choose alike."""
+        """Return (products and sums, bytes of HBM) of the kernel's work; in a prefill neighbours choose alike."""
         s, item = self.shape, jnp.dtype(self.stored).itemsize
         keys = min(s.top_k, s.blocks) * s.block_size
         query_bytes = 2.0 * jnp.dtype(self.dtype).itemsize * s.batch * s.queries * s.heads * s.width
@@ -167,7 +167,7 @@ class ByWeights:
         return min(self.rows * 4, 16 + self.rows * 4 // self.tile)
 
     def arguments(self) -> tuple:
-        """(rows, weights, layer), or those of experts."""
+        """Return (rows, weights, layer), or the arguments of experts."""
         weights = lambda *shape: Weights(
             array(jnp.uint8, *shape), array(jnp.uint8, *shape[:-2], shape[-2] // 32, shape[-1])
         )
@@ -179,7 +179,7 @@ class ByWeights:
         return x, into, into, out, layer, array(jnp.int32, self.tiles), *places
 
     def function(self) -> Callable:
-        """The op over these."""
+        """Return the function that calls the op."""
         options = dict(activate=lambda gate, up: (gate * up).astype(self.dtype)) if self.tile else {}
         return partial(OPS[self.op], backend="mosaic_tpu", **options)
 

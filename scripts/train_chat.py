@@ -80,7 +80,7 @@ def train(args: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer, templa
 
 @cache
 def _optimizer(num_steps: int, learning_rate: float) -> optax.GradientTransformation:
-    """One object for the same settings: `train_step` is compiled for the object."""
+    """Return one optimiser for equal settings: `train_step` is compiled for the object."""
     warmup_steps = min(100, num_steps // 4 + 1)
     return make_optimizer(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, num_steps, 0.0))
 

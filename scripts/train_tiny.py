@@ -97,7 +97,7 @@ def train(args: argparse.Namespace, stages: tuple[Stage, ...], corpus: Corpus) -
 
 @cache
 def _optimizer(num_steps: int, learning_rate: float, frozen_index: bool) -> optax.GradientTransformation:
-    """One object for the same settings: `train_step` is compiled for the object."""
+    """Return one optimiser for equal settings: `train_step` is compiled for the object."""
     warmup_steps = min(200, num_steps // 4 + 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, num_steps, 0.0)
     return make_optimizer(schedule, frozen_index=frozen_index)

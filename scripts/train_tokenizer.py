@@ -59,7 +59,7 @@ def untrained() -> tokenizers.Tokenizer:
 
 
 def train(texts: list[str]) -> tokenizers.Tokenizer:
-    """BPE of the whole vocabulary size on the corpus alone."""
+    """Train a BPE of the whole vocabulary size on the corpus alone."""
     tokenizer = untrained()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -72,7 +72,7 @@ def train(texts: list[str]) -> tokenizers.Tokenizer:
 
 
 def pieces(word: str, rank: dict[Merge, int]) -> list[str]:
-    """Byte-level BPE of one pre-token."""
+    """Return one pre-token in byte-level BPE."""
     parts = list(word)
     while len(parts) > 1:
         pairs = list(itertools.pairwise(parts))
@@ -136,7 +136,7 @@ def with_chat_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def write(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json, in the hub's layout."""
+    """Write tokenizer.json and tokenizer_config.json, in the hub's layout."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -150,7 +150,7 @@ def write(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
 
 
 def bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
-    """Mean UTF-8 bytes that one token stands for."""
+    """Return the mean UTF-8 bytes of a token."""
     tokens = sum(len(ids) for ids in tokenizer.encode_batch(texts))
     return sum(len(text.encode()) for text in texts) / tokens
 

@@ -128,7 +128,7 @@ def train(
 def make_batches(
     stage: Stage, args: argparse.Namespace, corpus: Corpus | None, tokenizer: Tokenizer, template: ChatTemplate
 ) -> Batches:
-    """Pictures; where text is trained too, at times dialogues and code."""
+    """Make batches of pictures and, if text is trained too, of dialogues and code."""
     pictures = PictureBatches(tokenizer, template, stage.seq_len, stage.batch, args.seed)
     if corpus is None:
         return pictures
@@ -138,7 +138,7 @@ def make_batches(
 
 
 def checker(tokenizer: Tokenizer, template: ChatTemplate) -> Callable[[TrainState], None]:
-    """Says now and then how many of some held-out pictures are answered right."""
+    """Return a function that reports now and then how many of some held-out pictures are answered right."""
     tasks = held_out_tasks(CHECKED)
 
     def check(state: TrainState) -> None:
@@ -175,7 +175,7 @@ def is_same_text(model: M3, base: M3) -> bool:
 
 @cache
 def _optimizer(num_steps: int, rate: float, vision_rate: float, frozen_text: bool) -> optax.GradientTransformation:
-    """One object for the same settings: `train_step` is compiled for the object."""
+    """Return one optimiser for equal settings: `train_step` is compiled for the object."""
     warmup_steps = min(100, num_steps // 4 + 1)
     rising = lambda rate: optax.warmup_cosine_decay_schedule(0.0, rate, warmup_steps, num_steps, 0.0)
     return make_optimizer(rising(rate), vision_rate=rising(vision_rate), frozen_text=frozen_text)

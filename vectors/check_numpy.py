@@ -101,7 +101,7 @@ def named(place, axes):
 
 
 def difference(expected, found, tolerance, dtype, slack=0.0, axes=""):
-    """What is wrong with an output, in one line; None if it agrees. `axes` has a letter for each axis."""
+    """Say in one line how an output differs, or return None if it agrees. `axes` has a letter for each axis."""
     if expected.shape != found.shape:
         return f"found shape {list(found.shape)}, expected {list(expected.shape)}"
     if tolerance["compare"] == "blocks":
@@ -129,7 +129,7 @@ def difference(expected, found, tolerance, dtype, slack=0.0, axes=""):
 
 
 def hint(name, expected, found, x, rule, margin):
-    """What kind of mistake an output looks like, if it looks like one of those that engines have made."""
+    """Name the mistake that an output looks like, if it is one of those that engines have made."""
     if name == "blocks" and found.ndim == 4:
         sets = lambda ids: np.sort(ids, axis=-1)
         swapped = found.swapaxes(1, 2)
@@ -164,7 +164,7 @@ def hint(name, expected, found, x, rule, margin):
 
 
 def slack_of(name, stored):
-    """What each number of an output may be off besides its tolerance."""
+    """Return how far each number of an output may be off besides its tolerance."""
     _, slack = stored.get(f"{name.removesuffix('_bf16')}_slack", (None, 0.0))
     return slack
 

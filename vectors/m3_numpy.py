@@ -1,4 +1,4 @@
-"""What `check_numpy.py` recomputes: MiniMax-M3's operations in plain float64 numpy, one query at a time.
+"""MiniMax-M3's operations in plain float64 numpy, one query at a time, for `check_numpy.py` to recompute outputs by.
 
 Written from the paper and docs/msa.md without a look at the package's arrays: it shares no line with m3jax. Letters: B
 rows, T queries, S keys, N query heads, K KV heads, H and I widths, P tokens of a block, M blocks, J slots.

@@ -1,1 +1,1 @@
-"""What the site needs beside Sphinx: its table of contents, the pages of traps, of the API and of source files."""
+"""The site's Sphinx extensions: its table of contents, and pages of traps, of the API and of source files."""

@@ -25,7 +25,7 @@ FETCHED_BY_SCRIPT = re.compile(r"""(?:fetch|import|importScripts)\(\s*["'`]((?:h
 
 
 class Page(HTMLParser):
-    """What a page offers and asks for.
+    """A page's link targets, its links, and the files that it loads.
 
     Attributes:
       places: the ids and names in it, which a link can lead to.
@@ -41,7 +41,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Called for each element."""
+        """Note an element's ids, link and source."""
         values = {name: value or "" for name, value in attrs}
         self.places |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
@@ -78,7 +78,7 @@ def problems(site: Path) -> list[str]:
 
 
 def loading(file: Path, address: str) -> list[str]:
-    """What is wrong with an address that a file of the site loads from: nothing, or a line."""
+    """Return a line on an address that a file of the site may not load from, or no line."""
     if urlsplit(address).netloc:
         return [f"{address} from elsewhere"]
     target = resolved(file, address)
@@ -95,7 +95,7 @@ def resolved(file: Path, address: str) -> Path | None:
 
 
 def setup(app) -> dict:
-    """Called by Sphinx."""
+    """Register the check with Sphinx."""
     from sphinx.util import logging
 
     def check(app, error: Exception | None) -> None:

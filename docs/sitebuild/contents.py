@@ -54,7 +54,7 @@ def write_index(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict:
-    """Called by Sphinx."""
+    """Register the table of contents with Sphinx."""
     app.connect("source-read", before_parsing)
     app.connect("build-finished", write_index)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

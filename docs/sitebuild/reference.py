@@ -57,7 +57,7 @@ def modules_of(name: str) -> Iterator[ModuleType]:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """What `__all__` says, else the functions and classes that the module itself defines."""
+    """Return the names in `__all__`, else the functions and classes that the module itself defines."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
     own = (name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
@@ -65,7 +65,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def is_code(value: object) -> bool:
-    """Whether a name is a class or a function, compiled ones too; what else is public is a constant."""
+    """True of a class or a function, compiled ones too; other public names are constants."""
     return inspect.isclass(value) or (callable(value) and inspect.isfunction(inspect.unwrap(value)))
 
 
@@ -97,7 +97,7 @@ def page(name: str, documented: dict[int, str]) -> str:
 
 
 def constant(value: object) -> list[str]:
-    """What a page says of a constant: a number or a text, or the names that a table or a list has."""
+    """Describe a constant: its number or text, or the names in its table or list."""
     if isinstance(value, int | float | str):
         return [f"   :value: {value!r}"]
     if isinstance(value, dict | tuple | list) and all(isinstance(entry, str) for entry in value):
@@ -151,7 +151,7 @@ def fields_of(node: ast.ClassDef) -> str:
 
 
 def show_examples(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """What stands under "Example:" is code."""
+    """Show the text under "Example:" as code."""
     lines[:] = "\n".join(lines).replace("Example:\n", "Example::\n\n").split("\n")
 
 
@@ -170,7 +170,7 @@ def write_pages(app: Sphinx) -> None:
 
 
 def before_parsing(app: Sphinx, docname: str, source: list[str]) -> None:
-    """What the site adds to docs/api.md: tables of the pages, public ones first, with their first sentences."""
+    """Add tables of the pages to docs/api.md, public ones first, each with the first sentence of its module."""
     if docname != FOLDER:
         return
     internal = [name for name in rooms() if name not in PUBLIC]
@@ -184,7 +184,7 @@ def before_parsing(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> dict:
-    """Called by Sphinx."""
+    """Register the API reference with Sphinx."""
     app.connect("builder-inited", write_pages)
     app.connect("source-read", before_parsing)
     app.connect("autodoc-process-signature", as_written)

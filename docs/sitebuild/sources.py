@@ -78,7 +78,7 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict, str]]:
 
 
 def source_of(domain: str, info: dict[str, str]) -> str | None:
-    """Where an object of the API reference is defined, for `sphinx.ext.linkcode`."""
+    """Return the page that shows an object's definition, for `sphinx.ext.linkcode`."""
     found = importlib.import_module(info["module"])
     for name in info["fullname"].split("."):
         found = inspect.getattr_static(found, name, None) if inspect.isclass(found) else getattr(found, name, None)
@@ -95,7 +95,7 @@ def source_of(domain: str, info: dict[str, str]) -> str | None:
 
 
 def setup(app: Sphinx) -> dict:
-    """Called by Sphinx."""
+    """Register the pages of source files with Sphinx."""
     app.connect("doctree-read", take_links_to_files, priority=400)  # before Sphinx notes downloads
     app.connect("doctree-resolved", lead_to_pages)
     app.connect("html-collect-pages", pages)

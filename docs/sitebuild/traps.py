@@ -158,7 +158,7 @@ def plain(text: str) -> str:
 
 
 def overview(traps: list[Trap]) -> str:
-    """What the site adds to docs/traps.md: all traps in a table."""
+    """Add a table of all traps to docs/traps.md."""
     rows = "\n".join(
         f"| [T{trap.number}](traps/{name(trap)}) | {trap.title} | {len(trap.tests)} | {len(trap.vectors) or ''} |"
         for trap in traps
@@ -189,7 +189,7 @@ def before_parsing(app, docname: str, source: list[str]) -> None:
 
 
 def setup(app) -> dict:
-    """Called by Sphinx."""
+    """Register the pages of traps with Sphinx."""
     app.connect("builder-inited", write_pages)
     app.connect("source-read", before_parsing, priority=400)  # before anchors are rewritten
     return {"parallel_read_safe": True, "parallel_write_safe": True}

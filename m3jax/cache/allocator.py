@@ -115,6 +115,7 @@ class PageAllocator:
         self._check_fits(end)
         pages, next_block = sequence.pages, sequence.length // self.page_size
         needs_copy = n > 0 and next_block < len(pages) and not self._writable(pages[next_block])
+        # All pages are taken at once, or none: a request that waits for more would keep what others wait for.
         new_pages = self._take(max(0, self._blocks(end) - len(pages)) + needs_copy)
         copies = []
         if needs_copy:
@@ -300,7 +301,7 @@ class PageAllocator:
         self._users[page] -= 1
         if self._users[page]:
             return
-        if page in self._prefix.nodes:
+        if page in self._prefix.nodes:  # a later request may begin with its tokens
             self._prefix.leave(page)
         else:
             self._free.append(page)
@@ -343,11 +344,11 @@ class PageAllocator:
         users = Counter(page for sequence in self._sequences.values() for page in sequence.pages)
         nodes, unused, times_free = self._prefix.nodes, self._prefix.unused, Counter(self._free)
         for page, counted in enumerate(self._users):
-            found, is_cached = users[page], int(page in unused)
-            if counted != found:
-                yield f"page {page} counts {counted} users and has {found}"
-            if times_free[page] + is_cached + (found > 0) != 1:
-                yield f"page {page} is {times_free[page]} times free, {is_cached} cached, {found} used"
+            num_users, is_cached = users[page], int(page in unused)
+            if counted != num_users:
+                yield f"page {page} counts {counted} users and has {num_users}"
+            if times_free[page] + is_cached + (num_users > 0) != 1:
+                yield f"page {page} is {times_free[page]} times free, {is_cached} cached, {num_users} used"
             if times_free[page] and page in nodes:
                 yield f"page {page} is free and registered"
             if is_cached and page not in nodes:

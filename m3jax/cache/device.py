@@ -131,6 +131,7 @@ class Cache:
     def places(self, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Places:
         """Return the page and the offset to which each token of a call is written; padding is written nowhere."""
         is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
+        # Padding may have any position: it is clipped to some block, whose page is then not taken.
         block = jnp.clip(positions // self.page_size, 0, self.table.shape[1] - 1)
         page = jnp.take_along_axis(self.table, block, axis=1)  # [B T]
         fits = is_token & (positions < self.max_length)

@@ -105,7 +105,7 @@ class StackCache(ReadByViews):
         layer, places = call.layer, call.places
         ones = jnp.ones_like(self.scales.k[layer])  # [K]; only float8 is scaled
         k_scale, v_scale = (self.scales.k[layer], self.scales.v[layer]) if self.k.dtype == FLOAT8 else (ones, ones)
-        index, index_scale = None, ones
+        index, index_scale = None, ones  # index keys have one head; the kernel reads its scale from the first place
         if self.index_k is not None:
             index = self.index_view(layer, places, dtype)
             index_scale = ones * self.scales.index_k[layer] if self.index_k.dtype == FLOAT8 else ones
@@ -113,7 +113,7 @@ class StackCache(ReadByViews):
             projections, norms, cos, sin, self.view(layer, places, dtype), index, call.positions, call.lengths,
             eps=eps, scales=jnp.stack([k_scale, v_scale, index_scale]), backend=backend,
         )  # fmt: skip
-        return Heads(q, None, None, index_q, None), self.replace(k=k, v=v, index_k=index_k)
+        return Heads(q=q, index_q=index_q), self.replace(k=k, v=v, index_k=index_k)
 
     def view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> Paged:
         """Return a view of one layer's keys and values, read in `dtype`."""
@@ -144,7 +144,7 @@ class StackCache(ReadByViews):
 
     def write_pages(self, pages: Int[Array, " C"], contents: tuple[Array, Array, Array | None]) -> "StackCache":
         """Put back what `read_pages` gave; a page outside the pool is dropped."""
-        pages = jnp.where(pages >= 0, pages, self.num_pages)
+        pages = jnp.where(pages >= 0, pages, self.num_pages)  # -1 would be the last page; behind the end it is dropped
         k, v, index_k = contents
         k, v = self.k.at[:, pages].set(k, mode="drop"), self.v.at[:, pages].set(v, mode="drop")
         if self.index_k is not None:

@@ -78,6 +78,7 @@ class AfterFirst:
         """Return True for tokens whose page this device holds, and False for the first token of a row."""
         slots = first + jnp.arange(count, dtype=jnp.int32)
         is_held = self.pages.present(0, self.pages.num_blocks)  # [B pages]
+        # Slot 0 has no feature before it, and so no key.
         return is_held[:, slots // self.pages.block_size] & (slots > 0)
 
     def of_row(self, row, multiple=1):
@@ -128,6 +129,7 @@ class DraftedCache(Cache):
 
     def edge(self, slots: Int[Array, " B"]) -> Float[Array, "B D"]:
         """Return the feature of the last token of the page before the one that holds each row's slot."""
+        # In a row's first page there is no page before: what is read for it belongs to slot 0, which no query sees.
         block = jnp.clip(slots // self.page_size - 1, 0, self.table.shape[1] - 1)
         page = jnp.take_along_axis(self.table, block[:, None], axis=1)[:, 0]
         return self.edges[jnp.clip(page, 0, self.num_pages - 1)]

@@ -7,9 +7,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from m3jax import ops
+from m3jax.arrays import without_checks
 from m3jax.cache.storage import Places
-from m3jax.msa import SelectionRules, contiguous, contiguous_index
+from m3jax.msa import SelectionRules
+from m3jax.msa.views import Contiguous, ContiguousIndex
 from m3jax.ops import Heads
+
+# A model's arrays are checked where it is called, not again in each layer.
+_attend_selected, _attend_all = without_checks(ops.attend_selected), without_checks(ops.attend_all)
 
 
 @struct.dataclass
@@ -96,7 +101,7 @@ class ReadByViews:
     def attend_selected(self, call, q, blocks):
         """Attend to the selected blocks; the pages stay as they are."""
         view = self.view(call.layer, call.places, q.dtype)
-        out, _ = ops.attend_selected(
+        out, _ = _attend_selected(
             q, view, blocks, call.positions, call.lengths, schedule=call.schedule, backend=call.backend
         )
         return out, self
@@ -104,7 +109,7 @@ class ReadByViews:
     def attend_all(self, call, q):
         """Attend to every block; the pages stay as they are."""
         view = self.view(call.layer, call.places, q.dtype)
-        out, _ = ops.attend_all(q, view, call.positions, call.lengths, schedule=call.schedule, backend=call.backend)
+        out, _ = _attend_all(q, view, call.positions, call.lengths, schedule=call.schedule, backend=call.backend)
         return out, self
 
 
@@ -117,7 +122,7 @@ class CallPages(ReadByViews):
 
     def write(self, call, k, v, index_k):
         """Return pages that hold the layer's keys and values; nothing was there before."""
-        return self.replace(heads=Heads(None, k, v, None, index_k))
+        return self.replace(heads=Heads(k=k, v=v, index_k=index_k))
 
     def insert_backend(self, call, q, rotated, dtype):
         """Return "xla": there are no pages for a kernel to write into."""
@@ -125,12 +130,13 @@ class CallPages(ReadByViews):
 
     def view(self, layer, places, dtype):
         """Return a view of the keys and values just written."""
-        return contiguous(self.heads.k, self.heads.v, self.block_size)
+        return Contiguous.of_tokens(self.heads.k, self.heads.v, self.block_size)
 
     def index_view(self, layer, places, dtype):
         """Return a view of the index keys just written."""
-        return contiguous_index(self.heads.index_k, self.block_size)
+        return ContiguousIndex.of_tokens(self.heads.index_k, self.block_size)
 
     def after_layer(self):
         """Return empty pages: the next layer writes its own keys."""
+        # A scan's carry: pages that still held keys would be arrays of another structure than those it began with.
         return self.replace(heads=None)

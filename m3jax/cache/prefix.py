@@ -82,6 +82,7 @@ class PrefixIndex:
 
     def evict(self) -> int:
         """Forget the page that has been unused for longest, and return it."""
+        # Released pages were added from the end of a chain to its beginning, so none goes before those behind it.
         page, node = self.unused.popitem(last=False)
         del self.nodes[page], node.parent.children[node.tokens]
         return page

@@ -49,6 +49,7 @@ class Places:
 
     def on_this_device(self, device_axes: tuple[str, ...], num_pages: int) -> "Places":
         """Return places with page ids counted from this device's first page, inside `shard_map`; others lie outside."""
+        # What other devices hold is then below 0 or beyond the last page, and so is no page here.
         first_page = jax.lax.axis_index(device_axes) * num_pages
         return self.replace(table=self.table - first_page, page=self.page - first_page, device_axes=device_axes)
 
@@ -64,6 +65,7 @@ class Scales:
 
 def held_page(places: Places, num_pages: int) -> Int[Array, "B T"]:
     """Return the page that each token is written to; `num_pages`, where a write is dropped, if it is not held here."""
+    # "drop" leaves out what lies behind the end of an array, but -1 would be its last page (T9).
     is_held = (places.page >= 0) & (places.page < num_pages)
     return jnp.where(is_held, places.page, num_pages)
 
@@ -72,7 +74,7 @@ def stored(x: Float[Array, "..."], dtype: DTypeLike, scale: Float[Array, "..."])
     """Return new numbers as they are stored; float8 is scaled, and clipped so that nothing overflows into NaN."""
     if dtype != FLOAT8:
         return x.astype(dtype)
-    largest = float(jnp.finfo(dtype).max)
+    largest = float(jnp.finfo(dtype).max)  # float8_e4m3fn has no infinity: what overflows would be NaN
     return jnp.clip(x.astype(scale.dtype) / scale, -largest, largest).astype(dtype)
 
 

@@ -269,8 +269,8 @@ def _fill(
     config = draft.config
 
     def set_parameter(name: str, value: Shaped[np.ndarray, "..."]) -> None:
-        place = lambda leaf: jax.device_put(np.ascontiguousarray(value).astype(leaf.dtype), leaf.sharding)
-        setattr(draft, name, jax.tree.map(place, getattr(draft, name)))
+        put = lambda leaf: jax.device_put(np.ascontiguousarray(value).astype(leaf.dtype), leaf.sharding)
+        setattr(draft, name, jax.tree.map(put, getattr(draft, name)))
 
     split_sizes = {
         "(a e)": dict(a=len(config.taps)),

@@ -215,8 +215,8 @@ class _Parameter:
                 piece = cut(source.weight.name, target, weight, scale, piece_box, self.dtype)
                 if not_finite is not None and (broken := np.count_nonzero(~is_finite(target, piece))):
                     not_finite[source.part.name] += int(broken)
-                place = tuple(i - start for i, (start, _) in zip(target.index, stack_box, strict=True))
-                buffer.write(place, piece, target.perm)
+                index = tuple(i - start for i, (start, _) in zip(target.index, stack_box, strict=True))
+                buffer.write(index, piece, target.perm)
                 sent_bytes = piece.size * weight.itemsize
                 advance(sent_bytes)
                 for device in buffer.devices:
@@ -232,11 +232,11 @@ class _HostBuffer:
         self.box, self.devices = box, devices
         self._array = np.empty([stop - start for start, stop in box], dtype)
 
-    def write(self, place: tuple[int, ...], piece: Shaped[np.ndarray, "..."], perm: tuple[int, ...]) -> None:
+    def write(self, index: tuple[int, ...], piece: Shaped[np.ndarray, "..."], perm: tuple[int, ...]) -> None:
         """Write a piece with the hub's axes, turned to the parameter's, at its place in the stack."""
         turned = piece.transpose(perm)  # of q_proj, from [N H D]: [D N H]
-        if place:
-            self._array[place] = turned
+        if index:
+            self._array[index] = turned
         else:
             self._array = turned  # the whole shard: no need for a copy
 
@@ -253,9 +253,9 @@ class _DeviceBuffer:
         shape = [stop - start for start, stop in box]
         self._arrays = [jnp.zeros(shape, dtype, device=device) for device in devices]
 
-    def write(self, place: tuple[int, ...], piece: Shaped[np.ndarray, "..."], perm: tuple[int, ...]) -> None:
+    def write(self, index: tuple[int, ...], piece: Shaped[np.ndarray, "..."], perm: tuple[int, ...]) -> None:
         """Send a piece with the hub's axes to each device, which turns it and writes it at its place in the stack."""
-        start = tuple(map(np.int32, place))
+        start = tuple(map(np.int32, index))
         for i, device in enumerate(self.devices):
             sent = jax.device_put(piece, device, may_alias=False)
             self._arrays[i] = _write_piece(self._arrays[i], sent, start, perm)
@@ -271,12 +271,12 @@ class _DeviceBuffer:
 def _write_piece(
     shard: Shaped[Array, "*shard"],
     piece: Shaped[Array, "*hub_axes"],
-    place: tuple[Int32[Array, ""], ...],
+    index: tuple[Int32[Array, ""], ...],
     perm: tuple[int, ...],
 ) -> Shaped[Array, "*shard"]:
-    """Return the shard with a piece, transposed to the parameter's axes, written at `place` of its stack."""
-    piece = lax.expand_dims(piece.transpose(perm), range(len(place)))  # of an expert, from [F D]: [1 1 D F]
-    return lax.dynamic_update_slice(shard, piece, (*place, *[np.int32(0)] * len(perm)))
+    """Return the shard with a piece, transposed to the parameter's axes, written at `index` of its stack."""
+    piece = lax.expand_dims(piece.transpose(perm), range(len(index)))  # of an expert, from [F D]: [1 1 D F]
+    return lax.dynamic_update_slice(shard, piece, (*index, *[np.int32(0)] * len(perm)))
 
 
 @contextmanager

@@ -233,8 +233,8 @@ def totals(config: M3Config) -> tuple[int, int]:
     layers_of = Counter(zip(config.layer_types, config.mlp_layer_types, strict=True))  # 4 kinds at most
     tables = [(1, _TOP)]
     for (attention, mlp), num_layers in layers_of.items():
-        kind = Stack(0, num_layers, attention, mlp)
-        tables.append((num_layers, _LAYER + (_INDEX if kind.is_sparse else ()) + (_MOE if kind.is_moe else _DENSE)))
+        stack = Stack(0, num_layers, attention, mlp)
+        tables.append((num_layers, _LAYER + (_INDEX if stack.is_sparse else ()) + (_MOE if stack.is_moe else _DENSE)))
     for num_layers, table in tables:
         for hub, param, axes in table:
             copies = num_layers * (config.num_local_experts if "{e}" in hub else 1)

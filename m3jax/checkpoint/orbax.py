@@ -96,15 +96,17 @@ def load_orbax(path: str | Path, mesh: Mesh | None = None) -> m3_model.M3:
     """
     path = Path(path).absolute()
     config, data = read_config(path)
-    place = printable(str(path))
+    shown_path = printable(str(path))
     if not (path / _PARAMETERS).is_dir():
-        raise ValueError(f"{place} has no folder {_PARAMETERS!r}: give one that save_orbax wrote")
+        raise ValueError(f"{shown_path} has no folder {_PARAMETERS!r}: give one that save_orbax wrote")
     dtype = data.get("torch_dtype")
     if dtype not in DTYPES:
-        raise ValueError(f"{place}: torch_dtype = {shown(dtype)} in config.json: give a folder that save_orbax wrote")
+        raise ValueError(
+            f"{shown_path}: torch_dtype = {shown(dtype)} in config.json: give a folder that save_orbax wrote"
+        )
     is_quantized, problems = check_config(data)
     if problems:
-        raise ValueError(f"{place}: {problems[0]}")
+        raise ValueError(f"{shown_path}: {problems[0]}")
     weights = "mxfp8" if is_quantized else "dequantize"
     abstract = m3_model.abstract(config, dtype, mesh, weights)
     shardings = tree.flatten(m3_model.shardings(config, mesh, weights))

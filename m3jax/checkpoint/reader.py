@@ -45,8 +45,8 @@ class CheckpointError(ValueError):
     def __init__(self, folder: str | Path, problems: list[str]):
         self.problems = tuple(problems)
         count = f"{len(problems)} problem" + ("" if len(problems) == 1 else "s")
-        place = shortened(printable(str(folder)), 160)
-        super().__init__(f"cannot load the checkpoint {place}: {count}\n  " + listed(problems, "\n  "))
+        shown_folder = shortened(printable(str(folder)), 160)
+        super().__init__(f"cannot load the checkpoint {shown_folder}: {count}\n  " + listed(problems, "\n  "))
         note_problems(self, problems)
 
 
@@ -129,8 +129,8 @@ def read_folder(path: Path) -> Folder:
         folder.tensors = stored or {}
     else:
         others = sorted(file.name for file in path.glob("*.safetensors"))
-        found = f", only {', '.join(others)}" if others else ""
-        folder.problems.append(f"no weights: neither {INDEX_NAME} nor {SINGLE_NAME} is there{found}")
+        others_found = f", only {', '.join(others)}" if others else ""
+        folder.problems.append(f"no weights: neither {INDEX_NAME} nor {SINGLE_NAME} is there{others_found}")
         folder.all_lost = True
     return folder
 

@@ -240,17 +240,17 @@ def _tidy(folder: Path) -> None:
 def _weights(folder: Path) -> set[str]:
     """Return the names of a folder's files of weights: those with the hub's names, and those that its index lists."""
     is_folder = lambda name: (folder / name).is_dir() and not (folder / name).is_symlink()
-    found = {name for name in os.listdir(folder) if _HUB_WEIGHTS.fullmatch(name) and not is_folder(name)}
+    weight_files = {name for name in os.listdir(folder) if _HUB_WEIGHTS.fullmatch(name) and not is_folder(name)}
     if (folder / INDEX_NAME).is_file():
-        found.add(INDEX_NAME)
+        weight_files.add(INDEX_NAME)
         try:
             listed = read_json(folder / INDEX_NAME, 256 << 20, 4_000_000).get("weight_map")
         except ValueError:
             listed = None  # a broken index names no weights
         names = listed.values() if isinstance(listed, dict) else ()
         in_folder = (name for name in names if isinstance(name, str) and name == os.path.basename(name))
-        found |= {name for name in in_folder if name.endswith(".safetensors") and not is_folder(name)}
-    return found
+        weight_files |= {name for name in in_folder if name.endswith(".safetensors") and not is_folder(name)}
+    return weight_files
 
 
 def _holds(file: Path, data: bytes) -> bool:

@@ -34,11 +34,11 @@ class Stored(NamedTuple):
     ranks: list[Shaped[np.ndarray, "..."]]
 
 
-def read_dump(place: Path) -> dict[str, Stored]:
+def read_dump(source: Path) -> dict[str, Stored]:
     """Return all arrays of a dump by name; large files are mapped, not read.
 
     Args:
-      place: a safetensors or npz file, or a folder of them. Files called rank0, rank1, ... (or tp0, ...) hold the
+      source: a safetensors or npz file, or a folder of them. Files called rank0, rank1, ... (or tp0, ...) hold the
         ranks' parts of the arrays of one name.
 
     Raises:
@@ -46,13 +46,13 @@ def read_dump(place: Path) -> dict[str, Stored]:
         that stands in several files which are not called by ranks.
       OSError: a file that cannot be read.
     """
-    where = printable(str(place))
-    if place.is_dir():
-        files = sorted(path for path in place.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    where = printable(str(source))
+    if source.is_dir():
+        files = sorted(path for path in source.iterdir() if path.suffix in _SUFFIXES and path.is_file())
         if not files:
             raise ValueError(f"{where}: an empty dump, no .safetensors and no .npz file in this folder")
-    elif place.is_file():
-        files = [place]
+    elif source.is_file():
+        files = [source]
     else:
         raise ValueError(f"{where}: there is no such file or folder")
     pieces: dict[str, list[tuple[Path, np.ndarray]]] = {}
@@ -61,22 +61,22 @@ def read_dump(place: Path) -> dict[str, Stored]:
             pieces.setdefault(name, []).append((file, array))
     if not pieces:
         raise ValueError(f"{where}: an empty dump, without a single array")
-    return {name: Stored(found[0][0], _by_rank(name, found)) for name, found in pieces.items()}
+    return {name: Stored(parts[0][0], _by_rank(name, parts)) for name, parts in pieces.items()}
 
 
-def _by_rank(name: str, found: list[tuple[Path, np.ndarray]]) -> list[np.ndarray]:
+def _by_rank(name: str, pieces: list[tuple[Path, np.ndarray]]) -> list[np.ndarray]:
     """Return the arrays of one name in the order of the ranks that their files' names give."""
-    if len(found) == 1:
-        return [found[0][1]]
+    if len(pieces) == 1:
+        return [pieces[0][1]]
     ranks = {}
-    for file, array in found:
+    for file, array in pieces:
         match = _RANK.search(file.stem)
         if match is None or int(match[1]) in ranks:
-            files = " and ".join(printable(file.name) for file, _ in found[:2])
+            files = " and ".join(printable(file.name) for file, _ in pieces[:2])
             raise ValueError(f"{files} both have {shown(name)}; call the files of ranks rank0, rank1, ...")
         ranks[int(match[1])] = array
     if sorted(ranks) != [*range(len(ranks))]:
-        folder = printable(str(found[0][0].parent))
+        folder = printable(str(pieces[0][0].parent))
         raise ValueError(f"{folder}: {shown(name)} is there for ranks {sorted(ranks)}, not for every one from 0 on")
     return [array for _, array in sorted(ranks.items())]
 

@@ -13,29 +13,29 @@ Tensor = Shaped[np.ndarray, "..."]
 _MOST_STEP = 16  # the most tokens of one decode step
 
 
-def hint(pair: Pair, found: Quantity) -> str | None:
+def hint(pair: Pair, differing: Quantity) -> str | None:
     """Return the first known mistake that explains a quantity's difference, in one sentence; None if none does.
 
     Args:
       pair: the two sides.
-      found: a quantity of both that differs.
+      differing: a quantity of both that differs.
     """
-    one, other, tokens = pair.arrays(found.name)
-    if found.kind == "blocks":
-        guesses = _of_blocks(pair, found, one, other)
-    elif found.kind == "expert_ids":
-        guesses = _of_sets(one, other, "experts")
+    expected, actual, tokens = pair.arrays(differing.name)
+    if differing.kind == "blocks":
+        guesses = _of_blocks(pair, differing, expected, actual)
+    elif differing.kind == "expert_ids":
+        guesses = _of_sets(expected, actual, "experts")
     else:
-        guesses = _of_numbers(pair, found, one, other, tokens)
+        guesses = _of_numbers(pair, differing, expected, actual, tokens)
     return next(guesses, None)
 
 
-def _of_sets(one: Int[np.ndarray, "X ... J"], other: Int[np.ndarray, "X ... J"], things: str) -> Iterator[str]:
+def _of_sets(expected: Int[np.ndarray, "X ... J"], actual: Int[np.ndarray, "X ... J"], things: str) -> Iterator[str]:
     """Yield the mistakes that any selection, of blocks or of experts, can show."""
-    ordered = np.sort(other, axis=-1)
+    ordered = np.sort(actual, axis=-1)
     if repeated := int(np.any((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0), axis=-1).sum()):
         yield f"{repeated} selections have an id twice (T4)"
-    valid, wanted = (other >= 0).sum(-1), (one >= 0).sum(-1)
+    valid, wanted = (actual >= 0).sum(-1), (expected >= 0).sum(-1)
     if (valid > wanted).any():
         yield f"{(valid > wanted).sum()} selections have more {things} than the reference's (T3)"
     if (valid < wanted).any():
@@ -43,23 +43,27 @@ def _of_sets(one: Int[np.ndarray, "X ... J"], other: Int[np.ndarray, "X ... J"],
 
 
 def _of_blocks(
-    pair: Pair, found: Quantity, one: Int[np.ndarray, "X K J"], other: Int[np.ndarray, "X K J"]
+    pair: Pair, differing: Quantity, expected: Int[np.ndarray, "X K J"], actual: Int[np.ndarray, "X K J"]
 ) -> Iterator[str]:
     """Yield the mistakes that a selection of blocks can show."""
-    if any(not other_sets(one, turned).any() for turned in misread(other, pair.places[:, 0])):
+    if any(not other_sets(expected, turned).any() for turned in misread(actual, pair.places[:, 0])):
         yield "the axes of heads and tokens are taken for each other (T7)"
-    for layer in (found.layer - 1, found.layer + 1):
+    for layer in (differing.layer - 1, differing.layer + 1):
         name = f"layers.{layer}.blocks"
-        if pair.has(name) and not other_sets(pair.arrays(name)[0], other).any():
+        if pair.has(name) and not other_sets(pair.arrays(name)[0], actual).any():
             yield f"the selection of layer {layer} (T25)"
-    is_shared = other.shape[1] > 1 and not other_sets(other, np.broadcast_to(other[:, :1], other.shape)).any()
-    if is_shared and other_sets(one, np.broadcast_to(one[:, :1], one.shape)).any():
+    is_shared = actual.shape[1] > 1 and not other_sets(actual, np.broadcast_to(actual[:, :1], actual.shape)).any()
+    if is_shared and other_sets(expected, np.broadcast_to(expected[:, :1], expected.shape)).any():
         yield "every KV head has the same selection (T1)"
     for step in range(_MOST_STEP, 1, -1):
-        first = np.arange(len(other)) - pair.places[:, 1] % step  # the first token of each token's group
-        if (first >= 0).all() and not other_sets(other, other[first]).any() and other_sets(one, one[first]).any():
+        first = np.arange(len(actual)) - pair.places[:, 1] % step  # the first token of each token's group
+        if (
+            (first >= 0).all()
+            and not other_sets(actual, actual[first]).any()
+            and other_sets(expected, expected[first]).any()
+        ):
             yield f"every {step} tokens share the selection of the first of them (T19)"
-    yield from _of_sets(one, other, "blocks")
+    yield from _of_sets(expected, actual, "blocks")
 
 
 def misread(blocks: Int[np.ndarray, "X K J"], prompts: Int[np.ndarray, " X"]) -> list[Int[np.ndarray, "X K J"]]:
@@ -85,36 +89,36 @@ def misread(blocks: Int[np.ndarray, "X K J"], prompts: Int[np.ndarray, " X"]) ->
 
 
 def _of_numbers(
-    pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: Int[np.ndarray, " X"]
+    pair: Pair, differing: Quantity, expected: Tensor, actual: Tensor, tokens: Int[np.ndarray, " X"]
 ) -> Iterator[str]:
     """Yield the mistakes that numbers can show: those of one kind of quantity first, then those of any."""
-    one, other = one.astype(np.float64), other.astype(np.float64)
-    if found.kind == "attention":
-        yield from _of_attention(pair, found, one, other, tokens)
-    if found.kind == "block_scores":
-        yield from _of_scores(pair, found, one, other, tokens)
-    if found.kind == "taps":
-        yield from _of_taps(pair, other, tokens)
-    twin = {"gate": "up", "up": "gate", "k": "v", "v": "k"}.get(found.kind)
-    name = f"layers.{found.layer}.{twin}"
-    if pair.has(name) and are_close(pair.arrays(name)[0], other):
+    expected, actual = expected.astype(np.float64), actual.astype(np.float64)
+    if differing.kind == "attention":
+        yield from _of_attention(pair, differing, expected, actual, tokens)
+    if differing.kind == "block_scores":
+        yield from _of_scores(pair, differing, expected, actual, tokens)
+    if differing.kind == "taps":
+        yield from _of_taps(pair, actual, tokens)
+    twin = {"gate": "up", "up": "gate", "k": "v", "v": "k"}.get(differing.kind)
+    name = f"layers.{differing.layer}.{twin}"
+    if pair.has(name) and are_close(pair.arrays(name)[0], actual):
         yield f"the reference's {twin}: the parts of a fused projection are taken for each other"
-    if (wrong := np.isnan(other) & ~np.isnan(one)).any():
+    if (wrong := np.isnan(actual) & ~np.isnan(expected)).any():
         yield f"{wrong.sum()} numbers are NaN"
-    is_number = np.isfinite(one) & np.isfinite(other)
-    x, y = one[is_number], other[is_number]
+    is_number = np.isfinite(expected) & np.isfinite(actual)
+    x, y = expected[is_number], actual[is_number]
     scale = float(x @ y / (x @ x)) if (x @ x) > 0 else 1.0
     if abs(scale) > 1e-3 and not are_close(x, y) and are_close(scale * x, y):
         yield f"all of it is {scale:.4g} times the reference's"
-    flat = other.reshape(len(other), -1)
-    if (empty := np.flatnonzero(~flat.any(-1) & one.reshape(len(one), -1).any(-1))).size:
-        yield f"0 at {len(empty)} of {len(other)} tokens, the first at {pair.where(tokens[empty[0]])}"
-    if found.kind in ("q", "k", "index_q", "index_k"):
-        lengths = np.linalg.norm(one, axis=-1), np.linalg.norm(other, axis=-1)
+    flat = actual.reshape(len(actual), -1)
+    if (empty := np.flatnonzero(~flat.any(-1) & expected.reshape(len(expected), -1).any(-1))).size:
+        yield f"0 at {len(empty)} of {len(actual)} tokens, the first at {pair.where(tokens[empty[0]])}"
+    if differing.kind in ("q", "k", "index_q", "index_k"):
+        lengths = np.linalg.norm(expected, axis=-1), np.linalg.norm(actual, axis=-1)
         if are_close(*lengths, share=1e-2):
             yield "every vector has its length and another direction: RoPE (pairs, theta, rotated width or positions)"
         # The dims that RoPE does not turn: there only the norm's weight can make a difference of a factor for each dim.
-        rest = (x[..., 0 if pair.config is None else pair.config.rotary_dim :] for x in (one, other))
+        rest = (x[..., 0 if pair.config is None else pair.config.rotary_dim :] for x in (expected, actual))
         x, y = (part.reshape(-1, part.shape[-1]) for part in rest)
         with np.errstate(invalid="ignore", divide="ignore"):
             factors = (x * y).sum(0) / (x * x).sum(0)
@@ -124,30 +128,34 @@ def _of_numbers(
         yield "every number of it is one of float8_e4m3fn, times a power of two at most (T26)"
     same_prompt = pair.places[tokens[1:], 0] == pair.places[tokens[:-1], 0]
     if same_prompt.any():
-        if are_close(one[:-1][same_prompt], other[1:][same_prompt]):
+        if are_close(expected[:-1][same_prompt], actual[1:][same_prompt]):
             yield "each token has what the one before it should have: off by one"
-        if are_close(one[1:][same_prompt], other[:-1][same_prompt]):
+        if are_close(expected[1:][same_prompt], actual[:-1][same_prompt]):
             yield "each token has what the one after it should have: off by one"
 
 
-def _of_scores(pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: Int[np.ndarray, " X"]) -> Iterator[str]:
+def _of_scores(
+    pair: Pair, differing: Quantity, expected: Tensor, actual: Tensor, tokens: Int[np.ndarray, " X"]
+) -> Iterator[str]:
     """Yield the mistakes that explain block scores: missing or rounded index keys, or another mask."""
     with np.errstate(invalid="ignore"):
-        is_other = (one != other) & ~(np.abs(one - other) <= 1e-3 * np.abs(one) + 1e-6)
-    is_seen = ~np.isneginf(one)
-    empty = [m for m in range(one.shape[-1]) if is_seen[..., m].any() and not other[..., m][is_seen[..., m]].any()]
+        is_other = (expected != actual) & ~(np.abs(expected - actual) <= 1e-3 * np.abs(expected) + 1e-6)
+    is_seen = ~np.isneginf(expected)
+    empty = [
+        m for m in range(expected.shape[-1]) if is_seen[..., m].any() and not actual[..., m][is_seen[..., m]].any()
+    ]
     if empty:
         yield f"the score is 0 for every query in {_listed(empty)}: no index keys are there (T16)"
     if pair.config is not None:
-        own = pair.places[tokens, 1] // pair.config.index_block_size
+        own_block = pair.places[tokens, 1] // pair.config.index_block_size
         # A query sees a part of its own block alone, so only there can a missing mask let later tokens in.
-        is_own = np.arange(one.shape[-1]) == own[:, None, None]
+        is_own = np.arange(expected.shape[-1]) == own_block[:, None, None]
         if is_other.any() and not (is_other & ~is_own).any():
             yield "only queries' own blocks score otherwise: tokens behind the query speak in them (T2)"
-    scores = pair.scores_of(pair.b, found.layer, in_float8=True)
+    scores = pair.scores_of(pair.b, differing.layer, in_float8=True)
     if scores is not None:
-        mine = scores[pair.index[tokens, 1]][..., : one.shape[-1]]
-        if mine.shape == one.shape and are_close(mine[is_seen], other[is_seen]):
+        mine = scores[pair.index[tokens, 1]][..., : expected.shape[-1]]
+        if mine.shape == expected.shape and are_close(mine[is_seen], actual[is_seen]):
             yield "scores of index keys in float8_e4m3fn (T26)"
 
 
@@ -159,28 +167,28 @@ def _listed(blocks: list[int]) -> str:
 
 
 def _of_attention(
-    pair: Pair, found: Quantity, one: Tensor, other: Tensor, tokens: Int[np.ndarray, " X"]
+    pair: Pair, differing: Quantity, expected: Tensor, actual: Tensor, tokens: Int[np.ndarray, " X"]
 ) -> Iterator[str]:
     """Yield the sets of keys that explain an attention output, each recomputed from the side's own q, k and v."""
-    rows = pair.index[tokens, 1]
-    everything = pair.attention_of(pair.b, found.layer, None)
-    if everything is not None and not are_close(everything[rows], one) and are_close(everything[rows], other):
+    theirs = pair.index[tokens, 1]
+    everything = pair.attention_of(pair.b, differing.layer, None)
+    if everything is not None and not are_close(everything[theirs], expected) and are_close(everything[theirs], actual):
         yield "dense attention over all keys: no block was left out (T18)"
-    blocks = pair.b.values.get(f"layers.{found.layer}.blocks")
+    blocks = pair.b.values.get(f"layers.{differing.layer}.blocks")
     for turned in [] if blocks is None else misread(blocks.array, pair.b.places[:, 0]):
-        guess = pair.attention_of(pair.b, found.layer, turned)
-        if guess is not None and are_close(guess[rows], other):
+        guess = pair.attention_of(pair.b, differing.layer, turned)
+        if guess is not None and are_close(guess[theirs], actual):
             yield "attention over the chosen blocks with the axes of heads and tokens taken for each other (T7)"
     if pair.config is not None:
-        error = np.linalg.norm((other - one).reshape(len(one), -1), axis=-1)
-        is_wrong = error > 1e-3 * np.linalg.norm(one.reshape(len(one), -1), axis=-1)
+        error = np.linalg.norm((actual - expected).reshape(len(expected), -1), axis=-1)
+        is_wrong = error > 1e-3 * np.linalg.norm(expected.reshape(len(expected), -1), axis=-1)
         # The last token of a block sees all of it, so a missing mask within the block makes no difference there.
         is_last = (pair.places[tokens, 1] + 1) % pair.config.index_block_size == 0
         if is_wrong.any() and is_last.any() and not is_wrong[is_last].any():
             yield "no mask behind a row's last token (T10): tokens that end a block agree, others do not"
 
 
-def _of_taps(pair: Pair, other: Tensor, tokens: Int[np.ndarray, " X"]) -> Iterator[str]:
+def _of_taps(pair: Pair, actual: Tensor, tokens: Int[np.ndarray, " X"]) -> Iterator[str]:
     """Yield a sentence that names the layers whose outputs the taps are, where they are not the reference's."""
     streams = {0: pair.a.values.get("embedding")}
     layers = [int(name.split(".")[1]) for name in pair.a.values if name.endswith(".output")]
@@ -188,7 +196,7 @@ def _of_taps(pair: Pair, other: Tensor, tokens: Int[np.ndarray, " X"]) -> Iterat
     rows = pair.index[tokens, 0]
     expected = pair.a.values["taps"].array[rows]
     names = []
-    for taps in (expected, other):
+    for taps in (expected, actual):
         near = lambda tap: [
             n for n, value in streams.items() if value is not None and are_close(value.array[rows], tap)
         ]

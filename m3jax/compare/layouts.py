@@ -46,33 +46,34 @@ class Layout(NamedTuple):
 
 
 def aligned(
-    found: Quantity, ranks: list[Tensor], rows: Rows, sizes: Mapping[str, int], axes: str | None = None
+    wanted: Quantity, ranks: list[Tensor], dumped: Rows, sizes: Mapping[str, int], axes: str | None = None
 ) -> Tensor:
     """Return an array with its axes in its quantity's order, and without padding.
 
     Args:
-      found: the quantity that the array holds.
+      wanted: the quantity that the array holds.
       ranks: as each rank has it, whole or a slice.
-      rows: the tokens of the array.
+      dumped: the tokens of the array.
       sizes: of the letters that are known.
       axes: the array's axes, where they are known; else the first layout that fits is taken, tokens before heads.
 
     Raises:
       ValueError: no layout fits, or ranks that all have the whole have different numbers.
     """
-    spelled = [tuple(axes.split())] if axes else [*layouts(found.axes)]
+    spelled = [tuple(axes.split())] if axes else [*layouts(wanted.axes)]
     # An engine may pad rows further than the longest prompt; layouts without such padding are tried first.
-    for most, spelling in itertools.product((rows.is_token.shape[1], None), spelled):
-        if (layout := _fit(spelling, ranks, rows, sizes, most)) is not None:
-            return _in_order(found, _joined(found, ranks, layout, sizes), layout, rows, sizes)
+    for most, spelling in itertools.product((dumped.is_token.shape[1], None), spelled):
+        if (layout := _fit(spelling, ranks, dumped, sizes, most)) is not None:
+            return _in_order(wanted, _joined(wanted, ranks, layout, sizes), layout, dumped, sizes)
     shape = "" if len(ranks) == 1 else f" on each of {len(ranks)} ranks"
-    known = {letter: size for letter, size in sizes.items() if any(letter in axis for axis in found.axes)}
-    count, longest = len(rows.is_token), rows.is_token.shape[1]
+    known = {letter: size for letter, size in sizes.items() if any(letter in axis for axis in wanted.axes)}
+    count, longest = len(dumped.is_token), dumped.is_token.shape[1]
     need = ", ".join(f"{letter} = {size}" for letter, size in known.items())
-    hint = "" if known or len(found.axes) < 3 else "; --config FOLDER says the model's sizes"
+    hint = "" if known or len(wanted.axes) < 3 else "; --config FOLDER says the model's sizes"
+    axes = " ".join(wanted.axes)
     raise ValueError(
-        f"{found.name} has shape {list(ranks[0].shape)}{shape}, which cannot be aligned with [{' '.join(found.axes)}] "
-        f"for X = {len(rows.places)} tokens of {count} prompts of up to {longest}{f', {need}' if need else ''}{hint}"
+        f"{wanted.name} has shape {list(ranks[0].shape)}{shape}, which cannot be aligned with [{axes}] "
+        f"for X = {len(dumped.places)} tokens of {count} prompts of up to {longest}{f', {need}' if need else ''}{hint}"
     )
 
 
@@ -95,35 +96,35 @@ def layouts(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _fit(
-    spelling: tuple[str, ...], ranks: list[Tensor], rows: Rows, sizes: Mapping[str, int], most: int | None
+    spelling: tuple[str, ...], ranks: list[Tensor], dumped: Rows, sizes: Mapping[str, int], most: int | None
 ) -> Layout | None:
     """Return a layout of this spelling that has the array's shape: whole on each rank, else with one letter divided.
 
     Args:
-      spelling, ranks, rows, sizes: as in `aligned` and `Layout`.
+      spelling, ranks, dumped, sizes: as in `aligned` and `Layout`.
       most: the greatest length of a padded row; None for any length.
     """
     shape = ranks[0].shape
     if len(spelling) != len(shape) or any(array.shape != shape for array in ranks):
         return None
-    if _is_shape(shape, spelling, rows, sizes, most):
+    if _is_shape(shape, spelling, dumped, sizes, most):
         return Layout(spelling)
     letters = {letter for axis in spelling for letter in axis.split("*")} - {"B", "T", "X", "1", *_FREE}
     for letter in sorted(letters & sizes.keys()):
         # With more ranks than KV heads, neighbouring ranks hold copies of the same head.
         parts = min(len(ranks), sizes[letter]) if letter == "K" else len(ranks)
         can_divide = parts > 1 and sizes[letter] % parts == 0 and len(ranks) % parts == 0
-        if can_divide and _is_shape(shape, spelling, rows, {**sizes, letter: sizes[letter] // parts}, most):
+        if can_divide and _is_shape(shape, spelling, dumped, {**sizes, letter: sizes[letter] // parts}, most):
             return Layout(spelling, parts, letter)
     return None
 
 
 def _is_shape(
-    shape: tuple[int, ...], spelling: tuple[str, ...], rows: Rows, sizes: Mapping[str, int], most: int | None
+    shape: tuple[int, ...], spelling: tuple[str, ...], dumped: Rows, sizes: Mapping[str, int], most: int | None
 ) -> bool:
     """True if an array of this shape can have the axes of this spelling."""
-    prompts, longest = rows.is_token.shape
-    known = {**sizes, "B": prompts, "X": len(rows.places), "1": 1}
+    prompts, longest = dumped.is_token.shape
+    known = {**sizes, "B": prompts, "X": len(dumped.places), "1": 1}
     for axis, size in zip(spelling, shape, strict=True):
         letters = axis.split("*")
         if "T" in letters:
@@ -140,30 +141,32 @@ def _is_shape(
     return True
 
 
-def _joined(found: Quantity, ranks: list[Tensor], layout: Layout, sizes: Mapping[str, int]) -> Tensor:
+def _joined(wanted: Quantity, ranks: list[Tensor], layout: Layout, sizes: Mapping[str, int]) -> Tensor:
     """Return the whole array, joined from the ranks' slices; copies on several ranks are taken once."""
     if layout.divided is None:
         other = [rank for rank, array in enumerate(ranks) if not _same(ranks[0], array)]
         if other:
-            raise ValueError(f"{found.name}: ranks 0 and {other[0]} both have all of it, and other numbers")
+            raise ValueError(f"{wanted.name}: ranks 0 and {other[0]} both have all of it, and other numbers")
         return ranks[0]
     axis = next(i for i, name in enumerate(layout.axes) if layout.divided in name.split("*"))
-    copies = len(ranks) // layout.parts
+    copies = len(ranks) // layout.parts  # neighbouring ranks that hold the same KV head
     return np.concatenate([np.asarray(array) for array in ranks[::copies]], axis=axis)
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
-    return np.ascontiguousarray(left).tobytes() == np.ascontiguousarray(right).tobytes()
+def _same(first: Tensor, second: Tensor) -> bool:
+    # Bytes, not numbers: NaN equals itself, and -0 is not 0.
+    return np.ascontiguousarray(first).tobytes() == np.ascontiguousarray(second).tobytes()
 
 
-def _in_order(found: Quantity, array: Tensor, layout: Layout, rows: Rows, sizes: Mapping[str, int]) -> Tensor:
+def _in_order(wanted: Quantity, array: Tensor, layout: Layout, dumped: Rows, sizes: Mapping[str, int]) -> Tensor:
     """Return an array with the quantity's axes [X ...] instead of the layout's."""
-    prompts = len(rows.is_token)
+    prompts = len(dumped.is_token)
     known = {**sizes, "B": prompts, "1": 1}
     shape, letters = [], []
     for axis, size in zip(layout.axes, array.shape, strict=True):
         parts = axis.split("*")
         unknown = [letter for letter in parts if len(parts) > 1 and (letter in _FREE or letter == "T")]
+        # The one unknown size of a merged axis is what the known ones leave of it.
         rest = prod(known[letter] for letter in parts if letter not in unknown) if len(parts) > 1 else 1
         shape += [size // rest if letter in unknown or len(parts) == 1 else known[letter] for letter in parts]
         letters += parts
@@ -173,26 +176,27 @@ def _in_order(found: Quantity, array: Tensor, layout: Layout, rows: Rows, sizes:
     letters = [letter for letter in letters if letter != "1"]
     is_padded = "B" in letters
     front = ["B", "T"] if is_padded else ["X"]
-    array = np.transpose(array, [letters.index(letter) for letter in (*front, *found.axes[1:])])
+    array = np.transpose(array, [letters.index(letter) for letter in (*front, *wanted.axes[1:])])
     if not is_padded:
         return array
-    width = rows.is_token.shape[1]
-    return array[:, :width][rows.is_token]  # [B T ...] -> [X ...]
+    width = dumped.is_token.shape[1]
+    return array[:, :width][dumped.is_token]  # [B T ...] -> [X ...]
 
 
-def cut(found: list[Quantity], ranks: list[Tensor], sizes: Mapping[str, int]) -> dict[str, list[Tensor]] | None:
+def cut(wanted: list[Quantity], ranks: list[Tensor], sizes: Mapping[str, int]) -> dict[str, list[Tensor]] | None:
     """Return the parts of a fused projection for each rank; None if their widths do not add up to its last axis.
 
     Args:
-      found: the parts in their order.
+      wanted: the parts in their order.
       ranks: as each rank has the projection.
       sizes: of all letters of the parts.
     """
     count = len(ranks)
+    # Heads and hidden widths are divided over the ranks; with fewer KV heads than ranks each has one whole head.
     share = lambda letter: max(sizes[letter] // count, 1) if letter in "NKW" else sizes[letter]
-    widths = [prod(share(letter) for letter in part.axes[1:]) for part in found]
+    widths = [prod(share(letter) for letter in part.axes[1:]) for part in wanted]
     if sum(widths) != ranks[0].shape[-1]:
         return None
     ends = np.cumsum(widths)[:-1]
     pieces = [np.split(array, ends, axis=-1) for array in ranks]
-    return {part.name: [piece[i] for piece in pieces] for i, part in enumerate(found)}
+    return {part.name: [piece[i] for piece in pieces] for i, part in enumerate(wanted)}

@@ -33,10 +33,10 @@ def run_m3jax(label: str, folder: str, prompts: Sequence[Sequence[int]], dtype: 
       prompts: token ids.
       dtype, mesh: as in `m3jax.load`.
     """
-    place = Path(folder) if folder else embedded_path()
-    config = M3Config.from_pretrained(place)
+    checkpoint = Path(folder) if folder else embedded_path()
+    config = M3Config.from_pretrained(checkpoint)
     tokens, lengths = _padded(prompts, config)
-    model = load(place, dtype, mesh)
+    model = load(checkpoint, dtype, mesh)
     values = model.intermediates(jnp.asarray(tokens), lengths=jnp.asarray(lengths))
     outputs = {name: value for name, value in values.items() if name != "layers"}
     for index, (layer, between) in enumerate(zip(values["layers"], _between(model, values["layers"]), strict=True)):
@@ -60,20 +60,22 @@ def _between_in(model: M3, index: int, values: dict[str, Array]) -> dict[str, Ar
     if attention.is_sparse:
         heads["index_q"] = attention.index_q_proj, attention.index_q_norm
         heads["index_k"] = attention.index_k_proj, attention.index_k_norm
-    found: dict[str, Array] = {}
+    quantities: dict[str, Array] = {}
     for name, (weight, norm) in heads.items():
         projected = project("btd,d...h->bt...h", x, weight[0])
-        found[f"{name}_proj"] = projected.astype(dtype)
-        found[f"{name}_normed"] = gemma_norm(projected, norm[0], eps).astype(dtype)
+        quantities[f"{name}_proj"] = projected.astype(dtype)
+        quantities[f"{name}_normed"] = gemma_norm(projected, norm[0], eps).astype(dtype)
     x = values["ffn_norm"]
     mlp = layer.mlp if isinstance(layer.mlp, MLP) else layer.mlp.shared_experts
-    found["gate"], found["up"] = (project("btd,df->btf", x, weight[0]) for weight in (mlp.gate_proj, mlp.up_proj))
+    quantities["gate"], quantities["up"] = (
+        project("btd,df->btf", x, weight[0]) for weight in (mlp.gate_proj, mlp.up_proj)
+    )
     if not isinstance(layer.mlp, MLP):
-        found["router_logits"] = einsum(
+        quantities["router_logits"] = einsum(
             "btd,de->bte", x.astype(jnp.promote_types(dtype, jnp.float32)), layer.mlp.gate[0]
         )
-        found["router_scores"] = jax.nn.sigmoid(found["router_logits"]) + layer.mlp.e_score_correction_bias[0]
-    return found
+        quantities["router_scores"] = jax.nn.sigmoid(quantities["router_logits"]) + layer.mlp.e_score_correction_bias[0]
+    return quantities
 
 
 def run_transformers(label: str, folder: str, prompts: Sequence[Sequence[int]], dtype: str) -> Source:

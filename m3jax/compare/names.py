@@ -92,42 +92,47 @@ _OWN_AXES = {"block_scores": "B K T M", "blocks": "B K T J"}
 _LAYER = re.compile(r"layers\.(\d{1,5})(?=\.|$)")
 
 
-def meanings(names: Sequence[str], own: Mapping[str, Meaning | None] | None = None) -> dict[str, Meaning]:
+def meanings(names: Sequence[str], user_map: Mapping[str, Meaning | None] | None = None) -> dict[str, Meaning]:
     """Return the meaning of each name of a dump: by the user's map, else by the table that knows most of the names.
 
     Args:
       names: of a dump's arrays.
-      own: as `read_map` gives it.
+      user_map: as `read_map` gives it.
 
     Returns:
       Meanings by name; a name that neither the map nor the table knows is left out.
     """
     by_table = [_by_table(names, engine) for engine in TABLES]
-    found = max(by_table, key=len)  # the first of equal counts
+    by_name = max(by_table, key=len)  # the first of equal counts
     for name in names:
-        entry = _entry_for(name, own or {})
+        entry = _entry_for(name, user_map or {})
         if entry is not None:
-            found.pop(name, None)
+            by_name.pop(name, None)
             template, layer = entry
-            if (meaning := own[template]) is not None:
-                found[name] = meaning._replace(names=tuple(kind.format(layer=layer) for kind in meaning.names))
-    return found
+            if (meaning := user_map[template]) is not None:
+                by_name[name] = meaning._replace(
+                    names=tuple(template_name.format(layer=layer) for template_name in meaning.names)
+                )
+    return by_name
 
 
 def _by_table(names: Sequence[str], engine: str) -> dict[str, Meaning]:
     """Return the meanings of those names that one engine's table knows."""
-    rows = {row[0]: row[1:] for row in TABLES[engine]}
-    found = {}
+    table = {row[0]: row[1:] for row in TABLES[engine]}
+    by_name = {}
     for name in names:
         if (known := quantity(name[_PREFIX.match(name).end() :])) is not None:
-            found[name] = Meaning((known.name,), _OWN_AXES.get(known.kind))
+            by_name[name] = Meaning((known.name,), _OWN_AXES.get(known.kind))
             continue
-        place, layer = _place(name.removesuffix(".output"))
-        if place in rows:
-            kinds, *axes = rows[place]
-            whole = [kind if layer is None else f"layers.{layer}.{kind}" for kind in kinds.split()]
-            found[name] = Meaning(tuple(whole), axes[0] if axes else None)
-    return found
+        module, layer = _place(name.removesuffix(".output"))
+        if module in table:
+            quantity_names, *axes = table[module]
+            whole = [
+                quantity_name if layer is None else f"layers.{layer}.{quantity_name}"
+                for quantity_name in quantity_names.split()
+            ]
+            by_name[name] = Meaning(tuple(whole), axes[0] if axes else None)
+    return by_name
 
 
 def _place(name: str) -> tuple[str, int | None]:
@@ -150,7 +155,7 @@ def read_map(file: Path) -> dict[str, Meaning | None]:
     """
     if not file.is_file():
         raise ValueError(f"--map {printable(str(file))}: there is no such file")
-    found = {}
+    user_map = {}
     for name, entry in read_json(file, called="a map of names").items():
         where = f"--map {printable(str(file))}: {shown(name)}"
         to, axes = (entry.get("to"), entry.get("axes")) if isinstance(entry, dict) else (entry, None)
@@ -158,22 +163,22 @@ def read_map(file: Path) -> dict[str, Meaning | None]:
             parts = to.split() if isinstance(to, str) else []
             unknown = [part for part in parts if quantity(part.replace("{layer}", "0")) is None]
             if not parts or unknown:
-                what = shown(unknown[0] if unknown else to)
-                raise ValueError(f"{where} leads to {what}, which is no quantity; docs/compare.md lists them")
+                target = shown(unknown[0] if unknown else to)
+                raise ValueError(f"{where} leads to {target}, which is no quantity; docs/compare.md lists them")
             if axes is not None and (not isinstance(axes, str) or len(parts) > 1):
                 raise ValueError(f"{where}: axes {shown(axes)}: give letters, as in 'X K J', and one quantity")
             if "{layer}" in to and "{layer}" not in name:
                 raise ValueError(f"{where} leads to {shown(to)}: write {{layer}} where the name has its number")
-        found[name] = None if entry is None else Meaning(tuple(parts), axes)
-    return found
+        user_map[name] = None if entry is None else Meaning(tuple(parts), axes)
+    return user_map
 
 
-def _entry_for(name: str, own: Mapping[str, Meaning | None]) -> tuple[str, int] | None:
+def _entry_for(name: str, user_map: Mapping[str, Meaning | None]) -> tuple[str, int] | None:
     """Return the key in the user's map that matches a name, and the layer number in the name (0 for an exact match)."""
-    if name in own:
+    if name in user_map:
         return name, 0
     for number in re.finditer(r"\d{1,5}", name):
         template = name[: number.start()] + "{layer}" + name[number.end() :]
-        if template in own:
+        if template in user_map:
             return template, int(number[0])
     return None

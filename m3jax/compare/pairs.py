@@ -42,10 +42,10 @@ class Pair:
         self.index = np.array(shared)
         self.places = a.places[self.index[:, 0]]
         if a.tokens is not None and b.tokens is not None:
-            ids = a.tokens[self.index[:, 0]], b.tokens[self.index[:, 1]]
-            if (wrong := np.flatnonzero(ids[0] != ids[1])).size:
-                at = wrong[0]
-                raise ValueError(f"other tokens: at {self.where(at)} A has {ids[0][at]} and B has {ids[1][at]}")
+            ids_of_a, ids_of_b = a.tokens[self.index[:, 0]], b.tokens[self.index[:, 1]]
+            if (wrong := np.flatnonzero(ids_of_a != ids_of_b)).size:
+                first, which = wrong[0], self.where(wrong[0])
+                raise ValueError(f"other tokens: at {which} A has {ids_of_a[first]} and B has {ids_of_b[first]}")
 
     def where(self, token: int | np.integer) -> str:
         """Return a token's prompt, counted from 1, and position in words."""
@@ -64,24 +64,25 @@ class Pair:
         """
         which = [self._rows(side.values[name], column) for side, column in ((self.a, 0), (self.b, 1))]
         has_both = (which[0] >= 0) & (which[1] >= 0)
-        one, other = (
+        expected, actual = (
             side.values[name].array[rows[has_both]] for side, rows in zip((self.a, self.b), which, strict=True)
         )
-        found = quantity(name)
-        if found.axes[-1] in ("M", "J"):
-            width = max(one.shape[-1], other.shape[-1])
-            filler = -1 if found.axes[-1] == "J" else -np.inf
+        wanted = quantity(name)
+        if wanted.axes[-1] in ("M", "J"):
+            width = max(expected.shape[-1], actual.shape[-1])
+            filler = -1 if wanted.axes[-1] == "J" else -np.inf
             pad = lambda x: np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])], constant_values=filler)
-            one, other = pad(one), pad(other)
-        if one.shape != other.shape:
-            shapes = f"{list(one.shape)} in A and {list(other.shape)} in B"
-            raise ValueError(f"{name} [{' '.join(found.axes)}] cannot be aligned: {shapes}")
+            expected, actual = pad(expected), pad(actual)
+        if expected.shape != actual.shape:
+            shapes = f"{list(expected.shape)} in A and {list(actual.shape)} in B"
+            raise ValueError(f"{name} [{' '.join(wanted.axes)}] cannot be aligned: {shapes}")
         tokens = np.flatnonzero(has_both)
-        if found.kind == "block_scores" and self.config is not None:
-            own = self.places[tokens, 1] // self.config.index_block_size  # engines may leave garbage in later blocks
-            is_seen = np.arange(one.shape[-1]) <= own[:, None, None]
-            one, other = np.where(is_seen, one, -np.inf), np.where(is_seen, other, -np.inf)
-        return one, other, tokens
+        if wanted.kind == "block_scores" and self.config is not None:
+            # Engines may leave garbage in the scores of blocks that a query does not see.
+            own_block = self.places[tokens, 1] // self.config.index_block_size
+            is_seen = np.arange(expected.shape[-1]) <= own_block[:, None, None]
+            expected, actual = np.where(is_seen, expected, -np.inf), np.where(is_seen, actual, -np.inf)
+        return expected, actual, tokens
 
     def _rows(self, value: Value, column: int) -> Int[np.ndarray, " X"]:
         """Return for each token of the pair its row in a value's array; -1 where the value lacks the token."""
@@ -111,19 +112,19 @@ class Pair:
           layer: counted from 0.
           in_float8: True to round the keys to float8_e4m3fn first.
         """
-        names = [f"layers.{layer}.{kind}" for kind in ("index_q", "index_k")]
+        names = [f"layers.{layer}.{tensor}" for tensor in ("index_q", "index_k")]
         if self.config is None or not all(name in side.values for name in names) or not is_whole(side):
             return None
         score, size = self.config.index_score_type, self.config.index_block_size
         blocks = -(-int(side.places[:, 1].max() + 1) // size)
-        out = np.full((len(side.places), self.config.num_key_value_heads, blocks), -np.inf)
+        all_scores = np.full((len(side.places), self.config.num_key_value_heads, blocks), -np.inf)
         for tokens in of_prompts(side):
             q, k = (jnp.asarray(side.values[name].array[tokens], jnp.float32)[None] for name in names)
             k = k.astype(jnp.float8_e4m3fn).astype(jnp.float32) if in_float8 else k
             positions, lengths = jnp.arange(len(tokens))[None], jnp.array([len(tokens)])
             scores = walk_scores(q, contiguous_index(k, size), positions, lengths, score)[0]
-            out[tokens, :, : scores.shape[-1]] = np.moveaxis(np.asarray(scores), 0, 1)  # [K T M] -> [T K M]
-        return out
+            all_scores[tokens, :, : scores.shape[-1]] = np.moveaxis(np.asarray(scores), 0, 1)  # [K T M] -> [T K M]
+        return all_scores
 
     def attention_of(self, side: Side, layer: int, blocks: Tensor | None) -> Tensor | None:
         """Return attention recomputed from a side's own q, k and v; None if they are missing or a prompt is too long.
@@ -133,21 +134,21 @@ class Pair:
           layer: counted from 0.
           blocks: chosen blocks [X K J]; None for all of them.
         """
-        names = [f"layers.{layer}.{kind}" for kind in "qkv"]
+        names = [f"layers.{layer}.{letter}" for letter in "qkv"]
         if self.config is None or not all(name in side.values for name in names) or not is_whole(side):
             return None
-        out = []
+        outputs = []
         for tokens in of_prompts(side):
             if len(tokens) > _MOST_TOKENS:
                 return None
             q, k, v = (jnp.asarray(side.values[name].array[tokens], jnp.float32)[None] for name in names)
             where = jnp.arange(len(tokens))[None], jnp.array([len(tokens)])
             if blocks is None:
-                out.append(dense_attention(q, k, v, *where)[0])
+                outputs.append(dense_attention(q, k, v, *where)[0])
             else:
                 chosen = jnp.asarray(np.moveaxis(blocks[tokens], 0, 1), jnp.int32)[None]  # [T K J] -> [1 K T J]
-                out.append(sparse_attention(q, k, v, chosen, *where, block_size=self.config.index_block_size)[0])
-        return np.concatenate([np.asarray(one) for one in out])
+                outputs.append(sparse_attention(q, k, v, chosen, *where, block_size=self.config.index_block_size)[0])
+        return np.concatenate([np.asarray(one) for one in outputs])
 
 
 def of_prompts(side: Side) -> list[Int[np.ndarray, " T"]]:
@@ -161,15 +162,15 @@ def is_whole(side: Side) -> bool:
     return all((side.places[tokens, 1] == np.arange(len(tokens))).all() for tokens in of_prompts(side))
 
 
-def are_close(expected: Tensor, found: Tensor, share: float = 1e-3) -> bool:
+def are_close(expected: Tensor, actual: Tensor, share: float = 1e-3) -> bool:
     """True if arrays differ by roundings alone: the norm of the difference is at most `share` of the expected norm."""
-    if expected.shape != found.shape or not np.isfinite(found).all():
+    if expected.shape != actual.shape or not np.isfinite(actual).all():
         return False
-    expected, found = expected.astype(np.float64), found.astype(np.float64)
-    return bool(np.linalg.norm(expected - found) <= share * np.linalg.norm(expected))
+    expected, actual = expected.astype(np.float64), actual.astype(np.float64)
+    return bool(np.linalg.norm(expected - actual) <= share * np.linalg.norm(expected))
 
 
-def at(found: Quantity, place: Sequence[int | np.integer]) -> str:
+def at(compared: Quantity, index: Sequence[int | np.integer]) -> str:
     """Return in words the place of a number or a selection within its token."""
     words = {"N": "head", "K": "KV head", "M": "block", "E": "expert", "A": "choice", "C": "tap", "V": "token id"}
-    return "".join(f", {words.get(letter, 'dim')} {i}" for letter, i in zip(found.axes[1:], place[1:], strict=False))
+    return "".join(f", {words.get(letter, 'dim')} {i}" for letter, i in zip(compared.axes[1:], index[1:], strict=False))

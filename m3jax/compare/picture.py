@@ -73,12 +73,12 @@ def _draw_errors(axis: Any, report: Report) -> None:
 def _draw_flips(axis: Any, report: Report) -> None:
     """Draw four bars for each layer: the shares of blocks and experts that flipped inside and outside the margin."""
     shades = {("blocks", 1): "#9ecae1", ("blocks", 2): "#08519c", ("experts", 1): "#fdd0a2", ("experts", 2): "#d94801"}
-    for place, ((kind, which), color) in enumerate(shades.items()):
-        found = {number: getattr(layer, kind) for number, layer in report.layers.items() if getattr(layer, kind)}
-        shares = [100 * count[which] / count[0] for count in found.values()]
+    for offset, ((kind, which), color) in enumerate(shades.items()):
+        counts = {number: getattr(layer, kind) for number, layer in report.layers.items() if getattr(layer, kind)}
+        shares = [100 * count[which] / count[0] for count in counts.values()]
         where = "inside" if which == 1 else "outside"
-        if found:
-            x = [number + 0.2 * (place - 1.5) for number in found]
+        if counts:
+            x = [number + 0.2 * (offset - 1.5) for number in counts]
             axis.bar(x, shares, width=0.2, color=color, label=f"{kind}, {where} the margin")
     axis.set_ylabel("flipped, %")
     axis.legend(fontsize="small")

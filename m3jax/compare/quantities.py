@@ -25,7 +25,7 @@ _NAME = re.compile(r"layers\.(\d{1,5})\.(\w+)")
 
 
 class Quantity(NamedTuple):
-    """One named value.
+    """A named quantity between tokens and logits.
 
     Attributes:
       name: as in `M3.intermediates`, with the layer before it: "layers.3.blocks".
@@ -58,9 +58,9 @@ def in_order(names: Iterable[str]) -> list[Quantity]:
     """
     kinds = [*_LAYER]
 
-    def place(found: Quantity) -> tuple[int, int, int]:
-        if found.layer is not None:
-            return 1, found.layer, kinds.index(found.kind)
-        return (0, 0, 0) if found.kind in _BEFORE else (2, 0, [*_AFTER].index(found.kind))
+    def place(compared: Quantity) -> tuple[int, int, int]:
+        if compared.layer is not None:
+            return 1, compared.layer, kinds.index(compared.kind)
+        return (0, 0, 0) if compared.kind in _BEFORE else (2, 0, [*_AFTER].index(compared.kind))
 
     return sorted({name: quantity(name) for name in names}.values(), key=place)

@@ -150,23 +150,23 @@ def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol:
     )
     missing = lambda one, other: [each.name for each in in_order(n for n in one.values if n not in other.values)]
     report.only, report.unknown = (missing(a, b), missing(b, a)), (a.unknown, b.unknown)
-    report.compared = [each.name for each in shared]
+    report.compared = [compared.name for compared in shared]
     is_excused = np.zeros(len(pair.places), bool)
-    for each in shared:
-        layer = Layer() if each.layer is None else report.layers.setdefault(each.layer, Layer())
-        if each.kind in _SETS:
-            what, flipped = _sets(pair, each, layer, tolerances, is_excused)
+    for compared in shared:
+        layer = Layer() if compared.layer is None else report.layers.setdefault(compared.layer, Layer())
+        if compared.kind in _SETS:
+            difference, flipped = _sets(pair, compared, layer, tolerances, is_excused)
             is_excused |= flipped
         else:
-            what, error, judged_error = _numbers(pair, each, tolerances, is_excused)
-            report.errors[each.name] = error
+            difference, error, judged_error = _numbers(pair, compared, tolerances, is_excused)
+            report.errors[compared.name] = error
             report.worst = max(report.worst, judged_error)
-            if each.kind in STREAM:
-                layer.errors[each.kind] = error
-        if what is not None:
-            report.beyond.append(each.name)
+            if compared.kind in STREAM:
+                layer.errors[compared.kind] = error
+        if difference is not None:
+            report.beyond.append(compared.name)
             if report.first is None:
-                report.first = Difference(each.name, what, hint(pair, each))
+                report.first = Difference(compared.name, difference, hint(pair, compared))
     report.excused = int(is_excused.sum())
     if "logits" in report.compared:
         report.logits = _logits(pair)
@@ -175,75 +175,78 @@ def compare(a: Side, b: Side, config: M3Config | None, rtol: float | None, atol:
 
 def _sets(
     pair: Pair,
-    found: Quantity,
+    compared: Quantity,
     layer: Layer,
     tolerances: tuple[float, float, str],
     is_excused: Bool[np.ndarray, " X"],
 ) -> tuple[tuple[str, str] | None, Bool[np.ndarray, " X"]]:
     """Return what is wrong with selections or None, and the tokens with a flip inside the margin and none outside."""
-    one, other, tokens = pair.arrays(found.name)
+    expected, actual, tokens = pair.arrays(compared.name)
     ranked, (rtol, atol, _) = None, tolerances
-    if found.kind == "blocks":
-        scores = pair.block_scores(found.layer)
+    if compared.kind == "blocks":
+        scores = pair.block_scores(compared.layer)
         if scores is not None and pair.config is not None:
             config, positions = pair.config, pair.places[:, 1]
             rule = config.index_block_size, config.index_local_blocks, config.index_init_blocks
             ranked = block_ranks(scores, positions, *rule)
             scores = block_ranks(scores, positions, config.index_block_size, 0, 0)  # forced blocks with their scores
     else:
-        name = f"layers.{found.layer}.router_scores"
+        name = f"layers.{compared.layer}.router_scores"
         sides = [(side, column) for side, column in ((pair.a, 0), (pair.b, 1)) if name in side.values]
         scores = sides[0][0].values[name].array[pair.index[:, sides[0][1]]] if sides else None
     by_query = lambda x: x.reshape(-1, x.shape[-1])
-    heads = one.shape[1] if one.ndim == 3 else 1
+    heads = expected.shape[1] if expected.ndim == 3 else 1
     if scores is not None:
         ranked = by_query((scores if ranked is None else ranked)[tokens])
         atol = np.repeat(_times(atol, magnitudes(scores[tokens])), heads)
-    flips = find_flips(by_query(one), by_query(other), ranked, rtol, atol)
+    flips = find_flips(by_query(expected), by_query(actual), ranked, rtol, atol)
     by_token = lambda mask: mask.reshape(-1, heads).any(-1)
     # A later flip at a token that had one inside the margin counts as inside, whatever its gap: its inputs differ.
     is_inside = flips.is_inside | (flips.is_other & np.repeat(is_excused[tokens], heads))
     is_outside = flips.is_other & ~is_inside
     inside, outside = int(is_inside.sum()), int(is_outside.sum())
-    setattr(layer, "blocks" if found.kind == "blocks" else "experts", (len(is_inside), inside, outside))
+    setattr(layer, "blocks" if compared.kind == "blocks" else "experts", (len(is_inside), inside, outside))
     excused = np.zeros(len(pair.places), bool)
     excused[tokens] = by_token(is_inside) & ~by_token(is_outside)
     if not is_outside.any():
         return None, excused
     query = int(np.argmax(is_outside))
-    place = np.unravel_index(query, one.shape[:-1])
+    index = np.unravel_index(query, expected.shape[:-1])
     gap = flips.gap[query]
     apart = f", scores {gap:.3g} apart" if np.isfinite(gap) else ""
-    things = "blocks" if found.kind == "blocks" else "experts"
-    what = f"{outside} of {len(is_outside)} selections differ beyond the margin, {inside} inside it"
-    values = f"expected {things} {ids_in(one[place])}, found {ids_in(other[place])}{apart}"
-    return (what, f"the first at {pair.where(tokens[place[0]])}{at(found, place)}: {values}"), excused
+    things = "blocks" if compared.kind == "blocks" else "experts"
+    summary = f"{outside} of {len(is_outside)} selections differ beyond the margin, {inside} inside it"
+    values = f"expected {things} {ids_in(expected[index])}, found {ids_in(actual[index])}{apart}"
+    return (summary, f"the first at {pair.where(tokens[index[0]])}{at(compared, index)}: {values}"), excused
 
 
 def _numbers(
-    pair: Pair, found: Quantity, tolerances: tuple[float, float, str], is_excused: Bool[np.ndarray, " X"]
+    pair: Pair, compared: Quantity, tolerances: tuple[float, float, str], is_excused: Bool[np.ndarray, " X"]
 ) -> tuple[tuple[str, str] | None, float, float]:
     """Return what is wrong with numbers at judged tokens or None, and the relative errors at all and at judged ones."""
-    one, other, tokens = pair.arrays(found.name)
+    expected, actual, tokens = pair.arrays(compared.name)
     is_judged = ~is_excused[tokens]
-    if found.kind == "expert_weights":
-        one, other, is_same = _by_expert(pair, found, one, other)
+    if compared.kind == "expert_weights":
+        expected, actual, is_same = _by_expert(pair, compared, expected, actual)
         is_judged &= is_same
     rtol, atol, dtype = tolerances
-    errors = _relative_error(one, other), _relative_error(one[is_judged], other[is_judged])
-    slack = _times(atol, magnitudes(one))[is_judged].reshape(-1, *[1] * (one.ndim - 1))
+    errors = _relative_error(expected, actual), _relative_error(expected[is_judged], actual[is_judged])
+    slack = _times(atol, magnitudes(expected))[is_judged].reshape(-1, *[1] * (expected.ndim - 1))
     close = {"compare": "close", "bfloat16": [rtol, 0.0], dtype: [rtol, 0.0]}
-    gap = farthest(one[is_judged], other[is_judged], close, dtype, slack)
+    gap = farthest(expected[is_judged], actual[is_judged], close, dtype, slack)
     if gap is None:
         return None, *errors
-    rows = np.flatnonzero(is_judged)
-    place = (int(rows[gap.place[0]]), *gap.place[1:])
-    off = rows[np.flatnonzero(gap.wrong.reshape(len(rows), -1).any(-1))]
+    judged = np.flatnonzero(is_judged)
+    index = (int(judged[gap.place[0]]), *gap.place[1:])
+    wrong_tokens = judged[np.flatnonzero(gap.wrong.reshape(len(judged), -1).any(-1))]
     beyond = f"beyond rtol {rtol:.2g}, atol {atol:.2g} rms ({dtype})"
-    what = f"{gap.wrong.sum()} of {one.size} numbers differ {beyond}, at {len(off)} of {len(one)} tokens"
-    first = f"from {pair.where(tokens[off[0]])} on"
-    farthest_at = f"the farthest at {pair.where(tokens[place[0]])}{at(found, place)}: {both_values(one, other, place)}"
-    return (f"{what} {first}", farthest_at), *errors
+    wrong_of_all = f"{len(wrong_tokens)} of {len(expected)} tokens"
+    summary = f"{gap.wrong.sum()} of {expected.size} numbers differ {beyond}, at {wrong_of_all}"
+    first = f"from {pair.where(tokens[wrong_tokens[0]])} on"
+    farthest_at = (
+        f"the farthest at {pair.where(tokens[index[0]])}{at(compared, index)}: {both_values(expected, actual, index)}"
+    )
+    return (f"{summary} {first}", farthest_at), *errors
 
 
 def magnitudes(expected: Tensor) -> Float[np.ndarray, " X"]:
@@ -263,8 +266,8 @@ def magnitudes(expected: Tensor) -> Float[np.ndarray, " X"]:
     largest = flat.max(-1, initial=0.0)
     flat /= np.where(largest > 0, largest, 1.0)[:, None]  # squares of huge numbers would overflow
     counts = is_number.sum(-1)
-    own = largest * np.sqrt(np.square(flat, out=flat).sum(-1) / np.maximum(counts, 1))
-    return np.maximum(own, np.median(own[counts > 0]) if counts.any() else 0.0)
+    own_rms = largest * np.sqrt(np.square(flat, out=flat).sum(-1) / np.maximum(counts, 1))
+    return np.maximum(own_rms, np.median(own_rms[counts > 0]) if counts.any() else 0.0)
 
 
 def _times(atol: float, of_tokens: Float[np.ndarray, " X"]) -> Float[np.ndarray, " X"]:
@@ -274,16 +277,16 @@ def _times(atol: float, of_tokens: Float[np.ndarray, " X"]) -> Float[np.ndarray,
 
 
 def _by_expert(
-    pair: Pair, found: Quantity, one: Float[np.ndarray, "X A"], other: Float[np.ndarray, "X A"]
+    pair: Pair, compared: Quantity, expected: Float[np.ndarray, "X A"], actual: Float[np.ndarray, "X A"]
 ) -> tuple[Float[np.ndarray, "X A"], Float[np.ndarray, "X A"], Bool[np.ndarray, " X"]]:
     """Return weights in the order of their experts' ids, and the tokens at which both sides have the same experts."""
-    name = f"layers.{found.layer}.expert_ids"
+    name = f"layers.{compared.layer}.expert_ids"
     if name not in pair.a.values or name not in pair.b.values:
-        return np.sort(one, axis=-1), np.sort(other, axis=-1), np.ones(len(one), bool)
+        return np.sort(expected, axis=-1), np.sort(actual, axis=-1), np.ones(len(expected), bool)
     ids = pair.arrays(name)[:2]
     orders = [np.argsort(x, axis=-1, kind="stable") for x in ids]
-    one, other = (np.take_along_axis(x, order, -1) for x, order in zip((one, other), orders, strict=True))
-    return one, other, ~other_sets(*ids)
+    expected, actual = (np.take_along_axis(x, order, -1) for x, order in zip((expected, actual), orders, strict=True))
+    return expected, actual, ~other_sets(*ids)
 
 
 def _relative_error(one: Tensor, other: Tensor) -> float:

@@ -44,7 +44,7 @@ def compare_sides(
     Raises:
       ValueError: a side that cannot be read, run or aligned; the message says which and why.
     """
-    own = {} if names is None else read_map(names)
+    user_map = {} if names is None else read_map(names)
     given = [list(prompt) for prompt in prompts]
     with activity(about=([*map(len, given)], dtype, mesh)) as line:
         dumps: list[Source | None] = []
@@ -52,7 +52,9 @@ def compare_sides(
             engine = _engine(label)
             line.say(f"reading {label}")
             dumps.append(None if engine else from_files(label))
-        known = given or next((found for dump in dumps if dump is not None and (found := prompts_in(dump))), None)
+        known = given or next(
+            (prompts_of_dump for dump in dumps if dump is not None and (prompts_of_dump := prompts_in(dump))), None
+        )
         sources = []
         for label, dump in zip((a, b), dumps, strict=True):
             if dump is None and known is None:
@@ -69,7 +71,7 @@ def compare_sides(
         of_model = None if config is None else M3Config.from_pretrained(config)
         of_model = next((each for each in (of_model, *(source.config for source in sources)) if each is not None), None)
         lengths = None if known is None else [len(prompt) for prompt in known]
-        sides = [side(source, of_model, lengths, own) for source in sources]
+        sides = [side(source, of_model, lengths, user_map) for source in sources]
         with line.timed(f"comparing {a} with {b}"):
             return compare(*sides, of_model, rtol, atol)
 

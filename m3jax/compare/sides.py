@@ -73,24 +73,24 @@ class Side:
     has_some: bool = False
 
 
-def from_files(place: str) -> Source:
+def from_files(path: str) -> Source:
     """Read a dump, or, from a folder of golden vectors, the values of its whole tiny model.
 
     Raises:
       ValueError: as `read_dump` and `read_manifest`, or golden vectors without a model.
     """
-    folder = Path(place)
+    folder = Path(path)
     if not (folder / MANIFEST).is_file():
-        return Source(place, {name: stored.ranks for name, stored in read_dump(folder).items()})
+        return Source(path, {name: stored.ranks for name, stored in read_dump(folder).items()})
     cases = [case for case in read_manifest(folder)["cases"] if case["group"] == "model"]
     if not cases:
-        raise ValueError(f"{printable(place)}: golden vectors without a case of the group model")
+        raise ValueError(f"{printable(path)}: golden vectors without a case of the group model")
     arrays, changed = read_case(folder, cases[0])
     if changed:
-        raise ValueError(f"{printable(place)}: {changed}; make the vectors again")
+        raise ValueError(f"{printable(path)}: {changed}; make the vectors again")
     config = M3Config.from_pretrained(folder / cases[0]["model"])
     skipped = tuple(name for name in arrays if name.endswith(("last_kept", "first_dropped")))
-    return Source(place, {name: [array] for name, array in arrays.items()}, config, skipped)
+    return Source(path, {name: [array] for name, array in arrays.items()}, config, skipped)
 
 
 def prompts_in(source: Source) -> list[list[int]] | None:
@@ -106,7 +106,7 @@ def prompts_in(source: Source) -> list[list[int]] | None:
 
 
 def side(
-    source: Source, config: M3Config | None, lengths: Sequence[int] | None, own: Mapping[str, Meaning | None]
+    source: Source, config: M3Config | None, lengths: Sequence[int] | None, user_map: Mapping[str, Meaning | None]
 ) -> Side:
     """Return a source's arrays as quantities with aligned axes.
 
@@ -114,7 +114,7 @@ def side(
       source: arrays with the engine's names and axes.
       config: of the model whose sizes the arrays have; None where it is not known.
       lengths: of the prompts, where the source does not say it itself.
-      own: names that the user gave.
+      user_map: names that the user gave.
 
     Raises:
       ValueError: no name is known, or an array that cannot be aligned; names the source.
@@ -122,39 +122,39 @@ def side(
     where = printable(source.label)
     aside = {*_TOKENS, _LENGTHS, _POSITIONS, *source.skipped}
     names = [name for name in source.arrays if name not in aside]
-    known = meanings(names, own)
+    known = meanings(names, user_map)
     if not known:
-        few = listed([shown(name) for name in names[:4]], ", ")
+        first_names = listed([shown(name) for name in names[:4]], ", ")
         raise ValueError(
-            f"{where}: no name of a quantity among its {len(names)} arrays ({few}); --map FILE gives names"
+            f"{where}: no name of a quantity among its {len(names)} arrays ({first_names}); --map FILE gives names"
         )
-    rows, ids = _rows(source, known, lengths)
+    dumped, ids = _rows(source, known, lengths)
     values: dict[str, Value] = {}
     for name, meaning in known.items():
         try:
             for part, ranks in _parts(name, meaning, source.arrays[name], config).items():
                 if part not in values:  # a layer's output is also the next module's input; the first name counts
-                    values[part] = _value(quantity(part), ranks, rows, config, meaning.axes)
+                    values[part] = _value(quantity(part), ranks, dumped, config, meaning.axes)
         except ValueError as error:
             raise ValueError(f"{where}: {shown(name)}: {error}") from None
     unknown = tuple(name for name in names if name not in known)
-    kinds = [value.array.dtype for value in values.values()]
-    return Side(source.label, rows.places, values, _narrowest(kinds), ids, unknown, _POSITIONS in source.arrays)
+    dtypes = [value.array.dtype for value in values.values()]
+    return Side(source.label, dumped.places, values, _narrowest(dtypes), ids, unknown, _POSITIONS in source.arrays)
 
 
 def sizes(config: M3Config | None, layer: int | None) -> dict[str, int]:
     """Return the lengths of a model's axes by letter; W, the MLP's hidden width, only for a given layer."""
     if config is None:
         return {}
-    found = {
+    axis_sizes = {
         "D": config.hidden_size, "N": config.num_attention_heads, "K": config.num_key_value_heads,
         "H": config.head_dim, "I": config.index_head_dim, "E": config.num_local_experts,
         "A": config.num_experts_per_tok, "V": config.vocab_size,
     }  # fmt: skip
     if layer is not None and layer < config.num_hidden_layers:
         is_moe = config.mlp_layer_types[layer] == MOE
-        found["W"] = config.shared_intermediate_size if is_moe else config.dense_intermediate_size
-    return found
+        axis_sizes["W"] = config.shared_intermediate_size if is_moe else config.dense_intermediate_size
+    return axis_sizes
 
 
 def _parts(name: str, meaning: Meaning, ranks: list[Tensor], config: M3Config | None) -> dict[str, list[Tensor]]:
@@ -177,18 +177,18 @@ def _parts(name: str, meaning: Meaning, ranks: list[Tensor], config: M3Config | 
     raise ValueError(f"{ranks[0].shape[-1]} columns are not {kinds} of this model on {len(ranks)} ranks")
 
 
-def _value(found: Quantity, ranks: list[Tensor], rows: Rows, config: M3Config | None, axes: str | None) -> Value:
+def _value(wanted: Quantity, ranks: list[Tensor], dumped: Rows, config: M3Config | None, axes: str | None) -> Value:
     """Return one quantity with its axes aligned; logits may be those of each prompt's last token alone."""
-    letters = sizes(config, found.layer)
-    if found.kind in ("blocks", "expert_ids") and ranks[0].dtype.kind not in "iu":
+    letters = sizes(config, wanted.layer)
+    if wanted.kind in ("blocks", "expert_ids") and ranks[0].dtype.kind not in "iu":
         raise ValueError(f"ids of dtype {ranks[0].dtype}; dump them as integers")
-    everyone = np.arange(len(rows.places))
-    prompts = len(rows.is_token)
-    if found.kind == "logits" and ranks[0].ndim == 2 and len(ranks[0]) == prompts != len(everyone):
-        last = np.cumsum(rows.is_token.sum(1)) - 1
-        few = Rows(np.ones((prompts, 1), bool), rows.places[last])
-        return Value(aligned(found, ranks, few, letters), last)
-    return Value(aligned(found, ranks, rows, letters, axes), everyone)
+    everyone = np.arange(len(dumped.places))
+    prompts = len(dumped.is_token)
+    if wanted.kind == "logits" and ranks[0].ndim == 2 and len(ranks[0]) == prompts != len(everyone):
+        last = np.cumsum(dumped.is_token.sum(1)) - 1
+        last_tokens = Rows(np.ones((prompts, 1), bool), dumped.places[last])
+        return Value(aligned(wanted, ranks, last_tokens, letters), last)
+    return Value(aligned(wanted, ranks, dumped, letters, axes), everyone)
 
 
 def _rows(
@@ -227,9 +227,9 @@ def _padded(counts: Sequence[int] | Int[np.ndarray, " B"]) -> Bool[np.ndarray, "
 def _guessed(source: Source, known: Mapping[str, Meaning]) -> list[int]:
     """Return the prompts' lengths by the shape of an array of the residual stream: [B T D], or [X D] of one prompt."""
     for name, meaning in known.items():
-        found = quantity(meaning.names[0])
+        first_part = quantity(meaning.names[0])
         shape = source.arrays[name][0].shape
-        if found is not None and found.axes == ("X", "D") and len(shape) in (2, 3):
+        if first_part is not None and first_part.axes == ("X", "D") and len(shape) in (2, 3):
             return [shape[0]] if len(shape) == 2 else [shape[1]] * shape[0]
     raise ValueError(
         f"{printable(source.label)}: nothing says how many tokens each prompt has; dump the ids as tokens [B T], or "

@@ -18,29 +18,29 @@ def lines_of(report: Report) -> list[str]:
     Args:
       report: as `compare` makes it.
     """
-    out = [
+    lines = [
         f"{side}: {printable(label)} ({dtype})"
         for side, label, dtype in zip("AB", report.labels, report.dtypes, strict=True)
     ]
     layers = f", {len(report.layers)} layers" if report.layers else ""
-    out.append(
+    lines.append(
         f"{len(report.compared)} quantities of {report.tokens} tokens of {_count(report.prompts, 'prompt')}{layers}"
     )
     for side, names, unknown in zip("AB", report.only, report.unknown, strict=True):
-        out += [f"  {side} alone has {_kinds(names)}"] if names else []
-        out += [f"  no quantity of {side}'s: {_names(unknown)}; --map FILE says what they are"] if unknown else []
-    out += ["", *first_lines(report), "", *_table(report)]
+        lines += [f"  {side} alone has {_kinds(names)}"] if names else []
+        lines += [f"  no quantity of {side}'s: {_names(unknown)}; --map FILE says what they are"] if unknown else []
+    lines += ["", *first_lines(report), "", *_table(report)]
     if report.excused:
-        out.append(f"{_count(report.excused, 'token')} with a flip inside the margin: not judged from there on")
+        lines.append(f"{_count(report.excused, 'token')} with a flip inside the margin: not judged from there on")
     if report.logits is not None:
         logits, (prompt, position) = report.logits, report.logits.place
-        out += [
+        lines += [
             "",
             f"logits: the largest difference is {logits.largest:.3g}, at prompt {prompt + 1}, position {position}; "
             f"KL(A || B) {logits.mean_kl:.3g} on average,",
             f"  {logits.most_kl:.3g} at most; the most probable token is the same for {logits.same} of {logits.count}",
         ]
-    return out
+    return lines
 
 
 def first_lines(report: Report) -> list[str]:
@@ -50,19 +50,19 @@ def first_lines(report: Report) -> list[str]:
       report: as `compare` makes it.
     """
     if report.first is None:
-        out = [f"A and B agree{_AGREE[report.verdict].format(*report.tolerances)}"]
+        lines = [f"A and B agree{_AGREE[report.verdict].format(*report.tolerances)}"]
         worst = max(report.errors, key=report.errors.get, default=None)
         seen = worst is not None and report.verdict != "equal"
-        return [*out, f"  the largest relative error is {report.errors[worst]:.2g}, of {worst}"] if seen else out
+        return [*lines, f"  the largest relative error is {report.errors[worst]:.2g}, of {worst}"] if seen else lines
     first, before = report.first, report.compared[: report.compared.index(report.first.name)]
-    out = [f"first beyond its tolerance: {first.name}", *(f"  {line}" for line in first.what)]
-    out += [f"  looks like: {first.kind}"] if first.kind else []
+    lines = [f"first beyond its tolerance: {first.name}", *(f"  {line}" for line in first.what)]
+    lines += [f"  looks like: {first.kind}"] if first.kind else []
     errors = {name: report.errors[name] for name in before if name in report.errors}
     worst = max(errors, key=errors.get, default=None)
     seen = "" if worst is None else f" (largest relative error: {errors[worst]:.2g}, {worst})"
     after = len(report.beyond) - 1
-    out.append(f"  before it {_count(len(before), 'quantity')} agree{seen}; after it {after} more differ")
-    return out
+    lines.append(f"  before it {_count(len(before), 'quantity')} agree{seen}; after it {after} more differ")
+    return lines
 
 
 def _table(report: Report) -> list[str]:
@@ -76,14 +76,14 @@ def _table(report: Report) -> list[str]:
         if any(getattr(layer, kind) for layer in report.layers.values())
     ]
     head = ["layer", *columns, *(title for title, _ in flips)]
-    rows = [
+    table_rows = [
         [str(number), *_cells(layer, columns, [kind for _, kind in flips])] for number, layer in report.layers.items()
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    widths = [max(len(row[i]) for row in [head, *table_rows]) for i in range(len(head))]
     note = "relative error (root mean square)" + (", and flips inside + outside the margin" if flips else "")
     return [
         note,
-        *("  ".join(map(str.rjust, row, widths)).rstrip() for row in [head, *rows]),
+        *("  ".join(map(str.rjust, row, widths)).rstrip() for row in [head, *table_rows]),
     ]
 
 

@@ -62,8 +62,9 @@ class Defaults:
         if not isinstance(given.get("do_sample", True), bool):
             raise ValueError(f"do_sample = {shown(given['do_sample'])}: must be true or false")
         if given.get("do_sample") is False:
-            knobs["temperature"] = 0
-        Sampling(**knobs)
+            knobs["temperature"] = 0  # transformers' greedy decoding, whatever temperature stands beside it
+        Sampling(**knobs)  # raises for a knob outside its range
+        # JSON's true and false are Python's bool, which is an int.
         is_integer = lambda value: isinstance(value, int) and not isinstance(value, bool)
         is_count = lambda value: is_integer(value) and 0 <= value <= _LARGEST_INTEGER
         eos, max_new_tokens = given.get("eos_token_id"), given.get("max_new_tokens")

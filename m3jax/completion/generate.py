@@ -36,9 +36,8 @@ def generate(
     user's cache folder for the next process (`m3jax.compile_cache`); jax's settings are as before afterwards.
 
     With a draft sampled tokens keep their distribution, and greedy ones are the same in float32. In bfloat16, the
-    default, a call that verifies several tokens rounds otherwise than one of a single token, and a near-tie can fall
-    otherwise: of 32 greedy texts 5 changed with EAGLE3, 5 with prompt lookup, and 8 when they were batched; none in
-    float32 (docs/speculative.md).
+    default, a call that verifies several tokens rounds otherwise than one of a single token, and two tokens that are
+    nearly tied can change places, as they can in a batch (docs/speculative.md says how often).
 
     Args:
       model: from `m3jax.load`.
@@ -73,14 +72,14 @@ def generate(
     stop = tuple(model.config.eos_token_id if stop_ids is None else stop_ids)
     params = [Params(max_new_tokens=max_new_tokens, sampling=of_prompt, stop_ids=stop) for of_prompt in samplings]
     media = _media_of(prompts, images, videos, model, progress)
-    prompts = [with_placeholders(prompt, own, tokenizer) for prompt, own in zip(prompts, media, strict=True)]
+    prompts = [with_placeholders(prompt, attached, tokenizer) for prompt, attached in zip(prompts, media, strict=True)]
     engine = engine_for(model, prompts, params, media=media, draft=draft, draft_tokens=draft_tokens, progress=progress)
     handles = [engine.add(*request) for request in zip(prompts, params, media, strict=True)]
     with activity(progress) as line:
         line.say("generating")
         while engine.step():
             line.say(f"generating: {engine.timings.decoded_tokens} new tokens")
-    results = engine.run()
+    results = engine.run()  # nothing is left to run: it gives the results
     generations = [results[handle] for handle in handles]
     check_logits(generations)
     return [generation.tokens for generation in generations]
@@ -109,6 +108,7 @@ def _media_of(
             raise ValueError(
                 f"{name} has {len(lists)} lists for {len(prompts)} prompts: give a list for each, [] for none"
             )
+    # Before a file is read: a long video takes seconds.
     if any(lists is not None and any(map(len, lists)) for lists in shown.values()) and not sees(model):
         raise ValueError("the model has no vision tower: it takes text alone; leave the images and videos out")
     none = [[]] * len(prompts)

@@ -34,8 +34,8 @@ def read_media(images: Iterable[Any] = (), videos: Iterable[Any] = (), *, progre
       ValueError: one that cannot be used; it says which.
     """
     images, videos = _as_list(images, "images"), _as_list(videos, "videos")
-    read = lambda kind, items: [
-        read_medium(kind, item, called=f"{kind} {number} of {len(items)}", progress=progress)
+    read = lambda medium, items: [
+        read_medium(medium, item, called=f"{medium} {number} of {len(items)}", progress=progress)
         for number, item in enumerate(items, 1)
     ]
     with activity(progress):  # one line for all of them
@@ -43,12 +43,12 @@ def read_media(images: Iterable[Any] = (), videos: Iterable[Any] = (), *, progre
 
 
 def read_medium(
-    kind: str, source: Any, *, called: str = "", progress: bool = True, **options: Any
+    medium: str, source: Any, *, called: str = "", progress: bool = True, **options: Any
 ) -> ProcessedImage | ProcessedVideo:
     """Read and process one image or video.
 
     Args:
-      kind: "image" or "video".
+      medium: "image" or "video".
       source: as an item of `read_media`.
       called: its name in the line of progress and in errors; a file is named besides.
       progress: as in `read_media`.
@@ -58,15 +58,15 @@ def read_medium(
       ValueError: it cannot be used; the message begins with what it is called.
     """
     path = printable(str(source)) if names_file(source) else ""
-    processed = ProcessedImage if kind == "image" else ProcessedVideo
+    processed = ProcessedImage if medium == "image" else ProcessedVideo
     name = ", ".join(filter(None, (called, path)))
     with activity(progress) as line:
-        line.say(f"reading {name or kind}")
-        watch = lambda done, total: line.say(f"reading {name or kind}: {done / total:.0%} of {total:,} frames")
+        line.say(f"reading {name or medium}")
+        watch = lambda done, total: line.say(f"reading {name or medium}: {done / total:.0%} of {total:,} frames")
         try:
             if isinstance(source, processed) and not options:
                 return source
-            if kind == "image":
+            if medium == "image":
                 return process_image(media_source(source, LIMITS.image_bytes), **options)
             return process_video(media_source(source), **options, watch=watch)
         except (ValueError, OverflowError) as error:
@@ -103,9 +103,10 @@ def with_placeholders(prompt: Sequence[int], media: Media, tokenizer: Tokenizer 
     if tokenizer is None:
         raise ValueError("images and videos stand between tokens that the tokenizer knows: give tokenizer")
     ids, prompt = PlaceholderIds.of_tokenizer(tokenizer), list(prompt)
+    # A prompt marks all places of a kind or none: how many it marks is checked when they are expanded.
     in_front = [] if ids.image in prompt else [ids.image] * len(media.images)
     in_front += [] if ids.video in prompt else [ids.video] * len(media.videos)
-    begin = 1 if prompt and prompt[0] == tokenizer.bos_id else 0
+    begin = 1 if prompt and prompt[0] == tokenizer.bos_id else 0  # a BOS stays first, as in training
     prompt[begin:begin] = in_front
     return expand_tokens(prompt, media.images, media.videos, encode=tokenizer.encode, ids=ids)
 

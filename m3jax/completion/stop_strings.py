@@ -47,10 +47,11 @@ class StoppableText:
     def _give_out(self, new: str) -> str:
         """Return the pending text up to a stop string, or up to where one may have begun; hold the rest back."""
         pending = self._held_back + new
-        found = [position for position in map(pending.find, self._stop_strings) if position >= 0]
-        self.stopped = bool(found)
-        if found:
-            piece, self._held_back = pending[: min(found)], ""
+        # Of several stop strings the one that begins first ends the text, whatever their order in the list.
+        stops = [position for position in map(pending.find, self._stop_strings) if position >= 0]
+        self.stopped = bool(stops)
+        if stops:
+            piece, self._held_back = pending[: min(stops)], ""
         else:
             cut = len(pending) - self._begun(pending)
             piece, self._held_back = pending[:cut], pending[cut:]
@@ -60,6 +61,7 @@ class StoppableText:
     def _begun(self, text: str) -> int:
         """Return the length of the longest end of `text` that begins a stop string."""
         longest = max((len(stop) - 1 for stop in self._stop_strings), default=0)
+        # The longest end first: of a text that ends in two line breaks both wait for the third of "\n\n\n".
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stop_strings):
                 return size
@@ -67,7 +69,7 @@ class StoppableText:
 
 
 def stream_text(engine: Engine, texts: Mapping[int, StoppableText]) -> Iterator[tuple[int, str]]:
-    """Work until some requests have ended, decoding to text as it goes.
+    """Run the engine until some requests have ended, yielding their text as it comes.
 
     Args:
       engine: has the requests.
@@ -79,8 +81,9 @@ def stream_text(engine: Engine, texts: Mapping[int, StoppableText]) -> Iterator[
     Raises:
       ValueError: a token id that the tokenizer does not know.
     """
-    running = sorted(texts)
+    running = sorted(texts)  # in the order in which they were added, so that pieces come in the same order in each run
     while running:
+        # Before the first step too: a request may have tokens already, or may have ended.
         for handle in tuple(running):
             piece, has_ended = _push_latest(engine, handle, texts[handle])
             if has_ended:
@@ -99,7 +102,7 @@ def generate_text(
     stop: Sequence[str] = (),
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Generation]:
-    """Work until these requests have ended, decoding to text as it goes.
+    """Run the engine until these requests have ended, and return their text.
 
     Args:
       engine: has the requests.
@@ -134,5 +137,6 @@ def _push_latest(engine: Engine, handle: int, text: StoppableText) -> tuple[str,
         if reason != "unfinished":
             piece += text.finish()
     if text.stopped:
+        # A device call draws several tokens: those after the one that completed the stop string do not count.
         engine.stop(handle, text.tokens)
     return piece, text.stopped or reason != "unfinished"

@@ -23,8 +23,8 @@ def stop_ids(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> tuple[int, ...]:
       tokenizer: of the model.
       eos_ids: of the model's configuration, or of its folder's generation_config.json.
     """
-    own = (tokenizer.eos_id, tokenizer.backend.token_to_id(END_OF_TURN))
-    return tuple(dict.fromkeys((*eos_ids, *(token for token in own if token is not None))))
+    of_tokenizer = (tokenizer.eos_id, tokenizer.backend.token_to_id(END_OF_TURN))
+    return tuple(dict.fromkeys((*eos_ids, *(token for token in of_tokenizer if token is not None))))
 
 
 def answer(
@@ -64,8 +64,9 @@ def answer(
     handle = engine.add(prompt, params, media)
     try:
         with activity(progress, about=(platform(), engine.config, engine.shapes)) as line:
-            engine.warmup_for(handle, partial(_compiling, line))
+            engine.warmup_for(handle, partial(_compiling, line))  # before the first call, so that its wait has a name
             line.say("reading the dialogue")
+            # A long document takes many calls; an interrupt is noticed between two of them.
             while engine.prefill() and not is_interrupted():
                 done, total = engine.prefilled
                 line.say(f"reading the dialogue: {done} of {total} tokens")
@@ -93,6 +94,7 @@ def answer(
             new_tokens=len(result.tokens),
         )
     finally:
+        # Reached too where the iterator is closed, or the logits are NaN: the request must not keep its row and pages.
         if engine.reason(handle) == "unfinished":
             engine.abort(handle)
         engine.forget(handle)

@@ -153,10 +153,10 @@ def check_question(messages: Sequence[Mapping[str, Any]]) -> None:
     ordered = ordered_messages(messages)
     if not ordered:
         raise ValueError("messages is empty: give at least one, such as {'role': 'user', 'content': 'Hello'}")
-    last, place = ordered[-1], f"message {len(ordered)} ({ordered[-1]['role']})"
+    last, which = ordered[-1], f"message {len(ordered)} ({ordered[-1]['role']})"
     if last["role"] == "assistant":
         raise ValueError(
-            f"{place}: the last message is an answer, so there is nothing to answer: "
+            f"{which}: the last message is an answer, so there is nothing to answer: "
             + (
                 "add the results of its calls"
                 if last.get("tool_calls")
@@ -164,7 +164,7 @@ def check_question(messages: Sequence[Mapping[str, Any]]) -> None:
             )
         )
     if last["role"] == "user" and _is_blank(last["content"]):
-        raise ValueError(f"{place}: its content is empty, so there is nothing to answer: write a text")
+        raise ValueError(f"{which}: its content is empty, so there is nothing to answer: write a text")
 
 
 def _is_blank(content: str | Sequence[str | Mapping[str, Any]]) -> bool:

@@ -161,6 +161,7 @@ class Dialogue:
             for event in events:
                 if event.kind == "reply":
                     message = event.message
+                    # Calls of an answer that the user stopped are not to be run: the history goes on without them.
                     if event.finish_reason == "interrupted":
                         message.pop("tool_calls", None)
                     has_answer = event.finish_reason != "interrupted" or bool(event.content or event.reasoning)
@@ -179,7 +180,7 @@ class Dialogue:
         Raises:
           ValueError: the user has said nothing.
         """
-        places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        places = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not places:
             raise ValueError("nothing to undo: no message of yours is left")
         taken_back, self.messages = self.messages[places[-1] :], self.messages[: places[-1]]
@@ -196,7 +197,7 @@ def open_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
       The calls as they stand in their message, in its order.
     """
     answered = set()
-    for message in reversed(messages):
+    for message in reversed(messages):  # back over the results to the answer that they belong to
         if message["role"] != "tool":
             return [call for call in message.get("tool_calls") or () if call["id"] not in answered]
         answered.add(message.get("tool_call_id"))

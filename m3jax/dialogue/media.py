@@ -45,13 +45,13 @@ def dialogue_tokens(
         model cannot see.
     """
     prompt = template.encode(tokenizer, messages, tools=tools, thinking_mode=thinking_mode)
-    found = list(_parts(ordered_messages(messages)))  # in the order in which the template writes them
-    if not found:
+    parts = list(_parts(ordered_messages(messages)))  # in the order in which the template writes them
+    if not parts:
         return prompt, Media()
     known = {} if known is None else known
     with activity(progress):  # one line for all of them
         read: dict[str, list[Any]] = {"image": [], "video": []}
-        for part, place in found:
+        for part, place in parts:
             try:
                 read[part["type"]].append(read_part(part, known, can_see=can_see, progress=progress))
             except ValueError as error:
@@ -64,9 +64,9 @@ def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str,
     """Yield the image and video parts of messages, each with its place in words."""
     for number, message in enumerate(messages, 1):
         content = message["content"]
-        for place, part in enumerate(content if isinstance(content, list) else (), 1):
+        for index, part in enumerate(content if isinstance(content, list) else (), 1):
             if not isinstance(part, str) and part["type"] != "text":
-                yield part, f"message {number} ({message['role']}), part {place}"
+                yield part, f"message {number} ({message['role']}), part {index}"
 
 
 def read_part(
@@ -81,7 +81,7 @@ def read_part(
       progress: whether reading is shown.
 
     Raises:
-      ValueError: it cannot be read, has no source or an option that there is not, or the model cannot see.
+      ValueError: it cannot be read, has no source or an unknown option, or the model cannot see.
     """
     if not can_see:
         raise ValueError("the model has no vision tower: it takes text alone; leave images and videos out")
@@ -126,22 +126,24 @@ def _what_is_read(part: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any, dict[s
     """Return the key under which a part is remembered, its source, and the options of its processing.
 
     Raises:
-      ValueError: no source or several, or an option that there is not.
+      ValueError: no source or several, or an unknown option.
     """
-    kind, fields = part["type"], {name: value for name, value in part.items() if name != "type" and value is not None}
-    for name in _SOURCES[kind]:
+    medium, fields = part["type"], {name: value for name, value in part.items() if name != "type" and value is not None}
+    for name in _SOURCES[medium]:
         if isinstance(fields.get(name), Mapping):
             fields |= fields.pop(name)
-    sources = [name for name in _SOURCES[kind] if name in fields]
+    sources = [name for name in _SOURCES[medium] if name in fields]
     if len(sources) != 1:
-        raise ValueError(f"{kind} has {len(sources)} sources: give one, as in {{'type': '{kind}', '{kind}': path}}")
+        raise ValueError(
+            f"{medium} has {len(sources)} sources: give one, as in {{'type': '{medium}', '{medium}': path}}"
+        )
     source = fields.pop(sources[0])
-    if unknown := [name for name in fields if name not in _OPTIONS[kind]]:
-        raise ValueError(f"{shown(unknown[0])} is not supported: only {', '.join(_OPTIONS[kind])}")
+    if unknown := [name for name in fields if name not in _OPTIONS[medium]]:
+        raise ValueError(f"{shown(unknown[0])} is not supported: only {', '.join(_OPTIONS[medium])}")
     options = _options(fields)
     # An array or an image is known by its id; `known` keeps a reference to it, so that no other object gets that id.
     name = source if isinstance(source, str | bytes | Path) else id(source)
-    return (kind, name, *sorted(options.items())), source, options
+    return (medium, name, *sorted(options.items())), source, options
 
 
 def _options(fields: Mapping[str, Any]) -> dict[str, Any]:

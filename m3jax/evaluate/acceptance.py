@@ -46,7 +46,7 @@ def acceptance(
         prefix_cache=False, kv_dtype=how.kv_dtype, index_dtype=how.index_dtype, scales=how.scales,
         draft=draft, draft_tokens=draft_tokens,
     )  # fmt: skip
-    found = []
+    by_temperature = []
     with activity() as line:
         verifications, accepted = 0, np.zeros(draft_tokens, int)
         for temperature in temperatures:
@@ -60,8 +60,8 @@ def acceptance(
             new_verifications = engine.drafting.forwards - verifications
             new_accepted = np.array(engine.drafting.accepted or accepted) - accepted
             verifications, accepted = verifications + new_verifications, accepted + new_accepted
-            found.append({"temperature": temperature, **figures(new_verifications, new_accepted.tolist())})
-    return found
+            by_temperature.append({"temperature": temperature, **figures(new_verifications, new_accepted.tolist())})
+    return by_temperature
 
 
 def figures(verifications: int, accepted: Sequence[int]) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def acceptance_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the figures as lines of a table, a column for each result."""
     lines = []
     for i, first in enumerate(results[0]["temperatures"]):
-        found = [result["temperatures"][i] for result in results]
-        lines.append([f"temperature {first['temperature']:g}", *("" for _ in found)])
-        lines.append(["  mean length", *(f"{each['mean_length']:.2f}" for each in found)])
-        lines.append(["  accepted by position", *(", ".join(f"{x:.0%}" for x in each["shares"]) for each in found)])
-        lines.append(["  verifications", *(f"{each['verifications']:,}" for each in found)])
+        columns = [result["temperatures"][i] for result in results]
+        lines.append([f"temperature {first['temperature']:g}", *("" for _ in columns)])
+        lines.append(["  mean length", *(f"{each['mean_length']:.2f}" for each in columns)])
+        lines.append(["  accepted by position", *(", ".join(f"{x:.0%}" for x in each["shares"]) for each in columns)])
+        lines.append(["  verifications", *(f"{each['verifications']:,}" for each in columns)])
     return lines

@@ -129,6 +129,7 @@ def random_like(blocks: Int[Array, "B K T J"], block_size: int, positions: Int[A
     """
     own_block = (positions // block_size)[:, None, :, None]  # [B 1 T 1]
     num_blocks = -(-positions.shape[1] // block_size)
+    # A fixed key: the same command gives the same figures. The largest of uniform scores are a draw without repetition.
     scores = jax.random.uniform(jax.random.key(0), (*blocks.shape[:-1], num_blocks))
     scores = jnp.where(jnp.arange(num_blocks) < own_block, scores, -1.0)  # [B K T M]
     score, ids = jax.lax.top_k(scores, min(blocks.shape[-1] - 1, num_blocks))
@@ -159,7 +160,8 @@ def caught_figures(config: M3Config, mass: Float[np.ndarray, "L K W Z"], first: 
     edges = [0, *(block_size << z for z in range(num_buckets - 1)), context]
     of_layer = mass.astype(np.float64).mean(axis=1)  # [L W Z]
     shares = [
-        [float(part / all_) if all_ > 0 else None for all_, part in zip(*layer[:2], strict=True)] for layer in of_layer
+        [float(part / whole) if whole > 0 else None for whole, part in zip(*layer[:2], strict=True)]
+        for layer in of_layer
     ]
     return {
         "layers": layers, "first": first, "context": context,
@@ -176,9 +178,9 @@ def caught_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     per_cent = lambda share: "-" if share is None else f"{share:.1%}"
     lines = []
     for i, layer in enumerate(results[0]["layers"]):
-        found = [" ".join(map(per_cent, result["caught"][i])) for result in results]
+        caught_shares = [" ".join(map(per_cent, result["caught"][i])) for result in results]
         chance = [" ".join(map(per_cent, result["by_chance"][i])) for result in results]
-        lines.append([f"layer {layer}, by KV group", *found])
+        lines.append([f"layer {layer}, by KV group", *caught_shares])
         lines.append(["  as many random blocks", *chance])
         for z, (low, high) in enumerate(results[0]["distances"]):
             cells = [

@@ -60,7 +60,7 @@ def evaluate(args: argparse.Namespace) -> None:
     report = {
         "schema": SCHEMA, "task": args.task, "jax": jax.__version__,
         "device": jax.devices()[0].device_kind, "mesh": args.mesh, "settings": _settings(args),
-        "results": [subject.settings() | found for subject, found in zip(asked, figures, strict=True)],
+        "results": [subject.settings() | measured for subject, measured in zip(asked, figures, strict=True)],
     }  # fmt: skip
     names = column_names(report["results"])
     write(as_text([["", *names], *task.table(report["results"])]))

@@ -98,8 +98,8 @@ def read_dump(folder: Path) -> list[Dump]:
         raise ValueError(f"{printable(str(folder))}: no such folder; write a reference with --write-reference")
     about = folder / ABOUT
     if about.is_file() and read_json(about).get("schema") != SCHEMA:
-        found = shown(read_json(about).get("schema"))
-        raise ValueError(f"{printable(str(about))}: schema version {found}, and {SCHEMA} can be read")
+        version = shown(read_json(about).get("schema"))
+        raise ValueError(f"{printable(str(about))}: schema version {version}, and {SCHEMA} can be read")
     paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ValueError(
@@ -115,19 +115,19 @@ def read_dump(folder: Path) -> list[Dump]:
 
 def _read_prompt(path: Path) -> Dump:
     """Return one prompt of a reference, its file mapped into memory."""
-    place = printable(str(path))
+    shown_path = printable(str(path))
     if path.stat().st_size == 0:
-        raise ValueError(f"{place}: the file is empty; write it again")
-    arrays = mapped(path, place)
+        raise ValueError(f"{shown_path}: the file is empty; write it again")
+    arrays = mapped(path, shown_path)
     if missing := [name for name in ("tokens", "logits") if name not in arrays]:
-        raise ValueError(f"{place}: no tensor {missing[0]!r}; it has {', '.join(map(shown, sorted(arrays)[:8]))}")
+        raise ValueError(f"{shown_path}: no tensor {missing[0]!r}; it has {', '.join(map(shown, sorted(arrays)[:8]))}")
     tokens, logits = arrays["tokens"], arrays["logits"]
     tokens = tokens[0] if tokens.ndim == 2 and len(tokens) == 1 else tokens
     logits = logits[0] if logits.ndim == 3 and len(logits) == 1 else logits
     is_fitting = tokens.ndim == 1 and logits.ndim == 2 and len(tokens) == len(logits) > 0
     if not is_fitting or tokens.dtype.kind not in "iu" or str(logits.dtype) not in _FLOATS:
         raise ValueError(
-            f"{place}: tokens is {tokens.dtype} {list(tokens.shape)} and logits {logits.dtype} {list(logits.shape)}; "
-            "they must be integers [T] and floating-point numbers [T V]"
+            f"{shown_path}: tokens is {tokens.dtype} {list(tokens.shape)} and logits {logits.dtype} "
+            f"{list(logits.shape)}; they must be integers [T] and floating-point numbers [T V]"
         )
     return Dump(path.name, tokens, logits)

@@ -13,7 +13,7 @@ from m3jax.model import M3
 
 @dataclass(frozen=True)
 class Text:
-    """A text to predict.
+    """A text whose tokens a model predicts.
 
     Attributes:
       name: of its file.
@@ -74,13 +74,13 @@ def windows(num_tokens: int, context: int, skip: int) -> list[tuple[int, int, in
       (first token read, end of what is read, first position that counts) of each window. Position p predicts token
       p + 1, so what is read ends before the last token.
     """
-    found, counted = [], 0
+    spans, counted = [], 0
     while counted < num_tokens - 1:
         start = max(0, counted - skip)  # reads the last `skip` tokens again, as context
         end = min(start + context, num_tokens - 1)
-        found.append((start, end, counted))
+        spans.append((start, end, counted))
         counted = end
-    return found
+    return spans
 
 
 def _summary(loss: Float[np.ndarray, " X"], hit: Bool[np.ndarray, " X"], num_bytes: int) -> dict[str, Any]:
@@ -98,13 +98,13 @@ def _summary(loss: Float[np.ndarray, " X"], hit: Bool[np.ndarray, " X"], num_byt
 
 def _by_position(loss: Float[np.ndarray, " X"], seen: Int[np.ndarray, " X"]) -> list[dict[str, Any]]:
     """Return the mean loss by tokens seen before: 1, 2, 3 to 4, 5 to 8, and so on; empty intervals are left out."""
-    found, first, last = [], 1, 1
+    spans, first, last = [], 1, 1
     while first <= seen.max():
         inside = (seen >= first) & (seen <= last)
         if inside.any():
-            found.append({"from": first, "to": last, "tokens": int(inside.sum()), "loss": float(loss[inside].mean())})
+            spans.append({"from": first, "to": last, "tokens": int(inside.sum()), "loss": float(loss[inside].mean())})
         first, last = last + 1, 2 * last
-    return found
+    return spans
 
 
 def perplexity_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -117,8 +117,8 @@ def perplexity_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
              "top1": "most probable token right", "tokens": "tokens counted"}  # fmt: skip
     lines = [[names.get(key, key), *(show(result[key]) for result in results)] for key, show in shown.items()]
     for name in results[0]["files"]:
-        found = [result["files"].get(name) for result in results]
-        lines.append([f"  {name}", *("" if each is None else number(3)(each["perplexity"]) for each in found)])
+        spans = [result["files"].get(name) for result in results]
+        lines.append([f"  {name}", *("" if each is None else number(3)(each["perplexity"]) for each in spans)])
     by_position = [{each["to"]: each["loss"] for each in result["by_position"]} for result in results]
     for last in sorted(set().union(*by_position)):
         name = f"  loss after {f'{last // 2 + 1:,} to ' if last > 2 else ''}{last:,} tokens"

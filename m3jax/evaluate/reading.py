@@ -93,9 +93,9 @@ def read(
                     model, cache, tokens, positions, lengths, _stacked(pieces, size, chunk), measure
                 )
                 kept = jax.tree.map(np.asarray, kept)
-                for place, (row, end) in enumerate(zip(group, ends, strict=True)):
+                for slot, (row, end) in enumerate(zip(group, ends, strict=True)):
                     if end > start:
-                        yield row, start, jax.tree.map(lambda x, p=place, n=end - start: x[p, :n], kept)
+                        yield row, start, jax.tree.map(lambda x, p=slot, n=end - start: x[p, :n], kept)
                         done += end - start
                 line.say(f"reading: {done:,} of {total:,} tokens")
 
@@ -105,10 +105,10 @@ def _chunk_of(
 ) -> tuple[Int[np.ndarray, "B X"], Int[np.ndarray, "B X"], Int[np.ndarray, " B"]]:
     """Return the tokens, positions and lengths of one call; padding has positions at or behind its row's length."""
     tokens, lengths = np.zeros((batch, chunk), np.int32), np.zeros(batch, np.int32)
-    for place, row in enumerate(rows):
+    for slot, row in enumerate(rows):
         piece = row[start : start + chunk]
-        tokens[place, : len(piece)] = piece
-        lengths[place] = min(start + chunk, len(row))
+        tokens[slot, : len(piece)] = piece
+        lengths[slot] = min(start + chunk, len(row))
     positions = np.broadcast_to(np.arange(start, start + chunk, dtype=np.int32), (batch, chunk))
     return tokens, positions, lengths
 
@@ -117,10 +117,10 @@ def _stacked(pieces: list[tuple[np.ndarray, ...]], batch: int, chunk: int) -> tu
     """Return the arrays beside the rows of a call, stacked and padded with zeros to its shape."""
     stacked = []
     for arrays in zip(*pieces, strict=True):
-        out = np.zeros((batch, chunk, *arrays[0].shape[1:]), arrays[0].dtype)
-        for place, array in enumerate(arrays):
-            out[place, : len(array)] = array
-        stacked.append(out)
+        padded = np.zeros((batch, chunk, *arrays[0].shape[1:]), arrays[0].dtype)
+        for slot, array in enumerate(arrays):
+            padded[slot, : len(array)] = array
+        stacked.append(padded)
     return tuple(stacked)
 
 

@@ -39,7 +39,7 @@ class Grid:
         count: int,
         seed: int,
     ) -> "Grid":
-        """Make the prompts.
+        """Draw a grid's recall prompts.
 
         Args:
           haystack: in the tokens of the model's tokenizer.
@@ -91,8 +91,8 @@ def recall(model: M3, grid: Grid, how: Reading | None = None) -> dict[str, Any]:
             right[kind][i, column[depth]] += is_right
             asked[kind][i, column[depth]] += 1
     shares = {kind: right[kind] / asked[kind] for kind in kinds}
-    found = {kind: {"shares": share.tolist(), "mean": float(share.mean())} for kind, share in shares.items()}
-    return {"lengths": list(lengths), "depths": list(depths), "count": grid.count, **found}
+    by_kind = {kind: {"shares": share.tolist(), "mean": float(share.mean())} for kind, share in shares.items()}
+    return {"lengths": list(lengths), "depths": list(depths), "count": grid.count, **by_kind}
 
 
 def recall_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:

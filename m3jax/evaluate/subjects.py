@@ -98,7 +98,7 @@ def subjects(
       dtypes, kv_dtypes, index_dtypes, backends: names with commas between them; "model" is a model's own dtype.
 
     Raises:
-      ValueError: a folder that is none, or a name that there is not.
+      ValueError: a path that is not a folder, or an unknown name.
     """
     for folder in folders:
         M3Config.from_pretrained(embedded_path() if folder is None else folder)
@@ -159,19 +159,19 @@ def tokenised(tokenizer: Tokenizer, texts: dict[str, str], most: int) -> list[Te
     Raises:
       ValueError: fewer than two tokens.
     """
-    found = []
+    chosen_texts = []
     for name, text in texts.items():
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        ids = [*begin, *tokenizer.encode(text)][: most - sum(len(each.tokens) for each in found)]
+        ids = [*begin, *tokenizer.encode(text)][: most - sum(len(each.tokens) for each in chosen_texts)]
         if len(ids) < 2:
             break
         spelled = tokenizer.decode(ids[1:], skip_special_tokens=False)
-        found.append(Text(name, np.array(ids, np.int32), len(spelled.encode())))
-    if not found:
+        chosen_texts.append(Text(name, np.array(ids, np.int32), len(spelled.encode())))
+    if not chosen_texts:
         raise ValueError(
             f"the texts have fewer than 2 tokens, or --tokens {most} leaves fewer: there is nothing to predict"
         )
-    return found
+    return chosen_texts
 
 
 def spread(texts: Sequence[Text], count: int, length: int) -> list[Row]:

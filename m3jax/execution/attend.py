@@ -1,7 +1,5 @@
 """Attention of one layer on the devices that hold its pages: write the new tokens, select, attend."""
 
-from dataclasses import replace
-
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
@@ -17,7 +15,7 @@ from m3jax.parallel import PAGE_AXES, spec
 
 def attend(
     heads: Heads | Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None
-) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, LayerPages, dict[str, Array]]:
+) -> tuple[Float[Array, "B T N H"], LayerPages, dict[str, Array]]:
     """Attend with a layer's heads, over what its rows have.
 
     Args:
@@ -27,16 +25,17 @@ def attend(
       rules: of selection; None where the layer attends to every block.
 
     Returns:
-      (output, selection or None, the pages with the new tokens, the heads by name: none where a kernel wrote them).
+      (output, the pages with the new tokens, values by name: attention, blocks where they were selected, and the heads
+      unless a kernel wrote them).
     """
     heads, insert_backend = _finished(heads, pages, call)
     out, blocks, pages = _over_pages(heads, pages, call, rules, insert_backend)
-    return out, blocks, pages, _by_name(heads)
+    return out, pages, _by_name(heads, blocks, out)
 
 
 def attend_over_mesh(
     heads: Heads | Projections, pages: StackCache, call: LayerCall, rules: SelectionRules | None, mesh: Mesh
-) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, StackCache, dict[str, Array]]:
+) -> tuple[Float[Array, "B T N H"], StackCache, dict[str, Array]]:
     """Run `attend` on every device of a mesh, each over the pages that it holds.
 
     Pages are divided over the data, context and expert axes, and the KV heads over the tensor axis where it divides
@@ -70,8 +69,8 @@ def attend_over_mesh(
         heads = jax.tree.unflatten(head_structure, head_arrays)
         pages = jax.tree.unflatten(page_structure, page_arrays)
         places = places.on_this_device(device_axes, pages.num_pages)
-        here = replace(call, layer=layer, places=places, positions=positions, lengths=lengths)
-        out, blocks, pages = _over_pages(heads, pages, here, rules, insert_backend)
+        own_call = call.replace(layer=layer, places=places, positions=positions, lengths=lengths)
+        out, blocks, pages = _over_pages(heads, pages, own_call, rules, insert_backend)
         return out, blocks, jax.tree.leaves(pages)
 
     # Arrays cross as lists, so that each finds its own spec.
@@ -84,7 +83,7 @@ def attend_over_mesh(
     )
     arrays = jax.tree.leaves(heads), jax.tree.leaves(pages)
     out, blocks, page_arrays = on_mesh(*arrays, call.layer, call.places, call.positions, call.lengths)
-    return out, blocks, jax.tree.unflatten(page_structure, page_arrays), _by_name(heads)
+    return out, jax.tree.unflatten(page_structure, page_arrays), _by_name(heads, blocks, out)
 
 
 def _finished(heads: Heads | Projections, pages: LayerPages, call: LayerCall) -> tuple[Heads | Projections, str]:
@@ -95,8 +94,12 @@ def _finished(heads: Heads | Projections, pages: LayerPages, call: LayerCall) ->
     return (heads.finish() if backend == "xla" else heads), backend
 
 
-def _by_name(heads: Heads | Projections) -> dict[str, Array]:
-    return heads._asdict() if isinstance(heads, Heads) else {}
+def _by_name(
+    heads: Heads | Projections, blocks: Int[Array, "B K T J"] | None, out: Float[Array, "B T N H"]
+) -> dict[str, Array]:
+    values = heads._asdict() if isinstance(heads, Heads) else {}
+    values |= {"blocks": blocks, "attention": out}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _over_pages(
@@ -111,6 +114,7 @@ def _over_pages(
     else:
         pages = pages.write(call, heads.k, heads.v, heads.index_k)
     if rules is not None:
+        # The only place where a layer's blocks are chosen; what follows attends to whatever ids it is given.
         blocks = pages.select(call, heads.index_q, rules)
         blocks = checkpoint_name(blocks, "msa_blocks")  # so that a backward pass cannot select otherwise (T30)
         out, pages = pages.attend_selected(call, heads.q, blocks)
@@ -119,5 +123,5 @@ def _over_pages(
     # layers, which are then computed blockwise. There is no TPU kernel for dense layers.
     schedule = call.schedule if call.schedule in ("auto", "mask", "invariant") else "blockwise"
     backend = "auto" if call.backend == "mosaic_tpu" else call.backend
-    out, pages = pages.attend_all(replace(call, schedule=schedule, backend=backend), heads.q)
+    out, pages = pages.attend_all(call.replace(schedule=schedule, backend=backend), heads.q)
     return out, None, pages

@@ -7,7 +7,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from m3jax import ops
-from m3jax.cache import LayerCall
 from m3jax.execution import plain
 from m3jax.execution.attend import attend, attend_over_mesh
 from m3jax.execution.compute import Compute
@@ -47,9 +46,17 @@ class Fast:
         """
         return "xla" if self.compute.is_divided else self.compute.backend
 
+    def call_pages(self, block_size):
+        """Return empty pages of the class that the settings name."""
+        return self.compute.call_pages(block_size=block_size)
+
     def each_token(self, fn):
         """Return the function as it is: it computes all tokens at once."""
         return fn
+
+    def norm(self, x, weight, eps):
+        """Return a norm, by what computes `add_norm`."""
+        return self.add_norm(x, None, weight, eps)[1]
 
     def add_norm(self, x, update, weight, eps):
         """Return a residual addition and its norm: by one kernel for few tokens, by XLA elsewhere."""
@@ -60,9 +67,10 @@ class Fast:
         """Return projections as they are: a kernel that writes pages may finish them."""
         return projections
 
-    def attend(self, heads, pages, layer, places, positions, lengths, rules):
+    def attend(self, heads, pages, call, rules):
         """Write new tokens, select and attend: on this device, or on each device that holds pages."""
-        call = LayerCall(layer, places, positions, lengths, self.compute.schedule, self.compute.backend)
+        call = call.replace(schedule=self.compute.schedule, backend=self.compute.backend)
+        # Keys of a call by itself are divided by XLA as it likes; pages of a cache lie where they are.
         if self.has_cache and self.compute.is_divided:  # only a `StackCache` is divided over devices
             return attend_over_mesh(heads, pages, call, rules, self.compute.mesh)
         return attend(heads, pages, call, rules)
@@ -74,8 +82,9 @@ class Fast:
 
     def experts(self, x, expert_ids, weights, matrices, activate, shared):
         """Return the sum of each token's experts, computed where they lie; one kernel may run the shared expert too."""
-        experts, layer = ExpertWeights(*(matrix.stack for matrix in matrices)), matrices[0].layer
+        experts, layer = ExpertWeights(*[matrix.stack for matrix in matrices]), matrices[0].layer
         how = dict(path=self.compute.expert_path, backend=self.compute.backend)
+        # Experts stay in the stack of all layers: cut out, a layer's would be copied whole to use a few of them.
         if self.compute.is_divided:
             expert_ids, weights = self.before_mesh(expert_ids, weights)
             routed = experts_over_mesh(
@@ -104,6 +113,7 @@ class Fast:
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
     ) -> bool:
         """Return True if a kernel is faster than XLA's product with a copy of the matrix."""
+        # Norms, biases and the router's gate are small: a scan's copy of them costs little.
         if not name.endswith("_proj"):
             return False
         case = ops.ProductCase.of(stack, NUM_INPUTS.get(name, 1), num_rows, dtype)

@@ -81,6 +81,7 @@ class KeepResidual:
 
     def after_layer(self, memory, num_before, layer, values, context):
         """Return the memory with this layer's output, if it is asked for."""
+        # `layer` is traced: the scan has one program for all layers of the stack, wanted or not.
         is_wanted = jnp.asarray(self.layers, jnp.int32) == num_before + layer + 1  # [A]
-        place = jnp.where(jnp.any(is_wanted), jnp.argmax(is_wanted), len(self.layers))
-        return jax.lax.dynamic_update_index_in_dim(memory, values["output"], place, 0), None
+        memory_index = jnp.where(jnp.any(is_wanted), jnp.argmax(is_wanted), len(self.layers))
+        return jax.lax.dynamic_update_index_in_dim(memory, values["output"], memory_index, 0), None

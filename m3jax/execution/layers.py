@@ -1,6 +1,8 @@
-"""The loop over the layers of a stack: a scan, or one layer after the other with parameters of its own."""
+"""The loop over a model's layers: a scan of each stack, or one layer after the other with parameters of its own."""
 
 import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from m3jax.cache import LayerPages
+from m3jax.cache import Cache, LayerPages
 from m3jax.execution.keep import Keep
 from m3jax.execution.protocol import Execution
 from m3jax.make import dotted_path
@@ -20,65 +22,73 @@ _NAMES_OF_SAVED = ("msa_blocks", "expert_ids")  # choices that a backward pass m
 
 
 def run_layers(
-    stack: nnx.Module,
-    x: Float[Array, "B T D"],
-    context: Any,
-    pages: LayerPages,
-    keep: Keep,
-    memory: PyTree[Array],
-    num_before: int,
-) -> tuple[Float[Array, "B T D"], LayerPages, PyTree[Array], PyTree[Array]]:
-    """Run all layers of a stack.
+    stacks: Sequence[nnx.Module], x: Float[Array, "B T D"], context: Any, cache: Cache | None, keep: Keep
+) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]], PyTree[Array]]:
+    """Run all layers of a model.
 
     Args:
-      stack: a `m3jax.model.decoder.Decoder`, whose parameters have a leading layer axis. A call of it, with the
-        parameters of one layer, is (x, context, pages, layer) -> (x, pages, named values).
+      stacks: consecutive layers of one kind each: `m3jax.model.decoder.Decoder`s, whose parameters have a leading layer
+        axis. A call of one, with the parameters of one layer, is (x, context, pages, layer) -> (x, pages, values).
       x: the residual stream.
       context: what the layers of the call share (`m3jax.model.context.Context`).
-      pages: the keys that the call's rows have in this stack, or those that the call is about to make.
+      cache: the keys that the call's rows have; None if the call makes all that it reads.
       keep: what is kept of each layer.
-      memory: of `keep`, after the layers before.
-      num_before: layers of the model before this stack.
 
     Returns:
-      (residual stream, pages with the new tokens, memory, what was kept of each layer, stacked).
+      (residual stream, the cache with the new tokens, what was kept of the layers of each stack, memory of `keep`).
     """
-    how = context.how
+    how, memory, new_stacks, kept, num_before = context.how, keep.start(x), [], [], 0
+    for index, stack in enumerate(stacks):
+        # A call without a cache attends over pages that its layers are about to make.
+        pages = how.call_pages(context.config.index_block_size) if cache is None else cache.stacks[index]
+        parameters, as_layer = _layers_of(stack, how, num_rows=x.shape[0] * x.shape[1], dtype=x.dtype)
+        step = partial(run_layer, as_layer, context.of_stack(index, cache), keep, num_before)
+        if how.remat:
+            step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*_NAMES_OF_SAVED))
+        if stack.apart is None:
+            layer_ids = jnp.arange(stack.depth, dtype=jnp.int32)
+            (x, pages, memory), kept_of_layers = jax.lax.scan(step, (x, pages, memory), (parameters, layer_ids))
+        else:
+            carry, kept_of_each = (x, pages, memory), []
+            step = jax.jit(step)  # traced once, for all layers of the stack
+            for layer, of_layer in enumerate(parameters):
+                carry, kept_of_layer = step(carry, (of_layer, jnp.int32(layer)))
+                kept_of_each.append(kept_of_layer)
+            x, pages, memory = carry
+            kept_of_layers = jax.tree.map(lambda *layers: jnp.stack(layers), *kept_of_each)
+        new_stacks.append(pages)
+        kept.append(kept_of_layers)
+        num_before += stack.depth
+    return x, None if cache is None else cache.replace(stacks=tuple(new_stacks)), kept, memory
 
-    def run_layer(carry, parameters_and_layer):
-        x, pages, memory = carry
-        one_layer, layer = parameters_and_layer
-        one_layer = how.prepared(_with_experts(one_layer, stack, layer))
-        x, pages, values = one_layer(x, context, pages, layer)
-        memory, kept = keep.after_layer(memory, num_before, layer, values, context)
-        return (x, pages.after_layer(), memory), kept
 
-    if how.remat:
-        run_layer = jax.checkpoint(run_layer, policy=jax.checkpoint_policies.save_only_these_names(*_NAMES_OF_SAVED))
-    carry = x, pages, memory
-    if stack.apart is not None:
-        kept_of_each, run_layer = [], jax.jit(run_layer)  # traced once, for all layers of the stack
-        for layer, one_layer in enumerate(stack.apart):
-            carry, kept = run_layer(carry, (one_layer, jnp.int32(layer)))
-            kept_of_each.append(kept)
-        x, pages, memory = carry
-        return x, pages, memory, jax.tree.map(lambda *layers: jnp.stack(layers), *kept_of_each)
+def run_layer(
+    as_layer: Callable[[PyTree[Array], Int[Array, ""]], nnx.Module],
+    context: Any,
+    keep: Keep,
+    num_before: int,
+    carry: tuple[Float[Array, "B T D"], LayerPages, PyTree[Array]],
+    parameters_and_layer: tuple[PyTree[Array], Int[Array, ""]],
+) -> tuple[tuple[Float[Array, "B T D"], LayerPages, PyTree[Array]], PyTree[Array]]:
+    """Run one layer, as a turn of a scan.
 
-    stacks, structure = _parameters(stack, how, x.shape[0] * x.shape[1], x.dtype)
+    Args:
+      as_layer: makes a module of the layer's parameters, given which layer of the stack it is.
+      context, keep: as of `run_layers`.
+      num_before: layers of the model before this stack.
+      carry: the residual stream, pages of the stack, memory of `keep`.
+      parameters_and_layer: of this turn.
 
-    # Matrices that a kernel reads in place are not scanned over: a scan would copy each layer's matrix first.
-    def run_scanned(carry, scanned_and_layer):
-        scanned, layer = scanned_and_layer
-        parameters = [
-            how.stacked(of_stack, layer) if stays else one_layer
-            for (of_stack, stays), one_layer in zip(stacks, scanned, strict=True)
-        ]
-        return run_layer(carry, (jax.tree.unflatten(structure, parameters), layer))
-
-    of_layers = [None if stays else of_stack for of_stack, stays in stacks]
-    layer_ids = jnp.arange(stack.depth, dtype=jnp.int32)
-    (x, pages, memory), kept = jax.lax.scan(run_scanned, carry, (of_layers, layer_ids))
-    return x, pages, memory, kept
+    Returns:
+      (the carry of the next turn, what is kept of this layer by itself).
+    """
+    x, pages, memory = carry
+    parameters, layer = parameters_and_layer
+    decoder = as_layer(parameters, layer)
+    x, pages, values = decoder(x, context, pages, layer)
+    # All named values are offered to `keep`; what it leaves out is read by nothing, and compiled away.
+    memory, kept = keep.after_layer(memory, num_before, layer, values, context)
+    return (x, pages.after_layer(), memory), kept
 
 
 def take_apart(stack: nnx.Module, how: Execution, num_rows: int, dtype: DTypeLike) -> nnx.Module:
@@ -106,10 +116,32 @@ def take_apart(stack: nnx.Module, how: Execution, num_rows: int, dtype: DTypeLik
     return other
 
 
+def _layers_of(
+    stack: nnx.Module, how: Execution, num_rows: int, dtype: DTypeLike
+) -> tuple[PyTree[Array], Callable[[PyTree[Array], Int[Array, ""]], nnx.Module]]:
+    """Return the parameters that a turn over layers gets one by one, and what makes a layer of those of one turn.
+
+    Matrices that a kernel reads in place are not among them: a scan would copy each layer's matrix first.
+    """
+    if stack.apart is not None:
+        return stack.apart, lambda one_layer, layer: how.prepared(_with_experts(one_layer, stack, layer))
+    stacked, structure = _parameters(stack, how, num_rows, dtype)
+
+    def as_layer(of_layer, layer):
+        whole = [
+            how.stacked(of_stack, layer) if stays else one_layer
+            for (of_stack, stays), one_layer in zip(stacked, of_layer, strict=True)
+        ]
+        return how.prepared(_with_experts(jax.tree.unflatten(structure, whole), stack, layer))
+
+    return [None if stays else of_stack for of_stack, stays in stacked], as_layer
+
+
 def _parameters(
     stack: nnx.Module, how: Execution, num_rows: int, dtype: DTypeLike
 ) -> tuple[list[tuple[Shaped[Array, "L ..."] | MXFP8Array, bool]], jax.tree_util.PyTreeDef]:
     """Return every parameter but the experts', and True for those whose layers a kernel reads where they lie."""
+    # Experts are left out: they are read where they lie by every way to compute.
     without_experts = _replace_experts(stack, None)
     leaves, structure = jax.tree_util.tree_flatten_with_path(without_experts, is_leaf=_is_matrix_of_its_own)
     names = [dotted_path(path).rpartition(".")[2] for path, _ in leaves]

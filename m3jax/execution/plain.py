@@ -19,14 +19,14 @@ def gemma_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float)
     dtype = accumulator(x.dtype)
     x = x.astype(dtype)
     x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return x * (1.0 + weight.astype(dtype))
+    return x * (1.0 + weight.astype(dtype))  # Gemma's form: what is stored is the factor's difference from 1
 
 
 def apply_rope(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"]
 ) -> Float[Array, "B T N H"]:
     """Rotate dims (i, i + R) of each head by the position's angle; dims from 2R on pass through (half-split)."""
-    half = cos.shape[-1]
+    half = cos.shape[-1]  # R: dim i turns with dim i + R, not with its neighbour
     cos, sin = cos[:, :, None], sin[:, :, None]  # [B T 1 R]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

@@ -39,15 +39,19 @@ class Projections:
         )
 
     def _norm_and_rotate(self, heads, norms, cos, sin):
-        pairs = zip(heads, norms, strict=True)
-        return tuple(apply_rope(gemma_norm(x, weight, self.eps), cos, sin).astype(self.dtype) for x, weight in pairs)
+        finished = []
+        for x, weight in zip(heads, norms, strict=True):
+            # Rounded once, after both: between the norm and the rotation numbers stay in the accumulator's dtype.
+            finished.append(apply_rope(gemma_norm(x, weight, self.eps), cos, sin).astype(self.dtype))
+        return tuple(finished)
 
     def _heads_by(self, norm_and_rotate) -> Heads:
         """Return all heads, by one call of a function of (heads, norms, cos, sin); values are only rounded."""
         raw, norms = self.raw, self.norms
         heads, weights = [raw.q, raw.k], [norms.q, norms.k]
         if raw.index_q is not None:
-            heads += [raw.index_q, raw.index_k[:, :, None]]  # [B T I] -> [B T 1 I]
+            # All index queries share one key, which is normed and rotated as a single head: [B T I] -> [B T 1 I].
+            heads += [raw.index_q, raw.index_k[:, :, None]]
             weights += [norms.index_q, norms.index_k]
         q, k, *index = norm_and_rotate(heads, weights, self.cos, self.sin)
         index_q, index_k = (index[0], index[1][:, :, 0]) if index else (None, None)

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from m3jax.cache import LayerPages, Places
+from m3jax.cache import LayerCall, LayerPages
 from m3jax.execution.projections import Projections
 from m3jax.msa import SelectionRules
 from m3jax.mxfp8 import MXFP8Array
@@ -26,8 +26,16 @@ class Execution(Protocol):
     has more than one implementation.
     """
 
+    def call_pages(self, block_size: int) -> LayerPages:
+        """Return what a stack writes its keys into in a call without a cache; it is empty before each layer."""
+        ...
+
     def each_token(self, fn: Tokenwise) -> Tokenwise:
         """Return `fn`, a function of arrays [B T ...] that treats each token alone, to be called with all tokens."""
+        ...
+
+    def norm(self, x: Float[Array, "B T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "B T D"]:
+        """Return the norm of x times 1 + weight, rounded once."""
         ...
 
     def add_norm(
@@ -41,15 +49,8 @@ class Execution(Protocol):
         ...
 
     def attend(
-        self,
-        heads: Heads | Projections,
-        pages: LayerPages,
-        layer: Int[Array, ""],
-        places: Places,
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
-        rules: SelectionRules | None,
-    ) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, LayerPages, dict[str, Array]]:
+        self, heads: Heads | Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None
+    ) -> tuple[Float[Array, "B T N H"], LayerPages, dict[str, Array]]:
         """Write a layer's new tokens into its pages and attend (`m3jax.execution.attend.attend`)."""
         ...
 

@@ -38,6 +38,10 @@ class Tiled(Fast):
 
         return tile_by_tile
 
+    def add_norm(self, x, update, weight, eps):
+        """Return a residual addition and its norm, tile by tile."""
+        return self.each_token(lambda x, update: plain.add_norm(x, update, weight, eps))(x, update)
+
     def heads(self, projections):
         """Return heads, finished with the rest of the tile."""
         return projections.finish()
@@ -47,6 +51,7 @@ class Tiled(Fast):
 
         Each device then gets the same columns of every token, wherever in the call the token stands.
         """
+        # Columns of -1 are no expert, with weight 0: each device of the axis has the same share of every token.
         unused = ((0, 0), (0, -expert_ids.shape[1] % self.compute.mesh.shape["context"]))
         return jnp.pad(expert_ids, unused, constant_values=-1), jnp.pad(weights, unused)
 

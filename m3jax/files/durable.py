@@ -23,6 +23,7 @@ class NewFile:
 
     def __init__(self, path: Path):
         self.path = path
+        # O_EXCL and O_NOFOLLOW: a file or a link that somebody put under the name is an error, not written through.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
         self._descriptor = os.open(path, flags, 0o666)
 
@@ -37,7 +38,7 @@ class NewFile:
         """
         remaining = memoryview(data).cast("B")
         try:
-            while remaining:
+            while remaining:  # a system call may write less than it is given, and on Linux writes 2 GiB at most
                 remaining = remaining[os.write(self._descriptor, remaining) :]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
@@ -69,6 +70,7 @@ def replace_file(file: Path, data: bytes) -> None:
     try:
         with NewFile(unfinished) as new:
             new.write(data)
+        # Only now, when the bytes are on the disk: else a power cut could leave the name with an empty file.
         os.replace(unfinished, file)
     finally:
         unfinished.unlink(missing_ok=True)

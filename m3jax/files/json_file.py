@@ -70,37 +70,37 @@ def read_bytes(file: Path, most_bytes: int) -> bytes:
     with open(file, "rb") as stream:
         data = stream.read(most_bytes + 1)
     if len(data) > most_bytes:
-        place = printable(str(file))
-        raise ValueError(f"{place}: larger than {most_bytes:,} bytes, the most that is read; is it the right file?")
+        named = printable(str(file))
+        raise ValueError(f"{named}: larger than {most_bytes:,} bytes, the most that is read; is it the right file?")
     return data
 
 
 def _read(file: Path, most_bytes: int, most_items: int) -> Any:
     """Return the value in a JSON file, within the limits of `read_json`."""
-    data, place = read_bytes(file, most_bytes), printable(str(file))
+    data, named = read_bytes(file, most_bytes), printable(str(file))
     if data.startswith(_BOMS):
-        raise ValueError(f"{place} is not valid JSON: it begins with a byte order mark; save it as UTF-8 without one")
+        raise ValueError(f"{named} is not valid JSON: it begins with a byte order mark; save it as UTF-8 without one")
     try:
         parsed = json.loads(data.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place} is not valid JSON: byte {error.start} is not UTF-8; download it again") from None
+        raise ValueError(f"{named} is not valid JSON: byte {error.start} is not UTF-8; download it again") from None
     except RecursionError:
-        raise ValueError(f"{place}: lists and objects nest deeper than {MOST_DEPTH}") from None
+        raise ValueError(f"{named}: lists and objects nest deeper than {MOST_DEPTH}") from None
     except ValueError as error:
-        raise ValueError(f"{place} is not valid JSON: {error}; download it again, or correct it") from None
+        raise ValueError(f"{named} is not valid JSON: {error}; download it again, or correct it") from None
     if isinstance(parsed, dict | list) and (fault := _fault(parsed, most_items)):
-        raise ValueError(f"{place}: {fault}")
+        raise ValueError(f"{named}: {fault}")
     return parsed
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of a file; raise ValueError for a key that stands in it twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"the key {shown(twice)} stands twice in one object, keep one")
-    return found
+    return members
 
 
 def _integer(digits: str) -> int | float:

@@ -57,7 +57,7 @@ def header(layout: Layout, metadata: Mapping[str, str] | None = None) -> bytes:
         entries[name] = {"dtype": dtype_code(dtype), "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # as the library does it: numbers begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
 
@@ -83,6 +83,7 @@ def write_tensors(
     for (name, stored), array in zip(layout.items(), values, strict=True):
         if (array.dtype, array.shape) != stored:
             raise ValueError(f"{name}: {array.dtype} {array.shape}, and the header says {stored}")
+        # As bytes: bfloat16 and float8 are no formats of Python's buffers.
         file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
 
 
@@ -92,25 +93,26 @@ def packed(arrays: Arrays) -> bytes:
     return b"".join((header(layout), *(np.ascontiguousarray(arrays[name]).tobytes() for name in layout)))
 
 
-def unpacked(data: bytes | memoryview, place: str) -> dict[str, np.ndarray]:
+def unpacked(data: bytes | memoryview, called: str) -> dict[str, np.ndarray]:
     """Return the arrays of a file, which share its memory.
 
     Args:
       data: the whole file, or a view of where it is mapped.
-      place: its name, for errors.
+      called: its name, for errors.
 
     Raises:
       ValueError: the file is truncated, or is none.
     """
     size = int.from_bytes(data[:8], "little")
+    # The smallest header is {}. A size from damaged bytes may be anything up to 2^64.
     if len(data) < 8 or not 2 <= size <= len(data) - 8:
-        raise ValueError(f"{place}: {len(data)} bytes are no safetensors file, or only its beginning; make it again")
+        raise ValueError(f"{called}: {len(data)} bytes are no safetensors file, or only its beginning; make it again")
     try:
         entries = json.loads(bytes(data[8 : 8 + size]))
         entries.pop("__metadata__", None)
         arrays = {name: _array(entry, data, 8 + size) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{place}: no safetensors file, or a damaged one ({shown(error)}); make it again") from None
+        raise ValueError(f"{called}: no safetensors file, or a damaged one ({shown(error)}); make it again") from None
     return arrays
 
 
@@ -121,12 +123,12 @@ def _array(entry: Mapping[str, Any], data: bytes | memoryview, start: int) -> Sh
     return np.frombuffer(data[start + first : start + end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
-def mapped(file: Path, place: str) -> dict[str, np.ndarray]:
+def mapped(file: Path, called: str) -> dict[str, np.ndarray]:
     """Return the arrays of a file where they lie on the disk: they are read as they are used.
 
     Args:
       file: its path.
-      place: its name, for errors.
+      called: its name, for errors.
 
     Raises:
       ValueError: the file is empty or truncated, or is none.
@@ -135,7 +137,7 @@ def mapped(file: Path, place: str) -> dict[str, np.ndarray]:
     with open(file, "rb") as stream:
         is_empty = stream.seek(0, 2) == 0  # which cannot be mapped
         data = b"" if is_empty else memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
-    return unpacked(data, place)
+    return unpacked(data, called)
 
 
 def read_header(stream: BufferedIOBase) -> tuple[dict[str, Any], int]:

@@ -71,12 +71,12 @@ def resize_rows(image: UInt8[np.ndarray, "H W C"], height: int) -> UInt8[np.ndar
       height: rows of the result.
     """
     starts, weights, bits = bicubic_taps(len(image), height)
-    rows = []
+    resized = []
     for start, column in zip(starts, weights.T, strict=True):
-        held = image[start : start + len(column)].astype(np.int64)  # fewer than Q at the end, where weights are 0
-        total = np.tensordot(column[: len(held)], held, axes=1)  # [W C]
-        rows.append(np.clip((total + (1 << bits >> 1)) >> bits, 0, 255))
-    return np.stack(rows).astype(np.uint8)
+        window = image[start : start + len(column)].astype(np.int64)  # fewer than Q at the end, where weights are 0
+        total = np.tensordot(column[: len(window)], window, axes=1)  # [W C]
+        resized.append(np.clip((total + (1 << bits >> 1)) >> bits, 0, 255))
+    return np.stack(resized).astype(np.uint8)
 
 
 def resize_definition(image: UInt8[np.ndarray, "H W C"], height: int, width: int) -> UInt8[np.ndarray, "h w C"]:

@@ -29,7 +29,7 @@ def spread_frames(total: int, source_fps: float, fps: float, least: int, most: i
 def ends_frames(total: int, source_fps: float, fps: float, least: int, most: int) -> list[int]:
     """Choose as many frames as `spread_frames`, evenly spaced from the first to the last, as the SMG gateway does."""
     count = min(max(int(total / source_fps * fps), least), most, total)
-    return [int(place) for place in np.linspace(0.0, total - 1, count).round()]
+    return [int(position) for position in np.linspace(0.0, total - 1, count).round()]
 
 
 def spaced_frames(total: int, source_fps: float, fps: float, least: int, most: int) -> list[int]:

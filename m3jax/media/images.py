@@ -60,7 +60,7 @@ def decode_image(source: Any) -> UInt8[np.ndarray, "H W 3"]:
       uint8 [H W 3].
 
     Raises:
-      ValueError: what is given is no such thing, is broken or cut short, has no pixels, or has more than Pillow's limit
+      ValueError: the source is none of these, is broken or cut short, has no pixels, or has more than Pillow's limit
         (`PIL.Image.MAX_IMAGE_PIXELS`).
     """
     if isinstance(source, np.ndarray):

@@ -74,13 +74,13 @@ def segments(
     for number, (_, grids) in enumerate(still, 1):
         if len(grids) != 1:
             raise ValueError(f"image {number} has grids {shown(grids)}: an image has one, (1, h, w)")
-    found = []
+    parts = []
     for is_video, items in ((False, still), (True, moving)):
         for patches, grids in items:
             ends = np.cumsum([t * h * w for t, h, w in grids])
             pieces = np.split(patches, ends[:-1])
-            found += [Segment(piece, grid, is_video) for piece, grid in zip(pieces, grids, strict=True)]
-    return tuple(found)
+            parts += [Segment(piece, grid, is_video) for piece, grid in zip(pieces, grids, strict=True)]
+    return tuple(parts)
 
 
 def batch(images: Iterable[Any] = (), videos: Iterable[Any] = (), config: M3Config | None = None) -> MediaBatch:
@@ -99,29 +99,29 @@ def batch(images: Iterable[Any] = (), videos: Iterable[Any] = (), config: M3Conf
       ValueError: no image and no video, patches that do not fit their grid, a model without a vision tower, or one
         whose patches are not 14 x 14 pixels of 2 frames merged 2 x 2.
     """
-    found = segments(images, videos, config)
-    if not found:
+    parts = segments(images, videos, config)
+    if not parts:
         raise ValueError("no image and no video: leave `media` out of the call")
-    return pack(found, bucket_size(sum(len(segment.patches) for segment in found)))
+    return pack(parts, bucket_size(sum(len(segment.patches) for segment in parts)))
 
 
-def pack(found: Sequence[Segment], size: int) -> MediaBatch:
+def pack(parts: Sequence[Segment], size: int) -> MediaBatch:
     """Segments one behind the other in arrays of a given size.
 
     Args:
-      found: images' before videos'; () gives padding alone.
+      parts: images' before videos'; () gives padding alone.
       size: X, at least as many as there are patches, and a multiple of 4.
     """
-    total = sum(len(segment.patches) for segment in found)
+    total = sum(len(segment.patches) for segment in parts)
     patches = np.zeros((size, PATCH_VALUES), np.float32)
-    if found:
-        np.concatenate([segment.patches for segment in found], out=patches[:total])
+    if parts:
+        np.concatenate([segment.patches for segment in parts], out=patches[:total])
     numbers = np.full(size, NO_SEGMENT, np.int32)
-    numbers[:total] = np.repeat(np.arange(len(found)), [len(segment.patches) for segment in found])
+    numbers[:total] = np.repeat(np.arange(len(parts)), [len(segment.patches) for segment in parts])
     positions = np.zeros((size, 3), np.int32)
-    if found:
-        np.concatenate([patch_positions(segment.grid) for segment in found], out=positions[:total])
-    features = lambda is_video: np.asarray(sum(s.features for s in found if s.is_video == is_video), np.int32)
+    if parts:
+        np.concatenate([patch_positions(segment.grid) for segment in parts], out=positions[:total])
+    features = lambda is_video: np.asarray(sum(s.features for s in parts if s.is_video == is_video), np.int32)
     return MediaBatch(patches, numbers, positions, features(False), features(True))
 
 
@@ -161,25 +161,25 @@ def feature_places(
 
 
 def segment_places(
-    tokens: Sequence[int] | Int[np.ndarray, "T"], found: Sequence[Segment], ids: PlaceholderIds | None = None
+    tokens: Sequence[int] | Int[np.ndarray, "T"], placeholders: Sequence[Segment], ids: PlaceholderIds | None = None
 ) -> list[Int32[np.ndarray, "_"]]:
     """Return `feature_places` of one prompt whose segments have not been packed: an array for each segment.
 
     Args:
       tokens: [T] of the prompt, expanded.
-      found: its segments, images' before videos'.
+      placeholders: its segments, images' before videos'.
       ids: of the placeholders; None is M3's.
 
     Raises:
       ValueError: as `feature_places`.
     """
-    counts = [segment.features for segment in found]
-    numbers = np.repeat(np.arange(len(found)), counts)
-    of_pairs = [np.repeat(np.arange(t), h * w // MERGE**2) for _, (t, h, w), _ in found]
+    counts = [segment.features for segment in placeholders]
+    numbers = np.repeat(np.arange(len(placeholders)), counts)
+    of_pairs = [np.repeat(np.arange(t), h * w // MERGE**2) for _, (t, h, w), _ in placeholders]
     pairs = np.concatenate([np.zeros(0, np.int64), *of_pairs])
-    image_features = sum(segment.features for segment in found if not segment.is_video)
+    image_features = sum(segment.features for segment in placeholders if not segment.is_video)
     places = _places(np.asarray(tokens, np.int64), numbers, pairs, image_features, ids)
-    return np.split(places, np.cumsum(counts)[:-1]) if found else []
+    return np.split(places, np.cumsum(counts)[:-1]) if placeholders else []
 
 
 def _places(
@@ -200,17 +200,17 @@ def _places(
     """
     ids = ids or PlaceholderIds()
     places = []
-    for kind, token, features in (
+    for medium, token, features in (
         ("image", ids.image, image_features),
         ("video", ids.video, len(segments) - image_features),
     ):
-        found = np.flatnonzero(tokens == token).astype(np.int32)
-        if len(found) != features:
+        placeholders = np.flatnonzero(tokens == token).astype(np.int32)
+        if len(placeholders) != features:
             raise ValueError(
-                f"the tokens have {len(found)} {kind} placeholders (id {token}) for {features} features: expand the "
-                "prompt with the images and videos of this batch"
+                f"the tokens have {len(placeholders)} {medium} placeholders (id {token}) for {features} features: "
+                "expand the prompt with the images and videos of this batch"
             )
-        places.append(found)
+        places.append(placeholders)
     places = np.concatenate(places)
     # Placeholders of one image, or of one pair of frames, are contiguous in the prompt. Equal counts alone would not
     # notice two images of different sizes that changed places.
@@ -248,8 +248,8 @@ def _checked(item: Any, name: str, most: int) -> tuple[Float32[np.ndarray, "X P"
     patches, grid = (item.patches, item.grid) if hasattr(item, "patches") else item
     patches, rows = np.asarray(patches), np.atleast_2d(np.asarray(grid))
     if patches.dtype != np.float32 or patches.ndim != 2 or patches.shape[1] != PATCH_VALUES:
-        what = f"{patches.dtype} {list(patches.shape)}"
-        raise ValueError(f"{name} has patches {what}: must be float32 [X {PATCH_VALUES}]")
+        given = f"{patches.dtype} {list(patches.shape)}"
+        raise ValueError(f"{name} has patches {given}: must be float32 [X {PATCH_VALUES}]")
     is_grid = rows.dtype.kind in "iu" and rows.ndim == 2 and rows.shape[1] == 3
     if not is_grid or (rows < 1).any() or (rows[:, 1:] % MERGE).any():
         raise ValueError(f"{name} has the grid {shown(grid)}: must be (t, h, w) in patches, h and w even")

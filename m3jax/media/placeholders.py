@@ -32,13 +32,13 @@ class PlaceholderIds(NamedTuple):
           ValueError: one of them is no token of the vocabulary.
         """
         ids = {}
-        for kind in ("image", "video"):
-            if (token := config.extra.get(f"{kind}_token_index")) is not None:
+        for medium in ("image", "video"):
+            if (token := config.extra.get(f"{medium}_token_index")) is not None:
                 if not isinstance(token, int) or not 0 <= token < config.vocab_size:
                     raise ValueError(
-                        f"{kind}_token_index = {shown(token)}: outside the vocabulary of {config.vocab_size}"
+                        f"{medium}_token_index = {shown(token)}: outside the vocabulary of {config.vocab_size}"
                     )
-                ids[kind] = token
+                ids[medium] = token
         return cls(**ids)
 
     @classmethod
@@ -143,9 +143,9 @@ def _check_counts(
     image_places: int, video_places: int, images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]
 ) -> None:
     """Raise ValueError where placeholders and media are not equally many."""
-    for kind, places, given in (("image", image_places, images), ("video", video_places, videos)):
+    for medium, places, given in (("image", image_places, images), ("video", video_places, videos)):
         if places != len(given):
             raise ValueError(
-                f"the prompt has {places} {kind} placeholders for {len(given)} {kind}s: write one {shown(IMAGE)} or "
-                f"{shown(VIDEO)} where each belongs"
+                f"the prompt has {places} {medium} placeholders for {len(given)} {medium}s: write one {shown(IMAGE)} "
+                f"or {shown(VIDEO)} where each belongs"
             )

@@ -87,7 +87,7 @@ def process_image(image: Any, preset: str = "hub", *, max_long_side: int | None 
       Patches [X 1176] and the grid (1, h, w).
 
     Raises:
-      ValueError: a broken image, a shape that no rule allows, a preset or tier that there is not.
+      ValueError: a broken image, a shape that no rule allows, an unknown preset or tier.
 
     Source: transformers' image processor for minimax_m3_vl, given Pillow images (of a path or an address its
     `load_image` drops alpha instead); the engines where `preset` names one.
@@ -139,7 +139,7 @@ def process_video(
 
     Raises:
       ValueError: a file that is no video, is broken or has no frames, frames of several sizes, a shape or number that
-        no rule allows, or a preset, rule or tier that there is not.
+        no rule allows, or an unknown preset, rule or tier.
 
     Source: transformers' video processor for minimax_m3_vl with do_resize; the engines where `preset` names one.
     """
@@ -166,7 +166,7 @@ def _video_patches(clip: Clip, rule: SizeRule, is_tier: bool) -> tuple[Float32[n
     """A clip's patches and its grid before it is cut into chunks; one pair of frames is held at a time."""
     count = len(clip.frame_indices)
     patches, grid, size, pair = None, None, None, []
-    for place, pixels in enumerate(clip.frames):
+    for number, pixels in enumerate(clip.frames):
         if patches is None:
             size = Size(*pixels.shape[:2])
             stages = target_stages(*size, rule)
@@ -180,12 +180,12 @@ def _video_patches(clip: Clip, rule: SizeRule, is_tier: bool) -> tuple[Float32[n
             patches = np.empty((grid[0], grid[1] * grid[2], PATCH_VALUES), np.float32)
         if pixels.shape[:2] != size:
             raise ValueError(
-                f"frame {clip.frame_indices[place]} has {pixels.shape[0]} x {pixels.shape[1]} pixels (H x W), "
+                f"frame {clip.frame_indices[number]} has {pixels.shape[0]} x {pixels.shape[1]} pixels (H x W), "
                 f"the first one {size.height} x {size.width}: a video has frames of one size"
             )
         pair.append(normalized(_resized(pixels, stages)))
-        if len(pair) == TEMPORAL or place == count - 1:
-            patches[place // TEMPORAL] = patch_rows(np.stack(pair))
+        if len(pair) == TEMPORAL or number == count - 1:
+            patches[number // TEMPORAL] = patch_rows(np.stack(pair))
             pair = []
     return patches.reshape(-1, PATCH_VALUES), grid
 

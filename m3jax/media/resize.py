@@ -65,24 +65,24 @@ def resize_planes(image: UInt8[np.ndarray, "H W C"], height: int, width: int) ->
     if min(height, width) < 1:
         raise ValueError(f"an image of {height} x {width} pixels (H x W): both must be at least 1")
     size, old_width, channels = image.shape
-    columns, rows = _axis(old_width, width), _axis(size, height)
-    middle = np.empty((channels, size, width), rows.offsets.dtype)
+    horizontal, vertical = _axis(old_width, width), _axis(size, height)
+    middle = np.empty((channels, size, width), vertical.offsets.dtype)
     for top in range(0, size, _STRIPE):
         stripe = slice(top, min(top + _STRIPE, size))
-        planes = image[stripe].transpose(2, 0, 1).astype(columns.offsets.dtype)  # [C stripe W]
+        planes = image[stripe].transpose(2, 0, 1).astype(horizontal.offsets.dtype)  # [C stripe W]
         planes -= _CENTER
         wide = np.empty((*planes.shape[:2], width), planes.dtype)
-        for block in columns.blocks:
+        for block in horizontal.blocks:
             np.matmul(planes[..., block.sources], block.band.T, out=wide[..., block.targets])
-        wide += columns.offsets
+        wide += horizontal.offsets
         np.floor(wide, out=wide)
         np.clip(wide, 0.0, 255.0, out=wide)
         np.subtract(wide, _CENTER, out=middle[:, stripe])
     out = np.empty((channels, height, width), middle.dtype)
-    for block in rows.blocks:
+    for block in vertical.blocks:
         part = out[:, block.targets]
         np.matmul(block.band, middle[:, block.sources], out=part)
-        part += rows.offsets[block.targets, None]
+        part += vertical.offsets[block.targets, None]
         np.floor(part, out=part)
         np.clip(part, 0.0, 255.0, out=part)
     return out
@@ -119,8 +119,8 @@ def _exact_dtype(taps: Taps) -> type[np.floating]:
 def _checked(image: UInt8[np.ndarray, "H W 3"]) -> UInt8[np.ndarray, "H W 3"]:
     """Return the image; raise ValueError for an array of another kind."""
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        what = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
-        raise ValueError(f"an image of {what}: must be uint8 [H W 3]")
+        given = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
+        raise ValueError(f"an image of {given}: must be uint8 [H W 3]")
     if 0 in image.shape:
         raise ValueError(f"an image of {image.shape[0]} x {image.shape[1]} pixels (H x W) has none to resize")
     return image

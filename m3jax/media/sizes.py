@@ -17,7 +17,7 @@ class Size(NamedTuple):
 
     @property
     def area(self) -> int:
-        """The number of pixels."""
+        """The area in pixels."""
         return self.height * self.width
 
     @property

@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from m3jax.cache import LayerPages
+from m3jax.cache import LayerCall, LayerPages
 from m3jax.config import M3Config
 from m3jax.execution import Projections
 from m3jax.make import Make
@@ -39,18 +39,16 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"], context: Context
     ) -> Heads | Projections:
         """Return each token's queries, keys and values: projected here, normed and rotated here or in the call."""
-        weights, index_q_norm, index_k_norm = [self.q_proj, self.k_proj, self.v_proj], None, None
+        weights = [self.q_proj[...], self.k_proj[...], self.v_proj[...]]
+        norms = Heads(q=self.q_norm[...], k=self.k_norm[...])
         if self.is_sparse:
-            weights += [self.index_q_proj, self.index_k_proj]
-            index_q_norm, index_k_norm = self.index_q_norm[...], self.index_k_norm[...]
+            weights += [self.index_q_proj[...], self.index_k_proj[...]]
+            norms = norms._replace(index_q=self.index_q_norm[...], index_k=self.index_k_norm[...])
         # "..." is the axis of heads; index keys have one head, and no axis for it. The index branch reads the residual
         # stream but does not train it (paper, 3.2; T33).
-        products = project_each(
-            "btd,d...h->bt...h", x, [weight[...] for weight in weights], num_detached=len(weights) - 3
-        )
-        heads = Heads(*products) if self.is_sparse else Heads(*products, None, None)
-        norms = Heads(self.q_norm[...], self.k_norm[...], None, index_q_norm, index_k_norm)
-        return context.how.heads(Projections(heads, norms, cos, sin, context.config.rms_norm_eps, x.dtype))
+        products = project_each("btd,d...h->bt...h", x, weights, num_detached=len(weights) - 3)
+        # Left in float32: a head is rounded once, after its norm and its rotation.
+        return context.how.heads(Projections(Heads(*products), norms, cos, sin, context.config.rms_norm_eps, x.dtype))
 
     def __call__(
         self, heads: Heads | Projections, context: Context, pages: LayerPages, layer: Int[Array, ""]
@@ -70,12 +68,9 @@ class Attention(nnx.Module):
         """
         # Without rules the layer attends to every block; a sparse one does so in the dense warm-up of training.
         rules = context.rules if self.is_sparse and not context.dense else None
-        attention, blocks, pages, values = context.how.attend(
-            heads, pages, layer, context.places, context.positions, context.lengths, rules
-        )  # [B T N H], [B K T J]
-        values |= {"attention": attention, "blocks": blocks}
-        flat = attention.reshape(*attention.shape[:2], -1)  # [B T N*H]
-        return flat, pages, {name: value for name, value in values.items() if value is not None}
+        call = LayerCall(layer, context.places, context.positions, context.lengths)
+        attention, pages, values = context.how.attend(heads, pages, call, rules)  # [B T N H]
+        return attention.reshape(*attention.shape[:2], -1), pages, values  # [B T N*H]
 
     def project_out(self, attention: Float[Array, "B T X"]) -> Float[Array, "B T D"]:
         """Return the output projection, left in the accumulator's dtype."""

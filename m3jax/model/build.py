@@ -143,8 +143,8 @@ class MakeRandom:
 
     def norm(self, shape: Shape, *, dtype: str | None = None, start: float = 0.0) -> nnx.Param:
         """Return the weights of a norm, or a bias: all of one value."""
-        place = sharding(shape, (None,) * len(shape), self.mesh)
-        return nnx.Param(jnp.full(shape, start, parameter_dtype(dtype, self.dtype), device=place))
+        on_every_device = sharding(shape, (None,) * len(shape), self.mesh)
+        return nnx.Param(jnp.full(shape, start, parameter_dtype(dtype, self.dtype), device=on_every_device))
 
 
 # Sizes in which numbers for small matrices are drawn. On a CPU compiling the draw takes a third of a second for each
@@ -214,8 +214,8 @@ def abstract(
     check_weights(weights)
 
     def describe(shape, axes, least_dtype):
-        place = None if mesh is None else sharding(shape, axes, mesh)
-        return jax.ShapeDtypeStruct(shape, parameter_dtype(least_dtype, name), sharding=place)
+        divided = None if mesh is None else sharding(shape, axes, mesh)
+        return jax.ShapeDtypeStruct(shape, parameter_dtype(least_dtype, name), sharding=divided)
 
     return M3(config, MakeEach(describe, weights, mesh), mesh)
 

@@ -1,7 +1,7 @@
-"""Decorators of a model's calls, which make each one compiled program and check its arrays."""
+"""Decorators of a model's methods, which check their arrays and make each one compiled program."""
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import jax
@@ -32,6 +32,28 @@ def compiled(*static: str) -> Callable[[Method], Method]:
     return decorate
 
 
+def model_call(*static: str) -> Callable[[Method], Method]:
+    """Make a method that takes tokens check its arrays, once for all that it calls, and then run as `compiled` says.
+
+    Args:
+      *static: names of the arguments whose values the program is compiled for.
+    """
+
+    def decorate(method):
+        check, program = arrays.check_of(method, also=_check_call), jax.jit(method, static_argnames=static)
+
+        @wraps(method)
+        def call(self, *args, **kwargs):
+            check(self, *args, **kwargs)
+            # While something else is traced the method is a part of it; a program of its own would hide it there.
+            run = method if arrays.is_traced(self, args, kwargs) else program
+            return run(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
     """Raise ValueError for ids and lengths that the model does not have, if they are at hand; else under `checks()`.
 
@@ -41,6 +63,7 @@ def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
     positions, lengths = arguments.get("positions"), arguments.get("lengths")
     if cache is not None and (positions is None or lengths is None):
         raise ValueError("a call with a cache needs positions [B T] and lengths [B]")
+    # The least of two rooms: the model's context, and the pages that a row of this cache can have.
     limit, where = config.max_position_embeddings, "the model's context is"
     if cache is not None and cache.table.shape[1] * cache.page_size < limit:
         limit, where = cache.table.shape[1] * cache.page_size, "a row of this cache has room for"
@@ -56,6 +79,7 @@ def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
         if lengths.max() > limit or lengths.min() < 0:
             row = int(np.argmax((lengths > limit) | (lengths < 0)))
             return f"lengths[{row}] = {lengths[row]}: {where} {limit} tokens"
+        # Indexing would clamp an id, or count it from the end: another token's embedding, in silence.
         is_wrong = (positions >= 0) & (positions < lengths[:, None]) & ((tokens < 0) | (tokens >= config.vocab_size))
         if is_wrong.any():
             row, column = (int(i) for i in np.argwhere(is_wrong)[0])
@@ -70,6 +94,3 @@ def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
         if lengths is None:
             lengths = np.full(batch, width, np.int32)
         arrays.check_values(find_problem, tokens, positions, lengths)
-
-
-checked = partial(arrays.checked, also=_check_call)

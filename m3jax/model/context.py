@@ -38,6 +38,7 @@ class Context:
 
     def of_stack(self, index: int, cache: Cache | None) -> "Context":
         """Return the context with the host memory of one stack of layers, if its keys and values are offloaded."""
+        # The table of pages is one for all stacks; the memory of the host is one for each.
         if cache is None or cache.host is None:
             return self
         return self.replace(places=self.places.replace(host=cache.host[index]))

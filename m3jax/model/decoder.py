@@ -1,5 +1,7 @@
 """A decoder layer: attention and a feed-forward part, each behind a norm and added to the residual stream."""
 
+from functools import partial
+
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -50,49 +52,25 @@ class Decoder(nnx.Module):
           layer: which layer of the stack.
 
         Returns:
-          (residual stream, pages with the new tokens, named values on the way).
+          (residual stream, pages with the new tokens, named values on the way, as `m3jax.model.definition.layer` has
+          them).
         """
         config, how, eps = context.config, context.how, context.config.rms_norm_eps
+        # A token meets other tokens in two places only: attention reads those before it, and an expert runs those that
+        # chose it. What lies between treats each token alone, and `each_token` may run it on some tokens at a time.
+        attention_norm = how.norm(x, self.input_layernorm[...], eps)
+        project = how.each_token(partial(self.self_attn.project, context=context))
+        heads = project(attention_norm, context.cos, context.sin)
+        attention, pages, values = self.self_attn(heads, context, pages, layer)  # [B T N*H]
+        attention_out = how.each_token(self.self_attn.project_out)(attention)  # in the accumulator's dtype
 
-        # Only attention reads other tokens: what comes before and after it treats each token alone.
-        @how.each_token
-        def before_attention(x, cos, sin):
-            _, normed = how.add_norm(x, None, self.input_layernorm[...], eps)
-            return normed, self.self_attn.project(normed, cos, sin, context)
-
-        attention_norm, heads = before_attention(x, context.cos, context.sin)
-        attention, pages, values = self.self_attn(heads, context, pages, layer)
-        values |= {"input": x, "attention_norm": attention_norm}
-
-        def after_attention(x, attention):
-            attention_out = self.self_attn.project_out(attention)
-            x, ffn_norm = how.add_norm(x, attention_out, self.post_attention_layernorm[...], eps)
-            return x, attention_out, ffn_norm
-
+        # The sum is rounded once, and is what the next norm reads: its terms are not rounded before.
+        middle, ffn_norm = how.add_norm(x, attention_out, self.post_attention_layernorm[...], eps)
         if isinstance(self.mlp, MLP):
-
-            @how.each_token
-            def to_the_end(x, attention):
-                x, attention_out, ffn_norm = after_attention(x, attention)
-                ffn_out = self.mlp(ffn_norm, config.swiglu_alpha, config.swiglu_limit)
-                return add(x, ffn_out), attention_out, ffn_norm, ffn_out
-
-            x, attention_out, ffn_norm, ffn_out = to_the_end(x, attention)
+            ffn_out, routing = how.each_token(partial(self.mlp, config=config))(ffn_norm), {}
         else:
+            ffn_out, routing = self.mlp(ffn_norm, config, how)
+        output = add(middle, ffn_out)
 
-            @how.each_token
-            def to_the_experts(x, attention):
-                x, attention_out, ffn_norm = after_attention(x, attention)
-                return x, attention_out, ffn_norm, *self.mlp.route(ffn_norm, config, how)
-
-            @how.each_token
-            def after_the_experts(x, ffn_norm, both):
-                ffn_out = self.mlp.add_shared(ffn_norm, *both, config)
-                return add(x, ffn_out), ffn_out
-
-            x, attention_out, ffn_norm, expert_ids, expert_weights = to_the_experts(x, attention)
-            both = self.mlp.run_experts(ffn_norm, expert_ids, expert_weights, config, how)
-            x, ffn_out = after_the_experts(x, ffn_norm, both)
-            values |= {"expert_ids": expert_ids, "expert_weights": expert_weights}
-        values |= {"attention_out": attention_out, "ffn_norm": ffn_norm, "ffn_out": ffn_out, "output": x}
-        return x, pages, values
+        values |= routing | {"input": x, "attention_norm": attention_norm, "attention_out": attention_out}
+        return output, pages, values | {"ffn_norm": ffn_norm, "ffn_out": ffn_out, "output": output}

@@ -79,7 +79,7 @@ def intermediates(
         lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     score = config.index_score_type if score is None else score
     embedding = params[f"{PREFIX}model.embed_tokens.weight"][tokens]  # [B T D]
-    x, layers = embedding, []
+    x, layers = embedding, []  # not scaled by sqrt(D), though the norms are Gemma's
     for index in range(config.num_hidden_layers):
         name = f"{PREFIX}model.layers.{index}."
         of_layer = {key.removeprefix(name): value for key, value in params.items() if key.startswith(name)}
@@ -211,6 +211,7 @@ def mixture_of_experts(
     gate = params["gate.weight"]  # [E D], float32 in every model
     scores = jax.nn.sigmoid(linear(x.astype(gate.dtype), gate))  # [B T E]
     biased = scores + params["e_score_correction_bias"]
+    # The bias balances the load among experts: it moves the choice, and no weight.
     _, expert_ids = jax.lax.top_k(biased, config.num_experts_per_tok)  # [B T A]
     weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -220,6 +221,7 @@ def mixture_of_experts(
     for expert in range(config.num_local_experts):
         out = mlp(_below(params, f"experts.{expert}."), x, config, names=("w1", "w3", "w2"))  # [B T D]
         weight = jnp.sum(jnp.where(expert_ids == expert, weights, 0.0), axis=-1, keepdims=True)  # [B T 1]
+        # Where it was not chosen its output does not count, not even as 0 x NaN.
         is_chosen = jnp.any(expert_ids == expert, axis=-1, keepdims=True)
         routed += jnp.where(is_chosen, out * weight, 0.0)
     shared = mlp(_below(params, "shared_experts."), x, config)
@@ -258,6 +260,7 @@ def mlp(
 def norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
     """Return x / sqrt(mean(x^2) + eps) times 1 + weight, in float32 at least."""
     x = x.astype(_wide(x))
+    # Gemma's form: what is stored is the factor's difference from 1, which bfloat16 resolves finer than the factor.
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * (1.0 + weight.astype(x.dtype))
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from m3jax.cache import Places, StackCache
+from m3jax.cache import LayerCall, Places, StackCache
 from m3jax.config import FULL, M3Config
 from m3jax.execution import Compute, Fast
 from m3jax.make import MakeArrays
@@ -81,9 +81,9 @@ class Eagle3Config:
         layers = target.num_hidden_layers
         pairs = (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size))
         problems = [
-            f"its {name} is {getattr(self, name)}, the target's {own}"
-            for name, own in pairs
-            if getattr(self, name) != own
+            f"its {name} is {getattr(self, name)}, the target's {target_size}"
+            for name, target_size in pairs
+            if getattr(self, name) != target_size
         ]
         if self.taps[-1] > layers:
             problems.append(f"it reads the target after layers {list(self.taps)}, and the target has {layers} layers")
@@ -221,10 +221,11 @@ class Eagle3(nnx.Module):
           (output before the final norm, pages).
         """
         x, residual = self.inputs(feature, tokens, embedding)
+        # A pair lies in its token's slot, and has the position of its feature: the one before.
         values = self.project(x, slots - 1)
-        heads = Heads(values["q"], values["k"], values["v"], None, None)
         how = Fast(Compute(schedule=schedule, mesh=mesh), has_cache=True)
-        attention, _, pages, _ = how.attend(heads, pages, jnp.int32(0), places, slots, lengths, None)  # [B T N H]
+        call = LayerCall(jnp.int32(0), places, slots, lengths)
+        attention, pages, _ = how.attend(Heads(**values), pages, call, rules=None)  # [B T N H]
         return self.outputs(attention, residual), pages
 
     def read(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

@@ -6,10 +6,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from m3jax.config import M3Config
 from m3jax.execution.plain import add, add_norm, apply_rope, gemma_norm
 from m3jax.make import Make
 from m3jax.numerics import accumulator
 from m3jax.ops import project, project_each
+from m3jax.weights import Weight
 
 __all__ = ["MLP", "add", "add_norm", "apply_rope", "gemma_norm", "rope_table", "swiglu_oai"]
 
@@ -18,7 +20,9 @@ def rope_table(
     positions: Int[Array, "B T"], rotary_dim: int, theta: float, dtype: jnp.dtype
 ) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
     """Return cosines and sines of position x theta**(-2i / rotary_dim) for i < R = rotary_dim / 2, float32 at least."""
+    # Never in bfloat16: around position 2**20 its numbers lie 8192 apart, and an angle's remainder by 2 pi is noise.
     table_dtype = np.float64 if accumulator(dtype) == np.float64 else np.float32
+    # By numpy: frequencies are constants of the program, the same whatever device computes the rest.
     exponent = np.arange(0, rotary_dim, 2, dtype=table_dtype) / table_dtype(rotary_dim)  # [R]
     angles = positions[..., None].astype(table_dtype) * (table_dtype(1.0) / table_dtype(theta) ** exponent)  # [B T R]
     return jnp.cos(angles), jnp.sin(angles)
@@ -43,8 +47,14 @@ class MLP(nnx.Module):
         self.up_proj = make.linear((depth, width, hidden), ("layers", None, "mlp"))
         self.down_proj = make.linear((depth, hidden, width), ("layers", "mlp", None))
 
-    def __call__(self, x: Float[Array, "... D"], alpha: float, limit: float) -> Float[Array, "... D"]:
+    def matrices(self) -> tuple[Weight, Weight, Weight]:
+        """Return gate, up and down."""
+        return self.gate_proj[...], self.up_proj[...], self.down_proj[...]
+
+    def __call__(self, x: Float[Array, "... D"], config: M3Config) -> Float[Array, "... D"]:
         """Return one layer's MLP of x, left in the accumulator's dtype."""
-        gate, up = project_each("...d,df->...f", x, (self.gate_proj[...], self.up_proj[...]))  # [... F] twice
-        hidden = swiglu_oai(gate, up, alpha, limit).astype(x.dtype)
-        return project("...f,fd->...d", hidden, self.down_proj[...])
+        gate_proj, up_proj, down_proj = self.matrices()
+        gate, up = project_each("...d,df->...f", x, (gate_proj, up_proj))  # [... F] twice
+        # Products are in float32 and meet in float32: what the second product reads is the only rounding between them.
+        hidden = swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit).astype(x.dtype)
+        return project("...f,fd->...d", hidden, down_proj)

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from m3jax.config import M3Config
 from m3jax.execution import (
     Compute,
     Execution,
-    Keep,
     KeepNothing,
     KeepOfEach,
     KeepResidual,
@@ -25,7 +25,7 @@ from m3jax.execution import (
 )
 from m3jax.make import Frozen, Make
 from m3jax.media import MediaBatch
-from m3jax.model.calls import checked, compiled
+from m3jax.model.calls import model_call
 from m3jax.model.context import Context, selection_rules
 from m3jax.model.decoder import Decoder
 from m3jax.model.layers import rope_table
@@ -52,14 +52,15 @@ class M3(WithMedia):
         self.dense = False
         self.score = config.index_score_type
         self.compute = Compute(mesh=mesh)
+        # Rows of the embedding are read, not summed over. The head is another matrix: M3 does not tie the two.
         self.embed_tokens = make.weight(vocab_shape, vocab_axes, fan_in=1)
+        # Consecutive layers of one kind are a stack, which is scanned: a program has one layer of each kind, not 60.
         self.stacks = nnx.List([Decoder(stack, config, make) for stack in config.stacks])
         self.norm = make.norm((config.hidden_size,))
         self.lm_head = make.weight(vocab_shape, vocab_axes, fan_in=config.hidden_size)
         self.vision = vision_of(config, make)
 
-    @checked
-    @compiled()
+    @model_call()
     def __call__(
         self,
         tokens: Int[Array, "B T"],
@@ -92,50 +93,35 @@ class M3(WithMedia):
         """
         if media is not None:
             embeddings = self.embed(tokens, self.features(media), self.places(tokens, media))
-        x, new, *_ = self._run(tokens, cache, positions, lengths, embeddings)
+        x, context = self._start(tokens, cache, positions, lengths, embeddings)
+        x, cache, *_ = run_layers(self.stacks, x, context, cache, KeepNothing())
         logits = self.unembed(self.final_norm(x))
-        return logits if cache is None else (logits, new)
+        return logits if cache is None else (logits, cache)
 
-    def _run(
+    def _start(
         self,
         tokens: Int[Array, "B T"],
         cache: Cache | None,
         positions: Int[Array, "B T"] | None,
         lengths: Int[Array, " B"] | None,
         embeddings: Float[Array, "B T D"] | None,
-        keep: Keep | None = None,
         remat: bool = False,
-    ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]], PyTree[Array]]:
-        """Run all layers; return what `trunk` returns, and the memory of what is kept (`m3jax.execution.Keep`)."""
+    ) -> tuple[Float[Array, "B T D"], Context]:
+        """Return what the first layer reads, and what all layers of a call share."""
+        # Right-padded rows begin at position 0: blocks are counted from a row's first token (T6).
         batch, length = tokens.shape
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         if lengths is None:
             lengths = jnp.full((batch,), length, jnp.int32)
         positions, lengths = positions.astype(jnp.int32), lengths.astype(jnp.int32)
-        how, keep, config = self.execution(cache is not None, remat), keep or KeepNothing(), self.config
-
-        @how.each_token
-        def angles(positions):
-            return rope_table(positions, config.rotary_dim, config.rope_theta, self.dtype)
-
-        cos, sin = angles(positions)  # [B T R] twice
+        how, config = self.execution(cache is not None, remat), self.config
+        angles = partial(rope_table, rotary_dim=config.rotary_dim, theta=config.rope_theta, dtype=self.dtype)
+        cos, sin = how.each_token(angles)(positions)  # [B T R] twice: one table for all layers
         places = Places.nowhere(positions) if cache is None else cache.places(positions, lengths)
         rules = selection_rules(config, self.score)
         context = Context(positions, lengths, cos, sin, places, config, rules, self.dense, how)
-        # Consecutive layers of one kind are a stack, which is scanned; `num_before` counts layers of earlier stacks.
-        x = self.embed(tokens) if embeddings is None else embeddings
-        memory, new_stacks, kept, num_before = keep.start(x), [], [], 0
-        for i, stack in enumerate(self.stacks):
-            # A call without a cache attends over pages that its layers are about to make.
-            pages = self.compute.call_pages(block_size=config.index_block_size) if cache is None else cache.stacks[i]
-            x, pages, memory, of_layers = run_layers(
-                stack, x, context.of_stack(i, cache), pages, keep, memory, num_before
-            )
-            new_stacks.append(pages)
-            kept.append(of_layers)
-            num_before += stack.depth
-        return x, None if cache is None else cache.replace(stacks=tuple(new_stacks)), kept, memory
+        return self.embed(tokens) if embeddings is None else embeddings, context
 
     def final_norm(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Apply the norm between the last layer and the head.
@@ -143,9 +129,7 @@ class M3(WithMedia):
         Args:
           x: the residual stream.
         """
-        how = self.execution()
-        norm = how.each_token(lambda x: how.add_norm(x, None, self.norm[...], self.config.rms_norm_eps)[1])
-        return norm(x)
+        return self.execution().norm(x, self.norm[...], self.config.rms_norm_eps)
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Return logits of normed hidden states; the product is not rounded to the model's dtype.
@@ -155,8 +139,7 @@ class M3(WithMedia):
         """
         return self.execution().unembed(hidden, self.lm_head[...])
 
-    @checked
-    @compiled()
+    @model_call()
     def hidden(
         self,
         tokens: Int[Array, "B T"],
@@ -175,11 +158,11 @@ class M3(WithMedia):
         Returns:
           (hidden states in the model's dtype, the new cache or None).
         """
-        x, cache, *_ = self._run(tokens, cache, positions, lengths, embeddings)
+        x, context = self._start(tokens, cache, positions, lengths, embeddings)
+        x, cache, *_ = run_layers(self.stacks, x, context, cache, KeepNothing())
         return self.final_norm(x), cache
 
-    @checked
-    @compiled("probe", "remat")
+    @model_call("probe", "remat")
     def trunk(
         self,
         tokens: Int[Array, "B T"],
@@ -202,11 +185,12 @@ class M3(WithMedia):
         Returns:
           (residual stream before the final norm, the new cache or None, what `probe` kept of each stack).
         """
+        x, context = self._start(tokens, cache, positions, lengths, embeddings, remat)
         keep = KeepNothing() if probe is None else KeepOfEach(probe)
-        return self._run(tokens, cache, positions, lengths, embeddings, keep, remat)[:3]
+        x, cache, kept, _ = run_layers(self.stacks, x, context, cache, keep)
+        return x, cache, kept
 
-    @checked
-    @compiled("layers")
+    @model_call("layers")
     def tapped(
         self,
         tokens: Int[Array, "B T"],
@@ -233,12 +217,12 @@ class M3(WithMedia):
         depth = self.config.num_hidden_layers
         if not layers or len(set(layers)) < len(layers) or not all(0 <= n <= depth for n in layers):
             raise ValueError(f"layers = {layers}: the model has 0 (the embedding) to {depth}; give some, each once")
-        keep = KeepResidual(layers)
-        x, cache, _, kept = self._run(tokens, cache, positions, lengths, embeddings, keep)  # [A + 1, B, T, D]
-        return self.final_norm(x), jnp.moveaxis(kept[:-1], 0, 2), cache
+        x, context = self._start(tokens, cache, positions, lengths, embeddings)
+        # The last place of the memory is where layers that nobody asked for have written (`KeepResidual`).
+        x, cache, _, taps = run_layers(self.stacks, x, context, cache, KeepResidual(layers))  # [A + 1, B, T, D]
+        return self.final_norm(x), jnp.moveaxis(taps[:-1], 0, 2), cache
 
-    @checked
-    @compiled()
+    @model_call()
     def intermediates(
         self,
         tokens: Int[Array, "B T"],
@@ -260,8 +244,10 @@ class M3(WithMedia):
           MoE layers expert_ids and expert_weights [B T A].
         """
         embeddings = self.embed(tokens) if embeddings is None else embeddings
-        x, _, kept, _ = self._run(tokens, None, None, lengths, embeddings, KeepOfEach(self._probe))
+        x, context = self._start(tokens, None, None, lengths, embeddings)
+        x, _, kept, _ = run_layers(self.stacks, x, context, None, KeepOfEach(self._probe))
         final = self.final_norm(x)
+        # What was kept is stacked over the layers of each stack: values of sparse layers have other names and shapes.
         layers = [
             jax.tree.map(lambda a, i=i: a[i], values)
             for stack, values in zip(self.stacks, kept, strict=True)
@@ -274,6 +260,7 @@ class M3(WithMedia):
         """Return all named values of a layer, and the scores that its blocks had."""
         if "blocks" not in values:
             return values
+        # Selection holds the scores of some queries at a time and gives none away: they are computed once more.
         index = contiguous_index(values["index_k"], self.config.index_block_size)
         scores = walk_scores(values["index_q"], index, context.positions, context.lengths, context.rules.score)
         return values | {"block_scores": scores}
@@ -448,5 +435,6 @@ class M3(WithMedia):
           has_cache: whether the call has a cache.
           remat: whether the backward pass recomputes activations.
         """
+        # Recomputing is a matter of one call, all else of the model.
         compute = replace(self.compute, remat=remat)
         return execution_of(compute, self.config, self.dtype, self.stacks, has_cache)

@@ -1,8 +1,8 @@
 """The mixture of experts: a float32 router, and dropless experts (docs/numerics.md)."""
 
 from collections.abc import Callable
+from functools import partial
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -39,6 +39,7 @@ def route(
     Returns:
       (ids, weights), best first; of equal scores the lower id. Weights are NaN where a score or its bias is NaN.
     """
+    # Tokens are widened to the gate's dtype; the gate is never rounded to theirs.
     logits = project("xd,de->xe", x.astype(gate.dtype), gate)  # [X E]
     return choose(logits, bias, top_k)
 
@@ -52,25 +53,44 @@ class Experts(nnx.Module):
         self.up_proj = make.linear((depth, experts, width, hidden), UP_AXES)
         self.down_proj = make.linear((depth, experts, hidden, width), DOWN_AXES)
 
+    def matrices(self) -> tuple[Weight, Weight, Weight]:
+        """Return gate, up and down of all experts of one layer."""
+        return self.gate_proj[...], self.up_proj[...], self.down_proj[...]
+
 
 class MoE(nnx.Module):
     """Router, routed experts and the shared expert of a stack of layers."""
 
     def __init__(self, depth: int, config: M3Config, make: Make):
         width, experts = config.hidden_size, config.num_local_experts
+        # In float32 also in a bfloat16 model: among scores that nearly tie, a rounded one would choose another expert.
         self.gate = make.weight((depth, width, experts), ("layers", None, None), fan_in=width, dtype="float32")
         self.e_score_correction_bias = make.norm((depth, experts), dtype="float32")
         self.experts = Experts(depth, config, make)
         self.shared_experts = MLP(depth, width, config.shared_intermediate_size, make)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], config: M3Config, how: Execution
+    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """Return one layer's routed experts, scaled, plus its shared expert, in the accumulator's dtype.
+
+        Returns:
+          (the sum for each token, what the router chose: expert_ids and expert_weights [B T A]).
+        """
+        # The only place where a layer's experts are chosen; what follows runs whatever ids it is given.
+        expert_ids, weights = how.each_token(partial(self.route, config=config, how=how))(x)  # [B T A] twice
+        routed, shared = self.run_experts(x, expert_ids, weights, config, how)
+        out = how.each_token(partial(self.add_shared, config=config))(x, routed, shared)
+        return out, {"expert_ids": expert_ids, "expert_weights": weights}
 
     def route(
         self, x: Float[Array, "B T D"], config: M3Config, how: Execution
     ) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
         """Return (ids, weights) of the experts that each token chooses, by one layer's router."""
         tokens, bias = x.reshape(-1, x.shape[-1]), self.e_score_correction_bias[...]  # [X D], [E]
-        chosen = route(tokens, self.gate[...], bias, config.num_experts_per_tok, how.choose_experts)
-        expert_ids, weights = (y.reshape(*x.shape[:2], -1) for y in chosen)
-        return expert_ids, weights
+        expert_ids, weights = route(tokens, self.gate[...], bias, config.num_experts_per_tok, how.choose_experts)
+        by_token = (*x.shape[:2], config.num_experts_per_tok)
+        return expert_ids.reshape(by_token), weights.reshape(by_token)
 
     def run_experts(
         self,
@@ -89,13 +109,13 @@ class MoE(nnx.Module):
         def activate(gate, up):
             return swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit).astype(x.dtype)
 
-        of_token = (y.reshape(-1, y.shape[-1]) for y in (x, expert_ids, weights))  # [X D], [X A] twice
-        routed, shared = (
-            (part.gate_proj[...], part.up_proj[...], part.down_proj[...])
-            for part in (self.experts, self.shared_experts)
+        # An expert takes its tokens wherever in the batch they stand: to it all rows are one.
+        tokens = x.reshape(-1, x.shape[-1])  # [X D]
+        expert_ids, weights = (y.reshape(-1, y.shape[-1]) for y in (expert_ids, weights))  # [X A] twice
+        routed, shared = how.experts(
+            tokens, expert_ids, weights, self.experts.matrices(), activate, self.shared_experts.matrices()
         )
-        both = how.experts(*of_token, routed, activate, shared)
-        return jax.tree.map(lambda y: y.reshape(x.shape), both)  # [X D] -> [B T D]
+        return routed.reshape(x.shape), None if shared is None else shared.reshape(x.shape)  # [B T D]
 
     def add_shared(
         self,
@@ -106,5 +126,6 @@ class MoE(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Return the scaled routed sum plus the shared expert, run here if needed, in the accumulator's dtype."""
         if shared is None:
-            shared = self.shared_experts(x, config.swiglu_alpha, config.swiglu_limit)
+            shared = self.shared_experts(x, config)
+        # The factor scales the routed sum alone: the router does not weigh the shared expert.
         return config.routed_scaling_factor * routed + shared

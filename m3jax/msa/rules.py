@@ -141,6 +141,10 @@ def checked(function: Function) -> Function:
             check_heads(arguments["q"], sizes["K"], sizes["H"])
         if view := arguments.get("view"):
             num_keys, block_size = view.num_blocks * view.block_size, view.block_size
+            if "q" in arguments:
+                check_heads(arguments["q"], view.num_heads, view.width)
+                if "blocks" in arguments:
+                    check_selection(arguments["q"], view.num_heads, arguments["blocks"], block_size)
         elif "key_positions" in arguments:  # they may be those of a piece of the keys alone
             return
         else:

@@ -78,6 +78,12 @@ class Contiguous:
 
     device_axes = ()
 
+    @classmethod
+    def of_tokens(cls, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], block_size: int) -> "Contiguous":
+        """Return a view of token-major arrays, without the checks of `contiguous`."""
+        padding = ((0, 0), (0, -k.shape[1] % block_size), (0, 0), (0, 0))
+        return cls(jnp.pad(k, padding).swapaxes(1, 2), jnp.pad(v, padding).swapaxes(1, 2), block_size)  # [B K S H]
+
     @property
     def num_blocks(self) -> int:
         """M, the number of blocks a row holds."""
@@ -114,6 +120,7 @@ class Contiguous:
 
     def of_row(self, row, multiple=1):
         """Return a view of one row, with zeros behind it."""
+        # Pieces of `multiple` blocks then begin at multiples of their length, up to the end.
         padding = ((0, 0), (0, 0), (0, -self.k.shape[2] % (multiple * self.block_size)), (0, 0))
         k, v = (jnp.pad(jax.lax.dynamic_slice_in_dim(x, row, 1), padding) for x in (self.k, self.v))
         return self.replace(k=k, v=v)
@@ -127,6 +134,11 @@ class ContiguousIndex:
     block_size: int = struct.field(pytree_node=False)
 
     device_axes = ()
+
+    @classmethod
+    def of_tokens(cls, k: Float[Array, "B S I"], block_size: int) -> "ContiguousIndex":
+        """Return a view of index keys, without the checks of `contiguous_index`."""
+        return cls(jnp.pad(k, ((0, 0), (0, -k.shape[1] % block_size), (0, 0))), block_size)
 
     @property
     def num_blocks(self) -> int:
@@ -257,6 +269,7 @@ class Pooled:
     def blocks(self, rows, heads, ids):
         """Read blocks `ids` of `(rows, heads)` as `[... P H]`."""
         virtual_page, _ = self.virtual_page(rows, heads, ids)
+        # A block without a slot reads slot 0, some other block: the caller has not selected it.
         slot = self.layer * self.k.shape[1] + jnp.maximum(_gather(self.slot_of, virtual_page), 0)
         k, v = (_gather_pages(x.reshape(-1, *x.shape[2:]), slot) for x in (self.k, self.v))
         return _scaled_back(k, v, self.scales, heads, self.dtype)
@@ -331,6 +344,7 @@ class Joined:
         return self.replace(part=self.part.of_row(row, multiple))
 
     def _join(self, k, v, is_held):
+        # Zeros where a device does not hold the block: its memory may have NaN there, and a sum would spread it.
         return jax.lax.psum((jnp.where(is_held, k, 0), jnp.where(is_held, v, 0)), self.part.device_axes)
 
 
@@ -370,6 +384,7 @@ class PagedIndex:
 
     def join_scores(self, scores):
         """Return the highest score that any device has for each block: that of the device that holds it."""
+        # A device has -inf for blocks of others: the maximum is the score of the one that holds the block.
         return jax.lax.pmax(scores, self.device_axes) if self.device_axes else scores
 
     def of_row(self, row, multiple=1):
@@ -385,9 +400,7 @@ def contiguous(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], block_siz
       k, v: [B S K H] each.
       block_size: P.
     """
-    padding = ((0, 0), (0, -k.shape[1] % block_size), (0, 0), (0, 0))
-    k, v = (jnp.pad(x, padding).swapaxes(1, 2) for x in (k, v))  # [B K S H]
-    return Contiguous(k, v, block_size)
+    return Contiguous.of_tokens(k, v, block_size)
 
 
 @checked
@@ -398,7 +411,7 @@ def contiguous_index(k: Float[Array, "B S I"], block_size: int) -> ContiguousInd
       k: [B S I].
       block_size: P.
     """
-    return ContiguousIndex(jnp.pad(k, ((0, 0), (0, -k.shape[1] % block_size), (0, 0))), block_size)
+    return ContiguousIndex.of_tokens(k, block_size)
 
 
 def only_held(blocks: Int[Array, "B K T J"], view: BlockView) -> Int[Array, "B K T J"]:
@@ -434,7 +447,7 @@ def _scaled_back(
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "*X P H"], Float[Array, "*X P H"]]:
     """Return stored keys and values of some heads in the model's dtype; only float8 is scaled."""
-    if scales is None:
+    if scales is None:  # only float8 has scales
         return _restore(k, None, dtype), _restore(v, None, dtype)
     k_scale, v_scale = (scale[heads][..., None, None] for scale in scales)
     return _restore(k, k_scale, dtype), _restore(v, v_scale, dtype)

@@ -39,6 +39,7 @@ def virtual_pages(
     """
     batch, heads, _ = blocks.shape
     page_ids = jnp.take_along_axis(view.table[:, None], jnp.maximum(blocks, 0), axis=-1)  # [B K J]
+    # Page p has its heads' parts at p x K, p x K + 1, ...: pages of one head each, without a copy.
     table = jnp.where(blocks >= 0, page_ids * heads + jnp.arange(heads, dtype=jnp.int32)[:, None], 0)
     full_pages = jnp.maximum(jnp.sum(blocks >= 0, axis=-1, dtype=jnp.int32) - 1, 0)  # [B K]
     is_token = (positions >= 0) & (positions < lengths)

@@ -6,7 +6,7 @@ from functools import partial
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa import DENSE_SCHEDULES, SCHEDULES, BlockView, Contiguous, Paged
-from m3jax.msa.rules import check_heads, check_selection, checked
+from m3jax.msa.rules import checked
 from m3jax.msa.views import Joined, only_held
 from m3jax.numerics import merge_over_devices
 from m3jax.ops import measured
@@ -27,7 +27,7 @@ def attend_selected(
     schedule: str = "auto",
     backend: str = "auto",
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Attention of one layer over the selected blocks: `m3jax.msa.sparse_attention` over a view.
+    """Attend to the selected blocks of one layer: `m3jax.msa.sparse_attention` over a view.
 
     Where several devices hold the blocks, inside `shard_map`, each attends over those that are its own, and the outputs
     are merged.
@@ -50,11 +50,11 @@ def attend_selected(
         this.
     """
     check_schedule(schedule, SCHEDULES)
-    check_heads(q, view.num_heads, view.width)
-    check_selection(q, view.num_heads, blocks, view.block_size)
     if view.device_axes and schedule == "invariant":
         view = Joined(view)  # a merge of devices' parts would depend on which pages a request was given
     if view.device_axes:
+        # Each device attends to those selected blocks that it holds. A query may have none of them here: its part then
+        # has lse -inf, and weight 0 in the merge.
         blocks = only_held(blocks, view)
     suitable = "query_major" if q.shape[1] <= measured.GATHERED_QUERIES else "kv_block_major"
     case = attend_case("sparse", q, view, slots=blocks.shape[-1], schedule=schedule)
@@ -71,7 +71,7 @@ def attend_all(
     schedule: str = "auto",
     backend: str = "auto",
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Attention of one layer over every block: `m3jax.msa.dense_attention` over a view.
+    """Attend to every block of one layer: `m3jax.msa.dense_attention` over a view.
 
     Args:
       q, view, positions, lengths, backend: as in `attend_selected`.
@@ -84,7 +84,6 @@ def attend_all(
       ValueError: an unknown schedule, heads that do not fit, or a backend that cannot run this.
     """
     check_schedule(schedule, DENSE_SCHEDULES)
-    check_heads(q, view.num_heads, view.width)
     if view.device_axes and schedule == "invariant":
         view = Joined(view)
     case = attend_case("dense", q, view, slots=0, schedule=schedule)
@@ -168,7 +167,7 @@ def _with_gradient(
     view: BlockView,
     *selection_and_rows: Int[Array, "..."],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """A kernel's outputs, or those of a schedule without gradients, with the gradients of another schedule.
+    """Return what a kernel, or a schedule without gradients, gives, with the gradients of another schedule.
 
     Where keys and values are a cache's, not new, there are none.
     """

@@ -14,7 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 from m3jax.platform import platform
 
 BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")
-_PLATFORM_OF = {"triton": "gpu", "mosaic_tpu": "tpu"}
+_KERNELS_OF = {"gpu": "triton", "tpu": "mosaic_tpu"}  # by platform
+_PLATFORM_OF = {kernels: where for where, kernels in _KERNELS_OF.items()}
 _interpreted: ContextVar[Any] = ContextVar("interpreted", default=False)
 
 
@@ -49,15 +50,13 @@ def choose(case: Case, backend: str = "auto") -> str:
       ValueError: an unknown backend, or one that is asked for by name and cannot run this, with the reason.
     """
     check_backend_name(backend)
-    if not case.is_named:
-        kernels = kernels_here(backend)
-        return kernels if kernels is not None and case.why_not(kernels) is None else "xla"
-    if backend == "auto":
-        of_platform = next((name for name, where in _PLATFORM_OF.items() if where == platform()), "xla")
-        return of_platform if of_platform != "xla" and why_not(case, of_platform) is None else "xla"
-    if backend != "xla" and (reason := why_not(case, backend)):
-        raise ValueError(f"backend = {backend!r} cannot run this {case.op}: {reason}; choose 'auto' or 'xla'")
-    return backend
+    if case.is_named and backend != "auto":
+        if backend != "xla" and (reason := why_not(case, backend)):
+            raise ValueError(f"backend = {backend!r} cannot run this {case.op}: {reason}; choose 'auto' or 'xla'")
+        return backend
+    # Interpreted kernels are asked for by name wherever a name counts: "auto" would run them on a CPU.
+    kernels = _KERNELS_OF.get(platform()) if case.is_named else kernels_here(backend)
+    return kernels if kernels is not None and case.why_not(kernels) is None else "xla"
 
 
 def why_not(case: Case, backend: str) -> str | None:
@@ -76,10 +75,10 @@ def kernels_here(backend: str) -> str | None:
     Args:
       backend: one of `BACKENDS`.
     """
-    of_platform = next((name for name, where in _PLATFORM_OF.items() if where == platform()), None)
-    if of_platform is None and interpreted():
-        of_platform = "triton" if isinstance(interpreted(), bool) else "mosaic_tpu"
-    return of_platform if backend in ("auto", of_platform) else None
+    kernels, interpret_mode = _KERNELS_OF.get(platform()), interpreted()
+    if kernels is None and interpret_mode:
+        kernels = "triton" if isinstance(interpret_mode, bool) else "mosaic_tpu"
+    return kernels if backend in ("auto", kernels) else None
 
 
 def check_backend(backend: str) -> None:

@@ -345,7 +345,7 @@ def _why_not_dtypes(case: PagesCase, backend: str) -> str | None:
 
 
 def _why_not_sizes(case: PagesCase, backend: str) -> str | None:
-    """Why a size is none of those that the kernels were written and measured for."""
+    """Return why a size is none of those that the kernels were written and measured for; None if it is one."""
     widths = (128,) if backend == "mosaic_tpu" else (64, 128)
     if case.width not in widths or case.block_size not in (64, 128):
         allowed = " or ".join(map(str, widths))

@@ -103,7 +103,7 @@ def gathered(
     layer: Int[Array, ""],
     activate: Activation,
 ) -> Float[Array, "X A D"]:
-    """A few tokens: each pair reads its expert's weights, all at once."""
+    """Compute the pairs of a few tokens, all at once: each reads its expert's weights."""
     gate, up, down = (w[layer, expert_ids] for w in weights)  # [X A D F] twice, [X A F D]
     hidden = activate(project("xd,xadf->xaf", x, gate), project("xd,xadf->xaf", x, up))
     # Else XLA computes the activation again for every element of `down`: 1 ms instead of 0.05 at M3's widths.
@@ -118,7 +118,7 @@ def one_by_one(
     activate: Activation,
     skips_absent: bool = False,
 ) -> Float[Array, "X A D"]:
-    """A few tokens: one pair after the other, whose weights then stay in the cache of a CPU's core."""
+    """Compute the pairs of a few tokens one after the other: a pair's weights stay in the cache of a CPU's core."""
 
     def run_pair(token, expert):
         gate = project("d,df->f", token, weights.gate[layer, expert])
@@ -149,7 +149,7 @@ def ragged(
     layer: Int[Array, ""],
     activate: Activation,
 ) -> Float[Array, "X A D"]:
-    """Many tokens on a TPU: sort the pairs by expert, three ragged products, sort back."""
+    """Compute the pairs of many tokens on a TPU: sort them by expert, three ragged products, sort back."""
     # ragged_dot can be vmapped only with all its operands batched, so the weights follow the choice of experts.
     gate, up, down = (w[layer + 0 * expert_ids[0, 0]] for w in weights)  # [E D F] twice, [E F D]
     num_experts = gate.shape[0]
@@ -176,9 +176,10 @@ def tiled(
     layer: Int[Array, ""],
     activate: Activation,
 ) -> Float[Array, "X A D"]:
-    """Many tokens on a CPU or GPU, where XLA computes a ragged product as a dense one per expert: tiles of tokens.
+    """Compute the pairs of many tokens in tiles, each of tokens that chose one expert.
 
-    The same inversion as attention's: token -> experts becomes expert -> tokens.
+    For a CPU or GPU, where XLA computes a ragged product as a dense one per expert. The inversion is attention's: token
+    -> experts becomes expert -> tokens.
     """
     num_experts = weights.gate.shape[1]
     tile = min(measured.CPU_TILE, max(8, expert_ids.size // num_experts))
@@ -208,7 +209,7 @@ def in_fixed_tiles(
     layer: Int[Array, ""],
     activate: Activation,
 ) -> Float[Array, "X A D"]:
-    """The same bits for a pair whatever other pairs there are: `tiled` in tiles of one size, with its gradients.
+    """Compute `tiled` in tiles of one size, so that a pair has the same bits whatever other pairs there are.
 
     The loop ends with the last tile that some expert filled; a compiler does not know how long it is (`m3jax.tiles`).
     """
@@ -244,9 +245,9 @@ def few(
     activate: Activation,
     shared: Sequence[StackedLayer] = (),
 ) -> Float[Array, "X C D"]:
-    """A few tokens on a GPU: a kernel that reads each chosen expert once, with the gradients of `tiled`.
+    """Compute the pairs of a few tokens on a GPU by a kernel that reads each chosen expert once.
 
-    Experts in MXFP8 go to `grouped`, whose kernel knows few tokens too.
+    Gradients are those of `tiled`. Experts in MXFP8 go to `grouped`, whose kernel knows few tokens too.
     """
     if isinstance(weights.gate, MXFP8Array):
         return grouped(x, weights, expert_ids, layer, activate)
@@ -278,7 +279,7 @@ def grouped(
     activate: Activation,
     least_tile: int = 1,
 ) -> Float[Array, "X A D"]:
-    """Many tokens on a GPU: a kernel, with the gradients of `tiled`. Training has another way, `copied`.
+    """Compute the pairs of many tokens on a GPU by a kernel, with the gradients of `tiled`; training has `copied`.
 
     Experts in MXFP8 go this way with few tokens too: what XLA gathers it would write as 16-bit numbers, and read again.
     In tiles of at least 64 a pair's bits are the same whatever other pairs there are: a program walks an expert's width
@@ -345,7 +346,10 @@ def copied(
     layer: Int[Array, ""],
     activate: Activation,
 ) -> Float[Array, "X A D"]:
-    """Training on a GPU, which has the memory: one batched product over tiles, each with a copy of its expert."""
+    """Compute the pairs of a training step by one batched product over tiles, each with a copy of its expert.
+
+    For a GPU, which has the memory.
+    """
     gate, up, down = (w[layer] for w in weights)  # [E D F] twice, [E F D]
     tiles = invert(expert_ids[None, None], gate.shape[0], min(measured.COPIED_TILE, expert_ids.size))
     tokens = x[tiles.query]  # [tiles C D]
@@ -394,15 +398,16 @@ def joins_shared(
     Args:
       x: tokens.
       weights: of the routed experts, of all layers of a stack.
-      shared: gate, up and down of the layer's shared expert.
+      shared: gate, up and down of the layer's shared expert, or none if it is run elsewhere.
       path: as of `run_experts`.
       backend: likewise.
     """
-    is_mxfp8 = isinstance(weights.gate, MXFP8Array)
-    if path != "auto" or is_mxfp8 or choose(experts_case("few", x, weights.gate), backend) == "xla":
+    if path != "auto" or not shared or isinstance(weights.gate, MXFP8Array):
         return False
-    pairs = zip(shared, weights, strict=True)
-    return all(isinstance(one, StackedLayer) and one.stack.shape[1:] == all_.shape[2:] for one, all_ in pairs)
+    for one, routed in zip(shared, weights, strict=True):
+        if not isinstance(one, StackedLayer) or one.stack.shape[1:] != routed.shape[2:]:
+            return False
+    return choose(experts_case("few", x, weights.gate), backend) != "xla"
 
 
 def experts_case(

@@ -21,7 +21,7 @@ def add_norm(
     backend: str,
     is_ordered: bool = False,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """A residual addition and the norm of its result, each rounded once.
+    """Return a residual addition and the norm of its result, each rounded once.
 
     Args:
       by_xla: what it means, of the three arrays.
@@ -55,7 +55,7 @@ def choose_experts(
     top_k: int,
     backend: str,
 ) -> tuple[Int32[Array, "X A"], Float[Array, "X A"]]:
-    """The experts that a router chooses, and their weights.
+    """Return the experts that a router chooses, and their weights.
 
     Args:
       by_xla: what it means, of the two arrays.

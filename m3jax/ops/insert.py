@@ -18,11 +18,11 @@ class Heads(NamedTuple):
     stands for what there is not: the index branch in dense layers, keys and values once a kernel has written them.
     """
 
-    q: Float[Array, "..."] | None
-    k: Float[Array, "..."] | None
-    v: Float[Array, "..."] | None
-    index_q: Float[Array, "..."] | None
-    index_k: Float[Array, "..."] | None
+    q: Float[Array, "..."] | None = None
+    k: Float[Array, "..."] | None = None
+    v: Float[Array, "..."] | None = None
+    index_q: Float[Array, "..."] | None = None
+    index_k: Float[Array, "..."] | None = None
 
 
 def insert(
@@ -73,7 +73,7 @@ def insert(
 def insert_backend(
     q: Float[Array, "B T N H"], view: Paged, index: PagedIndex | None, rotated: int, backend: str = "auto"
 ) -> str:
-    """The backend whose kernel inserts a call's tokens; "xla" where none does.
+    """Return the backend whose kernel inserts a call's tokens; "xla" where none does.
 
     Args:
       q: projections of the queries.

@@ -9,7 +9,7 @@ from m3jax.msa.views import ContiguousIndex
 
 
 def kernel_pages(view: Contiguous | ContiguousIndex | Paged | PagedIndex, memory: Num[Array, "..."]) -> Any:
-    """One of a view's arrays (keys, values or index keys) as `pallas_kernels.pages.Pages`, nothing copied."""
+    """Return one of a view's arrays (keys, values or index keys) as `pallas_kernels.pages.Pages`; nothing is copied."""
     from pallas_kernels.pages import contiguous, paged
 
     if isinstance(view, Contiguous | ContiguousIndex):

@@ -27,7 +27,7 @@ def select_in_lanes(
     lengths: Int[Array, " B"],
     rules: SelectionRules,
 ) -> Int[Array, "B K T J"]:
-    """The blocks that each query keeps, by the Triton kernels of a decode step.
+    """Return the blocks that each query keeps, by the Triton kernels of a decode step.
 
     Args:
       index_q: index queries.
@@ -59,7 +59,7 @@ def attend_in_lanes(
     kv_heads: int,
     scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Attention by the Triton kernels of a decode step.
+    """Compute attention by the Triton kernels of a decode step, for any number of queries.
 
     Args:
       q: queries after norm and RoPE.
@@ -80,14 +80,16 @@ def attend_in_lanes(
     lane_q, chosen, lane_positions, lane_lengths, keys, values = _cut(
         MAX_DECODE_QUERIES, q, chosen, positions, lengths, keys, values
     )
-    at = lane_positions, lane_lengths
     options = dict(scales=scales, return_lse=True, backend="triton", interpret=interpreted())
     if chosen is None:
         config = Config(splits=_DENSE_SPLITS)
-        out, lse = dense_decode(lane_q, keys, values, *at, kv_heads=kv_heads, config=config, **options)
+        out, lse = dense_decode(
+            lane_q, keys, values, lane_positions, lane_lengths, kv_heads=kv_heads, config=config, **options
+        )
     else:
         config = Config(splits=_SPARSE_SPLITS)
-        out, lse = sparse_decode(lane_q, keys, values, chosen.swapaxes(1, 2), *at, config=config, **options)
+        chosen = chosen.swapaxes(1, 2)  # [lanes K C J]
+        out, lse = sparse_decode(lane_q, keys, values, chosen, lane_positions, lane_lengths, config=config, **options)
     return _join(out, batch, num_queries), _join(lse, batch, num_queries)
 
 
@@ -99,7 +101,7 @@ def _cut(
     lengths: Int[Array, " B"],
     *pages: Any,
 ) -> tuple[Any, ...]:
-    """The arguments with lanes of at most `size` queries as their rows; behind a row's last query comes padding."""
+    """Return the arguments with lanes of at most `size` queries as their rows, padded behind a row's last query."""
     batch, num_queries = positions.shape
     if num_queries <= size:
         return queries, chosen, positions, lengths, *(_with_table(p, batch) for p in pages)
@@ -113,18 +115,19 @@ def _cut(
         pages = _with_table(pages, batch)
         return replace(pages, table=jnp.repeat(pages.table, lanes_per_row, axis=0))
 
+    # A position of -1 is padding: such a query sees nothing, selects nothing, and is cut off by `_join`.
     queries, positions = cut(queries, 0), cut(positions, -1)
     chosen = None if chosen is None else cut(chosen, -1)
     return queries, chosen, positions, jnp.repeat(lengths, lanes_per_row), *(repeat(p) for p in pages)
 
 
 def _join(x: Array, batch: int, num_queries: int) -> Array:
-    """Lanes [X C ...] as rows of queries [B T ...]."""
+    """Return lanes [X C ...] as rows of queries [B T ...]."""
     return x.reshape(batch, -1, *x.shape[2:])[:, :num_queries]
 
 
 def _with_table(pages: Any, batch: int) -> Any:
-    """Pages that a table names, also where rows lie in order: so several lanes read one row, by the same program."""
+    """Return pages that a table names, also where rows lie in order: several lanes then read one row by one program."""
     if pages.table is not None:
         return pages
     row, block = jnp.arange(batch, dtype=jnp.int32), jnp.arange(pages.num_blocks, dtype=jnp.int32)

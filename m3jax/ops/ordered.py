@@ -50,7 +50,7 @@ def products_in_order(
 
 
 def unembed_in_order(x: Float[Array, "... D"], weight: Float[Array, "V D"]) -> Float[Array, "... V"]:
-    """x times the transposed unembedding.
+    """Return x times the transposed unembedding, each row's sums in one order.
 
     Args:
       x: normed hidden states, in the weight's dtype.
@@ -78,7 +78,7 @@ def norm_rope_in_order(
     eps: float,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "... _ _"], ...]:
-    """Heads of each token normed, rotated and rounded.
+    """Return the heads of each token normed, rotated and rounded.
 
     Args:
       definition: of (heads, norms, cos, sin), whose gradients these are.

@@ -15,7 +15,7 @@ from m3jax.weights import StackedLayer, Weight, merge_outputs
 
 
 def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
-    """`m3jax.numerics.einsum` of activations and a weight.
+    """Return the product of activations and a weight, as `m3jax.numerics.einsum` does.
 
     Of an MXFP8 weight it is the product with the dequantised one, in x's dtype: to the bit that of a model whose
     weights were dequantised when they were loaded ("W8A16"). Where the weight says so, activations are quantised first,
@@ -29,14 +29,15 @@ def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "
     Returns:
       The product in the accumulator's dtype.
     """
-    (out,) = project_each(spec, x, (weight,))
-    return out
+    if isinstance(weight, StackedLayer):
+        return _by_kernel(x, [weight], [False])[0]
+    return einsum(spec, *operands(x, weight))
 
 
 def project_each(
     spec: str, x: Float[Array, "..."], weights: Sequence[Weight], num_detached: int = 0
 ) -> list[Float[Array, "..."]]:
-    """`project` of the same activations and several weights: one kernel, where there is one.
+    """Return `project` of the same activations and each of several weights, by one kernel where there is one.
 
     Args:
       spec: of einsum, of each product.
@@ -44,15 +45,19 @@ def project_each(
       weights: matrices.
       num_detached: of the last so many products no gradient goes to x.
     """
+    is_detached = [False] * (len(weights) - num_detached) + [True] * num_detached
+    products: list[Array | None] = [None] * len(weights)
     # Layers are left in their stacks where a kernel reads them there (`m3jax.ops.cases.ProductCase`).
-    is_detached = [index >= len(weights) - num_detached for index in range(len(weights))]
-    stacked = [index for index, weight in enumerate(weights) if isinstance(weight, StackedLayer)]
-    products = _by_kernel(x, [weights[i] for i in stacked], [is_detached[i] for i in stacked]) if stacked else []
-    found = dict(zip(stacked, products, strict=True))
+    in_stacks = [index for index, weight in enumerate(weights) if isinstance(weight, StackedLayer)]
+    if in_stacks:
+        by_kernel = _by_kernel(x, [weights[i] for i in in_stacks], [is_detached[i] for i in in_stacks])
+        for index, product in zip(in_stacks, by_kernel, strict=True):
+            products[index] = product
     for index, weight in enumerate(weights):
-        if index not in found:
-            found[index] = einsum(spec, *operands(_detach(x, is_detached[index]), weight))
-    return [found[index] for index in range(len(weights))]
+        if products[index] is None:
+            source = jax.lax.stop_gradient(x) if is_detached[index] else x
+            products[index] = einsum(spec, *operands(source, weight))
+    return products
 
 
 def operands(
@@ -69,10 +74,6 @@ def operands(
     if weight.activations == "mxfp8":
         x = dequantize(quantize(x, num_outputs=0), x.dtype)
     return x, dequantize(weight, x.dtype)
-
-
-def _detach(x: Float[Array, "..."], is_detached: bool) -> Float[Array, "..."]:
-    return jax.lax.stop_gradient(x) if is_detached else x
 
 
 def _by_kernel(
@@ -97,9 +98,11 @@ def _by_kernel(
         return stacked_project(x, stacks, layer, backend=kernels, interpret=interpreted())
 
     def by_xla(x, stacks, layer):
-        taken = (StackedLayer(stack, layer).take() for stack in stacks)
-        pairs = zip(taken, is_detached, strict=True)
-        return tuple(einsum("xi,io->xo", *operands(_detach(x, detached), matrix)) for matrix, detached in pairs)
+        products = []
+        for stack, detached in zip(stacks, is_detached, strict=True):
+            source, matrix = jax.lax.stop_gradient(x) if detached else x, StackedLayer(stack, layer).take()
+            products.append(einsum("xi,io->xo", *operands(source, matrix)))
+        return tuple(products)
 
     # No gradient goes to weights in MXFP8, and through a call with others their stacks' too.
     has_mxfp8 = any(isinstance(stack, MXFP8Array) for stack in stacks)
@@ -111,7 +114,10 @@ def _by_kernel(
 def _by_mxfp8_kernel(
     x: Float[Array, "X I"], stacks: Sequence[MXFP8Array], layer: Array, backend: str
 ) -> tuple[Float[Array, "X _"], ...]:
-    """A kernel multiplies few rows. With many, a kernel writes the numbers of a matrix, and XLA multiplies by them."""
+    """Return products with matrices in MXFP8.
+
+    A kernel multiplies few rows. With many, a kernel writes the numbers of a matrix, and XLA multiplies by them.
+    """
     from pallas_kernels.mxfp8_numbers import Weights, mxfp8_numbers
     from pallas_kernels.mxfp8_project import mxfp8_project
 

@@ -22,7 +22,7 @@ def select(
     schedule: str = "auto",
     backend: str = "auto",
 ) -> Int[Array, "B K T J"]:
-    """The blocks that each query keeps; no gradient goes through it.
+    """Return the blocks that each query keeps; no gradient goes through the selection.
 
     Args:
       index_q: index queries after norm and RoPE.
@@ -44,6 +44,7 @@ def select(
     if chosen == "xla":
         by_xla = select_invariant if schedule == "invariant" else index_walk
         return by_xla(index_q, view, positions, lengths, rules)
+    # The next-token loss does not train the index branch: it has a loss of its own (paper, 3.2).
     index_q, keys = jax.lax.stop_gradient((index_q, kernel_pages(view, view.k)))
     if schedule == "invariant":
         return select_in_lanes(index_q, keys, positions, lengths, rules)

@@ -59,9 +59,9 @@ class _Cost:
 
     def add(self, other: "_Cost", times: int = 1) -> None:
         """Add a cost `times` times; its loops of unknown length are added once, as a count of loops in the program."""
-        for kind, number in other.collectives.items():
-            self.collectives[kind] += number * times
-            self.collective_bytes[kind] += other.collective_bytes[kind] * times
+        for collective, number in other.collectives.items():
+            self.collectives[collective] += number * times
+            self.collective_bytes[collective] += other.collective_bytes[collective] * times
         self.flops += other.flops * times
         self.traffic += other.traffic * times
         self.unknown_loops += other.unknown_loops
@@ -91,8 +91,8 @@ class _Instruction:
 
     def called(self, key: str) -> str | None:
         """Return the name of the computation under an attribute, such as "calls" of a fusion; None without it."""
-        found = re.search(rf"\b{key}=(%[\w.\-]+)", self.rest)
-        return found and found[1]
+        match = re.search(rf"\b{key}=(%[\w.\-]+)", self.rest)
+        return match and match[1]
 
 
 # A computation: its instructions by name.
@@ -132,8 +132,8 @@ class _Program:
                 is_entry, name = head.groups()
                 current = self.computations.setdefault(with_mark(name), {})
                 self.entry = with_mark(name) if is_entry else self.entry
-            elif found := _LINE.match(line):
-                root, name, result_type, op, rest = found.groups()
+            elif match := _LINE.match(line):
+                root, name, result_type, op, rest = match.groups()
                 current[with_mark(name)] = _Instruction(with_mark(name), result_type, op, rest, bool(root))
 
     def cost(self, name: str) -> _Cost:
@@ -175,12 +175,12 @@ class _Program:
             inner = instruction.called("to_apply") or instruction.called("calls")
             if inner:
                 cost.add(self.cost(inner))
-        kind = op.removesuffix("-start")
-        if kind in COLLECTIVES:
+        collective = op.removesuffix("-start")
+        if collective in COLLECTIVES:
             # The type of a start op is a tuple of operand and result; the larger of the two is counted.
             sizes = [size for _, size, _ in _arrays(instruction.type)]
-            cost.collectives[kind] = 1
-            cost.collective_bytes[kind] = float(sum(sizes) if op == kind else max(sizes, default=0.0))
+            cost.collectives[collective] = 1
+            cost.collective_bytes[collective] = float(sum(sizes) if op == collective else max(sizes, default=0.0))
         cost.flops += self._flops(instruction, around)
         if op not in _FREE and op != "async-start":
             cost.traffic += self._traffic(instruction, around)
@@ -235,17 +235,19 @@ class _Program:
         for user in fused.values():
             if parameter.name not in user.operands:
                 continue
-            place = user.operands.index(parameter.name)
-            if user.op in _READS_PART and place == 0:
+            operand_index = user.operands.index(parameter.name)
+            if user.op in _READS_PART and operand_index == 0:
                 total += _size(user.type)
-            elif user.op in _UPDATES and place == 0:
+            elif user.op in _UPDATES and operand_index == 0:
                 continue  # it is written in place
             elif user.op == "bitcast":
                 total += self._read_of(user, fused)
             elif user.op == "fusion":
                 nested = self.computations[user.called("calls")]
                 inner_parameter = next(
-                    inner for inner in nested.values() if inner.op == "parameter" and inner.rest.startswith(f"{place})")
+                    inner
+                    for inner in nested.values()
+                    if inner.op == "parameter" and inner.rest.startswith(f"{operand_index})")
                 )
                 total += self._read_of(inner_parameter, nested)
             else:

@@ -97,13 +97,13 @@ def _model(job: Job, mesh: Mesh) -> Any:
 
 def _state(job: Job, mesh: Mesh) -> tuple[device.State, device.Layout]:
     """Return the shapes of the engine's state on the mesh, and the shardings that it keeps."""
-    place = lambda x: jax.ShapeDtypeStruct(
+    as_placed = lambda x: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding(x.shape, ("batch",) + (None,) * (len(x.shape) - 1), mesh)
     )
-    each = lambda: place(_shape(job.batch))
+    each = lambda: as_placed(_shape(job.batch))
     structure = jax.tree.structure(jax.eval_shape(lambda: new_cache(job, mesh)))
     cache = jax.tree.unflatten(structure, cache_shapes(job, mesh))
-    state = device.State(cache, jax.tree.map(place, _continuations(job, job.batch)), each(), each(), each())
+    state = device.State(cache, jax.tree.map(as_placed, _continuations(job, job.batch)), each(), each(), each())
     return state, tuple(x.sharding for x in jax.tree.leaves(state))
 
 

@@ -56,29 +56,29 @@ def _images(job: Job, chosen: Candidate) -> dict[str, Any]:
 def _memory(chosen: Candidate, answers: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return bytes of memory by content, with the compiler's own numbers where it accepted every program."""
     planned = chosen.memory
-    out = {
+    figures = {
         "weights": planned.weights, "experts": planned.experts, "keys_and_values": planned.cache,
         "index_keys": planned.index_keys, "draft": planned.draft, "vision": planned.vision,
         "temporaries": planned.temporaries, "limit": planned.limit,
     }  # fmt: skip
     accepted = [answer for answer in answers.values() if "error" not in answer]
     if accepted and len(accepted) == len(answers):
-        out["temporaries"] = max(a["temporaries"] + a["fresh_outputs"] + a["code"] for a in accepted)
-        out["arguments"] = max(answer["arguments"] for answer in accepted)
-    lasting = max(planned.weights + planned.cache + planned.index_keys, out.get("arguments", 0.0))
-    return out | {"total": lasting + planned.vision + planned.draft + out["temporaries"]}
+        figures["temporaries"] = max(a["temporaries"] + a["fresh_outputs"] + a["code"] for a in accepted)
+        figures["arguments"] = max(answer["arguments"] for answer in accepted)
+    lasting = max(planned.weights + planned.cache + planned.index_keys, figures.get("arguments", 0.0))
+    return figures | {"total": lasting + planned.vision + planned.draft + figures["temporaries"]}
 
 
 def _program(least: Work, answer: dict[str, Any] | None, chip: Chip) -> dict[str, Any]:
     """Return the least work of one program, and the compiler's counts or error if it was asked."""
-    out = {"least": {"flops": least.flops, "traffic": least.traffic, "sent": least.sent,
+    figures = {"least": {"flops": least.flops, "traffic": least.traffic, "sent": least.sent,
                      "seconds": least.roofline(chip), "by": least.seconds(chip)}}  # fmt: skip
     if answer is None:
-        return out
+        return figures
     if "error" in answer:
-        return out | {"compiled": answer}
+        return figures | {"compiled": answer}
     counted = Work(answer["flops"], answer["traffic"], sum(answer["collective_bytes"].values()))
-    return out | {"compiled": answer | {"seconds": counted.roofline(chip), "by": counted.seconds(chip)}}
+    return figures | {"compiled": answer | {"seconds": counted.roofline(chip), "by": counted.seconds(chip)}}
 
 
 def as_text(plan: dict[str, Any]) -> str:
@@ -138,8 +138,10 @@ def _program_lines(name: str, extent: str, program: dict[str, Any]) -> list[str]
         lines.append(f"  the compiler refused: {reason}")
     elif answer:
         lines.append(_work_line("compiled", answer, sum(answer["collective_bytes"].values())))
-        for kind, count in sorted(answer["collectives"].items()):
-            lines.append(f"  {kind:20s} {count:5d} x, {answer['collective_bytes'][kind] / 1e6:12,.2f} MB together")
+        for collective, count in sorted(answer["collectives"].items()):
+            lines.append(
+                f"  {collective:20s} {count:5d} x, {answer['collective_bytes'][collective] / 1e6:12,.2f} MB together"
+            )
         for traffic, times, origin in answer["heaviest"][:_HEAVIEST]:
             origin_end = origin if len(origin) <= _WIDTH else f"...{origin[-_WIDTH:]}"
             lines.append(f"  {traffic / answer['traffic']:4.0%} of the traffic: {times} x {origin_end}")

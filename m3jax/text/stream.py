@@ -69,6 +69,7 @@ class Spelling:
         """Return the bytes of a token under ByteLevel; its own UTF-8 if one of its characters stands for no byte."""
         if token not in self._bytes_of:
             text = self.backend.id_to_token(token)
+            # Added tokens are stored as plain text; ByteLevel's alphabet has no blank, for one.
             is_spelled = all(character in _BYTE_OF for character in text)
             self._bytes_of[token] = bytes(_BYTE_OF[c] for c in text) if is_spelled else text.encode()
         return self._bytes_of[token]
@@ -99,6 +100,7 @@ class Utf8Runs:
         """Take the next id, and return the ids that are complete with it."""
         byte = self._spelling.byte_of(token)
         if byte is None:
+            # Text ends a run of bytes, so a character that it left unfinished stays so.
             return [*self.flush(), token]
         return self._spelled(self._characters.decode(bytes([byte])))
 
@@ -155,6 +157,8 @@ class TextOfTokens:
             return ""
         context = self._leading + self._previous
         shown, text = self._spelling.text(context), self._spelling.text(context + ids)
+        # Until something was shown, every token may still count as the first. The limit keeps a run of tokens without
+        # text from being decoded again with each of them.
         is_leading = not self._previous and not shown and len(self._leading) < _MOST_LEADING
         if is_leading:
             self._leading = context + ids
@@ -231,7 +235,7 @@ def _byte_alphabet() -> dict[str, int]:
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTE_OF = _byte_alphabet()

@@ -148,10 +148,10 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json; the tokenizer neither truncates nor pads the texts that it encodes."""
     if not path.is_file():
         raise ValueError(f"{printable(str(path.parent))} has no tokenizer.json; copy the checkpoint's own there")
-    place = printable(str(path))
+    shown_path = printable(str(path))
     if fault := _fault(read_json(path, _MOST_BYTES, _MOST_ITEMS, "a tokenizer")):
-        raise ValueError(f"{place} is not a tokenizer.json that can be read: {fault}; download it again")
-    with _library_errors(f"{place} is not a tokenizer.json that can be read"):
+        raise ValueError(f"{shown_path} is not a tokenizer.json that can be read: {fault}; download it again")
+    with _library_errors(f"{shown_path} is not a tokenizer.json that can be read"):
         backend = tokenizers.Tokenizer.from_file(str(path))
     backend.no_truncation()  # a file may carry the settings of its training, which would cut prompts without a word
     backend.no_padding()
@@ -200,16 +200,16 @@ def _bad_map(normalizer: dict[str, Any]) -> str | None:
 
 def _special_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str, file: Path) -> int | None:
     """Return the id of the special token that the settings name under `key`, or None."""
-    token, place = settings.get(key), printable(str(file))
+    token, shown_path = settings.get(key), printable(str(file))
     # Older files write an AddedToken object where newer ones write its string.
     content = token.get("content") if isinstance(token, dict) else token
     if token is None:
         return None
     if not isinstance(content, str):
-        raise ValueError(f"{place}: {key} = {shown(token)}: must be a text, an object with a content, or null")
+        raise ValueError(f"{shown_path}: {key} = {shown(token)}: must be a text, an object with a content, or null")
     token_id = backend.token_to_id(content)
     if token_id is None:
-        raise ValueError(f"{place}: {key} {shown(content)} is not in the vocabulary; correct the file")
+        raise ValueError(f"{shown_path}: {key} {shown(content)} is not in the vocabulary; correct the file")
     return token_id
 
 

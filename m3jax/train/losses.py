@@ -171,8 +171,8 @@ def token_logprobs(model: M3, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"
         return logprob_of(tokens, logits, by_tiles(log_normaliser, tile, logits))
 
     batch, length, width = hidden[:, :-1].shape
-    rows = hidden[:, :-1].reshape(-1, width), tokens[:, 1:].reshape(-1)
-    return by_tiles(of_tokens, model.compute.token_tile, *rows).reshape(batch, length)
+    hidden_and_targets = hidden[:, :-1].reshape(-1, width), tokens[:, 1:].reshape(-1)
+    return by_tiles(of_tokens, model.compute.token_tile, *hidden_and_targets).reshape(batch, length)
 
 
 def index_kl(

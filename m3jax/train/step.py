@@ -87,8 +87,8 @@ def init_state(model: M3, optimizer: optax.GradientTransformation) -> TrainState
         everywhere = SingleDeviceSharding(*model.embed_tokens[...].devices())
     else:
         everywhere = NamedSharding(model.mesh, PartitionSpec())
-    place = lambda x: jax.device_put(x, x.sharding if x.ndim else everywhere, may_alias=False)
-    return jax.tree.map(place, TrainState(jnp.int32(0), model, optimizer.init(model)))
+    put = lambda x: jax.device_put(x, x.sharding if x.ndim else everywhere, may_alias=False)
+    return jax.tree.map(put, TrainState(jnp.int32(0), model, optimizer.init(model)))
 
 
 def check_trainable(model: M3) -> None:

@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Cases of one kind.
+    """A group of cases that test one operation.
 
     Attributes:
       name: also the folder of its files.

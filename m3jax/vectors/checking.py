@@ -59,7 +59,7 @@ def check_case(folder: Path, case: Mapping[str, Any], tolerances: Mapping[str, A
     inputs = {tensor: arrays[tensor] for tensor in case["tensors"] if is_input(tensor)}
     outputs = {tensor: arrays[tensor] for tensor in case["tensors"] if not is_input(tensor)}
     rule = placed(case["rule"], folder)
-    found = [f"{name}: {changed}"] if changed else []
+    problems = [f"{name}: {changed}"] if changed else []
     compared = 0
 
     def compare(label: str, dtype: str, given: Arrays) -> None:
@@ -67,15 +67,16 @@ def check_case(folder: Path, case: Mapping[str, Any], tolerances: Mapping[str, A
         for tensor, array in given.items():
             if tensor not in outputs:
                 continue
-            kind = case["tensors"][tensor].get("tolerance")
-            if kind not in tolerances:
-                raise ValueError(f"{name}: {tensor} has tolerance {shown(kind)}, which the manifest does not explain")
+            tolerance = case["tensors"][tensor].get("tolerance")
+            if tolerance not in tolerances:
+                raise ValueError(
+                    f"{name}: {tensor} has tolerance {shown(tolerance)}, which the manifest does not explain"
+                )
             compared += 1
             slack = arrays.get(f"{tensor.removesuffix('_bf16')}_slack", 0.0)
-            problem = difference(
-                outputs[tensor], np.asarray(array), tolerances[kind], dtype, slack, case["tensors"][tensor].get("axes")
-            )
-            found.extend([f"{name}: {tensor} by {label}: {problem}"] if problem else [])
+            axes = case["tensors"][tensor].get("axes")
+            problem = difference(outputs[tensor], np.asarray(array), tolerances[tolerance], dtype, slack, axes)
+            problems.extend([f"{name}: {tensor} by {label}: {problem}"] if problem else [])
 
     try:
         compare("the definition in float64", "float64", group.truth(inputs, rule))
@@ -87,4 +88,4 @@ def check_case(folder: Path, case: Mapping[str, Any], tolerances: Mapping[str, A
         raise ValueError(message) from error
     if not compared:
         raise ValueError(f"{name}: no output of it is one that this version computes")
-    return CaseReport(name, compared, found)
+    return CaseReport(name, compared, problems)

@@ -64,8 +64,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: it names no cases; make the vectors again")
     needed = {"group": str, "name": str, "file": str, "sha256": str, "rule": dict, "tensors": dict}
     for index, case in enumerate(cases):
-        for name, kind in needed.items():
-            if not isinstance(case, dict) or not isinstance(case.get(name), kind):
+        for name, field_type in needed.items():
+            if not isinstance(case, dict) or not isinstance(case.get(name), field_type):
                 raise ValueError(f"{file}: case {index} has no {name}; make the vectors again")
         wrong = [name for name, entry in case["tensors"].items() if not isinstance(entry, dict) or "role" not in entry]
         if wrong:
@@ -94,10 +94,10 @@ def read_case(folder: Path, case: Mapping[str, Any]) -> tuple[dict[str, np.ndarr
     if missing:
         raise ValueError(f"{file}: no tensor {shown(missing[0])}, which {MANIFEST} names ({len(missing)} missing)")
     for name, entry in case["tensors"].items():
-        found = [dtype_code(arrays[name].dtype), list(arrays[name].shape)]
-        if found != [entry.get("dtype"), entry.get("shape")]:
+        stored = [dtype_code(arrays[name].dtype), list(arrays[name].shape)]
+        if stored != [entry.get("dtype"), entry.get("shape")]:
             expected = f"{shown(entry.get('dtype'))[1:-1]} {shown(entry.get('shape'))}"
-            raise ValueError(f"{file}: tensor {shown(name)} is {found[0]} {found[1]}, {MANIFEST} says {expected}")
+            raise ValueError(f"{file}: tensor {shown(name)} is {stored[0]} {stored[1]}, {MANIFEST} says {expected}")
     sums = {file: (data, case["sha256"])}
     if "model" in case:
         weights = folder / case["model"] / "model.safetensors"

@@ -27,10 +27,11 @@ def cut(
     """
     ids = jnp.arange(scores.shape[-1])  # [M]
     is_token = (positions >= 0) & (positions < lengths[:, None])
-    own = jnp.where(is_token, positions // rule["block_size"], -1)[:, None, :, None]  # [B 1 T 1]; padding sees no block
-    is_forced = (ids > own - rule.get("local_blocks", 1)) | (ids < rule.get("init_blocks", 0))
+    own_block = jnp.where(is_token, positions // rule["block_size"], -1)  # padding sees no block
+    own_block = own_block[:, None, :, None]  # [B 1 T 1]
+    is_forced = (ids > own_block - rule.get("local_blocks", 1)) | (ids < rule.get("init_blocks", 0))
     is_kept = jnp.any(blocks[..., None] == ids, axis=-2)  # [B K T M]
-    is_visible = ids <= own
+    is_visible = ids <= own_block
     ranked = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
     kept = jnp.min(jnp.where(is_kept & ~is_forced, ranked, jnp.inf), axis=-1)
     dropped = jnp.max(jnp.where(is_visible & ~is_kept, ranked, -jnp.inf), axis=-1)

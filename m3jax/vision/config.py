@@ -194,24 +194,25 @@ def _read(vision: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     return values
 
 
-def _compression_problems(found: Any, values: dict[str, Any], place: str) -> list[str]:
+def _compression_problems(compression: Any, values: dict[str, Any], prefix: str) -> list[str]:
     """Return the problems of the hub's object that says how patches become tokens; put its sizes into `values`."""
-    if found is None:
+    if compression is None:
         return []
-    if not isinstance(found, Mapping):
-        return [f"{place}{_COMPRESSION} = {shown(found)}: must be an object"]
-    problems = _unsupported(found, {"image_token_compression_method": ("patch_merge",)})
+    if not isinstance(compression, Mapping):
+        return [f"{prefix}{_COMPRESSION} = {shown(compression)}: must be an object"]
+    problems = _unsupported(compression, {"image_token_compression_method": ("patch_merge",)})
     for key in ("spatial_merge_size", "temporal_patch_size"):
-        if key in found and values.setdefault(key, found[key]) != found[key]:
-            problems.append(f"{place}{_COMPRESSION}.{key} = {shown(found[key])}: {shown(values[key])} elsewhere")
+        if key in compression and values.setdefault(key, compression[key]) != compression[key]:
+            problems.append(f"{prefix}{_COMPRESSION}.{key} = {shown(compression[key])}: {shown(values[key])} elsewhere")
     return problems
 
 
-def _unsupported(found: Mapping[str, Any], fixed: Mapping[str, tuple]) -> list[str]:
+def _unsupported(settings: Mapping[str, Any], fixed: Mapping[str, tuple]) -> list[str]:
     return [
-        f"{key} = {shown(found[key])} is not supported (only {' or '.join(map(repr, allowed))})"
+        f"{key} = {shown(settings[key])} is not supported (only {' or '.join(map(repr, allowed))})"
         for key, allowed in fixed.items()
-        if key in found and not any(type(found[key]) is type(value) and found[key] == value for value in allowed)
+        if key in settings
+        and not any(type(settings[key]) is type(value) and settings[key] == value for value in allowed)
     ]
 
 

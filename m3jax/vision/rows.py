@@ -124,8 +124,8 @@ def row_attention(
 
     def one_turn(choice: int) -> Float[Array, "X N H"]:
         out, _ = run_turn(choice, 0)
-        place = turns.number * choices[choice] + turns.column  # all segments have this row length
-        out = out.reshape(-1, *out.shape[2:]).at[place].get(mode="clip")
+        slot = turns.number * choices[choice] + turns.column  # all segments have this row length
+        out = out.reshape(-1, *out.shape[2:]).at[slot].get(mode="clip")
         return jnp.where((turns.column >= 0)[:, None, None], out, 0)
 
     def one_segment() -> Float[Array, "X N H"]:

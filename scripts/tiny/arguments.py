@@ -33,7 +33,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser, most_workers: int) -> None:
-    """Those of a script that goes on from a checkpoint, besides: --model, --workers.
+    """Add the arguments of a script that continues from a checkpoint: --model, --workers.
 
     Args:
       parser: of the script.

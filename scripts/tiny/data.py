@@ -210,7 +210,7 @@ def _recall_targets(
 
 
 def _stacked(rows: list[Batch]) -> Batch:
-    """Rows of equal length as one batch."""
+    """Stack rows of equal length into a batch."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 

@@ -13,6 +13,7 @@ from support import tiny
 from support.compilations import compilations
 from support.engines import CONFIG, SIZE, Watched, engine, finish, params, preemptions, prompt, quick, serve, watch
 
+import m3jax
 from m3jax.cache import Cache, HostMemory
 from m3jax.cache.offload import host
 from m3jax.cache.offload.pool import GROUP, Slots
@@ -90,6 +91,22 @@ def test_a_chunk_that_selects_more_than_fits_takes_passes():
     assert notes.keys() == expected.keys()
     for tokens in notes:
         np.testing.assert_array_equal(notes[tokens], expected[tokens])
+
+
+def test_passes_pass_checks():
+    """A pass attends to a part of a selection; `checks()` would refuse it as a selection without the own block."""
+    cache = Cache.pool(CONFIG, 12, 1, 12, "float32", device_pages=8)
+    memory = HostMemory(cache, "numpy")
+    cache = cache.replace(table=jnp.arange(12, dtype=jnp.int32)[None], host=memory.pages)
+    tokens = np.asarray(prompt(96, 5), np.int32)[None]
+    with m3jax.checks():
+        for start in (0, 48):  # 6 pages are written at a time, and 8 fit
+            places = np.arange(start, start + 48, dtype=np.int32)[None]
+            lengths = np.array([start + 48], np.int32)
+            _, cache = model()(tokens[:, start : start + 48], cache=cache, positions=places, lengths=lengths)
+            cache = memory.flush(cache).replace(host=memory.pages)
+    selected_pages = np.asarray(cache.stacks[1].hits + cache.stacks[1].misses)
+    assert (selected_pages > 8 * HEADS).all(), selected_pages  # in both calls; else one pass was enough
 
 
 def test_only_selected_pages_move():

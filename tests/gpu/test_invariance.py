@@ -118,14 +118,13 @@ def arrays_and_parts(model: M3, rng: np.random.Generator):
 
     dense, sparse = model.layer(0), model.layer(1)
     layers = dict(dense=jax.tree.map(lambda p: p[0], dense), sparse=jax.tree.map(lambda p: p[0], sparse))
-    alpha, limit = config.swiglu_alpha, config.swiglu_limit
 
     how = model.execution()
     rotary = lambda positions: rope_table(positions, config.rotary_dim, config.rope_theta, jnp.dtype("bfloat16"))
 
     def norm(weights, rows):
         weight = weights["sparse"].input_layernorm[...]
-        return how.each_token(lambda x, y: how.add_norm(x, y, weight, config.rms_norm_eps))(rows["x"], rows["y"])
+        return how.add_norm(rows["x"], rows["y"], weight, config.rms_norm_eps)
 
     def project(weights, rows):
         attention, positions, lengths = how.prepared(weights["sparse"].self_attn), rows["positions"], rows["lengths"]
@@ -138,7 +137,7 @@ def arrays_and_parts(model: M3, rng: np.random.Generator):
 
     def run_dense(weights, rows):
         mlp = how.prepared(weights["dense"].mlp)
-        return how.each_token(lambda x: mlp(x, alpha, limit))(rows["x"])
+        return how.each_token(lambda x: mlp(x, config))(rows["x"])
 
     def run_router(weights, rows):
         mlp = how.prepared(weights["sparse"].mlp)

@@ -119,7 +119,7 @@ def places(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_says_first_who_needs_it(page):
-    opening = text(page).split("\n\n")[1]
+    opening = " ".join(text(page).split("\n\n")[1].split())
     assert "for whoever" in opening.lower(), f"{page} opens with {opening[:80]!r}: say what it is for, and for whom"
 
 

@@ -390,6 +390,19 @@ def test_no_machine_paths():
     assert not wrong
 
 
+def test_docstrings_begin_with_a_sentence_or_a_noun():
+    """A first line such as "What a layer reads." is half of a sentence; "Return a layer's keys." is whole."""
+    half = re.compile(r"(?:What|Whether|How|Which|Where|When|Who|Why)\b")
+    wrong = []
+    for path in sources("m3jax", "pallas_kernels", "scripts", "vectors", "docs/sitebuild"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                if half.match(first):
+                    wrong.append(f"{path.relative_to(ROOT)}, {getattr(node, 'name', 'the module')}: {first}")
+    assert not wrong, "\n".join(["say what it returns or does, or name what it is:", *wrong])
+
+
 def test_no_test_imports_a_test():
     """Code that two test files share lies in tests/support."""
     tests = {path.stem for path in sources("tests") if path.stem.startswith("test_")}

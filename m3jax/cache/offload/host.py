@@ -136,8 +136,9 @@ class HostMemory:
     def read(self, pages: Int[np.ndarray, " C"]) -> list[tuple[np.ndarray, np.ndarray] | None]:
         """Return keys and values of pages, per stack of layers: k, v [L C K P H], or None if they are on the device."""
         split = lambda x: x.reshape(x.shape[0], len(pages), self.heads, *x.shape[2:])
-        found = [None if x is None else split(np.asarray(x)) for x in self._get(pages)]
-        return [None if x is None else (x[..., 0, :, :], x[..., 1, :, :]) for x in found]
+        # A virtual page has its keys and values side by side: one read brings both.
+        by_stack = [None if x is None else split(np.asarray(x)) for x in self._get(pages)]  # [L C K 2 P H]
+        return [None if x is None else (x[..., 0, :, :], x[..., 1, :, :]) for x in by_stack]
 
     def write(self, pages: Int[np.ndarray, " C"], contents: Sequence[tuple[np.ndarray, np.ndarray, Any]]) -> None:
         """Put back what `read` gave; a page of -1 is left out."""

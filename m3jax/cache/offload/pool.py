@@ -13,12 +13,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from m3jax import ops
+from m3jax.arrays import without_checks
 from m3jax.cache.layer_pages import LayerCall, ReadByViews
 from m3jax.cache.storage import FLOAT8, HostPages, Places, Scales, held_page, stored
 from m3jax.msa import PagedIndex
 from m3jax.msa.schedules import gather, invariant_reading
 from m3jax.msa.views import Pooled
 from m3jax.numerics import UNSEEN, accumulator, merge_two
+
+# A pass has some of the blocks of a selection, often not the query's own: the checks of a whole selection refuse it.
+_attend_to_some = without_checks(ops.attend_selected)
 
 GROUP = 8  # virtual pages that are brought in together
 
@@ -53,6 +57,7 @@ class Slots:
         slot_of, page_of, used_at, dirty = (x[layer] for x in (self.slot_of, self.page_of, self.used_at, self.dirty))
         num_slots, num_pages = len(page_of), len(slot_of)
         is_taken = page_of >= 0  # [D]
+        # A dirty slot holds the only copy of its tokens, and one that this call wants is read next.
         is_kept = dirty | (is_taken & wanted[jnp.maximum(page_of, 0)])  # [D]
         is_missing = wanted & (slot_of < 0)  # [V]
         count = jnp.minimum(jnp.sum(is_missing), jnp.sum(~is_kept)).astype(jnp.int32)
@@ -136,6 +141,7 @@ class OffloadedStack(ReadByViews):
         """Put new tokens into the pool; a page that earlier calls began is first brought in from host memory."""
         layer, places = call.layer, call.places
         page = held_page(places, self.num_pages)  # [B T]
+        # A page that begins in this call is all new: nothing of it is in host memory, so it gets a slot and no copy.
         begun_page = jnp.where(places.offset == 0, page, self.num_pages)
         is_written = self._virtual_flags(jnp.zeros(self.num_pages, bool).at[page].set(True, mode="drop"))  # [V]
         is_begun = self._virtual_flags(jnp.zeros(self.num_pages, bool).at[begun_page].set(True, mode="drop"))
@@ -177,6 +183,7 @@ class OffloadedStack(ReadByViews):
         pages = pad_to_groups(jnp.minimum(pages, self.slots.slot_of.shape[1] - 1))
         target_slots = pad_to_groups(target_slots)
 
+        # Groups of one size, so that a program reads any number of pages; behind the last one slots are dropped.
         def bring_group(state):
             first, k, v = state
             in_group = lambda x: jax.lax.dynamic_slice_in_dim(x, first, GROUP)
@@ -228,7 +235,7 @@ class OffloadedStack(ReadByViews):
             is_here = remaining & (pool.slots.slot_of[layer] >= 0)  # [V]
             blocks_here = jnp.where(is_chosen & is_here[pages], blocks, -1)
             # No kernel reads keys and values through the pool's slots: "auto" is XLA here.
-            part = ops.attend_selected(
+            part = _attend_to_some(
                 q, pool.view(layer, places, q.dtype), blocks_here, positions, lengths, schedule=schedule
             )
             return pool, remaining & ~is_here, *merge_two(out, lse, *part)
@@ -299,9 +306,9 @@ class OffloadedStack(ReadByViews):
 
     def count(self, layer: Int[Array, ""], wanted: Bool[Array, " V"]) -> "OffloadedStack":
         """Add the selected pages to the layer's hits, if they are in the pool, or else to its misses."""
-        found = jnp.sum(wanted & (self.slots.slot_of[layer] >= 0)).astype(jnp.int32)
-        absent = jnp.sum(wanted).astype(jnp.int32) - found
-        return self.replace(hits=self.hits.at[layer].add(found), misses=self.misses.at[layer].add(absent))
+        hits = jnp.sum(wanted & (self.slots.slot_of[layer] >= 0)).astype(jnp.int32)
+        misses = jnp.sum(wanted).astype(jnp.int32) - hits
+        return self.replace(hits=self.hits.at[layer].add(hits), misses=self.misses.at[layer].add(misses))
 
     def view(self, layer: Int[Array, ""], places: Places, dtype: DTypeLike) -> Pooled:
         """Return a view of one layer's keys and values, as far as they are in the pool."""

@@ -166,8 +166,8 @@ def as_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 
 def _medium(part: Mapping[str, Any]) -> str:
     """Return the kind of an image or video part, with the name of its file if it has one."""
-    kind = part["type"]
-    return f"{kind} {Path(part[kind]).name}" if names_file(part[kind]) else kind
+    part_type = part["type"]
+    return f"{part_type} {Path(part[part_type]).name}" if names_file(part[part_type]) else part_type
 
 
 def headline(message: Mapping[str, Any]) -> str:

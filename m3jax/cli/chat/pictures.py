@@ -46,28 +46,30 @@ class Pictures:
         Raises:
           ValueError: no name, or a file that cannot be shown.
         """
-        kind, name = KINDS[command], argument.strip()
+        medium, name = KINDS[command], argument.strip()
         if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
             name = name[1:-1]  # terminals put quotes around a file that is dropped on them
         if not name:
-            raise ValueError(f"{command} needs the name of {'an' if kind == 'image' else 'a'} {kind} file")
+            raise ValueError(f"{command} needs the name of {'an' if medium == 'image' else 'a'} {medium} file")
         # The absolute path, so that a saved dialogue can be read from another folder.
         is_path = names_file(name)
-        return self._add(kind, os.path.abspath(os.path.expanduser(name)) if is_path else name, name if is_path else "")
+        return self._add(
+            medium, os.path.abspath(os.path.expanduser(name)) if is_path else name, name if is_path else ""
+        )
 
-    def _add(self, kind: str, source: str, called: str) -> str:
+    def _add(self, medium: str, source: str, called: str) -> str:
         """Add an image or a video from its path or data URL, and return the line about it."""
-        part = {"type": kind, kind: source}
-        found = self._dialogue.read(part)
+        part = {"type": medium, medium: source}
+        processed = self._dialogue.read(part)
         self._parts.append(part)
-        self._names.append(f"{kind} {called}" if called else kind)
-        height, width = (PATCH * side for side in (found.grid if kind == "image" else found.grid[0])[1:])
+        self._names.append(f"{medium} {called}" if called else medium)
+        height, width = (PATCH * side for side in (processed.grid if medium == "image" else processed.grid[0])[1:])
         size = f"{height} x {width} pixels (H x W)"
-        if not isinstance(found, ProcessedImage):
-            size = f"{counted(len(found.frame_indices), 'frame')} of {size}"
-        if kind == "image" and is_moving(media_source(source)):
+        if not isinstance(processed, ProcessedImage):
+            size = f"{counted(len(processed.frame_indices), 'frame')} of {size}"
+        if medium == "image" and is_moving(media_source(source)):
             size = f"first frame alone (/video shows all of a GIF), {size}"
-        return f"{printable(self._names[-1])}: {size}, {counted(found.tokens, 'token')}; your next message shows it"
+        return f"{printable(self._names[-1])}: {size}, {counted(processed.tokens, 'token')}; your next message shows it"
 
     def drop(self) -> str | None:
         """Remove the file that was added last and return its kind and name; None if there is none."""

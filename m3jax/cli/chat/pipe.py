@@ -37,7 +37,7 @@ def answer_lines(dialogue: Dialogue, is_json: bool) -> None:
             pending += _json_messages(line) if is_json else _plain_message(line, dialogue, pending, pictures)
             if not _is_due(dialogue, pending):
                 continue
-            events = dialogue.send(*pending)
+            events = dialogue.send(*pending)  # checks the messages at once; the answer is computed as it is read below
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
         pending = []
@@ -74,6 +74,7 @@ def _plain_message(
 
     The list is empty for a line that names a file for the next message to show.
     """
+    # While calls wait, every line is a result, also one that looks like a command.
     if calls := open_calls([*dialogue.messages, *pending]):
         return [{"role": "tool", "tool_call_id": calls[0]["id"], "content": line}]
     command, _, argument = line.partition(" ")

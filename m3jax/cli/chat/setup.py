@@ -54,9 +54,9 @@ def _number(name: str, text: str) -> int | float | None:
     """Return the number in a text, or None for "off" where that is a value."""
     if text == "off" and name not in _REQUIRED:
         return None
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             continue
     raise ValueError(f"{name} {printable(text)}: give a number{'' if name in _REQUIRED else ', or off'}")

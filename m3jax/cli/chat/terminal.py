@@ -146,12 +146,13 @@ class Terminal:
         """Answer the user's last message anew, with the next seed; if no answer comes, the dialogue stays as it was."""
         before = self.dialogue.messages
         message = self.dialogue.undo()[0]
+        # With the same seed, an answer that was drawn would be drawn again.
         self.dialogue.sampling = replace(self.dialogue.sampling, seed=(self.dialogue.sampling.seed + 1) % 2**32)
         without = len(self.dialogue.messages)
         try:
             self._answer(message)
         finally:
-            if len(self.dialogue.messages) == without:
+            if len(self.dialogue.messages) == without:  # no answer came, so the dialogue took the message back
                 self.dialogue.messages = before
         self._give_results()
 
@@ -195,8 +196,8 @@ def _completion(line: str, number: int) -> str | None:
     elif command == "/set":
         choices = [f"/set {each} " for each in SETTINGS if each.startswith(name)]
     elif command in TAKE_FILES:
-        found = sorted(glob(glob_escape(os.path.expanduser(name)) + "*"))
-        choices = [f"{command} {path}{'/' if os.path.isdir(path) else ''}" for path in found]
+        paths = sorted(glob(glob_escape(os.path.expanduser(name)) + "*"))
+        choices = [f"{command} {path}{'/' if os.path.isdir(path) else ''}" for path in paths]
     else:
         choices = []
     return choices[number] if number < len(choices) else None
@@ -215,7 +216,7 @@ def _typed(prompt: str) -> str:
     return text
 
 
-def _result(call: dict[str, Any], place: str) -> dict[str, Any]:
+def _result(call: dict[str, Any], which: str) -> dict[str, Any]:
     """Ask for the result of a call, and return it as a message of the role "tool"."""
-    text = _typed(f"result of {printable(call['function']['name'])} ({place})> ")
+    text = _typed(f"result of {printable(call['function']['name'])} ({which})> ")
     return {"role": "tool", "tool_call_id": call["id"], "content": text}

@@ -44,9 +44,10 @@ def _attend_chunk(
     batch, heads, num_queries, slots = blocks.shape
     groups, width = q.shape[2] // heads, q.shape[-1]
     # Between a quarter and half of the queries that an average block gets, a power of two in [8, 128].
-    queries_per_block = max(16, num_queries * slots // view.num_blocks)
+    num_blocks = view.num_blocks
+    queries_per_block = max(16, num_queries * slots // num_blocks)
     tile = min(128, 1 << (queries_per_block.bit_length() - 2))
-    tiles = invert(blocks, view.num_blocks, tile)
+    tiles = invert(blocks, num_blocks, tile)
     grouped = q.reshape(batch, num_queries, heads, groups, width)  # [B T K G H]
     out, lse = _attend_tiles(grouped, view, tiles, positions, lengths)  # [X*C G H], [X*C G]
 
@@ -81,15 +82,16 @@ def _attend_tiles(
         return _attend_blocks(q, view, row, head, block, query, valid, positions, lengths)
 
     def idle(row, head, block, query, valid):
-        shape = (tiles_per_step, tile, groups)
-        return jnp.zeros((*shape, width), accumulator(q.dtype)), jnp.full(shape, UNSEEN, accumulator(q.dtype))
+        # What a query that sees no key has: its part has weight 0 in the merge, whatever block the tile names.
+        shape, dtype = (tiles_per_step, tile, groups), accumulator(q.dtype)
+        return jnp.zeros((*shape, width), dtype), jnp.full(shape, UNSEEN, dtype)
 
     def step(tiles_of_step):
         # Tiles that no block filled come last; whole steps of them cost nothing.
         *_, valid = tiles_of_step
         return jax.lax.cond(jnp.any(valid), attend_step, idle, *tiles_of_step)
 
-    by_steps = tuple(by_step(x) for x in (tiles.row, tiles.head, tiles.block, tiles.query, tiles.valid))
+    by_steps = jax.tree.map(by_step, (tiles.row, tiles.head, tiles.block, tiles.query, tiles.valid))
     out, lse = jax.lax.map(jax.checkpoint(step), by_steps)
     return out.reshape(-1, groups, width), lse.reshape(-1, groups)
 

@@ -21,14 +21,14 @@ _ENTRY = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)")  # "name: what it is",
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
-def function_tool(function: Callable[..., Any], place: str) -> dict[str, Any]:
+def function_tool(function: Callable[..., Any], location: str) -> dict[str, Any]:
     """Return the tool that calls a Python function, as a request has it.
 
     Args:
         function: with a docstring that says what it does and, under "Args:", what each parameter is; every parameter is
             annotated, and can be given by name. One with a default value need not be given. A description that ends in
             (choices: ["tea", "coffee"]) names all values of its parameter.
-        place: its place in the request, for errors.
+        location: its location in the request, for errors.
 
     Returns:
         {"type": "function", "function": {"name", "description", "parameters": a JSON schema}}.
@@ -41,19 +41,19 @@ def function_tool(function: Callable[..., Any], place: str) -> dict[str, Any]:
     """
     name = getattr(function, "__name__", None)
     if inspect.isclass(function) or not isinstance(name, str):
-        raise ValueError(f"{place}: {shown(function)} is no function: give a function, or {_BY_HAND}")
-    place = f"{place} ({printable(name)})"
+        raise ValueError(f"{location}: {shown(function)} is no function: give a function, or {_BY_HAND}")
+    location = f"{location} ({printable(name)})"
     description, about = _docstring(function)
     if not description:
-        raise ValueError(f"{place}: it has no docstring, and the model would not know what it does; write one")
+        raise ValueError(f"{location}: it has no docstring, and the model would not know what it does; write one")
     try:
         parameters = inspect.signature(function).parameters
         hints = get_type_hints(function)
     except (NameError, TypeError, ValueError) as error:
-        raise ValueError(f"{place}: its annotations cannot be read ({printable(str(error))}); {_BY_HAND}") from None
+        raise ValueError(f"{location}: its annotations cannot be read ({printable(str(error))}); {_BY_HAND}") from None
     properties = {}
     for parameter in parameters.values():
-        where = f"{place}: {printable(str(parameter).partition(':')[0].partition('=')[0].strip())}"
+        where = f"{location}: {printable(str(parameter).partition(':')[0].partition('=')[0].strip())}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(
                 f"{where} cannot be given by name, as a call does: write out its parameters, or {_BY_HAND}"

@@ -42,7 +42,7 @@ def ordered_messages(messages: Any) -> list[dict[str, Any]]:
         The messages, each with the fields that templates read.
 
     Raises:
-        ValueError: something that is no such list, or that the model would not see. It says which message, from 1.
+        ValueError: not such a list, or a field that the model would not see. It says which message, from 1.
     """
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages is a list of messages, got {shown(messages)}")
@@ -66,22 +66,22 @@ def _ordered_message(message: Any, number: int) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in FIELDS:
         raise ValueError(f"message {number}: role = {shown(role)}: must be one of {', '.join(FIELDS)}")
-    place = f"message {number} ({role})"
-    check_fields(message, FIELDS[role], place, "such a message")
+    location = f"message {number} ({role})"
+    check_fields(message, FIELDS[role], location, "such a message")
     content = message.get("content")
     if content is None and role != "assistant":
-        raise ValueError(f"{place}: has no content; give a text, which may be empty")
+        raise ValueError(f"{location}: has no content; give a text, which may be empty")
     in_order = ordered_result if role == "tool" else ordered_content
-    ordered = {"role": role, "content": in_order("" if content is None else content, place)}
+    ordered = {"role": role, "content": in_order("" if content is None else content, location)}
     if role == "assistant":
-        reasoning, ordered["content"] = reasoning_and_content(message, ordered["content"], place)
+        reasoning, ordered["content"] = reasoning_and_content(message, ordered["content"], location)
         ordered["reasoning_content"] = reasoning
-        if calls := ordered_calls(message.get("tool_calls"), place):
+        if calls := ordered_calls(message.get("tool_calls"), location):
             ordered["tool_calls"] = calls
     if role == "tool":
         for name in ("tool_call_id", "name"):
             if not isinstance(message.get(name), str | None) or message.get(name) == "":
-                raise ValueError(f"{place}: {name} = {shown(message[name])}: must be a text, and not empty")
+                raise ValueError(f"{location}: {name} = {shown(message[name])}: must be a text, and not empty")
             if message.get(name) is not None:
                 ordered[name] = message[name]
     return ordered

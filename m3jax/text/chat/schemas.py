@@ -30,15 +30,15 @@ _MOST_STEPS = 10_000  # references that are followed for one call
 _MOST_PROBLEMS, _MOST_LINE = 8, 160
 
 
-def check_schema(schema: Any, place: str) -> None:
+def check_schema(schema: Any, location: str) -> None:
     """Raise ValueError for a schema that is broken.
 
     Args:
         schema: of a tool's parameters; JSON.
-        place: its place in the request, for errors.
+        location: its place in the request, for errors.
     """
     if fault := _fault(json.dumps(schema)):
-        raise ValueError(shortened(f"{place}: {fault}"))
+        raise ValueError(shortened(f"{location}: {fault}"))
 
 
 def problems_of(arguments: Any, schema: Any) -> tuple[str, ...]:
@@ -88,52 +88,52 @@ def _fault(text: str) -> str:
     return "" if error is None else _line(_path("parameters", error.absolute_path), _message(error))
 
 
-def _standard(schema: Any, place: str, is_part: bool = False) -> Any:
+def _standard(schema: Any, location: str, is_part: bool = False) -> Any:
     """Return a copy of a schema in the dialect of 2020-12.
 
     Args:
         schema: or anything else, which is returned as it is.
-        place: its path, for errors.
+        location: its path, for errors.
         is_part: True if it describes, with others, one value.
 
     Raises:
-        ValueError: a type that there is not, or a required name that no property has.
+        ValueError: an unknown type, or a required name that no property has.
     """
     if not isinstance(schema, dict):
         return schema
-    found = {}
-    for word, value in schema.items():
-        inner = f"{place}.{word}"
-        if word in _NAMED and isinstance(value, dict):
-            found[word] = {name: _standard(each, f"{inner}.{name}") for name, each in value.items()}
-        elif word in _SEVERAL and isinstance(value, list):
-            parts = (_standard(each, f"{inner}.{number}", word in _PARTS) for number, each in enumerate(value))
-            found[word] = list(parts)
+    standard = {}
+    for keyword, value in schema.items():
+        inner = f"{location}.{keyword}"
+        if keyword in _NAMED and isinstance(value, dict):
+            standard[keyword] = {name: _standard(each, f"{inner}.{name}") for name, each in value.items()}
+        elif keyword in _SEVERAL and isinstance(value, list):
+            parts = (_standard(each, f"{inner}.{number}", keyword in _PARTS) for number, each in enumerate(value))
+            standard[keyword] = list(parts)
         else:
-            found[word] = _standard(value, inner, word in _PARTS) if word in _ONE else value
-    found.pop("$schema", None)
-    types = found.get("type")
+            standard[keyword] = _standard(value, inner, keyword in _PARTS) if keyword in _ONE else value
+    standard.pop("$schema", None)
+    types = standard.get("type")
     names = types if isinstance(types, list) else [types]
     if types is not None:
         unknown = [name for name in names if name not in (*_TYPES, *ALIASES, _ANY)]
         if unknown or not names:
-            raise ValueError(f"{place}.type = {shown(types)}: must be one of {', '.join(_TYPES)}, or a list of them")
-        found["type"] = sorted({ALIASES.get(name, name) for name in names})
+            raise ValueError(f"{location}.type = {shown(types)}: must be one of {', '.join(_TYPES)}, or a list of them")
+        standard["type"] = sorted({ALIASES.get(name, name) for name in names})
         if _ANY in names:
-            del found["type"]
-        elif found.get("nullable") is True:
-            found["type"] = sorted({*found["type"], "null"})
-            found |= {"enum": [*found["enum"], None]} if isinstance(found.get("enum"), list) else {}
-    if isinstance(found.get("items"), list):
-        found["prefixItems"] = found.pop("items")
-        if "additionalItems" in found:
-            found["items"] = found.pop("additionalItems")
-    has_all_members = not is_part and all(found.get(word) in (None, False) for word in _OTHER_MEMBERS)
-    required = found.get("required") if has_all_members else None
+            del standard["type"]
+        elif standard.get("nullable") is True:
+            standard["type"] = sorted({*standard["type"], "null"})
+            standard |= {"enum": [*standard["enum"], None]} if isinstance(standard.get("enum"), list) else {}
+    if isinstance(standard.get("items"), list):
+        standard["prefixItems"] = standard.pop("items")
+        if "additionalItems" in standard:
+            standard["items"] = standard.pop("additionalItems")
+    has_all_members = not is_part and all(standard.get(keyword) in (None, False) for keyword in _OTHER_MEMBERS)
+    required = standard.get("required") if has_all_members else None
     for name in required if isinstance(required, list) else ():
-        if isinstance(name, str) and name not in found.get("properties", {}):
-            raise ValueError(f"{place}.required: no property is called {shown(name)}; add it to the properties")
-    return found
+        if isinstance(name, str) and name not in standard.get("properties", {}):
+            raise ValueError(f"{location}.required: no property is called {shown(name)}; add it to the properties")
+    return standard
 
 
 def _message(error: Any) -> str:
@@ -147,5 +147,5 @@ def _path(start: str, steps: Any) -> str:
     return ".".join([start, *map(str, steps)])
 
 
-def _line(place: str, message: str) -> str:
-    return printable(shortened(f"{place}: {message}", _MOST_LINE))
+def _line(location: str, message: str) -> str:
+    return printable(shortened(f"{location}: {message}", _MOST_LINE))

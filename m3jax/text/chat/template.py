@@ -72,17 +72,17 @@ class ChatTemplate:
             ValueError: no such folder, no template in it, or as `from_file`.
         """
         folder = Path(folder)
-        place = printable(str(folder))
+        shown_folder = printable(str(folder))
         if not folder.is_dir():
-            raise ValueError(f"{place} is not a folder; give one that holds {FILE_NAME}")
+            raise ValueError(f"{shown_folder} is not a folder; give one that holds {FILE_NAME}")
         file = current_file(folder, FILE_NAME)
         if not file.is_file():
-            raise ValueError(f"{place} has no {FILE_NAME}; copy the checkpoint's own there")
+            raise ValueError(f"{shown_folder} has no {FILE_NAME}; copy the checkpoint's own there")
         return cls.from_file(file)
 
     @classmethod
     def from_file(cls, file: str | Path) -> "ChatTemplate":
-        """Read a template.
+        """Read a template from a file.
 
         Args:
             file: jinja2, in UTF-8.
@@ -105,13 +105,13 @@ class ChatTemplate:
         Raises:
             ValueError: no such file, larger than 1 MiB, or not UTF-8.
         """
-        place = printable(str(file))
+        shown_file = printable(str(file))
         try:
             return read_bytes(Path(file), _MOST_BYTES).decode("utf-8")
         except OSError as error:
-            raise ValueError(f"{place}: {error.strerror}; give the file of a chat template") from None
+            raise ValueError(f"{shown_file}: {error.strerror}; give the file of a chat template") from None
         except UnicodeDecodeError as error:
-            raise ValueError(f"{place}: byte {error.start} is not UTF-8; download the template again") from None
+            raise ValueError(f"{shown_file}: byte {error.start} is not UTF-8; download the template again") from None
 
     def render(
         self,

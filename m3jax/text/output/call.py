@@ -19,7 +19,7 @@ _LEADING_MARKER = re.compile(rf"\A\s*{re.escape(NAMESPACE)}")
 
 
 class Call:
-    """Reader of one call.
+    """An incremental reader of one tool call.
 
     Args:
         name: of the tool.
@@ -104,21 +104,21 @@ class Call:
         call itself if nothing else is open.
         """
         last = len(self._elements) - 1
-        places = [place for place, element in enumerate(self._elements) if place and element.name == name]
+        places = [depth for depth, element in enumerate(self._elements) if depth and element.name == name]
         # In an array that is called "item", the text <item> may be an item that lacks its markers: it is not closed by
         # the tag that closes the array.
         places = [each for each in places if has_marker and self._elements[each].has_marker] or places
-        place = places[-1] if places else 0 if name in ("invoke", "tool_call") else None
-        if not has_marker and not (place == last and (place == 0 or not self._elements[last].has_marker)):
+        depth = places[-1] if places else 0 if name in ("invoke", "tool_call") else None
+        if not has_marker and not (depth == last and (depth == 0 or not self._elements[last].has_marker)):
             return False
-        if place is None:
+        if depth is None:
             return not self._elements[last].is_text and self._repair(name)
-        if place == 0:
+        if depth == 0:
             if name == "tool_call":
                 self._fault(f"call {self.index} was not closed before its block")
             self._end("block" if name == "invoke" else "outside")
             return True
-        self._close_down_to(place + 1)
+        self._close_down_to(depth + 1)
         self._close()
         return True
 
@@ -143,9 +143,9 @@ class Call:
         self._close()
         return True
 
-    def _close_down_to(self, place: int) -> None:
-        """Close the elements that were left open, from the innermost down to the one at index `place`."""
-        while len(self._elements) > place:
+    def _close_down_to(self, depth: int) -> None:
+        """Close the elements that were left open, from the innermost down to the one at index `depth`."""
+        while len(self._elements) > depth:
             self._fault(f"<{self._elements[-1].name}> was not closed in call {self.index}")
             self._close()
 

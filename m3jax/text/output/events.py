@@ -58,7 +58,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A complete output.
+    """An output of the model, parsed to its end.
 
     Attributes:
         reasoning: the text of the reasoning, "" for none.
@@ -91,16 +91,16 @@ class Message:
             else:
                 texts.setdefault((event.kind, event.index), []).append(event.text)
         joined = {key: "".join(pieces) for key, pieces in texts.items()}
-        found = []
+        tool_calls = []
         for call in calls:
             arguments, is_whole = joined.get(("arguments", call.index), ""), call.index in ended
             members = json.loads(arguments) if is_whole else _whole_members(arguments)
             problems = problems_of(members, call.schema) if is_whole and call.schema is not None else ()
             if call.schema is None:
                 problems = (f"no tool is called {shown(call.name)}",)
-            found.append(ToolCall(call.id or "", call.name or "", members, is_whole, problems))
+            tool_calls.append(ToolCall(call.id or "", call.name or "", members, is_whole, problems))
         reasoning, content = (joined.get((kind, None), "") for kind in ("reasoning", "content"))
-        return cls(reasoning, content, tuple(found), tuple(faults))
+        return cls(reasoning, content, tuple(tool_calls), tuple(faults))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as a conversation has it, for the next turn's prompt, without incomplete calls."""
@@ -116,14 +116,14 @@ class Message:
 
 def _whole_members(text: str) -> dict[str, Any]:
     """Return the complete members of an object whose JSON breaks off."""
-    found: dict[str, Any] = {}
-    place = 1
+    members: dict[str, Any] = {}
+    position = 1
     try:
-        while place < len(text):
-            name, place = _DECODER.raw_decode(text, place)
-            value, place = _DECODER.raw_decode(text, place + 1)  # behind the colon
-            found[name] = value
-            place += 1  # behind the comma
+        while position < len(text):
+            name, position = _DECODER.raw_decode(text, position)
+            value, position = _DECODER.raw_decode(text, position + 1)  # behind the colon
+            members[name] = value
+            position += 1  # behind the comma
     except (ValueError, IndexError):
         pass
-    return found
+    return members

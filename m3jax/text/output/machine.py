@@ -35,7 +35,7 @@ UNDECLARED = Tool(ANYTHING, None)
 
 
 class Machine:
-    """Reader of one output.
+    """An incremental reader of one output of the model.
 
     Args:
         tools: the declared tools, by name.
@@ -93,6 +93,7 @@ class Machine:
 
     def run(self) -> None:
         """Run the states until the text is used up, or only a possible beginning of a mark is left."""
+        # What was consumed is dropped once a run, not once a mark: each character is copied a few times at most.
         self.text, self.at, self.fresh = self.text[self.at :] + self.fresh, 0, ""
         while self.state():
             pass
@@ -113,6 +114,8 @@ class Machine:
         space = _SPACE.match(self.text, self.at)[0]
         self.held.append(space)
         self.at += len(space)
+        # The marker may be missing, so both it and a bare "<invoke" may be beginning here; until one of them is certain
+        # or impossible, wait for more text.
         begun = self.text[self.at : self.at + len(NAMESPACE + "<invoke ")].removeprefix(NAMESPACE)
         match = LOOSE.match(self.text, self.at)
         is_unknown = match is not None and match["tag"] is None and begun.startswith("<invoke")
@@ -206,6 +209,7 @@ class Machine:
 
     def say_in_block(self, text: str) -> None:
         """Emit text that stands between calls, without the space before it."""
+        # Templates write line breaks between calls, which would otherwise become content.
         text = text if self.has_prose else text.lstrip()
         self.has_prose = self.has_prose or bool(text)
         self.say(text)

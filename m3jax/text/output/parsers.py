@@ -145,8 +145,8 @@ def _check_text(text: str) -> None:
 
 def _tools_of(tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None) -> dict[str, Tool]:
     """Return the tools by name."""
-    found = {}
+    declared = {}
     for number, tool in enumerate(ordered_tools(tools), 1):
         name, schema = tool["function"]["name"], tool["function"].get("parameters", True)
-        found[name] = Tool(shapes_of(schema, f"tool {number} ({printable(name)}): parameters"), schema)
-    return found
+        declared[name] = Tool(shapes_of(schema, f"tool {number} ({printable(name)}): parameters"), schema)
+    return declared

@@ -64,15 +64,16 @@ class Pieces:
 
     def taken(self) -> list[Event]:
         """Return the events that are ready and were not taken before."""
+        # The last 5 characters or more wait: with what follows, or alone at the end, they are an event of their own.
         if self._size >= 2 * FEWEST:
             waiting = 0
-            place = len(self._grains)
+            cut = len(self._grains)
             while waiting < FEWEST:
-                place -= 1
-                waiting += len(self._grains[place])
+                cut -= 1
+                waiting += len(self._grains[cut])
             if self._size - waiting >= FEWEST:
-                self._cut(self._grains[:place])
-                self._grains, self._size = self._grains[place:], waiting
+                self._cut(self._grains[:cut])
+                self._grains, self._size = self._grains[cut:], waiting
         events, self._events = self._events, []
         return events
 
@@ -80,6 +81,7 @@ class Pieces:
         """Make events of grains, each as large as fits; a small rest goes with the one before it."""
         pieces = [""]
         for part in parts:
+            # Room for 4 characters is left: a rest that is too small for an event goes with the last one.
             if pieces[-1] and len(pieces[-1]) + len(part) > MOST - FEWEST + 1:
                 pieces.append("")
             pieces[-1] += part

@@ -71,7 +71,7 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "object")
 
 
-def member_shapes(shapes: Shapes, name: str, place: int) -> Shapes:
+def member_shapes(shapes: Shapes, name: str, index: int) -> Shapes:
     """Return the alternatives for the element with this name and index (from 0) within a value.
 
     An element named "item" is one of an array where the value may be an array; else it is a member of an object where
@@ -81,13 +81,13 @@ def member_shapes(shapes: Shapes, name: str, place: int) -> Shapes:
     if kinds is None:
         return ANYTHING
     is_item = "array" in kinds and (name == "item" or "object" not in kinds)
-    found: list[Shape] = []
+    alternatives: list[Shape] = []
     for shape in shapes:
         if is_item and "array" in shape.kinds:
-            found += shape.first_items[place] if place < len(shape.first_items) else shape.items or ANYTHING
+            alternatives += shape.first_items[index] if index < len(shape.first_items) else shape.items or ANYTHING
         elif not is_item and "object" in shape.kinds:
-            found += shape.properties.get(name, shape.others or ANYTHING)
-    return list(dict.fromkeys(found)) or ANYTHING
+            alternatives += shape.properties.get(name, shape.others or ANYTHING)
+    return list(dict.fromkeys(alternatives)) or ANYTHING
 
 
 def names_member(shapes: Shapes, name: str) -> bool:
@@ -95,12 +95,12 @@ def names_member(shapes: Shapes, name: str) -> bool:
     return any(name in s.properties or (name == "item" and s.kinds and "array" in s.kinds) for s in shapes)
 
 
-def shapes_of(schema: Any, place: str) -> Shapes:
-    """Read a JSON schema.
+def shapes_of(schema: Any, location: str) -> Shapes:
+    """Reduce a JSON schema to its alternatives.
 
     Args:
         schema: a schema: an object, or a boolean. What it says besides types, `pattern` or `minimum` say, is not read.
-        place: the schema's place in the request, for errors.
+        location: the schema's place in the request, for errors.
 
     Returns:
         Its alternatives. A schema that contradicts itself, or has more than 64 alternatives, says nothing.
@@ -109,10 +109,10 @@ def shapes_of(schema: Any, place: str) -> Shapes:
         ValueError: something that is no schema, a `$ref` that leads nowhere or out of the schema, or alternatives
             within alternatives deeper than 64.
     """
-    reader = _Reader(schema, place)
+    reader = _Reader(schema, location)
     shapes = reader.later(schema)
-    for found in reader.queue:  # reading a schema appends the schemas within it to the queue
-        reader.now(found, 0)
+    for inner_schema in reader.queue:  # reading a schema appends the schemas within it to the queue
+        reader.now(inner_schema, 0)
     return shapes
 
 
@@ -123,8 +123,8 @@ class _Reader:
     alternatives are read at once; one that leads back to itself by alternatives alone adds nothing to them.
     """
 
-    def __init__(self, root: Any, place: str):
-        self.root, self.place = root, place
+    def __init__(self, root: Any, location: str):
+        self.root, self.location = root, location
         self.known: dict[int, list[Shape]] = {}
         self.begun: set[int] = set()
         self.queue: list[Any] = []
@@ -148,9 +148,9 @@ class _Reader:
         if isinstance(schema, bool):
             return ANYTHING
         if not isinstance(schema, dict):
-            raise ValueError(f"{self.place}: {shown(schema)} is no JSON schema, which is an object or a boolean")
+            raise ValueError(f"{self.location}: {shown(schema)} is no JSON schema, which is an object or a boolean")
         if depth > MOST_DEPTH:
-            raise ValueError(f"{self.place}: alternatives nest deeper than {MOST_DEPTH}")
+            raise ValueError(f"{self.location}: alternatives nest deeper than {MOST_DEPTH}")
         parts: list[Shapes] = [[self.own(schema)]]
         if "$ref" in schema:
             parts.append(self.now(self.target(schema["$ref"]), depth + 1))
@@ -158,18 +158,18 @@ class _Reader:
             if choices := self.listed(schema, word):
                 parts.append([each for choice in choices for each in self.now(choice, depth + 1)])
         parts += [self.now(part, depth + 1) for part in self.listed(schema, "allOf")]
-        found = parts[0]
+        merged = parts[0]
         for part in parts[1:]:
-            found = [both for one in found for other in part if (both := _merged(one, other))]
-            if len(found) > MOST_ALTERNATIVES:
+            merged = [both for one in merged for other in part if (both := _merged(one, other))]
+            if len(merged) > MOST_ALTERNATIVES:
                 return ANYTHING
-        return found
+        return merged
 
     def own(self, schema: dict[str, Any]) -> Shape:
         """Return the shape of the schema's own keywords, without the alternatives that it lists or refers to."""
         properties, others = schema.get("properties", {}), schema.get("additionalProperties")
         if not isinstance(properties, dict):
-            raise ValueError(f"{self.place}: properties = {shown(properties)}: must be an object")
+            raise ValueError(f"{self.location}: properties = {shown(properties)}: must be an object")
         items, first_items = schema.get("items"), self.listed(schema, "prefixItems")
         if isinstance(items, list):  # until draft 2019-09 this was how prefixItems was written
             items, first_items = schema.get("additionalItems"), items
@@ -188,7 +188,7 @@ class _Reader:
         types, members = schema.get("type"), self.members(schema)
         names = types if isinstance(types, list) else [types]
         if types is not None and not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{self.place}: type = {shown(types)}: must be the name of a type, or a list of them")
+            raise ValueError(f"{self.location}: type = {shown(types)}: must be the name of a type, or a list of them")
         if types is not None:
             known = [KINDS.get(name) for name in names]
             kinds = None if None in known else frozenset().union(*known)
@@ -207,24 +207,24 @@ class _Reader:
         return tuple(self.listed(schema, "enum")) if "enum" in schema else None
 
     def listed(self, schema: dict[str, Any], word: str) -> list[Any]:
-        found = schema.get(word, [])
-        if not isinstance(found, list) or (word in schema and not found and word in ("anyOf", "oneOf", "enum")):
-            raise ValueError(f"{self.place}: {word} = {shown(found)}: must be a list, and not empty")
-        return found
+        values = schema.get(word, [])
+        if not isinstance(values, list) or (word in schema and not values and word in ("anyOf", "oneOf", "enum")):
+            raise ValueError(f"{self.location}: {word} = {shown(values)}: must be a list, and not empty")
+        return values
 
     def target(self, ref: Any) -> Any:
         """Return the schema that a JSON pointer leads to."""
-        found = self.root
+        schema = self.root
         steps = ref[1:].split("/")[1:] if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")) else [None]
         for step in steps:
             step = step and unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and str(step).isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            elif isinstance(found, dict) and step in found:
-                found = found[step]
+            if isinstance(schema, list) and str(step).isdecimal() and int(step) < len(schema):
+                schema = schema[int(step)]
+            elif isinstance(schema, dict) and step in schema:
+                schema = schema[step]
             else:
-                raise ValueError(f"{self.place}: $ref = {shown(ref)} leads to no schema within the parameters")
-        return found
+                raise ValueError(f"{self.location}: $ref = {shown(ref)} leads to no schema within the parameters")
+        return schema
 
 
 def _merged(one: Shape, other: Shape) -> Shape | None:

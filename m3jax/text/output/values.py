@@ -26,7 +26,7 @@ _EXACT = 2**53
 
 
 def value_of(node: Node, shapes: Shapes) -> Any:
-    """Read an element.
+    """Convert an element of a call to a JSON value.
 
     Args:
         node: its text, or the elements in it.
@@ -51,14 +51,14 @@ def joined_value(nodes: list[Node], shapes: Shapes) -> Any:
     """
     if len(nodes) == 1 or not is_only_array(shapes):
         return value_of(nodes[0], shapes)
-    found: list[Any] = []
+    items_so_far: list[Any] = []
     for node in nodes:
         if isinstance(node, str) and isinstance(items := _scalar(node, shapes), list):
-            found += items
+            items_so_far += items
             continue
         for item in [node] if isinstance(node, str) else [inner for _, inner in node]:
-            found.append(value_of(item, member_shapes(shapes, "item", len(found))))
-    return found
+            items_so_far.append(value_of(item, member_shapes(shapes, "item", len(items_so_far))))
+    return items_so_far
 
 
 def _scalar(text: str, shapes: Shapes) -> Any:
@@ -142,7 +142,7 @@ def _structure(elements: list[tuple[str, Node]], shapes: Shapes) -> Any:
     if ("array" in kinds) != ("object" in kinds):
         is_array = "array" in kinds
     if is_array:
-        return [value_of(node, member_shapes(shapes, "item", place)) for place, (_, node) in enumerate(elements)]
+        return [value_of(node, member_shapes(shapes, "item", index)) for index, (_, node) in enumerate(elements)]
     objects = [shape for shape in shapes if shape.kinds and "object" in shape.kinds]
     if len(objects) > 1:
         objects = [shape for shape in objects if _fits(elements, shape)] or objects

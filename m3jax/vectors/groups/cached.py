@@ -50,12 +50,14 @@ def paged(
       scales: of a float8 pool: "k" and "v" [K], "index" [], where these are float8.
     """
     rng = np.random.default_rng(seed)
-    rows, length = len(queries), max(count for _, count in queries)
-    positions = np.full((rows, length), -1, np.int32)
+    num_rows, length = len(queries), max(count for _, count in queries)
+    positions = np.full((num_rows, length), -1, np.int32)
     for row, (first, count) in enumerate(queries):
         positions[row, :count] = first + np.arange(count)
     lengths = np.array([first + count for first, count in queries], np.int32)
-    order, table = rng.permutation(np.arange(1, _POOL - 1)), np.full((rows, max(lengths) // _SIZE + 2), -1, np.int32)
+    # Page 0 and the last one stay free: an unused slot's -1 that is followed into memory leads to one of them (T9).
+    order = rng.permutation(np.arange(1, _POOL - 1))
+    table = np.full((num_rows, max(lengths) // _SIZE + 2), -1, np.int32)
     pages = {"k": normal(rng, _POOL, _HEADS, _SIZE, _WIDTH), "v": normal(rng, _POOL, _HEADS, _SIZE, _WIDTH)}
     pages["index"] = normal(rng, _POOL, _SIZE, _WIDTH)
     exact = {}
@@ -65,18 +67,20 @@ def paged(
         table[row, :count], used = order[used : used + count], used + count
         for s in range(first):
             is_written[table[row, s // _SIZE], s % _SIZE] = True
-    for kind, x in pages.items():
-        scale = (scales or {}).get(kind)
+    for tensor, x in pages.items():
+        scale = (scales or {}).get(tensor)
         if scale is not None:
             scale = np.asarray(scale, np.float32)
-            exact = {"exact_index_pages": x.copy()} if kind == "index" else {}
-            pages[kind] = x = in_float8(x.astype(np.float32), scale[:, None, None] if scale.ndim else scale)
-        x[~is_written if kind == "index" else np.broadcast_to(~is_written[:, None], x.shape[:3])] = np.nan
-    inputs = {f"{kind}_pages": x for kind, x in pages.items()} | exact
-    inputs |= {"q": normal(rng, rows, length, _HEADS * _GROUP, _WIDTH, scale=1.5)}
-    inputs |= {"k": normal(rng, rows, length, _HEADS, _WIDTH), "v": normal(rng, rows, length, _HEADS, _WIDTH)}
-    inputs |= {"index_q": normal(rng, rows, length, _HEADS, _WIDTH), "index_k": normal(rng, rows, length, _WIDTH)}
-    inputs |= {f"{kind}_scale": np.asarray(scale, np.float32) for kind, scale in (scales or {}).items()}
+            exact = {"exact_index_pages": x.copy()} if tensor == "index" else {}
+            pages[tensor] = x = in_float8(x.astype(np.float32), scale[:, None, None] if scale.ndim else scale)
+        # NaN wherever no row has written, so that reading it shows.
+        x[~is_written if tensor == "index" else np.broadcast_to(~is_written[:, None], x.shape[:3])] = np.nan
+    inputs = {f"{tensor}_pages": x for tensor, x in pages.items()} | exact
+    inputs |= {"q": normal(rng, num_rows, length, _HEADS * _GROUP, _WIDTH, scale=1.5)}
+    inputs |= {"k": normal(rng, num_rows, length, _HEADS, _WIDTH), "v": normal(rng, num_rows, length, _HEADS, _WIDTH)}
+    index_q = normal(rng, num_rows, length, _HEADS, _WIDTH)
+    inputs |= {"index_q": index_q, "index_k": normal(rng, num_rows, length, _WIDTH)}
+    inputs |= {f"{tensor}_scale": np.asarray(scale, np.float32) for tensor, scale in (scales or {}).items()}
     inputs |= {"table": table, "positions": positions, "lengths": lengths}
     basis = {"block_size": _SIZE, "top_k": 3, "local_blocks": 1, "init_blocks": 0, "score": "max"}
     return Case(name, what, basis | dict(rule), seed, inputs, traps)
@@ -166,17 +170,19 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
     """Write new keys into the pages, read each row through the table as one array, and apply the definitions."""
     pages, table, where = moved(inputs, rule), inputs.get("target_table", inputs["table"]), _where(inputs)
     written = {}
-    for kind in ("k", "v", "index"):
-        new = inputs["index_k" if kind == "index" else kind]
-        written[kind] = _written(pages[f"{kind}_pages"], new, table, inputs["positions"], inputs.get(f"{kind}_scale"))
-    read = {kind: _row(x, table, inputs.get(f"{kind}_scale"), inputs["q"].dtype) for kind, x in written.items()}
+    for tensor in ("k", "v", "index"):
+        new = inputs["index_k" if tensor == "index" else tensor]
+        written[tensor] = _written(
+            pages[f"{tensor}_pages"], new, table, inputs["positions"], inputs.get(f"{tensor}_scale")
+        )
+    read = {tensor: _row(x, table, inputs.get(f"{tensor}_scale"), inputs["q"].dtype) for tensor, x in written.items()}
     choose = lambda keys: selection.define({"index_q": inputs["index_q"], "index_k": keys, **where}, rule)
     chosen = choose(read["index"])
     operands = (inputs["q"], read["k"], read["v"], chosen["blocks"], where["positions"], where["lengths"])
     out, lse = sparse_attention(*operands, block_size=rule["block_size"], return_lse=True)
     # Stored as the pool holds them; whatever dtype this is computed in, the numbers are the same.
     kept = lambda x: x if x.dtype == jnp.float8_e4m3fn else x.astype(jnp.bfloat16)
-    outputs = chosen | {f"{kind}_pages_after": kept(x) for kind, x in written.items()} | {"out": out, "lse": lse}
+    outputs = chosen | {f"{tensor}_pages_after": kept(x) for tensor, x in written.items()} | {"out": out, "lse": lse}
     if "exact_index_pages" in inputs:
         exact = _written(inputs["exact_index_pages"], inputs["index_k"], table, inputs["positions"], None)
         outputs["blocks_of_exact_keys"] = choose(_row(exact, table, None, inputs["q"].dtype))["blocks"]
@@ -212,8 +218,8 @@ def _written(
     if scale is not None:
         scale = scale[:, None] if scale.ndim else scale  # [K 1] of a head, [] of all index keys
         new = jnp.clip(new.astype(scale.dtype) / scale, -448, 448).astype(pool.dtype)
-    place = (page, positions % size) if pool.ndim == 3 else (page, slice(None), positions % size)
-    return pool.at[place].set(new.astype(pool.dtype), mode="drop")
+    slot = (page, positions % size) if pool.ndim == 3 else (page, slice(None), positions % size)
+    return pool.at[slot].set(new.astype(pool.dtype), mode="drop")
 
 
 def _row(
@@ -241,7 +247,7 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
 def _by_cache(chunks: tuple[int, ...], inputs: Arrays, rule: Rule) -> Arrays:
     pools, table, lengths = moved(inputs, rule), inputs.get("target_table", inputs["table"]), inputs["lengths"]
     ones = jnp.ones((1, pools["k_pages"].shape[1]), jnp.float32)
-    scales = Scales(*(inputs.get(f"{kind}_scale", ones[0])[None] for kind in ("k", "v")),
+    scales = Scales(*(inputs.get(f"{tensor}_scale", ones[0])[None] for tensor in ("k", "v")),
                     inputs.get("index_scale", jnp.float32(1))[None])  # fmt: skip
     cache = Cache((StackCache(*(pools[name][None] for name in _PAGES), scales),), table)
     layer, outs, blocks, start = jnp.int32(0), [], [], 0

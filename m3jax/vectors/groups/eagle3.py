@@ -97,14 +97,14 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
     """Run the prompt, then a step for each given token, by the module's functions and `dense_attention`."""
     draft = module(inputs, rule)
     feature, tokens, prompt = draft.features(inputs["taps"]), inputs["next_tokens"], inputs["taps"].shape[1]
-    rows, parts, keys, features = len(tokens), [], None, feature
+    num_rows, parts, keys, features = len(tokens), [], None, feature
     for step in range(inputs["drafted"].shape[1] + 1):
         first = 0 if step == 0 else prompt + step - 1
         positions = jnp.broadcast_to(first + jnp.arange(tokens.shape[1]), tokens.shape)
         x, residual = draft.inputs(features, tokens, draft.embed_tokens[...])
         values = draft.project(x, positions)
         keys = values if keys is None else {n: jnp.concatenate([keys[n], values[n]], axis=1) for n in ("k", "v")}
-        lengths = jnp.full(rows, first + tokens.shape[1])
+        lengths = jnp.full(num_rows, first + tokens.shape[1])
         attention = dense_attention(values["q"], keys["k"], keys["v"], positions, lengths)
         hidden = draft.outputs(attention, residual)
         parts.append(values | {"hidden": hidden, "logits": draft.logits(hidden, draft.lm_head[...])})
@@ -131,15 +131,15 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
 def _paged(inputs: Arrays, rule: Rule) -> Arrays:
     draft = module(inputs, rule)
     features, tokens, prompt = draft.features(inputs["taps"]), inputs["next_tokens"], inputs["taps"].shape[1]
-    rows, layer, dtype = len(tokens), draft.config.as_layer(rule["block_size"]), str(draft.dtype)
-    cache = DraftedCache.join(Cache.pool(layer, 5 * rows, rows, 5, dtype), layer, dtype, None)
-    cache = cache.replace(table=jnp.arange(5 * rows, dtype=jnp.int32).reshape(5, rows).T)
+    num_rows, layer, dtype = len(tokens), draft.config.as_layer(rule["block_size"]), str(draft.dtype)
+    cache = DraftedCache.join(Cache.pool(layer, 5 * num_rows, num_rows, 5, dtype), layer, dtype, None)
+    cache = cache.replace(table=jnp.arange(5 * num_rows, dtype=jnp.int32).reshape(5, num_rows).T)
     outputs, pages = {"feature": features}, cache.draft
     parts = []
     for step in range(inputs["drafted"].shape[1] + 1):
         first = 1 if step == 0 else prompt + step
         slots = jnp.broadcast_to(first + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        lengths = jnp.full(rows, first + tokens.shape[1], jnp.int32)
+        lengths = jnp.full(num_rows, first + tokens.shape[1], jnp.int32)
         places, embedding = cache.places(slots, lengths), draft.embed_tokens[...]
         hidden, pages = draft.cached(features, tokens, slots, lengths, places, pages, embedding)
         parts.append(hidden)

@@ -104,14 +104,14 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
     model = load(rule["folder"], "float32")
     yield Run("the model", "float32", named_values(model, inputs, rule))
     tokens, parts, start = jnp.asarray(inputs["tokens"]), [], 0
-    rows = len(tokens)
-    cache = model.new_cache(24, rows, 12)
-    cache = cache.replace(table=jnp.arange(24, dtype=jnp.int32)[::-1].reshape(rows, 12))
+    num_rows = len(tokens)
+    cache = model.new_cache(24, num_rows, 12)
+    cache = cache.replace(table=jnp.arange(24, dtype=jnp.int32)[::-1].reshape(num_rows, 12))
     for count in (17, 17, 10):
-        positions = jnp.broadcast_to(start + jnp.arange(count, dtype=jnp.int32), (rows, count))
+        positions = jnp.broadcast_to(start + jnp.arange(count, dtype=jnp.int32), (num_rows, count))
         start += count
         logits, cache = model(tokens[:, start - count : start], cache=cache, positions=positions,
-                              lengths=jnp.full(rows, start, jnp.int32))  # fmt: skip
+                              lengths=jnp.full(num_rows, start, jnp.int32))  # fmt: skip
         parts.append(logits)
     yield Run("the model over a cache", "float32", on_host({"logits": jnp.concatenate(parts, axis=1)}))
 

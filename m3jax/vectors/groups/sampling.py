@@ -32,13 +32,13 @@ def cases(large: bool) -> Iterator[Case]:
         return
     rng, vocab = np.random.default_rng(101), 32
     settings = SamplingParams.stack([*_SETTINGS, *_SETTINGS])
-    rows = 2 * len(_SETTINGS)
-    logits = (rng.normal(size=(rows, vocab)) * 2).astype(np.float32)
-    logits[rows // 2 :] = np.round(logits[rows // 2 :])  # whole numbers: many are equal
-    logits[rows // 2 + 1, [7, 20]] = 9.0  # two best ones
-    seed, positions = np.arange(5, 5 + rows, dtype=np.uint32), rng.integers(1, 5000, rows).astype(np.int32)
+    num_rows = 2 * len(_SETTINGS)
+    logits = (rng.normal(size=(num_rows, vocab)) * 2).astype(np.float32)
+    logits[num_rows // 2 :] = np.round(logits[num_rows // 2 :])  # whole numbers: many are equal
+    logits[num_rows // 2 + 1, [7, 20]] = 9.0  # two best ones
+    seed, positions = np.arange(5, 5 + num_rows, dtype=np.uint32), rng.integers(1, 5000, num_rows).astype(np.int32)
     inputs = {name: np.asarray(getattr(settings, name)) for name in KNOBS}
-    inputs |= {"logits": logits, "seen": rng.random((rows, vocab)) < 0.3, "seed": seed, "positions": positions,
+    inputs |= {"logits": logits, "seen": rng.random((num_rows, vocab)) < 0.3, "seed": seed, "positions": positions,
                "uniform": uniforms(row_keys(seed, positions), (vocab,))}  # fmt: skip
     what = "in order: repetition penalty, temperature, top-k, top-p, min-p; then the token of the largest log p + g, " \
            "g = -log(-log u) of its uniform number u; of equal ones the lowest id"  # fmt: skip

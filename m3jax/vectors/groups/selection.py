@@ -132,11 +132,11 @@ def indexed(
       special: an infinity and a NaN stand among the keys.
     """
     rng = np.random.default_rng(seed)
-    rows, most = len(queries), max(count for _, count in queries)
-    positions = np.full((rows, most), -1, np.int32)
+    num_rows, most = len(queries), max(count for _, count in queries)
+    positions = np.full((num_rows, most), -1, np.int32)
     for row, (first, count) in enumerate(queries):
         positions[row, :count] = first + np.arange(count)
-    index_q, index_k = normal(rng, rows, most, heads, width), normal(rng, rows, keys, width)
+    index_q, index_k = normal(rng, num_rows, most, heads, width), normal(rng, num_rows, keys, width)
     if integers:
         index_q, index_k = (rng.integers(-1, 2, x.shape).astype(x.dtype) for x in (index_q, index_k))
         index_q[..., 4:] = 0
@@ -151,12 +151,12 @@ def indexed(
 def given_scores() -> Iterator[Case]:
     """Yield a case whose input is block scores, to test a top-k alone: NaN, infinities, zeros and ties."""
     rng = np.random.default_rng(8)
-    rows, heads, length, block_size, blocks = 2, 2, 12, 4, 16
+    num_rows, heads, length, block_size, blocks = 2, 2, 12, 4, 16
     positions = np.stack([np.arange(52, 64), np.arange(13, 25)]).astype(np.int32)
     pool = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0, 1.0, -1.0, 3e38, -3e38, 1e-30], np.float32)
-    scores = rng.choice(pool, (rows, heads, length, blocks)).astype(np.float32)
-    own = positions // block_size
-    beyond = np.arange(blocks) > own[:, None, :, None]
+    scores = rng.choice(pool, (num_rows, heads, length, blocks)).astype(np.float32)
+    own_block = positions // block_size
+    beyond = np.arange(blocks) > own_block[:, None, :, None]
     scores = np.where(beyond, rng.choice(np.array([np.nan, np.inf, 9.0], np.float32), scores.shape), scores)
     inputs = {"scores": scores, "positions": positions, "lengths": np.array([64, 25], np.int32)}
     rule = dict(block_size=block_size, top_k=4, local_blocks=1, init_blocks=0)

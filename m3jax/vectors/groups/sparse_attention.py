@@ -52,11 +52,11 @@ def with_heads(base: Case, heads: int, width: int) -> Case:
 def unused_slots() -> Case:
     """Return a case of a given selection: unused slots anywhere, ids in any order, queries that see nothing."""
     rng = np.random.default_rng(12)
-    rows, heads, length, slots, block_size = 2, 2, 9, 4, 4
+    num_rows, heads, length, slots, block_size = 2, 2, 9, 4, 4
     lengths = np.array([22, 30], np.int32)
     positions = np.stack([np.arange(14, 23), np.arange(21, 30)]).astype(np.int32)  # the first row's last one is padding
-    blocks = np.full((rows, heads, length, slots), -1, np.int32)
-    for row, head, query in np.ndindex(rows, heads, length):
+    blocks = np.full((num_rows, heads, length, slots), -1, np.int32)
+    for row, head, query in np.ndindex(num_rows, heads, length):
         visible = rng.permutation(positions[row, query] // block_size + 1)[: rng.integers(0, slots + 1)]
         blocks[row, head, query, rng.permutation(slots)[: len(visible)]] = visible
     blocks[1, :, 3] = -1  # nothing at all

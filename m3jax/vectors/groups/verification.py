@@ -25,7 +25,7 @@ def cases(large: bool) -> Iterator[Case]:
     if large:
         return
     for index, name in enumerate(("drafted", "point_mass")):
-        rng, (rows, count, vocab) = np.random.default_rng(111 + index), (12, 3, 16)
+        rng, (num_rows, count, vocab) = np.random.default_rng(111 + index), (12, 3, 16)
         settings = [
             Sampling(temperature=0.9),
             Sampling.greedy(),
@@ -33,20 +33,22 @@ def cases(large: bool) -> Iterator[Case]:
             Sampling(top_p=0.8, repetition_penalty=1.3),
         ]
         params = SamplingParams.stack(settings * 3)
-        logits = (rng.normal(size=(rows, count + 1, vocab)) * 2).astype(np.float32)
-        proposals = np.argmax(logits[:, :count] + rng.gumbel(size=(rows, count, vocab)) * 0.7, axis=-1).astype(np.int32)
+        logits = (rng.normal(size=(num_rows, count + 1, vocab)) * 2).astype(np.float32)
+        noise = rng.gumbel(size=(num_rows, count, vocab)) * 0.7
+        proposals = np.argmax(logits[:, :count] + noise, axis=-1).astype(np.int32)
         proposals[5, 1] = proposals[9, 0] = -1  # no proposal
-        seed, positions = np.arange(40, 40 + rows, dtype=np.uint32), rng.integers(1, 4000, rows).astype(np.int32)
+        seed = np.arange(40, 40 + num_rows, dtype=np.uint32)
+        positions = rng.integers(1, 4000, num_rows).astype(np.int32)
         inputs = {knob: np.asarray(getattr(params, knob)) for knob in KNOBS}
-        inputs |= {"logits": logits, "proposals": proposals, "seen": rng.random((rows, vocab)) < 0.2, "seed": seed,
+        inputs |= {"logits": logits, "proposals": proposals, "seen": rng.random((num_rows, vocab)) < 0.2, "seed": seed,
                    "positions": positions} | _uniforms(seed, positions, count, vocab)  # fmt: skip
         if name == "drafted":
-            noise = np.exp(logits[:, :count] + rng.normal(size=(rows, count, vocab)))
+            noise = np.exp(logits[:, :count] + rng.normal(size=(num_rows, count, vocab)))
             inputs["draft_probabilities"] = (noise / noise.sum(-1, keepdims=True)).astype(np.float32)
-        kind = "drawn from draft_probabilities" if name == "drafted" else "without a distribution: a point mass each"
+        source = "drawn from draft_probabilities" if name == "drafted" else "without a distribution: a point mass each"
         what = (
-            f"proposals {kind}; -1 is none. Accepted while u q < p; then the token of the largest log w + g, with w = "
-            "p after all proposals, else max(p - q, 0), and g = -log(-log u) of draw_uniform in that column"
+            f"proposals {source}; -1 is none. Accepted while u q < p; then the token of the largest log w + g, with "
+            "w = p after all proposals, else max(p - q, 0), and g = -log(-log u) of draw_uniform in that column"
         )
         yield Case(name, what, {}, 111 + index, inputs)
 
@@ -67,9 +69,9 @@ def _uniforms(
 def define(inputs: Arrays, rule: Rule) -> Arrays:
     """Verify by Leviathan et al. 2023, algorithm 1, in float64 numpy, a row at a time."""
     x = {name: np.asarray(value) for name, value in inputs.items()}
-    rows, count = x["proposals"].shape
-    accepted, tokens, logprobs = np.zeros(rows, np.int32), np.full((rows, count + 1), -1, np.int32), []
-    for b in range(rows):
+    num_rows, count = x["proposals"].shape
+    accepted, tokens, logprobs = np.zeros(num_rows, np.int32), np.full((num_rows, count + 1), -1, np.int32), []
+    for b in range(num_rows):
         knobs, seen = {name: x[name][b] for name in KNOBS}, x["seen"][b].copy()
         for column in range(count + 1):
             p = distribution(x["logits"][b, column], seen, knobs)

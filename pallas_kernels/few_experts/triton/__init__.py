@@ -4,6 +4,13 @@ A program takes one pair of a token and an expert, and a piece of the output's c
 takes all tokens of the call through it and writes those that chose it; programs of its other pairs end at once. So each
 weight is read once, by one of hundreds of programs, and no pair has to be sorted before. An expert that all tokens
 share has programs of its own, before those of the pairs.
+
+In M3's sizes::
+
+  pair p: expert e = ids[p] ── is an earlier pair's ── the program ends
+                            └─ is not ── x [all tokens of the call, 128 of 6,144] ── walks ──┐
+                 gate, up of e in the stack ── [128, 64 columns] each ── walk ────────────── ┴── hidden of pairs with e
+                                               down of e ── [64, 128 columns] ── walk ────────── out of pairs with e
 """
 
 import dataclasses

@@ -3,6 +3,13 @@
 A program takes one tile and a piece of the output's width, and walks the input's width. Weights are read where they lie
 in the stack of layers. Programs that run side by side share what they read: those of a few neighbouring tiles, which
 are mostly of one or two experts, take all pieces of the width before those of the next tiles begin.
+
+In M3's sizes::
+
+    pairs of one expert ── x [128 tokens, 64 of 6,144] ── walks ──┐
+                                                                  ├── [128, 128] twice ── activation ── hidden, memory
+    gate, up in the stack ── [64, 128 columns] each ── walk ──────┘
+    hidden [128, 64 of 3,072] and down [64, 256 columns] ── walk ── a float32 row where its (token, expert) pair belongs
 """
 
 import dataclasses

@@ -6,6 +6,12 @@ visible to it. So no token is ever masked, and neither the own block nor what li
 
 Where there are few tiles, several programs (splits) share the blocks of one. Each writes its list, and a second kernel
 merges the lists in order.
+
+In M3's sizes::
+
+  index_q  [32 tokens x 4 heads, 128] ── stays ──┐
+                                                 ├── scores [128, 128] ── row maximum ── insert into 15 + 15 registers
+  index_k  block 0, 1, 2, ... own - 1 ── walks ──┘                                       of the thread that has the row
 """
 
 import dataclasses

@@ -3,6 +3,13 @@
 With 1 to 16 queries a row all time goes to reading index keys once. The keys are the rows of the matrix product and
 the queries of all heads its columns. A query has one number a block, so the scores go through memory (4 bytes for the
 32 KiB of keys behind each), and one program a query takes the best of them (best_blocks.py).
+
+In M3's sizes::
+
+  index_q  [16 queries and heads, 128] ── stays ───┐
+                                                   ├── scores [128, 16] ── column maximum ──┬── a number a block
+  table ── page ── index_k  block i, i + 1 ... ────┘                                        └── the best of this program
+  then, a program a query:  best of all programs ── J of these ── their blocks ── best J - 1 and the own ── ascending
 """
 
 import dataclasses

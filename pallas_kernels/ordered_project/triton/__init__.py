@@ -5,6 +5,12 @@ sixteen input channels at a time, after those before. So an element's order does
 its program has, nor on which side of the product they stand, and tiles may be as high as a call has rows.
 
 Products in float32 are not for tensor cores, and cut at fixed channels, so that one row too has many programs.
+
+In M3's sizes::
+
+    x [16 to 128 rows, 64 of 6,144] ── walks ──┐
+                                               ├── [rows, 64 to 256 columns] in float32 ── memory
+    W in the stack, [64, columns] ── walks ────┘
 """
 
 import dataclasses

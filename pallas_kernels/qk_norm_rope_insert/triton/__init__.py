@@ -2,6 +2,12 @@
 
 A program takes one token and one KV head: its query heads, its key and value, its index query, and with head 0 the
 index key. Everything is read once, computed in float32, rounded once and written to where it is used.
+
+In M3's sizes::
+
+    q of 16 heads, index_q ── norm ── rotate 64 of 128 ── round ── memory, where attention reads them
+    k, index_k (of head 0) ── norm ── rotate 64 of 128 ── round ── table ── page and row of the token
+    v ─────────────────────────────────────────────────── round ── table ── page and row of the token
 """
 
 import dataclasses

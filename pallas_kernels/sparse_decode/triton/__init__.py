@@ -1,4 +1,11 @@
-"""Sparse attention of a decode step in Triton: split over the selected blocks (attend.py), and merged (merge.py)."""
+"""Sparse attention of a decode step in Triton: split over the selected blocks (attend.py), and merged (merge.py).
+
+In M3's sizes::
+
+    16 block ids of a token and KV head ── table ── 16 pages, all found before the walk
+    q [16 heads, 128] stays;  per block of a split:  K, V ── q K^T ── mask ── P V ── running out [16, 128]
+    one split: out;  several: out and LSE of each ── memory ── merge by LSE ── out
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

@@ -1,4 +1,16 @@
-"""Sparse attention of a prefill in Triton kernels, by whichever schedule suits the selection at hand."""
+"""Sparse attention of a prefill in Triton kernels, by whichever schedule suits the selection at hand.
+
+`query_union` walks the union of the blocks of 8 neighbouring tokens, for 16 heads of each::
+
+    selections of 8 tokens ── compare all 128 entries ── union, ascending, a bit per token ── pages, bits
+    q [128, 128] stays;  per block:  K, V ── q K^T ── 2^(s - top + (0 or -inf)) ── P V ── running out [128, 128]
+
+`kv_block_major` sorts queries by block; a program holds one block::
+
+    selections ── sort by block ── queries of block 0 | queries of block 1 | ...
+    K, V of a block stay;  per 4 of its queries x 16 heads:  q [64, 128] ── q K^T ── P V ── out [64, 128], LSE ── memory
+    a place for each (query, slot) ── merge of a query's slots by LSE ── out
+"""
 
 import jax
 import jax.numpy as jnp

@@ -2,6 +2,12 @@
 
 A program walks its part of the input channels for a piece of one matrix's columns, with what the next steps take under
 way. Tensor cores multiply, for one row too, with the weights as their left operand.
+
+In M3's sizes::
+
+  x [16 rows, 32 of I] ── walks ──┐
+                                  ├── W^T x^T on tensor cores ── [16 rows, 128 columns], of which those of x are written
+  W [32, 128 columns] of a layer ── walks, four steps ahead ──┘
 """
 
 import dataclasses

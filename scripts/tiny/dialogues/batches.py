@@ -77,7 +77,7 @@ class DialogueBatches:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _row(self, rng: np.random.Generator) -> Batch:
-        """Dialogues, and code after them, in T + 1 tokens."""
+        """Return a row of dialogues, and code after them, in T + 1 tokens."""
         length = self.seq_len + 1
         tokens, written, named = np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, bool)
         while (room := length - len(tokens) - _ROOM_FOR_DIALOGUE) >= _FEWEST_DOCUMENT_TOKENS:

@@ -38,7 +38,7 @@ class _Play:
 
 
 def held_out_dialogues(corpus: Corpus, tokenizer: Tokenizer, count: int, document_tokens: int) -> list[Task]:
-    """Dialogues of each kind and thinking mode, from code that no training row has.
+    """Draw dialogues of each kind and thinking mode, from code that no training row has.
 
     Args:
       corpus: the validation split.
@@ -76,7 +76,7 @@ def measure_dialogues(
 def dialogue_accuracy(
     model: M3, tokenizer: Tokenizer, template: ChatTemplate, tasks: Sequence[Task], batch: int = 32
 ) -> dict[str, dict[str, float | int]]:
-    """Exact match on dialogues, greedily.
+    """Return the share of dialogues that greedy decoding answers exactly.
 
     Each is played to its end or to the first answer that is wrong; a call that is right gets its result. A turn's calls
     are well formed if they end, have no fault for the parser to mend, name declared tools, and give all parameters,

@@ -26,7 +26,7 @@ _SUM_NAMES, _TERM_NAMES = ("add", "sum", "plus"), (("a", "b"), ("x", "y"), ("fir
 
 @dataclass(frozen=True)
 class Task:
-    """One dialogue.
+    """A dialogue with one right course.
 
     Attributes:
       kind: that of its first question, one of `KINDS`.
@@ -51,7 +51,7 @@ def draw_task(
     thinking_mode: str | None = None,
     shares: Sequence[float] | None = None,
 ) -> Task:
-    """Draw a dialogue.
+    """Draw a dialogue of a kind and thinking mode.
 
     Args:
       rng: the source of all that is random in it.
@@ -178,7 +178,7 @@ def _ask_document(
 
 
 def _record(key: str, value: str | int) -> str:
-    """As a document has it: each word is one token, its space included, as the checkpoint has learned to recall it."""
+    """Return a record as documents have it: each word is one token, space included, which the checkpoint can recall."""
     return f"# {key} -> {value}"
 
 

@@ -182,7 +182,7 @@ class PictureBatches:
     def _row(
         self, rng: np.random.Generator, most: int
     ) -> tuple[Batch, list[PictureTask], list[Int32[np.ndarray, " _"]]]:
-        """Dialogues in T + 1 tokens, ends of turns behind them; their tasks, and where each one's features go."""
+        """Return dialogues in T + 1 tokens, ends of turns after them, their tasks, and the places of their features."""
         length = self.seq_len + 1
         tokens, counts = np.full(length, self.tokenizer.eos_id, np.int32), np.zeros(length, bool)
         tasks, places, begin = [], [], 0

@@ -41,7 +41,7 @@ Plane = Float[np.ndarray, "H W"]
 
 @dataclass(frozen=True)
 class Shape:
-    """One shape of a picture.
+    """A shape in a picture.
 
     Attributes:
       name: one of `SHAPES`.

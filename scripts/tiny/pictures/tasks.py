@@ -185,7 +185,7 @@ def _draw_scene(
 
 
 def _pairs(rng: np.random.Generator, count: int, held_out: bool) -> list[tuple[str, str]]:
-    """So many pairs of colour and shape; the first is one that is held out if that is asked for, all others are not."""
+    """Draw `count` pairs of colour and shape; the first is a held-out one if that is asked for, the others are not."""
     pairs = []
     while len(pairs) < count:
         colour, shape = tuple(COLOURS)[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))]
@@ -197,7 +197,7 @@ def _pairs(rng: np.random.Generator, count: int, held_out: bool) -> list[tuple[s
 
 
 def _scene_questions(rng: np.random.Generator, shapes: Sequence[Shape], height: int, width: int) -> list[Question]:
-    """All that can be asked about a scene."""
+    """Return all questions about a scene, with their answers."""
     names, colours = [shape.name for shape in shapes], [shape.colour for shape in shapes]
     asked: list[Question] = []
     if len(shapes) == 1:
@@ -223,7 +223,7 @@ def _scene_questions(rng: np.random.Generator, shapes: Sequence[Shape], height: 
 
 
 def _place(x: float, y: float, height: int, width: int) -> tuple[str, ...]:
-    """In which half something lies, up and down and to the sides; neither is named near the middle."""
+    """Name the halves in which a position lies, up and down and to the sides; neither is named near the middle."""
     vertical = ("top" if y < height / 2 else "bottom",) if abs(y - height / 2) >= _CLEAR else ()
     return (*vertical, *(("left" if x < width / 2 else "right",) if abs(x - width / 2) >= _CLEAR else ()))
 
@@ -304,7 +304,7 @@ def _draw_clip(
 def _painted(
     rng: np.random.Generator, frames: Sequence[Sequence[Shape]], height: int, width: int
 ) -> UInt8[np.ndarray, "F H W 3"]:
-    """Frames that show the same shapes at their places, over one background."""
+    """Paint frames that show the same shapes, each at its positions, over one background."""
     canvas = background(rng, height, width, _level(rng, [shape.colour for shape in frames[0]]))
     colours = [_paint(rng, shape.colour) for shape in frames[0]]
     return as_bytes(rng, np.stack([draw_shapes(canvas, shapes, colours) for shapes in frames]), rng.uniform(0.0, 5.0))
