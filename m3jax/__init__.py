@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from m3jax.arrays import checks
     from m3jax.completion import generate
     from m3jax.config import M3Config
+    from m3jax.decoding import score
     from m3jax.dialogue import chat
     from m3jax.hub import M3, init, load, quantize, save
     from m3jax.parallel import make_mesh
@@ -28,6 +29,7 @@ __all__ = [
     "make_mesh",
     "quantize",
     "save",
+    "score",
 ]
 
 # Where each name comes from. It is imported when it is first asked for: a command line whose arguments are wrong, or
@@ -45,6 +47,7 @@ _HOMES = {
     "make_mesh": "m3jax.parallel",
     "quantize": "m3jax.hub",
     "save": "m3jax.hub",
+    "score": "m3jax.decoding",
 }
 
 

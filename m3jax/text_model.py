@@ -13,7 +13,7 @@ from jaxtyping import Array
 from m3jax.assets import embedded_path
 from m3jax.completion import Defaults, StoppableText, marked, read_media, stream_text, with_placeholders
 from m3jax.config import M3Config
-from m3jax.decoding import Drafter, Engine, Media, Params, Sampling, check_logits, engine_for
+from m3jax.decoding import Drafter, Engine, Generation, Media, Params, Sampling, check_logits, engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.sampling import SamplingKnobs, as_sampling, as_samplings
 from m3jax.dialogue import Reply, chat
@@ -25,7 +25,14 @@ from m3jax.text import ChatTemplate, Event, Tokenizer
 NEW_TOKENS = 128  # of a prompt, where neither the caller nor the folder says how many
 
 
-def params_of(defaults: Defaults, config: M3Config, max_new_tokens: int | None, sampling: Sampling) -> Params:
+def params_of(
+    defaults: Defaults,
+    config: M3Config,
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    ignore_eos: bool = False,
+    **settings: int,
+) -> Params:
     """Return the settings of a continuation; what the caller gives wins over the folder's generation_config.json.
 
     Args:
@@ -33,12 +40,16 @@ def params_of(defaults: Defaults, config: M3Config, max_new_tokens: int | None, 
       config: of the model, whose EOS ids end a continuation where the folder names none.
       max_new_tokens: None for the folder's, or else `NEW_TOKENS`.
       sampling: how tokens are drawn, the folder's defaults included.
+      ignore_eos: no EOS id ends it, neither the folder's nor the configuration's.
+      **settings: other attributes of `Params`: min_tokens, top_logprobs.
     """
+    eos_ids = config.eos_token_id if defaults.stop_ids is None else defaults.stop_ids
     limits = (max_new_tokens, defaults.max_new_tokens, NEW_TOKENS)
     return Params(
         max_new_tokens=next(limit for limit in limits if limit is not None),
         sampling=sampling,
-        stop_ids=config.eos_token_id if defaults.stop_ids is None else defaults.stop_ids,
+        stop_ids=() if ignore_eos else eos_ids,
+        **settings,
     )
 
 
@@ -125,8 +136,8 @@ class TextModel:
             on the command line. What an image can be is said in `m3jax.generate`.
           videos: the same, one at each `<video>`.
           **knobs: the attributes of `Sampling`, in place of one: temperature (0 is greedy), top_k, top_p, min_p,
-            repetition_penalty, seed. What is not given, or None, is the folder's default, or else off. The seed can be
-            one a prompt.
+            repetition_penalty, presence_penalty, frequency_penalty, logit_bias, bad_words, seed. What is not given, or
+            None, is the folder's default, or else off. The seed can be one a prompt.
 
         Returns:
           The new text of one prompt, or a list of one a prompt. With `stream` an iterator of pieces, of several prompts
@@ -172,9 +183,13 @@ class TextModel:
         engine = engine_for(self.model, prompts, params, media=[media], draft=draft, draft_tokens=draft_tokens)
         handles = [engine.add(prompt, asked, media) for prompt, asked in zip(prompts, params, strict=True)]
         number_of = {handle: number for number, handle in enumerate(handles)}
-        for handle, piece in stream_text(engine, dict(zip(handles, new_texts, strict=True))):
-            yield number_of[handle], piece
-        check_logits([engine.result(handle) for handle in handles])
+        results: dict[int, Generation] = {}
+        for handle, piece, result in stream_text(engine, dict(zip(handles, new_texts, strict=True))):
+            if piece:
+                yield number_of[handle], piece
+            if result is not None:
+                results[handle] = result
+        check_logits([results[handle] for handle in handles])
 
     def chat(
         self,

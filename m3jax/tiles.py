@@ -51,7 +51,7 @@ def by_tiles(fn: Callable[..., PyTree[Array]], tile: int | None, *arrays: PyTree
     of_leaves = lambda *leaves: fn(*jax.tree.unflatten(structure, leaves))
     of_leaves, closed_over = jax.closure_convert(of_leaves, *(x[0] for x in tiles))
     out = _loop(of_leaves, tiles, closed_over)  # [tiles tile ...]
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], out)
+    return jax.tree.map(lambda x: x.reshape(num_tiles * tile, *x.shape[2:])[:num_rows], out)
 
 
 def unknown_length(num_turns: int) -> Int[Array, ""]:

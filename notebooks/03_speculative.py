@@ -36,7 +36,7 @@ from matplotlib.patches import Rectangle
 
 import m3jax
 from m3jax.checkpoint import load_draft
-from m3jax.decoding import Eagle3Drafter, Engine, Params, PromptLookup, Sampling, SamplingParams
+from m3jax.decoding import DrawContext, Eagle3Drafter, Engine, Params, PromptLookup, Sampling, SamplingParams
 from m3jax.decoding.speculation.verify import Proposal, verify
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 10, "axes.titlesize": 11, "figure.constrained_layout.use": True})
@@ -236,8 +236,8 @@ tokens = np.array([*unclear, *newest, *proposed], np.int32)
 logits = jax.jit(lambda model, tokens: model(tokens))(model, tokens[None])[0, -1 - K :]  # [X V]
 rows = SamplingParams.stack([Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=seed) for seed in range(SEEDS)])
 every_row = lambda x: jnp.repeat(jnp.asarray(x)[None], SEEDS, axis=0)
-unseen, position = jnp.zeros((SEEDS, model.config.vocab_size), bool), jnp.full(SEEDS, len(tokens) - K, jnp.int32)
-verdict = jax.device_get(jax.jit(verify)(every_row(logits), Proposal(every_row(proposed)), rows, unseen, position))
+alone, position = DrawContext(), jnp.full(SEEDS, len(tokens) - K, jnp.int32)
+verdict = jax.device_get(jax.jit(verify)(every_row(logits), Proposal(every_row(proposed)), rows, alone, position))
 
 
 # %%

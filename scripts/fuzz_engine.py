@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from m3jax import M3Config
@@ -38,8 +40,9 @@ KINDS = {  # arguments of an engine
     "host memory": dict(device_pages=16),
 }
 OPERATIONS = {
-    "add": 6, "step": 12, "prefill": 2, "take": 3, "abort": 1, "stop": 1, "forget": 2, "copy": 2, "truncate": 2,
-    "move": 2, "move in bytes": 2, "damaged bytes": 2, "edited snapshot": 2, "failed write": 1, "wrong call": 2,
+    "add": 6, "add group": 2, "step": 12, "prefill": 2, "take": 3, "abort": 1, "stop": 1, "forget": 2, "copy": 2,
+    "truncate": 2, "update": 1, "move": 2, "move in bytes": 2, "damaged bytes": 2, "edited snapshot": 2,
+    "failed write": 1, "wrong call": 2,
 }  # fmt: skip
 
 
@@ -98,7 +101,10 @@ class Life:
       is_greedy: whether no request is sampled.
       log: the operations so far.
       counts: how often each thing happened.
+      asked: the prompt and the parameters of each request that was not forgotten, by its handle.
       taken: what `take` gave of each request.
+      told: the tokens of each request, put together from the events that `step` gave.
+      ended: the requests whose last event has come.
     """
 
     draw: random.Random
@@ -106,7 +112,21 @@ class Life:
     is_greedy: bool = False
     log: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    asked: dict[int, tuple[tuple[int, ...], Params]] = field(default_factory=dict)
     taken: dict[int, list[int]] = field(default_factory=dict)
+    told: dict[int, list[int]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+
+    def work(self, served: Engine) -> None:
+        """Run a round of the engine, and read its events."""
+        for event in served.step():
+            assert event.handle not in self.ended, f"request {event.handle} has an event after its last"
+            told = self.told.setdefault(event.handle, [])
+            assert event.start <= len(told), f"request {event.handle}: an event begins at {event.start} of {len(told)}"
+            told[event.start :] = event.tokens
+            if event.generation is not None:
+                self.ended.add(event.handle)
+                assert told == event.generation.tokens, f"request {event.handle}: its events say {told}"
 
 
 def run(life: Life, number: int) -> str | None:
@@ -131,36 +151,42 @@ def live(life: Life) -> None:
         life.log.append(name)
         life.counts[f"operation {name}"] += 1
         _ACTS[name](life, served)
-        inspect(served)
+        inspect(life, served)
     for _ in range(500):
-        if not served.step():
+        life.work(served)
+        inspect(life, served)
+        if not served.busy:
             break
-        inspect(served)
     assert not served.busy, "500 steps did not end every request"
     assert served.pages["used"] == 0, f"{served.pages['used']} pages are used by nobody"
-    for handle, request in served._requests.items():
-        life.counts[f"ended by {request.stop_reason}"] += 1
-        life.counts["tokens compared"] += len(request.new)
+    assert not served._requests, f"{len(served._requests)} requests have ended and are still there"
+    assert life.ended >= life.asked.keys(), "a request has no last event"
+    for handle in life.asked:
+        result = served.result(handle)
+        life.counts[f"ended by {result.stop_reason}"] += 1
+        life.counts["tokens compared"] += len(result.tokens)
         rest = served.take(handle)
-        assert life.taken.get(handle, [])[: len(request.new)] + rest == request.new, "what take gave is not the tokens"
+        taken = life.taken.get(handle, [])[: len(result.tokens)] + rest
+        assert taken == result.tokens, "what take gave is not the tokens"
+        life.counts["preemptions"] += result.timings.preemptions
     life.counts["evictions"] += served.pages["evictions"]
-    life.counts["preemptions"] += sum(request.preemptions for request in served._requests.values())
 
 
-def inspect(served: Engine) -> None:
+def inspect(life: Life, served: Engine) -> None:
     """Check everything that must hold after each operation."""
     served.check()
     pages = served.pages
     total = served._pages.num_pages
     assert pages["free"] + pages["cached"] + pages["used"] == total, f"{pages} of {total} pages"
-    for handle, request in served._requests.items():
-        found, whole = served.result(handle), alone(request.prompt, request.params)
+    for handle, (prompt, params) in life.asked.items():
+        found, whole = served.result(handle), alone(prompt, params)
         count = len(found.tokens)
         assert found.tokens == whole.tokens[:count], f"request {handle}: {found.tokens}, alone {whole.tokens}"
         np.testing.assert_allclose(found.logprobs, whole.logprobs[:count], rtol=0, atol=1e-4)
         if found.stop_reason in ("length", "stop_id"):
             assert (found.tokens, found.stop_reason) == (whole.tokens, whole.stop_reason), f"request {handle}: {found}"
-        assert found.stop_reason in ("unfinished", "length", "stop_id", "stop_string", "aborted"), found.stop_reason
+        assert found.stop_reason in ("unfinished", "length", "stop_id", "stop_string", "aborted", "deadline")
+        assert len(found.versions) == count and found.versions == sorted(found.versions), found.versions
 
 
 # What a request gets alone
@@ -197,7 +223,8 @@ def request(draw: random.Random, is_greedy: bool) -> tuple[tuple[int, ...], Para
     kind = draw.randrange(0, 24, 2 if is_greedy else 1)
     rng = np.random.default_rng(kind)
     prompt = (*np.arange(5, 5 + kind % 4 * 8), *rng.integers(0, 40, 1 + kind % 11))[:40]
-    knobs = (dict(temperature=0), dict(temperature=1.2, top_k=6), dict(temperature=0, repetition_penalty=1.4),
+    knobs = (dict(temperature=0), dict(temperature=1.2, top_k=6),
+             dict(temperature=0, repetition_penalty=1.4, frequency_penalty=0.5, logit_bias={7: 1.5}),
              dict(temperature=0.8, top_p=0.9, min_p=0.02))[kind % 4]  # fmt: skip
     stop_ids = tuple(rng.integers(0, 40, kind % 3).tolist())
     limit = draw.choice((1, 4, 9, ROOM - len(prompt)))
@@ -212,7 +239,7 @@ def request(draw: random.Random, is_greedy: bool) -> tuple[tuple[int, ...], Para
 
 def any_handle(life: Life, served: Engine, running: bool) -> int | None:
     """Draw a request's handle, of those that go on or of all; None if there is none."""
-    handles = [h for h in served._requests if not running or served.reason(h) == "unfinished"]
+    handles = [h for h in life.asked if not running or served.reason(h) == "unfinished"]
     return life.draw.choice(handles) if handles else None
 
 
@@ -232,12 +259,36 @@ def refused(life: Life, served: Engine, call: Callable[[], Any]) -> None:
 
 def add(life: Life, served: Engine) -> None:
     """Add a request."""
-    served.add(*request(life.draw, life.is_greedy))
+    asked = request(life.draw, life.is_greedy)
+    order = life.draw.choice(({}, {}, dict(priority=life.draw.randrange(-1, 2)), dict(deadline=1e-9)))
+    life.asked[served.add(*asked, **order)] = asked
+
+
+def add_group(life: Life, served: Engine) -> None:
+    """Add a few requests of one prompt, which have a seed each."""
+    prompt, params = request(life.draw, life.is_greedy)
+    handles = served.add(prompt, params, n=life.draw.randrange(1, 5))
+    for index, handle in enumerate(handles):
+        sampling = replace(params.sampling, seed=params.sampling.seed + index)
+        life.asked[handle] = prompt, replace(params, sampling=sampling)
+
+
+def update(life: Life, served: Engine) -> None:
+    """New weights of the same numbers: every token stays what it is, and is computed with the new ones."""
+    live = life.draw.choice(("finish", "restart", "keep"))
+    life.log[-1] += f" {live}"
+    if live == "restart":
+        for handle in life.asked:
+            if served.reason(handle) == "unfinished":
+                life.taken.pop(handle, None)
+    version = served.update(jax.tree.map(jnp.copy, model()), live)
+    assert version == served.update(jax.tree.map(jnp.copy, model()), "keep") - 1
+    assert served.pages["cached"] == served.pages["used"] == 0, "pages of the old weights are still there"
 
 
 def step(life: Life, served: Engine) -> None:
     """Run a round of the engine: `Engine.step`."""
-    served.step()
+    life.work(served)
 
 
 def prefill(life: Life, served: Engine) -> None:
@@ -278,12 +329,13 @@ def forget(life: Life, served: Engine) -> None:
     else:
         served.forget(handle)
         life.taken.pop(handle, None)
+        del life.asked[handle]
 
 
 def copy(life: Life, served: Engine) -> None:
     """A request is forked; both go on."""
     if (handle := any_handle(life, served, running=True)) is not None:
-        served.copy(handle)
+        life.asked[served.copy(handle)] = life.asked[handle]
 
 
 def truncate(life: Life, served: Engine) -> None:
@@ -297,10 +349,11 @@ def truncate(life: Life, served: Engine) -> None:
 def bring(life: Life, served: Engine, snapshot: Snapshot) -> None:
     """Import a snapshot for which there may be no room."""
     try:
-        served.import_request(snapshot)
+        handle = served.import_request(snapshot)
     except OutOfPages:
         life.counts["no room for an import"] += 1
     else:
+        life.asked[handle] = snapshot.prompt, snapshot.params
         life.counts["imported"] += 1
 
 
@@ -386,12 +439,17 @@ def wrong_call(life: Life, served: Engine) -> None:
         lambda: served.add(prompt, replace(params, max_new_tokens=ROOM)), lambda: served.add(prompt, None),
         lambda: served.add(prompt, replace(params, stop_ids=(1, 2, 3, 4))), lambda: served.abort(10**6),
         lambda: served.take(-1), lambda: served.copy(10**6), lambda: served.import_request(None),
+        lambda: served.add(prompt, params, n=0), lambda: served.add(prompt, params, priority="high"),
+        lambda: served.add(prompt, params, deadline=-1.0), lambda: served.update(None),
+        lambda: served.update(model(), live="later"), lambda: served.update(model().with_score("lse")),
+        lambda: served.update(jax.tree.map(lambda x: x[..., :1], model())),
     )  # fmt: skip
     refused(life, served, life.draw.choice(calls))
 
 
 _ACTS: dict[str, Callable[[Life, Engine], None]] = {
-    "add": add, "step": step, "prefill": prefill, "take": take, "abort": abort, "stop": stop, "forget": forget,
+    "add": add, "add group": add_group, "update": update, "step": step,
+    "prefill": prefill, "take": take, "abort": abort, "stop": stop, "forget": forget,
     "copy": copy, "truncate": truncate, "move": move, "move in bytes": move_in_bytes, "damaged bytes": damaged_bytes,
     "edited snapshot": edited_snapshot, "failed write": failed_write, "wrong call": wrong_call,
 }  # fmt: skip

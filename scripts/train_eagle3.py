@@ -131,7 +131,8 @@ def measure(model: M3, draft: Eagle3, corpus: Corpus, sizes: Sizes, temperature:
             engine.add(prompt, Params(max_new_tokens=sizes.new, sampling=sampling))
         with activity(about=(engine.shapes, temperature)) as line:
             engine.warmup(lambda program: line.timed(f"compiling {program}"))
-            while engine.step():
+            while engine.busy:
+                engine.step()
                 line.say(f"measuring: temperature {temperature}, K = {draft_tokens}")
         acceptance = [round(share, 4) for share in engine.drafting.acceptance]
         mean_length = round(engine.drafting.mean_length, 4)

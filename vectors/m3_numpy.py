@@ -263,14 +263,34 @@ def mxfp8(x, rule):
 # --- sampling
 
 
-def keep(logits, seen, temperature, top_k, top_p, min_p, penalty):
-    """{token: probability} of what the knobs leave."""
-    penalised = [logit / penalty if logit > 0 else logit * penalty for logit in logits]
-    x = [low if was_seen else logit for logit, low, was_seen in zip(logits, penalised, seen, strict=True)]
-    ranked = sorted(range(len(x)), key=lambda i: (-x[i], i))
+def edit(x, b, logits, later):
+    """{token: logit} of what may be drawn, after bias and penalties; `later` are tokens after those of the inputs."""
+    known = lambda name: [i for i in x[name][b].tolist() if i >= 0] if name in x else []
+    prompt = known("prompt") if "prompt" in x else np.flatnonzero(x["seen"][b]).tolist()
+    new = known("new") + list(later)
+    text, out = prompt + new, dict(enumerate(logits.tolist()))
+    if "mask" in x:
+        bits = int.from_bytes(x["mask"][b].astype("<u4").tobytes(), "little")
+        out = {i: value for i, value in out.items() if bits >> i & 1}
+        words = [[i for i in word if i >= 0] for word in x["bad_words"][b].tolist()]
+        banned = [word[-1] for word in words if word and (word[:-1] == text[-len(word) + 1 :] or len(word) == 1)]
+        banned += known("stop_ids") if len(new) < x["min_tokens"][b] else []
+        biases = dict(zip(x["bias_ids"][b].tolist(), x["biases"][b].tolist(), strict=True))
+        out = {i: value + biases.get(i, 0.0) for i, value in out.items() if i not in banned}
+    penalty = float(x["repetition_penalty"][b])
+    out |= {i: out[i] / penalty if out[i] > 0 else out[i] * penalty for i in set(text) & out.keys()}
+    if "presence_penalty" in x:
+        each, once = float(x["frequency_penalty"][b]), float(x["presence_penalty"][b])
+        out |= {i: out[i] - each * new.count(i) - once for i in set(new) & out.keys()}
+    return out
+
+
+def keep(x, temperature, top_k, top_p, min_p):
+    """{token: probability} of what the knobs leave of {token: logit}."""
+    ranked = sorted(x, key=lambda i: (-x[i], i))
     if temperature == 0:
         return {ranked[0]: 1.0}
-    weight = [math.exp((value - max(x)) / temperature) for value in x]
+    weight = {i: math.exp((value - max(x.values())) / temperature) for i, value in x.items()}
     ranked = ranked[: int(top_k) or len(ranked)]
     total, before, kept = math.fsum(weight[i] for i in ranked), 0.0, []
     for i in ranked:
@@ -289,13 +309,13 @@ def draw(weights, uniform):
 
 
 def knobs(x, b):
-    return [float(x[name][b]) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")]
+    return [float(x[name][b]) for name in ("temperature", "top_k", "top_p", "min_p")]
 
 
 def sampling(x, rule):
     p, tokens = np.zeros(x["logits"].shape), []
     for b in range(len(p)):
-        kept = keep(x["logits"][b], x["seen"][b], *knobs(x, b))
+        kept = keep(edit(x, b, x["logits"][b], ()), *knobs(x, b))
         p[b, list(kept)] = list(kept.values())
         tokens.append(draw(kept, x["uniform"][b]))
     return {"kept": p > 0, "probabilities": p, "tokens": np.array(tokens)}
@@ -305,9 +325,8 @@ def verification(x, rule):
     rows, count = x["proposals"].shape
     accepted, tokens, logprobs = np.zeros(rows, int), np.full((rows, count + 1), -1), np.zeros((rows, count + 1))
     for b in range(rows):
-        seen = x["seen"][b].copy()
         for column in range(count + 1):
-            p = keep(x["logits"][b, column], seen, *knobs(x, b))
+            p = keep(edit(x, b, x["logits"][b, column], tokens[b, :column].tolist()), *knobs(x, b))
             token = x["proposals"][b, column] if column < count else -1
             q = {} if token < 0 else {token: 1.0}
             if token >= 0 and "draft_probabilities" in x:
@@ -316,7 +335,7 @@ def verification(x, rule):
             if not is_accepted:
                 rest = {i: p[i] - q.get(i, 0.0) for i in p if p[i] > q.get(i, 0.0)}
                 token = draw(rest or p, x["draw_uniform"][b, column])
-            tokens[b, column], seen[token] = token, True
+            tokens[b, column] = token
             logprobs[b, column] = x["logits"][b, column, token] - log_sum_exp(x["logits"][b, column])
             if not is_accepted:
                 break

@@ -6,6 +6,7 @@ from m3jax.cache.device_pages import StackCache
 from m3jax.cache.layer_pages import CallPages, LayerCall, LayerPages
 from m3jax.cache.offload.host import HostMemory
 from m3jax.cache.offload.pool import OffloadedStack
+from m3jax.cache.prefix import PageEvent
 from m3jax.cache.scales import measure_scales
 from m3jax.cache.storage import Places, Scales
 
@@ -18,6 +19,7 @@ __all__ = [
     "OffloadedStack",
     "OutOfPages",
     "PageAllocator",
+    "PageEvent",
     "Places",
     "Scales",
     "StackCache",

@@ -1,7 +1,7 @@
 """The host side of the cache, which gives pages to requests. Nothing here touches a device."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from m3jax.cache.prefix import PrefixIndex
+from m3jax.cache.prefix import PageEvent, PrefixIndex, common_length
 
 
 class OutOfPages(RuntimeError):
@@ -68,21 +68,24 @@ class PageAllocator:
 
     # The life of a request
 
-    def add(self, tokens: Sequence[int] | np.ndarray) -> tuple[int, int]:
+    def add(self, tokens: Sequence[int] | np.ndarray, beside: int | None = None) -> tuple[int, int]:
         """Open a request, with the registered pages that hold its beginning. No page is taken yet.
 
         Whole pages are reused, and only those that end before the last token, which must be computed in any case for
-        its logits. To share a part of a page would mean a copy, and a request that fills the pool has no page for it.
+        its logits. To share a part of a page means a copy, and a request that fills the pool has no page for it: that
+        is done with the pages of a live request alone, whose prompt is the same.
 
         Args:
           tokens: all tokens known so far (the prompt; after a preemption also what was generated), at least one. A
             position that stands for an image needs a number of that image here, or equal prompts share its pages.
+          beside: handle of a request that begins alike; its pages are shared, the last one in part, where they hold
+            more of these tokens than the registered ones.
 
         Returns:
           Its handle, and how many of its tokens are in the cache: the device goes on from there.
 
         Raises:
-          ValueError: no tokens, or more than the pool holds.
+          ValueError: no tokens, more than the pool holds, or an unknown handle.
         """
         tokens = _integers(tokens)
         if not tokens:
@@ -90,6 +93,11 @@ class PageAllocator:
         self._check_fits(len(tokens))
         pages = self._prefix.match(tokens[:-1])
         cached = len(pages) * self.page_size
+        if beside is not None:
+            donor = self._sequence(beside)
+            common = common_length(donor.tokens, tokens[:-1])
+            if common > cached:
+                pages, cached = donor.pages[: self._blocks(common)], common
         self._hit_tokens += cached
         self._missed_tokens += len(tokens) - cached
         return self._open(pages, tokens[:cached]), cached
@@ -184,6 +192,14 @@ class PageAllocator:
         self.truncate(handle, 0)
         del self._sequences[handle]
 
+    def forget(self) -> None:
+        """Forget every registered page, as new weights need it: cached pages are free, those in use stay in use."""
+        self._free += self._prefix.clear()
+
+    def observe(self, observer: Callable[[PageEvent], None] | None) -> None:
+        """Have a function called whenever a page becomes known to later requests, or is no longer; None ends that."""
+        self._prefix.observer = observer
+
     def evict(self, n: int) -> int:
         """Forget up to n cached pages, the least recently used first and the end of a chain before its beginning.
 
@@ -233,6 +249,11 @@ class PageAllocator:
         for sequence in self._sequences.values():
             for block, page in enumerate(sequence.pages[: self._blocks(sequence.length)]):
                 yield page, tuple(sequence.tokens[block * self.page_size : (block + 1) * self.page_size])
+
+    @property
+    def shares(self) -> bool:
+        """True if later requests can use the full pages of earlier ones."""
+        return self._share
 
     @property
     def free(self) -> frozenset[int]:

@@ -26,6 +26,7 @@ class LayerCall:
       places: the slots that the tokens are written to, and the pages of their rows' past.
       positions: absolute position of each token; < 0 or >= lengths marks padding.
       lengths: valid tokens of each row after this call.
+      given_blocks: blocks that tokens attend to in place of a selection; -1 first where one is made.
       schedule: of attention: "auto", or one of `m3jax.msa.SCHEDULES`.
       backend: one of `m3jax.ops.BACKENDS`.
     """
@@ -34,6 +35,7 @@ class LayerCall:
     places: Places
     positions: Int[Array, "B T"]
     lengths: Int[Array, " B"]
+    given_blocks: Int[Array, "B K T J"] | None = None
     schedule: str = struct.field(pytree_node=False, default="auto")
     backend: str = struct.field(pytree_node=False, default="auto")
 

@@ -1,8 +1,11 @@
 """An index of full pages by the tokens that lead to them, so that requests which begin alike share their pages."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
 
 
 @dataclass(eq=False, repr=False)
@@ -13,6 +16,25 @@ class Node:
     tokens: tuple[int, ...]
     parent: "Node | None" = None
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+    number: int | None = None  # as in `PageEvent`; the root has none
+
+
+@dataclass(frozen=True)
+class PageEvent:
+    """A page that later requests can find from now on, or no longer.
+
+    Attributes:
+      what: "stored", "evicted", or "cleared", which stands for all pages at once.
+      number: of the stored contents, never given twice; None for "cleared".
+      parent: number of the page before it; None for the first of its request, and where nothing was stored.
+      tokens: the P tokens that the page holds, with the keys of features in place of placeholders; () where nothing was
+        stored.
+    """
+
+    what: Literal["stored", "evicted", "cleared"]
+    number: int | None = None
+    parent: int | None = None
+    tokens: tuple[int, ...] = ()
 
 
 class PrefixIndex:
@@ -26,10 +48,15 @@ class PrefixIndex:
 
     Args:
       page_size: P, tokens of a page.
+
+    Attributes:
+      observer: called with a `PageEvent` whenever what can be found has changed; None for nobody.
     """
 
     def __init__(self, page_size: int):
         self.page_size = page_size
+        self.observer: Callable[[PageEvent], None] | None = None
+        self._next_number = 0
         self.root = Node(-1, ())
         self.nodes: dict[int, Node] = {}  # by page id
         self.unused: OrderedDict[int, Node] = OrderedDict()  # of `nodes` those that no request uses, oldest first
@@ -62,7 +89,11 @@ class PrefixIndex:
         if parent is None:
             return None
         key = tuple(tokens)
-        node = parent.children.setdefault(key, Node(page, key, parent))
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = Node(page, key, parent, number=self._next_number)
+            self._next_number += 1
+            self._tell("stored", node.number, parent.number, key)
         replaced = None if node.page == page else node.page
         if replaced is not None:
             if replaced not in self.unused:
@@ -85,7 +116,25 @@ class PrefixIndex:
         # Released pages were added from the end of a chain to its beginning, so none goes before those behind it.
         page, node = self.unused.popitem(last=False)
         del self.nodes[page], node.parent.children[node.tokens]
+        self._tell("evicted", node.number)
         return page
+
+    def clear(self) -> list[int]:
+        """Forget every page: no later request finds one. Pages in use stay their requests' own.
+
+        Returns:
+          The pages that no request uses; they are free now.
+        """
+        unused = list(self.unused)
+        self.root = Node(-1, ())
+        self.nodes.clear()
+        self.unused.clear()
+        self._tell("cleared")
+        return unused
+
+    def _tell(self, *event: object) -> None:
+        if self.observer is not None:
+            self.observer(PageEvent(*event))
 
     def broken(self, users: Sequence[int]) -> Iterator[str]:
         """Yield a message for everything in the index that is not as it must be, with the page.
@@ -114,3 +163,12 @@ class PrefixIndex:
         links = sum(len(node.children) for node in (self.root, *self.nodes.values()))
         if links != len(self.nodes):
             yield f"{links} pages can be found and {len(self.nodes)} are registered"
+
+
+def common_length(some: Sequence[int], others: Sequence[int]) -> int:
+    """Return the number of tokens with which both begin alike."""
+    if some is others:
+        return len(some)
+    shorter = min(len(some), len(others))
+    differs = np.asarray(some[:shorter]) != np.asarray(others[:shorter])
+    return int(differs.argmax()) if differs.any() else shorter

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from m3jax.cli.arguments import add_knobs, add_machine, add_model
+from m3jax.cli.arguments import add_knobs, add_limits, add_machine, add_model
 from m3jax.console import Parser, run_command
 from m3jax.interrupts import raise_interrupts
 
@@ -39,6 +39,7 @@ def parser() -> Parser:
                      "says <video>")  # fmt: skip
     out.add_argument("--max-new-tokens", metavar="N", type=int, help=f"default: the model folder's, else {NEW_TOKENS}")
     add_knobs(out)
+    add_limits(out)
     out.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; may be repeated")
     out.add_argument("--seed", metavar="N", type=int, default=0, help="of every prompt (default: 0)")
     out.add_argument("--draft", metavar="DIR", help="draft tokens with an EAGLE3 model: its folder, or builtin for the "
@@ -49,6 +50,8 @@ def parser() -> Parser:
                      "runs beside it, with any draft; slower")  # fmt: skip
     out.add_argument("--json", action="store_true", help="print one JSON object a prompt, each on its line")
     out.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each new token")
+    out.add_argument("--top-logprobs", metavar="K", type=int, default=0, help="with --json: the K most probable tokens "
+                     "in the place of each new one, up to 20")  # fmt: skip
     out.add_argument("--stats", action="store_true", help="print times and sizes on stderr at the end")
     add_machine(out)
     return out
@@ -64,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.logprobs and not args.json:
         raise ValueError("--logprobs needs --json: plain text has no place for them")
+    if args.top_logprobs and not args.json:
+        raise ValueError("--top-logprobs needs --json: plain text has no place for them")
     if not all(args.stop):
         raise ValueError("--stop '': the text would end before it began; give at least one character, or no --stop")
     if args.draft_tokens is not None and args.draft is None:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from m3jax.console import Parser
-from m3jax.messages import HUB_NAME, no_model_folder
+from m3jax.messages import HUB_NAME, no_model_folder, printable
 
 # As m3jax.ops, m3jax.model.build and m3jax.text have them; tests compare.
 BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")
@@ -47,6 +47,45 @@ def add_knobs(out: Parser) -> None:
     out.add_argument("--top-p", metavar="P", type=float, help="keep the fewest tokens of total probability P; 1 is off")
     out.add_argument("--min-p", metavar="P", type=float, help="drop tokens below P times the best one; 0 is off")
     out.add_argument("--repetition-penalty", metavar="X", type=float, help="1 is off")
+    out.add_argument("--presence-penalty", metavar="X", type=float, help="subtracted from the logits of tokens that "
+                     "the continuation has, -2 to 2; 0 is off")  # fmt: skip
+    out.add_argument("--frequency-penalty", metavar="X", type=float, help="subtracted as often as the continuation has "
+                     "the token, -2 to 2; 0 is off")  # fmt: skip
+    out.add_argument("--logit-bias", metavar="ID=NUMBER", type=biases, help="added to the logits of tokens, -100 to "
+                     "100, as in 1234=-5,17=2.5")  # fmt: skip
+    out.add_argument("--bad-words", metavar="IDS", type=bad_words, help="token ids that the text shall not have one "
+                     "after the other; several, parted by commas, as in '12 7,9'")  # fmt: skip
+
+
+def biases(text: str) -> tuple[tuple[int, float], ...]:
+    """Return what "ID=NUMBER,ID=NUMBER" says, as `Sampling.logit_bias` takes it.
+
+    Raises:
+      argparse.ArgumentTypeError: it is written otherwise.
+    """
+    try:
+        pairs = (entry.split("=") for entry in text.split(","))
+        return tuple((int(token), float(bias)) for token, bias in pairs)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{printable(text)}: write ID=NUMBER, as in 1234=-5,17=2.5") from None
+
+
+def bad_words(text: str) -> tuple[tuple[int, ...], ...]:
+    """Return what "ID ID,ID" says, two words here, as `Sampling.bad_words` takes it.
+
+    Raises:
+      argparse.ArgumentTypeError: it is written otherwise.
+    """
+    try:
+        return tuple(tuple(map(int, word.split())) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{printable(text)}: write token ids, as in '12 7,9'") from None
+
+
+def add_limits(out: Parser) -> None:
+    """Add the arguments that say how soon a continuation may end."""
+    out.add_argument("--min-tokens", metavar="N", type=int, default=0, help="no EOS before so many new tokens")
+    out.add_argument("--ignore-eos", action="store_true", help="go on after an EOS, up to --max-new-tokens")
 
 
 def add_machine(out: Parser) -> None:

@@ -143,7 +143,7 @@ def _continue(
             results = generate_text(engine, handles, tokenizer, stop=args.stop, on_text=show)
     if args.json:
         for result in results:
-            write(json.dumps(_as_json(result, engine, args.logprobs)) + "\n")
+            write(json.dumps(_as_json(result, engine, args)) + "\n")
     elif is_streamed and tokenizer is not None:
         write("\n")
     else:
@@ -154,12 +154,13 @@ def _continue(
     return results
 
 
-def _as_json(result: Generation, engine: Engine, with_logprobs: bool) -> dict[str, Any]:
+def _as_json(result: Generation, engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Return one prompt's result as `--json` prints it."""
     return {
         "text": result.text,
         "token_ids": result.tokens,
-        **({"logprobs": result.logprobs} if with_logprobs else {}),
+        **({"logprobs": result.logprobs} if args.logprobs else {}),
+        **({"top_logprobs": result.top_logprobs} if args.top_logprobs else {}),
         "stop_reason": result.stop_reason,
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.tokens),

@@ -14,7 +14,8 @@ def asked_params(args: argparse.Namespace, prog: str, config: M3Config, defaults
     """Return the parameters of generation: a flag wins over the model folder's generation_config.json.
 
     Args:
-      args: with those of `add_knobs`, and max_new_tokens and seed.
+      args: with those of `add_knobs`, and max_new_tokens and seed; those of `add_limits`, and top_logprobs, if the
+        command has them.
       prog: the command's name, which a note begins with.
       config: of the model.
       defaults: of its folder.
@@ -28,4 +29,5 @@ def asked_params(args: argparse.Namespace, prog: str, config: M3Config, defaults
     if given and "temperature" not in given and defaults.knobs.get("temperature") == 0:
         say(f"{prog}: note: generation_config.json asks for greedy decoding; give --temperature to sample")
     sampling = as_sampling(None, {**given, "seed": args.seed}, called=asked_params, defaults=defaults.knobs)
-    return params_of(defaults, config, args.max_new_tokens, sampling)
+    settings = {name: getattr(args, name) for name in ("min_tokens", "ignore_eos", "top_logprobs") if name in args}
+    return params_of(defaults, config, args.max_new_tokens, sampling, **settings)

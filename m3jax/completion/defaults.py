@@ -3,12 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from m3jax.decoding.sampling import KNOBS, Sampling
+from m3jax.decoding.sampling import Sampling
 from m3jax.files import current_file, read_json
 from m3jax.messages import printable, shortened, shown
 
 _MOST_STOP_IDS, _LARGEST_INTEGER = 4096, 2**31 - 1
+# What the hub's file calls each knob. It knows no penalties of presence and frequency.
+_KNOBS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")} | {
+    "bad_words_ids": "bad_words"
+}
 _OTHERS = ("do_sample", "eos_token_id", "max_new_tokens")
 # Keys that say nothing about how tokens are chosen.
 _NEUTRAL = ("bos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache")
@@ -25,7 +30,7 @@ class Defaults:
       ignored: keys with a value that this package does not know.
     """
 
-    knobs: Mapping[str, float | int]
+    knobs: Mapping[str, Any]
     stop_ids: tuple[int, ...] | None = None
     max_new_tokens: int | None = None
     ignored: tuple[str, ...] = ()
@@ -58,7 +63,7 @@ class Defaults:
         if not isinstance(data, Mapping):
             raise ValueError(f"a generation config is a JSON object, got {type(data).__name__}")
         given = {key: value for key, value in data.items() if value is not None}
-        knobs = {name: given[name] for name in KNOBS if name in given}
+        knobs = {knob: given[name] for name, knob in _KNOBS.items() if name in given}
         if not isinstance(given.get("do_sample", True), bool):
             raise ValueError(f"do_sample = {shown(given['do_sample'])}: must be true or false")
         if given.get("do_sample") is False:
@@ -73,7 +78,7 @@ class Defaults:
             raise ValueError(f"eos_token_id = {shown(eos)}: must be a token id, or at most {_MOST_STOP_IDS} of them")
         if max_new_tokens is not None and not (is_count(max_new_tokens) and max_new_tokens):
             raise ValueError(f"max_new_tokens = {shown(max_new_tokens)}: must be a positive integer of 32 bits")
-        known = {*KNOBS, *_OTHERS, *_NEUTRAL}
+        known = {*_KNOBS, *_OTHERS, *_NEUTRAL}
         return cls(
             knobs=knobs,
             stop_ids=stop_ids,

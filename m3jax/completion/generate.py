@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from m3jax.completion.pictures import read_media, with_placeholders
-from m3jax.decoding import Drafter, Media, Params, Sampling, check_logits, engine_for
+from m3jax.decoding import Drafter, Generation, Media, Params, Sampling, check_logits, engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS, as_prompts
 from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.decoding.sampling import HostOrDevice, SamplingKnobs, as_samplings
@@ -56,7 +56,8 @@ def generate(
       progress: whether to say on stderr what is waited for: a moving line on a terminal, elsewhere a line every 1.5
         seconds, for as long as something is waited for (`m3jax.progress`).
       **knobs: the attributes of `Sampling`, in place of one: temperature (0 is greedy), top_k, top_p, min_p,
-        repetition_penalty, seed. The seed can be one a prompt; equal prompts with equal seeds get equal tokens.
+        repetition_penalty, presence_penalty, frequency_penalty, logit_bias, bad_words, seed. The seed can be one a
+        prompt; equal prompts with equal seeds get equal tokens.
 
     Returns:
       B lists of the new token ids only. One that met a stop id has it as its last token.
@@ -75,11 +76,12 @@ def generate(
     prompts = [with_placeholders(prompt, attached, tokenizer) for prompt, attached in zip(prompts, media, strict=True)]
     engine = engine_for(model, prompts, params, media=media, draft=draft, draft_tokens=draft_tokens, progress=progress)
     handles = [engine.add(*request) for request in zip(prompts, params, media, strict=True)]
+    results: dict[int, Generation] = {}
     with activity(progress) as line:
         line.say("generating")
-        while engine.step():
+        while engine.busy:
+            results |= {event.handle: event.generation for event in engine.step() if event.generation is not None}
             line.say(f"generating: {engine.timings.decoded_tokens} new tokens")
-    results = engine.run()  # nothing is left to run: it gives the results
     generations = [results[handle] for handle in handles]
     check_logits(generations)
     return [generation.tokens for generation in generations]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from m3jax.decoding import Engine, Generation
+from m3jax.decoding import Engine, Generation, TokenEvent
 from m3jax.text import TextStream, Tokenizer
 
 
@@ -68,30 +68,34 @@ class StoppableText:
         return 0
 
 
-def stream_text(engine: Engine, texts: Mapping[int, StoppableText]) -> Iterator[tuple[int, str]]:
+def stream_text(engine: Engine, texts: Mapping[int, StoppableText]) -> Iterator[tuple[int, str, Generation | None]]:
     """Run the engine until some requests have ended, yielding their text as it comes.
 
     Args:
-      engine: has the requests.
+      engine: has the requests, of which no event was given out yet.
       texts: of each request, by its handle; they grow, and where one meets a stop string its request ends.
 
     Yields:
-      A handle and the next piece of its text.
+      A handle, the next piece of its text, and when the request has ended its result, with all of the text.
 
     Raises:
       ValueError: a token id that the tokenizer does not know.
     """
-    running = sorted(texts)  # in the order in which they were added, so that pieces come in the same order in each run
+    running = set(texts)
     while running:
-        # Before the first step too: a request may have tokens already, or may have ended.
-        for handle in tuple(running):
-            piece, has_ended = _push_latest(engine, handle, texts[handle])
-            if has_ended:
-                running.remove(handle)
-            if piece:
-                yield handle, piece
-        if running:
-            engine.step()
+        for event in engine.step():
+            if event.handle not in running:
+                continue
+            text, result = texts[event.handle], None
+            piece = "" if text.stopped else _push(event, text)
+            if text.stopped:
+                # A device call draws several tokens: those after the one that completed the stop string do not count.
+                engine.stop(event.handle, text.tokens)
+            if event.generation is not None:
+                running.remove(event.handle)
+                result = replace(engine.result(event.handle), text=text.text)
+            if piece or result is not None:
+                yield event.handle, piece, result
 
 
 def generate_text(
@@ -118,25 +122,21 @@ def generate_text(
       ValueError: an empty stop string, or a token id that the tokenizer does not know.
     """
     texts = {handle: StoppableText(tokenizer.stream(), stop) for handle in handles}
-    for handle, piece in stream_text(engine, texts):
-        if on_text is not None:
+    results: dict[int, Generation] = {}
+    for handle, piece, result in stream_text(engine, texts):
+        if on_text is not None and piece:
             on_text(handle, piece)
-    return [replace(engine.result(handle), text=texts[handle].text) for handle in handles]
+        if result is not None:
+            results[handle] = result
+    return [results[handle] for handle in handles]
 
 
-def _push_latest(engine: Engine, handle: int, text: StoppableText) -> tuple[str, bool]:
-    """Turn a request's latest tokens into text, ending it at a stop string; return the text, and True if it ended."""
-    tokens, reason = engine.take(handle), engine.reason(handle)
+def _push(event: TokenEvent, text: StoppableText) -> str:
+    """Return the text of a request's new tokens, up to a stop string."""
     piece = ""
     # A stop id is a token of the continuation, and no part of its text.
-    for token in tokens[:-1] if reason == "stop_id" else tokens:
+    for token in event.tokens[:-1] if event.stop_reason == "stop_id" else event.tokens:
         piece += text.push(token)
         if text.stopped:
-            break
-    else:
-        if reason != "unfinished":
-            piece += text.finish()
-    if text.stopped:
-        # A device call draws several tokens: those after the one that completed the stop string do not count.
-        engine.stop(handle, text.tokens)
-    return piece, text.stopped or reason != "unfinished"
+            return piece
+    return piece if event.generation is None else piece + text.finish()

@@ -20,6 +20,7 @@ from m3jax.decoding.engine import (
     prefill_chunks,
 )
 from m3jax.decoding.protocols import TargetModel
+from m3jax.decoding.sampling import count_bad_words, count_biases
 from m3jax.decoding.speculation import Drafter
 from m3jax.media.packing import bucket_size
 from m3jax.platform import platform
@@ -139,6 +140,8 @@ def engine_for(
         prefill_rows=max(1, min(max_batch, _PREFILL_TOKENS // chunk)),
         steps_per_call=steps_per_call or steps,
         max_stop_ids=_bucket(max(len(asked.stop_ids) for asked in params), 4),
+        max_biases=_bucket(max(count_biases(asked.sampling) for asked in params), 64),
+        max_bad_words=_bucket(max(count_bad_words(asked.sampling) for asked in params), 16),
         media_patches=patches,
         draft=draft,
         draft_tokens=draft_tokens,

@@ -17,6 +17,9 @@ HostStacks = tuple[HostPages | None, ...]
 # What a cache keeps of some pages: arrays in whatever structure it writes back.
 PageContents = PyTree[Array | np.ndarray]
 
+# Choices that a layer makes, which a request can have recorded: of experts, and of blocks.
+RECORDS = ("expert_ids", "blocks")
+
 # What two engines must have in common to exchange pages: numbers, strings, and dictionaries of them.
 Identity = dict[str, Any]
 
@@ -160,6 +163,24 @@ class DraftedModel(TargetModel, Protocol):
 
     def load_drafter(self, name: str | PathLike[str]) -> object:
         """Return a drafter (`m3jax.decoding.Drafter`) of this target; ValueError if there is none of that name."""
+        ...
+
+
+@runtime_checkable
+class RecordingModel(TargetModel, Protocol):
+    """A target that says which experts and blocks its layers chose."""
+
+    def recorded(
+        self,
+        tokens: Int[Array, "B T"],
+        names: tuple[str, ...],
+        layers: tuple[int, ...],
+        *,
+        cache: PagedCache,
+        positions: Int[Array, "B T"],
+        lengths: Int[Array, "B"],
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, dict[str, Int[Array, "B T ..."]], PagedCache]:
+        """Return what `hidden` and `tapped` do, and choices by name; see `M3.recorded`."""
         ...
 
 

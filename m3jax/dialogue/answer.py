@@ -6,7 +6,7 @@ from functools import partial
 
 from m3jax.compile_cache import compile_cache
 from m3jax.completion import StoppableText, stream_text
-from m3jax.decoding import Engine, Media, Params, check_logits
+from m3jax.decoding import Engine, Generation, Media, Params, check_logits
 from m3jax.dialogue.reply import Reply
 from m3jax.platform import platform
 from m3jax.progress import Activity, activity
@@ -74,13 +74,14 @@ def answer(
             engine.abort(handle)
         text = StoppableText(tokenizer.stream(skip_special_tokens=False, show_unfinished=False), stop)
         events: list[Event] = []
-        for _, piece in stream_text(engine, {handle: text}):
+        result: Generation | None = None
+        for _, piece, ended in stream_text(engine, {handle: text}):
+            result = ended
             new = list(parser.feed(piece))
             events += new
             yield from new
             if is_interrupted() and engine.reason(handle) == "unfinished":
                 engine.abort(handle)
-        result = engine.result(handle)
         check_logits([result])
         last = list(parser.finish(is_cut=result.stop_reason in _FINISH_REASONS))
         yield from last

@@ -66,7 +66,7 @@ def chat(
       draft_tokens: as in `m3jax.generate`.
       progress: as in `m3jax.generate`.
       **knobs: the attributes of `Sampling`, in place of one: temperature (0 is greedy), top_k, top_p, min_p,
-        repetition_penalty, seed.
+        repetition_penalty, presence_penalty, frequency_penalty, logit_bias, bad_words, seed.
 
     Returns:
       The answer. With `stream` an iterator of events, of kind "reasoning", "content" (their `text` is the next piece),

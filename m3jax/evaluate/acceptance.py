@@ -54,7 +54,8 @@ def acceptance(
                 sampling = Sampling(temperature=temperature, seed=seed + i)
                 engine.add(prompt, Params(max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=()))
             before = engine.timings.decoded_tokens
-            while engine.step():
+            while engine.busy:
+                engine.step()
                 done = engine.timings.decoded_tokens - before
                 line.say(f"temperature {temperature:g}: {done:,} of {len(prompts) * max_new_tokens:,} new tokens")
             new_verifications = engine.drafting.forwards - verifications

@@ -6,7 +6,7 @@ from jaxtyping import Array, PyTree
 from m3jax.config import M3Config
 from m3jax.execution.compute import TOKEN_TILE, Compute
 from m3jax.execution.fast import Fast, quantises_activations
-from m3jax.execution.keep import Keep, KeepNothing, KeepOfEach, KeepResidual, Probe
+from m3jax.execution.keep import Keep, KeepBoth, KeepNothing, KeepOfEach, KeepResidual, Probe
 from m3jax.execution.layers import run_layers, take_apart
 from m3jax.execution.ordered import Ordered, kernels_order
 from m3jax.execution.projections import Projections
@@ -19,6 +19,7 @@ __all__ = [
     "Execution",
     "Fast",
     "Keep",
+    "KeepBoth",
     "KeepNothing",
     "KeepOfEach",
     "KeepResidual",

@@ -1,6 +1,7 @@
 """Attention of one layer on the devices that hold its pages: write the new tokens, select, attend."""
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -65,11 +66,13 @@ def attend_over_mesh(
     head_specs = [head_spec(jax.tree_util.keystr(path)) for path, _ in named_heads]
     page_specs, page_structure = pages.partition_specs(mesh), jax.tree.structure(pages)
 
-    def on_each_device(head_arrays, page_arrays, layer, places, positions, lengths):
+    def on_each_device(head_arrays, page_arrays, layer, places, positions, lengths, given_blocks):
         heads = jax.tree.unflatten(head_structure, head_arrays)
         pages = jax.tree.unflatten(page_structure, page_arrays)
         places = places.on_this_device(device_axes, pages.num_pages)
-        own_call = call.replace(layer=layer, places=places, positions=positions, lengths=lengths)
+        own_call = call.replace(
+            layer=layer, places=places, positions=positions, lengths=lengths, given_blocks=given_blocks
+        )
         out, blocks, pages = _over_pages(heads, pages, own_call, rules, insert_backend)
         return out, blocks, jax.tree.leaves(pages)
 
@@ -77,12 +80,14 @@ def attend_over_mesh(
     on_mesh = jax.shard_map(
         on_each_device,
         mesh=mesh,
-        in_specs=(head_specs, page_specs, P(), P(), P(), P()),
+        in_specs=(head_specs, page_specs, P(), P(), P(), P(), P(None, kv_axis)),
         out_specs=(by_head, P(None, kv_axis), page_specs),
         check_vma=False,
     )
     arrays = jax.tree.leaves(heads), jax.tree.leaves(pages)
-    out, blocks, page_arrays = on_mesh(*arrays, call.layer, call.places, call.positions, call.lengths)
+    out, blocks, page_arrays = on_mesh(
+        *arrays, call.layer, call.places, call.positions, call.lengths, call.given_blocks
+    )
     return out, jax.tree.unflatten(page_structure, page_arrays), _by_name(heads, blocks, out)
 
 
@@ -116,6 +121,8 @@ def _over_pages(
     if rules is not None:
         # The only place where a layer's blocks are chosen; what follows attends to whatever ids it is given.
         blocks = pages.select(call, heads.index_q, rules)
+        if call.given_blocks is not None:
+            blocks = jnp.where(call.given_blocks[..., :1] >= 0, call.given_blocks, blocks)
         blocks = checkpoint_name(blocks, "msa_blocks")  # so that a backward pass cannot select otherwise (T30)
         out, pages = pages.attend_selected(call, heads.q, blocks)
         return out, blocks, pages

@@ -65,6 +65,23 @@ class KeepOfEach:
 
 
 @dataclass(frozen=True)
+class KeepBoth:
+    """A `Keep` of what one keeps in its memory, and of what another keeps of each layer by itself."""
+
+    in_memory: Keep
+    of_each: Keep
+
+    def start(self, x):
+        """Return the memory of the first."""
+        return self.in_memory.start(x)
+
+    def after_layer(self, memory, num_before, layer, values, context):
+        """Return the memory of the first, and what the second keeps of this layer."""
+        memory, _ = self.in_memory.after_layer(memory, num_before, layer, values, context)
+        return memory, self.of_each.after_layer(None, num_before, layer, values, context)[1]
+
+
+@dataclass(frozen=True)
 class KeepResidual:
     """A `Keep` of the residual stream after some layers: 0 is the embedding, n the output of the n-th, from 1.
 

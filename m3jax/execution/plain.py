@@ -63,6 +63,32 @@ def choose_experts(
     return expert_ids.astype(jnp.int32), jnp.where(is_broken, jnp.nan, weights)
 
 
+def replay_experts(
+    expert_ids: Int[Array, "X A"],
+    weights: Float[Array, "X A"],
+    given_ids: Int[Array, "X A"],
+    logits: Float[Array, "X E"],
+) -> tuple[Int[Array, "X A"], Float[Array, "X A"]]:
+    """Return given experts in place of a router's choice, weighed by the router's own scores.
+
+    Args:
+      expert_ids, weights: the router's choice.
+      given_ids: experts of each token, in the order in which they are summed; -1 first keeps the router's choice.
+      logits: the router's; the weights' gradient goes to them.
+
+    Returns:
+      (ids, weights), as `choose_experts` returns them. Where the given experts are those that the router chose, in its
+      order, the weights are its weights to the bit, whatever computed them.
+    """
+    scores = jnp.take_along_axis(jax.nn.sigmoid(logits), jnp.maximum(given_ids, 0), axis=-1)  # [X A]
+    given_weights = scores / sum(scores[:, i : i + 1] for i in range(scores.shape[1]))
+    is_broken = jnp.any(jnp.isnan(weights), axis=-1, keepdims=True)
+    given_weights = jnp.where(is_broken, jnp.nan, given_weights).astype(weights.dtype)
+    is_given = given_ids[:, :1] >= 0  # [X 1]
+    is_another = is_given & jnp.any(given_ids != expert_ids, axis=-1, keepdims=True)
+    return jnp.where(is_given, given_ids, expert_ids), jnp.where(is_another, given_weights, weights)
+
+
 def weighted_sum(out: Float[Array, "X A D"], weights: Float[Array, "X A"]) -> Float[Array, "X D"]:
     """Return the weighted sum over each token's experts."""
     return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)

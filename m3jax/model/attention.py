@@ -68,7 +68,8 @@ class Attention(nnx.Module):
         """
         # Without rules the layer attends to every block; a sparse one does so in the dense warm-up of training.
         rules = context.rules if self.is_sparse and not context.dense else None
-        call = LayerCall(layer, context.places, context.positions, context.lengths)
+        given = context.given(layer).blocks
+        call = LayerCall(layer, context.places, context.positions, context.lengths, given)
         attention, pages, values = context.how.attend(heads, pages, call, rules)  # [B T N H]
         return attention.reshape(*attention.shape[:2], -1), pages, values  # [B T N*H]
 

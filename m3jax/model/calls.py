@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from m3jax import arrays
+from m3jax.model.choices import NAMES, Choices, shapes_of
 
 Method = TypeVar("Method", bound=Callable)
 
@@ -72,10 +73,16 @@ def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
             raise ValueError("a call has media or embeddings, not both: embed(tokens, features, places) joins them")
         arguments["self"].check_media(tokens, media)
     batch, width = tokens.shape
+    choices = arguments.get("choices")
+    if choices is not None:
+        for name, shape in shapes_of(config, batch, width).items():
+            given = getattr(choices, name)
+            if given is not None and given.shape != shape:
+                raise ValueError(f"choices.{name} has shape {given.shape}, and this call of this model needs {shape}")
     if positions is None and width > limit:
         raise ValueError(f"tokens has {width} columns and {where} {limit} tokens: give fewer, or chunks with a cache")
 
-    def find_problem(tokens, positions, lengths):
+    def find_problem(tokens, positions, lengths, *choices_of_tokens):
         if lengths.max() > limit or lengths.min() < 0:
             row = int(np.argmax((lengths > limit) | (lengths < 0)))
             return f"lengths[{row}] = {lengths[row]}: {where} {limit} tokens"
@@ -87,10 +94,13 @@ def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
                 f"tokens[{row}, {column}] = {tokens[row, column]}: token ids are 0 to {config.vocab_size - 1}; what "
                 "only fills a row up must lie at or behind its length"
             )
+        given_names = [name for name in NAMES if choices is not None and getattr(choices, name) is not None]
+        given = Choices(**dict(zip(given_names, choices_of_tokens, strict=True)))
+        return given.find_problem(config, positions, lengths)
 
-    if arrays.is_checking() or not arrays.is_traced(tokens, positions, lengths):
+    if arrays.is_checking() or not arrays.is_traced(tokens, positions, lengths, choices):
         if positions is None:
             positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
         if lengths is None:
             lengths = np.full(batch, width, np.int32)
-        arrays.check_values(find_problem, tokens, positions, lengths)
+        arrays.check_values(find_problem, tokens, positions, lengths, *jax.tree.leaves(choices))

@@ -1,11 +1,13 @@
 """The values that all layers of one call share."""
 
+import jax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from m3jax.cache import Cache, Places
 from m3jax.config import M3Config
 from m3jax.execution import Execution
+from m3jax.model.choices import Choices, LayerChoices
 from m3jax.msa import SelectionRules
 from m3jax.msa.rules import Score
 
@@ -24,6 +26,7 @@ class Context:
       rules: of selection.
       dense: whether sparse layers attend to every block, as in the dense warm-up of training.
       how: what computes the call.
+      choices: experts and blocks that the call is given: of all layers, or, layer axis first, of one stack.
     """
 
     positions: Int[Array, "B T"]
@@ -35,13 +38,23 @@ class Context:
     rules: SelectionRules = struct.field(pytree_node=False)
     dense: bool = struct.field(pytree_node=False)
     how: Execution = struct.field(pytree_node=False)
+    choices: Choices | LayerChoices | None = None
 
     def of_stack(self, index: int, cache: Cache | None) -> "Context":
-        """Return the context with the host memory of one stack of layers, if its keys and values are offloaded."""
+        """Return the context with what is one stack's own: host memory of its keys, and given choices."""
+        context = self
         # The table of pages is one for all stacks; the memory of the host is one for each.
-        if cache is None or cache.host is None:
-            return self
-        return self.replace(places=self.places.replace(host=cache.host[index]))
+        if cache is not None and cache.host is not None:
+            context = context.replace(places=self.places.replace(host=cache.host[index]))
+        if self.choices is not None:
+            depths = [stack.num_layers for stack in self.config.stacks]
+            of_layers = self.choices.of_layers(self.config, sum(depths[:index]), depths[index])
+            context = context.replace(choices=of_layers)
+        return context
+
+    def given(self, layer: Int[Array, ""]) -> LayerChoices:
+        """Return the choices that one layer of the stack is given."""
+        return jax.tree.map(lambda of_stack: of_stack[layer], self.choices or LayerChoices())
 
 
 def selection_rules(config: M3Config, score: Score) -> SelectionRules:

@@ -69,7 +69,7 @@ class Decoder(nnx.Module):
         if isinstance(self.mlp, MLP):
             ffn_out, routing = how.each_token(partial(self.mlp, config=config))(ffn_norm), {}
         else:
-            ffn_out, routing = self.mlp(ffn_norm, config, how)
+            ffn_out, routing = self.mlp(ffn_norm, config, how, context.given(layer).expert_ids)
         output = add(middle, ffn_out)
 
         values |= routing | {"input": x, "attention_norm": attention_norm, "attention_out": attention_out}

@@ -15,6 +15,7 @@ from m3jax.config import M3Config
 from m3jax.execution import (
     Compute,
     Execution,
+    KeepBoth,
     KeepNothing,
     KeepOfEach,
     KeepResidual,
@@ -26,6 +27,7 @@ from m3jax.execution import (
 from m3jax.make import Frozen, Make
 from m3jax.media import MediaBatch
 from m3jax.model.calls import model_call
+from m3jax.model.choices import NAMES, Choices, shapes_of
 from m3jax.model.context import Context, selection_rules
 from m3jax.model.decoder import Decoder
 from m3jax.model.layers import rope_table
@@ -69,6 +71,7 @@ class M3(WithMedia):
         positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
+        choices: Choices | None = None,
         media: MediaBatch | None = None,
     ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], Cache]:
         """Return the logits of every token.
@@ -81,6 +84,7 @@ class M3(WithMedia):
             logits.
           lengths: valid tokens of each row after this call; all of `tokens` by default. Needed with a cache.
           embeddings: what the first layer reads, from `embed`; by default the tokens' own.
+          choices: experts and blocks that some tokens take in place of those that the model would choose.
           media: the images and videos whose placeholders are in `tokens`, from `m3jax.media.batch`.
 
         Returns:
@@ -93,7 +97,7 @@ class M3(WithMedia):
         """
         if media is not None:
             embeddings = self.embed(tokens, self.features(media), self.places(tokens, media))
-        x, context = self._start(tokens, cache, positions, lengths, embeddings)
+        x, context = self._start(tokens, cache, positions, lengths, embeddings, choices)
         x, cache, *_ = run_layers(self.stacks, x, context, cache, KeepNothing())
         logits = self.unembed(self.final_norm(x))
         return logits if cache is None else (logits, cache)
@@ -105,6 +109,7 @@ class M3(WithMedia):
         positions: Int[Array, "B T"] | None,
         lengths: Int[Array, " B"] | None,
         embeddings: Float[Array, "B T D"] | None,
+        choices: Choices | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B T D"], Context]:
         """Return what the first layer reads, and what all layers of a call share."""
@@ -120,7 +125,7 @@ class M3(WithMedia):
         cos, sin = how.each_token(angles)(positions)  # [B T R] twice: one table for all layers
         places = Places.nowhere(positions) if cache is None else cache.places(positions, lengths)
         rules = selection_rules(config, self.score)
-        context = Context(positions, lengths, cos, sin, places, config, rules, self.dense, how)
+        context = Context(positions, lengths, cos, sin, places, config, rules, self.dense, how, choices)
         return self.embed(tokens) if embeddings is None else embeddings, context
 
     def final_norm(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -171,6 +176,7 @@ class M3(WithMedia):
         positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
+        choices: Choices | None = None,
         probe: Probe | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]]]:
@@ -178,14 +184,14 @@ class M3(WithMedia):
 
         Args:
           tokens: [B T] token ids, right-padded.
-          cache, positions, lengths, embeddings: as in a call.
+          cache, positions, lengths, embeddings, choices: as in a call.
           probe: what to keep of each layer's named values (`m3jax.execution.Probe`); None keeps nothing.
           remat: recompute activations in the backward pass.
 
         Returns:
           (residual stream before the final norm, the new cache or None, what `probe` kept of each stack).
         """
-        x, context = self._start(tokens, cache, positions, lengths, embeddings, remat)
+        x, context = self._start(tokens, cache, positions, lengths, embeddings, choices, remat)
         keep = KeepNothing() if probe is None else KeepOfEach(probe)
         x, cache, kept, _ = run_layers(self.stacks, x, context, cache, keep)
         return x, cache, kept
@@ -222,6 +228,49 @@ class M3(WithMedia):
         x, cache, _, taps = run_layers(self.stacks, x, context, cache, KeepResidual(layers))  # [A + 1, B, T, D]
         return self.final_norm(x), jnp.moveaxis(taps[:-1], 0, 2), cache
 
+    @model_call("names", "layers")
+    def recorded(
+        self,
+        tokens: Int[Array, "B T"],
+        names: tuple[str, ...],
+        layers: tuple[int, ...] = (),
+        *,
+        cache: Cache | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+        choices: Choices | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, dict[str, Array], Cache | None]:
+        """Return the final hidden states, and the choices that the layers made on the way.
+
+        Args:
+          tokens: token ids, right-padded.
+          names: of choices: "expert_ids", "blocks".
+          layers: whose residual stream is kept too, as in `tapped`.
+          cache, positions, lengths, embeddings, choices: as in a call.
+
+        Returns:
+          (residual stream after the final norm, taps or None, choices by name as `Choices` has them, cache).
+
+        Raises:
+          ValueError: another name.
+        """
+        if unknown := [name for name in names if name not in NAMES]:
+            raise ValueError(f"names has {unknown[0]!r}: what can be recorded is {', '.join(NAMES)}")
+        x, context = self._start(tokens, cache, positions, lengths, embeddings, choices)
+        of_each = KeepOfEach(lambda values, _: {name: values[name] for name in names if name in values})
+        keep = KeepBoth(KeepResidual(layers), of_each) if layers else of_each
+        x, cache, kept, taps = run_layers(self.stacks, x, context, cache, keep)
+        records = {}
+        for name, shape in shapes_of(self.config, *tokens.shape).items():
+            if name in names:
+                of_stacks = [of_stack[name] for of_stack in kept if name in of_stack]  # [L B T A], [L B K T J]
+                order = (1, 2, 0, 3) if name == "expert_ids" else (1, 3, 0, 2, 4)
+                records[name] = (
+                    jnp.transpose(jnp.concatenate(of_stacks), order) if of_stacks else jnp.zeros(shape, jnp.int32)
+                )
+        return self.final_norm(x), jnp.moveaxis(taps[:-1], 0, 2) if layers else None, records, cache
+
     @model_call()
     def intermediates(
         self,
@@ -229,13 +278,14 @@ class M3(WithMedia):
         *,
         lengths: Int[Array, " B"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
+        choices: Choices | None = None,
     ) -> dict[str, Array | list[dict[str, Array]]]:
         """Return the named values of every layer, for comparison with another engine.
 
         Args:
           tokens: token ids, right-padded.
           lengths: valid tokens of each row; all by default.
-          embeddings: as in a call.
+          embeddings, choices: as in a call.
 
         Returns:
           "embedding" [B T D], "final_norm" [B T D], "logits" [B T V], and "layers", one dict a layer: input,
@@ -244,7 +294,7 @@ class M3(WithMedia):
           MoE layers expert_ids and expert_weights [B T A].
         """
         embeddings = self.embed(tokens) if embeddings is None else embeddings
-        x, context = self._start(tokens, None, None, lengths, embeddings)
+        x, context = self._start(tokens, None, None, lengths, embeddings, choices)
         x, _, kept, _ = run_layers(self.stacks, x, context, None, KeepOfEach(self._probe))
         final = self.final_norm(x)
         # What was kept is stacked over the layers of each stack: values of sparse layers have other names and shapes.

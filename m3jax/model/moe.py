@@ -24,6 +24,7 @@ def route(
     bias: Float[Array, " E"],
     top_k: int,
     choose: Choose = plain.choose_experts,
+    given_ids: Int[Array, "X A"] | None = None,
 ) -> tuple[Int[Array, "X A"], Float[Array, "X A"]]:
     """Choose experts by sigmoid score plus bias; weigh them by their scores alone, divided by the sum of these.
 
@@ -35,13 +36,17 @@ def route(
       bias: counts in the choice only.
       top_k: A, experts of a token.
       choose: computes the choice from the logits.
+      given_ids: experts that tokens take in place of those with the highest scores; -1 first where none are given.
 
     Returns:
       (ids, weights), best first; of equal scores the lower id. Weights are NaN where a score or its bias is NaN.
     """
     # Tokens are widened to the gate's dtype; the gate is never rounded to theirs.
     logits = project("xd,de->xe", x.astype(gate.dtype), gate)  # [X E]
-    return choose(logits, bias, top_k)
+    expert_ids, weights = choose(logits, bias, top_k)
+    if given_ids is None:
+        return expert_ids, weights
+    return plain.replay_experts(expert_ids, weights, given_ids, logits)
 
 
 class Experts(nnx.Module):
@@ -70,25 +75,40 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(depth, width, config.shared_intermediate_size, make)
 
     def __call__(
-        self, x: Float[Array, "B T D"], config: M3Config, how: Execution
+        self, x: Float[Array, "B T D"], config: M3Config, how: Execution, given_ids: Int[Array, "B T A"] | None = None
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """Return one layer's routed experts, scaled, plus its shared expert, in the accumulator's dtype.
+
+        Args:
+          x: tokens.
+          config: the model's.
+          how: what computes the call.
+          given_ids: as in `route`.
 
         Returns:
           (the sum for each token, what the router chose: expert_ids and expert_weights [B T A]).
         """
         # The only place where a layer's experts are chosen; what follows runs whatever ids it is given.
-        expert_ids, weights = how.each_token(partial(self.route, config=config, how=how))(x)  # [B T A] twice
+        route = how.each_token(partial(self.route, config=config, how=how))
+        expert_ids, weights = route(x) if given_ids is None else route(x, given_ids)  # [B T A] twice
         routed, shared = self.run_experts(x, expert_ids, weights, config, how)
         out = how.each_token(partial(self.add_shared, config=config))(x, routed, shared)
         return out, {"expert_ids": expert_ids, "expert_weights": weights}
 
     def route(
-        self, x: Float[Array, "B T D"], config: M3Config, how: Execution
+        self,
+        x: Float[Array, "B T D"],
+        given_ids: Int[Array, "B T A"] | None = None,
+        *,
+        config: M3Config,
+        how: Execution,
     ) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
         """Return (ids, weights) of the experts that each token chooses, by one layer's router."""
         tokens, bias = x.reshape(-1, x.shape[-1]), self.e_score_correction_bias[...]  # [X D], [E]
-        expert_ids, weights = route(tokens, self.gate[...], bias, config.num_experts_per_tok, how.choose_experts)
+        given_ids = None if given_ids is None else given_ids.reshape(len(tokens), -1)  # [X A]
+        expert_ids, weights = route(
+            tokens, self.gate[...], bias, config.num_experts_per_tok, how.choose_experts, given_ids
+        )
         by_token = (*x.shape[:2], config.num_experts_per_tok)
         return expert_ids.reshape(by_token), weights.reshape(by_token)
 

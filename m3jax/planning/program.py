@@ -17,14 +17,14 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from m3jax.decoding import device
-from m3jax.decoding.sampling import Sampling, SamplingParams
+from m3jax.decoding.sampling import WORD_TOKENS, Sampling, SamplingParams
 from m3jax.model import abstract
 from m3jax.parallel import AXES, sharding
 from m3jax.planning import hlo
 from m3jax.planning.arithmetic import cache_shapes, new_cache
 from m3jax.planning.job import Job
 
-STOP_IDS = 4
+STOP_IDS, _BIASES, _BAD_WORDS = 4, 64, 16
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def topology_mesh(topology: str, sizes: dict[str, int]) -> Mesh:
 def decode(job: Job, mesh: Mesh) -> Any:
     """Trace `device.decode` for one step."""
     state, layout = _state(job, mesh)
-    return device.decode.trace(_model(job, mesh), state, _shape(), max_steps=1, layout=layout)
+    return device.decode.trace(_model(job, mesh), state, _shape(job.batch), max_steps=1, layout=layout)
 
 
 def prefill(job: Job, mesh: Mesh) -> Any:
@@ -108,9 +108,13 @@ def _state(job: Job, mesh: Mesh) -> tuple[device.State, device.Layout]:
 
 
 def _continuations(job: Job, count: int) -> device.Continuations:
-    sampling = SamplingParams.stack([Sampling.greedy()] * count)
-    seen = jax.ShapeDtypeStruct((count, job.config.vocab_size), jnp.bool_)
-    return device.Continuations(sampling, _shape(count, STOP_IDS), _shape(count), _shape(count), seen)
+    return device.Continuations(
+        sampling=SamplingParams.stack([Sampling.greedy()] * count, _BIASES, _BAD_WORDS),
+        stop_ids=_shape(count, STOP_IDS),
+        **dict.fromkeys(("limits", "min_tokens", "top_logprobs", "counts"), _shape(count)),
+        uses=_shape(count, job.config.vocab_size),
+        recent=_shape(count, WORD_TOKENS - 1),
+    )
 
 
 def _shape(*shape: int) -> jax.ShapeDtypeStruct:

@@ -54,16 +54,18 @@ def continuations(
         model, rows=batch, length=length, prefill_chunk=length // 2, prefill_rows=min(batch, 128), steps_per_call=64,
         prefix_cache=False, progress=progress,
     )  # fmt: skip
-    requests = []
+    prompt_of: dict[int, Sequence[int]] = {}
     for row, prompt in enumerate(beginnings):
         sampling = Sampling(temperature=temperatures[row % len(temperatures)], seed=row)
-        requests.append((prompt, engine.add(prompt, Params(max_new_tokens=length - len(prompt), sampling=sampling))))
+        prompt_of[engine.add(prompt, Params(max_new_tokens=length - len(prompt), sampling=sampling))] = prompt
+    texts: dict[int, list[int]] = {}
     with activity(progress) as line:
-        while engine.step():
-            ended = sum(engine.reason(handle) != "unfinished" for _, handle in requests)
-            line.say(f"writing continuations: {ended} of {len(beginnings)}")
-    results = engine.run()
-    return np.asarray([[*prompt, *results[handle].tokens] for prompt, handle in requests], np.int32)
+        while engine.busy:
+            for event in engine.step():
+                if event.generation is not None:
+                    texts[event.handle] = [*prompt_of[event.handle], *event.generation.tokens]
+            line.say(f"writing continuations: {len(texts)} of {len(beginnings)}")
+    return np.asarray([texts[handle] for handle in prompt_of], np.int32)
 
 
 def draft_losses(

@@ -40,3 +40,11 @@ def test_what_is_said_is_read(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(data))
     expected = Defaults({"top_p": 0.5, "temperature": 0}, (1, 2), 8, ("penalty_alpha",))
     assert Defaults.from_pretrained(tmp_path) == expected
+
+
+def test_bad_words_have_the_hubs_name_and_penalties_have_none(unchecked):
+    """What the hub's file does not know is named as left out, not taken for a setting of ours."""
+    found = Defaults.from_dict({"bad_words_ids": [[3], [4, 5]], "presence_penalty": 1.0, "logit_bias": {"3": 1}})
+    assert found == Defaults({"bad_words": [[3], [4, 5]]}, ignored=("logit_bias", "presence_penalty"))
+    with pytest.raises(ValueError, match="bad_words = 7: give sequences of token ids"):
+        Defaults.from_dict({"bad_words_ids": 7})

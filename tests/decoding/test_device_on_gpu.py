@@ -16,7 +16,7 @@ from m3jax.cache import Cache
 from m3jax.decoding import Engine, PromptLookup, Sampling, device
 from m3jax.decoding.device.compiler_options import OPTIONS, STEP_OPTIONS
 from m3jax.decoding.engine import runner
-from m3jax.decoding.sampling import SamplingParams
+from m3jax.decoding.sampling import WORD_TOKENS, SamplingParams
 from m3jax.model import abstract
 from m3jax.ops import measured
 from m3jax.tiles import GPU_OPTIONS, UNTUNED
@@ -39,12 +39,16 @@ def lowered(name: str, max_steps: int = STEPS) -> str:
     pages = Cache.pool(CONFIG, 8, ROWS, BLOCKS)
     sampling = SamplingParams.stack([Sampling.greedy()] * ROWS)
     counts = rows(jnp.int32)
-    continuations = device.Continuations(sampling, rows(jnp.int32, 8), counts, counts, rows(bool, CONFIG.vocab_size))
+    continuations = device.Continuations(
+        sampling, rows(jnp.int32, 8), counts, counts, counts, counts, rows(jnp.int32, CONFIG.vocab_size),
+        rows(jnp.int32, WORD_TOKENS - 1),
+    )  # fmt: skip
+    steps = np.full(ROWS, STEPS, np.int32)
     with jax.sharding.use_abstract_mesh(H200), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
         if name == "decode":
             state = device.State(pages, continuations, counts, counts, counts)
-            traced = device.program("decode", "gpu", "narrow").trace(model, state, np.int32(STEPS), max_steps=max_steps)
+            traced = device.program("decode", "gpu", "narrow").trace(model, state, steps, max_steps=max_steps)
         elif name.endswith("prefill"):
             state = device.State(pages, continuations, counts, counts, counts)
             of_prompt = jax.tree.map(lambda x: x[:1], (counts, rows(jnp.int32, 256), counts, counts, continuations))
@@ -56,7 +60,7 @@ def lowered(name: str, max_steps: int = STEPS) -> str:
             memory = drafter.begin(model, ROWS, BLOCKS * 128)
             state = device.State(drafter.join(model, pages), continuations, counts, counts, counts, memory)
             traced = device.program("decode_in_rounds", "gpu", "narrow").trace(
-                model, drafter, state, np.int32(STEPS), draft_tokens=3, max_rounds=max_steps
+                model, drafter, state, steps, draft_tokens=3, max_rounds=max_steps
             )
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from support import tiny
 from support.compilations import compilations
-from support.engines import CONFIG, SHAPE, engine, finish, params, prompt, quick, serve, temporary_bytes
+from support.engines import CONFIG, SHAPE, engine, finish, no_steps, params, prompt, quick, serve, temporary_bytes
 from support.fake_model import FakeModel
 from support.generation import LETTERS, tokenizer
 
@@ -198,7 +198,7 @@ def test_a_step_makes_no_second_cache():
     chunk = device.Chunk(*(np.zeros(shape, np.int32) for shape in (2, (2, 12), 2, 2)))
     continuations = served._runner.continuations([], 2)
     prefill, cache_bytes = temporary_bytes(device.prefill, served, chunk, continuations)
-    decode, _ = temporary_bytes(device.decode, served, np.int32(0), max_steps=SHAPE["steps_per_call"])
+    decode, _ = temporary_bytes(device.decode, served, no_steps(served), max_steps=SHAPE["steps_per_call"])
     assert cache_bytes == served.cache_bytes > 7e7
     assert max(prefill, decode) < cache_bytes / 30
 
@@ -220,8 +220,8 @@ def test_idle_rows_stay_finite(monkeypatch):
     """T8: rows without a request compute nothing that is NaN, be it thrown away."""
     decode, got = Runner.decode, []
 
-    def note(self, steps):
-        got.append(decode(self, steps))
+    def note(self, *args):
+        got.append(decode(self, *args))
         return got[-1]
 
     monkeypatch.setattr(Runner, "decode", note)

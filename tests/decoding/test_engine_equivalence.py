@@ -22,6 +22,7 @@ from support.engines import (
     assert_stays,
     engine,
     finish,
+    no_steps,
     params,
     places,
     poison,
@@ -42,7 +43,7 @@ WORK = [
     (prompt(1), params(30)),
     (prompt(40), params(60, temperature=1.2, top_k=8, seed=1)),
     (prompt(17), params(60, temperature=0.8, top_p=0.9, min_p=0.01, seed=7)),
-    (prompt(61), params(16, repetition_penalty=1.3)),
+    (prompt(61), params(16, repetition_penalty=1.3, frequency_penalty=0.6, logit_bias={3: 2.0})),
     (prompt(100), params(20, temperature=1.0, seed=5)),
 ]
 Item = tuple[tuple[int, ...], Params]
@@ -216,7 +217,8 @@ def test_freed_pages_are_not_read(share):
     served = engine(model(), prefix_cache=share)
     notes, handles = watch(served), [served.add(*item) for item in WORK]
     poison(served)
-    while served.step():
+    while served.busy:
+        served.step()
         served.check()
         poison(served)
     assert preemptions(served)
@@ -245,7 +247,7 @@ def test_any_companions(mix, share):
         served.check()
     finish(served)
     for i, (number, _) in enumerate(mix):
-        bits = not share and not served._requests[handles[i]].preemptions
+        bits = not share and not served.result(handles[i]).timings.preemptions
         assert_same(outcome(served, notes, handles[i], WORK[number]), alone(number), bits)
 
 
@@ -266,7 +268,7 @@ def test_preempted_and_resumed_is_undisturbed(share):
     served = engine(model(), prefix_cache=share)
     notes = watch(served)
     older, younger = run(served, [WORK[2], WORK[3]], notes)
-    assert [r.preemptions > 0 for r in served._requests.values()] == [False, True]
+    assert [result.timings.preemptions > 0 for result in served._results.values()] == [False, True]
     lengths = {len(tokens) for tokens in notes if tokens[:17] == WORK[3][0]}
     assert any(17 < n < 76 for n in lengths)
     assert_same(older, alone(2), bits=True)
@@ -325,7 +327,7 @@ def test_a_mesh_is_one_device():
         pages.extend(taken, (4096 - left) * SIZE)
         with compilations() as seen:
             found = run(served, WORK, used=4096 - left)
-        temporary, cache_bytes = temporary_bytes(device.decode, served, np.int32(0), max_steps=4)
+        temporary, cache_bytes = temporary_bytes(device.decode, served, no_steps(served), max_steps=4)
     assert seen == []
     assert preemptions(served)
     assert temporary < cache_bytes / 4

@@ -86,7 +86,7 @@ OTHERS = st.tuples(st.sampled_from(("abort", "prefill", "truncate", "copy")), st
 @given(st.lists(ADD, min_size=1, max_size=3), st.lists(st.one_of(ADD, STEP, OTHERS), min_size=5), st.booleans())
 def test_random_lives(first, then, share):
     """Whatever is added, aborted, copied, taken back, preempted: each request gets the beginning of what is its own."""
-    served, numbers = small_engine(share), {}
+    served, numbers, limits = small_engine(share), {}, {}
     for what, which, size in (*first, *then):
         live = [handle for handle in numbers if served.reason(handle) == "unfinished"]
         if what == "add":
@@ -98,6 +98,7 @@ def test_random_lives(first, then, share):
         elif live:
             act(served, what, live[which % len(live)], size, numbers)
         served.check()
+        limits |= {handle: request.params.max_new_tokens for handle, request in served._requests.items()}
         for handle, number in numbers.items():
             assert_beginning(served.result(handle), life(number))
     finish(served)
@@ -106,7 +107,7 @@ def test_random_lives(first, then, share):
         assert_beginning(found, life(number))
         if found.stop_reason != "aborted":
             assert found.stop_reason == "length"
-            assert len(found.tokens) == served._requests[handle].params.max_new_tokens
+            assert len(found.tokens) == limits[handle]
 
 
 def act(served: Engine, what: str, handle: int, size: int, numbers: dict[int, int]) -> None:

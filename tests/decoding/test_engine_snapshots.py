@@ -21,7 +21,7 @@ from support.engines import CONFIG, engine, finish, params, prompt, quick, serve
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.decoding.engine import Snapshot
 from m3jax.decoding.engine.runner import Runner
-from m3jax.decoding.engine.sealed import seal
+from m3jax.decoding.engine.sealed import seal, unseal
 
 WORK = prompt(90), params(20, temperature=0.8, seed=5)  # more than eight pages: two groups
 
@@ -354,3 +354,21 @@ def test_sampling_and_params_survive():
     asked = Params(max_new_tokens=30, sampling=Sampling(**knobs), stop_ids=(3, 4))
     snapshot = replace(exported(), params=asked)
     assert Snapshot.from_bytes(snapshot.to_bytes()).params == asked
+
+
+def test_snapshots_hold_the_settings_and_read_older_bytes():
+    """Bytes from before there were these settings have none: they are off."""
+    knobs = dict(presence_penalty=1.0, frequency_penalty=-1.0, logit_bias={3: -5.0, 1: 2.0}, bad_words=((1, 2), (3,)))
+    asked = Params(max_new_tokens=30, sampling=Sampling(**knobs), min_tokens=3, ignore_eos=True, top_logprobs=4)
+    whole = exported()
+    top = tuple({token: -0.5, (token + 1) % CONFIG.vocab_size: -2.0} for token in whole.new)
+    snapshot = Snapshot.from_bytes(replace(whole, params=asked, top_logprobs=top).to_bytes())
+    assert snapshot.params == asked and snapshot.top_logprobs == top
+
+    arrays, header = unseal(whole.to_bytes())
+    header["params"] = {name: header["params"][name] for name in ("max_new_tokens", "sampling", "stop_ids")}
+    new = ("presence_penalty", "frequency_penalty", "logit_bias", "bad_words")
+    header["params"]["sampling"] = {k: v for k, v in header["params"]["sampling"].items() if k not in new}
+    del header["top_logprobs"]
+    older = Snapshot.from_bytes(seal(arrays, header))
+    assert older.params == whole.params and older.top_logprobs == ()

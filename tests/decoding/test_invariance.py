@@ -23,7 +23,16 @@ BASE = prompt(100, seed=9)
 LIVES = [
     (prompt(5), {}),
     (prompt(1), dict(temperature=1.0, seed=1)),
-    (prompt(17), dict(repetition_penalty=1.3)),
+    (
+        prompt(17),
+        dict(
+            repetition_penalty=1.3,
+            frequency_penalty=0.7,
+            presence_penalty=0.3,
+            logit_bias={3: 2.0, 8: -1.3},
+            bad_words=((5,), (9, 11)),
+        ),
+    ),
     (BASE[:40], {}),
     (BASE[:61], dict(temperature=1.1, seed=3)),
     (BASE, dict(temperature=1.0, top_k=5, seed=4)),

@@ -15,7 +15,7 @@ from support.lowering import array, lower
 
 from m3jax.cache import measure_scales
 from m3jax.completion import generate
-from m3jax.decoding import Eagle3Drafter, Engine, Params, PromptLookup, Sampling, SamplingParams, sample
+from m3jax.decoding import DrawContext, Eagle3Drafter, Engine, Params, PromptLookup, Sampling, SamplingParams, sample
 from m3jax.decoding.device.compiler_options import CPU_DECODE_OPTIONS
 from m3jax.decoding.sampling import has_distribution, row_keys
 from m3jax.decoding.speculation.verify import Proposal, verify
@@ -86,8 +86,8 @@ def test_verification_ends_at_a_bad_logit(seed, vocab, temperature, bad):
     column = rng.integers(4)
     best = logits.argmax(-1)[:, :3].astype(np.int32)
     logits[1, column, rng.integers(vocab)] = bad
-    params, seen = stacked(*[Sampling(temperature=temperature, top_k=1)] * 2), jnp.zeros((2, vocab), bool)
-    found = _verify(logits, Proposal(jnp.asarray(best)), params, seen, jnp.zeros(2, jnp.int32))
+    params = stacked(*[Sampling(temperature=temperature, top_k=1)] * 2)
+    found = _verify(logits, Proposal(jnp.asarray(best)), params, DrawContext(), jnp.zeros(2, jnp.int32))
     ended = int(found.accepted[1])
     assert ended <= column
     assert int(found.tokens[1, ended]) == (-1 if ended == column else best[1, ended])

@@ -1,6 +1,7 @@
 """Sampling against a NumPy reference, its statistics, and its independence of the batch."""
 
 from dataclasses import fields, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +9,36 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.sampling_reference import reference
+from support.sampling_reference import edited, reference
 
 from m3jax import cli
-from m3jax.decoding import Sampling, SamplingParams, filtered_logits, row_keys, sample
+from m3jax.decoding import DrawContext, Sampling, SamplingParams, filtered_logits, row_keys, sample
 from m3jax.decoding.sampling import KNOBS as KNOB_NAMES
-from m3jax.decoding.sampling import SamplingKnobs, as_sampling, as_samplings, compute_both
+from m3jax.decoding.sampling import (
+    WORD_TOKENS,
+    SamplingKnobs,
+    as_sampling,
+    as_samplings,
+    compute_both,
+    count_uses,
+    edited_logits,
+    edits_logits,
+    sample_with_top,
+)
 
 V = 16
 RNG_LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
 OFF = Sampling()
 
 
-def probabilities(logits, rows, seen=None):
-    out = jax.jit(filtered_logits)(np.atleast_2d(logits), SamplingParams.stack(rows), seen)
+def probabilities(logits, rows, context=None):
+    out = jax.jit(filtered_logits)(np.atleast_2d(logits), SamplingParams.stack(rows), context)
     return np.asarray(jax.nn.softmax(out, axis=-1))
+
+
+def in_prompt(seen):
+    """The context of rows whose prompt has some tokens, and that have no new ones."""
+    return DrawContext(uses=np.asarray(seen, np.int32))
 
 
 TIES = np.array([1, 3, 3, 3, 0, 0, 2, 2, 3, 1, 1, 1, 0, 2, 0, 0], np.float32)
@@ -50,6 +66,7 @@ CASES = {
 
 KNOBS = [*CASES.values(), Sampling.greedy(repetition_penalty=1.7), Sampling(top_k=3, repetition_penalty=0.6)]
 SAMPLE_BY = jax.jit(sample, static_argnames="cond")
+FILTER_BY = jax.jit(filtered_logits, static_argnames="cond")
 
 
 @pytest.mark.parametrize("logits", [RNG_LOGITS, TIES], ids=["random", "ties"])
@@ -73,8 +90,8 @@ def test_repetition_penalty_acts_first(penalty, temperature, positive):
     seen = np.zeros((1, V), bool)
     seen[0, best[[0, 1, 2, -1]]] = True
     case = Sampling(temperature=temperature, top_k=6, top_p=0.9, repetition_penalty=penalty)
-    expected = reference(logits, case, seen[0])
-    np.testing.assert_allclose(probabilities(logits, [case], seen)[0], expected, rtol=1e-4, atol=1e-7)
+    expected = reference(logits, case, prompt=np.flatnonzero(seen[0]).tolist())
+    np.testing.assert_allclose(probabilities(logits, [case], in_prompt(seen))[0], expected, rtol=1e-4, atol=1e-7)
 
 
 @given(
@@ -92,6 +109,113 @@ def test_any_combination_matches_the_reference(seed, temperature, top_k, top_p, 
     np.testing.assert_allclose(probabilities(logits, [case])[0], reference(logits, case), rtol=1e-4, atol=1e-5)
 
 
+IDS = st.integers(0, V - 1)
+SLOTS = dict(num_biases=3, num_bad_words=3)
+EDITS = st.fixed_dictionaries(
+    dict(
+        repetition_penalty=st.sampled_from([None, 0.7, 1.5]),
+        presence_penalty=st.sampled_from([None, -2, 0.5, 2.0]),
+        frequency_penalty=st.sampled_from([None, -0.25, 1.75]),
+        logit_bias=st.none() | st.dictionaries(IDS, st.sampled_from([-100.0, -1.5, 0.0, 3.0]), max_size=3),
+        bad_words=st.none() | st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=3),
+    )
+)
+ROW = st.fixed_dictionaries(
+    dict(
+        prompt=st.lists(st.integers(0, 3), max_size=9),
+        new=st.lists(st.integers(0, 3), max_size=9),
+        stop_ids=st.lists(IDS, max_size=2),
+        min_tokens=st.integers(0, 6),
+        allowed=st.none() | st.sets(IDS, max_size=V),
+    )
+)
+
+
+def context_of(rows, num_later=0, vocab=V):
+    """The context of rows as an engine has it; of the new tokens the last `num_later` are in `later`."""
+    known = [row["new"][: max(len(row["new"]) - num_later, 0)] for row in rows]
+    later = [row["new"][len(new) :] for row, new in zip(rows, known, strict=True)]
+    texts = [[*row["prompt"], *new] for row, new in zip(rows, known, strict=True)]
+    padded = lambda lists, width: np.array([[*ids, *[-1] * (width - len(ids))] for ids in lists], np.int32)
+    recent = [[-1] * (WORD_TOKENS - 1 - len(text)) + text[-(WORD_TOKENS - 1) :] for text in texts]
+    allowed = [set(range(vocab)) if row["allowed"] is None else row["allowed"] for row in rows]
+    return DrawContext(
+        row=np.arange(len(rows), dtype=np.int32),
+        later=padded(later, num_later),
+        uses=np.stack([count_uses(row["prompt"], new, vocab) for row, new in zip(rows, known, strict=True)]),
+        recent=np.array(recent, np.int32),
+        counts=np.array([len(new) for new in known], np.int32),
+        min_tokens=np.array([row["min_tokens"] for row in rows], np.int32),
+        stop_ids=padded([row["stop_ids"] for row in rows], 2),
+        mask=np.stack([bits(ids, vocab) for ids in allowed]),
+    )
+
+
+def bits(allowed, vocab=V):
+    """A mask of these tokens; what lies past the vocabulary is set, and must not matter."""
+    flags = np.isin(np.arange(-(-vocab // 32) * 32), [*allowed, *range(vocab, vocab + 32)])
+    return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
+
+
+_edited = jax.jit(edited_logits)
+
+
+TWO = dict(min_size=2, max_size=2)
+
+
+@given(st.integers(0, 99), st.lists(EDITS, **TWO), st.lists(ROW, **TWO), st.integers(0, 2))
+def test_what_acts_before_the_temperature_matches_the_reference(seed, knobs, rows, num_later):
+    """Bias, penalties, bad words, minimum and mask, in any combination, with tokens that came since the context."""
+    logits = np.random.default_rng(seed).normal(size=(2, V)).astype(np.float32) * 3
+    settings = [Sampling(**of_row) for of_row in knobs]
+    found = np.asarray(_edited(logits, SamplingParams.stack(settings, **SLOTS), context_of(rows, num_later)))
+    for row, (setting, text) in enumerate(zip(settings, rows, strict=True)):
+        expected = edited(logits[row], setting, **text)
+        np.testing.assert_allclose(found[row], expected, rtol=1e-5, atol=1e-5, err_msg=f"row {row}: {setting}, {text}")
+
+
+@pytest.mark.parametrize("cond", [jax.lax.cond, compute_both])
+def test_rows_that_edit_nothing_keep_their_bits(cond):
+    """Beside a row that does, and alone: the same logits, to the bit, as without a context."""
+    rng = np.random.default_rng(5)
+    logits, plain = rng.normal(size=(2, V)).astype(np.float32), Sampling(temperature=0.7, top_p=0.9)
+    texts = [dict(prompt=[1, 2], new=[3, 3], stop_ids=[4], min_tokens=0, allowed=None)] * 2
+    settings = [plain, Sampling(frequency_penalty=1.0, logit_bias={3: 5.0})]
+    params = SamplingParams.stack(settings, **SLOTS)
+    beside = replace(context_of(texts), is_edited=np.asarray(edits_logits(params)))
+    found = np.asarray(FILTER_BY(logits, params, beside, cond=cond))
+    np.testing.assert_array_equal(found[0], np.asarray(FILTER_BY(logits[:1], SamplingParams.stack([plain]), None))[0])
+    assert np.abs(found[1] - np.asarray(FILTER_BY(logits, params, None))[1]).max() > 0.5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_an_allowed_token_is_no_token(temperature):
+    """Not the token of id 0; and not a row without a distribution, which has another name."""
+    logits = np.stack([RNG_LOGITS] * 3)
+    logits[2, 3] = np.nan
+    texts = [dict(prompt=[1], new=[], stop_ids=[], min_tokens=0, allowed=ids) for ids in (None, (), ())]
+    assert draw(logits, [Sampling(temperature=temperature)] * 3, [1, 1, 1], context_of(texts))[1:].tolist() == [-2, -1]
+    every = Sampling(temperature=temperature, bad_words=[(i,) for i in range(V)])
+    assert draw(logits[:1], [every], [1], context_of(texts[:1])).tolist() == [-2]
+
+
+def test_the_most_probable_tokens():
+    """Best first, of equal ones the lower id, of the model's own logits; where no row asks they are not computed."""
+    logits = np.stack([TIES, RNG_LOGITS])
+    params, keys = (
+        SamplingParams.stack([Sampling(temperature=0.5)] * 2),
+        row_keys(np.zeros(2, np.uint32), np.arange(2, dtype=np.int32)),
+    )
+    top = jax.jit(partial(sample_with_top, num_top=20))
+    tokens, ids, values = top(logits, params, keys, None, np.array([True, False]))
+    for row in range(2):
+        order = sorted(range(V), key=lambda i: (-logits[row, i], i))
+        assert ids[row, :V].tolist() == order and ids[row, V:].tolist() == [-1] * 4
+        np.testing.assert_array_equal(values[row, :V], logits[row, order])
+    plain, ids, _ = top(logits, params, keys, None, np.zeros(2, bool))
+    assert not ids.any() and plain.tolist() == tokens.tolist()
+
+
 @given(seed=st.integers(0, 99), knobs=st.lists(st.sampled_from(KNOBS), min_size=4, max_size=4))
 def test_without_conditions_the_same_tokens_are_drawn(seed, knobs):
     """A GPU's prefill computes what no row asks for, rather than have the host wait: nobody's token may change."""
@@ -99,8 +223,8 @@ def test_without_conditions_the_same_tokens_are_drawn(seed, knobs):
     logits = rng.integers(0, 6, (4, V)).astype(np.float32) / 2
     logits[3, rng.integers(V)] = rng.choice([np.nan, np.inf, -np.inf])
     params, seen = SamplingParams.stack(knobs), rng.random((4, V)) < 0.3
-    keys = row_keys(params.seed, np.arange(4, dtype=np.int32))
-    expected, found = (SAMPLE_BY(logits, params, keys, seen, cond=cond) for cond in (jax.lax.cond, compute_both))
+    keys, context = row_keys(params.seed, np.arange(4, dtype=np.int32)), in_prompt(seen)
+    expected, found = (SAMPLE_BY(logits, params, keys, context, cond=cond) for cond in (jax.lax.cond, compute_both))
     assert found.tolist() == expected.tolist()
 
 
@@ -140,7 +264,7 @@ def test_same_order_and_meaning_as_transformers():
     ):
         scores = step(torch.tensor([prompt]), scores)
     expected = torch.softmax(scores, -1).numpy()
-    np.testing.assert_allclose(probabilities(RNG_LOGITS, [case], seen), expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(probabilities(RNG_LOGITS, [case], in_prompt(seen)), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_knobs_are_per_row_and_rows_do_not_meet():
@@ -153,12 +277,12 @@ def test_knobs_are_per_row_and_rows_do_not_meet():
 
 
 @jax.jit
-def one_draw(logits, params, positions, seen):
-    return sample(logits, params, row_keys(params.seed, positions), seen)
+def one_draw(logits, params, positions, context):
+    return sample(logits, params, row_keys(params.seed, positions), context)
 
 
-def draw(logits, rows, positions, seen=None):
-    return np.asarray(one_draw(logits, SamplingParams.stack(rows), np.asarray(positions, np.int32), seen))
+def draw(logits, rows, positions, context=None):
+    return np.asarray(one_draw(logits, SamplingParams.stack(rows), np.asarray(positions, np.int32), context))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +365,7 @@ def test_a_tiny_temperature_is_greedy_in_effect(temperature):
 def test_huge_knobs_stay_finite():
     rows = [Sampling(temperature=1e300), Sampling(repetition_penalty=1e300), Sampling(top_k=2**31 - 1)]
     logits = np.broadcast_to(RNG_LOGITS, (3, V))
-    assert (draw(logits, rows, [0, 1, 2], np.zeros((3, V), bool)) >= 0).all()
+    assert (draw(logits, rows, [0, 1, 2], in_prompt(np.zeros((3, V)))) >= 0).all()
 
 
 def test_half_precision_logits_are_filtered_in_float32():
@@ -310,6 +434,49 @@ def test_what_is_no_single_number_is_refused():
             Sampling(temperature=value)
     with pytest.raises(ValueError, match=r"top_k = 2\.0: must be an integer"):
         Sampling(top_k=jnp.float32(2.0))
+
+
+def test_biases_and_bad_words_are_kept_sorted_and_hashable():
+    """However they were given: equal settings are equal."""
+    found = Sampling(logit_bias={9: 1, np.int64(2): np.float32(-0.5)}, bad_words=[[3], np.array([4, 5]), (3,)])
+    assert found == Sampling(logit_bias=[(2, -0.5), (9, 1.0)], bad_words=((3,), (4, 5)))
+    assert len({found, replace(found, logit_bias=dict(found.logit_bias))}) == 1
+    assert found.logit_bias == ((2, -0.5), (9, 1.0)) and found.bad_words == ((3,), (4, 5))
+    assert Sampling(logit_bias={}, bad_words=()) == Sampling()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (dict(presence_penalty=2.5), "presence_penalty = 2.5: must be at least -2 and at most 2"),
+        (dict(frequency_penalty=np.nan), "frequency_penalty = nan: must be at least -2 and at most 2"),
+        (dict(logit_bias={3: 101}), r"logit_bias\[3\] = 101: must be at least -100 and at most 100"),
+        (dict(logit_bias={-1: 1.0}), "a token id of logit_bias = -1: must be an integer from 0"),
+        (dict(logit_bias={"3": 1.0}), "a token id of logit_bias = '3': must be an integer from 0"),
+        (dict(logit_bias={3: None}), r"logit_bias\[3\] = None: must be"),
+        (dict(logit_bias=[(3, 1.0), (3, 2.0)]), "logit_bias has token 3 twice"),
+        (dict(logit_bias=[3]), r"logit_bias = \[3\]: give numbers by token id"),
+        (dict(bad_words=[3]), r"bad_words = \[3\]: give sequences of token ids"),
+        (dict(bad_words=[[]]), r"bad_words = \[\[\]\]: give sequences of token ids"),
+        (dict(bad_words=[[True]]), "a token id of bad_words = True: must be an integer from 0"),
+        (dict(bad_words="word"), "bad_words = 'word': give sequences of token ids"),
+    ],
+)
+def test_what_is_no_bias_penalty_or_word(unchecked, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**knobs)
+
+
+def test_the_command_line_reads_biases_and_words():
+    read = lambda *flags: vars(cli.parser().parse_args(["--prompt", "a", *flags]))
+    assert read("--logit-bias", "9=1,2=-0.5")["logit_bias"] == ((9, 1.0), (2, -0.5))
+    assert read("--bad-words", "12 7,9")["bad_words"] == ((12, 7), (9,))
+    assert read("--min-tokens", "3", "--ignore-eos", "--top-logprobs", "4").items() >= {
+        "min_tokens": 3, "ignore_eos": True, "top_logprobs": 4
+    }.items()  # fmt: skip
+    for flags in (("--logit-bias", "9"), ("--bad-words", "a b")):
+        with pytest.raises(ValueError, match=f"argument {flags[0]}: {flags[1]}: write "):
+            read(*flags)
 
 
 def test_an_object_or_keywords():

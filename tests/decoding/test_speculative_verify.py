@@ -9,7 +9,8 @@ import pytest
 from support import drafts, tiny
 from support.sampling_reference import reference
 
-from m3jax.decoding import Eagle3Drafter, Sampling, SamplingParams
+from m3jax.decoding import DrawContext, Eagle3Drafter, Sampling, SamplingParams
+from m3jax.decoding.sampling import WORD_TOKENS, count_uses
 from m3jax.decoding.speculation.verify import DRAFT as DRAFT_KEYS
 from m3jax.decoding.speculation.verify import Proposal, position_keys, verify
 
@@ -25,13 +26,16 @@ KNOBS = {
     "top-k 5": Sampling(top_k=5),
     "top-p 0.7": Sampling(top_p=0.7, temperature=1.4),
     "min-p 0.1, warm": Sampling(min_p=0.1, temperature=0.7),
+    "bias, bad words": Sampling(logit_bias={3: 2.0, 5: -3.0}, bad_words=((7,),), top_k=9),
 }
+PENALTIES = Sampling(frequency_penalty=1.0, presence_penalty=0.5, repetition_penalty=1.2, bad_words=((6, 4), (4, 4)))
+EMPTY = DrawContext(recent=np.full((1, WORD_TOKENS - 1), -1, np.int32))  # of a text without tokens
 # Of a chi-square variable with 15 degrees of freedom, exceeded once in 10,000 times.
 LIMIT = 44.3
 
 
 @partial(jax.jit, static_argnames="rule")
-def emitted(params, seeds, rule):
+def emitted(params, seeds, rule, context=EMPTY):
     """Tokens [DRAWS X] and how many were accepted, each row with a seed of its own."""
     rows = len(seeds)
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), params)
@@ -43,8 +47,8 @@ def emitted(params, seeds, rule):
     proposal = Proposal(drawn, log_q) if rule == "drawn" else Proposal(best)
     params = SamplingParams(**{**vars(params), "seed": seeds})
     logits = jnp.broadcast_to(TARGET, (rows, K + 1, V))
-    seen = jnp.zeros((rows, V), bool)
-    return verify(logits, proposal, params, seen, jnp.full(rows, POSITION, jnp.int32))
+    context = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), context)
+    return verify(logits, proposal, params, context, jnp.full(rows, POSITION, jnp.int32))
 
 
 def chi_square(tokens, p):
@@ -69,6 +73,28 @@ def test_tokens_have_the_targets_distribution(rule, knobs):
     assert len(tokens[accepted >= 1]) > 2000
 
 
+@pytest.mark.parametrize("rule", ["drawn", "best"])
+def test_penalties_count_what_was_accepted(rule):
+    """The second token has the distribution that plain decoding gives it after each first one, as far as it comes."""
+    prompt, new = [2, 6], [6]
+    context = DrawContext(
+        uses=count_uses(prompt, new, V)[None],
+        recent=np.array([[-1] * (WORD_TOKENS - 4) + prompt + new], np.int32),
+        counts=np.ones(1, np.int32),
+        min_tokens=np.full(1, 2, np.int32),
+        stop_ids=np.array([[TARGET[0].argmax()]], np.int32),
+    )
+    found = emitted(SamplingParams.stack([PENALTIES]), np.arange(DRAWS, dtype=np.uint32), rule, context)
+    accepted, tokens = np.asarray(found.accepted), np.asarray(found.tokens)
+    rest = dict(prompt=prompt, stop_ids=context.stop_ids[0].tolist(), min_tokens=2)
+    assert chi_square(tokens[:, 0], reference(TARGET[0], PENALTIES, new=new, **rest)) < LIMIT
+    firsts = [first for first in range(V) if np.sum((tokens[:, 0] == first) & (accepted >= 1)) > 2000]
+    for first in firsts:
+        kept = tokens[(tokens[:, 0] == first) & (accepted >= 1), 1]
+        assert chi_square(kept, reference(TARGET[1], PENALTIES, new=[*new, first], **rest)) < LIMIT, first
+    assert firsts or rule == "best"
+
+
 def test_the_counting_can_fail():
     """A rule that takes the refused token's place from p itself is told apart."""
     p = reference(TARGET[0], Sampling())
@@ -91,7 +117,7 @@ def test_acceptance_is_what_the_rule_says():
 def drawn_by_eagle3(model, drafter, memory, seeds):
     """Rows' knobs, and a proposal of EAGLE3 to each, all after one output of the draft [D]."""
     rows = len(seeds)
-    stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, rows), SamplingParams.stack([Sampling()]))
+    stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), SamplingParams.stack([Sampling()]))
     params = SamplingParams(**{**vars(stacked), "seed": seeds})
     newest, lengths = jnp.zeros(rows, jnp.int32), jnp.full(rows, POSITION - 1, jnp.int32)  # as a round passes them
     cache = drafter.join(model, model.new_cache(1, rows, 1))  # not read: the only proposal is picked from the memory
@@ -114,7 +140,7 @@ def test_the_token_after_a_refusal_does_not_depend_on_the_drafts_draw():
     p[[second, last]] += p[best] / 2
     p[best] = 0
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (DRAWS, 2, V))
-    found = _verify(logits, proposal, params, jnp.zeros((DRAWS, V), bool), jnp.full(DRAWS, POSITION, jnp.int32))
+    found = _verify(logits, proposal, params, DrawContext(), jnp.full(DRAWS, POSITION, jnp.int32))
     tokens = np.asarray(found.tokens)[:, 0]
     corrections = tokens[np.asarray(found.accepted) == 0]
     assert set(corrections.tolist()) == {second, last} and len(corrections) > 10_000
@@ -126,11 +152,13 @@ def test_the_token_after_a_refusal_does_not_depend_on_the_drafts_draw():
 
 def check(proposed, sampling=GREEDY, logits=TARGET, seen=()):
     """One row's verdict."""
-    mask = np.zeros((1, V), bool)
-    mask[0, list(seen)] = True
+    uses = np.zeros((1, V), np.int32)
+    uses[0, list(seen)] = 1
     proposal = Proposal(jnp.asarray([proposed], jnp.int32))
     params = jax.tree.map(jnp.asarray, SamplingParams.stack([sampling]))
-    found = _verify(jnp.asarray(logits)[None], proposal, params, jnp.asarray(mask), jnp.zeros(1, jnp.int32))
+    found = _verify(
+        jnp.asarray(logits)[None], proposal, params, DrawContext(uses=jnp.asarray(uses)), jnp.zeros(1, jnp.int32)
+    )
     count = int(found.accepted[0])
     return count, found.tokens[0, : count + 1].tolist(), found.logprobs[0, : count + 1]
 
@@ -189,7 +217,8 @@ def test_a_sampled_row_is_alone_in_every_place():
     def verdicts(order):
         params = jax.tree.map(jnp.asarray, SamplingParams.stack([samplings[row] for row in order]))
         proposal = Proposal(jnp.asarray(tokens[order]), jnp.asarray(log_q[order]))
-        found = _verify(jnp.asarray(logits[order]), proposal, params, jnp.asarray(seen[order]), positions[order])
+        context = DrawContext(uses=jnp.asarray(seen[order], jnp.int32))
+        found = _verify(jnp.asarray(logits[order]), proposal, params, context, positions[order])
         return [jax.tree.map(lambda x, place=place: np.asarray(x[place]), found) for place in range(rows)]
 
     alone = [verdicts([row] * rows)[0] for row in range(rows)]
@@ -223,7 +252,7 @@ def test_equal_distributions_accept_everything():
     log_p = jax.nn.log_softmax(jnp.broadcast_to(jnp.asarray(TARGET), (rows, K + 1, V)))
     drawn = jax.random.categorical(jax.random.key(0), log_p[:, :K]).astype(jnp.int32)
     params = jax.tree.map(jnp.asarray, SamplingParams.stack([Sampling(seed=i) for i in range(rows)]))
-    rest = params, jnp.zeros((rows, V), bool), jnp.zeros(rows, jnp.int32)
+    rest = params, DrawContext(), jnp.zeros(rows, jnp.int32)
     found = _verify(log_p, Proposal(drawn, log_p[:, :K]), *rest)
     assert float(jnp.mean(found.accepted == K)) > 0.999
     assert int(found.tokens.min()) >= 0

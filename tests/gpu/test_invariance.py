@@ -19,7 +19,7 @@ from m3jax import M3Config, quantize
 from m3jax.cache import Places
 from m3jax.decoding import Engine, Generation, Params, Sampling
 from m3jax.decoding.device.step import draw_token
-from m3jax.decoding.sampling import SamplingParams
+from m3jax.decoding.sampling import DrawContext, SamplingParams
 from m3jax.model import M3, init
 from m3jax.model.context import Context, selection_rules
 from m3jax.model.layers import rope_table
@@ -156,10 +156,11 @@ def arrays_and_parts(model: M3, rng: np.random.Generator):
 
     def draw(weights, rows):
         x, positions = rows["x"].reshape(-1, width), rows["positions"].reshape(-1)
-        seen = jnp.zeros((len(x), config.vocab_size), bool)
         sampling = SamplingParams.stack([Sampling(temperature=1.0, seed=1)] * len(x))
-        drawn = draw_token(weights["model"], x, jax.tree.map(jnp.asarray, sampling), seen, positions)
-        return [y.reshape(rows["positions"].shape) for y in drawn]
+        nothing = jnp.zeros(len(x), bool)
+        context, sampling = DrawContext(is_edited=nothing), jax.tree.map(jnp.asarray, sampling)
+        drawn = draw_token(weights["model"], x, sampling, context, positions, wants_top=nothing, num_top=0)
+        return [y.reshape(rows["positions"].shape) for y in drawn[:2]]
 
     def attend_to_blocks(weights, rows):
         chosen = rows["blocks"].swapaxes(1, 2)

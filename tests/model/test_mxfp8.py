@@ -265,13 +265,13 @@ def test_activations_are_quantized_where_they_are_asked_to_be(kept, plain):
     is_array = lambda leaf: isinstance(leaf, MXFP8Array)
     arrays = [leaf for leaf in jax.tree.leaves(asked, is_leaf=is_array) if is_array(leaf)]
     assert len(arrays) == 19 and {array.activations for array in arrays} == {"mxfp8"}
-    run = jax.jit(lambda mlp, x: jax.tree.map(lambda leaf: leaf[0], mlp)(x, 1.7, 7.0))
+    run = jax.jit(lambda mlp, x: jax.tree.map(lambda leaf: leaf[0], mlp)(x, CONFIG))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 48)), jnp.float32)
     found, left = run(asked.stacks[0].mlp, x), run(kept.stacks[0].mlp, x)
     assert not same_bits(found, left)
     rounded = _dequantize(_quantize_blocks(x), "float32")
     gate, up = (_dequantize(getattr(kept.stacks[0].mlp, name)[...][0], "float32") for name in ("gate_proj", "up_proj"))
-    hidden = swiglu_oai(rounded @ gate, rounded @ up, 1.7, 7.0)
+    hidden = swiglu_oai(rounded @ gate, rounded @ up, CONFIG.swiglu_alpha, CONFIG.swiglu_limit)
     hidden = _dequantize(_quantize_blocks(hidden), "float32")
     down = _dequantize(kept.stacks[0].mlp.down_proj[...][0], "float32")
     np.testing.assert_allclose(found, hidden @ down, rtol=1e-4, atol=1e-4)

@@ -213,7 +213,7 @@ def test_prefill_and_decode_lower_for_a_gpu_with_kernels(dtype, unchecked):
     with on_a_gpu():
         programs = [
             device.prefill.trace(weights, runner.state, chunk, runner.continuations([], 1)),
-            device.decode.trace(weights, runner.state, np.int32(4), 4),
+            device.decode.trace(weights, runner.state, np.full(runner.shapes.batch, 4, np.int32), 4),
         ]
         texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in programs]
     names = ("index_topk", "query_union", "dense_causal"), ("index_score_decode", "sparse_decode")

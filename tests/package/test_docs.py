@@ -18,7 +18,9 @@ PAGES = sorted(
 )
 DOCUMENTS = ["CONTRIBUTING.md", "README.md", "vectors/README.md", *PAGES]
 NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.py"))
-WITH_PYTHON = ("docs/chat.md", "docs/chat_output.md", "docs/media.md", "docs/msa.md", "docs/vision.md")
+WITH_PYTHON = (
+    *("docs/chat.md", "docs/chat_output.md", "docs/media.md", "docs/msa.md", "docs/sampling.md", "docs/vision.md"),
+)
 GENERATE = "m3jax generate "
 PLAN = "m3jax plan "
 

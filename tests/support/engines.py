@@ -47,9 +47,9 @@ def serve(engine: Engine, *work: tuple[Sequence[int], Params]) -> list[Generatio
 def finish(engine: Engine, used: int = 0) -> None:
     """Step to the end, which must come; pages are checked after every step, and none is lost."""
     for _ in range(1000):
-        more = engine.step()
+        engine.step()
         engine.check()
-        if not more:
+        if not engine.busy:
             break
     assert not engine.busy
     assert engine.pages["used"] == used
@@ -67,7 +67,8 @@ def assert_stays(engine: Engine, before: Sequence[Sharding]) -> None:
 
 
 def preemptions(engine: Engine) -> int:
-    return sum(request.preemptions for request in engine._requests.values())
+    generations = [*engine._results.values(), *(request.generation for request in engine._requests.values())]
+    return sum(generation.timings.preemptions for generation in generations)
 
 
 def poison(engine: Engine, value: float = np.nan) -> None:
@@ -103,15 +104,20 @@ _QUICK_PROGRAMS = {
         getattr(device, name).__wrapped__, donate_argnames="state", static_argnames=statics, compiler_options=QUICK
     )
     for name, statics in (
-        ("prefill", ("layout", "types")),
-        ("decode", ("max_steps", "layout", "types")),
-        ("decode_in_rounds", ("draft_tokens", "max_rounds", "layout", "types")),
+        ("prefill", ("num_top", "records", "layout", "types")),
+        ("decode", ("max_steps", "num_top", "records", "layout", "types")),
+        ("decode_in_rounds", ("draft_tokens", "max_rounds", "num_top", "records", "layout", "types")),
     )
 }
 
 
 def _quick_program(name: str, *of_platform):
     return _QUICK_PROGRAMS.get(name) or program(name, *of_platform)
+
+
+def no_steps(engine: Engine) -> np.ndarray:
+    """Return the steps of each row in a call that does nothing."""
+    return np.zeros(engine.shapes.batch, np.int32)
 
 
 def temporary_bytes(program, engine: Engine, *args, **statics) -> tuple[int, int]:

@@ -57,6 +57,12 @@ def nan_first(x, rule):
     return wrong
 
 
+def high_bits_first(mask):
+    """Words whose 32 bits are in the other order."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little").reshape(*mask.shape, 32)
+    return np.packbits(bits[..., ::-1], axis=-1, bitorder="little").view(np.uint32)[..., 0]
+
+
 def drawn_from_p(x, rule):
     """Tokens where no proposal takes anything from p: what would be drawn in the columns of refusals."""
     refused = np.where(np.arange(3) < x["accepted"][:, None], x["proposals"], -1)
@@ -239,6 +245,36 @@ PLANTED = {
         lambda x, rule: again(x, rule, "sampling", repetition_penalty=np.ones(14))["kept"],
         "numbers differ",
     ),
+    "the penalties count the prompt": (
+        "sampling/edits",
+        "probabilities",
+        lambda x, rule: again(x, rule, "sampling", new=np.concatenate([x["prompt"], x["new"]], 1))["probabilities"],
+        "numbers differ",
+    ),
+    "a bad word's beginning is not looked at": (
+        "sampling/edits",
+        "kept",
+        lambda x, rule: again(x, rule, "sampling", bad_words=np.where(np.arange(8) < 7, -1, x["bad_words"]))["kept"],
+        "numbers differ",
+    ),
+    "a mask is read from its high bits": (
+        "sampling/edits",
+        "kept",
+        lambda x, rule: again(x, rule, "sampling", mask=high_bits_first(x["mask"]))["kept"],
+        "numbers differ",
+    ),
+    "no minimum of tokens": (
+        "verification/edited_point_mass",
+        "tokens",
+        lambda x, rule: again(x, rule, "verification", min_tokens=0 * x["min_tokens"])["tokens"],
+        "numbers differ",
+    ),
+    "no frequency penalty in verification": (
+        "verification/edited_drafted",
+        "tokens",
+        lambda x, rule: again(x, rule, "verification", frequency_penalty=0 * x["frequency_penalty"])["tokens"],
+        "numbers differ",
+    ),
     "uniform numbers of the row before": (
         "sampling/knobs",
         "tokens",
@@ -303,7 +339,7 @@ def test_a_planted_bug_is_found(mistake, tmp_path, capsys):
         value = np.ascontiguousarray(value)
         file.write_bytes(packed({name: value}))
     assert check_numpy.main([str(STORED), str(right.parent)]) == 0
-    summary = "30 cases have no output of yours\n1 of 1 cases agree (1 outputs compared)\n"
+    summary = "33 cases have no output of yours\n1 of 1 cases agree (1 outputs compared)\n"
     assert capsys.readouterr().out == summary
     assert check_numpy.main([str(STORED), str(tmp_path / "wrong")]) == 1
     line = capsys.readouterr().out.splitlines()[0]

@@ -1,9 +1,11 @@
 """Commands that change what the next answers go by: sampling, thinking, the system message, the tools."""
 
-from dataclasses import asdict, replace
+from argparse import ArgumentTypeError
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from m3jax.cli.arguments import THINKING_MODES
+from m3jax.cli.arguments import THINKING_MODES, bad_words, biases
 from m3jax.decoding.sampling import KNOBS
 from m3jax.dialogue import Dialogue
 from m3jax.files import read_json_list
@@ -14,6 +16,7 @@ from m3jax.text.chat import ordered_tools
 SETTINGS = (*KNOBS, "seed", "max_new_tokens", "thinking_mode")
 _OLD_NAMES = {"thinking": "thinking_mode"}
 _REQUIRED = ("temperature", "seed")  # the others can be off
+_LISTS = {"logit_bias": biases, "bad_words": bad_words}  # written as on the command line
 
 
 def set_value(dialogue: Dialogue, argument: str) -> str:
@@ -38,22 +41,27 @@ def set_value(dialogue: Dialogue, argument: str) -> str:
             raise ValueError(f"thinking_mode {printable(text)}: give {', '.join(THINKING_MODES)}")
         dialogue.thinking_mode = text
     elif name == "max_new_tokens":
-        limit = _number(name, text)
+        limit = _value(name, text)
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise ValueError(f"max_new_tokens {printable(text)}: give a whole number of at least 1, or off")
         dialogue.max_new_tokens = limit
     elif name:
-        dialogue.sampling = replace(dialogue.sampling, **{name: _number(name, text)})
-    values = asdict(dialogue.sampling) | {
+        dialogue.sampling = replace(dialogue.sampling, **{name: _value(name, text)})
+    values = {name: getattr(dialogue.sampling, name) for name in (*KNOBS, "seed")} | {
         "max_new_tokens": dialogue.max_new_tokens, "thinking_mode": dialogue.thinking_mode,
     }  # fmt: skip
     return ", ".join(f"{name} {'off' if values[name] is None else values[name]}" for name in SETTINGS)
 
 
-def _number(name: str, text: str) -> int | float | None:
-    """Return the number in a text, or None for "off" where that is a value."""
+def _value(name: str, text: str) -> Any:
+    """Return the value in a text, or None for "off" where that is one."""
     if text == "off" and name not in _REQUIRED:
         return None
+    if name in _LISTS:
+        try:
+            return _LISTS[name](text)
+        except ArgumentTypeError as error:
+            raise ValueError(f"{name} {error}, or off") from None
     for number_type in (int, float):
         try:
             return number_type(text)

@@ -9,16 +9,19 @@ from m3jax.decoding.device.media import read_media
 from m3jax.decoding.device.pages import copy_pages, read_pages, write_pages
 from m3jax.decoding.device.programs import PROGRAMS, program
 from m3jax.decoding.device.rounds import decode_in_rounds
+from m3jax.decoding.device.start import start_rows
 from m3jax.decoding.device.state import (
     BAD_LOGITS,
     IDLE,
     LENGTH,
     LIVE,
+    NOTHING_ALLOWED,
     STOP_ID,
     STOP_STRING,
     Chunk,
     Continuations,
     Layout,
+    Masks,
     NewTokens,
     PlacedFeatures,
     State,
@@ -30,12 +33,14 @@ __all__ = [
     "IDLE",
     "LENGTH",
     "LIVE",
+    "NOTHING_ALLOWED",
     "PROGRAMS",
     "STOP_ID",
     "STOP_STRING",
     "Chunk",
     "Continuations",
     "Layout",
+    "Masks",
     "Mode",
     "NewTokens",
     "PlacedFeatures",
@@ -47,5 +52,6 @@ __all__ = [
     "program",
     "read_media",
     "read_pages",
+    "start_rows",
     "write_pages",
 ]

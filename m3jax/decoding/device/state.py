@@ -3,21 +3,37 @@
 A *row* always means a place in the decode batch: B rows decode together, and a request has one of them while it runs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import jax
 from jax import lax
 from jax.sharding import Sharding
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from m3jax.decoding.protocols import PagedCache
-from m3jax.decoding.sampling import HostOrDevice, SamplingParams
+from m3jax.decoding.sampling import DrawContext, HostOrDevice, SamplingParams, edits_logits
 from m3jax.decoding.speculation.drafter import DraftMemory, PromptContext
 from m3jax.decoding.speculation.verify import DraftCounts
 
 # The reasons for which a row stopped; a row without a request is IDLE.
-LIVE, LENGTH, STOP_ID, STOP_STRING, BAD_LOGITS, IDLE = range(6)
+LIVE, LENGTH, STOP_ID, STOP_STRING, BAD_LOGITS, IDLE, NOTHING_ALLOWED = range(7)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Masks:
+    """The tokens that the next token of each row may be, as a guide says on the host (`Guide`).
+
+    A row under a mask takes one token in a call: only the host knows what the mask after it is. It stays LIVE.
+
+    Attributes:
+      is_masked: rows that have a mask.
+      bits: as in `DrawContext.mask`; all ones where a row has no mask.
+    """
+
+    is_masked: Bool[HostOrDevice, "B"]
+    bits: UInt32[HostOrDevice, "B W"]
 
 
 @jax.tree_util.register_dataclass
@@ -29,15 +45,38 @@ class Continuations:
       sampling: how tokens are drawn.
       stop_ids: a row ends with the first of these; padded with -1.
       limits: new tokens at most.
+      min_tokens: new tokens before which no stop id is drawn.
+      top_logprobs: most probable tokens to return with each new one; 0 for none.
       counts: new tokens so far.
-      seen: True for tokens that the prompt or the continuation has.
+      uses: how often the prompt and the continuation have each token, as in `DrawContext.uses`.
+      recent: the last R tokens of the prompt and the continuation, as in `DrawContext.recent`.
     """
 
     sampling: SamplingParams
     stop_ids: Int32[HostOrDevice, "B I"]
     limits: Int32[HostOrDevice, "B"]
+    min_tokens: Int32[HostOrDevice, "B"]
+    top_logprobs: Int32[HostOrDevice, "B"]
     counts: Int32[HostOrDevice, "B"]
-    seen: Bool[HostOrDevice, "B V"]
+    uses: Int32[HostOrDevice, "B V"]
+    recent: Int32[HostOrDevice, "B R"]
+
+    def is_edited(self, masks: Masks | None) -> Bool[Array, "B"]:
+        """Return True for rows with a knob that acts before the temperature; it is the same for a whole call."""
+        is_edited = edits_logits(self.sampling) | (self.min_tokens > 0)
+        return is_edited if masks is None else is_edited | masks.is_masked
+
+    def context(self, is_edited: Bool[Array, "B"], masks: Masks | None) -> DrawContext:
+        """Return what the knobs before the temperature read of these rows."""
+        return DrawContext(
+            is_edited=is_edited,
+            uses=self.uses,
+            recent=self.recent,
+            counts=self.counts,
+            min_tokens=self.min_tokens,
+            stop_ids=self.stop_ids,
+            mask=None if masks is None else masks.bits,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -106,16 +145,24 @@ class NewTokens:
     Attributes:
       tokens: W of them at most; what lies at or past `counts` means nothing.
       logprobs: of each token under the model's own logits, before any knob.
+      top_ids: the Z most probable tokens in the place of each new one, best first, under the same logits; of rows that
+        ask for none they mean nothing.
+      top_logprobs: of these.
       counts: new tokens of each row.
       stop_reasons: LIVE, or why the row does not go on.
       drafting: with a drafter, the counts of its proposals.
+      records: choices of experts and blocks of the positions that drew the tokens, by name; none where none are asked
+        for.
     """
 
     tokens: Int32[HostOrDevice, "B W"]
     logprobs: Float32[HostOrDevice, "B W"]
+    top_ids: Int32[HostOrDevice, "B W Z"]
+    top_logprobs: Float32[HostOrDevice, "B W Z"]
     counts: Int32[HostOrDevice, "B"]
     stop_reasons: Int32[HostOrDevice, "B"]
     drafting: DraftCounts | None = None
+    records: dict[str, Int[HostOrDevice, "B W ..."]] = field(default_factory=dict)
 
 
 Layout = tuple[Sharding, ...]  # on a mesh, where each array of the state stays

@@ -7,42 +7,67 @@ Decoding with proposals is in `rounds`.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PyTree
 
 from m3jax.decoding.device.media import embed
 from m3jax.decoding.device.state import (
     BAD_LOGITS,
     LENGTH,
     LIVE,
+    NOTHING_ALLOWED,
     STOP_ID,
     Chunk,
     Continuations,
     Layout,
+    Masks,
     NewTokens,
     State,
     pin,
 )
-from m3jax.decoding.protocols import HostStacks, PagedCache, TappedModel, TargetModel, is_invariant
+from m3jax.decoding.protocols import HostStacks, PagedCache, RecordingModel, TappedModel, TargetModel, is_invariant
 from m3jax.decoding.sampling import (
+    NO_TOKEN,
+    USED,
+    DrawContext,
     HostOrDevice,
     SamplingParams,
     compute_both,
     log_normaliser,
     logprob_of,
+    pushed,
     row_keys,
-    sample,
+    sample_with_top,
 )
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.platform import platform
 from m3jax.tiles import LOGITS_TILE, by_tiles
 
 # How jax takes the arguments of each program: `programs` compiles them with other options too.
-PREFILL_ARGUMENTS = dict(donate_argnames=("state",), static_argnames=("layout", "types"))
-DECODE_ARGUMENTS = dict(donate_argnames=("state",), static_argnames=("max_steps", "layout", "types"))
+PREFILL_ARGUMENTS = dict(donate_argnames=("state",), static_argnames=("num_top", "records", "layout", "types"))
+DECODE_ARGUMENTS = dict(
+    donate_argnames=("state",), static_argnames=("max_steps", "num_top", "records", "layout", "types")
+)
+
+
+class Drawn(NamedTuple):
+    """The next token of each row.
+
+    Attributes:
+      tokens: negative where none could be drawn (`sample`).
+      logprobs: under the model's own logits, before any knob.
+      top_ids: the Z most probable tokens under the same logits, best first; 0 where no row asks for them.
+      top_logprobs: of these.
+    """
+
+    tokens: Int32[Array, "B"]
+    logprobs: Float32[Array, "B"]
+    top_ids: Int32[Array, "B Z"]
+    top_logprobs: Float32[Array, "B Z"]
 
 
 @partial(jax.jit, **PREFILL_ARGUMENTS)
@@ -53,6 +78,9 @@ def prefill(
     continuations: Continuations,
     host: HostStacks | None = None,
     drafter: Drafter | None = None,
+    masks: Masks | None = None,
+    num_top: int = 0,
+    records: tuple[str, ...] = (),
     layout: Layout | None = None,
     types: tuple[type, ...] = (),
 ) -> tuple[State, NewTokens]:
@@ -67,6 +95,9 @@ def prefill(
       continuations: how these C prompts will go on.
       host: the pages in host memory, if keys and values are there.
       drafter: reads the prompts too, if there is one.
+      masks: what the first token of each of the C prompts may be; None for anything.
+      num_top: Z, the most probable tokens that a row can ask for.
+      records: names of choices that come back with the tokens, as the position made them that each was drawn at.
       layout: on a mesh, the shardings that the results keep; without it the compiler may move them, and the next call
         would compile anew.
       types: those of the model, the drafter and the cache, as part of the key by which jax finds the compiled program.
@@ -85,15 +116,27 @@ def prefill(
 
     cache = state.cache.replace(table=prompt_table)
     embeddings = None if chunk.media is None else embed(model, chunk.tokens, chunk.media)
-    hidden, taps, cache = run_model(model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings)
+    hidden, taps, choices, cache = run_model(
+        model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings, records
+    )
     # A prompt that does not end here draws from some column too: the shapes are fixed, and its token is dropped below.
-    last_index = jnp.clip(last_column, 0, width - 1)[:, None, None]
-    last_hidden = jnp.take_along_axis(hidden, last_index, axis=1)[:, 0]  # [C D]
+    last_index = jnp.clip(last_column, 0, width - 1)
+    last_hidden = jnp.take_along_axis(hidden, last_index[:, None, None], axis=1)[:, 0]  # [C D]
+    choices = {name: of_all[jnp.arange(len(last_index)), last_index] for name, of_all in choices.items()}  # [C ...]
     # Where the host waits for a condition, it could prepare the next chunk only when this one is through. The invariant
     # mode has prompts and steps draw in the same way.
     cond = compute_both if platform() == "gpu" and not is_invariant(model) else lax.cond
-    token, logprob = draw_token(model, last_hidden, continuations.sampling, continuations.seen, chunk.lengths, cond)
-    memory = None
+    drawn = draw_token(
+        model,
+        last_hidden,
+        continuations.sampling,
+        continuations.context(continuations.is_edited(masks), masks),
+        chunk.lengths,
+        continuations.top_logprobs > 0,
+        num_top,
+        cond,
+    )
+    token, memory = drawn.tokens, None
     if drafter is not None:
         cache, memory = drafter.read_prompt(
             model, cache, chunk.tokens, chunk.start, chunk.lengths, chunk.context, taps, token
@@ -111,28 +154,34 @@ def prefill(
         stop_reasons=update(state.stop_reasons, stop_reasons),
         draft_memory=jax.tree.map(update, state.draft_memory, memory),
     )
-    counts = is_appended.astype(jnp.int32)
-    return pin(state, layout), NewTokens(token[:, None], logprob[:, None], counts, stop_reasons)
+    new, choices = jax.tree.map(lambda x: x[:, None], (drawn, choices))  # one column
+    return pin(state, layout), NewTokens(*new, is_appended.astype(jnp.int32), stop_reasons, records=choices)
 
 
 @partial(jax.jit, **DECODE_ARGUMENTS)
 def decode(
     model: TargetModel,
     state: State,
-    steps: Int32[HostOrDevice, ""],
+    steps: Int32[HostOrDevice, "B"],
     max_steps: int,
     host: HostStacks | None = None,
+    masks: Masks | None = None,
+    num_top: int = 0,
+    records: tuple[str, ...] = (),
     layout: Layout | None = None,
     types: tuple[type, ...] = (),
 ) -> tuple[State, NewTokens]:
-    """Append up to `steps` tokens to every live row.
+    """Append up to `steps` tokens to each live row, and at most one to a row under a mask.
 
     Args:
       model: the target.
       state: of B rows; donated.
-      steps: at most `max_steps`; the loop also ends when no row is live.
+      steps: of each row, at most `max_steps`; a row that has taken them stays LIVE. The loop ends when no row goes on.
       max_steps: W, the most new tokens of a row.
       host: as in `prefill`.
+      masks: what the next token of each row may be; None for anything.
+      num_top: as in `prefill`.
+      records: as in `prefill`.
       layout: as in `prefill`.
       types: as in `prefill`.
 
@@ -141,41 +190,73 @@ def decode(
     """
     batch = len(state.lengths)
     model = for_steps(model, batch)
-    counts_before = state.continuations.counts
+    counts_before, is_edited = state.continuations.counts, state.continuations.is_edited(masks)
+    if masks is not None:
+        steps = jnp.where(masks.is_masked, jnp.minimum(steps, 1), steps)
 
     def goes_on(carry):
-        step, state, _, _ = carry
-        return (step < steps) & jnp.any(state.stop_reasons == LIVE)
+        step, state, *_ = carry
+        return jnp.any((step < steps) & (state.stop_reasons == LIVE))
 
     def append_one(carry):
-        step, state, tokens, logprobs = carry
-        is_live = state.stop_reasons == LIVE
-        # Rows that have stopped are padding: nothing is written for them, and what comes out means nothing.
-        positions = jnp.where(is_live, state.lengths, -1)[:, None]  # [B 1]
-        lengths = state.lengths + is_live  # the newest token joins the cache in this call
-        hidden, _, cache = run_model(model, None, state.newest_token[:, None], state.cache, host, positions, lengths)
-        sampling, seen = state.continuations.sampling, state.continuations.seen
+        step, state, choices, *new = carry
+        continuations = state.continuations
+        is_active = (step < steps) & (state.stop_reasons == LIVE)
+        # Rows that do not go on are padding: nothing is written for them, and what comes out means nothing.
+        positions = jnp.where(is_active, state.lengths, -1)[:, None]  # [B 1]
+        lengths = state.lengths + is_active  # the newest token joins the cache in this call
+        tokens = state.newest_token[:, None]  # [B 1]
+        hidden, _, made, cache = run_model(model, None, tokens, state.cache, host, positions, lengths, records=records)
         # The new token will stand at position `lengths`, which decides its random key.
-        token, logprob = draw_token(model, hidden[:, 0], sampling, seen, lengths)
-        continuations, stop_reasons, is_appended = _append_token(state.continuations, token, is_live)
+        context, wants_top = continuations.context(is_edited, masks), continuations.top_logprobs > 0
+        drawn = draw_token(model, hidden[:, 0], continuations.sampling, context, lengths, wants_top, num_top)
+        continuations, stop_reasons, is_appended = _append_token(continuations, drawn.tokens, is_active)
         state = State(
             cache=cache,
             continuations=continuations,
             lengths=lengths,
-            newest_token=jnp.where(is_appended, token, state.newest_token),
-            stop_reasons=jnp.where(is_live, stop_reasons, state.stop_reasons),
+            newest_token=jnp.where(is_appended, drawn.tokens, state.newest_token),
+            stop_reasons=jnp.where(is_active, stop_reasons, state.stop_reasons),
         )
         state = pin(state, layout)
-        tokens = lax.dynamic_update_slice(tokens, token[:, None], (jnp.int32(0), step))  # [B W]
-        logprobs = lax.dynamic_update_slice(logprobs, logprob[:, None], (jnp.int32(0), step))  # [B W]
-        return step + 1, state, tokens, logprobs
+        new = [lax.dynamic_update_slice_in_dim(x, y[:, None], step, 1) for x, y in zip(new, drawn, strict=True)]
+        choices = {
+            name: lax.dynamic_update_slice_in_dim(of_steps, made[name], step, 1) for name, of_steps in choices.items()
+        }
+        return step + 1, state, choices, *new
 
-    no_tokens, no_logprobs = jnp.zeros((batch, max_steps), jnp.int32), jnp.zeros((batch, max_steps), jnp.float32)
-    start = jnp.int32(0), state, no_tokens, no_logprobs
-    _, state, tokens, logprobs = lax.while_loop(goes_on, append_one, start)
+    no_choices = room_for_choices(model, state, host, records, max_steps)
+    start = jnp.int32(0), state, no_choices, *no_new_tokens(batch, max_steps, num_top)
+    _, state, choices, *new = lax.while_loop(goes_on, append_one, start)
     state = pin(state, layout)
     counts = state.continuations.counts - counts_before
-    return state, NewTokens(tokens, logprobs, counts, state.stop_reasons)
+    return state, NewTokens(*new, counts, state.stop_reasons, records=choices)
+
+
+def room_for_choices(
+    model: TargetModel, state: State, host: HostStacks | None, records: tuple[str, ...], width: int
+) -> dict[str, Int[Array, "B W ..."]]:
+    """Return room for the choices that W new tokens of each row were drawn at, by name."""
+    if not records:
+        return {}
+
+    def one_step(model, state, host):
+        tokens, zeros = state.newest_token[:, None], jnp.zeros((len(state.lengths), 1), jnp.int32)
+        return run_model(model, None, tokens, state.cache, host, zeros, state.lengths, records=records)[2]
+
+    shapes = jax.eval_shape(one_step, model, state, host)  # [B 1 ...] each
+    return {name: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype) for name, x in shapes.items()}
+
+
+def no_new_tokens(
+    batch: int, width: int, num_top: int
+) -> tuple[Int32[Array, "B W"], Float32[Array, "B W"], Int32[Array, "B W Z"], Float32[Array, "B W Z"]]:
+    """Return room for W new tokens of B rows: tokens, log-probabilities, and the Z most probable ones with theirs."""
+    shape, top_shape = (batch, width), (batch, width, num_top)
+    return (
+        *(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)),
+        *(jnp.zeros(top_shape, jnp.int32), jnp.zeros(top_shape, jnp.float32)),
+    )
 
 
 def for_steps(model: TargetModel, num_tokens: int) -> TargetModel:
@@ -195,7 +276,7 @@ def for_steps(model: TargetModel, num_tokens: int) -> TargetModel:
 
 
 def run_model(
-    model: TargetModel | TappedModel,
+    model: TargetModel | TappedModel | RecordingModel,
     drafter: Drafter | None,
     tokens: Int32[HostOrDevice, "B T"],
     cache: PagedCache,
@@ -203,7 +284,8 @@ def run_model(
     positions: Int32[Array, "B T"],
     lengths: Int32[Array, "B"],
     embeddings: Float[Array, "B T D"] | None = None,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, PagedCache]:
+    records: tuple[str, ...] = (),
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, dict[str, Int[Array, "B T ..."]], PagedCache]:
     """Run the target; its cache has the host's pages for this call alone, so that no loop carries what it only reads.
 
     Args:
@@ -215,44 +297,67 @@ def run_model(
       positions: where each token stands; -1 for none.
       lengths: tokens of each row after this call.
       embeddings: what the layers read in place of the tokens' own embeddings.
+      records: names of choices to return; the model is a `RecordingModel` if there are some.
 
     Returns:
-      (hidden states, what the drafter taps, cache).
+      (hidden states, what the drafter taps, choices by name as int16, or int32 where a row has more blocks, cache).
     """
     if host is not None:
         cache = cache.replace(host=host)
     call = dict(cache=cache, positions=positions, lengths=lengths)
     if embeddings is not None:
         call["embeddings"] = embeddings
-    if drafter is None or not drafter.taps:
-        taps = None
-        hidden, cache = model.hidden(tokens, **call)
+    tapped_layers = () if drafter is None else drafter.taps
+    taps, choices = None, {}
+    if records:
+        hidden, taps, choices, cache = model.recorded(tokens, records, tapped_layers, **call)
+    elif tapped_layers:
+        hidden, taps, cache = model.tapped(tokens, tapped_layers, **call)
     else:
-        hidden, taps, cache = model.tapped(tokens, drafter.taps, **call)
-    return hidden, taps, cache if host is None else cache.replace(host=None)
+        hidden, cache = model.hidden(tokens, **call)
+    # Ids of experts and of blocks are small: half the bytes to carry to the host.
+    dtype = jnp.int16 if cache.table.shape[1] <= jnp.iinfo(jnp.int16).max else jnp.int32
+    choices = {name: choice.astype(dtype) for name, choice in choices.items()}
+    return hidden, taps, choices, cache if host is None else cache.replace(host=None)
 
 
 def draw_token(
     model: TargetModel,
     hidden: Float[Array, "B D"],
     sampling: SamplingParams,
-    seen: Bool[HostOrDevice, "B V"],
+    context: DrawContext,
     positions: Int32[HostOrDevice, "B"],
+    wants_top: Bool[Array, "B"],
+    num_top: int,
     cond: Callable[..., PyTree[Array]] = lax.cond,
-) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """Return each row's next token, and its log-probability under the model's own logits.
+) -> Drawn:
+    """Return each row's next token with its log-probability, and the most probable tokens where some row asks for them.
 
-    The token is -1 where the logits have no distribution. The draw depends on the row's seed and the position that the
-    token will have, and on nothing else; `cond` is as in `sample`.
+    The draw depends on the row's seed and the position that the token will have, and on nothing else.
+
+    Args:
+      model: unembeds the hidden states.
+      hidden: of B rows.
+      sampling: of these rows.
+      context: likewise.
+      positions: that the tokens will have.
+      wants_top: rows that ask for the most probable tokens.
+      num_top: Z, how many.
+      cond: as in `sample`.
     """
-
-    def draw(logits, sampling, seen, positions):
-        return sample(logits, sampling, row_keys(sampling.seed, positions), seen, cond)
-
     logits = model.unembed(hidden).astype(jnp.float32)  # [B V]
     tile = LOGITS_TILE if is_invariant(model) else None
-    token = by_tiles(draw, tile, logits, sampling, seen, positions)
-    return token, logprob_of(token, logits, by_tiles(log_normaliser, tile, logits))
+    if tile is not None and context.row is None:
+        context = replace(context, row=jnp.arange(len(logits), dtype=jnp.int32))  # a tile finds its own rows' texts
+
+    def draw(logits, sampling, positions, wants_top, is_edited, row, later):
+        keys, of_rows = row_keys(sampling.seed, positions), dict(is_edited=is_edited, row=row, later=later)
+        return sample_with_top(logits, sampling, keys, replace(context, **of_rows), wants_top, num_top, cond)
+
+    of_rows = context.is_edited, context.row, context.later
+    tokens, top_ids, top_logits = by_tiles(draw, tile, logits, sampling, positions, wants_top, *of_rows)
+    log_total = by_tiles(log_normaliser, tile, logits)
+    return Drawn(tokens, logprob_of(tokens, logits, log_total), top_ids, top_logits - log_total[:, None])
 
 
 def _append_token(
@@ -266,10 +371,13 @@ def _append_token(
     is_bad = token < 0
     is_appended = is_active & ~is_bad
     counts = continuations.counts + is_appended
-    seen_id = jnp.where(is_appended, token, continuations.seen.shape[1])  # one past the vocabulary is dropped
-    seen = continuations.seen.at[jnp.arange(len(token)), seen_id].set(True, mode="drop")
+    used_id = jnp.where(is_appended, token, continuations.uses.shape[1])  # one past the vocabulary is dropped
+    uses = continuations.uses.at[jnp.arange(len(token)), used_id].add(USED, mode="drop")
+    recent = pushed(continuations.recent, token[:, None], is_appended.astype(jnp.int32))
     is_stop_id = jnp.any(token[:, None] == continuations.stop_ids, axis=1)
     # Logits without a distribution count before a stop id, and a stop id before the limit.
     reasons = jnp.where(counts >= continuations.limits, LENGTH, LIVE)
-    reasons = jnp.where(is_bad, BAD_LOGITS, jnp.where(is_stop_id, STOP_ID, reasons))
-    return replace(continuations, counts=counts, seen=seen), reasons.astype(jnp.int32), is_appended
+    reasons = jnp.where(is_stop_id, STOP_ID, reasons)
+    reasons = jnp.where(is_bad, jnp.where(token == NO_TOKEN, NOTHING_ALLOWED, BAD_LOGITS), reasons)
+    continuations = replace(continuations, counts=counts, uses=uses, recent=recent)
+    return continuations, reasons.astype(jnp.int32), is_appended

@@ -5,7 +5,15 @@ from m3jax.decoding.engine.exchange import Snapshot
 from m3jax.decoding.engine.media import Media
 from m3jax.decoding.engine.options import EngineKnobs, Storage, Work
 from m3jax.decoding.engine.report import Drafting, Timings
-from m3jax.decoding.engine.request import Generation, Params, as_prompts, check_prompt
+from m3jax.decoding.engine.request import (
+    Generation,
+    Guide,
+    Params,
+    RequestTimings,
+    TokenEvent,
+    as_prompts,
+    check_prompt,
+)
 from m3jax.decoding.engine.runner import PROGRAMS
 from m3jax.decoding.engine.shapes import DRAFT_TOKENS, PREFILL_CHUNKS, prefill_chunks
 
@@ -17,11 +25,14 @@ __all__ = [
     "Engine",
     "EngineKnobs",
     "Generation",
+    "Guide",
     "Media",
     "Params",
+    "RequestTimings",
     "Snapshot",
     "Storage",
     "Timings",
+    "TokenEvent",
     "Work",
     "as_prompts",
     "check_prompt",

@@ -3,22 +3,24 @@
 import math
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from m3jax.decoding.engine.media import MEDIA_PATCHES, MEDIA_TOKENS
 from m3jax.decoding.engine.request import Params
 from m3jax.decoding.engine.runner import PROGRAMS
 from m3jax.decoding.engine.shapes import Shapes
-from m3jax.decoding.protocols import TargetConfig, TargetModel, sees
+from m3jax.decoding.protocols import RecordingModel, TargetConfig, TargetModel, sees
+from m3jax.decoding.sampling import check_slots
 from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
 from m3jax.media.sizes import MERGE
 
 
-def check_sizes(sizes: dict[str, int]) -> None:
-    """Raise ValueError for the first size that is not an integer of at least 1."""
+def check_sizes(sizes: dict[str, int], smallest: int = 1) -> None:
+    """Raise ValueError for the first size that is not an integer of at least 1, or of another smallest one."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"{name} = {size!r}: must be an integer of at least 1")
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < smallest:
+            raise ValueError(f"{name} = {size!r}: must be an integer of at least {smallest}")
 
 
 def chunk_sizes(prefill_chunk: int | Sequence[int]) -> tuple[int, ...]:
@@ -114,17 +116,17 @@ def check_device_pages(device_pages: int, model: TargetModel, shapes: Shapes) ->
         )
 
 
-def check_room(prompt: Sequence[int], params: Params, max_length: int, max_stop_ids: int) -> None:
+def check_room(prompt: Sequence[int], params: Params, max_length: int, shapes: Shapes) -> None:
     """Raise ValueError for a request that an engine has no room for.
 
     Args:
       prompt: token ids.
       params: how it goes on.
       max_length: tokens that a request of the engine can have.
-      max_stop_ids: stop ids that it can have.
+      shapes: the engine's.
 
     Raises:
-      ValueError: the request would have more tokens, or more stop ids.
+      ValueError: the request would have more tokens, stop ids, biases, bad words or alternatives.
     """
     asked = len(prompt) + params.max_new_tokens
     if asked > max_length:
@@ -133,8 +135,13 @@ def check_room(prompt: Sequence[int], params: Params, max_length: int, max_stop_
             f"{asked} tokens and a request of this engine can have {max_length}: ask for less, or make the "
             "engine with more pages or a larger max_length"
         )
-    if len(params.stop_ids) > max_stop_ids:
-        raise ValueError(f"{len(params.stop_ids)} stop ids: this engine takes {max_stop_ids} (max_stop_ids)")
+    if len(params.stop_ids) > shapes.stop_ids:
+        raise ValueError(f"{len(params.stop_ids)} stop ids: this engine takes {shapes.stop_ids} (max_stop_ids)")
+    check_slots(params.sampling, shapes.biases, shapes.bad_words)
+    if params.top_logprobs > shapes.top_logprobs:
+        raise ValueError(
+            f"top_logprobs = {params.top_logprobs}: this engine gives {shapes.top_logprobs} (max_top_logprobs)"
+        )
 
 
 def check_goes_on(new: Sequence[int], params: Params, name: str) -> None:
@@ -145,3 +152,51 @@ def check_goes_on(new: Sequence[int], params: Params, name: str) -> None:
     """
     if params.max_new_tokens <= len(new):
         raise ValueError(f"max_new_tokens = {params.max_new_tokens}: {name} has {len(new)} already")
+
+
+def check_order(n: object, priority: object, deadline: object) -> None:
+    """Raise ValueError for requests of a group, a priority or a deadline that are none."""
+    check_sizes({} if n is None else {"n": n})
+    if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
+        raise ValueError(f"priority = {priority!r}: must be an integer; a higher one is served first")
+    is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if deadline is not None and (not is_number or not 0 < deadline < math.inf):
+        raise ValueError(f"deadline = {deadline!r}: must be a number of seconds above 0, or None")
+
+
+def check_same_shapes(old: TargetModel, new: TargetModel) -> None:
+    """Raise ValueError unless the programs that run one model run the other one too.
+
+    Raises:
+      ValueError: names the first parameter of another shape, dtype or place, or says that the models differ otherwise.
+    """
+    if not isinstance(new, TargetModel):
+        raise ValueError(f"model is a {type(new).__name__}, which an engine cannot serve: give one from m3jax.load")
+    by_name = lambda model: {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(model)[0]
+    }
+    old_leaves, new_leaves = by_name(old), by_name(new)
+    for name, leaf in new_leaves.items():
+        known = old_leaves.get(name)
+        if known is None:
+            raise ValueError(f"the new model has a parameter {name} that the engine's model lacks: make a new engine")
+        if (leaf.shape, leaf.dtype) != (known.shape, known.dtype):
+            raise ValueError(
+                f"parameter {name} of the new model is {leaf.dtype} {leaf.shape}, and the engine's is {known.dtype} "
+                f"{known.shape}: give one of the same shapes, or make a new engine"
+            )
+        if not leaf.sharding.is_equivalent_to(known.sharding, leaf.ndim):
+            raise ValueError(f"parameter {name} of the new model lies on other devices: load it with the engine's mesh")
+    if missing := old_leaves.keys() - new_leaves.keys():
+        raise ValueError(f"the new model lacks the parameter {min(missing)}: make a new engine")
+    if type(old) is not type(new) or jax.tree.structure(old) != jax.tree.structure(new):
+        raise ValueError(
+            "the new model is computed in another way (schedule, backend, score, invariance ...), or its configuration "
+            "differs: call the same with_... methods, or make a new engine"
+        )
+
+
+def check_records(names: Sequence[str], model: TargetModel) -> None:
+    """Raise ValueError if a model cannot say what is to be recorded."""
+    if names and not isinstance(model, RecordingModel):
+        raise ValueError(f"record = {tuple(names)}: a {type(model).__name__} does not say what its layers choose")

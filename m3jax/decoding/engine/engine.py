@@ -1,23 +1,32 @@
 """The engine: requests come and go, the device runs the same few programs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 
-from m3jax.cache import HostMemory, PageAllocator
+from m3jax.cache import HostMemory, PageAllocator, PageEvent
 from m3jax.cache.device import page_shards
 from m3jax.decoding.engine import checks
 from m3jax.decoding.engine.exchange import Snapshot, check_snapshot, identity
 from m3jax.decoding.engine.media import FeatureRows, Media, PlacedSegment, Placer, as_media, prefix_keys
 from m3jax.decoding.engine.options import EngineKnobs, Storage, Work, as_options
 from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
-from m3jax.decoding.engine.request import Generation, Params, Request, as_prompt, check_prompt
+from m3jax.decoding.engine.request import (
+    Generation,
+    Guide,
+    Params,
+    Request,
+    TokenEvent,
+    as_prompt,
+    check_guide,
+    check_prompt,
+)
 from m3jax.decoding.engine.runner import PROGRAMS, Runner, Watch
 from m3jax.decoding.engine.scheduler import Scheduler
 from m3jax.decoding.engine.shapes import DRAFT_TOKENS, Shapes, prefill_chunks
@@ -26,15 +35,17 @@ from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.named import as_drafter
 
+RESULTS_KEPT = 1024  # of requests that have ended, so that what they got can still be read by handle
+
 
 class Engine:
     """An engine that serves many requests with one model: continuous batching over a paged cache.
 
     `step` gives waiting requests a row while there are rows and pages, runs one chunk of prompts, and then a few
     decode steps of all rows whose prompt is through. Shapes are fixed at construction, so after `warmup` no mix of
-    requests compiles anything. When the pages run out, the youngest request gives its own back and starts again
-    later, from whatever of it is still in the prefix cache; its tokens do not change. A `handle` is what
-    `add`, `copy` or `import_request` returned.
+    requests compiles anything. When the pages run out, the request that is last in order gives its own back and starts
+    again later, from whatever of it is still in the prefix cache; its tokens do not change. A `handle` is what `add`,
+    `copy` or `import_request` returned. One thread works an engine: others reach it through `EngineLoop`.
 
     Args:
       model: from `m3jax.load`.
@@ -48,7 +59,8 @@ class Engine:
         none, after a preemption or a move. A draft's proposals are accepted where they are what the model draws.
       **knobs: the attributes of `Storage` and of `Work`, in place of these objects. Of `Storage`: pages, which must be
         given, max_length, prefix_cache, kv_dtype, index_dtype, scales, device_pages, host_memory, media_tokens. Of
-        `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, media_patches.
+        `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases, max_bad_words,
+        max_top_logprobs, records, media_patches.
 
     Raises:
       TypeError: an unknown keyword, or no `pages`.
@@ -68,7 +80,8 @@ class Engine:
         **knobs: Unpack[EngineKnobs],
     ):
         storage, work = as_options(storage, work, knobs, Engine)
-        if invariant or is_invariant(model):
+        self._is_invariant = invariant or is_invariant(model)
+        if self._is_invariant:
             model = checks.as_invariant(model)
         self.config = model.config
         page_size = self.config.index_block_size
@@ -82,6 +95,10 @@ class Engine:
             chunks=chunks,
             steps=work.steps_per_call,
             stop_ids=work.max_stop_ids,
+            biases=work.max_biases,
+            bad_words=work.max_bad_words,
+            top_logprobs=work.max_top_logprobs,
+            records=tuple(work.records),
         )
         draft, device_pages = as_drafter(draft, model), storage.device_pages
         if draft is not None:
@@ -104,38 +121,76 @@ class Engine:
         self._placer = Placer(self.config, sees(model), self.shapes.media_patches)
         self._features = FeatureRows(self.shapes.media_tokens) if self.shapes.media_patches else None
         self._scheduler = Scheduler(self._runner, self._pages, self._features)
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, Request] = {}  # those that go on, and those whose last event was not given out yet
+        self._results: dict[int, Generation] = {}  # of those that have ended, the newest last
+        self._taken: dict[int, int] = {}  # new tokens that `take` has given out
+        self._pending: list[TokenEvent] = []  # of rounds that `update` worked
         self._next_handle = 0
 
     # What a user does
 
-    def add(self, prompt: Sequence[int] | HostOrDevice, params: Params, media: Media | None = None) -> int:
-        """Queue a request.
+    def add(
+        self,
+        prompt: Sequence[int] | HostOrDevice,
+        params: Params,
+        media: Media | None = None,
+        guide: Guide | None = None,
+        *,
+        n: int | None = None,
+        priority: int = 0,
+        deadline: int | float | None = None,
+    ) -> int | list[int]:
+        """Queue a request, or a group of n requests of one prompt.
+
+        A group costs one prefill: its requests share the prompt's pages, and each draws its first token by a decode
+        step of its own. Requests of equal beginnings that are added one by one share them too, also while the first is
+        still being computed; there each computes what is behind the last whole page that is shared, and of an equal
+        prompt its last token alone.
 
         Args:
           prompt: token ids, at least one: a list, a tuple or a 1-D array. For each feature of an image or a video there
             is a placeholder (`m3jax.media.expand_tokens`).
-          params: how it goes on.
+          params: how it goes on. Request i of a group has the seed of `params.sampling` plus i, modulo 2^32.
           media: images and videos of the prompt; the engine keeps a copy of their patches until the request ends.
+          guide: says before each new token which ones it may be, as a grammar does; None for any. A group shares it.
+          n: requests of the group; more than there are rows wait for one. None makes a single request.
+          priority: requests of a higher one get rows and pages first, and give them back last.
+          deadline: seconds from now after which the request ends with what it has; of equal priority the earlier
+            deadline is served first, and requests without one last.
 
         Returns:
-          Its handle.
+          Its handle; with `n` a list of n handles.
 
         Raises:
-          ValueError: what the model or the pool cannot serve, with the reason.
+          ValueError: what the model or the pool cannot serve, with the reason; then nothing is queued.
         """
         prompt = as_prompt(prompt)
         self._check_request(prompt, params)
-        return self._queue(prompt, params, self._placer.place(prompt, media)).handle
+        check_guide(guide)
+        checks.check_order(n, priority, deadline)
+        placed = self._placer.place(prompt, media)
+        deadline = None if deadline is None else perf_counter() + deadline
+        shared = dict(keys=prefix_keys(prompt, placed), guide=guide, priority=priority, deadline=deadline)
+        if n is None:
+            return self._queue(prompt, params, placed, **shared).handle
+        group, seed = self._next_handle, params.sampling.seed
+        of_members = (replace(params, sampling=replace(params.sampling, seed=(seed + i) % 2**32)) for i in range(n))
+        return [self._queue(prompt, of_member, placed, group=group, **shared).handle for of_member in of_members]
 
-    def step(self) -> bool:
-        """Do one round of work: a chunk of prompts, then decode steps. False once nothing is left to do."""
+    def step(self) -> list[TokenEvent]:
+        """Do one round of work: a chunk of prompts, then decode steps.
+
+        Returns:
+          The news of each request, in the order of their handles, that of `prefill`, `abort` and `stop` since the last
+          round included. A result leaves with the last event of its request (`result`).
+        """
         self.prefill()
         self._scheduler.decode()
-        return self.busy
+        return self._take_events()
 
     def prefill(self) -> bool:
         """Do only the first half of a round of work; False once every prompt that has a row is through."""
+        self._end_late()
         self._scheduler.admit()
         self._scheduler.prefill()
         return bool(self._scheduler.requests_with_row(is_decoding=False))
@@ -148,42 +203,50 @@ class Engine:
         return done, sum(len(request.prompt) for request in requests)
 
     def run(self) -> dict[int, Generation]:
-        """Work until every request has ended, and return the continuation of each by its handle."""
-        while self.step():
-            pass
-        return {handle: self.result(handle) for handle in self._requests}
+        """Work until every request has ended.
+
+        Returns:
+          By handle the continuation of each request that ended in this run, and of those that ended before it and can
+          still be read (`result`).
+        """
+        results = dict(self._results)
+        while True:
+            events = self.step()
+            results |= {event.handle: event.generation for event in events if event.generation is not None}
+            if not self.busy:
+                return results
 
     def stream(self, handle: int) -> Iterator[int]:
         """Yield the new tokens of one request as they come; the others go on as well."""
         given = 0
         while True:
-            request = self._request(handle)
-            yield from request.new[given:]
-            given = len(request.new)
-            if request.stop_reason != "unfinished":
+            new, reason = self._tokens(handle), self.reason(handle)
+            yield from new[given:]
+            given = len(new)
+            if reason != "unfinished":
                 return
             self.step()
 
     def result(self, handle: int) -> Generation:
-        """Return the continuation of a request so far."""
-        request = self._request(handle)
-        return Generation(
-            tokens=list(request.new),
-            logprobs=list(request.logprobs),
-            stop_reason=request.stop_reason,
-            prompt_tokens=len(request.prompt),
-            cached_tokens=min(request.found or 0, len(request.prompt)),
-        )
+        """Return the continuation of a request so far.
+
+        Of requests that have ended the results of the last 1,024 are kept for this; a result leaves for good with the
+        last event of its request (`step`), or with what `run` returns.
+
+        Raises:
+          ValueError: an unknown handle, or a request that ended long ago.
+        """
+        return self._results[handle] if handle in self._results else self._request(handle).generation
 
     def reason(self, handle: int) -> str:
         """Return the reason for which a request ended; "unfinished" while it goes on."""
-        return self._request(handle).stop_reason
+        return self._results[handle].stop_reason if handle in self._results else self._request(handle).stop_reason
 
     def take(self, handle: int) -> list[int]:
         """Return the new tokens of a request since the last `take`."""
-        request = self._request(handle)
-        new, request.taken = request.new[request.taken :], len(request.new)
-        return new
+        tokens, taken = self._tokens(handle), self._taken.get(handle, 0)
+        self._taken[handle] = len(tokens)
+        return tokens[taken:]
 
     def abort(self, handle: int) -> None:
         """End a request now; its tokens so far stay readable.
@@ -199,19 +262,25 @@ class Engine:
         Args:
           keep: how many new tokens stay.
         """
+        tokens = self._tokens(handle)
+        if not 0 <= keep <= len(tokens):
+            raise ValueError(f"keep = {keep}: request {handle} has {len(tokens)} new tokens; keep 0 to that many")
+        if handle in self._results:
+            self._results[handle] = self._results[handle].cut(keep, "stop_string")
+            return
         request = self._request(handle)
-        if not 0 <= keep <= len(request.new):
-            raise ValueError(f"keep = {keep}: request {handle} has {len(request.new)} new tokens; keep 0 to that many")
-        del request.new[keep:], request.logprobs[keep:]
+        request.keep(keep)
         if request.stop_reason == "unfinished":
             self._scheduler.stop(request, "stop_string")
         request.stop_reason = "stop_string"
 
     def forget(self, handle: int) -> None:
-        """Drop a request that has ended, with its tokens."""
-        if self._request(handle).stop_reason == "unfinished":
+        """Drop the result of a request that has ended, before others push it out (`result`)."""
+        if self.reason(handle) == "unfinished":
             raise ValueError(f"request {handle} has not ended: abort it first")
-        del self._requests[handle]
+        self._end(handle)
+        del self._results[handle]
+        self._taken.pop(handle, None)
 
     def copy(self, handle: int, params: Params | None = None) -> int:
         """Queue a request that goes on from where another one is, under its own or other params.
@@ -228,7 +297,11 @@ class Engine:
         params = params or source.params
         self._check_request(source.prompt, params)
         checks.check_goes_on(source.new, params, f"request {handle}")
-        copy = self._queue(source.prompt, params, source.segments, source.new, source.logprobs)
+        copy = self._queue(
+            source.prompt, params, source.segments, keys=source.prompt_keys, guide=source.guide,
+            priority=source.priority, deadline=source.deadline,
+        )  # fmt: skip
+        copy.continue_from(source.new, source.logprobs, source.top_logprobs, source.versions, source.records)
         if source.page_handle is not None:
             copy.page_handle, copy.cached = self._pages.fork(source.page_handle), source.cached
         return copy.handle
@@ -245,8 +318,8 @@ class Engine:
         request = self._unfinished(handle, "truncate")
         if not 0 <= keep <= len(request.new):
             raise ValueError(f"keep = {keep}: request {handle} has {len(request.new)} new tokens; keep 0 to that many")
-        del request.new[keep:], request.logprobs[keep:]
-        request.taken = min(request.taken, keep)
+        request.keep(keep)
+        self._taken[handle] = min(self._taken.get(handle, 0), keep)
         if request.page_handle is not None:
             request.cached = min(request.cached, len(request.tokens) - 1)
             self._pages.truncate(request.page_handle, request.cached)
@@ -260,11 +333,15 @@ class Engine:
           ValueError: it is unknown or has ended.
         """
         request = self._unfinished(handle, "export")
+        if request.guide is not None:
+            raise ValueError(f"request {handle} has a guide, which a snapshot cannot hold: copy or finish it here")
         page_ids = () if request.page_handle is None else self._pages.pages_of(request.page_handle)
         return Snapshot(
             prompt=request.prompt,
             new=tuple(request.new),
             logprobs=tuple(request.logprobs),
+            top_logprobs=tuple(request.top_logprobs),
+            records=request.records,
             params=request.params,
             cached=request.cached,
             pages=self._runner.read_pages(page_ids),
@@ -287,16 +364,74 @@ class Engine:
         self._check_request(snapshot.prompt, snapshot.params)
         checks.check_goes_on(snapshot.new, snapshot.params, "the snapshot")
         placed = self._placer.place(snapshot.prompt, snapshot.media)
-        keys = (*prefix_keys(snapshot.prompt, placed), *snapshot.new)[: snapshot.cached]
+        prompt_keys = prefix_keys(snapshot.prompt, placed)
+        keys = (*prompt_keys, *snapshot.new)[: snapshot.cached]
         page_handle = self._scheduler.receive(keys, snapshot.pages) if keys else None
-        request = self._queue(snapshot.prompt, snapshot.params, placed, snapshot.new, snapshot.logprobs)
+        request = self._queue(snapshot.prompt, snapshot.params, placed, prompt_keys)
+        versions = [self._scheduler.version] * len(snapshot.new)
+        request.continue_from(snapshot.new, snapshot.logprobs, snapshot.top_logprobs, versions, snapshot.records)
         request.page_handle, request.cached = page_handle, len(keys)
         return request.handle
+
+    def update(self, model: TargetModel, live: Literal["finish", "restart", "keep"] = "finish") -> int:
+        """Serve another model of the same shapes from now on, such as the next one of a training run.
+
+        Nothing is compiled. What was computed with the old weights is dropped: known pages, and features of images. A
+        draft stays as it is; tokens keep their distribution, since the new model verifies them.
+
+        Args:
+          model: its parameters have the shapes, dtypes and devices of the old one's, and it is computed in the same
+            way. It is not copied: do not donate it to another function while the engine serves it.
+          live: how requests go on that have not ended. "finish": they end before, under the old weights, and `step`
+            gives out their events afterwards. "restart": their new tokens are dropped, and they begin again. "keep":
+            they keep their new tokens, whose keys and values are computed again, and go on with the new weights.
+
+        Returns:
+          The version of the new weights: 0 at first, one more with each update; every new token carries the version
+          that drew it (`Generation.versions`).
+
+        Raises:
+          ValueError: another structure, shape, dtype or way to compute, by name; then nothing is changed.
+        """
+        if self._is_invariant:
+            model = checks.as_invariant(model)
+        checks.check_same_shapes(self._runner.model, model)
+        if live not in ("finish", "restart", "keep"):
+            raise ValueError(f"live = {live!r}: must be 'finish', 'restart' or 'keep'")
+        if live == "finish":
+            events = self._take_events()
+            while self.busy:
+                events += self.step()
+            self._pending = events
+        elif live == "restart":
+            for request in self._requests.values():
+                if request.stop_reason == "unfinished":
+                    request.keep(0)
+                    self._taken.pop(request.handle, None)
+        self._scheduler.drop_prefixes()
+        self._runner.update(model)
+        self._scheduler.version += 1
+        return self._scheduler.version
+
+    def observe_pages(self, observer: Callable[[PageEvent], None] | None) -> None:
+        """Have a function called whenever a full page becomes known to later requests, or is no longer.
+
+        Args:
+          observer: gets each `m3jax.cache.PageEvent` at once, on the thread that works the engine; it must not call the
+            engine. None ends that.
+        """
+        self._pages.observe(observer)
 
     @property
     def busy(self) -> bool:
         """True if some request has not ended."""
         return any(request.stop_reason == "unfinished" for request in self._requests.values())
+
+    @property
+    def load(self) -> dict[str, int]:
+        """The number of requests that have a row ("running"), and of those that wait for one ("waiting")."""
+        running = sum(request is not None for request in self._scheduler.request_of_row)
+        return dict(running=running, waiting=len(self._scheduler.waiting))
 
     @property
     def timings(self) -> Timings:
@@ -388,16 +523,55 @@ class Engine:
         prompt: tuple[int, ...],
         params: Params,
         placed: tuple[PlacedSegment, ...],
-        new: Sequence[int] = (),
-        logprobs: Sequence[float] = (),
+        keys: tuple[int, ...],
+        **of_request: Any,
     ) -> Request:
-        """Make a request, with what it has already, and have it wait for a row."""
-        request = Request(self._next_handle, prompt, params, placed, prefix_keys(prompt, placed), list(new))
-        request.logprobs = list(logprobs)
+        """Make a request and have it wait for a row.
+
+        Args:
+          prompt, params, placed, keys: of the request; `keys` of its prompt's pages.
+          **of_request: `guide`, `priority`, `deadline` and `group` of `Request`.
+        """
+        request = Request(self._next_handle, prompt, params, placed, keys, **of_request)
         self._next_handle += 1
         self._requests[request.handle] = request
         self._scheduler.waiting.append(request)
         return request
+
+    def _end_late(self) -> None:
+        """End the requests whose deadline has passed."""
+        now = perf_counter()
+        for request in [r for r in self._requests.values() if r.deadline is not None and r.deadline <= now]:
+            if request.stop_reason == "unfinished":
+                self._scheduler.stop(request, "deadline")
+
+    def _take_events(self) -> list[TokenEvent]:
+        """Return the news since they were taken last; who has ended leaves the engine, and its result with it."""
+        events, self._pending = self._pending, []
+        changed, self._scheduler.changed = self._scheduler.changed, {}
+        for handle in sorted(changed):
+            request = changed[handle]
+            if request.handle not in self._requests and request.handle not in self._results:
+                continue  # forgotten since
+            events.append(request.news())
+            if request.stop_reason != "unfinished":
+                self._end(handle)
+        return events
+
+    def _end(self, handle: int) -> None:
+        """Keep the result of a request that has ended in place of the request."""
+        request = self._requests.pop(handle, None)
+        if request is None:
+            return
+        self._results[handle] = request.generation
+        while len(self._results) > RESULTS_KEPT:
+            oldest = next(iter(self._results))
+            del self._results[oldest]
+            self._taken.pop(oldest, None)
+
+    def _tokens(self, handle: int) -> list[int]:
+        """Return the new tokens of a request, not a copy."""
+        return self._results[handle].tokens if handle in self._results else self._request(handle).new
 
     def _identity(self) -> Identity:
         """Return the configuration that another engine must share with this one to exchange pages."""
@@ -406,18 +580,20 @@ class Engine:
 
     def _request(self, handle: int) -> Request:
         if handle not in self._requests:
-            raise ValueError(f"no request {handle!r}: use a handle that add returned and forget did not drop")
+            raise ValueError(
+                f"no request {handle!r}: use a handle that add returned, of a request that goes on or is one of the "
+                f"last {RESULTS_KEPT:,} that ended"
+            )
         return self._requests[handle]
 
     def _unfinished(self, handle: int, purpose: str) -> Request:
-        request = self._request(handle)
-        if request.stop_reason != "unfinished":
-            raise ValueError(
-                f"request {handle} has ended already ({request.stop_reason}): there is nothing to {purpose}"
-            )
-        return request
+        reason = self.reason(handle)
+        if reason != "unfinished":
+            raise ValueError(f"request {handle} has ended already ({reason}): there is nothing to {purpose}")
+        return self._request(handle)
 
     def _check_request(self, prompt: tuple[int, ...], params: Params) -> None:
         """Raise ValueError if the model cannot serve a request, or this engine has no room for it."""
         check_prompt(prompt, params, self.config)
-        checks.check_room(prompt, params, self.max_length, self.shapes.stop_ids)
+        checks.check_room(prompt, params, self.max_length, self.shapes)
+        checks.check_records(params.record, self._runner.model)

@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Int, PyTree
 
 from m3jax.cache import Cache
 from m3jax.decoding.engine.media import Media
@@ -35,6 +35,8 @@ class Snapshot:
       cached: tokens whose keys, values and index keys are in `pages`.
       pages: their contents, eight pages at a time, as `Runner.read_pages` gives them.
       identity: configuration and dtypes that the receiving engine's model and cache must have.
+      top_logprobs: as in `Generation`; () where none were asked for.
+      records: likewise; {} where none were asked for.
       media: its images and videos, (patches, grid) each; a chunk of a video is a video here. They travel too: without
         them the receiver could not read the prompt again where its pages had to go.
     """
@@ -47,6 +49,8 @@ class Snapshot:
     pages: list[PageContents]
     identity: Identity
     media: Media = field(default_factory=Media)
+    top_logprobs: tuple[dict[int, float], ...] = ()
+    records: Mapping[str, Int[np.ndarray, "X L ..."]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the snapshot as a safetensors file with a checksum (`m3jax.decoding.engine.sealed`).
@@ -65,6 +69,9 @@ class Snapshot:
             arrays |= {f"{kind}.{index}": patches for index, (patches, _) in enumerate(items)}
             media[kind] = [list(map(int, grid)) for _, grid in items]
         header = dict(params=asdict(self.params), cached=self.cached, pages=pages, media=media)
+        arrays |= {f"records.{name}": record for name, record in self.records.items()}
+        header["records"] = list(self.records)
+        header["top_logprobs"] = [list(map(list, of_token.items())) for of_token in self.top_logprobs]
         return seal(arrays, header | dict(identity=_plain(self.identity)))
 
     @classmethod
@@ -81,7 +88,8 @@ class Snapshot:
         try:
             params = header["params"]
             sampling = Sampling(**params["sampling"])
-            params = Params(**params | {"sampling": sampling, "stop_ids": tuple(params["stop_ids"])})
+            tuples = {"stop_ids": tuple(params["stop_ids"]), "record": tuple(params.get("record", ()))}
+            params = Params(**params | {"sampling": sampling} | tuples)
             lists = (tuple(arrays[name].tolist()) for name in ("prompt", "new", "logprobs"))
             pages = [_read_back(group, arrays) for group in header["pages"]]
             media = Media(
@@ -90,7 +98,10 @@ class Snapshot:
                     for kind, grids in header.get("media", {}).items()
                 }
             )
-            return cls(*lists, params, header["cached"], pages, header["identity"], media)
+            # Older bytes have none, and none of the newer settings: those are off then.
+            records = {name: arrays[f"records.{name}"] for name in header.get("records", ())}
+            top_logprobs = tuple({int(i): float(x) for i, x in pairs} for pairs in header.get("top_logprobs", ()))
+            return cls(*lists, params, header["cached"], pages, header["identity"], media, top_logprobs, records)
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"a snapshot that cannot be read: {shown(error)}") from error
 
@@ -165,6 +176,17 @@ def check_snapshot(
     if len(snapshot.logprobs) != len(snapshot.new) or not all(map(_is_finite, snapshot.logprobs)):
         count = len(snapshot.new)
         raise ValueError(f"the snapshot has {count} new tokens: it must have {count} finite log-probabilities too")
+    if not isinstance(snapshot.top_logprobs, tuple) or len(snapshot.top_logprobs) not in (0, len(snapshot.new)):
+        count = len(snapshot.new)
+        raise ValueError(f"the snapshot's top_logprobs must be a tuple, empty or of {count} entries, one a new token")
+    if not isinstance(snapshot.records, Mapping) or any(
+        not isinstance(record, np.ndarray) or record.dtype.kind != "i" or len(record) != len(snapshot.new)
+        for record in snapshot.records.values()
+    ):
+        count = len(snapshot.new)
+        raise ValueError(
+            f"the snapshot's records must be integer arrays by name, each with {count} rows, one a new token"
+        )
     count, cached = len(snapshot.prompt) + len(snapshot.new), snapshot.cached
     if not isinstance(cached, int) or isinstance(cached, bool) or not 0 <= cached < max(count, 1):
         raise ValueError(f"the snapshot's cached is {shown(cached)}: of {count} tokens 0 to {count - 1} are in pages")

@@ -165,6 +165,13 @@ class FeatureRows:
         self._rows[number] = np.array([self._free.pop() for _ in range(count)], np.int32)
         return self._rows[number]
 
+    def forget(self) -> None:
+        """Drop every segment, as new weights of the tower need it."""
+        for rows in self._rows.values():
+            self._free += rows.tolist()
+        self.dropped += len(self._rows)
+        self._rows.clear()
+
     def statistics(self) -> dict[str, int]:
         """Return counters: rows in all, rows in use, segments in them, segments computed and dropped so far."""
         used = self.num_rows - len(self._free)

@@ -6,6 +6,8 @@ from typing import Any, TypedDict
 
 from m3jax.cache import Scales
 from m3jax.decoding.engine.checks import check_sizes
+from m3jax.decoding.protocols import RECORDS
+from m3jax.decoding.sampling import MAX_TOP_LOGPROBS
 from m3jax.messages import check_keywords
 
 
@@ -59,6 +61,13 @@ class Work:
       prefill_rows: prompts that share a call.
       steps_per_call: decode steps in one device call. More is faster, fewer react sooner.
       max_stop_ids: of one request.
+      max_biases: tokens with a `Sampling.logit_bias` of one request; 0 is none. They are kept as ids and numbers, not
+        as a number for each token of the vocabulary: 64 of them take 512 bytes of a row in place of 800 kB, which
+        would be sent with each chunk of a prompt.
+      max_bad_words: `Sampling.bad_words` of one request, of up to 8 tokens each; 0 is none.
+      max_top_logprobs: the largest `Params.top_logprobs`, 0 to 20. They are only computed while some request asks.
+      records: what requests will ask to be recorded (`Params.record`): `warmup` then compiles each program that can
+        record a second time, with these. What is not named here is compiled by the first call that records it.
       media_patches: patches in one call of the vision tower, a program a size. An image, or a chunk of a video, runs
         alone in the smallest that holds it, and no larger one is taken. None is 256, 1,024, 2,304 (the hub's largest
         image) and 12,288 (its largest chunk) where the model has a tower; () serves text alone.
@@ -72,11 +81,20 @@ class Work:
     prefill_rows: int = 1
     steps_per_call: int = 16
     max_stop_ids: int = 8
+    max_biases: int = 64
+    max_bad_words: int = 16
+    max_top_logprobs: int = MAX_TOP_LOGPROBS
+    records: tuple[str, ...] = ()
     media_patches: int | Sequence[int] | None = None
 
     def __post_init__(self):
         names = ("max_batch", "prefill_rows", "steps_per_call", "max_stop_ids")
         check_sizes({name: getattr(self, name) for name in names})
+        check_sizes({name: getattr(self, name) for name in ("max_biases", "max_bad_words", "max_top_logprobs")}, 0)
+        if unknown := [name for name in self.records if name not in RECORDS]:
+            raise ValueError(f"records has {unknown[0]!r}: choose of {', '.join(RECORDS)}")
+        if self.max_top_logprobs > MAX_TOP_LOGPROBS:
+            raise ValueError(f"max_top_logprobs = {self.max_top_logprobs}: at most {MAX_TOP_LOGPROBS}")
 
 
 class EngineKnobs(TypedDict, total=False):
@@ -96,6 +114,10 @@ class EngineKnobs(TypedDict, total=False):
     prefill_rows: int
     steps_per_call: int
     max_stop_ids: int
+    max_biases: int
+    max_bad_words: int
+    max_top_logprobs: int
+    records: tuple[str, ...]
     media_patches: int | Sequence[int] | None
 
 

@@ -1,13 +1,17 @@
 """A request on the host: its parameters, its state in an engine, and its continuation."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int, UInt32
 
 from m3jax.decoding.engine.media import PlacedSegment
-from m3jax.decoding.protocols import TargetConfig
-from m3jax.decoding.sampling import HostOrDevice, Sampling
+from m3jax.decoding.protocols import RECORDS, TargetConfig
+from m3jax.decoding.sampling import MASK_BITS, MAX_TOP_LOGPROBS, HostOrDevice, Sampling
 from m3jax.messages import shown
 
 
@@ -19,11 +23,64 @@ class Params:
       max_new_tokens: at least 1.
       sampling: how tokens are drawn.
       stop_ids: a request ends with the first of these; that token is part of the continuation.
+      min_tokens: none of the stop ids is drawn before the continuation has so many tokens.
+      ignore_eos: of the stop ids, the EOS ids of the model's configuration do not count.
+      top_logprobs: how many of the most probable tokens `Generation.top_logprobs` has of each new one, 0 to 20; 0 is
+        off.
+      record: choices of the layers that come back for each new token (`Generation.records`): "expert_ids", "blocks".
     """
 
     max_new_tokens: int
     sampling: Sampling
     stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+    record: tuple[str, ...] = ()
+
+    def stops(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the stop ids that count for a model of these EOS ids."""
+        return tuple(token for token in self.stop_ids if not (self.ignore_eos and token in eos_ids))
+
+
+@runtime_checkable
+class Guide(Protocol):
+    """What says which tokens a continuation may go on with, as a grammar does.
+
+    It is asked on the host before each new token of its request, which therefore gets one token in a call of the
+    device, whatever the others get.
+    """
+
+    def bits(self, new: Sequence[int]) -> UInt32[np.ndarray, " W"] | None:
+        """Return a bit for each token of the vocabulary, 1 where it may come next; None where all may.
+
+        A request is taken back, copied and begun again, so the answer must follow from the tokens alone.
+
+        Args:
+          new: token ids of the continuation so far, without the prompt.
+
+        Returns:
+          uint32 of W = ceil(V / 32) words; token i is bit i % 32 of word i // 32. Bits past the vocabulary mean
+          nothing. If no bit is set the request ends with the stop reason "no_token".
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RequestTimings:
+    """The seconds that a request spent, by what it waited for.
+
+    Attributes:
+      queue_seconds: from `add` until it first had a row.
+      prompt_seconds: from then until its first new token.
+      decode_seconds: from its first new token to its newest.
+      preemptions: how often it had to give its row back.
+    """
+
+    queue_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,12 +90,21 @@ class Generation:
     Attributes:
       tokens: new token ids only, with the stop id or the token that completed a stop string as the last.
       logprobs: natural logarithm of each token's probability under the model's own logits, before any knob.
-      stop_reason: "length", "stop_id", "stop_string", "nan" (the logits had no distribution), "aborted", or
-        "unfinished".
+      stop_reason: "length", "stop_id", "stop_string", "nan" (the logits had no distribution), "no_token" (the guide and
+        the knobs ruled every token out), "deadline", "aborted", or "unfinished".
       prompt_tokens: length of the prompt.
       cached_tokens: of these, those that the prefix cache had when the request first got its pages.
       text: the decoded continuation, without the stop id and cut before a stop string; None where no text was
         asked for.
+      top_logprobs: of each new token its `Params.top_logprobs` most probable alternatives as {id: log-probability},
+        best first, under the model's own logits as `logprobs`; the token itself comes last if it is none of them. []
+        where none were asked for.
+      versions: of the weights that drew each token (`Engine.update`); no part of what makes two generations equal.
+      timings: the seconds that it took so far; likewise.
+      records: what `Params.record` asked for, by name, first axis new tokens: the choices that the layers made at the
+        position whose logits drew the token. "expert_ids" are [X L A] of the L layers that have experts, best first,
+        "blocks" [X L K J] of the sparse layers; int16, or int32 where a request can have more than 32,767 blocks. A
+        token that was not recorded has -1. `m3jax.model.Choices.of_records` gives them to a call of the model.
     """
 
     tokens: list[int]
@@ -47,6 +113,43 @@ class Generation:
     prompt_tokens: int
     text: str | None = None
     cached_tokens: int = 0
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list, compare=False)
+    timings: RequestTimings | None = field(default=None, compare=False)
+    records: dict[str, Int[np.ndarray, "X L ..."]] = field(default_factory=dict, compare=False)
+
+    def cut(self, keep: int, stop_reason: str) -> "Generation":
+        """Return the first `keep` tokens, with another reason to stop there."""
+        lists = ("tokens", "logprobs", "top_logprobs", "versions")
+        kept = {name: getattr(self, name)[:keep] for name in lists}
+        kept["records"] = {name: record[:keep] for name, record in self.records.items()}
+        return replace(self, stop_reason=stop_reason, **kept)
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """The news of one request after a round of work.
+
+    Attributes:
+      handle: of the request.
+      start: new tokens that it had before these. After `truncate` that is fewer than were given out: what came at and
+        behind this place counts no more.
+      tokens: the new tokens of this round; none where the request only ended.
+      logprobs: of these tokens, as in `Generation`.
+      top_logprobs: likewise; empty where none were asked for.
+      versions: of the weights that drew each.
+      stop_reason: "unfinished", or the reason for which the request has ended; then this is its last event.
+      generation: with the last event, all of it; None before.
+    """
+
+    handle: int
+    start: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[dict[int, float], ...]
+    versions: tuple[int, ...]
+    stop_reason: str
+    generation: Generation | None = None
 
 
 @dataclass(eq=False)
@@ -61,15 +164,27 @@ class Request:
       prompt_keys: the keys of its prompt's pages; the prompt itself if it has no segments.
       new: token ids generated so far.
       logprobs: of them.
+      top_logprobs: as in `Generation`.
+      guide: says which tokens may come next, if there is one.
+      recorded: of `records` what each call gave, in order; of the latest call on its way from the device.
       row: its place in the decode batch; None while it waits for one.
       page_handle: the allocator's handle of its pages; None while it has none.
       cached: tokens of it in the cache.
       found: of its tokens those that were in the prefix cache when it first got pages; None before.
       is_decoding: whether its prompt is through.
       stop_reason: that of `Generation`; "unfinished" while it goes on.
-      taken: new tokens that were given out by `Engine.take`.
+      versions: of the weights that drew each new token.
+      priority: requests of a higher one are served first.
+      deadline: `time.perf_counter()` at which it ends, done or not; None for none.
+      group: number that the requests of one `add` share.
+      reported: new tokens that events have given out.
+      passes: how often a younger request got a row while this one waited for pages.
+      common: while it waits, with how many tokens its prompt and those of others begin alike, by their handles.
       preemptions: how often it had to give its row back.
-      first_token_at: `time.perf_counter()` when its first token came; None before.
+      added_at: `time.perf_counter()` when it was added.
+      row_at: when it first got a row; None before.
+      first_token_at: when its first token came; None before.
+      last_token_at: when its newest token came; None before the first.
     """
 
     handle: int
@@ -79,15 +194,75 @@ class Request:
     prompt_keys: tuple[int, ...] = ()
     new: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    guide: Guide | None = None
+    recorded: list[dict[str, Int[np.ndarray, "X ..."]]] = field(default_factory=list)
     row: int | None = None
     page_handle: int | None = None
     cached: int = 0
     found: int | None = None
     is_decoding: bool = False
     stop_reason: str = "unfinished"
-    taken: int = 0
+    versions: list[int] = field(default_factory=list)
+    priority: int = 0
+    deadline: float | None = None
+    group: int | None = None
+    reported: int = 0
+    passes: int = 0
+    common: dict[int, int] = field(default_factory=dict)
     preemptions: int = 0
+    added_at: float = field(default_factory=perf_counter)
+    row_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """The order of service: the higher priority, then the earlier deadline, then the older request."""
+        return -self.priority, math.inf if self.deadline is None else self.deadline, self.handle
+
+    @property
+    def generation(self) -> Generation:
+        """The continuation so far."""
+        return Generation(
+            tokens=list(self.new),
+            logprobs=list(self.logprobs),
+            stop_reason=self.stop_reason,
+            prompt_tokens=len(self.prompt),
+            cached_tokens=min(self.found or 0, len(self.prompt)),
+            top_logprobs=list(self.top_logprobs),
+            versions=list(self.versions),
+            timings=self.timings,
+            records=self.records,
+        )
+
+    @property
+    def timings(self) -> RequestTimings:
+        """The seconds that the request has taken so far."""
+        now = perf_counter()
+        row_at = now if self.row_at is None else self.row_at
+        first_at = now if self.first_token_at is None else self.first_token_at
+        return RequestTimings(
+            queue_seconds=row_at - self.added_at,
+            prompt_seconds=max(0.0, first_at - row_at),
+            decode_seconds=0.0 if self.last_token_at is None else self.last_token_at - first_at,
+            preemptions=self.preemptions,
+        )
+
+    def news(self) -> TokenEvent:
+        """Return what came since the last call, which is reported with it."""
+        start, self.reported = self.reported, len(self.new)
+        has_ended = self.stop_reason != "unfinished"
+        return TokenEvent(
+            handle=self.handle,
+            start=start,
+            tokens=tuple(self.new[start:]),
+            logprobs=tuple(self.logprobs[start:]),
+            top_logprobs=tuple(self.top_logprobs[start:]),
+            versions=tuple(self.versions[start:]),
+            stop_reason=self.stop_reason,
+            generation=self.generation if has_ended else None,
+        )
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -99,6 +274,11 @@ class Request:
         """The keys of the request's pages: tokens, and keys of features (`m3jax.decoding.engine.media`)."""
         return (*self.prompt_keys, *self.new)
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the prompt and the continuation."""
+        return len(self.prompt) + len(self.new)
+
     def keys_between(self, start: int, end: int) -> tuple[int, ...]:
         """Return `keys[start:end]` without making a tuple of all keys: a long prompt has many more."""
         count = len(self.prompt_keys)
@@ -108,6 +288,80 @@ class Request:
         """Return the segments that have features among the next `count` tokens that are not in the cache."""
         return [placed for placed in self.segments if placed.is_in(self.cached, self.cached + count)]
 
+    def append(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        top_ids: Sequence[Sequence[int]],
+        top_logprobs: Sequence[Sequence[float]],
+        version: int,
+    ) -> None:
+        """Add new tokens; of the most probable ones in their places those that were asked for are kept."""
+        self.new += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
+        if asked := self.params.top_logprobs:
+            for token, logprob, ids, values in zip(tokens, logprobs, top_ids, top_logprobs, strict=True):
+                best = {i: value for i, value in zip(ids[:asked], values, strict=False) if i >= 0}
+                self.top_logprobs.append(best if token in best else best | {token: logprob})
+
+    def keep(self, count: int) -> None:
+        """Drop all new tokens but the first ones, and all that is known of them."""
+        records = {name: record[:count] for name, record in self.records.items()}
+        self.recorded = [records] if records and count else []
+        del self.new[count:], self.logprobs[count:], self.top_logprobs[count:], self.versions[count:]
+        self.reported = min(self.reported, count)
+
+    def note_records(self, records: Mapping[str, Int[HostOrDevice, "B W ..."]], index: int, count: int) -> None:
+        """Note what a call recorded of this request's new tokens; they are read when the next call has come.
+
+        Args:
+          records: of all rows, by name, on the device.
+          index: the request's row in them.
+          count: its new tokens.
+        """
+        if not self.params.record or not count:
+            return
+        if self.recorded:
+            self.recorded[-1] = {name: np.asarray(values) for name, values in self.recorded[-1].items()}
+        self.recorded.append({name: records[name][index, :count] for name in self.params.record})
+
+    @property
+    def records(self) -> dict[str, Int[np.ndarray, "X L ..."]]:
+        """What was recorded of the new tokens, as in `Generation`; {} before the first."""
+        if not self.recorded:
+            return {}
+        whole = {
+            name: np.concatenate([np.asarray(of_call[name]) for of_call in self.recorded]) for name in self.recorded[0]
+        }
+        # Tokens that were taken over from a request that recorded nothing come first.
+        missing = {name: len(self.new) - len(values) for name, values in whole.items()}
+        fill = lambda name, values: np.full((missing[name], *values.shape[1:]), -1, values.dtype)
+        whole = {name: np.concatenate([fill(name, values), values]) for name, values in whole.items()}
+        self.recorded = [whole]
+        return dict(whole)
+
+    def continue_from(
+        self,
+        new: Sequence[int],
+        logprobs: Sequence[float],
+        top_logprobs: Sequence[dict[int, float]],
+        versions: Sequence[int],
+        records: Mapping[str, Int[np.ndarray, "X L ..."]],
+    ) -> None:
+        """Take over the new tokens of another request; where it asked for no alternatives a token is its own."""
+        kept = {name: records[name] for name in self.params.record if name in records}
+        self.recorded = [kept] if len(kept) == len(self.params.record) > 0 else []
+        self.new, self.logprobs, self.versions = list(new), list(logprobs), list(versions)
+        if self.params.top_logprobs:
+            own = [{token: logprob} for token, logprob in zip(new, logprobs, strict=True)]
+            self.top_logprobs = list(top_logprobs) or own
+
+    @property
+    def mask(self) -> UInt32[np.ndarray, " W"] | None:
+        """The tokens that may come next as its guide's bits; None where all may."""
+        return None if self.guide is None else self.guide.bits(tuple(self.new))
+
     @property
     def new_remaining(self) -> int:
         """The number of new tokens that the request may still get."""
@@ -116,7 +370,7 @@ class Request:
     @property
     def uncached(self) -> int:
         """The number of tokens that are not in the cache yet."""
-        return len(self.prompt) + len(self.new) - self.cached
+        return self.num_tokens - self.cached
 
 
 def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, name: str = "prompt") -> None:
@@ -140,6 +394,18 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
         raise ValueError(f"{name} is empty: give it at least one token")
     check_ids(name, prompt, config.vocab_size)
     check_ids("stop_ids", params.stop_ids, config.vocab_size)
+    check_ids("logit_bias", [token for token, _ in params.sampling.logit_bias or ()], config.vocab_size)
+    check_ids("bad_words", [token for word in params.sampling.bad_words or () for token in word], config.vocab_size)
+    if not _is_integer(params.min_tokens) or params.min_tokens < 0:
+        raise ValueError(f"min_tokens = {shown(params.min_tokens)}: must be an integer of at least 0")
+    if not isinstance(params.ignore_eos, bool):
+        raise ValueError(f"ignore_eos = {shown(params.ignore_eos)}: must be True or False")
+    if not _is_integer(params.top_logprobs) or not 0 <= params.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(
+            f"top_logprobs = {shown(params.top_logprobs)}: must be an integer from 0 to {MAX_TOP_LOGPROBS}"
+        )
+    if not isinstance(params.record, tuple) or any(name not in RECORDS for name in params.record):
+        raise ValueError(f"record = {shown(params.record)}: must be a tuple of {', '.join(RECORDS)}; () for none")
     limit, asked = config.max_position_embeddings, params.max_new_tokens
     if not _is_integer(asked) or asked < 1:
         raise ValueError(f"max_new_tokens = {asked!r}: must be an integer of at least 1")
@@ -150,6 +416,25 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
             f"{name} has {len(prompt)} tokens, which with max_new_tokens = {asked} is more than the model's context of "
             f"{limit}: ask for at most {limit - len(prompt)} new tokens"
         )
+    if params.min_tokens > asked:
+        raise ValueError(f"min_tokens = {params.min_tokens}: at most max_new_tokens = {asked}")
+
+
+def check_guide(guide: object) -> None:
+    """Raise ValueError for what is no `Guide`; None is none."""
+    if guide is not None and not callable(getattr(guide, "bits", None)):
+        raise ValueError(f"guide is {shown(guide)}: give an object with a method bits(new tokens), or None")
+
+
+def check_bits(bits: object, handle: int, vocab: int) -> None:
+    """Raise ValueError for a mask that is not as `Guide.bits` says; None is all tokens."""
+    words = -(-vocab // MASK_BITS)
+    if bits is None or (isinstance(bits, np.ndarray) and bits.dtype == np.uint32 and bits.shape == (words,)):
+        return
+    given = f"{bits.dtype} {list(bits.shape)}" if isinstance(bits, np.ndarray) else shown(bits)
+    raise ValueError(
+        f"the guide of request {handle} gave {given}: a mask of {vocab} tokens is a numpy array of {words} uint32"
+    )
 
 
 def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:

@@ -1,14 +1,14 @@
 """The device's state, and the host's copies of what it needs to know of it: page table, stop reasons, shapes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Float, Int32, PyTree, UInt32
 
 from m3jax.cache import HostMemory
 from m3jax.decoding import device
@@ -17,8 +17,8 @@ from m3jax.decoding.engine.exchange import PAGES_A_CALL, page_layout
 from m3jax.decoding.engine.media import PlacedSegment
 from m3jax.decoding.engine.request import Params
 from m3jax.decoding.engine.shapes import Shapes
-from m3jax.decoding.protocols import HostStacks, PageContents, PagedCache, TargetModel, is_invariant
-from m3jax.decoding.sampling import Sampling, SamplingParams
+from m3jax.decoding.protocols import RECORDS, HostStacks, PageContents, PagedCache, TargetModel, is_invariant
+from m3jax.decoding.sampling import MASK_BITS, WORD_TOKENS, Sampling, SamplingParams, count_uses
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
 from m3jax.media.packing import Segment, pack
 from m3jax.media.sizes import MERGE
@@ -26,6 +26,8 @@ from m3jax.parallel import sharding
 from m3jax.platform import platform
 
 PROGRAMS = ("prefill", "tower", "decode", "pages")
+_Tree = TypeVar("_Tree")
+RowMasks = Mapping[int, UInt32[np.ndarray, " W"] | None]  # the tokens that may come next in rows with a guide
 Watch = Callable[[str], AbstractContextManager]  # maps names of programs to the context in which they are compiled
 
 
@@ -40,6 +42,7 @@ class PromptPart:
       params: how it goes on.
       new_count: new tokens among its tokens; of a request that was preempted.
       feature_rows: the row of the feature that each token of the piece stands for, -1 for a token of text.
+      mask: the tokens that may come after its last one, as `Guide.bits` gives them; None where all may.
     """
 
     row: int
@@ -48,6 +51,7 @@ class PromptPart:
     params: Params
     new_count: int
     feature_rows: Int32[np.ndarray, " T"]
+    mask: UInt32[np.ndarray, " W"] | None = None
 
 
 class Runner:
@@ -76,7 +80,7 @@ class Runner:
         host: HostMemory | None = None,
         drafter: Drafter | None = None,
     ):
-        self.model, self.shapes, self.host, self.drafter = model, shapes, host, drafter
+        self.model, self.shapes, self.host, self.drafter = _committed(model), shapes, host, drafter
         self.table = np.array(cache.table)
         self._stop_reasons = np.full(shapes.batch, device.IDLE, np.int32)
         self._is_stale = False  # whether the device's table and stop reasons are older than the host's
@@ -89,7 +93,7 @@ class Runner:
             return jax.device_put(array, sharding(array.shape, ("batch",) + (None,) * (array.ndim - 1), model.mesh))
 
         # Committed to their devices, as the results of a call are: otherwise the second call would compile anew.
-        cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding), cache)
+        cache = _committed(cache)
         memory = None if drafter is None else drafter.begin(model, shapes.batch, self._max_length)
         self.state = device.State(
             cache=cache,
@@ -99,6 +103,8 @@ class Runner:
             stop_reasons=place(self._stop_reasons),
             draft_memory=jax.tree.map(place, memory),
         )
+        self._no_masks = self._masks_on_device({}, shapes.batch)
+        self._no_prompt_masks = self._masks_on_device({}, shapes.prompts)
         self.features, self._features_layout = None, None
         self._feature_keys = np.full(shapes.media_tokens, -1, np.int64)
         self._compiled_widths: set[int] = set()  # of calls of prefill
@@ -122,7 +128,9 @@ class Runner:
             widths if "prefill" in programs else (), self.shapes.media_patches if "tower" in programs else ()
         )
         if "decode" in programs:
-            calls.append(lambda: self._decode_call(0))
+            calls += [lambda: self._decode_call(0, {}), lambda: self._start_call(())]
+            if self.shapes.records:
+                calls.append(lambda: self._decode_call(0, {}, self.shapes.records))
             names.append(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}")
         if "pages" in programs:
             names.append("copies of pages")
@@ -154,7 +162,8 @@ class Runner:
         The tower's calls come first: they are quick to trace, and compile while those of prefill are traced.
         """
         calls = [partial(self._empty_tower_call, size) for size in sizes]
-        calls += [partial(self._prefill_call, (), width) for width in widths]
+        of_records = {(), self.shapes.records}
+        calls += [partial(self._prefill_call, (), width, records) for width in widths for records in sorted(of_records)]
         names = [f"prefill of {self.shapes.prompts} x {_listed(widths)} tokens"] if widths else []
         names += [f"vision tower for {_listed(sizes)} patches"] if sizes else []
         self._compiled_widths.update(widths)
@@ -167,6 +176,10 @@ class Runner:
         contents = self.read_pages([0])
         self._page_layout = page_layout(contents)
         self.write_pages([-1], contents, ())
+
+    def update(self, model: TargetModel) -> None:
+        """Run another model from now on, whose parameters have the shapes and places of the old one's."""
+        self.model = _committed(model)
 
     # Calls
 
@@ -195,12 +208,25 @@ class Runner:
             piece = part.tokens[part.cached : part.cached + width]
             self._note_written(part.row, part.cached, piece, part.feature_rows)
         self._send_changes()
-        self.state, new = self._prefill_call(parts, width)()
+        self.state, new = self._prefill_call(parts, width, self.records_of(part.params for part in parts))()
         self._compiled_widths.add(width)
         self._flush_host()
+        for record in new.records.values():
+            record.copy_to_host_async()
         return new
 
-    def _prefill_call(self, parts: Sequence[PromptPart], width: int) -> partial[tuple[device.State, device.NewTokens]]:
+    def records_of(self, params: Iterable[Params]) -> tuple[str, ...]:
+        """Return the choices that a call records for requests of these parameters: all that any of them asks for.
+
+        Where one asks, what `warmup` compiled for is recorded too, so that the call runs that program.
+        """
+        asked = {name for of_request in params for name in of_request.record}
+        asked |= set(self.shapes.records) if asked else set()
+        return tuple(name for name in RECORDS if name in asked)
+
+    def _prefill_call(
+        self, parts: Sequence[PromptPart], width: int, records: tuple[str, ...] = ()
+    ) -> partial[tuple[device.State, device.NewTokens]]:
         """Return the device's call for a chunk of `width` tokens of some prompts."""
         count = self.shapes.prompts
         rows = np.full(count, self.shapes.batch, np.int32)
@@ -214,6 +240,7 @@ class Runner:
             rows[index], start[index], lengths[index] = part.row, part.cached, len(part.tokens)
         media = None if self.features is None else device.PlacedFeatures(self.features, feature_rows)
         chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width), media)
+        masks = {index: part.mask for index, part in enumerate(parts) if part.mask is not None}
         return partial(
             self._programs["prefill"],
             self.model,
@@ -222,16 +249,30 @@ class Runner:
             self.continuations(parts, count),
             host=self._host_pages,
             drafter=self.drafter,
+            masks=self._masks_on_device(masks, count) if masks else self._no_prompt_masks,
+            num_top=self.shapes.top_logprobs,
+            records=records,
             layout=self._layout,
             types=self._types,
         )
 
-    def decode(self, steps: int) -> device.NewTokens:
-        """Run decode steps of all live rows, or rounds with a drafter; return the new tokens on the host."""
+    def decode(self, steps: int, masks: RowMasks | None = None, records: tuple[str, ...] = ()) -> device.NewTokens:
+        """Run decode steps of all live rows, or rounds with a drafter; return the new tokens on the host.
+
+        Records are large and wait for nobody: they stay on the device, on their way to the host.
+
+        Args:
+          steps: at most.
+          masks: the tokens that may come next in rows that have a guide, as `Guide.bits` gives them. These rows get one
+            token. None is for no row.
+          records: names of choices to record.
+        """
         self._send_changes()
-        self.state, new = self._decode_call(steps)()
+        self.state, new = self._decode_call(steps, masks or {}, records)()
         self._flush_host()
-        new = jax.device_get(new)
+        for record in new.records.values():
+            record.copy_to_host_async()
+        new = replace(jax.device_get(replace(new, records={})), records=new.records)
         self._stop_reasons = np.array(new.stop_reasons)
         for row in np.flatnonzero(new.counts).tolist():
             # A step writes the token before the one that it draws: the newest one is in no page yet.
@@ -241,19 +282,24 @@ class Runner:
             self._newest_token[row] = tokens[-1]
         return new
 
-    def _decode_call(self, steps: int) -> partial[tuple[device.State, device.NewTokens]]:
+    def _decode_call(
+        self, steps: int, masks: RowMasks, records: tuple[str, ...] = ()
+    ) -> partial[tuple[device.State, device.NewTokens]]:
         """Return the device's call for decode steps, or for rounds with a drafter."""
-        shared = dict(host=self._host_pages, layout=self._layout, types=self._types)
+        steps_of_row = np.full(self.shapes.batch, steps, np.int32)
+        shared = dict(host=self._host_pages, num_top=self.shapes.top_logprobs, layout=self._layout, types=self._types)
+        shared["records"] = records
+        shared["masks"] = self._masks_on_device(masks, self.shapes.batch) if masks else self._no_masks
         if self.drafter is None:
             return partial(
-                self._programs["decode"], self.model, self.state, np.int32(steps), max_steps=self.shapes.steps, **shared
+                self._programs["decode"], self.model, self.state, steps_of_row, max_steps=self.shapes.steps, **shared
             )
         return partial(
             self._programs["decode_in_rounds"],
             self.model,
             self.drafter,
             self.state,
-            np.int32(steps),
+            steps_of_row,
             draft_tokens=self.shapes.draft_tokens,
             max_rounds=self.shapes.steps,
             **shared,
@@ -273,15 +319,41 @@ class Runner:
 
     def continuations(self, parts: Sequence[PromptPart], count: int) -> device.Continuations:
         """Return the settings and progress of some requests as arrays, padded to `count` rows."""
+        config = self.model.config
         stop_ids = np.full((count, self.shapes.stop_ids), -1, np.int32)
-        limits, counts = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        seen = np.zeros((count, self.model.config.vocab_size), bool)
+        limits, min_tokens, top_logprobs, counts = (np.zeros(count, np.int32) for _ in range(4))
+        uses = np.zeros((count, config.vocab_size), np.int32)
+        recent = np.full((count, WORD_TOKENS - 1), -1, np.int32)
         for index, part in enumerate(parts):
-            stop_ids[index, : len(part.params.stop_ids)] = part.params.stop_ids
-            limits[index], counts[index] = part.params.max_new_tokens, part.new_count
-            seen[index, list(part.tokens)] = True
+            params, prompt_length = part.params, len(part.tokens) - part.new_count
+            stops = params.stops(config.eos_token_id)
+            stop_ids[index, : len(stops)] = stops
+            limits[index], min_tokens[index] = params.max_new_tokens, params.min_tokens
+            top_logprobs[index], counts[index] = params.top_logprobs, part.new_count
+            uses[index] = count_uses(part.tokens[:prompt_length], part.tokens[prompt_length:], config.vocab_size)
+            last_tokens = part.tokens[-recent.shape[1] :]
+            recent[index, recent.shape[1] - len(last_tokens) :] = last_tokens
         sampling = [part.params.sampling for part in parts] + [Sampling.greedy()] * (count - len(parts))
-        return device.Continuations(SamplingParams.stack(sampling), stop_ids, limits, counts, seen)
+        return device.Continuations(
+            sampling=SamplingParams.stack(sampling, self.shapes.biases, self.shapes.bad_words),
+            stop_ids=stop_ids,
+            limits=limits,
+            min_tokens=min_tokens,
+            top_logprobs=top_logprobs,
+            counts=counts,
+            uses=uses,
+            recent=recent,
+        )
+
+    def _masks_on_device(self, masks: RowMasks, count: int) -> device.Masks:
+        """Return masks of some of `count` rows; placed as those of no row are, so that both run one program."""
+        is_masked = np.isin(np.arange(count), list(masks))
+        bits = np.full((count, -(-self.model.config.vocab_size // MASK_BITS)), 2**32 - 1, np.uint32)
+        for row, mask in masks.items():
+            if mask is not None:
+                bits[row] = mask
+        place = lambda x: jax.device_put(x, sharding(x.shape, (None,) * x.ndim, self.model.mesh))
+        return device.Masks(place(is_masked), place(bits))
 
     def _context(self, parts: Sequence[PromptPart], width: int) -> PromptContext | None:
         """Return what a drafter reads of prompts beyond a piece of `width` tokens; None without a drafter."""
@@ -303,6 +375,24 @@ class Runner:
         """Note the state of a row after prefill on the host: the device has it already."""
         self._stop_reasons[row] = stop_reason
         self._lengths[row], self._newest_token[row] = length, newest_token
+
+    def start_rows(self, parts: Sequence[PromptPart]) -> None:
+        """Have rows decode from their last token on, which alone is not in the cache; at most `prompts` of them."""
+        self._send_changes()
+        self.state = self._start_call(parts)()
+        for part in parts:
+            self.start_row(part.row, device.LIVE, part.cached, part.tokens[-1])
+
+    def _start_call(self, parts: Sequence[PromptPart]) -> partial[device.State]:
+        """Return the device's call that starts some rows."""
+        count = self.shapes.prompts
+        rows = np.full(count, self.shapes.batch, np.int32)
+        last_token, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        for index, part in enumerate(parts):
+            rows[index], last_token[index], lengths[index] = part.row, part.tokens[-1], part.cached
+        continuations = self.continuations(parts, count)
+        shared = dict(layout=self._layout, types=self._types)
+        return partial(device.start_rows, self.state, rows, last_token, lengths, continuations, **shared)
 
     def set_pages(self, row: int, page_ids: Int32[np.ndarray, "M"]) -> None:
         """Give a row its pages."""
@@ -389,6 +479,11 @@ class Runner:
 
     def _replace_cache(self, cache: PagedCache) -> None:
         self.state = replace(self.state, cache=cache)
+
+
+def _committed(tree: _Tree) -> _Tree:
+    """Return arrays committed to the devices where they lie; none is copied."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
 
 
 def _mode(model: TargetModel) -> device.Mode:

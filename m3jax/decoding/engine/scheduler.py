@@ -5,18 +5,19 @@ what that call wrote.
 """
 
 import math
-from itertools import islice
+from dataclasses import replace
 from time import perf_counter
 
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, UInt32
 
 from m3jax.cache import OutOfPages, PageAllocator
+from m3jax.cache.prefix import common_length
 from m3jax.decoding import device
 from m3jax.decoding.engine.media import FeatureRows
 from m3jax.decoding.engine.report import Drafting, Timings
-from m3jax.decoding.engine.request import Request
+from m3jax.decoding.engine.request import Request, check_bits
 from m3jax.decoding.engine.runner import PromptPart, Runner
 from m3jax.decoding.protocols import PageContents
 
@@ -25,7 +26,12 @@ _STOP_REASONS = {
     device.STOP_ID: "stop_id",
     device.STOP_STRING: "stop_string",
     device.BAD_LOGITS: "nan",
+    device.NOTHING_ALLOWED: "no_token",
 }
+
+# A waiting request is passed so often at most by others that need fewer pages, and by the next few behind it alone.
+MOST_PASSES = 16
+_LOOK_AHEAD = 8
 
 
 class Scheduler:
@@ -38,7 +44,9 @@ class Scheduler:
 
     Attributes:
       request_of_row: the request of each row, or None.
-      waiting: requests without a row, oldest first.
+      waiting: requests without a row.
+      changed: requests of which there is news since `Engine.step` gave out the last, by handle.
+      version: of the weights that draw tokens now.
       timings: the seconds spent on each kind of work.
       drafting: the counts of proposals and of accepted ones.
     """
@@ -47,6 +55,9 @@ class Scheduler:
         self.runner, self.pages, self.shapes, self.features = runner, pages, runner.shapes, features
         self.request_of_row: list[Request | None] = [None] * self.shapes.batch
         self.waiting: list[Request] = []
+        self.changed: dict[int, Request] = {}
+        self.version = 0
+        self._is_turn_of_shortest = False
         self.timings = Timings()
         self.drafting = Drafting(self.shapes.draft_tokens)
         # A draft fills the slot of the newest token, which the target will only write in the next call.
@@ -55,20 +66,89 @@ class Scheduler:
     # A round
 
     def admit(self) -> None:
-        """Give waiting requests a row, the oldest first, while their tokens find pages."""
-        while self.waiting and None in self.request_of_row:
-            request = self.waiting[0]
+        """Give waiting requests a row, in their order, while their tokens find pages.
+
+        A request that lacks pages may be passed by younger ones that fit, `MOST_PASSES` times; then all wait for it.
+        One whose beginning is being computed for another request waits for that, and holds up nobody.
+        """
+        if None not in self.request_of_row:
+            return
+        blocked: Request | None = None
+        behind = 0  # requests looked at behind the one that lacks pages
+        for request in sorted(self.waiting, key=lambda request: request.order):
+            if None not in self.request_of_row or behind > _LOOK_AHEAD:
+                return
+            if self._is_computed_for_another(request):
+                continue
+            if blocked is not None:
+                behind += 1
+                if blocked.passes >= MOST_PASSES or self._pages_for(request) > self.pages.available:
+                    continue
             if request.page_handle is None:
-                request.page_handle, request.cached = self.pages.add(request.keys)
+                donor = self._donor(request)
+                beside = None if donor is None else donor.page_handle
+                request.page_handle, request.cached = self.pages.add(request.keys, beside)
                 request.found = request.cached if request.found is None else request.found
-            needed = math.ceil((len(request.tokens) + 1) / self.pages.page_size)
-            missing = needed - len(self.pages.pages_of(request.page_handle))
+            missing = self._pages_for(request) - len(self.pages.pages_of(request.page_handle))
+            # The last page that is shared in part will be copied.
+            missing += request.cached % self.pages.page_size != 0
             if self.pages.available < missing and any(self.request_of_row):
-                return  # it keeps the cached pages that it found, until `_reserve` has it give way
-            del self.waiting[0]
+                blocked = request  # it keeps the cached pages that it found, until `_reserve` has it give way
+                continue
+            self.waiting.remove(request)
+            request.common.clear()
             request.row = self.request_of_row.index(None)
+            request.row_at = perf_counter() if request.row_at is None else request.row_at
             self.request_of_row[request.row] = request
             self._send_pages(request)
+            if blocked is not None:
+                blocked.passes += 1
+
+    def _pages_for(self, request: Request) -> int:
+        """Return the pages that the tokens of a request and the next one fill or begin."""
+        return math.ceil((request.num_tokens + 1) / self.pages.page_size)
+
+    def _is_computed_for_another(self, request: Request) -> bool:
+        """Return True if prefill is about to compute, for a request that has a row, whole pages that this one needs.
+
+        Of a request of the same prompt all of it is waited for: its last page can be shared too (`_donor`).
+        """
+        if request.page_handle is not None:
+            return False  # it was copied or imported, or has looked its pages up already
+        size = self.pages.page_size
+        for other in self.request_of_row:
+            if other is None or other.is_decoding:
+                continue
+            common = self._common(request, other)
+            if self._has_prompt_of(request, other):
+                return other.cached < len(request.prompt) - 1
+            if self.pages.shares and other.cached < min(common, len(request.prompt) - 1) // size * size:
+                return True
+        return False
+
+    def _donor(self, request: Request) -> Request | None:
+        """Return a request whose pages hold the whole prompt of this one, the part of a page at its end too."""
+        others = (other for other in self.request_of_row if other is not None)
+        return next((other for other in others if self._has_prompt_of(request, other)), None)
+
+    def _has_prompt_of(self, request: Request, other: Request) -> bool:
+        """Return True if two requests have the same prompt, and may share pages.
+
+        All may, but where the prefix cache is off only those of one group.
+        """
+        may_share = self.pages.shares or (request.group is not None and request.group == other.group)
+        return may_share and self._common(request, other) == len(request.prompt) == len(other.prompt)
+
+    def _common(self, request: Request, other: Request) -> int:
+        """Return the number of tokens with which the prompts of two requests begin alike; a few less than a page are 0.
+
+        A waiting request is held against all that have a row in every round: what was found is kept.
+        """
+        if other.handle not in request.common:
+            size, some, others = self.pages.page_size, request.prompt_keys, other.prompt_keys
+            is_alike = some[:size] == others[:size]
+            request.common[other.handle] = common_length(some, others) if is_alike else 0
+        return request.common[other.handle]
 
     def read_media(self) -> None:
         """Run the tower on what the next chunks of prompts need and the device lacks, for the oldest prompt first.
@@ -95,14 +175,21 @@ class Scheduler:
                 remaining -= size
 
     def prefill(self) -> None:
-        """Run one chunk of the prompts that came first; those that end in it get their first token.
+        """Run one chunk of some prompts; those that end in it get their first token.
 
-        A prompt whose next chunk still lacks features waits, and the next one takes its place.
+        In turn the prompts that come first in order go on, and those of which least is left: so a short one waits for
+        at most as many calls as the prompts have chunks that are as short or shorter, and as many again, however long
+        the one before it is; and the first in order goes on in every second call. A prompt whose next chunk still lacks
+        features waits, and the next one takes its place.
         """
         began = perf_counter()
         self.read_media()
-        can_go_on = (request for request in self.requests_with_row(is_decoding=False) if self._has_features(request))
-        chosen = list(islice(can_go_on, self.shapes.prompts))
+        self._start_rows()
+        can_go_on = [request for request in self.requests_with_row(is_decoding=False) if self._has_features(request)]
+        if self._is_turn_of_shortest:
+            can_go_on.sort(key=lambda request: request.uncached)
+        self._is_turn_of_shortest = not self._is_turn_of_shortest
+        chosen = can_go_on[: self.shapes.prompts]
         longest = max((request.uncached for request in chosen), default=0)
         width = self.shapes.prefill_size(longest)
         for request in chosen:
@@ -111,17 +198,14 @@ class Scheduler:
         if not chosen:
             return
         counts = [min(width, request.uncached) for request in chosen]
-        parts = [
-            PromptPart(r.row, r.tokens, r.cached, r.params, len(r.new), self._feature_rows(r, count))
-            for r, count in zip(chosen, counts, strict=True)
-        ]
+        parts = [self._part(request, count) for request, count in zip(chosen, counts, strict=True)]
         new = self.runner.prefill(parts, width)
         for request, count in zip(chosen, counts, strict=True):
             self.timings.prompt_tokens += count
             self._commit(request, request.cached + count)
             request.is_decoding = request.uncached == 0
         if any(request.is_decoding for request in chosen):
-            new = jax.device_get(new)
+            new = replace(jax.device_get(replace(new, records={})), records=new.records)
         for index, request in enumerate(chosen):
             if request.is_decoding:
                 first_token = int(new.tokens[index, 0])
@@ -129,6 +213,29 @@ class Scheduler:
                 # The first token is not in the cache: the next call will write it.
                 self._take_tokens(request, new, index, end=request.cached)
         self.timings.prefill_seconds += perf_counter() - began
+
+    def _start_rows(self) -> None:
+        """Have rows decode of which one token alone is not in the cache: a step computes it as it computes any other.
+
+        That is what a copy lacks, and a request whose prompt another one has computed. A draft has to read the prompt,
+        and a feature of an image stands in prefill alone: there the token goes through prefill.
+        """
+        if self.shapes.draft_tokens:
+            return
+        begun = [request for request in self.requests_with_row(is_decoding=False) if request.cached]
+        starting = [request for request in begun if request.uncached == 1 and not request.segments_in(1)]
+        for first in range(0, len(starting), self.shapes.prompts):
+            group = starting[first : first + self.shapes.prompts]
+            self.runner.start_rows([self._part(request, 1) for request in group])
+            for request in group:
+                request.is_decoding = True
+                self.timings.prompt_tokens += 1
+
+    def _part(self, request: Request, count: int) -> PromptPart:
+        """Return what the device needs to know of a request whose next `count` tokens it is to read."""
+        features = self._feature_rows(request, count)
+        mask = self._mask(request) if count == request.uncached else None  # else this call draws nothing for it
+        return PromptPart(request.row, request.tokens, request.cached, request.params, len(request.new), features, mask)
 
     def decode(self) -> None:
         """Run a few steps of every row whose prompt is through."""
@@ -138,19 +245,21 @@ class Scheduler:
         running = self.requests_with_row(is_decoding=True)
         if not running:
             return
-        new = self.runner.decode(self.shapes.steps)
+        masks = {request.row: self._mask(request) for request in running if request.guide is not None}
+        records = self.runner.records_of(request.params for request in running)
+        new = self.runner.decode(self.shapes.steps, masks, records)
         for request in running:
             count = int(new.counts[request.row])
-            self.timings.decoded_tokens += count
+            self.timings.decoded_tokens += count - (count > 0 and not request.new)
             self._take_tokens(request, new, request.row, end=request.cached + count)
         if new.drafting is not None:
             self.drafting.add(new.drafting)
         self.timings.decode_seconds += perf_counter() - began
 
     def requests_with_row(self, is_decoding: bool) -> list[Request]:
-        """Return the requests that have a row, oldest first: those whose prompt is through, or the others."""
+        """Return the requests that have a row, in their order: those whose prompt is through, or the others."""
         requests = (request for request in self.request_of_row if request is not None)
-        return sorted((r for r in requests if r.is_decoding == is_decoding), key=lambda r: r.handle)
+        return sorted((r for r in requests if r.is_decoding == is_decoding), key=lambda r: r.order)
 
     def check(self) -> None:
         """Raise AssertionError unless the pages, what was written into them, and the rows' tables agree."""
@@ -174,13 +283,23 @@ class Scheduler:
           end: tokens of the request that are in the cache now.
         """
         count, stop_reason = int(new.counts[index]), int(new.stop_reasons[index])
-        request.new += new.tokens[index, :count].tolist()
-        request.logprobs += new.logprobs[index, :count].tolist()
+        columns = (new.tokens, new.logprobs, new.top_ids, new.top_logprobs)
+        request.append(*(values[index, :count].tolist() for values in columns), version=self.version)
+        request.note_records(new.records, index, count)
         self._commit(request, end)
-        if request.first_token_at is None and count:
-            request.first_token_at = perf_counter()
+        if count:
+            request.last_token_at = perf_counter()
+            if request.first_token_at is None:
+                request.first_token_at = request.last_token_at
+            self.changed[request.handle] = request
         if stop_reason != device.LIVE:
             self.stop(request, _STOP_REASONS[stop_reason])
+
+    def _mask(self, request: Request) -> UInt32[np.ndarray, " W"] | None:
+        """Return the tokens that may come next in a request, as its guide says; None where all may."""
+        mask = request.mask
+        check_bits(mask, request.handle, self.runner.model.config.vocab_size)
+        return mask
 
     # Images and videos
 
@@ -204,7 +323,7 @@ class Scheduler:
     # Pages
 
     def _reserve(self, request: Request, count: int) -> None:
-        """Find pages for `count` more tokens; the youngest requests give way, this one if it is the youngest.
+        """Find pages for `count` more tokens; the last requests in order give way, this one if it is the last.
 
         Any request that has pages can give way: one that waits has some if it was copied or imported, or if it found
         known pages and too few others.
@@ -214,7 +333,7 @@ class Scheduler:
                 self.runner.copy_pages(self.pages.extend(request.page_handle, count))
             except OutOfPages:
                 with_pages = [r for r in (*self.request_of_row, *self.waiting) if r and r.page_handle is not None]
-                self._preempt(max(with_pages, key=lambda r: r.handle))
+                self._preempt(max(with_pages, key=lambda r: r.order))
             else:
                 self._send_pages(request)
                 return
@@ -259,11 +378,10 @@ class Scheduler:
     # Requests that lose their row
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's pages, and its row if it has one: it waits again, before all younger ones."""
+        """Take a request's pages, and its row if it has one: it waits again, at its place in the order."""
         if request.row is not None:
             request.preemptions += 1
             self.waiting.append(request)
-            self.waiting.sort(key=lambda r: r.handle)
         self._release(request)
 
     def restart(self, request: Request) -> None:
@@ -275,10 +393,22 @@ class Scheduler:
     def stop(self, request: Request, stop_reason: str) -> None:
         """End a request, whether it runs or waits."""
         request.stop_reason = stop_reason
+        self.changed[request.handle] = request
         request.segments = ()  # nothing will ask for its patches again
         if request.row is None:
             self.waiting.remove(request)
         self._release(request)
+
+    def drop_prefixes(self) -> None:
+        """Forget all that was computed with weights that are no more: pages, known ones too, and features."""
+        for request in (*self.request_of_row, *self.waiting):
+            if request is not None and request.page_handle is not None:
+                if request.row is not None:
+                    self.waiting.append(request)
+                self._release(request)
+        self.pages.forget()
+        if self.features is not None:
+            self.features.forget()
 
     def _release(self, request: Request) -> None:
         """Release the row and the pages of a request; registered pages stay in the prefix cache."""

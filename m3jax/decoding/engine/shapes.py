@@ -30,6 +30,10 @@ class Shapes:
       chunks: tokens of each in one call: the sizes that there are, ascending.
       steps: decode steps of one call, at most.
       stop_ids: of one row, at most.
+      biases: tokens of one row that have a bias, at most.
+      bad_words: of one row, at most.
+      top_logprobs: most probable tokens that a row can ask for with each new one.
+      records: names of choices for whose recording programs are compiled ahead.
       draft_tokens: K, proposals of a round; 0 without a drafter.
       media_patches: of one call of the tower: the sizes that there are, ascending; () where only text is served.
       media_tokens: F, features of images and videos that the device keeps.
@@ -40,6 +44,10 @@ class Shapes:
     chunks: tuple[int, ...]
     steps: int
     stop_ids: int
+    biases: int = 0
+    bad_words: int = 0
+    top_logprobs: int = 0
+    records: tuple[str, ...] = ()
     draft_tokens: int = 0
     media_patches: tuple[int, ...] = ()
     media_tokens: int = 0

@@ -1,6 +1,7 @@
 """The rule by which a target keeps drafted tokens so that its own distribution is what comes out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped, UInt32
 
-from m3jax.decoding.sampling import HostOrDevice, SamplingParams, filtered_logits, has_distribution, row_keys
+from m3jax.decoding.sampling import (
+    NO_DISTRIBUTION,
+    NO_TOKEN,
+    DrawContext,
+    HostOrDevice,
+    SamplingParams,
+    filtered_logits,
+    has_distribution,
+    log_normaliser,
+    row_keys,
+    top_logits,
+)
 
 # What a random number at a position is for: each is drawn from a key of its own.
 _ACCEPT, _DRAW, DRAFT = range(3)
@@ -32,14 +44,18 @@ class Verdict(NamedTuple):
 
     Attributes:
       accepted: the number of proposals accepted of each row, 0 to K.
-      tokens: those, then the target's own next token, -1 where its logits had no distribution. What follows means
+      tokens: those, then the target's own next token, negative where none could be drawn (`sample`). What follows means
         nothing.
       logprobs: of each token under the target's own logits, before any knob.
+      top_ids: the Z most probable tokens in each place under the same logits, best first; 0 where no row asks for them.
+      top_logprobs: of these.
     """
 
     accepted: Int32[Array, "B"]
     tokens: Int32[Array, "B X"]
     logprobs: Float32[Array, "B X"]
+    top_ids: Int32[Array, "B X Z"]
+    top_logprobs: Float32[Array, "B X Z"]
 
 
 @jax.tree_util.register_dataclass
@@ -60,8 +76,10 @@ def verify(
     logits: Float[Array, "B X V"],
     proposal: Proposal,
     params: SamplingParams,
-    seen: Bool[Array, "B V"],
+    context: DrawContext,
     positions: Int32[Array, "B"],
+    wants_top: Bool[Array, "B"] | None = None,
+    num_top: int = 0,
 ) -> Verdict:
     """Accept the longest run of proposals that the rule allows, and draw one token more.
 
@@ -74,17 +92,21 @@ def verify(
       logits: the target's own, X = 1 + K: after the newest token, then after each proposal.
       proposal: K tokens a row.
       params: B rows.
-      seen: tokens of each row so far, for the repetition penalty; accepted proposals join them.
+      context: of B rows, before the proposals; accepted ones join it. Under a mask, which says nothing of the tokens
+        after the next one, a row must have no proposals.
       positions: that the first proposal of each row would have.
+      wants_top: rows that ask for the most probable tokens; None for none.
+      num_top: Z, how many.
 
     Source: Leviathan et al. 2023, algorithm 1; vLLM's rejection sampler for proposals without a distribution.
     """
     batch, width, vocab = logits.shape
     # The knobs take rows of logits: each of the X columns becomes a row with its own row's parameters.
     column_params = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), params)  # [B*X]
-    column_seen = seen_by_column(seen, proposal.tokens).reshape(-1, vocab)  # [B*X V]
-    filtered = filtered_logits(logits.reshape(-1, vocab), column_params, column_seen)  # [B*X V]
-    is_usable = has_distribution(logits) & (jnp.max(filtered, axis=-1) == 0).reshape(batch, width)  # [B X]
+    column_context = context_by_column(context, proposal.tokens)  # of B*X rows
+    filtered = filtered_logits(logits.reshape(-1, vocab), column_params, column_context)  # [B*X V]
+    has_token = (jnp.max(filtered, axis=-1) == 0).reshape(batch, width)  # [B X]
+    is_usable = has_distribution(logits) & has_token  # [B X]
     log_p = jax.nn.log_softmax(filtered).reshape(logits.shape)  # [B X V]
     # A knob may drop the NaN of a column and leave its proposal: such a column accepts nothing.
     would_accept = _would_accept(log_p, proposal, params, positions) * is_usable[:, :-1]  # [B K]
@@ -95,12 +117,20 @@ def verify(
     draw = lambda keys, weights: jax.vmap(jax.random.categorical)(keys, weights).astype(jnp.int32)
     keys = position_keys(params.seed, positions + accepted, _DRAW)
     own_token = lax.cond(jnp.all(params.temperature == 0), best, draw, keys, log_weights)
-    own_token = jnp.where(_column_of_row(is_usable, accepted), own_token, -1)
+    no_token = jnp.where(has_distribution(logits), jnp.int32(NO_TOKEN), jnp.int32(NO_DISTRIBUTION))  # [B X]
+    own_token = jnp.where(_column_of_row(is_usable, accepted), own_token, _column_of_row(no_token, accepted))
 
     proposed = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))  # [B X]
     tokens = jnp.where(jnp.arange(width) == accepted[:, None], own_token[:, None], proposed)
     chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]  # [B X]
-    return Verdict(accepted, tokens, chosen - jax.nn.logsumexp(logits, axis=-1))
+    log_total = log_normaliser(logits)  # [B X]
+    top_ids, top_logprobs = jnp.zeros((batch, width, num_top), jnp.int32), jnp.zeros((batch, width, num_top))
+    if num_top and wants_top is not None:
+        rows, none = logits.reshape(-1, vocab), jax.tree.map(lambda x: x.reshape(-1, num_top), (top_ids, top_logprobs))
+        found = lax.cond(jnp.any(wants_top), partial(top_logits, num_top=num_top), lambda _: none, rows)  # [B*X Z]
+        top_ids, top = (x.reshape(batch, width, num_top) for x in found)
+        top_logprobs = top - log_total[..., None]
+    return Verdict(accepted, tokens, chosen - log_total, top_ids, top_logprobs)
 
 
 def position_keys(seed: UInt32[Array, "B"], positions: Int32[Array, "B"], purpose: int) -> Key[Array, "B"]:
@@ -144,11 +174,12 @@ def _column_of_row(x: Shaped[Array, "B X ..."], column: Int32[Array, "B"]) -> Sh
     return jnp.take_along_axis(x, column.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
 
 
-def seen_by_column(seen: Bool[Array, "B V"], tokens: Int32[Array, "B K"]) -> Bool[Array, "B X V"]:
-    """Return the tokens that each of the X = 1 + K columns has seen: the row's, and the proposals before it."""
+def context_by_column(context: DrawContext, tokens: Int32[Array, "B K"]) -> DrawContext:
+    """Return the context of each of the X = 1 + K columns: the row's, and the proposals before the column."""
     batch, count = tokens.shape
     is_earlier = jnp.arange(count) < jnp.arange(count + 1)[:, None]  # [X K]
-    seen_ids = jnp.where(is_earlier & (tokens >= 0)[:, None], tokens[:, None], seen.shape[1])  # [B X K]
-    row_index, column_index = jnp.arange(batch)[:, None, None], jnp.arange(count + 1)[:, None]
-    seen = jnp.repeat(seen[:, None], count + 1, axis=1)  # [B X V]
-    return seen.at[row_index, column_index, seen_ids].set(True, mode="drop")
+    later = jnp.where(is_earlier, tokens[:, None], -1).reshape(batch * (count + 1), count)  # [B*X K]
+    of_column = lambda values: jnp.repeat(values, count + 1, axis=0)
+    row = of_column(jnp.arange(batch, dtype=jnp.int32))  # [B*X]
+    is_edited = None if context.is_edited is None else of_column(context.is_edited)
+    return replace(context, is_edited=is_edited, row=row, later=later)

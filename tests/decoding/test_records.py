@@ -1,0 +1,119 @@
+"""Recorded choices of requests: the same however a request is served, and enough to compute its very bits again."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from support import tiny
+from support.compilations import compilations
+from support.drafts import Knowing
+from support.engines import CONFIG, SHAPE, finish, params, prompt, quick
+
+from m3jax.decoding import Engine, Generation, Params, Sampling
+from m3jax.decoding.engine import Snapshot
+from m3jax.model import M3, Choices
+
+NAMES = ("expert_ids", "blocks")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs():
+    with quick():
+        yield
+
+
+@cache
+def model() -> M3:
+    return tiny.model(CONFIG, dtype="bfloat16")
+
+
+@cache
+def served(name: str = "plain") -> Engine:
+    changes = {"plain": {}, "draft": dict(draft=Knowing.of(2, 0, 1, 2, 0, 8, 1), draft_tokens=2)}[name]
+    return Engine(model(), **SHAPE | changes, invariant=True, records=NAMES)
+
+
+def asked(new: int, record: tuple[str, ...] = NAMES, **knobs) -> Params:
+    return Params(max_new_tokens=new, sampling=Sampling(**{"temperature": 1.0} | knobs), record=record)
+
+
+@cache
+def alone(length: int, new: int) -> Generation:
+    engine = served()
+    handle = engine.add(prompt(length), asked(new))
+    return engine.run()[handle]
+
+
+def assert_same_records(found: Generation, expected: Generation) -> None:
+    assert found.tokens == expected.tokens
+    for name in NAMES:
+        np.testing.assert_array_equal(found.records[name], expected.records[name])
+
+
+@pytest.mark.parametrize("name", ["plain", "draft"])
+def test_a_record_played_again_gives_the_requests_bits(name):
+    """The engine's log-probabilities, from one forward pass with its choices given; blocks of 61 tokens are dropped."""
+    engine, tokens = served(name), prompt(61)
+    handle = engine.add(tokens, asked(9, seed=3))
+    found = engine.run()[handle]
+    assert {key: (value.shape, value.dtype) for key, value in found.records.items()} == {
+        "expert_ids": ((9, 1, 2), np.int16),
+        "blocks": ((9, 1, CONFIG.num_key_value_heads, 3), np.int16),
+    }
+    whole = np.array([[*tokens, *found.tokens]], np.int32)
+    choices = Choices.of_records(found.records, len(tokens))
+    logits = model().with_invariance()(whole, choices=choices)
+    logprobs = np.asarray(jax.nn.log_softmax(logits))[0, len(tokens) - 1 : -1]
+    drawn = logprobs[np.arange(9), found.tokens]
+    np.testing.assert_allclose(drawn, found.logprobs, rtol=0, atol=1e-6)  # one log-sum-exp here, a tile's there
+    np.testing.assert_array_equal(logits, model().with_invariance()(whole))
+
+
+def test_records_do_not_depend_on_how_a_request_is_served():
+    """In a group, from a copy, after a preemption and a move by bytes, beside requests that record nothing."""
+    engine = served()
+    plain = engine.add(prompt(20, seed=7), params(9))
+    first, second = engine.add(prompt(61), asked(12), n=2)
+    for _ in range(2 + 61 // SHAPE["prefill_chunk"]):
+        engine.step()
+    copy = engine.copy(first)
+    moved = engine.import_request(Snapshot.from_bytes(engine.export(first).to_bytes()))
+    crowd = [engine.add(prompt(60, seed=seed), asked(30)) for seed in range(3)]
+    engine.truncate(second, min(2, len(engine.result(second).tokens)))
+    finish(engine)
+    for handle in (first, copy, moved):
+        assert_same_records(engine.result(handle), alone(61, 12))
+    assert len(engine.result(second).records["blocks"]) == 12
+    assert engine.result(plain).records == {}
+    assert sum(engine.result(handle).timings.preemptions for handle in (first, copy, moved, second, *crowd)) > 0
+
+
+def test_a_copy_of_what_was_not_recorded_begins_with_the_models_own_choice():
+    engine = served()
+    first = engine.add(prompt(9), asked(20, record=()))
+    engine.step()
+    engine.step()
+    had = len(engine.result(first).tokens)
+    copy = engine.copy(first, asked(20, record=("blocks",)))
+    finish(engine)
+    record = engine.result(copy).records["blocks"]
+    assert len(record) == 20 and (record[:had] == -1).all() and (record[had:].max(axis=-1) >= 0).all()
+
+
+def test_nothing_compiles_where_the_engine_was_told_what_is_recorded():
+    engine = Engine(model(), **SHAPE, invariant=True, records=NAMES)
+    engine.warmup()
+    with compilations() as seen:
+        engine.add(prompt(30), asked(5))
+        engine.add(prompt(9), asked(5, record=("blocks",)))
+        engine.add(prompt(9, seed=1), params(5))
+        engine.run()
+    assert seen == []
+
+
+def test_what_cannot_be_recorded_is_refused(unchecked):
+    with pytest.raises(ValueError, match="record = \\('logits',\\): must be a tuple of expert_ids, blocks"):
+        served().add(prompt(3), asked(2, record=("logits",)))
+    with pytest.raises(ValueError, match="records has 'logits': choose of expert_ids, blocks"):
+        Engine(model(), **SHAPE, records=("logits",))

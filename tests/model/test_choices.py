@@ -1,0 +1,150 @@
+"""Given experts and blocks: a record played again is the call itself; gradients are those of fixed choices (T58)."""
+
+from functools import cache
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny
+
+from m3jax.model import M3, Choices, definition
+from m3jax.model.choices import NAMES
+
+CONFIG = tiny.config("dMM")  # block 8, top-k 3; two of the three layers have experts and an index branch
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 61)), jnp.int32)
+
+
+@cache
+def model() -> M3:
+    return tiny.model(CONFIG)
+
+
+@cache
+def record() -> dict[str, np.ndarray]:
+    _, _, choices, _ = model().recorded(TOKENS, NAMES)
+    return {name: np.asarray(choice) for name, choice in choices.items()}
+
+
+def other_choices(seed: int = 1) -> Choices:
+    """Valid choices that no router and no index branch made."""
+    rng = np.random.default_rng(seed)
+    expert_ids = np.argsort(rng.random((*TOKENS.shape, 2, CONFIG.num_local_experts)), axis=-1)
+    blocks = np.full_like(record()["blocks"], -1)
+    for index in np.ndindex(blocks.shape[:-1]):
+        own = index[1] // CONFIG.index_block_size
+        count = min(CONFIG.index_topk_blocks, own + 1)
+        blocks[index][:count] = [*sorted(rng.permutation(own)[: count - 1]), own]
+    return Choices(expert_ids[..., : CONFIG.num_experts_per_tok].astype(np.int32), blocks)
+
+
+def test_a_record_is_what_the_layers_chose():
+    layers = model().intermediates(TOKENS)["layers"][1:]
+    for index, layer in enumerate(layers):
+        np.testing.assert_array_equal(record()["expert_ids"][:, :, index], layer["expert_ids"])
+        np.testing.assert_array_equal(record()["blocks"][:, :, index], jnp.moveaxis(layer["blocks"], 1, 2))
+
+
+@pytest.mark.parametrize("names", [("expert_ids",), ("blocks",), NAMES])
+def test_a_record_played_again_is_the_call(names):
+    """To the bit, with the experts weighed by live scores in the order that was recorded (T58)."""
+    choices = Choices(**{name: record()[name] for name in names})
+    np.testing.assert_array_equal(model()(TOKENS, choices=choices), model()(TOKENS))
+
+
+def test_given_choices_are_taken():
+    """Against the definition, whose router and selection are made to choose the same."""
+    given = other_choices()
+    expert_ids, blocks = iter(np.moveaxis(given.expert_ids, 2, 0)), iter(np.moveaxis(given.blocks, 2, 0))
+
+    def top_k(scores, count):
+        return None, jnp.asarray(next(expert_ids))
+
+    def msa(q, k, v, index_q, index_k, positions, lengths, rules, block_size):
+        chosen = jnp.moveaxis(jnp.asarray(next(blocks)), 2, 1)  # [B T K J] -> [B K T J]
+        return definition_of_msa.sparse_attention(q, k, v, chosen, positions, lengths, block_size=block_size), chosen
+
+    from m3jax.msa import definition as definition_of_msa
+
+    with mock.patch.object(definition.jax.lax, "top_k", top_k), mock.patch.object(definition, "msa", msa):
+        expected = definition.forward(definition.parameters(model()), TOKENS, CONFIG)
+    found = model()(TOKENS, choices=given)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    assert np.abs(np.asarray(found) - np.asarray(model()(TOKENS))).max() > 1e-2
+
+
+def test_minus_one_is_the_models_own_choice():
+    """Tokens from 30 on choose for themselves: with other choices before, they see other keys, and choose by these."""
+    given = other_choices()
+    mixed = Choices(given.expert_ids.copy(), given.blocks.copy())
+    mixed.expert_ids[:, 30:], mixed.blocks[:, 30:] = -1, -1
+    _, _, made, _ = model().recorded(TOKENS, NAMES, choices=mixed)
+    for name in NAMES:
+        np.testing.assert_array_equal(made[name][:, :30], getattr(given, name)[:, :30])
+    # What was made is a record of the whole call: it gives the call again.
+    np.testing.assert_array_equal(model()(TOKENS, choices=Choices(**made)), model()(TOKENS, choices=mixed))
+    nothing = Choices(*(np.full_like(getattr(given, name), -1) for name in NAMES))
+    np.testing.assert_array_equal(model()(TOKENS, choices=nothing), model()(TOKENS))
+
+
+def test_gradients_go_through_weights_and_not_through_ids():
+    """T58: zero exactly for experts that no token was given, and not zero for the router, whose scores weigh them."""
+    ids = other_choices().expert_ids.copy()
+    ids[ids == 0] = -2  # nobody is given expert 0
+    for index in np.argwhere((ids == -2).any(-1)):
+        free = next(e for e in range(1, CONFIG.num_local_experts) if e not in ids[tuple(index)])
+        ids[tuple(index)][ids[tuple(index)] == -2] = free
+    choices = Choices(ids, record()["blocks"])
+
+    def loss(model, remat):
+        x, _, _ = model.trunk(TOKENS, choices=choices, remat=remat)
+        return jnp.sum(jax.nn.log_softmax(model.unembed(model.final_norm(x)))[..., 3])
+
+    gradient, again = (jax.jit(jax.grad(loss), static_argnums=1)(model(), remat) for remat in (False, True))
+    moe = gradient.stacks[1].mlp
+    for matrix in (moe.experts.gate_proj, moe.experts.down_proj):
+        sizes = jnp.abs(matrix[...]).max(axis=(2, 3))  # [L E]
+        assert (sizes[:, 0] == 0).all() and (sizes[:, 1:] > 0).all()
+    assert (jnp.abs(moe.gate[...]).max(axis=1) > 0).any(axis=-1).all()
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)  # the second forward pass plays the same record
+
+
+def test_the_weights_are_those_of_the_given_experts():
+    """Divided by the sum of these alone, not of the router's own choice (stale weights, T58)."""
+    given = other_choices()
+    layer = model().intermediates(TOKENS, choices=given)["layers"][1]
+    scores = jax.nn.sigmoid(layer["ffn_norm"] @ model().stacks[1].mlp.gate[...][0])
+    expected = jnp.take_along_axis(scores, jnp.asarray(given.expert_ids[:, :, 0]), axis=-1)
+    expected = expected / expected.sum(-1, keepdims=True)
+    np.testing.assert_allclose(layer["expert_weights"], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ids, blocks: (ids[:, :, :1], None), r"choices.expert_ids has shape \(2, 61, 1, 2\), and this call"),
+        (lambda ids, blocks: (None, blocks[:, 1:]), r"choices.blocks has shape \(2, 60, 2, 4, 3\), and this call"),
+        (lambda ids, blocks: (np.where(ids == 1, 9, ids), None), "give distinct ids from 0 to 7, or -1 first"),
+        (lambda ids, blocks: (np.zeros_like(ids), None), r"choices.expert_ids\[0, 0, 0\] = \[0, 0\]: give distinct"),
+        (lambda ids, blocks: (None, blocks[..., ::-1]), "give ascending ids up to the token's own block"),
+        (lambda ids, blocks: (None, np.where(blocks >= 0, blocks + 1, -1)), "the token's own block 0"),
+    ],
+)
+def test_choices_of_another_model_are_refused(change, message, unchecked):
+    given = other_choices()
+    with pytest.raises(ValueError, match=message):
+        model()(TOKENS, choices=Choices(*change(given.expert_ids, given.blocks)))
+
+
+def test_a_record_of_a_request_stands_at_the_positions_that_drew_its_tokens():
+    records = {"expert_ids": np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)}
+    choices = Choices.of_records(records, prompt_tokens=4)
+    assert choices.blocks is None and choices.expert_ids.shape == (1, 7, 2, 2)
+    assert (choices.expert_ids[0, :3] == -1).all() and (choices.expert_ids[0, 6] == -1).all()
+    np.testing.assert_array_equal(choices.expert_ids[0, 3:6], records["expert_ids"])
+    with pytest.raises(ValueError, match="3 new tokens behind 4 of the prompt do not fit into 5 columns"):
+        Choices.of_records(records, 4, length=5)
+    with pytest.raises(ValueError, match="records has 'weights': choices are expert_ids, blocks"):
+        Choices.of_records({"weights": records["expert_ids"]}, 4)
