@@ -30,7 +30,8 @@ exclude_patterns = [
 ]
 extensions = [
     *("myst_nb", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx.ext.mathjax", "sphinx.ext.napoleon"),
-    *("sitebuild.contents", "sitebuild.traps", "sitebuild.reference", "sitebuild.sources", "sitebuild.check"),
+    *("sitebuild.contents", "sitebuild.traps", "sitebuild.reference", "sitebuild.sources", "sitebuild.excerpts"),
+    "sitebuild.check",
 ]
 
 # Markdown as GitHub shows it: headings are anchors, $...$ is mathematics.

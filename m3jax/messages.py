@@ -50,6 +50,16 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which ends in s unless the number is 1: "no tools", "1 tool", "1,200 tools".
+
+    Args:
+      number: at least 0.
+      noun: for one.
+    """
+    return f"{f'{number:,}' if number else 'no'} {noun}{'' if number == 1 else 's'}"
+
+
 def listed(problems: Sequence[str], separator: str = "; ") -> str:
     """The first 8 problems, printable, and short where they are long together, and how many more there are.
 

@@ -1,6 +1,6 @@
 """A checkpoint as one object: text in, text out."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -195,9 +195,10 @@ class TextModel:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         thinking_mode: str | None = "adaptive",
         stream: bool = True,
+        template: ChatTemplate | str | Path | None = None,
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
@@ -210,9 +211,10 @@ class TextModel:
 
         Args:
           messages: of a history, in OpenAI's layout.
-          tools: that the model may call.
+          tools: that the model may call, as in `m3jax.chat`: objects with a JSON schema, or Python functions.
           thinking_mode: "enabled", "disabled", or "adaptive", where the model decides.
           stream: give events as they come, else the whole answer.
+          template: another chat template than the folder's, or its file.
           max_new_tokens: of the answer; None for the folder's default, or else as in `m3jax.chat`.
           sampling: how tokens are drawn; None is by the keywords.
           stop: a text, or several, before which the answer ends.
@@ -230,7 +232,8 @@ class TextModel:
           FloatingPointError: the model's logits were NaN or infinite.
         """
         sampling = as_sampling(sampling, knobs, called=self.chat, defaults=self.defaults.knobs)
-        template = None if self.template is None else ChatTemplate(self.template, f"the chat template of {self.folder}")
+        if template is None and self.template is not None:
+            template = ChatTemplate(self.template, f"the chat template of {self.folder}")
         return chat(
             self.model,
             self.tokenizer,

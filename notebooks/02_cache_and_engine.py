@@ -34,7 +34,7 @@ import time
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.patches import Patch
 
 import m3jax
@@ -109,13 +109,34 @@ def watch(engine, *arrivals):
     return np.stack(rounds), handles
 
 
+def widest_stripe(is_own):
+    """Where a name has most room in [R pages]: (page, first round, last round) of the middle of the largest area.
+
+    The area of a run of rounds is its length times the pages, one above the other, that have all of it.
+    """
+    best = 0, 0, 0, 0
+    for page in range(is_own.shape[1]):
+        edges = np.flatnonzero(np.diff(np.r_[0, is_own[:, page], 0]))
+        for start, end in edges.reshape(-1, 2):
+            whole = is_own[start:end].all(axis=0)
+            above = page + np.argmin(np.r_[whole[page:], False])
+            best = max(best, ((end - start) * (above - page), (page + above - 1) / 2, start, end - 1))
+    return best[1:]
+
+
 def draw(rounds, title):
-    """Pages over rounds, coloured by owner; no lines between pages, which would look like data."""
+    """Pages over rounds, coloured by owner; each owner's longest stripe has its name."""
     fig, axis = plt.subplots(figsize=(11, 4.4))
     colours = ListedColormap([colour for colour, _ in COLOURS.values()])
     axis.imshow(rounds.T, cmap=colours, vmin=FREE, vmax=2, aspect="auto", origin="lower", interpolation="nearest")
     axis.set(xlabel="after round", ylabel=f"page (of {rounds.shape[1]})", title=title)
     owners = [owner for owner in COLOURS if (rounds == owner).any()]
+    for owner in owners:
+        page, start, end = widest_stripe(rounds == owner)
+        if owner != FREE:
+            dark = np.mean(to_rgb(COLOURS[owner][0])) < 0.5
+            axis.text((start + end) / 2, page, COLOURS[owner][1], ha="center", va="center", fontsize=9,
+                      color="white" if dark else "black")  # fmt: skip
     handles = [Patch(fc=COLOURS[owner][0], ec="black", lw=0.6, label=COLOURS[owner][1]) for owner in owners]
     fig.legend(handles=handles, loc="outside right center", frameon=False)
     plt.show()

@@ -112,6 +112,11 @@ assert np.array_equal(one[:, 0], one[:, 1])
 # the row, a third by the column. M3's heads have 80 dims: 13 frequencies an axis, 78 dims turned, the last two left
 # as they are. Below, the cosine of an angle at each patch of a chunk of two temporal patches: the fastest frequency
 # of each axis, then a slower one.
+#
+# How to read the maps: each is a chunk, its two temporal patches side by side with a white gap between, 16 rows by 24
+# columns of patches each. Where two patches have one colour in a map, that pair of dims does not tell them apart. So
+# the maps of "time" change only across the gap, those of "row" only downwards, those of "column" only to the right; the
+# upper ones change with each patch and come round again after 6, the lower ones change slowly over the whole picture.
 
 # %%
 HEAD_DIM, THETA = 80, 10_000.0

@@ -30,6 +30,14 @@ NOT_SHOWN = {
     "messages",
     "plan",
 }
+# Rooms whose names users call; the others are what these are built of, and their names may move.
+PUBLIC = (
+    *("m3jax", "m3jax.text_model", "m3jax.dialogue", "m3jax.decoding", "m3jax.text", "m3jax.media", "m3jax.msa"),
+    *("m3jax.model", "m3jax.vision", "m3jax.config", "m3jax.checkpoint", "m3jax.mxfp8", "m3jax.cache"),
+    *("m3jax.parallel", "m3jax.planning", "m3jax.train", "m3jax.vectors", "m3jax.compare", "m3jax.evaluate"),
+    *("m3jax.compile_cache", KERNELS),
+)
+INTERNAL = "Internal: what the rooms for users are built of. Names here may change without a notice."
 
 
 def rooms() -> list[str]:
@@ -72,6 +80,8 @@ def page(name: str, documented: dict[int, str]) -> str:
     lines = []
     for module in modules_of(name):
         lines += [module.__name__, ("=" if module.__name__ == name else "-") * len(module.__name__), ""]
+        if module.__name__ == name and name not in PUBLIC:
+            lines += [f".. note:: {INTERNAL}", ""]
         lines += [f".. automodule:: {module.__name__}", ""]
         members = [(f"{module.__name__}.{member}", getattr(module, member)) for member in public_names(module)]
         for full_name, value in sorted(members, key=lambda member: not is_code(member[1])):  # constants last
@@ -160,12 +170,17 @@ def write_pages(app: Sphinx) -> None:
 
 
 def before_parsing(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Add a table of the pages to docs/api.md, each with the first sentence of its module."""
-    if docname == FOLDER:
-        says = {name: (importlib.import_module(name).__doc__ or "").strip().partition("\n")[0] for name in rooms()}
+    """Add tables of the pages to docs/api.md, public ones first, each with the first sentence of its module."""
+    if docname != FOLDER:
+        return
+    internal = [name for name in rooms() if name not in PUBLIC]
+    for title, names in (("For users", PUBLIC), ("Inside", internal)):
+        says = {name: (importlib.import_module(name).__doc__ or "").strip().partition("\n")[0] for name in names}
         says = {name: re.sub(r" \(docs/[\w/]+\.md\)", "", first) for name, first in says.items()}
         rows = "\n".join(f"| [{name}](api/{name}.rst) | {first} |" for name, first in says.items())
-        source[0] += f"\n| | |\n|---|---|\n{rows}\n\n```{{toctree}}\n:hidden:\n:glob:\n\napi/*\n```\n"
+        pages = "\n".join(f"api/{name}" for name in names)
+        source[0] += f"\n## {title}\n\n{INTERNAL if title == 'Inside' else ''}\n\n| | |\n|---|---|\n{rows}\n"
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{pages}\n```\n"
 
 
 def setup(app: Sphinx) -> dict:

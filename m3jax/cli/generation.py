@@ -15,6 +15,8 @@ from m3jax.config import M3Config
 from m3jax.console import say, token_ids, write
 from m3jax.decoding import Drafter, Engine, Generation, Media, Params, check_logits, engine_for
 from m3jax.decoding.engine import check_prompt
+from m3jax.media import is_moving, media_source
+from m3jax.messages import shown
 from m3jax.model import M3
 from m3jax.ops import check_backend
 from m3jax.parallel import parse_mesh
@@ -74,7 +76,11 @@ def _media(args: argparse.Namespace, config: M3Config) -> Media:
     """Read and process the images and videos."""
     if (args.image or args.video) and config.vision_config is None:
         raise ValueError("--image, --video: this model has no vision tower, it takes text alone")
-    return read_media(args.image, args.video)
+    media = read_media(args.image, args.video)
+    for name in args.image:
+        if is_moving(media_source(name)):
+            say(f"{PROG}: note: --image {shown(name)}: the first frame alone; --video shows all of a GIF")
+    return media
 
 
 def _prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, media: Media) -> list[list[int]]:

@@ -31,7 +31,8 @@ def generate(
     """Continue prompts of token ids, and return the new tokens.
 
     Prompts may differ in length; none influences another. Shapes are rounded up to powers of two, so that a call
-    with other lengths, knobs, seeds or stop ids of the same buckets compiles nothing. What is compiled is kept in the
+    with other lengths, knobs, seeds or stop ids of the same buckets compiles nothing; on a CPU all single prompts of up
+    to 1,024 tokens with their continuation are of one bucket, and 2,048 the next. What is compiled is kept in the
     user's cache folder for the next process (`m3jax.compile_cache`); jax's settings are as before afterwards.
 
     With a draft sampled tokens keep their distribution, and greedy ones are the same in float32. In bfloat16, the

@@ -27,9 +27,14 @@ from m3jax.media.packing import bucket_size
 from m3jax.platform import platform
 from m3jax.progress import activity
 
-_MIN_TOKENS = 256  # of a prompt and its continuation: shorter ones share one program
+# Tokens of a prompt and its continuation: shorter ones share one program. On a CPU a program takes 10 to 20 s to
+# compile, and a step of the embedded model 2 ms more with four times the room.
+_MIN_TOKENS, _MIN_TOKENS_ON_CPU = 256, 1024
 _PREFILL_TOKENS = 8192  # of all prompts in one prefill call
 _STEPS = 64
+# On a CPU a prompt of up to so many tokens is read in chunks of one size, for which one program is compiled.
+_CHUNKED_TOKENS, _CHUNK = 2048, 256
+_TOWER_SIZES_ON_CPU = (256, 1024, 2304)  # patches; 2,304 is the hub's largest image
 
 
 def build_engine(
@@ -99,8 +104,10 @@ def engine_for(
       params: one a prompt.
       media: images and videos, one a prompt; None where no prompt has any.
       prefill_chunk: prompt tokens of a device call; by default as many as the longest prompt has, rounded up, at most
-        2,048, on a GPU 8,192. On a CPU a smaller value suits one long prompt among many short ones.
-      steps_per_call: decode steps of a device call; by default as many as are wanted, up to 64.
+        2,048, on a GPU 8,192. On a CPU it is 256 for a single prompt of up to 2,048 tokens, so that all such prompts
+        share a program; there a smaller value suits one long prompt among many short ones.
+      steps_per_call: decode steps of a device call; by default as many as are wanted, up to 64, on a CPU always 64,
+        of which only those that are wanted run.
       draft: as in `Engine`.
       draft_tokens: as in `Engine`.
       progress: say on stderr what is compiled (`m3jax.progress`).
@@ -114,13 +121,18 @@ def engine_for(
         check_prompt(prompt, asked, model.config, f"prompt {number}")
     page_size, longest_prompt = model.config.index_block_size, max(map(len, prompts))
     lengths = [len(prompt) + asked.max_new_tokens for prompt, asked in zip(prompts, params, strict=True)]
-    blocks = _bucket(math.ceil(max(_MIN_TOKENS, *lengths) / page_size), 1)
+    is_cpu = platform() == "cpu"
+    least = _MIN_TOKENS_ON_CPU if is_cpu else _MIN_TOKENS
+    blocks = _bucket(math.ceil(max(least, *lengths) / page_size), 1)
     pages = _bucket(sum(math.ceil(length / page_size) for length in lengths), 1)
     max_batch = _bucket(len(prompts), 1)
     chunk = prefill_chunks(_bucket(longest_prompt, 16))[-1] if prefill_chunk is None else prefill_chunk
+    if prefill_chunk is None and is_cpu and len(prompts) == 1 and longest_prompt <= _CHUNKED_TOKENS:
+        chunk = min(_CHUNK, _bucket(model.config.max_position_embeddings, 16))
+    steps = _STEPS if is_cpu else min(_STEPS, _bucket(max(asked.max_new_tokens for asked in params), 16))
     found = [segment for given in media or () if given for segment in given.segments(model.config)]
     # One size of tower call, which holds the largest segment; none without images and videos.
-    patches = (bucket_size(max(len(segment.patches) for segment in found)),) if found else ()
+    patches = (_tower_size(max(len(segment.patches) for segment in found)),) if found else ()
     # Prefill gives the first token. No pages are copied, because no prompt comes after another.
     programs = ["prefill", "tower"]
     if any(asked.max_new_tokens > 1 for asked in params):
@@ -132,7 +144,7 @@ def engine_for(
         pages=max(blocks, pages),
         prefill_chunk=chunk,
         prefill_rows=max(1, min(max_batch, _PREFILL_TOKENS // chunk)),
-        steps_per_call=steps_per_call or min(_STEPS, _bucket(max(asked.max_new_tokens for asked in params), 16)),
+        steps_per_call=steps_per_call or steps,
         max_stop_ids=_bucket(max(len(asked.stop_ids) for asked in params), 4),
         max_biases=_bucket(max(count_biases(asked.sampling) for asked in params), 64),
         max_bad_words=_bucket(max(count_bad_words(asked.sampling) for asked in params), 16),
@@ -159,6 +171,13 @@ def check_logits(generations: Sequence[Generation]) -> None:
                 f"prompt {number}: after {len(generation.tokens)} new tokens the model's logits were NaN or infinite; "
                 "check the checkpoint for NaN weights, or load it with dtype float32"
             )
+
+
+def _tower_size(patches: int) -> int:
+    """Return the patches in a call of the tower that holds so many: on a CPU few sizes, elsewhere four a doubling."""
+    if platform() == "cpu":
+        return next((size for size in _TOWER_SIZES_ON_CPU if size >= patches), bucket_size(patches))
+    return bucket_size(patches)
 
 
 def _bucket(number: int, smallest: int) -> int:

@@ -83,7 +83,7 @@ def answer(
             if is_interrupted() and engine.reason(handle) == "unfinished":
                 engine.abort(handle)
         check_logits([result])
-        last = list(parser.finish())
+        last = list(parser.finish(is_cut=result.stop_reason in _FINISH_REASONS))
         yield from last
         parsed = Message.of([*events, *last])
         has_calls = any(call.is_whole for call in parsed.tool_calls)

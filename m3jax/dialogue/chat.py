@@ -1,6 +1,6 @@
 """One answer to a list of messages."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
@@ -13,10 +13,11 @@ from m3jax.decoding.sampling import SamplingKnobs, as_sampling
 from m3jax.dialogue.answer import answer, stop_ids
 from m3jax.dialogue.media import dialogue_tokens
 from m3jax.dialogue.reply import Reply
+from m3jax.messages import shown
 from m3jax.text import ChatTemplate, Event, OutputParser, Tokenizer, ordered_messages
 
 MOST_NEW_TOKENS = 4096  # of an answer, if the caller gives no number
-_STREAM_STEPS, _WHOLE_STEPS = 4, 32  # tokens in one device call: few for a stream
+_STREAM_STEPS = 4  # tokens in one device call of a stream
 
 
 def chat(
@@ -24,7 +25,7 @@ def chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
     thinking_mode: str | None = "adaptive",
     stream: bool = True,
     template: ChatTemplate | str | PathLike[str] | None = None,
@@ -50,7 +51,9 @@ def chat(
         {"type": "image", "image": source} shows an image, {"type": "video", "video": source} a video, where source is a
         path or a data URL as text, a `Path`, bytes, a Pillow image, an array, or frames of a video. "image_url" and
         "input_image" of OpenAI's clients mean the same.
-      tools: that the model may call, each {"type": "function", "function": {"name", "parameters": a JSON schema}}.
+      tools: that the model may call, each {"type": "function", "function": {"name", "parameters": a JSON schema}}, or a
+        Python function with annotations and a docstring that describes it and, under "Args:", its parameters. Calls are
+        returned, not run.
       thinking_mode: "enabled", "disabled", or "adaptive", where the model decides; None does not tell the template.
       stream: give events as they come, else the whole answer.
       template: the chat template or its file; None is that of the tokenizer's folder.
@@ -80,6 +83,7 @@ def chat(
     sampling = as_sampling(sampling, knobs, called=chat)
     template = as_template(template, tokenizer)
     parser = OutputParser(tools=tools, thinking_mode=thinking_mode)
+    stop = as_stop(stop)
     check_question(messages)
     prompt, media = dialogue_tokens(
         template, tokenizer, messages, tools, thinking_mode, can_see=sees(model), progress=progress
@@ -92,16 +96,13 @@ def chat(
     )
     check_answer(prompt, params, model.config, room)
     if engine is None:
-        steps = _STREAM_STEPS if stream else _WHOLE_STEPS
+        steps = _STREAM_STEPS if stream else None
         engine = engine_for(
             model, [prompt], [params], media=[media], steps_per_call=steps, draft=draft, draft_tokens=draft_tokens,
             progress=progress,
         )  # fmt: skip
     elif draft is not None:
         raise ValueError("draft with an engine: the engine has its own draft, or none; leave one of the two out")
-    stop = [stop] if isinstance(stop, str) else list(stop)
-    if not all(stop):
-        raise ValueError("stop = '': the answer would end before it began; give at least one character")
     events = answer(engine, tokenizer, parser, prompt, params, media, stop=stop, progress=progress)
     if stream:
         return events
@@ -122,6 +123,19 @@ def as_template(template: ChatTemplate | str | PathLike[str] | None, tokenizer: 
     if tokenizer.folder is None:
         raise ValueError("the tokenizer was not read from a folder, so it has no chat template: give template=FILE")
     return ChatTemplate.from_folder(tokenizer.folder)
+
+
+def as_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one text before which an answer ends, or several, as several.
+
+    Raises:
+      ValueError: an empty one, or none of text.
+    """
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop = {shown(text)}: must be a text of at least one character, or several of them")
+    return texts
 
 
 def new_tokens_within(prompt_tokens: int, room: int, asked: int | None) -> int:

@@ -9,7 +9,7 @@ from m3jax.decoding import Drafter, Engine, Params, Sampling, build_engine
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.protocols import TargetModel, sees
 from m3jax.dialogue.answer import answer, stop_ids
-from m3jax.dialogue.chat import as_template, check_answer, check_question, new_tokens_within
+from m3jax.dialogue.chat import as_stop, as_template, check_answer, check_question, new_tokens_within
 from m3jax.dialogue.media import dialogue_tokens, forget_changed, read_part
 from m3jax.dialogue.reply import Reply
 from m3jax.media import ProcessedImage, ProcessedVideo
@@ -36,7 +36,7 @@ class Dialogue:
       messages: a history to go on from; images and videos are parts of a content, as in `m3jax.chat`.
       max_new_tokens: of an answer; None is 4,096, or less where there is no room for more.
       sampling: the way tokens are drawn; None draws by the model's own probabilities.
-      stop: texts before which an answer ends.
+      stop: a text, or several, before which an answer ends.
       stop_at: token ids that end an answer besides the end of a turn; None is the model's EOS.
       context: tokens that the dialogue can have; None is the model's context, at most 32,768. Its cache is allocated at
         once.
@@ -62,13 +62,13 @@ class Dialogue:
         model: TargetModel,
         tokenizer: Tokenizer,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         thinking_mode: str | None = "adaptive",
         template: ChatTemplate | str | PathLike[str] | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_at: Sequence[int] | None = None,
         context: int | None = None,
         draft: Drafter | str | PathLike[str] | None = None,
@@ -80,7 +80,7 @@ class Dialogue:
         self.tools, self.thinking_mode = tools, thinking_mode
         self._model, self._tokenizer, self._progress = model, tokenizer, progress
         self._known_media: dict[Any, Any] = {}  # images and videos of the history, by their sources
-        self.max_new_tokens, self.sampling, self._stop = max_new_tokens, sampling or Sampling(), tuple(stop)
+        self.max_new_tokens, self.sampling, self._stop = max_new_tokens, sampling or Sampling(), as_stop(stop)
         self._template = as_template(template, tokenizer)
         self._stop_ids = stop_ids(tokenizer, model.config.eos_token_id if stop_at is None else stop_at)
         OutputParser(tools=tools, thinking_mode=thinking_mode)  # raises ValueError for bad tools

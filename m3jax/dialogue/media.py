@@ -1,6 +1,6 @@
 """Images and videos in messages: each is read once, and its placeholders are expanded in the dialogue's tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def dialogue_tokens(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None,
     thinking_mode: str | None,
     can_see: bool,
     known: dict[Any, Any] | None = None,

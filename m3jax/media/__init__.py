@@ -2,7 +2,7 @@
 
 from m3jax.media.bicubic import resize_definition
 from m3jax.media.frames import FRAME_RULES, choose_frames, timestamps
-from m3jax.media.images import decode_image
+from m3jax.media.images import decode_image, is_moving
 from m3jax.media.packing import MediaBatch, Segment, batch, bucket_size, pack, segments
 from m3jax.media.placeholders import PlaceholderIds, expand_text, expand_tokens
 from m3jax.media.places import feature_places, find_places, segment_places
@@ -32,6 +32,7 @@ __all__ = [
     "expand_tokens",
     "feature_places",
     "find_places",
+    "is_moving",
     "media_source",
     "names_file",
     "pack",

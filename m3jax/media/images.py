@@ -86,6 +86,20 @@ def decode_image(source: Any) -> UInt8[np.ndarray, "H W 3"]:
             return _pillow_image(image)
 
 
+def is_moving(source: Any) -> bool:
+    """Return True for an image file of several frames, a GIF or WEBP, of which `decode_image` gives the first alone.
+
+    Args:
+      source: as `decode_image` takes it, and known to be an image.
+    """
+    if isinstance(source, Path):
+        source = read_file(source)
+    if not isinstance(source, bytes | bytearray | memoryview):
+        return bool(getattr(source, "is_animated", False))
+    with _one_line(), pillow().Image.open(io.BytesIO(source), formats=_FORMATS) as image:
+        return bool(getattr(image, "is_animated", False))
+
+
 def read_file(path: Path) -> bytes:
     """Return a file's bytes.
 
@@ -106,9 +120,9 @@ def check_pixels(height: int, width: int) -> None:
     """
     most = pillow().Image.MAX_IMAGE_PIXELS
     if min(height, width) < 1:
-        raise MediaError(f"an image of {height} x {width} pixels has none")
+        raise MediaError(f"an image of {height} x {width} pixels (H x W) has none")
     if most is not None and height * width > most:
-        raise MediaError(f"an image of {height} x {width} pixels, more than {most}: {_TOO_LARGE}")
+        raise MediaError(f"an image of {height} x {width} pixels (H x W), more than {most}: {_TOO_LARGE}")
 
 
 def _pillow_image(image: Any) -> UInt8[np.ndarray, "H W 3"]:
@@ -148,7 +162,7 @@ def _array_image(array: np.ndarray) -> UInt8[np.ndarray, "H W 3"]:
     if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in (1, 3, 4)):
         raise MediaError(f"an image of {array.dtype} {list(shape)}: must be uint8 [H W 3], [H W 4], [H W 1] or [H W]")
     if 0 in shape:
-        raise MediaError(f"an image of {shape[0]} x {shape[1]} pixels has none")
+        raise MediaError(f"an image of {shape[0]} x {shape[1]} pixels (H x W) has none")
     if array.ndim == 2 or shape[2] == 1:
         return np.repeat(array.reshape(*shape[:2], 1), 3, axis=2)
     if shape[2] == 4:

@@ -97,8 +97,8 @@ def process_image(image: Any, preset: str = "hub", *, max_long_side: int | None 
     stages = target_stages(*pixels.shape[:2], rule)
     if max_long_side is not None and stages[-1].area > LIMITS.image_pixels:
         raise ValueError(
-            f"the image would have {stages[-1].height} x {stages[-1].width} pixels: at most {LIMITS.image_pixels} in "
-            "all; give a smaller max_long_side"
+            f"the image would have {stages[-1].height} x {stages[-1].width} pixels (H x W): at most "
+            f"{LIMITS.image_pixels} in all; give a smaller max_long_side"
         )
     frame = normalized(_resized(pixels, stages))
     return ProcessedImage(patch_rows(frame[None]), (1, *_patch_sides(stages[-1])))
@@ -120,9 +120,9 @@ def process_video(
     """Decode a video, choose its frames, resize and normalise them, and cut them into patches of two frames.
 
     Args:
-      video: bytes of an MP4, MOV, AVI or MKV file, a `Path` of one, or frames: uint8 [F H W 3] or a sequence of images,
-        each as `process_image` takes one. All frames that are given are taken, unless one of the next four says how
-        to choose among them.
+      video: bytes of an MP4, MOV, AVI or MKV file or of a GIF that moves, a `Path` of one, or frames: uint8 [F H W 3]
+        or a sequence of images, each as `process_image` takes one. All frames that are given are taken, unless one of
+        the next four says how to choose among them.
       preset: whose rules say how large frames become and which ones are taken.
       frames: a name in `FRAME_RULES` instead of the preset's.
       fps: frames wanted a second, instead of the preset's.
@@ -173,15 +173,15 @@ def _video_patches(clip: Clip, rule: SizeRule, is_tier: bool) -> tuple[Float32[n
             height, width = stages[-1]
             if is_tier and stages[-1].area * count > LIMITS.video_pixels:
                 raise ValueError(
-                    f"{count} frames of {height} x {width} pixels: at most {LIMITS.video_pixels} pixels in all; "
-                    "give a smaller max_long_side, fps or max_frames"
+                    f"{count} frames of {height} x {width} pixels (H x W): at most {LIMITS.video_pixels} pixels in "
+                    "all; give a smaller max_long_side, fps or max_frames"
                 )
             grid = (-(-count // TEMPORAL), *_patch_sides(stages[-1]))
             patches = np.empty((grid[0], grid[1] * grid[2], PATCH_VALUES), np.float32)
         if pixels.shape[:2] != size:
             raise ValueError(
-                f"frame {clip.frame_indices[number]} has {pixels.shape[0]} x {pixels.shape[1]} pixels, the first one "
-                f"{size.height} x {size.width}: a video has frames of one size"
+                f"frame {clip.frame_indices[number]} has {pixels.shape[0]} x {pixels.shape[1]} pixels (H x W), "
+                f"the first one {size.height} x {size.width}: a video has frames of one size"
             )
         pair.append(normalized(_resized(pixels, stages)))
         if len(pair) == TEMPORAL or number == count - 1:

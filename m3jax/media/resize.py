@@ -63,7 +63,7 @@ def resize_planes(image: UInt8[np.ndarray, "H W C"], height: int, width: int) ->
       float32, or float64 where an axis shrinks so far that float32 could not hold its sums.
     """
     if min(height, width) < 1:
-        raise ValueError(f"an image of {height} x {width} pixels: both must be at least 1")
+        raise ValueError(f"an image of {height} x {width} pixels (H x W): both must be at least 1")
     size, old_width, channels = image.shape
     horizontal, vertical = _axis(old_width, width), _axis(size, height)
     middle = np.empty((channels, size, width), vertical.offsets.dtype)
@@ -122,5 +122,5 @@ def _checked(image: UInt8[np.ndarray, "H W 3"]) -> UInt8[np.ndarray, "H W 3"]:
         given = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
         raise ValueError(f"an image of {given}: must be uint8 [H W 3]")
     if 0 in image.shape:
-        raise ValueError(f"an image of {image.shape[0]} x {image.shape[1]} pixels has none to resize")
+        raise ValueError(f"an image of {image.shape[0]} x {image.shape[1]} pixels (H x W) has none to resize")
     return image

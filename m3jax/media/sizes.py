@@ -109,10 +109,11 @@ def target_stages(height: int, width: int, rule: SizeRule) -> tuple[Size, ...]:
       ValueError: an image without pixels, or one side more than 200 times the other.
     """
     if min(height, width) < 1:
-        raise ValueError(f"an image of {height} x {width} pixels: both sides must be at least 1")
+        raise ValueError(f"an image of {height} x {width} pixels (H x W): both sides must be at least 1")
     if max(height, width) > LIMITS.aspect * min(height, width):
         raise ValueError(
-            f"an image of {height} x {width} pixels: one side is more than {LIMITS.aspect} times the other; crop it"
+            f"an image of {height} x {width} pixels (H x W): one side is more than {LIMITS.aspect} times the other; "
+            "crop it"
         )
     return rule.stages(Size(height, width))
 

@@ -12,9 +12,9 @@ from jaxtyping import UInt8
 from m3jax.media.images import MediaError, check_pixels, decode_image, media_extra, read_file
 from m3jax.messages import printable, shortened
 
-_DEMUXERS = ("mov", "avi", "matroska")  # MP4 and MOV are one format, MKV and WebM another
+_DEMUXERS = ("mov", "avi", "matroska", "gif")  # MP4 and MOV are one format, MKV and WebM another
 _FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")  # that an MP4 or MOV file begins with
-_NO_VIDEO = "must be a video: MP4, MOV, AVI or MKV"
+_NO_VIDEO = "must be a video: MP4, MOV, AVI, MKV, or a GIF that moves"
 
 Pick = Callable[[int, float], Sequence[int]]  # frames of the source, frames a second -> the indices to take
 Watch = Callable[[int, int], None]  # frames that were gone through, and how many there are to go through
@@ -36,7 +36,7 @@ def read_video(source: Any, pick: Pick, watch: Watch = unwatched) -> Clip:
     """A video file's frames; only chosen ones are kept, and no more than one is held at a time.
 
     Args:
-      source: the bytes of an MP4, MOV, AVI or MKV file, or a `Path` of one.
+      source: the bytes of an MP4, MOV, AVI or MKV file or of a GIF that moves, or a `Path` of one.
       pick: chooses frames from their number and the frames a second.
       watch: told after each frame that is decoded, of those up to the last one that is chosen.
 
@@ -52,6 +52,8 @@ def read_video(source: Any, pick: Pick, watch: Watch = unwatched) -> Clip:
     if not isinstance(source, bytes | bytearray | memoryview):
         raise MediaError(f"a video as {type(source).__name__}: give bytes, a Path, or frames")
     data = bytes(source)
+    if _is_gif(data) and not data.rstrip(b"\0").endswith(b";"):  # its last byte, but for padding
+        raise MediaError("the GIF has no end: it is cut short")
     if len(data) < (size := declared_bytes(data)):
         raise MediaError(f"the video has {len(data)} bytes of {size}: it is cut short")
     with _opened(data) as (container, stream):
@@ -63,6 +65,8 @@ def read_video(source: Any, pick: Pick, watch: Watch = unwatched) -> Clip:
         raise MediaError(f"the video ends after {total} of {declared} frames: it is cut short")
     if total == 0:
         raise MediaError("the video has no frames")
+    if total == 1 and _is_gif(data):
+        raise MediaError("a GIF of one frame is an image, no video")
     if not rate or rate <= 0:
         raise MediaError("the video does not say how many frames a second it has; decode it and give its frames")
     indices = tuple(pick(total, float(rate)))
@@ -134,15 +138,21 @@ def _matroska_size(data: bytes, start: int) -> tuple[int, int]:
     return (0, 0) if size == unknown else (start + width, size)
 
 
+def _is_gif(data: bytes) -> bool:
+    return data.startswith((b"GIF87a", b"GIF89a"))
+
+
 def _decoded(data: bytes, indices: tuple[int, ...], watch: Watch) -> Iterator[UInt8[np.ndarray, "H W 3"]]:
     """The frames of those indices, which ascend; those between them are decoded too, for others are made from them."""
-    wanted, last = set(indices), max(indices)
+    wanted, last, is_gif = set(indices), max(indices), _is_gif(data)
     with _opened(data) as (container, stream):
         stream.thread_type = "AUTO"
         for index, frame in enumerate(container.decode(stream)):
             if index in wanted:
+                # Where no frame of a GIF has painted, it is transparent.
+                pixels = decode_image(frame.to_ndarray(format="rgba")) if is_gif else frame.to_ndarray(format="rgb24")
                 # A phone that is held upright writes frames that lie on their side, and how to turn them.
-                yield np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
+                yield np.ascontiguousarray(np.rot90(pixels, frame.rotation // 90))
             watch(index + 1, last + 1)
             if index == last:
                 return

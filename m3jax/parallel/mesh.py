@@ -25,8 +25,11 @@ def make_mesh(data: int = 1, context: int = 1, expert: int = 1, tensor: int = 1)
     needed, available = math.prod(shape), jax.devices()
     if min(shape) < 1 or needed > len(available):
         sizes = ",".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
-        raise ValueError(f"mesh {sizes} needs {needed} devices, there are {len(available)}; "
-                         "give sizes of at least 1 whose product is at most that")  # fmt: skip
+        remedy = "give sizes of at least 1 whose product is at most that"
+        if available[0].platform == "cpu" and needed > len(available):
+            remedy += f", or start with XLA_FLAGS=--xla_force_host_platform_device_count={needed} to divide the CPU"
+        raise ValueError(f"mesh {sizes} needs {needed} devices, there {'is' if len(available) == 1 else 'are'} "
+                         f"{len(available)}; {remedy}")  # fmt: skip
     # The default of `axis_types` differs between versions of JAX.
     axis_types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(shape, AXES, axis_types=axis_types, devices=available[:needed])

@@ -39,6 +39,19 @@ def test_greedy_is_teacher_forcing(fake):
         assert new == logits.argmax(-1).tolist()
 
 
+def test_single_prompts_of_many_lengths_share_programs_on_a_cpu(fake):
+    """Of up to 1,024 tokens with what follows, streamed or not; a longer one has its own."""
+    ids = RNG.integers(2, 64, 1500).tolist()
+    generate(fake, [ids[:20]], max_new_tokens=40, stop_ids=[])
+    with compilations() as seen:
+        for length, new in ((1, 1), (100, 16), (300, 33), (700, 64)):
+            generate(fake, [ids[:length]], max_new_tokens=new, stop_ids=[])
+    assert seen == []
+    with compilations() as seen:
+        generate(fake, [ids], max_new_tokens=40, stop_ids=[])
+    assert seen, "another size is compiled, and counted"
+
+
 def test_rows_do_not_depend_on_their_companions(fake):
     together = generate(fake, PROMPTS, max_new_tokens=16, stop_ids=[], **WARM)
     for row in (0, 1):

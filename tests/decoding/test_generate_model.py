@@ -57,7 +57,7 @@ def sampled(model):
 
 def engine(model, **options) -> Engine:
     """In the shapes that `generate` chooses for PROMPTS, so that both share programs."""
-    shapes = dict(pages=64, max_batch=4, prefill_rows=4, prefill_chunk=256, max_length=256, steps_per_call=32)
+    shapes = dict(pages=128, max_batch=4, prefill_rows=4, prefill_chunk=256, max_length=1024, steps_per_call=64)
     return Engine(model, **shapes | options, max_stop_ids=4)
 
 

@@ -7,18 +7,22 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support.comparisons import assert_equal
 from support.embedded import TOKENIZER
 from support.fake_seer import seeing_config
 from support.media import clip, image_file, picture, video_file
 from support.screen import Screen
 from support.scripted_chat import ScriptedModel, ScriptedSeer
+from tiny.pictures.draw import COLOURS, Shape, draw_shapes
 
+from m3jax.assets import sample_picture_path
 from m3jax.cli import chat
 from m3jax.cli.chat import talk
 from m3jax.dialogue import Dialogue
 from m3jax.dialogue.media import read_part
-from m3jax.media import PlaceholderIds, process_image
+from m3jax.media import PlaceholderIds, decode_image, process_image
 
 IDS = PlaceholderIds.of_tokenizer(TOKENIZER)
 CONFIG = seeing_config(
@@ -53,17 +57,34 @@ def shown(files: Path, *names: str) -> list[dict[str, str]]:
 # On a terminal
 
 
+def test_the_sample_is_a_picture_as_the_embedded_model_has_seen_them(monkeypatch):
+    """/sample shows it by its short name; it is drawn by what drew the training pictures, without noise."""
+    shapes = (
+        Shape("circle", "green", 30.0, 34.0, 19.0), Shape("star", "blue", 84.0, 30.0, 20.0),
+        Shape("square", "red", 78.0, 82.0, 17.0),
+    )  # fmt: skip
+    colours = [np.array(COLOURS[shape.colour], float) for shape in shapes]
+    drawn = draw_shapes(np.full((112, 112, 3), 228.0), shapes, colours)
+    assert_equal(decode_image(sample_picture_path()), np.rint(drawn).astype(np.uint8), "pixels", "row column colour")
+    screen = Screen(monkeypatch, seer())
+    assert "image sample.png: 112 x 112 pixels (H x W), 16 tokens; your next" in screen.after("/sample")
+    assert "A harbor." in screen.after("What is it?")
+    assert screen.talk.messages[0]["content"][0] == {"type": "image", "image": str(sample_picture_path())}
+
+
 def test_a_terminal_shows_files_with_the_next_message(files, monkeypatch, caplog):
     """Read at once; taken back one by one; kept where a message cannot be sent; in the history and a saved file."""
     caplog.set_level(logging.INFO, "m3jax")
     screen = Screen(monkeypatch, seer())
     assert "tower" not in caplog.text, "the tower was compiled before there was a picture"
     tokens = process_image(files / "a.png").tokens
-    assert f"image a.png: 56 x 84 pixels, {tokens} tokens; your next message shows it" in screen.after("/image a.png")
+    assert f"image a.png: 56 x 84 pixels (H x W), {tokens} tokens; your next message shows it" in screen.after(
+        "/image a.png"
+    )
     assert "error: " + str(files / "cut.png") + ": the image cannot be decoded" in screen.after("/image cut.png")
     assert "error: /video needs the name of a video file" in screen.after("/video ")
-    assert "5 frames of 56 x 84 pixels, 18 tokens" in screen.after("/video clip.mp4")
-    assert "image b c.png: 56 x 56 pixels, 4 tokens" in screen.after("/image 'b c.png'")
+    assert "5 frames of 56 x 84 pixels (H x W), 18 tokens" in screen.after("/video clip.mp4")
+    assert "image b c.png: 56 x 56 pixels (H x W), 4 tokens" in screen.after("/image 'b c.png'")
     assert "taken back: image b c.png" in screen.after("/undo")
     history = screen.after("/history")
     assert history.endswith("\n[with your next message] image a.png\n[with your next message] video clip.mp4\n")
@@ -96,7 +117,9 @@ def test_a_terminal_shows_files_with_the_next_message(files, monkeypatch, caplog
     (files / "b c.png").write_bytes((files / "a.png").read_bytes())
     assert "b c.png has changed, and this dialogue shows it as it was: give the new" in screen.after("/image b c.png")
     assert "taken back: [image b c.png] And this?" in screen.after("/undo")
-    assert "image b c.png: 56 x 84 pixels, 6 tokens" in screen.after("/image b c.png"), "an old picture under its name"
+    assert "image b c.png: 56 x 84 pixels (H x W), 6 tokens" in screen.after("/image b c.png"), (
+        "an old picture under its name"
+    )
     assert "~nobody-here/a.png cannot be read" in screen.after("/image ~nobody-here/a.png")
 
 
@@ -123,8 +146,8 @@ def test_a_pipe_shows_files_with_the_next_line(files, say, monkeypatch):
     status, out, err = say([], "/image a.png", "/image b c.png", "What is it?", "", " /image a.png", "/imagine")
     assert (status, out) == (0, "A harbor.\nTwo boats.\nBye.\n")
     assert err == (
-        "m3jax.chat: note: image a.png: 56 x 84 pixels, 6 tokens; your next message shows it\n"
-        "m3jax.chat: note: image b c.png: 56 x 56 pixels, 4 tokens; your next message shows it\n"
+        "m3jax.chat: note: image a.png: 56 x 84 pixels (H x W), 6 tokens; your next message shows it\n"
+        "m3jax.chat: note: image b c.png: 56 x 56 pixels (H x W), 4 tokens; your next message shows it\n"
     )
     content = [*shown(files, "a.png", "b c.png"), {"type": "text", "text": "What is it?"}]
     assert [message["content"] for message in sent] == [content, " /image a.png", "/imagine"]

@@ -28,7 +28,7 @@ def screen(tmp_path, monkeypatch) -> Screen:
 def test_settings_hold_from_the_next_answer_on(screen):
     """Each value is checked and shown; what is refused changes nothing."""
     assert "temperature 0.5, top_k off, top_p off, min_p off" in screen.after("/set temperature 0.5")
-    screen.after("/set top_k 40", "/set thinking disabled", "/set seed 7")
+    screen.after("/set top_k 40", "/set thinking_mode disabled", "/set seed 7")
     assert (screen.talk.sampling.top_k, screen.talk.sampling.seed, screen.talk.thinking_mode) == (40, 7, "disabled")
     assert "top_k off" in screen.after("/set top_k off") and screen.talk.sampling.top_k is None
     before = screen.after("/set")
@@ -38,7 +38,7 @@ def test_settings_hold_from_the_next_answer_on(screen):
         "/set temperature warm": "temperature warm: give a number\n",
         "/set temperature -1": "temperature",
         "/set top_p 2": "top_p",
-        "/set thinking deep": "give adaptive, enabled, disabled",
+        "/set thinking_mode deep": "thinking_mode deep: give adaptive, enabled, disabled",
         "/set max_new_tokens 0": "give a whole number of at least 1",
         "/tools bad.json": "tool 1",
         "/tools none.json": "none.json: No such file",
@@ -56,6 +56,16 @@ def test_a_system_message_is_set_shown_and_removed(screen):
     assert [message["role"] for message in screen.talk.messages] == ["system", "user", "assistant"]
     assert "no system message" in screen.after('/system ""')
     assert [message["role"] for message in screen.talk.messages] == ["user", "assistant"]
+
+
+def test_what_is_wrong_with_a_call_is_said_before_its_result_is_asked_for(screen):
+    """A name that is no tool's, and arguments that break the schema; a call without fault has no such line."""
+    said = screen.after("What is harbor?", "a kite")
+    assert said.index("lookup: no tool is called 'lookup'") < said.index(" tokens in "), said
+    screen.after("/undo", "/tools tools.json")
+    assert "lookup: " not in screen.after("What is harbor?", "a kite")
+    screen.talk.tools = [json.loads(json.dumps(TOOLS[0]).replace('"string"', '"integer"'))]
+    assert "lookup: arguments.key: 'harbor' is not of type 'integer'" in screen.after("/regenerate", "a kite")
 
 
 def test_an_answer_is_made_anew_and_a_saved_dialogue_goes_on(screen):
@@ -101,7 +111,7 @@ def test_the_tab_key_completes_commands_settings_and_files(tmp_path, monkeypatch
     (tmp_path / "har[d").mkdir()
     at = lambda line: (_completion(line, number) for number in itertools.count())
     completions = lambda line: list(itertools.takewhile(lambda found: found is not None, at(line)))
-    assert completions("/s") == ["/save ", "/set ", "/system "]
+    assert completions("/s") == ["/sample ", "/save ", "/set ", "/system "]
     assert completions("/set top") == ["/set top_k ", "/set top_p "]
     assert completions("/image har[") == ["/image har[bor.png", "/image har[d/"]
     assert completions("") == completions("Look at har") == completions("/undo har") == []

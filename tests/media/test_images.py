@@ -134,12 +134,15 @@ BROKEN = {
     "flipped bits": (image_file(PIXELS)[:60] + bytes(40) + image_file(PIXELS)[100:], "cannot be decoded"),
     "no pixels": (png_of_size(0, 5), "no image|has none"),
     "a bomb": (BOMB, "more than 89478485 pixels: PIL.Image.MAX_IMAGE_PIXELS"),
-    "a bomb of which Pillow only warns": (png_of_size(10_000, 9_000), "10000 x 9000 pixels, more than 89478485"),
-    "thin": (picture(1, 201), "1 x 201 pixels: one side is more than 200 times"),
+    "a bomb of which Pillow only warns": (
+        png_of_size(10_000, 9_000),
+        r"10000 x 9000 pixels \(H x W\), more than 89478485",
+    ),
+    "thin": (picture(1, 201), r"1 x 201 pixels \(H x W\): one side is more than 200 times"),
     "floats": (np.zeros((5, 5, 3)), r"float64 \[5, 5, 3\]: must be uint8"),
     "five colors": (np.zeros((5, 5, 5), np.uint8), r"uint8 \[5, 5, 5\]: must be"),
-    "an array without pixels": (np.zeros((0, 5, 3), np.uint8), "0 x 5 pixels has none"),
-    "a Pillow image without pixels": (Image.new("RGB", (0, 5)), "5 x 0 pixels has none"),
+    "an array without pixels": (np.zeros((0, 5, 3), np.uint8), r"0 x 5 pixels \(H x W\) has none"),
+    "a Pillow image without pixels": (Image.new("RGB", (0, 5)), r"5 x 0 pixels \(H x W\) has none"),
     "a name": ("picture.png", "an image as str: give bytes, a Path"),
     "another format": (image_file(PIXELS, "BMP"), "no image: must be a whole PNG"),
 }
@@ -174,7 +177,7 @@ def test_pillows_limit_stays_as_it_is():
         (dict(preset="tgi"), "no media preset 'tgi': there are hub, vllm, sglang, smg"),
         (dict(max_long_side=1000), "max_long_side = 1000: must be a multiple of 28"),
         (dict(max_long_side=0), "max_long_side = 0: must be"),
-        (dict(max_long_side=5600), "would have 5012 x 5012 pixels: at most 12845056"),
+        (dict(max_long_side=5600), r"would have 5012 x 5012 pixels \(H x W\): at most 12845056"),
     ],
 )
 def test_wrong_options(options, reason):

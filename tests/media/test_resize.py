@@ -89,8 +89,8 @@ def test_pillow_is_another_resize():
         (np.zeros((4, 4, 3), np.float32), (28, 28), r"float32 \[4, 4, 3\]: must be uint8 \[H W 3\]"),
         (np.zeros((4, 4), np.uint8), (28, 28), r"uint8 \[4, 4\]: must be"),
         ([[1]], (28, 28), "an image of list"),
-        (np.zeros((0, 4, 3), np.uint8), (28, 28), "0 x 4 pixels has none"),
-        (np.zeros((4, 4, 3), np.uint8), (0, 28), "0 x 28 pixels: both must be at least 1"),
+        (np.zeros((0, 4, 3), np.uint8), (28, 28), r"0 x 4 pixels \(H x W\) has none"),
+        (np.zeros((4, 4, 3), np.uint8), (0, 28), r"0 x 28 pixels \(H x W\): both must be at least 1"),
     ],
 )
 def test_what_is_no_image_is_refused(unchecked, image, size, reason):

@@ -92,8 +92,8 @@ def test_tiers():
 @pytest.mark.parametrize(
     ("height", "width", "reason"),
     [
-        (10, 2001, "10 x 2001 pixels: one side is more than 200 times the other"),
-        (0, 5, "0 x 5 pixels: both sides must be at least 1"),
+        (10, 2001, r"10 x 2001 pixels \(H x W\): one side is more than 200 times the other"),
+        (0, 5, r"0 x 5 pixels \(H x W\): both sides must be at least 1"),
     ],
 )
 def test_shapes_that_no_rule_allows(height, width, reason):

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from support.comparisons import assert_close, assert_equal
 from support.media import clip, image_file, picture, sound_file, video_file
 
-from m3jax.media import FRAME_RULES, PRESETS, choose_frames, process_image, process_video, timestamps
+from m3jax.media import FRAME_RULES, PRESETS, choose_frames, is_moving, process_image, process_video, timestamps
 from m3jax.media.videos import read_video
 
 EVERY = dict(frames="all")
@@ -23,6 +24,27 @@ def test_containers(kind, tmp_path):
         read = read_video(source, lambda total, rate: list(range(total)))
         assert read.frame_indices == tuple(range(7)) and read.source_fps == 10.0
         assert_close(np.stack(list(read.frames)), frames, f"frames of {kind}", "frame row column color", atol=6)
+
+
+def gif_file(levels: list[int], milliseconds: int) -> bytes:
+    """A GIF of grey frames, transparent on the right."""
+    pixels = np.zeros((len(levels), 32, 64, 4), np.uint8)
+    pixels[:, :, :32, :3], pixels[:, :, :32, 3] = np.reshape(levels, (-1, 1, 1, 1)), 255
+    first, *rest = map(Image.fromarray, pixels)
+    return image_file(first, "GIF", save_all=True, append_images=rest, duration=milliseconds, disposal=2)
+
+
+def test_a_gif_that_moves_is_a_video():
+    """Its frames and its rate; what no frame paints is white; one frame is an image, and a part of a file no GIF."""
+    data = gif_file([0, 80, 160], 250)
+    read = read_video(data, lambda total, rate: list(range(total)))
+    frames = np.stack(list(read.frames))
+    assert (read.source_fps, frames.shape) == (4.0, (3, 32, 64, 3))
+    assert frames[:, 0, 0, 0].tolist() == [0, 80, 160] and (frames[:, :, 32:] == 255).all()
+    for broken, reason in ((gif_file([9], 250), "a GIF of one frame is an image"), (data[:-20], "it is cut short")):
+        with pytest.raises(ValueError, match=reason):
+            process_video(broken)
+    assert is_moving(data) and not is_moving(gif_file([9], 250)) and not is_moving(image_file(picture(8, 8)))
 
 
 def test_a_turned_phone():
@@ -137,14 +159,14 @@ def test_a_tier_bounds_the_pixels_of_a_whole_video():
     """Trap (vLLM PR #56097): a size that the caller asks for has a limit, for frames 301,056,000 pixels in all."""
     assert process_video(clip(2), max_long_side=252).grid == ((1, 8, 16),)  # the short side is raised to 112
     frames = np.broadcast_to(np.zeros((1, 2016, 2016, 3), np.uint8), (75, 2016, 2016, 3))
-    with pytest.raises(ValueError, match="75 frames of 2016 x 2016 pixels: at most 301056000"):
+    with pytest.raises(ValueError, match=r"75 frames of 2016 x 2016 pixels \(H x W\): at most 301056000"):
         process_video(frames, max_long_side=2016)
 
 
 FILE = video_file(clip(30))
 BROKEN = {
     "empty": (b"", "cannot be read"),
-    "text": (b"<html>not found</html>" * 9, "cannot be read.*must be a video: MP4, MOV, AVI or MKV"),
+    "text": (b"<html>not found</html>" * 9, "cannot be read.*must be a video: MP4, MOV, AVI, MKV"),
     "a word": (b"abcd" * 50, "cannot be read"),
     "an image": (image_file(picture(30, 30)), "cannot be read"),
     "cut": (FILE[: len(FILE) // 2], "cut short"),
@@ -154,7 +176,10 @@ BROKEN = {
     "no frames": (video_file(clip(0)), "has no frames|no moving pictures|cannot be read"),
     "no frames in an array": (clip(0), "has no frames"),
     "no frames in a list": ([], "has no frames"),
-    "frames of two sizes": ([picture(30, 30), picture(30, 31)], "frame 1 has 30 x 31 pixels, the first one 30 x 30"),
+    "frames of two sizes": (
+        [picture(30, 30), picture(30, 31)],
+        r"frame 1 has 30 x 31 pixels \(H x W\), the first one 30 x 30",
+    ),
     "a broken frame": ([picture(30, 30), b"nothing"], "no image"),
     "a name": ("clip.mp4", "a video as str: give bytes, a Path, or frames"),
     "thin frames": (np.zeros((2, 1, 201, 3), np.uint8), "more than 200 times"),

@@ -89,7 +89,7 @@ def test_minus_one_is_the_models_own_choice():
 
 
 def test_gradients_go_through_weights_and_not_through_ids():
-    """The gradient is exactly zero for experts that no token was given, and not for the router, whose scores weigh them."""
+    """Exactly zero for experts that no token was given, and not for the router, whose scores weigh them."""
     ids = other_choices().expert_ids.copy()
     ids[ids == 0] = -2  # nobody is given expert 0
     for index in np.argwhere((ids == -2).any(-1)):

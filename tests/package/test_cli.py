@@ -188,7 +188,10 @@ def test_token_ids_work_without_a_tokenizer(run, copy):
         (["--prompt", "a", "--mesh", "rows=2"], "mesh 'rows=2'"),
         (["--prompt", "a", "--backend", "triton"], "needs a GPU, and JAX runs on a CPU"),
         (["--prompt", "a", "--backend", "cuda"], "invalid choice: 'cuda'"),
-        (["--prompt", "a", "--mesh", "data=64"], "needs 64 devices"),
+        (
+            ["--prompt", "a", "--mesh", "data=64"],
+            "start with XLA_FLAGS=--xla_force_host_platform_device_count=64 to divide",
+        ),
         (["--prompt", "a", "--dtype", "int8"], "dtype = 'int8'"),
         (["--prompt", "a", "--model", "/nowhere"], "no such model folder: /nowhere"),
     ],
@@ -289,13 +292,13 @@ def test_it_says_what_is_waited_for(run, folder, monkeypatch, capsys, caplog):
         status, out, err = run("--prompt", "abc", "--json")
     assert status == 0 and len(objects(out)) == 1
     assert err and all(line.startswith("m3jax: ") for line in err.splitlines())
-    said = ["compiling prefill of 1 x 16 tokens, decode of 32 steps", "reading the prompt", "generating"]
+    said = ["compiling prefill of 1 x 256 tokens, decode of 32 steps", "reading the prompt", "generating"]
     assert [text for text in said if text in caplog.text] == said
     model = load(folder, "float32")
     with caplog.at_level(logging.DEBUG, "m3jax"):
         generate(model, [[1, 2, 3]], max_new_tokens=12)
     assert "m3jax: " in capsys.readouterr().err
-    assert "compiling prefill of 1 x 16 tokens, decode of 16 steps" in caplog.text
+    assert "compiling prefill of 1 x 256 tokens, decode of 64 steps" in caplog.text
     generate(model, [[1, 2, 3]], max_new_tokens=12, progress=False)
     assert capsys.readouterr().err == ""
 

@@ -124,6 +124,18 @@ def test_a_new_page_comes_into_the_table_of_contents_by_itself(tmp_path):
 # The API reference
 
 
+def test_the_reference_keeps_public_rooms_and_internal_ones_apart():
+    """Each room stands in one of two tables, and the page of an internal one begins by saying so."""
+    from sitebuild.reference import FOLDER, INTERNAL, KERNELS, PUBLIC, before_parsing, page, rooms
+
+    source = [""]
+    before_parsing(None, FOLDER, source)
+    public, internal = (set(re.findall(r"\| \[([\w.]+)\]", part)) for part in source[0].split("## Inside"))
+    assert (public, internal) == (set(PUBLIC), set(rooms()) - set(PUBLIC))
+    assert {"m3jax", "m3jax.dialogue", KERNELS} <= public and {"m3jax.tiles", "m3jax.weights"} <= internal
+    assert INTERNAL in page("m3jax.tiles", {}) and INTERNAL not in page("m3jax.config", {})
+
+
 def test_the_reference_has_every_public_name_once():
     """Of a room that says what is public, and of one that does not; a name that two rooms export becomes a link."""
     pytest.importorskip("sphinx")

@@ -18,8 +18,8 @@ def params(new: int = 12, stop_ids=(), **knobs) -> Params:
 
 def small_engine(model, **options) -> Engine:
     """In the shapes that `generate` chooses for PROMPTS and up to 16 new tokens, so that both share programs."""
-    shapes = dict(pages=16, max_batch=4, prefill_rows=4, prefill_chunk=64, max_length=256, max_stop_ids=4)
-    return Engine(model, **shapes | options)
+    shapes = dict(pages=64, max_batch=4, prefill_rows=4, prefill_chunk=64, max_length=1024, steps_per_call=64)
+    return Engine(model, **shapes | options, max_stop_ids=4)
 
 
 def run(engine: Engine, prompts: Sequence, *asked: Params) -> list[Generation]:

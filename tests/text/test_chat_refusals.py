@@ -100,7 +100,7 @@ REFUSED_TOOLS = {
     "a text": ("[]", "tools is a list of tools, got '\\[\\]'"),
     "no object": (["f"], "tool 1: a tool is an object, got 'f'"),
     "a bare function": ([{"name": "f", "parameters": {}}], r'tool 1: write it as {"type": "function", "func'),
-    "a function of Python": ([print], "tool 1: a tool is an object, got <built-in"),
+    "a function of Python": ([print], r"tool 1 \(print\): \*args cannot be given by name"),
     "another type": ([{"type": "web_search"}], "tool 1: type = 'web_search': only functions can be called"),
     "no function": ([{"type": "function"}], "tool 1: function = None: must be an object with a name"),
     "no name": ([{"type": "function", "function": {}}], "tool 1: name = None: must be a text of one line"),

@@ -245,3 +245,21 @@ def test_a_megabyte_takes_less_than_four_seconds_and_no_memory():
     assert len(measured) == 18
     slow = [line for line in measured if float(line[2]) > (4 if line[0] != "memory" else 1)]
     assert not slow, slow
+
+
+@pytest.mark.parametrize(
+    ("end", "whole", "cut"),
+    [
+        ("]<]minimax[>[", "]<]minimax[>[", ""),
+        ("]<]minimax[>[<tool_", "]<]minimax[>[<tool_", ""),
+        ("]<]minimax[>[<tool_call>", "", ""),
+        ("]<]mini", "]<]mini", "]<]mini"),
+        (" list[0]", " list[0]", " list[0]"),
+    ],
+)
+def test_a_cut_output_shows_no_marker_with_which_a_call_would_have_begun(end, whole, cut):
+    """Whoever stops an answer sees its text; where nobody stopped it the model wrote the marker as text."""
+    for is_cut, expected in ((False, whole), (True, cut)):
+        parser = OutputParser()
+        events = [*parser.feed(f"</mm:think>Hello{end}"), *parser.finish(is_cut=is_cut)]
+        assert "".join(event.text for event in events) == f"Hello{expected}", is_cut

@@ -29,8 +29,10 @@ def parser() -> Parser:
     add_model(out)
     out.add_argument("--tools", metavar="FILE", type=Path, help="a JSON list of the tools that the model may call; the "
                      "chat asks you for their results")  # fmt: skip
-    out.add_argument("--thinking", metavar="MODE", choices=THINKING_MODES, default="adaptive",
+    out.add_argument("--thinking-mode", metavar="MODE", choices=THINKING_MODES, default="adaptive",
                      help="adaptive (default: the model decides), enabled or disabled")  # fmt: skip
+    out.add_argument("--thinking", dest="thinking_mode", choices=THINKING_MODES, default=argparse.SUPPRESS,
+                     help=argparse.SUPPRESS)  # as it was called before  # fmt: skip
     out.add_argument("--system", metavar="TEXT", help="what the model is told before the dialogue")
     out.add_argument("--template", metavar="FILE", type=Path, help="a chat template in place of the model folder's")
     out.add_argument("--context", metavar="N", type=int, help="tokens that the dialogue can have (default: the model's "
@@ -38,6 +40,8 @@ def parser() -> Parser:
     out.add_argument("--max-new-tokens", metavar="N", type=int, help="of an answer (default: the model folder's, else "
                      "4096, or what the context has room for)")  # fmt: skip
     add_knobs(out)
+    out.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end an answer before TEXT; may be "
+                     "repeated")  # fmt: skip
     out.add_argument("--seed", metavar="N", type=int, default=0, help="of every answer (default: 0)")
     out.add_argument("--json", action="store_true", help="read messages and print answers as JSON objects, one a line")
     add_machine(out)
@@ -52,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
       OSError: a file that cannot be read, or stdout that cannot be written.
       FloatingPointError: the model's logits were NaN or infinite.
     """
+    if not all(args.stop):
+        raise ValueError("--stop '': answers would end before they began; give at least one character, or no --stop")
     from m3jax.cli.chat.talk import talk
 
     raise_interrupts()

@@ -3,10 +3,11 @@
 import os
 from typing import Any
 
+from m3jax.assets import sample_picture_path
 from m3jax.dialogue import Dialogue
-from m3jax.media import ProcessedImage, names_file
+from m3jax.media import ProcessedImage, is_moving, media_source, names_file
 from m3jax.media.sizes import PATCH
-from m3jax.messages import printable
+from m3jax.messages import counted, printable
 
 KINDS = {"/image": "image", "/video": "video"}
 
@@ -28,6 +29,10 @@ class Attachments:
         """The kind and file of each image or video, as the user named it."""
         return tuple(self._names)
 
+    def add_sample(self) -> str:
+        """Add the picture that comes with the package; return the line about it."""
+        return self._add("image", str(sample_picture_path()), sample_picture_path().name)
+
     def add(self, command: str, argument: str) -> str:
         """Add a file to those that the next message shows.
 
@@ -48,15 +53,23 @@ class Attachments:
             raise ValueError(f"{command} needs the name of {'an' if medium == 'image' else 'a'} {medium} file")
         # The absolute path, so that a saved dialogue can be read from another folder.
         is_path = names_file(name)
-        part = {"type": medium, medium: os.path.abspath(os.path.expanduser(name)) if is_path else name}
+        return self._add(
+            medium, os.path.abspath(os.path.expanduser(name)) if is_path else name, name if is_path else ""
+        )
+
+    def _add(self, medium: str, source: str, called: str) -> str:
+        """Add an image or a video from its path or data URL, and return the line about it."""
+        part = {"type": medium, medium: source}
         processed = self._dialogue.read(part)
         self._parts.append(part)
-        self._names.append(f"{medium} {name}" if is_path else medium)
+        self._names.append(f"{medium} {called}" if called else medium)
         height, width = (PATCH * side for side in (processed.grid if medium == "image" else processed.grid[0])[1:])
-        size = f"{height} x {width} pixels"
+        size = f"{height} x {width} pixels (H x W)"
         if not isinstance(processed, ProcessedImage):
-            size = f"{len(processed.frame_indices):,} frames of {size}"
-        return f"{printable(self._names[-1])}: {size}, {processed.tokens:,} tokens; your next message shows it"
+            size = f"{counted(len(processed.frame_indices), 'frame')} of {size}"
+        if medium == "image" and is_moving(media_source(source)):
+            size = f"first frame alone (/video shows all of a GIF), {size}"
+        return f"{printable(self._names[-1])}: {size}, {counted(processed.tokens, 'token')}; your next message shows it"
 
     def drop(self) -> str | None:
         """Remove the file that was added last and return its kind and name; None if there is none."""

@@ -13,7 +13,7 @@ from rich.text import Text
 from m3jax.cli.chat.shown import visible
 from m3jax.dialogue import Reply
 from m3jax.media import names_file
-from m3jax.messages import printable
+from m3jax.messages import counted, printable
 from m3jax.text import Event
 
 _RULE = "\u2500" * 8  # between reasoning and answer
@@ -65,10 +65,15 @@ class Display:
         return reply
 
     def counts(self, reply: Reply, seconds: float) -> None:
-        """Print an answer's tokens and seconds, the prompt tokens found in the prefix cache, and whether it was cut."""
+        """Print an answer's tokens and seconds, the prompt tokens found in the prefix cache, and whether it was cut.
+
+        What is wrong with its calls comes before.
+        """
+        for line in problems_of_calls(reply):
+            self.warn(line)
         self.note(
-            f"{reply.new_tokens} tokens in {seconds:.1f} s; {reply.cached_tokens} of the {reply.prompt_tokens} before "
-            f"them from the prefix cache{_REMARKS.get(reply.finish_reason, '')}"
+            f"{counted(reply.new_tokens, 'token')} in {seconds:.1f} s; {reply.cached_tokens} of the "
+            f"{reply.prompt_tokens} before them from the prefix cache{_REMARKS.get(reply.finish_reason, '')}"
         )
 
     def history(self, messages: Iterable[Mapping[str, Any]]) -> None:
@@ -87,6 +92,10 @@ class Display:
     def note(self, text: str) -> None:
         """Print a remark of the program itself on a line."""
         self.console.out(visible(text), style="dim italic", highlight=False)
+
+    def warn(self, text: str) -> None:
+        """Print a remark that asks for attention on a line."""
+        self.console.out(visible(text), style="yellow", highlight=False)
 
     def error(self, error: Exception) -> None:
         """Print an error's message on a line."""
@@ -141,6 +150,11 @@ class Display:
     def _panel(self) -> Panel:
         name, arguments = self._call
         return Panel(Text(visible(arguments)), title=Text(printable(name)), title_align="left", expand=False)
+
+
+def problems_of_calls(reply: Reply) -> list[str]:
+    """Return a line for each problem of an answer's calls: no such tool, or arguments that break its schema."""
+    return [f"{printable(call.name)}: {problem}" for call in reply.tool_calls for problem in call.problems]
 
 
 def as_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from m3jax.cli.chat.attachments import KINDS, Attachments
+from m3jax.cli.chat.display import problems_of_calls
 from m3jax.cli.chat.shown import visible
 from m3jax.console import say, write
 from m3jax.dialogue import Dialogue, Reply, open_calls
-from m3jax.messages import printable
+from m3jax.messages import counted, printable
 
 
 def answer_lines(dialogue: Dialogue, is_json: bool) -> None:
@@ -116,8 +117,11 @@ def _write_plain(events: Iterator[Any]) -> None:
             write("" if ends_line and (event.content or event.tool_calls) else "\n")
             for call in event.tool_calls:
                 write(f"{printable(call.name)} {json.dumps(call.arguments, ensure_ascii=False)}\n")
+            for line in problems_of_calls(event):
+                say(f"m3jax.chat: note: {line}")
             if event.finish_reason == "length":
-                say(f"m3jax.chat: note: cut after {event.new_tokens} tokens; --max-new-tokens allows more")
+                count = counted(event.new_tokens, "token")
+                say(f"m3jax.chat: note: cut after {count}; --max-new-tokens allows more")
 
 
 def _write_json(reply: Reply) -> None:
@@ -128,6 +132,8 @@ def _write_json(reply: Reply) -> None:
         "new_tokens": reply.new_tokens,
     }
     answer = {"message": reply.message, "finish_reason": reply.finish_reason, "usage": usage}
+    if problems := {call.id: call.problems for call in reply.tool_calls if call.problems}:
+        answer["problems"] = problems
     write(json.dumps(answer, ensure_ascii=not _is_utf8(), allow_nan=False) + "\n")
 
 

@@ -11,8 +11,10 @@ from m3jax.dialogue import Dialogue
 from m3jax.files import read_json_list
 from m3jax.messages import printable
 from m3jax.text import OutputParser
+from m3jax.text.chat import ordered_tools
 
-SETTINGS = (*KNOBS, "seed", "max_new_tokens", "thinking")
+SETTINGS = (*KNOBS, "seed", "max_new_tokens", "thinking_mode")
+_OLD_NAMES = {"thinking": "thinking_mode"}
 _REQUIRED = ("temperature", "seed")  # the others can be off
 _LISTS = {"logit_bias": biases, "bad_words": bad_words}  # written as on the command line
 
@@ -31,12 +33,12 @@ def set_value(dialogue: Dialogue, argument: str) -> str:
       ValueError: an unknown name, or a value outside its range; nothing was changed.
     """
     name, _, text = argument.strip().partition(" ")
-    text = text.strip()
+    name, text = _OLD_NAMES.get(name, name), text.strip()
     if name and (name not in SETTINGS or not text):
         raise ValueError(f"/set takes a name and a value; the names are {', '.join(SETTINGS)}")
-    if name == "thinking":
+    if name == "thinking_mode":
         if text not in THINKING_MODES:
-            raise ValueError(f"thinking {printable(text)}: give {', '.join(THINKING_MODES)}")
+            raise ValueError(f"thinking_mode {printable(text)}: give {', '.join(THINKING_MODES)}")
         dialogue.thinking_mode = text
     elif name == "max_new_tokens":
         limit = _value(name, text)
@@ -46,7 +48,7 @@ def set_value(dialogue: Dialogue, argument: str) -> str:
     elif name:
         dialogue.sampling = replace(dialogue.sampling, **{name: _value(name, text)})
     values = {name: getattr(dialogue.sampling, name) for name in (*KNOBS, "seed")} | {
-        "max_new_tokens": dialogue.max_new_tokens, "thinking": dialogue.thinking_mode,
+        "max_new_tokens": dialogue.max_new_tokens, "thinking_mode": dialogue.thinking_mode,
     }  # fmt: skip
     return ", ".join(f"{name} {'off' if values[name] is None else values[name]}" for name in SETTINGS)
 
@@ -104,5 +106,5 @@ def set_tools(dialogue: Dialogue, argument: str) -> str:
         tools = read_json_list(Path(name).expanduser(), called="a file of tools")
         OutputParser(tools=tools, thinking_mode=dialogue.thinking_mode)  # raises ValueError for bad tools
         dialogue.tools = tools
-    names = [printable(tool["function"]["name"]) for tool in dialogue.tools or ()]
+    names = [printable(tool["function"]["name"]) for tool in ordered_tools(dialogue.tools)]
     return f"tools: {', '.join(names)}" if names else "no tools; /tools FILE reads some"

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from glob import escape as glob_escape
@@ -16,17 +17,20 @@ from m3jax.cli.chat.setup import SETTINGS, set_system, set_tools, set_value
 from m3jax.dialogue import Dialogue, open_calls
 from m3jax.files import NewFile, read_json_list
 from m3jax.interrupts import NotedInterrupts, end_at_interrupts, raise_interrupts
-from m3jax.messages import printable
+from m3jax.messages import counted, printable
 from m3jax.text import ordered_messages
 
 PROMPT, QUOTES = "> ", '"""'
 SETUP = {"/set": set_value, "/system": set_system, "/tools": set_tools}
 TAKE_FILES = (*KINDS, "/tools", "/save", "/load")
-COMMANDS = sorted((*TAKE_FILES, "/help", "/history", "/quit", "/regenerate", "/set", "/system", "/undo"))
+COMMANDS = sorted((*TAKE_FILES, "/help", "/history", "/quit", "/regenerate", "/sample", "/set", "/system", "/undo"))
+# What the embedded model answers right: it recalls a record of a document, and reads the picture that comes with it.
+EXAMPLES = ("# harbor -> lantern What is harbor?", "/sample, and then: Which shape is blue?")
 HELP = f"""Type a message. One that begins with {QUOTES} goes on over several lines, to one that ends with {QUOTES}.
 
   /image FILE  show an image (PNG, JPEG, GIF, WEBP) with your next message; several times for several
-  /video FILE  the same for a video (MP4, MOV, AVI, MKV)
+  /sample      the same for a picture that comes with m3jax: a circle, a star and a square
+  /video FILE  the same for a video (MP4, MOV, AVI, MKV), or a GIF that moves
   /history     the dialogue so far
   /regenerate  answer your last message anew, with the next seed
   /undo        take back the last file to be shown, else your last message and all that followed
@@ -48,10 +52,11 @@ class Terminal:
     Args:
       dialogue: the messages so far and the engine.
       title: a line that describes the model.
+      examples: what the user may type to see what the model can do; shown at the beginning.
     """
 
-    def __init__(self, dialogue: Dialogue, title: str):
-        self.dialogue, self.title = dialogue, title
+    def __init__(self, dialogue: Dialogue, title: str, examples: Sequence[str] = ()):
+        self.dialogue, self.title, self.examples = dialogue, title, examples
         self.display, self.attachments = Display(), Attachments(dialogue)
 
     def run(self) -> None:
@@ -63,6 +68,10 @@ class Terminal:
             readline.set_completer_delims("")  # the whole line is completed
             readline.parse_and_bind("tab: complete")
         self.display.note(f"{self.title}; /help lists the commands")
+        if self.examples:
+            self.display.note("it is a very small model; what it can do, for example:")
+        for line in self.examples:
+            self.display.note(f"  {line}")
         while True:
             try:
                 line = _typed(PROMPT)
@@ -85,6 +94,8 @@ class Terminal:
             self.display.console.out(HELP, highlight=False)
         elif command in KINDS:
             self.display.note(self.attachments.add(command, argument))
+        elif command == "/sample":
+            self.display.note(self.attachments.add_sample())
         elif command == "/history":
             self.display.history(self.dialogue.messages)
             for name in self.attachments.names:
@@ -115,7 +126,7 @@ class Terminal:
         data = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
         with NewFile(Path(os.path.expanduser(name))) as file:
             file.write(data.encode())
-        self.display.note(f"{len(messages)} messages in {printable(name)}")
+        self.display.note(f"{counted(len(messages), 'message')} in {printable(name)}")
 
     def _load(self, name: str) -> None:
         """Replace the dialogue by the messages in a file."""
@@ -128,7 +139,7 @@ class Terminal:
             raise ValueError(f"{printable(name)}: the dialogue ends before an answer; /save writes those that do not")
         replaced, self.dialogue.messages = len(self.dialogue.messages), messages
         self.display.note(
-            f"{len(messages)} messages from {printable(name)} in place of {replaced}; /history shows them"
+            f"{counted(len(messages), 'message')} from {printable(name)} in place of {replaced}; /history shows them"
         )
 
     def _regenerate(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from m3jax.messages import printable, shortened, shown
 from m3jax.text.chat.fields import check_fields, json_copy
+from m3jax.text.chat.functions import function_tool
 from m3jax.text.chat.schemas import check_schema
 
 # A tool's name stands in <invoke name="...">, so it has no quotes, angle brackets or line breaks.
@@ -18,14 +19,14 @@ def ordered_tools(tools: Any) -> list[dict[str, Any]]:
 
     Args:
         tools: None, or a list of {"type": "function", "function": {"name", "description", "parameters"}}, where
-            parameters is a JSON schema of an object.
+            parameters is a JSON schema of an object, or of Python functions (`function_tool`).
 
     Returns:
-        A copy; [] for None.
+        A copy, functions as objects; [] for None.
 
     Raises:
-        ValueError: not such a list, two tools of one name, a broken schema, or a field that the model
-            would not see.
+        ValueError: not such a list, two tools of one name, a broken schema, a field that the model
+            would not see, or a function without annotations or a docstring.
     """
     if tools is None:
         return []
@@ -39,6 +40,8 @@ def ordered_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Any, location: str) -> dict[str, Any]:
+    if callable(tool):
+        tool = function_tool(tool, location)
     if isinstance(tool, Mapping) and "function" not in tool and "name" in tool:
         raise ValueError(f'{location}: write it as {{"type": "function", "function": {shown(dict(tool))}}}')
     check_fields(tool, ("type", "function"), location, "a tool")

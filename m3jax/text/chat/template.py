@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -125,7 +125,7 @@ class ChatTemplate:
 
         Args:
             messages: a list of messages, as `ordered_messages` takes them.
-            tools: a list of tools, as `ordered_tools` takes them, or None.
+            tools: a list of tools or of Python functions, as `ordered_tools` takes them, or None.
             thinking_mode: "adaptive", "enabled" or "disabled" for M3; another text goes to the template, which M3's own
                 then leaves unmentioned. None is not passed on.
             add_generation_prompt: end where the assistant begins to write.
@@ -244,9 +244,26 @@ def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.Scope(body, lineno=line)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
-    )
+    class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """The sandbox, in which no product, format, padding or replacement makes a value that is too long."""
+
+        intercepted_binops = frozenset({"*", "**", "%"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            _check_step(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+        # Underscores, so that no keyword of what is called can have the same names.
+        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+            method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+            if isinstance(owner := getattr(method, "__self__", None), str):
+                _check_step(method.__name__, owner, *args, *kwargs.values())
+            return super().call(__context, __obj, *args, **kwargs)
+
+    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation])
+    del environment.globals["lipsum"]  # it writes as many paragraphs as it is asked for
+    for step in ("center", "format", "indent", "join", "replace"):
+        environment.filters[step] = _checked_filter(step, environment.filters[step])
 
     def raise_exception(message: object) -> NoReturn:
         raise jinja2.TemplateError(str(message))
@@ -309,7 +326,8 @@ def _first_use(node: "jinja2.nodes.Node", name: str) -> str | None:
 def _with_checks(tree: "jinja2.nodes.Template") -> "jinja2.nodes.Template":
     """Return a template that calls `_CHECK` at each turn of a loop and call of a macro, and on values that may grow.
 
-    Those are what `~` and `+` make and what is written out. What one filter or method makes is seen only then.
+    Those are what `~` and `+` make and what is written out. `_check_step` looks at the steps that could make much of
+    little: products, formats, paddings, replacements.
     """
     from jinja2 import nodes, visitor
 
@@ -349,6 +367,61 @@ def _check_until(deadline: float) -> Callable[..., Any]:
         return value
 
     return check
+
+
+def _checked_filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return one of jinja2's filters with `_check_step` before it."""
+    own = int(hasattr(run, "jinja_pass_arg"))  # its first argument is jinja2's own
+
+    @wraps(run)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        value, others = args[own], args[own + 1 :]
+        if name == "join":
+            value = list(value)
+            _check_step(name, "".join(map(str, others[:1])), value)
+        else:
+            _check_step(name, value, *others, *kwargs.values())
+        return run(*args[:own], value, *others, **kwargs)
+
+    return checked
+
+
+def _check_step(name: str, left: Any, *others: Any) -> None:
+    """Raise ValueError if one step of a template would make a value that is too long.
+
+    Args:
+        name: of the operator, the method of a text, or the filter.
+        left: its left operand, or its text.
+        others: the right operand, or the other arguments.
+    """
+    length = lambda value: len(value) if isinstance(value, str | list | tuple) else 1
+    is_number = lambda value: isinstance(value, int)
+    most = lambda values: max(filter(is_number, values), default=0)
+    digits = lambda value: value.bit_length() // 3
+    match name, others:
+        case "*", (right,) if is_number(left) and is_number(right):
+            size = digits(left) + digits(right)
+        case "*", (right,):
+            size = length(left) * length(right) * most((left, right))
+        case "**", (int() as right,) if is_number(left):
+            size = digits(left) * right
+        case (("%" | "format"), _) if isinstance(left, str):
+            # Widths stand in the format, or, where it says so by * or by braces within braces, among the values.
+            values = [each for value in others for each in (value if isinstance(value, tuple) else (value,))]
+            has_width_in_values = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*\{", left)
+            size = most([*map(int, re.findall(r"\d+", left)), *(values if has_width_in_values else ())])
+        case (("center" | "ljust" | "rjust" | "zfill"), _):
+            size = most(others)
+        case (("indent" | "expandtabs"), _):
+            size = most(others) * (1 + str(left).count("\t" if name == "expandtabs" else "\n"))
+        case "replace", (old, new, *_):
+            size = str(left).count(str(old)) * len(str(new))
+        case "join", (list() | tuple() as items,):
+            size = sum(len(str(item)) + len(str(left)) for item in items)
+        case _:
+            return
+    if size > _MOST_CHARACTERS:
+        raise ValueError(f"one step, {name}, would make a value longer than {_MOST_CHARACTERS:,} characters or entries")
 
 
 def _rendered(template: "jinja2.Template", variables: dict[str, Any]) -> str:

@@ -73,9 +73,15 @@ class Machine:
         self.run()
         return self.pieces.taken()
 
-    def finish(self) -> list[Event]:
-        """End the text: what might have become a mark is text now, except within a call, which stays incomplete."""
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """End the text: what might have become a mark is text now, except within a call, which stays incomplete.
+
+        Args:
+            is_cut: True if more would have come: then the beginning of a call's tag, a marker at the end, is left out.
+        """
         self.run()
+        if is_cut and self.state == self.outside:
+            self.text = self.text[: self.at] + self.text[self.at :].partition(NAMESPACE)[0]
         if self.state == self.opening:
             self.fault("the text ends where a call was to begin")
         elif self.state == self.call:

@@ -39,7 +39,7 @@ class OutputParser:
 
     def __init__(
         self,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         thinking_mode: str | None = "adaptive",
         new_id: Callable[[], str] = new_call_id,
     ):
@@ -75,14 +75,18 @@ class OutputParser:
             self._machine, self._is_through = self._new_machine(), False
         return self._machine.feed(text)
 
-    def finish(self) -> list[Event]:
+    def finish(self, is_cut: bool = False) -> list[Event]:
         """End the output: the parser can be used for another.
+
+        Args:
+            is_cut: True if a limit or a user ended it: then a marker at its end, with which a call would have begun, is
+                left out. Else it is text.
 
         Returns:
             The events of what waited. A call that did not come to its end gets none: what was sent of its arguments is
             all that there is, and no "tool_call_end" follows.
         """
-        events = [] if self._is_through else self._machine.finish()
+        events = [] if self._is_through else self._machine.finish(is_cut)
         self._is_through = True
         return events
 
@@ -126,7 +130,11 @@ class ToolCallParser(OutputParser):
 
     _has_reasoning = False
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None, new_id: Callable[[], str] = new_call_id):
+    def __init__(
+        self,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        new_id: Callable[[], str] = new_call_id,
+    ):
         super().__init__(tools, new_id=new_id)
 
 
@@ -135,7 +143,7 @@ def _check_text(text: str) -> None:
         raise ValueError(f"an output is text, got {shown(text)}; decode tokens with skip_special_tokens=False")
 
 
-def _tools_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Tool]:
+def _tools_of(tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None) -> dict[str, Tool]:
     """Return the tools by name."""
     declared = {}
     for number, tool in enumerate(ordered_tools(tools), 1):
