@@ -183,7 +183,7 @@ def test_a_step_takes_over_the_cache(fake):
     before = engine._runner.state
     engine.step()
     assert before.cache.pages.is_deleted()
-    assert before.continuations.seen.is_deleted()
+    assert before.continuations.uses.is_deleted()
 
 
 def test_nan_logits_are_an_error_and_touch_no_other_row(fake):

@@ -197,10 +197,11 @@ class Engine:
 
     @property
     def prefilled(self) -> tuple[int, int]:
-        """The number of prompt tokens in the cache and in all, of the requests that have a row."""
+        """The number of prompt tokens that are through and in all, of the requests that have a row."""
         requests = [request for request in self._scheduler.request_of_row if request]
-        done = sum(min(request.cached, len(request.prompt)) for request in requests)
-        return done, sum(len(request.prompt) for request in requests)
+        # Of a prompt whose last token is left to a decode step all is through, as far as prefill goes.
+        done = (len(r.prompt) if r.is_decoding else min(r.cached, len(r.prompt)) for r in requests)
+        return sum(done), sum(len(request.prompt) for request in requests)
 
     def run(self) -> dict[int, Generation]:
         """Work until every request has ended.
