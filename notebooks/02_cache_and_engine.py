@@ -238,7 +238,7 @@ evictions, computed = engine.pages["evictions"], engine.timings.prompt_tokens
 prompts = [code[start : start + 200] for start in (0, 300, 600)]
 rounds, handles = watch(engine, *((0, prompt, greedy(100)) for prompt in prompts))
 draw(rounds, "Three requests that do not fit: the youngest is preempted, and resumed")
-preempted = [engine._requests[handle].preemptions for handle in handles]
+preempted = [engine.result(handle).timings.preemptions for handle in handles]
 computed = engine.timings.prompt_tokens - computed - sum(map(len, prompts))
 evictions = engine.pages["evictions"] - evictions
 print(f"preempted {preempted} times; {evictions} of the cached pages went to others; the youngest computed {computed} "

@@ -79,7 +79,7 @@ def test_greedy_tokens_are_those_of_the_definition(draft):
 def test_a_request_that_gives_way_keeps_its_counts():
     """Prompt and continuation are told apart when a preempted request goes through prefill again."""
     asked = [params(40, frequency_penalty=0.6, presence_penalty=0.8, seed=s, temperature=1.0) for s in range(4)]
-    small = small_engine(MODEL, pages=9, prefill_chunk=16, max_length=96)
+    small = small_engine(MODEL, pages=6, prefill_chunk=16, max_length=96)
     news = tokens(run(small, PROMPTS, *asked))
     assert preemptions(small) > 0
     assert news == tokens(run(small_engine(MODEL, prefill_chunk=16), PROMPTS, *asked))
