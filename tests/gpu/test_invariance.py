@@ -141,7 +141,7 @@ def arrays_and_parts(model: M3, rng: np.random.Generator):
 
     def run_router(weights, rows):
         mlp = how.prepared(weights["sparse"].mlp)
-        return how.each_token(lambda x: mlp.route(x, config, how))(rows["x"])
+        return how.each_token(lambda x: mlp.route(x, config=config, how=how))(rows["x"])
 
     def run_experts(weights, rows):
         mlp = copy.copy(weights["sparse"].mlp)
