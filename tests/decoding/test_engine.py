@@ -168,7 +168,7 @@ def test_what_no_request_will_run_is_not_compiled():
         for count in (1, 2):
             engine_for(FakeModel.random(), [[1, 2, 3]] * 2, [params(1), params(count)])
     prefill = "compiling prefill of 2 x 16 tokens"
-    assert names == [prefill, f"{prefill}, decode of 16 steps"]
+    assert names == [prefill, f"{prefill}, decode of 64 steps"]
 
 
 def test_the_counter_counts():

@@ -224,7 +224,7 @@ def test_sizes_are_checked(size):
 
 
 def test_copies_and_truncated_requests_keep_their_alternatives():
-    served = small_engine(MODEL)
+    served = small_engine(MODEL, steps_per_call=8)
     first = served.add(PROMPTS[0], params(30, settings=dict(top_logprobs=2)))
     served.step()
     copy, more = served.copy(first), served.copy(first, params(30, settings=dict(top_logprobs=1)))

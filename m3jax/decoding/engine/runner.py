@@ -482,8 +482,8 @@ class Runner:
 
 
 def _committed(tree: _Tree) -> _Tree:
-    """Return arrays committed to the devices where they lie; none is copied."""
-    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
+    """Return arrays committed to the devices where they lie; none is copied. Shapes without numbers stay as they are."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding) if isinstance(x, jax.Array) else x, tree)
 
 
 def _mode(model: TargetModel) -> device.Mode:
