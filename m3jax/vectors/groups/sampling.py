@@ -48,7 +48,7 @@ _EDITS = (
     Sampling(presence_penalty=1.5),
     Sampling.greedy(),
     Sampling(frequency_penalty=0.75, temperature=0.8),
-    Sampling(bad_words=((4,), (1, 2, 6), (9, 2, 6), (2, 7))),
+    Sampling(bad_words=((4,), (1, 2, 12), (9, 2, 6), (2, 7))),
     Sampling(repetition_penalty=1.4, presence_penalty=-1.0, frequency_penalty=-0.5, top_k=8),
     Sampling(logit_bias={6: 3.0, 2: 1.0}, repetition_penalty=1.3, frequency_penalty=1.0, bad_words=((2,),), top_p=0.8),
     Sampling(temperature=0.0, logit_bias={30: 30.0}, frequency_penalty=2.0),
