@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from m3jax.cli.arguments import add_knobs, add_limits, add_machine, add_model
 from m3jax.console import Parser, run_command
 from m3jax.interrupts import raise_interrupts
+from m3jax.ranges import check_given
 
 PROG = "m3jax.generate"
 # As in m3jax.text_model, .decoding.engine and .decoding.speculation; a test compares them.
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--top-logprobs needs --json: plain text has no place for them")
     if not all(args.stop):
         raise ValueError("--stop '': the text would end before it began; give at least one character, or no --stop")
+    check_given(vars(args))
     if args.draft_tokens is not None and args.draft is None:
         raise ValueError("--draft-tokens needs --draft: name what proposes them (a folder, builtin or ngram)")
     if args.draft_tokens is None:

@@ -14,10 +14,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key, PyTree, UInt32
 
 from m3jax.messages import check_keywords, shown
 from m3jax.platform import platform
+from m3jax.ranges import MAX_ID, MAX_SEED, SAMPLING, check_integer, check_number
 
 HostOrDevice = Array | np.ndarray
 Number = float | int | np.number | HostOrDevice  # an array must have no axes
-_MAX_SEED, _MAX_ID = 2**32 - 1, 2**31 - 1
 
 WORD_TOKENS = 8  # of a bad word, at most
 USED = 2  # what a new token adds to its entry of `DrawContext.uses`
@@ -84,14 +84,14 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, HostOrDevice | np.generic) and np.ndim(value) == 0:
                 object.__setattr__(self, name, value.item())  # so that equal settings are equal, and hashable
-        for name, low, high, open_low in _RANGES:
+        for name, of_knob in SAMPLING.items():
             if (value := getattr(self, name)) is not None:
-                _check_number(name, value, low, high, open_low)
+                check_number(name, value, *of_knob)
         if self.top_k is not None:
-            _check_integer("top_k", self.top_k, _MAX_ID)
+            check_integer("top_k", self.top_k, 0, MAX_ID)
         if self.temperature is None or self.seed is None:
             raise ValueError("temperature and seed need a number; temperature 0 is greedy")
-        _check_integer("seed", self.seed, _MAX_SEED)
+        check_integer("seed", self.seed, 0, MAX_SEED)
         object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
         object.__setattr__(self, "bad_words", _as_words(self.bad_words))
 
@@ -185,28 +185,7 @@ def as_samplings(
     ]
 
 
-# name, lowest, highest, whether the lowest itself is refused
-_RANGES = (
-    ("temperature", 0.0, math.inf, False),
-    ("top_p", 0.0, 1.0, True),
-    ("min_p", 0.0, 1.0, False),
-    ("repetition_penalty", 0.0, math.inf, True),
-    ("presence_penalty", -2.0, 2.0, False),
-    ("frequency_penalty", -2.0, 2.0, False),
-)
 _MOST_BIAS = 100.0
-
-
-def _check_number(name: str, value: object, low: float, high: float, open_low: bool) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-        upper = "finite" if high == math.inf else f"at most {high:g}"
-        raise ValueError(f"{name} = {shown(value)}: must be {'above' if open_low else 'at least'} {low:g} and {upper}")
-
-
-def _check_integer(name: str, value: object, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
-        raise ValueError(f"{name} = {shown(value)}: must be an integer from 0 to {high}")
 
 
 def _as_biases(given: Biases | None) -> tuple[tuple[int, float], ...] | None:
@@ -218,8 +197,8 @@ def _as_biases(given: Biases | None) -> tuple[tuple[int, float], ...] | None:
         raise ValueError(f"logit_bias = {shown(given)}: give numbers by token id, as in {{1234: -5.0}}")
     biases = {}
     for token, bias in ((_as_python(token), _as_python(bias)) for token, bias in pairs):
-        _check_integer("a token id of logit_bias", token, _MAX_ID)
-        _check_number(f"logit_bias[{token}]", bias, -_MOST_BIAS, _MOST_BIAS, False)
+        check_integer("a token id of logit_bias", token, 0, MAX_ID)
+        check_number(f"logit_bias[{token}]", bias, -_MOST_BIAS, _MOST_BIAS, False)
         if token in biases:
             raise ValueError(f"logit_bias has token {token} twice: give each token one number")
         biases[token] = float(bias)
@@ -235,7 +214,7 @@ def _as_words(given: Words | None) -> tuple[tuple[int, ...], ...] | None:
         raise ValueError(f"bad_words = {shown(given)}: give sequences of token ids, as in ((12,), (7, 9))")
     words = tuple(tuple(_as_python(token) for token in word) for word in given)
     for token in (token for word in words for token in word):
-        _check_integer("a token id of bad_words", token, _MAX_ID)
+        check_integer("a token id of bad_words", token, 0, MAX_ID)
     return tuple(dict.fromkeys(words)) or None
 
 

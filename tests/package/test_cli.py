@@ -206,6 +206,24 @@ def test_errors_are_one_line(run, argv, match):
     assert match in err
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("flag", ["--temperature -1", "--top-p 0", "--top-k -2", "--seed -1", "--max-new-tokens 0"])
+def test_a_number_out_of_its_range_is_refused_before_jax_is_imported(command, flag):
+    """In the time that argparse takes, though the numbers are those of the sampler."""
+    name, value = flag.split()
+    room, prompt = ("m3jax.cli", ["--prompt", "a"]) if command == "generate" else ("m3jax.cli.chat", [])
+    program = f"""
+import sys
+from {room} import main
+status = main({[*prompt, name, value]})
+assert "jax" not in sys.modules and "numpy" not in sys.modules, "something large was imported"
+sys.exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"{name[2:].replace('-', '_')} = " in done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [

@@ -6,7 +6,7 @@ FLOORS = (
     ("m3jax.interrupts", "m3jax.messages", "pallas_kernels"),
     (
         *("m3jax.arrays", "m3jax.assets", "m3jax.compile_cache", "m3jax.config_keys", "m3jax.console", "m3jax.files"),
-        *("m3jax.make", "m3jax.parallel", "m3jax.platform"),
+        *("m3jax.make", "m3jax.parallel", "m3jax.platform", "m3jax.ranges"),
     ),
     ("m3jax.config", "m3jax.mxfp8", "m3jax.numerics", "m3jax.progress", "m3jax.text", "m3jax.tiles"),
     ("m3jax.media", "m3jax.msa", "m3jax.weights"),
@@ -42,6 +42,7 @@ ALL_THEY_KNOW = {
             "m3jax.compile_cache",
             "m3jax.files.tensors",
             "m3jax.media.packing",
+            "m3jax.ranges",
         ),
         *("m3jax.media.placeholders", "m3jax.media.places", "m3jax.media.sizes", "m3jax.messages", "m3jax.model"),
         *("m3jax.model.eagle3", "m3jax.parallel", "m3jax.platform", "m3jax.progress", "m3jax.tiles"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from m3jax.cli.arguments import THINKING_MODES, add_knobs, add_machine, add_model
 from m3jax.console import Parser, run_command
 from m3jax.interrupts import raise_interrupts
+from m3jax.ranges import check_given
 
 PROG = "m3jax.chat"
 
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if not all(args.stop):
         raise ValueError("--stop '': answers would end before they began; give at least one character, or no --stop")
+    check_given(vars(args))
     from m3jax.cli.chat.talk import talk
 
     raise_interrupts()

@@ -482,7 +482,7 @@ class Runner:
 
 
 def _committed(tree: _Tree) -> _Tree:
-    """Return arrays committed to the devices where they lie; none is copied. Shapes without numbers stay as they are."""
+    """Return arrays committed to the devices where they lie, without a copy; what has no numbers stays as it is."""
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding) if isinstance(x, jax.Array) else x, tree)
 
 
