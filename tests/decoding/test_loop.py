@@ -99,8 +99,8 @@ def test_what_the_engine_refuses_is_refused_where_it_was_asked():
     with EngineLoop(engine(), max_requests=1) as loop:
         for _ in range(3):  # a refused request takes no place
             with pytest.raises(ValueError, match="prompt is empty"):
-                loop.submit((), params(2))
-        assert loop.submit(prompt(3), params(2)).result() == alone(prompt(3), params(2))
+                loop.submit((), params(2), timeout=5)
+        assert loop.submit(prompt(3), params(2), timeout=5).result() == alone(prompt(3), params(2))
 
 
 @pytest.mark.parametrize("pending", ["finish", "abort"])
