@@ -53,8 +53,11 @@ def assert_same_records(found: Generation, expected: Generation) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "draft"])
 def test_a_record_played_again_gives_the_requests_bits(name):
-    """The engine's log-probabilities, from one forward pass with its choices given; blocks of 61 tokens are dropped."""
-    engine, tokens = served(name), prompt(61)
+    """The engine's log-probabilities, from one forward pass with its choices given; most of the blocks are dropped.
+
+    The last chunk of the prompt has four tokens: its record is that of the last one.
+    """
+    engine, tokens = served(name), prompt(64)
     handle = engine.add(tokens, asked(9, seed=3))
     found = engine.run()[handle]
     assert {key: (value.shape, value.dtype) for key, value in found.records.items()} == {
