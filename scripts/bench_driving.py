@@ -3,15 +3,17 @@
     python scripts/bench_driving.py                      # the embedded model on a CPU, float32
     python scripts/bench_driving.py --prompt 4000 --group 4
 
-All figures are ratios of one run. "group" is the time until every request of a group has its first token, over that of
-one request. "events" is what a round takes besides its device call: scheduling, pages and events. "loop" is the same
-requests through `EngineLoop` over the same through `Engine.step`, in turns.
+All figures are ratios of one run. "group" is the time until every request of a group has its first tokens, over that
+of one request. "events" is what rounds of decoding take besides their device calls: scheduling, pages and events.
+"loop" is the same requests through `EngineLoop`, each submitted by a thread of its own, over the same through
+`Engine.run`, in turns.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -57,32 +59,33 @@ def main() -> None:
     params = Params(max_new_tokens=args.new_tokens, sampling=Sampling.greedy(), stop_ids=())
     by_steps, by_loop, shares = [], [], []
     for _ in range(args.rounds):
-        seconds, of_calls = _timed_steps(engine, prompts, params)
-        by_steps.append(seconds)
-        shares.append(1 - of_calls / seconds)
-        with EngineLoop(engine) as loop:
+        shares.append(_share_beside_calls(engine, prompts, params))
+        began = time.perf_counter()
+        for prompt_of_row in prompts:
+            engine.add(prompt_of_row, params)
+        engine.run()
+        by_steps.append(time.perf_counter() - began)
+        with EngineLoop(engine) as loop, ThreadPoolExecutor(len(prompts)) as pool:
             began = time.perf_counter()
-            streams = [loop.submit(prompt, params) for prompt in prompts]
-            for stream in streams:
-                stream.result()
+            list(pool.map(lambda prompt, loop=loop: loop.submit(prompt, params).result(), prompts))
             by_loop.append(time.perf_counter() - began)
-    print(f"events: {statistics.median(shares):.1%} of a run of {len(prompts)} rows at 16 steps a call is not in "
-          f"device calls; it takes {statistics.median(by_steps):.2f} s")  # fmt: skip
+    print(f"events: {statistics.median(shares):.1%} of the rounds of {len(prompts)} rows at 16 steps a call is not in "
+          f"device calls; the run takes {statistics.median(by_steps):.2f} s")  # fmt: skip
     print(f"loop: {statistics.median(by_loop) / statistics.median(by_steps):.3f} of the time by steps")
 
 
 def _first_tokens(engine: Engine, prompt: list[int], n: int | None) -> float:
-    """Return the seconds until a request, or each of a group, has its first token; no page stays known."""
+    """Return the seconds until a request, or each of a group, has 17 tokens, one call of steps; no page stays known."""
     began = time.perf_counter()
-    engine.add(prompt, Params(max_new_tokens=1, sampling=Sampling.greedy(), stop_ids=()), n=n)
+    engine.add(prompt, Params(max_new_tokens=17, sampling=Sampling.greedy(), stop_ids=()), n=n)
     engine.run()
     seconds = time.perf_counter() - began
     engine._pages.forget()
     return seconds
 
 
-def _timed_steps(engine: Engine, prompts: list[list[int]], params: Params) -> tuple[float, float]:
-    """Return the seconds of a run by `step`, and of them those inside of device calls."""
+def _share_beside_calls(engine: Engine, prompts: list[list[int]], params: Params) -> float:
+    """Return the share of the rounds of decoding that is not spent in their device calls."""
     of_calls = 0.0
 
     def timed(call: Callable) -> Callable:
@@ -95,17 +98,18 @@ def _timed_steps(engine: Engine, prompts: list[list[int]], params: Params) -> tu
 
         return run
 
-    runner = engine._runner
-    runner.prefill, runner.decode = timed(runner.prefill), timed(runner.decode)
+    engine._runner.decode = timed(engine._runner.decode)
     try:
-        began = time.perf_counter()
         for prompt in prompts:
             engine.add(prompt, params)
+        while engine.prefill():
+            pass
+        began = time.perf_counter()
         while engine.busy:
             engine.step()
-        return time.perf_counter() - began, of_calls
+        return 1 - of_calls / (time.perf_counter() - began)
     finally:
-        del runner.prefill, runner.decode
+        del engine._runner.decode
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_records_do_not_depend_on_how_a_request_is_served():
     """In a group, from a copy, after a preemption and a move by bytes, beside requests that record nothing."""
     engine = served()
     plain = engine.add(prompt(20, seed=7), params(9))
-    first, second = engine.add(prompt(61), asked(12), n=2)
+    first, second = engine.add(prompt(61), asked(24), n=2)
     for _ in range(2 + 61 // SHAPE["prefill_chunk"]):
         engine.step()
     copy = engine.copy(first)
@@ -86,8 +86,8 @@ def test_records_do_not_depend_on_how_a_request_is_served():
     engine.truncate(second, min(2, len(engine.result(second).tokens)))
     finish(engine)
     for handle in (first, copy, moved):
-        assert_same_records(engine.result(handle), alone(61, 12))
-    assert len(engine.result(second).records["blocks"]) == 12
+        assert_same_records(engine.result(handle), alone(61, 24))
+    assert len(engine.result(second).records["blocks"]) == 24
     assert engine.result(plain).records == {}
     assert sum(engine.result(handle).timings.preemptions for handle in (first, copy, moved, second, *crowd)) > 0
 

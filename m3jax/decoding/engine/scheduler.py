@@ -58,6 +58,7 @@ class Scheduler:
         self.changed: dict[int, Request] = {}
         self.version = 0
         self._is_turn_of_shortest = False
+        self._has_sharers = False  # whether requests wait for what prefill computes for others
         self.timings = Timings()
         self.drafting = Drafting(self.shapes.draft_tokens)
         # A draft fills the slot of the newest token, which the target will only write in the next call.
@@ -71,6 +72,7 @@ class Scheduler:
         A request that lacks pages may be passed by younger ones that fit, `MOST_PASSES` times; then all wait for it.
         One whose beginning is being computed for another request waits for that, and holds up nobody.
         """
+        self._has_sharers = False
         if None not in self.request_of_row:
             return
         blocked: Request | None = None
@@ -79,6 +81,7 @@ class Scheduler:
             if None not in self.request_of_row or behind > _LOOK_AHEAD:
                 return
             if self._is_computed_for_another(request):
+                self._has_sharers = True
                 continue
             if blocked is not None:
                 behind += 1
@@ -239,6 +242,9 @@ class Scheduler:
 
     def decode(self) -> None:
         """Run a few steps of every row whose prompt is through."""
+        if self._has_sharers:  # what they wait for may be there now: they begin with the request that computed it
+            self.admit()
+            self._start_rows()
         began = perf_counter()
         for request in self.requests_with_row(is_decoding=True):
             self._reserve(request, min(self.shapes.tokens + self._draft_lead, request.new_remaining))
