@@ -66,10 +66,11 @@ def test_events_are_all_that_a_reader_needs():
     """Put together by their starts, they are the result that comes with the last; the engine keeps nothing of it."""
     served = small()
     asked = {served.add(prompt(n, seed=n), params(9)): n for n in (3, 20, 50)}
-    told, ended = {handle: [] for handle in asked}, {}
+    told, ended, starts = {handle: [] for handle in asked}, {}, []
     for round_ in range(100):
         for event in served.step():
             assert event.handle not in ended
+            starts += [event.start] if event.handle == min(asked) else []
             del told[event.handle][event.start :]
             told[event.handle] += zip(event.tokens, event.logprobs, event.versions, strict=True)
             if event.generation is not None:
@@ -79,6 +80,7 @@ def test_events_are_all_that_a_reader_needs():
         if not served.busy:
             break
     assert ended.keys() == asked.keys() and not served._requests
+    assert starts[:3] == [0, 4, 1]  # the third event begins where the request was taken back to
     for handle, n in asked.items():
         assert_same(ended[handle], alone(prompt(n, seed=n), params(9)))
         assert told[handle] == list(zip(ended[handle].tokens, ended[handle].logprobs, [0] * 9, strict=True))
