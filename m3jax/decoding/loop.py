@@ -158,7 +158,9 @@ class EngineLoop:
         """Queue a request, or a group of them, as `Engine.add` does.
 
         Args:
-          prompt, params, *args, **kwargs: as in `Engine.add`.
+          prompt, params: as in `Engine.add`.
+          *args: likewise.
+          **kwargs: likewise.
           timeout: seconds to wait for room; None for ever, 0 not at all.
           n: requests of the group, which take n places; None makes a single request.
 

@@ -27,7 +27,7 @@ def run_layers(
     """Run all layers of a model.
 
     Args:
-      stacks: consecutive layers of one kind each: `m3jax.model.decoder.Decoder`s, whose parameters have a leading layer
+      stacks: consecutive layers of one kind each, of `m3jax.model.decoder.Decoder`, whose parameters have a leading layer
         axis. A call of one, with the parameters of one layer, is (x, context, pages, layer) -> (x, pages, values).
       x: the residual stream.
       context: what the layers of the call share (`m3jax.model.context.Context`).
