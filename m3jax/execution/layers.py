@@ -28,7 +28,8 @@ def run_layers(
 
     Args:
       stacks: consecutive layers of one kind each (`m3jax.model.decoder.Decoder`), whose parameters have a leading
-        layer axis. A call of one, with the parameters of one layer, is (x, context, pages, layer) -> (x, pages, values).
+        layer axis. A call of one, with the parameters of one layer, is (x, context, pages, layer) -> (x, pages,
+        values).
       x: the residual stream.
       context: what the layers of the call share (`m3jax.model.context.Context`).
       cache: the keys that the call's rows have; None if the call makes all that it reads.
