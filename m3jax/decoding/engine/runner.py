@@ -211,8 +211,6 @@ class Runner:
         self.state, new = self._prefill_call(parts, width, self.records_of(part.params for part in parts))()
         self._compiled_widths.add(width)
         self._flush_host()
-        for record in new.records.values():
-            record.copy_to_host_async()
         return new
 
     def records_of(self, params: Iterable[Params]) -> tuple[str, ...]:
@@ -270,9 +268,7 @@ class Runner:
         self._send_changes()
         self.state, new = self._decode_call(steps, masks or {}, records)()
         self._flush_host()
-        for record in new.records.values():
-            record.copy_to_host_async()
-        new = replace(jax.device_get(replace(new, records={})), records=new.records)
+        new = on_host(new)
         self._stop_reasons = np.array(new.stop_reasons)
         for row in np.flatnonzero(new.counts).tolist():
             # A step writes the token before the one that it draws: the newest one is in no page yet.
@@ -479,6 +475,13 @@ class Runner:
 
     def _replace_cache(self, cache: PagedCache) -> None:
         self.state = replace(self.state, cache=cache)
+
+
+def on_host(new: device.NewTokens) -> device.NewTokens:
+    """Return new tokens on the host; their records are large and waited for by nobody, and are on their way there."""
+    for record in new.records.values():
+        record.copy_to_host_async()
+    return replace(jax.device_get(replace(new, records={})), records=new.records)
 
 
 def _committed(tree: _Tree) -> _Tree:

@@ -5,10 +5,8 @@ what that call wrote.
 """
 
 import math
-from dataclasses import replace
 from time import perf_counter
 
-import jax
 import numpy as np
 from jaxtyping import Int32, UInt32
 
@@ -18,7 +16,7 @@ from m3jax.decoding import device
 from m3jax.decoding.engine.media import FeatureRows
 from m3jax.decoding.engine.report import Drafting, Timings
 from m3jax.decoding.engine.request import Request, check_bits
-from m3jax.decoding.engine.runner import PromptPart, Runner
+from m3jax.decoding.engine.runner import PromptPart, Runner, on_host
 from m3jax.decoding.protocols import PageContents
 
 _STOP_REASONS = {
@@ -208,7 +206,7 @@ class Scheduler:
             self._commit(request, request.cached + count)
             request.is_decoding = request.uncached == 0
         if any(request.is_decoding for request in chosen):
-            new = replace(jax.device_get(replace(new, records={})), records=new.records)
+            new = on_host(new)
         for index, request in enumerate(chosen):
             if request.is_decoding:
                 first_token = int(new.tokens[index, 0])
