@@ -288,7 +288,7 @@ WRONG = {
     "a folder without a tokenizer": (lambda p: ["--model", folder_without(p, "tokenizer.json")], "no tokenizer.json"),
     "no room": (lambda p: ["--context", "0"], "--context 0"),
     "more than the model's context": (lambda p: ["--context", "9000"], "--context 9000: give 1 to 8192"),
-    "no answer": (lambda p: ["--max-new-tokens", "0"], "--max-new-tokens 0"),
+    "no answer": (lambda p: ["--max-new-tokens", "0"], "max_new_tokens = 0"),
     "a knob": (lambda p: ["--temperature", "-1"], "temperature = -1"),
     "a mode": (lambda p: ["--thinking-mode", "deep"], "argument --thinking-mode"),
     "a mode by its old name": (lambda p: ["--thinking", "deep"], "argument --thinking"),

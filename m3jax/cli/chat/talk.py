@@ -53,8 +53,6 @@ def _begin(args: argparse.Namespace) -> tuple[Dialogue, str]:
     template.render([*messages, {"role": "user", "content": "?"}], tools=tools, thinking_mode=args.thinking_mode)
     defaults = Defaults.from_pretrained(folder)
     params = asked_params(args, PROG, config, defaults)
-    if args.max_new_tokens is not None and args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {args.max_new_tokens}: give at least 1")
     if args.context is not None and not 1 <= args.context <= config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise ValueError(f"--context {args.context}: give 1 to {limit}, the model's context")
