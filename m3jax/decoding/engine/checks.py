@@ -14,6 +14,8 @@ from m3jax.decoding.protocols import RecordingModel, TargetConfig, TargetModel, 
 from m3jax.decoding.sampling import check_slots
 from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
 from m3jax.media.sizes import MERGE
+from m3jax.messages import shown
+from m3jax.platform import platform
 
 
 def check_sizes(sizes: dict[str, int], smallest: int = 1) -> None:
@@ -47,6 +49,18 @@ def check_max_length(max_length: int | None, pages: int, config: TargetConfig) -
         what = "the model's context" if longest < in_pages else f"{pages} pages of {config.index_block_size} tokens"
         raise ValueError(f"max_length = {max_length}: at most {longest} ({what})")
     return longest if max_length is None else max_length
+
+
+def check_dispatch_ahead(asked: bool | None, device_pages: int | None) -> bool:
+    """Return whether an engine launches calls ahead; ValueError if it is asked to and cannot."""
+    if asked not in (True, False, None):
+        raise ValueError(f"dispatch_ahead = {shown(asked)}: must be True, False or None")
+    if asked and device_pages is not None:
+        raise ValueError(
+            "dispatch_ahead with device_pages: what a call writes goes to host memory before the next one is launched; "
+            "leave one of the two out"
+        )
+    return (platform() != "cpu" and device_pages is None) if asked is None else asked
 
 
 def as_invariant(model: TargetModel) -> TargetModel:

@@ -60,7 +60,7 @@ class Engine:
       **knobs: the attributes of `Storage` and of `Work`, in place of these objects. Of `Storage`: pages, which must be
         given, max_length, prefix_cache, kv_dtype, index_dtype, scales, device_pages, host_memory, media_tokens. Of
         `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases, max_bad_words,
-        max_top_logprobs, records, media_patches.
+        max_top_logprobs, records, media_patches, dispatch_ahead.
 
     Raises:
       TypeError: an unknown keyword, or no `pages`.
@@ -101,6 +101,7 @@ class Engine:
             records=tuple(work.records),
         )
         draft, device_pages = as_drafter(draft, model), storage.device_pages
+        is_ahead = checks.check_dispatch_ahead(work.dispatch_ahead, device_pages)
         if draft is not None:
             checks.check_draft(draft, draft_tokens, model, device_pages)
             self.shapes = replace(self.shapes, draft_tokens=draft_tokens)
@@ -120,7 +121,7 @@ class Engine:
         self._pages = PageAllocator(cache.num_pages, page_size, share=storage.prefix_cache, stripes=stripes)
         self._placer = Placer(self.config, sees(model), self.shapes.media_patches)
         self._features = FeatureRows(self.shapes.media_tokens) if self.shapes.media_patches else None
-        self._scheduler = Scheduler(self._runner, self._pages, self._features)
+        self._scheduler = Scheduler(self._runner, self._pages, self._features, dispatch_ahead=is_ahead)
         self._requests: dict[int, Request] = {}  # those that go on, and those whose last event was not given out yet
         self._results: dict[int, Generation] = {}  # of those that have ended, the newest last
         self._taken: dict[int, int] = {}  # new tokens that `take` has given out
@@ -255,7 +256,10 @@ class Engine:
         Raises:
           ValueError: it is unknown, or has ended.
         """
-        self._scheduler.stop(self._unfinished(handle, "abort"), "aborted")
+        request = self._unfinished(handle, "abort", is_settled=False)
+        self._scheduler.settle()
+        if request.stop_reason == "unfinished":  # else it has ended in the call that was in flight
+            self._scheduler.stop(request, "aborted")
 
     def stop(self, handle: int, keep: int) -> None:
         """End a request at a stop string, keeping its first `keep` new tokens.
@@ -266,6 +270,7 @@ class Engine:
         tokens = self._tokens(handle)
         if not 0 <= keep <= len(tokens):
             raise ValueError(f"keep = {keep}: request {handle} has {len(tokens)} new tokens; keep 0 to that many")
+        self._scheduler.settle()
         if handle in self._results:
             self._results[handle] = self._results[handle].cut(keep, "stop_string")
             return
@@ -397,6 +402,7 @@ class Engine:
         if self._is_invariant:
             model = checks.as_invariant(model)
         checks.check_same_shapes(self._runner.model, model)
+        self._scheduler.settle()
         if live not in ("finish", "restart", "keep"):
             raise ValueError(f"live = {live!r}: must be 'finish', 'restart' or 'keep'")
         if live == "finish":
@@ -481,6 +487,7 @@ class Engine:
         "Not what was written" is tested for every page that a request or the prefix cache counts on: its tokens, and
         the features of images in place of tokens, must be those that device calls have put there.
         """
+        self._scheduler.settle()
         self._scheduler.check()
 
     def warmup(
@@ -543,6 +550,7 @@ class Engine:
         """End the requests whose deadline has passed."""
         now = perf_counter()
         for request in [r for r in self._requests.values() if r.deadline is not None and r.deadline <= now]:
+            self._scheduler.settle()
             if request.stop_reason == "unfinished":
                 self._scheduler.stop(request, "deadline")
 
@@ -587,7 +595,10 @@ class Engine:
             )
         return self._requests[handle]
 
-    def _unfinished(self, handle: int, purpose: str) -> Request:
+    def _unfinished(self, handle: int, purpose: str, is_settled: bool = True) -> Request:
+        """Return a request that goes on, after the call in flight is read if it `is_settled`."""
+        if is_settled:
+            self._scheduler.settle()
         reason = self.reason(handle)
         if reason != "unfinished":
             raise ValueError(f"request {handle} has ended already ({reason}): there is nothing to {purpose}")

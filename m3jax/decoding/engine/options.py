@@ -86,6 +86,7 @@ class Work:
     max_top_logprobs: int = MAX_TOP_LOGPROBS
     records: tuple[str, ...] = ()
     media_patches: int | Sequence[int] | None = None
+    dispatch_ahead: bool | None = None
 
     def __post_init__(self):
         names = ("max_batch", "prefill_rows", "steps_per_call", "max_stop_ids")
@@ -119,6 +120,7 @@ class EngineKnobs(TypedDict, total=False):
     max_top_logprobs: int
     records: tuple[str, ...]
     media_patches: int | Sequence[int] | None
+    dispatch_ahead: bool | None
 
 
 def as_options(

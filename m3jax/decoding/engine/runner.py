@@ -83,7 +83,8 @@ class Runner:
         self.model, self.shapes, self.host, self.drafter = _committed(model), shapes, host, drafter
         self.table = np.array(cache.table)
         self._stop_reasons = np.full(shapes.batch, device.IDLE, np.int32)
-        self._is_stale = False  # whether the device's table and stop reasons are older than the host's
+        self._table_is_stale = self._stops_are_stale = False  # whether the device's are older than the host's
+        self._unread = 0  # calls of `launch` whose tokens were not read yet
         self.written = np.full((cache.num_pages, cache.page_size), -1, np.int64)
         self._lengths, self._newest_token = [0] * shapes.batch, [0] * shapes.batch  # as in `state`, of rows that decode
         self._page_layout: PyTree[jax.ShapeDtypeStruct] | None = None
@@ -254,21 +255,34 @@ class Runner:
             types=self._types,
         )
 
-    def decode(self, steps: int, masks: RowMasks | None = None, records: tuple[str, ...] = ()) -> device.NewTokens:
-        """Run decode steps of all live rows, or rounds with a drafter; return the new tokens on the host.
+    def launch(self, steps: int, masks: RowMasks | None = None, records: tuple[str, ...] = ()) -> device.NewTokens:
+        """Begin decode steps of all live rows, or rounds with a drafter; `read` waits for the new tokens.
 
-        Records are large and wait for nobody: they stay on the device, on their way to the host.
+        The next call may be launched before: rows that end in this one do nothing in it. Between the two the host may
+        give rows more pages and clear those that it has read the end of, and nothing else.
 
         Args:
           steps: at most.
           masks: the tokens that may come next in rows that have a guide, as `Guide.bits` gives them. These rows get one
             token. None is for no row.
           records: names of choices to record.
+
+        Returns:
+          The new tokens of all rows, still on the device.
         """
         self._send_changes()
         self.state, new = self._decode_call(steps, masks or {}, records)()
         self._flush_host()
+        self._unread += 1
+        return new
+
+    def read(self, new: device.NewTokens) -> device.NewTokens:
+        """Wait for the oldest call of `launch` that was not read; return its tokens on the host, and note them.
+
+        Records are large and wait for nobody: they stay on the device, on their way to the host.
+        """
         new = on_host(new)
+        self._unread -= 1
         self._stop_reasons = np.array(new.stop_reasons)
         for row in np.flatnonzero(new.counts).tolist():
             # A step writes the token before the one that it draws: the newest one is in no page yet.
@@ -393,21 +407,25 @@ class Runner:
     def set_pages(self, row: int, page_ids: Int32[np.ndarray, "M"]) -> None:
         """Give a row its pages."""
         if (self.table[row] != page_ids).any():
-            self.table[row], self._is_stale = page_ids, True
+            self.table[row], self._table_is_stale = page_ids, True
 
     def clear_row(self, row: int) -> None:
         """Stop a row and take its pages away."""
-        self.table[row], self._stop_reasons[row], self._is_stale = -1, device.IDLE, True
+        self.table[row], self._table_is_stale = -1, True
+        self._stops_are_stale |= self._stop_reasons[row] == device.LIVE  # else it has stopped on the device
+        self._stop_reasons[row] = device.IDLE
 
     def _send_changes(self) -> None:
         """Send table and stop reasons if the host changed them; they are plain transfers, nothing is compiled."""
-        if not self._is_stale:
-            return
         send = lambda new, old: jax.device_put(new.copy(), old.sharding)
-        cache = self.state.cache.replace(table=send(self.table, self.state.cache.table))
-        stop_reasons = send(self._stop_reasons, self.state.stop_reasons)
-        self.state = replace(self.state, cache=cache, stop_reasons=stop_reasons)
-        self._is_stale = False
+        if self._table_is_stale:
+            cache = self.state.cache.replace(table=send(self.table, self.state.cache.table))
+            self.state = replace(self.state, cache=cache)
+        if self._stops_are_stale:
+            # A row that ends in a call that was not read would live again.
+            assert not self._unread, "a row was stopped before a call in flight was read"
+            self.state = replace(self.state, stop_reasons=send(self._stop_reasons, self.state.stop_reasons))
+        self._table_is_stale = self._stops_are_stale = False
 
     # Pages
 
