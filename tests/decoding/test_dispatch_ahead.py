@@ -1,4 +1,4 @@
-"""Decode calls that are launched before the last one's tokens are read: nothing changes but when the tokens come (T54)."""
+"""Decode calls that are launched before the last one is read: nothing changes but when the tokens come (T54)."""
 
 from functools import cache
 
@@ -91,7 +91,7 @@ def test_nothing_is_launched_ahead_where_that_is_not_asked_for():
 
 
 def test_a_row_that_ends_in_a_call_in_flight_does_nothing_in_the_next_one():
-    """The host does not know of the end when it launches the next call, and sends no state that would revive the row."""
+    """The host launches the next call before it knows of the end, and sends no state that would revive the row."""
     served = engine()
     handles = {served.add(*asked(number, 20, stops=number == 1)): number for number in (0, 1, 4)}
     results = served.run()
@@ -117,6 +117,20 @@ def test_bursts_of_prompts_larger_than_the_rows(count):
         assert_own(results[handle], number)
         assert results[handle].stop_reason in ("length", "stop_id")
     served.check()
+
+
+def test_the_row_of_a_request_that_ends_in_a_call_in_flight_is_free_in_the_next_round():
+    served = engine()
+    ended, *_ = (served.add(*asked(number, new, stops)) for number, new, stops in ((0, 4, 1), (1, 30, 0), (4, 30, 0)))
+    while served.prefill():
+        pass
+    served.step()
+    assert served.reason(ended) == "unfinished"  # as far as is known: its end is in the call in flight
+    younger = served.add(*asked(5, 8))
+    events = served.step()
+    assert younger in {event.handle for event in events if event.tokens}
+    served.run()
+    assert_own(served.result(younger), 5)
 
 
 class Ascending:

@@ -152,10 +152,10 @@ def check_room(prompt: Sequence[int], params: Params, max_length: int, shapes: S
     if len(params.stop_ids) > shapes.stop_ids:
         raise ValueError(f"{len(params.stop_ids)} stop ids: this engine takes {shapes.stop_ids} (max_stop_ids)")
     check_slots(params.sampling, shapes.biases, shapes.bad_words)
-    if params.top_logprobs > shapes.top_logprobs:
-        raise ValueError(
-            f"top_logprobs = {params.top_logprobs}: this engine gives {shapes.top_logprobs} (max_top_logprobs)"
-        )
+    for name in ("top_logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > shapes.top_logprobs:
+            asked = getattr(params, name)
+            raise ValueError(f"{name} = {asked}: this engine gives {shapes.top_logprobs} (max_top_logprobs)")
 
 
 def check_goes_on(new: Sequence[int], params: Params, name: str) -> None:

@@ -21,6 +21,7 @@ from m3jax.decoding.engine.request import (
     Generation,
     Guide,
     Params,
+    PromptScores,
     Request,
     TokenEvent,
     as_prompt,
@@ -60,7 +61,7 @@ class Engine:
       **knobs: the attributes of `Storage` and of `Work`, in place of these objects. Of `Storage`: pages, which must be
         given, max_length, prefix_cache, kv_dtype, index_dtype, scales, device_pages, host_memory, media_tokens. Of
         `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases, max_bad_words,
-        max_top_logprobs, records, media_patches, dispatch_ahead.
+        max_top_logprobs, records, prompt_logprobs, media_patches, dispatch_ahead.
 
     Raises:
       TypeError: an unknown keyword, or no `pages`.
@@ -99,6 +100,7 @@ class Engine:
             bad_words=work.max_bad_words,
             top_logprobs=work.max_top_logprobs,
             records=tuple(work.records),
+            prompt_logprobs=work.prompt_logprobs,
         )
         draft, device_pages = as_drafter(draft, model), storage.device_pages
         is_ahead = checks.check_dispatch_ahead(work.dispatch_ahead, device_pages)
@@ -172,6 +174,7 @@ class Engine:
         placed = self._placer.place(prompt, media)
         deadline = None if deadline is None else perf_counter() + deadline
         shared = dict(keys=prefix_keys(prompt, placed), guide=guide, priority=priority, deadline=deadline)
+        shared["prompt_scores"] = PromptScores()  # a group has them once
         if n is None:
             return self._queue(prompt, params, placed, **shared).handle
         group, seed = self._next_handle, params.sampling.seed
@@ -307,8 +310,10 @@ class Engine:
             source.prompt, params, source.segments, keys=source.prompt_keys, guide=source.guide,
             priority=source.priority, deadline=source.deadline,
         )  # fmt: skip
+        if params.prompt_logprobs == source.params.prompt_logprobs:
+            copy.prompt_scores = source.prompt_scores
         copy.continue_from(source.new, source.logprobs, source.top_logprobs, source.versions, source.records)
-        if source.page_handle is not None:
+        if source.page_handle is not None and (copy.prompt_scores is source.prompt_scores or copy.has_scores):
             copy.page_handle, copy.cached = self._pages.fork(source.page_handle), source.cached
         return copy.handle
 
@@ -347,6 +352,7 @@ class Engine:
             new=tuple(request.new),
             logprobs=tuple(request.logprobs),
             top_logprobs=tuple(request.top_logprobs),
+            prompt_logprobs=tuple(request.prompt_scores.known),
             records=request.records,
             params=request.params,
             cached=request.cached,
@@ -376,6 +382,7 @@ class Engine:
         request = self._queue(snapshot.prompt, snapshot.params, placed, prompt_keys)
         versions = [self._scheduler.version] * len(snapshot.new)
         request.continue_from(snapshot.new, snapshot.logprobs, snapshot.top_logprobs, versions, snapshot.records)
+        request.prompt_scores.known = list(snapshot.prompt_logprobs)
         request.page_handle, request.cached = page_handle, len(keys)
         return request.handle
 
@@ -415,6 +422,8 @@ class Engine:
                 if request.stop_reason == "unfinished":
                     request.keep(0)
                     self._taken.pop(request.handle, None)
+        for request in self._requests.values():
+            request.prompt_scores.known.clear()
         self._scheduler.drop_prefixes()
         self._runner.update(model)
         self._scheduler.version += 1
@@ -538,7 +547,7 @@ class Engine:
 
         Args:
           prompt, params, placed, keys: of the request; `keys` of its prompt's pages.
-          **of_request: `guide`, `priority`, `deadline` and `group` of `Request`.
+          **of_request: `guide`, `priority`, `deadline`, `group` and `prompt_scores` of `Request`.
         """
         request = Request(self._next_handle, prompt, params, placed, keys, **of_request)
         self._next_handle += 1

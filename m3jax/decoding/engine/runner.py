@@ -43,6 +43,7 @@ class PromptPart:
       new_count: new tokens among its tokens; of a request that was preempted.
       feature_rows: the row of the feature that each token of the piece stands for, -1 for a token of text.
       mask: the tokens that may come after its last one, as `Guide.bits` gives them; None where all may.
+      wants_scores: whether the log-probabilities of its prompt's tokens are wanted.
     """
 
     row: int
@@ -52,6 +53,7 @@ class PromptPart:
     new_count: int
     feature_rows: Int32[np.ndarray, " T"]
     mask: UInt32[np.ndarray, " W"] | None = None
+    wants_scores: bool = False
 
 
 class Runner:
@@ -163,8 +165,13 @@ class Runner:
         The tower's calls come first: they are quick to trace, and compile while those of prefill are traced.
         """
         calls = [partial(self._empty_tower_call, size) for size in sizes]
-        of_records = {(), self.shapes.records}
-        calls += [partial(self._prefill_call, (), width, records) for width in widths for records in sorted(of_records)]
+        of_records, of_scores = {(), self.shapes.records}, {False, self.shapes.prompt_logprobs}
+        calls += [
+            partial(self._prefill_call, (), width, records, has_scores)
+            for width in widths
+            for records in sorted(of_records)
+            for has_scores in sorted(of_scores)
+        ]
         names = [f"prefill of {self.shapes.prompts} x {_listed(widths)} tokens"] if widths else []
         names += [f"vision tower for {_listed(sizes)} patches"] if sizes else []
         self._compiled_widths.update(widths)
@@ -209,7 +216,8 @@ class Runner:
             piece = part.tokens[part.cached : part.cached + width]
             self._note_written(part.row, part.cached, piece, part.feature_rows)
         self._send_changes()
-        self.state, new = self._prefill_call(parts, width, self.records_of(part.params for part in parts))()
+        records, has_scores = self.records_of(part.params for part in parts), any(part.wants_scores for part in parts)
+        self.state, new = self._prefill_call(parts, width, records, has_scores)()
         self._compiled_widths.add(width)
         self._flush_host()
         return new
@@ -224,21 +232,25 @@ class Runner:
         return tuple(name for name in RECORDS if name in asked)
 
     def _prefill_call(
-        self, parts: Sequence[PromptPart], width: int, records: tuple[str, ...] = ()
+        self, parts: Sequence[PromptPart], width: int, records: tuple[str, ...] = (), has_scores: bool = False
     ) -> partial[tuple[device.State, device.NewTokens]]:
         """Return the device's call for a chunk of `width` tokens of some prompts."""
         count = self.shapes.prompts
         rows = np.full(count, self.shapes.batch, np.int32)
         start, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
         tokens = np.zeros((count, width), np.int32)
-        feature_rows = np.full((count, width), -1, np.int32)
+        feature_rows, targets = np.full((count, width), -1, np.int32), np.full((count, width), -1, np.int32)
         for index, part in enumerate(parts):
             piece = part.tokens[part.cached : part.cached + width]
             tokens[index, : len(piece)] = piece
             feature_rows[index, : len(piece)] = part.feature_rows
             rows[index], start[index], lengths[index] = part.row, part.cached, len(part.tokens)
+            if part.wants_scores:
+                following = part.tokens[part.cached + 1 : part.cached + width + 1]
+                targets[index, : len(following)] = following
         media = None if self.features is None else device.PlacedFeatures(self.features, feature_rows)
         chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width), media)
+        chunk = replace(chunk, targets=targets if has_scores else None)
         masks = {index: part.mask for index, part in enumerate(parts) if part.mask is not None}
         return partial(
             self._programs["prefill"],

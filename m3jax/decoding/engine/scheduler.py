@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from time import perf_counter
 
+import jax
 import numpy as np
 from jaxtyping import Int32, UInt32
 
@@ -113,7 +114,8 @@ class Scheduler:
             if request.page_handle is None:
                 donor = self._donor(request)
                 beside = None if donor is None else donor.page_handle
-                request.page_handle, request.cached = self.pages.add(request.keys, beside)
+                # Pages that are there say nothing of their tokens' scores.
+                request.page_handle, request.cached = self.pages.add(request.keys, beside, share=request.has_scores)
                 request.found = request.cached if request.found is None else request.found
             missing = self._pages_for(request) - len(self.pages.pages_of(request.page_handle))
             # The last page that is shared in part will be copied.
@@ -145,6 +147,8 @@ class Scheduler:
         for other in self.request_of_row:
             if other is None or other.is_decoding:
                 continue
+            if not request.has_scores and other.prompt_scores is not request.prompt_scores:
+                continue
             common = self._common(request, other)
             if self._has_prompt_of(request, other):
                 return other.cached < len(request.prompt) - 1
@@ -154,6 +158,8 @@ class Scheduler:
 
     def _donor(self, request: Request) -> Request | None:
         """Return a request whose pages hold the whole prompt of this one, the part of a page at its end too."""
+        if not request.has_scores:
+            return None
         others = (other for other in self.request_of_row if other is not None)
         return next((other for other in others if self._has_prompt_of(request, other)), None)
 
@@ -226,6 +232,11 @@ class Scheduler:
         counts = [min(width, request.uncached) for request in chosen]
         parts = [self._part(request, count) for request, count in zip(chosen, counts, strict=True)]
         new = self.runner.prefill(parts, width)
+        if new.scores is not None:
+            scores = jax.device_get(new.scores)
+            for index, (request, part) in enumerate(zip(chosen, parts, strict=True)):
+                if part.wants_scores:
+                    request.note_scores(*(values[index, : counts[index]].tolist() for values in scores))
         for request, count in zip(chosen, counts, strict=True):
             self.timings.prompt_tokens += count
             self._commit(request, request.cached + count)
@@ -261,7 +272,16 @@ class Scheduler:
         """Return what the device needs to know of a request whose next `count` tokens it is to read."""
         features = self._feature_rows(request, count)
         mask = self._mask(request) if count == request.uncached else None  # else this call draws nothing for it
-        return PromptPart(request.row, request.tokens, request.cached, request.params, len(request.new), features, mask)
+        return PromptPart(
+            row=request.row,
+            tokens=request.tokens,
+            cached=request.cached,
+            params=request.params,
+            new_count=len(request.new),
+            feature_rows=features,
+            mask=mask,
+            wants_scores=not request.has_scores,
+        )
 
     def decode(self) -> None:
         """Run a few steps of every row whose prompt is through.
