@@ -14,10 +14,10 @@ _LOGITS_AT_ONCE = 1 << 25  # 128 MiB of float32
 
 
 class Scores(NamedTuple):
-    """What the model gives to the tokens in some places.
+    """The log-probabilities of the tokens that stand in some places, and the most probable tokens there.
 
     Attributes:
-      logprobs: of the tokens that stand there.
+      logprobs: of the tokens that stand there, natural logarithms under the model's own logits.
       top_ids: of the Z most probable tokens in each place, best first; -1 where the vocabulary has fewer.
       top_logprobs: of these.
     """
