@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from m3jax.cache import Cache, LayerCall, Scales, StackCache
 from m3jax.msa import sparse_attention
@@ -221,7 +221,7 @@ def in_target_shards(outputs: Arrays, rule: Rule) -> Arrays:
     return kept | divided
 
 
-def values_of_bytes(code: Int[Array, " Z"]) -> dict[str, Float[Array, " Z"]]:
+def values_of_bytes(code: UInt8[Array, " Z"]) -> dict[str, Float[Array, " Z"]]:
     """Return the number of each byte in three kinds of float8, in float32, which holds all of them."""
     kinds = {"e4m3fn": jnp.float8_e4m3fn, "e4m3fnuz": jnp.float8_e4m3fnuz, "e5m2": jnp.float8_e5m2}
     return {name: jax.lax.bitcast_convert_type(code, kind).astype(jnp.float32) for name, kind in kinds.items()}
