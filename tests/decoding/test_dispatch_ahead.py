@@ -157,7 +157,7 @@ OTHERS = st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.integers(0, ROO
 
 @given(st.lists(ADD, min_size=1, max_size=3), st.lists(st.one_of(ADD, STEP, STEP, OTHERS), min_size=6), st.booleans())
 def test_random_lives_with_a_call_in_flight(first, then, is_tight):
-    """Whatever is done to requests between two rounds, also to those that a call in flight has just ended."""
+    """T54: whatever is done to requests between two rounds, also to those that a call in flight has just ended."""
     served = engine(pages=14) if is_tight else engine()
     numbers: dict[int, int] = {}
     for what, which, size in (*first, *then):
