@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from m3jax.decoding.sampling import log_normaliser, logprob_of
-from m3jax.model import M3
+from m3jax.model import M3, Choices
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens, sees
@@ -153,7 +153,9 @@ def next_token_loss(
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
-def token_logprobs(model: M3, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"]:
+def token_logprobs(
+    model: M3, tokens: Int[Array, "B T"], choices: Choices | None = None, remat: bool = False
+) -> Float[Array, "B T-1"]:
     """Return the log-probability of each token but the first, given those before it; it has gradients.
 
     Of a model in its invariant mode (`M3.with_invariance`) these are to the bit those that an invariant engine reports
@@ -161,9 +163,12 @@ def token_logprobs(model: M3, tokens: Int[Array, "B T"]) -> Float[Array, "B T-1"
 
     Args:
       model: the target.
-      tokens: prompts and what followed.
+      tokens: prompts and what followed, right-padded; what the padding gets means nothing.
+      choices: experts and blocks that tokens take in place of the model's own choice, as a request's record has them.
+      remat: recompute activations in the backward pass.
     """
-    hidden, _ = model.hidden(tokens)
+    x, *_ = model.trunk(tokens, choices=choices, remat=remat)
+    hidden = model.final_norm(x)
     tile = LOGITS_TILE if model.compute.invariant else None
 
     def of_tokens(hidden, tokens):

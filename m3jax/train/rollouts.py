@@ -1,0 +1,182 @@
+"""What an engine drew, as a trainer reads it: rows of tokens, who wrote them, and the choices that drew them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from m3jax.decoding import Engine, Generation, Params
+from m3jax.decoding.protocols import RECORDS
+from m3jax.model import M3, Choices
+from m3jax.train.losses import token_logprobs
+from m3jax.train.policy import PolicyLoss
+from m3jax.train.step import cast_weights, check_trainable
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A prompt, and all that was written behind it by the policy and by others, such as tools.
+
+    Attributes:
+      tokens: the prompt, and what followed.
+      is_drawn: the tokens that the policy drew; nothing else is ever in a loss.
+      logprobs: of the drawn tokens under the sampler; 0 elsewhere.
+      choices: the experts and blocks that drew the tokens, of one row; None where none were recorded.
+      version: of the weights that drew the oldest token.
+    """
+
+    tokens: tuple[int, ...]
+    is_drawn: Bool[np.ndarray, " T"]
+    logprobs: Float32[np.ndarray, " T"]
+    choices: Choices | None = None
+    version: int = 0
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], generation: Generation) -> "Episode":
+        """Return the episode of one request.
+
+        Args:
+          prompt: its tokens.
+          generation: its result.
+
+        Raises:
+          ValueError: a request without new tokens.
+        """
+        if not generation.tokens:
+            raise ValueError(f"a request that ended without a token ({generation.stop_reason}) is no episode")
+        tokens, before = (*prompt, *generation.tokens), len(prompt)
+        is_drawn = np.arange(len(tokens)) >= before
+        logprobs = np.zeros(len(tokens), np.float32)
+        logprobs[before:] = generation.logprobs
+        choices = Choices.of_records(generation.records, before) if generation.records else None
+        return cls(tokens, is_drawn, logprobs, choices, min(generation.versions, default=0))
+
+
+def roll_out(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Params, count: int, seed: int = 0
+) -> list[list[Episode]]:
+    """Draw some answers to each prompt, each prompt computed once.
+
+    Args:
+      engine: serves the policy; with `params.record` it records what a trainer replays.
+      prompts: token ids.
+      params: of every answer, its seed aside.
+      count: answers to each prompt.
+      seed: of the whole: answer j to prompt i has seed + i count + j.
+
+    Returns:
+      The episodes of each prompt.
+
+    Raises:
+      ValueError: what the engine refuses; then no request is left in it.
+    """
+    handles: list[list[int]] = []
+    try:
+        for i, prompt in enumerate(prompts):
+            sampling = replace(params.sampling, seed=(seed + i * count) % 2**32)
+            handles.append(engine.add(prompt, replace(params, sampling=sampling), n=count))
+    except ValueError:
+        for handle in (handle for of_prompt in handles for handle in of_prompt):
+            engine.abort(handle)
+        raise
+    results = engine.run()
+    return [
+        [Episode.of(prompt, results[handle]) for handle in of_prompt]
+        for prompt, of_prompt in zip(prompts, handles, strict=True)
+    ]
+
+
+def as_batch(episodes: Sequence[Episode], length: int, replay: Sequence[str] = ()) -> dict[str, Any]:
+    """Return episodes as the rows of a batch.
+
+    Args:
+      episodes: B of them.
+      length: T, columns of the rows: one number for all batches of a run, since each one has its program.
+      replay: choices that the trainer takes from the records: "expert_ids", "blocks". A token without a record, such as
+        those of a prompt, chooses for itself.
+
+    Returns:
+      tokens int32 [B T], right-padded with 0; mask bool [B T-1] of the targets `tokens[:, 1:]` that the policy drew;
+      sampler float32 [B T-1], their log-probabilities; and, with `replay`, choices.
+
+    Raises:
+      ValueError: an episode of more tokens, or without what is to be replayed.
+    """
+    batch = len(episodes)
+    tokens, is_drawn = np.zeros((batch, length), np.int32), np.zeros((batch, length), bool)
+    logprobs = np.zeros((batch, length), np.float32)
+    choices: dict[str, np.ndarray] = {}
+    for row, episode in enumerate(episodes):
+        count = len(episode.tokens)
+        if count > length:
+            raise ValueError(f"an episode has {count} tokens, and the rows of the batch {length}: give more columns")
+        tokens[row, :count], is_drawn[row, :count] = episode.tokens, episode.is_drawn
+        logprobs[row, :count] = episode.logprobs
+        for name in replay:
+            record = None if episode.choices is None else getattr(episode.choices, name)
+            if record is None:
+                raise ValueError(f"replay of {name}: an episode has no record of them; ask for Params(record=...)")
+            if name not in choices:
+                choices[name] = np.full((batch, length, *record.shape[2:]), -1, np.int32)
+            choices[name][row, :count] = record[0]
+    out = dict(tokens=tokens, mask=is_drawn[:, 1:], sampler=logprobs[:, 1:])
+    return out | ({"choices": Choices(**choices)} if replay else {})
+
+
+@partial(jax.jit, static_argnames=("compute_dtype",))
+def read_logprobs(
+    model: M3, tokens: Int32[Array, "B T"], choices: Choices | None = None, compute_dtype: str = "float32"
+) -> Float[Array, "B T-1"]:
+    """Return the trainer's own log-probabilities of some rows (`token_logprobs`).
+
+    Args:
+      model: master weights, in the mode in which the trainer computes.
+      tokens: of the rows.
+      choices: replayed, if there are any.
+      compute_dtype: that the weights are cast to, as the loss casts them.
+    """
+    return token_logprobs(cast_weights(model, compute_dtype), tokens, choices)
+
+
+@dataclass(frozen=True)
+class RolloutLoss:
+    """The loss of a policy over a batch of rollouts, for `m3jax.train.step.train_step`.
+
+    Attributes:
+      policy: the loss over log-probabilities.
+      compute_dtype: activations and weights of the forward pass; the master weights stay float32.
+      remat: recompute activations in the backward pass, with the same choices where they are replayed.
+    """
+
+    policy: PolicyLoss = field(default_factory=PolicyLoss)
+    compute_dtype: str = "float32"
+    remat: bool = False
+
+    def __call__(self, model: M3, batch: dict[str, Any]) -> tuple[Float[Array, ""], dict[str, Any]]:
+        """Return the loss of a batch and its parts.
+
+        Args:
+          model: float32 master weights.
+          batch: from `as_batch`, with advantages [B] and old [B T-1], and reference [B T-1] where the loss has one.
+
+        Raises:
+          ValueError: weights in MXFP8, which no step could move.
+        """
+        check_trainable(model)
+        model = cast_weights(model, self.compute_dtype)
+        new = token_logprobs(model, jnp.asarray(batch["tokens"]), batch.get("choices"), self.remat)
+        names = ("old", "sampler", "advantages", "mask", "reference")
+        given = {name: jnp.asarray(batch[name]) for name in names if batch.get(name) is not None}
+        return self.policy(new, **given)
+
+
+def check_replay(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the choices to replay; ValueError for a name that is none."""
+    if unknown := [name for name in names if name not in RECORDS]:
+        raise ValueError(f"replay of {unknown[0]!r}: choose of {', '.join(RECORDS)}")
+    return tuple(names)
