@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": "talk with a model, on a terminal or in a pipe",
     "generate": "continue prompts with a model",
     "plan": "whether a model fits a slice of accelerators, and how fast it could be",
+    "train": "train a model on a task of your own, by groups of answers and their rewards",
     "evaluate": "perplexity, recall, KL, caught attention, accepted drafts: figures and pictures",
     "vectors": "golden vectors: inputs, and the outputs that any engine must give for them",
     "compare": "where two engines part: the first quantity between tokens and logits that differs",

@@ -1,4 +1,4 @@
-"""What an engine drew, as a trainer reads it: rows of tokens, who wrote them, and the choices that drew them."""
+"""Rollouts as a trainer reads them: rows of tokens, who wrote them, and the choices that drew them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

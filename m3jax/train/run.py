@@ -20,6 +20,7 @@ from jaxtyping import PyTree
 
 from m3jax.model import M3
 from m3jax.progress import activity
+from m3jax.train.keeping import keep, restored
 from m3jax.train.step import LossFn, TrainState, train_step
 
 KEEP_SECONDS = 60.0
@@ -91,7 +92,9 @@ def run_stages(
     """
     settings = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     with ocp.CheckpointManager(folder.resolve(), options=settings) as keeper:
-        state = _restore(keeper, state)
+        state = restored(keeper, state)
+        if int(state.step):
+            print(f"going on from step {int(state.step)}", flush=True)
         last_step = 0
         for stage in stages:
             last_step += stage.steps
@@ -142,7 +145,7 @@ def _run_stage(
                 rate = (step + 1 - first_step) / (time.perf_counter() - begin)
                 print(f"{name:>14} {step + 1:6d}/{last_step} {rate:6.2f} steps/s {values}", flush=True)
             if time.perf_counter() - last_kept >= KEEP_SECONDS or is_last:
-                keeper.save(step + 1, args=ocp.args.StandardSave(_leaves(state)))
+                keep(keeper, step + 1, state)
                 last_kept = time.perf_counter()
             if check is not None and (step + 1) % check_every == 0:
                 check(state)
@@ -177,21 +180,6 @@ def _set_batches(batches: Batches) -> None:
 
 def _batch(step: int) -> Batch:
     return _source.batches[step]
-
-
-def _leaves(state: TrainState) -> dict[str, jax.Array]:
-    """Return the arrays of a state as they are kept, named by their number in the order of the tree."""
-    return {f"{i:04d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
-
-
-def _restore(keeper: ocp.CheckpointManager, state: TrainState) -> TrainState:
-    """Return the state that was kept last, or the given one if none was."""
-    step = keeper.latest_step()
-    if step is None:
-        return state
-    print(f"going on from step {step}", flush=True)
-    leaves = keeper.restore(step, args=ocp.args.StandardRestore(_leaves(state)))
-    return jax.tree.unflatten(jax.tree.structure(state), [leaves[k] for k in sorted(leaves)])
 
 
 def _with_schedule(tree: PyTree, schedule: str) -> PyTree:

@@ -1,0 +1,124 @@
+"""`python -m m3jax.train`: train a model on a task of one's own (docs/training.md)."""
+
+if __name__ == "__main__":
+    from m3jax.interrupts import end_at_interrupts
+
+    end_at_interrupts()  # before the rest is imported
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from m3jax.console import Parser, run_command, run_program, say
+from m3jax.interrupts import raise_interrupts
+
+PROG = "m3jax.train"
+REPLAY = {"experts": "expert_ids", "blocks": "blocks"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+      argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+      The exit status, as `m3jax.console.run_command` has it.
+    """
+    return run_command(PROG, parser(), run, argv)
+
+
+def parser() -> Parser:
+    """Return the parser of the command line's arguments."""
+    out = Parser(PROG, "Train a model: grpo draws groups of answers, rewards them by a task, and learns from them.")
+    out.add_argument("kind", choices=("grpo",))
+    out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded one)")
+    out.add_argument("--task", metavar="FILE", required=True, help="Python, with prompts() and reward(prompts, "
+                     "completions, **columns)")  # fmt: skip
+    out.add_argument("--out", metavar="DIR", type=Path, required=True, help="of the states, and of the trained model")
+    out.add_argument("--steps", metavar="N", type=int, required=True, help="rounds of drawing and learning")
+    out.add_argument("--metrics", metavar="FILE", help="JSON lines, one a round (default: OUT/metrics.jsonl)")
+    sizes = out.add_argument_group("a round")
+    sizes.add_argument("--prompts", metavar="N", type=int, default=8, help="default: 8")
+    sizes.add_argument("--answers", metavar="N", type=int, default=8, help="to each prompt (default: 8)")
+    sizes.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="of an answer (default: 128)")
+    sizes.add_argument("--epochs", metavar="N", type=int, default=1, help="optimiser steps on a round's answers "
+                       "(default: 1)")  # fmt: skip
+    sizes.add_argument("--rows", metavar="N", type=int, help="answers drawn side by side (default: all of a round)")
+    learning = out.add_argument_group("learning")
+    learning.add_argument("--learning-rate", metavar="X", type=float, default=1e-5, help="default: 1e-5")
+    learning.add_argument("--warmup-steps", metavar="N", type=int, default=0, help="default: 0")
+    learning.add_argument("--weight-decay", metavar="X", type=float, default=0.0, help="default: 0")
+    learning.add_argument("--baseline", choices=("grpo", "dr_grpo", "rloo"), default="grpo", help="default: grpo")
+    learning.add_argument("--ratio", choices=("token", "sequence"), default="token", help="sequence is GSPO (default: "
+                          "token)")  # fmt: skip
+    learning.add_argument("--clip", metavar="LOW,HIGH", type=_pair, default=(0.2, 0.28), help="default: 0.2,0.28")
+    learning.add_argument("--tis", choices=("token", "sequence"), help="weigh by the ratio of trainer to engine, "
+                          "truncated at 2")  # fmt: skip
+    learning.add_argument("--seed", metavar="N", type=int, default=0, help="default: 0")
+    ways = out.add_argument_group("how it is computed")
+    ways.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of engine and trainer; "
+                      "master weights are float32 (default: float32)")  # fmt: skip
+    ways.add_argument("--replay", metavar="NAMES", default="", help="experts, blocks or both with a comma: choices "
+                      "that the trainer takes from the engine's records")  # fmt: skip
+    ways.add_argument("--invariant", action="store_true", help="engine and trainer compute the same bits; the run "
+                      "ends where they do not")  # fmt: skip
+    ways.add_argument("--remat", action="store_true", help="recompute activations: less memory, slower")
+    ways.add_argument("--reward-seconds", metavar="S", type=float, default=60.0, help="that one call of reward() may "
+                      "take (default: 60)")  # fmt: skip
+    return out
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train as the parsed arguments ask for.
+
+    Raises:
+      ValueError: a bad argument, a folder or a task that cannot be used.
+      OSError: a file that cannot be read or written.
+    """
+    names = [name for name in args.replay.split(",") if name]
+    if unknown := [name for name in names if name not in REPLAY]:
+        raise ValueError(f"--replay {unknown[0]}: choose of {', '.join(REPLAY)}")
+    if not Path(args.task).is_file():
+        raise ValueError(f"--task {args.task}: no such file")
+    raise_interrupts()
+    from m3jax.assets import embedded_path
+    from m3jax.checkpoint import load, save
+    from m3jax.compile_cache import compile_cache
+    from m3jax.text import ChatTemplate, Tokenizer
+    from m3jax.train.grpo import PartedPolicies, Settings, train_policy
+    from m3jax.train.policy import Correction, PolicyLoss
+    from m3jax.train.rewards import Task
+
+    low, high = args.clip
+    loss = PolicyLoss(clip_low=low, clip_high=high, level=args.ratio, correction=Correction(weigh=args.tis))
+    settings = Settings(
+        steps=args.steps, prompts=args.prompts, answers=args.answers, max_new_tokens=args.max_new_tokens,
+        epochs=args.epochs, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps,
+        weight_decay=args.weight_decay, baseline=args.baseline, loss=loss, replay=tuple(REPLAY[name] for name in names),
+        invariant=args.invariant, compute_dtype=args.dtype, remat=args.remat, rows=args.rows, seed=args.seed,
+    )  # fmt: skip
+    folder = embedded_path() if args.model is None else Path(args.model)
+    tokenizer = Tokenizer.from_pretrained(folder)
+    has_template = (Path(folder) / "chat_template.jinja").is_file()
+    template = ChatTemplate.from_folder(folder) if has_template else None
+    args.out.mkdir(parents=True, exist_ok=True)
+    with Task(args.task, args.reward_seconds) as task, compile_cache():
+        model = load(args.model, dtype="float32", vision=False)
+        metrics = args.metrics or args.out / "metrics.jsonl"
+        try:
+            trained = train_policy(model, tokenizer, template, task, settings, args.out, metrics, say)
+        except PartedPolicies as error:
+            raise ValueError(str(error)) from error
+        save(trained, args.out / "model", copy_from=folder)
+    say(f"the trained model is in {args.out / 'model'}, with float32 weights")
+    return 0
+
+
+def _pair(text: str) -> tuple[float, float]:
+    low, _, high = text.partition(",")
+    return float(low), float(high)
+
+
+if __name__ == "__main__":
+    run_program(main)
