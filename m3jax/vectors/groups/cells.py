@@ -1,6 +1,6 @@
 """Keys in cells: memory in which a token stands anywhere, so that only its position says which block it belongs to.
 
-`cell_rows` [C] names the row whose token a cell holds, -1 for none, and `cell_positions` [C] the token's position in it.
+`cell_rows` [C] names the row whose token a cell holds, -1 for none; `cell_positions` [C] is the token's position there.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ _HEADS, _GROUP, _WIDTH, _SIZE = 2, 2, 16, 4
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """Yield cells of two rows between one another, with holes that were filled again, and pages smaller than a block."""
+    """Yield cells of two rows between one another, with holes that were filled again, and pages of half a block."""
     if large:
         return
     rng, lengths = np.random.default_rng(15), (39, 30)
@@ -54,7 +54,9 @@ def cases(large: bool) -> Iterator[Case]:
     yield in_cells("small_pages", what, 16, rows, positions, lengths, {"page_size": page})
 
 
-def in_cells(name, what, seed: int, rows: list[int], positions: list[int], lengths: tuple[int, int], rule: Rule) -> Case:
+def in_cells(
+    name, what, seed: int, rows: list[int], positions: list[int], lengths: tuple[int, int], rule: Rule
+) -> Case:
     """Return a case of two rows whose last 5 and 3 tokens ask; cells that hold no token are NaN."""
     rng = np.random.default_rng(seed + 1000)
     counts = (5, 3)
@@ -62,13 +64,18 @@ def in_cells(name, what, seed: int, rows: list[int], positions: list[int], lengt
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         asked[row, :count] = np.arange(length - count, length)
     shape = (len(rows), _HEADS, _WIDTH)
-    cells = {"k_cells": normal(rng, *shape), "v_cells": normal(rng, *shape), "index_cells": normal(rng, len(rows), _WIDTH)}
+    cells = {
+        "k_cells": normal(rng, *shape),
+        "v_cells": normal(rng, *shape),
+        "index_cells": normal(rng, len(rows), _WIDTH),
+    }
     for array in cells.values():
         array[np.array(rows) < 0] = np.nan
     inputs = cells | {
         "cell_rows": np.array(rows, np.int32), "cell_positions": np.array(positions, np.int32),
         "q": normal(rng, *asked.shape, _HEADS * _GROUP, _WIDTH, scale=1.5),
-        "index_q": normal(rng, *asked.shape, _HEADS, _WIDTH), "positions": asked, "lengths": np.array(lengths, np.int32),
+        "index_q": normal(rng, *asked.shape, _HEADS, _WIDTH), "positions": asked,
+        "lengths": np.array(lengths, np.int32),
     }  # fmt: skip
     basis = {"block_size": _SIZE, "top_k": 3, "local_blocks": 1, "init_blocks": 0, "score": "max"}
     return Case(name, what, basis | dict(rule), seed, inputs, ("T41",))
