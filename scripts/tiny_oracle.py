@@ -184,7 +184,7 @@ def run_llama_cpp(path: Path, tokens: Sequence[int]) -> Source:
     """Return llama.cpp's values of a prompt, by its names."""
     from peer_llama_cpp import LlamaCpp, values_of
 
-    peer = LlamaCpp(path, len(tokens), keep=True)
+    peer = LlamaCpp(path, len(tokens), threads=2, keep=True)
     try:
         values: Mapping[str, np.ndarray] = values_of(peer, tokens)
     finally:

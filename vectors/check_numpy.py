@@ -116,7 +116,7 @@ def difference(expected, found, tolerance, dtype, slack=0.0, axes=""):
         return f"{wrong.sum()} of {wrong.size} selections differ; the first at {named(place, axes)}: {sets}"
     rtol, atol = (0.0, 0.0) if tolerance["compare"] == "bits" else tolerance.get(dtype, tolerance["bfloat16"])
     expected, found = expected.astype(np.float64), found.astype(np.float64)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         gap = np.abs(expected - found)
         allowed = atol + rtol * np.abs(expected) + slack
         same = (expected == found) | (np.isnan(expected) & np.isnan(found))

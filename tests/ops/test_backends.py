@@ -65,6 +65,9 @@ REFUSED = [
     (replace(PREFILL, width=96), "heads of 96 and blocks of 128"),
     (replace(PREFILL, block_size=16), "heads of 128 and blocks of 16"),
     (replace(PREFILL, slots=3), "groups of 16 heads and 3 slots"),
+    (replace(PREFILL, slots=33), "groups of 16 heads and 33 slots"),
+    (replace(SELECT, slots=3), "and 3 slots"),
+    (replace(SELECT, slots=33), "and 33 slots"),
     (replace(PREFILL, group=32), "groups of 32 heads"),
     (replace(PREFILL, schedule="mask"), "the schedule 'mask' is one of XLA's"),
     (replace(DECODE, schedule="kv_block_major"), "the schedule 'kv_block_major' is one of XLA's"),
@@ -98,6 +101,14 @@ def test_the_wrong_platform_and_unknown_names_are_errors():
     with pytest.raises(ValueError, match="cannot run this dense: it needs a GPU"):
         model().with_backend("triton")(jnp.asarray(tiny.tokens(CONFIG, 1, 8)))
     assert set(BACKENDS) == {"auto", "xla", "triton", "mosaic_tpu"}
+
+
+@pytest.mark.parametrize("slots", [4, 32])
+def test_every_number_of_slots_that_is_promised_has_a_kernel(slots):
+    """The limits themselves, of selection and of sparse attention; dense attention has no slots."""
+    with on_a_gpu():
+        assert choose(replace(SELECT, slots=slots), "triton") == choose(replace(PREFILL, slots=slots), "triton") == "triton"
+        assert choose(replace(PREFILL, op="dense", slots=0), "triton") == "triton"
 
 
 def test_e4m3_is_for_decode():
