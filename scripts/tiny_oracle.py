@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from m3jax.decoding import Params, Sampling, build_engine
 from m3jax.evaluate.words import WORDS
 from m3jax.files.tensors import packed
 from m3jax.model import M3
+from m3jax.ops import interpret
 from m3jax.text import Tokenizer
 from m3jax.vectors.files import write_new
 from m3jax.vectors.making import made_on
@@ -160,15 +162,16 @@ def make(folder: Path) -> None:
     write_new(folder / "tiny.json", f'{json.dumps(head)[:-1]},\n "prompts": [\n{lines}]}}\n'.encode())
 
 
-def dump(engine: str, out: Path, dtype: str, backend: str) -> None:
-    """Write what an engine answers, under the names that `check_numpy.py --tiny` reads."""
+def dump(engine: str, out: Path, dtype: str, backend: str, only: Sequence[str]) -> None:
+    """Write what an engine answers, by the names that `check_numpy.py --tiny` reads; kernels run interpreted here."""
     arrays: dict[str, np.ndarray] = {}
     asked = json.loads(STORED.read_text(encoding="utf-8"))["prompts"]
     model = m3jax.load(dtype=dtype, progress=False).with_backend(backend) if engine == "m3jax" else None
-    for entry in asked:
+    for entry in (entry for entry in asked if not only or entry["name"] in only):
         tokens = [*entry["prompt"], *entry["tokens"][:-1]]
         if model is not None:
-            found, _ = of_m3jax(model, tokens)
+            with interpret() if backend not in ("auto", "xla") else nullcontext():
+                found, _ = of_m3jax(model, tokens)
         elif engine == "transformers":
             found = of_source(run_transformers("transformers", str(embedded_path()), [tokens], dtype), tokens)
         else:
@@ -201,12 +204,13 @@ def main() -> None:
     dumping.add_argument("engine", help="m3jax, transformers, or a GGUF file for llama.cpp")
     dumping.add_argument("out", type=Path)
     dumping.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    dumping.add_argument("--backend", default="auto", help="of m3jax")
+    dumping.add_argument("--backend", default="auto", help="of m3jax: auto, xla, triton or mosaic_tpu")
+    dumping.add_argument("--only", action="append", default=[], choices=LENGTHS, help="a prompt; may be repeated")
     args = parser.parse_args()
     if args.command == "make":
         make(args.out)
     else:
-        dump(args.engine, args.out, args.dtype, args.backend)
+        dump(args.engine, args.out, args.dtype, args.backend, args.only)
 
 
 if __name__ == "__main__":

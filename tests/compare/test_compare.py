@@ -179,7 +179,7 @@ def test_what_follows_a_flip_inside_the_margin_is_not_judged(tmp_path):
 
 
 def test_a_flip_outside_the_margin_is_not_excused_by_one_inside(tmp_path):
-    """At the same token, in the other KV head: the numbers that follow there are judged, and the flip is a difference."""
+    """At the same token, in the other KV head: the flip is a difference, and what follows there is judged."""
     right, wrong = near_tie()
     scores, blocks = right["layers.1.block_scores"][0, 1, 20], right["layers.1.blocks"][0, 1, 20]
     best = max((m for m in blocks if m != 5), key=lambda m: scores[m])
