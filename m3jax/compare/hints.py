@@ -13,6 +13,7 @@ from m3jax.vectors.compare import other_sets
 
 Tensor = Shaped[np.ndarray, "..."]
 _MOST_STEP = 16  # the most tokens of one decode step
+_MOST_INPUTS = 2048  # of a matrix that is solved for, which takes seconds at this size
 _SUMS_OF_DEVICES = ("attention_out", "ffn_out", "logits")  # what devices with parts of a matrix have parts of
 
 
@@ -210,21 +211,17 @@ def _of_products(
     if differing.kind == "ffn_out" and pair.config is not None and pair.config.mlp_layer_types[layer] == "dense":
         gate, up = read("gate"), read("up")
         if gate is not None and up is not None:
-            x, inputs = (
-                _swiglu(gate, up, pair.config.swiglu_alpha, pair.config.swiglu_limit),
-                _other_swiglus(pair, gate, up),
-            )
+            x = _swiglu(gate, up, pair.config.swiglu_alpha, pair.config.swiglu_limit)
+            inputs = _other_swiglus(pair, gate, up)
     source = {"gate": "ffn_norm", "up": "ffn_norm"}.get(differing.kind, "attention_norm")
     if differing.kind in ("q_proj", "k_proj", "v", "index_q_proj", "index_k_proj", "gate", "up"):
         x = read(source)
         if x is not None and x.shape[-1] % BLOCK == 0:
-            inputs = {
-                "the activations are in MXFP8 (W8A8)": _in_mxfp8(x, 8),
-                "the activations are in MXFP8, and their scale lacks the 2^8 of E4M3's last binade (T43)": _in_mxfp8(
-                    x, 0
-                ),
-            }
-    if x is None or not inputs or len(x) < x.shape[-1] + 8 or not np.isfinite(x).all() or not np.isfinite(out).all():
+            lacks = "the activations are in MXFP8, and their scale lacks the 2^8 of E4M3's last binade (T43)"
+            inputs = {"the activations are in MXFP8 (W8A8)": _in_mxfp8(x, 8), lacks: _in_mxfp8(x, 0)}
+    if x is None or not inputs or not x.shape[-1] + 8 <= len(x) or x.shape[-1] > _MOST_INPUTS:
+        return
+    if not np.isfinite(x).all() or not np.isfinite(out).all():
         return
     matrix, _, rank, _ = np.linalg.lstsq(x, out, rcond=1e-9)
     if rank < x.shape[-1] or not are_close(x @ matrix, out, share=1e-4):
