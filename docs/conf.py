@@ -21,12 +21,13 @@ version = release = m3jax.__version__
 
 root_doc = "README"
 include_patterns = [
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "vectors/README.md", "notebooks/*.ipynb"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "vectors/README.md", "vectors/tiny/README.md"),
+    "notebooks/*.ipynb",
     *("docs/*.md", "docs/notes/*.md", "docs/traps/*.md", "docs/api/*.rst"),
 ]
 exclude_patterns = [
     *(".*", "build", "dist", "docs/_build", "docs/_static", "docs/sitebuild"),
-    *("m3jax", "pallas_kernels", "requirements", "scripts", "tests", "vectors/*/**"),
+    *("m3jax", "pallas_kernels", "requirements", "scripts", "tests", "vectors/model/**"),
 ]
 extensions = [
     *("myst_nb", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx.ext.mathjax", "sphinx.ext.napoleon"),

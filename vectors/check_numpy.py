@@ -3,6 +3,7 @@
 
     python check_numpy.py FOLDER            recompute in float64 what FOLDER says, and compare
     python check_numpy.py FOLDER OUTPUTS    compare somebody's outputs with FOLDER's
+    python check_numpy.py --tiny OUTPUTS    compare answers of the embedded checkpoint with those in tiny/
 
 OUTPUTS is a folder of safetensors files, laid out as FOLDER is, with any of its outputs under their names; or one file,
 or a folder of files of any names, in which a tensor is called "group/case/name". Exit status: 0 all agree, 1 something
@@ -17,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import tiny_check
 from m3_numpy import GROUPS, dense
 from mistakes import MISTAKES, outputs_with, used_by
 
@@ -114,7 +116,7 @@ def difference(expected, found, tolerance, dtype, slack=0.0, axes=""):
         return f"{wrong.sum()} of {wrong.size} selections differ; the first at {named(place, axes)}: {sets}"
     rtol, atol = (0.0, 0.0) if tolerance["compare"] == "bits" else tolerance.get(dtype, tolerance["bfloat16"])
     expected, found = expected.astype(np.float64), found.astype(np.float64)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         gap = np.abs(expected - found)
         allowed = atol + rtol * np.abs(expected) + slack
         same = (expected == found) | (np.isnan(expected) & np.isnan(found))
@@ -218,12 +220,21 @@ def held_against(case, stored, rule, outputs, tolerances, dtype):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("outputs", type=Path, nargs="?")
     parser.add_argument("--only", metavar="GROUP", action="append")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), help="of the computation (default: the "
                         "narrowest floating type among a case's outputs)")  # fmt: skip
+    parser.add_argument(
+        "--tiny", type=Path, metavar="OUTPUTS", help="answers of the embedded checkpoint (tiny/README.md)"
+    )
     args = parser.parse_args(argv)
+    if args.tiny is not None:
+        if args.folder is not None:
+            parser.error("--tiny OUTPUTS takes no FOLDER: what is stored lies in tiny/")
+        return tiny_check.main(args.tiny, read_safetensors, read_outputs, NARROWEST_FIRST, args.dtype)
+    if args.folder is None:
+        parser.error("give a FOLDER of vectors, or --tiny OUTPUTS")
     manifest = read_manifest(args.folder)
     outputs = None if args.outputs is None else read_outputs(args.outputs)
     agree, cases, compared, without = 0, 0, 0, 0

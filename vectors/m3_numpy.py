@@ -164,7 +164,9 @@ def resharded(x, rule):
     """`cached` over the shards of the receiving devices, whose heads are put behind one another."""
     received = {kind: move_heads(x[f"{kind}_shards"], rule["target_shards"]) for kind in ("k", "v")}
     rest = {name: array for name, array in x.items() if not name.endswith("_shards")}
-    outputs = cached(rest | {f"{kind}_pages": np.concatenate(shards, axis=1) for kind, shards in received.items()}, rule)
+    outputs = cached(
+        rest | {f"{kind}_pages": np.concatenate(shards, axis=1) for kind, shards in received.items()}, rule
+    )
     for kind in ("k", "v"):
         pool = outputs.pop(f"{kind}_pages_after")
         outputs[f"{kind}_shards_after"] = np.stack(np.split(pool, rule["target_shards"], axis=1))

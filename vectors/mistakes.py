@@ -253,8 +253,7 @@ MISTAKES = {
     "query head n reads KV head n % K and its blocks, for n // G": heads_by_remainder,
     "query head n reads the keys and values of KV head n % K, for n // G": keys_by_remainder,
     "the LSE is in units of log 2": lse_in_bits,
-    "a device's own length went down by one for each later draft row: its newest keys are not read (T48)":
-        lengths_by_draft_row,
+    "for each later draft row a device has one key less: its newest keys are not read (T48)": lengths_by_draft_row,
     "blocks are counted by a row's cells in the order of memory, not by positions (T41)": blocks_by_cells,
     "pages are read as [tokens, heads] where they are [heads, tokens] (T49)": heads_behind_tokens,
     "device r has heads r, r + R, and so on, where it has heads behind one another (T49)": heads_in_turn,
@@ -275,8 +274,9 @@ MISTAKES = {
     "the norm multiplies with w in the place of 1 + w (T47)": norm_with(-1),
     "the whole head is turned, not `rotary_dim` dims of it (T46)": whole_head_turned,
     "a block's scale lacks the 2^8 of E4M3's last binade (T43)": another_scale(lambda x: math.floor(math.log2(x))),
-    "scales are rounded up, so that nothing is cut off at 448 (T43)":
-        another_scale(lambda x: math.ceil(math.log2(x / 448))),
+    "scales are rounded up, so that nothing is cut off at 448 (T43)": another_scale(
+        lambda x: math.ceil(math.log2(x / 448))
+    ),
 }
 
 

@@ -10,7 +10,12 @@ FRONT = "README"
 # A page of docs/ that is named nowhere here stands at the end of FOR_NEW_PAGES.
 SECTIONS = {
     "What it computes": ["docs/msa", "docs/numerics", "docs/glossary"],
-    "Check an engine": ["docs/vectors", "Their files <vectors/README>", "docs/traps"],
+    "Check an engine": [
+        "docs/vectors",
+        "Their files <vectors/README>",
+        "A whole model <vectors/tiny/README>",
+        "docs/traps",
+    ],
     "Use": ["docs/commands", "docs/sampling", "docs/tiny", "docs/speculative", "docs/planning"],
     "Inside": ["docs/cache", "docs/engine", "docs/kernels", "docs/tpu", "docs/reliability", "docs/performance"],
     "What was tried": ["docs/notes/*"],

@@ -74,7 +74,7 @@ def farthest(
         # A dtype without a tolerance of its own has bfloat16's.
         rtol, atol = (0.0, 0.0) if exact else tolerance.get(dtype, tolerance["bfloat16"])
         expected, actual = expected.astype(np.float64), actual.astype(np.float64)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             gap = np.abs(expected - actual)
             allowed = atol + rtol * np.abs(expected) + slack
             same = (expected == actual) | (np.isnan(expected) & np.isnan(actual))

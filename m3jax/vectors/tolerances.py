@@ -64,7 +64,8 @@ TOLERANCES = {
         "float64": [1e-12, 1e-12],
         "float32": [2e-5, 3e-5],
         "bfloat16": [2e-5, 3e-5],
-        "from": "products of MXFP8 numbers are exact in float32, and so are those with bfloat16 numbers: 96 terms are summed",
+        "from": "products of MXFP8 numbers are exact in float32, and so are those with bfloat16 numbers: 96 terms "
+        "are summed",
     },
     "norm": {
         "compare": "close",

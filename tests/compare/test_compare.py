@@ -178,6 +178,19 @@ def test_what_follows_a_flip_inside_the_margin_is_not_judged(tmp_path):
     assert compare_sides(a, b, config=TINY).first.name == "layers.1.attention"
 
 
+def test_a_flip_outside_the_margin_is_not_excused_by_one_inside(tmp_path):
+    """At the same token, in the other KV head: the flip is a difference, and what follows there is judged."""
+    right, wrong = near_tie()
+    scores, blocks = right["layers.1.block_scores"][0, 1, 20], right["layers.1.blocks"][0, 1, 20]
+    best = max((m for m in blocks if m != 5), key=lambda m: scores[m])
+    worst = min((m for m in range(5) if m not in blocks), key=lambda m: scores[m])
+    wrong["layers.1.blocks"][0, 1, 20] = sorted([m for m in blocks if m != best] + [worst])
+    files = written(tmp_path / "a.safetensors", right), written(tmp_path / "b.safetensors", wrong)
+    report = compare_sides(*files, config=TINY)
+    assert report.layers[1].blocks == (176, 1, 1) and report.first.name == "layers.1.blocks"
+    assert report.excused == 0, "a token with a wrong selection is not one that rounding explains"
+
+
 # Tolerances and verdicts
 
 

@@ -46,6 +46,13 @@ def reference(tmp_path) -> Path:
     return tmp_path / "reference"
 
 
+def test_a_reference_with_an_infinite_logit_has_no_divergence():
+    """NaN, whatever the model says there: +inf and NaN are no distribution. -inf is a token that cannot come."""
+    reference = jnp.asarray([[[0.0, -jnp.inf, 1.0], [0.0, jnp.inf, 1.0], [jnp.inf, jnp.inf, 0.0], [jnp.nan, 0.0, 1.0]]])
+    divergences, _ = score_reference(jnp.zeros((1, 4, 3)), reference)
+    np.testing.assert_array_equal(np.isnan(divergences), [[False, True, True, True]])
+
+
 @given(st.integers(0, 10_000), st.sampled_from([0.01, 1.0, 30.0]), st.booleans())
 def test_divergence_of_two_distributions(seed: int, scale: float, has_zeros: bool):
     """From nearly equal to far apart; a token that the reference rules out weighs nothing."""

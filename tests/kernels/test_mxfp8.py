@@ -15,7 +15,8 @@ from m3jax import mxfp8
 from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
 from m3jax.model import quantize
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import ProductCase, choose, interpret, project_each
+from m3jax.ops import ProductCase, choose, interpret, project, project_each
+from m3jax.ops.measured import MXFP8_ROWS
 from m3jax.parallel import parse_mesh
 from m3jax.weights import StackedLayer
 from pallas_kernels.mosaic_mxfp8 import Config as TpuConfig
@@ -196,6 +197,15 @@ def test_a_layer_s_products_and_their_gradients_are_those_of_xla(num_rows):
     expected, slope = by_xla(x), jax.grad(partial(loss, project=by_xla))(x)
     for one, other in zip((*found, gradient), (*expected, slope), strict=True):
         assert one.shape == other.shape and distance(one, np.asarray(other, np.float64)) < 4e-3
+
+
+def test_one_product_of_many_rows_is_that_of_its_own_layer():
+    """More rows than are multiplied while codes are read: the numbers of the second layer are written first."""
+    weight, x = of_layer(32), tokens(MXFP8_ROWS + 1, 64)
+    with interpret():
+        found = jax.jit(lambda x: project("xi,io->xo", x, weight))(x)
+    expected = np.asarray(x, np.float64) @ np.asarray(mxfp8.dequantize(weight.take(), "float32"), np.float64)
+    assert distance(found, expected) < 4e-3
 
 
 SIZES = dict(hidden_size=128, intermediate_size=128, shared_intermediate_size=64, dense_intermediate_size=128)

@@ -262,6 +262,23 @@ def test_one_byte_keys_and_values(options):
     assert np.linalg.norm(out - want) < 5e-3 * np.linalg.norm(want)
 
 
+def test_decode_reads_one_byte_keys_and_values_by_scales_of_heads():
+    """Another scale for each head, and others for values than for keys."""
+    case = fitting(prefill(GROUPED, 8), dict(op=sparse_decode))
+    q, k, v = case.qkv()
+    scales = jnp.array([0.03, 0.17], jnp.float32), jnp.array([0.05, 0.011], jnp.float32)
+    stored = [(x / scale[:, None]).astype(jnp.float8_e4m3fn) for x, scale in zip((k, v), scales, strict=True)]
+    exact = [np.asarray(x, np.float32) * np.asarray(scale)[:, None] for x, scale in zip(stored, scales, strict=True)]
+    blocks, at = case.any_blocks(), (case.positions, case.lengths)
+    want, _ = definition(q, *exact, blocks, *at, block_size=GROUPED.P, schedule="definition")
+    pages = [
+        view(jnp.stack([jnp.full_like(x.swapaxes(1, 2), jnp.nan), x.swapaxes(1, 2)]), None, GROUPED.P) for x in stored
+    ]
+    decode = jax.jit(partial(sparse_decode, scales=scales, return_lse=True, backend="mosaic_tpu", interpret=STRICT))
+    out, _ = raced(decode(q, *pages, blocks, *at))
+    assert np.linalg.norm(out - want) < 1e-5 * np.linalg.norm(want)
+
+
 @pytest.mark.parametrize("shape", [replace(GROUPED, B=2, T=6), replace(RAGGED, T=6)], ids=["grouped", "ragged"])
 def test_insert_is_that_of_the_model(shape):
     """T14, T16, T20: tokens anywhere, each at its own slot of pages that others share; nothing else is touched."""

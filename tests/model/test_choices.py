@@ -75,7 +75,7 @@ def test_given_choices_are_taken():
 
 
 def test_minus_one_is_the_models_own_choice():
-    """T58: Tokens from 30 on choose for themselves: with other choices before, they see other keys, and choose by these."""
+    """T58: Tokens from 30 on choose for themselves; other choices came before, so they see other keys."""
     given = other_choices()
     mixed = Choices(given.expert_ids.copy(), given.blocks.copy())
     mixed.expert_ids[:, 30:], mixed.blocks[:, 30:] = -1, -1

@@ -129,6 +129,18 @@ def test_blocks_run_along_all_inputs_as_one_axis():
     assert same_bits(_dequantize(one, "float32").reshape(2, 24, 5), _dequantize(found, "float32")[1])
 
 
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 80])
+def test_a_width_that_32_does_not_divide_has_a_last_block_of_fewer(width):
+    """Its scale is its own, and the promised shape is the one that is made."""
+    draw = np.random.default_rng(width)
+    x = (draw.normal(size=(2, width, 3)) * 2.0 ** (np.arange(width) // 32)[:, None]).astype(np.float32)
+    made = mxfp8.quantize(jnp.asarray(x))
+    assert made.scales.shape == mxfp8.scales_shape(x.shape, 1, 1) == (2, -(-width // 32), 3)
+    largest = np.abs(x[:, (width - 1) // 32 * 32 :]).max(axis=1)
+    np.testing.assert_array_equal(made.scales[:, -1], np.floor(np.log2(largest)) - 8 + 127)
+    np.testing.assert_allclose(mxfp8.dequantize(made, "float32"), x, rtol=2**-3, atol=2**-9 * np.abs(x).max())
+
+
 def test_a_matrix_has_no_rows_without_their_scales():
     stack = MXFP8Array(jnp.zeros((2, 64, 3), jnp.uint8), jnp.zeros((2, 2, 3), jnp.uint8))
     with pytest.raises(IndexError, match="2 indices into a stack of 1 axes of MXFP8 matrices: dequantize it first"):

@@ -108,7 +108,7 @@ def test_cached_decode_is_one_device_s(mesh):
 
 
 def test_drafts_over_the_context_are_verified_as_on_one_device():
-    """T48: 5 tokens a call, whose first one stands at each residue of the 32 tokens that a turn over the devices takes."""
+    """T48: 5 tokens a call, the first one at each residue of the 32 tokens that a turn over the devices takes."""
     num_rows, count, calls = 4 * CONFIG.index_block_size, 5, 14
     tokens = tiny.tokens(CONFIG, num_rows, count * calls)
     logits = {}

@@ -21,8 +21,8 @@ from m3jax import model as m3_model
 from m3jax.decoding import device
 from m3jax.decoding.engine.runner import Runner
 from m3jax.decoding.engine.shapes import Shapes
-from m3jax.msa import Paged, SelectionRules, contiguous, contiguous_index
-from m3jax.ops import BACKENDS, attend_all, attend_selected, interpret, select
+from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous, contiguous_index
+from m3jax.ops import BACKENDS, attend_all, attend_selected, insert_backend, interpret, select
 from m3jax.ops.backends import choose, why_not
 from m3jax.ops.cases import PagesCase
 
@@ -65,6 +65,9 @@ REFUSED = [
     (replace(PREFILL, width=96), "heads of 96 and blocks of 128"),
     (replace(PREFILL, block_size=16), "heads of 128 and blocks of 16"),
     (replace(PREFILL, slots=3), "groups of 16 heads and 3 slots"),
+    (replace(PREFILL, slots=33), "groups of 16 heads and 33 slots"),
+    (replace(SELECT, slots=3), "and 3 slots"),
+    (replace(SELECT, slots=33), "and 33 slots"),
     (replace(PREFILL, group=32), "groups of 32 heads"),
     (replace(PREFILL, schedule="mask"), "the schedule 'mask' is one of XLA's"),
     (replace(DECODE, schedule="kv_block_major"), "the schedule 'kv_block_major' is one of XLA's"),
@@ -100,11 +103,39 @@ def test_the_wrong_platform_and_unknown_names_are_errors():
     assert set(BACKENDS) == {"auto", "xla", "triton", "mosaic_tpu"}
 
 
+@pytest.mark.parametrize("slots", [4, 32])
+def test_every_number_of_slots_that_is_promised_has_a_kernel(slots):
+    """The limits themselves, of selection and of sparse attention; dense attention has no slots."""
+    with on_a_gpu():
+        assert (
+            choose(replace(SELECT, slots=slots), "triton")
+            == choose(replace(PREFILL, slots=slots), "triton")
+            == "triton"
+        )
+        assert choose(replace(PREFILL, op="dense", slots=0), "triton") == "triton"
+
+
 def test_e4m3_is_for_decode():
     with on_a_gpu():
         assert why_not(replace(DECODE, stored=E4M3), "triton") is None
         assert why_not(replace(SELECT, stored=E4M3, queries=16), "triton") is None
         assert why_not(replace(INSERT, stored=E4M3), "triton") is None  # it only writes them
+
+
+@pytest.mark.parametrize("index_dtype, expected", [("bfloat16", "triton"), ("float8_e4m3fn", "triton"),
+                                                   ("float32", "xla"), ("float16", "xla")])  # fmt: skip
+def test_a_kernel_inserts_only_what_it_can_write(index_dtype, expected):
+    """Keys that it writes beside index keys that it does not: XLA, and by name an error that says which dtype."""
+    shape = (1, 4, 4, 128, 128)
+    pool, table = jnp.zeros(shape, jnp.bfloat16), jnp.zeros((1, 4), jnp.int32)
+    view = Paged(pool, pool, None, 0, table, jnp.dtype("bfloat16"))
+    index = PagedIndex(jnp.zeros((1, 4, 128, 128), index_dtype), None, 0, table, jnp.dtype("bfloat16"))
+    q = jnp.zeros((1, 1, 64, 128), jnp.bfloat16)
+    with on_a_gpu():
+        assert insert_backend(q, view, index, 64) == expected
+        if expected == "xla":
+            with pytest.raises(ValueError, match=f"does not take keys in {index_dtype}"):
+                insert_backend(q, view, index, 64, "triton")
 
 
 def test_xla_alone_imports_no_kernel():

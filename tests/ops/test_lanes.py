@@ -9,6 +9,8 @@ import pytest
 from support.lowering import array, lower
 
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous, contiguous_index
+from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
+from m3jax.msa.schedules.lanes import invariant, invariant_all, select_invariant
 from m3jax.ops import attend_all, attend_selected, interpret, run_experts, select
 from m3jax.ops.experts import ExpertWeights
 from m3jax.tiles import by_tiles
@@ -57,6 +59,56 @@ def test_kernels_compute_what_xla_does_and_a_query_s_bits_are_its_own(memory):
         alone = run(q[:, last], index_q[:, last], in_one_piece, POSITIONS[:, last], "triton")
         for found, same in zip(alone, whole, strict=True):
             np.testing.assert_array_equal(found, same[:, last])
+
+
+@pytest.mark.parametrize("num_blocks", [3, 4, 9])
+def test_the_invariant_schedules_are_the_definitions_for_every_number_of_blocks(num_blocks):
+    """Pieces have 4 blocks here: fewer, as many, and a last piece of one; the rows end anywhere in them."""
+    rng, size = np.random.default_rng(num_blocks), 8
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    keys = num_blocks * size
+    q, index_q = normal(2, 5, HEADS, WIDTH), normal(2, 5, KV_HEADS, WIDTH)
+    k, v, index_k = normal(2, keys, KV_HEADS, WIDTH), normal(2, keys, KV_HEADS, WIDTH), normal(2, keys, WIDTH)
+    lengths = jnp.array([keys, keys - 3], jnp.int32)
+    at = lengths[:, None] - 5 + jnp.arange(5, dtype=jnp.int32), lengths
+    views = contiguous(k, v, size), contiguous_index(index_k, size)
+
+    @jax.jit
+    def both(q, index_q, views):
+        blocks = select_invariant(index_q, views[1], *at, RULES)
+        found = invariant(q, views[0], blocks, *at), invariant_all(q, views[0], *at)
+        by_score = select_blocks(block_scores(index_q, index_k, *at, size), *at, RULES, block_size=size)
+        sparse = sparse_attention(q, k, v, blocks, *at, block_size=size, return_lse=True)
+        return (blocks, *found[0], *found[1]), (by_score, *sparse, *dense_attention(q, k, v, *at, return_lse=True))
+
+    with mock.patch("m3jax.msa.schedules.lanes._PIECE", 4 * size):
+        found, expected = both(q, index_q, views)
+    np.testing.assert_array_equal(found[0], expected[0])
+    for x, y in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-6)
+
+
+def test_invariant_kernels_read_float8_by_its_scales(memory):
+    """A scale for each head, and others for values: what the numbers stand for, in pages of the second layer."""
+    q, index_q, (paged, index), _ = memory
+    scales = jnp.array([[9.0, 9.0], [0.5, 2.0]]), jnp.array([[9.0, 9.0], [4.0, 0.25]])
+    in_float8 = [x.astype(jnp.float8_e4m3fn) for x in (paged.k, paged.v)]
+    stacked = [jnp.concatenate([jnp.full_like(x, jnp.nan), x]) for x in in_float8]
+    view = Paged(*stacked, tuple(scale[1] for scale in scales), 1, paged.table, jnp.float32)
+    exact = [x.astype(jnp.float32) * scale[1][:, None, None] for x, scale in zip(in_float8, scales, strict=True)]
+    same = Paged(*exact, None, 0, paged.table, jnp.float32)
+    last = slice(QUERIES - 1, QUERIES)  # float8 is for decode
+    blocks = select(index_q, index, POSITIONS, LENGTHS, RULES, schedule="invariant", backend="xla")
+    for backend in ("xla", "triton"):
+        how = dict(schedule="invariant", backend=backend)
+        with interpret():
+            found = attend_selected(q[:, last], view, blocks[:, :, last], POSITIONS[:, last], LENGTHS, **how)
+            dense = attend_all(q[:, last], view, POSITIONS[:, last], LENGTHS, **how)
+        how["backend"] = "xla"
+        wanted = attend_selected(q[:, last], same, blocks[:, :, last], POSITIONS[:, last], LENGTHS, **how)
+        wanted_dense = attend_all(q[:, last], same, POSITIONS[:, last], LENGTHS, **how)
+        for x, y in zip((*found, *dense), (*wanted, *wanted_dense), strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=2e-5, err_msg=backend)
 
 
 def test_a_call_of_any_size_cuts_keys_and_experts_alike():

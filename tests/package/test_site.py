@@ -107,7 +107,8 @@ def test_every_page_is_in_the_table_of_contents_once():
     listed = [path for pattern in found for path in ROOT.glob(f"{pattern}.md")]
     listed += [path for pattern in found for path in ROOT.glob(f"{pattern}.ipynb")]
     pages = [*DOCS.glob("*.md"), *DOCS.glob("notes/*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
-    pages += [ROOT / "vectors" / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    pages += [ROOT / "vectors" / "README.md", ROOT / "vectors" / "tiny" / "README.md"]
+    pages += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     assert sorted(listed) == sorted(pages)
     assert (ROOT / f"{FRONT}.md").is_file()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from m3jax.files.tensors import packed
+from m3jax.vectors import compare
 from m3jax.vectors.files import read_case, read_manifest
 from m3jax.vectors.groups import GROUPS
 
@@ -328,8 +329,10 @@ PLANTED = {
     "norm weights shifted twice": (
         "norm/weights",
         "normed",
-        lambda x, rule: x["normed"] / (1 + x["weight"] + 1e-300) * (2 + x["weight"]) + np.where(
-            x["weight"] == -1, x["x"] / np.sqrt((x["x"] ** 2).mean(-1, keepdims=True) + rule["eps"]), 0),
+        lambda x, rule: (
+            x["normed"] / (1 + x["weight"] + 1e-300) * (2 + x["weight"])
+            + np.where(x["weight"] == -1, x["x"] / np.sqrt((x["x"] ** 2).mean(-1, keepdims=True) + rule["eps"]), 0)
+        ),
         "twice (T47)",
     ),
     "the routed sum without its factor": (
@@ -449,7 +452,11 @@ def whole_head(x, rule):
 
 # Words of the report: the case, the output that is spoilt, and how: written without a look at `vectors/mistakes.py`.
 PROVEN_BY_GROUP = {
-    "without alpha, as SiLU (T42)": ("experts/activation", "activated", grid(lambda g, u, top, a: silu(g, u, top, 1.0))),
+    "without alpha, as SiLU (T42)": (
+        "experts/activation",
+        "activated",
+        grid(lambda g, u, top, a: silu(g, u, top, 1.0)),
+    ),
     "without its clamps (T42)": ("experts/activation", "activated", grid(lambda g, u, top, a: silu(g, u, 1e9, a))),
     "not above alone (T42)": (
         "experts/activation",
@@ -560,6 +567,22 @@ def test_a_mistake_of_another_group_is_named_where_it_is_proven(words, tmp_path,
         line = capsys.readouterr().out.splitlines()[0]
         named = line.split("; ")[-1]
         assert (words in named) == is_named and " or " not in named, line
+
+
+@pytest.mark.parametrize("rtol, atol", [(0.0, 0.0), (2e-5, 3e-6), (1.0, 1e300), (1e300, np.inf)])
+def test_an_infinity_agrees_with_itself_alone(rtol, atol):
+    """Whatever the tolerance allows, and for both checkers: NaN too agrees with NaN alone."""
+    tolerance = {"compare": "close", "bfloat16": [rtol, atol]}
+    checkers = importlib.import_module("check_numpy").difference, compare.difference
+    right = np.array([1.0, np.inf, -np.inf, np.nan])
+    for difference in checkers:
+        assert difference(right, right, tolerance, "float32") is None
+        for place, wrong in ((1, 1e308), (1, -np.inf), (1, np.nan), (2, np.inf), (2, -1.0), (3, np.inf), (0, np.inf)):
+            found = right.copy()
+            found[place] = wrong
+            for a, b in ((right, found), (found, right)):
+                said = difference(a, b, tolerance, "float32")
+                assert said is not None and said.startswith("1 of 4 numbers differ"), (difference, place, wrong)
 
 
 def test_a_place_is_named_by_its_axes(tmp_path, capsys):

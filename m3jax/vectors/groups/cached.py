@@ -190,7 +190,9 @@ def resharded(seed: int, source_shards: int, target_shards: int) -> Case:
     all index keys. `target_table` names the rows' pages in the receiving engine, which has 20.
     """
     name = f"resharded_{source_shards}_to_{target_shards}"
-    what = f"pages of 4 KV heads on {source_shards} devices move to {target_shards}; device r holds heads of its own alone"
+    what = (
+        f"pages of 4 KV heads on {source_shards} devices move to {target_shards}; device r holds heads of its own alone"
+    )
     rule = dict(target_pages=20, source_shards=source_shards, target_shards=target_shards)
     case = paged(name, what, seed, ((38, 1), (29, 1)), ("T16", "T49"), rule, heads=4)
     rng = np.random.default_rng(seed + 1000)

@@ -1,6 +1,6 @@
 """Keys in cells: memory in which a token stands anywhere, so that only its position says which block it belongs to.
 
-`cell_rows` [C] names the row whose token a cell holds, -1 for none, and `cell_positions` [C] the token's position in it.
+`cell_rows` [C] names the row whose token a cell holds, -1 for none; `cell_positions` [C] is the token's position there.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,54 +21,70 @@ AXES = attention_group.AXES | {
 }  # fmt: skip
 TOLERANCES = attention_group.TOLERANCES
 _HEADS, _GROUP, _WIDTH, _SIZE = 2, 2, 16, 4
+Token = tuple[int, int]  # its row and its position there
+_EMPTY: Token = (-1, -1)
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """Yield cells of two rows between one another, with holes that were filled again, and pages smaller than a block."""
+    """Yield cells of two rows between one another, with holes that were filled again, and pages of half a block."""
     if large:
         return
-    rng, lengths = np.random.default_rng(15), (39, 30)
-    # Tokens came in turns of 1 to 3; a third sequence left holes, into some of which later tokens were written.
-    rows, positions, counts, free = [], [], [0, 0], []
+    what = "two rows' tokens between one another, with holes, some of them filled later: blocks are counted by position"
+    yield in_cells("interleaved", what, 15, interleaved((39, 30)), (39, 30), {})
+    what = "pages of 2 cells in no order under blocks of 4: half a block each"
+    yield in_cells("small_pages", what, 16, paged((41, 26), page=2), (41, 26), {"page_size": 2})
+
+
+def interleaved(lengths: tuple[int, int]) -> list[Token]:
+    """Return what each cell holds after two rows came in turns of 1 to 3 tokens, and a third sequence came and went."""
+    rng, counts = np.random.default_rng(15), [0, 0]
+    cells: list[Token] = []
+    holes: list[int] = []
     while counts != list(lengths):
         row = int(rng.choice([b for b in (0, 1) if counts[b] < lengths[b]]))
         for _ in range(min(int(rng.integers(1, 4)), lengths[row] - counts[row])):
-            if rng.random() < 0.3:
-                free.append(len(rows))
-                rows.append(-1)
-                positions.append(-1)
-            cell = free.pop(0) if len(free) > 3 and rng.random() < 0.6 else len(rows)
-            if cell == len(rows):
-                rows.append(-1)
-                positions.append(-1)
-            rows[cell], positions[cell] = row, counts[row]
+            if rng.random() < 0.3:  # a token of the third sequence, which is gone at the end
+                holes.append(len(cells))
+                cells.append(_EMPTY)
+            # The oldest of several holes is sometimes written to: a later token then lies before earlier ones.
+            cell = holes.pop(0) if len(holes) > 3 and rng.random() < 0.6 else len(cells)
+            cells += [_EMPTY] * (cell == len(cells))
+            cells[cell] = row, counts[row]
             counts[row] += 1
-    what = "two rows' tokens between one another, with holes, some of them filled later: blocks are counted by position"
-    yield in_cells("interleaved", what, 15, rows, positions, lengths, {})
-    rng, lengths, page = np.random.default_rng(16), (41, 26), 2
+    return cells
+
+
+def paged(lengths: tuple[int, int], page: int) -> list[Token]:
+    """Return what each cell holds where rows have pages of some cells each, in an order drawn by lot."""
     pages = [(row, m) for row, length in enumerate(lengths) for m in range(-(-length // page))]
-    order = [pages[i] for i in rng.permutation(len(pages))]
-    rows = [row if m * page + i < lengths[row] else -1 for row, m in order for i in range(page)]
-    positions = [m * page + i if m * page + i < lengths[row] else -1 for row, m in order for i in range(page)]
-    what = "pages of 2 cells in no order under blocks of 4: half a block each"
-    yield in_cells("small_pages", what, 16, rows, positions, lengths, {"page_size": page})
+    order = (pages[i] for i in np.random.default_rng(16).permutation(len(pages)))
+    tokens = ((row, m * page + i) for row, m in order for i in range(page))
+    return [(row, position) if position < lengths[row] else _EMPTY for row, position in tokens]
 
 
-def in_cells(name, what, seed: int, rows: list[int], positions: list[int], lengths: tuple[int, int], rule: Rule) -> Case:
-    """Return a case of two rows whose last 5 and 3 tokens ask; cells that hold no token are NaN."""
-    rng = np.random.default_rng(seed + 1000)
-    counts = (5, 3)
+def in_cells(name: str, what: str, seed: int, tokens: list[Token], lengths: tuple[int, int], rule: Rule) -> Case:
+    """Return a case of two rows whose last 5 and 3 tokens ask; cells that hold no token are NaN.
+
+    Args:
+      name, what, seed: of the case.
+      tokens: row and position of what each cell holds.
+      lengths: of the rows.
+      rule: entries that are added to the default rule.
+    """
+    rng, counts = np.random.default_rng(seed + 1000), (5, 3)
     asked = np.full((2, max(counts)), -1, np.int32)
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         asked[row, :count] = np.arange(length - count, length)
-    shape = (len(rows), _HEADS, _WIDTH)
-    cells = {"k_cells": normal(rng, *shape), "v_cells": normal(rng, *shape), "index_cells": normal(rng, len(rows), _WIDTH)}
-    for array in cells.values():
-        array[np.array(rows) < 0] = np.nan
-    inputs = cells | {
-        "cell_rows": np.array(rows, np.int32), "cell_positions": np.array(positions, np.int32),
+    rows, positions = np.array(tokens, np.int32).T  # [C] each
+    k, v = (normal(rng, len(rows), _HEADS, _WIDTH) for _ in range(2))
+    index_k = normal(rng, len(rows), _WIDTH)
+    for array in (k, v, index_k):
+        array[rows < 0] = np.nan
+    inputs = {
+        "k_cells": k, "v_cells": v, "index_cells": index_k, "cell_rows": rows, "cell_positions": positions,
         "q": normal(rng, *asked.shape, _HEADS * _GROUP, _WIDTH, scale=1.5),
-        "index_q": normal(rng, *asked.shape, _HEADS, _WIDTH), "positions": asked, "lengths": np.array(lengths, np.int32),
+        "index_q": normal(rng, *asked.shape, _HEADS, _WIDTH), "positions": asked,
+        "lengths": np.array(lengths, np.int32),
     }  # fmt: skip
     basis = {"block_size": _SIZE, "top_k": 3, "local_blocks": 1, "init_blocks": 0, "score": "max"}
     return Case(name, what, basis | dict(rule), seed, inputs, ("T41",))

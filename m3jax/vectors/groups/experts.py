@@ -166,4 +166,6 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
             yield Run(path, dtype, jitted(partial(by_path, path), rule, given))
 
 
-GROUP = Group("experts", cases, define, runs, AXES, TOLERANCES, rounded=("expert_out", "shared_out", "out", "activated"))
+GROUP = Group(
+    "experts", cases, define, runs, AXES, TOLERANCES, rounded=("expert_out", "shared_out", "out", "activated")
+)

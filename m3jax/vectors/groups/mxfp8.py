@@ -29,7 +29,9 @@ def cases(large: bool) -> Iterator[Case]:
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
     what = "all 256 codes under all 255 scales, 2^(z - 127), and under 255, which is NaN; subnormal results too"
     yield Case("all_scales", what, dict(block=32), 91, {"codes": codes, "scales": scales})
-    what = "a scale is 2^(floor(log2 of the largest) - 8): largest of 448 x 2^k, just beyond and 512 x 2^k, mixed sizes, "
+    what = (
+        "a scale is 2^(floor(log2 of the largest) - 8): largest of 448 x 2^k, just beyond and 512 x 2^k, mixed sizes, "
+    )
     what += "a block of zeros, one with a NaN, one with an infinity"
     yield Case("encode", what, dict(block=32), 92, {"activations": numbers_to_encode()}, ("T43",))
     rng = np.random.default_rng(93)

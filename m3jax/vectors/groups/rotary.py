@@ -10,7 +10,8 @@ from m3jax.vectors.case import Arrays, Case, Group, Rule, Run, in_dtype, jitted,
 
 AXES = {
     "x": "B T N H", "weight": "H", "positions": "B T", "normed": "B T N H", "cos": "B T R", "sin": "B T R",
-    "rotated": "B T N H", "picked": "Z C", "rotated_at": "Z H", "rotated_at_slack": "Z H", "cos_slack": "B T R", "sin_slack": "B T R", "rotated_slack": "B T N H",
+    "rotated": "B T N H", "picked": "Z C", "rotated_at": "Z H", "rotated_at_slack": "Z H",
+    "cos_slack": "B T R", "sin_slack": "B T R", "rotated_slack": "B T N H",
 }  # fmt: skip
 TOLERANCES = {
     "normed": "norm", "cos": "rope", "sin": "rope", "rotated": "norm", "normed_bf16": "norm_bf16",
@@ -40,7 +41,9 @@ def many_rows() -> Case:
     half = 9.0 * angle_error  # of a normed number with its weight: sqrt(8) times 1 + 2
     slack = np.concatenate([half, half, np.zeros((len(picked), width - 4))], axis=-1).astype(np.float32)
     inputs = {"x": x, "weight": weight, "positions": positions, "picked": picked, "rotated_at_slack": slack}
-    what = "10,304 rows x heads at positions beyond 500: dims (i, i + 2) of 4 turn, the other 4 stay; results at `picked`"
+    what = (
+        "10,304 rows x heads at positions beyond 500: dims (i, i + 2) of 4 turn, the other 4 stay; results at `picked`"
+    )
     return Case("many_rows", what, rule, 83, inputs, ("T46",))
 
 

@@ -36,8 +36,10 @@ def cases(large: bool) -> Iterator[Case]:
     # A row of 5 drafted tokens for each residue of its first position by the 16 tokens of a turn over the devices.
     first = tuple(28 + residue for residue in range(16))
     base = selection.indexed(
-        "draft_rows", "5 drafted tokens a row, which begins at each residue of 16: each sees all keys up to its own position",
-        62, rule=rule, queries=tuple((start, 5) for start in first), lengths=tuple(start + 5 for start in first), keys=48,
+        "draft_rows",
+        "5 drafted tokens a row, which begins at each residue of 16: each sees all keys up to its own position",
+        62, rule=rule, queries=tuple((start, 5) for start in first), lengths=tuple(start + 5 for start in first),
+        keys=48,
         traps=("T19", "T48"),
     )  # fmt: skip
     yield attention_group.with_heads(base, heads=2, width=8)
