@@ -35,6 +35,7 @@ class Served:
       row: its place in the batch; None while it waits.
       page_handle: the pool's handle of its pages; None while it has none.
       cached: of its tokens those in the cache.
+      found: those that were known when it first got its pages; None before, and of copies and imports.
       is_decoding: whether its prompt is through; if not prefill works on it.
       passes: how often another got a row while this one lacked pages.
       preemptions: how often it gave its row back.
@@ -52,6 +53,7 @@ class Served:
     row: int | None = None
     page_handle: int | None = None
     cached: int = 0
+    found: int | None = None
     is_decoding: bool = False
     passes: int = 0
     preemptions: int = 0
@@ -225,8 +227,11 @@ class Service:
                 if lacks_pages.passes >= MOST_PASSES or needed > self.pool.available:
                     continue
             if request.page_handle is None:
-                same = [other for other in self.request_of_row if other is not None and self._may_share_all(request, other)]
-                request.page_handle, request.cached = self.pool.add(request.tokens, same[0].pages if same else None)
+                same = [other for other in self.request_of_row if other and self._may_share_all(request, other)]
+                request.page_handle, request.cached = self.pool.add(
+                    request.tokens, same[0].page_handle if same else None
+                )
+                request.found = request.cached if request.found is None else request.found
             missing = needed - len(self.pool.pages_of(request.page_handle))
             missing += request.cached % self.pool.page_size > 0  # what is shared in part will be copied
             if missing > self.pool.available and any(self.request_of_row):
@@ -269,7 +274,9 @@ class Service:
             try:
                 self.pool.extend(request.page_handle, count)
             except OutOfPages:
-                having = [other for other in (*self.request_of_row, *self.waiting) if other and other.page_handle is not None]
+                having = [
+                    other for other in (*self.request_of_row, *self.waiting) if other and other.page_handle is not None
+                ]
                 last = max(having, key=lambda other: other.order)
                 last.preemptions += last.row is not None
                 self._lose(last)
@@ -308,14 +315,16 @@ class Service:
 
     def _with_row(self, is_decoding: bool) -> list[Served]:
         """Return the requests that have a row, in the order of service: those that decode, or those in prefill."""
-        having = [request for request in self.request_of_row if request is not None and request.is_decoding == is_decoding]
+        having = [
+            request for request in self.request_of_row if request is not None and request.is_decoding == is_decoding
+        ]
         return sorted(having, key=lambda request: request.order)
 
 
 def state_of(service: Service | Scheduler) -> dict[str, Any]:
     """Return all that later rounds depend on, but for the pool: where the two agree in it they go on alike."""
     requests = (*(request for request in service.request_of_row if request), *service.waiting)
-    names = ("new", "page_handle", "cached", "is_decoding", "passes", "preemptions")
+    names = ("new", "page_handle", "cached", "found", "is_decoding", "passes", "preemptions")
     return dict(
         rows=[request and request.handle for request in service.request_of_row],
         waiting=[request.handle for request in service.waiting],
