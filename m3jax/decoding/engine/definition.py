@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from m3jax.cache.allocator import OutOfPages
+from m3jax.cache import OutOfPages
 from m3jax.cache.definition import Pool, common_beginning
 from m3jax.decoding.engine.scheduler import Scheduler
 from m3jax.decoding.engine.shapes import Shapes
