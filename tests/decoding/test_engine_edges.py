@@ -110,7 +110,7 @@ def test_a_request_travels_with_any_number_of_cached_tokens(unchecked):
                 assert found.tokens == source.result(handle).tokens, f"{cached} tokens, {known} pages known"
 
 
-@given(st.lists(st.integers(0, 5), max_size=40))
+@given(st.lists(st.integers(0, 5), min_size=25, max_size=40))
 def test_numbers_of_contents_forget_the_least_recently_used(contents):
     """Against a list of the last three contents: what is in it keeps its number, and no number is given twice."""
     images = [Segment(*noise_patches((1, 2, 2 + 2 * (i % 2)), seed=i), is_video=False) for i in range(6)]

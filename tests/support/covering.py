@@ -24,7 +24,7 @@ def covering_rows(factors: Mapping[str, Sequence[Any]], is_possible: Callable[[R
     rows = []
     while missing:
         begun = list(missing)[:: -(-len(missing) // _TRIES)]
-        made = [_row_from(dict(pair), factors, is_possible, missing) for pair in begun]
+        made = [_row_from(dict(pair), factors, is_possible, missing, rows) for pair in begun]
         best = max(made, key=lambda row: sum(pair in missing for pair in pairs_in(row)))
         for pair in pairs_in(best):
             missing.pop(pair, None)
@@ -32,11 +32,15 @@ def covering_rows(factors: Mapping[str, Sequence[Any]], is_possible: Callable[[R
     return rows
 
 
-def _row_from(row: Row, factors: Mapping[str, Sequence[Any]], is_possible: Callable, missing: Mapping) -> Row:
-    """Return a whole row from a pair."""
+def _row_from(
+    row: Row, factors: Mapping[str, Sequence[Any]], is_possible: Callable, missing: Mapping, rows: Sequence[Row]
+) -> Row:
+    """Return a whole row from a pair; of values that add as many pairs it takes the one that fewest rows have."""
     for name in [name for name in factors if name not in row]:
-        new = lambda value, name=name: sum(frozenset([(name, value), item]) in missing for item in row.items())
-        row[name] = max((value for value in factors[name] if is_possible(row | {name: value})), key=new)
+        possible = [value for value in factors[name] if is_possible(row | {name: value})]
+        news = [sum(frozenset([(name, value), item]) in missing for item in row.items()) for value in possible]
+        uses = [sum(other[name] == value for other in rows) for value in possible]
+        row[name] = max(zip(news, [-count for count in uses], possible, strict=True), key=lambda each: each[:2])[2]
     return row
 
 
