@@ -107,7 +107,7 @@ def small_engine(share: bool = True, pages: int = 14, room: int | None = ROOM) -
 def seeing(share: bool) -> object:
     weights = lambda: jax.tree.map(jnp.copy, fake())
     return fuzz_engine.Kind(
-        lambda: small_engine(share), tuple(ASKS), weights, lambda: small_engine(), ROOM, has_media=True
+        lambda: small_engine(share), tuple(ASKS), weights, lambda: small_engine(), ROOM, is_defined=False
     )
 
 

@@ -2,7 +2,8 @@
 
 Plain Python without a device: it is told which tokens a request draws, and says when it draws them, and in which pages
 they lie (`m3jax.cache.definition`). `Engine` is held to it round by round (tests/decoding/test_engine_lives.py and
-scripts/fuzz_engine.py). Images are left out: a prompt with some also waits for their features.
+scripts/fuzz_engine.py). Left out are images (a prompt with some also waits for their features), scores of prompts (all
+of such a prompt is computed), and calls that are launched ahead (they take pages for two calls at once).
 """
 
 import math
