@@ -265,6 +265,8 @@ class Life:
         self.draw = draw
         self.log.append(name)
         self.counts[f"operation {name}"] += 1
+        if name not in ("step", "prefill", "add", "add group", "take"):
+            self.served._scheduler.settle()  # so that a request that seems to go on has not ended in a call in flight
         _ACTS[name](self, self.served)
         self.judge()
 

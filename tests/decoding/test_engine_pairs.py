@@ -88,7 +88,7 @@ def engine(number: int) -> Engine:
     """An engine that computes in one of the ways; those of one way share compiled programs."""
     how, options = ENGINES[number], {}
     if how["memory"] == "host":
-        options |= dict(device_pages=12, host_memory="numpy")
+        options |= dict(device_pages=12, host_memory="pinned_host")
     if how["keys"] == "float8":
         options |= dict(kv_dtype="float8_e4m3fn", index_dtype="float8_e4m3fn", scales=scales())
     if how["draft"]:
