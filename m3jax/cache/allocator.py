@@ -244,6 +244,11 @@ class PageAllocator:
         sequence = self._sequence(handle)
         return tuple(sequence.pages[: self._blocks(sequence.length)])
 
+    @property
+    def handles(self) -> frozenset[int]:
+        """The handles of the requests that are open."""
+        return frozenset(self._sequences)
+
     def held(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield (page, tokens) for every page whose contents a request or the index of registered pages counts on."""
         yield from ((page, node.tokens) for page, node in self._prefix.nodes.items())

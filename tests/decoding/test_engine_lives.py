@@ -1,16 +1,53 @@
-"""Random lives of requests, of text and of pictures, over a model that runs in no time and a pool of fourteen pages."""
+"""Random lives of requests, of text and of pictures, held to the definition of service and to what each gets alone.
 
+There is one generator of lives, scripts/fuzz_engine.py. Here Hypothesis draws its operations, so that a life that fails
+is shrunk, and some lives of real models run by number.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-from support.engines import finish, params, prompt, serve
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from support.engines import params, prompt, quick, serve
 from support.fake_seer import IMAGE, VIDEO, FakeSeer, seeing_config
 from support.media import noise_patches
 
-from m3jax.decoding import Engine, Generation, Media
+from m3jax.cache import PageAllocator
+from m3jax.cache.prefix import PrefixIndex
+from m3jax.decoding import Engine, Media, Sampling
+from m3jax.decoding.engine.request import Request
+from m3jax.decoding.engine.runner import Runner
+
+
+def load_fuzzer() -> ModuleType:
+    """Return scripts/fuzz_engine.py as a module; it is no part of a package."""
+    path = Path(__file__).parents[2] / "scripts" / "fuzz_engine.py"
+    spec = importlib.util.spec_from_file_location("fuzz_engine", path)
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    del sys.modules[spec.name]
+    return script
+
+
+fuzz_engine = load_fuzzer()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> Iterator[None]:
+    with quick():
+        yield
+
+
+# Prompts with pictures, for a model whose tower is one line
 
 SMALL = seeing_config(index_block_size=4, max_position_embeddings=64)
 ROOM = 32
@@ -36,18 +73,22 @@ def seen(number: int, *names: str) -> tuple[int, ...]:
 
 
 BASE = text(20, seed=3)
-LIVES = [
-    (BASE[:n] + text(more, seed=n), knobs, Media())
+ASKS = [
+    fuzz_engine.Ask(BASE[:n] + text(more, seed=n), Sampling(**{"temperature": 0} | knobs))
     for n, more, knobs in (
         (1, 0, {}), (4, 0, dict(temperature=1.0, seed=1)), (9, 3, {}), (12, 2, dict(temperature=2.0, seed=2)),
         (12, 2, dict(temperature=2.0, seed=3)), (16, 0, {}), (20, 0, dict(repetition_penalty=2.0)), (0, 7, {}),
     )
 ] + [
-    (seen(number, *names), dict(temperature=2.0, seed=number), Media([PICTURES[name] for name in names]))
+    fuzz_engine.Ask(
+        seen(number, *names), Sampling(temperature=2.0, seed=number), (), Media([PICTURES[name] for name in names])
+    )
     for number, names in enumerate(("A", "B", "AB", "BA", "AA", "CAC"))
 ] + [
-    (BASE[:2] + (VIDEO,) * 4 + BASE[:1] + (VIDEO,) * 2 + BASE[4:6], {}, Media(videos=[CLIP])),
-    (BASE[:2] + (VIDEO,) * 4 + BASE[:1] + (VIDEO,) * 2 + (IMAGE,) * 4, {}, Media([PICTURES["A"]], [CLIP])),
+    fuzz_engine.Ask(BASE[:2] + (VIDEO,) * 4 + BASE[:1] + (VIDEO,) * 2 + more, Sampling(temperature=0), (), media)
+    for more, media in (
+        (BASE[4:6], Media(videos=[CLIP])), ((IMAGE,) * 4, Media([PICTURES["A"]], [CLIP]))
+    )
 ]  # fmt: skip
 
 
@@ -63,83 +104,84 @@ def small_engine(share: bool = True, pages: int = 14, room: int | None = ROOM) -
     return Engine(fake(), **shape, **sight, max_stop_ids=2, prefix_cache=share)
 
 
-def add(served: Engine, number: int, most: int) -> int:
-    """Add request `number` with at most so many new tokens."""
-    tokens, knobs, media = LIVES[number]
-    return served.add(tokens, params(min(most, ROOM - len(tokens)), **knobs), media)
+def seeing(share: bool) -> object:
+    weights = lambda: jax.tree.map(jnp.copy, fake())
+    return fuzz_engine.Kind(
+        lambda: small_engine(share), tuple(ASKS), weights, lambda: small_engine(), ROOM, is_defined=False
+    )
 
 
-@cache
-def life(number: int) -> Generation:
-    """All that request `number` can get; with a lower limit it gets the beginning of it."""
-    served = small_engine()
-    handle = add(served, number, ROOM)
-    finish(served)
-    return served.result(handle)
+# Lives
+
+KINDS = {name: fuzz_engine.KINDS[name] for name in ("plain", "no prefix cache")}
+KINDS |= {"pictures": seeing(True), "pictures, no prefix cache": seeing(False)}
+NAMES = [name for name, weight in fuzz_engine.OPERATIONS.items() for _ in range(weight)]
 
 
-ADD = st.tuples(st.just("add"), st.integers(0, len(LIVES) - 1), st.integers(3, 16))
-STEP = st.tuples(st.just("step"), st.just(0), st.integers(1, 3))
-OTHERS = st.tuples(st.sampled_from(("abort", "prefill", "truncate", "copy")), st.integers(0, 9), st.integers(0, ROOM))
+def test_lives_by_number_meet_everything(unchecked):
+    """What scripts/fuzz_engine.py runs: each operation, and each thing that can happen to a request, occurs."""
+    counts, failures = fuzz_engine.fuzz(("plain", "no prefix cache"), seed=0, lives=12)
+    assert not failures, "\n".join(failures)
+    assert {f"operation {name}" for name in fuzz_engine.OPERATIONS} <= counts.keys()
+    for name in ("imported", "refused", "failed writes", "preemptions", "evictions", "ended by length"):
+        assert counts[name] > 0, name
 
 
-@given(st.lists(ADD, min_size=1, max_size=3), st.lists(st.one_of(ADD, STEP, OTHERS), min_size=5), st.booleans())
-def test_random_lives(first, then, share):
-    """Whatever is added, aborted, copied, taken back, preempted: each request gets the beginning of what is its own."""
-    served, numbers, limits = small_engine(share), {}, {}
-    for what, which, size in (*first, *then):
-        live = [handle for handle in numbers if served.reason(handle) == "unfinished"]
-        if what == "add":
-            numbers[add(served, which, size)] = which
-        elif what == "step":
-            for _ in range(size):
-                served.step()
-                served.check()
-        elif live:
-            act(served, what, live[which % len(live)], size, numbers)
-        served.check()
-        limits |= {handle: request.params.max_new_tokens for handle, request in served._requests.items()}
-        for handle, number in numbers.items():
-            assert_beginning(served.result(handle), life(number))
-    finish(served)
-    for handle, number in numbers.items():
-        found = served.result(handle)
-        assert_beginning(found, life(number))
-        if found.stop_reason != "aborted":
-            assert found.stop_reason == "length"
-            assert len(found.tokens) == limits[handle]
+def unwritten_import(monkeypatch):
+    monkeypatch.setattr(Runner, "write_pages", lambda *args: None)
 
 
-def act(served: Engine, what: str, handle: int, size: int, numbers: dict[int, int]) -> None:
-    had, number = len(served.result(handle).tokens), numbers[handle]
-    if what == "abort":
-        served.abort(handle)
-    elif what == "truncate":
-        served.truncate(handle, size % (had + 1))
-    elif what == "prefill":
-        served.prefill()
-    else:
-        tokens, knobs, _ = LIVES[number]
-        limit = min(had + size + 1, ROOM - len(tokens))
-        numbers[served.copy(handle, params(limit, **knobs))] = number
+def kept_page(monkeypatch):
+    monkeypatch.setattr(PageAllocator, "_drop", lambda self, page: None)
 
 
-def assert_beginning(found: Generation, whole: Generation) -> None:
-    count = len(found.tokens)
-    assert found.tokens == whole.tokens[:count]
-    np.testing.assert_allclose(found.logprobs, whole.logprobs[:count], rtol=0, atol=1e-5)
+def kept_pages_of_a_failed_import(monkeypatch):
+    monkeypatch.setattr(PageAllocator, "release", lambda self, handle: None)
+
+
+def youngest_first(monkeypatch):
+    monkeypatch.setattr(Request, "order", property(lambda self: (-self.priority, -self.handle)))
+
+
+def newest_evicted(monkeypatch):
+    evict = PrefixIndex.evict
+
+    def evict_newest(self):
+        page = next(page for page in reversed(self.unused) if not self.nodes[page].children)
+        self.unused.move_to_end(page, last=False)
+        return evict(self)
+
+    monkeypatch.setattr(PrefixIndex, "evict", evict_newest)
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (unwritten_import, "were written into it"),
+        (kept_page, "users and has"),
+        (kept_pages_of_a_failed_import, "the pool has pages of"),
+        (youngest_first, "as defined"),
+        (newest_evicted, "as defined"),
+    ],
+)
+def test_a_planted_bug_is_a_failure(plant, message, unchecked, monkeypatch):
+    plant(monkeypatch)
+    _, failures = fuzz_engine.fuzz(("plain",), seed=0, lives=12)
+    assert failures and all(message in failure for failure in failures), failures
+
+
+# The whole pool
 
 
 def test_a_request_may_fill_the_pool():
     """Its prompt and all but the last of its new tokens lie in all eight pages; alone, twice, and beside another."""
     served = small_engine(pages=8)
-    asked = params(ROOM - len(LIVES[5][0]))
+    asked = [(ASKS[number].prompt, params(ROOM - len(ASKS[number].prompt))) for number in (5, 7)]
+    whole = [fuzz_engine.whole(KINDS["pictures"], ASKS[number], 0).tokens for number in (5, 7)]
     for _ in range(2):
-        assert_beginning(serve(served, (LIVES[5][0], asked))[0], life(5))
-    both = serve(served, (LIVES[5][0], asked), (LIVES[7][0], params(ROOM - 7)))
-    for found, number in zip(both, (5, 7), strict=True):
-        assert found.stop_reason == "length"
-        assert_beginning(found, life(number))
+        assert serve(served, asked[0])[0].tokens == whole[0]
+    both = serve(served, *asked)
+    assert [(found.tokens, found.stop_reason) for found in both] == [(tokens, "length") for tokens in whole]
 
 
 def test_longer_than_the_pool():
@@ -148,3 +190,30 @@ def test_longer_than_the_pool():
     assert served.max_length == 24
     with pytest.raises(ValueError, match="needs room for 25 tokens and a request of this engine can have 24"):
         served.add(BASE, params(5))
+
+
+# Lives that Hypothesis draws
+
+
+class Lives(RuleBasedStateMachine):
+    """Whatever is added, aborted, copied, taken back, moved, preempted: each is served in order, and as if alone.
+
+    It stands last: red, it shrinks for minutes.
+    """
+
+    @initialize(kind=st.sampled_from(list(KINDS)))
+    def begin(self, kind):
+        self.life = fuzz_engine.Life(KINDS[kind])
+
+    @rule(name=st.sampled_from(NAMES), draw=st.randoms(use_true_random=False))
+    def act(self, name, draw):
+        self.life.act(name, draw)
+
+    def teardown(self):
+        if hasattr(self, "life"):
+            self.life.finish()
+
+
+@pytest.mark.usefixtures("unchecked")
+class TestLives(Lives.TestCase):
+    settings = settings(max_examples=30, stateful_step_count=40)

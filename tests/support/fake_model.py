@@ -28,6 +28,10 @@ class FakeCache:
     table: jax.Array
 
     @property
+    def stacks(self):
+        return ()  # of layers, whose types a snapshot would name
+
+    @property
     def num_pages(self):
         return self.pages.shape[0]
 

@@ -197,7 +197,9 @@ def check_snapshot(
     count, cached = len(snapshot.prompt) + len(snapshot.new), snapshot.cached
     if not isinstance(cached, int) or isinstance(cached, bool) or not 0 <= cached < max(count, 1):
         raise ValueError(f"the snapshot's cached is {shown(cached)}: of {count} tokens 0 to {count - 1} are in pages")
-    wanted = 0 if snapshot.params.prompt_logprobs is None else min(cached, len(snapshot.prompt) - 1)
+    # What is no `Params` is refused with the request; until then it asks for nothing.
+    asks_for_scores = getattr(snapshot.params, "prompt_logprobs", None) is not None
+    wanted = min(cached, len(snapshot.prompt) - 1) if asks_for_scores else 0
     if not isinstance(snapshot.prompt_logprobs, tuple) or len(snapshot.prompt_logprobs) < wanted:
         raise ValueError(
             f"the snapshot's prompt_logprobs must be a tuple of {wanted} entries at least, one a cached token"

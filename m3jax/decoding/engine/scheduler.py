@@ -365,8 +365,11 @@ class Scheduler:
         return sorted((r for r in requests if r.is_decoding == is_decoding), key=lambda r: r.order)
 
     def check(self) -> None:
-        """Raise AssertionError unless the pages, what was written into them, and the rows' tables agree."""
+        """Raise AssertionError unless the pages, what was written into them, their requests and rows' tables agree."""
         self.pages.check()
+        with_pages = [r for r in (*self.request_of_row, *self.waiting) if r and r.page_handle is not None]
+        if (handles := sorted(r.page_handle for r in with_pages)) != sorted(self.pages.handles):
+            raise AssertionError(f"the pool has pages of {sorted(self.pages.handles)}, and requests have {handles}")
         for page, tokens in self.pages.held():
             written = tuple(self.runner.written[page, : len(tokens)].tolist())
             if written != tokens:
