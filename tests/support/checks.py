@@ -32,7 +32,7 @@ def jaxtyped(checked: Any = None, *, typechecker: Callable) -> Any:
     if dataclasses.is_dataclass(checked) and "__init__" in vars(checked):
         checked.__init__ = jaxtyped(checked.__init__, typechecker=typechecker)
         return checked
-    if not inspect.isfunction(checked) or any(map(_names_axes, checked.__annotations__.values())):
+    if not inspect.isfunction(checked) or any(map(names_axes, checked.__annotations__.values())):
         return _of_axes(checked, typechecker=typechecker)
     function, with_types = checked, None
 
@@ -48,17 +48,18 @@ def jaxtyped(checked: Any = None, *, typechecker: Callable) -> Any:
     return call
 
 
-def _names_axes(annotation: Any) -> bool:
+def names_axes(annotation: Any) -> bool:
     """True if an annotation is that of an array or a tree of arrays, or has one in it."""
     if isinstance(annotation, list):  # the arguments of a Callable
-        return any(map(_names_axes, annotation))
+        return any(map(names_axes, annotation))
     is_of_arrays = type(annotation).__module__.startswith("jaxtyping.")
-    return is_of_arrays or any(map(_names_axes, typing.get_args(annotation)))
+    return is_of_arrays or any(map(names_axes, typing.get_args(annotation)))
 
 
 def _without_forward_references(function: Callable) -> Callable:
     """A copy of the function with Any for each annotation that is a string: a class that is not made yet."""
-    copy = types.FunctionType(*(getattr(function, f"__{part}__") for part in ("code", "globals", "name", "defaults", "closure")))
+    f = function
+    copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
     functools.update_wrapper(copy, function)
     del copy.__wrapped__
     copy.__kwdefaults__ = function.__kwdefaults__
