@@ -246,9 +246,10 @@ def run_tests(tree: Path, tests: str) -> Outcome:
     except subprocess.TimeoutExpired:
         return Outcome("the limit of time", f"no result in {LIMIT} s", time.perf_counter() - began)
     seconds = time.perf_counter() - began
-    if run.returncode == 0:
-        return Outcome(None, "", seconds)
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", run.stdout, re.MULTILINE)
+    # 1 without a test that failed is what pytest found wrong after the last one: no test has caught anything.
+    if run.returncode == 0 or (run.returncode == 1 and not failed):
+        return Outcome(None, "", seconds)
     message = re.search(r"^E   +(\S.*)", run.stdout, re.MULTILINE)
     name = failed[1] if failed else f"pytest, exit status {run.returncode}"
     return Outcome(name, message[1][:160] if message else (run.stdout or run.stderr).strip()[-160:], seconds)

@@ -104,6 +104,11 @@ VALUES = [
     ({"enum": [1, 2]}, "3", 3),
     ({"enum": ["on", None]}, "null", None),
     ({"enum": [True, "1"]}, "true", True),
+    # A member is taken before any rule of kinds: the text "5" where it is one, and 5 is not.
+    ({"enum": ["5", 7]}, "5", "5"),
+    ({"enum": ["5", 7]}, "7", 7),
+    ({"enum": ["null", None, True]}, "null", "null"),
+    ({"enum": [None, "null", True]}, "null", None),
     ({"const": 7}, "7", 7),
     # Arrays.
     ({"type": "array", "items": {"type": "integer"}}, ITEMS("1", "x", "3"), [1, "x", 3]),
