@@ -4,11 +4,16 @@
     python scripts/mutants.py --only 7 --only 20-25   # some of them
     python scripts/mutants.py --group engine          # those of one room
     python scripts/mutants.py                         # all: about an hour on two cores
+    python scripts/mutants.py --draw 40 --seed 7 --group text    # 40 bugs of a room that nobody chose
 
 The bugs are of the kinds that engines ship; they stand in scripts/mutants.toml, each with the file, the text that is
 replaced (it occurs there once), why it is wrong, and the tests nearest to it. They are planted in a copy of the tree in
 a temporary folder, and the tests run there until the first failure. Each named test first has to pass on the unchanged
 copy. Every bug changes a result: one that does not, does not belong on the list. Ends with 1 where less than 95% are
+caught.
+
+With --draw they are drawn from the sources by a seed (mutating/drawn.py), and the score is of each room. One that
+changes no result is left out once mutating/equivalent.toml says why. Ends with 1 where less than 90% of a room are
 caught.
 """
 
@@ -25,9 +30,12 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutating import drawn as drawing
+from mutating.drawn import Drawn
+
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
-ENOUGH = 0.95
+ENOUGH, ENOUGH_DRAWN = 0.95, 0.9
 LIMIT = 900  # seconds that a run of tests may take; a bug that makes one hang is caught by it
 
 
@@ -105,7 +113,11 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="N[-M]", help="their numbers; may be repeated")
     parser.add_argument("--group", action="append", default=[], help="a room; may be repeated")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests on the unchanged tree first")
+    parser.add_argument("--draw", type=int, metavar="N", help="draw so many bugs of each room in place of the list's")
+    parser.add_argument("--seed", type=int, default=0, help="of --draw; 0")
     args = parser.parse_args()
+    if args.draw is not None:
+        return draw(args, parser)
     mutants = dict(enumerate(read_list(), 1))
     if wrong := problems(list(mutants.values())):
         parser.error("\n".join(wrong))
@@ -120,8 +132,39 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = copy_tree(Path(folder) / "tree")
         if not args.no_baseline:
-            check_baseline(tree, chosen)
-        return 0 if run_all(tree, chosen) else 1
+            check_baseline(tree, [mutant.tests for mutant in chosen.values()])
+        scores = score(chosen, run_all(tree, chosen))
+    caught, count = (sum(numbers) for numbers in zip(*scores.values(), strict=True))
+    return 0 if caught >= ENOUGH * count else 1
+
+
+def draw(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Draw bugs of rooms, plant them, and print each room's score and what survived."""
+    rooms = args.group or list(drawing.ROOMS)
+    if unknown := set(rooms) - drawing.ROOMS.keys():
+        parser.error(f"--group {', '.join(unknown)}: --draw has {', '.join(drawing.ROOMS)}")
+    if args.draw < 1 or args.only:
+        parser.error("--draw: give 1 or more, without --only")
+    drawn = [mutant for room in rooms for mutant in drawing.draw(room, args.draw, args.seed)]
+    known = drawing.equivalent()
+    for mutant in drawn:
+        if reason := known.get((mutant.file, mutant.before, mutant.after)):
+            print(f"equivalent: {mutant.file}: {mutant.why}\n            {reason}")
+    chosen = {n: m for n, m in enumerate(drawn, 1) if (m.file, m.before, m.after) not in known}
+    if args.list:
+        for number, mutant in chosen.items():
+            print(f"{number:3d}  {mutant.group:10s} {mutant.file}: {mutant.why}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = copy_tree(Path(folder) / "tree")
+        if not args.no_baseline:
+            check_baseline(tree, [drawing.ROOMS[room][1] for room in rooms])
+        outcomes = run_all(tree, chosen)
+    survivors = [chosen[number] for number, outcome in outcomes.items() if outcome.caught_by is None]
+    for mutant in survivors:
+        print(f"survived: {mutant.file}: {mutant.why}")
+    scores = score(chosen, outcomes)
+    return 0 if all(caught >= ENOUGH_DRAWN * count for caught, count in scores.values()) else 1
 
 
 def numbers(given: list[str], count: int, parser: argparse.ArgumentParser) -> set[int]:
@@ -145,17 +188,17 @@ def copy_tree(target: Path) -> Path:
     return target
 
 
-def check_baseline(tree: Path, mutants: dict[int, Mutant]) -> None:
+def check_baseline(tree: Path, tests_of_all: list[str]) -> None:
     """Exit where a named test fails without any bug: it would seem to catch everything."""
-    for tests in dict.fromkeys(mutant.tests for mutant in mutants.values()):
+    for tests in dict.fromkeys(tests_of_all):
         outcome = run_tests(tree, tests)
         print(f"unchanged: {tests} {'passes' if outcome.caught_by is None else 'FAILS'} ({outcome.seconds:.0f} s)")
         if outcome.caught_by is not None:
             sys.exit(f"{outcome.caught_by} fails on the unchanged tree: {outcome.message}")
 
 
-def run_all(tree: Path, mutants: dict[int, Mutant]) -> bool:
-    """Plant each bug, print a line for it and the sum at the end; return True if enough were caught."""
+def run_all(tree: Path, mutants: dict[int, Mutant | Drawn]) -> dict[int, Outcome]:
+    """Plant each bug, print a line for it, and return the outcomes by number."""
     outcomes = {}
     for number, mutant in mutants.items():
         path = tree / mutant.file
@@ -171,12 +214,19 @@ def run_all(tree: Path, mutants: dict[int, Mutant]) -> bool:
             f"       caught by {outcome.caught_by}\n       {outcome.message}" if is_caught else "       SURVIVED",
             flush=True,
         )
-    caught = sum(outcome.caught_by is not None for outcome in outcomes.values())
+    return outcomes
+
+
+def score(mutants: dict[int, Mutant | Drawn], outcomes: dict[int, Outcome]) -> dict[str, tuple[int, int]]:
+    """Print how many bugs of each room were caught, and of all; return (caught, planted) by room."""
+    scores = {}
     for group in dict.fromkeys(mutant.group for mutant in mutants.values()):
         of_group = [outcomes[n].caught_by is not None for n, mutant in mutants.items() if mutant.group == group]
-        print(f"{group:9s} {sum(of_group):3d} of {len(of_group)}")
+        scores[group] = sum(of_group), len(of_group)
+        print(f"{group:10s} {sum(of_group):3d} of {len(of_group)}")
+    caught = sum(outcome.caught_by is not None for outcome in outcomes.values())
     print(f"caught {caught} of {len(outcomes)}: {caught / max(1, len(outcomes)):.0%}")
-    return caught >= ENOUGH * len(outcomes)
+    return scores
 
 
 def write(path: Path, text: str, age: int) -> None:
@@ -196,9 +246,10 @@ def run_tests(tree: Path, tests: str) -> Outcome:
     except subprocess.TimeoutExpired:
         return Outcome("the limit of time", f"no result in {LIMIT} s", time.perf_counter() - began)
     seconds = time.perf_counter() - began
-    if run.returncode == 0:
-        return Outcome(None, "", seconds)
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", run.stdout, re.MULTILINE)
+    # 1 without a test that failed is what pytest found wrong after the last one: no test has caught anything.
+    if run.returncode == 0 or (run.returncode == 1 and not failed):
+        return Outcome(None, "", seconds)
     message = re.search(r"^E   +(\S.*)", run.stdout, re.MULTILINE)
     name = failed[1] if failed else f"pytest, exit status {run.returncode}"
     return Outcome(name, message[1][:160] if message else (run.stdout or run.stderr).strip()[-160:], seconds)

@@ -79,7 +79,7 @@ hypothesis.settings.register_profile("thorough", max_examples=1000, **_FEW_SLOW_
 hypothesis.settings.load_profile(os.environ.get("M3JAX_HYPOTHESIS", "ci"))
 
 # Shapes and dtypes in annotations are checked at every call, here and nowhere else.
-jaxtyping.install_import_hook(("m3jax", "pallas_kernels"), f"{checks.__name__}.{checks.check_from_first_call.__name__}")
+checks.install("m3jax", "pallas_kernels")
 
 
 # What `.ci/run` also runs under the newest jax, as the marker `core`: imports, the definitions and their schedules, the

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from support.checkpoint_folders import (
     tiny_config,
 )
 
-from m3jax import checkpoint, parallel
+from m3jax import checkpoint, parallel, quantize
 from m3jax import model as m3_model
 from m3jax.checkpoint import names, tree
 from m3jax.config import M3Config
@@ -80,6 +81,36 @@ def test_any_dtype_comes_back(dtype, folder, tmp_path):
     assert_same(load_parameters(tmp_path, dtype=dtype), first)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == dtype
     assert stored_tensors(tmp_path)[GATE].dtype == np.float32
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_config_json_says_the_dtype_of_the_tensors(key, dtype, folder, tmp_path):
+    """By whichever name the config that was loaded has, and by no other: two that differ are read differently."""
+    shutil.copytree(folder, tmp_path / "given")
+    config = json.loads((folder / "config.json").read_text())
+    config = {name: value for name, value in config.items() if name not in ("torch_dtype", "dtype")}
+    (tmp_path / "given" / "config.json").write_text(json.dumps(config | {key: "float16"}))
+    checkpoint.save(checkpoint.load(tmp_path / "given", dtype=dtype, progress=False), tmp_path / "new")
+    saved = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert {name: saved[name] for name in ("torch_dtype", "dtype") if name in saved} == {key: dtype}
+    stored = {name: values.dtype.name for name, values in stored_tensors(tmp_path / "new").items()}
+    assert {kind for name, kind in stored.items() if ".block_sparse_moe." not in name} == {dtype}
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "mxfp8"])
+def test_total_size_is_the_sum_of_bytes(weights, folder, tmp_path):
+    """Of tensors of several widths: the router of a bfloat16 model is float32, codes and scales of MXFP8 are bytes."""
+    model = checkpoint.load(folder, dtype="bfloat16", progress=False)
+    checkpoint.save(quantize(model) if weights == "mxfp8" else model, tmp_path, max_shard_bytes=50_000)
+    kinds, num_bytes = set(), 0
+    for file in tmp_path.glob("*.safetensors"):  # 8 bytes of the header's length, the header, tensors without gaps
+        data = file.read_bytes()
+        header_end = 8 + int.from_bytes(data[:8], "little")
+        kinds |= {entry["dtype"] for name, entry in json.loads(data[8:header_end]).items() if name != "__metadata__"}
+        num_bytes += len(data) - header_end
+    assert kinds == {"BF16", "F32"} | ({"F8_E4M3", "U8"} if weights == "mxfp8" else set())
+    assert json.loads((tmp_path / INDEX).read_text())["metadata"]["total_size"] == num_bytes
 
 
 def test_float64_comes_back(folder, tmp_path):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import tiny
 from support.compilations import compilations
@@ -148,7 +148,7 @@ def test_one_program_serves_growing_lengths():
 # Cutting
 
 
-@pytest.mark.parametrize("chunk", [4, 13, 128, (4, 13)], ids=str)
+@pytest.mark.parametrize("chunk", [4, 128, (4, 13)], ids=str)
 def test_any_prefill_chunk(chunk):
     """T14, T20: chunks of half a page, across the pages' borders, and one shot. T7: 4 tokens of 4 heads."""
     expected = [alone(number) for number in range(len(WORK))]  # by the programs that others compare it with too
@@ -194,7 +194,7 @@ def test_the_same_prompt_twice_and_a_conversation_that_goes_on():
 # Placing
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_permutation_of_pages(seed):
     """T9: which pages a row has changes no bit, and pages that it does not have are not read."""
     for number in (2, 4, 5):
@@ -229,6 +229,7 @@ def test_freed_pages_are_not_read(share):
 # Mixing
 
 
+@settings(max_examples=12)
 @given(
     st.lists(st.tuples(st.sampled_from(range(len(WORK))), st.integers(0, 12)), min_size=2, max_size=6), st.booleans()
 )

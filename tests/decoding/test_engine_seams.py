@@ -14,8 +14,8 @@ from support.fake_model import FakeConfig, FakeModel
 
 from m3jax.cache import PageEvent
 from m3jax.decoding import Engine, Generation, Params
+from m3jax.decoding.engine import engine as engine_module
 from m3jax.decoding.engine import scheduler
-from m3jax.decoding.engine.engine import RESULTS_KEPT
 from m3jax.model import M3
 
 PAGE = 4
@@ -98,15 +98,16 @@ def test_what_ends_outside_of_a_step_is_told_by_the_next():
     assert not served.busy
 
 
-def test_results_of_many_requests_take_no_memory():
-    """Those of the last 1,024 can still be read by handle, and a round looks at live requests alone."""
+def test_results_of_many_requests_take_no_memory(monkeypatch):
+    """Those of the last requests, here 40, can still be read by handle, and a round looks at live requests alone."""
+    monkeypatch.setattr(engine_module, "RESULTS_KEPT", 40)
     served = small()
-    handles = [served.add(prompt(3), params(1)) for _ in range(RESULTS_KEPT + 5)]
+    handles = [served.add(prompt(3), params(1)) for _ in range(40 + 5)]
     results = served.run()
-    assert len(results) == len(handles) and len(served._results) == RESULTS_KEPT
+    assert len(results) == len(handles) and len(served._results) == 40
     assert served.result(handles[-1]) == results[handles[0]] == alone(prompt(3), params(1))
     assert served.take(handles[-1]) == results[handles[-1]].tokens
-    with pytest.raises(ValueError, match="one of the last 1,024 that ended"):
+    with pytest.raises(ValueError, match="one of the last 40 that ended"):
         served.result(handles[0])
     assert not served._requests and not served._scheduler.changed and len(served._taken) == 1
 

@@ -195,24 +195,43 @@ def test_broken_videos_are_one_line(name, unchecked, capfd):
     assert capfd.readouterr().err == ""  # FFmpeg says nothing of its own
 
 
-def test_a_file_that_was_cut_is_no_shorter_video(tmp_path):
-    """Wherever it was cut: FFmpeg reads what there is, of MKV and of an MP4 whose index comes first without a word."""
+def index_first(folder) -> bytes:
+    """An MP4 of 30 frames that ends in them."""
     import av
 
-    path = tmp_path / "clip.mp4"
+    path = folder / "clip.mp4"
     with av.open(path, "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("mpeg4", rate=10)
         stream.height, stream.width, stream.pix_fmt = 32, 64, "yuv420p"
         for frame in clip(30):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
-    files = {"MP4, index first": path.read_bytes()}
+    return path.read_bytes()
+
+
+def test_a_file_that_was_cut_is_no_shorter_video(tmp_path):
+    """Wherever it was cut: FFmpeg reads what there is, of MKV and of an MP4 whose index comes first without a word."""
+    files = {"MP4, index first": index_first(tmp_path)}
     files |= {kind: video_file(clip(30), kind, sound=True) for kind in ("mp4", "mov", "avi", "matroska")}
     for kind, data in files.items():
         assert process_video(data, **EVERY).frame_indices == tuple(range(30)), kind
         for length in (len(data) // 2, 3 * len(data) // 4, len(data) - 300, len(data) - 1):
             with pytest.raises(ValueError, match=f"the video has {length} bytes of {len(data)}: it is cut short"):
                 process_video(data[:length], **EVERY)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "mov", "index first"])
+def test_a_file_whose_frames_have_a_size_of_64_bits(kind, tmp_path):
+    """As of frames of 4 GiB and more: the size is 1, and the true one stands behind the name, in the place of a box."""
+    data = index_first(tmp_path) if kind == "index first" else video_file(clip(30), kind)
+    name = data.index(b"mdat")
+    size = int.from_bytes(data[name - 4 : name], "big")
+    assert data[name - 12 : name - 4] == (8).to_bytes(4, "big") + (b"wide" if kind == "mov" else b"free")
+    wide = data[: name - 12] + (1).to_bytes(4, "big") + b"mdat" + (size + 8).to_bytes(8, "big") + data[name + 4 :]
+    assert process_video(wide, **EVERY).frame_indices == tuple(range(30))
+    for length in (name + 200, name + size // 2, name + size - 5, len(wide) - 1):
+        with pytest.raises(ValueError, match=rf"the video has {length} bytes of \d+: it is cut short"):
+            process_video(wide[:length], **EVERY)
 
 
 def test_frames_that_an_index_has_and_the_file_has_not(monkeypatch):

@@ -133,6 +133,31 @@ def test_the_paged_draft_draws_from_the_written_distribution(name):
             feature, logits = written.step(feature, int(proposal.tokens[row, step]), LENGTH + step)
 
 
+def test_proposals_of_a_round_are_drawn_apart():
+    """The joint law of two of them: where every token is as likely, so is every pair, of one round and of two rows.
+
+    One key for a round would draw one token four times, and each alone would still have its distribution.
+    """
+    module = draft(norm_output=True)
+    module.norm[...] = jnp.zeros_like(module.norm[...])  # of the logits: they are all 0
+    hidden, taps, _ = taps_of(module.config.taps)
+    first = np.asarray(jnp.argmax(model().unembed(hidden)[:, LENGTH - 1], -1), np.int32)
+    drawn = []
+    for call in range(150):
+        knobs = [Sampling(temperature=1.0, seed=2 * call + row) for row in range(2)]
+        drawn.append(np.asarray(propose(module, taps, first, sampling=knobs)[0].tokens))
+    drawn = np.stack(drawn)  # [150 rounds, 2 rows, K]
+    assert np.ptp(np.bincount(drawn.reshape(-1), minlength=CONFIG.vocab_size)) < 40  # 19 of each token
+    pairs = {f"proposals {i} and {j}": (drawn[..., i], drawn[..., j]) for i in range(K) for j in range(i)}
+    pairs |= {f"rows 0 and 1, proposal {i}": (drawn[:, 0, i], drawn[:, 1, i]) for i in range(K)}
+    for name, (one, other) in pairs.items():
+        counts = np.bincount((4 * (one % 4) + other % 4).reshape(-1), minlength=16)  # as likely, in four classes each
+        expected = one.size / 16
+        chi_square = ((counts - expected) ** 2 / expected).sum()
+        assert chi_square < 44.3, f"{name}: chi-square {chi_square:.0f}, of 15 degrees"  # once in 10,000
+        assert (one == other).sum() < 0.08 * one.size, f"{name} are the same {(one == other).sum()} times"
+
+
 def propose(module, taps, first, cut=13, sampling=None):
     """(K proposals after the prompts TOKENS[:, :LENGTH], cache), the prompt read in two chunks; drawn if so asked."""
     drafter = Eagle3Drafter(module, sample=sampling is not None)

@@ -15,7 +15,11 @@ CASE = prefill(GROUPED)
 INDEX_Q, INDEX_K = map(jnp.asarray, CASE.index())
 Q, K, V = map(jnp.asarray, CASE.qkv())
 POSITIONS, LENGTHS = jnp.asarray(CASE.positions), jnp.asarray(CASE.lengths)
-BLOCKS = jnp.asarray(msa.index_topk(INDEX_Q, INDEX_K, POSITIONS, LENGTHS, block_size=4, top_k=3))
+# The latest three blocks of each query: made by numpy, for every test process collects this file.
+OWN = np.arange(GROUPED.T) // 4
+LATEST = np.maximum(OWN - 2, 0)[:, None] + np.arange(3)
+LATEST = np.where(OWN[:, None] >= LATEST, LATEST, -1).astype(np.int32)
+BLOCKS = jnp.asarray(np.broadcast_to(LATEST, (GROUPED.B, GROUPED.K, *LATEST.shape)))
 
 CALLS = {
     "block_scores": (partial(msa.block_scores, block_size=4), dict(index_q=INDEX_Q, index_k=INDEX_K)),
@@ -149,6 +153,7 @@ def test_a_score_of_ones_own():
         rules = msa.SelectionRules(3, score=score)
         scores = msa.block_scores(INDEX_Q, INDEX_K, POSITIONS, LENGTHS, 4, score)
         expected = msa.select_blocks(scores, POSITIONS, LENGTHS, rules, block_size=4)
-        found = msa.index_topk(INDEX_Q, INDEX_K, POSITIONS, LENGTHS, block_size=4, top_k=3, score=score)
+        select = partial(msa.index_topk, INDEX_Q, INDEX_K, POSITIONS, LENGTHS, block_size=4, top_k=3)
+        found = select(score=score)
         np.testing.assert_array_equal(found, expected)
-        assert bool(jnp.all(found == BLOCKS)) == (score is not second_best)
+        assert bool(jnp.all(found == select())) == (score is not second_best)

@@ -206,6 +206,18 @@ def test_a_round_with_a_draft_verifies_its_proposals_too():
     assert 3.5 < ratio < 5, f"a round is {ratio:.2f} times a step"
 
 
+@pytest.mark.parametrize("mesh", ["tensor=8", "data=2,context=4"])
+def test_steps_of_a_draft_read_no_embedding(mesh):
+    """A step looks up the row of a token: an embedding of the draft's own takes memory, and no traffic."""
+    own, shared = (
+        evaluate(full("h200:8", draft=dataclasses.replace(M3_DRAFT, own_embedding=owned)), sizes(mesh))
+        for owned in (True, False)
+    )
+    assert own.decode == shared.decode
+    embedding = 200064 * 6144 * 2 / (8 if mesh == "tensor=8" else 1)
+    assert own.memory.draft - shared.memory.draft == embedding
+
+
 def test_all_that_lies_on_a_device_has_to_fit():
     parts = dict(experts=3.0, other_weights=2.0, cache=7.0, index_keys=1.0, draft=4.0, temporaries=6.0)
     assert Memory(**parts, limit=23.0).fits

@@ -1,9 +1,70 @@
-"""The checker of annotations that jaxtyping's import hook is given (tests/conftest.py)."""
+"""The checks of annotations in all tests (tests/conftest.py): of shapes, dtypes and types, at every call."""
 
+import dataclasses
+import functools
+import inspect
+import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
+import jaxtyping
 from beartype import beartype
+
+_of_axes = jaxtyping.jaxtyped
+
+
+def install(*packages: str) -> None:
+    """Check the annotations of packages, which must not be imported yet, at every call.
+
+    jaxtyping's import hook decorates each function and dataclass by `jaxtyping.jaxtyped`. In a call it takes 20
+    microseconds to keep what the letters of its signature stand for. Most signatures name no axis, and those that
+    schedule, parse or plan are called a million times in some files: they are checked without letters.
+    """
+    jaxtyping.jaxtyped = jaxtyped
+    jaxtyping.install_import_hook(packages, f"{__name__}.{check_from_first_call.__name__}")
+
+
+def jaxtyped(checked: Any = None, *, typechecker: Callable) -> Any:
+    """Decorate as `jaxtyping.jaxtyped` does, but a signature that names no axis by the type checker alone."""
+    if checked is None:
+        return functools.partial(jaxtyped, typechecker=typechecker)
+    if dataclasses.is_dataclass(checked) and "__init__" in vars(checked):
+        checked.__init__ = jaxtyped(checked.__init__, typechecker=typechecker)
+        return checked
+    if not inspect.isfunction(checked) or any(map(names_axes, checked.__annotations__.values())):
+        return _of_axes(checked, typechecker=typechecker)
+    function, with_types = checked, None
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        nonlocal with_types
+        if jaxtyping.config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        if with_types is None:
+            with_types = beartype(_without_forward_references(function))
+        return with_types(*args, **kwargs)
+
+    return call
+
+
+def names_axes(annotation: Any) -> bool:
+    """True if an annotation is that of an array or a tree of arrays, or has one in it."""
+    if isinstance(annotation, list):  # the arguments of a Callable
+        return any(map(names_axes, annotation))
+    is_of_arrays = type(annotation).__module__.startswith("jaxtyping.")
+    return is_of_arrays or any(map(names_axes, typing.get_args(annotation)))
+
+
+def _without_forward_references(function: Callable) -> Callable:
+    """A copy of the function with Any for each annotation that is a string: a class that is not made yet."""
+    f = function
+    copy = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+    functools.update_wrapper(copy, function)
+    del copy.__wrapped__
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = {name: Any if isinstance(x, str) else x for name, x in function.__annotations__.items()}
+    return copy
 
 
 def check_from_first_call(function: Callable) -> Callable:

@@ -140,6 +140,19 @@ def test_a_long_string_comes_in_pieces_as_it_is_written(schema, length):
     assert sum(map(len, pieces)) + sent == length + len('{"s":""}')
 
 
+@pytest.mark.parametrize("piece", [1, 7, 100])
+@pytest.mark.parametrize(("length", "is_word"), [(63, True), (64, True), (65, False)])
+def test_a_word_has_64_characters_in_pieces_too(length, is_word, piece):
+    """A longer text is a string."""
+    reader, text, early = parser(with_parameters(s={"type": ["string", "integer", "null"]})), "7" * length, ""
+    reader.feed(wire(HEAD + "@<s>"))
+    for start in range(0, length, piece):
+        early += "".join(event.text for event in reader.feed(text[start : start + piece]))
+    rest = "".join(event.text for event in fed(reader, [wire("@</s>" + TAIL)]) if event.kind == "arguments")
+    assert json.loads(early + rest) == {"s": int(text) if is_word else text}
+    assert not (early and is_word)
+
+
 def test_other_values_come_when_they_are_whole():
     reader = parser(with_parameters(a={"type": "array"}, n={"type": "integer"}))
     reader.feed(wire(HEAD))

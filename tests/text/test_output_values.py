@@ -48,6 +48,19 @@ VALUES = [
     ({"type": "integer"}, "5.0", 5),
     ({"type": "integer"}, str(BIG), BIG),
     ({"type": "integer"}, "5.5", "5.5"),
+    # With a point or an exponent it is read as a float64, which does not tell all whole numbers from 2**53 on apart.
+    ({"type": "integer"}, "9007199254740991.0", 2**53 - 1),
+    ({"type": "integer"}, "-9007199254740991.0", 1 - 2**53),
+    ({"type": "integer"}, "9007199254740992.0", "9007199254740992.0"),
+    ({"type": "integer"}, "9007199254740993.0", "9007199254740993.0"),
+    ({"type": "integer"}, "-1e16", "-1e16"),
+    ({"type": "integer"}, "9007199254740993", 2**53 + 1),
+    # A word has up to 64 characters, the space around it too; what is longer is a string where one may stand.
+    ({"type": ["string", "null"]}, " " * 60 + "null", None),
+    ({"type": ["string", "null"]}, " " * 61 + "null", " " * 61 + "null"),
+    ({"type": ["integer", "string"]}, "7" * 64, int("7" * 64)),
+    ({"type": ["integer", "string"]}, "7" * 65, "7" * 65),
+    ({"type": "integer"}, "7" * 65, int("7" * 65)),
     ({"type": "integer"}, "1_000", "1_000"),
     ({"type": "integer"}, "٣", "٣"),
     ({"type": "integer"}, "true", "true"),
@@ -91,6 +104,11 @@ VALUES = [
     ({"enum": [1, 2]}, "3", 3),
     ({"enum": ["on", None]}, "null", None),
     ({"enum": [True, "1"]}, "true", True),
+    # A member is taken before any rule of kinds: the text "5" where it is one, and 5 is not.
+    ({"enum": ["5", 7]}, "5", "5"),
+    ({"enum": ["5", 7]}, "7", 7),
+    ({"enum": ["null", None, True]}, "null", "null"),
+    ({"enum": [None, "null", True]}, "null", None),
     ({"const": 7}, "7", 7),
     # Arrays.
     ({"type": "array", "items": {"type": "integer"}}, ITEMS("1", "x", "3"), [1, "x", 3]),

@@ -161,9 +161,14 @@ def test_the_standard_loss_is_the_next_token_and_the_index_branch():
     np.testing.assert_allclose(loss, parts["lm"] + 0.5 * parts["kl"], rtol=1e-6)
 
 
-def test_the_index_loss_looks_at_other_queries_in_each_step():
-    offsets = [int(MSALoss().offset({"step": step})) for step in range(64)]
-    assert set(offsets) == set(range(8)) and offsets == [int(MSALoss().offset({"step": step})) for step in range(64)]
+@pytest.mark.parametrize("stride", [1, 2, 5, 8])
+def test_the_index_loss_looks_at_other_queries_in_each_step(stride):
+    """Its offset takes every value below the stride, about as often, and the same one for the same step."""
+    offsets = jax.vmap(lambda step: MSALoss(kl_stride=stride).offset({"step": step}))
+    drawn = np.asarray(offsets(jnp.arange(400)))
+    counts = np.bincount(drawn, minlength=stride)
+    assert len(counts) == stride and counts.min() > 0.6 * 400 / stride, counts
+    np.testing.assert_array_equal(drawn, offsets(jnp.arange(400)))
 
 
 @cache
@@ -240,6 +245,19 @@ def test_balance_moves_biases_against_the_load():
     # The mean is taken out of the biases themselves, so changes are compared among each other.
     np.testing.assert_allclose(np.diff(change[0]), 0.1 * np.diff(direction), atol=1e-6)
     np.testing.assert_allclose(with_bias(balance(model, [None, load], rate=0.1)).mean(), 0.0, atol=1e-7)
+
+
+def test_biases_are_centred_a_layer():
+    """Each layer has a mean of its own to take out: that of all layers together would leave them apart."""
+    model = tiny.model(tiny.config("dMM"))
+    bias = model.stacks[-1].mlp.e_score_correction_bias
+    bias[...] = bias[...] + jnp.array([[3.0], [-1.0]])
+    before = with_bias(model)
+    load = jnp.array([[0.5, 0.3, 0.125, 0.075, 0.0, 0.0, 0.0, 0.0], [0.0] * 7 + [1.0]])
+    after = with_bias(balance(model, [None, load], rate=0.1))
+    np.testing.assert_allclose(after.mean(axis=-1), [0.0, 0.0], atol=1e-6)
+    moved = 0.1 * np.array([[-1, -1, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, -1]])
+    np.testing.assert_allclose(np.diff(after - before), np.diff(moved), atol=1e-6)
 
 
 def test_a_skewed_router_gets_balanced():
