@@ -128,6 +128,22 @@ class Tokenizer:
         with _library_errors("these ids cannot be decoded with this tokenizer.json"):
             return self._spelling.text(self._spelling.well_formed(token_ids))
 
+    def token_bytes(self, token: SupportsIndex) -> bytes:
+        """Return the bytes that a token stands for, which may be a part of a character.
+
+        Args:
+            token: its id.
+
+        Raises:
+            ValueError: an id that the vocabulary does not have.
+        """
+        token_id = index(token)
+        self._spelling.check_id(token_id)
+        if "ByteLevel" in self._spelling.decoders:
+            return self._spelling.bytes_of(token_id)
+        byte = self._spelling.byte_of(token_id)
+        return self._spelling.text([token_id]).encode() if byte is None else bytes([byte])
+
     def stream(self, skip_special_tokens: bool = True, show_unfinished: bool = True) -> "TextStream":
         """Make an incremental detokenizer for one sequence.
 
