@@ -1,0 +1,138 @@
+"""From a message of the protocol to what the engine takes: prompt, parameters, pictures, a guide."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smg_grpc_proto import vllm_engine_pb2 as protocol
+
+from m3jax.decoding import Guide, Media, Params, Sampling
+from m3jax.messages import shown
+from m3jax.serve.worker.fields import check_fields
+from m3jax.text import Tokenizer
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request as the worker carries it out.
+
+    Attributes:
+      prompt: token ids.
+      params: how it goes on.
+      media: images and videos of the prompt.
+      guide: of its constraint; None without one.
+      n: continuations that are wanted.
+      stop: strings that end a continuation.
+      skip_special_tokens: whether special tokens have no text in which a stop string could be.
+      wants_logprobs: whether the log-probabilities of new tokens are told.
+      prompt_logprobs: alternatives that are told for each token of the prompt; None for no log-probabilities of it.
+      is_streamed: whether tokens are told as they come.
+    """
+
+    prompt: tuple[int, ...]
+    params: Params
+    media: Media | None
+    guide: Guide | None
+    n: int
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+    wants_logprobs: bool
+    prompt_logprobs: int | None
+    is_streamed: bool
+
+
+@dataclass(frozen=True)
+class OrderReader:
+    """A reader of requests for one model and engine.
+
+    Attributes:
+      tokenizer: the model's.
+      eos_ids: that end a continuation.
+      max_length: tokens that prompt and continuation can have together.
+    """
+
+    tokenizer: Tokenizer
+    eos_ids: tuple[int, ...]
+    max_length: int
+
+    def read(self, request: protocol.GenerateRequest) -> Order:
+        """Return what a request asks for.
+
+        Raises:
+          ValueError: what cannot be carried out, with the field's name.
+        """
+        check_fields(request)
+        asked = request.sampling_params
+        if request.data_parallel_rank:
+            raise ValueError(f"data_parallel_rank = {request.data_parallel_rank}: this worker has rank 0 alone")
+        if constraint := asked.WhichOneof("constraint"):
+            raise ValueError(f"{constraint}: constraints are not served yet")
+        if asked.HasField("prompt_logprobs"):
+            raise ValueError("prompt_logprobs: not served yet")
+        if request.HasField("mm_inputs") or request.extra_mm_inputs:
+            raise ValueError("mm_inputs: images and videos are not served yet")
+        prompt = self._prompt(request)
+        return Order(
+            prompt=prompt,
+            params=self._params(asked, len(prompt)),
+            media=None,
+            guide=None,
+            n=asked.n or 1,
+            stop=_stop_strings(asked.stop),
+            skip_special_tokens=asked.skip_special_tokens,
+            wants_logprobs=asked.HasField("logprobs"),
+            prompt_logprobs=None,
+            is_streamed=request.stream,
+        )
+
+    def _prompt(self, request: protocol.GenerateRequest) -> tuple[int, ...]:
+        """Return the prompt's ids, encoded if it came as text, and cut from the left if that was asked for."""
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise ValueError("the request has no prompt: give tokenized or text")
+        ids = request.tokenized.input_ids if kind == "tokenized" else self.tokenizer.encode(request.text)
+        asked = request.sampling_params
+        if not asked.HasField("truncate_prompt_tokens"):
+            return tuple(ids)
+        most = asked.truncate_prompt_tokens
+        if most == -1:
+            most = self.max_length - (asked.max_tokens or 1)
+        if most < 1:
+            raise ValueError(
+                f"truncate_prompt_tokens = {asked.truncate_prompt_tokens}: must be at least 1, or -1 for as many as "
+                f"fit into {self.max_length} beside max_tokens"
+            )
+        return tuple(ids)[-most:]
+
+    def _params(self, asked: protocol.SamplingParams, prompt_tokens: int) -> Params:
+        """Return the parameters of the continuation; a number of 0 that proto3 does not tell from none is off."""
+        sampling = Sampling(
+            temperature=asked.temperature if asked.HasField("temperature") else 1.0,
+            top_k=asked.top_k or None,
+            top_p=asked.top_p or None,
+            min_p=asked.min_p or None,
+            repetition_penalty=asked.repetition_penalty or None,
+            presence_penalty=asked.presence_penalty or None,
+            frequency_penalty=asked.frequency_penalty or None,
+            logit_bias=dict(asked.logit_bias) or None,
+            # Without a seed two equal requests are two draws.
+            seed=asked.seed % 2**32 if asked.HasField("seed") else secrets.randbits(32),
+        )
+        eos_ids = () if asked.ignore_eos else self.eos_ids
+        if asked.logprobs < 0:
+            raise ValueError(f"logprobs = {asked.logprobs}: must be from 0 to 20; all of the vocabulary are not told")
+        return Params(
+            max_new_tokens=asked.max_tokens
+            if asked.HasField("max_tokens")
+            else max(1, self.max_length - prompt_tokens),
+            sampling=sampling,
+            stop_ids=tuple(dict.fromkeys((*eos_ids, *asked.stop_token_ids))),
+            min_tokens=asked.min_tokens,
+            top_logprobs=asked.logprobs,
+        )
+
+
+def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
+    if not all(stop):
+        raise ValueError(f"stop = {shown(list(stop))}: a stop string cannot be empty; leave it out")
+    return tuple(stop)
