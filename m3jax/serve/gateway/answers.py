@@ -213,6 +213,7 @@ class Ask:
       is_chat: True if the text is parsed; else all of it is content.
       skip_special: leave special tokens out of the text; only where it is not parsed.
       rule: which calls an answer may have.
+      wants_logprobs: True if the client asked for log-probabilities.
       notes: as in `Worker.generate`.
     """
 
@@ -224,6 +225,7 @@ class Ask:
     is_chat: bool = True
     skip_special: bool = False
     rule: CallRule = CallRule()
+    wants_logprobs: bool = False
     notes: dict[str, Any] | None = None
 
     def answer(self, index: int) -> Answer:

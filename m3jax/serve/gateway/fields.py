@@ -57,15 +57,18 @@ class Fields:
         """True if the request has this field, and not as null."""
         return name in self.values
 
-    def number(
-        self, name: str, default: float | None, least: float, most: float, above: bool = False
-    ) -> float | None:
+    def number(self, name: str, default: float | None, least: float, most: float, above: bool = False) -> float | None:
         """Return a finite number within a range; `above` leaves out the lower end."""
         value = self.take(name, default)
         if value is None:
             return None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not (least < value if above else least <= value) or value > most:
+        if (
+            not is_number
+            or not math.isfinite(value)
+            or not (least < value if above else least <= value)
+            or value > most
+        ):
             lower = f"above {least:g}" if above else f"from {least:g}"
             raise refused(name, f"{name} = {shown(value)}: must be a number {lower} to {most:g}")
         return float(value)

@@ -2,16 +2,15 @@
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from m3jax.messages import shown
-from m3jax.serve.gateway.answers import Ask, CallRule, End, Piece, answers, new_id
+from m3jax.serve.gateway.answers import Ask, CallRule, End, Piece, answers, new_id, now
 from m3jax.serve.gateway.errors import ApiError, refused
 from m3jax.serve.gateway.fields import Fields
 from m3jax.serve.gateway.figures import Figures
@@ -91,6 +90,7 @@ class Gateway:
       headers: that each answer has.
       journal: of requests; None keeps none.
       running: requests that are worked on.
+      started: Unix time in seconds.
     """
 
     settings: Settings
@@ -102,6 +102,7 @@ class Gateway:
     headers: Mapping[str, str] = field(default_factory=dict)
     journal: Journal | None = None
     running: int = 0
+    started: int = field(default_factory=now)
 
     def check_ready(self) -> None:
         """Raise ApiError unless requests can be served."""
@@ -146,6 +147,7 @@ class Gateway:
             tools=tools,
             thinking_mode=turn.thinking_mode,
             rule=CallRule(most),
+            wants_logprobs=turn.top_logprobs is not None,
             notes={} if turn.wants_blocks else None,
         )
 
@@ -169,6 +171,7 @@ class Gateway:
             tokenizer=self.renderer.tokenizer,
             stop_ids=self.stop_ids(own),
             is_chat=False,
+            wants_logprobs=own.HasField("logprobs") and params.HasField("logprobs"),
             skip_special=skip_special,
         )
 
@@ -326,13 +329,3 @@ async def within(seconds: float, work: Any) -> Any:
 def deadline_error(seconds: float) -> ApiError:
     """Return the error of a request that took too long."""
     return ApiError(504, f"the request took more than {seconds:g} seconds", code="deadline_exceeded")
-
-
-def monotonic() -> float:
-    """Return seconds of a clock that never goes back."""
-    return time.monotonic()
-
-
-def with_params(turn: Turn, **changes: Any) -> Turn:
-    """Return a request with some of its settings changed."""
-    return replace(turn, **changes)

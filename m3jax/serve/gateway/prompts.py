@@ -66,9 +66,7 @@ class Renderer:
       can_see: True if the model has a vision tower.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, pool: PixelPool, sources: Sources, can_see: bool
-    ):
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, pool: PixelPool, sources: Sources, can_see: bool):
         self.tokenizer, self.template = tokenizer, template
         self._pool, self._sources, self._can_see = pool, sources, can_see
         self._ids = PlaceholderIds.of_tokenizer(tokenizer) if can_see else None

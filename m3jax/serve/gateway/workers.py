@@ -116,6 +116,12 @@ class RemoteWorker:
         with _grpc_errors(self.name):
             return await getattr(self._stub, method)(request, timeout=10.0)
 
+    async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
+        """Yield the messages of a call that answers with several."""
+        with _grpc_errors(self.name):
+            async for message in getattr(self._stub, method)(request, timeout=60.0):
+                yield message
+
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()
@@ -283,4 +289,3 @@ class Workers:
                     if (await worker.call("HealthCheck", pb.HealthCheckRequest())).healthy:
                         _LOG.warning("worker %s is back", worker.name)
                         self.down.discard(worker.name)
-
