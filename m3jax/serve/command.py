@@ -63,8 +63,8 @@ def parser() -> Parser:
     _add_gateway(out)
     engine = out.add_argument_group("the engine")
     engine.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32")
-    engine.add_argument("--pages", metavar="N", type=int, help="of the cache (default: what --max-batch requests of the "
-                        "model's context take, at most 4096)")  # fmt: skip
+    engine.add_argument("--pages", metavar="N", type=int, help="of the cache (default: what --max-batch requests of "
+                        "the model's context take, at most 4096)")  # fmt: skip
     engine.add_argument(
         "--max-batch", metavar="N", type=int, default=8, help="requests that decode together (default: 8)"
     )
@@ -105,12 +105,12 @@ def _add_gateway(out: Parser) -> None:
     out.add_argument("--port", metavar="N", type=int, default=8000, help="default: 8000; 0 takes a free one")
     out.add_argument("--name", help="of the model for clients (default: its folder's)")
     out.add_argument("--api-key", metavar="KEY", help="that each request must have")
-    out.add_argument("--allow-media", metavar="HOST|DIR", action="append", default=[], help="fetch images and videos "
-                     "from this host, or read them from this folder; may be repeated (default: data URLs alone)")  # fmt: skip
-    out.add_argument("--cors-origin", metavar="ORIGIN", action="append", default=[], help="of pages in browsers that "
-                     "may ask; may be repeated")  # fmt: skip
-    out.add_argument("--max-requests", metavar="N", type=int, default=256, help="at once; one more is answered with 429 "
-                     "(default: 256)")  # fmt: skip
+    out.add_argument("--allow-media", metavar="HOST|DIR", action="append", default=[], help="fetch images and "
+                     "videos from this host, or read them from this folder; may be repeated (default: data URLs)")  # fmt: skip
+    out.add_argument("--cors-origin", metavar="ORIGIN", action="append", default=[], help="of pages in browsers "
+                     "that may ask; may be repeated")  # fmt: skip
+    out.add_argument("--max-requests", metavar="N", type=int, default=256, help="at once; one more is answered with "
+                     "429 (default: 256)")  # fmt: skip
     out.add_argument("--deadline", metavar="SECONDS", type=float, default=math.inf, help="that a request may take")
     out.add_argument("--drain", metavar="SECONDS", type=float, default=30.0, help="that requests have to end after "
                      "SIGTERM (default: 30)")  # fmt: skip

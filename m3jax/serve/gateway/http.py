@@ -73,7 +73,7 @@ ANTHROPIC = Style(
     ping=data_event({"type": "ping"}, "ping"),
 )
 
-# A handler takes the gateway, the request's JSON and the route's name; it returns the answer, or the events of a stream.
+# A handler takes the gateway, the request's JSON and the route's name; it returns the answer, or a stream's events.
 Handler = Callable[[Gateway, dict[str, Any], str], Awaitable[dict[str, Any] | AsyncIterator[str]]]
 
 

@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
@@ -25,6 +25,7 @@ _MOST_AHEAD = 8  # requests that the worker with the prefix may have more than t
 _RETRY_SECONDS = 2.0
 
 
+@runtime_checkable
 class Worker(Protocol):
     """A worker as the gateway sees it: the calls of `vllm.grpc.engine` that it makes, with that protocol's messages.
 
@@ -222,7 +223,8 @@ class Workers:
         for worker in self.workers:
             with suppress(ApiError):
                 answer = await worker.call("GetLoads", pb.GetLoadsRequest(include=["core"]))
-                loads |= {worker.name: load for load in answer.loads[:1]}
+                if answer.loads:
+                    loads[worker.name] = answer.loads[0]
         return loads
 
     @property
