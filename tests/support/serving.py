@@ -90,6 +90,9 @@ class ScriptedWorker:
             default_sampling_params_json='{"temperature": 0.5}',
         )  # fmt: skip
 
+    async def GetServerInfo(self, request):
+        return pb.GetServerInfoResponse(block_size=16)
+
     async def HealthCheck(self, request):
         return pb.HealthCheckResponse(healthy=True)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from m3jax.decoding import Generation
 from m3jax.messages import shown
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.text import Event, OutputParser, StoppableText, Tokenizer
@@ -226,7 +227,7 @@ class Ask:
     skip_special: bool = False
     rule: CallRule = CallRule()
     wants_logprobs: bool = False
-    notes: dict[str, Any] | None = None
+    notes: dict[int, Generation] | None = None
 
     def answer(self, index: int) -> Answer:
         """Return a new answer."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from m3jax.messages import shown
 from m3jax.serve.gateway.answers import Ask, End, Piece, TokenLogprob, Usage, now, token_text
+from m3jax.serve.gateway.blocks import blocks_of
 from m3jax.serve.gateway.errors import refused
 from m3jax.serve.gateway.fields import Fields
 from m3jax.serve.gateway.gateway import Collected, Gateway, Turn, collected, thinking_mode, top_logprobs
@@ -38,7 +39,7 @@ async def chat_completions(gateway: Gateway, body: dict[str, Any], route: str) -
     return {
         **head,
         "object": "chat.completion",
-        "choices": [_choice(index, answer, ask, is_named) for index, answer in answers.items()],
+        "choices": [_choice(gateway, index, answer, ask, is_named) for index, answer in answers.items()],
         "usage": usage_object(usage),
     }
 
@@ -102,7 +103,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _choice(index: int, answer: Collected, ask: Ask, is_named: bool) -> dict[str, Any]:
+def _choice(gateway: Gateway, index: int, answer: Collected, ask: Ask, is_named: bool) -> dict[str, Any]:
     """Return one whole answer."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.calls and not answer.content:
@@ -120,17 +121,12 @@ def _choice(index: int, answer: Collected, ask: Ask, is_named: bool) -> dict[str
         "logprobs": _logprobs(answer.logprobs, ask),
         "finish_reason": finish_reason(answer.end, is_named),
     }
-    return choice | blocks_of(ask, index)
+    return choice | blocks_of(gateway, ask, index)
 
 
 def finish_reason(end: End, is_named: bool) -> str:
     """Return the reason in OpenAI's words: a call that the client named itself ends with "stop"."""
     return "stop" if end.reason == "tool_calls" and is_named else end.reason
-
-
-def blocks_of(ask: Ask, index: int) -> dict[str, Any]:
-    """Return the field of an answer that says which blocks its tokens read; none where it was not asked for."""
-    return {} if ask.notes is None else {"blocks": ask.notes.get("blocks", {}).get(index)}
 
 
 async def _chunks(
@@ -154,7 +150,9 @@ async def _chunks(
         async for news in events:
             if isinstance(news, End):
                 usage += news.usage
-                yield chunk(news.index, {}, finish_reason=finish_reason(news, is_named), **blocks_of(ask, news.index))
+                yield chunk(
+                    news.index, {}, finish_reason=finish_reason(news, is_named), **blocks_of(gateway, ask, news.index)
+                )
             elif isinstance(news, Piece):
                 # The log-probabilities of a piece go with its first delta; one without text has them alone.
                 logprobs = _logprobs(news.logprobs, ask)

@@ -49,7 +49,7 @@ async def open_gateway(
       ApiError: no worker answers.
     """
     opened = Workers(workers)
-    model = Model.of(await opened.info(), name)
+    model = Model.of(*await opened.info(), name)
     tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, folder)
     template = await asyncio.to_thread(ChatTemplate.from_folder, folder)
     pool = PixelPool(processes)

@@ -28,6 +28,7 @@ class Model:
       vocab_size: ids are below it.
       eos_ids: tokens that end an answer.
       can_see: True if it takes images and videos.
+      block_size: tokens of a block of its sparse attention, as far as the worker says.
       defaults: temperature, top_p and so on where a request does not say.
     """
 
@@ -36,14 +37,15 @@ class Model:
     vocab_size: int
     eos_ids: tuple[int, ...]
     can_see: bool
+    block_size: int
     defaults: Mapping[str, float]
 
     @classmethod
-    def of(cls, info: pb.GetModelInfoResponse, name: str | None = None) -> "Model":
+    def of(cls, info: pb.GetModelInfoResponse, server: pb.GetServerInfoResponse, name: str | None = None) -> "Model":
         """Return what a worker says of itself.
 
         Args:
-          info: of the worker.
+          info, server: of the worker.
           name: instead of the worker's own.
         """
         return cls(
@@ -52,6 +54,7 @@ class Model:
             vocab_size=info.vocab_size,
             eos_ids=tuple(info.eos_token_ids),
             can_see=info.supports_vision,
+            block_size=server.block_size,
             defaults=json.loads(info.default_sampling_params_json or "{}"),
         )
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from m3jax.decoding import Generation
 from m3jax.decoding.loop import LoopClosed, LoopFull
 from m3jax.messages import printable
 from m3jax.serve.gateway.errors import ApiError
@@ -35,13 +36,15 @@ class Worker(Protocol):
 
     name: str
 
-    def generate(self, request: pb.GenerateRequest, notes: dict[str, Any] | None) -> AsyncIterator[pb.GenerateResponse]:
+    def generate(
+        self, request: pb.GenerateRequest, notes: dict[int, Generation] | None
+    ) -> AsyncIterator[pb.GenerateResponse]:
         """Run a request. Closing the iterator ends it.
 
         Args:
           request: in the protocol.
-          notes: filled, where the worker is in this process, with what the protocol has no place for: under "blocks",
-            by the number of the continuation, the record of `Generation.records`. None asks for nothing.
+          notes: filled, where the worker is in this process, with what the protocol has no place for: each continuation
+            by its number, with the blocks that its tokens read. None asks for nothing.
 
         Raises:
           ApiError: the worker refuses it, is full, or cannot be reached.
@@ -66,11 +69,11 @@ class LocalWorker:
         self._worker = worker
 
     async def generate(
-        self, request: pb.GenerateRequest, notes: dict[str, Any] | None
+        self, request: pb.GenerateRequest, notes: dict[int, Generation] | None
     ) -> AsyncIterator[pb.GenerateResponse]:
         """As `Worker.generate`."""
         with _worker_errors():
-            more = {} if notes is None else {"notes": notes}
+            more = {} if notes is None else {"record": ("blocks",), "on_result": notes.__setitem__}
             async with aclosing(self._worker.Generate(request, **more)) as responses:
                 async for response in responses:
                     yield response
@@ -99,7 +102,7 @@ class RemoteWorker:
         self._stub = vllm_engine_pb2_grpc.VllmEngineStub(self._channel)
 
     async def generate(
-        self, request: pb.GenerateRequest, notes: dict[str, Any] | None
+        self, request: pb.GenerateRequest, notes: dict[int, Generation] | None
     ) -> AsyncIterator[pb.GenerateResponse]:
         """As `Worker.generate`; leaving it cancels the call."""
         if notes is not None:
@@ -189,7 +192,7 @@ class Workers:
         self._watch: asyncio.Task[None] | None = None
 
     async def generate(
-        self, request: pb.GenerateRequest, notes: dict[str, Any] | None = None
+        self, request: pb.GenerateRequest, notes: dict[int, Generation] | None = None
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Run a request on one of the workers; leaving the iterator ends it there, within one step of the engine.
 
@@ -213,9 +216,10 @@ class Workers:
         finally:
             self.running[worker.name] -= 1
 
-    async def info(self) -> pb.GetModelInfoResponse:
-        """Return what the first worker that answers says of its model, which all of them serve."""
-        return await self._first("GetModelInfo", pb.GetModelInfoRequest())
+    async def info(self) -> tuple[pb.GetModelInfoResponse, pb.GetServerInfoResponse]:
+        """Return what the first worker that answers says of its model, which all of them serve, and of itself."""
+        model = await self._first("GetModelInfo", pb.GetModelInfoRequest())
+        return model, await self._first("GetServerInfo", pb.GetServerInfoRequest())
 
     async def loads(self) -> dict[str, pb.SchedulerLoad]:
         """Return the load of each worker that answers, by its name."""

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 
 from m3jax.decoding import Guide, Media, Params, Sampling
+from m3jax.decoding.sampling import MAX_TOP_LOGPROBS
 from m3jax.messages import shown
+from m3jax.serve.constraints import Constraints
 from m3jax.serve.worker.fields import check_fields
+from m3jax.serve.worker.tensors import MediaReader
 from m3jax.text import Tokenizer
 
 
@@ -49,11 +52,15 @@ class OrderReader:
       tokenizer: the model's.
       eos_ids: that end a continuation.
       max_length: tokens that prompt and continuation can have together.
+      constraints: of the model's vocabulary.
+      media: reads images and videos.
     """
 
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
     max_length: int
+    constraints: Constraints
+    media: MediaReader
 
     def read(self, request: protocol.GenerateRequest) -> Order:
         """Return what a request asks for.
@@ -65,25 +72,33 @@ class OrderReader:
         asked = request.sampling_params
         if request.data_parallel_rank:
             raise ValueError(f"data_parallel_rank = {request.data_parallel_rank}: this worker has rank 0 alone")
-        if constraint := asked.WhichOneof("constraint"):
-            raise ValueError(f"{constraint}: constraints are not served yet")
-        if asked.HasField("prompt_logprobs"):
-            raise ValueError("prompt_logprobs: not served yet")
-        if request.HasField("mm_inputs") or request.extra_mm_inputs:
-            raise ValueError("mm_inputs: images and videos are not served yet")
         prompt = self._prompt(request)
+        batches = [*([request.mm_inputs] if request.HasField("mm_inputs") else []), *request.extra_mm_inputs]
+        prompt, media = self.media.read(batches, prompt)
         return Order(
             prompt=prompt,
             params=self._params(asked, len(prompt)),
-            media=None,
-            guide=None,
+            media=media,
+            guide=self._guide(asked, prompt),
             n=asked.n or 1,
             stop=_stop_strings(asked.stop),
             skip_special_tokens=asked.skip_special_tokens,
             wants_logprobs=asked.HasField("logprobs"),
-            prompt_logprobs=None,
+            prompt_logprobs=_prompt_logprobs(asked, media),
             is_streamed=request.stream,
         )
+
+    def _guide(self, asked: protocol.SamplingParams, prompt: tuple[int, ...]) -> Guide | None:
+        """Return the guide of a request's constraint; None where it has none."""
+        kind = asked.WhichOneof("constraint")
+        if kind is None:
+            return None
+        if asked.ignore_eos:
+            raise ValueError(f"ignore_eos beside {kind}: an answer under a constraint ends with EOS; leave one out")
+        constraint = getattr(asked, kind)
+        if kind == "choice":
+            constraint = list(constraint.choices)
+        return self.constraints.guide(kind, constraint, prompt, asked.grammar_from_first_token)
 
     def _prompt(self, request: protocol.GenerateRequest) -> tuple[int, ...]:
         """Return the prompt's ids, encoded if it came as text, and cut from the left if that was asked for."""
@@ -136,3 +151,14 @@ def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
     if not all(stop):
         raise ValueError(f"stop = {shown(list(stop))}: a stop string cannot be empty; leave it out")
     return tuple(stop)
+
+
+def _prompt_logprobs(asked: protocol.SamplingParams, media: Media | None) -> int | None:
+    """Return how many alternatives are wanted for each token of the prompt; None where its scores are not wanted."""
+    if not asked.HasField("prompt_logprobs"):
+        return None
+    if not 0 <= asked.prompt_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"prompt_logprobs = {asked.prompt_logprobs}: must be from 0 to {MAX_TOP_LOGPROBS}")
+    if media is not None:
+        raise ValueError("prompt_logprobs with images or videos: this worker scores text alone; leave one out")
+    return asked.prompt_logprobs

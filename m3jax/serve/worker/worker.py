@@ -2,28 +2,38 @@
 
 import asyncio
 import json
+import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+import numpy as np
 from jax.typing import DTypeLike
 from smg_grpc_proto import vllm_engine_pb2 as protocol
+from smg_grpc_proto.generated import common_pb2
 
-from m3jax.assets import embedded_path
-from m3jax.completion import Defaults
-from m3jax.decoding import Engine, EngineLoop, RequestStream, TokenEvent
+from m3jax import __version__
+from m3jax.decoding import Engine, EngineLoop, Generation, RequestStream, TokenEvent
 from m3jax.decoding.engine.options import EngineKnobs
-from m3jax.hub import load
+from m3jax.media import PlaceholderIds
 from m3jax.messages import shown
-from m3jax.serve.worker.answers import Answer
+from m3jax.serve.constraints import Constraints
+from m3jax.serve.worker.answers import Answer, PromptScores, prompt_scores
+from m3jax.serve.worker.kv_events import KvEvents
 from m3jax.serve.worker.orders import Order, OrderReader
-from m3jax.text import Tokenizer
+from m3jax.serve.worker.tensors import MediaReader
+from m3jax.serve.worker.tokenizer_files import pieces, tokenizer_archive
+from m3jax.text import TextStream
+from m3jax.text_model import TextModel
 
 MAX_REQUESTS = 1024  # that go on or wait, where the caller does not say
 _MOST_PAGES = 4096  # of a pool, likewise
+_POLL_SECONDS, _THROUGHPUT_SECONDS = 0.02, 10.0
 _SUBMITTERS = 32  # threads in which requests are read and handed to the engine
 
 
@@ -32,6 +42,8 @@ class _Active:
     """A request that has not ended: its streams, once the engine has it."""
 
     streams: list[RequestStream] = field(default_factory=list)
+    prompt_tokens: int = 0
+    has_begun: bool = False  # whether it has had news
     is_aborted: bool = False
 
     def cancel(self) -> None:
@@ -49,9 +61,7 @@ class Worker:
 
     Args:
       engine: from now on the worker's alone.
-      tokenizer: the model's, for prompts that come as text and for stop strings.
-      defaults: of the model's folder, which tells the EOS ids and what a client gets that leaves the sampling open.
-      folder: where the model was read from.
+      lm: the model, its tokenizer, and its folder, whose defaults tell the EOS ids.
       name: under which clients know the model; None is the folder's.
       max_requests: that go on or wait at once.
 
@@ -64,22 +74,28 @@ class Worker:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Tokenizer,
-        defaults: Defaults,
-        folder: str | Path,
+        lm: TextModel,
         *,
         name: str | None = None,
         max_requests: int = MAX_REQUESTS,
     ):
-        self.engine, self.tokenizer, self.folder = engine, tokenizer, Path(folder)
-        self.name = self.folder.name if name is None else name
-        self._defaults = defaults
-        eos_ids = engine.config.eos_token_id if defaults.stop_ids is None else defaults.stop_ids
+        self.engine, self.tokenizer, self.folder = engine, lm.tokenizer, lm.folder
+        self.name = lm.folder.name if name is None else name
+        self._lm = lm
+        eos_ids = engine.config.eos_token_id if lm.defaults.stop_ids is None else lm.defaults.stop_ids
         self._eos_ids = tuple(eos_ids)
-        self._reader = OrderReader(tokenizer, self._eos_ids, engine.max_length)
+        self.constraints = Constraints(lm.tokenizer, engine.config.vocab_size, self._eos_ids)
+        placeholders = PlaceholderIds.of_config(engine.config) if engine.shapes.media_patches else None
+        media = MediaReader({} if placeholders is None else dict(image=placeholders.image, video=placeholders.video))
+        self._reader = OrderReader(lm.tokenizer, self._eos_ids, engine.max_length, self.constraints, media)
+        self._pages = KvEvents(engine.config.index_block_size)
+        engine.observe_pages(self._pages.note)
         self._loop = EngineLoop(engine, max_requests)
         self._submitters = ThreadPoolExecutor(_SUBMITTERS, thread_name_prefix="m3jax submit")
         self._active: dict[str, _Active] = {}
+        self._began = time.time()
+        self._received = 0.0  # when the last request came, in seconds since 1970
+        self._drawn: deque[tuple[float, int]] = deque()  # (when, new tokens) of the last seconds
 
     @classmethod
     def from_pretrained(
@@ -106,13 +122,16 @@ class Worker:
         Raises:
           ValueError: a folder that cannot be used, or a bad knob.
         """
-        folder = embedded_path() if folder is None else Path(folder)
-        tokenizer, defaults = Tokenizer.from_pretrained(folder), Defaults.from_pretrained(folder)
-        model = load(folder, dtype=dtype)
-        blocks = -(-model.config.max_position_embeddings // model.config.index_block_size)
+        lm = TextModel.from_pretrained(folder, dtype=dtype)
+        lm = replace(lm, model=lm.model.with_invariance(invariant))
+        blocks = -(-lm.model.config.max_position_embeddings // lm.model.config.index_block_size)
         knobs = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))} | knobs
-        engine = Engine(model, invariant=invariant, **knobs)
-        return cls(engine, tokenizer, defaults, folder, name=name, max_requests=max_requests)
+        return cls(Engine(lm.model, **knobs), lm, name=name, max_requests=max_requests)
+
+    async def prepare(self) -> None:
+        """Compile what requests will run, and read the vocabulary for constraints, so that no request waits for it."""
+        await self._on_engine(self.engine.warmup)
+        await asyncio.get_running_loop().run_in_executor(self._submitters, self.constraints.prepare)
 
     async def close(self, pending: Literal["finish", "abort"] = "finish") -> None:
         """End the engine's thread; nothing can be asked of the worker then.
@@ -125,11 +144,23 @@ class Worker:
 
     # The calls of the service, by its names
 
-    async def Generate(self, request: protocol.GenerateRequest) -> AsyncIterator[protocol.GenerateResponse]:
+    async def Generate(
+        self,
+        request: protocol.GenerateRequest,
+        *,
+        record: tuple[str, ...] = (),
+        on_result: Callable[[int, Generation], None] | None = None,
+    ) -> AsyncIterator[protocol.GenerateResponse]:
         """Continue a prompt.
 
         A client that goes away closes the iterator, or cancels the task that reads it: the engine then ends the request
         before its next step, and its pages are free.
+
+        Args:
+          request: of the protocol.
+          record: choices of the layers that are recorded, as in `Params.record`. The protocol has no place for them, so
+            they are only for a gateway in the same process.
+          on_result: called with the number of a continuation and all of it, records included, before its `complete`.
 
         Yields:
           Where `stream` is set a chunk whenever there are new tokens; at the end of each of the `n` continuations,
@@ -141,14 +172,19 @@ class Worker:
           LoopFull: there are `max_requests` already.
           LoopClosed: the engine failed, or the worker was closed.
         """
+        self._received = time.time()
         request_id = request.request_id or uuid.uuid4().hex
         if request_id in self._active:
             raise ValueError(f"request_id = {shown(request_id)}: a request of this name goes on; give another name")
         active = self._active[request_id] = _Active()
         try:
-            order = await self._submit(request, active)
-            answers = [Answer(order, index, self._text_of(order)) for index in range(order.n)]
+            order, prompt_scores = await self._submit(request, active, record)
+            answers = [Answer(order, index, self._text_of(order), prompt_scores) for index in range(order.n)]
             async for index, event in _events(active.streams):
+                active.has_begun = True
+                self._note_drawn(len(event.tokens))
+                if on_result is not None and event.generation is not None:
+                    on_result(index, event.generation)
                 for message in answers[index].messages(event):
                     yield message
                 if answers[index].stop_string is not None:
@@ -174,7 +210,7 @@ class Worker:
         """Describe the model as a gateway needs it."""
         config = self.engine.config
         described = config.to_dict()
-        knobs = {name: value for name, value in self._defaults.knobs.items() if name != "bad_words"}
+        knobs = {name: value for name, value in self._lm.defaults.knobs.items() if name != "bad_words"}
         return protocol.GetModelInfoResponse(
             model_path=self.name,
             is_generation=True,
@@ -191,30 +227,136 @@ class Worker:
             default_sampling_params_json=json.dumps(knobs),
         )
 
+    async def GetServerInfo(self, request: protocol.GetServerInfoRequest) -> protocol.GetServerInfoResponse:
+        """Describe the server as a gateway needs it: how large it is, and how pictures are to come."""
+        return protocol.GetServerInfoResponse(
+            active_requests=len(self._active),
+            last_receive_timestamp=self._received,
+            uptime_seconds=time.time() - self._began,
+            server_type="vllm-grpc",  # whose protocol this is
+            data_parallel_size=1,
+            block_size=self.engine.config.index_block_size,
+            model_dtype=str(np.dtype(self._lm.model.dtype)),
+            max_num_seqs=self.engine.shapes.batch,
+            multimodal_encoder_dtype="float32",
+            engine_reasoning_parser="minimax_m3",
+            constrained_decoding_start="after_reasoning",
+        )
+
+    async def GetLoads(self, request: protocol.GetLoadsRequest) -> protocol.GetLoadsResponse:
+        """Tell the engine's load.
+
+        Raises:
+          ValueError: a rank other than 0.
+        """
+        if request.dp_rank:
+            raise ValueError(f"dp_rank = {request.dp_rank}: this worker has rank 0 alone")
+        load, pages = await self._on_engine(lambda: (self.engine.load, self.engine.pages))
+        page_size, num_pages = (
+            self.engine.config.index_block_size,
+            sum(pages[kind] for kind in ("free", "cached", "used")),
+        )
+        looked_up = pages["hit_tokens"] + pages["missed_tokens"]
+        running, waiting = load["running"], load["waiting"]
+        of_rank = protocol.SchedulerLoad(
+            num_running_reqs=running,
+            num_waiting_reqs=waiting,
+            num_total_reqs=running + waiting,
+            num_used_tokens=pages["used"] * page_size,
+            max_total_num_tokens=num_pages * page_size,
+            token_usage=pages["used"] / num_pages,
+            gen_throughput=self._throughput(),
+            cache_hit_rate=pages["hit_tokens"] / looked_up if looked_up else 0.0,
+            utilization=running / self.engine.shapes.batch,
+            max_running_requests=self.engine.shapes.batch,
+            num_waiting_uncached_tokens=sum(
+                active.prompt_tokens for active in self._active.values() if not active.has_begun
+            ),
+        )
+        now = datetime.now(UTC).isoformat()
+        return protocol.GetLoadsResponse(timestamp=now, version=__version__, dp_rank_count=1, loads=[of_rank])
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        """Yield the tokenizer's files as a zip in pieces of 64 KiB, the last one with the SHA-256 of all."""
+        archive = await asyncio.to_thread(tokenizer_archive, self.folder)
+        for piece in pieces(archive):
+            yield piece
+
+    async def FlushCache(self, request: common_pb2.FlushCacheRequest) -> common_pb2.FlushCacheResponse:
+        """Forget known pages and features of pictures, once no request goes on; it waits for that up to `timeout_s`."""
+        deadline = time.monotonic() + request.timeout_s
+
+        def flush() -> bool:
+            if self.engine.busy:
+                return False
+            self.engine.update(self._lm.model)  # the same weights: all that was computed with them is dropped
+            return True
+
+        while not await self._on_engine(flush):
+            if time.monotonic() >= deadline:
+                count = len(self._active)
+                return common_pb2.FlushCacheResponse(success=False, message=f"{count} requests go on: try again")
+            await asyncio.sleep(_POLL_SECONDS)
+        return common_pb2.FlushCacheResponse(success=True, message="known pages and features are forgotten")
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
+        """Yield which pages are known, and then each change (`m3jax.serve.worker.kv_events`)."""
+        async for batch in self._pages.subscribe(request.start_sequence_number):
+            yield batch
+
     # How a request gets to the engine
 
-    async def _submit(self, request: protocol.GenerateRequest, active: _Active) -> Order:
-        """Read a request and hand it to the engine, on a thread: both wait, the second for the engine's round."""
+    async def _submit(
+        self, request: protocol.GenerateRequest, active: _Active, record: tuple[str, ...]
+    ) -> tuple[Order, PromptScores | None]:
+        """Read a request and hand it to the engine, on a thread: both wait, the second for the engine's round.
 
-        def submit() -> Order:
+        Returns:
+          The request, and the scores of its prompt where they were asked for.
+        """
+
+        def submit() -> tuple[Order, PromptScores | None]:
             order = self._reader.read(request)
-            active.streams = self._loop.submit(
-                order.prompt, order.params, order.media, order.guide, n=order.n, timeout=0
-            )
-            return order
+            active.prompt_tokens = len(order.prompt)
+            scores = None
+            if order.prompt_logprobs is not None:
+                scores = self._loop.call(lambda: prompt_scores(self._lm.model, order.prompt, order.prompt_logprobs))
+            params = replace(order.params, record=record)
+            active.streams = self._loop.submit(order.prompt, params, order.media, order.guide, n=order.n, timeout=0)
+            return order, scores
 
         submitted = self._submitters.submit(submit)
         try:
-            order = await asyncio.wrap_future(submitted)
+            order, scores = await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
             submitted.add_done_callback(lambda _: active.cancel())  # the client has gone, and the thread goes on
             raise
         if active.is_aborted:
             active.cancel()
-        return order
+        return order, scores
 
-    def _text_of(self, order: Order) -> Any:
+    async def _on_engine(self, order: Callable[[], Any]) -> Any:
+        """Run a function on the engine's thread between two rounds, and return what it returns."""
+        return await asyncio.get_running_loop().run_in_executor(self._submitters, self._loop.call, order)
+
+    def _text_of(self, order: Order) -> TextStream:
         return self.tokenizer.stream(skip_special_tokens=order.skip_special_tokens)
+
+    def _note_drawn(self, count: int) -> None:
+        """Note new tokens, and forget those of more than some seconds ago."""
+        now = time.monotonic()
+        self._drawn.append((now, count))
+        while self._drawn[0][0] < now - _THROUGHPUT_SECONDS:
+            self._drawn.popleft()
+
+    def _throughput(self) -> float:
+        """Return the new tokens a second of the last seconds."""
+        since = time.monotonic() - _THROUGHPUT_SECONDS
+        return sum(count for when, count in self._drawn if when >= since) / _THROUGHPUT_SECONDS
 
 
 async def _events(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, TokenEvent]]:

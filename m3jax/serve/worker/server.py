@@ -1,0 +1,115 @@
+"""A worker behind gRPC: the service `vllm.grpc.engine.VllmEngine`."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn
+
+import grpc
+from smg_grpc_proto import vllm_engine_pb2_grpc as services
+
+from m3jax.decoding.loop import LoopClosed, LoopFull
+from m3jax.messages import printable, shortened
+from m3jax.serve.worker.worker import Worker
+
+_MOST_BYTES = 512 << 20  # of one message: 200 images of the hub's usual size take some 400 MB
+_LOG = logging.getLogger(__name__)
+# What a worker raises, as a gateway is told it. Anything else is a fault of the worker's own.
+_STATUS = (
+    (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
+    (LoopFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (LoopClosed, grpc.StatusCode.UNAVAILABLE),
+)
+_UNARY = ("HealthCheck", "Abort", "GetModelInfo", "GetServerInfo", "GetLoads", "FlushCache")
+_STREAMS = ("Generate", "GetTokenizer", "SubscribeKvEvents")
+
+
+class _Service(services.VllmEngineServicer):
+    """The service: each call is the worker's of the same name. Embed and profiling are UNIMPLEMENTED."""
+
+    def __init__(self, worker: Worker):
+        for name in _UNARY:
+            setattr(self, name, _answered(getattr(worker, name)))
+        for name in _STREAMS:
+            setattr(self, name, _streamed(getattr(worker, name)))
+
+
+def _answered(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await call(request)
+        except Exception as error:
+            await _refuse(context, error)
+
+    return handle
+
+
+def _streamed(call: Callable[[Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        messages = call(request)
+        try:
+            async for message in messages:
+                yield message
+        except Exception as error:
+            await _refuse(context, error)
+        finally:
+            await messages.aclose()  # at once, not when it is collected: a client that is gone frees its pages
+
+    return handle
+
+
+async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    """End a call with the status of what was raised."""
+    status = next((status for kind, status in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    if status == grpc.StatusCode.INTERNAL:
+        _LOG.error("a call failed", exc_info=error)
+    await context.abort(status, shortened(printable(str(error) or type(error).__name__)))
+
+
+async def start(worker: Worker, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.aio.Server, int]:
+    """Listen for calls.
+
+    Args:
+      worker: it is not closed with the server.
+      host: address to listen on.
+      port: 0 takes a free one.
+
+    Returns:
+      (the server, which `stop` ends; its port).
+
+    Raises:
+      ValueError: the port cannot be listened on.
+    """
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", _MOST_BYTES),
+            ("grpc.max_send_message_length", _MOST_BYTES),
+            ("grpc.so_reuseport", 0),  # or a second worker would share the port in silence
+        ]
+    )
+    services.add_VllmEngineServicer_to_server(_Service(worker), server)
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: is something else there? Choose another --port") from error
+    await server.start()
+    return server, bound
+
+
+async def serve(
+    worker: Worker, host: str, port: int, *, drain_seconds: float = 30.0, stopped: asyncio.Event | None = None
+) -> None:
+    """Serve calls until it is told to stop; then let what goes on end, and close the worker.
+
+    Args:
+      worker: to be closed at the end.
+      host, port: as in `start`.
+      drain_seconds: that requests get to end once it stops; then they are aborted.
+      stopped: set to stop; None serves until this coroutine is cancelled.
+    """
+    server, _ = await start(worker, host, port)
+    try:
+        await (stopped or asyncio.Event()).wait()
+    finally:
+        await server.stop(drain_seconds)
+        await worker.close("abort")
