@@ -105,8 +105,8 @@ def _add_gateway(out: Parser) -> None:
     out.add_argument("--port", metavar="N", type=int, default=8000, help="default: 8000; 0 takes a free one")
     out.add_argument("--name", help="of the model for clients (default: its folder's)")
     out.add_argument("--api-key", metavar="KEY", help="that each request must have")
-    out.add_argument("--allow-media", metavar="HOST|DIR", action="append", default=[], help="fetch images and "
-                     "videos from this host, or read them from this folder; may be repeated (default: data URLs)")  # fmt: skip
+    out.add_argument("--allow-media", metavar="HOST|DIR", action="append", default=[], help="fetch pictures from "
+                     "this host, or read them from this folder; may be repeated (default: data URLs)")  # fmt: skip
     out.add_argument("--cors-origin", metavar="ORIGIN", action="append", default=[], help="of pages in browsers "
                      "that may ask; may be repeated")  # fmt: skip
     out.add_argument("--max-requests", metavar="N", type=int, default=256, help="at once; one more is answered with "

@@ -4,13 +4,8 @@ import json
 
 import openai
 import pytest
-from support.serving import NAME
+from support.serving import CALL, NAME, NS
 
-NS = "]<]minimax[>["
-CALL = (
-    f'{NS}<tool_call>\n{NS}<invoke name="get_weather">{NS}<city>Paris, the city of light{NS}</city>{NS}</invoke>'
-    f'{NS}<invoke name="get_time">{NS}</invoke>{NS}</tool_call>'
-)
 TOOLS = [
     {
         "type": "function",
@@ -47,7 +42,7 @@ def test_answer(scripted):
     assert answer.choices[0].message.content == "Fine, thanks: 5 € and 🙂."
     assert answer.choices[0].finish_reason == "stop" and answer.model == NAME and answer.object == "chat.completion"
     sent = worker.requests[0].sampling_params
-    assert (sent.temperature, sent.max_tokens) == (0.5, 2048 - answer.usage.prompt_tokens)  # the model's own defaults
+    assert (sent.temperature, sent.max_tokens) == (0.5, 4096 - answer.usage.prompt_tokens)  # the model's own defaults
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
@@ -178,8 +173,8 @@ def test_limits(scripted):
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
     for most in (512_000, 524_288):
         assert ask(server, max_tokens=most).choices[0].finish_reason == "stop"
-    with pytest.raises(openai.BadRequestError, match="2048") as raised:
-        ask(server, messages=[{"role": "user", "content": "long " * 3000}])
+    with pytest.raises(openai.BadRequestError, match="4096") as raised:
+        ask(server, messages=[{"role": "user", "content": "long " * 5000}])
     assert raised.value.code == "context_length_exceeded" and raised.value.param == "messages"
 
 

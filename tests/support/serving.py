@@ -26,6 +26,11 @@ from m3jax.serve.gateway.workers import LocalWorker
 
 EOS = 1
 NAME = "scripted"
+NS = "]<]minimax[>["
+CALL = (
+    f'{NS}<tool_call>\n{NS}<invoke name="get_weather">{NS}<city>Paris, the city of light{NS}</city>{NS}</invoke>'
+    f'{NS}<invoke name="get_time">{NS}</invoke>{NS}</tool_call>'
+)
 
 
 @dataclass
@@ -86,7 +91,7 @@ class ScriptedWorker:
 
     async def GetModelInfo(self, request):
         return pb.GetModelInfoResponse(
-            served_model_name=NAME, max_context_length=2048, vocab_size=2048, supports_vision=True, eos_token_ids=[EOS],
+            served_model_name=NAME, max_context_length=4096, vocab_size=2048, supports_vision=True, eos_token_ids=[EOS],
             default_sampling_params_json='{"temperature": 0.5}',
         )  # fmt: skip
 

@@ -317,5 +317,5 @@ async def _events(gateway: Gateway, ask: Ask, head: dict[str, Any], route: str) 
                 yield _event("message_stop")
 
 
-def _event(name: str, **fields: Any) -> str:
+def _event(name: str, /, **fields: Any) -> str:
     return data_event({"type": name, **fields}, name)

@@ -217,7 +217,7 @@ class _Items:
         self._text: list[str] = []
         self._number = -1
 
-    def event(self, name: str, **fields: Any) -> str:
+    def event(self, name: str, /, **fields: Any) -> str:
         """Return the next event of the stream."""
         self._number += 1
         return data_event({"type": name, "sequence_number": self._number, **fields}, name)
