@@ -159,7 +159,7 @@ def _note(choice: _Choice, news: Piece | End | pb.InputLogProbs, order: _Order, 
     if order.echoes and not choice.text and not choice.tokens:
         choice.text = ask.tokenizer.decode(ask.request.tokenized.input_ids, skip_special_tokens=order.skip_special)
     if isinstance(news, pb.InputLogProbs):
-        choice.tokens = prompt_logprobs(news)
+        choice.tokens = [*prompt_logprobs(news), *choice.tokens]
     elif isinstance(news, Piece) and order.has_new:
         choice.text += "".join(event.text for event in news.events)
         choice.tokens += news.logprobs if ask.wants_logprobs else ()

@@ -56,7 +56,7 @@ class Turn:
     """A chat request, whatever its protocol.
 
     Attributes:
-      messages: in OpenAI's layout.
+      messages: in OpenAI's layout; not checked yet, as the tools are not.
       tools: in OpenAI's layout; None for none.
       choice: "auto", "none", "required", or the name of the tool that must be called.
       is_parallel: True if several tools may be called in one answer.
@@ -67,8 +67,8 @@ class Turn:
       wants_blocks: True if the blocks that each new token read come back.
     """
 
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None
+    messages: Sequence[Any]
+    tools: Sequence[Any] | None
     choice: str = "auto"
     is_parallel: bool = True
     thinking_mode: str = "adaptive"

@@ -21,6 +21,7 @@ from m3jax.serve.gateway.gateway import Gateway, deadline_error, within
 
 _LOG = logging.getLogger("m3jax.serve")
 _BODY_SECONDS = 60.0  # in which a body has to come
+_FIRST_SECONDS = 1.0  # in which a stream's first event decides the status; after that it has begun
 _LARGE = 1 << 20  # bytes of a body that is parsed on a thread
 
 
@@ -125,7 +126,7 @@ async def _begun(gateway: Gateway, handler: Handler, body: dict[str, Any], route
         return answer
     first = asyncio.ensure_future(anext(answer))
     try:
-        await asyncio.wait({first}, timeout=gateway.settings.ping_seconds)
+        await asyncio.wait({first}, timeout=_FIRST_SECONDS)
         if first.done():
             first.result()
     except BaseException:
@@ -317,14 +318,14 @@ async def _body(request: Request, most: int) -> bytes:
 def check_key(gateway: Gateway, headers: Mapping[str, str]) -> None:
     """Raise ApiError 401 unless the request has the server's key, as a bearer token or as x-api-key.
 
-    The comparison takes the same time wherever two keys differ.
+    The comparison takes the same time wherever two keys differ. Headers are bytes, which Starlette reads as Latin-1.
     """
     expected = gateway.settings.api_key
     if expected is None:
         return
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    if not hmac.compare_digest(given.encode(), expected.encode()):
+    if not hmac.compare_digest(given.encode("latin-1"), expected.encode()):
         raise ApiError(
             401, "no valid API key: give it as Authorization: Bearer KEY, or x-api-key", code="invalid_api_key"
         )

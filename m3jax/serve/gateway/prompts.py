@@ -73,8 +73,8 @@ class Renderer:
 
     async def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
         thinking_mode: str | None,
         is_question: bool = True,
     ) -> Prompt:
@@ -101,8 +101,8 @@ class Renderer:
 
     def _encode(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
         thinking_mode: str | None,
         is_question: bool,
     ) -> list[int]:
