@@ -12,12 +12,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import anthropic
+import numpy as np
 import openai
 import uvicorn
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from support.embedded import TOKENIZER
 
 from m3jax.assets import embedded_path
+from m3jax.decoding import Generation
 from m3jax.serve.gateway.app import app
 from m3jax.serve.gateway.gateway import Gateway, Settings
 from m3jax.serve.gateway.loading import open_gateway
@@ -53,7 +55,7 @@ class ScriptedWorker:
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
-    async def Generate(self, request: pb.GenerateRequest, **_: Any):
+    async def Generate(self, request: pb.GenerateRequest, *, record: Sequence[str] = (), on_result: Any = None):
         if request.sampling_params.seed == 666:
             raise ValueError("seed = 666: not this one")
         seen = any(request.tokenized.input_ids == other.tokenized.input_ids for other in self.requests)
@@ -74,6 +76,10 @@ class ScriptedWorker:
                         chunk.output_logprobs.CopyFrom(self._logprobs(part, request.sampling_params.logprobs))
                     yield pb.GenerateResponse(chunk=chunk)
                     await asyncio.sleep(0)
+                if on_result is not None:
+                    own = (prompt - 1 + np.arange(len(ids))) // 16  # each token reads its own block and the first
+                    blocks = np.stack([own, np.zeros_like(own)], -1).reshape(-1, 1, 1, 2).astype(np.int16)
+                    on_result(index, Generation(ids, [], "stop_id", prompt, records={"blocks": blocks}))
                 complete = pb.GenerateComplete(
                     output_ids=ids, finish_reason="length" if is_cut else "stop", prompt_tokens=prompt,
                     completion_tokens=len(ids), cached_tokens=(prompt - 1) * seen, index=index,
