@@ -133,18 +133,19 @@ class Sources:
         plain = socket.create_connection((address, port), timeout=_seconds_to(deadline))  # not the name: it may change
         try:
             context = ssl.create_default_context() if is_tls else None
-            connection.sock = context.wrap_socket(plain, server_hostname=parts.hostname) if context else plain
+            stream = context.wrap_socket(plain, server_hostname=parts.hostname) if context else plain
+            connection.sock = stream
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", path, headers={"User-Agent": "m3jax", "Accept-Encoding": "identity"})
-            response = connection.getresponse()
-            data = bytearray()
-            while len(data) <= most:
-                connection.sock.settimeout(_seconds_to(deadline))
-                piece = response.read1(min(1 << 16, most + 1 - len(data)))
-                if not piece:
-                    break
-                data += piece
-            return response.status, response.getheader("Location"), bytes(data)
+            with connection.getresponse() as response:
+                data = bytearray()
+                while len(data) <= most:
+                    stream.settimeout(_seconds_to(deadline))
+                    piece = response.read1(min(1 << 16, most + 1 - len(data)))
+                    if not piece:
+                        break
+                    data += piece
+                return response.status, response.getheader("Location"), bytes(data)
         finally:
             connection.close()
             plain.close()
