@@ -47,6 +47,8 @@ def _answered(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 def _streamed(call: Callable[[Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         messages = call(request)
+        # Now, not with the first message: a gateway takes a subscription without news for a worker that is gone.
+        await context.send_initial_metadata(())
         try:
             async for message in messages:
                 yield message

@@ -93,6 +93,7 @@ class Worker:
         self._loop = EngineLoop(engine, max_requests)
         self._submitters = ThreadPoolExecutor(_SUBMITTERS, thread_name_prefix="m3jax submit")
         self._active: dict[str, _Active] = {}
+        self._is_preparing = False
         self._began = time.time()
         self._received = 0.0  # when the last request came, in seconds since 1970
         self._drawn: deque[tuple[float, int]] = deque()  # (when, new tokens) of the last seconds
@@ -128,10 +129,20 @@ class Worker:
         knobs = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))} | knobs
         return cls(Engine(lm.model, **knobs), lm, name=name, max_requests=max_requests)
 
-    async def prepare(self) -> None:
-        """Compile what requests will run, and read the vocabulary for constraints, so that no request waits for it."""
-        await self._on_engine(self.engine.warmup)
-        await asyncio.get_running_loop().run_in_executor(self._submitters, self.constraints.prepare)
+    async def prepare(self, programs: Sequence[str] = ("prefill", "decode", "pages")) -> None:
+        """Compile what requests will run, and read the vocabulary for constraints; `HealthCheck` waits for it.
+
+        Requests that come meanwhile wait too. What is left out is compiled by the first request that needs it.
+
+        Args:
+          programs: as in `Engine.warmup`; "tower" reads pictures.
+        """
+        self._is_preparing = True
+        try:
+            await self._on_engine(lambda: self.engine.warmup(programs=programs))
+            await asyncio.get_running_loop().run_in_executor(self._submitters, self.constraints.prepare)
+        finally:
+            self._is_preparing = False
 
     async def close(self, pending: Literal["finish", "abort"] = "finish") -> None:
         """End the engine's thread; nothing can be asked of the worker then.
@@ -190,6 +201,8 @@ class Worker:
         """Say whether requests are taken."""
         if self._loop.is_closed:
             return protocol.HealthCheckResponse(healthy=False, message="the engine has ended")
+        if self._is_preparing:
+            return protocol.HealthCheckResponse(healthy=False, message="compiling")
         return protocol.HealthCheckResponse(healthy=True, message="ready")
 
     async def GetModelInfo(self, request: protocol.GetModelInfoRequest) -> protocol.GetModelInfoResponse:
