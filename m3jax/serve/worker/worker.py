@@ -18,7 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto.generated import common_pb2
 
 from m3jax import __version__
-from m3jax.decoding import Engine, EngineLoop, RequestStream, TokenEvent
+from m3jax.decoding import Engine, EngineLoop, Generation, RequestStream, TokenEvent
 from m3jax.decoding.engine.options import EngineKnobs
 from m3jax.media import PlaceholderIds
 from m3jax.messages import shown
@@ -155,11 +155,23 @@ class Worker:
 
     # The calls of the service, by its names
 
-    async def Generate(self, request: protocol.GenerateRequest) -> AsyncIterator[protocol.GenerateResponse]:
+    async def Generate(
+        self,
+        request: protocol.GenerateRequest,
+        *,
+        record: tuple[str, ...] = (),
+        on_result: Callable[[int, Generation], None] | None = None,
+    ) -> AsyncIterator[protocol.GenerateResponse]:
         """Continue a prompt.
 
         A client that goes away closes the iterator, or cancels the task that reads it: the engine then ends the request
         before its next step, and its pages are free.
+
+        Args:
+          request: of the protocol.
+          record: choices of the layers that are recorded, as in `Params.record`. The protocol has no place for them, so
+            they are only for a gateway in the same process.
+          on_result: called with the number of a continuation and all of it, records included, before its `complete`.
 
         Yields:
           Where `stream` is set a chunk whenever there are new tokens; at the end of each of the `n` continuations,
@@ -177,11 +189,13 @@ class Worker:
             raise ValueError(f"request_id = {shown(request_id)}: a request of this name goes on; give another name")
         active = self._active[request_id] = _Active()
         try:
-            order, prompt_scores = await self._submit(request, active)
+            order, prompt_scores = await self._submit(request, active, record)
             answers = [Answer(order, index, self._text_of(order), prompt_scores) for index in range(order.n)]
             async for index, event in _events(active.streams):
                 active.has_begun = True
                 self._note_drawn(len(event.tokens))
+                if on_result is not None and event.generation is not None:
+                    on_result(index, event.generation)
                 for message in answers[index].messages(event):
                     yield message
                 if answers[index].stop_string is not None:
@@ -309,7 +323,9 @@ class Worker:
 
     # How a request gets to the engine
 
-    async def _submit(self, request: protocol.GenerateRequest, active: _Active) -> tuple[Order, PromptScores | None]:
+    async def _submit(
+        self, request: protocol.GenerateRequest, active: _Active, record: tuple[str, ...]
+    ) -> tuple[Order, PromptScores | None]:
         """Read a request and hand it to the engine, on a thread: both wait, the second for the engine's round.
 
         Returns:
@@ -322,9 +338,8 @@ class Worker:
             scores = None
             if order.prompt_logprobs is not None:
                 scores = self._loop.call(lambda: prompt_scores(self._lm.model, order.prompt, order.prompt_logprobs))
-            active.streams = self._loop.submit(
-                order.prompt, order.params, order.media, order.guide, n=order.n, timeout=0
-            )
+            params = replace(order.params, record=record)
+            active.streams = self._loop.submit(order.prompt, params, order.media, order.guide, n=order.n, timeout=0)
             return order, scores
 
         submitted = self._submitters.submit(submit)
