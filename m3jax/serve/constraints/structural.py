@@ -89,7 +89,7 @@ class _Tags:
             from llguidance import grammar_from
 
             name = f"grammar_{len(self.grammars)}"
-            self.grammars.append({"name": name, **_only(json.loads(grammar_from("grammar", format["grammar"])))})
+            self.grammars.append({"name": name, "lark_grammar": grammar_from("grammar", format["grammar"])})
             found = f"@{name}"
         elif kind == "sequence":
             found = self._sequence(format["elements"], depth)
@@ -183,9 +183,3 @@ def _literal(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(f"structural_tag: {shown(text)} is no text")
     return json.dumps(text, ensure_ascii=False)
-
-
-def _only(grammars: Mapping[str, Any]) -> dict[str, str]:
-    """Return the one grammar of llguidance's JSON."""
-    (grammar,) = grammars["grammars"]
-    return grammar

@@ -1,5 +1,6 @@
 """From a message of the protocol to what the engine takes: prompt, parameters, pictures, a guide."""
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from m3jax.serve.constraints import Constraints
 from m3jax.serve.worker.fields import check_fields
 from m3jax.serve.worker.tensors import MediaReader
 from m3jax.text import Tokenizer
+
+_PROTOCOL_NAMES = {"max_new_tokens": "max_tokens", "stop_ids": "stop_token_ids", "top_logprobs": "logprobs"}
+_ENGINE_NAME = re.compile(rf"\b(?:{'|'.join(_PROTOCOL_NAMES)})\b")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class OrderReader:
       tokenizer: the model's.
       eos_ids: that end a continuation.
       max_length: tokens that prompt and continuation can have together.
+      max_stop_ids: that a request can have, EOS ids included.
       constraints: of the model's vocabulary.
       media: reads images and videos.
     """
@@ -59,6 +64,7 @@ class OrderReader:
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
     max_length: int
+    max_stop_ids: int
     constraints: Constraints
     media: MediaReader
 
@@ -133,7 +139,11 @@ class OrderReader:
             # Without a seed two equal requests are two draws.
             seed=asked.seed % 2**32 if asked.HasField("seed") else secrets.randbits(32),
         )
-        eos_ids = () if asked.ignore_eos else self.eos_ids
+        stop_ids = tuple(dict.fromkeys((*(() if asked.ignore_eos else self.eos_ids), *asked.stop_token_ids)))
+        if len(stop_ids) > self.max_stop_ids:
+            raise ValueError(
+                f"stop_token_ids: {len(stop_ids)} ids with those of EOS, and this engine takes {self.max_stop_ids}"
+            )
         if asked.logprobs < 0:
             raise ValueError(f"logprobs = {asked.logprobs}: must be from 0 to 20; all of the vocabulary are not told")
         return Params(
@@ -141,10 +151,19 @@ class OrderReader:
             if asked.HasField("max_tokens")
             else max(1, self.max_length - prompt_tokens),
             sampling=sampling,
-            stop_ids=tuple(dict.fromkeys((*eos_ids, *asked.stop_token_ids))),
+            stop_ids=stop_ids,
             min_tokens=asked.min_tokens,
             top_logprobs=asked.logprobs,
         )
+
+
+def in_protocol_names(error: ValueError) -> ValueError:
+    """Return what the engine says is wrong with a request in the words of the protocol's fields.
+
+    Args:
+      error: of `Engine.add`.
+    """
+    return ValueError(_ENGINE_NAME.sub(lambda match: _PROTOCOL_NAMES[match[0]], str(error)))
 
 
 def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from m3jax.messages import shown
 from m3jax.serve.constraints import Constraints
 from m3jax.serve.worker.answers import Answer, PromptScores, prompt_scores
 from m3jax.serve.worker.kv_events import KvEvents
-from m3jax.serve.worker.orders import Order, OrderReader
+from m3jax.serve.worker.orders import Order, OrderReader, in_protocol_names
 from m3jax.serve.worker.tensors import MediaReader
 from m3jax.serve.worker.tokenizer_files import pieces, tokenizer_archive
 from m3jax.text import TextStream
@@ -87,7 +87,9 @@ class Worker:
         self.constraints = Constraints(lm.tokenizer, engine.config.vocab_size, self._eos_ids)
         placeholders = PlaceholderIds.of_config(engine.config) if engine.shapes.media_patches else None
         media = MediaReader({} if placeholders is None else dict(image=placeholders.image, video=placeholders.video))
-        self._reader = OrderReader(lm.tokenizer, self._eos_ids, engine.max_length, self.constraints, media)
+        self._reader = OrderReader(
+            lm.tokenizer, self._eos_ids, engine.max_length, engine.shapes.stop_ids, self.constraints, media
+        )
         self._pages = KvEvents(engine.config.index_block_size)
         engine.observe_pages(self._pages.note)
         self._loop = EngineLoop(engine, max_requests)
@@ -339,7 +341,10 @@ class Worker:
             if order.prompt_logprobs is not None:
                 scores = self._loop.call(lambda: prompt_scores(self._lm.model, order.prompt, order.prompt_logprobs))
             params = replace(order.params, record=record)
-            active.streams = self._loop.submit(order.prompt, params, order.media, order.guide, n=order.n, timeout=0)
+            try:
+                active.streams = self._loop.submit(order.prompt, params, order.media, order.guide, n=order.n, timeout=0)
+            except ValueError as error:
+                raise in_protocol_names(error) from error
             return order, scores
 
         submitted = self._submitters.submit(submit)
