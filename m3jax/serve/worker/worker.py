@@ -20,6 +20,7 @@ from smg_grpc_proto.generated import common_pb2
 from m3jax import __version__
 from m3jax.decoding import Engine, EngineLoop, Generation, RequestStream, TokenEvent
 from m3jax.decoding.engine.options import EngineKnobs
+from m3jax.decoding.loop import LoopClosed
 from m3jax.media import PlaceholderIds
 from m3jax.messages import shown
 from m3jax.serve.constraints import Constraints
@@ -347,6 +348,7 @@ class Worker:
                 raise in_protocol_names(error) from error
             return order, scores
 
+        self._check_open()
         submitted = self._submitters.submit(submit)
         try:
             order, scores = await asyncio.wrap_future(submitted)
@@ -359,7 +361,12 @@ class Worker:
 
     async def _on_engine(self, order: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread between two rounds, and return what it returns."""
+        self._check_open()
         return await asyncio.get_running_loop().run_in_executor(self._submitters, self._loop.call, order)
+
+    def _check_open(self) -> None:
+        if self._loop.is_closed:
+            raise LoopClosed("the worker takes no more requests: its engine has ended")
 
     def _text_of(self, order: Order) -> TextStream:
         return self.tokenizer.stream(skip_special_tokens=order.skip_special_tokens)
