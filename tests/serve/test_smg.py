@@ -122,9 +122,11 @@ def behind(tmp_path_factory) -> Iterator[Behind]:
         do = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, running).result(60)
         workers = [Worker(Engine(lm.model, **SHAPE), lm) for _ in range(2)]
         started = [do(start(worker)) for worker in workers]
-        with smg([f"grpc://127.0.0.1:{port}" for _, port in started], folder) as url:
-            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-                yield Behind(client, workers, running)
+        with (
+            smg([f"grpc://127.0.0.1:{port}" for _, port in started], folder) as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            yield Behind(client, workers, running)
         for (server, _), worker in zip(started, workers, strict=True):
             do(server.stop(0))
             do(worker.close("abort"))
@@ -166,27 +168,30 @@ def test_smg_refuses_what_the_worker_refuses(behind):
 
 
 def test_a_picture_that_smg_preprocessed_reaches_the_model(behind):
-    """The answer is the engine's to the same picture, and another one to another picture."""
-    pictures = np.zeros((2, 112, 112, 3), np.uint8)
-    pictures[0, :, :, 0], pictures[1, 20:80, 20:80] = 255, 255
-    answers = []
-    for picture in pictures:
-        file = image_file(picture)
+    """The embedded model tells a disc from a square, and says of each what it says without a gateway."""
+    down, right = np.mgrid[:112, :112]
+    shapes = (down - 56) ** 2 + (right - 56) ** 2 < 36**2, (abs(down - 56) < 36) & (abs(right - 56) < 36)
+    said = []
+    for shape in shapes:
+        file = image_file(np.where(shape[..., None], (0, 0, 255), 255).astype(np.uint8))
         url = f"data:image/png;base64,{base64.b64encode(file).decode()}"
-        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+        content = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": "What color is the shape?"},
+        ]
         found = behind.chat(content, logprobs=True, extra_body={"chat_template_kwargs": {"thinking_mode": "disabled"}})
-        logprobs = [token.logprob for token in found.choices[0].logprobs.content]
         processed = process_image(file)
         prompt = "]~!b[]~b]system\nm3jax\nthink: off[e~[\n]~b]user\n"
         prompt += "]<]start of image[>[" + "]<]image[>[" * processed.tokens + "]<]end of image[>["
-        prompt += "What is it?[e~[\n]~b]ai\n</mm:think>"
+        prompt += "\nWhat color is the shape?[e~[\n]~b]ai\n</mm:think>"
         params = Params(max_new_tokens=24, sampling=Sampling(temperature=0), stop_ids=(1,))
         worker = behind.workers[0]
         expected = worker._loop.submit(tuple(TOKENIZER.encode(prompt)), params, Media([processed])).result()
-        assert found.usage.prompt_tokens == len(TOKENIZER.encode(prompt))
-        np.testing.assert_allclose(logprobs, expected.logprobs[: len(logprobs)], rtol=0, atol=2e-3)
-        answers.append(logprobs)
-    assert abs(answers[0][0] - answers[1][0]) > 0.01
+        assert found.choices[0].message.content == TOKENIZER.decode(expected.tokens)
+        logprobs = [token.logprob for token in found.choices[0].logprobs.content]
+        np.testing.assert_allclose(logprobs, expected.logprobs[: len(logprobs)], rtol=0, atol=1e-4)
+        said.append(found.choices[0].message.content)
+    assert said == ["Circle.", "Square."]
 
 
 def test_a_client_of_smg_that_goes_away_frees_its_pages(behind):
