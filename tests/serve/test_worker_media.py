@@ -166,9 +166,5 @@ def test_pictures_that_do_not_fit_the_prompt_are_refused():
     ):
         with pytest.raises(ValueError, match="placeholder"):
             asyncio.run(collect(shared_worker(), request(tokens, *batches)))
-    with pytest.raises(ValueError, match="prompt_logprobs"):
-        made = request(prompt(seen(4)), batch(SQUARE))
-        made.sampling_params.prompt_logprobs = 1
-        asyncio.run(collect(shared_worker(), made))
     with pytest.raises(ValueError, match="no vision tower"):
         MediaReader({}).read([batch(SQUARE)], prompt(seen(4)))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 
 from m3jax.decoding import Guide, Media, Params, Sampling
-from m3jax.decoding.sampling import MAX_TOP_LOGPROBS
 from m3jax.messages import shown
 from m3jax.serve.constraints import Constraints
 from m3jax.serve.worker.fields import check_fields
@@ -32,7 +31,6 @@ class Order:
       stop: strings that end a continuation.
       skip_special_tokens: whether special tokens have no text in which a stop string could be.
       wants_logprobs: whether the log-probabilities of new tokens are told.
-      prompt_logprobs: alternatives that are told for each token of the prompt; None for no log-probabilities of it.
       is_streamed: whether tokens are told as they come.
     """
 
@@ -44,7 +42,6 @@ class Order:
     stop: tuple[str, ...]
     skip_special_tokens: bool
     wants_logprobs: bool
-    prompt_logprobs: int | None
     is_streamed: bool
 
 
@@ -90,7 +87,6 @@ class OrderReader:
             stop=_stop_strings(asked.stop),
             skip_special_tokens=asked.skip_special_tokens,
             wants_logprobs=asked.HasField("logprobs"),
-            prompt_logprobs=_prompt_logprobs(asked, media),
             is_streamed=request.stream,
         )
 
@@ -154,6 +150,7 @@ class OrderReader:
             stop_ids=stop_ids,
             min_tokens=asked.min_tokens,
             top_logprobs=asked.logprobs,
+            prompt_logprobs=asked.prompt_logprobs if asked.HasField("prompt_logprobs") else None,
         )
 
 
@@ -170,14 +167,3 @@ def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
     if not all(stop):
         raise ValueError(f"stop = {shown(list(stop))}: a stop string cannot be empty; leave it out")
     return tuple(stop)
-
-
-def _prompt_logprobs(asked: protocol.SamplingParams, media: Media | None) -> int | None:
-    """Return how many alternatives are wanted for each token of the prompt; None where its scores are not wanted."""
-    if not asked.HasField("prompt_logprobs"):
-        return None
-    if not 0 <= asked.prompt_logprobs <= MAX_TOP_LOGPROBS:
-        raise ValueError(f"prompt_logprobs = {asked.prompt_logprobs}: must be from 0 to {MAX_TOP_LOGPROBS}")
-    if media is not None:
-        raise ValueError("prompt_logprobs with images or videos: this worker scores text alone; leave one out")
-    return asked.prompt_logprobs

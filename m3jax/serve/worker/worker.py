@@ -24,7 +24,7 @@ from m3jax.decoding.loop import LoopClosed
 from m3jax.media import PlaceholderIds
 from m3jax.messages import shown
 from m3jax.serve.constraints import Constraints
-from m3jax.serve.worker.answers import Answer, PromptScores, prompt_scores
+from m3jax.serve.worker.answers import Answer
 from m3jax.serve.worker.kv_events import KvEvents
 from m3jax.serve.worker.orders import Order, OrderReader, in_protocol_names
 from m3jax.serve.worker.tensors import MediaReader
@@ -192,8 +192,8 @@ class Worker:
             raise ValueError(f"request_id = {shown(request_id)}: a request of this name goes on; give another name")
         active = self._active[request_id] = _Active()
         try:
-            order, prompt_scores = await self._submit(request, active, record)
-            answers = [Answer(order, index, self._text_of(order), prompt_scores) for index in range(order.n)]
+            order = await self._submit(request, active, record)
+            answers = [Answer(order, index, self._text_of(order)) for index in range(order.n)]
             async for index, event in _events(active.streams):
                 active.has_begun = True
                 self._note_drawn(len(event.tokens))
@@ -326,38 +326,29 @@ class Worker:
 
     # How a request gets to the engine
 
-    async def _submit(
-        self, request: protocol.GenerateRequest, active: _Active, record: tuple[str, ...]
-    ) -> tuple[Order, PromptScores | None]:
-        """Read a request and hand it to the engine, on a thread: both wait, the second for the engine's round.
+    async def _submit(self, request: protocol.GenerateRequest, active: _Active, record: tuple[str, ...]) -> Order:
+        """Read a request and hand it to the engine, on a thread: both wait, the second for the engine's round."""
 
-        Returns:
-          The request, and the scores of its prompt where they were asked for.
-        """
-
-        def submit() -> tuple[Order, PromptScores | None]:
+        def submit() -> Order:
             order = self._reader.read(request)
             active.prompt_tokens = len(order.prompt)
-            scores = None
-            if order.prompt_logprobs is not None:
-                scores = self._loop.call(lambda: prompt_scores(self._lm.model, order.prompt, order.prompt_logprobs))
             params = replace(order.params, record=record)
             try:
                 active.streams = self._loop.submit(order.prompt, params, order.media, order.guide, n=order.n, timeout=0)
             except ValueError as error:
                 raise in_protocol_names(error) from error
-            return order, scores
+            return order
 
         self._check_open()
         submitted = self._submitters.submit(submit)
         try:
-            order, scores = await asyncio.wrap_future(submitted)
+            order = await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
             submitted.add_done_callback(lambda _: active.cancel())  # the client has gone, and the thread goes on
             raise
         if active.is_aborted:
             active.cancel()
-        return order, scores
+        return order
 
     async def _on_engine(self, order: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread between two rounds, and return what it returns."""
