@@ -30,23 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     part = words[0] if words else ""
     if part == "worker":
-        return run_command(f"{PROG} worker", Parser(f"{PROG} worker", ""), _no_extra, []) or _worker(words[1:])
+        from m3jax.serve.worker.command import main as worker_main
+
+        return worker_main(words[1:])
     if part == "gateway":
         return run_command(f"{PROG} gateway", gateway_parser(), run_gateway, words[1:])
     if part == "verify":
         return run_command(f"{PROG} verify", verify_parser(), run_verify, words[1:])
     return run_command(PROG, parser(), run_both, words)
-
-
-def _no_extra(args: argparse.Namespace) -> int:
-    check_extra()
-    return 0
-
-
-def _worker(words: Sequence[str]) -> int:
-    from m3jax.serve.worker.command import main as worker_main
-
-    return worker_main(words)
 
 
 def check_extra() -> None:

@@ -68,6 +68,8 @@ class Work:
       max_top_logprobs: the largest `Params.top_logprobs`, 0 to 20. They are only computed while some request asks.
       records: what requests will ask to be recorded (`Params.record`): `warmup` then compiles each program that can
         record a second time, with these. What is not named here is compiled by the first call that records it.
+      prompt_logprobs: whether requests will ask for `Params.prompt_logprobs`: `warmup` then compiles each size of
+        prefill a second time. Else the first such request does.
       media_patches: patches in one call of the vision tower, a program a size. An image, or a chunk of a video, runs
         alone in the smallest that holds it, and no larger one is taken. None is 256, 1,024, 2,304 (the hub's largest
         image) and 12,288 (its largest chunk) where the model has a tower; () serves text alone.
@@ -85,7 +87,9 @@ class Work:
     max_bad_words: int = 16
     max_top_logprobs: int = MAX_TOP_LOGPROBS
     records: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
     media_patches: int | Sequence[int] | None = None
+    dispatch_ahead: bool | None = None
 
     def __post_init__(self):
         names = ("max_batch", "prefill_rows", "steps_per_call", "max_stop_ids")
@@ -118,7 +122,9 @@ class EngineKnobs(TypedDict, total=False):
     max_bad_words: int
     max_top_logprobs: int
     records: tuple[str, ...]
+    prompt_logprobs: bool
     media_patches: int | Sequence[int] | None
+    dispatch_ahead: bool | None
 
 
 def as_options(

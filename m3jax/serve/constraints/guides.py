@@ -142,7 +142,12 @@ class GrammarGuide:
         if begin is None:
             free = np.full(self._num_words, 0xFFFFFFFF, np.uint32)
             return _without(free, self._eos_ids)
-        words = np.frombuffer(self._matcher(new[begin:]).compute_bitmask(), "<u4")[: self._num_words].copy()
+        matcher = self._matcher(new[begin:])
+        if matcher.is_error():  # a limit of llguidance's: it would let the answer end here, as if it were whole
+            return np.zeros(self._num_words, np.uint32)
+        words = np.frombuffer(matcher.compute_bitmask(), "<u4")[: self._num_words].copy()
+        if matcher.is_error():
+            return np.zeros(self._num_words, np.uint32)
         if self._phase == "open" and not new:
             words = _with(words, (self._think, self._end_think))
         return words

@@ -1,12 +1,14 @@
 """Structural tags, xgrammar's way to say where in an answer a grammar holds, as llguidance's Lark."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from m3jax.messages import shown
 
 _MOST_DEPTH = 32
+_REPEATED = {"optional": "?", "star": "*", "plus": "+"}
 
 
 def structural_grammar(text: str) -> str:
@@ -14,8 +16,8 @@ def structural_grammar(text: str) -> str:
 
     Args:
       text: JSON: {"type": "structural_tag", "format": {...}}, with the formats const_string, json_schema, regex,
-        grammar, any_text, sequence, or, tag, triggered_tags and tags_with_separator; or the older {"structures":
-        [{"begin", "schema", "end"}], "triggers": [...]}.
+        grammar, any_text, sequence, or, optional, star, plus, repeat, tag, triggered_tags and tags_with_separator; or
+        the older {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
 
     Returns:
       A grammar for llguidance: Lark, or JSON that has several.
@@ -23,7 +25,7 @@ def structural_grammar(text: str) -> str:
     Raises:
       ValueError: no such JSON, or a format that is not known.
 
-    Source: xgrammar 0.1.25, "Structural Tag".
+    Source: xgrammar's "Structural Tag"; SMG 1.13.0 sends such for `tool_choice` with M3's parser.
     """
     try:
         tag = json.loads(text)
@@ -72,7 +74,7 @@ class _Tags:
             raise ValueError(f"structural_tag: formats nest deeper than {_MOST_DEPTH}")
         inner = lambda each: self.of(each, None, depth + 1)
         if kind == "any_text":
-            return self._text(end)
+            return self._text(end, format.get("excludes", ()))
         if kind == "const_string":
             found = _literal(format["value"])
         elif kind == "json_schema":
@@ -87,19 +89,24 @@ class _Tags:
             from llguidance import grammar_from
 
             name = f"grammar_{len(self.grammars)}"
-            self.grammars.append({"name": name, **_only(json.loads(grammar_from("grammar", format["grammar"])))})
+            self.grammars.append({"name": name, "lark_grammar": grammar_from("grammar", format["grammar"])})
             found = f"@{name}"
         elif kind == "sequence":
-            found = " ".join(map(inner, format["elements"]))
+            found = self._sequence(format["elements"], depth)
         elif kind == "or":
             found = f"({' | '.join(map(inner, format['elements']))})"
+        elif kind in _REPEATED:
+            found = f"({inner(format['content'])}){_REPEATED[kind]}"
+        elif kind == "repeat":
+            found = f"({inner(format['content'])}){{{int(format['min'])},{int(format['max'])}}}"
         elif kind == "tag":
             found = self._tag(format, depth)
         elif kind == "triggered_tags":
             found = self._triggered(format, depth)
         elif kind == "tags_with_separator":
             tag = self._rule("tag", " | ".join(map(inner, format["tags"])))
-            more = "" if format.get("stop_after_first") else f" ({_literal(format['separator'])} {tag})*"
+            separator = _literal(format["separator"]) if format["separator"] else ""
+            more = "" if format.get("stop_after_first") else f" ({separator} {tag})*"
             found = f"{tag}{more}" if format.get("at_least_one") else f"({tag}{more})?"
         else:
             raise ValueError(f"structural_tag: a format of type {shown(kind)} is not known")
@@ -111,10 +118,33 @@ class _Tags:
         self.lines.append(f"{name}{attributes}: {right}")
         return name
 
-    def _text(self, end: str | None) -> str:
-        """Return any text: up to the first `end`, which is part of it, or to the end of the answer."""
+    def _text(self, end: str | None, excludes: Sequence[str] = ()) -> str:
+        """Return any text that has none of some texts in it.
+
+        It goes up to the first `end`, which is part of what is returned, or to the end of the answer.
+        """
+        self._number += 1
+        name = f"text_{self._number}"
         attributes = f"[suffix={_literal(end)}]" if end else ""
-        return self._rule("text", "/(?s:.*)/", attributes)
+        # One complement of all: a complement for each is a product of automata.
+        without = f" & ~/(?s:.*)({'|'.join(map(_escaped, excludes))})(?s:.*)/" if excludes else ""
+        self.lines += [f"{name}{attributes}: {name.upper()}", f"{name.upper()}: /(?s:.*)/{without}"]
+        return name
+
+    def _sequence(self, elements: Sequence[Any], depth: int) -> str:
+        """Return formats one behind the other; a text in front of a constant one ends with the first of it."""
+        found, number = [], 0
+        while number < len(elements):
+            following = elements[number + 1] if number + 1 < len(elements) else {}
+            is_text = elements[number].get("type") == "any_text"
+            end = following.get("value") if is_text and following.get("type") == "const_string" else None
+            if is_text and end is None and number + 1 < len(elements):
+                raise ValueError(
+                    "structural_tag: any_text in a sequence must be the last, or stand before a const_string"
+                )
+            found.append(self.of(elements[number], end, depth + 1))
+            number += 1 if end is None else 2
+        return " ".join(found)
 
     def _tag(self, tag: Mapping[str, Any], depth: int, begun: str = "") -> str:
         """Return a tag without the beginning that stands already."""
@@ -143,13 +173,13 @@ class _Tags:
         return f"{whole if format.get('at_least_one') else ''} {segment}* {tail}"
 
 
+def _escaped(text: Any) -> str:
+    """Return a text as a pattern that matches it and can stand between slashes."""
+    _literal(text)  # a text at all
+    return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda match: f"\\{match[0]}", text).replace("\n", r"\n")
+
+
 def _literal(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(f"structural_tag: {shown(text)} is no text")
     return json.dumps(text, ensure_ascii=False)
-
-
-def _only(grammars: Mapping[str, Any]) -> dict[str, str]:
-    """Return the one grammar of llguidance's JSON."""
-    (grammar,) = grammars["grammars"]
-    return grammar

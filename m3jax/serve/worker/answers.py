@@ -5,12 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 
 from m3jax.decoding import TokenEvent
-from m3jax.decoding.protocols import TargetModel
-from m3jax.decoding.score import score_with_top
 from m3jax.serve.worker.orders import Order
 from m3jax.text import TextStream
-
-PromptScores = Sequence[Mapping[int, float]]  # for each token of a prompt but the first {id: log-probability}
 
 # A reason of the engine's, and how the protocol calls it. Without a distribution (NaN), or with every token ruled out,
 # there is no answer that the client could have asked for.
@@ -55,15 +51,14 @@ class Answer:
       order: the request.
       index: of the continuation among the request's.
       text: a detokenizer, for stop strings.
-      prompt_scores: of the prompt, told with `complete`; None where they were not asked for.
 
     Attributes:
       stop_string: the one that ended the continuation; None while there is none.
     """
 
-    def __init__(self, order: Order, index: int, text: TextStream, prompt_scores: PromptScores | None = None):
+    def __init__(self, order: Order, index: int, text: TextStream):
         self.stop_string: str | None = None
-        self._order, self._index, self._prompt_scores = order, index, prompt_scores
+        self._order, self._index = order, index
         self._finder = StopFinder(text, order.stop, order.params.min_tokens)
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -120,17 +115,21 @@ class Answer:
             completion_tokens=len(self._tokens),
             cached_tokens=event.generation.cached_tokens,
             output_logprobs=None if self._order.is_streamed else self._output_logprobs(0),
-            input_logprobs=self._input_logprobs(),
+            input_logprobs=self._input_logprobs(event.generation.prompt_logprobs),
             index=self._index,
             **matched,
         )
 
-    def _input_logprobs(self) -> protocol.InputLogProbs | None:
-        """Return the log-probabilities of the prompt; None where they were not asked for. The first token has none."""
-        if self._prompt_scores is None:
+    def _input_logprobs(self, known: Sequence[Mapping[int, float]]) -> protocol.InputLogProbs | None:
+        """Return the log-probabilities of the prompt; None where they were not asked for. The first token has none.
+
+        Args:
+          known: as `Generation.prompt_logprobs`; a request that was aborted before its prompt was through has fewer.
+        """
+        prompt, num_top = self._order.prompt[: len(known) + 1], self._order.params.prompt_logprobs
+        if num_top is None:
             return None
-        prompt, num_top = self._order.prompt, self._order.prompt_logprobs
-        scores = zip(prompt[1:], self._prompt_scores, strict=True)
+        scores = zip(prompt[1:], known, strict=True)
         return protocol.InputLogProbs(
             token_logprobs=[
                 protocol.InputTokenLogProb(),
@@ -139,7 +138,7 @@ class Answer:
             token_ids=prompt,
             top_logprobs=[
                 protocol.TopLogProbs(),
-                *(top_logprobs(of_token, num_top) for of_token in self._prompt_scores),
+                *(top_logprobs(of_token, num_top) for of_token in known),
             ],
         )
 
@@ -153,19 +152,6 @@ class Answer:
             token_ids=self._tokens[start:],
             top_logprobs=[top_logprobs(of_token, num_top) for of_token in self._top_logprobs[start:]],
         )
-
-
-def prompt_scores(model: TargetModel, prompt: Sequence[int], num_top: int) -> PromptScores:
-    """Return the log-probabilities of a prompt's tokens but the first (`m3jax.score`).
-
-    Args:
-      model: any M3.
-      prompt: token ids.
-      num_top: alternatives for each token, 0 to 20.
-    """
-    logprobs, ids, values = score_with_top(model, prompt, num_top=num_top)
-    of_tokens = zip(prompt[1:], logprobs.tolist(), ids.tolist(), values.tolist(), strict=True)
-    return [dict(zip(ids, values, strict=True)) | {token: logprob} for token, logprob, ids, values in of_tokens]
 
 
 def top_logprobs(of_token: Mapping[int, float], most: int) -> protocol.TopLogProbs:

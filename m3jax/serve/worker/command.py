@@ -40,7 +40,7 @@ def parser() -> Parser:
     out.add_argument("--steps-per-call", type=int, default=4, help="tokens of a request in one device call (default 4)")
     out.add_argument("--max-requests", type=int, default=1024, help="that go on or wait at once (default 1024)")
     out.add_argument(
-        "--drain", type=float, default=30.0, help="seconds that requests get to end on SIGTERM (default 30)"
+        "--drain", type=float, default=30.0, help="seconds for requests to end in after SIGTERM (default 30)"
     )
     return out
 
@@ -77,9 +77,10 @@ async def _serve(args: argparse.Namespace) -> None:
     }
     with compile_cache():
         worker = Worker.from_pretrained(args.model, name=args.name, dtype=args.dtype, invariant=args.invariant, **knobs)
-        await worker.prepare()
         server, port = await start(worker, args.host, args.port)
-        say(f"serving {worker.name} at grpc://{args.host}:{port}")
+        say(f"listening at grpc://{args.host}:{port}; compiling")
+        preparing = asyncio.create_task(worker.prepare())
+        preparing.add_done_callback(lambda task: task.cancelled() or task.exception() or say(f"serving {worker.name}"))
         try:
             await stopped.wait()
         finally:

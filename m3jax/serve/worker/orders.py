@@ -1,5 +1,6 @@
 """From a message of the protocol to what the engine takes: prompt, parameters, pictures, a guide."""
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +8,14 @@ from dataclasses import dataclass
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 
 from m3jax.decoding import Guide, Media, Params, Sampling
-from m3jax.decoding.sampling import MAX_TOP_LOGPROBS
 from m3jax.messages import shown
 from m3jax.serve.constraints import Constraints
 from m3jax.serve.worker.fields import check_fields
 from m3jax.serve.worker.tensors import MediaReader
 from m3jax.text import Tokenizer
+
+_PROTOCOL_NAMES = {"max_new_tokens": "max_tokens", "stop_ids": "stop_token_ids", "top_logprobs": "logprobs"}
+_ENGINE_NAME = re.compile(rf"\b(?:{'|'.join(_PROTOCOL_NAMES)})\b")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,6 @@ class Order:
       stop: strings that end a continuation.
       skip_special_tokens: whether special tokens have no text in which a stop string could be.
       wants_logprobs: whether the log-probabilities of new tokens are told.
-      prompt_logprobs: alternatives that are told for each token of the prompt; None for no log-probabilities of it.
       is_streamed: whether tokens are told as they come.
     """
 
@@ -40,7 +42,6 @@ class Order:
     stop: tuple[str, ...]
     skip_special_tokens: bool
     wants_logprobs: bool
-    prompt_logprobs: int | None
     is_streamed: bool
 
 
@@ -52,6 +53,7 @@ class OrderReader:
       tokenizer: the model's.
       eos_ids: that end a continuation.
       max_length: tokens that prompt and continuation can have together.
+      max_stop_ids: that a request can have, EOS ids included.
       constraints: of the model's vocabulary.
       media: reads images and videos.
     """
@@ -59,6 +61,7 @@ class OrderReader:
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
     max_length: int
+    max_stop_ids: int
     constraints: Constraints
     media: MediaReader
 
@@ -84,7 +87,6 @@ class OrderReader:
             stop=_stop_strings(asked.stop),
             skip_special_tokens=asked.skip_special_tokens,
             wants_logprobs=asked.HasField("logprobs"),
-            prompt_logprobs=_prompt_logprobs(asked, media),
             is_streamed=request.stream,
         )
 
@@ -133,7 +135,11 @@ class OrderReader:
             # Without a seed two equal requests are two draws.
             seed=asked.seed % 2**32 if asked.HasField("seed") else secrets.randbits(32),
         )
-        eos_ids = () if asked.ignore_eos else self.eos_ids
+        stop_ids = tuple(dict.fromkeys((*(() if asked.ignore_eos else self.eos_ids), *asked.stop_token_ids)))
+        if len(stop_ids) > self.max_stop_ids:
+            raise ValueError(
+                f"stop_token_ids: {len(stop_ids)} ids with those of EOS, and this engine takes {self.max_stop_ids}"
+            )
         if asked.logprobs < 0:
             raise ValueError(f"logprobs = {asked.logprobs}: must be from 0 to 20; all of the vocabulary are not told")
         return Params(
@@ -141,24 +147,23 @@ class OrderReader:
             if asked.HasField("max_tokens")
             else max(1, self.max_length - prompt_tokens),
             sampling=sampling,
-            stop_ids=tuple(dict.fromkeys((*eos_ids, *asked.stop_token_ids))),
+            stop_ids=stop_ids,
             min_tokens=asked.min_tokens,
             top_logprobs=asked.logprobs,
+            prompt_logprobs=asked.prompt_logprobs if asked.HasField("prompt_logprobs") else None,
         )
+
+
+def in_protocol_names(error: ValueError) -> ValueError:
+    """Return what the engine says is wrong with a request in the words of the protocol's fields.
+
+    Args:
+      error: of `Engine.add`.
+    """
+    return ValueError(_ENGINE_NAME.sub(lambda match: _PROTOCOL_NAMES[match[0]], str(error)))
 
 
 def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
     if not all(stop):
         raise ValueError(f"stop = {shown(list(stop))}: a stop string cannot be empty; leave it out")
     return tuple(stop)
-
-
-def _prompt_logprobs(asked: protocol.SamplingParams, media: Media | None) -> int | None:
-    """Return how many alternatives are wanted for each token of the prompt; None where its scores are not wanted."""
-    if not asked.HasField("prompt_logprobs"):
-        return None
-    if not 0 <= asked.prompt_logprobs <= MAX_TOP_LOGPROBS:
-        raise ValueError(f"prompt_logprobs = {asked.prompt_logprobs}: must be from 0 to {MAX_TOP_LOGPROBS}")
-    if media is not None:
-        raise ValueError("prompt_logprobs with images or videos: this worker scores text alone; leave one out")
-    return asked.prompt_logprobs

@@ -3,10 +3,13 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
-from smg_grpc_proto import vllm_engine_pb2_grpc as services
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from smg_grpc_proto import vllm_engine_pb2 as protocol
 
 from m3jax.decoding.loop import LoopClosed, LoopFull
 from m3jax.messages import printable, shortened
@@ -20,42 +23,60 @@ _STATUS = (
     (LoopFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (LoopClosed, grpc.StatusCode.UNAVAILABLE),
 )
-_UNARY = ("HealthCheck", "Abort", "GetModelInfo", "GetServerInfo", "GetLoads", "FlushCache")
-_STREAMS = ("Generate", "GetTokenizer", "SubscribeKvEvents")
+_SERVICE = protocol.DESCRIPTOR.services_by_name["VllmEngine"]
 
 
-class _Service(services.VllmEngineServicer):
-    """The service: each call is the worker's of the same name. Embed and profiling are UNIMPLEMENTED."""
+def _handlers(worker: Worker) -> grpc.GenericRpcHandler:
+    """Return the service: each call is the worker's of the same name; those that it does not have are UNIMPLEMENTED.
 
-    def __init__(self, worker: Worker):
-        for name in _UNARY:
-            setattr(self, name, _answered(getattr(worker, name)))
-        for name in _STREAMS:
-            setattr(self, name, _streamed(getattr(worker, name)))
+    Requests are parsed here and not by gRPC, which would call bytes that are no message an error of the server.
+    """
+    handlers = {}
+    for method in _SERVICE.methods:
+        call, message = getattr(worker, method.name, None), GetMessageClass(method.input_type)
+        if call is None:
+            continue
+        if method.server_streaming:
+            handle, kind = _streamed(call, message), grpc.unary_stream_rpc_method_handler
+        else:
+            handle, kind = _answered(call, message), grpc.unary_unary_rpc_method_handler
+        handlers[method.name] = kind(handle, response_serializer=lambda response: response.SerializeToString())
+    return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
 
-def _answered(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
+def _answered(call: Callable[[Any], Any], message: type[Message]) -> Callable[[bytes, Any], Any]:
+    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> Message:
         try:
-            return await call(request)
+            return await call(_parsed(data, message))
         except Exception as error:
             await _refuse(context, error)
 
     return handle
 
 
-def _streamed(call: Callable[[Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        messages = call(request)
+def _streamed(
+    call: Callable[[Any], AsyncIterator[Message]], message: type[Message]
+) -> Callable[[bytes, Any], AsyncIterator[Message]]:
+    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
+        # Now, not with the first message: a gateway takes a subscription without news for a worker that is gone.
+        await context.send_initial_metadata(())
         try:
-            async for message in messages:
-                yield message
+            # Closed at once where the client is gone, not when it is collected: that frees its pages.
+            async with aclosing(call(_parsed(data, message))) as messages:
+                async for each in messages:
+                    yield each
         except Exception as error:
             await _refuse(context, error)
-        finally:
-            await messages.aclose()  # at once, not when it is collected: a client that is gone frees its pages
 
     return handle
+
+
+def _parsed(data: bytes, message: type[Message]) -> Message:
+    """Return a request; ValueError for bytes that are none."""
+    try:
+        return message.FromString(data)
+    except DecodeError as error:
+        raise ValueError(f"the request is no {message.DESCRIPTOR.name}: {error}") from error
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
@@ -87,7 +108,7 @@ async def start(worker: Worker, host: str = "127.0.0.1", port: int = 0) -> tuple
             ("grpc.so_reuseport", 0),  # or a second worker would share the port in silence
         ]
     )
-    services.add_VllmEngineServicer_to_server(_Service(worker), server)
+    server.add_generic_rpc_handlers((_handlers(worker),))
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:

@@ -102,7 +102,10 @@ def _items(batch: protocol.MultimodalInputs, modality: str) -> list[_Item]:
             f"{_GRID[modality]} is {grids.dtype} {list(grids.shape)}: must be integers [n, 3] of at least 1"
         )
     patches, grids = patches.astype(np.float32), grids.astype(np.int64)
-    sizes = grids.prod(axis=1)  # patches of each grid
+    if not np.all(np.isfinite(patches)):
+        raise ValueError("pixel_values has a NaN or an infinity: every answer to it would be an error")
+    # Patches of each grid; one that is too large to be true is not multiplied in 64 bits.
+    sizes = np.array([min(math.prod(grid), len(patches) + 1) for grid in grids.tolist()], np.int64)
     if _COUNTS[modality] in tensors:
         counts = array_of(tensors[_COUNTS[modality]], _COUNTS[modality]).astype(np.int64).reshape(-1)
     else:

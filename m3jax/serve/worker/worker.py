@@ -20,12 +20,13 @@ from smg_grpc_proto.generated import common_pb2
 from m3jax import __version__
 from m3jax.decoding import Engine, EngineLoop, Generation, RequestStream, TokenEvent
 from m3jax.decoding.engine.options import EngineKnobs
+from m3jax.decoding.loop import LoopClosed
 from m3jax.media import PlaceholderIds
 from m3jax.messages import shown
 from m3jax.serve.constraints import Constraints
-from m3jax.serve.worker.answers import Answer, PromptScores, prompt_scores
+from m3jax.serve.worker.answers import Answer
 from m3jax.serve.worker.kv_events import KvEvents
-from m3jax.serve.worker.orders import Order, OrderReader
+from m3jax.serve.worker.orders import Order, OrderReader, in_protocol_names
 from m3jax.serve.worker.tensors import MediaReader
 from m3jax.serve.worker.tokenizer_files import pieces, tokenizer_archive
 from m3jax.text import TextStream
@@ -87,12 +88,15 @@ class Worker:
         self.constraints = Constraints(lm.tokenizer, engine.config.vocab_size, self._eos_ids)
         placeholders = PlaceholderIds.of_config(engine.config) if engine.shapes.media_patches else None
         media = MediaReader({} if placeholders is None else dict(image=placeholders.image, video=placeholders.video))
-        self._reader = OrderReader(lm.tokenizer, self._eos_ids, engine.max_length, self.constraints, media)
+        self._reader = OrderReader(
+            lm.tokenizer, self._eos_ids, engine.max_length, engine.shapes.stop_ids, self.constraints, media
+        )
         self._pages = KvEvents(engine.config.index_block_size)
         engine.observe_pages(self._pages.note)
         self._loop = EngineLoop(engine, max_requests)
         self._submitters = ThreadPoolExecutor(_SUBMITTERS, thread_name_prefix="m3jax submit")
         self._active: dict[str, _Active] = {}
+        self._is_preparing = False
         self._began = time.time()
         self._received = 0.0  # when the last request came, in seconds since 1970
         self._drawn: deque[tuple[float, int]] = deque()  # (when, new tokens) of the last seconds
@@ -128,10 +132,20 @@ class Worker:
         knobs = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))} | knobs
         return cls(Engine(lm.model, **knobs), lm, name=name, max_requests=max_requests)
 
-    async def prepare(self) -> None:
-        """Compile what requests will run, and read the vocabulary for constraints, so that no request waits for it."""
-        await self._on_engine(self.engine.warmup)
-        await asyncio.get_running_loop().run_in_executor(self._submitters, self.constraints.prepare)
+    async def prepare(self, programs: Sequence[str] = ("prefill", "decode", "pages")) -> None:
+        """Compile what requests will run, and read the vocabulary for constraints; `HealthCheck` waits for it.
+
+        Requests that come meanwhile wait too. What is left out is compiled by the first request that needs it.
+
+        Args:
+          programs: as in `Engine.warmup`; "tower" reads pictures.
+        """
+        self._is_preparing = True
+        try:
+            await self._on_engine(lambda: self.engine.warmup(programs=programs))
+            await asyncio.get_running_loop().run_in_executor(self._submitters, self.constraints.prepare)
+        finally:
+            self._is_preparing = False
 
     async def close(self, pending: Literal["finish", "abort"] = "finish") -> None:
         """End the engine's thread; nothing can be asked of the worker then.
@@ -178,8 +192,8 @@ class Worker:
             raise ValueError(f"request_id = {shown(request_id)}: a request of this name goes on; give another name")
         active = self._active[request_id] = _Active()
         try:
-            order, prompt_scores = await self._submit(request, active, record)
-            answers = [Answer(order, index, self._text_of(order), prompt_scores) for index in range(order.n)]
+            order = await self._submit(request, active, record)
+            answers = [Answer(order, index, self._text_of(order)) for index in range(order.n)]
             async for index, event in _events(active.streams):
                 active.has_begun = True
                 self._note_drawn(len(event.tokens))
@@ -204,6 +218,8 @@ class Worker:
         """Say whether requests are taken."""
         if self._loop.is_closed:
             return protocol.HealthCheckResponse(healthy=False, message="the engine has ended")
+        if self._is_preparing:
+            return protocol.HealthCheckResponse(healthy=False, message="compiling")
         return protocol.HealthCheckResponse(healthy=True, message="ready")
 
     async def GetModelInfo(self, request: protocol.GetModelInfoRequest) -> protocol.GetModelInfoResponse:
@@ -310,38 +326,38 @@ class Worker:
 
     # How a request gets to the engine
 
-    async def _submit(
-        self, request: protocol.GenerateRequest, active: _Active, record: tuple[str, ...]
-    ) -> tuple[Order, PromptScores | None]:
-        """Read a request and hand it to the engine, on a thread: both wait, the second for the engine's round.
+    async def _submit(self, request: protocol.GenerateRequest, active: _Active, record: tuple[str, ...]) -> Order:
+        """Read a request and hand it to the engine, on a thread: both wait, the second for the engine's round."""
 
-        Returns:
-          The request, and the scores of its prompt where they were asked for.
-        """
-
-        def submit() -> tuple[Order, PromptScores | None]:
+        def submit() -> Order:
             order = self._reader.read(request)
             active.prompt_tokens = len(order.prompt)
-            scores = None
-            if order.prompt_logprobs is not None:
-                scores = self._loop.call(lambda: prompt_scores(self._lm.model, order.prompt, order.prompt_logprobs))
             params = replace(order.params, record=record)
-            active.streams = self._loop.submit(order.prompt, params, order.media, order.guide, n=order.n, timeout=0)
-            return order, scores
+            try:
+                active.streams = self._loop.submit(order.prompt, params, order.media, order.guide, n=order.n, timeout=0)
+            except ValueError as error:
+                raise in_protocol_names(error) from error
+            return order
 
+        self._check_open()
         submitted = self._submitters.submit(submit)
         try:
-            order, scores = await asyncio.wrap_future(submitted)
+            order = await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
             submitted.add_done_callback(lambda _: active.cancel())  # the client has gone, and the thread goes on
             raise
         if active.is_aborted:
             active.cancel()
-        return order, scores
+        return order
 
     async def _on_engine(self, order: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread between two rounds, and return what it returns."""
+        self._check_open()
         return await asyncio.get_running_loop().run_in_executor(self._submitters, self._loop.call, order)
+
+    def _check_open(self) -> None:
+        if self._loop.is_closed:
+            raise LoopClosed("the worker takes no more requests: its engine has ended")
 
     def _text_of(self, order: Order) -> TextStream:
         return self.tokenizer.stream(skip_special_tokens=order.skip_special_tokens)
