@@ -43,11 +43,13 @@ class _Order:
 
 @dataclass(eq=False)
 class _Choice:
-    """One completion while it comes; what was given out of it is counted, so that a stream can go on from there."""
+    """One completion while it comes; what a stream has given out of it is counted."""
 
     text: str = ""
     tokens: list[TokenLogprob] = field(default_factory=list)
     end: End | None = None
+    text_sent: int = 0
+    tokens_sent: int = 0
 
 
 async def completions(gateway: Gateway, body: dict[str, Any], route: str) -> dict[str, Any] | AsyncIterator[str]:
@@ -69,7 +71,7 @@ async def completions(gateway: Gateway, body: dict[str, Any], route: str) -> dic
             _note(choices.setdefault(index, _Choice()), news, order, index)
             if isinstance(news, End):
                 usage = _added(usage, news.usage, index % order.n == 0, order.has_new)
-    listed = [_object(index, choices[index], order, 0, 0) for index in sorted(choices)]
+    listed = [_object(index, choices[index], order) for index in sorted(choices)]
     return {**head, "choices": listed, "usage": usage_object(usage)}
 
 
@@ -142,12 +144,15 @@ async def _chunks(
     async with aclosing(_all_news(gateway, order, route)) as events:
         async for index, news in events:
             choice = choices.setdefault(index, _Choice())
-            text, tokens = len(choice.text), len(choice.tokens)
             _note(choice, news, order, index)
             if isinstance(news, End):
                 usage = _added(usage, news.usage, index % order.n == 0, order.has_new)
-            if choice.end is not None or len(choice.text) > text or len(choice.tokens) > tokens:
-                yield data_event({**head, "choices": [_object(index, choice, order, text, tokens)]})
+            # The engine knows a prompt's log-probabilities at the end, and they stand before those of new tokens.
+            waits = order.echoes and order.asks[index // order.n].wants_logprobs
+            has_news = len(choice.text) > choice.text_sent or len(choice.tokens) > choice.tokens_sent
+            if choice.end is not None or (has_news and not waits):
+                yield data_event({**head, "choices": [_object(index, choice, order)]})
+                choice.text_sent, choice.tokens_sent = len(choice.text), len(choice.tokens)
     if wants_usage:
         yield data_event({**head, "choices": [], "usage": usage_object(usage)})
     yield "data: [DONE]\n\n"
@@ -186,14 +191,14 @@ def _added(total: Usage, usage: Usage, is_first: bool, has_new: bool) -> Usage:
     )
 
 
-def _object(index: int, choice: _Choice, order: _Order, text: int, tokens: int) -> dict[str, Any]:
-    """Return a completion, or what is new of it: its text and tokens behind those that were given out."""
+def _object(index: int, choice: _Choice, order: _Order) -> dict[str, Any]:
+    """Return a completion, or what is new of it: its text and tokens behind those that a stream has given out."""
     ask = order.asks[index // order.n]
     logprobs = None
     if ask.wants_logprobs:
-        logprobs = listed_logprobs(ask.tokenizer, choice.tokens, tokens, order.skip_special)
+        logprobs = listed_logprobs(ask.tokenizer, choice.tokens, choice.tokens_sent, order.skip_special)
     reason = None if choice.end is None else "length" if not order.has_new else choice.end.reason
-    return {"index": index, "text": choice.text[text:], "logprobs": logprobs, "finish_reason": reason}
+    return {"index": index, "text": choice.text[choice.text_sent :], "logprobs": logprobs, "finish_reason": reason}
 
 
 def listed_logprobs(

@@ -96,7 +96,6 @@ class Answer:
             prompt_tokens=len(self._order.prompt),
             completion_tokens=len(self._tokens) - start,  # of this chunk, as vLLM's servicer counts
             output_logprobs=self._output_logprobs(start),
-            input_logprobs=self._input_logprobs() if start == 0 else None,
             index=self._index,
         )
 
