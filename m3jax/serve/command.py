@@ -67,6 +67,8 @@ def parser() -> Parser:
                         "under load; a header says of which weights and settings")  # fmt: skip
     engine.add_argument("--request-log", metavar="FILE", type=Path, help="with --invariant: keep each request and its "
                         "answer's bits, for `verify`")  # fmt: skip
+    engine.add_argument("--no-warmup", action="store_true", help="serve before everything is compiled: the first "
+                        "requests wait for what they need")  # fmt: skip
     engine.add_argument("--no-compile-cache", action="store_true", help="neither use nor keep compiled programs")
     return out
 

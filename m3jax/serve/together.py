@@ -51,7 +51,8 @@ def serve_together(args: argparse.Namespace) -> None:
     async def load(gateway: Gateway) -> Opened:
         # The engine's first compilation and the reading of weights take seconds to minutes, on a thread.
         worker = await asyncio.to_thread(Worker.from_pretrained, folder, name=args.name, **engine)
-        await worker.prepare()
+        if not args.no_warmup:
+            await worker.prepare()
         if args.invariant:
             found = await asyncio.to_thread(identity, folder, engine)
             gateway.headers = {"X-M3JAX-Invariant": identity_header(found)}

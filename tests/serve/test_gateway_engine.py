@@ -13,6 +13,7 @@ import openai
 import pytest
 from support.embedded import TOKENIZER
 from support.serving import Running, running
+from support.workers import new_worker
 
 from m3jax.decoding.score import score_with_top
 from m3jax.dialogue import chat
@@ -25,10 +26,7 @@ PICTURE_URL = f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"
 
 @pytest.fixture(scope="module")
 def engine_server() -> Iterator[tuple[Running, Worker]]:
-    """An engine of few programs: two rows, one size of a prompt's chunk, one of a picture."""
-    worker = Worker.from_pretrained(
-        dtype="float32", max_batch=2, pages=96, max_length=512, prefill_chunk=64, steps_per_call=4, media_patches=1024
-    )
+    worker = new_worker()
     with running(worker) as server:
         yield server, worker
     worker._loop.close("abort")
@@ -117,7 +115,7 @@ def test_json_schema(engine_server):
 
 
 def test_lm_eval(engine_server):
-    """Its requests as they are: log-likelihoods are the model's, and a token is greedy if and only if it is the best."""
+    """Its requests as they are: log-likelihoods are the model's, and greedy tokens are those that it would take."""
     server, worker = engine_server
     text = "class Timer:\n    def __enter__(self):\n        return self"
     batch = [TOKENIZER.encode(text), TOKENIZER.encode("import os\nimport zebra")]

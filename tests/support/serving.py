@@ -163,8 +163,11 @@ class Running:
 
 @contextmanager
 def running(worker: Any, settings: Settings | None = None, sources: Sources | None = None) -> Iterator[Running]:
-    """Serve a worker, or several, on a free port from a thread of its own."""
-    workers = worker if isinstance(worker, list) else [LocalWorker(worker)]
+    """Serve a worker on a free port from a thread of its own.
+
+    Args:
+      worker: that is called as it is, or a function that makes the gateway's workers in that thread's event loop.
+    """
     gateway = Gateway(settings=settings or Settings())
     loop = asyncio.new_event_loop()
     server = uvicorn.Server(
@@ -172,6 +175,7 @@ def running(worker: Any, settings: Settings | None = None, sources: Sources | No
     )
 
     async def serve() -> None:
+        workers = worker() if callable(worker) else [LocalWorker(worker)]
         opened = await open_gateway(
             gateway, workers, folder=embedded_path(), name=None, sources=sources or Sources(), processes=1
         )
