@@ -62,6 +62,8 @@ async def completions(gateway: Gateway, body: dict[str, Any], route: str) -> dic
         raise refused("stream_options", "stream_options needs stream: true")
     fields.finish()
     head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": model}
+    for number, ask in enumerate(order.asks):
+        ask.request.request_id = head["id"] if len(order.asks) == 1 else f"{head['id']}-{number}"
     if is_stream:
         return _chunks(gateway, order, head, route, bool((options or {}).get("include_usage")))
     choices: dict[int, _Choice] = {}

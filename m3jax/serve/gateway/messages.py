@@ -32,7 +32,8 @@ async def messages(gateway: Gateway, body: dict[str, Any], route: str) -> dict[s
     is_stream = fields.flag("stream")
     fields.finish()
     ask = await gateway.ask(turn)
-    head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
+    ask.request.request_id = new_id("msg_")
+    head = {"id": ask.request.request_id, "type": "message", "role": "assistant", "model": model}
     if is_stream:
         return _events(gateway, ask, head, route)
     answer = (await collected(gateway.run(ask, route)))[0]

@@ -25,8 +25,9 @@ async def responses(gateway: Gateway, body: dict[str, Any], route: str) -> dict[
     is_stream = fields.flag("stream")
     fields.finish()
     ask = await gateway.ask(turn)
+    ask.request.request_id = new_id("resp_")
     response = {
-        "id": new_id("resp_"),
+        "id": ask.request.request_id,
         "object": "response",
         "created_at": now(),
         "model": model,
