@@ -49,13 +49,15 @@ def test_a_server_begins_drains_and_ends():
                 assert line
             body = {
                 "messages": [{"role": "user", "content": "Hi"}],
-                "max_tokens": 200,
+                "max_tokens": 32,
                 "ignore_eos": True,
                 "stream": True,
             }
             ask.request("POST", "/v1/chat/completions", json.dumps(body))
             response = ask.getresponse()
-            assert response.status == 200 and response.readline().startswith(b"data: ")
+            assert response.status == 200
+            while not (line := response.readline()).startswith(b"data: "):
+                assert line in (b": ping\n", b"\n")  # while it compiles
             process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             with pytest.raises(OSError):
@@ -134,13 +136,15 @@ def test_page(tmp_path):
         assert "default-src 'none'" in headers["content-security-policy"]
         assert not re.search(r"(src|href)=", page)  # it loads nothing
         address = f"{server.url}/#thinking=enabled&ask={quote('What time is it?')}&tools={quote(tools)}"
-        done = subprocess.run(
-            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
-             "--virtual-time-budget=60000", "--dump-dom", address],
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-    shown = done.stdout
-    assert '<body data-answers="1"' in shown, done.stderr[-500:]
+        command = [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"),
+            *("--virtual-time-budget=600000", "--dump-dom", address),
+        ]
+        for _ in range(3):  # the browser's time flies while it waits, and the first answers are slow to come
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+            if 'data-answers="1"' in shown:
+                break
+    assert 'data-answers="1"' in shown
     assert re.search(r"<details><summary>thought</summary><div class=\"text\">A thought\.</div></details>", shown)
     assert "I will look: &lt;b&gt;now&lt;/b&gt;. " in shown  # what a model says is text, never markup
     assert shown.count('<div class="card">') == 2 and "<h4>get_weather</h4>" in shown

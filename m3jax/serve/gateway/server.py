@@ -42,6 +42,7 @@ class Address:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self.host, self.port))
+            listener.listen(2048)  # who connects from now on waits for the event loop, and is not refused
         except OSError as error:
             listener.close()
             raise ValueError(f"--host {self.host} --port {self.port}: {error.strerror}; give another") from None
