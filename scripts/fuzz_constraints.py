@@ -94,7 +94,7 @@ def case(seed: int, number: int) -> tuple[str, str, Callable[[str], None]] | Non
     return "grammar", grammar, validate
 
 
-async def fuzz(worker: Worker, seed: int, count: int) -> tuple[Counter, list[str]]:
+async def fuzz(worker: Worker, seed: int, count: int, most_tokens: int = MOST_TOKENS) -> tuple[Counter, list[str]]:
     """Run cases 0 to `count` - 1.
 
     Returns:
@@ -108,7 +108,7 @@ async def fuzz(worker: Worker, seed: int, count: int) -> tuple[Counter, list[str
             counts["refused"] += 1
             return
         kind, constraint, validate = made
-        params = protocol.SamplingParams(temperature=1.0, seed=number, max_tokens=MOST_TOKENS, **{kind: constraint})
+        params = protocol.SamplingParams(temperature=1.0, seed=number, max_tokens=most_tokens, **{kind: constraint})
         prompt = protocol.TokenizedInput(
             input_ids=worker.tokenizer.encode("]~b]user\nSay it.[e~[\n]~b]ai\n</mm:think>")
         )
