@@ -9,6 +9,7 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as protocol
@@ -17,7 +18,7 @@ from support.schemas import OBJECTS, VALUES, allowed, walk
 from support.workers import answer, answers, generate_request, shared_worker
 
 from m3jax.serve.constraints import Constraints, tool_grammar
-from m3jax.text import ToolCallParser
+from m3jax.text import Tokenizer, ToolCallParser
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 EOS, NAMESPACE, THINK, END_THINK = (
@@ -380,3 +381,13 @@ def test_a_tokenizer_is_read_once_for_many_threads():
         return await asyncio.gather(*(asyncio.to_thread(constraints.prepare) for _ in range(4)))
 
     assert len({id(found) for found in asyncio.run(run())}) == 1
+
+
+def test_the_bytes_of_a_vocabulary_are_its_texts():
+    written, special = TOKENIZER.vocabulary_bytes(2060)  # a model may have more ids than its tokenizer
+    ids = TOKENIZER.encode("naïve 😀 text]~b]")
+    assert b"".join(written[token] for token in ids).decode() == text_of(ids)
+    assert special == {0, EOS, TURN, *range(181, 185), *range(2048, 2060)}
+    pieces = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    with pytest.raises(ValueError, match="need ByteLevel"):
+        Tokenizer(pieces).vocabulary_bytes(1)

@@ -177,7 +177,7 @@ def test_damaged_requests_are_refused_or_served():
     """Bytes changed at random in a request with everything in it: what is still a message has no other error."""
     place = protocol.PlaceholderRange(offset=3, length=6)
     whole = request(prompt(seen(4)), batch(SQUARE, im_token_id=IMAGE, mm_placeholders=[place]))
-    patches = whole.mm_inputs.pixel_values.inline
+    whole.stream, patches = True, whole.mm_inputs.pixel_values.inline
     more = protocol.SamplingParams(stop=["x"], logit_bias={5: 1.0}, regex="[a-z]+", min_p=0.1, seed=3)
     whole.sampling_params.MergeFrom(more)
     whole.mm_inputs.pixel_values.ClearField("inline")  # or nearly all damage would be to pixels
@@ -200,9 +200,9 @@ def test_damaged_requests_are_refused_or_served():
             counts["refused"] += 1
 
     async def run():
-        for _ in range(150):
+        for _ in range(80):
             await serve_damaged()
         await settled(shared_worker())
 
     asyncio.run(run())
-    assert counts["served"] > 8 and counts["refused"] > 40, counts
+    assert counts["served"] > 4 and counts["refused"] > 20, counts
