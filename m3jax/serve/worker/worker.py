@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -143,7 +144,9 @@ class Worker:
         self._is_preparing = True
         try:
             await self._on_engine(lambda: self.engine.warmup(programs=programs))
-            await asyncio.get_running_loop().run_in_executor(self._submitters, self.constraints.prepare)
+            # A vocabulary that grammars cannot use is no hindrance: a request with a constraint is then refused.
+            with suppress(ValueError):
+                await asyncio.get_running_loop().run_in_executor(self._submitters, self.constraints.prepare)
         finally:
             self._is_preparing = False
 
