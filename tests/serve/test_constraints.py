@@ -1,12 +1,15 @@
 """Constraints: what a grammar lets through is valid, and nothing of it is said before the reasoning has ended."""
 
 import asyncio
+import importlib.util
 import json
 import re
+from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as protocol
@@ -15,8 +18,9 @@ from support.schemas import OBJECTS, VALUES, allowed, walk
 from support.workers import answer, answers, generate_request, shared_worker
 
 from m3jax.serve.constraints import Constraints, tool_grammar
-from m3jax.text import ToolCallParser
+from m3jax.text import Tokenizer, ToolCallParser
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 EOS, NAMESPACE, THINK, END_THINK = (
     1,
     *map(TOKENIZER.backend.token_to_id, ("]<]minimax[>[", "<mm:think>", "</mm:think>")),
@@ -63,27 +67,27 @@ def test_any_forced_call_has_valid_arguments(schema, seed):
     assert call.name == "f"
 
 
-def test_every_answer_of_the_model_validates():
-    """20 schemas through the worker; greedy, as the model is most certain of something else there."""
-    rng = np.random.default_rng(0)
-    schemas = []
-    for number in range(20):
-        names = rng.choice(["name", "count", "tags", "kind", "ok"], size=3, replace=False).tolist()
-        kinds = [
-            {"type": "string", "maxLength": int(rng.integers(1, 6))},
-            {"type": "integer", "minimum": -5, "maximum": int(rng.integers(0, 99))},
-            {"type": "array", "items": {"enum": ["a", "bc"]}, "minItems": 1, "maxItems": 2},
-            {"enum": ["red", None, number]},
-            {"type": "boolean"},
-        ]
-        properties = {name: kinds[int(rng.integers(len(kinds)))] for name in names}
-        schemas.append(
-            {"type": "object", "properties": properties, "required": names[:2], "additionalProperties": False}
-        )
-    requests = [generate_request(json_schema=json.dumps(schema), max_tokens=80) for schema in schemas]
-    for (complete,), schema in zip(answers(shared_worker(), *requests), schemas, strict=True):
-        assert complete.finish_reason == "stop" and complete.output_ids[-1] == EOS
-        jsonschema.validate(json.loads(TOKENIZER.decode(complete.output_ids)), schema)
+@pytest.fixture(scope="module")
+def fuzzer():
+    """The script that has the model answer under 500 random schemas."""
+    spec = importlib.util.spec_from_file_location("fuzz_constraints", SCRIPTS / "fuzz_constraints.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_answer_of_the_model_validates(fuzzer):
+    counts, failures = asyncio.run(fuzzer.fuzz(shared_worker(), seed=0, count=20, most_tokens=80))
+    assert not failures, "\n".join(failures)
+    assert counts["valid"] > 12, counts
+
+
+def test_an_answer_that_is_not_valid_is_counted(fuzzer, monkeypatch):
+    """A fuzzer that calls everything fine would pass as well."""
+    validate = lambda text: jsonschema.validate(json.loads(text), {"type": "integer"})
+    monkeypatch.setattr(fuzzer, "case", lambda seed, number: ("json_schema", '{"enum": ["red"]}', validate))
+    counts, failures = asyncio.run(fuzzer.fuzz(shared_worker(), seed=0, count=1))
+    assert counts == {"wrong": 1} and "red" in failures[0]
 
 
 def test_each_kind_of_constraint_is_kept_by_the_model():
@@ -377,3 +381,13 @@ def test_a_tokenizer_is_read_once_for_many_threads():
         return await asyncio.gather(*(asyncio.to_thread(constraints.prepare) for _ in range(4)))
 
     assert len({id(found) for found in asyncio.run(run())}) == 1
+
+
+def test_the_bytes_of_a_vocabulary_are_its_texts():
+    written, special = TOKENIZER.vocabulary_bytes(2060)  # a model may have more ids than its tokenizer
+    ids = TOKENIZER.encode("naïve 😀 text]~b]")
+    assert b"".join(written[token] for token in ids).decode() == text_of(ids)
+    assert special == {0, EOS, TURN, *range(181, 185), *range(2048, 2060)}
+    pieces = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    with pytest.raises(ValueError, match="need ByteLevel"):
+        Tokenizer(pieces).vocabulary_bytes(1)

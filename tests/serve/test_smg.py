@@ -207,7 +207,7 @@ def test_smg_sends_a_prompt_to_the_worker_that_knows_it(behind):
     """SMG has not seen these prompts: only the workers' own KV events say where they are."""
     seen = []
     for number, worker in enumerate((*behind.workers, *reversed(behind.workers))):
-        text = " ".join(f"{number} {word}" for word in range(60))
+        text = " ".join(f"{number} {word}" for word in range(40))
         prompt = "]~!b[]~b]system\nm3jax\nthink: off[e~[\n]~b]user\n" + text + "[e~[\n]~b]ai\n</mm:think>"
         ids = tuple(TOKENIZER.encode(prompt))
         behind.do(collect(worker, generate_request(prompt=ids, max_tokens=1)))

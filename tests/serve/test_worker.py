@@ -80,7 +80,8 @@ def test_text_is_encoded_and_the_prompt_is_cut_from_the_left(worker):
     assert cut.prompt_tokens == 5
     assert list(cut.output_ids) == engine_alone(worker, PROMPT[-5:]).tokens
     # -1: as many as fit beside the new tokens.
-    assert answer(worker, prompt=PROMPT * 40, truncate_prompt_tokens=-1).prompt_tokens == 512 - 8
+    ended_at_once = dict(max_tokens=480, logit_bias={1: 100.0})
+    assert answer(worker, prompt=PROMPT * 3, truncate_prompt_tokens=-1, **ended_at_once).prompt_tokens == 512 - 480
 
 
 def test_sampling_fields_reach_the_engine(worker):
@@ -333,7 +334,7 @@ def test_200_streams_and_slow_readers(worker):
     async def slow(number):
         tokens = []
         async for message in worker.Generate(
-            generate_request(stream=True, max_tokens=4, prompt=(*PROMPT, number % 50 + 3))
+            generate_request(stream=True, max_tokens=2, prompt=(*PROMPT, number % 20 + 3))
         ):
             tokens += message.chunk.token_ids
             await asyncio.sleep(0.05 if number % 10 == 0 else 0)
@@ -345,8 +346,8 @@ def test_200_streams_and_slow_readers(worker):
         return found
 
     found = asyncio.run(run())
-    assert [len(tokens) for tokens in found] == [4] * 200
-    assert all(found[number] == found[number % 50] for number in range(200))
+    assert [len(tokens) for tokens in found] == [2] * 200
+    assert all(found[number] == found[number % 20] for number in range(200))
 
 
 def test_a_full_worker_says_so_and_a_closed_one_too():

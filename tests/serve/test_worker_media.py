@@ -2,10 +2,13 @@
 
 import asyncio
 import re
+from collections import Counter
+from contextlib import aclosing
 
 import ml_dtypes
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto.generated import common_pb2
 from support.embedded import TOKENIZER
@@ -168,3 +171,38 @@ def test_pictures_that_do_not_fit_the_prompt_are_refused():
             asyncio.run(collect(shared_worker(), request(tokens, *batches)))
     with pytest.raises(ValueError, match="no vision tower"):
         MediaReader({}).read([batch(SQUARE)], prompt(seen(4)))
+
+
+def test_damaged_requests_are_refused_or_served():
+    """Bytes changed at random in a request with everything in it: what is still a message has no other error."""
+    place = protocol.PlaceholderRange(offset=3, length=6)
+    whole = request(prompt(seen(4)), batch(SQUARE, im_token_id=IMAGE, mm_placeholders=[place]))
+    whole.stream, patches = True, whole.mm_inputs.pixel_values.inline
+    more = protocol.SamplingParams(stop=["x"], logit_bias={5: 1.0}, regex="[a-z]+", min_p=0.1, seed=3)
+    whole.sampling_params.MergeFrom(more)
+    whole.mm_inputs.pixel_values.ClearField("inline")  # or nearly all damage would be to pixels
+    data, rng, counts = whole.SerializeToString(), np.random.default_rng(0), Counter()
+
+    async def serve_damaged():
+        damaged = bytearray(data)
+        damaged[rng.integers(len(data))] = rng.integers(256)
+        try:
+            made = protocol.GenerateRequest.FromString(bytes(damaged))
+        except DecodeError:
+            return
+        if made.mm_inputs.HasField("pixel_values"):
+            made.mm_inputs.pixel_values.inline = patches
+        try:
+            async with aclosing(shared_worker().Generate(made)) as messages:
+                await anext(messages)
+            counts["served"] += 1
+        except ValueError:
+            counts["refused"] += 1
+
+    async def run():
+        for _ in range(80):
+            await serve_damaged()
+        await settled(shared_worker())
+
+    asyncio.run(run())
+    assert counts["served"] > 4 and counts["refused"] > 20, counts

@@ -143,10 +143,8 @@ class GrammarGuide:
             free = np.full(self._num_words, 0xFFFFFFFF, np.uint32)
             return _without(free, self._eos_ids)
         matcher = self._matcher(new[begin:])
-        if matcher.is_error():  # a limit of llguidance's: it would let the answer end here, as if it were whole
-            return np.zeros(self._num_words, np.uint32)
         words = np.frombuffer(matcher.compute_bitmask(), "<u4")[: self._num_words].copy()
-        if matcher.is_error():
+        if matcher.is_error():  # a limit of llguidance's, which then lets the answer end as if it were whole
             return np.zeros(self._num_words, np.uint32)
         if self._phase == "open" and not new:
             words = _with(words, (self._think, self._end_think))

@@ -79,10 +79,13 @@ async def _serve(args: argparse.Namespace) -> None:
         worker = Worker.from_pretrained(args.model, name=args.name, dtype=args.dtype, invariant=args.invariant, **knobs)
         server, port = await start(worker, args.host, args.port)
         say(f"listening at grpc://{args.host}:{port}; compiling")
-        preparing = asyncio.create_task(worker.prepare())
-        preparing.add_done_callback(lambda task: task.cancelled() or task.exception() or say(f"serving {worker.name}"))
+        preparing, stopping = asyncio.create_task(worker.prepare()), asyncio.create_task(stopped.wait())
         try:
-            await stopped.wait()
+            await asyncio.wait((preparing, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if preparing.done():
+                preparing.result()  # raises what went wrong
+                say(f"serving {worker.name}")
+            await stopping
         finally:
             await server.stop(args.drain)
             await worker.close("abort")

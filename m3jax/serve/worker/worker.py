@@ -7,8 +7,10 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -17,7 +19,6 @@ from jax.typing import DTypeLike
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto.generated import common_pb2
 
-from m3jax import __version__
 from m3jax.decoding import Engine, EngineLoop, Generation, RequestStream, TokenEvent
 from m3jax.decoding.engine.options import EngineKnobs
 from m3jax.decoding.loop import LoopClosed
@@ -143,7 +144,9 @@ class Worker:
         self._is_preparing = True
         try:
             await self._on_engine(lambda: self.engine.warmup(programs=programs))
-            await asyncio.get_running_loop().run_in_executor(self._submitters, self.constraints.prepare)
+            # A vocabulary that grammars cannot use is no hindrance: a request with a constraint is then refused.
+            with suppress(ValueError):
+                await asyncio.get_running_loop().run_in_executor(self._submitters, self.constraints.prepare)
         finally:
             self._is_preparing = False
 
@@ -290,7 +293,7 @@ class Worker:
             ),
         )
         now = datetime.now(UTC).isoformat()
-        return protocol.GetLoadsResponse(timestamp=now, version=__version__, dp_rank_count=1, loads=[of_rank])
+        return protocol.GetLoadsResponse(timestamp=now, version=version("m3jax"), dp_rank_count=1, loads=[of_rank])
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest
