@@ -18,6 +18,7 @@ PROG = "m3jax"
 COMMANDS = {
     "chat": "talk with a model, on a terminal or in a pipe",
     "generate": "continue prompts with a model",
+    "serve": "OpenAI's and Anthropic's endpoints over HTTP, and a worker by gRPC",
     "plan": "whether a model fits a slice of accelerators, and how fast it could be",
     "train": "train a model on a task of your own, by groups of answers and their rewards",
     "evaluate": "perplexity, recall, KL, caught attention, accepted drafts: figures and pictures",

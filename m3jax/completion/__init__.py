@@ -4,7 +4,8 @@ from m3jax.completion.defaults import Defaults
 from m3jax.completion.drafts import named_drafter
 from m3jax.completion.generate import check_model, generate
 from m3jax.completion.media import marked, read_media, read_medium, with_placeholders
-from m3jax.completion.stop_strings import StoppableText, generate_text, stream_text
+from m3jax.completion.stop_strings import generate_text, stream_text
+from m3jax.text import StoppableText
 
 __all__ = [
     "Defaults",

@@ -45,7 +45,7 @@ def dialogue_tokens(
         model cannot see.
     """
     prompt = template.encode(tokenizer, messages, tools=tools, thinking_mode=thinking_mode)
-    parts = list(_parts(ordered_messages(messages)))  # in the order in which the template writes them
+    parts = list(media_parts(ordered_messages(messages)))  # in the order in which the template writes them
     if not parts:
         return prompt, Media()
     known = {} if known is None else known
@@ -60,7 +60,7 @@ def dialogue_tokens(
     return with_placeholders(prompt, media, tokenizer), media
 
 
-def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
+def media_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield the image and video parts of messages, each with its place in words."""
     for number, message in enumerate(messages, 1):
         content = message["content"]
@@ -85,7 +85,7 @@ def read_part(
     """
     if not can_see:
         raise ValueError("the model has no vision tower: it takes text alone; leave images and videos out")
-    key, source, options = _what_is_read(part)
+    key, source, options = what_is_read(part)
     if key not in known:
         state = _file_state(source)
         known[key] = source, state, read_medium(part["type"], source, progress=progress, **options)
@@ -103,10 +103,10 @@ def forget_changed(part: Mapping[str, Any], known: dict[Any, Any], messages: Seq
     Raises:
       ValueError: it has changed, and a message shows it as it was.
     """
-    key, source, _ = _what_is_read(part)
+    key, source, _ = what_is_read(part)
     if key not in known or known[key][1] == _file_state(source):
         return
-    if any(_what_is_read(other)[0] == key for other, _ in _parts(ordered_messages(messages))):
+    if any(what_is_read(other)[0] == key for other, _ in media_parts(ordered_messages(messages))):
         raise ValueError(
             f"{printable(str(source))} has changed, and this dialogue shows it as it was: give the new one another name"
         )
@@ -122,7 +122,7 @@ def _file_state(source: Any) -> tuple[int, int] | None:
     return None if state is None else (state.st_mtime_ns, state.st_size)
 
 
-def _what_is_read(part: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
+def what_is_read(part: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
     """Return the key under which a part is remembered, its source, and the options of its processing.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from m3jax.text.chat import ChatTemplate, ordered_messages
 from m3jax.text.output import Event, Message, OutputParser, ReasoningParser, ToolCall, ToolCallParser
+from m3jax.text.stops import StoppableText
 from m3jax.text.stream import TextStream
 from m3jax.text.tokenizer import Tokenizer
 
@@ -11,6 +12,7 @@ __all__ = [
     "Message",
     "OutputParser",
     "ReasoningParser",
+    "StoppableText",
     "TextStream",
     "Tokenizer",
     "ToolCall",

@@ -128,6 +128,46 @@ class Tokenizer:
         with _library_errors("these ids cannot be decoded with this tokenizer.json"):
             return self._spelling.text(self._spelling.well_formed(token_ids))
 
+    def token_bytes(self, token: SupportsIndex) -> bytes:
+        """Return the bytes that a token stands for, which may be a part of a character.
+
+        Args:
+            token: its id.
+
+        Raises:
+            ValueError: an id that the vocabulary does not have.
+        """
+        token_id = index(token)
+        self._spelling.check_id(token_id)
+        if "ByteLevel" in self._spelling.decoders:
+            return self._spelling.bytes_of(token_id)
+        byte = self._spelling.byte_of(token_id)
+        return self._spelling.text([token_id]).encode() if byte is None else bytes([byte])
+
+    def vocabulary_bytes(self, size: int) -> tuple[list[bytes], set[int]]:
+        """Return what each id writes, for a grammar over bytes.
+
+        Args:
+            size: ids of the model, at least those of the vocabulary.
+
+        Returns:
+            The UTF-8 of each id from 0 to size - 1, possibly part of a character, and the ids of special tokens; those
+            that are no token count as special, too.
+
+        Raises:
+            ValueError: a decoder other than ByteLevel, whose tokens have no bytes of their own.
+        """
+        if self._spelling.decoders != ("ByteLevel",):
+            raise ValueError(
+                f"the tokenizer's decoder is {' + '.join(self._spelling.decoders) or 'none'}: grammars need ByteLevel"
+            )
+        is_token = [self.backend.id_to_token(token) is not None for token in range(size)]
+        written = [
+            self._spelling.bytes_of(token) if is_token[token] else f"<unused {token}>".encode() for token in range(size)
+        ]
+        unused = {token for token in range(size) if not is_token[token]}
+        return written, unused | self._spelling.special_ids
+
     def stream(self, skip_special_tokens: bool = True, show_unfinished: bool = True) -> "TextStream":
         """Make an incremental detokenizer for one sequence.
 

@@ -23,7 +23,9 @@ TOP_LEVEL = {
 
 # Distributions whose import name is another, and where jax itself takes bfloat16 from.
 IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "orbax-checkpoint": "orbax", "Pillow": "PIL"}
+IMPORT_NAMES |= {"grpcio": "grpc", "prometheus-client": "prometheus_client", "smg-grpc-proto": "smg_grpc_proto"}
 COME_WITH_JAX = {"ml_dtypes"}
+COME_WITH_STUBS = {"smg_grpc_proto": {"google"}}  # protobuf, of which the messages are made
 
 # Folders of one person's machine; the lookbehind leaves web addresses and relative paths alone.
 MACHINE_PATH = re.compile(r"(?<![\w.~$}>/-])/(?:work|tmp|root|home|Users|opt|mnt|scratch)/")
@@ -348,6 +350,10 @@ def test_imports_are_declared():
     imported = lambda lines: {IMPORT_NAMES.get(name, name) for name in (re.match(r"[\w-]+", line)[0] for line in lines)}
     allowed = imported(project["dependencies"]) | COME_WITH_JAX | set(PACKAGES) | sys.stdlib_module_names
     of_extra = {name: imported(lines) for name, lines in project["optional-dependencies"].items()}
+    of_extra = {
+        name: set().union(found, *map(COME_WITH_STUBS.get, found & COME_WITH_STUBS.keys()))
+        for name, found in of_extra.items()
+    }
     of_room = {name: set().union(*(of_extra[extra] for extra in extras)) for name, extras in EXTRAS_OF.items()}
     # An op's folder by the name of a backend, one of pallas_kernels; what m3jax has by the name that is asked for.
     computed = {("pallas_kernels.backends", "a computed module"), ("m3jax", "a computed module")}

@@ -20,7 +20,7 @@ FLOORS = (
     ("m3jax.dialogue", "m3jax.hub"),
     ("m3jax.planning", "m3jax.text_model", "m3jax.train"),
     ("m3jax.cli", "m3jax.vectors"),
-    ("m3jax.compare", "m3jax.evaluate"),
+    ("m3jax.compare", "m3jax.evaluate", "m3jax.serve"),
     ("m3jax", "m3jax.chat", "m3jax.generate", "m3jax.plan"),
     ("m3jax.__main__",),
 )
@@ -82,5 +82,6 @@ EXTRAS_OF = {
     "m3jax.compare": ("oracle", "plots"),
     "m3jax.evaluate": ("plots",),
     "m3jax.media": ("media",),
+    "m3jax.serve": ("serve",),
     **dict.fromkeys(("m3jax.dialogue", "m3jax.text"), ("chat",)),
 }

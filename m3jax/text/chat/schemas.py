@@ -66,7 +66,7 @@ def problems_of(arguments: Any, schema: Any) -> tuple[str, ...]:
     # Without $dynamicRef and its anchors, which tools do not use.
     checker = validators.extend(Draft202012Validator, {"$ref": follow, "$dynamicRef": lambda *_: ()})
     try:
-        errors = list(islice(checker(_standard(schema, "")).iter_errors(arguments), _MOST_PROBLEMS))
+        errors = list(islice(checker(standard_schema(schema, "")).iter_errors(arguments), _MOST_PROBLEMS))
     except Exception as error:  # a pattern that is none of Python's, references in a circle: what a schema makes of it
         return (_line("arguments", f"cannot be checked: {error or type(error).__name__}"),)
     return tuple(_line(_path("arguments", error.absolute_path), _message(error)) for error in errors)
@@ -81,14 +81,14 @@ def _fault(text: str) -> str:
     except ModuleNotFoundError:
         raise ValueError("tools need jsonschema, which is not installed: pip install 'm3jax[chat]'") from None
     try:
-        schema = _standard(json.loads(text), "parameters")
+        schema = standard_schema(json.loads(text), "parameters")
     except ValueError as error:
         return str(error)
     error = best_match(Draft202012Validator(Draft202012Validator.META_SCHEMA).iter_errors(schema))
     return "" if error is None else _line(_path("parameters", error.absolute_path), _message(error))
 
 
-def _standard(schema: Any, location: str, is_part: bool = False) -> Any:
+def standard_schema(schema: Any, location: str, is_part: bool = False) -> Any:
     """Return a copy of a schema in the dialect of 2020-12.
 
     Args:
@@ -105,12 +105,12 @@ def _standard(schema: Any, location: str, is_part: bool = False) -> Any:
     for keyword, value in schema.items():
         inner = f"{location}.{keyword}"
         if keyword in _NAMED and isinstance(value, dict):
-            standard[keyword] = {name: _standard(each, f"{inner}.{name}") for name, each in value.items()}
+            standard[keyword] = {name: standard_schema(each, f"{inner}.{name}") for name, each in value.items()}
         elif keyword in _SEVERAL and isinstance(value, list):
-            parts = (_standard(each, f"{inner}.{number}", keyword in _PARTS) for number, each in enumerate(value))
+            parts = (standard_schema(each, f"{inner}.{number}", keyword in _PARTS) for number, each in enumerate(value))
             standard[keyword] = list(parts)
         else:
-            standard[keyword] = _standard(value, inner, keyword in _PARTS) if keyword in _ONE else value
+            standard[keyword] = standard_schema(value, inner, keyword in _PARTS) if keyword in _ONE else value
     standard.pop("$schema", None)
     types = standard.get("type")
     names = types if isinstance(types, list) else [types]

@@ -1,0 +1,235 @@
+"""OpenAI's completions: POST /v1/completions. A text goes on; nothing is parsed in it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from smg_grpc_proto import vllm_engine_pb2 as pb
+
+from m3jax.serve.gateway.answers import Ask, End, Piece, TokenLogprob, Usage, new_id, now, token_text
+from m3jax.serve.gateway.chat_completions import MOST_TOKENS, PASSED_OVER, usage_object
+from m3jax.serve.gateway.errors import refused
+from m3jax.serve.gateway.fields import Fields
+from m3jax.serve.gateway.gateway import Gateway
+from m3jax.serve.gateway.http import data_event
+from m3jax.serve.gateway.prompts import tokens_of
+from m3jax.serve.gateway.sampling import MAX_TOP_LOGPROBS, constraint_fields, response_format, sampling_params
+from m3jax.text import Tokenizer
+
+NEW_TOKENS = 16  # where a request does not say, as OpenAI has it
+_AT_ONCE = 32  # prompts of one request that are on the workers at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """One request for completions.
+
+    Attributes:
+      asks: one a prompt.
+      n: continuations of each.
+      echoes: True if the prompt comes back in front.
+      has_new: False if no new token is wanted, as `max_tokens: 0` with echo says; the worker draws one all the same.
+      skip_special: leave special tokens out of texts.
+    """
+
+    asks: Sequence[Ask]
+    n: int
+    echoes: bool
+    has_new: bool
+    skip_special: bool
+
+
+@dataclass(eq=False)
+class _Choice:
+    """One completion while it comes; what a stream has given out of it is counted."""
+
+    text: str = ""
+    tokens: list[TokenLogprob] = field(default_factory=list)
+    end: End | None = None
+    text_sent: int = 0
+    tokens_sent: int = 0
+
+
+async def completions(gateway: Gateway, body: dict[str, Any], route: str) -> dict[str, Any] | AsyncIterator[str]:
+    """Continue one prompt or several, whole or as a stream."""
+    fields = Fields(body)
+    model = gateway.check_model(fields)
+    order = await _order(gateway, fields)
+    is_stream, options = fields.flag("stream"), fields.object("stream_options")
+    if options is not None and not is_stream:
+        raise refused("stream_options", "stream_options needs stream: true")
+    fields.finish()
+    head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": model}
+    for number, ask in enumerate(order.asks):
+        ask.request.request_id = head["id"] if len(order.asks) == 1 else f"{head['id']}-{number}"
+    if is_stream:
+        return _chunks(gateway, order, head, route, bool((options or {}).get("include_usage")))
+    choices: dict[int, _Choice] = {}
+    usage = Usage()
+    async with aclosing(_all_news(gateway, order, route)) as events:
+        async for index, news in events:
+            _note(choices.setdefault(index, _Choice()), news, order, index)
+            if isinstance(news, End):
+                usage = _added(usage, news.usage, index % order.n == 0, order.has_new)
+    listed = [_object(index, choices[index], order) for index in sorted(choices)]
+    return {**head, "choices": listed, "usage": usage_object(usage)}
+
+
+async def _order(gateway: Gateway, fields: Fields) -> _Order:
+    """Return what a request asks for."""
+    params = sampling_params(fields, gateway.model)
+    response_format(fields, params)
+    constraint_fields(fields, params)
+    echoes = fields.flag("echo")
+    max_tokens = fields.integer("max_tokens", NEW_TOKENS, 0 if echoes else 1, MOST_TOKENS)
+    logprobs = fields.integer("logprobs", None, 0, MAX_TOP_LOGPROBS)
+    skip_special = fields.flag("skip_special_tokens", True)
+    params.skip_special_tokens = skip_special
+    fields.only("best_of", (1, params.n), "n answers are drawn and all of them come back: leave it out")
+    fields.only("suffix", ("",), "the model cannot fill in the middle")
+    fields.only("add_special_tokens", (True, False), "must be true or false")  # the tokenizer adds none either way
+    fields.pass_over(*PASSED_OVER)
+    if logprobs is not None:
+        params.logprobs = logprobs
+        if echoes:
+            params.prompt_logprobs = logprobs
+    value = fields.take("prompt")
+    prompts = await asyncio.to_thread(tokens_of, gateway.renderer.tokenizer, value, "prompt", gateway.model.vocab_size)
+    if len(prompts) > gateway.settings.most_prompts:
+        raise refused("prompt", f"prompt: {len(prompts)} prompts: at most {gateway.settings.most_prompts} at once")
+    asks = [gateway.ask_plain(prompt, params, max(max_tokens, 1), "prompt", skip_special) for prompt in prompts]
+    return _Order(asks=asks, n=params.n, echoes=echoes, has_new=max_tokens > 0, skip_special=skip_special)
+
+
+async def _all_news(
+    gateway: Gateway, order: _Order, route: str
+) -> AsyncIterator[tuple[int, Piece | End | pb.InputLogProbs]]:
+    """Yield the news of all prompts as they come, with the number of the completion: prompt by prompt, n of each."""
+    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(maxsize=256)
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def run(number: int, ask: Ask) -> None:
+        async with places, aclosing(gateway.run(ask, route)) as events:
+            async for news in events:
+                # The prompt's log-probabilities are those of all its continuations.
+                indices = range(order.n) if isinstance(news, pb.InputLogProbs) else (news.index,)
+                for index in indices:
+                    await queue.put((number * order.n + index, news))
+
+    tasks = [asyncio.create_task(run(number, ask)) for number, ask in enumerate(order.asks)]
+    gathered = asyncio.gather(*tasks)
+    gathered.add_done_callback(lambda _: queue.put_nowait((-1, None)) if not queue.full() else None)
+    try:
+        while not (gathered.done() and queue.empty()):
+            if gathered.done() and gathered.exception() is not None:
+                break
+            index, news = await queue.get()
+            if index >= 0:
+                yield index, news
+        await gathered
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _chunks(
+    gateway: Gateway, order: _Order, head: dict[str, Any], route: str, wants_usage: bool
+) -> AsyncIterator[str]:
+    """Yield the events of a stream, one for each piece of text."""
+    choices: dict[int, _Choice] = {}
+    usage = Usage()
+    if wants_usage:
+        head = {**head, "usage": None}
+    async with aclosing(_all_news(gateway, order, route)) as events:
+        async for index, news in events:
+            choice = choices.setdefault(index, _Choice())
+            _note(choice, news, order, index)
+            if isinstance(news, End):
+                usage = _added(usage, news.usage, index % order.n == 0, order.has_new)
+            # The engine knows a prompt's log-probabilities at the end, and they stand before those of new tokens.
+            waits = order.echoes and order.asks[index // order.n].wants_logprobs
+            has_news = len(choice.text) > choice.text_sent or len(choice.tokens) > choice.tokens_sent
+            if choice.end is not None or (has_news and not waits):
+                yield data_event({**head, "choices": [_object(index, choice, order)]})
+                choice.text_sent, choice.tokens_sent = len(choice.text), len(choice.tokens)
+    if wants_usage:
+        yield data_event({**head, "choices": [], "usage": usage_object(usage)})
+    yield "data: [DONE]\n\n"
+
+
+def _note(choice: _Choice, news: Piece | End | pb.InputLogProbs, order: _Order, index: int) -> None:
+    """Add news to a completion; the prompt that is echoed goes in front of them all."""
+    ask = order.asks[index // order.n]
+    if order.echoes and not choice.text and not choice.tokens:
+        choice.text = ask.tokenizer.decode(ask.request.tokenized.input_ids, skip_special_tokens=order.skip_special)
+    if isinstance(news, pb.InputLogProbs):
+        choice.tokens = [*prompt_logprobs(news), *choice.tokens]
+    elif isinstance(news, Piece) and order.has_new:
+        choice.text += "".join(event.text for event in news.events)
+        choice.tokens += news.logprobs if ask.wants_logprobs else ()
+    elif isinstance(news, End):
+        choice.end = news
+
+
+def prompt_logprobs(found: pb.InputLogProbs) -> list[TokenLogprob]:
+    """Return the log-probabilities of a prompt's tokens; the first has none, which is NaN here."""
+    tops = [dict(zip(top.token_ids, top.values, strict=True)) for top in found.top_logprobs]
+    values = [each.value if each.HasField("value") else float("nan") for each in found.token_logprobs]
+    return [
+        TokenLogprob(token, value, tops[place] if place < len(tops) else {})
+        for place, (token, value) in enumerate(zip(found.token_ids, values, strict=True))
+    ]
+
+
+def _added(total: Usage, usage: Usage, is_first: bool, has_new: bool) -> Usage:
+    """Return counts with those of one more completion; a prompt counts once, whatever the number of its completions."""
+    return Usage(
+        total.prompt + is_first * usage.prompt,
+        total.cached + is_first * usage.cached,
+        total.completion + has_new * usage.completion,
+    )
+
+
+def _object(index: int, choice: _Choice, order: _Order) -> dict[str, Any]:
+    """Return a completion, or what is new of it: its text and tokens behind those that a stream has given out."""
+    ask = order.asks[index // order.n]
+    logprobs = None
+    if ask.wants_logprobs:
+        logprobs = listed_logprobs(ask.tokenizer, choice.tokens, choice.tokens_sent, order.skip_special)
+    reason = None if choice.end is None else "length" if not order.has_new else choice.end.reason
+    return {"index": index, "text": choice.text[choice.text_sent :], "logprobs": logprobs, "finish_reason": reason}
+
+
+def listed_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], start: int, skip_special: bool
+) -> dict[str, list[Any]]:
+    """Return log-probabilities as OpenAI's completions have them: lists, with each token's place in the text.
+
+    Of two alternatives that are written alike the more probable one is kept, so the largest value is always there.
+
+    Args:
+      tokenizer: of the model.
+      tokens: of the whole completion, with the prompt if it is echoed.
+      start: those before it were given out.
+      skip_special: whether the text has special tokens.
+    """
+    name = lambda token: token_text(tokenizer, token)[0]
+    stream, offsets, length = tokenizer.stream(skip_special_tokens=skip_special), [], 0
+    for each in tokens:
+        offsets.append(length)
+        length += len(stream.push(each.token))
+    top_logprobs: list[Mapping[str, float] | None] = []
+    for each in tokens[start:]:
+        named: dict[str, float] = {}
+        for token, value in (*each.top.items(), (each.token, each.logprob)):
+            named[name(token)] = max(value, named.get(name(token), value))
+        top_logprobs.append(None if each.logprob != each.logprob else named)
+    return {
+        "tokens": [name(each.token) for each in tokens[start:]],
+        "token_logprobs": [None if each.logprob != each.logprob else each.logprob for each in tokens[start:]],
+        "top_logprobs": top_logprobs,
+        "text_offset": offsets[start:],
+    }

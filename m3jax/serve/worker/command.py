@@ -1,0 +1,91 @@
+"""`python -m m3jax.serve worker`: its arguments, parsed before any large import."""
+
+import argparse
+import asyncio
+import signal
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from m3jax.console import Parser, run_command, say
+from m3jax.interrupts import raise_interrupts
+
+PROG = "m3jax.serve worker"
+_NEEDED = ("grpc", "smg_grpc_proto", "llguidance")  # of the extra `serve`
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+      argv: arguments behind the word "worker".
+
+    Returns:
+      The exit status, as `m3jax.console.run_command` has it.
+    """
+    return run_command(PROG, parser(), run, argv)
+
+
+def parser() -> Parser:
+    """Return the parser of the command line's arguments."""
+    out = Parser(PROG, "Serve a model by gRPC to gateways: the open gateway SMG, or python -m m3jax.serve gateway.")
+    out.add_argument("--model", metavar="DIR", help="folder in the hub's layout; default the embedded checkpoint")
+    out.add_argument("--name", help="under which clients know the model; default the folder's name")
+    out.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    out.add_argument("--port", type=int, default=50051, help="port to listen on (default 50051); 0 takes a free one")
+    out.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default bfloat16")
+    out.add_argument("--invariant", action="store_true", help="answers are the same bits alone or under load")
+    out.add_argument("--pages", type=int, help="of the pool; default as many as --max-batch requests can fill, or 4096")
+    out.add_argument("--max-batch", type=int, default=8, help="requests that decode together (default 8)")
+    out.add_argument("--max-length", type=int, help="tokens of a request with its answer; default the model's context")
+    out.add_argument("--steps-per-call", type=int, default=4, help="tokens of a request in one device call (default 4)")
+    out.add_argument("--max-requests", type=int, default=1024, help="that go on or wait at once (default 1024)")
+    out.add_argument(
+        "--drain", type=float, default=30.0, help="seconds for requests to end in after SIGTERM (default 30)"
+    )
+    return out
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or an interrupt.
+
+    Args:
+      args: of `parser`.
+
+    Raises:
+      ValueError: a bad argument, a folder that cannot be used, a port that is taken, or the extra is not installed.
+    """
+    raise_interrupts()
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ValueError(f"{missing[0]} is not installed: pip install 'm3jax[serve]'")
+    if not 0 <= args.port < 1 << 16:
+        raise ValueError(f"--port {args.port}: must be from 0 to 65535")
+    asyncio.run(_serve(args))
+    return 0
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    from m3jax.compile_cache import compile_cache
+    from m3jax.serve.worker.server import start
+    from m3jax.serve.worker.worker import Worker
+
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    knobs = {
+        name: getattr(args, name)
+        for name in ("pages", "max_batch", "max_length", "steps_per_call", "max_requests")
+        if getattr(args, name) is not None
+    }
+    with compile_cache():
+        worker = Worker.from_pretrained(args.model, name=args.name, dtype=args.dtype, invariant=args.invariant, **knobs)
+        server, port = await start(worker, args.host, args.port)
+        say(f"listening at grpc://{args.host}:{port}; compiling")
+        preparing, stopping = asyncio.create_task(worker.prepare()), asyncio.create_task(stopped.wait())
+        try:
+            await asyncio.wait((preparing, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if preparing.done():
+                preparing.result()  # raises what went wrong
+                say(f"serving {worker.name}")
+            await stopping
+        finally:
+            await server.stop(args.drain)
+            await worker.close("abort")

@@ -1,0 +1,156 @@
+"""`m3jax serve` as a process: it begins, serves, drains and ends; and what its command lines refuse."""
+
+import http.client
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from support.serving import CALL, ScriptedWorker, running
+
+from m3jax.serve.command import gateway_parser, parser, verify_parser
+from m3jax.serve.worker.command import parser as worker_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_server_begins_drains_and_ends():
+    """Told to end within a stream it finishes the stream, takes no other request, and exits with 0."""
+    command = [
+        sys.executable,
+        "-m",
+        "m3jax",
+        "serve",
+        "--port",
+        "0",
+        "--no-warmup",
+        "--context",
+        "512",
+        "--max-batch",
+        "2",
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = re.search(r"127\.0\.0\.1:(\d+)", process.stderr.readline())[0]
+            ask = http.client.HTTPConnection(address, timeout=120)
+            ask.request("GET", "/health")
+            first = ask.getresponse()
+            first.read()
+            assert (first.status, first.getheader("retry-after")) == (503, "2")  # it listens before it has loaded
+            while "ready" not in (line := process.stderr.readline()):
+                assert line
+            body = {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "max_tokens": 32,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            ask.request("POST", "/v1/chat/completions", json.dumps(body))
+            response = ask.getresponse()
+            assert response.status == 200
+            while not (line := response.readline()).startswith(b"data: "):
+                assert line in (b": ping\n", b"\n")  # while it compiles
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            with pytest.raises(OSError):
+                other = http.client.HTTPConnection(address, timeout=5)
+                other.request("GET", "/health")
+                other.getresponse()
+            rest = response.read()
+            assert b'"finish_reason":"length"' in rest and rest.endswith(b"data: [DONE]\n\n")
+            ask.close()
+            assert process.wait(60) == 0
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("--port 70000", "--port 70000: must be from 0 to 65535"),
+        ("--request-log log", "--request-log needs --invariant"),
+        ("--max-batch 0", "--max-batch 0: must be at least 1"),
+        ("--api-key ''", "--api-key"),
+        ("gateway", "--worker"),
+        ("gateway --worker nowhere", "give it as grpc://HOST:PORT"),
+        ("verify nowhere", "no such log: nowhere"),
+        ("worker --port 70000", "--port 70000"),
+    ],
+)
+def test_refused_before_jax(tmp_path, line, part):
+    """One line on stderr, without jax, and at once."""
+    (tmp_path / "jax.py").write_text("raise SystemExit(77)\n")
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    command = [sys.executable, "-m", "m3jax", "serve", *shlex.split(line)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, check=False, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert part in done.stderr
+
+
+def test_missing_extra_is_named(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['uvicorn'] = None\n")
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-m", "m3jax.serve"], capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 2 and "uvicorn" in done.stderr and "pip install 'm3jax[serve]'" in done.stderr
+
+
+def test_documented_commands_are_commands():
+    """Every `m3jax serve` line of the documents has arguments that its parser takes."""
+    parsers = {"worker": worker_parser, "gateway": gateway_parser, "verify": verify_parser}
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/serving.md"))
+    lines = re.findall(r"^m3jax serve.*$", text, re.M)
+    assert len(lines) >= 6 and "`m3jax serve`" in text
+    for line in lines:
+        words = shlex.split(line)[2:]
+        made = parsers[words.pop(0)]() if words and words[0] in parsers else parser()
+        made.parse_args(words)
+    documented = set(re.findall(r"`(--[a-z-]+)", (ROOT / "docs/serving.md").read_text(encoding="utf-8")))
+    known = {option for make in (parser, gateway_parser, verify_parser) for option in make()._option_string_actions}
+    assert documented - {"--model_args"} <= known
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_page(tmp_path):
+    """A browser asks and shows: the thought folded, the text, cards of calls, and the blocks that each token read."""
+    script = lambda request, index: f"A thought.</mm:think>I will look: <b>now</b>. {CALL}"
+    tools = '[{"type": "function", "function": {"name": "get_time"}}]'
+    with running(ScriptedWorker(script=script, tokens_per_chunk=8)) as server:
+        _, headers, page = server.ask("/")
+        assert "default-src 'none'" in headers["content-security-policy"]
+        assert not re.search(r"(src|href)=", page)  # it loads nothing
+        address = f"{server.url}/#thinking=enabled&ask={quote('What time is it?')}&tools={quote(tools)}"
+        command = [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"),
+            *("--virtual-time-budget=600000", "--dump-dom", address),
+        ]
+        # The browser's time flies while it waits, so what is slow the first time is done before it asks.
+        server.ask("/v1/models")
+        question = [{"role": "user", "content": "What time is it?"}]
+        server.events("/v1/chat/completions", {"messages": question, "stream": True, "return_blocks": True})
+        for _ in range(5):
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+            if 'data-answers="1"' in shown:
+                break
+    assert 'data-answers="1"' in shown, re.search("<main.*<.main>", shown, re.S)
+    assert re.search(r"<details><summary>thought</summary><div class=\"text\">A thought\.</div></details>", shown)
+    assert "I will look: &lt;b&gt;now&lt;/b&gt;. " in shown  # what a model says is text, never markup
+    assert shown.count('<div class="card">') == 2 and "<h4>get_weather</h4>" in shown
+    assert "which blocks of 16 tokens each new token read" in shown and "<canvas" in shown
+    assert 'class="error"' not in shown

@@ -1,0 +1,211 @@
+"""The gateway in front of the embedded model's engine: what the model says is what clients get."""
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from importlib.resources import files
+
+import numpy as np
+import openai
+import pytest
+from support.embedded import TOKENIZER
+from support.serving import Running, running
+from support.workers import new_worker
+
+from m3jax.decoding.score import score_with_top
+from m3jax.dialogue import chat
+from m3jax.serve.worker import Worker
+
+HI = [{"role": "user", "content": "What is in the picture?"}]
+PICTURE = files("m3jax.assets").joinpath("sample.png").read_bytes()
+PICTURE_URL = f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"
+
+
+@pytest.fixture(scope="module")
+def engine_server() -> Iterator[tuple[Running, Worker]]:
+    worker = new_worker()
+    with running(worker) as server:
+        yield server, worker
+    worker._loop.close("abort")
+    worker._submitters.shutdown()
+
+
+def ask(server, **fields):
+    return server.openai.chat.completions.create(
+        **{"model": "tiny", "messages": HI, "temperature": 0, "max_tokens": 40} | fields
+    )
+
+
+def on_engine(worker, fn):
+    return worker._loop.call(fn)
+
+
+def wait_for(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_picture(engine_server):
+    """A picture by data URL reaches the model: its answer is that of `m3jax.chat` with the same picture."""
+    server, worker = engine_server
+    part = {"type": "image_url", "image_url": {"url": PICTURE_URL}}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "What do you see?"}]}]
+    answer = ask(server, messages=messages)
+    shown = [{"role": "user", "content": [{"type": "image", "image": PICTURE}, messages[0]["content"][1]]}]
+    knobs = dict(stream=False, max_new_tokens=40, temperature=0, progress=False)
+    same = lambda: chat(worker._lm.model, TOKENIZER, shown, engine=worker.engine, **knobs)
+    expected = on_engine(worker, same)
+    assert answer.choices[0].message.content == expected.content != ask(server).choices[0].message.content
+    assert answer.usage.prompt_tokens == expected.prompt_tokens
+    block = {
+        "type": "base64",
+        "media_type": "image/jpeg",
+        "data": PICTURE_URL.partition(",")[2],
+    }  # it says the wrong type
+    message = server.anthropic.messages.create(
+        model="tiny", max_tokens=40, thinking={"type": "adaptive"}, extra_body={"temperature": 0},
+        messages=[{"role": "user", "content": [{"type": "image", "source": block}, messages[0]["content"][1]]}],
+    )  # fmt: skip
+    assert message.content[-1].text == expected.content
+
+
+def test_second_time_is_cached(engine_server):
+    server, _ = engine_server
+    messages = [{"role": "user", "content": "Which block is it that a token reads? " * 4}]
+    first, second = ask(server, messages=messages), ask(server, messages=messages)
+    assert second.usage.prompt_tokens_details.cached_tokens > 0
+    assert second.choices[0].message.content == first.choices[0].message.content
+
+
+def test_forced_call(engine_server):
+    """The embedded model, which never calls a tool by itself, calls the one that is named, by its schema."""
+    server, _ = engine_server
+    schema = {
+        "type": "object",
+        "properties": {"shade": {"enum": ["dark", "light"]}, "count": {"type": "integer"}},
+        "required": ["shade", "count"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": schema}}]
+    named = {"type": "function", "function": {"name": "paint"}}
+    choice = ask(server, tools=tools, tool_choice=named, max_tokens=200).choices[0]
+    arguments = json.loads(choice.message.tool_calls[0].function.arguments)
+    assert choice.finish_reason == "stop" and arguments["shade"] in ("dark", "light")
+    assert isinstance(arguments["count"], int)
+    required = ask(server, tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+    assert required.choices[0].finish_reason == "tool_calls"
+
+
+def test_json_schema(engine_server):
+    server, _ = engine_server
+    schema = {
+        "type": "object",
+        "properties": {"yes": {"type": "boolean"}},
+        "required": ["yes"],
+        "additionalProperties": False,
+    }
+    style = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    content = ask(server, response_format=style, max_tokens=100).choices[0].message.content
+    assert set(json.loads(content)) == {"yes"}
+
+
+def test_lm_eval(engine_server):
+    """Its requests as they are: log-likelihoods are the model's, and greedy tokens are those that it would take."""
+    server, worker = engine_server
+    text = "class Timer:\n    def __enter__(self):\n        return self"
+    batch = [TOKENIZER.encode(text), TOKENIZER.encode("import os\nimport zebra")]
+    body = {
+        "model": "tiny", "prompt": batch, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True,
+    }  # fmt: skip
+    status, _, answer = server.ask("/v1/completions", body)
+    assert status == 200, answer
+    choices = sorted(json.loads(answer)["choices"], key=lambda choice: choice["index"])
+    for ids, choice in zip(batch, choices, strict=True):
+        found, best, _ = on_engine(worker, lambda ids=ids: score_with_top(worker._lm.model, ids, num_top=1))
+        listed = choice["logprobs"]
+        assert len(listed["token_logprobs"]) == len(ids) + 1 and listed["token_logprobs"][0] is None
+        values = listed["token_logprobs"][1:-1]
+        np.testing.assert_allclose(values, found, rtol=0, atol=1e-4)
+        assert sum(values) == pytest.approx(float(found.sum()), abs=1e-3)
+        # As lm-eval reads it: greedy if the token's value is the largest one of its dictionary.
+        greedy = [value == max(top.values()) for value, top in zip(values, listed["top_logprobs"][1:-1], strict=True)]
+        assert greedy == [token == int(first) for token, first in zip(ids[1:], best[:, 0], strict=True)]
+        assert True in greedy and False in greedy
+
+
+def test_client_that_leaves_frees_its_pages(engine_server):
+    """A stream that is closed, and a whole answer that is given up, free their pages within one step."""
+    server, worker = engine_server
+    endless = {"extra_body": {"ignore_eos": True}, "max_tokens": 400}
+    stream = ask(server, stream=True, **endless)
+    next(iter(stream))
+    assert on_engine(worker, lambda: worker.engine.pages["used"]) > 0
+    stream.close()
+    wait_for(lambda: on_engine(worker, lambda: worker.engine.pages["used"]) == 0)
+    with pytest.raises(openai.APITimeoutError):
+        server.openai.with_options(timeout=0.3).chat.completions.create(
+            model="tiny", messages=HI, max_tokens=450, extra_body={"ignore_eos": True}
+        )
+    wait_for(lambda: not on_engine(worker, lambda: worker.engine.busy))
+    on_engine(worker, worker.engine.check)
+    assert on_engine(worker, lambda: worker.engine.pages["used"]) == 0 and server.gateway.running == 0
+
+
+def test_many_at_once(engine_server):
+    """Answers of streams that run side by side are those that each has alone, and no page is lost."""
+    server, worker = engine_server
+    questions = [[{"role": "user", "content": f"What is {number}?"}] for number in range(6)]
+    alone = [ask(server, messages=each).choices[0].message.content for each in questions]
+    found: dict[int, str] = {}
+
+    def stream(number: int) -> None:
+        chunks = ask(server, messages=questions[number], stream=True)
+        found[number] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    threads = [threading.Thread(target=partial(stream, number)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(6)] == alone
+    on_engine(worker, worker.engine.check)
+
+
+def test_blocks(engine_server):
+    """Each new token comes with the blocks that it read: those that the layers of the model selected."""
+    server, worker = engine_server
+    body = {"model": "tiny", "messages": HI, "temperature": 0, "max_tokens": 8, "return_blocks": True}
+    choice = json.loads(server.ask("/v1/chat/completions", body)[2])["choices"][0]
+    blocks, config = choice["blocks"], worker.engine.config
+    assert blocks["block_size"] == config.index_block_size
+    said = "".join(token["text"] for token in blocks["tokens"])
+    assert said == f"</mm:think>{choice['message']['content']}[e~["
+    prompt = json.loads(server.ask("/tokenize", {"messages": HI})[2])["count"]
+    for number, token in enumerate(blocks["tokens"]):
+        own = (prompt + number - 1) // blocks["block_size"]  # of the position whose logits drew the token
+        read = dict(token["blocks"])
+        assert read[own] == blocks["choices"] and max(read) == own  # its own block is always among them
+        assert sum(read.values()) == blocks["choices"] * min(own + 1, config.index_topk_blocks)
+    streamed = server.events("/v1/chat/completions", {**body, "stream": True})
+    assert streamed[-2]["choices"][0]["blocks"] == blocks
+
+
+def test_metrics(engine_server):
+    server, _ = engine_server
+    ask(server)
+    text = server.ask("/metrics")[2]
+    figures = {line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if line[0] != "#"}
+    route = 'route="/v1/chat/completions"'
+    assert figures[f'm3jax_requests_total{{{route},status="200"}}'] > 0
+    assert figures[f"m3jax_time_to_first_token_seconds_count{{{route}}}"] > 0
+    assert (
+        figures[f"m3jax_output_tokens_total{{{route}}}"]
+        > figures[f"m3jax_time_to_first_token_seconds_count{{{route}}}"]
+    )
+    assert figures['m3jax_worker_up{worker="local"}'] == 1
+    assert figures['m3jax_worker_cache_hit_rate{worker="local"}'] > 0

@@ -1,0 +1,196 @@
+"""What lies around the protocols: keys, limits, loading and draining, clients that go away, and broken requests."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import anthropic
+import openai
+import pytest
+from support.serving import NAME, Running, ScriptedWorker, running
+
+from m3jax.serve.gateway.errors import ApiError
+from m3jax.serve.gateway.gateway import Settings
+from m3jax.serve.gateway.http import OPENAI, lively
+
+HI = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def connection(server: Running, request: bytes) -> socket.socket:
+    host, port = urlsplit(server.url).netloc.split(":")
+    found = socket.create_connection((host, int(port)), timeout=20)
+    found.sendall(request)
+    return found
+
+
+def post(body: bytes, path: str = CHAT, length: int | None = None) -> bytes:
+    length = len(body) if length is None else length
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_key_and_limits():
+    """A key is asked for everywhere but at / and /health; beyond the limits are 413 and 429 with Retry-After."""
+    worker = ScriptedWorker(gate=threading.Event())
+    settings = Settings(api_key="sécret", max_requests=2, max_body_bytes=2000, ping_seconds=0.05, deadline_seconds=2.0)
+    with running(worker, settings) as server:
+        key = {"Authorization": "Bearer sécret".encode().decode("latin-1")}
+        for headers in ({}, {"Authorization": "Bearer other"}, {"x-api-key": "other"}):
+            status, found, text = server.ask(CHAT, {"messages": HI}, headers=headers)
+            assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")
+            assert found["www-authenticate"] == "Bearer"
+        assert server.ask("/v1/models")[0] == server.ask("/metrics")[0] == 401
+        assert server.ask("/health")[0] == server.ask("/")[0] == 200
+        with pytest.raises(anthropic.AuthenticationError):
+            server.anthropic.messages.create(model=NAME, max_tokens=5, messages=HI)
+        with pytest.raises(openai.AuthenticationError):
+            server.openai.models.list()
+        status, _, text = server.ask(CHAT, "x" * 2001, headers=key)
+        assert (status, json.loads(text)["error"]["code"]) == (413, "request_too_large")
+        # Two streams hold both places, silent but for pings, until they have taken too long.
+        body = json.dumps({"messages": HI, "stream": True}).encode()
+        head = post(body).replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer " + "sécret".encode())
+        held = [connection(server, head) for _ in range(2)]
+        wait_for(lambda: len(worker.requests) == 2)
+        status, found, text = server.ask(CHAT, {"messages": HI}, headers=key)
+        assert (status, found["retry-after"], json.loads(text)["error"]["type"]) == (429, "1", "rate_limit_error")
+        for each in held:
+            received = b""
+            while b"[DONE]" not in received:
+                received += each.recv(65536)
+            assert received.count(b": ping\n\n") > 3 and b"deadline_exceeded" in received
+            each.close()
+        wait_for(lambda: len(worker.left) == 2 and server.gateway.running == 0)
+        assert server.ask(CHAT, {"messages": HI}, headers=key)[0] == 504
+
+
+def test_states():
+    """Until it is loaded, and when it drains, /health and requests say 503 with Retry-After."""
+    with running(ScriptedWorker()) as server:
+        for state in ("loading", "draining"):
+            server.gateway.state = state
+            assert server.ask("/health")[0] == 503
+            status, found, text = server.ask(CHAT, {"messages": HI})
+            assert (status, json.loads(text)["error"]["code"]) == (503, state) and "retry-after" in found
+        server.gateway.state = "ready"
+        assert server.ask("/health")[0] == 200
+
+
+GARBAGE = (
+    *(b"", b"{", b"[]", b"null", b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"model": 5}'),
+    b'{"messages": 5, "input": 5, "prompt": 5, "max_tokens": 5}',
+    b'{"messages": [[]], "input": [[]], "max_tokens": 5}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5, "input": [{"role": []}]}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}], "input": "\\ud800", "prompt": "\\ud800", "max_tokens": 5}',
+    b'{"messages": [{"role": "user", "content": "a"}], "tools": 7, "tool_choice": [], "input": "a", "max_tokens": 1e9}',
+)
+
+
+PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("body", GARBAGE)
+def test_garbage_is_refused(scripted, path, body):
+    """Whatever is sent, the answer is an error of the protocol, below 500."""
+    server, _ = scripted
+    status, _, text = server.ask(path, body)
+    assert 400 <= status < 500, text
+    error = json.loads(text)["error"]
+    assert error["type"] == "invalid_request_error" and error["message"]
+
+
+def test_unknown_paths(scripted):
+    server, _ = scripted
+    status, _, text = server.ask("/v1/embeddings", {"input": "a"})
+    assert status == 404 and json.loads(text)["error"]["type"] == "not_found_error"
+    assert server.ask(CHAT, method="GET")[0] == 405
+    with pytest.raises(openai.NotFoundError) as raised:
+        server.openai.chat.completions.create(model="other", messages=HI)
+    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_vanish(scripted, path, stream):
+    """However a client goes, before its answer or within it, the worker's request ends and the place is given back."""
+    server, worker = scripted
+    worker.gate, worker.tokens_per_chunk = threading.Event(), 16
+    worker.script = lambda request, index: "One sentence that is long enough. " * 4
+    fields = {"messages": HI, "input": "Hi", "prompt": "Hi", "max_tokens": 100}
+    names = {"/v1/responses": ("input",), "/v1/completions": ("prompt", "max_tokens")}
+    body = {name: fields[name] for name in names.get(path, ("messages", "max_tokens"))}
+    for count in range(1, 6):
+        held = connection(server, post(json.dumps({**body, "stream": stream}).encode(), path))
+        wait_for(lambda count=count: len(worker.requests) == count)
+        if stream:
+            assert held.recv(10)
+        held.close()
+    wait_for(lambda: len(worker.left) == 5 and server.gateway.running == 0)
+
+
+def test_half_sent_bodies_hold_no_place(scripted):
+    server, worker = scripted
+    held = [connection(server, post(b'{"messages": ', length=100)) for _ in range(20)]
+    time.sleep(0.1)
+    assert server.gateway.running == 0
+    for each in held:
+        each.close()
+    assert server.ask(CHAT, {"messages": HI})[0] == 200 and len(worker.requests) == 1
+
+
+def test_error_within_a_stream(scripted):
+    """A worker fails in the middle of an answer: the client gets an error event, as its exception."""
+    server, worker = scripted
+
+    worker.tokens_per_chunk = 16
+    worker.script = lambda request, index: "One sentence that is long enough. " * 4
+
+    async def fail(request, **_):
+        async for response in ScriptedWorker.Generate(worker, request):
+            yield response
+            raise RuntimeError("the device is gone")
+
+    worker.Generate = fail
+    try:
+        stream = server.openai.chat.completions.create(model=NAME, messages=HI, stream=True)
+        with pytest.raises(openai.APIError, match="failed"):
+            list(stream)
+    finally:
+        del worker.Generate
+
+
+def test_cors():
+    origin = {"Origin": "https://page.example"}
+    for origins, allowed in (((), None), (("https://page.example",), "https://page.example")):
+        with running(ScriptedWorker(), Settings(origins=origins)) as server:
+            assert server.ask("/v1/models", headers=origin)[1].get("access-control-allow-origin") == allowed
+
+
+def test_silence_and_errors_in_a_stream():
+    """`lively` speaks where a stream is silent, takes nothing back, and ends it with the error that ended it."""
+
+    async def events():
+        yield "one"
+        await asyncio.sleep(0.1)
+        yield "two"
+        raise ApiError(503, "gone")
+
+    async def run() -> list[str]:
+        return [event async for event in lively(events(), OPENAI, 0.02, time.monotonic(), 60.0)]
+
+    found = asyncio.run(run())
+    assert [event for event in found if event != OPENAI.ping][:2] == ["one", "two"]
+    assert found.count(OPENAI.ping) >= 2 and "gone" in found[-1] and found[-1].endswith("data: [DONE]\n\n")

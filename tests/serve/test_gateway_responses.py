@@ -1,0 +1,74 @@
+"""POST /v1/responses, as OpenAI's own client sees it."""
+
+import json
+
+import openai
+import pytest
+from support.embedded import TOKENIZER
+from support.serving import CALL, NAME
+
+TOOLS = [
+    {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {"city": {}}}},
+    {"type": "function", "name": "get_time"},
+]
+
+
+def test_stream_is_the_response(scripted):
+    """Deltas, `done` events and the last event say the same, with consecutive numbers."""
+    server, worker = scripted
+    worker.script = lambda request, index: f"Hm, well.</mm:think>I will look. {CALL}"
+    fields = {"model": NAME, "input": "Hi", "tools": TOOLS, "reasoning": {"effort": "high"}}
+    whole = server.openai.responses.create(**fields)
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert (whole.output_text, whole.status) == ("I will look. ", "completed")
+    assert json.loads(whole.output[2].arguments) == {"city": "Paris, the city of light"}
+    events = list(server.openai.responses.create(**fields, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1].response
+    strip = lambda response: [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
+    assert strip(last) == strip(whole) and last.usage.output_tokens == whole.usage.output_tokens
+    deltas = lambda kind: "".join(event.delta for event in events if event.type == f"response.{kind}.delta")
+    assert (deltas("output_text"), deltas("reasoning_text")) == ("I will look. ", "Hm, well.")
+    assert deltas("function_call_arguments") == "".join(item.arguments for item in whole.output[2:])
+
+
+def test_round_trip(scripted):
+    """The output goes back as input, with the functions' results."""
+    server, worker = scripted
+    worker.script = lambda request, index: f"Hm.</mm:think>{CALL}"
+    fields = {"model": NAME, "tools": TOOLS, "instructions": "Be brief.", "reasoning": {"effort": "high"}}
+    first = server.openai.responses.create(**fields, input=[{"role": "user", "content": "Hi"}])
+    calls = [item for item in first.output if item.type == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": call.name} for call in calls]
+    worker.script = lambda request, index: "Hm.</mm:think>Done."
+    history = [{"role": "user", "content": "Hi"}, *(item.model_dump() for item in first.output), *results]
+    assert server.openai.responses.create(**fields, input=history).output_text == "Done."
+    prompt = TOKENIZER.decode(worker.requests[1].tokenized.input_ids, skip_special_tokens=False)
+    assert "<mm:think>Hm.</mm:think>]<]minimax[>[<tool_call>" in prompt and "Be brief." in prompt
+    assert "<response>get_weather</response>" in prompt
+
+
+def test_cut(scripted):
+    server, worker = scripted
+    worker.script = lambda request, index: "one two three four five"
+    cut = server.openai.responses.create(model=NAME, input="Hi", max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "computer_call"}]}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
+    ],
+)
+def test_bad_fields(scripted, fields, name):
+    server, _ = scripted
+    with pytest.raises(openai.BadRequestError) as raised:
+        server.openai.responses.create(**{"model": NAME, "input": "Hi"} | fields)
+    assert raised.value.param == name

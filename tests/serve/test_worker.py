@@ -1,0 +1,523 @@
+"""The calls of a worker over the embedded model: what the protocol asks for is what the engine does."""
+
+import asyncio
+import hashlib
+import io
+import itertools
+import json
+import zipfile
+
+import numpy as np
+import pytest
+from smg_grpc_proto import vllm_engine_pb2 as protocol
+from smg_grpc_proto.generated import common_pb2
+from support.embedded import TOKENIZER
+from support.workers import (
+    PROMPT,
+    answer,
+    answers,
+    collect,
+    generate_request,
+    new_worker,
+    on_engine,
+    settled,
+    shared_worker,
+    text_model,
+    until,
+)
+
+import m3jax
+from m3jax.decoding import Params, Sampling
+from m3jax.decoding.loop import LoopClosed, LoopFull
+from m3jax.serve.worker.answers import StopFinder
+from m3jax.serve.worker.fields import READ, REFUSED, check_fields
+from m3jax.serve.worker.kv_events import KvEvents
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    return shared_worker()
+
+
+def engine_alone(worker, prompt=PROMPT, **params):
+    """Return the continuation that the engine gives without the worker's layer."""
+    return worker._loop.submit(prompt, Params(**dict(max_new_tokens=8, sampling=GREEDY) | params)).result()
+
+
+# Generate
+
+
+def test_an_answer_is_the_engines_streamed_or_not(worker):
+    expected = engine_alone(worker, top_logprobs=3)
+    whole = answer(worker, logprobs=3)
+    assert list(whole.output_ids) == expected.tokens
+    assert (whole.finish_reason, whole.prompt_tokens, whole.completion_tokens) == ("length", len(PROMPT), 8)
+    np.testing.assert_array_equal(whole.output_logprobs.token_logprobs, np.float32(expected.logprobs))
+    tops = [list(top.token_ids) for top in whole.output_logprobs.top_logprobs]
+    assert tops == [list(of_token)[:3] for of_token in expected.top_logprobs]
+
+    *chunks, last = asyncio.run(collect(worker, generate_request(stream=True, logprobs=3)))
+    assert len(chunks) > 1 and all(message.HasField("chunk") for message in chunks)
+    assert [token for message in chunks for token in message.chunk.token_ids] == expected.tokens
+    assert sum(message.chunk.completion_tokens for message in chunks) == 8
+    streamed = [value for message in chunks for value in message.chunk.output_logprobs.token_logprobs]
+    assert streamed == list(whole.output_logprobs.token_logprobs)
+    assert list(last.complete.output_ids) == expected.tokens
+    assert not last.complete.HasField("output_logprobs")
+
+
+def test_cached_tokens_are_those_of_whole_pages_that_are_known(worker):
+    prompt = (77, *PROMPT, *PROMPT)
+    assert [answer(worker, prompt=prompt).cached_tokens for _ in range(2)] == [0, 32]
+
+
+def test_text_is_encoded_and_the_prompt_is_cut_from_the_left(worker):
+    text = TOKENIZER.decode(PROMPT)
+    assert answer(worker, prompt=text).output_ids == answer(worker).output_ids
+    cut = answer(worker, truncate_prompt_tokens=5)
+    assert cut.prompt_tokens == 5
+    assert list(cut.output_ids) == engine_alone(worker, PROMPT[-5:]).tokens
+    # -1: as many as fit beside the new tokens.
+    ended_at_once = dict(max_tokens=480, logit_bias={1: 100.0})
+    assert answer(worker, prompt=PROMPT * 3, truncate_prompt_tokens=-1, **ended_at_once).prompt_tokens == 512 - 480
+
+
+def test_sampling_fields_reach_the_engine(worker):
+    """Each field changes what is drawn as it does in the engine alone."""
+    knobs = dict(temperature=1.5, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.5, presence_penalty=1.0)
+    knobs |= dict(frequency_penalty=0.5, seed=7, logit_bias={int(PROMPT[0]): 5.0})
+    found = answer(worker, **knobs)
+    as_sent = protocol.SamplingParams(**knobs)  # in float32
+    sampling = Sampling(
+        **{name: getattr(as_sent, name) for name in knobs if name != "logit_bias"}, logit_bias={PROMPT[0]: 5}
+    )
+    assert list(found.output_ids) == engine_alone(worker, sampling=sampling).tokens
+    assert list(found.output_ids) != engine_alone(worker).tokens
+
+
+def test_a_group_has_the_seeds_that_follow(worker):
+    (group,) = answers(worker, generate_request(n=3, temperature=1.0, seed=5))
+    assert [complete.index for complete in group] == [0, 1, 2]
+    alone = [list(answer(worker, temperature=1.0, seed=5 + i).output_ids) for i in range(3)]
+    assert [list(complete.output_ids) for complete in group] == alone
+    assert len(set(map(tuple, alone))) > 1
+
+
+def test_without_a_seed_two_requests_are_two_draws(worker):
+    draws = answers(worker, *(generate_request(temperature=2.0, max_tokens=8) for _ in range(2)))
+    assert draws[0][0].output_ids != draws[1][0].output_ids
+    assert answer(worker, seed=-1, temperature=2.0) == answer(worker, seed=-1, temperature=2.0)
+
+
+def test_stop_ids_and_eos(worker):
+    tokens = engine_alone(worker).tokens
+    stopped = answer(worker, stop_token_ids=[tokens[2]])
+    assert list(stopped.output_ids) == tokens[:3]
+    assert (stopped.finish_reason, stopped.matched_token_id) == ("stop", tokens[2])
+    biased = dict(logit_bias={1: 100.0})
+    assert (answer(worker, **biased).finish_reason, answer(worker, **biased).completion_tokens) == ("stop", 1)
+    assert answer(worker, ignore_eos=True, **biased).completion_tokens == 8
+    assert answer(worker, min_tokens=3, **biased).completion_tokens == 4
+
+
+def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(worker):
+    tokens = engine_alone(worker, max_new_tokens=12).tokens
+    text = TOKENIZER.decode(tokens)
+    stop = text[5:9]
+    ends = next(n for n in range(1, 13) if stop in TOKENIZER.decode(tokens[:n]))
+    stopped = answer(worker, max_tokens=12, stop=["not in it", stop])
+    assert list(stopped.output_ids) == tokens[:ends]
+    assert (stopped.finish_reason, stopped.matched_stop_str) == ("stop", stop)
+    assert answer(worker, max_tokens=12, stop=[stop], include_stop_str_in_output=True).output_ids == stopped.output_ids
+    later = answer(worker, max_tokens=12, stop=[stop], min_tokens=ends)
+    assert later.completion_tokens > ends
+    *chunks, last = asyncio.run(collect(worker, generate_request(stream=True, max_tokens=12, stop=[stop])))
+    assert [token for message in chunks for token in message.chunk.token_ids] == tokens[:ends]
+    assert last.complete.matched_stop_str == stop
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_special_token_has_text_for_stop_strings_unless_it_is_skipped(worker, special):
+    """The model is made to say ]~b]."""
+    bias = {TOKENIZER.backend.token_to_id("]~b]"): 100.0}
+    stopped = answer(worker, stop=["~b"], skip_special_tokens=special, logit_bias=bias)
+    assert stopped.completion_tokens == (8 if special else 1)
+
+
+def test_stop_strings_are_found_as_in_the_whole_text():
+    """Of every text and every cut into tokens: the first match that is whole, the earliest of several."""
+    for text in map("".join, itertools.product("ab", repeat=6)):
+        ids = TOKENIZER.encode(text)
+        for stop in (["ab"], ["aa", "ba"], ["bab", "a"]):
+            finder = StopFinder(TOKENIZER.stream(), stop)
+            found = next((n for n, token in enumerate(ids, 1) if finder.push(token)), None)
+            expected = next(
+                (n for n in range(1, len(ids) + 1) if any(s in TOKENIZER.decode(ids[:n]) for s in stop)), None
+            )
+            assert found == expected
+
+
+def test_scores_of_the_prompt(worker):
+    scored = answer(worker, prompt_logprobs=2, max_tokens=1).input_logprobs
+    assert list(scored.token_ids) == list(PROMPT)
+    assert not scored.token_logprobs[0].HasField("value")
+    values = [entry.value for entry in scored.token_logprobs[1:]]
+    np.testing.assert_allclose(values, m3jax.score(text_model().model, PROMPT), rtol=0, atol=1e-4)
+    assert [len(top.token_ids) for top in scored.top_logprobs] == [0] + [2] * (len(PROMPT) - 1)
+    best = [max(top.values) for top in scored.top_logprobs[1:]]
+    assert all(value <= most for value, most in zip(values, best, strict=True)) and min(values) < min(best)
+
+
+# Fields
+
+
+def test_every_field_of_the_protocol_is_carried_out_or_refused():
+    """Also a field that a later version adds: it has to be entered in one of the two tables."""
+    messages, seen = [protocol.GenerateRequest.DESCRIPTOR], set()
+    while messages:
+        message = messages.pop()
+        if message.name in seen or message.GetOptions().map_entry:
+            continue
+        seen.add(message.name)
+        read, refused = READ.get(message.name, {}), REFUSED.get(message.name, {})
+        names = {field.name for field in message.fields}
+        assert names == read.keys() | refused.keys(), message.name
+        assert not read.keys() & refused.keys()
+        for field in message.fields:
+            inner = field.message_type
+            if inner is not None and inner.GetOptions().map_entry:
+                inner = inner.fields_by_name["value"].message_type
+            if inner is not None and field.name not in refused:
+                messages.append(inner)
+
+
+def refusal(worker, request) -> str:
+    with pytest.raises(ValueError) as caught:
+        asyncio.run(collect(worker, request))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("temperature", -1.0, "at least 0"),
+        ("top_p", 1.5, "at most 1"),
+        ("top_k", 2**31, "from 0 to"),
+        ("min_p", 2.0, "at most 1"),
+        ("frequency_penalty", 3.0, "at most 2"),
+        ("presence_penalty", -3.0, "at least -2"),
+        ("repetition_penalty", -1.0, "above 0"),
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", 4000, "can have 512"),
+        ("min_tokens", 9, "at most"),
+        ("stop", [""], "empty"),
+        ("stop_token_ids", [5000], "no token id"),
+        ("stop_token_ids", [7, 8, 9, 10, 11], "takes 4"),
+        ("logprobs", -1, "from 0 to 20"),
+        ("logprobs", 21, "from 0 to 20"),
+        ("prompt_logprobs", 21, "from 0 to 20"),
+        ("logit_bias", {5000: 1.0}, "no token id"),
+        ("logit_bias", {5: 101.0}, "100"),
+        ("truncate_prompt_tokens", 0, "at least 1"),
+        ("n", 5000, "max_requests"),
+        ("json_schema", "{", "no JSON"),
+        ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("regex", "((", "regex"),
+        ("grammar", "start: other", "other"),
+        ("structural_tag", '{"format": {"type": "tag"}}', "end"),
+        ("choice", protocol.ChoiceConstraint(), "at least one"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_refused_by_name(worker, name, value, reason):
+    message = refusal(worker, generate_request(**{name: value}))
+    assert name in message and reason in message and "\n" not in message
+
+
+def test_what_this_worker_does_not_do_is_refused(worker):
+    request = generate_request()
+    request.kv_transfer_params_json = "{}"
+    assert "kv_transfer_params_json" in refusal(worker, request)
+    request = generate_request()
+    request.media_refs.items.add(url="data:")
+    assert "media_refs" in refusal(worker, request)
+    request = generate_request()
+    request.data_parallel_rank = 1
+    assert "data_parallel_rank" in refusal(worker, request)
+    assert "no prompt" in refusal(worker, protocol.GenerateRequest())
+    assert "ignore_eos" in refusal(worker, generate_request(ignore_eos=True, regex="a"))
+    assert "empty" in refusal(worker, generate_request(prompt=()))
+    # A field of a later version: number 100, a varint.
+    later = protocol.SamplingParams.FromString(generate_request().sampling_params.SerializeToString() + b"\xa0\x06\x01")
+    request = generate_request()
+    request.sampling_params.CopyFrom(later)
+    assert "field 100" in refusal(worker, request)
+    check_fields(generate_request())
+
+
+# The ends of requests
+
+
+def test_abort_ends_a_request_with_what_it_has(worker):
+    async def run():
+        messages = []
+        async for message in worker.Generate(
+            generate_request(stream=True, request_id="a", max_tokens=400, ignore_eos=True)
+        ):
+            messages.append(message)
+            await worker.Abort(protocol.AbortRequest(request_ids=["a", "unknown"]))
+        await settled(worker)
+        return messages
+
+    *_, last = asyncio.run(run())
+    assert last.complete.finish_reason == "abort" and 0 < last.complete.completion_tokens < 400
+
+
+def test_two_requests_of_one_name_are_refused(worker):
+    async def run():
+        first = worker.Generate(generate_request(stream=True, request_id="twice", max_tokens=400, ignore_eos=True))
+        await anext(first)
+        with pytest.raises(ValueError, match="request_id = 'twice'"):
+            await collect(worker, generate_request(request_id="twice"))
+        await first.aclose()
+        await settled(worker)
+
+    asyncio.run(run())
+
+
+def test_clients_that_vanish_leave_no_page_behind(worker):
+    """At any point of a request: before it is read, while it waits for a row, with tokens on the way."""
+
+    async def vanish(delay):
+        request = generate_request(
+            prompt=PROMPT * 8, stream=True, max_tokens=300, n=2, ignore_eos=True, temperature=1.0
+        )
+        task = asyncio.create_task(collect(worker, request))
+        await asyncio.sleep(delay)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def run():
+        await asyncio.gather(*(vanish(0.002 * number) for number in range(60)))
+        await settled(worker)
+
+    asyncio.run(run())
+    assert len(answer(worker).output_ids) == 8
+
+
+def test_pages_are_free_within_one_step(worker):
+    """The engine's next round after a client has gone has no row of it."""
+
+    async def run():
+        stream = worker.Generate(generate_request(stream=True, max_tokens=400, ignore_eos=True))
+        await anext(stream)
+        rounds = []
+
+        def noted(step=worker.engine.step):
+            rounds.append(worker.engine.load["running"])
+            return step()
+
+        await on_engine(worker, lambda: setattr(worker.engine, "step", noted))
+        await until(lambda: rounds and rounds[-1] == 1)
+        await stream.aclose()
+        seen = len(rounds)
+        await settled(worker)
+        await on_engine(worker, lambda: delattr(worker.engine, "step"))
+        return rounds[seen + 1 :]  # a round may have begun already
+
+    assert sum(asyncio.run(run())) <= 1
+
+
+def test_200_streams_and_slow_readers(worker):
+    async def slow(number):
+        tokens = []
+        async for message in worker.Generate(
+            generate_request(stream=True, max_tokens=2, prompt=(*PROMPT, number % 20 + 3))
+        ):
+            tokens += message.chunk.token_ids
+            await asyncio.sleep(0.05 if number % 10 == 0 else 0)
+        return tokens
+
+    async def run():
+        found = await asyncio.gather(*(slow(number) for number in range(200)))
+        await settled(worker)
+        return found
+
+    found = asyncio.run(run())
+    assert [len(tokens) for tokens in found] == [2] * 200
+    assert all(found[number] == found[number % 20] for number in range(200))
+
+
+def test_a_full_worker_says_so_and_a_closed_one_too():
+    async def run():
+        worker = new_worker(max_requests=1)
+        stream = worker.Generate(generate_request(stream=True, max_tokens=300, ignore_eos=True))
+        await anext(stream)
+        with pytest.raises(LoopFull):
+            await collect(worker, generate_request())
+        await stream.aclose()
+        await settled(worker)
+        assert (await worker.HealthCheck(protocol.HealthCheckRequest())).healthy
+        await worker.close()
+        assert not (await worker.HealthCheck(protocol.HealthCheckRequest())).healthy
+        with pytest.raises(LoopClosed):
+            await collect(worker, generate_request())
+
+    asyncio.run(run())
+
+
+# The other calls
+
+
+def test_the_model_and_the_server_are_described(worker):
+    async def run():
+        return (
+            await worker.GetModelInfo(protocol.GetModelInfoRequest()),
+            await worker.GetServerInfo(protocol.GetServerInfoRequest()),
+        )
+
+    model, server = asyncio.run(run())
+    assert (model.vocab_size, model.max_context_length, model.supports_vision) == (2048, 512, True)
+    assert list(model.eos_token_ids) == [1] and model.model_type == "minimax_m3_vl"
+    assert json.loads(model.default_sampling_params_json) == {"temperature": 0.8, "top_p": 0.95}
+    assert (server.block_size, server.max_num_seqs, server.data_parallel_size) == (16, 4, 1)
+    assert (server.multimodal_encoder_dtype, server.mm_processor, server.shm_namespace_id) == ("float32", "", "")
+    assert (server.constrained_decoding_start, server.model_dtype) == ("after_reasoning", "float32")
+
+
+def test_loads_count_what_runs_and_what_waits(worker):
+    async def run():
+        streams = [worker.Generate(generate_request(stream=True, max_tokens=400, ignore_eos=True)) for _ in range(6)]
+        reading = [asyncio.create_task(anext(stream)) for stream in streams]
+        await until(lambda: sum(task.done() for task in reading) >= 4)
+        loads = await worker.GetLoads(protocol.GetLoadsRequest(include=["core"]))
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+        await settled(worker)
+        return loads, await worker.GetLoads(protocol.GetLoadsRequest())
+
+    busy, idle = asyncio.run(run())
+    (load,) = busy.loads
+    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (4, 2, 6)
+    assert load.utilization == 1.0 and load.num_used_tokens > 0 and load.max_total_num_tokens == 96 * 16
+    assert load.num_waiting_uncached_tokens == 2 * len(PROMPT) and load.gen_throughput > 0
+    assert (idle.loads[0].num_total_reqs, idle.loads[0].num_used_tokens) == (0, 0)
+    assert 0 < idle.loads[0].cache_hit_rate < 1
+
+
+def test_the_tokenizers_files_come_in_pieces(worker):
+    async def run():
+        return [piece async for piece in worker.GetTokenizer(common_pb2.GetTokenizerRequest())]
+
+    pieces = asyncio.run(run())
+    data = b"".join(piece.data for piece in pieces)
+    assert {len(piece.data) for piece in pieces[:-1]} <= {64 << 10}
+    assert [piece.sha256 for piece in pieces] == [""] * (len(pieces) - 1) + [hashlib.sha256(data).hexdigest()]
+    files = zipfile.ZipFile(io.BytesIO(data))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
+        assert files.read(name) == (worker.folder / name).read_bytes()
+    assert json.loads(files.read("preprocessor_config.json"))["max_pixels"] == 451_584
+
+
+def test_the_cache_is_flushed_when_nothing_goes_on(worker):
+    flush = lambda seconds: worker.FlushCache(common_pb2.FlushCacheRequest(timeout_s=seconds))
+
+    async def run():
+        stream = worker.Generate(generate_request(stream=True, max_tokens=400, ignore_eos=True))
+        await anext(stream)
+        refused = await flush(0)
+        waiting = asyncio.create_task(flush(20))
+        await stream.aclose()
+        return refused, await waiting
+
+    refused, flushed = asyncio.run(run())
+    assert not refused.success and flushed.success
+    assert worker.engine.pages["cached"] == 0
+    assert answer(worker).cached_tokens == 0
+
+
+# KV events
+
+
+async def take(stream, count):
+    return [await asyncio.wait_for(anext(stream), 20) for _ in range(count)]
+
+
+def test_kv_events_say_what_the_engine_knows(worker):
+    """Blocks by their tokens and parents; who joins later gets them as a snapshot; then all are cleared."""
+    prompt = tuple(np.random.default_rng(3).integers(300, 2000, 40).tolist())
+    subscribe = lambda start=0: worker.SubscribeKvEvents(
+        common_pb2.SubscribeKvEventsRequest(start_sequence_number=start)
+    )
+
+    async def run():
+        early = subscribe()
+        reading = asyncio.create_task(anext(early))
+        await asyncio.sleep(0)
+        await collect(worker, generate_request(prompt=prompt, max_tokens=4))
+        first = await asyncio.wait_for(reading, 20)
+        late = subscribe()
+        known = []
+        while not any(list(e.stored.blocks[0].token_ids) == list(prompt[16:32]) for e in known if e.HasField("stored")):
+            known += (await take(late, 1))[0].events
+        await worker.FlushCache(common_pb2.FlushCacheRequest(timeout_s=20))
+        (cleared,) = await take(late, 1)
+        resumed = subscribe(cleared.sequence_number - 1)
+        (again,) = await take(resumed, 1)
+        for stream in (early, late, resumed):
+            await stream.aclose()
+        return first, known, cleared, again
+
+    first, known, cleared, again = asyncio.run(run())
+    assert first.sequence_number > 0
+    stored = {tuple(e.stored.blocks[0].token_ids): e.stored for e in known if e.HasField("stored")}
+    parent, child = stored[prompt[:16]], stored[prompt[16:32]]
+    assert not parent.HasField("parent_block_hash") and parent.blocks[0].block_size == 16
+    assert child.parent_block_hash == parent.blocks[0].block_hash
+    assert cleared.events[-1].HasField("cleared")
+    assert again == cleared
+    assert not worker._pages._subscribers
+
+
+def test_kv_events_of_pictures_and_what_follows_them_are_not_told():
+    from m3jax.cache import PageEvent
+
+    events = KvEvents(2)
+    for event in (
+        PageEvent("stored", 0, None, (5, 6)),
+        PageEvent("stored", 1, 0, (-7, -8)),
+        PageEvent("stored", 2, 1, (5, 6)),
+        PageEvent("evicted", 1),
+        PageEvent("evicted", 0),
+    ):
+        events.note(event)
+    kinds = [event.WhichOneof("data") for event in events._pending]
+    assert kinds == ["stored", "removed"]
+
+
+def test_a_subscriber_that_does_not_read_gets_the_state_instead():
+    from m3jax.cache import PageEvent
+
+    async def run():
+        events = KvEvents(1)
+        events.note(PageEvent("stored", 0, None, (5,)))
+        stream = events.subscribe(0)
+        await anext(stream)
+        for number in range(1, 1500):
+            events.note(PageEvent("stored", number, None, (number,)))
+            await asyncio.sleep(0)  # each is a batch of its own
+        batch = await anext(stream)
+        assert batch.HasField("snapshot") and batch.snapshot.blocks == 1500
+        blocks = len(batch.events) - 1
+        for _ in range(batch.snapshot.count - 1):
+            batch = await anext(stream)
+            blocks += len(batch.events)
+        assert blocks == 1500 and batch.sequence_number == events._sequence
+        await stream.aclose()
+
+    asyncio.run(run())
