@@ -262,6 +262,38 @@ def test_what_a_call_cannot_be_forced_to_is_refused(tools, choice, reason):
         tool_grammar(tools, choice)
 
 
+def nested(depth):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (nested(70), "deeper"),
+        ({"allOf": [{"anyOf": [{"title": str(i)} for i in range(20)]} for _ in range(9)]}, "alternatives"),
+        ({"$ref": "#/properties/a"}, "deeper"),
+        ({"$ref": "#/other"}, "leads to no schema"),
+    ],
+)
+def test_schemas_without_end_are_refused(schema, reason):
+    with pytest.raises(ValueError, match=reason):
+        tool_grammar([tool(properties={"a": schema})], "f")
+
+
+def test_parts_of_allof_are_one_schema():
+    named = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    other = {"properties": {"b": {"enum": ["x"]}}, "required": ["b"]}
+    tools = [tool(properties={"v": {"allOf": [named, other], "description": "both"}}, required=["v"])]
+    guide = CONSTRAINTS.guide("grammar", tool_grammar(tools, "f"), ())
+    (call,) = calls_of(tools, walk(guide, EOS, 0, [NAMESPACE]))
+    assert call.arguments["v"].keys() == {"a", "b"}
+    with pytest.raises(ValueError, match="minimum is said twice"):
+        tool_grammar([tool(properties={"a": {"allOf": [{"minimum": 1}, {"minimum": 2}]}})], "f")
+
+
 # Structural tags
 
 
