@@ -301,6 +301,18 @@ class M3(WithTower):
                 )
         return found["final_norm"], jnp.moveaxis(taps[:-1], 0, 2) if layers else None, records, cache
 
+    def recorded_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the full names of values for `recorded`, with "layers.*." written out for the layers that have them.
+
+        Args:
+          names: such as "layers.3.output", "layers.*.blocks" or "final_norm".
+
+        Raises:
+          ValueError: a name that no value has, with the nearest ones; "logits".
+        """
+        check_recorded(names, self.config, self.dense)
+        return expand(names, self.config, self.dense)
+
     @model_call("names", "stop_at")
     def intermediates(
         self,

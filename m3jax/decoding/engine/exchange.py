@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import PyTree, Shaped
 
 from m3jax.cache import Cache
 from m3jax.decoding.engine.media import Media
@@ -50,7 +50,7 @@ class Snapshot:
     identity: Identity
     media: Media = field(default_factory=Media)
     top_logprobs: tuple[dict[int, float], ...] = ()
-    records: Mapping[str, Int[np.ndarray, "X L ..."]] = field(default_factory=dict)
+    records: Mapping[str, Shaped[np.ndarray, "X ..."]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the snapshot as a safetensors file with a checksum (`m3jax.decoding.engine.sealed`).
@@ -88,7 +88,8 @@ class Snapshot:
         try:
             params = header["params"]
             sampling = Sampling(**params["sampling"])
-            tuples = {"stop_ids": tuple(params["stop_ids"]), "record": tuple(params.get("record", ()))}
+            tuples = {"stop_ids": tuple(params["stop_ids"])}
+            tuples |= {name: tuple(params.get(name, ())) for name in ("record", "capture")}
             params = Params(**params | {"sampling": sampling} | tuples)
             lists = (tuple(arrays[name].tolist()) for name in ("prompt", "new", "logprobs"))
             pages = [_read_back(group, arrays) for group in header["pages"]]

@@ -68,6 +68,9 @@ class Work:
       max_top_logprobs: the largest `Params.top_logprobs`, 0 to 20. They are only computed while some request asks.
       records: what requests will ask to be recorded (`Params.record`): `warmup` then compiles each program that can
         record a second time, with these. What is not named here is compiled by the first call that records it.
+      edits: names of the values that a request can change by vectors (`Engine.add`), of width D: "embedding",
+        "final_norm", and of a layer "layers.3." and input, attention_norm, attention_out, ffn_norm, ffn_out or output;
+        "layers.*." for all layers.
       media_patches: patches in one call of the vision tower, a program a size. An image, or a chunk of a video, runs
         alone in the smallest that holds it, and no larger one is taken. None is 256, 1,024, 2,304 (the hub's largest
         image) and 12,288 (its largest chunk) where the model has a tower; () serves text alone.
@@ -85,6 +88,7 @@ class Work:
     max_bad_words: int = 16
     max_top_logprobs: int = MAX_TOP_LOGPROBS
     records: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
     media_patches: int | Sequence[int] | None = None
 
     def __post_init__(self):
@@ -118,6 +122,7 @@ class EngineKnobs(TypedDict, total=False):
     max_bad_words: int
     max_top_logprobs: int
     records: tuple[str, ...]
+    edits: tuple[str, ...]
     media_patches: int | Sequence[int] | None
 
 

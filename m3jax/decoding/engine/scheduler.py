@@ -236,7 +236,10 @@ class Scheduler:
         """Return what the device needs to know of a request whose next `count` tokens it is to read."""
         features = self._feature_rows(request, count)
         mask = self._mask(request) if count == request.uncached else None  # else this call draws nothing for it
-        return PromptPart(request.row, request.tokens, request.cached, request.params, len(request.new), features, mask)
+        return PromptPart(
+            request.row, request.tokens, request.cached, request.params, len(request.new), features, mask,
+            request.edits, request.key_offset,
+        )  # fmt: skip
 
     def decode(self) -> None:
         """Run a few steps of every row whose prompt is through."""
@@ -251,7 +254,8 @@ class Scheduler:
             return
         masks = {request.row: self._mask(request) for request in running if request.guide is not None}
         records = self.runner.records_of(request.params for request in running)
-        new = self.runner.decode(self.shapes.steps, masks, records)
+        edits = {request.row: request.edits for request in running if request.edits}
+        new = self.runner.decode(self.shapes.steps, masks, records, edits)
         for request in running:
             count = int(new.counts[request.row])
             self.timings.decoded_tokens += count - (count > 0 and not request.new)
