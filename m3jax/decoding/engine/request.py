@@ -112,11 +112,11 @@ class Generation:
       versions: of the weights that drew each token (`Engine.update`); no part of what makes two generations equal.
       timings: the seconds that it took so far; likewise.
       records: what `Params.record` and `Params.capture` asked for, by name, first axis new tokens: the choices and
-        values that the layers had at the position whose logits drew the token. "expert_ids" are [X L A] of the L layers that
-        have experts, best first, "blocks" [X L K J] of the sparse layers; int16, or int32 where a request can have more
-        than 32,767 blocks; `m3jax.model.Choices.of_records` gives them to a call of the model. Other values have the
-        axes that `intermediates` gives them but the batch, tokens first: "layers.3.q" [X N H], "layers.3.block_scores"
-        [X K M], in their own dtype. A token that was not recorded has -1, or NaN.
+        values that the layers had at the position whose logits drew the token. "expert_ids" are [X L A] of the L layers
+        that have experts, best first, "blocks" [X L K J] of the sparse layers; int16, or int32 where a request can have
+        more than 32,767 blocks; `m3jax.model.Choices.of_records` gives them to a call of the model. Other values have
+        the axes that `intermediates` gives them but the batch, tokens first: "layers.3.q" [X N H],
+        "layers.3.block_scores" [X K M], in their own dtype. A token that was not recorded has -1, or NaN.
     """
 
     tokens: list[int]
