@@ -178,17 +178,24 @@ def apply_edit(name: str, edit: Edit, value: Array, seen: Mapping[str, Array]) -
     Raises:
       ValueError: the edit needs numbers where there are none yet, keeps what it got, or returns another shape or kind.
     """
-    arguments = (value, dict(seen)) if _takes_two(edit) else (value,)
+    arguments, has_returned = ((value, dict(seen)) if _takes_two(edit) else (value,)), []
+
+    def traced(*arguments):
+        new = edit(*arguments)
+        has_returned.append(True)
+        return new
+
     try:
         with jax.checking_leaks():
-            new_type = jax.eval_shape(lambda *arguments: edit(*arguments), *arguments)
+            new_type = jax.eval_shape(traced, *arguments)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ValueError(
             f"edits[{name!r}] asks for numbers while its program is traced ({type(error).__name__}): use jax.numpy, "
             "and jnp.where in place of if"
         ) from error
     except Exception as error:
-        if "Leaked" not in str(error):
+        # What jax raises of a leak is an Exception and no more, or an IndexError where it cannot say who has the value.
+        if not has_returned or type(error) not in (Exception, IndexError):
             raise
         raise ValueError(
             f"edits[{name!r}] keeps what it was given: an edit must be pure; intermediates(names=[{name!r}]) returns "
