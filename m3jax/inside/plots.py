@@ -1,4 +1,4 @@
-"""Plots of readings; matplotlib, of the extra `plots`, is imported when the first one is drawn."""
+"""Plots of readings, drawn into axes of matplotlib, which the extra `plots` brings."""
 
 from __future__ import annotations
 
@@ -10,21 +10,6 @@ from jaxtyping import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-def figure(rows: int = 1, columns: int = 1, width: float = 5.0, height: float = 3.2) -> tuple[Figure, np.ndarray]:
-    """Return a figure and its axes [rows columns], each of the given size in inches.
-
-    Raises:
-      ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'm3jax[plots]'") from error
-    drawn = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    return drawn, drawn.subplots(rows, columns, squeeze=False)
 
 
 def draw_heads(axes: Axes, values: Float[np.ndarray, "L N"], title: str, layers: Sequence[int] | None = None) -> None:
@@ -53,6 +38,8 @@ def draw_blocks(axes: Axes, reads: Float[np.ndarray, "M M"], title: str) -> None
     """
     axes.imshow(np.sqrt(reads), cmap="Greys", vmin=0, vmax=1)  # of the root, or small shares would not be seen
     axes.set(xlabel="block read", ylabel="block of the query", title=title)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
 
 
 def draw_patches(axes: Axes, effects: Float[np.ndarray, "L P"], labels: Sequence[str], title: str) -> None:

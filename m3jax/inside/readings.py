@@ -55,7 +55,7 @@ def logit_lens(model: M3, tokens: Int[Array, "B T"], position: int = -1) -> Floa
 def direct_logits(
     model: M3, tokens: Int[Array, "B T"], answer: int, other: int, position: int = -1
 ) -> dict[str, Float[Array, " B"]]:
-    """Return the part of a logit difference that each layer's attention and feed-forward write into the residual stream.
+    """Return the part of a logit difference that each layer's attention and feed-forward write.
 
     The final norm divides by one number a token, which is that of the whole run: the parts then add up to the
     difference, but for rounding. The embedding's part comes first.
