@@ -11,7 +11,7 @@ FRONT = "README"
 SECTIONS = {
     "What it computes": ["docs/msa", "docs/numerics", "docs/glossary"],
     "Check an engine": ["docs/vectors", "Their files <vectors/README>", "docs/traps"],
-    "Use": ["docs/commands", "docs/sampling", "docs/tiny", "docs/speculative", "docs/planning"],
+    "Use": ["docs/commands", "docs/sampling", "docs/tiny", "docs/speculative", "docs/planning", "docs/inside"],
     "Inside": ["docs/cache", "docs/engine", "docs/kernels", "docs/tpu", "docs/reliability", "docs/performance"],
     "What was tried": ["docs/notes/*"],
     "Notebooks": ["notebooks/*"],

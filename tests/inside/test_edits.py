@@ -1,7 +1,6 @@
 """An edit of a named value is that change made by hand in the model's definition, whatever the value and the layer."""
 
 import inspect
-import textwrap
 import types
 from functools import cache
 
@@ -69,7 +68,8 @@ BY_HAND = {
     'if "mlp.gate_proj.weight" in params:': "ffn_norm = EDIT('ffn_norm', ffn_norm)\n    {line}",
     "output = _rounded(middle + ffn_out, x)":
         "ffn_out = EDIT('ffn_out', ffn_out)\n    {line}\n    output = EDIT('output', output)",
-    "weights = jnp.take_along_axis(scores, expert_ids, axis=-1)": "expert_ids = EDIT('expert_ids', expert_ids)\n    {line}",
+    "weights = jnp.take_along_axis(scores, expert_ids, axis=-1)":
+        "expert_ids = EDIT('expert_ids', expert_ids)\n    {line}",
     "routed = jnp.zeros(x.shape, _wide(x))  # [B T D]": "weights = EDIT('expert_weights', weights)\n    {line}",
 }  # fmt: skip
 
@@ -82,8 +82,8 @@ def defined(edit, at) -> types.ModuleType:
         source = source.replace(f" {line}\n", " " + instead.replace("{line}", line) + "\n")
     module = types.ModuleType("changed_definition")
     vars(module).update(EDIT=edit, AT=at)
-    exec(compile("from m3jax.msa import select_blocks, sparse_attention\n" + textwrap.dedent(source), "changed", "exec"),
-         vars(module))  # fmt: skip
+    source = "from m3jax.msa import select_blocks, sparse_attention\n" + source
+    exec(compile(source, "changed_definition", "exec"), vars(module))
     return module
 
 
@@ -120,8 +120,8 @@ def test_an_edit_is_the_change_made_in_the_definition(which, layer, seed):
     found = by_edits(model(), tokens, *arguments)
     expected = by_definition(definition.parameters(model()), tokens, *arguments)
     is_token = np.arange(61) < np.asarray(LENGTHS)[:, None]
-    flat = lambda out: {name: out[name] for name in OUTSIDE} | {
-        f"layers.{n}.{name}": value for n, values in enumerate(out["layers"]) for name, value in values.items()}  # fmt: skip
+    of_layers = lambda out: [(n, *item) for n, values in enumerate(out["layers"]) for item in values.items()]
+    flat = lambda out: {n: out[n] for n in OUTSIDE} | {f"layers.{n}.{name}": x for n, name, x in of_layers(out)}
     found, expected = flat(found), flat(expected)
     # The definition holds what the router chose before a change by position, and scores before the selection's.
     for name, value in expected.items():
@@ -258,7 +258,7 @@ BAD = {
     "kind": ({"layers.2.blocks": lambda x: x * 1.0}, r"returns float32 \[2, 4, 61, 3\]: must be int32"),
     "nothing": ({"layers.2.output": lambda x: None}, "returns a NoneType"),
     "branch": ({"layers.2.output": lambda x: x if x.sum() > 0 else -x}, "asks for numbers while its program is traced"),
-    "numpy": ({"layers.2.output": lambda x: np.asarray(x)}, "asks for numbers while its program is traced"),
+    "numpy": ({"layers.2.output": np.asarray}, "asks for numbers while its program is traced"),
     "twice": ({"layers.*.q": lambda x: x, "layers.2.q": lambda x: x}, "give one function for a value"),
     "no function": ({"layers.2.q": 3}, "give a function of the value"),
     "no mapping": ([("layers.2.q", lambda x: x)], "give functions by name"),
@@ -283,13 +283,13 @@ def test_an_edit_that_keeps_what_it_gets_is_refused(unchecked):
 
 
 def test_wrong_names_and_stops_are_one_line(unchecked):
-    with pytest.raises(ValueError, match="names has 'layers.2.blokcs', .* nearest are layers.2.blocks"):
+    with pytest.raises(ValueError, match=r"names has 'layers.2.blokcs', .* nearest are layers.2.blocks"):
         model(DEEP).intermediates(TOKENS, names=("layers.2.blokcs",))
     with pytest.raises(ValueError, match="a call with stop_at = 2 has not"):
         model(DEEP).intermediates(TOKENS, names=("layers.2.output",), stop_at=2)
     with pytest.raises(ValueError, match="stop_at = 5: layers that run, 0 to 3"):
         model(DEEP).intermediates(TOKENS, stop_at=5)
-    with pytest.raises(ValueError, match="given twice|twice: give it once"):
+    with pytest.raises(ValueError, match="twice: give it once"):
         model(DEEP).intermediates(TOKENS, names=("embedding", "embedding"))
 
 

@@ -89,13 +89,17 @@ def steers(row: int) -> dict[str, Steer]:
     """Another change for each row, large enough to change its tokens."""
     draw = np.random.default_rng(row)
     add, without = draw.normal(size=WIDTH) * 2, draw.normal(size=WIDTH)
-    kinds = ({STEERED[0]: Steer(add=add)}, {STEERED[0]: Steer(without=without), STEERED[1]: Steer(scale=-2.0)},
-             {STEERED[1]: Steer(add=add, scale=0.5, without=without)}, {"layers.0.output": Steer(scale=1.5)})  # fmt: skip
+    kinds = (
+        {STEERED[0]: Steer(add=add)},
+        {STEERED[0]: Steer(without=without), STEERED[1]: Steer(scale=-2.0)},
+        {STEERED[1]: Steer(add=add, scale=0.5, without=without)},
+        {STEERED[0]: Steer(scale=1.5)},
+    )
     return kinds[row % 4]
 
 
 def test_rows_are_steered_each_by_its_own_vectors():
-    """To the bit as alone, prompts of one beginning, no page shared; who is not steered is as in an engine of its own."""
+    """To the bit as alone, though the prompts are one; who is not steered is as in an engine that steers nobody."""
     engine, tokens, asked = served(), prompt(30), params(12, temperature=1.0)
     alone = []
     for row in range(4):

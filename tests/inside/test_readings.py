@@ -100,7 +100,9 @@ def test_attributions_are_patches_to_first_order():
     slopes = inside.gradients(model(), TOKENS, METRIC, names, choices)["layers.0.output"]
     step = np.random.default_rng(0).normal(size=slopes.shape[-1]).astype(np.float32) * 1e-3
     edit = inside.Put(jnp.asarray(defined()["layers"][0]["output"] + step), (jnp.arange(43) == 30)[None, :, None])
-    changed = METRIC(model()(TOKENS, edits={names[0]: edit}, choices=choices)) - METRIC(model()(TOKENS, choices=choices))
+    changed = METRIC(model()(TOKENS, edits={names[0]: edit}, choices=choices)) - METRIC(
+        model()(TOKENS, choices=choices)
+    )
     np.testing.assert_allclose(changed, (slopes[0, 30] * step).sum(), rtol=0.05, atol=2e-6)
     effects = inside.attributions(model(), TOKENS, OTHER, METRIC, names, choices)["layers.0.output"]
     moved = defined(1)["layers"][0]["output"] - defined()["layers"][0]["output"]
