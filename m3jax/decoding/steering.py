@@ -36,9 +36,9 @@ class Steer:
       without: direction that is projected out of x, of any length but 0; None for none.
     """
 
-    add: Float[np.ndarray, " D"] | Sequence[float] | None = None
+    add: Float[HostOrDevice, "D"] | Sequence[float] | None = None
     scale: float = 1.0
-    without: Float[np.ndarray, " D"] | Sequence[float] | None = None
+    without: Float[HostOrDevice, "D"] | Sequence[float] | None = None
 
 
 @jax.tree_util.register_dataclass
