@@ -98,7 +98,7 @@ def _share_beside_calls(engine: Engine, prompts: list[list[int]], params: Params
 
         return run
 
-    engine._runner.decode = timed(engine._runner.decode)
+    engine._runner.launch, engine._runner.read = timed(engine._runner.launch), timed(engine._runner.read)
     try:
         for prompt in prompts:
             engine.add(prompt, params)
@@ -109,7 +109,7 @@ def _share_beside_calls(engine: Engine, prompts: list[list[int]], params: Params
             engine.step()
         return 1 - of_calls / (time.perf_counter() - began)
     finally:
-        del engine._runner.decode
+        del engine._runner.launch, engine._runner.read
 
 
 if __name__ == "__main__":

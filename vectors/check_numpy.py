@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from m3_numpy import GROUPS, dense
-from mistakes import MISTAKES, outputs_with
+from mistakes import MISTAKES, outputs_with, used_by
 
 SCHEMA = 1
 BITS = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8",
@@ -199,7 +199,8 @@ def held_against(case, stored, rule, outputs, tolerances, dtype):
     x = {name: array for name, (_, array) in stored.items() if case["tensors"][name]["role"] == "input"}
     margin = stored["last_kept"][1] - stored["first_dropped"][1] if "last_kept" in stored else None
     least = dtype or (NARROWEST_FIRST[kinds[0]] if kinds else "float32")
-    with_mistake = cache(lambda mistake: outputs_with(mistake, case["group"], x, rule))
+    used = cache(lambda: used_by(case["group"], x, rule))
+    with_mistake = cache(lambda mistake: outputs_with(mistake, case["group"], x, rule, used()))
     lines = []
     for name, (_, array) in given.items():
         expected, entry = stored[name][1], case["tensors"][name]

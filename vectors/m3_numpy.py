@@ -117,7 +117,65 @@ def to_e4m3(x):
     return np.rint(x / 2.0 ** (exponent - 3)) * 2.0 ** (exponent - 3)
 
 
+def float8_values(exponent_bits, bias, nan_codes):
+    """The 256 numbers of a float8: a sign, bits of exponent, and what is left of seven bits of fraction.
+
+    `nan_codes` has a value, NaN or an infinity, for each code that is no number by the general rule.
+    """
+    code = np.arange(256)
+    fraction_bits = 7 - exponent_bits
+    exponent, fraction = code >> fraction_bits & (1 << exponent_bits) - 1, code & (1 << fraction_bits) - 1
+    part = fraction / (1 << fraction_bits)
+    size = np.where(exponent == 0, np.ldexp(part, 1 - bias), np.ldexp(1 + part, exponent - bias))
+    values = np.where(code >= 128, -size, size)
+    for number, value in nan_codes.items():
+        values[number] = value
+    return values
+
+
+def e4m3fn():
+    """Four bits of exponent, no infinity; NaN of both signs has all bits set."""
+    return float8_values(4, 7, {0x7F: np.nan, 0xFF: np.nan})
+
+
+def e4m3fnuz():
+    """AMD's of MI300: half of e4m3fn's numbers; the one NaN is in the place of -0."""
+    return float8_values(4, 8, {0x80: np.nan})
+
+
+def e5m2():
+    """Five bits of exponent, infinities and NaN as in wider floats."""
+    special = {0x7C: np.inf, 0xFC: -np.inf} | {sign | code: np.nan for sign in (0, 0x80) for code in (0x7D, 0x7E, 0x7F)}
+    return float8_values(5, 15, special)
+
+
+def float8_kinds(x, rule):
+    return {"e4m3fn": e4m3fn()[x["bytes"]], "e4m3fnuz": e4m3fnuz()[x["bytes"]], "e5m2": e5m2()[x["bytes"]]}
+
+
+def move_heads(shards, count):
+    """[R X K/R P H] of one engine's devices as those of `count` devices: heads are numbered through all of them."""
+    heads = [shard[:, h] for shard in shards for h in range(shard.shape[1])]
+    share = len(heads) // count
+    return [np.stack(heads[r * share : (r + 1) * share], axis=1) for r in range(count)]
+
+
+def resharded(x, rule):
+    """`cached` over the shards of the receiving devices, whose heads are put behind one another."""
+    received = {kind: move_heads(x[f"{kind}_shards"], rule["target_shards"]) for kind in ("k", "v")}
+    rest = {name: array for name, array in x.items() if not name.endswith("_shards")}
+    outputs = cached(rest | {f"{kind}_pages": np.concatenate(shards, axis=1) for kind, shards in received.items()}, rule)
+    for kind in ("k", "v"):
+        pool = outputs.pop(f"{kind}_pages_after")
+        outputs[f"{kind}_shards_after"] = np.stack(np.split(pool, rule["target_shards"], axis=1))
+    return outputs
+
+
 def cached(x, rule):
+    if "bytes" in x:
+        return float8_kinds(x, rule)
+    if "k_shards" in x:
+        return resharded(x, rule)
     size, table = rule["block_size"], x.get("target_table", x["table"])
     pools = {kind: x[f"{kind}_pages"] for kind in ("k", "v", "index")}
     pools |= {"exact_index": x["exact_index_pages"]} if "exact_index_pages" in x else {}
@@ -163,7 +221,32 @@ def gathered(pool, table):
     return rows.reshape(len(table), -1, *rows.shape[3:])
 
 
+# --- cells
+
+
+def order_of(cell_rows, cell_positions, row):
+    """The cells of a row in the order of its positions."""
+    own = np.flatnonzero(cell_rows == row)
+    return own[np.argsort(cell_positions[own])]
+
+
+def cells(x, rule):
+    keys = {"k": x["k_cells"], "v": x["v_cells"], "index_k": x["index_cells"]}
+    most = len(x["cell_rows"]) + -len(x["cell_rows"]) % rule["block_size"]
+    rows = {name: np.full((len(x["lengths"]), most, *pool.shape[1:]), np.nan) for name, pool in keys.items()}
+    for b in range(len(x["lengths"])):
+        order = order_of(x["cell_rows"], x["cell_positions"], b)
+        for name, pool in keys.items():
+            rows[name][b, : len(order)] = pool[order]
+    return sparse_attention(x | rows, rule)
+
+
 # --- context parallelism
+
+
+def device_part(q, k, v, positions, lengths, blocks, size, rounded, device, count):
+    """(out, lse) of one of `count` devices, over `blocks`: those of the chosen ones that it holds."""
+    return attention(q, k, v, positions, lengths, blocks, size, rounded)
 
 
 def shards(x, rule):
@@ -173,7 +256,10 @@ def shards(x, rule):
     outputs = {}
     for rounded in (False, True):
         divided = [own(chosen["blocks"], device) for device in range(count)]
-        parts = [attention(*where, blocks, rule["block_size"], rounded) for blocks in divided]
+        parts = [
+            device_part(*where, blocks, rule["block_size"], rounded, device, count)
+            for device, blocks in enumerate(divided)
+        ]
         outs, lses = (np.stack(x) for x in zip(*parts, strict=True))
         highest = lses.max(0)
         shift = np.where(np.isinf(highest), 0, highest)
@@ -192,16 +278,26 @@ def shards(x, rule):
 # --- experts
 
 
+def weigh(scores, ids, biased):
+    """The weights of chosen experts: their scores, without the bias, divided by their sum. 0 / 0 is NaN."""
+    weights = np.take_along_axis(scores, ids, -1)
+    with np.errstate(invalid="ignore"):
+        return weights / weights.sum(-1, keepdims=True)
+
+
 def experts(x, rule):
+    if "gate_values" in x:
+        hidden = swiglu(x["gate_values"], x["up_values"], rule)
+        return {"activated": hidden, "activated_bf16": to_bf16(hidden)}
     count = rule["experts_per_token"]
     # Column by column, so that equal columns give equal sums.
     logits = np.stack([(x["x"] * column).sum(-1) for column in x["gate"].T], axis=-1)
-    scores = 1 / (1 + np.exp(-logits))
+    with np.errstate(over="ignore"):
+        scores = 1 / (1 + np.exp(-logits))
     order = np.argsort(-(scores + x["bias"]), axis=-1, kind="stable")
     biased = np.take_along_axis(scores + x["bias"], order, -1)
     ids = order[:, :count]
-    weights = np.take_along_axis(scores, ids, -1)
-    weights = weights / weights.sum(-1, keepdims=True)
+    weights = weigh(scores, ids, scores + x["bias"])
     outputs = {"router_scores": scores, "expert_ids": ids, "expert_weights": weights}
     outputs |= {"last_kept": biased[:, count - 1], "first_dropped": biased[:, count]}
     if "gate_proj" not in x:
@@ -218,10 +314,14 @@ def experts(x, rule):
 
 
 def mlp(x, gate_proj, up_proj, down_proj, rule, rounded=False):
-    """Clamped SwiGLU: the gate is clamped above alone, up on both sides."""
-    gate, up = np.minimum(x @ gate_proj, rule["limit"]), np.clip(x @ up_proj, -rule["limit"], rule["limit"])
-    hidden = (up + 1) * gate / (1 + np.exp(-rule["alpha"] * gate))
+    hidden = swiglu(x @ gate_proj, x @ up_proj, rule)
     return (to_bf16(hidden) if rounded else hidden) @ down_proj
+
+
+def swiglu(gate, up, rule):
+    """Clamped SwiGLU: the gate is clamped above alone, up on both sides."""
+    gate, up = np.minimum(gate, rule["limit"]), np.clip(up, -rule["limit"], rule["limit"])
+    return (up + 1) * gate / (1 + np.exp(-rule["alpha"] * gate))
 
 
 # --- norm and rotary embedding
@@ -240,10 +340,18 @@ def rope(x, positions, rotary_dim, theta):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, x[..., rotary_dim:]], -1)
 
 
+def norms(x, rule):
+    normed = norm(x["x"], 1 + x["weight"], rule["eps"])
+    return {"normed": normed, "normed_bf16": to_bf16(normed)}
+
+
 def rotary(x, rule):
     angle = x["positions"][..., None] * rule["theta"] ** (-np.arange(0, rule["rotary_dim"], 2) / rule["rotary_dim"])
     normed = norm(x["x"], 1 + x["weight"], rule["eps"])
     rotated = rope(normed, x["positions"], rule["rotary_dim"], rule["theta"])
+    if "picked" in x:
+        picked = rotated[0, x["picked"][:, 0], x["picked"][:, 1]]
+        return {"rotated_at": picked, "rotated_at_bf16": to_bf16(picked)}
     rounded = {"normed_bf16": to_bf16(normed), "rotated_bf16": to_bf16(rotated)}
     return {"normed": normed, "cos": np.cos(angle), "sin": np.sin(angle), "rotated": rotated} | rounded
 
@@ -251,13 +359,40 @@ def rotary(x, rule):
 # --- MXFP8
 
 
+def scale_of(largest):
+    """The exponent of a block's scale: the largest number comes to lie in the last binade of E4M3, 256 to 448."""
+    return math.floor(math.log2(largest)) - 8
+
+
+def to_mxfp8(x, block):
+    """([X C] numbers of E4M3, [X Q] scale bytes), block by block; a block with NaN or an infinity is NaN."""
+    codes, scales = np.zeros(x.shape), np.zeros((len(x), x.shape[1] // block), int)
+    for row, i in np.ndindex(scales.shape):
+        numbers = x[row, i * block : (i + 1) * block]
+        largest = np.abs(numbers).max()
+        if not np.isfinite(largest):
+            scales[row, i], codes[row, i * block : (i + 1) * block] = 255, np.nan
+        elif largest > 0:
+            scales[row, i] = max(scale_of(largest) + 127, 0)
+            codes[row, i * block : (i + 1) * block] = to_e4m3(numbers / 2.0 ** (scales[row, i] - 127))
+    return codes, scales
+
+
 def mxfp8(x, rule):
-    scale = np.repeat(x["scales"].astype(int), rule["block"], axis=1)
-    with np.errstate(over="ignore"):
-        weights = (
-            np.where(scale == 255, np.nan, x["codes"] * 2.0 ** (scale - 127)).astype(np.float32).astype(np.float64)
-        )
-    return {"weights": weights, "weights_bf16": to_bf16(weights)}
+    outputs = {}
+    if "codes" in x:
+        scale = np.repeat(x["scales"].astype(int), rule["block"], axis=1)
+        with np.errstate(over="ignore"):
+            wide = np.where(scale == 255, np.nan, x["codes"] * 2.0 ** (scale - 127))
+            weights = wide.astype(np.float32).astype(np.float64)
+        outputs = {"weights": weights, "weights_bf16": to_bf16(weights)}
+    if "activations" in x:
+        codes, scales = to_mxfp8(x["activations"], rule["block"])
+        outputs |= {"encoded": codes, "encoded_scales": scales}
+        if "codes" in x:
+            read = codes * 2.0 ** (np.repeat(scales, rule["block"], axis=1) - 127)
+            outputs |= {"product": read @ weights.T, "product_of_exact": x["activations"] @ weights.T}
+    return outputs
 
 
 # --- sampling
@@ -448,6 +583,6 @@ def experts_layer(x, own, kind, rule):
 
 GROUPS = {
     "selection": selection, "sparse_attention": sparse_attention, "pages": cached, "decode": cached, "float8": cached,
-    "exchange": cached, "shards": shards, "experts": experts, "rotary": rotary, "mxfp8": mxfp8, "sampling": sampling,
-    "verification": verification, "eagle3": eagle3, "model": model,
+    "exchange": cached, "cells": cells, "shards": shards, "experts": experts, "norm": norms, "rotary": rotary,
+    "mxfp8": mxfp8, "sampling": sampling, "verification": verification, "eagle3": eagle3, "model": model,
 }  # fmt: skip

@@ -68,7 +68,7 @@ class PageAllocator:
 
     # The life of a request
 
-    def add(self, tokens: Sequence[int] | np.ndarray, beside: int | None = None) -> tuple[int, int]:
+    def add(self, tokens: Sequence[int] | np.ndarray, beside: int | None = None, share: bool = True) -> tuple[int, int]:
         """Open a request, with the registered pages that hold its beginning. No page is taken yet.
 
         Whole pages are reused, and only those that end before the last token, which must be computed in any case for
@@ -80,6 +80,7 @@ class PageAllocator:
             position that stands for an image needs a number of that image here, or equal prompts share its pages.
           beside: handle of a request that begins alike; its pages are shared, the last one in part, where they hold
             more of these tokens than the registered ones.
+          share: whether registered pages may be used; without, all of its tokens are to be computed.
 
         Returns:
           Its handle, and how many of its tokens are in the cache: the device goes on from there.
@@ -91,7 +92,7 @@ class PageAllocator:
         if not tokens:
             raise ValueError("add got 0 tokens: give at least one")
         self._check_fits(len(tokens))
-        pages = self._prefix.match(tokens[:-1])
+        pages = self._prefix.match(tokens[:-1]) if share else []
         cached = len(pages) * self.page_size
         if beside is not None:
             donor = self._sequence(beside)

@@ -4,19 +4,17 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Float32, Int, Int32
 
+from m3jax.decoding.device.scores import Scores, score_tokens
 from m3jax.decoding.engine.checks import check_sizes
 from m3jax.decoding.engine.request import check_ids
-from m3jax.decoding.protocols import PagedCache, TargetModel, is_invariant
-from m3jax.decoding.sampling import MAX_TOP_LOGPROBS, HostOrDevice, log_normaliser, logprob_of, top_logits
+from m3jax.decoding.protocols import PagedCache, TargetModel
+from m3jax.decoding.sampling import MAX_TOP_LOGPROBS, HostOrDevice
 from m3jax.messages import shown
-from m3jax.tiles import LOGITS_TILE, by_tiles
 
 _CHUNK = 2048
-_LOGITS_AT_ONCE = 1 << 25  # 128 MiB of float32
 
 
 def score(
@@ -104,24 +102,10 @@ def _score_chunk(
     positions: Int32[HostOrDevice, "B X"],
     lengths: Int32[HostOrDevice, "B"],
     num_top: int,
-) -> tuple[PagedCache, tuple[Float32[Array, "B X"], Int32[Array, "B X Z"], Float32[Array, "B X Z"]]]:
+) -> tuple[PagedCache, Scores]:
     """Read one chunk; return the cache after it, the log-probability of what follows each token, and the best ones."""
     hidden, cache = model.hidden(tokens, cache=cache, positions=positions, lengths=lengths)  # [B X D]
-    logits_tile = LOGITS_TILE if is_invariant(model) else None
-
-    def of_tokens(hidden: Float[Array, "Y D"], targets: Int32[Array, "Y"]):
-        logits = model.unembed(hidden).astype(jnp.float32)  # [Y V]
-        log_total = by_tiles(log_normaliser, logits_tile, logits)
-        ids, top = top_logits(logits, num_top)
-        return logprob_of(targets, logits, log_total), ids, top - log_total[:, None]
-
-    batch, width = targets.shape
-    tile = getattr(getattr(model, "compute", None), "token_tile", None)
-    if tile is None:
-        tile = max(1, min(batch * width, _LOGITS_AT_ONCE // model.config.vocab_size))
-    rows = hidden.reshape(batch * width, -1), jnp.asarray(targets).reshape(-1)
-    scores = by_tiles(of_tokens, tile, *rows)
-    return cache, jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), scores)
+    return cache, score_tokens(model, hidden, targets, num_top)
 
 
 def _as_rows(

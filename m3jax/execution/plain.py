@@ -52,7 +52,7 @@ def choose_experts(
 
     Returns:
       (ids, weights), best first; of equal scores the lower id. The weights of a token sum to 1; they are NaN where a
-      score or its bias is NaN.
+      score or its bias is NaN, and where the scores of all A are 0: 0 / 0, with no epsilon in the sum (T45).
     """
     scores = jax.nn.sigmoid(logits)  # [X E]
     expert_ids = checkpoint_name(jax.lax.top_k(scores + bias, top_k)[1], "expert_ids")  # [X A]

@@ -206,7 +206,8 @@ def mixture_of_experts(
 
     Returns:
       (the sum, not rounded, and expert_ids and expert_weights [B T A]). A score that is NaN makes the token's output
-      NaN: it would take part in no comparison, and be passed over.
+      NaN: it would take part in no comparison, and be passed over. So do A scores that are all 0, whose weights are 0 / 0:
+      there is no epsilon in the sum, as there is none in transformers (T45).
     """
     gate = params["gate.weight"]  # [E D], float32 in every model
     scores = jax.nn.sigmoid(linear(x.astype(gate.dtype), gate))  # [B T E]

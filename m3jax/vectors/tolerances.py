@@ -52,6 +52,20 @@ TOLERANCES = {
         "bfloat16": [1e-4, 5e-3],
         "from": "one rounding, of the hidden numbers; another order of sums moves a few of them by a last place",
     },
+    "activation": {
+        "compare": "close",
+        "float64": [1e-12, 1e-12],
+        "float32": [2e-5, 3e-6],
+        "bfloat16": [2**-7, 1e-3],
+        "from": "float32 inside, one rounding after it",
+    },
+    "mxfp8": {
+        "compare": "close",
+        "float64": [1e-12, 1e-12],
+        "float32": [2e-5, 3e-5],
+        "bfloat16": [2e-5, 3e-5],
+        "from": "products of MXFP8 numbers are exact in float32, and so are those with bfloat16 numbers: 96 terms are summed",
+    },
     "norm": {
         "compare": "close",
         "float64": [1e-12, 1e-12],

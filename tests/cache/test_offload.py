@@ -119,7 +119,7 @@ def test_only_selected_pages_move():
     seen = []
     for _ in range(10):
         before = served.offload
-        served._runner.decode(1)
+        served._runner.read(served._runner.launch(1))
         now = served.offload
         misses, moved = (now[name] - before[name] for name in ("misses", "bytes_in"))
         chosen = misses + now["hits"] - before["hits"]

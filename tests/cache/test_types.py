@@ -115,6 +115,7 @@ def test_an_engine_serves_float8():
 
 @pytest.mark.parametrize("types", [dict(kv_dtype="int8"), dict(index_dtype="float8_e5m2")])
 def test_other_types_are_refused(types):
+    """T44: a cache is in e4m3fn or in no float8."""
     with pytest.raises(ValueError, match=r"a cache cannot hold .*: choose one of"):
         Cache.init(CONFIG, 1, 8, **types)
 

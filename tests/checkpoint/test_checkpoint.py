@@ -166,6 +166,7 @@ def test_vision_and_mtp_tensors_are_left_with_a_note(tensors, tmp_path, caplog):
 
 @pytest.mark.parametrize("host_bytes", [16 << 20, 0], ids=["on the host", "in place"])
 def test_values_stand_where_they_belong(host_bytes, folder, tensors, monkeypatch):
+    """T47, T53: every parameter is the tensor of the folder, norms as they are stored."""
     monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
     assert_same(load_parameters(folder), expected_parameters(CONFIG, tensors))
 
@@ -231,6 +232,7 @@ def test_progress_bar_is_for_terminals(folder, monkeypatch, capsys):
 
 
 def test_one_error_lists_every_tensor_at_fault(tensors, tmp_path):
+    """T53: a tensor that is missing, unexpected or of another shape is never left as it was made."""
     broken = dict(tensors)
     norm = "language_model.model.norm.weight"
     del broken[Q_PROJ], broken[GATE]

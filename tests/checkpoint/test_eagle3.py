@@ -71,7 +71,7 @@ def test_fc_reads_the_low_layer_first(tmp_path):
 
 
 def test_other_spellings(tmp_path):
-    """`midlayer.`, a `model.` prefix, a list in `eagle_config`, a `t2d` mask; the heads that Llama leaves out."""
+    """T55: `midlayer.`, a `model.` prefix, a list in `eagle_config`, a `t2d` mask; the heads that Llama leaves out."""
     module = draft(**VARIANTS["reduced"], num_key_value_heads=4)
     save_draft(module, tmp_path)
     ids = np.asarray(module.target_ids[...])
@@ -88,7 +88,7 @@ def test_other_spellings(tmp_path):
 
 
 def test_layers_that_are_not_named_are_vllms(tmp_path):
-    """[2, n // 2, n - 3]: of 60 layers 2, 30 and 57, the outputs of the layers 1, 29 and 56 counted from 0."""
+    """T55: [2, n // 2, n - 3]: of 60 layers 2, 30 and 57, the outputs of the layers 1, 29 and 56 counted from 0."""
     save_draft(draft(), tmp_path)
     edit(tmp_path, eagle_aux_hidden_state_layer_ids=None)
     sparse, experts = ("minimax_m3_sparse",) * 60, ("sparse",) * 60

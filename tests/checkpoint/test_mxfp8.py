@@ -60,6 +60,7 @@ def rounded(value: Fraction, dtype: str) -> float:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_every_code_with_every_scale(dtype):
+    """T44: codes are e4m3fn."""
     codes, scales = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
     found = mxfp8.dequantize(codes, scales, np.dtype(dtype))
     assert found.dtype == dtype
@@ -273,6 +274,7 @@ def faults(path: Path, change, quantization=QUANTIZATION) -> list[str]:
 
 
 def test_one_error_lists_every_fault_of_scales(tmp_path):
+    """T44: codes without a scale are refused, by name."""
     up = "language_model.model.layers.1.mlp.up_proj.weight"
     down = "language_model.model.layers.1.mlp.down_proj.weight"
     head = "language_model.lm_head.weight"
@@ -295,6 +297,16 @@ def test_one_error_lists_every_fault_of_scales(tmp_path):
             f"{head}_scale_inv: unexpected, found U8 [96, 2]",
         ]
     )
+
+
+def test_another_float8_is_not_taken_for_e4m3(tmp_path):
+    """T44: the same bytes under another kind's name."""
+
+    def change(tensors):
+        tensors[Q_PROJ] = tensors[Q_PROJ].view(ml_dtypes.float8_e5m2)
+
+    (fault,) = faults(tmp_path, change)
+    assert fault.startswith(f"{Q_PROJ}: expected ") and "found F8_E5M2" in fault, fault
 
 
 def test_a_scale_beside_a_weight_that_is_not_quantised(tmp_path):

@@ -193,7 +193,7 @@ def test_who_shares_a_prompt_outlives_whom_it_waited_for():
 
 @pytest.mark.parametrize("length", range(1, 2 * PAGE + 2))
 def test_one_token_behind_a_known_beginning_is_a_decode_step(length):
-    """At every residue of a page a prompt that another one has computed gives the same first token."""
+    """T57: At every residue of a page a prompt that another one has computed gives the same first token."""
     served = small()
     handles = [*served.add(prompt(length), params(6), n=3), served.add(prompt(length), params(6))]
     results = served.run()

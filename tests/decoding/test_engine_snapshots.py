@@ -132,6 +132,7 @@ def test_bytes_stay_what_they_were():
 
 @given(st.sampled_from(("flip", "cut", "add", "zero", "swap")), st.integers(0, 2**40), st.integers(0, 7), st.booleans())
 def test_damaged_bytes_are_refused(what, where, bit, in_header):
+    """T50: a request in flight with a byte that is another one, missing or too many."""
     data = bytearray(sealed_bytes())
     place = where % (int.from_bytes(data[:8], "little") + 8 if in_header else len(data))
     if what == "flip":
@@ -303,7 +304,7 @@ def test_the_next_request_after_all_of_them_is_right():
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_write_that_fails_takes_everything_back(group, monkeypatch):
-    """The pages are not known by their tokens until they are written, and go back."""
+    """T50: The pages are not known by their tokens until they are written, and go back."""
     served, calls = engine(model()), []
     write = Runner.write_pages
 
@@ -330,7 +331,7 @@ def test_a_write_that_fails_takes_everything_back(group, monkeypatch):
 
 
 def test_check_sees_pages_that_are_known_and_were_not_written(monkeypatch):
-    """As an import that registered its pages and then failed to write them left them."""
+    """T50: As an import that registered its pages and then failed to write them left them."""
     served = engine(model())
     monkeypatch.setattr(Runner, "write_pages", lambda *args: None)
     served.import_request(exported())

@@ -8,11 +8,12 @@ import pytest
 from support import tiny
 from support.compilations import compilations
 from support.drafts import Knowing
-from support.engines import CONFIG, SHAPE, finish, params, prompt, quick
+from support.engines import CONFIG, SHAPE, finish, params, prompt, quick, serve
 
 from m3jax.decoding import Engine, Generation, Params, Sampling
 from m3jax.decoding.engine import Snapshot
 from m3jax.model import M3, Choices
+from m3jax.parallel import parse_mesh
 
 NAMES = ("expert_ids", "blocks")
 
@@ -92,6 +93,21 @@ def test_records_do_not_depend_on_how_a_request_is_served():
     assert sum(engine.result(handle).timings.preemptions for handle in (first, copy, moved, second, *crowd)) > 0
 
 
+def test_a_group_has_the_bits_of_its_requests_alone():
+    """In bfloat16, one prefill for all: tokens, log-probabilities and records are those of n separate requests."""
+    engine, tokens = served(), prompt(61)
+    computed = engine.timings.prompt_tokens
+    handles = engine.add(tokens, asked(12, seed=5), n=3)
+    finish(engine)
+    grouped = [engine.result(handle) for handle in handles]
+    assert engine.timings.prompt_tokens - computed <= 61 + 2
+    for index, found in enumerate(grouped):
+        fresh = Engine(model(), **SHAPE, invariant=True, records=NAMES, prefix_cache=False)
+        expected = serve(fresh, (tokens, asked(12, seed=5 + index)))[0]
+        assert found.logprobs == expected.logprobs
+        assert_same_records(found, expected)
+
+
 def test_a_copy_of_what_was_not_recorded_begins_with_the_models_own_choice():
     engine = served()
     first = engine.add(prompt(9), asked(20, record=()))
@@ -102,6 +118,27 @@ def test_a_copy_of_what_was_not_recorded_begins_with_the_models_own_choice():
     finish(engine)
     record = engine.result(copy).records["blocks"]
     assert len(record) == 20 and (record[:had] == -1).all() and (record[had:].max(axis=-1) >= 0).all()
+
+
+def test_records_over_a_mesh_are_those_of_one_device():
+    """T38: rows over two devices, experts over others; a copy and a request that was taken back are among them."""
+    if jax.device_count() < 8:
+        pytest.skip(f"needs 8 devices, this process has {jax.device_count()}")
+    plain, divided = (
+        Engine(tiny.model(CONFIG, mesh=mesh), **SHAPE, records=NAMES)
+        for mesh in (None, parse_mesh("data=2,tensor=2,expert=2"))
+    )
+    records = []
+    for engine in (plain, divided):
+        handles = [engine.add(prompt(length), asked(12, temperature=0.0)) for length in (61, 9, 30)]
+        while len(engine.result(handles[0]).tokens) < 6:
+            engine.step()
+        engine.truncate(handles[0], 3)
+        handles.append(engine.copy(handles[2]) if engine.reason(handles[2]) == "unfinished" else handles[2])
+        finish(engine)
+        records.append([engine.result(handle) for handle in handles])
+    for one, other in zip(*records, strict=True):
+        assert_same_records(other, one)
 
 
 def test_nothing_compiles_where_the_engine_was_told_what_is_recorded():

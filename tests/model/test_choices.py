@@ -75,7 +75,7 @@ def test_given_choices_are_taken():
 
 
 def test_minus_one_is_the_models_own_choice():
-    """Tokens from 30 on choose for themselves: with other choices before, they see other keys, and choose by these."""
+    """T58: Tokens from 30 on choose for themselves: with other choices before, they see other keys, and choose by these."""
     given = other_choices()
     mixed = Choices(given.expert_ids.copy(), given.blocks.copy())
     mixed.expert_ids[:, 30:], mixed.blocks[:, 30:] = -1, -1
@@ -89,7 +89,7 @@ def test_minus_one_is_the_models_own_choice():
 
 
 def test_gradients_go_through_weights_and_not_through_ids():
-    """Exactly zero for experts that no token was given, and not for the router, whose scores weigh them."""
+    """T58: Exactly zero for experts that no token was given, and not for the router, whose scores weigh them."""
     ids = other_choices().expert_ids.copy()
     ids[ids == 0] = -2  # nobody is given expert 0
     for index in np.argwhere((ids == -2).any(-1)):
@@ -112,7 +112,7 @@ def test_gradients_go_through_weights_and_not_through_ids():
 
 
 def test_the_weights_are_those_of_the_given_experts():
-    """Divided by the sum of these alone, not of the router's own choice (no stale weights)."""
+    """T58: Divided by the sum of these alone, not of the router's own choice (no stale weights)."""
     given = other_choices()
     layer = model().intermediates(TOKENS, choices=given)["layers"][1]
     scores = jax.nn.sigmoid(layer["ffn_norm"] @ model().stacks[1].mlp.gate[...][0])

@@ -180,7 +180,7 @@ def test_training_unrolls_what_decoding_does():
 
 
 def test_taps_are_the_residual_stream():
-    """The off-by-one trap: 0 is the embedding, n the output of the n-th layer counted from 1, before any norm."""
+    """T55: The off-by-one trap: 0 is the embedding, n the output of the n-th layer counted from 1, before any norm."""
     values = jax.jit(lambda m, t: m.intermediates(t))(model(), TOKENS)
     every = [values["embedding"], *(layer["output"] for layer in values["layers"])]
     hidden, taps, _ = taps_of((0, 1, 2))

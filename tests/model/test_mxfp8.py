@@ -69,7 +69,7 @@ _dequantize = jax.jit(mxfp8.dequantize, static_argnums=1)
 
 @given(st.integers(0, 2**32 - 1), st.integers(-160, 127), st.integers(0, 30), st.sampled_from(["float32", "bfloat16"]))
 def test_quantizing_is_rounding_to_nearest_even_under_the_scale_of_the_largest(seed, exponent, spread, dtype):
-    """Subnormal numbers, zeros of both signs, halves between two codes and numbers beyond 448 are all in."""
+    """T43: Subnormal numbers, zeros of both signs, halves between two codes and numbers beyond 448 are all in."""
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(6, 64)) * 2.0 ** (exponent - draw.integers(0, spread + 1, (6, 64)))
     # Halves between two codes of the last binade, and one that lies between 448 and the next scale.
@@ -245,7 +245,7 @@ def test_a_decode_step_s_program_holds_half_the_bytes_of_bfloat16():
 
 
 def test_quantized_activations_are_the_definition_s(kept):
-    """Each token's channels are rounded, 32 by 32; then it is the product with the dequantised weight."""
+    """T43: Each token's channels are rounded, 32 by 32; then it is the product with the dequantised weight."""
     draw = np.random.default_rng(1)
     x = (draw.normal(size=(7, 80)) * 2.0 ** draw.integers(-9, 9, (7, 80))).astype(np.float32)
     weight = mxfp8.quantize(jnp.asarray(draw.normal(size=(80, 24)), jnp.float32))

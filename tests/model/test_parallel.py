@@ -95,14 +95,38 @@ def test_decode_is_forward_on_one_device():
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_forward_is_one_device_s(mesh):
+    """T51, T52: of a dense layer and of layers with experts and an index branch."""
     comparisons.assert_close(results(mesh)[0], results(None)[0], "logits", "B T V", rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_cached_decode_is_one_device_s(mesh):
+    """T51: token by token, with a row that begins later."""
     found, expected = results(mesh)[1], results(None)[1]
     comparisons.assert_close(found[1:], expected[1:], "logits of rows 1 on", "B T V", rtol=1e-5, atol=1e-5)
     comparisons.assert_close(found[0, 5:], expected[0, 5:], "logits of row 0 from 5", "T V", rtol=1e-5, atol=1e-5)
+
+
+def test_drafts_over_the_context_are_verified_as_on_one_device():
+    """T48: 5 tokens a call, whose first one stands at each residue of the 32 tokens that a turn over the devices takes."""
+    num_rows, count, calls = 4 * CONFIG.index_block_size, 5, 14
+    tokens = tiny.tokens(CONFIG, num_rows, count * calls)
+    logits = {}
+    for mesh in (None, "context=4"):
+        m = model(mesh)
+        step = jax.jit(lambda m, t, c, p, n: m(t, cache=c, positions=p, lengths=n), donate_argnums=2)
+        cache, compiled, logits[mesh] = Cache.init(CONFIG, num_rows, count * calls, "float32", m.mesh), None, []
+        for call in range(calls):
+            positions = count * call + np.arange(count) - np.arange(num_rows)[:, None]  # row b begins b tokens later
+            now = np.take_along_axis(tokens, np.maximum(positions, 0), 1)
+            positions = np.where(positions < 0, -1, positions).astype(np.int32)
+            args = m, put(now, m.mesh), cache, put(positions, m.mesh), put(positions[:, -1] + 1, m.mesh)
+            compiled = compiled or tiny.lower(step, *args).compile(QUICK)
+            found, cache = compiled(*args)
+            logits[mesh].append(np.where((positions >= 0)[..., None], found, 0))
+    assert count * calls > CONFIG.index_block_size * (CONFIG.index_topk_blocks + 4)  # blocks are dropped
+    found, expected = np.stack(logits["context=4"]), np.stack(logits[None])
+    comparisons.assert_close(found, expected, "logits", "X B T V", rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -159,7 +183,7 @@ def layer_of_experts(mesh: str | None, platform: str):
     + [("context=3", "cpu"), ("expert=4,tensor=2", "tpu")],
 )
 def test_experts_are_one_device_s(mesh, platform):
-    """Every platform's way, and its gradients; tokens that no axis divides; devices whose experts nobody chose."""
+    """T52: Every platform's way, and its gradients; tokens that no axis divides; devices whose experts nobody chose."""
     for tokens, skewed in ((5, False), (5, True), (46, False)):
         args = routed(tokens, skewed)
         found, expected = layer_of_experts(mesh, platform)(*args), layer_of_experts(None, "cpu")(*args)

@@ -11,7 +11,7 @@ from support import comparisons, tiny
 
 from m3jax import model as m3_model
 from m3jax.cache import Cache
-from m3jax.execution import Compute, Fast
+from m3jax.execution import Compute, Fast, plain
 from m3jax.model import M3
 from m3jax.model.moe import Experts, route
 from m3jax.ops import run_experts
@@ -76,9 +76,21 @@ def path(name: str):
 @pytest.mark.parametrize("name", ["gathered", "one_by_one", "tiled", "ragged"])
 @pytest.mark.parametrize("choice", choices())
 def test_paths_agree_with_one_expert_at_a_time(name, choice):
+    """T42: each way to run experts, with clamps that are reached."""
     x = np.random.default_rng(1).normal(size=(PAIRS, MOE.hidden_size)).astype(np.float32)
     ids = choices()[choice]
     comparisons.assert_close(path(name)(experts(), x, ids), one_by_one(x, ids), f"out of {name}", "X A D", atol=1e-5)
+
+
+def test_weights_of_scores_that_are_all_zero_are_nan():
+    """T45: 0 / 0, as in transformers, and no epsilon that hides it; the bias chooses and is in no weight."""
+    logits = np.full((3, 8), -200.0, np.float32)  # sigmoid is 0 in float32
+    logits[1, 5], logits[2] = -80.0, -80.0
+    bias = np.arange(8, dtype=np.float32) / 8
+    bias[5] = 1e4
+    ids, weights = plain.choose_experts(jnp.asarray(logits), jnp.asarray(bias), 3)
+    np.testing.assert_array_equal(ids, [[5, 7, 6]] * 3)
+    np.testing.assert_allclose(weights, [[np.nan] * 3, [1, 0, 0], [1 / 3] * 3], rtol=1e-6)
 
 
 def test_a_token_does_not_depend_on_its_tile():

@@ -79,7 +79,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("case", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
 def test_what_a_kernel_cannot_run_is_said(case, reason):
-    """An explicit choice never falls back; "auto" does, by the same rule."""
+    """T56: An explicit choice never falls back; "auto" does, by the same rule."""
     with on_a_gpu():
         with pytest.raises(ValueError, match=rf"backend = 'triton' cannot run this {case.op}: .*{reason}.*'auto' or"):
             choose(case, "triton")
@@ -87,6 +87,7 @@ def test_what_a_kernel_cannot_run_is_said(case, reason):
 
 
 def test_the_wrong_platform_and_unknown_names_are_errors():
+    """T56: what was asked for by name runs, or an error says why it does not."""
     with pytest.raises(ValueError, match="needs a GPU, and JAX runs on a CPU"):
         choose(PREFILL, "triton")
     with pytest.raises(ValueError, match="needs a TPU, and JAX runs on a CPU"):

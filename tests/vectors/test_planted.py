@@ -313,6 +313,25 @@ PLANTED = {
         lambda x, rule: x["layers.1.blocks"],
         "selections differ",
     ),
+    "blocks counted by cells": (
+        "cells/interleaved",
+        "blocks",
+        lambda x, rule: again(x, rule, "cells", cell_positions=in_order_of_memory(x))["blocks"],
+        "in the order of memory, not by positions (T41)",
+    ),
+    "half a block taken for one": (
+        "cells/small_pages",
+        "blocks",
+        lambda x, rule: np.where(x["blocks"] < 0, -1, 2 * x["blocks"]),
+        "selections differ",
+    ),
+    "norm weights shifted twice": (
+        "norm/weights",
+        "normed",
+        lambda x, rule: x["normed"] / (1 + x["weight"] + 1e-300) * (2 + x["weight"]) + np.where(
+            x["weight"] == -1, x["x"] / np.sqrt((x["x"] ** 2).mean(-1, keepdims=True) + rule["eps"]), 0),
+        "twice (T47)",
+    ),
     "the routed sum without its factor": (
         "model/prompts",
         "logits",
@@ -339,11 +358,121 @@ def test_a_planted_bug_is_found(mistake, tmp_path, capsys):
         value = np.ascontiguousarray(value)
         file.write_bytes(packed({name: value}))
     assert check_numpy.main([str(STORED), str(right.parent)]) == 0
-    summary = "33 cases have no output of yours\n1 of 1 cases agree (1 outputs compared)\n"
+    others = len(read_manifest(STORED)["cases"]) - 1
+    summary = f"{others} cases have no output of yours\n1 of 1 cases agree (1 outputs compared)\n"
     assert capsys.readouterr().out == summary
     assert check_numpy.main([str(STORED), str(tmp_path / "wrong")]) == 1
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith(f"{label}: {tensor}: ") and "expected" in line and "found" in line and words in line, line
+
+
+def in_order_of_memory(x):
+    """Positions of cells that are the number of cells of the same row before them."""
+    found = x["cell_positions"].copy()
+    for row in (0, 1):
+        own = x["cell_rows"] == row
+        found[own] = np.arange(own.sum())
+    return found
+
+
+def silu(gate, up, limit, alpha, one=1.0):
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return (up + one) * gate / (1 + np.exp(-alpha * gate))
+
+
+def grid(change):
+    """The outputs of an activation that is written out here."""
+    return lambda x, rule: change(x["gate_values"], x["up_values"], rule["limit"], rule["alpha"])
+
+
+def interleaved_read(gate, up, limit, alpha):
+    row = np.concatenate([gate, up], axis=-1)
+    return silu(row[:, 0::2], row[:, 1::2], limit, alpha)
+
+
+def fewer_keys_by_draft_row(x, rule):
+    """LSEs of devices whose own length is counted down by one token for each later draft row."""
+    size, count, found = rule["block_size"], rule["shards"], np.full(x["shard_lse"].shape, -np.inf)
+    for r, b, t, n in np.ndindex(found.shape):
+        keys = [s for s in range(x["lengths"][b]) if s // size % count == r]
+        keys = keys[: len(keys) - (4 - t)] if len(keys) > 4 - t else []
+        keys = [s for s in keys if s // size in x["blocks"][b, n, t]]
+        if keys:
+            found[r, b, t, n] = np.logaddexp.reduce(x["k"][b, keys, n] @ x["q"][b, t, n] / np.sqrt(8))
+    return found
+
+
+def encoded_without_eight(x, rule):
+    """Scale bytes that are the exponent of the largest number."""
+    largest = np.abs(x["activations"].reshape(6, 3, 32)).max(-1)
+    return np.where(largest > 0, np.floor(np.log2(np.maximum(largest, 1e-9))) + 127, 0).astype(np.uint8)
+
+
+def misread_pages(x, rule):
+    """Keys of the receiving devices where the source's pages are read with tokens before heads."""
+    right = importlib.import_module("m3_numpy").GROUPS["exchange"]
+    wrong = x | {}
+    for name in ("k_shards", "v_shards"):
+        shards = x[name]
+        devices, pages, heads, tokens, width = shards.shape
+        wrong[name] = shards.reshape(devices, pages, tokens, heads, width).transpose(0, 1, 3, 2, 4)
+    return right(wrong, rule)["k_shards_after"]
+
+
+def heads_dealt_in_turn(x, rule):
+    """Moved keys of heads 0 and 2 on the first device; new ones are written to the heads that they are of."""
+    right = np.concatenate(list(x["k_shards_after"]), axis=1)  # [pages heads tokens width]
+    wrong = right[:, [0, 2, 1, 3]].copy()
+    for b, t in np.argwhere(x["positions"] >= 0):
+        page, offset = x["target_table"][b, x["positions"][b, t] // 4], x["positions"][b, t] % 4
+        wrong[page, :, offset] = right[page, :, offset]
+    return np.stack([wrong[:, :2], wrong[:, 2:]])
+
+
+def biased_weights(x, rule):
+    scores = np.take_along_axis(x["router_scores"] + x["bias"], x["expert_ids"].astype(int), -1)
+    return scores / scores.sum(-1, keepdims=True)
+
+
+def with_epsilon(x, rule):
+    scores = np.take_along_axis(x["router_scores"], x["expert_ids"].astype(int), -1)
+    return scores / (scores.sum(-1, keepdims=True) + 1e-20)
+
+
+def whole_head(x, rule):
+    """All 8 dims turned as if `rotary_dim` were the width."""
+    normed = x["x"] / np.sqrt((x["x"] ** 2).mean(-1, keepdims=True) + 1e-6) * (1 + x["weight"])
+    turned = normed[..., :4] + 1j * normed[..., 4:]
+    turned = turned * np.exp(1j * x["positions"][..., None] * 5e6 ** (-np.arange(4) / 4))[:, :, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)[0, x["picked"][:, 0], x["picked"][:, 1]]
+
+
+# Words of the report: the case, the output that is spoilt, and how: written without a look at `vectors/mistakes.py`.
+PROVEN_BY_GROUP = {
+    "without alpha, as SiLU (T42)": ("experts/activation", "activated", grid(lambda g, u, top, a: silu(g, u, top, 1.0))),
+    "without its clamps (T42)": ("experts/activation", "activated", grid(lambda g, u, top, a: silu(g, u, 1e9, a))),
+    "not above alone (T42)": (
+        "experts/activation",
+        "activated",
+        grid(lambda g, u, top, a: silu(np.maximum(g, -top), u, top, a)),
+    ),
+    "in the place of up + 1 (T42)": ("experts/activation", "activated", grid(lambda *args: silu(*args, one=0.0))),
+    "gate and up are taken for each other (T42)": (
+        "experts/activation",
+        "activated",
+        grid(lambda g, u, top, a: silu(u, g, top, a)),
+    ),
+    "read as if interleaved (T42)": ("experts/activation", "activated", grid(interleaved_read)),
+    "E4M3's last binade (T43)": ("mxfp8/product", "encoded_scales", encoded_without_eight),
+    "read as e4m3fnuz": ("float8/kinds", "e4m3fn", lambda x, rule: x["e4m3fnuz"]),
+    "read as e5m2 (T44)": ("float8/kinds", "e4m3fn", lambda x, rule: x["e5m2"]),
+    "scores with the bias (T45)": ("experts/router_extremes", "expert_weights", biased_weights),
+    "1e-20 is added to the sum": ("experts/router_extremes", "expert_weights", with_epsilon),
+    "the whole head is turned": ("rotary/many_rows", "rotated_at", whole_head),
+    "newest keys are not read (T48)": ("shards/draft_rows", "shard_lse", fewer_keys_by_draft_row),
+    "pages are read as [tokens, heads]": ("exchange/resharded_1_to_4", "k_shards_after", misread_pages),
+    "device r has heads r, r + R": ("exchange/resharded_4_to_2", "k_shards_after", heads_dealt_in_turn),
+}
 
 
 def heads_in_order(x, kv):
@@ -412,6 +541,25 @@ def test_a_mistake_is_named_where_it_gives_what_was_found(words, tmp_path, capsy
         assert check_numpy.main([str(STORED), str(tmp_path), "--only", "sparse_attention"]) == 1
         line = capsys.readouterr().out.splitlines()[0]
         assert (words in line) == is_named, line
+
+
+@pytest.mark.parametrize("words", PROVEN_BY_GROUP)
+def test_a_mistake_of_another_group_is_named_where_it_is_proven(words, tmp_path, capsys):
+    """T42, T43, T44, T45, T46, T48, T49: the mistake that gives all of an output is named, and no other one is."""
+    check_numpy = importlib.import_module("check_numpy")
+    label, tensor, plant = PROVEN_BY_GROUP[words]
+    (case,) = (case for case in read_manifest(STORED)["cases"] if f"{case['group']}/{case['name']}" == label)
+    stored = check_numpy.read_safetensors(STORED / case["file"])
+    wrong = plant({name: array for name, (_, array) in stored.items()}, case["rule"])
+    wrong_too = wrong.copy()
+    wrong_too[(0,) * wrong.ndim] += 1
+    for value, is_named in ((wrong, True), (wrong_too, False)):
+        value = np.ascontiguousarray(value if value.dtype == np.uint8 else value.astype(np.float64))
+        (tmp_path / "mine.safetensors").write_bytes(packed({f"{label}/{tensor}": value}))
+        assert check_numpy.main([str(STORED), str(tmp_path), "--only", case["group"]]) == 1
+        line = capsys.readouterr().out.splitlines()[0]
+        named = line.split("; ")[-1]
+        assert (words in named) == is_named and " or " not in named, line
 
 
 def test_a_place_is_named_by_its_axes(tmp_path, capsys):

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
 
+from m3jax.decoding.device.scores import Scores
 from m3jax.decoding.protocols import PagedCache
 from m3jax.decoding.sampling import DrawContext, HostOrDevice, SamplingParams, edits_logits
 from m3jax.decoding.speculation.drafter import DraftMemory, PromptContext
@@ -127,6 +128,7 @@ class Chunk:
       lengths: tokens of the whole prompt; 0 for none.
       context: with a drafter, what it reads of the prompts beyond the piece.
       media: where images and videos are served, their features; None where only text is.
+      targets: the token of the prompt that follows each one, -1 for none; None where nobody asks for their scores.
     """
 
     rows: Int32[HostOrDevice, "C"]
@@ -135,6 +137,7 @@ class Chunk:
     lengths: Int32[HostOrDevice, "C"]
     context: PromptContext | None = None
     media: PlacedFeatures | None = None
+    targets: Int32[HostOrDevice, "C T"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -153,6 +156,7 @@ class NewTokens:
       drafting: with a drafter, the counts of its proposals.
       records: choices of experts and blocks, and other named values, of the positions that drew the tokens; none where
         none are asked for.
+      scores: of the prompts' tokens that follow those of a chunk (`Chunk.targets`).
     """
 
     tokens: Int32[HostOrDevice, "B W"]
@@ -163,6 +167,7 @@ class NewTokens:
     stop_reasons: Int32[HostOrDevice, "B"]
     drafting: DraftCounts | None = None
     records: dict[str, Shaped[HostOrDevice, "B W ..."]] = field(default_factory=dict)
+    scores: Scores | None = None
 
 
 Layout = tuple[Sharding, ...]  # on a mesh, where each array of the state stays

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, Shaped
 
+from m3jax.decoding.device.scores import score_tokens
 from m3jax.decoding.device.state import (
     BAD_LOGITS,
     LENGTH,
@@ -96,7 +97,8 @@ def prefill(
 ) -> tuple[State, NewTokens]:
     """Run a piece of some prompts; where a prompt ends in it, its row starts with a first token.
 
-    Only the hidden state of a prompt's last token is unembedded, so nothing of size T x V is made.
+    Only the hidden state of a prompt's last token is unembedded, and where scores are asked for the others, some at a
+    time: nothing of size T x V is made.
 
     Args:
       model: the target.
@@ -150,6 +152,7 @@ def prefill(
         num_top,
         cond,
     )
+    scores = None if chunk.targets is None else score_tokens(model, hidden, chunk.targets, num_top)
     token, memory = drawn.tokens, None
     if drafter is not None:
         cache, memory = drafter.read_prompt(
@@ -169,7 +172,9 @@ def prefill(
         draft_memory=jax.tree.map(update, state.draft_memory, memory),
     )
     new, choices = jax.tree.map(lambda x: x[:, None], (drawn, choices))  # one column
-    return pin(state, layout), NewTokens(*new, is_appended.astype(jnp.int32), stop_reasons, records=choices)
+    return pin(state, layout), NewTokens(
+        *new, is_appended.astype(jnp.int32), stop_reasons, records=choices, scores=scores
+    )
 
 
 @partial(jax.jit, **DECODE_ARGUMENTS)

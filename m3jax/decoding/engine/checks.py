@@ -16,6 +16,7 @@ from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
 from m3jax.decoding.steering import STEERED, Steer, check_steering
 from m3jax.media.sizes import MERGE
 from m3jax.messages import shown
+from m3jax.platform import platform
 
 
 def check_sizes(sizes: dict[str, int], smallest: int = 1) -> None:
@@ -49,6 +50,18 @@ def check_max_length(max_length: int | None, pages: int, config: TargetConfig) -
         what = "the model's context" if longest < in_pages else f"{pages} pages of {config.index_block_size} tokens"
         raise ValueError(f"max_length = {max_length}: at most {longest} ({what})")
     return longest if max_length is None else max_length
+
+
+def check_dispatch_ahead(asked: bool | None, device_pages: int | None) -> bool:
+    """Return whether an engine launches calls ahead; ValueError if it is asked to and cannot."""
+    if asked not in (True, False, None):
+        raise ValueError(f"dispatch_ahead = {shown(asked)}: must be True, False or None")
+    if asked and device_pages is not None:
+        raise ValueError(
+            "dispatch_ahead with device_pages: what a call writes goes to host memory before the next one is launched; "
+            "leave one of the two out"
+        )
+    return (platform() != "cpu" and device_pages is None) if asked is None else asked
 
 
 def as_invariant(model: TargetModel) -> TargetModel:
@@ -140,10 +153,10 @@ def check_room(prompt: Sequence[int], params: Params, max_length: int, shapes: S
     if len(params.stop_ids) > shapes.stop_ids:
         raise ValueError(f"{len(params.stop_ids)} stop ids: this engine takes {shapes.stop_ids} (max_stop_ids)")
     check_slots(params.sampling, shapes.biases, shapes.bad_words)
-    if params.top_logprobs > shapes.top_logprobs:
-        raise ValueError(
-            f"top_logprobs = {params.top_logprobs}: this engine gives {shapes.top_logprobs} (max_top_logprobs)"
-        )
+    for name in ("top_logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > shapes.top_logprobs:
+            asked = getattr(params, name)
+            raise ValueError(f"{name} = {asked}: this engine gives {shapes.top_logprobs} (max_top_logprobs)")
 
 
 def check_goes_on(new: Sequence[int], params: Params, name: str) -> None:

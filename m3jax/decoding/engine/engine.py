@@ -21,6 +21,7 @@ from m3jax.decoding.engine.request import (
     Generation,
     Guide,
     Params,
+    PromptScores,
     Request,
     TokenEvent,
     as_prompt,
@@ -61,7 +62,7 @@ class Engine:
       **knobs: the attributes of `Storage` and of `Work`, in place of these objects. Of `Storage`: pages, which must be
         given, max_length, prefix_cache, kv_dtype, index_dtype, scales, device_pages, host_memory, media_tokens. Of
         `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases, max_bad_words,
-        max_top_logprobs, records, edits, media_patches.
+        max_top_logprobs, records, edits, prompt_logprobs, media_patches, dispatch_ahead.
 
     Raises:
       TypeError: an unknown keyword, or no `pages`.
@@ -101,8 +102,10 @@ class Engine:
             top_logprobs=work.max_top_logprobs,
             records=tuple(work.records),
             edits=checks.edited_names(work.edits, model),
+            prompt_logprobs=work.prompt_logprobs,
         )
         draft, device_pages = as_drafter(draft, model), storage.device_pages
+        is_ahead = checks.check_dispatch_ahead(work.dispatch_ahead, device_pages)
         if draft is not None:
             checks.check_draft(draft, draft_tokens, model, device_pages)
             self.shapes = replace(self.shapes, draft_tokens=draft_tokens)
@@ -122,7 +125,7 @@ class Engine:
         self._pages = PageAllocator(cache.num_pages, page_size, share=storage.prefix_cache, stripes=stripes)
         self._placer = Placer(self.config, sees(model), self.shapes.media_patches)
         self._features = FeatureRows(self.shapes.media_tokens) if self.shapes.media_patches else None
-        self._scheduler = Scheduler(self._runner, self._pages, self._features)
+        self._scheduler = Scheduler(self._runner, self._pages, self._features, dispatch_ahead=is_ahead)
         self._key_offsets = KeyOffsets()
         self._requests: dict[int, Request] = {}  # those that go on, and those whose last event was not given out yet
         self._results: dict[int, Generation] = {}  # of those that have ended, the newest last
@@ -183,6 +186,7 @@ class Engine:
         keys, key_offset = prefix_keys(prompt, placed), self._key_offsets.offset(edits)
         shared = dict(keys=(keys[0] + key_offset, *keys[1:]), guide=guide, priority=priority, deadline=deadline)
         shared |= dict(edits=edits, key_offset=key_offset)
+        shared["prompt_scores"] = PromptScores()  # a group has them once
         if n is None:
             return self._queue(prompt, params, placed, **shared).handle
         group, seed = self._next_handle, params.sampling.seed
@@ -267,7 +271,10 @@ class Engine:
         Raises:
           ValueError: it is unknown, or has ended.
         """
-        self._scheduler.stop(self._unfinished(handle, "abort"), "aborted")
+        request = self._unfinished(handle, "abort", is_settled=False)
+        self._scheduler.settle()
+        if request.stop_reason == "unfinished":  # else it has ended in the call that was in flight
+            self._scheduler.stop(request, "aborted")
 
     def stop(self, handle: int, keep: int) -> None:
         """End a request at a stop string, keeping its first `keep` new tokens.
@@ -278,6 +285,7 @@ class Engine:
         tokens = self._tokens(handle)
         if not 0 <= keep <= len(tokens):
             raise ValueError(f"keep = {keep}: request {handle} has {len(tokens)} new tokens; keep 0 to that many")
+        self._scheduler.settle()
         if handle in self._results:
             self._results[handle] = self._results[handle].cut(keep, "stop_string")
             return
@@ -315,8 +323,10 @@ class Engine:
             source.prompt, params, source.segments, keys=source.prompt_keys, guide=source.guide,
             priority=source.priority, deadline=source.deadline, edits=source.edits, key_offset=source.key_offset,
         )  # fmt: skip
+        if params.prompt_logprobs == source.params.prompt_logprobs:
+            copy.prompt_scores = source.prompt_scores
         copy.continue_from(source.new, source.logprobs, source.top_logprobs, source.versions, source.records)
-        if source.page_handle is not None:
+        if source.page_handle is not None and (copy.prompt_scores is source.prompt_scores or copy.has_scores):
             copy.page_handle, copy.cached = self._pages.fork(source.page_handle), source.cached
         return copy.handle
 
@@ -357,6 +367,7 @@ class Engine:
             new=tuple(request.new),
             logprobs=tuple(request.logprobs),
             top_logprobs=tuple(request.top_logprobs),
+            prompt_logprobs=tuple(request.prompt_scores.known),
             records=request.records,
             params=request.params,
             cached=request.cached,
@@ -386,6 +397,7 @@ class Engine:
         request = self._queue(snapshot.prompt, self._with_captures(snapshot.params), placed, prompt_keys)
         versions = [self._scheduler.version] * len(snapshot.new)
         request.continue_from(snapshot.new, snapshot.logprobs, snapshot.top_logprobs, versions, snapshot.records)
+        request.prompt_scores.known = list(snapshot.prompt_logprobs)
         request.page_handle, request.cached = page_handle, len(keys)
         return request.handle
 
@@ -412,6 +424,7 @@ class Engine:
         if self._is_invariant:
             model = checks.as_invariant(model)
         checks.check_same_shapes(self._runner.model, model)
+        self._scheduler.settle()
         if live not in ("finish", "restart", "keep"):
             raise ValueError(f"live = {live!r}: must be 'finish', 'restart' or 'keep'")
         if live == "finish":
@@ -424,6 +437,8 @@ class Engine:
                 if request.stop_reason == "unfinished":
                     request.keep(0)
                     self._taken.pop(request.handle, None)
+        for request in self._requests.values():
+            request.prompt_scores.known.clear()
         self._scheduler.drop_prefixes()
         self._runner.update(model)
         self._scheduler.version += 1
@@ -496,6 +511,7 @@ class Engine:
         "Not what was written" is tested for every page that a request or the prefix cache counts on: its tokens, and
         the features of images in place of tokens, must be those that device calls have put there.
         """
+        self._scheduler.settle()
         self._scheduler.check()
 
     def warmup(
@@ -546,7 +562,7 @@ class Engine:
 
         Args:
           prompt, params, placed, keys: of the request; `keys` of its prompt's pages.
-          **of_request: `guide`, `priority`, `deadline`, `group`, `edits` and `key_offset` of `Request`.
+          **of_request: `guide`, `priority`, `deadline`, `group`, `edits`, `key_offset`, `prompt_scores` of `Request`.
         """
         request = Request(self._next_handle, prompt, params, placed, keys, **of_request)
         self._next_handle += 1
@@ -558,6 +574,7 @@ class Engine:
         """End the requests whose deadline has passed."""
         now = perf_counter()
         for request in [r for r in self._requests.values() if r.deadline is not None and r.deadline <= now]:
+            self._scheduler.settle()
             if request.stop_reason == "unfinished":
                 self._scheduler.stop(request, "deadline")
 
@@ -602,7 +619,10 @@ class Engine:
             )
         return self._requests[handle]
 
-    def _unfinished(self, handle: int, purpose: str) -> Request:
+    def _unfinished(self, handle: int, purpose: str, is_settled: bool = True) -> Request:
+        """Return a request that goes on, after the call in flight is read if it `is_settled`."""
+        if is_settled:
+            self._scheduler.settle()
         reason = self.reason(handle)
         if reason != "unfinished":
             raise ValueError(f"request {handle} has ended already ({reason}): there is nothing to {purpose}")

@@ -37,6 +37,7 @@ class Snapshot:
       pages: their contents, eight pages at a time, as `Runner.read_pages` gives them.
       identity: configuration and dtypes that the receiving engine's model and cache must have.
       top_logprobs: as in `Generation`; () where none were asked for.
+      prompt_logprobs: likewise.
       records: likewise; {} where none were asked for.
       media: its images and videos, (patches, grid) each; a chunk of a video is a video here. They travel too: without
         them the receiver could not read the prompt again where its pages had to go.
@@ -52,6 +53,7 @@ class Snapshot:
     media: Media = field(default_factory=Media)
     top_logprobs: tuple[dict[int, float], ...] = ()
     records: Mapping[str, Shaped[np.ndarray, "X ..."]] = field(default_factory=dict)
+    prompt_logprobs: tuple[dict[int, float], ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the snapshot as a safetensors file with a checksum (`m3jax.decoding.engine.sealed`).
@@ -72,7 +74,8 @@ class Snapshot:
         header = dict(params=asdict(self.params), cached=self.cached, pages=pages, media=media)
         arrays |= {f"records.{name}": record for name, record in self.records.items()}
         header["records"] = list(self.records)
-        header["top_logprobs"] = [list(map(list, of_token.items())) for of_token in self.top_logprobs]
+        for name in ("top_logprobs", "prompt_logprobs"):
+            header[name] = [list(map(list, of_token.items())) for of_token in getattr(self, name)]
         return seal(arrays, header | dict(identity=_plain(self.identity)))
 
     @classmethod
@@ -102,8 +105,12 @@ class Snapshot:
             )
             # Older bytes have none, and none of the newer settings: those are off then.
             records = {name: arrays[f"records.{name}"] for name in header.get("records", ())}
-            top_logprobs = tuple({int(i): float(x) for i, x in pairs} for pairs in header.get("top_logprobs", ()))
-            return cls(*lists, params, header["cached"], pages, header["identity"], media, top_logprobs, records)
+            of_places = {
+                name: tuple({int(i): float(x) for i, x in pairs} for pairs in header.get(name, ()))
+                for name in ("top_logprobs", "prompt_logprobs")
+            }
+            fixed = (params, header["cached"], pages, header["identity"], media)
+            return cls(*lists, *fixed, records=records, **of_places)
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"a snapshot that cannot be read: {shown(error)}") from error
 
@@ -195,6 +202,11 @@ def check_snapshot(
     count, cached = len(snapshot.prompt) + len(snapshot.new), snapshot.cached
     if not isinstance(cached, int) or isinstance(cached, bool) or not 0 <= cached < max(count, 1):
         raise ValueError(f"the snapshot's cached is {shown(cached)}: of {count} tokens 0 to {count - 1} are in pages")
+    wanted = 0 if snapshot.params.prompt_logprobs is None else min(cached, len(snapshot.prompt) - 1)
+    if not isinstance(snapshot.prompt_logprobs, tuple) or len(snapshot.prompt_logprobs) < wanted:
+        raise ValueError(
+            f"the snapshot's prompt_logprobs must be a tuple of {wanted} entries at least, one a cached token"
+        )
     groups = math.ceil(cached / page_size / PAGES_A_CALL)
     if not isinstance(snapshot.pages, list) or len(snapshot.pages) != groups:
         found = f"{len(snapshot.pages)} entries" if isinstance(snapshot.pages, list) else shown(snapshot.pages)

@@ -71,6 +71,8 @@ class Work:
       edits: names of the values that a request can change by vectors (`Engine.add`), of width D: "embedding",
         "final_norm", and of a layer "layers.3." and input, attention_norm, attention_out, ffn_norm, ffn_out or output;
         "layers.*." for all layers.
+      prompt_logprobs: whether requests will ask for `Params.prompt_logprobs`: `warmup` then compiles each size of
+        prefill a second time. Else the first such request does.
       media_patches: patches in one call of the vision tower, a program a size. An image, or a chunk of a video, runs
         alone in the smallest that holds it, and no larger one is taken. None is 256, 1,024, 2,304 (the hub's largest
         image) and 12,288 (its largest chunk) where the model has a tower; () serves text alone.
@@ -89,7 +91,9 @@ class Work:
     max_top_logprobs: int = MAX_TOP_LOGPROBS
     records: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
     media_patches: int | Sequence[int] | None = None
+    dispatch_ahead: bool | None = None
 
     def __post_init__(self):
         names = ("max_batch", "prefill_rows", "steps_per_call", "max_stop_ids")
@@ -123,7 +127,9 @@ class EngineKnobs(TypedDict, total=False):
     max_top_logprobs: int
     records: tuple[str, ...]
     edits: tuple[str, ...]
+    prompt_logprobs: bool
     media_patches: int | Sequence[int] | None
+    dispatch_ahead: bool | None
 
 
 def as_options(

@@ -29,6 +29,8 @@ class Params:
       ignore_eos: of the stop ids, the EOS ids of the model's configuration do not count.
       top_logprobs: how many of the most probable tokens `Generation.top_logprobs` has of each new one, 0 to 20; 0 is
         off.
+      prompt_logprobs: how many of the most probable tokens `Generation.prompt_logprobs` has in the place of each token
+        of the prompt but the first, 0 to 20; None for no such list. Such a request computes its whole prompt.
       record: choices of the layers that come back for each new token (`Generation.records`): "expert_ids", "blocks".
       capture: names of other values that come back with them, as `m3jax.model.M3.intermediates` has them, such as
         "layers.3.output"; "layers.*." for all layers that have the value.
@@ -40,6 +42,7 @@ class Params:
     min_tokens: int = 0
     ignore_eos: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     record: tuple[str, ...] = ()
     capture: tuple[str, ...] = ()
 
@@ -109,6 +112,8 @@ class Generation:
       top_logprobs: of each new token its `Params.top_logprobs` most probable alternatives as {id: log-probability},
         best first, under the model's own logits as `logprobs`; the token itself comes last if it is none of them. []
         where none were asked for.
+      prompt_logprobs: of each token of the prompt but the first the same, with the `Params.prompt_logprobs` most
+        probable in its place; as many as are computed so far, [] where none were asked for.
       versions: of the weights that drew each token (`Engine.update`); no part of what makes two generations equal.
       timings: the seconds that it took so far; likewise.
       records: what `Params.record` and `Params.capture` asked for, by name, first axis new tokens: the choices and
@@ -126,6 +131,7 @@ class Generation:
     text: str | None = None
     cached_tokens: int = 0
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list, compare=False)
     timings: RequestTimings | None = field(default=None, compare=False)
     records: dict[str, Shaped[np.ndarray, "X ..."]] = field(default_factory=dict, compare=False)
@@ -165,6 +171,17 @@ class TokenEvent:
 
 
 @dataclass(eq=False)
+class PromptScores:
+    """The log-probabilities of a prompt's tokens, which the requests of a group have in common.
+
+    Attributes:
+      known: as in `Generation.prompt_logprobs`: of the first tokens, in order, as far as they are computed.
+    """
+
+    known: list[dict[int, float]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class Request:
     """A request in an engine. Its tokens are the prompt and what was generated; the last one is not in the cache.
 
@@ -191,6 +208,7 @@ class Request:
       priority: requests of a higher one are served first.
       deadline: `time.perf_counter()` at which it ends, done or not; None for none.
       group: number that the requests of one `add` share.
+      prompt_scores: of its prompt.
       reported: new tokens that events have given out.
       passes: how often a younger request got a row while this one waited for pages.
       common: while it waits, with how many tokens its prompt and those of others begin alike, by their handles.
@@ -223,6 +241,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     group: int | None = None
+    prompt_scores: PromptScores = field(default_factory=PromptScores)
     reported: int = 0
     passes: int = 0
     common: dict[int, int] = field(default_factory=dict)
@@ -247,6 +266,7 @@ class Request:
             prompt_tokens=len(self.prompt),
             cached_tokens=min(self.found or 0, len(self.prompt)),
             top_logprobs=list(self.top_logprobs),
+            prompt_logprobs=list(self.prompt_scores.known),
             versions=list(self.versions),
             timings=self.timings,
             records=self.records,
@@ -317,9 +337,25 @@ class Request:
         self.logprobs += logprobs
         self.versions += [version] * len(tokens)
         if asked := self.params.top_logprobs:
-            for token, logprob, ids, values in zip(tokens, logprobs, top_ids, top_logprobs, strict=True):
-                best = {i: value for i, value in zip(ids[:asked], values, strict=False) if i >= 0}
-                self.top_logprobs.append(best if token in best else best | {token: logprob})
+            of_tokens = zip(tokens, logprobs, top_ids, top_logprobs, strict=True)
+            self.top_logprobs += [_alternatives(asked, *of_token) for of_token in of_tokens]
+
+    @property
+    def has_scores(self) -> bool:
+        """True if all is known of its prompt's tokens that it asks for."""
+        return self.params.prompt_logprobs is None or len(self.prompt_scores.known) >= len(self.prompt) - 1
+
+    def note_scores(
+        self,
+        logprobs: Sequence[float],
+        top_ids: Sequence[Sequence[int]],
+        top_logprobs: Sequence[Sequence[float]],
+    ) -> None:
+        """Note the scores of the tokens behind each of the next ones after `cached`; past the prompt there are none."""
+        following = self.prompt[self.cached + 1 : self.cached + 1 + len(logprobs)]
+        scores = zip(following, logprobs, top_ids, top_logprobs, strict=False)
+        found = [_alternatives(self.params.prompt_logprobs, *of_token) for of_token in scores]
+        self.prompt_scores.known[self.cached : self.cached + len(found)] = found
 
     def keep(self, count: int) -> None:
         """Drop all new tokens but the first ones, and all that is known of them."""
@@ -390,6 +426,14 @@ class Request:
         return self.num_tokens - self.cached
 
 
+def _alternatives(
+    count: int, token: int, logprob: float, ids: Sequence[int], logprobs: Sequence[float]
+) -> dict[int, float]:
+    """Return the `count` most probable tokens of a place, best first, and the token that stands there, with theirs."""
+    best = {i: value for i, value in zip(ids[:count], logprobs, strict=False) if i >= 0}
+    return best if token in best else best | {token: logprob}
+
+
 def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, name: str = "prompt") -> None:
     """Raise ValueError for a prompt or params that the model cannot serve.
 
@@ -420,6 +464,11 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
     if not _is_integer(params.top_logprobs) or not 0 <= params.top_logprobs <= MAX_TOP_LOGPROBS:
         raise ValueError(
             f"top_logprobs = {shown(params.top_logprobs)}: must be an integer from 0 to {MAX_TOP_LOGPROBS}"
+        )
+    asked = params.prompt_logprobs
+    if asked is not None and (not _is_integer(asked) or not 0 <= asked <= MAX_TOP_LOGPROBS):
+        raise ValueError(
+            f"prompt_logprobs = {shown(asked)}: must be an integer from 0 to {MAX_TOP_LOGPROBS}, or None for no list"
         )
     if not isinstance(params.record, tuple) or any(name not in RECORDS for name in params.record):
         raise ValueError(f"record = {shown(params.record)}: must be a tuple of {', '.join(RECORDS)}; () for none")

@@ -46,6 +46,7 @@ class PromptPart:
       new_count: new tokens among its tokens; of a request that was preempted.
       feature_rows: the row of the feature that each token of the piece stands for, -1 for a token of text.
       mask: the tokens that may come after its last one, as `Guide.bits` gives them; None where all may.
+      wants_scores: whether the log-probabilities of its prompt's tokens are wanted.
       edits: how values are changed in it, by name; None for not at all.
       key_offset: of the key of its first token (`m3jax.decoding.steering.KeyOffsets`).
     """
@@ -57,6 +58,7 @@ class PromptPart:
     new_count: int
     feature_rows: Int32[np.ndarray, " T"]
     mask: UInt32[np.ndarray, " W"] | None = None
+    wants_scores: bool = False
     edits: Mapping[str, Steer] | None = None
     key_offset: int = 0
 
@@ -90,7 +92,8 @@ class Runner:
         self.model, self.shapes, self.host, self.drafter = _committed(model), shapes, host, drafter
         self.table = np.array(cache.table)
         self._stop_reasons = np.full(shapes.batch, device.IDLE, np.int32)
-        self._is_stale = False  # whether the device's table and stop reasons are older than the host's
+        self._table_is_stale = self._stops_are_stale = False  # whether the device's are older than the host's
+        self._unread = 0  # calls of `launch` whose tokens were not read yet
         self.written = np.full((cache.num_pages, cache.page_size), -1, np.int64)
         self._lengths, self._newest_token = [0] * shapes.batch, [0] * shapes.batch  # as in `state`, of rows that decode
         self._page_layout: PyTree[jax.ShapeDtypeStruct] | None = None
@@ -170,8 +173,13 @@ class Runner:
         The tower's calls come first: they are quick to trace, and compile while those of prefill are traced.
         """
         calls = [partial(self._empty_tower_call, size) for size in sizes]
-        of_records = {(), self.shapes.records}
-        calls += [partial(self._prefill_call, (), width, records) for width in widths for records in sorted(of_records)]
+        of_records, of_scores = {(), self.shapes.records}, {False, self.shapes.prompt_logprobs}
+        calls += [
+            partial(self._prefill_call, (), width, records, has_scores)
+            for width in widths
+            for records in sorted(of_records)
+            for has_scores in sorted(of_scores)
+        ]
         names = [f"prefill of {self.shapes.prompts} x {_listed(widths)} tokens"] if widths else []
         names += [f"vision tower for {_listed(sizes)} patches"] if sizes else []
         self._compiled_widths.update(widths)
@@ -216,7 +224,8 @@ class Runner:
             piece = part.tokens[part.cached : part.cached + width]
             self._note_written(part.row, part.cached, piece, part.feature_rows, part.key_offset)
         self._send_changes()
-        self.state, new = self._prefill_call(parts, width, self.records_of(part.params for part in parts))()
+        records, has_scores = self.records_of(part.params for part in parts), any(part.wants_scores for part in parts)
+        self.state, new = self._prefill_call(parts, width, records, has_scores)()
         self._compiled_widths.add(width)
         self._flush_host()
         return new
@@ -231,21 +240,25 @@ class Runner:
         return (*(name for name in RECORDS if name in asked), *sorted(asked.difference(RECORDS)))
 
     def _prefill_call(
-        self, parts: Sequence[PromptPart], width: int, records: tuple[str, ...] = ()
+        self, parts: Sequence[PromptPart], width: int, records: tuple[str, ...] = (), has_scores: bool = False
     ) -> partial[tuple[device.State, device.NewTokens]]:
         """Return the device's call for a chunk of `width` tokens of some prompts."""
         count = self.shapes.prompts
         rows = np.full(count, self.shapes.batch, np.int32)
         start, lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
         tokens = np.zeros((count, width), np.int32)
-        feature_rows = np.full((count, width), -1, np.int32)
+        feature_rows, targets = np.full((count, width), -1, np.int32), np.full((count, width), -1, np.int32)
         for index, part in enumerate(parts):
             piece = part.tokens[part.cached : part.cached + width]
             tokens[index, : len(piece)] = piece
             feature_rows[index, : len(piece)] = part.feature_rows
             rows[index], start[index], lengths[index] = part.row, part.cached, len(part.tokens)
+            if part.wants_scores:
+                following = part.tokens[part.cached + 1 : part.cached + width + 1]
+                targets[index, : len(following)] = following
         media = None if self.features is None else device.PlacedFeatures(self.features, feature_rows)
         chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width), media)
+        chunk = replace(chunk, targets=targets if has_scores else None)
         masks = {index: part.mask for index, part in enumerate(parts) if part.mask is not None}
         return partial(
             self._programs["prefill"],
@@ -263,16 +276,17 @@ class Runner:
             types=self._types,
         )
 
-    def decode(
+    def launch(
         self,
         steps: int,
         masks: RowMasks | None = None,
         records: tuple[str, ...] = (),
         edits: RowEdits | None = None,
     ) -> device.NewTokens:
-        """Run decode steps of all live rows, or rounds with a drafter; return the new tokens on the host.
+        """Begin decode steps of all live rows, or rounds with a drafter; `read` waits for the new tokens.
 
-        Records are large and wait for nobody: they stay on the device, on their way to the host.
+        The next call may be launched before: rows that end in this one do nothing in it. Between the two the host may
+        give rows more pages and clear those that it has read the end of, and nothing else.
 
         Args:
           steps: at most.
@@ -280,11 +294,23 @@ class Runner:
             token. None is for no row.
           records: names of choices and other values to record.
           edits: how values are changed in rows that are steered.
+
+        Returns:
+          The new tokens of all rows, still on the device.
         """
         self._send_changes()
         self.state, new = self._decode_call(steps, masks or {}, records, edits or {})()
         self._flush_host()
+        self._unread += 1
+        return new
+
+    def read(self, new: device.NewTokens) -> device.NewTokens:
+        """Wait for the oldest call of `launch` that was not read; return its tokens on the host, and note them.
+
+        Records are large and wait for nobody: they stay on the device, on their way to the host.
+        """
         new = on_host(new)
+        self._unread -= 1
         self._stop_reasons = np.array(new.stop_reasons)
         for row in np.flatnonzero(new.counts).tolist():
             # A step writes the token before the one that it draws: the newest one is in no page yet.
@@ -433,21 +459,25 @@ class Runner:
     def set_pages(self, row: int, page_ids: Int32[np.ndarray, "M"]) -> None:
         """Give a row its pages."""
         if (self.table[row] != page_ids).any():
-            self.table[row], self._is_stale = page_ids, True
+            self.table[row], self._table_is_stale = page_ids, True
 
     def clear_row(self, row: int) -> None:
         """Stop a row and take its pages away."""
-        self.table[row], self._stop_reasons[row], self._is_stale = -1, device.IDLE, True
+        self.table[row], self._table_is_stale = -1, True
+        self._stops_are_stale |= self._stop_reasons[row] == device.LIVE  # else it has stopped on the device
+        self._stop_reasons[row] = device.IDLE
 
     def _send_changes(self) -> None:
         """Send table and stop reasons if the host changed them; they are plain transfers, nothing is compiled."""
-        if not self._is_stale:
-            return
         send = lambda new, old: jax.device_put(new.copy(), old.sharding)
-        cache = self.state.cache.replace(table=send(self.table, self.state.cache.table))
-        stop_reasons = send(self._stop_reasons, self.state.stop_reasons)
-        self.state = replace(self.state, cache=cache, stop_reasons=stop_reasons)
-        self._is_stale = False
+        if self._table_is_stale:
+            cache = self.state.cache.replace(table=send(self.table, self.state.cache.table))
+            self.state = replace(self.state, cache=cache)
+        if self._stops_are_stale:
+            # A row that ends in a call that was not read would live again.
+            assert not self._unread, "a row was stopped before a call in flight was read"
+            self.state = replace(self.state, stop_reasons=send(self._stop_reasons, self.state.stop_reasons))
+        self._table_is_stale = self._stops_are_stale = False
 
     # Pages
 

@@ -5,8 +5,10 @@ what that call wrote.
 """
 
 import math
+from dataclasses import dataclass
 from time import perf_counter
 
+import jax
 import numpy as np
 from jaxtyping import Int32, UInt32
 
@@ -32,6 +34,19 @@ MOST_PASSES = 16
 _LOOK_AHEAD = 8
 
 
+@dataclass
+class Flight:
+    """A decode call that was launched, and whose tokens were not read yet.
+
+    Attributes:
+      new: its tokens, on the device.
+      running: the requests that had a row in it.
+    """
+
+    new: device.NewTokens
+    running: list[Request]
+
+
 class Scheduler:
     """The rows, the pages and the queue of an engine, and the work of one round.
 
@@ -39,6 +54,7 @@ class Scheduler:
       runner: the device's side.
       pages: the host's side of the cache.
       features: the host's side of images' and videos' features; None where only text is served.
+      dispatch_ahead: launch a decode call before the last one's tokens are read, where that changes nothing.
 
     Attributes:
       request_of_row: the request of each row, or None.
@@ -49,8 +65,16 @@ class Scheduler:
       drafting: the counts of proposals and of accepted ones.
     """
 
-    def __init__(self, runner: Runner, pages: PageAllocator, features: FeatureRows | None = None):
+    def __init__(
+        self,
+        runner: Runner,
+        pages: PageAllocator,
+        features: FeatureRows | None = None,
+        dispatch_ahead: bool = False,
+    ):
         self.runner, self.pages, self.shapes, self.features = runner, pages, runner.shapes, features
+        self._dispatches_ahead = dispatch_ahead
+        self._flight: Flight | None = None
         self.request_of_row: list[Request | None] = [None] * self.shapes.batch
         self.waiting: list[Request] = []
         self.changed: dict[int, Request] = {}
@@ -71,6 +95,8 @@ class Scheduler:
         One whose beginning is being computed for another request waits for that, and holds up nobody.
         """
         self._has_sharers = False
+        if self.waiting:
+            self.settle()
         if None not in self.request_of_row:
             return
         blocked: Request | None = None
@@ -88,7 +114,8 @@ class Scheduler:
             if request.page_handle is None:
                 donor = self._donor(request)
                 beside = None if donor is None else donor.page_handle
-                request.page_handle, request.cached = self.pages.add(request.keys, beside)
+                # Pages that are there say nothing of their tokens' scores.
+                request.page_handle, request.cached = self.pages.add(request.keys, beside, share=request.has_scores)
                 request.found = request.cached if request.found is None else request.found
             missing = self._pages_for(request) - len(self.pages.pages_of(request.page_handle))
             # The last page that is shared in part will be copied.
@@ -120,6 +147,8 @@ class Scheduler:
         for other in self.request_of_row:
             if other is None or other.is_decoding:
                 continue
+            if not request.has_scores and other.prompt_scores is not request.prompt_scores:
+                continue
             common = self._common(request, other)
             if self._has_prompt_of(request, other):
                 return other.cached < len(request.prompt) - 1
@@ -129,6 +158,8 @@ class Scheduler:
 
     def _donor(self, request: Request) -> Request | None:
         """Return a request whose pages hold the whole prompt of this one, the part of a page at its end too."""
+        if not request.has_scores:
+            return None
         others = (other for other in self.request_of_row if other is not None)
         return next((other for other in others if self._has_prompt_of(request, other)), None)
 
@@ -201,6 +232,11 @@ class Scheduler:
         counts = [min(width, request.uncached) for request in chosen]
         parts = [self._part(request, count) for request, count in zip(chosen, counts, strict=True)]
         new = self.runner.prefill(parts, width)
+        if new.scores is not None:
+            scores = jax.device_get(new.scores)
+            for index, (request, part) in enumerate(zip(chosen, parts, strict=True)):
+                if part.wants_scores:
+                    request.note_scores(*(values[index, : counts[index]].tolist() for values in scores))
         for request, count in zip(chosen, counts, strict=True):
             self.timings.prompt_tokens += count
             self._commit(request, request.cached + count)
@@ -237,32 +273,94 @@ class Scheduler:
         features = self._feature_rows(request, count)
         mask = self._mask(request) if count == request.uncached else None  # else this call draws nothing for it
         return PromptPart(
-            request.row, request.tokens, request.cached, request.params, len(request.new), features, mask,
-            request.edits, request.key_offset,
-        )  # fmt: skip
+            row=request.row,
+            tokens=request.tokens,
+            cached=request.cached,
+            params=request.params,
+            new_count=len(request.new),
+            feature_rows=features,
+            mask=mask,
+            wants_scores=not request.has_scores,
+            edits=request.edits,
+            key_offset=request.key_offset,
+        )
 
     def decode(self) -> None:
-        """Run a few steps of every row whose prompt is through."""
-        if self._has_sharers:  # what they wait for may be there now: they begin with the request that computed it
-            self.admit()
-            self._start_rows()
+        """Run a few steps of every row whose prompt is through.
+
+        While the same rows go on, the next call is launched before the last one's tokens are read, so that the device
+        does not wait for the host. Whatever changes rows otherwise reads them first (`settle`).
+        """
         began = perf_counter()
-        for request in self.requests_with_row(is_decoding=True):
-            self._reserve(request, min(self.shapes.tokens + self._draft_lead, request.new_remaining))
+        if self._may_go_ahead():
+            before, self._flight = self._flight, self._launch()
+            self._take_flight(before)
+        else:
+            self.settle()
+            if self._has_sharers:  # what they wait for may be there now: they begin with the request that computed it
+                self.admit()
+                self._start_rows()
+            for request in self.requests_with_row(is_decoding=True):
+                self._reserve(request, self._most_tokens(request, calls=1))
+            self._flight = self._launch()
+        if not (self._dispatches_ahead and self._is_steady()):
+            self.settle()
+        self.timings.decode_seconds += perf_counter() - began
+
+    def settle(self) -> None:
+        """Read the tokens of a decode call that is in flight, if there is one: the host knows all rows after it."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._take_flight(flight)
+
+    def _is_steady(self) -> bool:
+        """Return True if nothing but the next tokens of the same rows is to be computed, as far as the host knows."""
+        running = self.requests_with_row(is_decoding=True)
+        is_guided = any(request.guide is not None for request in running)  # a mask follows from the token before it
+        return bool(running) and not self.waiting and not self.requests_with_row(is_decoding=False) and not is_guided
+
+    def _may_go_ahead(self) -> bool:
+        """Return True if a call is in flight, and the next one can be launched before it is read; find its pages."""
+        if self._flight is None or not self._is_steady():
+            return False
+        running = self.requests_with_row(is_decoding=True)
+        if all(request.new_remaining <= self.shapes.tokens for request in running):
+            return False  # all may end in the call in flight
+        try:
+            for request in running:
+                self.runner.copy_pages(self.pages.extend(request.page_handle, self._most_tokens(request, calls=2)))
+                self._send_pages(request)
+        except OutOfPages:
+            return False  # who has to give way is known when the call is read
+        return True
+
+    def _most_tokens(self, request: Request, calls: int) -> int:
+        """Return the most tokens that a request can have in the cache after some calls, beyond those it is known by."""
+        return min(calls * self.shapes.tokens + self._draft_lead, request.new_remaining)
+
+    def _launch(self) -> Flight | None:
+        """Launch a decode call of all rows whose prompt is through; None if there are none."""
         running = self.requests_with_row(is_decoding=True)
         if not running:
-            return
+            return None
         masks = {request.row: self._mask(request) for request in running if request.guide is not None}
         records = self.runner.records_of(request.params for request in running)
         edits = {request.row: request.edits for request in running if request.edits}
-        new = self.runner.decode(self.shapes.steps, masks, records, edits)
-        for request in running:
+        return Flight(self.runner.launch(self.shapes.steps, masks, records, edits), running)
+
+    def _take_flight(self, flight: Flight | None) -> None:
+        """Wait for a decode call, and give its tokens to its requests; those that ended in the call before got none."""
+        if flight is None:
+            return
+        new = self.runner.read(flight.new)
+        for request in flight.running:
+            if request.row is None:
+                continue
             count = int(new.counts[request.row])
             self.timings.decoded_tokens += count - (count > 0 and not request.new)
             self._take_tokens(request, new, request.row, end=request.cached + count)
         if new.drafting is not None:
             self.drafting.add(new.drafting)
-        self.timings.decode_seconds += perf_counter() - began
 
     def requests_with_row(self, is_decoding: bool) -> list[Request]:
         """Return the requests that have a row, in their order: those whose prompt is through, or the others."""

@@ -2,10 +2,12 @@
 
 from m3jax.vectors.groups import (
     cached,
+    cells,
     eagle3,
     experts,
     model,
     mxfp8,
+    norm,
     rotary,
     sampling,
     selection,
@@ -15,8 +17,8 @@ from m3jax.vectors.groups import (
 )
 
 _ALL = (
-    *(selection.GROUP, sparse_attention.GROUP, *cached.GROUPS, shards.GROUP, experts.GROUP, rotary.GROUP, mxfp8.GROUP),
-    *(sampling.GROUP, verification.GROUP, eagle3.GROUP, model.GROUP),
+    *(selection.GROUP, sparse_attention.GROUP, *cached.GROUPS, cells.GROUP, shards.GROUP, experts.GROUP, norm.GROUP),
+    *(rotary.GROUP, mxfp8.GROUP, sampling.GROUP, verification.GROUP, eagle3.GROUP, model.GROUP),
 )
 GROUPS = {group.name: group for group in _ALL}
 

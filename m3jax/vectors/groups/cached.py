@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from m3jax.cache import Cache, LayerCall, Scales, StackCache
 from m3jax.msa import sparse_attention
@@ -24,10 +25,13 @@ AXES = selection.AXES | {
     "exact_index_pages": "X P I", "k_scale": "K", "v_scale": "K",
     "index_scale": "", "k_pages_after": "Y K P H", "v_pages_after": "Y K P H", "index_pages_after": "Y P I",
     "blocks_of_exact_keys": "B K T J", "out": "B T N H", "lse": "B T N",
+    "k_shards": "R X C P H", "v_shards": "R X C P H", "k_shards_after": "U Y L P H", "v_shards_after": "U Y L P H",
+    "bytes": "Z", "e4m3fn": "Z", "e4m3fnuz": "Z", "e5m2": "Z",
 }  # fmt: skip
 TOLERANCES = selection.TOLERANCES | {
     "k_pages_after": "bits", "v_pages_after": "bits", "index_pages_after": "bits", "blocks_of_exact_keys": "blocks",
     "out": "attention", "lse": "lse", "out_bf16": "attention_bf16", "lse_bf16": "lse",
+    "k_shards_after": "bits", "v_shards_after": "bits", "e4m3fn": "bits", "e4m3fnuz": "bits", "e5m2": "bits",
 }  # fmt: skip
 _PAGES = ("k_pages", "v_pages", "index_pages")
 _HEADS, _GROUP, _WIDTH, _SIZE, _POOL = 2, 3, 16, 4, 31
@@ -41,6 +45,7 @@ def paged(
     traps: tuple[str, ...],
     rule: Rule = {},  # noqa: B006
     scales: dict[str, Any] | None = None,
+    heads: int = _HEADS,
 ) -> Case:
     """Return a case over a pool of pages, some of which belong to rows, in shuffled order.
 
@@ -48,6 +53,7 @@ def paged(
       queries: of each row how many tokens its pages hold, and how many are new.
       rule: entries that are added to the default rule or replace its own.
       scales: of a float8 pool: "k" and "v" [K], "index" [], where these are float8.
+      heads: KV heads.
     """
     rng = np.random.default_rng(seed)
     num_rows, length = len(queries), max(count for _, count in queries)
@@ -58,7 +64,7 @@ def paged(
     # Page 0 and the last one stay free: an unused slot's -1 that is followed into memory leads to one of them (T9).
     order = rng.permutation(np.arange(1, _POOL - 1))
     table = np.full((num_rows, max(lengths) // _SIZE + 2), -1, np.int32)
-    pages = {"k": normal(rng, _POOL, _HEADS, _SIZE, _WIDTH), "v": normal(rng, _POOL, _HEADS, _SIZE, _WIDTH)}
+    pages = {"k": normal(rng, _POOL, heads, _SIZE, _WIDTH), "v": normal(rng, _POOL, heads, _SIZE, _WIDTH)}
     pages["index"] = normal(rng, _POOL, _SIZE, _WIDTH)
     exact = {}
     is_written, used = np.zeros((_POOL, _SIZE), bool), 0
@@ -76,9 +82,9 @@ def paged(
         # NaN wherever no row has written, so that reading it shows.
         x[~is_written if tensor == "index" else np.broadcast_to(~is_written[:, None], x.shape[:3])] = np.nan
     inputs = {f"{tensor}_pages": x for tensor, x in pages.items()} | exact
-    inputs |= {"q": normal(rng, num_rows, length, _HEADS * _GROUP, _WIDTH, scale=1.5)}
-    inputs |= {"k": normal(rng, num_rows, length, _HEADS, _WIDTH), "v": normal(rng, num_rows, length, _HEADS, _WIDTH)}
-    index_q = normal(rng, num_rows, length, _HEADS, _WIDTH)
+    inputs |= {"q": normal(rng, num_rows, length, heads * _GROUP, _WIDTH, scale=1.5)}
+    inputs |= {"k": normal(rng, num_rows, length, heads, _WIDTH), "v": normal(rng, num_rows, length, heads, _WIDTH)}
+    index_q = normal(rng, num_rows, length, heads, _WIDTH)
     inputs |= {"index_q": index_q, "index_k": normal(rng, num_rows, length, _WIDTH)}
     inputs |= {f"{tensor}_scale": np.asarray(scale, np.float32) for tensor, scale in (scales or {}).items()}
     inputs |= {"table": table, "positions": positions, "lengths": lengths}
@@ -117,6 +123,13 @@ def page_cases(large: bool) -> Iterator[Case]:
         ("T14", "T18"),
         dict(chunks=[5, 9, 2, 16, 11]),
     )
+    yield paged(
+        "one_token_suffix",
+        "a prefix hit of all tokens but the last, at every residue of a block: one token is computed",
+        24,
+        ((24, 1), (25, 1), (26, 1), (27, 1)),
+        ("T15", "T57"),
+    )
 
 
 def decode_cases(large: bool) -> Iterator[Case]:
@@ -127,7 +140,7 @@ def decode_cases(large: bool) -> Iterator[Case]:
 
 
 def float8_cases(large: bool) -> Iterator[Case]:
-    """Yield a case of float8 keys and values with exact index keys, and one the other way round."""
+    """Yield float8 keys and values with exact index keys, the other way round, and what each byte stands for."""
     if large:
         return
     yield paged(
@@ -138,6 +151,8 @@ def float8_cases(large: bool) -> Iterator[Case]:
         ("T26",),
         scales={"k": [0.015625, 0.0078125], "v": [0.01171875, 0.015625]},
     )
+    what = "what each byte means in three kinds of float8: e4m3fn, which M3 and its caches use, e4m3fnuz and e5m2"
+    yield Case("kinds", what, {}, 0, {"bytes": np.arange(256, dtype=np.uint8)}, ("T44",))
     yield paged(
         "index",
         "index keys in float8_e4m3fn; blocks_of_exact_keys are those that exact keys choose",
@@ -164,10 +179,59 @@ def exchange_cases(large: bool) -> Iterator[Case]:
     target = np.where(case.inputs["table"] >= 0, 0, -1).astype(np.int32)
     target[target == 0] = rng.permutation(20)[: int((target == 0).sum())]
     yield Case(case.name, case.what, case.rule, case.seed, dict(case.inputs) | {"target_table": target}, case.traps)
+    yield resharded(52, 1, 4)
+    yield resharded(53, 4, 2)
+
+
+def resharded(seed: int, source_shards: int, target_shards: int) -> Case:
+    """Return a case in which pages move between engines whose devices hold other numbers of heads.
+
+    `k_shards` and `v_shards` are what each of the source's devices holds: [pages, heads of it, P, H]; every device has
+    all index keys. `target_table` names the rows' pages in the receiving engine, which has 20.
+    """
+    name = f"resharded_{source_shards}_to_{target_shards}"
+    what = f"pages of 4 KV heads on {source_shards} devices move to {target_shards}; device r holds heads of its own alone"
+    rule = dict(target_pages=20, source_shards=source_shards, target_shards=target_shards)
+    case = paged(name, what, seed, ((38, 1), (29, 1)), ("T16", "T49"), rule, heads=4)
+    rng = np.random.default_rng(seed + 1000)
+    target = np.where(case.inputs["table"] >= 0, 0, -1).astype(np.int32)
+    target[target == 0] = rng.permutation(20)[: int((target == 0).sum())]
+    inputs = dict(case.inputs) | {"target_table": target}
+    for tensor in ("k", "v"):
+        pool = inputs.pop(f"{tensor}_pages")
+        inputs[f"{tensor}_shards"] = np.stack(np.split(pool, source_shards, axis=1))
+    return Case(name, what, case.rule, seed, inputs, case.traps)
+
+
+def with_joined_shards(inputs: Arrays) -> Arrays:
+    """Return inputs in which devices' shards are one pool of all heads again."""
+    if "k_shards" not in inputs:
+        return inputs
+    joined = {f"{x}_pages": jnp.concatenate(list(inputs[f"{x}_shards"]), axis=1) for x in ("k", "v")}
+    return dict(inputs) | joined
+
+
+def in_target_shards(outputs: Arrays, rule: Rule) -> Arrays:
+    """Return outputs in which the pools of keys and values are divided as the receiving engine divides them."""
+    if "target_shards" not in rule:
+        return outputs
+    divide = lambda pool: jnp.stack(jnp.split(pool, rule["target_shards"], axis=1))
+    divided = {f"{x}_shards_after": divide(outputs[f"{x}_pages_after"]) for x in ("k", "v")}
+    kept = {name: x for name, x in outputs.items() if name not in ("k_pages_after", "v_pages_after")}
+    return kept | divided
+
+
+def values_of_bytes(code: UInt8[Array, " Z"]) -> dict[str, Float[Array, " Z"]]:
+    """Return the number of each byte in three kinds of float8, in float32, which holds all of them."""
+    kinds = {"e4m3fn": jnp.float8_e4m3fn, "e4m3fnuz": jnp.float8_e4m3fnuz, "e5m2": jnp.float8_e5m2}
+    return {name: jax.lax.bitcast_convert_type(code, kind).astype(jnp.float32) for name, kind in kinds.items()}
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
     """Write new keys into the pages, read each row through the table as one array, and apply the definitions."""
+    if "bytes" in inputs:
+        return values_of_bytes(inputs["bytes"])
+    inputs = with_joined_shards(inputs)
     pages, table, where = moved(inputs, rule), inputs.get("target_table", inputs["table"]), _where(inputs)
     written = {}
     for tensor in ("k", "v", "index"):
@@ -186,7 +250,7 @@ def define(inputs: Arrays, rule: Rule) -> Arrays:
     if "exact_index_pages" in inputs:
         exact = _written(inputs["exact_index_pages"], inputs["index_k"], table, inputs["positions"], None)
         outputs["blocks_of_exact_keys"] = choose(_row(exact, table, None, inputs["q"].dtype))["blocks"]
-    return outputs
+    return in_target_shards(outputs, rule)
 
 
 def moved(inputs: Arrays, rule: Rule) -> dict[str, Array]:
@@ -237,6 +301,9 @@ def _row(
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
     """Yield runs that write, select and attend over a `StackCache` as the engine does, whole and in chunks."""
+    if "bytes" in inputs:
+        yield Run("a float8 array", "float32", jitted(define, rule, in_dtype(inputs, "float32")))
+        return
     for dtype in ("float32", "bfloat16"):
         given = in_dtype(inputs, dtype)
         for chunks in dict.fromkeys([(), tuple(rule.get("chunks", ()))]):
@@ -245,6 +312,7 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
 
 
 def _by_cache(chunks: tuple[int, ...], inputs: Arrays, rule: Rule) -> Arrays:
+    inputs = with_joined_shards(inputs)
     pools, table, lengths = moved(inputs, rule), inputs.get("target_table", inputs["table"]), inputs["lengths"]
     ones = jnp.ones((1, pools["k_pages"].shape[1]), jnp.float32)
     scales = Scales(*(inputs.get(f"{tensor}_scale", ones[0])[None] for tensor in ("k", "v")),
@@ -263,7 +331,7 @@ def _by_cache(chunks: tuple[int, ...], inputs: Arrays, rule: Rule) -> Arrays:
     after = {f"{name}_after": getattr(cache.stacks[0], name.removesuffix("_pages")) for name in _PAGES[:2]}
     after |= {"index_pages_after": cache.stacks[0].index_k}
     outputs = {"out": jnp.concatenate(outs, axis=1), "blocks": jnp.concatenate(blocks, axis=2)}
-    return outputs | {name: x[0] for name, x in after.items()}
+    return in_target_shards(outputs | {name: x[0] for name, x in after.items()}, rule)
 
 
 def group(name: str, cases: Callable[[bool], Iterator[Case]]) -> Group:

@@ -63,7 +63,7 @@ def drafted(name: str, what: str, seed: int, options: dict[str, bool]) -> Case:
     inputs["next_tokens"] = rng.integers(0, 40, (2, 9)).astype(np.int32)
     inputs["drafted"] = rng.choice(inputs["target_ids"], (2, 3))
     what = f"{what}; the feature of position t goes with the token at t + 1, both at position t"
-    return Case(name, what, rule, seed, inputs)
+    return Case(name, what, rule, seed, inputs, ("T55",))
 
 
 def _config(rule: Rule, sizes: dict[str, int]) -> Eagle3Config:

@@ -24,7 +24,7 @@ TOLERANCES = attention_group.TOLERANCES | {
 
 
 def cases(large: bool) -> Iterator[Case]:
-    """Yield a case of four devices with block m on device m mod 4; short rows leave some of them without a block."""
+    """Yield cases of four devices with block m on device m mod 4: short rows, and drafts verified at every residue."""
     if large:
         return
     rule = dict(block_size=4, top_k=3, shards=4)
@@ -33,6 +33,14 @@ def cases(large: bool) -> Iterator[Case]:
         61, rule=rule, queries=((36, 8), (3, 8)), lengths=(44, 11), keys=44, traps=("T28", "T38"),
     )  # fmt: skip
     yield attention_group.with_heads(base, heads=6, width=16)
+    # A row of 5 drafted tokens for each residue of its first position by the 16 tokens of a turn over the devices.
+    first = tuple(28 + residue for residue in range(16))
+    base = selection.indexed(
+        "draft_rows", "5 drafted tokens a row, which begins at each residue of 16: each sees all keys up to its own position",
+        62, rule=rule, queries=tuple((start, 5) for start in first), lengths=tuple(start + 5 for start in first), keys=48,
+        traps=("T19", "T48"),
+    )  # fmt: skip
+    yield attention_group.with_heads(base, heads=2, width=8)
 
 
 def define(inputs: Arrays, rule: Rule) -> Arrays:
