@@ -5,6 +5,7 @@ G = N / K, H width of a head, D model width, V vocabulary, M blocks of P tokens,
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,9 @@ def logit_difference(answer: int, other: int, position: int = -1) -> Metric:
     return jax.tree_util.Partial(_difference, answer, other, position)
 
 
-def _difference(answer: int, other: int, position: int, logits: Float[Array, "B T V"]) -> Float[Array, ""]:
+def _difference(
+    answer: int | Array, other: int | Array, position: int | Array, logits: Float[Array, "B T V"]
+) -> Float[Array, ""]:
     at = logits[:, position]
     return jnp.mean(at[:, answer] - at[:, other])
 
@@ -139,14 +142,15 @@ def patch_effects(
     columns = np.arange(tokens.shape[1]) if positions is None else np.asarray(positions)
     pairs = np.stack(np.meshgrid(np.arange(num_layers), columns, indexing="ij"), -1).reshape(-1, 2)  # [L*P 2]
 
-    @jax.jit
-    def run_all(model, tokens, taken, pairs):
-        def run(pair):
-            return metric(model(tokens, edits={f"layers.*.{name}": PatchAt(taken, pair[0], pair[1])}))
+    effects = _patched(model, tokens, taken, jnp.asarray(pairs, jnp.int32), _as_tree(metric), f"layers.*.{name}")
+    return effects.reshape(num_layers, len(columns))
 
-        return jax.lax.map(run, pairs)
 
-    return run_all(model, tokens, taken, jnp.asarray(pairs, jnp.int32)).reshape(num_layers, len(columns))
+@partial(jax.jit, static_argnames=("name",))
+def _patched(
+    model: M3, tokens: Int[Array, "B T"], taken: Array, pairs: Int[Array, "X 2"], metric: Metric, name: str
+) -> Float[Array, " X"]:
+    return jax.lax.map(lambda pair: metric(model(tokens, edits={name: PatchAt(taken, pair[0], pair[1])})), pairs)
 
 
 def expert_effects(model: M3, tokens: Int[Array, "B T"], layer: int, metric: Metric) -> Float[Array, " E"]:
@@ -159,12 +163,13 @@ def expert_effects(model: M3, tokens: Int[Array, "B T"], layer: int, metric: Met
       metric: of the logits.
     """
 
-    @jax.jit
-    def run_all(model, tokens):
-        run = lambda expert: metric(model(tokens, edits={f"layers.{layer}.expert_weights": WithoutExpert(expert)}))
-        return jax.lax.map(run, jnp.arange(model.config.num_local_experts, dtype=jnp.int32))
+    return _without_each_expert(model, tokens, _as_tree(metric), f"layers.{layer}.expert_weights")
 
-    return run_all(model, tokens)
+
+@partial(jax.jit, static_argnames=("name",))
+def _without_each_expert(model: M3, tokens: Int[Array, "B T"], metric: Metric, name: str) -> Float[Array, " E"]:
+    run = lambda expert: metric(model(tokens, edits={name: WithoutExpert(expert)}))
+    return jax.lax.map(run, jnp.arange(model.config.num_local_experts, dtype=jnp.int32))
 
 
 def choices_of(model: M3, tokens: Int[Array, "B T"]) -> Choices:
@@ -194,12 +199,21 @@ def gradients(
     shapes = jax.eval_shape(lambda model, tokens: model.intermediates(tokens, names=tuple(names)), model, tokens)
     zeros = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
 
-    @jax.jit
-    def of_zeros(zeros, model, tokens, choices):
-        edits = {name: Add(delta) for name, delta in zeros.items()}
-        return metric(model(tokens, edits=edits, choices=choices))
+    return _slopes(zeros, model, tokens, choices, _as_tree(metric))
 
-    return jax.grad(of_zeros)(zeros, model, tokens, choices)
+
+@jax.jit
+@jax.grad
+def _slopes(
+    zeros: dict[str, Array], model: M3, tokens: Int[Array, "B T"], choices: Choices | None, metric: Metric
+) -> Float[Array, ""]:
+    edits = {name: Add(delta) for name, delta in zeros.items()}
+    return metric(model(tokens, edits=edits, choices=choices))
+
+
+def _as_tree(metric: Metric) -> Metric:
+    """Return a metric as a compiled program takes it: a function that is no pytree is a part of the program."""
+    return metric if jax.tree.structure(metric) != jax.tree.structure(0) else jax.tree_util.Partial(metric)
 
 
 def attributions(
