@@ -111,33 +111,35 @@ def by_edits(model, tokens, which, layer):
     return model.intermediates(tokens, lengths=LENGTHS, edits=edits)
 
 
-@settings(max_examples=60)
-@given(which=st.sampled_from(NAMES), layer=st.integers(0, 3), seed=st.integers(0, 3))
-def test_an_edit_is_the_change_made_in_the_definition(which, layer, seed):
+def flat(out: dict) -> dict[str, np.ndarray]:
+    """Values of all tokens that are none of padding, by full name, tokens first."""
+    values = {name: out[name] for name in OUTSIDE}
+    values |= {f"layers.{n}.{name}": x for n, layer in enumerate(out["layers"]) for name, x in layer.items()}
+    by_head = lambda name: name.endswith((".blocks", ".block_scores"))
+    is_token = np.arange(61) < np.asarray(LENGTHS)[:, None]
+    return {name: np.moveaxis(x, 2, 1)[is_token] if by_head(name) else np.asarray(x)[is_token]
+            for name, x in jax.device_get(values).items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", NAMES)
+@settings(max_examples=2)
+@given(seed=st.integers(0, 2**16))
+def test_an_edit_is_the_change_made_in_the_definition(which, seed):
     """Each name in each kind of layer: all values behind it, and before it, are those of the changed definition."""
     tokens = jnp.asarray(tiny.tokens(CONFIG, 2, 61, seed))
-    arguments = NAMES.index(which), layer
-    found = by_edits(model(), tokens, *arguments)
-    expected = by_definition(definition.parameters(model()), tokens, *arguments)
-    is_token = np.arange(61) < np.asarray(LENGTHS)[:, None]
-    of_layers = lambda out: [(n, *item) for n, values in enumerate(out["layers"]) for item in values.items()]
-    flat = lambda out: {n: out[n] for n in OUTSIDE} | {f"layers.{n}.{name}": x for n, name, x in of_layers(out)}
-    found, expected = flat(found), flat(expected)
-    # The definition holds what the router chose before a change by position, and scores before the selection's.
-    for name, value in expected.items():
-        if which in ("block_scores", "blocks") and name.endswith((".block_scores", ".blocks")) and f".{layer}." in name:
-            continue
-        by_head = name.endswith((".blocks", ".block_scores"))
-        own, other = (np.moveaxis(np.asarray(x), 2, 1) if by_head else np.asarray(x) for x in (found[name], value))
-        own, other = own[is_token], other[is_token]
-        if own.dtype.kind == "i":
-            assert (own == other).mean() > 0.995, name  # of scores that nearly tie the other may win
-        else:
-            is_near = np.isclose(own, other, rtol=0, atol=3e-4, equal_nan=True) | (own == other)
-            assert is_near.mean() > 0.99, f"{name}: {np.abs(own - other).max()}"
-    if which in names_of(CONFIG)[layer] and which not in OUTSIDE:
-        plain = by_edits(model(), tokens, len(NAMES), layer)
-        assert np.abs(np.asarray(found["logits"] - plain["logits"])[is_token]).max() > 1e-3, "nothing was changed"
+    plain = flat(by_edits(model(), tokens, len(NAMES), 0))["logits"]
+    for layer in [0] if which in OUTSIDE else [n for n, names in enumerate(names_of(CONFIG)) if which in names]:
+        arguments = NAMES.index(which), layer
+        found = flat(by_edits(model(), tokens, *arguments))
+        expected = flat(by_definition(definition.parameters(model()), tokens, *arguments))
+        for name, value in expected.items():
+            own, where = found[name], f"{name} after an edit of layer {layer}"
+            if own.dtype.kind == "i":
+                assert (own == value).mean() > 0.98, where  # of scores that nearly tie another may win
+            else:
+                is_near = np.isclose(own, value, rtol=1e-4, atol=3e-4, equal_nan=True) | (own == value)
+                assert is_near.mean() > 0.97, f"{where}: {np.abs(own - value).max()}"
+        assert np.abs(found["logits"] - plain).max() > 1e-3, f"an edit of layer {layer} changed nothing"
 
 
 @pytest.mark.parametrize("mode", ["fast", "invariant"])

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from support import tiny
@@ -22,11 +23,15 @@ def model() -> M3:
     return tiny.model(CONFIG)
 
 
+@jax.jit
+def by_definition(params, tokens):
+    return definition.intermediates(params, tokens, CONFIG)
+
+
 @cache
 def defined(seed: int = 0) -> dict:
     """All values by the definition, which no reading uses."""
-    tokens = TOKENS if seed == 0 else OTHER
-    return definition.intermediates(definition.parameters(model()), tokens, CONFIG)
+    return by_definition(definition.parameters(model()), TOKENS if seed == 0 else OTHER)
 
 
 @cache
