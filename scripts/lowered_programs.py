@@ -72,7 +72,7 @@ def programs() -> Iterator[tuple]:
     import m3jax
     from m3jax.cache import Cache
     from m3jax.decoding import Sampling, device
-    from m3jax.decoding.sampling import SamplingParams
+    from m3jax.decoding.sampling import WORD_TOKENS, SamplingParams
     from m3jax.media import pack
     from m3jax.model import abstract
     from m3jax.train.fused import fuse
@@ -108,8 +108,8 @@ def programs() -> Iterator[tuple]:
         """Operands of `device.prefill`: a chunk of a prompt, whose tokens may stand for the engine's features."""
         sampling = SamplingParams.stack([Sampling.greedy()] * ROWS)
         counts = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-        seen = jax.ShapeDtypeStruct((ROWS, model.config.vocab_size), jnp.bool_)
-        continuations = device.Continuations(sampling, ids(ROWS, 4), counts, counts, seen)
+        uses, recent = ids(ROWS, model.config.vocab_size), ids(ROWS, WORD_TOKENS - 1)
+        continuations = device.Continuations(sampling, ids(ROWS, 4), counts, counts, counts, counts, uses, recent)
         _, cache, chunk, *_ = over_cache(model, ROWS, 24)
         state = device.State(cache, continuations, counts, counts, counts)
         features = jax.ShapeDtypeStruct((64, model.config.hidden_size), jnp.float32)

@@ -10,7 +10,7 @@ from m3jax import ops
 from m3jax.arrays import without_checks
 from m3jax.cache.storage import Places
 from m3jax.msa import SelectionRules
-from m3jax.msa.views import Contiguous, ContiguousIndex
+from m3jax.msa.views import Contiguous, ContiguousIndex, IndexView
 from m3jax.ops import Heads
 
 # A model's arrays are checked where it is called, not again in each layer.
@@ -69,6 +69,10 @@ class LayerPages(Protocol):
 
     def select(self, call: LayerCall, index_q: Float[Array, "B T K I"], rules: SelectionRules) -> Int[Array, "B K T J"]:
         """Return the blocks that each query keeps (`m3jax.msa.select_blocks`)."""
+        ...
+
+    def index_view(self, layer: Int[Array, ""], places: Places, dtype: DTypeLike) -> IndexView:
+        """Return a view of one layer's index keys, by which blocks are scored."""
         ...
 
     def attend_selected(

@@ -18,6 +18,7 @@ from m3jax.decoding.loop import EngineLoop, RequestStream
 from m3jax.decoding.sampling import DrawContext, Sampling, SamplingParams, filtered_logits, row_keys, sample
 from m3jax.decoding.score import score
 from m3jax.decoding.speculation import Drafter, Eagle3Drafter, PromptLookup
+from m3jax.decoding.steering import Steer
 
 __all__ = [
     "Drafter",
@@ -35,6 +36,7 @@ __all__ = [
     "RequestTimings",
     "Sampling",
     "SamplingParams",
+    "Steer",
     "Storage",
     "Timings",
     "TokenEvent",

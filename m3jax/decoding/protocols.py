@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Int32, PyTree
+from jaxtyping import Array, Float, Int, Int32, PyTree, Shaped
 
 from m3jax.cache.storage import HostPages
 from m3jax.media.packing import MediaBatch
@@ -168,7 +168,7 @@ class DraftedModel(TargetModel, Protocol):
 
 @runtime_checkable
 class RecordingModel(TargetModel, Protocol):
-    """A target that says which experts and blocks its layers chose."""
+    """A target that says which experts and blocks its layers chose, and has other named values."""
 
     def recorded(
         self,
@@ -179,8 +179,17 @@ class RecordingModel(TargetModel, Protocol):
         cache: PagedCache,
         positions: Int[Array, "B T"],
         lengths: Int[Array, "B"],
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, dict[str, Int[Array, "B T ..."]], PagedCache]:
-        """Return what `hidden` and `tapped` do, and choices by name; see `M3.recorded`."""
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, dict[str, Shaped[Array, "B T ..."]], PagedCache]:
+        """Return what `hidden` and `tapped` do, and choices and values by name; see `M3.recorded`."""
+        ...
+
+
+@runtime_checkable
+class NamedModel(RecordingModel, Protocol):
+    """A target whose values have names: its calls take `edits`, and record values of these names."""
+
+    def recorded_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return names of values in full, without "*"; ValueError for one that cannot be recorded."""
         ...
 
 

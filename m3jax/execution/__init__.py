@@ -6,20 +6,25 @@ from jaxtyping import Array, PyTree
 from m3jax.config import M3Config
 from m3jax.execution.compute import TOKEN_TILE, Compute
 from m3jax.execution.fast import Fast, quantises_activations
-from m3jax.execution.keep import Keep, KeepBoth, KeepNothing, KeepOfEach, KeepResidual, Probe
+from m3jax.execution.keep import Keep, KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual, Probe
 from m3jax.execution.layers import run_layers, take_apart
+from m3jax.execution.named import NOTHING, Edit, Inside, Values
 from m3jax.execution.ordered import Ordered, kernels_order
 from m3jax.execution.projections import Projections
 from m3jax.execution.protocol import Execution
 from m3jax.execution.tiled import Tiled
 
 __all__ = [
+    "NOTHING",
     "TOKEN_TILE",
     "Compute",
+    "Edit",
     "Execution",
     "Fast",
+    "Inside",
     "Keep",
     "KeepBoth",
+    "KeepNamed",
     "KeepNothing",
     "KeepOfEach",
     "KeepResidual",
@@ -27,6 +32,7 @@ __all__ = [
     "Probe",
     "Projections",
     "Tiled",
+    "Values",
     "execution_of",
     "run_layers",
     "take_apart",

@@ -7,16 +7,21 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from m3jax.arrays import without_checks
 from m3jax.cache import LayerCall, LayerPages, StackCache
+from m3jax.execution.named import HEADS, Values
 from m3jax.execution.projections import Projections
-from m3jax.msa import SelectionRules
+from m3jax.msa import SelectionRules, select_blocks, walk_scores
 from m3jax.ops import Heads
 from m3jax.parallel import PAGE_AXES, spec
 
+# A model's arrays are checked where it is called, not again in each layer.
+_select_blocks = without_checks(select_blocks)
+
 
 def attend(
-    heads: Heads | Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None
-) -> tuple[Float[Array, "B T N H"], LayerPages, dict[str, Array]]:
+    heads: Heads | Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None, values: Values
+) -> tuple[Float[Array, "B T N H"], LayerPages]:
     """Attend with a layer's heads, over what its rows have.
 
     Args:
@@ -24,19 +29,25 @@ def attend(
       pages: what the rows have in this stack.
       call: the layer, its tokens' places and positions.
       rules: of selection; None where the layer attends to every block.
+      values: gets attention, blocks where they are selected, their scores if asked for, and the heads unless a kernel
+        writes them.
 
     Returns:
-      (output, the pages with the new tokens, values by name: attention, blocks where they were selected, and the heads
-      unless a kernel wrote them).
+      (output, the pages with the new tokens).
     """
-    heads, insert_backend = _finished(heads, pages, call)
-    out, blocks, pages = _over_pages(heads, pages, call, rules, insert_backend)
-    return out, pages, _by_name(heads, blocks, out)
+    heads, insert_backend = _finished(heads, pages, call, values)
+    values["attention"], pages = _over_pages(heads, pages, call, rules, insert_backend, values)
+    return values["attention"], pages
 
 
 def attend_over_mesh(
-    heads: Heads | Projections, pages: StackCache, call: LayerCall, rules: SelectionRules | None, mesh: Mesh
-) -> tuple[Float[Array, "B T N H"], StackCache, dict[str, Array]]:
+    heads: Heads | Projections,
+    pages: StackCache,
+    call: LayerCall,
+    rules: SelectionRules | None,
+    values: Values,
+    mesh: Mesh,
+) -> tuple[Float[Array, "B T N H"], StackCache]:
     """Run `attend` on every device of a mesh, each over the pages that it holds.
 
     Pages are divided over the data, context and expert axes, and the KV heads over the tensor axis where it divides
@@ -45,10 +56,18 @@ def attend_over_mesh(
     are brought together over the views' `device_axes`.
 
     Args:
-      heads, pages, call, rules: as of `attend`.
+      heads, pages, call, rules, values: as of `attend`.
       mesh: where the pages lie.
+
+    Raises:
+      ValueError: the blocks are to be edited, or their scores asked for: each device selects by itself.
     """
-    heads, insert_backend = _finished(heads, pages, call)
+    if unreachable := sorted(values.edited & {"blocks"} | values.asked & {"block_scores"}):
+        raise ValueError(
+            f"{unreachable[0]} of a layer whose pages a mesh divides can be neither edited nor scored: give choices, "
+            "leave the cache out, or load the model on one device"
+        )
+    heads, insert_backend = _finished(heads, pages, call, values)
     device_axes = tuple(axis for axis in PAGE_AXES if axis in mesh.shape)
     (kv_axis,) = spec((pages.num_kv_heads,), ("kv_heads",), mesh)  # "tensor", or None where each device has all heads
     by_head = P(None, None, kv_axis)  # [B T heads H]; the G query heads of a KV head lie together
@@ -73,8 +92,9 @@ def attend_over_mesh(
         own_call = call.replace(
             layer=layer, places=places, positions=positions, lengths=lengths, given_blocks=given_blocks
         )
-        out, blocks, pages = _over_pages(heads, pages, own_call, rules, insert_backend)
-        return out, blocks, jax.tree.leaves(pages)
+        on_device = Values()
+        out, pages = _over_pages(heads, pages, own_call, rules, insert_backend, on_device)
+        return out, on_device.get("blocks"), jax.tree.leaves(pages)
 
     # Arrays cross as lists, so that each finds its own spec.
     on_mesh = jax.shard_map(
@@ -88,28 +108,35 @@ def attend_over_mesh(
     out, blocks, page_arrays = on_mesh(
         *arrays, call.layer, call.places, call.positions, call.lengths, call.given_blocks
     )
-    return out, jax.tree.unflatten(page_structure, page_arrays), _by_name(heads, blocks, out)
+    if blocks is not None:
+        values["blocks"] = blocks
+    values["attention"] = out
+    return values["attention"], jax.tree.unflatten(page_structure, page_arrays)
 
 
-def _finished(heads: Heads | Projections, pages: LayerPages, call: LayerCall) -> tuple[Heads | Projections, str]:
+def _finished(
+    heads: Heads | Projections, pages: LayerPages, call: LayerCall, values: Values
+) -> tuple[Heads | Projections, str]:
     """Return the heads, and the backend whose kernel finishes and writes them if they are still projections."""
-    if isinstance(heads, Heads):
-        return heads, "xla"
-    backend = pages.insert_backend(call, heads.raw.q, rotated=2 * heads.cos.shape[-1], dtype=heads.dtype)
-    return (heads.finish() if backend == "xla" else heads), backend
-
-
-def _by_name(
-    heads: Heads | Projections, blocks: Int[Array, "B K T J"] | None, out: Float[Array, "B T N H"]
-) -> dict[str, Array]:
-    values = heads._asdict() if isinstance(heads, Heads) else {}
-    values |= {"blocks": blocks, "attention": out}
-    return {name: value for name, value in values.items() if value is not None}
+    if isinstance(heads, Projections):
+        backend = pages.insert_backend(call, heads.raw.q, rotated=2 * heads.cos.shape[-1], dtype=heads.dtype)
+        if backend != "xla" and not values.asked & HEADS:
+            return heads, backend
+        heads = heads.finish()
+    for name, head in heads._asdict().items():
+        if head is not None:
+            values[name] = head
+    return Heads(**{name: values.get(name) for name in Heads._fields}), "xla"
 
 
 def _over_pages(
-    heads: Heads | Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None, insert_backend: str
-) -> tuple[Float[Array, "B T N H"], Int[Array, "B K T J"] | None, LayerPages]:
+    heads: Heads | Projections,
+    pages: LayerPages,
+    call: LayerCall,
+    rules: SelectionRules | None,
+    insert_backend: str,
+    values: Values,
+) -> tuple[Float[Array, "B T N H"], LayerPages]:
     """Run `attend` on the device that holds the pages; projections are left only for a kernel of `insert_backend`."""
     if isinstance(heads, Projections):
         heads, pages = pages.insert(
@@ -120,15 +147,30 @@ def _over_pages(
         pages = pages.write(call, heads.k, heads.v, heads.index_k)
     if rules is not None:
         # The only place where a layer's blocks are chosen; what follows attends to whatever ids it is given.
-        blocks = pages.select(call, heads.index_q, rules)
+        blocks = _selected(heads.index_q, pages, call, rules, values)
         if call.given_blocks is not None:
             blocks = jnp.where(call.given_blocks[..., :1] >= 0, call.given_blocks, blocks)
-        blocks = checkpoint_name(blocks, "msa_blocks")  # so that a backward pass cannot select otherwise (T30)
-        out, pages = pages.attend_selected(call, heads.q, blocks)
-        return out, blocks, pages
+        # By its name a backward pass finds the selection again, and cannot make another (T30).
+        values["blocks"] = checkpoint_name(blocks, "msa_blocks")
+        return pages.attend_selected(call, heads.q, values["blocks"])
     # A schedule asked for by name is one of XLA's. The names of schedules for selected blocks mean nothing for dense
     # layers, which are then computed blockwise. There is no TPU kernel for dense layers.
     schedule = call.schedule if call.schedule in ("auto", "mask", "invariant") else "blockwise"
     backend = "auto" if call.backend == "mosaic_tpu" else call.backend
-    out, pages = pages.attend_all(call.replace(schedule=schedule, backend=backend), heads.q)
-    return out, None, pages
+    return pages.attend_all(call.replace(schedule=schedule, backend=backend), heads.q)
+
+
+def _selected(
+    index_q: Float[Array, "B T K I"], pages: LayerPages, call: LayerCall, rules: SelectionRules, values: Values
+) -> Int[Array, "B K T J"]:
+    """Return the blocks that each query keeps, by their scores where an edit changes these."""
+    # Selection holds the scores of some queries at a time and gives none away: they are computed by themselves.
+    if "block_scores" in values.asked:
+        index = pages.index_view(call.layer, call.places, index_q.dtype)
+        scores = walk_scores(index_q, index, call.positions, call.lengths, rules.score)  # [B K T M]
+        values["block_scores"] = scores
+        if values["block_scores"] is not scores:
+            return _select_blocks(
+                values["block_scores"], call.positions, call.lengths, rules, block_size=index.block_size
+            )
+    return pages.select(call, index_q, rules)

@@ -67,13 +67,13 @@ class Fast:
         """Return projections as they are: a kernel that writes pages may finish them."""
         return projections
 
-    def attend(self, heads, pages, call, rules):
+    def attend(self, heads, pages, call, rules, values):
         """Write new tokens, select and attend: on this device, or on each device that holds pages."""
         call = call.replace(schedule=self.compute.schedule, backend=self.compute.backend)
         # Keys of a call by itself are divided by XLA as it likes; pages of a cache lie where they are.
         if self.has_cache and self.compute.is_divided:  # only a `StackCache` is divided over devices
-            return attend_over_mesh(heads, pages, call, rules, self.compute.mesh)
-        return attend(heads, pages, call, rules)
+            return attend_over_mesh(heads, pages, call, rules, values, self.compute.mesh)
+        return attend(heads, pages, call, rules, values)
 
     def choose_experts(self, logits, bias, top_k):
         """Return the router's choice: by one kernel for few tokens, by XLA elsewhere."""

@@ -30,7 +30,7 @@ class Keep(Protocol):
           memory: of the layers before.
           num_before: layers of the model before this stack of layers.
           layer: which layer of the stack.
-          values: the layer's, by name.
+          values: the layer's, by name (`m3jax.execution.Values`).
           context: what the layers of the call share.
         """
         ...
@@ -62,6 +62,25 @@ class KeepOfEach:
     def after_layer(self, memory, num_before, layer, values, context):
         """Return None for the memory, and what the probe makes of this layer."""
         return None, self.probe(values, context)
+
+
+@dataclass(frozen=True)
+class KeepNamed:
+    """A `Keep` of the named values of each layer that the call asks for (`m3jax.execution.Inside.names`).
+
+    Attributes:
+      also: names that are kept of every layer that has them, beside those.
+    """
+
+    also: tuple[str, ...] = ()
+
+    def start(self, x):
+        """Return None: there is no memory."""
+        return None
+
+    def after_layer(self, memory, num_before, layer, values, context):
+        """Return None for the memory, and the values of this layer that were asked for."""
+        return None, {name: value for name, value in values.items() if name in values.kept or name in self.also}
 
 
 @dataclass(frozen=True)

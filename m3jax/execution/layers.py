@@ -37,28 +37,34 @@ def run_layers(
 
     Returns:
       (residual stream, the cache with the new tokens, what was kept of the layers of each stack, memory of `keep`).
+      Where the call changes or keeps values of some layers only, what was kept is that of each run of layers alike
+      (`m3jax.execution.Inside.runs`).
     """
     how, memory, new_stacks, kept, num_before = context.how, keep.start(x), [], [], 0
     for index, stack in enumerate(stacks):
         # A call without a cache attends over pages that its layers are about to make.
         pages = how.call_pages(context.config.index_block_size) if cache is None else cache.stacks[index]
         parameters, as_layer = _layers_of(stack, how, num_rows=x.shape[0] * x.shape[1], dtype=x.dtype)
-        step = partial(run_layer, as_layer, context.of_stack(index, cache), keep, num_before)
-        if how.remat:
-            step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*_NAMES_OF_SAVED))
-        if stack.apart is None:
-            layer_ids = jnp.arange(stack.depth, dtype=jnp.int32)
-            (x, pages, memory), kept_of_layers = jax.lax.scan(step, (x, pages, memory), (parameters, layer_ids))
-        else:
-            carry, kept_of_each = (x, pages, memory), []
-            step = jax.jit(step)  # traced once, for all layers of the stack
-            for layer, of_layer in enumerate(parameters):
-                carry, kept_of_layer = step(carry, (of_layer, jnp.int32(layer)))
-                kept_of_each.append(kept_of_layer)
-            x, pages, memory = carry
-            kept_of_layers = jax.tree.map(lambda *layers: jnp.stack(layers), *kept_of_each)
+        of_stack, carry = context.of_stack(index, cache), (x, pages, memory)
+        for first, end in context.inside.runs(num_before, stack.depth):
+            step = partial(run_layer, as_layer, of_stack, keep, num_before, first)
+            if how.remat:
+                step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*_NAMES_OF_SAVED))
+            layer_ids = jnp.arange(first, end, dtype=jnp.int32)
+            if stack.apart is not None:
+                step, kept_of_each = jax.jit(step), []  # traced once, for all layers of the run
+                for layer in range(first, end):
+                    carry, kept_of_layer = step(carry, (parameters[layer], jnp.int32(layer)))
+                    kept_of_each.append(kept_of_layer)
+                kept_of_layers = jax.tree.map(lambda *layers: jnp.stack(layers), *kept_of_each)
+            elif end - first == stack.depth:
+                carry, kept_of_layers = jax.lax.scan(step, carry, (parameters, layer_ids))
+            else:  # each turn reads its layer where it lies: a part of the stack would be a copy
+                part = partial(_step_of_part, step, parameters)
+                carry, kept_of_layers = jax.lax.scan(part, carry, layer_ids)
+            kept.append(kept_of_layers)
+        x, pages, memory = carry
         new_stacks.append(pages)
-        kept.append(kept_of_layers)
         num_before += stack.depth
     return x, None if cache is None else cache.replace(stacks=tuple(new_stacks)), kept, memory
 
@@ -68,6 +74,7 @@ def run_layer(
     context: Any,
     keep: Keep,
     num_before: int,
+    first: int,
     carry: tuple[Float[Array, "B T D"], LayerPages, PyTree[Array]],
     parameters_and_layer: tuple[PyTree[Array], Int[Array, ""]],
 ) -> tuple[tuple[Float[Array, "B T D"], LayerPages, PyTree[Array]], PyTree[Array]]:
@@ -77,6 +84,7 @@ def run_layer(
       as_layer: makes a module of the layer's parameters, given which layer of the stack it is.
       context, keep: as of `run_layers`.
       num_before: layers of the model before this stack.
+      first: layer of the stack; all layers of this scan have the edits, and keep the values, that it has.
       carry: the residual stream, pages of the stack, memory of `keep`.
       parameters_and_layer: of this turn.
 
@@ -86,10 +94,17 @@ def run_layer(
     x, pages, memory = carry
     parameters, layer = parameters_and_layer
     decoder = as_layer(parameters, layer)
-    x, pages, values = decoder(x, context, pages, layer)
+    values = context.inside.values(num_before, first, layer, context)
+    x, pages = decoder(x, context, pages, layer, values)
     # All named values are offered to `keep`; what it leaves out is read by nothing, and compiled away.
     memory, kept = keep.after_layer(memory, num_before, layer, values, context)
     return (x, pages.after_layer(), memory), kept
+
+
+def _step_of_part(step: Callable, parameters: PyTree[Array], carry: PyTree[Array], layer: Int[Array, ""]) -> tuple:
+    """Run a turn of a scan over some layers of a stack, given which one it is."""
+    of_layer = jax.tree.map(lambda of_stack: jax.lax.dynamic_index_in_dim(of_stack, layer, 0, False), parameters)
+    return step(carry, (of_layer, layer))
 
 
 def take_apart(stack: nnx.Module, how: Execution, num_rows: int, dtype: DTypeLike) -> nnx.Module:

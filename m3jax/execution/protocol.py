@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.cache import LayerCall, LayerPages
+from m3jax.execution.named import Values
 from m3jax.execution.projections import Projections
 from m3jax.msa import SelectionRules
 from m3jax.mxfp8 import MXFP8Array
@@ -49,8 +50,13 @@ class Execution(Protocol):
         ...
 
     def attend(
-        self, heads: Heads | Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None
-    ) -> tuple[Float[Array, "B T N H"], LayerPages, dict[str, Array]]:
+        self,
+        heads: Heads | Projections,
+        pages: LayerPages,
+        call: LayerCall,
+        rules: SelectionRules | None,
+        values: Values,
+    ) -> tuple[Float[Array, "B T N H"], LayerPages]:
         """Write a layer's new tokens into its pages and attend (`m3jax.execution.attend.attend`)."""
         ...
 

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import LayerCall, LayerPages
 from m3jax.config import M3Config
-from m3jax.execution import Projections
+from m3jax.execution import Projections, Values
 from m3jax.make import Make
 from m3jax.model.context import Context
 from m3jax.ops import Heads, project, project_each
@@ -51,8 +51,8 @@ class Attention(nnx.Module):
         return context.how.heads(Projections(Heads(*products), norms, cos, sin, context.config.rms_norm_eps, x.dtype))
 
     def __call__(
-        self, heads: Heads | Projections, context: Context, pages: LayerPages, layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "B T X"], LayerPages, dict[str, Array]]:
+        self, heads: Heads | Projections, context: Context, pages: LayerPages, layer: Int[Array, ""], values: Values
+    ) -> tuple[Float[Array, "B T X"], LayerPages]:
         """Attend with one layer's heads, between `project` and `project_out`.
 
         Args:
@@ -60,18 +60,18 @@ class Attention(nnx.Module):
           context: what the layers of this call share.
           pages: the keys that the call's rows have in this stack, or those that the call is about to make.
           layer: which layer of the stack.
+          values: gets the named values on the way: q, k, v, index_q, index_k, blocks, attention; block_scores where
+            they are asked for; where a kernel writes the pages, the heads only where they are asked for.
 
         Returns:
-          (outputs of all heads side by side, X = N * H, in the model's dtype, the pages with the new tokens, named
-          values on the way: q, k, v, index_q, index_k, blocks, attention; where a kernel writes the pages only blocks
-          and attention).
+          (outputs of all heads side by side, X = N * H, in the model's dtype, the pages with the new tokens).
         """
         # Without rules the layer attends to every block; a sparse one does so in the dense warm-up of training.
         rules = context.rules if self.is_sparse and not context.dense else None
         given = context.given(layer).blocks
         call = LayerCall(layer, context.places, context.positions, context.lengths, given)
-        attention, pages, values = context.how.attend(heads, pages, call, rules)  # [B T N H]
-        return attention.reshape(*attention.shape[:2], -1), pages, values  # [B T N*H]
+        attention, pages = context.how.attend(heads, pages, call, rules, values)  # [B T N H]
+        return attention.reshape(*attention.shape[:2], -1), pages  # [B T N*H]
 
     def project_out(self, attention: Float[Array, "B T X"]) -> Float[Array, "B T D"]:
         """Return the output projection, left in the accumulator's dtype."""

@@ -1,6 +1,7 @@
 """Decorators of a model's methods, which check their arrays and make each one compiled program."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -9,7 +10,9 @@ import numpy as np
 
 from m3jax import arrays
 from m3jax.model.choices import NAMES, Choices, shapes_of
+from m3jax.model.names import as_pytrees, check_edits, check_names
 
+SELECTIONS = (".blocks", ".expert_ids")  # values that are valid or not, whatever their shape
 Method = TypeVar("Method", bound=Callable)
 
 
@@ -45,14 +48,31 @@ def model_call(*static: str) -> Callable[[Method], Method]:
 
         @wraps(method)
         def call(self, *args, **kwargs):
+            kwargs = _looking_inside(self, kwargs)
             check(self, *args, **kwargs)
             # While something else is traced the method is a part of it; a program of its own would hide it there.
-            run = method if arrays.is_traced(self, args, kwargs) else program
-            return run(self, *args, **kwargs)
+            if arrays.is_traced(self, args, kwargs):
+                return method(self, *args, **kwargs)
+            # A changed selection is known when the program has run: that it can be one is looked into then.
+            changes_selection = any(name.endswith(SELECTIONS) for name in kwargs.get("edits") or ())
+            with arrays.checks() if changes_selection else nullcontext():
+                return program(self, *args, **kwargs)
 
         return call
 
     return decorate
+
+
+def _looking_inside(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with its edits as pytrees and its names as a tuple, both checked."""
+    edits, names, stop_at = kwargs.get("edits"), kwargs.get("names"), kwargs.get("stop_at")
+    if edits is not None:
+        check_edits(edits, model.config, model.dense, stop_at)
+        kwargs |= {"edits": as_pytrees(edits)}
+    if names is not None or stop_at is not None:
+        check_names(tuple(names or ()), "names", model.config, model.dense, stop_at)
+        kwargs |= {"names": None if names is None else tuple(names)}
+    return kwargs
 
 
 def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import Cache, Places
 from m3jax.config import M3Config
-from m3jax.execution import Execution
+from m3jax.execution import NOTHING, Execution, Inside
 from m3jax.model.choices import Choices, LayerChoices
 from m3jax.msa import SelectionRules
 from m3jax.msa.rules import Score
@@ -27,6 +27,7 @@ class Context:
       dense: whether sparse layers attend to every block, as in the dense warm-up of training.
       how: what computes the call.
       choices: experts and blocks that the call is given: of all layers, or, layer axis first, of one stack.
+      inside: the named values that the call changes and returns.
     """
 
     positions: Int[Array, "B T"]
@@ -39,6 +40,7 @@ class Context:
     dense: bool = struct.field(pytree_node=False)
     how: Execution = struct.field(pytree_node=False)
     choices: Choices | LayerChoices | None = None
+    inside: Inside = NOTHING
 
     def of_stack(self, index: int, cache: Cache | None) -> "Context":
         """Return the context with what is one stack's own: host memory of its keys, and given choices."""
@@ -51,6 +53,10 @@ class Context:
             of_layers = self.choices.of_layers(self.config, sum(depths[:index]), depths[index])
             context = context.replace(choices=of_layers)
         return context
+
+    def changed(self, name: str, value: Array) -> Array:
+        """Return a value that belongs to no layer, as the call's edit of it makes it."""
+        return self.inside.changed(name, value, positions=self.positions, lengths=self.lengths)
 
     def given(self, layer: Int[Array, ""]) -> LayerChoices:
         """Return the choices that one layer of the stack is given."""

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import LayerPages
 from m3jax.config import M3Config, Stack
+from m3jax.execution import Values
 from m3jax.make import Make
 from m3jax.model.attention import Attention
 from m3jax.model.context import Context
@@ -41,8 +42,8 @@ class Decoder(nnx.Module):
         return self.input_layernorm.shape[0]
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, pages: LayerPages, layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "B T D"], LayerPages, dict[str, Array]]:
+        self, x: Float[Array, "B T D"], context: Context, pages: LayerPages, layer: Int[Array, ""], values: Values
+    ) -> tuple[Float[Array, "B T D"], LayerPages]:
         """Run one layer; `self` holds that layer's parameters, without the layer axis.
 
         Args:
@@ -50,27 +51,30 @@ class Decoder(nnx.Module):
           context: what the layers of this call share.
           pages: of the stack.
           layer: which layer of the stack.
+          values: gets the named values on the way, as `m3jax.model.definition.layer` has them.
 
         Returns:
-          (residual stream, pages with the new tokens, named values on the way, as `m3jax.model.definition.layer` has
-          them).
+          (residual stream, pages with the new tokens).
         """
+        # What has a name is written into `values` and read from there by what follows: an edit is made in between.
         config, how, eps = context.config, context.how, context.config.rms_norm_eps
         # A token meets other tokens in two places only: attention reads those before it, and an expert runs those that
         # chose it. What lies between treats each token alone, and `each_token` may run it on some tokens at a time.
-        attention_norm = how.norm(x, self.input_layernorm[...], eps)
+        values["input"] = x
+        values["attention_norm"] = how.norm(values["input"], self.input_layernorm[...], eps)
         project = how.each_token(partial(self.self_attn.project, context=context))
-        heads = project(attention_norm, context.cos, context.sin)
-        attention, pages, values = self.self_attn(heads, context, pages, layer)  # [B T N*H]
-        attention_out = how.each_token(self.self_attn.project_out)(attention)  # in the accumulator's dtype
+        heads = project(values["attention_norm"], context.cos, context.sin)
+        attention, pages = self.self_attn(heads, context, pages, layer, values)  # [B T N*H]
+        values["attention_out"] = how.each_token(self.self_attn.project_out)(attention)  # in the accumulator's dtype
 
         # The sum is rounded once, and is what the next norm reads: its terms are not rounded before.
-        middle, ffn_norm = how.add_norm(x, attention_out, self.post_attention_layernorm[...], eps)
+        middle, values["ffn_norm"] = how.add_norm(
+            values["input"], values["attention_out"], self.post_attention_layernorm[...], eps
+        )
         if isinstance(self.mlp, MLP):
-            ffn_out, routing = how.each_token(partial(self.mlp, config=config))(ffn_norm), {}
+            values["ffn_out"] = how.each_token(partial(self.mlp, config=config))(values["ffn_norm"])
         else:
-            ffn_out, routing = self.mlp(ffn_norm, config, how, context.given(layer).expert_ids)
-        output = add(middle, ffn_out)
-
-        values |= routing | {"input": x, "attention_norm": attention_norm, "attention_out": attention_out}
-        return output, pages, values | {"ffn_norm": ffn_norm, "ffn_out": ffn_out, "output": output}
+            given_ids = context.given(layer).expert_ids
+            values["ffn_out"] = self.mlp(values["ffn_norm"], config, how, given_ids, values)
+        values["output"] = add(middle, values["ffn_out"])
+        return values["output"], pages

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import LayerCall, Places, StackCache
 from m3jax.config import FULL, M3Config
-from m3jax.execution import Compute, Fast
+from m3jax.execution import Compute, Fast, Values
 from m3jax.make import MakeArrays
 from m3jax.model.build import MakeEach, dtype_name, parameter_dtype
 from m3jax.model.layers import apply_rope, rope_table
@@ -225,7 +225,7 @@ class Eagle3(nnx.Module):
         values = self.project(x, slots - 1)
         how = Fast(Compute(schedule=schedule, mesh=mesh), has_cache=True)
         call = LayerCall(jnp.int32(0), places, slots, lengths)
-        attention, pages, _ = how.attend(Heads(**values), pages, call, rules=None)  # [B T N H]
+        attention, pages = how.attend(Heads(**values), pages, call, rules=None, values=Values())  # [B T N H]
         return self.outputs(attention, residual), pages
 
     def read(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

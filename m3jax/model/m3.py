@@ -1,6 +1,7 @@
 """MiniMax-M3: the text model, and the vision tower where it has one."""
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,8 +15,11 @@ from m3jax.cache import Cache, CallPages, Places
 from m3jax.config import M3Config
 from m3jax.execution import (
     Compute,
+    Edit,
     Execution,
+    Inside,
     KeepBoth,
+    KeepNamed,
     KeepNothing,
     KeepOfEach,
     KeepResidual,
@@ -32,11 +36,15 @@ from m3jax.model.context import Context, selection_rules
 from m3jax.model.decoder import Decoder
 from m3jax.model.layers import rope_table
 from m3jax.model.media import WithTower, vision_of
+from m3jax.model.names import OF_LAYERS, check_recorded, expand
 from m3jax.model.summary import table
-from m3jax.msa import SCHEDULES, contiguous_index, walk_scores
+from m3jax.msa import SCHEDULES
 from m3jax.msa.rules import Score, check_score, check_score_shape
 from m3jax.mxfp8 import with_activations
 from m3jax.ops import check_backend_name, check_schedule
+
+Edits = Mapping[str, Edit]
+Intermediates = dict[str, Array | list[dict[str, Array]]]
 
 
 class M3(WithTower):
@@ -73,6 +81,7 @@ class M3(WithTower):
         embeddings: Float[Array, "B T D"] | None = None,
         choices: Choices | None = None,
         media: MediaBatch | None = None,
+        edits: Edits | None = None,
     ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], Cache]:
         """Return the logits of every token.
 
@@ -86,20 +95,26 @@ class M3(WithTower):
           embeddings: what the first layer reads, from `embed`; by default the tokens' own.
           choices: experts and blocks that some tokens take in place of those that the model would choose.
           media: the images and videos whose placeholders are in `tokens`, from `m3jax.media.batch`.
+          edits: functions of named values, by names such as "layers.7.attention", "layers.*.blocks" or "embedding", of
+            the shapes that `intermediates` has: what a function returns stands in the value's place from where it
+            arises. It is traced and must be pure. One of two arguments also gets a dictionary of the layer's earlier
+            values, "layer", "positions" and "lengths".
 
         Returns:
           Logits in float32 (float64 for a float64 model), and the new cache if one was given.
 
         Raises:
           ValueError: a cache without positions and lengths, arrays of other shapes or dtypes, more tokens than the
-            model's context; where the arrays are at hand, or under `m3jax.checks()`, also ids outside the vocabulary
-            and lengths beyond the context or the cache, and placeholders that are not those of the media.
+            model's context, an edit of no value, that is not pure, or that returns another shape; where the arrays are
+            at hand, or under `m3jax.checks()`, also ids outside the vocabulary and lengths beyond the context or the
+            cache, placeholders that are not those of the media, and edited blocks or experts that no layer can choose.
         """
         if media is not None:
             embeddings = self.embed(tokens, self.features(media), self.places(tokens, media))
-        x, context = self._start(tokens, cache, positions, lengths, embeddings, choices)
+        x, context = self._start(tokens, cache, positions, lengths, embeddings, choices, edits=edits)
         x, cache, *_ = run_layers(self.stacks, x, context, cache, KeepNothing())
-        logits = self.unembed(self.final_norm(x))
+        final_norm = context.changed("final_norm", self.final_norm(x))
+        logits = context.changed("logits", self.unembed(final_norm))
         return logits if cache is None else (logits, cache)
 
     def _start(
@@ -111,6 +126,9 @@ class M3(WithTower):
         embeddings: Float[Array, "B T D"] | None,
         choices: Choices | None = None,
         remat: bool = False,
+        edits: Edits | None = None,
+        names: tuple[str, ...] = (),
+        stop_at: int | None = None,
     ) -> tuple[Float[Array, "B T D"], Context]:
         """Return what the first layer reads, and what all layers of a call share."""
         # Right-padded rows begin at position 0: blocks are counted from a row's first token (T6).
@@ -125,8 +143,9 @@ class M3(WithTower):
         cos, sin = how.each_token(angles)(positions)  # [B T R] twice: one table for all layers
         places = Places.nowhere(positions) if cache is None else cache.places(positions, lengths)
         rules = selection_rules(config, self.score)
-        context = Context(positions, lengths, cos, sin, places, config, rules, self.dense, how, choices)
-        return self.embed(tokens) if embeddings is None else embeddings, context
+        inside = Inside(edits or {}, names, stop_at)
+        context = Context(positions, lengths, cos, sin, places, config, rules, self.dense, how, choices, inside)
+        return context.changed("embedding", self.embed(tokens) if embeddings is None else embeddings), context
 
     def final_norm(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Apply the norm between the last layer and the head.
@@ -153,19 +172,20 @@ class M3(WithTower):
         positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
+        edits: Edits | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         """Return the residual stream after the final norm, for callers that need the logits of a few tokens only.
 
         Args:
           tokens: [B T] token ids, right-padded.
-          cache, positions, lengths, embeddings: as in a call.
+          cache, positions, lengths, embeddings, edits: as in a call.
 
         Returns:
           (hidden states in the model's dtype, the new cache or None).
         """
-        x, context = self._start(tokens, cache, positions, lengths, embeddings)
+        x, context = self._start(tokens, cache, positions, lengths, embeddings, edits=edits)
         x, cache, *_ = run_layers(self.stacks, x, context, cache, KeepNothing())
-        return self.final_norm(x), cache
+        return context.changed("final_norm", self.final_norm(x)), cache
 
     @model_call("probe", "remat")
     def trunk(
@@ -206,13 +226,14 @@ class M3(WithTower):
         positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
+        edits: Edits | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"], Cache | None]:
         """Return the final hidden states, and the residual stream at some layers, before any norm, for a draft to read.
 
         Args:
           tokens: token ids, right-padded.
           layers: A of them: 0 is the embedding, n the output of the n-th layer, counted from 1.
-          cache, positions, lengths, embeddings: as in a call.
+          cache, positions, lengths, embeddings, edits: as in a call.
 
         Returns:
           (residual stream after the final norm, taps, cache).
@@ -223,10 +244,10 @@ class M3(WithTower):
         depth = self.config.num_hidden_layers
         if not layers or len(set(layers)) < len(layers) or not all(0 <= n <= depth for n in layers):
             raise ValueError(f"layers = {layers}: the model has 0 (the embedding) to {depth}; give some, each once")
-        x, context = self._start(tokens, cache, positions, lengths, embeddings)
+        x, context = self._start(tokens, cache, positions, lengths, embeddings, edits=edits)
         # The last place of the memory is where layers that nobody asked for have written (`KeepResidual`).
         x, cache, _, taps = run_layers(self.stacks, x, context, cache, KeepResidual(layers))  # [A + 1, B, T, D]
-        return self.final_norm(x), jnp.moveaxis(taps[:-1], 0, 2), cache
+        return context.changed("final_norm", self.final_norm(x)), jnp.moveaxis(taps[:-1], 0, 2), cache
 
     @model_call("names", "layers")
     def recorded(
@@ -240,80 +261,117 @@ class M3(WithTower):
         lengths: Int[Array, " B"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
         choices: Choices | None = None,
+        edits: Edits | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, dict[str, Array], Cache | None]:
-        """Return the final hidden states, and the choices that the layers made on the way.
+        """Return the final hidden states, and the choices that the layers made on the way, or other named values.
 
         Args:
           tokens: token ids, right-padded.
-          names: of choices: "expert_ids", "blocks".
+          names: of choices of all layers, "expert_ids" and "blocks", or of values, as of `intermediates`; not "logits".
           layers: whose residual stream is kept too, as in `tapped`.
-          cache, positions, lengths, embeddings, choices: as in a call.
+          cache, positions, lengths, embeddings, choices, edits: as in a call.
 
         Returns:
-          (residual stream after the final norm, taps or None, choices by name as `Choices` has them, cache).
+          (residual stream after the final norm, taps or None, choices by name as `Choices` has them and values
+          [B T ...], cache).
 
         Raises:
           ValueError: another name.
         """
-        if unknown := [name for name in names if name not in NAMES]:
-            raise ValueError(f"names has {unknown[0]!r}: what can be recorded is {', '.join(NAMES)}")
-        x, context = self._start(tokens, cache, positions, lengths, embeddings, choices)
-        of_each = KeepOfEach(lambda values, _: {name: values[name] for name in names if name in values})
+        of_choices, of_values = (tuple(n for n in names if (n in NAMES) is is_choice) for is_choice in (True, False))
+        check_recorded(of_values, self.config, self.dense)
+        inputs = tokens, cache, positions, lengths, embeddings, choices
+        x, context = self._start(*inputs, edits=edits, names=of_values)
+        found, of_each = {"embedding": x}, KeepNamed(of_choices)
         keep = KeepBoth(KeepResidual(layers), of_each) if layers else of_each
         x, cache, kept, taps = run_layers(self.stacks, x, context, cache, keep)
-        records = {}
+        found["final_norm"] = context.changed("final_norm", self.final_norm(x))
+        of_layers = context.inside.of_layers(kept, [stack.depth for stack in self.stacks])
+        for layer, values in of_layers.items():
+            for name, value in values.items():  # blocks and their scores have heads before tokens: [B K T ...]
+                is_by_head = name in ("blocks", "block_scores")
+                found[f"layers.{layer}.{name}"] = value.swapaxes(1, 2) if is_by_head else value  # [B T ...]
+        records = {name: found[name] for name in expand(of_values, self.config, self.dense)}
         for name, shape in shapes_of(self.config, *tokens.shape).items():
-            if name in names:
+            if name in of_choices:
                 of_stacks = [of_stack[name] for of_stack in kept if name in of_stack]  # [L B T A], [L B K T J]
                 order = (1, 2, 0, 3) if name == "expert_ids" else (1, 3, 0, 2, 4)
                 records[name] = (
                     jnp.transpose(jnp.concatenate(of_stacks), order) if of_stacks else jnp.zeros(shape, jnp.int32)
                 )
-        return self.final_norm(x), jnp.moveaxis(taps[:-1], 0, 2) if layers else None, records, cache
+        return found["final_norm"], jnp.moveaxis(taps[:-1], 0, 2) if layers else None, records, cache
 
-    @model_call()
+    def recorded_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the full names of values for `recorded`, with "layers.*." written out for the layers that have them.
+
+        Args:
+          names: such as "layers.3.output", "layers.*.blocks" or "final_norm".
+
+        Raises:
+          ValueError: a name that no value has, with the nearest ones; "logits".
+        """
+        check_recorded(names, self.config, self.dense)
+        return expand(names, self.config, self.dense)
+
+    @model_call("names", "stop_at")
     def intermediates(
         self,
         tokens: Int[Array, "B T"],
         *,
+        names: Sequence[str] | None = None,
+        edits: Edits | None = None,
+        stop_at: int | None = None,
+        cache: Cache | None = None,
+        positions: Int[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
         choices: Choices | None = None,
-    ) -> dict[str, Array | list[dict[str, Array]]]:
-        """Return the named values of every layer, for comparison with another engine.
+    ) -> Intermediates | tuple[Intermediates, Cache]:
+        """Return named values on the way from tokens to logits: all of them, or those that are asked for.
 
         Args:
           tokens: token ids, right-padded.
+          names: of the values to return, such as "layers.7.attention", "layers.*.blocks" or "final_norm"; no other is
+            held beyond its layer. All by default.
+          edits: as in a call.
+          stop_at: layers that run; by default all, the final norm and the head.
+          cache: as in a call; a chunk or a step of a longer row.
+          positions: as in a call; with a cache.
           lengths: valid tokens of each row; all by default.
           embeddings, choices: as in a call.
 
         Returns:
-          "embedding" [B T D], "final_norm" [B T D], "logits" [B T V], and "layers", one dict a layer: input,
-          attention_norm, q [B T N H], k and v [B T K H], attention [B T N H], attention_out, ffn_norm, ffn_out, output
-          [B T D]; in sparse layers index_q [B T K I], index_k [B T I], block_scores [B K T M], blocks [B K T J]; in
-          MoE layers expert_ids and expert_weights [B T A].
-        """
-        embeddings = self.embed(tokens) if embeddings is None else embeddings
-        x, context = self._start(tokens, None, None, lengths, embeddings, choices)
-        x, _, kept, _ = run_layers(self.stacks, x, context, None, KeepOfEach(self._probe))
-        final = self.final_norm(x)
-        # What was kept is stacked over the layers of each stack: values of sparse layers have other names and shapes.
-        layers = [
-            jax.tree.map(lambda a, i=i: a[i], values)
-            for stack, values in zip(self.stacks, kept, strict=True)
-            for i in range(stack.depth)
-        ]
-        out = {"embedding": embeddings, "layers": layers}
-        return out | {"final_norm": final, "logits": self.unembed(final)}
+          Without names "embedding" [B T D], "final_norm" [B T D], "logits" [B T V], and "layers", one dict a layer:
+          input, attention_norm, q [B T N H], k and v [B T K H], attention [B T N H], attention_out, ffn_norm, ffn_out,
+          output [B T D]; in sparse layers index_q [B T K I], index_k [B T I], block_scores [B K T M], blocks [B K T J];
+          in MoE layers expert_ids and expert_weights [B T A]. With names these values alone, by full name
+          ("layers.7.attention"), also where "layers.*." asked for them. With a cache, that and the new cache.
 
-    def _probe(self, values: dict[str, Array], context: Context) -> dict[str, Array]:
-        """Return all named values of a layer, and the scores that its blocks had."""
-        if "blocks" not in values:
-            return values
-        # Selection holds the scores of some queries at a time and gives none away: they are computed once more.
-        index = contiguous_index(values["index_k"], self.config.index_block_size)
-        scores = walk_scores(values["index_q"], index, context.positions, context.lengths, context.rules.score)
-        return values | {"block_scores": scores}
+        Raises:
+          ValueError: a name that no value has, or a cache with `stop_at`, whose later layers would lack keys.
+        """
+        if cache is not None and stop_at is not None:
+            raise ValueError(
+                "stop_at with a cache: the layers behind it would lack these tokens; leave one of them out"
+            )
+        if cache is not None and stop_at is not None:
+            raise ValueError("stop_at with a cache: later layers would lack these tokens; leave one of them out")
+        depth = self.config.num_hidden_layers if stop_at is None else stop_at
+        asked = tuple(f"layers.*.{name}" for name in OF_LAYERS) if names is None else names
+        inputs = tokens, cache, positions, lengths, embeddings, choices
+        x, context = self._start(*inputs, edits=edits, names=asked, stop_at=stop_at)
+        outside = {"embedding": x}
+        x, cache, kept, _ = run_layers(self.stacks, x, context, cache, KeepNamed())
+        if stop_at is None:
+            outside["final_norm"] = context.changed("final_norm", self.final_norm(x))
+            outside["logits"] = context.changed("logits", self.unembed(outside["final_norm"]))
+        layers = context.inside.of_layers(kept, [stack.depth for stack in self.stacks])
+        if names is None:
+            found = outside | {"layers": [layers[layer] for layer in range(depth)]}
+        else:
+            found = outside | {f"layers.{n}.{name}": x for n, layer in layers.items() for name, x in layer.items()}
+            found = {name: found[name] for name in expand(names, self.config, self.dense) if name in found}
+        return found if cache is None else (found, cache)
 
     def with_schedule(self, schedule: str) -> "M3":
         """Return the model with the same parameters under another schedule.

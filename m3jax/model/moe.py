@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from m3jax.config import M3Config
-from m3jax.execution import Execution, plain
+from m3jax.execution import Execution, Values, plain
 from m3jax.execution.experts import DOWN_AXES, UP_AXES
 from m3jax.make import Make
 from m3jax.model.layers import MLP, swiglu_oai
@@ -75,8 +75,13 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(depth, width, config.shared_intermediate_size, make)
 
     def __call__(
-        self, x: Float[Array, "B T D"], config: M3Config, how: Execution, given_ids: Int[Array, "B T A"] | None = None
-    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        self,
+        x: Float[Array, "B T D"],
+        config: M3Config,
+        how: Execution,
+        given_ids: Int[Array, "B T A"] | None,
+        values: Values,
+    ) -> Float[Array, "B T D"]:
         """Return one layer's routed experts, scaled, plus its shared expert, in the accumulator's dtype.
 
         Args:
@@ -84,16 +89,17 @@ class MoE(nnx.Module):
           config: the model's.
           how: what computes the call.
           given_ids: as in `route`.
-
-        Returns:
-          (the sum for each token, what the router chose: expert_ids and expert_weights [B T A]).
+          values: gets what the router chose: expert_ids and expert_weights [B T A].
         """
         # The only place where a layer's experts are chosen; what follows runs whatever ids it is given.
         route = how.each_token(partial(self.route, config=config, how=how))
         expert_ids, weights = route(x) if given_ids is None else route(x, given_ids)  # [B T A] twice
-        routed, shared = self.run_experts(x, expert_ids, weights, config, how)
-        out = how.each_token(partial(self.add_shared, config=config))(x, routed, shared)
-        return out, {"expert_ids": expert_ids, "expert_weights": weights}
+        values["expert_ids"] = expert_ids
+        if values["expert_ids"] is not expert_ids:  # an edit chose others: they are weighed by the router's scores
+            _, weights = route(x, values["expert_ids"])
+        values["expert_weights"] = weights
+        routed, shared = self.run_experts(x, values["expert_ids"], values["expert_weights"], config, how)
+        return how.each_token(partial(self.add_shared, config=config))(x, routed, shared)
 
     def route(
         self,

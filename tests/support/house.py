@@ -18,7 +18,7 @@ FLOORS = (
     ("m3jax.decoding",),
     ("m3jax.completion",),
     ("m3jax.dialogue", "m3jax.hub"),
-    ("m3jax.planning", "m3jax.text_model", "m3jax.train"),
+    ("m3jax.inside", "m3jax.planning", "m3jax.text_model", "m3jax.train"),
     ("m3jax.cli", "m3jax.vectors"),
     ("m3jax.compare", "m3jax.evaluate", "m3jax.serve"),
     ("m3jax", "m3jax.chat", "m3jax.generate", "m3jax.plan"),
@@ -81,6 +81,7 @@ KERNEL_CALLER = "m3jax.ops"
 EXTRAS_OF = {
     "m3jax.compare": ("oracle", "plots"),
     "m3jax.evaluate": ("plots",),
+    "m3jax.inside": ("plots",),
     "m3jax.media": ("media",),
     "m3jax.serve": ("serve",),
     **dict.fromkeys(("m3jax.dialogue", "m3jax.text"), ("chat",)),

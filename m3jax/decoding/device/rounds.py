@@ -30,6 +30,7 @@ from m3jax.decoding.protocols import HostStacks, TargetModel, is_invariant
 from m3jax.decoding.sampling import NO_TOKEN, USED, DrawContext, HostOrDevice, pushed
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.verify import DraftCounts, Proposal, Verdict, context_by_column, verify
+from m3jax.decoding.steering import Steering
 
 ROUNDS_ARGUMENTS = dict(
     donate_argnames=("state",), static_argnames=("draft_tokens", "max_rounds", "num_top", "records", "layout", "types")
@@ -46,6 +47,7 @@ def decode_in_rounds(
     max_rounds: int,
     host: HostStacks | None = None,
     masks: Masks | None = None,
+    edits: dict[str, Steering] | None = None,
     num_top: int = 0,
     records: tuple[str, ...] = (),
     layout: Layout | None = None,
@@ -63,6 +65,7 @@ def decode_in_rounds(
       host: as in `prefill`.
       masks: what the next token of each row may be; None for anything. They say nothing of the token after it, so a row
         that has one takes no proposals.
+      edits: as in `prefill`, of the B rows.
       num_top: as in `prefill`.
       records: as in `prefill`.
       layout: as in `prefill`.
@@ -100,7 +103,8 @@ def decode_in_rounds(
         positions = lengths[:, None] + jnp.arange(1 + draft_tokens, dtype=jnp.int32)  # [B X]
         positions = jnp.where(is_live[:, None], positions, -1)
         end = lengths + (1 + draft_tokens) * is_live
-        hidden, taps, made, cache = run_model(model, drafter, tokens, cache, host, positions, end, records=records)
+        inputs = tokens, cache, host, positions, end
+        hidden, taps, made, cache = run_model(model, drafter, *inputs, records=records, edits=edits)
         # The invariant mode draws each token as decoding without a draft does: the text is the same with any draft.
         if not is_invariant(model):
             logits = model.unembed(hidden).astype(jnp.float32)  # [B X V]

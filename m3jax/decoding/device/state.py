@@ -9,7 +9,7 @@ from typing import TypeVar
 import jax
 from jax import lax
 from jax.sharding import Sharding
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
 
 from m3jax.decoding.device.scores import Scores
 from m3jax.decoding.protocols import PagedCache
@@ -154,8 +154,8 @@ class NewTokens:
       counts: new tokens of each row.
       stop_reasons: LIVE, or why the row does not go on.
       drafting: with a drafter, the counts of its proposals.
-      records: choices of experts and blocks of the positions that drew the tokens, by name; none where none are asked
-        for.
+      records: choices of experts and blocks, and other named values, of the positions that drew the tokens; none where
+        none are asked for.
       scores: of the prompts' tokens that follow those of a chunk (`Chunk.targets`).
     """
 
@@ -166,7 +166,7 @@ class NewTokens:
     counts: Int32[HostOrDevice, "B"]
     stop_reasons: Int32[HostOrDevice, "B"]
     drafting: DraftCounts | None = None
-    records: dict[str, Int[HostOrDevice, "B W ..."]] = field(default_factory=dict)
+    records: dict[str, Shaped[HostOrDevice, "B W ..."]] = field(default_factory=dict)
     scores: Scores | None = None
 
 

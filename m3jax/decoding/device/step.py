@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, Shaped
 
 from m3jax.decoding.device.scores import score_tokens
 from m3jax.decoding.device.state import (
@@ -29,7 +29,15 @@ from m3jax.decoding.device.state import (
     State,
     pin,
 )
-from m3jax.decoding.protocols import HostStacks, PagedCache, RecordingModel, TappedModel, TargetModel, is_invariant
+from m3jax.decoding.protocols import (
+    RECORDS,
+    HostStacks,
+    PagedCache,
+    RecordingModel,
+    TappedModel,
+    TargetModel,
+    is_invariant,
+)
 from m3jax.decoding.sampling import (
     NO_TOKEN,
     USED,
@@ -44,6 +52,7 @@ from m3jax.decoding.sampling import (
     sample_with_top,
 )
 from m3jax.decoding.speculation.drafter import Drafter
+from m3jax.decoding.steering import Steering
 from m3jax.model import join_features
 from m3jax.platform import platform
 from m3jax.tiles import LOGITS_TILE, by_tiles
@@ -80,6 +89,7 @@ def prefill(
     host: HostStacks | None = None,
     drafter: Drafter | None = None,
     masks: Masks | None = None,
+    edits: dict[str, Steering] | None = None,
     num_top: int = 0,
     records: tuple[str, ...] = (),
     layout: Layout | None = None,
@@ -98,8 +108,10 @@ def prefill(
       host: the pages in host memory, if keys and values are there.
       drafter: reads the prompts too, if there is one.
       masks: what the first token of each of the C prompts may be; None for anything.
+      edits: by the names of values, how they are changed in each of the C prompts; None for not at all.
       num_top: Z, the most probable tokens that a row can ask for.
-      records: names of choices that come back with the tokens, as the position made them that each was drawn at.
+      records: names of choices and of other values that come back with the tokens, as the position made them that each
+        was drawn at.
       layout: on a mesh, the shardings that the results keep; without it the compiler may move them, and the next call
         would compile anew.
       types: those of the model, the drafter and the cache, as part of the key by which jax finds the compiled program.
@@ -121,7 +133,7 @@ def prefill(
     if chunk.media is not None:
         embeddings = join_features(model.embed(chunk.tokens), chunk.media.features, chunk.media.rows)
     hidden, taps, choices, cache = run_model(
-        model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings, records
+        model, drafter, chunk.tokens, cache, host, positions, lengths, embeddings, records, edits
     )
     # A prompt that does not end here draws from some column too: the shapes are fixed, and its token is dropped below.
     last_index = jnp.clip(last_column, 0, width - 1)
@@ -173,6 +185,7 @@ def decode(
     max_steps: int,
     host: HostStacks | None = None,
     masks: Masks | None = None,
+    edits: dict[str, Steering] | None = None,
     num_top: int = 0,
     records: tuple[str, ...] = (),
     layout: Layout | None = None,
@@ -187,6 +200,7 @@ def decode(
       max_steps: W, the most new tokens of a row.
       host: as in `prefill`.
       masks: what the next token of each row may be; None for anything.
+      edits: as in `prefill`, of the B rows.
       num_top: as in `prefill`.
       records: as in `prefill`.
       layout: as in `prefill`.
@@ -213,7 +227,8 @@ def decode(
         positions = jnp.where(is_active, state.lengths, -1)[:, None]  # [B 1]
         lengths = state.lengths + is_active  # the newest token joins the cache in this call
         tokens = state.newest_token[:, None]  # [B 1]
-        hidden, _, made, cache = run_model(model, None, tokens, state.cache, host, positions, lengths, records=records)
+        inputs = tokens, state.cache, host, positions, lengths
+        hidden, _, made, cache = run_model(model, None, *inputs, records=records, edits=edits)
         # The new token will stand at position `lengths`, which decides its random key.
         context, wants_top = continuations.context(is_edited, masks), continuations.top_logprobs > 0
         drawn = draw_token(model, hidden[:, 0], continuations.sampling, context, lengths, wants_top, num_top)
@@ -242,7 +257,7 @@ def decode(
 
 def room_for_choices(
     model: TargetModel, state: State, host: HostStacks | None, records: tuple[str, ...], width: int
-) -> dict[str, Int[Array, "B W ..."]]:
+) -> dict[str, Shaped[Array, "B W ..."]]:
     """Return room for the choices that W new tokens of each row were drawn at, by name."""
     if not records:
         return {}
@@ -292,7 +307,8 @@ def run_model(
     lengths: Int32[Array, "B"],
     embeddings: Float[Array, "B T D"] | None = None,
     records: tuple[str, ...] = (),
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, dict[str, Int[Array, "B T ..."]], PagedCache]:
+    edits: dict[str, Steering] | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, dict[str, Shaped[Array, "B T ..."]], PagedCache]:
     """Run the target; its cache has the host's pages for this call alone, so that no loop carries what it only reads.
 
     Args:
@@ -304,16 +320,20 @@ def run_model(
       positions: where each token stands; -1 for none.
       lengths: tokens of each row after this call.
       embeddings: what the layers read in place of the tokens' own embeddings.
-      records: names of choices to return; the model is a `RecordingModel` if there are some.
+      records: names of choices and of other values to return; the model is a `RecordingModel` if there are some.
+      edits: as in `prefill`.
 
     Returns:
-      (hidden states, what the drafter taps, choices by name as int16, or int32 where a row has more blocks, cache).
+      (hidden states, what the drafter taps, values by name, choices as int16, or int32 where a row has more blocks,
+      cache).
     """
     if host is not None:
         cache = cache.replace(host=host)
     call = dict(cache=cache, positions=positions, lengths=lengths)
     if embeddings is not None:
         call["embeddings"] = embeddings
+    if edits is not None:
+        call["edits"] = edits
     tapped_layers = () if drafter is None else drafter.taps
     taps, choices = None, {}
     if records:
@@ -324,7 +344,7 @@ def run_model(
         hidden, cache = model.hidden(tokens, **call)
     # Ids of experts and of blocks are small: half the bytes to carry to the host.
     dtype = jnp.int16 if cache.table.shape[1] <= jnp.iinfo(jnp.int16).max else jnp.int32
-    choices = {name: choice.astype(dtype) for name, choice in choices.items()}
+    choices = {name: choice.astype(dtype) if name in RECORDS else choice for name, choice in choices.items()}
     return hidden, taps, choices, cache if host is None else cache.replace(host=None)
 
 

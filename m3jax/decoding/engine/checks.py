@@ -1,7 +1,7 @@
 """Checks of an engine's arguments, and of the requests that it has room for."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -10,9 +10,10 @@ from m3jax.decoding.engine.media import MEDIA_PATCHES, MEDIA_TOKENS
 from m3jax.decoding.engine.request import Params
 from m3jax.decoding.engine.runner import PROGRAMS
 from m3jax.decoding.engine.shapes import Shapes
-from m3jax.decoding.protocols import RecordingModel, TargetConfig, TargetModel, sees
+from m3jax.decoding.protocols import NamedModel, RecordingModel, TargetConfig, TargetModel, sees
 from m3jax.decoding.sampling import check_slots
 from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
+from m3jax.decoding.steering import STEERED, Steer, check_steering
 from m3jax.media.sizes import MERGE
 from m3jax.messages import shown
 from m3jax.platform import platform
@@ -214,3 +215,47 @@ def check_records(names: Sequence[str], model: TargetModel) -> None:
     """Raise ValueError if a model cannot say what is to be recorded."""
     if names and not isinstance(model, RecordingModel):
         raise ValueError(f"record = {tuple(names)}: a {type(model).__name__} does not say what its layers choose")
+
+
+def captured_names(names: Sequence[str], model: TargetModel) -> tuple[str, ...]:
+    """Return the names of captured values in full; ValueError if a model has no such values."""
+    if not names:
+        return ()
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"capture = {shown(names)}: give names of values, as ('layers.3.output',)")
+    if not isinstance(model, NamedModel):
+        raise ValueError(f"capture = {tuple(names)}: a {type(model).__name__} does not name its values")
+    return model.recorded_names(tuple(names))
+
+
+def checked_edits(
+    edits: Mapping[str, Steer] | None, names: Sequence[str], model: TargetModel
+) -> dict[str, Steer] | None:
+    """Return a request's edits by full names, None if there are none; ValueError for those that an engine cannot make.
+
+    Args:
+      edits: by name.
+      names: of the values that requests of the engine can change.
+      model: the engine's.
+    """
+    if edits is not None and not isinstance(edits, Mapping):
+        raise ValueError(f"edits = {shown(edits)}: give Steer objects by name, as {{'layers.3.output': Steer(add=v)}}")
+    if not edits:
+        return None
+    if not names:
+        raise ValueError(
+            f"edits has {next(iter(edits))!r}: make the engine with edits=(...), the names of what changes"
+        )
+    full = {name: steer for given, steer in edits.items() for name in captured_names((given,), model)}
+    check_steering(full, names, model.config.hidden_size)
+    return full
+
+
+def edited_names(names: Sequence[str], model: TargetModel) -> tuple[str, ...]:
+    """Return the names of the values that requests can change in full; ValueError if they cannot be steered."""
+    for name in (full := captured_names(names, model)):
+        if name.rpartition(".")[2] not in STEERED:
+            raise ValueError(
+                f"edits has {name!r}: requests can change {', '.join(STEERED)}, which have one vector a token"
+            )
+    return full

@@ -1,7 +1,7 @@
 """The engine: requests come and go, the device runs the same few programs."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from m3jax.decoding.protocols import Identity, TargetModel, is_invariant, sees
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.named import as_drafter
+from m3jax.decoding.steering import KeyOffsets, Steer
 
 RESULTS_KEPT = 1024  # of requests that have ended, so that what they got can still be read by handle
 
@@ -61,7 +62,7 @@ class Engine:
       **knobs: the attributes of `Storage` and of `Work`, in place of these objects. Of `Storage`: pages, which must be
         given, max_length, prefix_cache, kv_dtype, index_dtype, scales, device_pages, host_memory, media_tokens. Of
         `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases, max_bad_words,
-        max_top_logprobs, records, prompt_logprobs, media_patches, dispatch_ahead.
+        max_top_logprobs, records, edits, prompt_logprobs, media_patches, dispatch_ahead.
 
     Raises:
       TypeError: an unknown keyword, or no `pages`.
@@ -100,6 +101,7 @@ class Engine:
             bad_words=work.max_bad_words,
             top_logprobs=work.max_top_logprobs,
             records=tuple(work.records),
+            edits=checks.edited_names(work.edits, model),
             prompt_logprobs=work.prompt_logprobs,
         )
         draft, device_pages = as_drafter(draft, model), storage.device_pages
@@ -124,6 +126,7 @@ class Engine:
         self._placer = Placer(self.config, sees(model), self.shapes.media_patches)
         self._features = FeatureRows(self.shapes.media_tokens) if self.shapes.media_patches else None
         self._scheduler = Scheduler(self._runner, self._pages, self._features, dispatch_ahead=is_ahead)
+        self._key_offsets = KeyOffsets()
         self._requests: dict[int, Request] = {}  # those that go on, and those whose last event was not given out yet
         self._results: dict[int, Generation] = {}  # of those that have ended, the newest last
         self._taken: dict[int, int] = {}  # new tokens that `take` has given out
@@ -142,6 +145,8 @@ class Engine:
         n: int | None = None,
         priority: int = 0,
         deadline: int | float | None = None,
+        capture: Sequence[str] = (),
+        edits: Mapping[str, Steer] | None = None,
     ) -> int | list[int]:
         """Queue a request, or a group of n requests of one prompt.
 
@@ -160,6 +165,9 @@ class Engine:
           priority: requests of a higher one get rows and pages first, and give them back last.
           deadline: seconds from now after which the request ends with what it has; of equal priority the earlier
             deadline is served first, and requests without one last.
+          capture: names of values that come back for each new token (`Params.capture`).
+          edits: by name the vectors that change values of this request, in its prompt and in its new tokens. The engine
+            was made for these names (`Work.edits`); it shares no pages with requests that are changed otherwise.
 
         Returns:
           Its handle; with `n` a list of n handles.
@@ -169,11 +177,15 @@ class Engine:
         """
         prompt = as_prompt(prompt)
         self._check_request(prompt, params)
+        params = self._with_captures(params, capture)
+        edits = checks.checked_edits(edits, self.shapes.edits, self._runner.model)
         check_guide(guide)
         checks.check_order(n, priority, deadline)
         placed = self._placer.place(prompt, media)
         deadline = None if deadline is None else perf_counter() + deadline
-        shared = dict(keys=prefix_keys(prompt, placed), guide=guide, priority=priority, deadline=deadline)
+        keys, key_offset = prefix_keys(prompt, placed), self._key_offsets.offset(edits)
+        shared = dict(keys=(keys[0] + key_offset, *keys[1:]), guide=guide, priority=priority, deadline=deadline)
+        shared |= dict(edits=edits, key_offset=key_offset)
         shared["prompt_scores"] = PromptScores()  # a group has them once
         if n is None:
             return self._queue(prompt, params, placed, **shared).handle
@@ -305,10 +317,11 @@ class Engine:
         source = self._unfinished(handle, "copy")
         params = params or source.params
         self._check_request(source.prompt, params)
+        params = self._with_captures(params)
         checks.check_goes_on(source.new, params, f"request {handle}")
         copy = self._queue(
             source.prompt, params, source.segments, keys=source.prompt_keys, guide=source.guide,
-            priority=source.priority, deadline=source.deadline,
+            priority=source.priority, deadline=source.deadline, edits=source.edits, key_offset=source.key_offset,
         )  # fmt: skip
         if params.prompt_logprobs == source.params.prompt_logprobs:
             copy.prompt_scores = source.prompt_scores
@@ -346,6 +359,8 @@ class Engine:
         request = self._unfinished(handle, "export")
         if request.guide is not None:
             raise ValueError(f"request {handle} has a guide, which a snapshot cannot hold: copy or finish it here")
+        if request.edits:
+            raise ValueError(f"request {handle} has edits, which a snapshot cannot hold: copy or finish it here")
         page_ids = () if request.page_handle is None else self._pages.pages_of(request.page_handle)
         return Snapshot(
             prompt=request.prompt,
@@ -379,7 +394,7 @@ class Engine:
         prompt_keys = prefix_keys(snapshot.prompt, placed)
         keys = (*prompt_keys, *snapshot.new)[: snapshot.cached]
         page_handle = self._scheduler.receive(keys, snapshot.pages) if keys else None
-        request = self._queue(snapshot.prompt, snapshot.params, placed, prompt_keys)
+        request = self._queue(snapshot.prompt, self._with_captures(snapshot.params), placed, prompt_keys)
         versions = [self._scheduler.version] * len(snapshot.new)
         request.continue_from(snapshot.new, snapshot.logprobs, snapshot.top_logprobs, versions, snapshot.records)
         request.prompt_scores.known = list(snapshot.prompt_logprobs)
@@ -547,7 +562,7 @@ class Engine:
 
         Args:
           prompt, params, placed, keys: of the request; `keys` of its prompt's pages.
-          **of_request: `guide`, `priority`, `deadline`, `group` and `prompt_scores` of `Request`.
+          **of_request: `guide`, `priority`, `deadline`, `group`, `edits`, `key_offset`, `prompt_scores` of `Request`.
         """
         request = Request(self._next_handle, prompt, params, placed, keys, **of_request)
         self._next_handle += 1
@@ -618,3 +633,10 @@ class Engine:
         check_prompt(prompt, params, self.config)
         checks.check_room(prompt, params, self.max_length, self.shapes)
         checks.check_records(params.record, self._runner.model)
+
+    def _with_captures(self, params: Params, capture: Sequence[str] = ()) -> Params:
+        """Return params with the full names of the values that they capture, and of others."""
+        if not params.capture and not capture:
+            return params
+        names = (*params.capture, *((capture,) if isinstance(capture, str) else capture))
+        return replace(params, capture=checks.captured_names(tuple(dict.fromkeys(names)), self._runner.model))

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import PyTree, Shaped
 
 from m3jax.cache import Cache
 from m3jax.decoding.engine.media import Media
 from m3jax.decoding.engine.request import Params, check_ids
 from m3jax.decoding.engine.sealed import seal, unseal
-from m3jax.decoding.protocols import Identity, PageContents, TargetConfig
+from m3jax.decoding.protocols import RECORDS, Identity, PageContents, TargetConfig
 from m3jax.decoding.sampling import Sampling
 from m3jax.messages import shown
 
@@ -51,7 +52,7 @@ class Snapshot:
     identity: Identity
     media: Media = field(default_factory=Media)
     top_logprobs: tuple[dict[int, float], ...] = ()
-    records: Mapping[str, Int[np.ndarray, "X L ..."]] = field(default_factory=dict)
+    records: Mapping[str, Shaped[np.ndarray, "X ..."]] = field(default_factory=dict)
     prompt_logprobs: tuple[dict[int, float], ...] = ()
 
     def to_bytes(self) -> bytes:
@@ -91,7 +92,8 @@ class Snapshot:
         try:
             params = header["params"]
             sampling = Sampling(**params["sampling"])
-            tuples = {"stop_ids": tuple(params["stop_ids"]), "record": tuple(params.get("record", ()))}
+            tuples = {"stop_ids": tuple(params["stop_ids"])}
+            tuples |= {name: tuple(params.get(name, ())) for name in ("record", "capture")}
             params = Params(**params | {"sampling": sampling} | tuples)
             lists = (tuple(arrays[name].tolist()) for name in ("prompt", "new", "logprobs"))
             pages = [_read_back(group, arrays) for group in header["pages"]]
@@ -187,12 +189,15 @@ def check_snapshot(
         count = len(snapshot.new)
         raise ValueError(f"the snapshot's top_logprobs must be a tuple, empty or of {count} entries, one a new token")
     if not isinstance(snapshot.records, Mapping) or any(
-        not isinstance(record, np.ndarray) or record.dtype.kind != "i" or len(record) != len(snapshot.new)
-        for record in snapshot.records.values()
+        not isinstance(record, np.ndarray)
+        or not jnp.issubdtype(record.dtype, jnp.signedinteger if name in RECORDS else jnp.number)
+        or len(record) != len(snapshot.new)
+        for name, record in snapshot.records.items()
     ):
         count = len(snapshot.new)
         raise ValueError(
-            f"the snapshot's records must be integer arrays by name, each with {count} rows, one a new token"
+            f"the snapshot's records must be arrays of numbers by name (integers of {', '.join(RECORDS)}), each with "
+            f"{count} rows, one a new token"
         )
     count, cached = len(snapshot.prompt) + len(snapshot.new), snapshot.cached
     if not isinstance(cached, int) or isinstance(cached, bool) or not 0 <= cached < max(count, 1):

@@ -68,6 +68,9 @@ class Work:
       max_top_logprobs: the largest `Params.top_logprobs`, 0 to 20. They are only computed while some request asks.
       records: what requests will ask to be recorded (`Params.record`): `warmup` then compiles each program that can
         record a second time, with these. What is not named here is compiled by the first call that records it.
+      edits: names of the values that a request can change by vectors (`Engine.add`), of width D: "embedding",
+        "final_norm", and of a layer "layers.3." and input, attention_norm, attention_out, ffn_norm, ffn_out or output;
+        "layers.*." for all layers.
       prompt_logprobs: whether requests will ask for `Params.prompt_logprobs`: `warmup` then compiles each size of
         prefill a second time. Else the first such request does.
       media_patches: patches in one call of the vision tower, a program a size. An image, or a chunk of a video, runs
@@ -87,6 +90,7 @@ class Work:
     max_bad_words: int = 16
     max_top_logprobs: int = MAX_TOP_LOGPROBS
     records: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
     prompt_logprobs: bool = False
     media_patches: int | Sequence[int] | None = None
     dispatch_ahead: bool | None = None
@@ -122,6 +126,7 @@ class EngineKnobs(TypedDict, total=False):
     max_bad_words: int
     max_top_logprobs: int
     records: tuple[str, ...]
+    edits: tuple[str, ...]
     prompt_logprobs: bool
     media_patches: int | Sequence[int] | None
     dispatch_ahead: bool | None

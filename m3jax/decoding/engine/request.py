@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, UInt32
+from jaxtyping import Shaped, UInt32
 
 from m3jax.decoding.engine.media import PlacedSegment
 from m3jax.decoding.protocols import RECORDS, TargetConfig
 from m3jax.decoding.sampling import MASK_BITS, MAX_TOP_LOGPROBS, HostOrDevice, Sampling
+from m3jax.decoding.steering import Steer
 from m3jax.messages import shown
 
 
@@ -30,6 +32,8 @@ class Params:
       prompt_logprobs: how many of the most probable tokens `Generation.prompt_logprobs` has in the place of each token
         of the prompt but the first, 0 to 20; None for no such list. Such a request computes its whole prompt.
       record: choices of the layers that come back for each new token (`Generation.records`): "expert_ids", "blocks".
+      capture: names of other values that come back with them, as `m3jax.model.M3.intermediates` has them, such as
+        "layers.3.output"; "layers.*." for all layers that have the value.
     """
 
     max_new_tokens: int
@@ -40,6 +44,12 @@ class Params:
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
     record: tuple[str, ...] = ()
+    capture: tuple[str, ...] = ()
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """The names of all that comes back for each new token."""
+        return (*self.record, *self.capture)
 
     def stops(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the stop ids that count for a model of these EOS ids."""
@@ -106,10 +116,12 @@ class Generation:
         probable in its place; as many as are computed so far, [] where none were asked for.
       versions: of the weights that drew each token (`Engine.update`); no part of what makes two generations equal.
       timings: the seconds that it took so far; likewise.
-      records: what `Params.record` asked for, by name, first axis new tokens: the choices that the layers made at the
-        position whose logits drew the token. "expert_ids" are [X L A] of the L layers that have experts, best first,
-        "blocks" [X L K J] of the sparse layers; int16, or int32 where a request can have more than 32,767 blocks. A
-        token that was not recorded has -1. `m3jax.model.Choices.of_records` gives them to a call of the model.
+      records: what `Params.record` and `Params.capture` asked for, by name, first axis new tokens: the choices and
+        values that the layers had at the position whose logits drew the token. "expert_ids" are [X L A] of the L layers
+        that have experts, best first, "blocks" [X L K J] of the sparse layers; int16, or int32 where a request can have
+        more than 32,767 blocks; `m3jax.model.Choices.of_records` gives them to a call of the model. Other values have
+        the axes that `intermediates` gives them but the batch, tokens first: "layers.3.q" [X N H],
+        "layers.3.block_scores" [X K M], in their own dtype. A token that was not recorded has -1, or NaN.
     """
 
     tokens: list[int]
@@ -122,7 +134,7 @@ class Generation:
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list, compare=False)
     timings: RequestTimings | None = field(default=None, compare=False)
-    records: dict[str, Int[np.ndarray, "X L ..."]] = field(default_factory=dict, compare=False)
+    records: dict[str, Shaped[np.ndarray, "X ..."]] = field(default_factory=dict, compare=False)
 
     def cut(self, keep: int, stop_reason: str) -> "Generation":
         """Return the first `keep` tokens, with another reason to stop there."""
@@ -183,6 +195,8 @@ class Request:
       logprobs: of them.
       top_logprobs: as in `Generation`.
       guide: says which tokens may come next, if there is one.
+      edits: how values are changed in it, by name; None for not at all.
+      key_offset: of the key of its first token (`m3jax.decoding.steering.KeyOffsets`).
       recorded: of `records` what each call gave, in order; of the latest call on its way from the device.
       row: its place in the decode batch; None while it waits for one.
       page_handle: the allocator's handle of its pages; None while it has none.
@@ -214,7 +228,9 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     guide: Guide | None = None
-    recorded: list[dict[str, Int[np.ndarray, "X ..."]]] = field(default_factory=list)
+    edits: Mapping[str, Steer] | None = None
+    key_offset: int = 0
+    recorded: list[dict[str, Shaped[np.ndarray, "X ..."]]] = field(default_factory=list)
     row: int | None = None
     page_handle: int | None = None
     cached: int = 0
@@ -348,7 +364,7 @@ class Request:
         del self.new[count:], self.logprobs[count:], self.top_logprobs[count:], self.versions[count:]
         self.reported = min(self.reported, count)
 
-    def note_records(self, records: Mapping[str, Int[HostOrDevice, "B W ..."]], index: int, count: int) -> None:
+    def note_records(self, records: Mapping[str, Shaped[HostOrDevice, "B W ..."]], index: int, count: int) -> None:
         """Note what a call recorded of this request's new tokens; they are read when the next call has come.
 
         Args:
@@ -356,15 +372,15 @@ class Request:
           index: the request's row in them.
           count: its new tokens.
         """
-        if not self.params.record or not count:
+        if not self.params.recorded or not count:
             return
         if self.recorded:
             self.recorded[-1] = {name: np.asarray(values) for name, values in self.recorded[-1].items()}
-        self.recorded.append({name: records[name][index, :count] for name in self.params.record})
+        self.recorded.append({name: records[name][index, :count] for name in self.params.recorded})
 
     @property
-    def records(self) -> dict[str, Int[np.ndarray, "X L ..."]]:
-        """The choices that were recorded for the new tokens, as in `Generation`; {} before the first."""
+    def records(self) -> dict[str, Shaped[np.ndarray, "X ..."]]:
+        """The values that were recorded for the new tokens, as in `Generation`; {} before the first."""
         if not self.recorded:
             return {}
         whole = {
@@ -372,7 +388,8 @@ class Request:
         }
         # Tokens that were taken over from a request that recorded nothing come first.
         missing = {name: len(self.new) - len(values) for name, values in whole.items()}
-        fill = lambda name, values: np.full((missing[name], *values.shape[1:]), -1, values.dtype)
+        nothing = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else -1
+        fill = lambda name, values: np.full((missing[name], *values.shape[1:]), nothing(values.dtype), values.dtype)
         whole = {name: np.concatenate([fill(name, values), values]) for name, values in whole.items()}
         self.recorded = [whole]
         return dict(whole)
@@ -383,11 +400,11 @@ class Request:
         logprobs: Sequence[float],
         top_logprobs: Sequence[dict[int, float]],
         versions: Sequence[int],
-        records: Mapping[str, Int[np.ndarray, "X L ..."]],
+        records: Mapping[str, Shaped[np.ndarray, "X ..."]],
     ) -> None:
         """Take over the new tokens of another request; where it asked for no alternatives a token is its own."""
-        kept = {name: records[name] for name in self.params.record if name in records}
-        self.recorded = [kept] if len(kept) == len(self.params.record) > 0 else []
+        kept = {name: records[name] for name in self.params.recorded if name in records}
+        self.recorded = [kept] if len(kept) == len(self.params.recorded) > 0 else []
         self.new, self.logprobs, self.versions = list(new), list(logprobs), list(versions)
         if self.params.top_logprobs:
             own = [{token: logprob} for token, logprob in zip(new, logprobs, strict=True)]
@@ -455,6 +472,8 @@ def check_prompt(prompt: Sequence[int], params: Params, config: TargetConfig, na
         )
     if not isinstance(params.record, tuple) or any(name not in RECORDS for name in params.record):
         raise ValueError(f"record = {shown(params.record)}: must be a tuple of {', '.join(RECORDS)}; () for none")
+    if not isinstance(params.capture, tuple) or not all(isinstance(name, str) for name in params.capture):
+        raise ValueError(f"capture = {shown(params.capture)}: must be a tuple of names of values; () for none")
     limit, asked = config.max_position_embeddings, params.max_new_tokens
     if not _is_integer(asked) or asked < 1:
         raise ValueError(f"max_new_tokens = {asked!r}: must be an integer of at least 1")

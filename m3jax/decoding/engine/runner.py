@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -20,6 +21,7 @@ from m3jax.decoding.engine.shapes import Shapes
 from m3jax.decoding.protocols import RECORDS, HostStacks, PageContents, PagedCache, TargetModel, is_invariant
 from m3jax.decoding.sampling import MASK_BITS, WORD_TOKENS, Sampling, SamplingParams, count_uses
 from m3jax.decoding.speculation.drafter import Drafter, PromptContext
+from m3jax.decoding.steering import Steer, Steering, steering_of
 from m3jax.media.packing import Segment, pack
 from m3jax.media.sizes import MERGE
 from m3jax.parallel import sharding
@@ -27,6 +29,7 @@ from m3jax.platform import platform
 
 PROGRAMS = ("prefill", "tower", "decode", "pages")
 _Tree = TypeVar("_Tree")
+RowEdits = Mapping[int, Mapping[str, Steer]]  # of the rows that are steered, by the names of values
 RowMasks = Mapping[int, UInt32[np.ndarray, " W"] | None]  # the tokens that may come next in rows with a guide
 Watch = Callable[[str], AbstractContextManager]  # maps names of programs to the context in which they are compiled
 
@@ -44,6 +47,8 @@ class PromptPart:
       feature_rows: the row of the feature that each token of the piece stands for, -1 for a token of text.
       mask: the tokens that may come after its last one, as `Guide.bits` gives them; None where all may.
       wants_scores: whether the log-probabilities of its prompt's tokens are wanted.
+      edits: how values are changed in it, by name; None for not at all.
+      key_offset: of the key of its first token (`m3jax.decoding.steering.KeyOffsets`).
     """
 
     row: int
@@ -54,6 +59,8 @@ class PromptPart:
     feature_rows: Int32[np.ndarray, " T"]
     mask: UInt32[np.ndarray, " W"] | None = None
     wants_scores: bool = False
+    edits: Mapping[str, Steer] | None = None
+    key_offset: int = 0
 
 
 class Runner:
@@ -108,6 +115,7 @@ class Runner:
         )
         self._no_masks = self._masks_on_device({}, shapes.batch)
         self._no_prompt_masks = self._masks_on_device({}, shapes.prompts)
+        self._steered: dict[int, tuple[dict[int, Mapping[str, Steer]], dict[str, Steering]]] = {}
         self.features, self._features_layout = None, None
         self._feature_keys = np.full(shapes.media_tokens, -1, np.int64)
         self._compiled_widths: set[int] = set()  # of calls of prefill
@@ -214,7 +222,7 @@ class Runner:
         """Run a chunk of `width` tokens of some prompts; row i of the result is that of part i, still on the device."""
         for part in parts:
             piece = part.tokens[part.cached : part.cached + width]
-            self._note_written(part.row, part.cached, piece, part.feature_rows)
+            self._note_written(part.row, part.cached, piece, part.feature_rows, part.key_offset)
         self._send_changes()
         records, has_scores = self.records_of(part.params for part in parts), any(part.wants_scores for part in parts)
         self.state, new = self._prefill_call(parts, width, records, has_scores)()
@@ -227,9 +235,9 @@ class Runner:
 
         Where one asks, what `warmup` compiled for is recorded too, so that the call runs that program.
         """
-        asked = {name for of_request in params for name in of_request.record}
+        asked = {name for of_request in params for name in of_request.recorded}
         asked |= set(self.shapes.records) if asked else set()
-        return tuple(name for name in RECORDS if name in asked)
+        return (*(name for name in RECORDS if name in asked), *sorted(asked.difference(RECORDS)))
 
     def _prefill_call(
         self, parts: Sequence[PromptPart], width: int, records: tuple[str, ...] = (), has_scores: bool = False
@@ -261,13 +269,20 @@ class Runner:
             host=self._host_pages,
             drafter=self.drafter,
             masks=self._masks_on_device(masks, count) if masks else self._no_prompt_masks,
+            edits=self._steering({index: part.edits for index, part in enumerate(parts) if part.edits}, count),
             num_top=self.shapes.top_logprobs,
             records=records,
             layout=self._layout,
             types=self._types,
         )
 
-    def launch(self, steps: int, masks: RowMasks | None = None, records: tuple[str, ...] = ()) -> device.NewTokens:
+    def launch(
+        self,
+        steps: int,
+        masks: RowMasks | None = None,
+        records: tuple[str, ...] = (),
+        edits: RowEdits | None = None,
+    ) -> device.NewTokens:
         """Begin decode steps of all live rows, or rounds with a drafter; `read` waits for the new tokens.
 
         The next call may be launched before: rows that end in this one do nothing in it. Between the two the host may
@@ -277,13 +292,14 @@ class Runner:
           steps: at most.
           masks: the tokens that may come next in rows that have a guide, as `Guide.bits` gives them. These rows get one
             token. None is for no row.
-          records: names of choices to record.
+          records: names of choices and other values to record.
+          edits: how values are changed in rows that are steered.
 
         Returns:
           The new tokens of all rows, still on the device.
         """
         self._send_changes()
-        self.state, new = self._decode_call(steps, masks or {}, records)()
+        self.state, new = self._decode_call(steps, masks or {}, records, edits or {})()
         self._flush_host()
         self._unread += 1
         return new
@@ -305,12 +321,13 @@ class Runner:
         return new
 
     def _decode_call(
-        self, steps: int, masks: RowMasks, records: tuple[str, ...] = ()
+        self, steps: int, masks: RowMasks, records: tuple[str, ...] = (), edits: RowEdits = MappingProxyType({})
     ) -> partial[tuple[device.State, device.NewTokens]]:
         """Return the device's call for decode steps, or for rounds with a drafter."""
         steps_of_row = np.full(self.shapes.batch, steps, np.int32)
         shared = dict(host=self._host_pages, num_top=self.shapes.top_logprobs, layout=self._layout, types=self._types)
         shared["records"] = records
+        shared["edits"] = self._steering(edits, self.shapes.batch)
         shared["masks"] = self._masks_on_device(masks, self.shapes.batch) if masks else self._no_masks
         if self.drafter is None:
             return partial(
@@ -328,7 +345,12 @@ class Runner:
         )
 
     def _note_written(
-        self, row: int, start: int, tokens: Sequence[int], feature_rows: Int32[np.ndarray, " T"] | None = None
+        self,
+        row: int,
+        start: int,
+        tokens: Sequence[int],
+        feature_rows: Int32[np.ndarray, " T"] | None = None,
+        key_offset: int = 0,
     ) -> None:
         """Note the tokens, and features in their place, that a call writes into a row's pages from a position on."""
         slots = np.arange(start, start + len(tokens))
@@ -337,6 +359,8 @@ class Runner:
         if feature_rows is not None:
             is_feature = feature_rows >= 0
             keys[is_feature] = self._feature_keys[feature_rows[is_feature]]
+        if start == 0:
+            keys[:1] += key_offset
         self.written[self.table[row][slots // page_size], slots % page_size] = keys
 
     def continuations(self, parts: Sequence[PromptPart], count: int) -> device.Continuations:
@@ -376,6 +400,22 @@ class Runner:
                 bits[row] = mask
         place = lambda x: jax.device_put(x, sharding(x.shape, (None,) * x.ndim, self.model.mesh))
         return device.Masks(place(is_masked), place(bits))
+
+    def _steering(self, edits: RowEdits, count: int) -> dict[str, Steering] | None:
+        """Return the vectors of some of `count` rows on the device; None in an engine that steers no request.
+
+        Those of the last call of as many rows are kept: from step to step they are the same.
+        """
+        if not self.shapes.edits:
+            return None
+        known, on_device = self._steered.get(count, (None, None))
+        if known is None or known != dict(edits):
+            of_rows = [edits.get(row) for row in range(count)]
+            width, mode = self.model.config.hidden_size, is_invariant(self.model)
+            place = lambda x: jax.device_put(x, sharding(x.shape, (None,) * x.ndim, self.model.mesh))
+            on_device = jax.tree.map(place, steering_of(of_rows, self.shapes.edits, width, mode))
+            self._steered[count] = dict(edits), on_device
+        return on_device
 
     def _context(self, parts: Sequence[PromptPart], width: int) -> PromptContext | None:
         """Return what a drafter reads of prompts beyond a piece of `width` tokens; None without a drafter."""

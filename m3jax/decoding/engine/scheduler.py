@@ -281,6 +281,8 @@ class Scheduler:
             feature_rows=features,
             mask=mask,
             wants_scores=not request.has_scores,
+            edits=request.edits,
+            key_offset=request.key_offset,
         )
 
     def decode(self) -> None:
@@ -343,7 +345,8 @@ class Scheduler:
             return None
         masks = {request.row: self._mask(request) for request in running if request.guide is not None}
         records = self.runner.records_of(request.params for request in running)
-        return Flight(self.runner.launch(self.shapes.steps, masks, records), running)
+        edits = {request.row: request.edits for request in running if request.edits}
+        return Flight(self.runner.launch(self.shapes.steps, masks, records, edits), running)
 
     def _take_flight(self, flight: Flight | None) -> None:
         """Wait for a decode call, and give its tokens to its requests; those that ended in the call before got none."""

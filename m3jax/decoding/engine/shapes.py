@@ -34,6 +34,7 @@ class Shapes:
       bad_words: of one row, at most.
       top_logprobs: most probable tokens that a row can ask for with each new one.
       records: names of choices for whose recording programs are compiled ahead.
+      edits: names of the values that requests can change.
       prompt_logprobs: whether programs that score prompts are compiled ahead.
       draft_tokens: K, proposals of a round; 0 without a drafter.
       media_patches: of one call of the tower: the sizes that there are, ascending; () where only text is served.
@@ -49,6 +50,7 @@ class Shapes:
     bad_words: int = 0
     top_logprobs: int = 0
     records: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
     prompt_logprobs: bool = False
     draft_tokens: int = 0
     media_patches: tuple[int, ...] = ()
