@@ -16,7 +16,8 @@ from m3jax.text.output.marks import BLOCK, MOST_NAME, NAMESPACE
 from m3jax.text.output.shapes import kind_of
 from m3jax.text.output.values import written
 
-_MOST_DEPTH = 64  # of alternatives within alternatives
+_MOST_DEPTH = 64  # of alternatives within alternatives, and of values within values
+_MOST_ALTERNATIVES = 256  # of one value
 
 # Keywords that say nothing of which values are valid, for these and for what begins with "x-".
 _NOTES = frozenset({"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"})
@@ -110,7 +111,7 @@ class _Calls:
         self.lines: list[str] = []
         self._rule_of: dict[int, str] = {}  # by schema, also while it is made: it may lead back to itself
         self._kept: list[Any] = []  # schemas whose ids are in use
-        self._number = 0
+        self._number = self._depth = 0
 
     def call(self, function: Mapping[str, Any]) -> str:
         """Add the rule of a tool's call, and return its name."""
@@ -132,8 +133,11 @@ class _Calls:
         """Return the name of the rule of a value, with the marker behind it."""
         if id(schema) in self._rule_of:
             return self._rule_of[id(schema)]
+        if self._depth >= _MOST_DEPTH:
+            raise ValueError(f"{location}: values nest deeper than {_MOST_DEPTH}")
         own = self._rule_of[id(schema)] = self._new("value")
         self._kept.append(schema)
+        self._depth += 1
         flats = list(_alternatives(schema, root, location))
         for flat in flats:
             _check_known(flat, location)
@@ -145,6 +149,7 @@ class _Calls:
         if not rules:
             raise ValueError(f"{location}: {shown(schema)} leaves no value that a call can have")
         self.lines.append(f"{own}: {' | '.join(rules)}")
+        self._depth -= 1
         return own
 
     def _rules_of(self, flat: Mapping[str, Any], kinds: set[str], root: Any, location: str) -> Iterator[str]:
@@ -285,6 +290,8 @@ def _alternatives(schema: Any, root: Any, location: str, depth: int = 0) -> Iter
     parts += [list(_alternatives(each, root, location, depth + 1)) for each in schema.get("allOf", ())]
     merged = parts[0]
     for part in parts[1:]:
+        if len(merged) * len(part) > _MOST_ALTERNATIVES:
+            raise ValueError(f"{location}: more than {_MOST_ALTERNATIVES} alternatives, by anyOf, oneOf and allOf")
         merged = [both for one in merged for other in part if (both := _merged(one, other, location)) is not None]
     # A schema that was not changed stays the same object: the rules of schemas are told apart by it.
     yield from [schema] if merged == [schema] else merged
