@@ -10,12 +10,12 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from m3jax import __version__
 from m3jax.messages import printable, shown
 from m3jax.serve.gateway.journal import in_order, note_response
 
@@ -45,7 +45,7 @@ def identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     device = jax.devices()[0]
     all_settings = {
         **settings,
-        "m3jax": __version__,
+        "m3jax": version("m3jax"),
         "jax": jax.__version__,
         "device": f"{device.platform} {device.device_kind}",
     }

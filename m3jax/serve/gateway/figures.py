@@ -1,4 +1,4 @@
-"""What a gateway measures of its requests, as Prometheus reads it."""
+"""The measurements that a gateway makes of its requests, as Prometheus reads them."""
 
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping

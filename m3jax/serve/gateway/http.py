@@ -27,7 +27,7 @@ _LARGE = 1 << 20  # bytes of a body that is parsed on a thread
 
 @dataclass(frozen=True)
 class Style:
-    """What one protocol's errors and streams look like.
+    """The form of one protocol's errors and streams.
 
     Attributes:
       error_body: of an error.

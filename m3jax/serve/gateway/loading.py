@@ -1,4 +1,4 @@
-"""What a gateway needs to begin: the model's tokenizer and template, and its workers."""
+"""The parts that a gateway begins with: the model's tokenizer and template, and its workers."""
 
 import asyncio
 import hashlib

@@ -20,7 +20,7 @@ MAX_N = 128
 
 @dataclass(frozen=True)
 class Model:
-    """What a gateway knows of the model that its workers serve.
+    """The model that a gateway's workers serve, as far as the gateway knows it.
 
     Attributes:
       name: under which clients ask for it.

@@ -19,7 +19,7 @@ PROG = "m3jax.serve"
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens.
+    """The address that a server listens at.
 
     Attributes:
       host: a name or an address; 127.0.0.1 is this machine alone.
@@ -60,7 +60,7 @@ class _Server(uvicorn.Server):
 
 @dataclass(eq=False)
 class Opened:
-    """What a gateway has to close at its end.
+    """The parts of a gateway that are closed at its end.
 
     Attributes:
       pool: of processes.

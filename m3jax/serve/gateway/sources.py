@@ -39,7 +39,7 @@ def is_public(address: str) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """What may be read for requests.
+    """The rule that says which media may be read for requests.
 
     Attributes:
       hosts: from which http and https addresses are fetched.

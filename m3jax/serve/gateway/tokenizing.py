@@ -1,4 +1,4 @@
-"""What lies around an answer: POST /tokenize and /detokenize, and what describes the model."""
+"""Requests beside answers: POST /tokenize and /detokenize, and descriptions of the model."""
 
 import asyncio
 from typing import Any
