@@ -341,12 +341,55 @@ def test_a_gpu_is_planned_by_arithmetic_and_says_so(capsys):
     assert data["how"] == "arithmetic" and not data["fits"] and data["memory"]["total"] > data["memory"]["limit"]
 
 
+def test_heads_of_a_draft_that_the_tensor_axis_cannot_divide_are_on_every_device():
+    """As those of the model: 2 KV heads over 8 devices are held 8 times, 64 once; no page is divided for them."""
+    few = dataclasses.replace(M3_DRAFT, num_key_value_heads=2)
+    drafts = {
+        heads: memory(full("h200:8", draft=draft), sizes("tensor=8")).draft
+        for heads, draft in ((2, few), (64, M3_DRAFT))
+    }
+    longer = {
+        heads: memory(full("h200:8", draft=draft, context=1 << 19), sizes("tensor=8")).draft
+        for heads, draft in ((2, few), (64, M3_DRAFT))
+    }
+    half_context = 2**19 * 4  # tokens, of four rows
+    edges = half_context // 128 * 6144 * 2
+    key_bytes = {heads: drafts[heads] - longer[heads] - edges for heads in drafts}
+    assert key_bytes == {2: half_context * 2 * 2 * 128 * 2, 64: half_context * 2 * 64 * 128 * 2 / 8}
+
+
+@pytest.mark.parametrize("tensor_size", [1, 8])
+def test_temporaries_hold_the_gathered_keys_of_a_devices_heads(tensor_size):
+    """By hand: what a chunk of 128 tokens more adds."""
+    config, mesh = M3Config.m3(), dict.fromkeys(AXES, 1) | {"tensor": tensor_size}
+    shorter, longer = (memory(full("h200:8", chunk=chunk), mesh).temporaries for chunk in (1920, 2048))
+    widest = max(config.dense_intermediate_size, config.intermediate_size * config.num_experts_per_tok) // tensor_size
+    heads_width = config.num_attention_heads * config.head_dim // tensor_size
+    numbers = 4 * config.hidden_size + 2 * widest + config.index_topk_blocks * heads_width
+    assert longer - shorter == 128 * 4 * numbers
+
+
 def test_what_the_compiler_refuses_is_shown():
     planned = full("v5p:4x4x4")
     best = candidates(planned)[0]
     refused = {"error": "RESOURCE_EXHAUSTED: too much\nmore", "lower_seconds": 1.0, "compile_seconds": 1.0}
     data = as_dict(planned, best, [best], {"decode": refused, "prefill": refused})
     assert not data["fits"] and "refused: RESOURCE_EXHAUSTED: too much\n" in as_text(data)
+
+
+def test_memory_is_the_compilers_where_it_took_every_program():
+    """The larger program counts; where one was refused, all of it is the plan's own."""
+    planned = full("v5p:4x4x4")
+    best = candidates(planned)[0]
+    took = dict(flops=1.0, traffic=1.0, collective_bytes={}, unknown_loops=0, collectives={}, heaviest=[])
+    decode = took | dict(arguments=7e10, temporaries=1e9, fresh_outputs=2e8, code=3e7)
+    prefill = took | dict(arguments=6e10, temporaries=5e9, fresh_outputs=1e8, code=2e7)
+    found = as_dict(planned, best, [best], {"decode": decode, "prefill": prefill})["memory"]
+    assert (found["temporaries"], found["arguments"]) == (5e9 + 1e8 + 2e7, 7e10)
+    assert found["total"] == 7e10 + best.memory.vision + best.memory.draft + found["temporaries"]
+    for answers in ({"decode": decode, "prefill": {"error": "RESOURCE_EXHAUSTED"}}, {}):
+        alone = as_dict(planned, best, [best], answers)["memory"]
+        assert alone["temporaries"] == best.memory.temporaries and "arguments" not in alone
 
 
 # Counting
