@@ -61,7 +61,7 @@ class KeepOfEach:
 
     def after_layer(self, memory, num_before, layer, values, context):
         """Return None for the memory, and what the probe makes of this layer."""
-        return None, self.probe(values, context)
+        return None, self.probe(dict(values), context)  # a plain one is a pytree, if the probe keeps all
 
 
 @dataclass(frozen=True)
