@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import jaxtyping
 import numpy as np
 import pytest
-from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Float, Int32, PyTree
 from support.checks import check_from_first_call, jaxtyped, names_axes
 
@@ -72,10 +71,10 @@ def test_what_names_no_axis_is_checked_by_its_types(calls_before):
         lambda: halved(3, [5.0]),
         lambda: halved(3),  # 1.5 is no int
         lambda: Plain("1"),
-        lambda: Plain(1, ("a", 2)),
+        lambda: Plain(1, (2,)),  # of a longer one an item is looked at that chance picks
         lambda: Plain(1).more(2, twice=1),
     ):
-        with pytest.raises(BeartypeCallHintViolation):
+        with pytest.raises(jaxtyping.TypeCheckError, match=r"Type-check error: .*violates type hint"):
             call()
 
 

@@ -358,17 +358,6 @@ def test_heads_of_a_draft_that_the_tensor_axis_cannot_divide_are_on_every_device
     assert key_bytes == {2: half_context * 2 * 2 * 128 * 2, 64: half_context * 2 * 64 * 128 * 2 / 8}
 
 
-@pytest.mark.parametrize("tensor_size", [1, 8])
-def test_temporaries_hold_the_gathered_keys_of_a_devices_heads(tensor_size):
-    """By hand: what a chunk of 128 tokens more adds."""
-    config, mesh = M3Config.m3(), dict.fromkeys(AXES, 1) | {"tensor": tensor_size}
-    shorter, longer = (memory(full("h200:8", chunk=chunk), mesh).temporaries for chunk in (1920, 2048))
-    widest = max(config.dense_intermediate_size, config.intermediate_size * config.num_experts_per_tok) // tensor_size
-    heads_width = config.num_attention_heads * config.head_dim // tensor_size
-    numbers = 4 * config.hidden_size + 2 * widest + config.index_topk_blocks * heads_width
-    assert longer - shorter == 128 * 4 * numbers
-
-
 def test_what_the_compiler_refuses_is_shown():
     planned = full("v5p:4x4x4")
     best = candidates(planned)[0]

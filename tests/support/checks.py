@@ -10,6 +10,7 @@ from typing import Any
 
 import jaxtyping
 from beartype import beartype
+from beartype.roar import BeartypeCallHintViolation
 
 _of_axes = jaxtyping.jaxtyped
 
@@ -43,7 +44,10 @@ def jaxtyped(checked: Any = None, *, typechecker: Callable) -> Any:
             return function(*args, **kwargs)
         if with_types is None:
             with_types = beartype(_without_forward_references(function))
-        return with_types(*args, **kwargs)
+        try:
+            return with_types(*args, **kwargs)
+        except BeartypeCallHintViolation as error:  # of this function: one that it calls has raised the error below
+            raise jaxtyping.TypeCheckError(f"Type-check error: {error}") from None
 
     return call
 
