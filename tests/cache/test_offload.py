@@ -236,6 +236,17 @@ def test_a_copy_onto_a_page_that_is_here_forgets_it():
     assert (np.asarray(copied.index_k[:, 4]) == 7.0).all() and not np.asarray(copied.index_k[:, 3]).any()
 
 
+def test_an_import_writes_no_page_that_is_known():
+    """Pages of -1 in a group are left out: host memory has no page of that number, and its last ones are others'."""
+    memory = HostMemory(Cache.pool(CONFIG, 12, 1, 12, "float32", device_pages=8), "numpy")
+    pages = np.array([-1, -1, 3, 5, -1, -1, -1, -1], np.int32)
+    ones = [x and (np.ones_like(x[0]), np.ones_like(x[1]), None) for x in memory.read(np.arange(8))]
+    memory.write(pages, [x or (None, None, None) for x in ones])
+    for stored in (x for x in memory.pages if x is not None):
+        of_page = stored.kv.reshape(len(stored.kv), 12, -1)  # [L X ...]
+        assert (of_page[:, [3, 5]] == 1).all() and not np.delete(of_page, [3, 5], axis=1).any()
+
+
 def test_forgotten_pages_are_read_again():
     slots, *_ = Slots.empty(2, 8, 4).assign(jnp.int32(1), jnp.arange(8) < 3, jnp.int32(1))
     slots = slots.forget(jnp.array([1, -1, 7]))
