@@ -241,7 +241,7 @@ def test_an_import_writes_no_page_that_is_known():
     memory = HostMemory(Cache.pool(CONFIG, 12, 1, 12, "float32", device_pages=8), "numpy")
     pages = np.array([-1, -1, 3, 5, -1, -1, -1, -1], np.int32)
     ones = [x and (np.ones_like(x[0]), np.ones_like(x[1]), None) for x in memory.read(np.arange(8))]
-    memory.write(pages, [x or (None, None, None) for x in ones])
+    memory.write(pages, [x or (np.zeros(0), np.zeros(0), None) for x in ones])
     for stored in (x for x in memory.pages if x is not None):
         of_page = stored.kv.reshape(len(stored.kv), 12, -1)  # [L X ...]
         assert (of_page[:, [3, 5]] == 1).all() and not np.delete(of_page, [3, 5], axis=1).any()
