@@ -121,7 +121,8 @@ class Scheduler:
             # The last page that is shared in part will be copied.
             missing += request.cached % self.pages.page_size != 0
             if self.pages.available < missing and any(self.request_of_row):
-                blocked = request  # it keeps the cached pages that it found, until `_reserve` has it give way
+                # It keeps the cached pages that it found, until `_reserve` has it give way. The first one counts its passes.
+                blocked = request if blocked is None else blocked
                 continue
             self.waiting.remove(request)
             request.common.clear()
