@@ -9,6 +9,10 @@ Needs `pip install 'm3jax[llama-cpp]'`. The models are that of bench_cpu.py and 
 Both get the same weights and tokens, batch 1. llama.cpp has its best settings: flash attention, without which it has no
 MSA, the `n_ubatch` that reads a prompt fastest, keys and values in each of the dtypes it can hold. What is compared is
 the best of these, of prefill and of decode each for itself, in the same round.
+
+Below each table stands what bounds the figures on this machine: the operations of the prompt at the rate of XLA's own
+matrix products, of a size that fits the caches and of this model's sizes, and the bytes of a new token at the rate of a
+copy. numpy's products (its BLAS) stand beside them.
 """
 
 import argparse
@@ -161,6 +165,7 @@ def one_table(model: Any, path: Path, dtype: str, length: int, args: argparse.Na
     for one in everyone:
         seconds, step = statistics.median(prefill[one.name]), statistics.median(decode[one.name])
         print(f"{one.name:28s} {seconds:10.2f} {length / seconds:9.0f} {step * 1e3:15.2f} {1 / step:9.1f}")
+    bound(model, dtype, length, statistics.median(prefill[ours.name]), statistics.median(decode[ours.name]))
     for what, measured in (("prefill", prefill), ("decode", decode)):
         best = [min(row) for row in zip(*(measured[one.name] for one in others), strict=True)]
         ratios = [theirs / own for theirs, own in zip(best, measured[ours.name], strict=True)]
@@ -168,6 +173,79 @@ def one_table(model: Any, path: Path, dtype: str, length: int, args: argparse.Na
         print(f"{what}: its best takes {statistics.median(ratios):.2f} times ours (rounds: {each})", flush=True)
     for one in others:
         one.close()
+
+
+def bound(model: Any, dtype: str, length: int, prefill: float, decode: float) -> None:
+    """Print the rate of products and of a copy here, and the share of each that prefill and decode reach."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    def rate(work: float, run: Callable[[], Any]) -> float:
+        run()
+        seconds = []
+        for _ in range(7):
+            begin = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begin)
+        return work / min(seconds)
+
+    def products(rows: int, inner: int, columns: int) -> tuple[float, float]:
+        a, b = (np.random.default_rng(i).normal(size=shape).astype(np.float32)
+                for i, shape in enumerate(((rows, inner), (inner, columns))))  # fmt: skip
+        on_device, multiply = [jnp.asarray(x, dtype) for x in (a, b)], jax.jit(jnp.matmul)
+        work = 2.0 * rows * inner * columns
+        return rate(work, lambda: multiply(*on_device).block_until_ready()), rate(work, lambda: a @ b)
+
+    operations, numbers = operations_of(model, length)
+    width, most = model.config.hidden_size, min(length, 2048)
+    own, large = products(most, width, width), products(2048, 2048, 2048)
+    source = jnp.zeros(1 << 26, jnp.uint8)
+    copy = rate(2.0 * source.size, lambda: jnp.copy(source).block_until_ready())
+    bytes_read = numbers * jnp.dtype(dtype).itemsize
+    print(
+        f"products of {most} x {width} x {width}: XLA {own[0] / 1e9:.0f} GFLOP/s in {dtype}, "
+        f"numpy {own[1] / 1e9:.0f} in float32; of 2048 x 2048 x 2048: {large[0] / 1e9:.0f}, {large[1] / 1e9:.0f}; a copy {copy / 1e9:.1f} GB/s"
+    )
+    print(
+        f"prefill: {operations / 1e9:.0f} GFLOP in {prefill:.2f} s are {operations / prefill / 1e9:.0f} GFLOP/s; "
+        f"at XLA's rate of this model's products they take {operations / own[0]:.2f} s, of large ones {operations / large[0]:.2f} s"
+    )
+    print(
+        f"a new token: {bytes_read / 1e6:.1f} MB of weights, keys and values in {decode * 1e3:.1f} ms are "
+        f"{bytes_read / decode / 1e9:.1f} GB/s",
+        flush=True,
+    )
+
+
+def operations_of(model: Any, length: int) -> tuple[float, float]:
+    """Return the operations of a prompt's matrix products, and the numbers that a new token behind it reads.
+
+    Operations of a causal product over positions 0 to `length` are those of the mean position; a query of a sparse
+    layer reads what it selects. Weights of experts are those of the experts that a token takes.
+    """
+    c = model.config
+    products = keys = 0.0
+    numbers = c.hidden_size * c.vocab_size
+    for kind, mlp in zip(c.layer_types, c.mlp_layer_types, strict=True):
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        projections = c.hidden_size * (2 * q + 2 * kv)
+        selected, index = length, 0
+        if "sparse" in kind:
+            index = c.index_n_heads * c.index_head_dim
+            projections += c.hidden_size * (index + c.index_head_dim)
+            selected = min(length, c.index_topk_blocks * c.index_block_size)
+            numbers += length * c.index_head_dim
+        if mlp == "sparse":
+            ffn = 3 * c.hidden_size * (c.num_experts_per_tok * c.intermediate_size + c.shared_intermediate_size)
+        else:
+            ffn = 3 * c.hidden_size * c.dense_intermediate_size
+        products += projections + ffn
+        # The mean over positions of min(position, selected) keys.
+        mean = selected - selected**2 / (2 * length)
+        keys += 2 * q * mean + index * length / 2
+        numbers += projections + ffn + 2 * kv * selected
+    return 2.0 * length * (products + keys), numbers
 
 
 def fastest_ubatch(path: Path, prompt: Sequence[int], args: argparse.Namespace) -> int:
