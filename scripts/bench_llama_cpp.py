@@ -205,11 +205,13 @@ def bound(model: Any, dtype: str, length: int, prefill: float, decode: float) ->
     bytes_read = numbers * jnp.dtype(dtype).itemsize
     print(
         f"products of {most} x {width} x {width}: XLA {own[0] / 1e9:.0f} GFLOP/s in {dtype}, "
-        f"numpy {own[1] / 1e9:.0f} in float32; of 2048 x 2048 x 2048: {large[0] / 1e9:.0f}, {large[1] / 1e9:.0f}; a copy {copy / 1e9:.1f} GB/s"
+        f"numpy {own[1] / 1e9:.0f} in float32; "
+        f"of 2048 x 2048 x 2048: {large[0] / 1e9:.0f}, {large[1] / 1e9:.0f}; a copy {copy / 1e9:.1f} GB/s"
     )
     print(
         f"prefill: {operations / 1e9:.0f} GFLOP in {prefill:.2f} s are {operations / prefill / 1e9:.0f} GFLOP/s; "
-        f"at XLA's rate of this model's products they take {operations / own[0]:.2f} s, of large ones {operations / large[0]:.2f} s"
+        f"at XLA's rate of this model's products they take {operations / own[0]:.2f} s, "
+        f"of large ones {operations / large[0]:.2f} s"
     )
     print(
         f"a new token: {bytes_read / 1e6:.1f} MB of weights, keys and values in {decode * 1e3:.1f} ms are "
