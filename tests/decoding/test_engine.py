@@ -218,13 +218,13 @@ def test_a_step_takes_over_the_state():
 
 def test_idle_rows_stay_finite(monkeypatch):
     """T8: rows without a request compute nothing that is NaN, be it thrown away."""
-    decode, got = Runner.decode, []
+    read, got = Runner.read, []
 
     def note(self, *args):
-        got.append(decode(self, *args))
+        got.append(read(self, *args))
         return got[-1]
 
-    monkeypatch.setattr(Runner, "decode", note)
+    monkeypatch.setattr(Runner, "read", note)
     served = engine(model())
     serve(served, (prompt(40), params(20)), (prompt(5), params(2)))
     assert got

@@ -124,7 +124,7 @@ def test_a_failed_engine_is_told_to_every_reader(monkeypatch):
         raise MemoryError("the device is full")
 
     loop = EngineLoop(served)
-    monkeypatch.setattr(served._runner, "decode", fail)
+    monkeypatch.setattr(served._runner, "launch", fail)
     stream = loop.submit(prompt(9), params(150))
     with pytest.raises(LoopClosed, match="the engine failed") as caught:
         stream.result()
