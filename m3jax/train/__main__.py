@@ -86,13 +86,13 @@ def run(args: argparse.Namespace) -> int:
     from m3jax.checkpoint import load, save
     from m3jax.compile_cache import compile_cache
     from m3jax.text import ChatTemplate, Tokenizer
-    from m3jax.train.grpo import PartedPolicies, Settings, train_policy
+    from m3jax.train.grpo import PartedPolicies, RunSettings, train_policy
     from m3jax.train.policy import Correction, PolicyLoss
-    from m3jax.train.rewards import Task
+    from m3jax.train.rewards import TaskFile
 
     low, high = args.clip
     loss = PolicyLoss(clip_low=low, clip_high=high, level=args.ratio, correction=Correction(weigh=args.tis))
-    settings = Settings(
+    settings = RunSettings(
         steps=args.steps, prompts=args.prompts, answers=args.answers, max_new_tokens=args.max_new_tokens,
         epochs=args.epochs, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps,
         weight_decay=args.weight_decay, baseline=args.baseline, loss=loss, replay=tuple(REPLAY[name] for name in names),
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     has_template = (Path(folder) / "chat_template.jinja").is_file()
     template = ChatTemplate.from_folder(folder) if has_template else None
     args.out.mkdir(parents=True, exist_ok=True)
-    with Task(args.task, args.reward_seconds) as task, compile_cache():
+    with TaskFile(args.task, args.reward_seconds) as task, compile_cache():
         model = load(args.model, dtype="float32", vision=False)
         metrics = args.metrics or args.out / "metrics.jsonl"
         try:

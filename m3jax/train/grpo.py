@@ -24,13 +24,13 @@ from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Message, OutputParser, Tokenizer
 from m3jax.train.keeping import keep, restored
 from m3jax.train.policy import PROB_ERROR_ALARM, Baseline, PolicyLoss, group_advantages, mismatch
-from m3jax.train.rewards import Task
+from m3jax.train.rewards import TaskFile
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, check_replay, read_logprobs, roll_out
 from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer, train_step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RunSettings:
     """The settings of a run.
 
     Attributes:
@@ -98,8 +98,8 @@ def train_policy(
     model: M3,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    task: Task,
-    settings: Settings,
+    task: TaskFile,
+    settings: RunSettings,
     folder: str | Path,
     metrics: str | Path | None = None,
     say: Callable[[str], None] = print,
@@ -190,13 +190,13 @@ class Rounds:
     """
 
     engine: Engine
-    task: Task
+    task: TaskFile
     rows: Sequence[Mapping[str, Any]]
     encoded: Sequence[tuple[int, ...]]
     tokenizer: Tokenizer
     asked: Params
     optimizer: optax.GradientTransformation
-    settings: Settings
+    settings: RunSettings
     length: int
 
     def __call__(self, number: int, state: TrainState) -> tuple[TrainState, dict[str, int | float]]:

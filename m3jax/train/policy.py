@@ -229,7 +229,8 @@ def mismatch(
       As verl names them: rollout_probs_diff_max, _mean and _std (of the probabilities' absolute differences),
       rollout_actor_probs_pearson_corr (1 where one of them is constant and both are equal, NaN where it is constant and
       they differ), kl (mean of sampler - trainer), k3_kl, chi2_token, chi2_seq, ess (effective sample size of the
-      tokens' ratios, as a share). As NeMo-RL: token_mult_prob_error, the mean of exp(|sampler - trainer|).
+      tokens' ratios, as a share). As NeMo-RL: token_mult_prob_error, the mean of exp of the difference
+      without its sign.
 
     Raises:
       ValueError: no token, or a log-probability that is not finite.

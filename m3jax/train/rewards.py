@@ -18,13 +18,12 @@ class TaskError(ValueError):
     """Raised for a task's file that cannot be used, or whose functions fail."""
 
 
-class Task:
+class TaskFile:
     """A task file in a process of its own, which may hang or end without harm. Leaving it as a context ends it.
 
-    The file has two functions:
-      prompts() -> list of dictionaries, each with "prompt" (a text) or "messages" (a dialogue), and with any columns;
-      reward(prompts, completions, **columns) -> list of numbers, one an answer. `prompts` and each column are lists of
-        what `prompts()` gave, as long as `completions`.
+    The file has two functions. `prompts()` gives a list of dictionaries, each with "prompt" (a text) or "messages" (a
+    dialogue), and with any columns. `reward` is called with the prompts and the answers, and with each column by its
+    name, all lists of one length; it gives a list of numbers, one an answer.
 
     Args:
       path: of the file.
@@ -95,7 +94,7 @@ class Task:
             of_process.cancel_join_thread()
             of_process.close()
 
-    def __enter__(self) -> "Task":
+    def __enter__(self) -> "TaskFile":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -101,8 +101,8 @@ def as_batch(episodes: Sequence[Episode], length: int, replay: Sequence[str] = (
         those of a prompt, chooses for itself.
 
     Returns:
-      tokens int32 [B T], right-padded with 0; mask bool [B T-1] of the targets `tokens[:, 1:]` that the policy drew;
-      sampler float32 [B T-1], their log-probabilities; and, with `replay`, choices.
+      tokens int32 [B T], right-padded with 0; mask bool [B T-1], the targets (all tokens of a row but the first) that
+      the policy drew; sampler float32 [B T-1], their log-probabilities; and, with `replay`, choices.
 
     Raises:
       ValueError: an episode of more tokens, or without what is to be replayed.

@@ -14,8 +14,8 @@ import m3jax
 from m3jax.assets import embedded_path
 from m3jax.model import M3
 from m3jax.train import __main__ as command
-from m3jax.train.grpo import PartedPolicies, Settings, check_bits, prompts_of_round, train_policy
-from m3jax.train.rewards import Task, TaskError
+from m3jax.train.grpo import PartedPolicies, RunSettings, check_bits, prompts_of_round, train_policy
+from m3jax.train.rewards import TaskError, TaskFile
 
 TASK = """
 def prompts():
@@ -52,12 +52,12 @@ def model() -> M3:
 def task(tmp_path_factory):
     path = tmp_path_factory.mktemp("task") / "letters.py"
     path.write_text(TASK, encoding="utf-8")
-    with Task(path) as made:
+    with TaskFile(path) as made:
         yield made
 
 
-def train(task: Task, folder: Path, steps: int, **changes) -> tuple[M3, list[dict]]:
-    settings = Settings(steps=steps, **SETTINGS | changes)
+def train(task: TaskFile, folder: Path, steps: int, **changes) -> tuple[M3, list[dict]]:
+    settings = RunSettings(steps=steps, **SETTINGS | changes)
     metrics = folder / "metrics.jsonl"
     said: list[str] = []
     trained = train_policy(model(), TOKENIZER, None, task, settings, folder, metrics, said.append)
@@ -113,7 +113,7 @@ FAULTS = {
 def test_a_task_that_cannot_be_used_is_said_in_a_line(text, tmp_path):
     path = tmp_path / "task.py"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(TaskError) as raised, Task(path) as made:
+    with pytest.raises(TaskError) as raised, TaskFile(path) as made:
         made.prompts()
     assert all(part.strip() in str(raised.value) for part in FAULTS[text].split(".*"))
     assert "\n" not in str(raised.value)
@@ -136,7 +136,7 @@ def test_a_reward_that_is_none_is_said_in_a_line(body, tmp_path):
     path.write_text(
         f"def prompts():\n    return [dict(prompt='x')]\ndef reward(*_, **__):\n    {body}\n", encoding="utf-8"
     )
-    with Task(path, seconds=1) as made, pytest.raises(TaskError) as raised:
+    with TaskFile(path, seconds=1) as made, pytest.raises(TaskError) as raised:
         made.reward(made.prompts() * 2, ["a", "b"])
     assert REWARDS[body] in str(raised.value) and "\n" not in str(raised.value)
 
@@ -147,7 +147,7 @@ def test_prompts_and_settings_that_do_not_fit(task, tmp_path):
     for knobs, message in ((dict(steps=0), "steps = 0"), (dict(steps=1, answers=1), "answers = 1: must be at least 2"),
                            (dict(steps=1, replay=("logits",)), "replay of 'logits'")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            Settings(**knobs)
+            RunSettings(**knobs)
 
 
 @pytest.mark.parametrize(

@@ -329,8 +329,10 @@ PLANTED = {
     "norm weights shifted twice": (
         "norm/weights",
         "normed",
-        lambda x, rule: x["normed"] / (1 + x["weight"] + 1e-300) * (2 + x["weight"]) + np.where(
-            x["weight"] == -1, x["x"] / np.sqrt((x["x"] ** 2).mean(-1, keepdims=True) + rule["eps"]), 0),
+        lambda x, rule: (
+            x["normed"] / (1 + x["weight"] + 1e-300) * (2 + x["weight"])
+            + np.where(x["weight"] == -1, x["x"] / np.sqrt((x["x"] ** 2).mean(-1, keepdims=True) + rule["eps"]), 0)
+        ),
         "twice (T47)",
     ),
     "the routed sum without its factor": (
@@ -450,7 +452,7 @@ def whole_head(x, rule):
 
 # Words of the report: the case, the output that is spoilt, and how: written without a look at `vectors/mistakes.py`.
 PROVEN_BY_GROUP = {
-    "without alpha, as SiLU (T42)": ("experts/activation", "activated", grid(lambda g, u, top, a: silu(g, u, top, 1.0))),
+    "without alpha, as SiLU (T42)": ("experts/activation", "activated", grid(lambda g, u, top, _: silu(g, u, top, 1))),
     "without its clamps (T42)": ("experts/activation", "activated", grid(lambda g, u, top, a: silu(g, u, 1e9, a))),
     "not above alone (T42)": (
         "experts/activation",

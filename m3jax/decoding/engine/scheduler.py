@@ -121,7 +121,7 @@ class Scheduler:
             # The last page that is shared in part will be copied.
             missing += request.cached % self.pages.page_size != 0
             if self.pages.available < missing and any(self.request_of_row):
-                # It keeps the cached pages that it found, until `_reserve` has it give way. The first one counts its passes.
+                # It keeps the cached pages that it found, until `_reserve` has it give way. Passes are the first one's.
                 blocked = request if blocked is None else blocked
                 continue
             self.waiting.remove(request)

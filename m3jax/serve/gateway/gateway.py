@@ -15,7 +15,7 @@ from m3jax.serve.gateway.errors import ApiError, refused
 from m3jax.serve.gateway.fields import Fields
 from m3jax.serve.gateway.figures import Figures
 from m3jax.serve.gateway.journal import Journal
-from m3jax.serve.gateway.prompts import Prompt, Renderer
+from m3jax.serve.gateway.prompts import EncodedPrompt, Renderer
 from m3jax.serve.gateway.sampling import MAX_TOP_LOGPROBS, Model, check_constraints, limit_tokens
 from m3jax.serve.gateway.workers import Workers
 
@@ -165,7 +165,7 @@ class Gateway:
         """
         own = pb.SamplingParams()
         own.CopyFrom(params)
-        request = self._request(Prompt(prompt), own, max_tokens, field, None, "cmpl-")
+        request = self._request(EncodedPrompt(prompt), own, max_tokens, field, None, "cmpl-")
         return Ask(
             request=request,
             tokenizer=self.renderer.tokenizer,
@@ -197,7 +197,7 @@ class Gateway:
 
     def _request(
         self,
-        prompt: Prompt,
+        prompt: EncodedPrompt,
         params: pb.SamplingParams,
         max_tokens: int | None,
         field: str,

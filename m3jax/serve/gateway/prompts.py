@@ -36,7 +36,7 @@ class Medium:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """A prompt as a worker takes it.
 
     Attributes:
@@ -77,7 +77,7 @@ class Renderer:
         tools: Sequence[Any] | None,
         thinking_mode: str | None,
         is_question: bool = True,
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """Return the prompt of a conversation.
 
         Args:
@@ -93,7 +93,7 @@ class Renderer:
         ids = await asyncio.to_thread(self._encode, messages, tools, thinking_mode, is_question)
         media = await self._media(ordered_messages(messages))
         if not media:
-            return Prompt(ids)
+            return EncodedPrompt(ids)
         try:
             return await asyncio.to_thread(self._expanded, ids, media)
         except ValueError as error:
@@ -138,7 +138,7 @@ class Renderer:
             raise refused("messages", f"{place}: {error}") from None
         return Medium(part["type"], processed, digest)
 
-    def _expanded(self, ids: Sequence[int], media: Sequence[Medium]) -> Prompt:
+    def _expanded(self, ids: Sequence[int], media: Sequence[Medium]) -> EncodedPrompt:
         """Return a prompt whose placeholders are written out, with the places and patches of all media."""
         of_kind = {kind: [each for each in media if each.kind == kind] for kind in MOST}
         expand_tokens(  # only to see that all of them have their places
@@ -163,7 +163,7 @@ class Renderer:
             for kind, items in of_kind.items()
             if items
         ]
-        return Prompt(expanded, batches)
+        return EncodedPrompt(expanded, batches)
 
 
 def media_batch(
