@@ -70,18 +70,27 @@ def build_engine(
       ValueError: as `Engine`.
     """
     pages = rows * math.ceil(length / model.config.index_block_size)
-    # XLA's CPU backend widens the whole pages of a stack for each token written to them in bfloat16, and narrows them
-    # again. In float32, which holds the same numbers, a token is written alone.
-    is_widened = platform() == "cpu" and any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(model))
-    types = {"kv_dtype": "float32", "index_dtype": "float32"} if is_widened else {}
     with compile_cache():
         room = {"pages": pages, "max_batch": rows, "max_length": length}
-        engine = Engine(model, draft=draft, draft_tokens=draft_tokens, **room | types | knobs)
+        engine = Engine(model, draft=draft, draft_tokens=draft_tokens, **room | page_types(model) | knobs)
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
         about = (platform(), model.config, dtypes, engine.shapes, type(draft).__name__)
         with activity(progress, about) as line:
             engine.warmup(lambda names: line.timed(f"compiling {names}"), programs, longest)
     return engine
+
+
+def page_types(model: TargetModel) -> EngineKnobs:
+    """Return the types in which an engine of a model keeps its pages where nothing else is asked for, as keywords.
+
+    XLA's CPU backend widens the whole pages of a stack for each token written to them in bfloat16, and narrows them
+    again. In float32, which holds the same numbers, a token is written alone.
+
+    Args:
+      model: whose engine it is.
+    """
+    is_widened = platform() == "cpu" and any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(model))
+    return {"kv_dtype": "float32", "index_dtype": "float32"} if is_widened else {}
 
 
 def engine_for(

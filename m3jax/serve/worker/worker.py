@@ -20,6 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto.generated import common_pb2
 
 from m3jax.decoding import Engine, EngineLoop, Generation, RequestStream, TokenEvent
+from m3jax.decoding.builder import page_types
 from m3jax.decoding.engine.options import EngineKnobs
 from m3jax.decoding.loop import LoopClosed
 from m3jax.media import PlaceholderIds
@@ -130,7 +131,8 @@ class Worker:
         lm = TextModel.from_pretrained(folder, dtype=dtype)
         lm = replace(lm, model=lm.model.with_invariance(invariant))
         blocks = -(-lm.model.config.max_position_embeddings // lm.model.config.index_block_size)
-        knobs = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))} | knobs
+        pages = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))}
+        knobs = pages | page_types(lm.model) | knobs
         return cls(Engine(lm.model, **knobs), lm, name=name, max_requests=max_requests)
 
     async def prepare(self, programs: Sequence[str] = ("prefill", "decode", "pages")) -> None:
