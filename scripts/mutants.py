@@ -129,11 +129,7 @@ def main() -> int:
         for number, mutant in chosen.items():
             print(f"{number:3d}  {mutant.group:9s} {mutant.file}: {mutant.why}")
         return 0
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = copy_tree(Path(folder) / "tree")
-        if not args.no_baseline:
-            check_baseline(tree, [mutant.tests for mutant in chosen.values()])
-        scores = score(chosen, run_all(tree, chosen))
+    scores = score(chosen, outcomes_of(chosen, [mutant.tests for mutant in chosen.values()], not args.no_baseline))
     caught, count = (sum(numbers) for numbers in zip(*scores.values(), strict=True))
     return 0 if caught >= ENOUGH * count else 1
 
@@ -155,11 +151,7 @@ def draw(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         for number, mutant in chosen.items():
             print(f"{number:3d}  {mutant.group:10s} {mutant.file}: {mutant.why}")
         return 0
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = copy_tree(Path(folder) / "tree")
-        if not args.no_baseline:
-            check_baseline(tree, [drawing.ROOMS[room][1] for room in rooms])
-        outcomes = run_all(tree, chosen)
+    outcomes = outcomes_of(chosen, [drawing.ROOMS[room][1] for room in rooms], not args.no_baseline)
     survivors = [chosen[number] for number, outcome in outcomes.items() if outcome.caught_by is None]
     for mutant in survivors:
         print(f"survived: {mutant.file}: {mutant.why}")
@@ -186,6 +178,15 @@ def copy_tree(target: Path) -> Path:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, target / name)
     return target
+
+
+def outcomes_of(mutants: dict[int, Mutant | Drawn], tests_of_all: list[str], has_baseline: bool) -> dict[int, Outcome]:
+    """Plant each bug in a copy of the tree, whose tests pass without any if that is looked at first."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = copy_tree(Path(folder) / "tree")
+        if has_baseline:
+            check_baseline(tree, tests_of_all)
+        return run_all(tree, mutants)
 
 
 def check_baseline(tree: Path, tests_of_all: list[str]) -> None:
