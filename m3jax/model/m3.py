@@ -354,8 +354,6 @@ class M3(WithTower):
             raise ValueError(
                 "stop_at with a cache: the layers behind it would lack these tokens; leave one of them out"
             )
-        if cache is not None and stop_at is not None:
-            raise ValueError("stop_at with a cache: later layers would lack these tokens; leave one of them out")
         depth = self.config.num_hidden_layers if stop_at is None else stop_at
         asked = tuple(f"layers.*.{name}" for name in OF_LAYERS) if names is None else names
         inputs = tokens, cache, positions, lengths, embeddings, choices

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 from time import perf_counter
 
-import jax
 import numpy as np
 from jaxtyping import Int32, UInt32
 
@@ -233,17 +232,16 @@ class Scheduler:
         counts = [min(width, request.uncached) for request in chosen]
         parts = [self._part(request, count) for request, count in zip(chosen, counts, strict=True)]
         new = self.runner.prefill(parts, width)
-        if new.scores is not None:
-            scores = jax.device_get(new.scores)
-            for index, (request, part) in enumerate(zip(chosen, parts, strict=True)):
-                if part.wants_scores:
-                    request.note_scores(*(values[index, : counts[index]].tolist() for values in scores))
+        is_any_through = any(count == request.uncached for request, count in zip(chosen, counts, strict=True))
+        if is_any_through or new.scores is not None:
+            new = on_host(new)
+        for index, (request, part) in enumerate(zip(chosen, parts, strict=True)):
+            if part.wants_scores:
+                request.note_scores(*(values[index, : counts[index]].tolist() for values in new.scores))
         for request, count in zip(chosen, counts, strict=True):
             self.timings.prompt_tokens += count
             self._commit(request, request.cached + count)
             request.is_decoding = request.uncached == 0
-        if any(request.is_decoding for request in chosen):
-            new = on_host(new)
         for index, request in enumerate(chosen):
             if request.is_decoding:
                 first_token = int(new.tokens[index, 0])
@@ -349,10 +347,8 @@ class Scheduler:
         edits = {request.row: request.edits for request in running if request.edits}
         return Flight(self.runner.launch(self.shapes.steps, masks, records, edits), running)
 
-    def _take_flight(self, flight: Flight | None) -> None:
+    def _take_flight(self, flight: Flight) -> None:
         """Wait for a decode call, and give its tokens to its requests; those that ended in the call before got none."""
-        if flight is None:
-            return
         new = self.runner.read(flight.new)
         for request in flight.running:
             if request.row is None:
