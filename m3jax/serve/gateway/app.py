@@ -11,28 +11,37 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from m3jax.serve.gateway.chat_completions import chat_completions
-from m3jax.serve.gateway.completions import completions
+from m3jax.serve.gateway.chat_completions import chat_completions, fields_of_chat
+from m3jax.serve.gateway.completions import completions, fields_of_completions
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.gateway import Gateway
-from m3jax.serve.gateway.http import ANTHROPIC, OPENAI, RESPONSES, Json, check_key, endpoint, error_response
-from m3jax.serve.gateway.messages import count_tokens, messages
-from m3jax.serve.gateway.responses import responses
-from m3jax.serve.gateway.tokenizing import detokenize, model_object, models, tokenize, tokenizer_info
+from m3jax.serve.gateway.http import ANTHROPIC, OPENAI, RESPONSES, Endpoint, Json, check_key, error_response
+from m3jax.serve.gateway.messages import count_tokens, fields_of_count, fields_of_messages, messages
+from m3jax.serve.gateway.openapi import document
+from m3jax.serve.gateway.responses import fields_of_responses, responses
+from m3jax.serve.gateway.tokenizing import (
+    detokenize,
+    fields_of_detokenize,
+    fields_of_tokenize,
+    model_object,
+    models,
+    tokenize,
+    tokenizer_info,
+)
 
 # The page loads nothing, and asks nobody but this server.
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-POSTS = (
-    ("/v1/chat/completions", chat_completions, OPENAI),
-    ("/v1/completions", completions, OPENAI),
-    ("/v1/messages", messages, ANTHROPIC),
-    ("/v1/messages/count_tokens", count_tokens, ANTHROPIC),
-    ("/v1/responses", responses, RESPONSES),
-    ("/tokenize", tokenize, OPENAI),
-    ("/detokenize", detokenize, OPENAI),
+ENDPOINTS = (
+    Endpoint("/v1/chat/completions", chat_completions, fields_of_chat, OPENAI),
+    Endpoint("/v1/completions", completions, fields_of_completions, OPENAI),
+    Endpoint("/v1/messages", messages, fields_of_messages, ANTHROPIC),
+    Endpoint("/v1/messages/count_tokens", count_tokens, fields_of_count, ANTHROPIC),
+    Endpoint("/v1/responses", responses, fields_of_responses, RESPONSES),
+    Endpoint("/tokenize", tokenize, fields_of_tokenize, OPENAI),
+    Endpoint("/detokenize", detokenize, fields_of_detokenize, OPENAI),
 )
 
 
@@ -41,9 +50,10 @@ def app(gateway: Gateway) -> Starlette:
     cors = Middleware(CORSMiddleware, allow_origins=gateway.settings.origins, allow_methods=["*"], allow_headers=["*"])
     return Starlette(
         routes=[
-            *(Route(path, endpoint(gateway, handler, style, path), methods=["POST"]) for path, handler, style in POSTS),
+            *(endpoint.route(gateway) for endpoint in ENDPOINTS),
             Route("/v1/models", _read(gateway, lambda _: models(gateway))),
             Route("/v1/models/{name:path}", _read(gateway, lambda r: model_object(gateway, r.path_params["name"]))),
+            Route("/openapi.json", _read(gateway, lambda _: document(gateway, ENDPOINTS))),
             Route("/tokenizer_info", _read(gateway, lambda _: tokenizer_info(gateway))),
             Route("/health", _health(gateway)),
             Route("/metrics", _metrics(gateway)),

@@ -1,6 +1,6 @@
 """OpenAI's chat completions: POST /v1/chat/completions."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -8,31 +8,110 @@ from m3jax.messages import shown
 from m3jax.serve.gateway.answers import Ask, End, Piece, TokenLogprob, Usage, now, token_text
 from m3jax.serve.gateway.blocks import blocks_of
 from m3jax.serve.gateway.errors import refused
-from m3jax.serve.gateway.fields import Fields
-from m3jax.serve.gateway.gateway import Collected, Gateway, Turn, collected, thinking_mode, top_logprobs
+from m3jax.serve.gateway.fields import (
+    Fields,
+    FixedField,
+    FlagField,
+    IntegerField,
+    ListField,
+    ObjectField,
+    RequestField,
+    TextField,
+    UnionField,
+    UnreadField,
+)
+from m3jax.serve.gateway.gateway import (
+    LOGPROBS_FIELDS,
+    THINKING_FIELDS,
+    Collected,
+    Gateway,
+    Turn,
+    collected,
+    thinking_mode,
+    top_logprobs,
+)
 from m3jax.serve.gateway.http import data_event
-from m3jax.serve.gateway.sampling import constraint_fields, response_format, sampling_params
+from m3jax.serve.gateway.sampling import CONSTRAINT_FIELDS, Model, sampling_fields, sampling_params, set_constraints
 from m3jax.text import Event, Tokenizer
 
 MOST_TOKENS = 1 << 24  # that a client may ask for; more than there is room for is cut
-# Fields that say something about the client, its account or its cache, and nothing about the answer.
-PASSED_OVER = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user", "verbosity")
+_UNREAD = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user", "verbosity")
+UNREAD_FIELDS: Mapping[str, RequestField] = {name: UnreadField() for name in _UNREAD}
 
 
-async def chat_completions(gateway: Gateway, body: dict[str, Any], route: str) -> dict[str, Any] | AsyncIterator[str]:
+def fields_of_chat(model: Model) -> dict[str, RequestField]:
+    """Return the fields of POST /v1/chat/completions."""
+    return {
+        "model": MODEL_FIELD,
+        "messages": MESSAGES_FIELD,
+        "tools": TOOLS_FIELD,
+        "tool_choice": TOOL_CHOICE_FIELD,
+        "parallel_tool_calls": FlagField(default=True, about="allow several calls in one answer"),
+        **STREAM_FIELDS,
+        **TOKEN_LIMIT_FIELDS,
+        **sampling_fields(model),
+        **LOGPROBS_FIELDS,
+        **CONSTRAINT_FIELDS,
+        **THINKING_FIELDS,
+        "return_blocks": FlagField(about="say which blocks each new token read; gateway and worker in one process"),
+        "service_tier": FixedField(allowed=("auto", "default"), about="there is one tier: leave it out"),
+        "store": FixedField(allowed=(False,), about="nothing is stored: leave it out"),
+        "modalities": FixedField(allowed=(["text"],), about="answers are text"),
+        "reasoning_split": FixedField(
+            allowed=(True,), about="reasoning is always apart, in reasoning_content: leave it out"
+        ),
+        "skip_special_tokens": FlagField(about="marks are parsed in any case"),
+        **{name: FixedField(about=_REPLACED) for name in ("functions", "function_call")},
+        **UNREAD_FIELDS,
+    }
+
+
+_REPLACED = "it was replaced by tools and tool_choice: use those"
+MODEL_FIELD = TextField(about="the one that is served, which is also meant where none is named")
+MESSAGES_FIELD = ListField(
+    is_required=True, least=1, of={"type": "object", "required": ["role"]}, about="the conversation, its question last"
+)
+TOOLS_FIELD = ListField(
+    of={
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        },
+        "required": ["type", "function"],
+    },
+    about="functions that the model may call",
+)
+TOOL_CHOICE_FIELD = UnionField(
+    default="auto",
+    schemas=(
+        {"enum": ["auto", "none", "required"]},
+        {"type": "object", "properties": {"type": {"const": "function"}}, "required": ["type"]},
+    ),
+    about="whether tools are called: auto, none, required, or the one that must be",
+)
+STREAM_FIELDS: Mapping[str, RequestField] = {
+    "stream": FlagField(about="answer by server-sent events as tokens come"),
+    "stream_options": ObjectField(
+        inside={"properties": {"include_usage": {"type": "boolean"}}}, about="include_usage: counts in the last chunk"
+    ),
+}
+TOKEN_LIMIT_FIELDS: Mapping[str, RequestField] = {
+    "max_completion_tokens": IntegerField(
+        least=1, most=MOST_TOKENS, about="of the answer; cut to the room that there is"
+    ),
+    "max_tokens": IntegerField(least=1, most=MOST_TOKENS, about="the same, where max_completion_tokens is not given"),
+}
+
+
+async def chat_completions(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any] | AsyncIterator[str]:
     """Answer a chat request, whole or as a stream."""
-    fields = Fields(body)
-    model = gateway.check_model(fields)
-    turn = chat_turn(gateway, fields)
-    is_stream, options = fields.flag("stream"), fields.object("stream_options")
-    if options is not None and not is_stream:
-        raise refused("stream_options", "stream_options needs stream: true")
-    fields.finish()
+    turn = _turn(fields, gateway.model)
+    wants_usage = includes_usage(fields)
     ask = await gateway.ask(turn)
-    head = {"id": ask.request.request_id, "created": now(), "model": model}
+    head = {"id": ask.request.request_id, "created": now(), "model": gateway.model.name}
     is_named = turn.choice not in ("auto", "none", "required")
-    if is_stream:
-        wants_usage = bool((options or {}).get("include_usage"))
+    if fields["stream"]:
         return _chunks(gateway, ask, head, route, is_named, wants_usage)
     answers = await collected(gateway.run(ask, route))
     usage = sum((answer.end.usage for answer in answers.values()), Usage())
@@ -44,44 +123,42 @@ async def chat_completions(gateway: Gateway, body: dict[str, Any], route: str) -
     }
 
 
-def chat_turn(gateway: Gateway, fields: Fields) -> Turn:
-    """Return what a chat request says, apart from how it is answered.
+def includes_usage(fields: Fields) -> bool:
+    """Return True if a stream's last chunk is to have the counts.
+
+    Args:
+      fields: of the request, `STREAM_FIELDS` among them.
 
     Raises:
-      ApiError: a field that is wrong.
+      ApiError: options of a stream, and none is asked for.
     """
-    messages = fields.list("messages")
-    if not messages:
-        raise refused("messages", "messages: must be a list of at least one message")
-    params = sampling_params(fields, gateway.model)
-    response_format(fields, params)
-    constraint_fields(fields, params)
-    limits = [fields.integer(name, None, 1, MOST_TOKENS) for name in ("max_completion_tokens", "max_tokens")]
-    fields.pass_over(*PASSED_OVER)
-    fields.only("service_tier", ("auto", "default"), "there is one tier: leave it out")
-    fields.only("store", (False,), "nothing is stored: leave it out")
-    fields.only("modalities", (["text"],), "answers are text")
-    fields.only("reasoning_split", (True,), "reasoning is always apart, in reasoning_content")
-    fields.only("skip_special_tokens", (True, False), "must be true or false")  # marks are always parsed
-    for name in ("functions", "function_call"):
-        fields.only(name, (), "it was replaced by tools and tool_choice: use those")
+    options = fields["stream_options"]
+    if options is not None and not fields["stream"]:
+        raise refused("stream_options", "stream_options needs stream: true")
+    return bool((options or {}).get("include_usage"))
+
+
+def _turn(fields: Fields, model: Model) -> Turn:
+    """Return what a chat request says, apart from how it is answered."""
+    params = sampling_params(fields, model)
+    set_constraints(fields, params)
     return Turn(
-        messages=messages,
-        tools=fields.list("tools") or None,
+        messages=fields["messages"],
+        tools=fields["tools"] or None,
         choice=tool_choice(fields),
-        is_parallel=fields.flag("parallel_tool_calls", True),
+        is_parallel=fields["parallel_tool_calls"],
         thinking_mode=thinking_mode(fields, "adaptive"),
         params=params,
-        max_tokens=next((limit for limit in limits if limit is not None), None),
+        max_tokens=fields["max_completion_tokens"] or fields["max_tokens"],
         top_logprobs=top_logprobs(fields),
-        wants_blocks=fields.flag("return_blocks"),
+        wants_blocks=fields["return_blocks"],
     )
 
 
 def tool_choice(fields: Fields) -> str:
     """Return "auto", "none", "required", or the name of the tool that must be called."""
-    given = fields.take("tool_choice", "auto")
-    if given in ("auto", "none", "required"):
+    given = fields["tool_choice"]
+    if isinstance(given, str) and given in ("auto", "none", "required"):
         return given
     function = given.get("function", given) if isinstance(given, dict) and given.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -9,13 +9,28 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from m3jax.serve.gateway.answers import Ask, End, Piece, TokenLogprob, Usage, new_id, now, token_text
-from m3jax.serve.gateway.chat_completions import MOST_TOKENS, PASSED_OVER, usage_object
+from m3jax.serve.gateway.chat_completions import (
+    MODEL_FIELD,
+    MOST_TOKENS,
+    STREAM_FIELDS,
+    UNREAD_FIELDS,
+    includes_usage,
+    usage_object,
+)
 from m3jax.serve.gateway.errors import refused
-from m3jax.serve.gateway.fields import Fields
+from m3jax.serve.gateway.fields import Fields, FixedField, FlagField, IntegerField, RequestField, UnionField
 from m3jax.serve.gateway.gateway import Gateway
 from m3jax.serve.gateway.http import data_event
 from m3jax.serve.gateway.prompts import tokens_of
-from m3jax.serve.gateway.sampling import MAX_TOP_LOGPROBS, constraint_fields, response_format, sampling_params
+from m3jax.serve.gateway.sampling import (
+    CONSTRAINT_FIELDS,
+    MAX_N,
+    MAX_TOP_LOGPROBS,
+    Model,
+    sampling_fields,
+    sampling_params,
+    set_constraints,
+)
 from m3jax.text import Tokenizer
 
 NEW_TOKENS = 16  # where a request does not say, as OpenAI has it
@@ -52,20 +67,51 @@ class _Choice:
     tokens_sent: int = 0
 
 
-async def completions(gateway: Gateway, body: dict[str, Any], route: str) -> dict[str, Any] | AsyncIterator[str]:
+def fields_of_completions(model: Model) -> dict[str, RequestField]:
+    """Return the fields of POST /v1/completions."""
+    return {
+        "model": MODEL_FIELD,
+        "prompt": prompt_field(model),
+        **STREAM_FIELDS,
+        "max_tokens": IntegerField(
+            default=NEW_TOKENS,
+            least=0,
+            most=MOST_TOKENS,
+            about="of each continuation; 0 where the prompt is echoed alone",
+        ),
+        **sampling_fields(model),
+        **CONSTRAINT_FIELDS,
+        "echo": FlagField(about="put the prompt in front"),
+        "logprobs": IntegerField(
+            least=0, most=MAX_TOP_LOGPROBS, about="give log-probabilities, with so many alternatives of each token"
+        ),
+        "skip_special_tokens": FlagField(default=True, about="leave special tokens out of texts"),
+        "best_of": IntegerField(least=1, most=MAX_N, about="as n: all answers that are drawn come back"),
+        "suffix": FixedField(allowed=("",), about="the model cannot fill in the middle: leave it out"),
+        "add_special_tokens": FlagField(about="the tokenizer adds none either way"),
+        **UNREAD_FIELDS,
+    }
+
+
+def prompt_field(model: Model) -> RequestField:
+    """Return the field of prompts: a text, token ids, or a list of either."""
+    text = {"type": "string", "minLength": 1}
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}, "minItems": 1}
+    several = {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1}
+    return UnionField(
+        is_required=True, schemas=(text, ids, several), about="a text, token ids, or several of them; none is empty"
+    )
+
+
+async def completions(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any] | AsyncIterator[str]:
     """Continue one prompt or several, whole or as a stream."""
-    fields = Fields(body)
-    model = gateway.check_model(fields)
     order = await _order(gateway, fields)
-    is_stream, options = fields.flag("stream"), fields.object("stream_options")
-    if options is not None and not is_stream:
-        raise refused("stream_options", "stream_options needs stream: true")
-    fields.finish()
-    head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": model}
+    wants_usage = includes_usage(fields)
+    head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": gateway.model.name}
     for number, ask in enumerate(order.asks):
         ask.request.request_id = head["id"] if len(order.asks) == 1 else f"{head['id']}-{number}"
-    if is_stream:
-        return _chunks(gateway, order, head, route, bool((options or {}).get("include_usage")))
+    if fields["stream"]:
+        return _chunks(gateway, order, head, route, wants_usage)
     choices: dict[int, _Choice] = {}
     usage = Usage()
     async with aclosing(_all_news(gateway, order, route)) as events:
@@ -80,23 +126,21 @@ async def completions(gateway: Gateway, body: dict[str, Any], route: str) -> dic
 async def _order(gateway: Gateway, fields: Fields) -> _Order:
     """Return what a request asks for."""
     params = sampling_params(fields, gateway.model)
-    response_format(fields, params)
-    constraint_fields(fields, params)
-    echoes = fields.flag("echo")
-    max_tokens = fields.integer("max_tokens", NEW_TOKENS, 0 if echoes else 1, MOST_TOKENS)
-    logprobs = fields.integer("logprobs", None, 0, MAX_TOP_LOGPROBS)
-    skip_special = fields.flag("skip_special_tokens", True)
+    set_constraints(fields, params)
+    echoes, max_tokens, logprobs = fields["echo"], fields["max_tokens"], fields["logprobs"]
+    if max_tokens == 0 and not echoes:
+        raise refused("max_tokens", "max_tokens = 0: must be at least 1, unless the prompt comes back (echo: true)")
+    if fields["best_of"] not in (None, 1, params.n):
+        raise refused("best_of", f"best_of = {fields['best_of']}: n answers are drawn, and all come back: leave it out")
+    skip_special = fields["skip_special_tokens"]
     params.skip_special_tokens = skip_special
-    fields.only("best_of", (1, params.n), "n answers are drawn and all of them come back: leave it out")
-    fields.only("suffix", ("",), "the model cannot fill in the middle")
-    fields.only("add_special_tokens", (True, False), "must be true or false")  # the tokenizer adds none either way
-    fields.pass_over(*PASSED_OVER)
     if logprobs is not None:
         params.logprobs = logprobs
         if echoes:
             params.prompt_logprobs = logprobs
-    value = fields.take("prompt")
-    prompts = await asyncio.to_thread(tokens_of, gateway.renderer.tokenizer, value, "prompt", gateway.model.vocab_size)
+    prompts = await asyncio.to_thread(
+        tokens_of, gateway.renderer.tokenizer, fields["prompt"], "prompt", gateway.model.vocab_size
+    )
     if len(prompts) > gateway.settings.most_prompts:
         raise refused("prompt", f"prompt: {len(prompts)} prompts: at most {gateway.settings.most_prompts} at once")
     asks = [gateway.ask_plain(prompt, params, max(max_tokens, 1), "prompt", skip_special) for prompt in prompts]

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from m3jax.messages import shown
 from m3jax.serve.gateway.answers import Ask, CallRule, End, Piece, answers, new_id, now
 from m3jax.serve.gateway.errors import ApiError, refused
-from m3jax.serve.gateway.fields import Fields
+from m3jax.serve.gateway.fields import Fields, FlagField, IntegerField, ObjectField, RequestField, Table, TextField
 from m3jax.serve.gateway.figures import Figures
 from m3jax.serve.gateway.journal import Journal
 from m3jax.serve.gateway.prompts import EncodedPrompt, Renderer
@@ -103,6 +103,7 @@ class Gateway:
     journal: Journal | None = None
     running: int = 0
     started: int = field(default_factory=now)
+    _tables: dict[Callable[[Model], Table], Table] = field(default_factory=dict)
 
     def check_ready(self) -> None:
         """Raise ApiError unless requests can be served."""
@@ -111,13 +112,32 @@ class Gateway:
         if not self.workers.is_up:
             raise ApiError(503, "no worker can be reached", code="worker_lost", retry_after=5)
 
-    def check_model(self, fields: Fields) -> str:
-        """Return the model that a request names, or the only one where it names none.
+    def table(self, of_model: Callable[[Model], Table]) -> Table:
+        """Return the table of an endpoint's fields for the model that is served, which is made once."""
+        if of_model not in self._tables:
+            self._tables[of_model] = of_model(self.model)
+        return self._tables[of_model]
+
+    def read(self, body: Mapping[str, Any], of_model: Callable[[Model], Table]) -> Fields:
+        """Return a request's fields, checked.
+
+        Args:
+          body: its JSON object.
+          of_model: makes the table of the endpoint's fields.
+
+        Raises:
+          ApiError: 404 for another model, before all else; 400 for a field that is wrong.
+        """
+        if isinstance(name := body.get("model"), str):
+            self.check_model(name)
+        return Fields(body, self.table(of_model))
+
+    def check_model(self, name: str) -> str:
+        """Return a model's name if it is the one that is served.
 
         Raises:
           ApiError: 404 for another model.
         """
-        name = fields.text("model", self.model.name)
         if name != self.model.name:
             raise ApiError(
                 404, f"model {shown(name)} is not served here: ask for {self.model.name}", "model", "model_not_found"
@@ -227,22 +247,40 @@ class Gateway:
             raise refused("tools", str(error)) from None
 
 
-def thinking_mode(fields: Fields, default: str) -> str:
+_MODES = ", ".join(THINKING_MODES)
+THINKING_FIELDS: Mapping[str, RequestField] = {
+    "chat_template_kwargs": ObjectField(
+        inside={
+            "properties": {"thinking_mode": {"enum": list(THINKING_MODES)}, "enable_thinking": {"type": "boolean"}},
+            "additionalProperties": False,
+        },
+        about="arguments of the chat template, of which thinking_mode alone is read; enable_thinking is a way to say it",
+    ),
+    "thinking": ObjectField(
+        inside={"properties": {"type": {"enum": list(THINKING_MODES)}}, "required": ["type"]},
+        about="the same as thinking_mode, which comes first",
+    ),
+    "reasoning_effort": TextField(about=f"{', '.join(_MODE_OF_EFFORT)}; the last way that is looked at"),
+}
+
+
+def thinking_mode(fields: Fields, default: str, effort: str | None = None) -> str:
     """Return the thinking mode that a request asks for, in one of the ways that clients have.
 
     They are, the first that is given counting: `chat_template_kwargs.thinking_mode`, `thinking.type`,
     `chat_template_kwargs.enable_thinking`, `reasoning_effort`.
 
     Args:
-      fields: of the request.
+      fields: of the request, `THINKING_FIELDS` among them.
       default: where it asks for none.
+      effort: in place of `reasoning_effort`.
 
     Raises:
       ApiError: an unknown mode, an argument that the template does not have, or reasoning_effort "none" where thinking
         is enabled.
     """
     found: str | None = None
-    kwargs = fields.object("chat_template_kwargs") or {}
+    kwargs = fields["chat_template_kwargs"] or {}
     for name, value in kwargs.items():
         if name == "enable_thinking" and isinstance(value, bool):
             found = found or ("enabled" if value else "disabled")
@@ -254,18 +292,21 @@ def thinking_mode(fields: Fields, default: str) -> str:
             )
         else:
             raise refused("chat_template_kwargs", f"chat_template_kwargs: {shown(name)} is not read: thinking_mode is")
-    thinking = fields.object("thinking")
+    thinking = fields["thinking"]
     if thinking is not None and "thinking_mode" not in kwargs:
         if thinking.get("type") not in THINKING_MODES:
             raise refused("thinking", f"thinking: type = {shown(thinking.get('type'))}: one of {_MODES}")
         found = thinking["type"]
-    effort = fields.text("reasoning_effort")
+    effort = fields["reasoning_effort"] if effort is None else effort
     if effort == "none" and found == "enabled":
         raise refused("reasoning_effort", "reasoning_effort = 'none', and thinking is enabled: give one of the two")
     return found or _MODE_OF_EFFORT.get(effort, default)
 
 
-_MODES = ", ".join(THINKING_MODES)
+LOGPROBS_FIELDS: Mapping[str, RequestField] = {
+    "logprobs": FlagField(about="give each token's log-probability"),
+    "top_logprobs": IntegerField(least=0, most=MAX_TOP_LOGPROBS, about="alternatives of each token; needs logprobs"),
+}
 
 
 def top_logprobs(fields: Fields) -> int | None:
@@ -274,8 +315,8 @@ def top_logprobs(fields: Fields) -> int | None:
     Raises:
       ApiError: `top_logprobs` without `logprobs`.
     """
-    count = fields.integer("top_logprobs", None, 0, MAX_TOP_LOGPROBS)
-    if fields.flag("logprobs"):
+    count = fields["top_logprobs"]
+    if fields["logprobs"]:
         return count or 0
     if count:
         raise refused("top_logprobs", "top_logprobs needs logprobs: true")

@@ -13,11 +13,13 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from m3jax.serve.gateway.errors import ApiError
-from m3jax.serve.gateway.fields import parsed_body
+from m3jax.serve.gateway.fields import Fields, Table, parsed_body
 from m3jax.serve.gateway.gateway import Gateway, deadline_error, within
+from m3jax.serve.gateway.sampling import Model
 
 _LOG = logging.getLogger("m3jax.serve")
 _BODY_SECONDS = 60.0  # in which a body has to come
@@ -74,25 +76,35 @@ ANTHROPIC = Style(
     ping=data_event({"type": "ping"}, "ping"),
 )
 
-# A handler takes the gateway, the request's JSON and the route's name; it returns the answer, or a stream's events.
-Handler = Callable[[Gateway, dict[str, Any], str], Awaitable[dict[str, Any] | AsyncIterator[str]]]
+# A handler takes the gateway, the request's fields and the route's name; it returns the answer, or a stream's events.
+Handler = Callable[[Gateway, Fields, str], Awaitable[dict[str, Any] | AsyncIterator[str]]]
 
 
-def endpoint(gateway: Gateway, handler: Handler, style: Style, route: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return the Starlette endpoint of a handler.
+@dataclass(frozen=True)
+class Endpoint:
+    """An endpoint that takes a JSON object.
 
-    Args:
-      gateway: that serves.
-      handler: of the protocol.
-      style: of the protocol.
-      route: the name under which it is counted.
+    Attributes:
+      path: under which it is found and counted.
+      handler: answers a request.
+      table: makes the table of its fields for a model.
+      style: of its protocol.
     """
-    return partial(_answered, gateway, handler, style, route)
+
+    path: str
+    handler: Handler
+    table: Callable[[Model], Table]
+    style: Style
+
+    def route(self, gateway: Gateway) -> Route:
+        """Return the endpoint of a gateway, as Starlette takes it."""
+        return Route(self.path, partial(_answered, gateway, self), methods=["POST"])
 
 
-async def _answered(gateway: Gateway, handler: Handler, style: Style, route: str, request: Request) -> Response:
+async def _answered(gateway: Gateway, endpoint: Endpoint, request: Request) -> Response:
     """Answer one request: with JSON, or with a stream, which then takes over the place that the request has."""
-    place = _Place(gateway, route)
+    style = endpoint.style
+    place = _Place(gateway, endpoint.path)
     try:
         check_key(gateway, request.headers)
         gateway.check_ready()
@@ -102,7 +114,8 @@ async def _answered(gateway: Gateway, handler: Handler, style: Style, route: str
         place.take()
         started = time.monotonic()
         seconds = gateway.settings.deadline_seconds
-        answer = await _unless_gone(request, within(seconds, _begun(gateway, handler, body, route)))
+        fields = gateway.read(body, endpoint.table)
+        answer = await _unless_gone(request, within(seconds, _begun(gateway, endpoint, fields)))
         if isinstance(answer, dict):
             return place.left(Json(answer, headers=dict(gateway.headers)))
         events = lively(answer, style, gateway.settings.ping_seconds, started, seconds)
@@ -115,13 +128,13 @@ async def _answered(gateway: Gateway, handler: Handler, style: Style, route: str
         place.leave("500" if isinstance(error, Exception) else "499")
         if not isinstance(error, Exception):
             raise
-        _LOG.exception("a request to %s failed", route)
+        _LOG.exception("a request to %s failed", endpoint.path)
         return error_response(ApiError(500, "the server failed on this request; its log says why"), style, {})
 
 
-async def _begun(gateway: Gateway, handler: Handler, body: dict[str, Any], route: str) -> Any:
+async def _begun(gateway: Gateway, endpoint: Endpoint, fields: Fields) -> Any:
     """Return a handler's answer; of a stream the first event is there, so that a refusal still has a status of HTTP."""
-    answer = await handler(gateway, body, route)
+    answer = await endpoint.handler(gateway, fields, endpoint.path)
     if isinstance(answer, dict):
         return answer
     first = asyncio.ensure_future(anext(answer))

@@ -7,34 +7,91 @@ from typing import Any
 
 from m3jax.messages import shown
 from m3jax.serve.gateway.answers import Ask, End, Piece, Usage, new_id
-from m3jax.serve.gateway.chat_completions import MOST_TOKENS
+from m3jax.serve.gateway.chat_completions import MODEL_FIELD, MOST_TOKENS
 from m3jax.serve.gateway.errors import refused
-from m3jax.serve.gateway.fields import Fields
+from m3jax.serve.gateway.fields import (
+    Fields,
+    FixedField,
+    FlagField,
+    IntegerField,
+    ListField,
+    ObjectField,
+    RequestField,
+    UnionField,
+    UnreadField,
+)
 from m3jax.serve.gateway.gateway import THINKING_MODES, Collected, Gateway, Turn, collected
 from m3jax.serve.gateway.http import data_event
-from m3jax.serve.gateway.sampling import sampling_params
+from m3jax.serve.gateway.sampling import Model, sampling_fields, sampling_params
 from m3jax.text import Event
 
 # The protocol has a signature on each thought, by which Anthropic knows its own; here it only says who wrote it.
 _SIGNATURE = "m3jax"
+_STOP_FIELD = "stop_sequences"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _EFFORTS = {"low": "adaptive", "medium": "adaptive", "high": "enabled", "xhigh": "enabled", "max": "enabled"}
 _NO_EDIT = ([], [{"type": "clear_thinking_20251015", "keep": "all"}])  # all thoughts are kept in any case
 
 
-async def messages(gateway: Gateway, body: dict[str, Any], route: str) -> dict[str, Any] | AsyncIterator[str]:
+def fields_of_messages(model: Model) -> dict[str, RequestField]:
+    """Return the fields of POST /v1/messages."""
+    limit = IntegerField(is_required=True, least=1, most=MOST_TOKENS, about="say how many tokens the answer may have")
+    return {**fields_of_count(model), "max_tokens": limit}
+
+
+def fields_of_count(model: Model) -> dict[str, RequestField]:
+    """Return the fields of POST /v1/messages/count_tokens, which are those of a request but the limit."""
+    text_block = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    return {
+        "model": MODEL_FIELD,
+        "messages": ListField(
+            is_required=True,
+            least=1,
+            of={
+                "type": "object",
+                "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": ["string", "array"]}},
+                "required": ["role", "content"],
+            },
+            about="the conversation, its question last",
+        ),
+        "system": UnionField(
+            schemas=({"type": "string"}, {"type": "array", "items": text_block}), about="first of all"
+        ),
+        "tools": ListField(
+            of={"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+            about="that the model may call",
+        ),
+        "tool_choice": ObjectField(
+            inside={"properties": {"type": {"enum": ["auto", "any", "none", "tool"]}}, "required": ["type"]},
+            about="whether tools are called",
+        ),
+        "max_tokens": IntegerField(least=1, most=MOST_TOKENS),
+        "stream": FlagField(about="answer by server-sent events as tokens come"),
+        **sampling_fields(model, _STOP_FIELD, max_temperature=1.0),
+        "n": IntegerField(default=1, least=1, most=1, about="this protocol has one answer"),
+        "thinking": ObjectField(
+            inside={
+                "properties": {
+                    "type": {"enum": list(THINKING_MODES)},
+                    "budget_tokens": {"type": ["integer", "null"], "minimum": 1},
+                },
+                "required": ["type"],
+            },
+            about="disabled where it is not given; the model has no budget, so one only has to be a number",
+        ),
+        "output_config": ObjectField(about="effort: low, medium, high, xhigh or max, where thinking is not given"),
+        "context_management": ObjectField(about="edits may only keep all thinking, as happens in any case"),
+        "service_tier": FixedField(allowed=("auto", "standard_only"), about="there is one tier: leave it out"),
+        "metadata": UnreadField(),
+    }
+
+
+async def messages(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any] | AsyncIterator[str]:
     """Answer a list of messages, whole or as a stream."""
-    fields = Fields(body)
-    model = gateway.check_model(fields)
-    if not fields.is_given("max_tokens"):
-        raise refused("max_tokens", "max_tokens: say how many tokens the answer may have")
-    turn = _turn(gateway, fields)
-    is_stream = fields.flag("stream")
-    fields.finish()
-    ask = await gateway.ask(turn)
+    ask = await gateway.ask(_turn(fields, gateway.model))
     ask.request.request_id = new_id("msg_")
-    head = {"id": ask.request.request_id, "type": "message", "role": "assistant", "model": model}
-    if is_stream:
+    head = {"id": ask.request.request_id, "type": "message", "role": "assistant", "model": gateway.model.name}
+    if fields["stream"]:
         return _events(gateway, ask, head, route)
     answer = (await collected(gateway.run(ask, route)))[0]
     return {
@@ -45,49 +102,37 @@ async def messages(gateway: Gateway, body: dict[str, Any], route: str) -> dict[s
     }
 
 
-async def count_tokens(gateway: Gateway, body: dict[str, Any], route: str) -> dict[str, Any]:
+async def count_tokens(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any]:
     """Return how many tokens a list of messages has as a prompt."""
-    fields = Fields(body)
-    gateway.check_model(fields)
-    turn = _turn(gateway, fields)
-    fields.finish()
+    turn = _turn(fields, gateway.model)
     tools = None if turn.choice == "none" else turn.tools
     prompt = await gateway.renderer.render(turn.messages, tools, turn.thinking_mode)
     return {"input_tokens": len(prompt.ids)}
 
 
-def _turn(gateway: Gateway, fields: Fields) -> Turn:
+def _turn(fields: Fields, model: Model) -> Turn:
     """Return what a request says, its messages and tools in OpenAI's layout."""
-    given = fields.list("messages")
-    if not given:
-        raise refused("messages", "messages: must be a list of at least one message")
-    system = _system(fields.take("system"))
-    params = sampling_params(fields, gateway.model, stop_field="stop_sequences", max_temperature=1.0)
-    if params.n != 1:
-        raise refused("n", f"n = {params.n}: this protocol has one answer")
     choice, is_parallel = _tool_choice(fields)
-    fields.pass_over("metadata")
-    fields.only("service_tier", ("auto", "standard_only"), "there is one tier: leave it out")
-    edits = (fields.object("context_management") or {}).get("edits", [])
+    edits = (fields["context_management"] or {}).get("edits", [])
     if edits not in _NO_EDIT:
         raise refused("context_management", f"context_management: edits = {shown(edits)}: the context is kept whole")
     return Turn(
-        messages=[*system, *_openai_messages(given)],
-        tools=_tools(fields.list("tools")),
+        messages=[*_system(fields["system"]), *_openai_messages(fields["messages"])],
+        tools=_tools(fields["tools"]),
         choice=choice,
         is_parallel=is_parallel,
         thinking_mode=_thinking_mode(fields),
-        params=params,
-        max_tokens=fields.integer("max_tokens", None, 1, MOST_TOKENS),
+        params=sampling_params(fields, model, _STOP_FIELD),
+        max_tokens=fields["max_tokens"],
     )
 
 
 def _thinking_mode(fields: Fields) -> str:
     """Return the thinking mode: off where nothing is said. The model has no budget, so one only has to be a number."""
-    effort = (fields.object("output_config") or {}).get("effort")
-    thinking = fields.object("thinking")
+    effort = (fields["output_config"] or {}).get("effort")
+    thinking = fields["thinking"]
     if thinking is None:
-        return _EFFORTS.get(effort, "disabled")
+        return _EFFORTS.get(effort, "disabled") if isinstance(effort, str) else "disabled"
     mode, budget = thinking.get("type"), thinking.get("budget_tokens")
     if mode not in THINKING_MODES:
         raise refused("thinking", f"thinking: type = {shown(mode)}: must be one of {', '.join(THINKING_MODES)}")
@@ -205,7 +250,7 @@ def _tools(given: Sequence[Any] | None) -> list[dict[str, Any]] | None:
 
 def _tool_choice(fields: Fields) -> tuple[str, bool]:
     """Return the choice in OpenAI's words, and whether several tools may be called in one answer."""
-    given = fields.object("tool_choice") or {"type": "auto"}
+    given = fields["tool_choice"] or {"type": "auto"}
     is_parallel = given.get("disable_parallel_tool_use") is not True
     kind = {"auto": "auto", "none": "none", "any": "required"}.get(given.get("type"))
     if given.get("type") == "tool" and isinstance(given.get("name"), str):

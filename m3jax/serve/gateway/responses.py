@@ -6,82 +6,131 @@ from typing import Any
 
 from m3jax.messages import shown
 from m3jax.serve.gateway.answers import Ask, End, Piece, Usage, new_id, now
-from m3jax.serve.gateway.chat_completions import MOST_TOKENS, PASSED_OVER, tool_choice
+from m3jax.serve.gateway.chat_completions import (
+    MODEL_FIELD,
+    MOST_TOKENS,
+    STREAM_FIELDS,
+    TOOL_CHOICE_FIELD,
+    UNREAD_FIELDS,
+    tool_choice,
+)
 from m3jax.serve.gateway.errors import ApiError, refused
-from m3jax.serve.gateway.fields import Fields
-from m3jax.serve.gateway.gateway import Collected, Gateway, Turn, collected, thinking_mode
+from m3jax.serve.gateway.fields import (
+    Fields,
+    FixedField,
+    FlagField,
+    IntegerField,
+    ListField,
+    ObjectField,
+    RequestField,
+    TextField,
+    UnionField,
+    UnreadField,
+)
+from m3jax.serve.gateway.gateway import THINKING_FIELDS, Collected, Gateway, Turn, collected, thinking_mode
 from m3jax.serve.gateway.http import data_event
-from m3jax.serve.gateway.sampling import response_format, sampling_params
+from m3jax.serve.gateway.sampling import Model, response_format, sampling_fields, sampling_params
 from m3jax.text import Event
 
 _STATELESS = "nothing is stored here: send the whole conversation as input"
 
 
-async def responses(gateway: Gateway, body: dict[str, Any], route: str) -> dict[str, Any] | AsyncIterator[str]:
+def fields_of_responses(model: Model) -> dict[str, RequestField]:
+    """Return the fields of POST /v1/responses."""
+    return {
+        "model": MODEL_FIELD,
+        "input": UnionField(
+            is_required=True,
+            schemas=({"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}),
+            about="a text, or a list of items: message, reasoning, function_call, function_call_output",
+        ),
+        "instructions": TextField(about="the system prompt"),
+        "tools": ListField(
+            of={
+                "type": "object",
+                "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+                "required": ["type", "name"],
+            },
+            about="functions that the model may call",
+        ),
+        "tool_choice": TOOL_CHOICE_FIELD,
+        "parallel_tool_calls": FlagField(default=True, about="allow several calls in one answer"),
+        **STREAM_FIELDS,
+        "max_output_tokens": IntegerField(
+            least=1, most=MOST_TOKENS, about="of the answer; cut to what there is room for"
+        ),
+        **sampling_fields(model),
+        "n": IntegerField(default=1, least=1, most=1, about="this protocol has one answer"),
+        "text": ObjectField(
+            inside={"properties": {"format": {"type": ["object", "null"]}}}, about="format: as response_format"
+        ),
+        "reasoning": ObjectField(about="effort: as reasoning_effort"),
+        **THINKING_FIELDS,
+        **{name: FixedField(about=_STATELESS) for name in ("previous_response_id", "conversation", "prompt")},
+        "store": FixedField(allowed=(False,), about=_STATELESS),
+        "background": FixedField(allowed=(False,), about="answers come with the request: leave it out"),
+        "truncation": FixedField(allowed=("disabled",), about="the input is never cut: leave it out"),
+        "include": FixedField(
+            allowed=([], ["reasoning.encrypted_content"]), about="there is nothing else to include: leave it out"
+        ),
+        "service_tier": FixedField(allowed=("auto", "default"), about="there is one tier: leave it out"),
+        "client_metadata": UnreadField(),
+        **UNREAD_FIELDS,
+    }
+
+
+async def responses(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any] | AsyncIterator[str]:
     """Answer an input, whole or as a stream."""
-    fields = Fields(body)
-    model = gateway.check_model(fields)
-    turn = _turn(gateway, fields)
-    is_stream = fields.flag("stream")
-    fields.finish()
+    turn = _turn(fields, gateway.model)
     ask = await gateway.ask(turn)
     ask.request.request_id = new_id("resp_")
     response = {
         "id": ask.request.request_id,
         "object": "response",
         "created_at": now(),
-        "model": model,
+        "model": gateway.model.name,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "metadata": body.get("metadata") or {},
+        "instructions": fields["instructions"],
+        "metadata": fields["metadata"] or {},
         "output": [],
         "parallel_tool_calls": turn.is_parallel,
         "temperature": turn.params.temperature,
         "top_p": turn.params.top_p,
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
+        "tool_choice": fields["tool_choice"],
+        "tools": fields["tools"] or [],
         "store": False,
         "usage": None,
     }
-    if is_stream:
+    if fields["stream"]:
         return _events(gateway, ask, response, route)
     answer = (await collected(gateway.run(ask, route)))[0]
     return _ended(response, _items(answer), answer.end)
 
 
-def _turn(gateway: Gateway, fields: Fields) -> Turn:
+def _turn(fields: Fields, model: Model) -> Turn:
     """Return what a request says, its input as messages."""
-    for name in ("previous_response_id", "conversation", "prompt"):
-        fields.only(name, (), _STATELESS)
-    fields.only("store", (False,), _STATELESS)
-    fields.only("background", (False,), "answers come with the request: leave it out")
-    fields.only("truncation", ("disabled",), "the input is never cut: leave it out")
-    fields.only("include", ([], ["reasoning.encrypted_content"]), "there is nothing else to include")
-    fields.only("service_tier", ("auto", "default"), "there is one tier: leave it out")
-    fields.pass_over(*PASSED_OVER, "client_metadata", "stream_options")
-    params = sampling_params(fields, gateway.model)
-    if params.n != 1:
-        raise refused("n", f"n = {params.n}: this protocol has one answer")
-    text = fields.object("text") or {}
-    response_format(Fields({"text": text.get("format")}), params, "text")
-    reasoning = fields.object("reasoning") or {}
-    if reasoning.get("effort") is not None:
-        fields.values["reasoning_effort"] = reasoning["effort"]
-    instructions = fields.text("instructions")
-    given = fields.take("input")
+    params = sampling_params(fields, model)
+    format_given = (fields["text"] or {}).get("format")
+    if not isinstance(format_given, dict | None):
+        raise refused("text", f"text: format = {shown(format_given)}: must be an object")
+    response_format(format_given, params, "text")
+    effort = (fields["reasoning"] or {}).get("effort")
+    if not isinstance(effort, str | None):
+        raise refused("reasoning", f"reasoning: effort = {shown(effort)}: must be a text")
+    instructions, given = fields["instructions"], fields["input"]
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
     return Turn(
         messages=messages,
-        tools=_tools(fields.list("tools")),
+        tools=_tools(fields["tools"]),
         choice=tool_choice(fields),
-        is_parallel=fields.flag("parallel_tool_calls", True),
-        thinking_mode=thinking_mode(fields, "adaptive"),
+        is_parallel=fields["parallel_tool_calls"],
+        thinking_mode=thinking_mode(fields, "adaptive", effort),
         params=params,
-        max_tokens=fields.integer("max_output_tokens", None, 1, MOST_TOKENS),
+        max_tokens=fields["max_output_tokens"],
     )
 
 

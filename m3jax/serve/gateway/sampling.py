@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,16 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from m3jax.messages import shown
 from m3jax.serve.gateway.errors import refused
-from m3jax.serve.gateway.fields import Fields
+from m3jax.serve.gateway.fields import (
+    Fields,
+    FlagField,
+    IntegerField,
+    ListField,
+    NumberField,
+    ObjectField,
+    RequestField,
+    TextsField,
+)
 
 MAX_SEED = 2**31 - 1  # the protocol's seed is an int32
 MAX_STOPS = 16
@@ -59,45 +68,74 @@ class Model:
         )
 
 
-def sampling_params(
-    fields: Fields, model: Model, *, stop_field: str = "stop", max_temperature: float = 2.0
-) -> pb.SamplingParams:
-    """Read what all protocols have in common: how tokens are drawn, and what ends an answer.
+def sampling_fields(model: Model, stop_field: str = "stop", max_temperature: float = 2.0) -> dict[str, RequestField]:
+    """Return the fields that all protocols have in common: how tokens are drawn, and what ends an answer.
+
+    Args:
+      model: whose defaults count where a request is silent, and whose sizes are the ranges.
+      stop_field: the protocol's name for stop strings.
+      max_temperature: of the protocol.
+    """
+    default = lambda name, otherwise: float(model.defaults.get(name, otherwise))
+    least_token, most_token = 0, model.vocab_size - 1
+    token = {"type": "integer", "minimum": least_token, "maximum": most_token}
+    return {
+        "temperature": NumberField(
+            default=default("temperature", 1.0),
+            least=0.0,
+            most=max_temperature,
+            about="0 takes the most probable token",
+        ),
+        "top_p": NumberField(default=default("top_p", 1.0), least=0.0, most=1.0, is_above=True),
+        "top_k": IntegerField(
+            default=int(default("top_k", 0)), least=-1, most=model.vocab_size, about="0 and -1 leave all tokens in"
+        ),
+        "min_p": NumberField(default=default("min_p", 0.0), least=0.0, most=1.0),
+        "frequency_penalty": NumberField(default=0.0, least=-2.0, most=2.0),
+        "presence_penalty": NumberField(default=0.0, least=-2.0, most=2.0),
+        "repetition_penalty": NumberField(
+            default=default("repetition_penalty", 1.0), least=0.0, most=100.0, is_above=True
+        ),
+        "min_tokens": IntegerField(default=0, least=0, most=model.context, about="before which no stop counts"),
+        "ignore_eos": FlagField(about="go on behind the end of the answer, up to max_tokens"),
+        "n": IntegerField(default=1, least=1, most=MAX_N, about="answers to one prompt"),
+        "seed": IntegerField(least=0, most=MAX_SEED, about="drawn where it is not given"),
+        stop_field: TextsField(most=MAX_STOPS, about="an answer ends before the first of them"),
+        "stop_token_ids": ListField(default=(), of=token, about="an answer ends with the first of them"),
+        "logit_bias": ObjectField(
+            inside={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+            about=f"added to the logits of tokens, by their ids from {least_token} to {most_token} as text",
+        ),
+    }
+
+
+def sampling_params(fields: Fields, model: Model, stop_field: str = "stop") -> pb.SamplingParams:
+    """Return the worker's parameters of a request that has `sampling_fields`.
 
     The seed of a request that gives none is drawn here, so that the request can be repeated.
 
     Args:
-      fields: of the request; the knobs are OpenAI's and those that vLLM adds.
-      model: whose defaults count where the request is silent.
-      stop_field: the protocol's name for stop strings.
-      max_temperature: of the protocol.
+      fields: of the request.
+      model: of the gateway.
+      stop_field: as in `sampling_fields`.
 
     Returns:
       All but the number of tokens, which depends on the prompt, and log-probabilities.
 
     Raises:
-      ApiError: a value out of its range.
+      ApiError: a token that the model does not have.
     """
-    default = lambda name, otherwise: float(model.defaults.get(name, otherwise))
+    as_they_are = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+    as_they_are += ("min_tokens", "ignore_eos", "n")
     params = pb.SamplingParams(
-        temperature=fields.number("temperature", default("temperature", 1.0), 0.0, max_temperature),
-        top_p=fields.number("top_p", default("top_p", 1.0), 0.0, 1.0, above=True),
-        top_k=max(0, fields.integer("top_k", int(default("top_k", 0)), -1, model.vocab_size)),
-        min_p=fields.number("min_p", default("min_p", 0.0), 0.0, 1.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=fields.number(
-            "repetition_penalty", default("repetition_penalty", 1.0), 0.0, 100.0, above=True
-        ),
-        min_tokens=fields.integer("min_tokens", 0, 0, model.context),
-        ignore_eos=fields.flag("ignore_eos"),
-        n=fields.integer("n", 1, 1, MAX_N),
-        seed=fields.integer("seed", secrets.randbelow(MAX_SEED), 0, MAX_SEED),
-        stop=fields.texts(stop_field, MAX_STOPS),
-        stop_token_ids=_stop_ids(fields, model),
+        **{name: fields[name] for name in as_they_are},
+        top_k=max(0, fields["top_k"]),
+        seed=secrets.randbelow(MAX_SEED) if fields["seed"] is None else fields["seed"],
+        stop=fields[stop_field],
+        stop_token_ids=_stop_ids(fields["stop_token_ids"], model),
         skip_special_tokens=False,
     )
-    for token, bias in _logit_bias(fields, model).items():
+    for token, bias in _logit_bias(fields["logit_bias"] or {}, model).items():
         params.logit_bias[token] = bias
     return params
 
@@ -126,8 +164,7 @@ def limit_tokens(params: pb.SamplingParams, model: Model, prompt_tokens: int, as
         raise refused("min_tokens", f"min_tokens = {params.min_tokens}: at most {params.max_tokens} tokens can come")
 
 
-def _stop_ids(fields: Fields, model: Model) -> list[int]:
-    ids = fields.list("stop_token_ids") or []
+def _stop_ids(ids: Sequence[Any], model: Model) -> Sequence[int]:
     if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < model.vocab_size for token in ids):
         raise refused(
             "stop_token_ids", f"stop_token_ids = {shown(ids)}: must be token ids from 0 to {model.vocab_size - 1}"
@@ -135,10 +172,10 @@ def _stop_ids(fields: Fields, model: Model) -> list[int]:
     return ids
 
 
-def _logit_bias(fields: Fields, model: Model) -> dict[int, float]:
+def _logit_bias(given: Mapping[str, Any], model: Model) -> dict[int, float]:
     """Return the bias of each token; JSON writes the ids as text."""
     biases: dict[int, float] = {}
-    for name, bias in (fields.object("logit_bias") or {}).items():
+    for name, bias in given.items():
         is_token = name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < model.vocab_size
         if not is_token or not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
             raise refused(
@@ -150,18 +187,39 @@ def _logit_bias(fields: Fields, model: Model) -> dict[int, float]:
     return biases
 
 
-def response_format(fields: Fields, params: pb.SamplingParams, name: str = "response_format") -> None:
+# The two ways to constrain an answer, of which a request may have one.
+FORMAT_FIELD = ObjectField(
+    inside={"properties": {"type": {"enum": ["text", "json_object", "json_schema"]}}, "required": ["type"]},
+    about="text; json_object; or json_schema, with the schema in json_schema.schema",
+)
+CONSTRAINT_FIELDS: Mapping[str, RequestField] = {
+    "response_format": FORMAT_FIELD,
+    "structured_outputs": ObjectField(
+        inside={
+            "properties": {
+                "regex": {"type": ["string", "null"]},
+                "grammar": {"type": ["string", "null"]},
+                "choice": {"type": ["array", "null"], "items": {"type": "string"}, "minItems": 1},
+                "json": {"type": ["string", "object", "null"]},
+            },
+            "additionalProperties": {"type": "null"},
+        },
+        about="vLLM's: one of regex, grammar (Lark or GBNF), choice and json (a schema)",
+    ),
+}
+
+
+def response_format(given: Mapping[str, Any] | None, params: pb.SamplingParams, name: str = "response_format") -> None:
     """Set the constraint that OpenAI's response_format asks for.
 
     Args:
-      fields: of the request.
+      given: the field's value; None asks for text.
       params: changed in place.
-      name: of the field.
+      name: of the field, for errors.
 
     Raises:
       ApiError: no such format, or a schema that is no object.
     """
-    given = fields.object(name)
     kind = given.get("type") if given is not None else "text"
     if kind == "text":
         return
@@ -177,19 +235,18 @@ def response_format(fields: Fields, params: pb.SamplingParams, name: str = "resp
         raise refused(name, f"{name}: type = {shown(kind)}: must be text, json_object or json_schema")
 
 
-def check_constraints(params: pb.SamplingParams, has_forced_call: bool) -> None:
-    """Refuse two constraints at once: an answer that is JSON and a call too."""
-    if has_forced_call and params.WhichOneof("constraint"):
-        raise refused("response_format", "response_format and a forced tool_choice: an answer can be one of the two")
+def set_constraints(fields: Fields, params: pb.SamplingParams) -> None:
+    """Set the constraint that a request with `CONSTRAINT_FIELDS` asks for.
 
-
-def constraint_fields(fields: Fields, params: pb.SamplingParams) -> None:
-    """Read vLLM's `structured_outputs`: {"regex" | "grammar" | "choice" | "json": ...}.
+    Args:
+      fields: of the request.
+      params: changed in place.
 
     Raises:
-      ApiError: not exactly one of them, or one of another type.
+      ApiError: both fields, not exactly one constraint, or one of another type.
     """
-    given: Any = fields.object("structured_outputs")
+    response_format(fields["response_format"], params)
+    given: Any = fields["structured_outputs"]
     if given is None:
         return
     wanted = {name: value for name, value in given.items() if value is not None}
@@ -206,3 +263,9 @@ def constraint_fields(fields: Fields, params: pb.SamplingParams) -> None:
         params.json_schema = value if isinstance(value, str) else json.dumps(value)
     else:
         raise refused("structured_outputs", f"structured_outputs: {name} = {shown(value)} has another type")
+
+
+def check_constraints(params: pb.SamplingParams, has_forced_call: bool) -> None:
+    """Refuse two constraints at once: an answer that is JSON and a call too."""
+    if has_forced_call and params.WhichOneof("constraint"):
+        raise refused("response_format", "response_format and a forced tool_choice: an answer can be one of the two")

@@ -4,52 +4,72 @@ import asyncio
 from typing import Any
 
 from m3jax.serve.gateway.answers import token_text
-from m3jax.serve.gateway.chat_completions import tool_choice
+from m3jax.serve.gateway.chat_completions import MODEL_FIELD, TOOL_CHOICE_FIELD, TOOLS_FIELD, tool_choice
 from m3jax.serve.gateway.errors import refused
-from m3jax.serve.gateway.fields import Fields
-from m3jax.serve.gateway.gateway import Gateway, thinking_mode
+from m3jax.serve.gateway.fields import Fields, FixedField, FlagField, ListField, RequestField, TextField
+from m3jax.serve.gateway.gateway import THINKING_FIELDS, Gateway, thinking_mode
 from m3jax.serve.gateway.prompts import tokens_of
+from m3jax.serve.gateway.sampling import Model
 
 
-async def tokenize(gateway: Gateway, body: dict[str, Any], route: str) -> dict[str, Any]:
+def fields_of_tokenize(model: Model) -> dict[str, RequestField]:
+    """Return the fields of POST /tokenize."""
+    return {
+        "model": MODEL_FIELD,
+        "prompt": TextField(about="a text"),
+        "content": TextField(about="the same, as llama.cpp has it"),
+        "messages": ListField(of={"type": "object", "required": ["role"]}, about="a conversation, as a chat has it"),
+        "tools": TOOLS_FIELD,
+        "tool_choice": TOOL_CHOICE_FIELD,
+        **THINKING_FIELDS,
+        "with_pieces": FlagField(about="give each token as an object of its id and its text"),
+        "return_token_strs": FlagField(about="give the tokens' texts beside the ids"),
+        # Nothing is ever added to a text: the chat template writes all special tokens.
+        "add_special_tokens": FlagField(about="the tokenizer adds none either way"),
+        "add_special": FlagField(about="the same"),
+        "add_generation_prompt": FixedField(
+            allowed=(True,), about="a conversation ends with the beginning of an answer: leave it out"
+        ),
+    }
+
+
+async def tokenize(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any]:
     """Return the token ids of a text ("prompt", or "content" as llama.cpp has it) or of a conversation ("messages").
 
     With `with_pieces` each token comes with its text, with `return_token_strs` the texts come beside the ids.
     """
-    fields = Fields(body)
-    gateway.check_model(fields)
-    given = [name for name in ("prompt", "content", "messages") if fields.is_given(name)]
+    given = [name for name in ("prompt", "content", "messages") if name in fields]
     if len(given) != 1:
         raise refused("prompt", "give one of prompt (a text), content (the same) and messages (a conversation)")
-    messages = fields.list("messages")
-    if messages is not None:
-        tools = fields.list("tools") if tool_choice(fields) != "none" else None
-        prompt = await gateway.renderer.render(messages, tools or None, thinking_mode(fields, "adaptive"), False)
+    mode, choice = thinking_mode(fields, "adaptive"), tool_choice(fields)
+    if given == ["messages"]:
+        tools = None if choice == "none" else fields["tools"] or None
+        prompt = await gateway.renderer.render(fields["messages"], tools, mode, False)
         ids = list(prompt.ids)
     else:
-        text = fields.text(given[0])
-        ids = await asyncio.to_thread(gateway.renderer.tokenizer.encode, text) if text else []
-    # Nothing is ever added to a text: the chat template writes all special tokens.
-    fields.only("add_special_tokens", (True, False), "must be true or false")
-    fields.only("add_special", (True, False), "must be true or false")
-    fields.only("add_generation_prompt", (True,), "a conversation ends with the beginning of an answer")
-    with_pieces, with_strings = fields.flag("with_pieces"), fields.flag("return_token_strs")
-    fields.finish()
+        text = fields[given[0]]
+        try:
+            ids = await asyncio.to_thread(gateway.renderer.tokenizer.encode, text) if text else []
+        except ValueError as error:
+            raise refused(given[0], str(error)) from None
+    with_pieces, with_strings = fields["with_pieces"], fields["return_token_strs"]
     pieces = [token_text(gateway.renderer.tokenizer, token)[0] for token in ids] if with_pieces or with_strings else []
     tokens = [{"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=True)] if with_pieces else ids
     answer = {"count": len(ids), "max_model_len": gateway.model.context, "tokens": tokens}
     return answer | ({"token_strs": pieces} if with_strings else {})
 
 
-async def detokenize(gateway: Gateway, body: dict[str, Any], route: str) -> dict[str, Any]:
+def fields_of_detokenize(model: Model) -> dict[str, RequestField]:
+    """Return the fields of POST /detokenize."""
+    token = {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}
+    return {"model": MODEL_FIELD, "tokens": ListField(is_required=True, of=token, about="token ids")}
+
+
+async def detokenize(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any]:
     """Return the text of token ids, special tokens included."""
-    fields = Fields(body)
-    gateway.check_model(fields)
-    tokens = fields.list("tokens")
-    if tokens is None:
-        raise refused("tokens", "tokens: must be a list of token ids")
-    fields.finish()
-    ids = tokens_of(gateway.renderer.tokenizer, tokens, "tokens", gateway.model.vocab_size)[0] if tokens else []
+    ids = fields["tokens"]
+    if ids:
+        (ids,) = tokens_of(gateway.renderer.tokenizer, [ids], "tokens", gateway.model.vocab_size)
     text = gateway.renderer.tokenizer.decode(ids, skip_special_tokens=False)
     return {"prompt": text, "content": text}
 
@@ -81,7 +101,7 @@ def model_object(gateway: Gateway, name: str) -> dict[str, Any]:
     Raises:
       ApiError: 404, it is not served here.
     """
-    gateway.check_model(Fields({"model": name}))
+    gateway.check_model(name)
     return {
         "id": name,
         "object": "model",
