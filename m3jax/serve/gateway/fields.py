@@ -188,7 +188,11 @@ class ObjectField(RequestField):
 
 @dataclass(frozen=True, kw_only=True)
 class ListField(RequestField):
-    """A list of `least` entries or more; what they are is checked where they are read, and `of` says it."""
+    """A list of `least` entries or more.
+
+    Attributes:
+      of: schema of an entry. Objects are told from other values here; what is in them is checked where they are read.
+    """
 
     of: Mapping[str, Any] = attribute(default_factory=dict)
     least: int = 0
@@ -196,7 +200,11 @@ class ListField(RequestField):
     def checked(self, name: str, value: Any) -> list[Any]:
         """As `RequestField.checked`."""
         if not isinstance(value, list) or len(value) < self.least:
-            raise refused(name, f"{name} = {shown(value)}: must be a list" + f" of at least {self.least}" * self.least)
+            size = f" of at least {self.least}" if self.least else ""
+            raise refused(name, f"{name} = {shown(value)}: must be a list{size}")
+        wrong = [number for number, each in enumerate(value) if not isinstance(each, dict)]
+        if wrong and self.of.get("type") == "object":
+            raise refused(name, f"{name}[{wrong[0]}] = {shown(value[wrong[0]])}: must be an object")
         return value
 
     def schema(self) -> dict[str, Any]:

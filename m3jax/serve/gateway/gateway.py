@@ -254,7 +254,7 @@ THINKING_FIELDS: Mapping[str, RequestField] = {
             "properties": {"thinking_mode": {"enum": list(THINKING_MODES)}, "enable_thinking": {"type": "boolean"}},
             "additionalProperties": False,
         },
-        about="arguments of the chat template, of which thinking_mode alone is read; enable_thinking is a way to say it",
+        about="arguments of the chat template: thinking_mode, or enable_thinking, which says it in two words",
     ),
     "thinking": ObjectField(
         inside={"properties": {"type": {"enum": list(THINKING_MODES)}}, "required": ["type"]},

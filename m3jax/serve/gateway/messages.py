@@ -250,7 +250,7 @@ def _tools(given: Sequence[Any] | None) -> list[dict[str, Any]] | None:
 
 def _tool_choice(fields: Fields) -> tuple[str, bool]:
     """Return the choice in OpenAI's words, and whether several tools may be called in one answer."""
-    given = fields["tool_choice"] or {"type": "auto"}
+    given = {"type": "auto"} if fields["tool_choice"] is None else fields["tool_choice"]
     is_parallel = given.get("disable_parallel_tool_use") is not True
     kind = {"auto": "auto", "none": "none", "any": "required"}.get(given.get("type"))
     if given.get("type") == "tool" and isinstance(given.get("name"), str):

@@ -213,16 +213,29 @@ SCHEMAS: Mapping[str, _Schema] = {
     "AnthropicError": _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT)),
 }
 
-# Of an endpoint that takes JSON: what it is for, the schema of its answer, and of its stream's events a word.
-_POSTS: Mapping[str, tuple[str, str, str | None]] = {
-    "/v1/chat/completions": ("OpenAI's chat", "ChatCompletion", "chat.completion.chunk objects, then [DONE]"),
-    "/v1/completions": ("OpenAI's completions", "Completion", "text_completion objects, then [DONE]"),
-    "/v1/messages": ("Anthropic's messages", "Message", "message_start to message_stop, and ping"),
-    "/v1/messages/count_tokens": ("Tokens of Anthropic's messages as a prompt", "TokenCount", None),
-    "/v1/responses": ("OpenAI's responses, without a store", "Response", "response.created to response.completed"),
-    "/tokenize": ("Token ids of a text or a conversation", "Tokens", None),
-    "/detokenize": ("The text of token ids", "Text", None),
-}
+_ASKED = [{"role": "user", "content": "What is a context manager?"}]
+# Of an endpoint that takes JSON: what it is for, the schema of its answer, of its stream's events a word, a request.
+_POSTS: Mapping[str, tuple[str, str, str | None, Mapping[str, Any]]] = {
+    "/v1/chat/completions": (
+        "OpenAI's chat", "ChatCompletion", "chat.completion.chunk objects, then [DONE]", {"messages": _ASKED},
+    ),
+    "/v1/completions": (
+        "OpenAI's completions", "Completion", "text_completion objects, then [DONE]", {"prompt": "def f(x):"},
+    ),
+    "/v1/messages": (
+        "Anthropic's messages", "Message", "message_start to message_stop, and ping",
+        {"messages": _ASKED, "max_tokens": 100},
+    ),
+    "/v1/messages/count_tokens": (
+        "Tokens of Anthropic's messages as a prompt", "TokenCount", None, {"messages": _ASKED},
+    ),
+    "/v1/responses": (
+        "OpenAI's responses, without a store", "Response", "response.created to response.completed",
+        {"input": "What is a context manager?"},
+    ),
+    "/tokenize": ("Token ids of a text or a conversation", "Tokens", None, {"prompt": "a b"}),
+    "/detokenize": ("The text of token ids", "Text", None, {"tokens": [5, 6, 7]}),
+}  # fmt: skip
 _GETS: Mapping[str, tuple[str, str, str]] = {
     "/v1/models": ("The one model", "application/json", "Models"),
     "/v1/models/{name}": ("A model by its name", "application/json", "Model"),
@@ -256,13 +269,14 @@ def document(gateway: Gateway, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
-        about, answer, events = _POSTS[endpoint.path]
+        about, answer, events, example = _POSTS[endpoint.path]
         content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
         if events is not None:
-            content["text/event-stream"] = {"schema": {**_TEXT, "description": f"with stream: {events}"}}
+            event = _object({"event": _TEXT}, data={**_TEXT, "description": "JSON"})
+            content["text/event-stream"] = {"schema": {**event, "description": f"with stream: {events}"}}
         schema = object_schema(gateway.table(endpoint.table))
         operation = _operation(endpoint.path, about, content, tuple(ERRORS), endpoint.style)
-        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        body = {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}
         paths[endpoint.path] = {"post": {**operation, "requestBody": body}}
     for path, (about, media_type, answer) in _GETS.items():
         content = {media_type: {"schema": _ref(answer) if media_type == "application/json" else _TEXT}}

@@ -1,0 +1,157 @@
+"""The OpenAPI document: it says what the server does, and the server does what it says."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from starlette.routing import Route
+from support.serving import CALL, ScriptedWorker
+
+from m3jax.assets import embedded_path
+from m3jax.serve.gateway.app import ENDPOINTS, app
+from m3jax.serve.gateway.gateway import Gateway, Settings
+from m3jax.serve.gateway.loading import open_gateway
+from m3jax.serve.gateway.sources import Sources
+from m3jax.serve.gateway.workers import LocalWorker
+
+PATHS = [endpoint.path for endpoint in ENDPOINTS]
+
+
+@pytest.fixture(scope="module")
+def described(scripted_server) -> dict[str, Any]:
+    """The document as the server gives it."""
+    return json.loads(scripted_server[0].ask("/openapi.json")[2])
+
+
+def schema_of(described: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
+    """Return the validator of a schema of the document, whose references lead into it."""
+    return jsonschema.Draft202012Validator({**schema, "components": described["components"]})
+
+
+def operation(described: dict[str, Any], path: str) -> dict[str, Any]:
+    return described["paths"][path]["post"]
+
+
+def request_schema(described: dict[str, Any], path: str) -> dict[str, Any]:
+    return operation(described, path)["requestBody"]["content"]["application/json"]["schema"]
+
+
+def example(described: dict[str, Any], path: str) -> dict[str, Any]:
+    return operation(described, path)["requestBody"]["content"]["application/json"]["example"]
+
+
+def answer_schema(described: dict[str, Any], path: str, status: int) -> dict[str, Any]:
+    return operation(described, path)["responses"][str(status)]["content"]["application/json"]["schema"]
+
+
+def test_every_route_is_described(described):
+    """A path that is added is in the document, and each schema in it is one."""
+    routes = [route for route in app(Gateway(settings=Settings())).routes if isinstance(route, Route)]
+    methods = {"GET": "get", "POST": "post"}
+    served = {
+        (re.sub(":path", "", route.path), methods[method])
+        for route in routes for method in route.methods if method in methods
+    }  # fmt: skip
+    assert served == {(path, method) for path, item in described["paths"].items() for method in item}
+    assert described["openapi"] == "3.1.0"
+    for schema in (*described["components"]["schemas"].values(), *(request_schema(described, path) for path in PATHS)):
+        jsonschema.Draft202012Validator.check_schema(schema)
+    named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described)))
+    assert named == set(described["components"]["schemas"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_answers_are_as_described(scripted, described, path):
+    """An answer with everything in it, and an error, have the fields of the document and no others."""
+    server, worker = scripted
+    worker.script = lambda request, index: f"Hm.</mm:think>I look. {CALL}" if "chat" in path else "All is well."
+    more = {
+        "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2, "return_blocks": True, "n": 2},
+        "/v1/completions": {"logprobs": 2, "echo": True, "n": 2},
+        "/tokenize": {"with_pieces": True, "return_token_strs": True},
+    }
+    for fields in ({}, more.get(path, {}), {"no_such_field": 1}):
+        status, _, text = server.ask(path, example(described, path) | fields)
+        assert status == (400 if "no_such_field" in fields else 200), text
+        schema_of(described, answer_schema(described, path, status)).validate(json.loads(text))
+
+
+ODD = (True, -1, 5.5, 2**70, "", "x", [None], {})
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_the_document_rules_out_is_refused(scripted, described, path):
+    """Every field with every odd value: what its schema does not take gets 400 with the field's name."""
+    server, _ = scripted
+    refused = 0
+    for name, schema in request_schema(described, path)["properties"].items():
+        taken, base = schema_of(described, schema), dict(example(described, path))
+        if path == "/tokenize" and name in ("content", "messages"):
+            del base["prompt"]  # one of the three may be given
+        for value in ODD:
+            if taken.is_valid(value):
+                continue
+            refused += 1
+            status, _, text = server.ask(path, {**base, name: value})
+            assert status == (404 if name == "model" and isinstance(value, str) else 400), (name, value, text)
+            error = json.loads(text)["error"]
+            assert error.get("param", name) == name and name in error["message"], (name, value, text)
+    assert refused > 20
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Gateway]:
+    """A gateway without a server, in front of a scripted worker."""
+    gateway = Gateway(settings=Settings())
+    worker = ScriptedWorker()
+    opening = open_gateway(
+        gateway, [LocalWorker(worker)], folder=embedded_path(), name=None, sources=Sources(), processes=1
+    )
+    parts = asyncio.run(opening)
+    gateway.state = "ready"
+    yield gateway
+    parts.pool.close()
+
+
+def test_schemathesis(opened):
+    """Requests that schemathesis draws from the document, good ones and bad ones: no 500, and answers as described."""
+    schemathesis = pytest.importorskip(
+        "schemathesis", reason="waits for schemathesis, which draws requests from the document: pip install "
+        "schemathesis==4.32.5",
+    )  # fmt: skip
+    from schemathesis import GenerationMode
+    from schemathesis.checks import CheckContext, not_a_server_error  # noqa: F401
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        negative_data_rejection,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
+    checks = [
+        not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance,
+        negative_data_rejection,
+    ]  # fmt: skip
+    document = schemathesis.openapi.from_asgi("/openapi.json", app(opened))
+    drawn = 0
+    for result in document.get_all_operations():
+        each = result.ok()
+        for mode in GenerationMode if each.method == "post" else [GenerationMode.POSITIVE]:
+
+            @given(case=each.as_strategy(generation_mode=mode))
+            @settings(
+                max_examples=6, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )  # fmt: skip
+            def run(case):
+                nonlocal drawn
+                drawn += 1
+                case.validate_response(case.call(), checks=checks)
+
+            run()
+    assert drawn > 60
