@@ -320,6 +320,8 @@ def joined(first: TokenEvent, second: TokenEvent) -> TokenEvent:
         versions=first.versions[:keep] + second.versions,
         stop_reason=second.stop_reason,
         generation=second.generation,
+        cached_tokens=second.cached_tokens,
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
     )
 
 

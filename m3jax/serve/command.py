@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from m3jax.cli import DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from m3jax.cli.arguments import add_model
 from m3jax.console import Parser, run_command, write
 from m3jax.interrupts import raise_interrupts
@@ -63,6 +64,7 @@ def parser() -> Parser:
     engine.add_argument(
         "--context", metavar="N", type=int, help="tokens that a request can have (default: the model's)"
     )
+    add_draft(engine)
     engine.add_argument("--invariant", action="store_true", help="an answer has the same bits cached or not, alone or "
                         "under load; a header says of which weights and settings")  # fmt: skip
     engine.add_argument("--request-log", metavar="FILE", type=Path, help="with --invariant: keep each request and its "
@@ -81,6 +83,24 @@ def gateway_parser() -> Parser:
                      "chat_template.jinja (default: what the first worker sends)")  # fmt: skip
     _add_gateway(out)
     return out
+
+
+def add_draft(out: argparse._ActionsContainer) -> None:
+    """Add the options of a draft, which are those of `python -m m3jax.generate`."""
+    out.add_argument("--draft", metavar="DIR", help="draft tokens with an EAGLE3 model: its folder, or builtin for the "
+                     "embedded checkpoint's; ngram looks for them in the text so far")  # fmt: skip
+    out.add_argument("--draft-tokens", metavar="K", type=int, help=f"1 to {MAX_DRAFT_TOKENS} in one verification "
+                     f"(default: {DRAFT_TOKENS})")  # fmt: skip
+
+
+def check_draft(args: argparse.Namespace) -> None:
+    """Raise ValueError for a number of draft tokens that no engine has; where none is given it is the default."""
+    if args.draft_tokens is not None and args.draft is None:
+        raise ValueError("--draft-tokens needs --draft: name what proposes them (a folder, builtin or ngram)")
+    if args.draft_tokens is None:
+        args.draft_tokens = DRAFT_TOKENS
+    if not 1 <= args.draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"--draft-tokens {args.draft_tokens}: give 1 to {MAX_DRAFT_TOKENS}")
 
 
 def verify_parser() -> Parser:
@@ -118,6 +138,7 @@ def run_both(args: argparse.Namespace) -> int:
     """
     check_extra()
     _check(args)
+    check_draft(args)
     if args.request_log is not None and not args.invariant:
         raise ValueError("--request-log needs --invariant: otherwise a replay would not have the same bits")
     from m3jax.compile_cache import compile_cache

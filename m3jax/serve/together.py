@@ -47,10 +47,12 @@ def serve_together(args: argparse.Namespace) -> None:
         "steps_per_call": _STEPS_PER_CALL,
     }
     engine = {name: value for name, value in engine.items() if value is not None}
+    # A draft is no setting of an answer: with --invariant the bits are the same with any draft or none.
+    draft = {"draft": args.draft, "draft_tokens": args.draft_tokens}
 
     async def load(gateway: Gateway) -> Opened:
         # The engine's first compilation and the reading of weights take seconds to minutes, on a thread.
-        worker = await asyncio.to_thread(Worker.from_pretrained, folder, name=args.name, **engine)
+        worker = await asyncio.to_thread(Worker.from_pretrained, folder, name=args.name, **draft, **engine)
         if not args.no_warmup:
             await worker.prepare()
         if args.invariant:

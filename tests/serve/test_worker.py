@@ -71,6 +71,8 @@ def test_an_answer_is_the_engines_streamed_or_not(worker):
 def test_cached_tokens_are_those_of_whole_pages_that_are_known(worker):
     prompt = (77, *PROMPT, *PROMPT)
     assert [answer(worker, prompt=prompt).cached_tokens for _ in range(2)] == [0, 32]
+    streamed = asyncio.run(collect(worker, generate_request(prompt, stream=True)))
+    assert [message.chunk.cached_tokens for message in streamed[:-1]] == [32] * (len(streamed) - 1)
 
 
 def test_text_is_encoded_and_the_prompt_is_cut_from_the_left(worker):

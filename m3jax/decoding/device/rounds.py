@@ -135,13 +135,16 @@ def decode_in_rounds(
         # Column x of the target draws token x of the round: its choices go with that token.
         choices = {name: x.at[row_index, target_column].set(made[name], mode="drop") for name, x in choices.items()}
         is_accepted = verdict.accepted[:, None] > jnp.arange(draft_tokens)  # [B K]
+        is_proposed = (proposal.tokens >= 0) & is_live[:, None]  # [B K]
         drafting = DraftCounts(
-            forwards=drafting.forwards + jnp.sum(is_live, dtype=jnp.int32),
-            accepted=drafting.accepted + jnp.sum(is_accepted & is_live[:, None], axis=0, dtype=jnp.int32),
+            forwards=drafting.forwards + is_live,
+            proposed=drafting.proposed + jnp.sum(is_proposed, axis=1, dtype=jnp.int32),
+            accepted=drafting.accepted + (is_accepted & is_live[:, None]),
         )
         return round_index + 1, pin(state, layout), drafting, choices, *new
 
-    no_drafting = DraftCounts(jnp.int32(0), jnp.zeros(draft_tokens, jnp.int32))
+    no_counts = jnp.zeros(batch, jnp.int32)
+    no_drafting = DraftCounts(no_counts, no_counts, jnp.zeros((batch, draft_tokens), jnp.int32))
     no_choices = room_for_choices(model, state, host, records, max_tokens)
     start = jnp.int32(0), state, no_drafting, no_choices, *no_new_tokens(batch, max_tokens, num_top)
     _, state, drafting, choices, *new = lax.while_loop(goes_on, run_round, start)

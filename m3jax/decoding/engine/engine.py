@@ -219,6 +219,16 @@ class Engine:
         done = (len(r.prompt) if r.is_decoding else min(r.cached, len(r.prompt)) for r in requests)
         return sum(done), sum(len(request.prompt) for request in requests)
 
+    def prompt_progress(self, handle: int) -> tuple[int, int]:
+        """Return how much of a prompt is read: its tokens that were in the prefix cache, and those that are through.
+
+        Raises:
+          ValueError: the request is unknown, or has ended.
+        """
+        request = self._request(handle)
+        is_through = request.is_decoding or bool(request.new)
+        return request.cached_tokens, len(request.prompt) if is_through else min(request.cached, len(request.prompt))
+
     def run(self) -> dict[int, Generation]:
         """Work until every request has ended.
 

@@ -56,9 +56,10 @@ class Drafting:
 
     def add(self, counts: DraftCounts) -> None:
         """Add the counts of one more device call."""
-        self.forwards += int(counts.forwards)
+        self.forwards += int(np.sum(counts.forwards))
         accepted = self.accepted or (0,) * self.draft_tokens
-        self.accepted = tuple(total + int(new) for total, new in zip(accepted, counts.accepted, strict=True))
+        of_all_rows = np.sum(counts.accepted, axis=0)  # [K]
+        self.accepted = tuple(total + int(new) for total, new in zip(accepted, of_all_rows, strict=True))
 
     @property
     def acceptance(self) -> tuple[float, ...] | None:

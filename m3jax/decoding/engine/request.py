@@ -122,6 +122,8 @@ class Generation:
         more than 32,767 blocks; `m3jax.model.Choices.of_records` gives them to a call of the model. Other values have
         the axes that `intermediates` gives them but the batch, tokens first: "layers.3.q" [X N H],
         "layers.3.block_scores" [X K M], in their own dtype. A token that was not recorded has -1, or NaN.
+      drafted: tokens that a draft proposed for it; no part of what makes two generations equal.
+      accepted: of these, those that the model accepted; likewise.
     """
 
     tokens: list[int]
@@ -135,6 +137,8 @@ class Generation:
     versions: list[int] = field(default_factory=list, compare=False)
     timings: RequestTimings | None = field(default=None, compare=False)
     records: dict[str, Shaped[np.ndarray, "X ..."]] = field(default_factory=dict, compare=False)
+    drafted: int = field(default=0, compare=False)
+    accepted: int = field(default=0, compare=False)
 
     def cut(self, keep: int, stop_reason: str) -> "Generation":
         """Return the first `keep` tokens, with another reason to stop there."""
@@ -158,6 +162,8 @@ class TokenEvent:
       versions: of the weights that drew each.
       stop_reason: "unfinished", or the reason for which the request has ended; then this is its last event.
       generation: with the last event, all of it; None before.
+      cached_tokens: as in `Generation`.
+      prompt_logprobs: as in `Generation`, with the first of the new tokens; empty elsewhere.
     """
 
     handle: int
@@ -168,6 +174,8 @@ class TokenEvent:
     versions: tuple[int, ...]
     stop_reason: str
     generation: Generation | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[dict[int, float], ...] = ()
 
 
 @dataclass(eq=False)
@@ -213,6 +221,8 @@ class Request:
       passes: how often a younger request got a row while this one waited for pages.
       common: while it waits, with how many tokens its prompt and those of others begin alike, by their handles.
       preemptions: how often it had to give its row back.
+      drafted: tokens that a draft proposed for it.
+      accepted: of these, those that the model accepted.
       added_at: `time.perf_counter()` when it was added.
       row_at: when it first got a row; None before.
       first_token_at: when its first token came; None before.
@@ -246,6 +256,8 @@ class Request:
     passes: int = 0
     common: dict[int, int] = field(default_factory=dict)
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     added_at: float = field(default_factory=perf_counter)
     row_at: float | None = None
     first_token_at: float | None = None
@@ -264,13 +276,20 @@ class Request:
             logprobs=list(self.logprobs),
             stop_reason=self.stop_reason,
             prompt_tokens=len(self.prompt),
-            cached_tokens=min(self.found or 0, len(self.prompt)),
+            cached_tokens=self.cached_tokens,
             top_logprobs=list(self.top_logprobs),
             prompt_logprobs=list(self.prompt_scores.known),
             versions=list(self.versions),
             timings=self.timings,
             records=self.records,
+            drafted=self.drafted,
+            accepted=self.accepted,
         )
+
+    @property
+    def cached_tokens(self) -> int:
+        """The number of the prompt's tokens that were in the prefix cache when it first got pages; 0 before."""
+        return min(self.found or 0, len(self.prompt))
 
     @property
     def timings(self) -> RequestTimings:
@@ -298,6 +317,8 @@ class Request:
             versions=tuple(self.versions[start:]),
             stop_reason=self.stop_reason,
             generation=self.generation if has_ended else None,
+            cached_tokens=self.cached_tokens,
+            prompt_logprobs=tuple(self.prompt_scores.known) if start == 0 and self.new else (),
         )
 
     @property

@@ -355,6 +355,9 @@ class Scheduler:
                 continue
             count = int(new.counts[request.row])
             self.timings.decoded_tokens += count - (count > 0 and not request.new)
+            if new.drafting is not None:
+                request.drafted += int(new.drafting.proposed[request.row])
+                request.accepted += int(new.drafting.accepted[request.row].sum())
             self._take_tokens(request, new, request.row, end=request.cached + count)
         if new.drafting is not None:
             self.drafting.add(new.drafting)

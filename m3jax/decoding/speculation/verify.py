@@ -61,15 +61,17 @@ class Verdict(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftCounts:
-    """Counts of the proposals of one device call, and of those that were accepted.
+    """Counts of the proposals of one device call, and of those that were accepted, by row.
 
     Attributes:
-      forwards: how often the target verified proposals of some row: a call for three rows counts as three.
+      forwards: how often the target verified proposals of the row.
+      proposed: tokens that were proposed in these: up to K each.
       accepted: in how many of them the first proposal was accepted, the first two, and so on.
     """
 
-    forwards: Int32[HostOrDevice, ""]
-    accepted: Int32[HostOrDevice, "K"]
+    forwards: Int32[HostOrDevice, "B"]
+    proposed: Int32[HostOrDevice, "B"]
+    accepted: Int32[HostOrDevice, "B K"]
 
 
 def verify(

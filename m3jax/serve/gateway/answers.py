@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
@@ -58,11 +58,13 @@ class Piece:
       index: of the answer, from 0 to n - 1.
       events: what the parser made of the new text.
       logprobs: of tokens whose text is in these events or before; none where they were not asked for.
+      cached: tokens of the prompt that were in the prefix cache, as far as the worker has said.
     """
 
     index: int
     events: Sequence[Event]
     logprobs: Sequence[TokenLogprob] = ()
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -268,12 +270,12 @@ async def answers(
             tokens, logprobs = news_of(news, kind, len(answer.tokens))
             piece = answer.push(tokens, logprobs)
             if piece is not None:
-                yield piece
+                yield replace(piece, cached=news.cached_tokens)
             if kind == "complete":
                 ended += 1
                 usage = Usage(news.prompt_tokens, news.cached_tokens, news.completion_tokens)
                 for last in answer.end(news.finish_reason, usage):
-                    yield last
+                    yield replace(last, cached=usage.cached) if isinstance(last, Piece) else last
     if ended < ask.request.sampling_params.n:
         raise ApiError(503, "the worker ended its stream too early", code="worker_lost", retry_after=5)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 from m3jax.messages import shown
@@ -25,6 +26,7 @@ from m3jax.serve.gateway.gateway import (
     THINKING_FIELDS,
     Collected,
     Gateway,
+    Progress,
     Turn,
     collected,
     thinking_mode,
@@ -54,6 +56,9 @@ def fields_of_chat(model: Model) -> dict[str, RequestField]:
         **CONSTRAINT_FIELDS,
         **THINKING_FIELDS,
         "return_blocks": FlagField(about="say which blocks each new token read; gateway and worker in one process"),
+        "return_progress": FlagField(
+            about="in a stream: say how much of a long prompt is read; gateway and worker in one process"
+        ),
         "service_tier": FixedField(allowed=("auto", "default"), about="there is one tier: leave it out"),
         "store": FixedField(allowed=(False,), about="nothing is stored: leave it out"),
         "modalities": FixedField(allowed=(["text"],), about="answers are text"),
@@ -90,10 +95,13 @@ TOOL_CHOICE_FIELD = UnionField(
     ),
     about="whether tools are called: auto, none, required, or the one that must be",
 )
+# OpenAI pads its streams against eavesdroppers (obfuscation); here nothing is padded either way.
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 STREAM_FIELDS: Mapping[str, RequestField] = {
     "stream": FlagField(about="answer by server-sent events as tokens come"),
     "stream_options": ObjectField(
-        inside={"properties": {"include_usage": {"type": "boolean"}}}, about="include_usage: counts in the last chunk"
+        inside={"properties": {name: {"type": "boolean"} for name in _STREAM_OPTIONS}, "additionalProperties": False},
+        about="include_usage: counts in the last chunk",
     ),
 }
 TOKEN_LIMIT_FIELDS: Mapping[str, RequestField] = {
@@ -112,7 +120,9 @@ async def chat_completions(gateway: Gateway, fields: Fields, route: str) -> dict
     head = {"id": ask.request.request_id, "created": now(), "model": gateway.model.name}
     is_named = turn.choice not in ("auto", "none", "required")
     if fields["stream"]:
-        return _chunks(gateway, ask, head, route, is_named, wants_usage)
+        return _chunks(gateway, ask, head, route, is_named, wants_usage, fields["return_progress"])
+    if fields["return_progress"]:
+        raise refused("return_progress", "return_progress needs stream: true")
     answers = await collected(gateway.run(ask, route))
     usage = sum((answer.end.usage for answer in answers.values()), Usage())
     return {
@@ -130,12 +140,18 @@ def includes_usage(fields: Fields) -> bool:
       fields: of the request, `STREAM_FIELDS` among them.
 
     Raises:
-      ApiError: options of a stream, and none is asked for.
+      ApiError: options of a stream, and none is asked for; an option that is not known.
     """
     options = fields["stream_options"]
-    if options is not None and not fields["stream"]:
+    if options is None:
+        return False
+    if not fields["stream"]:
         raise refused("stream_options", "stream_options needs stream: true")
-    return bool((options or {}).get("include_usage"))
+    for name, value in options.items():
+        if name not in _STREAM_OPTIONS or not isinstance(value, bool):
+            known = " and ".join(_STREAM_OPTIONS)
+            raise refused("stream_options", f"stream_options: {shown(name)} = {shown(value)}: {known} are flags")
+    return options.get("include_usage", False)
 
 
 def _turn(fields: Fields, model: Model) -> Turn:
@@ -207,7 +223,13 @@ def finish_reason(end: End, is_named: bool) -> str:
 
 
 async def _chunks(
-    gateway: Gateway, ask: Ask, head: dict[str, Any], route: str, is_named: bool, wants_usage: bool
+    gateway: Gateway,
+    ask: Ask,
+    head: dict[str, Any],
+    route: str,
+    is_named: bool,
+    wants_usage: bool,
+    wants_progress: bool,
 ) -> AsyncIterator[str]:
     """Yield the events of a stream: text, reasoning and calls as they come, a reason for each answer, counts last."""
     head = {**head, "object": "chat.completion.chunk"}
@@ -223,9 +245,12 @@ async def _chunks(
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return data_event({**head, "choices": [choice]})
 
-    async with aclosing(gateway.run(ask, route)) as events:
+    running = gateway.run_with_progress(ask, route) if wants_progress else gateway.run(ask, route)
+    async with aclosing(running) as events:
         async for news in events:
-            if isinstance(news, End):
+            if isinstance(news, Progress):
+                yield data_event({**head, "choices": [], "prompt_progress": asdict(news)})
+            elif isinstance(news, End):
                 usage += news.usage
                 yield chunk(
                     news.index, {}, finish_reason=finish_reason(news, is_named), **blocks_of(gateway, ask, news.index)

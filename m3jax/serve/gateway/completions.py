@@ -62,6 +62,7 @@ class _Choice:
 
     text: str = ""
     tokens: list[TokenLogprob] = field(default_factory=list)
+    has_prompt_logprobs: bool = False
     end: End | None = None
     text_sent: int = 0
     tokens_sent: int = 0
@@ -193,8 +194,10 @@ async def _chunks(
             _note(choice, news, order, index)
             if isinstance(news, End):
                 usage = _added(usage, news.usage, index % order.n == 0, order.has_new)
-            # The engine knows a prompt's log-probabilities at the end, and they stand before those of new tokens.
-            waits = order.echoes and order.asks[index // order.n].wants_logprobs
+            # A prompt's log-probabilities stand before those of new tokens. Our worker tells them with the first of
+            # these, others may do so at the end.
+            is_scored = order.echoes and order.asks[index // order.n].wants_logprobs
+            waits = is_scored and not choice.has_prompt_logprobs
             has_news = len(choice.text) > choice.text_sent or len(choice.tokens) > choice.tokens_sent
             if choice.end is not None or (has_news and not waits):
                 yield data_event({**head, "choices": [_object(index, choice, order)]})
@@ -211,6 +214,7 @@ def _note(choice: _Choice, news: Piece | End | pb.InputLogProbs, order: _Order, 
         choice.text = ask.tokenizer.decode(ask.request.tokenized.input_ids, skip_special_tokens=order.skip_special)
     if isinstance(news, pb.InputLogProbs):
         choice.tokens = [*prompt_logprobs(news), *choice.tokens]
+        choice.has_prompt_logprobs = True
     elif isinstance(news, Piece) and order.has_new:
         choice.text += "".join(event.text for event in news.events)
         choice.tokens += news.logprobs if ask.wants_logprobs else ()

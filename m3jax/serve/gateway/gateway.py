@@ -2,8 +2,9 @@
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from m3jax.serve.gateway.prompts import EncodedPrompt, Renderer
 from m3jax.serve.gateway.sampling import MAX_TOP_LOGPROBS, Model, check_constraints, limit_tokens
 from m3jax.serve.gateway.workers import Workers
 
+_PROGRESS_SECONDS = 0.25  # between two looks at how much of a prompt is read
 THINKING_MODES = ("adaptive", "enabled", "disabled")
 # How much a client wants the model to think, in the three modes that M3 was trained with.
 _MODE_OF_EFFORT = {
@@ -76,6 +78,23 @@ class Turn:
     max_tokens: int | None = None
     top_logprobs: int | None = None
     wants_blocks: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How much of a prompt is read, in the names that llama.cpp's server has for it.
+
+    Attributes:
+      total: tokens of the prompt.
+      cache: of these, those that were in the prefix cache.
+      processed: of these, those that are through, the cached ones included.
+      time_ms: milliseconds since the request went to the worker.
+    """
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
 
 
 @dataclass(eq=False, kw_only=True)
@@ -214,6 +233,35 @@ class Gateway:
             async with aclosing(answers(clock.watch(responses), ask)) as events:
                 async for event in events:
                     yield event
+
+    async def run_with_progress(
+        self, ask: Ask, route: str
+    ) -> AsyncIterator["Progress | Piece | End | pb.InputLogProbs"]:
+        """As `run`, and before the first news yield how much of the prompt is read, whenever that has changed.
+
+        Raises:
+          ApiError: 400, the worker is in another process, and its protocol has no place for this.
+        """
+        started, request_id = time.monotonic(), ask.request.request_id
+        events = self.run(ask, route)
+        first = asyncio.ensure_future(anext(events))
+        try:
+            last = None
+            while not first.done():
+                await asyncio.wait({first}, timeout=_PROGRESS_SECONDS)
+                found = None if first.done() else await self.workers.progress(request_id)
+                if found not in (None, last):
+                    last, milliseconds = found, round(1000 * (time.monotonic() - started))
+                    yield Progress(*found, milliseconds)
+            yield first.result()
+            async for event in events:
+                yield event
+        finally:
+            if not first.done():
+                first.cancel()
+                with suppress(BaseException):
+                    await first
+            await events.aclose()
 
     def _request(
         self,

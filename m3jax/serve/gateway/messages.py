@@ -336,22 +336,15 @@ class _Blocks:
 async def _events(gateway: Gateway, ask: Ask, head: dict[str, Any], route: str) -> AsyncIterator[str]:
     """Yield the events of a stream."""
     blocks = _Blocks()
-    prompt_tokens = len(ask.request.tokenized.input_ids)
-    started = _event(
-        "message_start",
-        message={
-            **head,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(Usage(prompt_tokens)),
-        },
-    )
+    begun = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
+    has_begun = False
     async with aclosing(gateway.run(ask, route)) as news:
         async for each in news:
-            if started:
-                yield started
-                started = ""
+            if not has_begun:
+                has_begun = True
+                cached = each.cached if isinstance(each, Piece) else each.usage.cached
+                usage = _usage(Usage(len(ask.request.tokenized.input_ids), cached))
+                yield _event("message_start", message={**begun, "usage": usage})
             if isinstance(each, Piece):
                 for event in each.events:
                     for line in blocks.events(event):

@@ -12,6 +12,7 @@ from m3jax.serve.gateway.chat_completions import (
     STREAM_FIELDS,
     TOOL_CHOICE_FIELD,
     UNREAD_FIELDS,
+    includes_usage,
     tool_choice,
 )
 from m3jax.serve.gateway.errors import ApiError, refused
@@ -82,6 +83,7 @@ def fields_of_responses(model: Model) -> dict[str, RequestField]:
 async def responses(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any] | AsyncIterator[str]:
     """Answer an input, whole or as a stream."""
     turn = _turn(fields, gateway.model)
+    includes_usage(fields)  # to check the options: the last event has the counts in any case
     ask = await gateway.ask(turn)
     ask.request.request_id = new_id("resp_")
     response = {

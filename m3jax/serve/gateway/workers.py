@@ -55,6 +55,14 @@ class Worker(Protocol):
         """Return the answer of another of the service's calls, by its name."""
         ...
 
+    async def progress(self, request_id: str) -> tuple[int, int, int] | None:
+        """Return how much of a request's prompt is read, as `m3jax.serve.worker.Worker.prompt_progress`.
+
+        Raises:
+          ApiError: 400, the worker is in another process, whose protocol cannot tell.
+        """
+        ...
+
 
 class LocalWorker:
     """A worker in the gateway's process, whose methods are called as they are.
@@ -82,6 +90,11 @@ class LocalWorker:
         """As `Worker.call`."""
         with _worker_errors():
             return await getattr(self._worker, method)(request)
+
+    async def progress(self, request_id: str) -> tuple[int, int, int] | None:
+        """As `Worker.progress`."""
+        with _worker_errors():
+            return await self._worker.prompt_progress(request_id)
 
 
 class RemoteWorker:
@@ -119,6 +132,11 @@ class RemoteWorker:
         """As `Worker.call`."""
         with _grpc_errors(self.name):
             return await getattr(self._stub, method)(request, timeout=10.0)
+
+    async def progress(self, request_id: str) -> tuple[int, int, int] | None:
+        """As `Worker.progress`: refuse."""
+        message = "return_progress: the worker runs apart, and its protocol has no progress"
+        raise ApiError(400, message, "return_progress")
 
     async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
         """Yield the messages of a call that answers with several."""
@@ -215,6 +233,13 @@ class Workers:
             raise
         finally:
             self.running[worker.name] -= 1
+
+    async def progress(self, request_id: str) -> tuple[int, int, int] | None:
+        """Return how much of a request's prompt is read, as `Worker.progress`; None where no worker has it now."""
+        for worker in self.workers:
+            if (found := await worker.progress(request_id)) is not None:
+                return found
+        return None
 
     async def info(self) -> tuple[pb.GetModelInfoResponse, pb.GetServerInfoResponse]:
         """Return what the first worker that answers says of its model, which all of them serve, and of itself."""

@@ -76,7 +76,7 @@ class Answer:
             self._logprobs += event.logprobs[: len(tokens)]
             self._top_logprobs += event.top_logprobs[: len(tokens)]
         if self._order.is_streamed and len(self._tokens) > start:
-            yield protocol.GenerateResponse(chunk=self._chunk(start))
+            yield protocol.GenerateResponse(chunk=self._chunk(event, start))
         if event.generation is not None:
             yield protocol.GenerateResponse(complete=self._complete(event))
 
@@ -90,17 +90,22 @@ class Answer:
                 return event.tokens[:number]
         return event.tokens
 
-    def _chunk(self, start: int) -> protocol.GenerateStreamChunk:
+    def _chunk(self, event: TokenEvent, start: int) -> protocol.GenerateStreamChunk:
         return protocol.GenerateStreamChunk(
             token_ids=self._tokens[start:],
             prompt_tokens=len(self._order.prompt),
             completion_tokens=len(self._tokens) - start,  # of this chunk, as vLLM's servicer counts
+            cached_tokens=event.cached_tokens,
             output_logprobs=self._output_logprobs(start),
+            input_logprobs=None if start else self._input_logprobs(event.prompt_logprobs),
             index=self._index,
         )
 
     def _complete(self, event: TokenEvent) -> protocol.GenerateComplete:
-        """Return the last message; a streamed answer's log-probabilities came with its chunks."""
+        """Return the last message; a streamed answer's log-probabilities came with its chunks, the prompt's with the
+        first.
+        """
+        came_with_chunks = self._order.is_streamed and bool(self._tokens)
         matched = {}
         if self.stop_string is not None:
             reason, matched = "stop_string", {"matched_stop_str": self.stop_string}
@@ -114,8 +119,10 @@ class Answer:
             completion_tokens=len(self._tokens),
             cached_tokens=event.generation.cached_tokens,
             output_logprobs=None if self._order.is_streamed else self._output_logprobs(0),
-            input_logprobs=self._input_logprobs(event.generation.prompt_logprobs),
+            input_logprobs=None if came_with_chunks else self._input_logprobs(event.generation.prompt_logprobs),
             index=self._index,
+            spec_draft_tokens=event.generation.drafted,
+            spec_accepted_tokens=event.generation.accepted,
             **matched,
         )
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from m3jax.console import Parser, run_command, say
 from m3jax.interrupts import raise_interrupts
+from m3jax.serve.command import add_draft, check_draft
 
 PROG = "m3jax.serve worker"
 _NEEDED = ("grpc", "smg_grpc_proto", "llguidance")  # of the extra `serve`
@@ -33,6 +34,7 @@ def parser() -> Parser:
     out.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     out.add_argument("--port", type=int, default=50051, help="port to listen on (default 50051); 0 takes a free one")
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default bfloat16")
+    add_draft(out)
     out.add_argument("--invariant", action="store_true", help="answers are the same bits alone or under load")
     out.add_argument("--pages", type=int, help="of the pool; default as many as --max-batch requests can fill, or 4096")
     out.add_argument("--max-batch", type=int, default=8, help="requests that decode together (default 8)")
@@ -59,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{missing[0]} is not installed: pip install 'm3jax[serve]'")
     if not 0 <= args.port < 1 << 16:
         raise ValueError(f"--port {args.port}: must be from 0 to 65535")
+    check_draft(args)
     asyncio.run(_serve(args))
     return 0
 
@@ -72,7 +75,7 @@ async def _serve(args: argparse.Namespace) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     knobs = {
         name: getattr(args, name)
-        for name in ("pages", "max_batch", "max_length", "steps_per_call", "max_requests")
+        for name in ("pages", "max_batch", "max_length", "steps_per_call", "max_requests", "draft", "draft_tokens")
         if getattr(args, name) is not None
     }
     with compile_cache():

@@ -21,6 +21,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from m3jax.decoding import Engine, EngineLoop, Generation, RequestStream, TokenEvent
 from m3jax.decoding.builder import page_types
+from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.engine.options import EngineKnobs
 from m3jax.decoding.loop import LoopClosed
 from m3jax.media import PlaceholderIds
@@ -112,6 +113,8 @@ class Worker:
         dtype: DTypeLike = "bfloat16",
         invariant: bool = False,
         max_requests: int = MAX_REQUESTS,
+        draft: str | Path | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
         **knobs: Unpack[EngineKnobs],
     ) -> "Worker":
         """Read a folder in the hub's layout and make an engine for it.
@@ -122,6 +125,8 @@ class Worker:
           dtype: of the parameters, as in `m3jax.load`.
           invariant: as in `Engine`.
           max_requests: as in the class.
+          draft: what proposes tokens, as in `Engine`: "builtin", "ngram", or the folder of an EAGLE3 draft.
+          draft_tokens: as in `Engine`.
           **knobs: of `Engine`; without `pages` there are as many as `max_batch` requests of the model's context take,
             and at most 4,096.
 
@@ -133,7 +138,8 @@ class Worker:
         blocks = -(-lm.model.config.max_position_embeddings // lm.model.config.index_block_size)
         pages = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))}
         knobs = pages | page_types(lm.model) | knobs
-        return cls(Engine(lm.model, **knobs), lm, name=name, max_requests=max_requests)
+        engine = Engine(lm.model, draft=draft, draft_tokens=draft_tokens, **knobs)
+        return cls(engine, lm, name=name, max_requests=max_requests)
 
     async def prepare(self, programs: Sequence[str] = ("prefill", "decode", "pages")) -> None:
         """Compile what requests will run, and read the vocabulary for constraints; `HealthCheck` waits for it.
@@ -184,7 +190,7 @@ class Worker:
         Yields:
           Where `stream` is set a chunk whenever there are new tokens; at the end of each of the `n` continuations,
           which come mixed and are told apart by `index`, a `complete` with all of its ids. Ids include the one that
-          stopped. `cached_tokens` is told with `complete`.
+          stopped. `cached_tokens` is told with both, the prompt's log-probabilities with the first chunk.
 
         Raises:
           ValueError: what cannot be carried out, with the field's name.
@@ -328,6 +334,25 @@ class Worker:
         """Yield which pages are known, and then each change (`m3jax.serve.worker.kv_events`)."""
         async for batch in self._pages.subscribe(request.start_sequence_number):
             yield batch
+
+    async def prompt_progress(self, request_id: str) -> tuple[int, int, int] | None:
+        """Return how much of a request's prompt is read, which the protocol has no place for.
+
+        Args:
+          request_id: of it.
+
+        Returns:
+          (tokens of its prompt; of these, those that were in the prefix cache; those that are through, these
+          included); None before the engine has it and after it has ended.
+        """
+        active = self._active.get(request_id)
+        if active is None or not active.streams:
+            return None
+        try:
+            cached, read = await self._on_engine(lambda: self.engine.prompt_progress(active.streams[0].handle))
+        except ValueError:  # it has ended
+            return None
+        return active.prompt_tokens, cached, read
 
     # How a request gets to the engine
 
