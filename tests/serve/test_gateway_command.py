@@ -5,16 +5,13 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
-from support.serving import CALL, ScriptedWorker, running
 
 from m3jax.serve.command import gateway_parser, parser, verify_parser
 from m3jax.serve.worker.command import parser as worker_parser
@@ -121,36 +118,3 @@ def test_documented_commands_are_commands():
     documented = set(re.findall(r"`(--[a-z-]+)", (ROOT / "docs/serving.md").read_text(encoding="utf-8")))
     known = {option for make in (parser, gateway_parser, verify_parser) for option in make()._option_string_actions}
     assert documented - {"--model_args"} <= known
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_page(tmp_path):
-    """A browser asks and shows: the thought folded, the text, cards of calls, and the blocks that each token read."""
-    script = lambda request, index: f"A thought.</mm:think>I will look: <b>now</b>. {CALL}"
-    tools = '[{"type": "function", "function": {"name": "get_time"}}]'
-    with running(ScriptedWorker(script=script, tokens_per_chunk=8)) as server:
-        _, headers, page = server.ask("/")
-        assert "default-src 'none'" in headers["content-security-policy"]
-        assert not re.search(r"(src|href)=", page)  # it loads nothing
-        address = f"{server.url}/#thinking=enabled&ask={quote('What time is it?')}&tools={quote(tools)}"
-        command = [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"),
-            *("--virtual-time-budget=600000", "--dump-dom", address),
-        ]
-        # The browser's time flies while it waits, so what is slow the first time is done before it asks.
-        server.ask("/v1/models")
-        question = [{"role": "user", "content": "What time is it?"}]
-        server.events("/v1/chat/completions", {"messages": question, "stream": True, "return_blocks": True})
-        for _ in range(5):
-            shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
-            if 'data-answers="1"' in shown:
-                break
-    assert 'data-answers="1"' in shown, re.search("<main.*<.main>", shown, re.S)
-    assert re.search(r"<details><summary>thought</summary><div class=\"text\">A thought\.</div></details>", shown)
-    assert "I will look: &lt;b&gt;now&lt;/b&gt;. " in shown  # what a model says is text, never markup
-    assert shown.count('<div class="card">') == 2 and "<h4>get_weather</h4>" in shown
-    assert "which blocks of 16 tokens each new token read" in shown and "<canvas" in shown
-    assert 'class="error"' not in shown

@@ -9,7 +9,9 @@ from support.workers import text_model
 from m3jax.decoding import Engine
 from m3jax.serve.worker import Worker
 
-SHAPE = dict(pages=16, max_batch=2, prefill_chunk=32, steps_per_call=2, max_length=256, max_stop_ids=4, media_patches=())
+SHAPE = dict(
+    pages=16, max_batch=2, prefill_chunk=32, steps_per_call=2, max_length=256, max_stop_ids=4, media_patches=()
+)
 BODY = {
     "messages": [{"role": "user", "content": "What is a context manager?"}],
     "temperature": 0.7, "seed": 3, "max_tokens": 24, "logprobs": True, "ignore_eos": True,

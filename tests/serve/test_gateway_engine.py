@@ -17,6 +17,7 @@ from support.workers import new_worker
 
 from m3jax.decoding.score import score_with_top
 from m3jax.dialogue import chat
+from m3jax.serve.gateway import gateway as gateway_module
 from m3jax.serve.worker import Worker
 
 HI = [{"role": "user", "content": "What is in the picture?"}]
@@ -136,6 +137,33 @@ def test_lm_eval(engine_server):
         greedy = [value == max(top.values()) for value, top in zip(values, listed["top_logprobs"][1:-1], strict=True)]
         assert greedy == [token == int(first) for token, first in zip(ids[1:], best[:, 0], strict=True)]
         assert True in greedy and False in greedy
+    # As a stream, where what comes does not wait for the end: the same lists in pieces.
+    events = server.events("/v1/completions", {**body, "prompt": batch[0], "max_tokens": 12, "stream": True})
+    pieces = [event["choices"][0]["logprobs"]["token_logprobs"] for event in events[:-1]]
+    assert len(pieces) > 2 and pieces[0][: len(batch[0])] == choices[0]["logprobs"]["token_logprobs"][:-1]
+
+
+def test_progress_of_a_long_prompt(engine_server, monkeypatch):
+    """While a prompt is read in chunks, a stream that asks says how far it is; what is cached counts as read."""
+    monkeypatch.setattr(gateway_module, "_PROGRESS_SECONDS", 0.0)
+    server, worker = engine_server
+    messages = [{"role": "user", "content": "Which tokens of a long prompt are read by now? " * 12}]
+    body = {"messages": messages, "max_tokens": 2, "stream": True, "return_progress": True}
+    total = json.loads(server.ask("/tokenize", {"messages": messages})[2])["count"]
+    runs = []
+    for _ in range(2):
+        events = server.events("/v1/chat/completions", body)[:-1]
+        runs.append([event["prompt_progress"] for event in events if "prompt_progress" in event])
+        first = next(number for number, event in enumerate(events) if event["choices"])
+        assert not any("prompt_progress" in event for event in events[first:])
+    read = [each["processed"] for each in runs[0]]
+    chunk = worker.engine.shapes.chunks[-1]
+    assert read == sorted(read) and len({count for count in read if 0 < count < total}) >= 2
+    assert all(count % chunk == 0 or count == total for count in read)
+    assert {(each["total"], each["cache"]) for each in runs[0]} == {(total, 0)}
+    assert all(each["cache"] > 0 for each in runs[1] if each["processed"])
+    status, _, text = server.ask("/v1/chat/completions", {**body, "stream": False})
+    assert (status, json.loads(text)["error"]["param"]) == (400, "return_progress")
 
 
 def test_client_that_leaves_frees_its_pages(engine_server):

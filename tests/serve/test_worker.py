@@ -170,6 +170,11 @@ def test_scores_of_the_prompt(worker):
     assert [len(top.token_ids) for top in scored.top_logprobs] == [0] + [2] * (len(PROMPT) - 1)
     best = [max(top.values) for top in scored.top_logprobs[1:]]
     assert all(value <= most for value, most in zip(values, best, strict=True)) and min(values) < min(best)
+    # In a stream the first chunk has them, and nothing else.
+    first, *rest = asyncio.run(collect(worker, generate_request(stream=True, prompt_logprobs=2)))
+    assert first.chunk.input_logprobs == scored and len(rest) > 1
+    assert not any(message.chunk.HasField("input_logprobs") for message in rest)
+    assert not rest[-1].complete.HasField("input_logprobs")
 
 
 # Fields

@@ -44,6 +44,7 @@ class ScriptedWorker:
 
     Attributes:
       tokens_per_chunk: in one message.
+      reading_seconds: before the first chunk of a request, in which one token of its prompt is read.
       gate: what the second chunk of each answer waits for; None does not wait.
       requests: all that came.
       left: ids of requests whose iterator was closed before its end.
@@ -51,6 +52,7 @@ class ScriptedWorker:
 
     script: Callable[[pb.GenerateRequest, int], str] = lambda request, index: "All is well."
     tokens_per_chunk: int = 1
+    reading_seconds: float = 0.0
     gate: threading.Event | None = None
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -62,6 +64,7 @@ class ScriptedWorker:
         self.requests.append(request)
         prompt = len(request.tokenized.input_ids)
         try:
+            await asyncio.sleep(self.reading_seconds)
             for index in range(request.sampling_params.n or 1):
                 ids = [*TOKENIZER.encode(self.script(request, index)), EOS]
                 is_cut = len(ids) > request.sampling_params.max_tokens
@@ -94,6 +97,9 @@ class ScriptedWorker:
             pb.TopLogProbs(values=[-0.25, -2.5][:most], token_ids=[token, 40 + (token == 40)][:most]) for token in ids
         ]
         return pb.OutputLogProbs(token_logprobs=[-0.25] * len(ids), token_ids=ids, top_logprobs=tops)
+
+    async def prompt_progress(self, request_id):
+        return len(self.requests[-1].tokenized.input_ids), 0, 1
 
     async def GetModelInfo(self, request):
         return pb.GetModelInfoResponse(
