@@ -1,4 +1,4 @@
-"""The page at /, in a headless browser: a question, a thought, cards of calls, the blocks read, and a dropped picture."""
+"""The page at /, in a headless browser: a question, a thought, cards of calls, the blocks read, a dropped picture."""
 
 import io
 import json

@@ -491,7 +491,7 @@ def test_kv_events_say_what_the_engine_knows(worker):
     assert not worker._pages._subscribers
 
 
-def test_kv_events_of_pictures_and_what_follows_them_are_not_told():
+def test_kv_events_of_pictures_without_a_hash_and_what_follows_them_are_not_told():
     from m3jax.cache import PageEvent
 
     events = KvEvents(2)

@@ -111,12 +111,54 @@ def test_features_go_where_im_token_id_says():
     assert_seen(request(other, batch(SQUARE, im_token_id=1500)), tokens, Media([SQUARE]))
 
 
+def test_kv_events_name_the_pictures_of_a_page():
+    """A page has the gateway's placeholders, and each picture's hash with the place of its first token, as vLLM's."""
+    other = 1500  # the gateway's own placeholder
+    tokens = prompt(seen(4), [77], [START, *[VIDEO] * 8, END, START, *[VIDEO] * 4, END], list(range(300, 330)))
+    start = tokens.index(START)
+    sent = tuple(other if token == IMAGE else token for token in tokens)
+    square = batch(SQUARE, im_token_id=other, mm_hashes=["square"])
+    square.mm_placeholders.add(offset=start, length=6)
+    patches, (_, height, width) = CLIP
+    clip = (patches, (6, height, width))
+    video = batch(clip, modality="video", mm_hashes=["clip"])
+    video.mm_placeholders.add(offset=start + 7, length=16)
+    worker = shared_worker()
+
+    async def stored(made) -> list[common_pb2.KvBlock]:
+        stream = worker.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+        await worker.FlushCache(common_pb2.FlushCacheRequest(timeout_s=20))
+        await collect(worker, made)
+        await settled(worker)
+        batches, found = [], []
+        while not found or worker._pages._pending:
+            batches.append(await asyncio.wait_for(anext(stream), 20))
+            found = [event.stored for each in batches for event in each.events if event.HasField("stored")]
+        await stream.aclose()
+        return [block for each in found for block in each.blocks]
+
+    size = 16
+    blocks = asyncio.run(stored(request(sent, square, video)))
+    of_page = {tuple(block.token_ids): block for block in blocks}
+    pages = [sent[first : first + size] for first in range(0, len(sent) - size + 1, size)]
+    assert len(pages) >= 3 and all(page in of_page for page in pages)
+    spans = {"square": (start, start + 6), "clip": (start + 7, start + 7 + 16)}
+    owner = {
+        place: name for name, span in spans.items() for place in range(*span) if sent[place] in (other, VIDEO)
+    }  # fmt: skip
+    for first, page in zip(range(0, len(sent), size), pages, strict=False):
+        found = [(key.multimodal.identifier, key.multimodal.offset) for key in of_page[page].extra_keys]
+        names = dict.fromkeys(owner[place] for place in range(first, first + size) if place in owner)
+        assert found == [(name, spans[name][0] - first) for name in names]
+    assert {name for block in blocks for name in (key.multimodal.identifier for key in block.extra_keys)} == set(spans)
+
+
 def test_types_of_patches():
     patches, grid = SQUARE
     rounded = patches.astype(ml_dtypes.bfloat16)
     sent = batch(SQUARE)
     sent.pixel_values.CopyFrom(tensor(rounded, "bfloat16"))
-    _, media = MediaReader({"image": IMAGE, "video": VIDEO}).read([sent], (5,))
+    _, media, _ = MediaReader({"image": IMAGE, "video": VIDEO}).read([sent], (5,))
     np.testing.assert_array_equal(media.images[0][0], rounded.astype(np.float32))
     assert media.images[0][1] == grid
 

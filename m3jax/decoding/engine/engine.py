@@ -229,6 +229,14 @@ class Engine:
         is_through = request.is_decoding or bool(request.new)
         return request.cached_tokens, len(request.prompt) if is_through else min(request.cached, len(request.prompt))
 
+    def segments(self, handle: int) -> tuple[PlacedSegment, ...]:
+        """Return the images and then the chunks of videos of a request, with the keys by which its pages are known.
+
+        Raises:
+          ValueError: the request is unknown, or has ended.
+        """
+        return self._request(handle).segments
+
     def run(self) -> dict[int, Generation]:
         """Work until every request has ended.
 

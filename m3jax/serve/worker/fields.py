@@ -57,7 +57,7 @@ READ: Mapping[str, Mapping[str, str]] = {
         "model_specific_tensors": "the grids, by the names in `m3jax.serve.worker.tensors`",
         "im_token_id": "the id in whose places the features go",
         "mm_placeholders": "the order of the pictures in the prompt",
-        "mm_hashes": "no effect: the engine knows equal pictures by the digest of their patches",
+        "mm_hashes": "the pictures' names in KV events; the engine knows equal ones by the digest of their patches",
         "batched_keys": "no effect: the grids say where one picture ends",
         "flat_keys": "no effect: likewise",
         "keep_on_cpu_keys": "no effect: all are read on the host",

@@ -11,7 +11,7 @@ from m3jax.decoding import Guide, Media, Params, Sampling
 from m3jax.messages import shown
 from m3jax.serve.constraints import Constraints
 from m3jax.serve.worker.fields import check_fields
-from m3jax.serve.worker.tensors import MediaReader
+from m3jax.serve.worker.tensors import MediaReader, SentMedium
 from m3jax.text import Tokenizer
 
 _PROTOCOL_NAMES = {"max_new_tokens": "max_tokens", "stop_ids": "stop_token_ids", "top_logprobs": "logprobs"}
@@ -26,6 +26,7 @@ class Order:
       prompt: token ids.
       params: how it goes on.
       media: images and videos of the prompt.
+      sent_media: the images and then the videos, as the gateway knows them.
       guide: of its constraint; None without one.
       n: continuations that are wanted.
       stop: strings that end a continuation.
@@ -37,6 +38,7 @@ class Order:
     prompt: tuple[int, ...]
     params: Params
     media: Media | None
+    sent_media: tuple[SentMedium, ...]
     guide: Guide | None
     n: int
     stop: tuple[str, ...]
@@ -77,11 +79,12 @@ class OrderReader:
             raise ValueError(f"data_parallel_rank = {request.data_parallel_rank}: this worker has rank 0 alone")
         prompt = self._prompt(request)
         batches = [*([request.mm_inputs] if request.HasField("mm_inputs") else []), *request.extra_mm_inputs]
-        prompt, media = self.media.read(batches, prompt)
+        prompt, media, sent_media = self.media.read(batches, prompt)
         return Order(
             prompt=prompt,
             params=self._params(asked, len(prompt)),
             media=media,
+            sent_media=sent_media,
             guide=self._guide(asked, prompt),
             n=asked.n or 1,
             stop=_stop_strings(asked.stop),

@@ -28,11 +28,29 @@ _MODALITIES = {common_pb2.MODALITY_UNSPECIFIED: "image", common_pb2.IMAGE: "imag
 
 @dataclass(frozen=True)
 class _Item:
-    """An image or a video: its place among others in the prompt, patches [X 1176] and grids [C 3]."""
+    """An image or a video: its place among others in the prompt, its hash, patches [X 1176] and grids [C 3]."""
 
     offset: int
+    digest: str | None
     patches: Shaped[np.ndarray, "X P"]
     grids: Int64[np.ndarray, "C 3"]
+
+
+@dataclass(frozen=True)
+class SentMedium:
+    """An image or a video as the gateway knows it.
+
+    Attributes:
+      digest: its entry of `mm_hashes`; None where the gateway has sent none.
+      offset: of its first token in the prompt.
+      token: id of its placeholders in the prompt as it was sent.
+      num_patches: of it, all chunks of a video together.
+    """
+
+    digest: str | None
+    offset: int
+    token: int
+    num_patches: int
 
 
 @dataclass(frozen=True)
@@ -47,8 +65,10 @@ class MediaReader:
 
     def read(
         self, batches: Sequence[protocol.MultimodalInputs], prompt: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], Media | None]:
+    ) -> tuple[tuple[int, ...], Media | None, tuple[SentMedium, ...]]:
         """Return the prompt with the model's own placeholders, and its images and videos in the order of these.
+
+        The third are the images and then the videos again, as the gateway knows them.
 
         A video that comes as one grid is cut into chunks by the engine, as the tower reads it.
 
@@ -60,9 +80,10 @@ class MediaReader:
           ValueError: a modality, tensor, type or shape that is not known, or tensors that do not fit one another.
         """
         if not batches:
-            return prompt, None
+            return prompt, None, ()
         items: dict[str, list[_Item]] = {"image": [], "video": []}
         id_of: dict[int, int] = {}
+        sent_id = dict(self.placeholder_ids)
         for batch in batches:
             modality = _MODALITIES.get(batch.modality)
             if modality is None:
@@ -71,14 +92,17 @@ class MediaReader:
                 raise ValueError("mm_inputs: the model has no vision tower and takes text alone")
             if batch.HasField("im_token_id"):
                 id_of[batch.im_token_id] = self.placeholder_ids[modality]
+                sent_id[modality] = batch.im_token_id
             items[modality] += _items(batch, modality)
-        ordered = {
-            modality: [(item.patches, item.grids) for item in sorted(found, key=lambda item: item.offset)]
-            for modality, found in items.items()
-        }
-        images = [(patches, tuple(grids[0].tolist())) for patches, grids in ordered["image"]]
-        videos = [(patches, [tuple(grid) for grid in grids.tolist()]) for patches, grids in ordered["video"]]
-        return tuple(id_of.get(token, token) for token in prompt), Media(images, videos)
+        ordered = {modality: sorted(found, key=lambda item: item.offset) for modality, found in items.items()}
+        images = [(item.patches, tuple(item.grids[0].tolist())) for item in ordered["image"]]
+        videos = [(item.patches, [tuple(grid) for grid in item.grids.tolist()]) for item in ordered["video"]]
+        sent = tuple(
+            SentMedium(item.digest, item.offset, sent_id[modality], len(item.patches))
+            for modality, found in ordered.items()
+            for item in found
+        )
+        return tuple(id_of.get(token, token) for token in prompt), Media(images, videos), sent
 
 
 def _items(batch: protocol.MultimodalInputs, modality: str) -> list[_Item]:
@@ -120,11 +144,12 @@ def _items(batch: protocol.MultimodalInputs, modality: str) -> list[_Item]:
     if len(offsets) != len(counts):
         # Several ranges of one video, or none: the order of the tensors is the order in the prompt.
         offsets = [offsets[0] if offsets else 0] * len(counts)
+    digests = list(batch.mm_hashes) if len(batch.mm_hashes) == len(counts) else [None] * len(counts)
     first_grids = np.searchsorted(ends, item_ends) + 1  # behind the last grid of each
     return [
-        _Item(offset, of_item, of_grids)
-        for offset, of_item, of_grids in zip(
-            offsets, np.split(patches, item_ends[:-1]), np.split(grids, first_grids[:-1]), strict=True
+        _Item(offset, digest, of_item, of_grids)
+        for offset, digest, of_item, of_grids in zip(
+            offsets, digests, np.split(patches, item_ends[:-1]), np.split(grids, first_grids[:-1]), strict=True
         )
     ]
 

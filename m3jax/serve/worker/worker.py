@@ -363,8 +363,18 @@ class Worker:
             order = self._reader.read(request)
             active.prompt_tokens = len(order.prompt)
             params = replace(order.params, record=record)
+
+            def add() -> list[RequestStream]:
+                return self._loop.submit(order.prompt, params, order.media, order.guide, n=order.n, timeout=0)
+
+            def add_with_media() -> list[RequestStream]:
+                # In one order, so that no page is stored before its pictures have names.
+                streams = add()
+                self._pages.note_media(self.engine.segments(streams[0].handle), order.sent_media)
+                return streams
+
             try:
-                active.streams = self._loop.submit(order.prompt, params, order.media, order.guide, n=order.n, timeout=0)
+                active.streams = self._loop.call(add_with_media) if order.media else add()
             except ValueError as error:
                 raise in_protocol_names(error) from error
             return order
