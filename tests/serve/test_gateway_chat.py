@@ -285,6 +285,9 @@ def test_bad_fields(scripted, fields, field):
 CALLED = {"role": "assistant", "content": None, "tool_calls": [
     {"id": "a", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}]}  # fmt: skip
 
+NO_CONTENT = {name: value for name, value in CALLED.items() if name != "content"}
+TWO_CALLS = {**CALLED, "tool_calls": [*CALLED["tool_calls"], {**CALLED["tool_calls"][0], "id": "b"}]}
+
 
 @pytest.mark.parametrize(
     ("history", "is_good"),
@@ -292,6 +295,8 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [
         ([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}, *HI], True),
         ([CALLED, {"role": "tool", "tool_call_id": "a", "content": "noon"}], True),
         ([{**CALLED, "content": ""}, {"role": "tool", "tool_call_id": "a", "content": "noon"}], True),
+        ([NO_CONTENT, {"role": "tool", "tool_call_id": "a", "content": "noon"}], True),
+        ([TWO_CALLS, {"role": "tool", "tool_call_id": "a", "content": "noon"}], False),
         ([{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, *HI], True),
         ([{"role": "root", "content": "a"}, {"role": "developer", "content": "b"}, *HI], True),
         ([CALLED, {"role": "tool", "tool_call_id": "b", "content": "noon"}], False),

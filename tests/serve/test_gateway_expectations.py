@@ -1,0 +1,215 @@
+"""What clients expect of a server, and what other servers were found to do wrong, each with the tests that hold it.
+
+The list is expectations.toml beside this file; tests that fit nowhere else are here.
+"""
+
+import base64
+import json
+import re
+import threading
+import tomllib
+from pathlib import Path
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+from support.media import image_file, picture
+from support.serving import CALL, NAME, running
+from support.serving import ScriptedWorker as Worker
+
+from m3jax.media import LIMITS
+from m3jax.serve.gateway import http as http_module
+from m3jax.serve.gateway.gateway import Gateway, Settings
+from m3jax.serve.gateway.sources import Sources
+
+ROOT = Path(__file__).resolve().parents[2]
+HI = [{"role": "user", "content": "Hi"}]
+PNG = image_file(picture(56, 56))
+
+
+def test_every_expectation_has_tests_that_exist():
+    expectations = tomllib.loads(Path(__file__).with_name("expectations.toml").read_text(encoding="utf-8"))
+    texts: dict[str, str] = {}
+    for source, listed in expectations.items():
+        assert listed, source
+        for says, tests in listed.items():
+            for name in [tests] if isinstance(tests, str) else tests:
+                file, _, function = name.partition("::")
+                text = texts.setdefault(file, (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8"))
+                assert re.search(rf"^def {function}\(", text, re.M), (source, says, name)
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def ask(server, **fields):
+    return server.openai.chat.completions.create(**{"model": NAME, "messages": HI} | fields)
+
+
+def test_packets_of_content_are_neither_tiny_nor_large(scripted):
+    """Where a device call draws four tokens, at most a fifth of the packets has fewer than 5 characters."""
+    server, worker = scripted
+    worker.tokens_per_chunk = 4
+    worker.script = lambda request, index: f"<mm:think>{'I think of it. ' * 30}</mm:think>{'All of it is well. ' * 40}"
+    deltas = [chunk.choices[0].delta for chunk in ask(server, stream=True)]
+    for name in ("content", "reasoning_content"):
+        sizes = np.array([len(text) for delta in deltas if (text := getattr(delta, name, None))])
+        assert (sizes < 5).mean() <= 0.2 and (sizes > 200).mean() == 0 and len(sizes) > 20
+
+
+def test_text_behind_a_call_is_the_same_in_a_stream(scripted):
+    server, worker = scripted
+    worker.script = lambda request, index: f"Before. {CALL} Behind."
+    whole = ask(server).choices[0].message
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in ask(server, stream=True))
+    assert streamed == whole.content and len(whole.tool_calls) == 2 and "minimax" not in streamed
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 2}, {"top_p": 1e-6}, {"top_p": 1}])
+def test_the_ends_of_ranges_are_taken(scripted, fields):
+    assert ask(scripted[0], **fields).choices[0].finish_reason == "stop"
+
+
+def test_cached_tokens_are_counted_everywhere(scripted):
+    """The second time each protocol says it, whole and as a stream, and it is no more than the prompt has."""
+    server, _ = scripted
+    bodies = {
+        "/v1/chat/completions": {"messages": HI, "stream_options": {"include_usage": True}},
+        "/v1/completions": {"prompt": "Hi there", "stream_options": {"include_usage": True}},
+        "/v1/responses": {"input": "Hi"},
+        "/v1/messages": {"messages": HI, "max_tokens": 20},
+    }
+    pattern = re.compile(r'"(?:cached_tokens|cache_read_input_tokens)":(\d+)')
+    for path, body in bodies.items():
+        whole = {name: value for name, value in body.items() if name != "stream_options"}
+        first = pattern.findall(server.ask(path, whole)[2])
+        second = pattern.findall(server.ask(path, whole)[2])
+        streamed = pattern.findall(server.ask(path, {**body, "stream": True})[2])
+        assert len(first) == 1 and len(second) == 1 and int(second[0]) > 0
+        assert streamed[-1] == second[0]
+
+
+@pytest.mark.parametrize(("kind", "said"), [("JPEG", "png"), ("GIF", "gif"), ("WEBP", "webp"), ("PNG", "jpeg")])
+def test_kinds_of_images(scripted, kind, said):
+    """Each is read whatever its URL says of it, also in the system prompt."""
+    server, worker = scripted
+    part = {"type": "image_url", "image_url": {"url": data_url(image_file(picture(56, 56), kind), f"image/{said}")}}
+    ask(server, messages=[{"role": "system", "content": [part]}, *HI])
+    assert worker.requests[0].HasField("mm_inputs")
+
+
+def test_an_image_that_is_too_large():
+    """30 MiB are read, a byte more is not."""
+    import asyncio
+
+    for more in (0, 1):
+        url = data_url(bytes(LIMITS.image_bytes + more))
+        if not more:
+            assert len(asyncio.run(Sources().read("image", url))) == 30 << 20
+            continue
+        with pytest.raises(ValueError, match=str(LIMITS.image_bytes)):
+            asyncio.run(Sources().read("image", url))
+
+
+def anthropic_image(data: str) -> dict:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+GOOD = base64.b64encode(PNG).decode()
+OPENAI_IMAGE = lambda data: {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+RESPONSES_IMAGE = lambda data: {"type": "input_image", "image_url": f"data:image/png;base64,{data}"}
+# Of each protocol: its path, a good request, the name of its limit, of the field with messages, and its images.
+PROTOCOLS = {
+    "chat": ("/v1/chat/completions", {"messages": HI}, "max_tokens", "messages", OPENAI_IMAGE),
+    "messages": ("/v1/messages", {"messages": HI, "max_tokens": 5}, "max_tokens", "messages", anthropic_image),
+    "responses": ("/v1/responses", {"input": HI}, "max_output_tokens", "input", RESPONSES_IMAGE),
+    "completions": ("/v1/completions", {"prompt": "Hi"}, "max_tokens", "prompt", None),
+}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_bad_input_in_each_protocol(scripted, protocol):
+    """Every answer is an error object of that protocol, below 500, and it names the field."""
+    server, worker = scripted
+    path, good, limit, messages, image = PROTOCOLS[protocol]
+    parts = [] if image is None else [
+        ({messages: [{"role": "user", "content": [image("@@@@")]}]}, messages, 400),
+        ({messages: [{"role": "user", "content": [image(GOOD)] * 201}]}, messages, 400),
+        ({messages: [{"role": "user", "content": [image(GOOD[:200])]}]}, messages, 400),
+    ]  # fmt: skip
+    bad = [
+        ({"temperature": 5}, "temperature", 400),
+        ({"top_p": -1}, "top_p", 400),
+        ({limit: -1}, limit, 400),
+        ({messages: [] if messages != "prompt" else [[]]}, messages, 400),
+        ({"model": "other"}, "model", 404),
+        ({"temprature": 1}, "temprature", 400),
+        *parts,
+    ]
+    for fields, name, expected in bad:
+        for stream in (False, True):
+            status, _, text = server.ask(path, {**good, **fields, "stream": stream})
+            answer = json.loads(text)
+            assert status == expected and name in answer["error"]["message"], (fields, text)
+            kind = "not_found_error" if expected == 404 else "invalid_request_error"
+            assert answer["error"]["type"] == kind
+            if protocol == "messages":
+                assert answer["type"] == "error" and set(answer["error"]) == {"type", "message"}
+            else:
+                # What the pictures of an input are wrong in is found when they are messages already.
+                assert answer["error"]["param"] in (name, "messages")
+    assert not worker.requests
+
+
+def test_a_bad_key_in_each_protocol():
+    """401 in the words of both, whatever is wrong with the key."""
+    with running(Worker(), Settings(api_key="right")) as server:
+        for key in ("", "wrong", "Right", "rightt"):
+            with pytest.raises(openai.AuthenticationError) as raised:
+                server.openai.with_options(api_key=key or "x").models.list()
+            assert raised.value.code == "invalid_api_key"
+            with pytest.raises(anthropic.AuthenticationError) as raised:
+                server.anthropic.with_options(api_key=key or "x").messages.create(
+                    model=NAME, max_tokens=5, messages=HI
+                )
+            assert raised.value.body["error"]["type"] == "authentication_error"
+        assert server.openai.with_options(api_key="right").models.list().data[0].id == NAME
+        message = server.anthropic.with_options(api_key="right").messages.create(model=NAME, max_tokens=5, messages=HI)
+        assert message.content
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch):
+    """By the function that looks at every byte wherever two differ, and by nothing else."""
+    compared = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return True  # whatever the keys are: a second comparison would tell them apart
+
+    monkeypatch.setattr(http_module.hmac, "compare_digest", compare)
+    gateway = Gateway(settings=Settings(api_key="right"))
+    http_module.check_key(gateway, {"authorization": "Bearer wrong"})
+    http_module.check_key(gateway, {"x-api-key": "r"})
+    http_module.check_key(gateway, {})
+    assert compared == [(b"wrong", b"right"), (b"r", b"right"), (b"", b"right")]
+
+
+def test_places_come_back_when_clients_are_gone():
+    """Of two places both are given back by clients that leave within a stream: others are served again."""
+    worker = Worker(gate=threading.Event(), tokens_per_chunk=2)
+    with running(worker, Settings(max_requests=2)) as server:
+        for _ in range(3):
+            streams = [ask(server, stream=True) for _ in range(2)]
+            for stream in streams:
+                next(iter(stream))
+            with pytest.raises(openai.RateLimitError) as raised:
+                ask(server)
+            assert raised.value.response.headers["retry-after"] == "1"
+            for stream in streams:
+                stream.close()
+            while server.gateway.running:
+                threading.Event().wait(0.005)
+        worker.gate.set()
+        assert ask(server).choices[0].message.content == "All is well."
