@@ -76,6 +76,8 @@ def test_a_server_begins_drains_and_ends():
         ("--port 70000", "--port 70000: must be from 0 to 65535"),
         ("--request-log log", "--request-log needs --invariant"),
         ("--max-batch 0", "--max-batch 0: must be at least 1"),
+        ("--draft-tokens 2", "--draft-tokens needs --draft"),
+        ("worker --draft ngram --draft-tokens 9", "--draft-tokens 9: give 1 to 8"),
         ("--api-key ''", "--api-key"),
         ("gateway", "--worker"),
         ("gateway --worker nowhere", "give it as grpc://HOST:PORT"),
@@ -103,6 +105,13 @@ def test_missing_extra_is_named(tmp_path):
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 2 and "uvicorn" in done.stderr and "pip install 'm3jax[serve]'" in done.stderr
+
+
+def test_a_server_is_this_machines_alone_and_asks_no_origin_unless_it_is_told():
+    for make in (parser, gateway_parser):
+        words = [] if make is parser else ["--worker", "grpc://a:1"]
+        args = make().parse_args(words)
+        assert (args.host, args.cors_origin, args.allow_media) == ("127.0.0.1", [], [])
 
 
 def test_documented_commands_are_commands():

@@ -5,6 +5,7 @@ import base64
 import http.server
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from support.media import clip, image_file, picture, video_file
 from support.serving import NAME, ScriptedWorker, running
 
 from m3jax.media import PlaceholderIds, process_image, process_video
+from m3jax.serve.gateway import sources as sources_module
 from m3jax.serve.gateway.sources import Sources, is_public
 
 IDS = PlaceholderIds.of_tokenizer(TOKENIZER)
@@ -115,7 +117,7 @@ def test_public_addresses(address, is_good):
 
 
 class Site(http.server.BaseHTTPRequestHandler):
-    """A picture, redirects to itself, elsewhere and without an end, and a body that is too long."""
+    """A picture, redirects to itself, elsewhere and without an end, a body that is too long, and one that is slow."""
 
     def do_GET(self):
         moved = {"/moved": "/a.png", "/away": "http://other.example/a.png", "/loop": "/loop"}.get(self.path)
@@ -125,6 +127,11 @@ class Site(http.server.BaseHTTPRequestHandler):
             self.send_header("Location", moved)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if self.path == "/slow":  # a byte at a time, none of which takes long
+            for byte in body[:30]:
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.03)
+            return
         self.wfile.write(body)
 
     def log_message(self, *_):
@@ -156,10 +163,14 @@ def test_fetching(site, monkeypatch):
     for path, says in (("/away", "does not fetch"), ("/loop", "redirects"), ("/none", "404")):
         with pytest.raises(ValueError, match=says):
             read(sources, here + path)
+    with monkeypatch.context() as patched:  # one that takes too long is given up, however it trickles
+        patched.setattr(sources_module, "_SECONDS", 0.2)
+        with pytest.raises(ValueError, match=r"more than 0\.2 seconds|timed out"):
+            read(sources, f"{here}/slow")
     both = Sources(frozenset({"localhost", "other.example"}), (), lambda address: True)
     with pytest.raises(ValueError, match="another host"):
         read(both, f"{here}/away")
-    monkeypatch.setitem(__import__("m3jax.serve.gateway.sources", fromlist=["x"])._MOST_URL_BYTES, "image", 3000)
+    monkeypatch.setitem(sources_module._MOST_URL_BYTES, "image", 3000)
     with pytest.raises(ValueError, match="larger than 3000"):
         read(sources, f"{here}/large")
 
@@ -183,6 +194,15 @@ def test_a_name_is_resolved_once(site, monkeypatch):
     sources = Sources(frozenset({"rebind.example"}), (), lambda address: True)
     assert read(sources, f"http://rebind.example:{site}/a.png") == PNG
     assert connected == [("127.0.0.1", site)] and create is not socket.create_connection
+
+
+def test_a_name_with_one_private_address_is_refused(monkeypatch):
+    """Whichever of several addresses would be connected to: one that is private is enough."""
+    found = [(2, 1, 6, "", (address, 80)) for address in ("93.184.216.34", "10.0.0.1")]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *a, **k: found)
+    monkeypatch.setattr("socket.create_connection", lambda *a, **k: pytest.fail("it was connected to"))
+    with pytest.raises(ValueError, match="not one of the Internet"):
+        read(Sources.of(["two.example"]), "http://two.example/a.png")
 
 
 def test_files(tmp_path: Path):

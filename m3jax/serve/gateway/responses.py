@@ -84,7 +84,13 @@ async def responses(gateway: Gateway, fields: Fields, route: str) -> dict[str, A
     """Answer an input, whole or as a stream."""
     turn = _turn(fields, gateway.model)
     includes_usage(fields)  # to check the options: the last event has the counts in any case
-    ask = await gateway.ask(turn)
+    try:
+        ask = await gateway.ask(turn)
+    except ApiError as error:
+        # The input has become messages by now; the client knows it by its own name.
+        if error.field != "messages":
+            raise
+        raise refused("input", str(error), error.code) from None
     ask.request.request_id = new_id("resp_")
     response = {
         "id": ask.request.request_id,
