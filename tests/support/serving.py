@@ -74,7 +74,8 @@ class ScriptedWorker:
                         while not self.gate.is_set():
                             await asyncio.sleep(0.005)
                     part = ids[start : start + self.tokens_per_chunk]
-                    chunk = pb.GenerateStreamChunk(token_ids=part, prompt_tokens=prompt, index=index)
+                    counts = dict(prompt_tokens=prompt, cached_tokens=(prompt - 1) * seen)
+                    chunk = pb.GenerateStreamChunk(token_ids=part, index=index, **counts)
                     if request.sampling_params.HasField("logprobs"):
                         chunk.output_logprobs.CopyFrom(self._logprobs(part, request.sampling_params.logprobs))
                     yield pb.GenerateResponse(chunk=chunk)

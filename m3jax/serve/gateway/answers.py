@@ -195,7 +195,7 @@ class Answer:
         return events
 
     def _piece(self, events: Sequence[Event], is_last: bool = False) -> Piece | None:
-        events = joined(self.rule.allowed(events))
+        events = self.rule.allowed(events)
         self.has_calls = self.has_calls or any(event.kind == "tool_call_end" for event in events)
         if not events and not (is_last and self._logprobs):
             return None
@@ -237,24 +237,6 @@ class Ask:
         parser = OutputParser(self.tools, self.thinking_mode) if self.is_chat else PlainText()
         stop = list(self.request.sampling_params.stop)
         return Answer(index, StoppableText(stream, stop), parser, self.stop_ids, self.rule)
-
-
-def joined(events: Sequence[Event]) -> list[Event]:
-    """Return events with texts of one kind that follow one another as one: a device call draws several tokens at once.
-
-    Clients count packets, and those of a token each are as bad to them as an answer in one. A call's arguments come
-    from the parser in pieces that are neither.
-
-    Args:
-      events: of the parser, one or more a token.
-    """
-    out: list[Event] = []
-    for event in events:
-        if out and event.kind == out[-1].kind and event.kind in ("content", "reasoning"):
-            out[-1] = replace(out[-1], text=out[-1].text + event.text)
-        else:
-            out.append(event)
-    return out
 
 
 async def answers(
