@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from m3jax.cli import DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from m3jax.cli.arguments import add_model
 from m3jax.console import Parser, run_command, write
 from m3jax.interrupts import raise_interrupts
+from m3jax.serve.drafts import add_draft, check_draft
 
 PROG = "m3jax.serve"
 # What the extra `serve` brings, by the names under which it is imported.
@@ -83,24 +83,6 @@ def gateway_parser() -> Parser:
                      "chat_template.jinja (default: what the first worker sends)")  # fmt: skip
     _add_gateway(out)
     return out
-
-
-def add_draft(out: argparse._ActionsContainer) -> None:
-    """Add the options of a draft, which are those of `python -m m3jax.generate`."""
-    out.add_argument("--draft", metavar="DIR", help="draft tokens with an EAGLE3 model: its folder, or builtin for the "
-                     "embedded checkpoint's; ngram looks for them in the text so far")  # fmt: skip
-    out.add_argument("--draft-tokens", metavar="K", type=int, help=f"1 to {MAX_DRAFT_TOKENS} in one verification "
-                     f"(default: {DRAFT_TOKENS})")  # fmt: skip
-
-
-def check_draft(args: argparse.Namespace) -> None:
-    """Raise ValueError for a number of draft tokens that no engine has; where none is given it is the default."""
-    if args.draft_tokens is not None and args.draft is None:
-        raise ValueError("--draft-tokens needs --draft: name what proposes them (a folder, builtin or ngram)")
-    if args.draft_tokens is None:
-        args.draft_tokens = DRAFT_TOKENS
-    if not 1 <= args.draft_tokens <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"--draft-tokens {args.draft_tokens}: give 1 to {MAX_DRAFT_TOKENS}")
 
 
 def verify_parser() -> Parser:
