@@ -82,7 +82,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of a prompt is read, in the names that llama.cpp's server has for it.
+    """A prompt on its way through the model, in the names that llama.cpp's server has for it.
 
     Attributes:
       total: tokens of the prompt.
