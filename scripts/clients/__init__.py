@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -39,19 +39,22 @@ class ServerProcess:
       command: of the process, with its port.
       port: that it listens at.
 
+    Attributes:
+      command: the same.
+
     Raises:
       ValueError: the process ended before it served; with the last line that it wrote.
     """
 
     def __init__(self, name: str, command: Sequence[str], port: int):
-        self.name, self.port = name, port
+        self.name, self.port, self.command = name, port, tuple(command)
         self._log = tempfile.TemporaryFile("w+")
         # The package is that of this checkout, whatever is installed.
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
         try:
             self._process = subprocess.Popen(
-                list(command), stdout=self._log, stderr=subprocess.STDOUT, env=environment
+                self.command, stdout=self._log, stderr=subprocess.STDOUT, env=environment
             )
         except OSError as error:
             raise ValueError(f"{name}: {command[0]} cannot be run: {error.strerror}") from None
@@ -75,6 +78,11 @@ class ServerProcess:
                     return
             time.sleep(0.2)
         raise ValueError(f"{self.name} was not ready within {seconds:g} s: {self.last_line()}")
+
+    @property
+    def is_running(self) -> bool:
+        """True until the process has ended."""
+        return self._process.poll() is None
 
     def last_line(self) -> str:
         """Return the last line that the process wrote."""
@@ -108,24 +116,13 @@ class ServerProcess:
 
     def close(self) -> None:
         """End the process."""
-        if self._process.poll() is None:
+        if self.is_running:
             self._process.send_signal(signal.SIGTERM)
             try:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:
                 self.kill()
         self._log.close()
-
-
-@contextlib.contextmanager
-def server_process(name: str, command: Sequence[str], port: int, seconds: float = 300.0) -> Iterator[ServerProcess]:
-    """Run a server while the context lasts; as `ServerProcess`, ready within so many seconds."""
-    server = ServerProcess(name, command, port)
-    try:
-        server.wait_until_ready(seconds)
-        yield server
-    finally:
-        server.close()
 
 
 def ask(port: int, path: str, body: Any = None, timeout: float = 60.0) -> tuple[int, str]:
