@@ -147,6 +147,7 @@ def export_text(folder: Path, into: Path) -> None:
 
     `transformers serve` reads a whole M3 only with torchvision, and its continuous batching takes text models alone.
     """
+    import ml_dtypes  # noqa: F401  (gives numpy the name bfloat16, which safetensors asks it for)
     from safetensors.numpy import load_file, save_file
 
     into.mkdir()

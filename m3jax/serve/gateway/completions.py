@@ -96,7 +96,8 @@ async def _order(gateway: Gateway, fields: Fields) -> _Order:
         if echoes:
             params.prompt_logprobs = logprobs
     value = fields.take("prompt")
-    prompts = await asyncio.to_thread(tokens_of, gateway.renderer.tokenizer, value, "prompt", gateway.model.vocab_size)
+    sizes = gateway.model.vocab_size, gateway.model.context
+    prompts = await asyncio.to_thread(tokens_of, gateway.renderer.tokenizer, value, "prompt", *sizes)
     if len(prompts) > gateway.settings.most_prompts:
         raise refused("prompt", f"prompt: {len(prompts)} prompts: at most {gateway.settings.most_prompts} at once")
     asks = [gateway.ask_plain(prompt, params, max(max_tokens, 1), "prompt", skip_special) for prompt in prompts]

@@ -49,7 +49,10 @@ async def detokenize(gateway: Gateway, body: dict[str, Any], route: str) -> dict
     if tokens is None:
         raise refused("tokens", "tokens: must be a list of token ids")
     fields.finish()
-    ids = tokens_of(gateway.renderer.tokenizer, tokens, "tokens", gateway.model.vocab_size)[0] if tokens else []
+    ids = []
+    if tokens:
+        sizes = gateway.model.vocab_size, gateway.model.context
+        ids = tokens_of(gateway.renderer.tokenizer, tokens, "tokens", *sizes)[0]
     text = gateway.renderer.tokenizer.decode(ids, skip_special_tokens=False)
     return {"prompt": text, "content": text}
 
