@@ -1,4 +1,4 @@
-"""Our server under load beside `transformers serve` and llama.cpp's, and what gateway and worker cost (docs/serving.md).
+"""Our server under load beside transformers' and llama.cpp's, and what gateway and worker cost (docs/serving.md).
 
     python scripts/bench_serve.py --others                            # our server alone
     python scripts/bench_serve.py --transformers "PYTHON -m transformers.cli.transformers serve" \\
@@ -14,7 +14,8 @@ Goodput counts the requests a second that were answered within both limits, on t
 mean time of a token behind it. A request that was not answered when the window and its drain were over has missed.
 
 `--overhead` draws the same prompts by the engine in this process and by the server over HTTP, by turns, and prints new
-tokens a second of both, the share that is lost, and the processor time of the server. The client runs on the same cores.
+tokens a second of both, and the processor time, which says more where others use the machine. The client runs on the
+same cores.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from clients import ServerProcess, Streamed, ask, free_port, streamed
+from clients import ServerProcess, Streamed, free_port, streamed
 
 CHAT, AGENTIC, IMAGES = "chat", "agentic", "images"
 CONTEXT = 16_384  # tokens; the embedded model's own 8,192 do not hold a prefix of 8,192 and eight turns
@@ -58,12 +59,14 @@ class Server:
       process: of it.
       fields: that each of its requests has besides messages, max_tokens, temperature and stream.
       takes_images: True if it is asked for pictures.
+      ready_path: that says 200 once it serves.
     """
 
     name: str
     process: ServerProcess
     fields: dict[str, Any]
     takes_images: bool = False
+    ready_path: str = "/health"
 
     async def ask(self, messages: Sequence[Any], new_tokens: int, until: float) -> Streamed:
         """Return the answer to a conversation as it streamed; at `until`, of `time.perf_counter`, the client leaves."""
@@ -88,7 +91,7 @@ def our_command(folder: Path, port: int, args: argparse.Namespace, *more: str) -
 def our_server(folder: Path, args: argparse.Namespace) -> Server:
     """Start our server."""
     port = free_port()
-    more = ("--context", "1024", "--no-warmup") if args.smoke else ()
+    more = ("--context", "512", "--prefill-chunk", "64", "--no-warmup") if args.smoke else ()
     process = ServerProcess("m3jax", our_command(folder, port, args, *more), port)
     own = {"ignore_eos": True, "stream_options": {"include_usage": True}, **THINKING}
     return Server("m3jax", process, own, takes_images=True)
@@ -120,8 +123,10 @@ def llama_cpp_server(folder: Path, scratch: Path, args: argparse.Namespace) -> S
         model=path, port=port, host="127.0.0.1", n_ctx=CONTEXT, n_threads=THREADS, n_threads_batch=THREADS,
         flash_attn=True, interrupt_requests=False, verbose=False,
     )  # fmt: skip
-    command = shlex.split(args.llama_cpp) + [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    return Server("llama.cpp", ServerProcess("llama.cpp's server", command, port), {})
+    command = shlex.split(args.llama_cpp) + [
+        word for name, value in settings.items() for word in (f"--{name}", str(value))
+    ]
+    return Server("llama.cpp", ServerProcess("llama.cpp's server", command, port), {}, ready_path="/v1/models")
 
 
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -305,8 +310,8 @@ async def measure(workload: str, rate: float, servers: Sequence[Server], seed: i
         first = percentiles([answer.first_token_seconds for answer in answers] + missing)
         token = percentiles([answer.token_seconds for answer in answers] + missing)
         whole = sum(answer.is_whole and answer.status == 200 for answer in answers)
-        print(f"{workload:8s} {rate:6.2f} {name:13s} {offered:5d} {whole:6d} {met:5d}  {first}  {token}  {goodputs[name]:7.3f}",
-              flush=True)  # fmt: skip
+        counts = f"{offered:5d} {whole:6d} {met:5d}"
+        print(f"{workload:8s} {rate:6.2f} {name:13s} {counts}  {first}  {token}  {goodputs[name]:7.3f}", flush=True)
         for error in sorted({answer.error for answer in answers if answer.error})[:2]:
             print(f"         {name}: {error[:200]}")
     return goodputs
@@ -314,11 +319,13 @@ async def measure(workload: str, rate: float, servers: Sequence[Server], seed: i
 
 async def run_load(servers: Sequence[Server], args: argparse.Namespace) -> None:
     """Print a table for each workload, and the ratios of goodputs."""
-    print(f"limits: first text within {args.first_limit:g} s, a token within {args.token_limit * 1e3:g} ms; windows of "
-          f"{args.seconds:g} s and {args.drain:g} s more, {args.rounds} rounds; {args.dtype}, {THREADS} cores")  # fmt: skip
+    limits = f"first text within {args.first_limit:g} s, a token within {args.token_limit * 1e3:g} ms"
+    windows = f"windows of {args.seconds:g} s and {args.drain:g} s more, {args.rounds} rounds"
+    print(f"limits: {limits}; {windows}; {args.dtype}, {THREADS} cores")
     heads = "".join(f"{name:>9s}" for name in ("p50", "p95", "p99"))
     print(f"{'':36s}{'':8s}{'':6s}{'ms to the first text':^27s} {'ms a token':^28s}")
-    print(f"{'workload':8s} {'rate/s':>6s} {'server':13s} {'asked':>5s} {'whole':>6s} {'met':>5s} {heads} {heads}  goodput/s")
+    names = f"{'workload':8s} {'rate/s':>6s} {'server':13s} {'asked':>5s} {'whole':>6s} {'met':>5s}"
+    print(f"{names} {heads} {heads}  goodput/s", flush=True)
     for workload in args.workloads:
         able = [server for server in servers if workload != IMAGES or server.takes_images]
         for server in servers:
@@ -344,7 +351,7 @@ def compare_servers(args: argparse.Namespace) -> None:
             try:
                 server = start(folder, Path(scratch), args)
                 stack.callback(server.process.close)
-                server.process.wait_until_ready(300, "/v1/models")
+                server.process.wait_until_ready(300, server.ready_path)
                 asyncio.run(server.settle())
             except ValueError as error:
                 if not servers:
@@ -414,31 +421,32 @@ def measure_overhead(args: argparse.Namespace) -> None:
         process.wait_until_ready(300)
         texts = Texts(args.seed)
         draw = lambda: [texts.ids(args.overhead_prompt) for _ in range(args.streams)]
-        print(f"{args.streams} streams of {args.overhead_prompt} + {args.new_tokens} tokens, {args.dtype}, {THREADS} cores")
+        sizes = f"{args.streams} streams of {args.overhead_prompt} + {args.new_tokens} tokens"
+        print(f"{sizes}, {args.dtype}, {THREADS} cores; tokens/s, and seconds of processor time")
+        print(
+            f"{'round':>5s} {'bare':>8s} {'s':>6s} {'served':>8s} {'s':>6s} {'client s':>9s} {'fewer/s':>8s} {'more s':>7s}"
+        )
         rows = []
         for number in range(args.rounds + 1):
+            prompts, rates, cpu = draw(), {}, {}
             # Who is first finds the machine as the other one left it: they change places.
-            prompts, figures = draw(), {}
             for name in ("bare", "served") if number % 2 else ("served", "bare"):
-                before, client = process.cpu_seconds(), time.process_time()
-                figures[name] = (
-                    bare.tokens_per_second(prompts) if name == "bare"
-                    else asyncio.run(served(port, prompts, args.new_tokens))
-                )  # fmt: skip
-                figures[f"{name} cpu"] = process.cpu_seconds() - before if name == "served" else time.process_time() - client
-                figures[f"{name} client"] = time.process_time() - client
-            if number:  # the first round touches memory for the first time
-                rows.append(figures)
-                print(f"round {number}: bare {figures['bare']:7.0f} tokens/s ({figures['bare cpu']:.1f} s of processor), "
-                      f"served {figures['served']:7.0f} ({figures['served cpu']:.1f} s, the client "
-                      f"{figures['served client']:.1f} s): {1 - figures['served'] / figures['bare']:6.1%} less",
-                      flush=True)  # fmt: skip
-        lost = statistics.median(1 - row["served"] / row["bare"] for row in rows)
-        tokens = args.streams * args.new_tokens
-        cpu = statistics.median((row["served cpu"] - row["bare cpu"]) / tokens for row in rows)
-        client = statistics.median(row["served client"] / tokens for row in rows)
-        print(f"gateway and worker: {lost:.1%} fewer tokens/s than the bare engine (median of {len(rows)}); "
-              f"{cpu * 1e6:.0f} us more of processor time a token, the client {client * 1e6:.0f} us")  # fmt: skip
+                of_server, own = process.cpu_seconds(), time.process_time()
+                if name == "bare":
+                    rates[name] = bare.tokens_per_second(prompts)
+                    cpu["bare"] = time.process_time() - own
+                else:
+                    rates[name] = asyncio.run(served(port, prompts, args.new_tokens))
+                    cpu |= {"served": process.cpu_seconds() - of_server, "client": time.process_time() - own}
+            if number == 0:  # memory is touched for the first time
+                continue
+            fewer, more = 1 - rates["served"] / rates["bare"], cpu["served"] / cpu["bare"] - 1
+            rows.append((fewer, more))
+            print(f"{number:5d} {rates['bare']:8.0f} {cpu['bare']:6.2f} {rates['served']:8.0f} {cpu['served']:6.2f} "
+                  f"{cpu['client']:9.2f} {fewer:8.1%} {more:7.1%}", flush=True)  # fmt: skip
+        fewer, more = (statistics.median(column) for column in zip(*rows, strict=True))
+        print(f"gateway and worker over the bare engine, medians: {fewer:.1%} fewer tokens/s, "
+              f"{more:.1%} more processor time")  # fmt: skip
     finally:
         process.close()
 
@@ -452,7 +460,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                         default=f"{sys.executable} -m transformers.cli.transformers serve")  # fmt: skip
     parser.add_argument("--llama-cpp", metavar="COMMAND", help="of llama-cpp-python's server, without settings",
                         default=f"{sys.executable} -m llama_cpp.server")  # fmt: skip
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights (default: float32)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights (default: float32)"
+    )
     parser.add_argument("--max-batch", type=int, default=8, help="rows of our engine")
     parser.add_argument("--chat-rates", type=float, nargs="+", default=[0.05, 0.5, 1.0], help="requests a second")
     parser.add_argument("--agentic-rates", type=float, nargs="+", default=[0.02, 0.1], help="conversations a second")
@@ -465,7 +475,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of a chat's question")
     parser.add_argument("--prefix", type=int, default=8192, help="tokens before all agentic conversations")
     parser.add_argument("--turns", type=int, default=8, help="of an agentic conversation")
-    parser.add_argument("--new-tokens", type=int, default=200, help="of an answer; agentic and images have half of them")
+    parser.add_argument(
+        "--new-tokens", type=int, default=200, help="of an answer; agentic and images have half of them"
+    )
     parser.add_argument("--side", type=int, default=224, help="pixels of a picture's side")
     parser.add_argument("--overhead", action="store_true", help="measure gateway and worker over the bare engine")
     parser.add_argument("--streams", type=int, default=32, help="of --overhead")

@@ -48,14 +48,12 @@ class ServerProcess:
 
     def __init__(self, name: str, command: Sequence[str], port: int):
         self.name, self.port, self.command = name, port, tuple(command)
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `close`)
         # The package is that of this checkout, whatever is installed.
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
         try:
-            self._process = subprocess.Popen(
-                self.command, stdout=self._log, stderr=subprocess.STDOUT, env=environment
-            )
+            self._process = subprocess.Popen(self.command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
         except OSError as error:
             raise ValueError(f"{name}: {command[0]} cannot be run: {error.strerror}") from None
 
@@ -200,7 +198,7 @@ class Streamed:
 
     @property
     def tokens(self) -> int:
-        """New tokens; where the server does not tell, the pieces that came, of which llama.cpp's have one token each."""
+        """New tokens; where the server does not tell, the pieces that came: llama.cpp's have one token each."""
         _, texts, tokens, _ = self._read
         return len(texts) if tokens is None else tokens
 

@@ -68,7 +68,13 @@ class Renderer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, pool: PixelPool, sources: Sources, can_see: bool, context: int
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        pool: PixelPool,
+        sources: Sources,
+        can_see: bool,
+        context: int,
     ):
         self.tokenizer, self.template, self._context = tokenizer, template, context
         self._pool, self._sources, self._can_see = pool, sources, can_see

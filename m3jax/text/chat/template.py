@@ -181,7 +181,9 @@ class ChatTemplate:
             ValueError: as `render`, or a text that holds a lone surrogate, or that ends with the beginning of a special
                 token which the next one completes.
         """
-        return self.encode_rendered(tokenizer, self.render(messages, tools, thinking_mode, add_generation_prompt, **kwargs))
+        return self.encode_rendered(
+            tokenizer, self.render(messages, tools, thinking_mode, add_generation_prompt, **kwargs)
+        )
 
     @staticmethod
     def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
