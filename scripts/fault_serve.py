@@ -299,9 +299,9 @@ async def deep(served: Target, sizes: Sizes, rng: random.Random) -> str:
         f'{{"messages": {hi}, "tools": [{{"type": "function", "function": {{"parameters": {objects}}}}}]}}',
         f'{{"messages": {hi}, "response_format": {{"type": "json_schema", "json_schema": {{"schema": {objects}}}}}}}',
     ]  # fmt: skip
-    # What a parser takes is deep enough for what reads it: a hundred levels, and as many as Python's own stack.
-    for depth in (100, 900):
-        schema = '{"type":"array","items":' * depth + '{"type":"string"}' + "}" * depth
+    # Schemas that may be, that are deeper than any may be, and nearly as deep as Python's own stack.
+    for depth in (20, 100, 900):
+        schema = '{"type":"object","properties":{"a":' * depth + '{"type":"string"}' + "}}" * depth
         tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
         bodies += [
             f'{{"messages": {hi}, "max_tokens": 4, "tools": [{tool}]}}',
