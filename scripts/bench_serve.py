@@ -338,8 +338,8 @@ async def run_load(servers: Sequence[Server], args: argparse.Namespace) -> None:
             best = {name: max(best[name], goodputs[name]) for name in best}
         for name, other in best.items():
             if name != "m3jax":
-                ratio = f"{best['m3jax'] / other:.1f} times" if other else "no request of its was in time:"
-                print(f"{workload}: best goodput {best['m3jax']:.3f}/s, {ratio} that of {name} ({other:.3f}/s)")
+                ratio = f"{best['m3jax'] / other:.1f} times that of" if other else "none within the limits from"
+                print(f"{workload}: best goodput {best['m3jax']:.3f}/s, {ratio} {name} ({other:.3f}/s)")
 
 
 def compare_servers(args: argparse.Namespace) -> None:
