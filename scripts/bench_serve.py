@@ -423,9 +423,8 @@ def measure_overhead(args: argparse.Namespace) -> None:
         draw = lambda: [texts.ids(args.overhead_prompt) for _ in range(args.streams)]
         sizes = f"{args.streams} streams of {args.overhead_prompt} + {args.new_tokens} tokens"
         print(f"{sizes}, {args.dtype}, {THREADS} cores; tokens/s, and seconds of processor time")
-        print(
-            f"{'round':>5s} {'bare':>8s} {'s':>6s} {'served':>8s} {'s':>6s} {'client s':>9s} {'fewer/s':>8s} {'more s':>7s}"
-        )
+        names = f"{'round':>5s} {'bare':>8s} {'s':>6s} {'served':>8s} {'s':>6s} {'client s':>9s}"
+        print(f"{names} {'fewer/s':>8s} {'more s':>7s}", flush=True)
         rows = []
         for number in range(args.rounds + 1):
             prompts, rates, cpu = draw(), {}, {}

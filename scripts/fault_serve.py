@@ -5,9 +5,9 @@
     python scripts/fault_serve.py --small --rounds 1      # seconds
 
 Servers are processes of their own on this machine's loopback, with the embedded model, and serve nobody else. After
-each fault nothing may go on, no page may be in use, `Engine.check` must find nothing wrong, and an ordinary request must
-be answered as it was before; else the exit status is 1. Memory and open files are those of the process: what a third
-round still adds is a leak.
+each fault nothing may go on, no page may be in use, `Engine.check` must find nothing wrong, and an ordinary request
+must be answered as it was before; else the exit status is 1. Memory and open files are those of the process: what a
+third round still adds is a leak.
 """
 
 import argparse
