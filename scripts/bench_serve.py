@@ -174,7 +174,7 @@ def export_text(folder: Path, into: Path) -> None:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one client does: its questions one after the other, each behind the answers before it.
+    """The questions of one client, one after the other, each behind the answers before it.
 
     Attributes:
       before: messages that stand before the first question.

@@ -42,7 +42,7 @@ class FaultError(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of each fault there is."""
+    """The size of each fault."""
 
     clients: int = 1000
     readers: int = 32
