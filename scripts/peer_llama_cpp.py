@@ -110,14 +110,17 @@ def check_config(config: Any) -> int:
     return dense
 
 
-def convert(model: Any, path: Path, dtype: str = "float32") -> dict[str, tuple[int, ...]]:
-    """Write a model's text part as a GGUF file without a vocabulary: token ids in, logits out.
+def convert(
+    model: Any, path: Path, dtype: str = "float32", vocabulary: Path | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Write a model's text part as a GGUF file: token ids in, logits out, and texts where it has a vocabulary.
 
     Args:
       model: `m3jax.M3` on this process's devices.
       path: of the new file.
       dtype: "float32", or "bfloat16" for all matrices but the router's and the indexer's, which llama.cpp's own
         converter keeps in float32 too.
+      vocabulary: folder of a byte-level tokenizer and a chat template, for llama.cpp's server; None writes neither.
 
     Returns:
       The shape of each tensor in it, [out, in].
@@ -132,6 +135,11 @@ def convert(model: Any, path: Path, dtype: str = "float32") -> dict[str, tuple[i
     parameters, written = tree.flatten(model), {}
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     add_config(writer, model.config, gguf)
+    if vocabulary is None:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_vocab_size(model.config.vocab_size)
+    else:
+        add_vocabulary(writer, vocabulary, gguf)
     experts: dict[str, list[np.ndarray]] = {}
     for hub_name, target in targets(model.config).items():
         if (found := llama_name(hub_name)) is None:
@@ -161,8 +169,6 @@ def convert(model: Any, path: Path, dtype: str = "float32") -> dict[str, tuple[i
 def add_config(writer: Any, config: Any, gguf: Any) -> None:
     """Add the numbers of a configuration under llama.cpp's keys; `check_config` says which it has no keys for."""
     dense = check_config(config)
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -189,6 +195,29 @@ def add_config(writer: Any, config: Any, gguf: Any) -> None:
         ("local_blocks", config.index_local_blocks),
     ):  # fmt: skip
         writer.add_uint32(f"{ARCHITECTURE}.attention.indexer.{key}", value)
+
+
+def add_vocabulary(writer: Any, folder: Path, gguf: Any) -> None:
+    """Add the tokens, merges and chat template of a folder, as llama.cpp's byte-level tokenizer "gpt2" takes them.
+
+    llama.cpp splits a text into words by GPT-2's rule, M3's tokenizer by its own: a few texts get other tokens. No
+    token ends an answer, so that each has the length that was asked for.
+    """
+    import json
+
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    added = {token["content"]: token["special"] for token in tokenizer["added_tokens"]}
+    ids = tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    tokens = sorted(ids, key=ids.get)
+    kind = lambda token: gguf.TokenType.CONTROL if added.get(token) else gguf.TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([kind(token) if token in added else gguf.TokenType.NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(0)  # the mark of a beginning, which the model never draws
+    writer.add_add_bos_token(False)
+    writer.add_chat_template((folder / "chat_template.jinja").read_text(encoding="utf-8"))
 
 
 # llama.cpp
@@ -446,7 +475,12 @@ def our_greedy(model: Any, prompts: Sequence[Sequence[int]], count: int) -> list
 def run_convert(args: argparse.Namespace) -> None:
     """Write the GGUF file."""
     imported("gguf")
-    written = convert(loaded(args.model), args.file, args.dtype)
+    folder = args.model
+    if args.vocabulary and folder is None:
+        from m3jax.assets import embedded_path
+
+        folder = embedded_path()
+    written = convert(loaded(args.model), args.file, args.dtype, folder if args.vocabulary else None)
     size = args.file.stat().st_size
     print(f"{args.file}: {len(written)} tensors, {sum(map(np.prod, written.values())):,} numbers, {size:,} bytes")
 
@@ -525,6 +559,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--model", type=Path, help="the hub folder that is, or becomes, the file (default: embedded)")
         if name == "convert":
             one.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+            one.add_argument("--vocabulary", action="store_true", help="with tokens and chat template, for a server")
             continue
         if name == "compare":
             one.add_argument("--lengths", type=int, nargs="+", default=[200, 500, 1000, 2000, 4000])

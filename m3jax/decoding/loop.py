@@ -38,7 +38,7 @@ class RequestStream:
         self._event: TokenEvent | None = None  # not read yet
         self._error: BaseException | None = None
         self._is_over = False  # whether the last event has been read
-        self._wake: Callable[[], None] | None = None  # of a coroutine that waits
+        self._reader: asyncio.Future[None] | None = None  # that a coroutine awaits
 
     def __iter__(self) -> Iterator[TokenEvent]:
         """Yield the events, the last one with the request's `generation`; on this thread, which waits for each."""
@@ -68,17 +68,15 @@ class RequestStream:
         running = asyncio.get_running_loop()
         try:
             while not self._is_over:
-                arrived = asyncio.Event()
                 with self._changed:
-                    self._wake = lambda arrived=arrived: running.call_soon_threadsafe(arrived.set)
-                    has_news = self._has_news()
-                if not has_news:
-                    await arrived.wait()
+                    arrived = self._reader = None if self._has_news() else running.create_future()
+                if arrived is not None:
+                    await arrived
                 with self._changed:
                     event = self._take()
                 yield event
         finally:
-            self._wake = None
+            self._reader = None
 
     def result(self) -> Generation:
         """Wait until the request has ended, and return its continuation; events not read before are gone then."""
@@ -105,16 +103,15 @@ class RequestStream:
         self._is_over = event.generation is not None
         return event
 
-    def _put(self, event: TokenEvent | None, error: BaseException | None = None) -> None:
-        """Add an event to what was not read, on the engine's thread."""
+    def _put(self, event: TokenEvent | None, error: BaseException | None = None) -> asyncio.Future[None] | None:
+        """Add an event to what was not read, on the engine's thread; return what a coroutine awaits, for `_wake`."""
         with self._changed:
             if event is not None:
                 self._event = event if self._event is None else joined(self._event, event)
             self._error = error
             self._changed.notify_all()
-            if self._wake is not None:
-                with suppress(RuntimeError):  # the reader's event loop is closed: nobody waits
-                    self._wake()
+            reader, self._reader = self._reader, None
+        return reader
 
 
 class EngineLoop:
@@ -256,20 +253,19 @@ class EngineLoop:
                         return  # it is closing, and all have ended
                 for order, future in orders:
                     _carry_out(order, future)
-                for event in self._engine.step():
-                    self._give(event)
+                _wake([self._give(event) for event in self._engine.step()])
         except BaseException as error:  # whatever the engine raised: every reader is told, none waits for ever
             self._fail(error)
 
-    def _give(self, event: TokenEvent) -> None:
+    def _give(self, event: TokenEvent) -> asyncio.Future[None] | None:
         stream = self._streams.get(event.handle)
         if stream is None:
-            return
+            return None
         if event.generation is not None:
             del self._streams[event.handle]
             self._engine.forget(event.handle)
             self._leave(1)
-        stream._put(event)
+        return stream._put(event)
 
     def _abort(self, handle: int) -> None:
         if handle in self._streams and self._engine.reason(handle) == "unfinished":
@@ -288,8 +284,7 @@ class EngineLoop:
             self._changed.notify_all()
         for _, future in orders:
             future.set_exception(LoopClosed("the engine failed"))
-        for stream in streams:
-            stream._put(None, error)
+        _wake([stream._put(None, error) for stream in streams])
 
     # On any thread
 
@@ -323,6 +318,27 @@ def joined(first: TokenEvent, second: TokenEvent) -> TokenEvent:
         cached_tokens=second.cached_tokens,
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
     )
+
+
+def _wake(readers: Sequence[asyncio.Future[None] | None]) -> None:
+    """Wake coroutines, those of one event loop by one call: each call is a system call, and a turn of that loop.
+
+    Args:
+      readers: what they await; None for a stream that no coroutine waits for.
+    """
+    of_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for reader in readers:
+        if reader is not None:
+            of_loop.setdefault(reader.get_loop(), []).append(reader)
+    for loop, awaited in of_loop.items():
+        with suppress(RuntimeError):  # the event loop is closed: nobody waits
+            loop.call_soon_threadsafe(_arrive, awaited)
+
+
+def _arrive(awaited: Sequence[asyncio.Future[None]]) -> None:
+    for reader in awaited:
+        if not reader.done():  # a coroutine that was cancelled
+            reader.set_result(None)
 
 
 def _carry_out(order: Callable[[], Any], future: Future) -> None:

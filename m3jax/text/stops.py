@@ -46,6 +46,9 @@ class StoppableText:
 
     def _give_out(self, new: str) -> str:
         """Return the pending text up to a stop string, or up to where one may have begun; hold the rest back."""
+        if not self._stop_strings:
+            self.text += new
+            return new
         pending = self._held_back + new
         # Of several stop strings the one that begins first ends the text, whatever their order in the list.
         stops = [(position, stop) for stop in self._stop_strings if (position := pending.find(stop)) >= 0]

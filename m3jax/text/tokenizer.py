@@ -4,6 +4,7 @@ import base64
 import binascii
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -88,6 +89,35 @@ class Tokenizer:
         _check_text(text)
         with _library_errors("this text cannot be encoded with this tokenizer.json"):
             return self.backend.encode(text, add_special_tokens=False).ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of a text, without tokenizing it.
+
+        Tokenizing 64 MB takes minutes and gigabytes, and whether a text can fit has to be known before.
+
+        Args:
+            text: any string.
+
+        Returns:
+            Its bytes over those of the longest token, rounded up; 0 where a token can stand for a text of any length.
+        """
+        if self._longest_token == 0:
+            return 0
+        return -(-len(text.encode("utf-8", "surrogatepass")) // self._longest_token)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """The bytes of the longest token; 0 where the tokenizer drops characters of a text or changes them."""
+        added = self.backend.get_added_tokens_decoder().values()
+        splits = self.backend.pre_tokenizer
+        if (
+            self._spelling.decoders != ("ByteLevel",)
+            or self.backend.normalizer is not None
+            or any(token.lstrip or token.rstrip for token in added)
+            or (splits is not None and b'"Removed"' in splits.__getstate__())
+        ):
+            return 0
+        return max(len(self._spelling.bytes_of(token)) for token in self.backend.get_vocab().values())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turn several texts into token ids at once, on all cores, each as `encode` does.

@@ -200,7 +200,18 @@ class Answer:
         if not events and not (is_last and self._logprobs):
             return None
         logprobs, self._logprobs = self._logprobs, []
-        return Piece(self.index, events, logprobs)
+        return Piece(self.index, _joined(events), logprobs)
+
+
+def _joined(events: Sequence[Event]) -> list[Event]:
+    """Return events with texts of one kind that follow each other as one: a worker sends several tokens at once."""
+    out: list[Event] = []
+    for event in events:
+        if out and event.kind == out[-1].kind and event.kind in ("content", "reasoning"):
+            out[-1] = Event(event.kind, out[-1].text + event.text)
+        else:
+            out.append(event)
+    return out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,9 +139,8 @@ async def _order(gateway: Gateway, fields: Fields) -> _Order:
         params.logprobs = logprobs
         if echoes:
             params.prompt_logprobs = logprobs
-    prompts = await asyncio.to_thread(
-        tokens_of, gateway.renderer.tokenizer, fields["prompt"], "prompt", gateway.model.vocab_size
-    )
+    sizes = gateway.model.vocab_size, gateway.model.context
+    prompts = await asyncio.to_thread(tokens_of, gateway.renderer.tokenizer, fields["prompt"], "prompt", *sizes)
     if len(prompts) > gateway.settings.most_prompts:
         raise refused("prompt", f"prompt: {len(prompts)} prompts: at most {gateway.settings.most_prompts} at once")
     asks = [gateway.ask_plain(prompt, params, max(max_tokens, 1), "prompt", skip_special) for prompt in prompts]
@@ -152,16 +151,27 @@ async def _all_news(
     gateway: Gateway, order: _Order, route: str
 ) -> AsyncIterator[tuple[int, Piece | End | pb.InputLogProbs]]:
     """Yield the news of all prompts as they come, with the number of the completion: prompt by prompt, n of each."""
-    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(maxsize=256)
-    places = asyncio.Semaphore(_AT_ONCE)
 
-    async def run(number: int, ask: Ask) -> None:
-        async with places, aclosing(gateway.run(ask, route)) as events:
+    async def of_prompt(number: int, ask: Ask) -> AsyncIterator[tuple[int, Any]]:
+        async with aclosing(gateway.run(ask, route)) as events:
             async for news in events:
                 # The prompt's log-probabilities are those of all its continuations.
                 indices = range(order.n) if isinstance(news, pb.InputLogProbs) else (news.index,)
                 for index in indices:
-                    await queue.put((number * order.n + index, news))
+                    yield number * order.n + index, news
+
+    if len(order.asks) == 1:  # a single prompt needs no queue, nor a task that fills it
+        async with aclosing(of_prompt(0, order.asks[0])) as events:
+            async for numbered in events:
+                yield numbered
+        return
+    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(maxsize=256)
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def run(number: int, ask: Ask) -> None:
+        async with places, aclosing(of_prompt(number, ask)) as events:
+            async for numbered in events:
+                await queue.put(numbered)
 
     tasks = [asyncio.create_task(run(number, ask)) for number, ask in enumerate(order.asks)]
     gathered = asyncio.gather(*tasks)

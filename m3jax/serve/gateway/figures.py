@@ -80,6 +80,7 @@ class Clock:
 
     def __init__(self, figures: Figures, route: str):
         self._figures, self._route = figures, route
+        self._token_seconds = figures.token.labels(route)
         self.started = time.perf_counter()
         self._last: dict[int, float] = {}
 
@@ -95,7 +96,7 @@ class Clock:
                 if count and news.index in self._last:
                     seconds = (now - self._last[news.index]) / count
                     for _ in range(count):
-                        figures.token.labels(route).observe(seconds)
+                        self._token_seconds.observe(seconds)
                 elif count:
                     figures.first_token.labels(route).observe(now - self.started)
                 if count:

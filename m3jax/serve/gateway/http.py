@@ -25,6 +25,8 @@ _LOG = logging.getLogger("m3jax.serve")
 _BODY_SECONDS = 60.0  # in which a body has to come
 _FIRST_SECONDS = 1.0  # in which a stream's first event decides the status; after that it has begun
 _LARGE = 1 << 20  # bytes of a body that is parsed on a thread
+_MOST_AHEAD = 16  # events that are made before the client has taken those in front of them
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def data_event(value: Mapping[str, Any], name: str | None = None) -> str:
 
 def json_text(value: Any) -> str:
     """Return compact JSON that UTF-8 can encode."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = _JSON.encode(value)
     try:
         text.encode()
         return text
@@ -170,6 +172,8 @@ async def lively(
 ) -> AsyncIterator[str]:
     """Yield a stream's events, a sign of life where it is silent, and an error as its last event.
 
+    Events that came while the client took those in front of them are one text.
+
     Args:
       events: of the stream.
       style: of its protocol.
@@ -178,33 +182,74 @@ async def lively(
       most_seconds: that it may take; then the stream ends with an error.
     """
     deadline = started + most_seconds
-    awaited: asyncio.Future[str] | None = None
+    ahead = _Ahead(events)
     try:
         while True:
-            awaited = asyncio.ensure_future(anext(events))
-            while not awaited.done():
-                seconds = min(ping_seconds, deadline - time.monotonic())
-                if seconds <= 0:
-                    raise deadline_error(most_seconds)
-                await asyncio.wait({awaited}, timeout=seconds)
-                if not awaited.done() and time.monotonic() < deadline:
-                    yield style.ping
-            try:
-                event = awaited.result()
-            except StopAsyncIteration:
+            seconds = min(ping_seconds, deadline - time.monotonic())
+            if seconds <= 0:
+                raise deadline_error(most_seconds)
+            if (text := await ahead.take(seconds)) is not None:
+                yield text
+            elif ahead.is_over:
+                ahead.task.result()  # raises what ended the stream too early
                 return
-            yield event
+            elif time.monotonic() < deadline:
+                yield style.ping
     except ApiError as error:
         yield style.error_event(error)
     except Exception:
         _LOG.exception("a stream failed")
         yield style.error_event(ApiError(500, "the server failed on this request; its log says why"))
     finally:
-        if awaited is not None and not awaited.done():
-            awaited.cancel()
-            with suppress(BaseException):
-                await awaited
+        ahead.task.cancel()
+        with suppress(BaseException):
+            await ahead.task
         await events.aclose()
+
+
+class _Ahead:
+    """A stream's events, made by one task a little ahead of their reader: a task for each would cost more than it does.
+
+    Args:
+      events: of the stream; it is not closed here.
+    """
+
+    def __init__(self, events: AsyncIterator[str]):
+        self._made: list[str] = []
+        self._changed: asyncio.Future[None] | None = None  # that the reader, or the task, awaits
+        self.task = asyncio.create_task(self._make(events))
+        self.task.add_done_callback(lambda _: self._notify())
+
+    @property
+    def is_over(self) -> bool:
+        """True if the stream has ended, and all its events were taken."""
+        return self.task.done() and not self._made
+
+    async def take(self, seconds: float) -> str | None:
+        """Return all events that were made, as one text; None if none is within so many seconds, or none will be."""
+        if not self._made and not self.task.done():
+            self._changed = waiting = asyncio.get_running_loop().create_future()
+            timer = waiting.get_loop().call_later(seconds, self._notify)
+            try:
+                await waiting
+            finally:
+                timer.cancel()
+        made, self._made = self._made, []
+        if len(made) >= _MOST_AHEAD:
+            self._notify()  # the task waits for room
+        return "".join(made) if made else None
+
+    async def _make(self, events: AsyncIterator[str]) -> None:
+        async for event in events:
+            self._made.append(event)
+            self._notify()
+            if len(self._made) >= _MOST_AHEAD:
+                self._changed = asyncio.get_running_loop().create_future()
+                await self._changed
+
+    def _notify(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
 
 
 class _Place:

@@ -54,7 +54,7 @@ async def open_gateway(
     template = await asyncio.to_thread(ChatTemplate.from_folder, folder)
     pool = PixelPool(processes)
     gateway.workers, gateway.model = opened, model
-    gateway.renderer = Renderer(tokenizer, template, pool, sources, model.can_see)
+    gateway.renderer = Renderer(tokenizer, template, pool, sources, model.can_see, model.context)
     return Opened(pool, [opened.close, *closing])
 
 

@@ -64,10 +64,19 @@ class Renderer:
       pool: that processes media.
       sources: that may be read.
       can_see: True if the model has a vision tower.
+      context: tokens of the longest prompt; a text that must have more is refused before it is tokenized.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, pool: PixelPool, sources: Sources, can_see: bool):
-        self.tokenizer, self.template = tokenizer, template
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        pool: PixelPool,
+        sources: Sources,
+        can_see: bool,
+        context: int,
+    ):
+        self.tokenizer, self.template, self._context = tokenizer, template, context
         self._pool, self._sources, self._can_see = pool, sources, can_see
         self._ids = PlaceholderIds.of_tokenizer(tokenizer) if can_see else None
 
@@ -109,7 +118,9 @@ class Renderer:
         try:
             if is_question:
                 check_question(messages)
-            return self.template.encode(self.tokenizer, messages, tools=tools, thinking_mode=thinking_mode)
+            text = self.template.render(messages, tools, thinking_mode)
+            check_length(self.tokenizer, text, "messages", self._context)
+            return self.template.encode_rendered(self.tokenizer, text)
         except ValueError as error:
             field = "tools" if str(error).startswith(("tool ", "tools ", "two tools")) else "messages"
             raise refused(field, str(error)) from None
@@ -211,7 +222,27 @@ def _tensor(array: np.ndarray, dtype: str) -> pb.TensorData:
     return pb.TensorData(shape=array.shape, dtype=dtype, inline=array.tobytes())
 
 
-def tokens_of(tokenizer: Tokenizer, value: Any, field: str, vocab_size: int) -> list[list[int]]:
+def check_length(tokenizer: Tokenizer, text: str, field: str, context: int) -> None:
+    """Refuse a text that has too many tokens in any case, before minutes are spent on counting them.
+
+    Args:
+      tokenizer: of the model.
+      text: of a prompt.
+      field: of the request, for the error.
+      context: of the model.
+
+    Raises:
+      ApiError: it cannot fit.
+    """
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest > context:
+        raise refused(
+            field, f"the prompt has more than {fewest} tokens, and the model's context is {context}: shorten it",
+            "context_length_exceeded",
+        )  # fmt: skip
+
+
+def tokens_of(tokenizer: Tokenizer, value: Any, field: str, vocab_size: int, context: int) -> list[list[int]]:
     """Return the prompts of a completion: a text, token ids, or a list of either.
 
     Args:
@@ -219,9 +250,10 @@ def tokens_of(tokenizer: Tokenizer, value: Any, field: str, vocab_size: int) -> 
       value: of the request.
       field: its name.
       vocab_size: ids are below it.
+      context: of the model, for texts.
 
     Raises:
-      ApiError: none of these, none at all, or an id that the model does not have.
+      ApiError: none of these, a text that cannot fit, none at all, or an id that the model does not have.
     """
     is_id = lambda token: isinstance(token, int) and not isinstance(token, bool)
     prompts = [value] if isinstance(value, str) else value
@@ -232,6 +264,7 @@ def tokens_of(tokenizer: Tokenizer, value: Any, field: str, vocab_size: int) -> 
     found = []
     for prompt in prompts:
         if isinstance(prompt, str):
+            check_length(tokenizer, prompt, field, context)
             try:
                 prompt = tokenizer.encode(prompt)
             except ValueError as error:

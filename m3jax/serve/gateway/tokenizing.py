@@ -69,7 +69,8 @@ async def detokenize(gateway: Gateway, fields: Fields, route: str) -> dict[str, 
     """Return the text of token ids, special tokens included."""
     ids = fields["tokens"]
     if ids:
-        (ids,) = tokens_of(gateway.renderer.tokenizer, [ids], "tokens", gateway.model.vocab_size)
+        sizes = gateway.model.vocab_size, gateway.model.context
+        (ids,) = tokens_of(gateway.renderer.tokenizer, [ids], "tokens", *sizes)
     text = gateway.renderer.tokenizer.decode(ids, skip_special_tokens=False)
     return {"prompt": text, "content": text}
 

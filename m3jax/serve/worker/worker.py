@@ -417,6 +417,10 @@ class Worker:
 
 async def _events(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, TokenEvent]]:
     """Yield the events of several streams as they come, with the index of their stream, until all have ended."""
+    if len(streams) == 1:  # nothing to choose from, so no task for each event
+        async for event in streams[0]:
+            yield 0, event
+        return
     events = [aiter(stream) for stream in streams]
     awaited = {asyncio.ensure_future(anext(each)): index for index, each in enumerate(events)}
     try:

@@ -181,7 +181,21 @@ class ChatTemplate:
             ValueError: as `render`, or a text that holds a lone surrogate, or that ends with the beginning of a special
                 token which the next one completes.
         """
-        text = self.render(messages, tools, thinking_mode, add_generation_prompt, **kwargs)
+        return self.encode_rendered(
+            tokenizer, self.render(messages, tools, thinking_mode, add_generation_prompt, **kwargs)
+        )
+
+    @staticmethod
+    def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
+        """Make the token ids of what `render` returned, as `encode` does.
+
+        Args:
+            tokenizer: the checkpoint's.
+            text: of a whole conversation.
+
+        Raises:
+            ValueError: as `encode`.
+        """
         ids = tokenizer.encode(text)
         _check_tokens(tokenizer, text, ids)
         return ids

@@ -1,0 +1,123 @@
+"""Load and faults: the scripts that measure them at a small size, and what a token costs in calls and chunks."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.embedded import TOKENIZER
+
+from m3jax.decoding import loop as loop_module
+from m3jax.serve.gateway.http import _MOST_AHEAD, OPENAI, lively
+from m3jax.text import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def run_script(name: str, *words: str) -> str:
+    command = [sys.executable, str(ROOT / "scripts" / name), *words]
+    # The servers run as they do for users: programs that are not optimised take longer here than their compilation.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def test_faults_leave_nothing_behind():
+    """After each fault no page is in use and `Engine.check` is clean; the script's status would say otherwise."""
+    names = ("vanish", "slow", "half", "large", "deep", "streams")
+    lines = run_script("fault_serve.py", "--small", "--rounds", "1", "--only", *names).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(names)
+    assert "500" not in next(line for line in lines if line.startswith("deep"))
+
+
+def test_load_runs():
+    """Each workload's requests are answered whole, by our server alone."""
+    lines = run_script("bench_serve.py", "--smoke").splitlines()
+    rows = [line.split() for line in lines if " m3jax " in line]
+    assert [row[0] for row in rows] == ["chat", "agentic", "images"]
+    for _, _, _, asked, whole, *_ in rows:
+        assert int(asked) == int(whole) > 0
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.integers(1, 40))
+@example(" " * 37, 40)  # blanks, of which one token has many
+def test_a_text_has_no_fewer_tokens_than_its_bound(text, times):
+    """A bound that is too high would refuse a prompt that fits."""
+    text *= times
+    assert TOKENIZER.fewest_tokens(text) <= len(TOKENIZER.encode(text))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * (1 << 22)}]}),
+        ("/v1/completions", {"prompt": "a" * (1 << 22), "max_tokens": 4}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_not_tokenized(scripted, monkeypatch, path, body):
+    """Tokenizing 64 MiB takes two minutes of a core, and gigabytes: the text is refused by its length."""
+    server, worker = scripted
+    tokenized = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: tokenized.append(len(text)) or encode(self, text))
+    status, _, text = server.ask(path, body)
+    assert (status, json.loads(text)["error"]["code"]) == (400, "context_length_exceeded")
+    assert not worker.requests and max(tokenized, default=0) < 1 << 22
+
+
+def test_tokens_of_one_message_are_one_chunk(scripted):
+    """Four tokens that come at once are one event, in reasoning and in content, and none of the text is lost."""
+    server, worker = scripted
+    text = "One sentence that is long enough. "
+    worker.tokens_per_chunk, worker.script = 4, lambda request, index: f"{text * 4}</mm:think>{text * 4}"
+    events = server.events("/v1/chat/completions", {"messages": HI, "stream": True, "thinking": {"type": "enabled"}})
+    deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+    for name in ("reasoning_content", "content"):
+        pieces = [delta[name] for delta in deltas if delta.get(name)]
+        num_tokens = len(TOKENIZER.encode(text * 4))
+        assert "".join(pieces).strip() == (text * 4).strip()
+        assert len(pieces) <= num_tokens / 4 + 2 < num_tokens
+
+
+def test_a_slow_client_bounds_what_is_made_ahead():
+    """Events are made a little ahead, come in order and joined, and wait for a client that does not read."""
+    made = []
+
+    async def events():
+        for number in range(200):
+            made.append(number)
+            yield f"{number}\n"
+
+    async def run() -> str:
+        found = ""
+        async for text in lively(events(), OPENAI, 10.0, time.monotonic(), 60.0):
+            found += text
+            await asyncio.sleep(0.001)
+            assert text.count("\n") <= _MOST_AHEAD and len(made) <= found.count("\n") + _MOST_AHEAD
+        return found
+
+    assert asyncio.run(run()) == "".join(f"{number}\n" for number in range(200))
+
+
+def test_readers_of_one_loop_are_woken_by_one_call():
+    """32 streams that have news after one step cost the engine's thread one system call, not 32."""
+
+    async def run() -> list[int]:
+        running, calls = asyncio.get_running_loop(), []
+        readers = [running.create_future() for _ in range(32)]
+        readers[5].cancel()  # a client that has gone
+        wake, running.call_soon_threadsafe = running.call_soon_threadsafe, lambda *call: calls.append(wake(*call))
+        loop_module._wake([*readers, None])
+        running.call_soon_threadsafe = wake
+        await asyncio.wait_for(asyncio.gather(*(reader for reader in readers if not reader.cancelled())), 5)
+        return calls
+
+    assert len(asyncio.run(run())) == 1
