@@ -114,8 +114,10 @@ def test_a_server_is_this_machines_alone_and_asks_no_origin_unless_it_is_told():
         assert (args.host, args.cors_origin, args.allow_media) == ("127.0.0.1", [], [])
 
 
-def test_documented_commands_are_commands():
+def test_documented_commands_are_commands(tmp_path, monkeypatch):
     """Every `m3jax serve` line of the documents has arguments that its parser takes."""
+    (tmp_path / "DIR").mkdir()  # as the documents name the folder of a model
+    monkeypatch.chdir(tmp_path)
     parsers = {"worker": worker_parser, "gateway": gateway_parser, "verify": verify_parser}
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/serving.md"))
     lines = re.findall(r"^m3jax serve.*$", text, re.M)
