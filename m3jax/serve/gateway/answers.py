@@ -14,6 +14,8 @@ from m3jax.messages import shown
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.text import Event, OutputParser, StoppableText, Tokenizer
 
+MOST_JOINED = 200  # characters
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -204,10 +206,14 @@ class Answer:
 
 
 def _joined(events: Sequence[Event]) -> list[Event]:
-    """Return events with texts of one kind that follow each other as one: a worker sends several tokens at once."""
+    """Return events with texts of one kind that follow each other as one: a worker sends several tokens at once.
+
+    A joined text has at most MOST_JOINED characters, so that a client has no jumps to show.
+    """
     out: list[Event] = []
     for event in events:
-        if out and event.kind == out[-1].kind and event.kind in ("content", "reasoning"):
+        is_text = event.kind in ("content", "reasoning")
+        if out and is_text and event.kind == out[-1].kind and len(out[-1].text) + len(event.text) <= MOST_JOINED:
             out[-1] = Event(event.kind, out[-1].text + event.text)
         else:
             out.append(event)
