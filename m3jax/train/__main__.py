@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     """Return the parser of the command line's arguments."""
     out = Parser(PROG, "Train a model: grpo draws groups of answers, rewards them by a task, and learns from them. "
-                 "sft learns from conversations, and merge adds adapters to weights: see sft --help, merge --help.")  # fmt: skip
+                 "sft learns from conversations, and merge adds adapters to weights: see sft --help, "
+                 "merge --help.")  # fmt: skip
     out.add_argument("kind", choices=("grpo", "sft", "merge"))
     out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded one)")
     out.add_argument("--task", metavar="FILE", required=True, help="Python, with prompts() and reward(prompts, "
@@ -84,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
       ValueError: a bad argument, a folder or a task that cannot be used.
       OSError: a file that cannot be read or written.
     """
+    if args.kind != "grpo":
+        raise ValueError(f"{args.kind}: write it before all other arguments")
     names = [name for name in args.replay.split(",") if name]
     if unknown := [name for name in names if name not in REPLAY]:
         raise ValueError(f"--replay {unknown[0]}: choose of {', '.join(REPLAY)}")

@@ -1,4 +1,4 @@
-"""Conversations to learn from: files of JSON lines, as the tokens of a template, and which of these the model learns.
+"""Conversations to learn from: files of JSON lines, as the tokens of a template, and which of them the model learns.
 
 The model learns to write what the assistant wrote, the end of its turn included. `written_spans` defines it in the text;
 `encode_conversation` says it of tokens.
@@ -7,6 +7,7 @@ The model learns to write what the assistant wrote, the end of its turn included
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def encode_conversation(
     text, spans = written_spans(template, messages, [end for end in ends if end], tools, thinking_mode)
     template.encode(tokenizer, list(messages), tools, thinking_mode, False)  # refuses what it cannot spell
     edges = [0, *(edge for span in spans for edge in span), len(text)]
-    pieces = [text[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    pieces = [text[begin:end] for begin, end in pairwise(edges)]
     encoded = [np.array(ids, np.int32) for ids in tokenizer.encode_batch(pieces)]
     is_written = np.repeat(np.arange(len(pieces)) % 2 == 1, [len(ids) for ids in encoded])
     return Example(np.concatenate(encoded), is_written)

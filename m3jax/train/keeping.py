@@ -3,8 +3,10 @@
 A state gets its name when all of it is written, so that a run that is killed goes on from the state before.
 """
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 import jax
@@ -13,6 +15,34 @@ import orbax.checkpoint as ocp
 from m3jax.messages import printable, shortened
 
 State = TypeVar("State")  # a pytree of arrays, such as `m3jax.train.step.TrainState`
+
+
+@contextmanager
+def states_in(folder: str | Path) -> Iterator[ocp.CheckpointManager]:
+    """Open the states of a run: the last two are kept, and are written while training goes on.
+
+    Args:
+      folder: of the run; its states are in `states`.
+
+    Raises:
+      ValueError: a state could not be written.
+    """
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
+    keeper = ocp.CheckpointManager((Path(folder) / "states").resolve(), options=options)
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what fails is raised; Orbax would also log each thread's traceback
+    try:
+        yield keeper
+    except BaseException:
+        with suppress(Exception):  # closing raises once more what is being raised
+            keeper.close()
+        raise
+    else:
+        with _written(keeper, keeper.latest_step() or 0):
+            keeper.close()
+    finally:
+        log.setLevel(level)
 
 
 def keep(keeper: ocp.CheckpointManager, step: int, state: State) -> None:
@@ -28,20 +58,6 @@ def keep(keeper: ocp.CheckpointManager, step: int, state: State) -> None:
     """
     with _written(keeper, step):
         keeper.save(step, args=ocp.args.StandardSave(_leaves(state)))
-
-
-def finish(keeper: ocp.CheckpointManager) -> None:
-    """Wait until all states are written.
-
-    Args:
-      keeper: of the run's states.
-
-    Raises:
-      ValueError: one could not be written.
-    """
-    with _written(keeper, keeper.latest_step() or 0):
-        keeper.wait_until_finished()
-        keeper.check_for_errors()
 
 
 def restored(keeper: ocp.CheckpointManager, state: State) -> State:

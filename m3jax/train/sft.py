@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -31,9 +30,10 @@ from m3jax.progress import activity
 from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import Example
 from m3jax.train.grpo import MetricLines
-from m3jax.train.keeping import finish, keep, restored
+from m3jax.train.keeping import keep, restored, states_in
 from m3jax.train.losses import index_kl
 from m3jax.train.packing import PackedPages, pack, packed_row, slots_of
+from m3jax.train.run import Batches
 from m3jax.train.step import LossFn, TrainState, cast_weights, check_trainable, train_step
 
 ROWS = ("tokens", "positions", "targets", "weights")  # of a batch: [micro-batches rows T]
@@ -235,7 +235,7 @@ class PackedBatches:
 
 def fine_tune(
     state: TrainState,
-    batches: PackedBatches,
+    batches: Batches,
     optimizer: optax.GradientTransformation,
     loss_fn: LossFn,
     settings: SFTSettings,
@@ -256,7 +256,7 @@ def fine_tune(
 
     Args:
       state: at step 0: of a model (`init_state`), or of adapters.
-      batches: of the run.
+      batches: `PackedBatches` of the run.
       optimizer: of the steps.
       loss_fn: of one micro-batch: `SFTLoss`, or one of adapters.
       settings: of the run.
@@ -278,9 +278,8 @@ def fine_tune(
     loss_fn = Accumulated(loss_fn, ROWS)
     folder = Path(folder)
     check_same_run(folder, dict(origin or {}) | dataclasses.asdict(settings))
-    kept = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
     with ExitStack() as stack:
-        keeper = stack.enter_context(ocp.CheckpointManager((folder / "states").resolve(), options=kept))
+        keeper = stack.enter_context(states_in(folder))
         state = restored(keeper, state)
         first = int(state.step)
         if first:
@@ -318,7 +317,6 @@ def fine_tune(
                 keep(keeper, int(state.step), state)
             say("stopped: the same command goes on from what was kept")
             raise
-        finish(keeper)
     return state
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from m3jax.console import Parser, say
@@ -18,8 +19,8 @@ def sft_parser(prog: str) -> Parser:
     """
     out = Parser(prog, "Fine-tune a model on conversations: it learns to write what the assistant wrote in them.")
     out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded one)")
-    out.add_argument("--data", metavar="FILE", required=True, help='JSON lines of {"messages": [...]}, with "tools" and '
-                     '"thinking_mode" where a conversation has them')  # fmt: skip
+    out.add_argument("--data", metavar="FILE", required=True, help='JSON lines of {"messages": [...]}, with "tools" '
+                     'and "thinking_mode" where a conversation has them')  # fmt: skip
     out.add_argument("--out", metavar="DIR", type=Path, required=True, help="of the states, and of what was trained")
     out.add_argument("--steps", metavar="N", type=int, required=True, help="of the optimiser")
     out.add_argument("--metrics", metavar="FILE", help="JSON lines, one a step (default: OUT/metrics.jsonl)")
@@ -49,8 +50,8 @@ def sft_parser(prog: str) -> Parser:
     lora.add_argument("--lora-targets", metavar="NAMES", help="attention, experts or both with a comma (default: both)")
     lora.add_argument("--adapter", metavar="DIR", help="go on from these adapters, in PEFT's layout")
     ways = out.add_argument_group("how it is computed")
-    ways.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and activations in a pass; what is "
-                      "trained is float32 (default: bfloat16)")  # fmt: skip
+    ways.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and activations in a pass; what "
+                      "is trained is float32 (default: bfloat16)")  # fmt: skip
     ways.add_argument("--no-remat", action="store_true", help="keep activations: more memory, faster")
     ways.add_argument("--mesh", metavar="SIZES", help="devices, as in data=2,tensor=4; axes: data, context, expert, "
                       "tensor")  # fmt: skip
@@ -92,6 +93,17 @@ def run_sft(args: argparse.Namespace) -> int:
     folder = embedded_path() if args.model is None else Path(args.model)
     tokenizer, template = Tokenizer.from_pretrained(folder), ChatTemplate.from_folder(folder)
     has_adapters = bool(args.lora or args.adapter)
+    settings = SFTSettings(
+        steps=args.steps, length=args.length or 1, rows=args.rows, accumulate=args.accumulate,
+        learning_rate=args.learning_rate, schedule=args.schedule, warmup_steps=args.warmup_steps,
+        end_rate=args.end_rate, weight_decay=args.weight_decay, clip_norm=args.clip_norm, index_loss=args.index_loss,
+        compute_dtype=args.dtype, remat=not args.no_remat, seed=args.seed,
+    )  # fmt: skip
+    if args.lora:
+        targets = lora.TARGETS if args.lora_targets is None else tuple(args.lora_targets.split(","))
+        shape = lora.LoraSettings(args.lora, args.lora_alpha or 2.0 * args.lora, targets)
+    if has_adapters and settings.index_loss:
+        raise ValueError("--index-loss trains the index branch, which has no adapters: leave one of the two out")
     mesh = as_mesh(args.mesh)
     with compile_cache():
         # Beneath adapters no weight moves: it need not be held wider than it is computed with.
@@ -100,18 +112,10 @@ def run_sft(args: argparse.Namespace) -> int:
         end_ids = stop_ids(tokenizer, model.config.eos_token_id)
         examples = load_examples(args.data, template, tokenizer, end_ids, min(args.length or context, context))
         longest = max(1024, *(len(example.tokens) for example in examples))
-        settings = SFTSettings(
-            steps=args.steps, length=args.length or -(-longest // block_size) * block_size, rows=args.rows,
-            accumulate=args.accumulate, learning_rate=args.learning_rate, schedule=args.schedule,
-            warmup_steps=args.warmup_steps, end_rate=args.end_rate, weight_decay=args.weight_decay,
-            clip_norm=args.clip_norm, index_loss=args.index_loss, compute_dtype=args.dtype, remat=not args.no_remat,
-            seed=args.seed,
-        )  # fmt: skip
+        settings = replace(settings, length=args.length or -(-longest // block_size) * block_size)
         if mesh is not None and settings.rows % mesh.shape["data"]:
             raise ValueError(f"--rows {settings.rows}: must be a multiple of the mesh's data={mesh.shape['data']}")
         batches = PackedBatches(examples, settings, block_size)
-        if has_adapters and settings.index_loss:
-            raise ValueError("--index-loss trains the index branch, which has no adapters: leave one of the two out")
         loss_fn = SFTLoss(settings.index_loss, compute_dtype=settings.compute_dtype, remat=settings.remat)
         optimizer = make_optimizer(
             settings.rate, settings.weight_decay, frozen_index=not settings.index_loss, frozen_vision=True,
@@ -130,8 +134,6 @@ def run_sft(args: argparse.Namespace) -> int:
         if args.adapter:
             adapters, shape = lora.load_adapters(args.adapter, model)
         else:
-            targets = lora.TARGETS if args.lora_targets is None else tuple(args.lora_targets.split(","))
-            shape = lora.LoraSettings(args.lora, args.lora_alpha or 2.0 * args.lora, targets)
             adapters = lora.init_adapters(model, shape, settings.seed)
         origin |= {"adapter": args.adapter, "rank": shape.rank, "alpha": shape.alpha, "targets": list(shape.targets)}
         state = lora.init_adapter_state(adapters, optimizer)
