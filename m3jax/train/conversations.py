@@ -1,7 +1,7 @@
 """Conversations to learn from: files of JSON lines, as the tokens of a template, and which of them the model learns.
 
-The model learns to write what the assistant wrote, the end of its turn included. `written_spans` says it of the
-text, `encode_conversation` of tokens.
+The model learns to write what the assistant wrote, the end of its turn included. `written_spans` says it of the text,
+`encode_conversation` of tokens.
 """
 
 import json

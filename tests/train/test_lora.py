@@ -126,7 +126,8 @@ def test_the_commands_train_and_merge(tmp_path, capsys):
     talks = [{"messages": [user(f"say {i}"), assistant(str(i))]} for i in range(6)]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks), encoding="utf-8")
     given = {"--model": "model", "--data": "talks.jsonl", "--out": "run"}
-    words = [*(word for name, file in given.items() for word in (name, str(tmp_path / file))), "--steps", "3", "--length", "64", "--lora", "2", "--learning-rate", "0.02", "--dtype", "float32"]  # fmt: skip
+    words = [word for name, file in given.items() for word in (name, str(tmp_path / file))]
+    words += ["--steps", "3", "--length", "64", "--lora", "2", "--learning-rate", "0.02", "--dtype", "float32"]
     assert command.main(["sft", *words]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3] and lines[-1]["loss"] < lines[0]["loss"]

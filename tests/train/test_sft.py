@@ -1,8 +1,11 @@
 """Fine-tuning: packed documents as if alone, micro-batches as one batch, choices that are made once, runs that stop."""
 
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +27,7 @@ from m3jax.train.packing import PackedPages
 from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings, fine_tune
 from m3jax.train.step import TrainState, init_state, make_optimizer
 
+ROOT = Path(__file__).parents[2]
 QUICK = {"xla_backend_optimization_level": 0}
 # Forced blocks at a document's beginning and around a query: those of the row would be others (T29).
 CONFIG = tiny.config("dM", index_init_blocks=1, index_local_blocks=2, index_topk_blocks=4)
@@ -120,13 +124,12 @@ def test_micro_batches_add_up_to_the_batch():
     assert of_index and all(np.abs(x).max() > 0 for x in of_index.values())
 
 
-@pytest.mark.parametrize("index_loss", [0.0, 0.5])
-def test_a_recomputed_layer_chooses_no_experts_and_blocks_anew(index_loss):
+def test_a_recomputed_layer_chooses_no_experts_and_blocks_anew():
     """T30, T58: the program of a gradient has each choice once, with and without remat."""
     batch = {name: x[0] if np.ndim(x) == 3 else x for name, x in batch_of().items()} | {"step": jnp.int32(0)}
 
     def choices(remat: bool) -> tuple[int, int]:
-        loss = replace(LOSS, remat=remat, index_loss=index_loss)
+        loss = replace(LOSS, remat=remat)
         text = str(jax.make_jaxpr(jax.grad(loss, has_aux=True))(model(), batch))
         return text.count(" top_k["), text.count(" exp ")
 
@@ -195,9 +198,17 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path):
         sft.check_same_run(tmp_path / "cut", {"learning_rate": 0.02})
 
 
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
+    """By SIGKILL, twice at random moments: the same losses in every step. The script does it 20 times."""
+    words = [sys.executable, str(ROOT / "scripts" / "kill_training.py"), "--out", str(tmp_path), "--kills", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*words, "--steps", "30"], capture_output=True, text=True, env=environment, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "2 kills, 30 steps: the same losses\n"), done.stderr
+
+
 def test_what_reads_the_events_of_a_run(tmp_path, monkeypatch):
     """Each figure of a step goes to TensorBoard; without its library a line says so."""
-    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="--tensorboard needs tensorboardX, which is not installed: pip install"):
         run(tmp_path / "without", tensorboard=tmp_path / "events")
     written: list[tuple] = []
@@ -217,7 +228,7 @@ def test_what_reads_the_events_of_a_run(tmp_path, monkeypatch):
 
     fake = type(json)("tensorboardX")
     fake.SummaryWriter = SummaryWriter
-    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", fake)
+    monkeypatch.setitem(sys.modules, "tensorboardX", fake)
     lines = run(tmp_path / "with", tensorboard=tmp_path / "events")
     assert [x for x in written if x[0] == "sft/loss"] == [("sft/loss", line["loss"], line["step"]) for line in lines]
     assert written[-1] == "closed"
