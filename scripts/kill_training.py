@@ -37,14 +37,14 @@ def main() -> int:
     args = parser.parse_args()
     began = time.perf_counter()
     whole = args.out / "whole"
-    if in_child(lambda: train(whole, args.steps), None) != 0:
+    if in_child(whole, args.steps, None) != 0:
         raise SystemExit("the undisturbed run failed")
     seconds, draw, kills = time.perf_counter() - began, np.random.default_rng(args.seed), 0
     killed = args.out / "killed"
     while True:
         # From the beginning of a process, before its first step, to about its end.
         moment = draw.uniform(0.2, 1.0) * seconds if kills < args.kills else None
-        status = in_child(lambda: train(killed, args.steps), moment)
+        status = in_child(killed, args.steps, moment)
         if status == -signal.SIGKILL:
             kills += 1
         elif status != 0:
@@ -59,17 +59,17 @@ def main() -> int:
     return int(bool(differences))
 
 
-def in_child(work, kill_after: float | None) -> int:
-    """Run work in a process of its own, and return how it ended: 0, or minus the signal.
+def in_child(folder: Path, steps: int, kill_after: float | None) -> int:
+    """Train in a process of its own, and return how it ended: 0, or minus the signal.
 
     Args:
-      work: what it does.
+      folder, steps: as of `train`.
       kill_after: seconds; None lets it end by itself.
     """
     pid = os.fork()
     if pid == 0:
         try:
-            work()
+            train(folder, steps)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(3)

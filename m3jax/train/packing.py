@@ -75,8 +75,8 @@ def packed_row(examples: Sequence[Example], row_length: int, block_size: int) ->
         count = len(example.tokens)
         tokens[start : start + count], positions[start : start + count] = example.tokens, np.arange(count)
         # The last token of a document has no target: what stands behind it is another document's.
-        targets[start : start + count - 1] = example.tokens[1:]
-        weights[start : start + count - 1] = example.is_written[1:]
+        before_end = slice(start, start + count - 1)
+        targets[before_end], weights[before_end] = example.tokens[1:], example.is_written[1:]
         start += -(-count // block_size) * block_size
     return {"tokens": tokens, "positions": positions, "targets": targets, "weights": weights}
 

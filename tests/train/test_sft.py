@@ -23,7 +23,7 @@ from m3jax.train import sft
 from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import Example
 from m3jax.train.keeping import keep, restored, states_in
-from m3jax.train.packing import PackedPages
+from m3jax.train.packing import PackedPages, pack
 from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings, fine_tune
 from m3jax.train.step import TrainState, init_state, make_optimizer
 
@@ -136,6 +136,19 @@ def test_a_recomputed_layer_chooses_no_experts_and_blocks_anew():
     (kept, exps), (recomputed, more_exps) = choices(remat=False), choices(remat=True)
     assert kept == recomputed >= 2, (kept, recomputed)
     assert more_exps > exps, "nothing is recomputed"
+
+
+def test_a_batch_is_its_steps_alone():
+    """Whichever were read before it, and also where reading begins anew; a pass reads each conversation once."""
+    in_order = PackedBatches(examples(), SETTINGS, 8)
+    wanted = [in_order[step] for step in range(6)]
+    again = PackedBatches(examples(), SETTINGS, 8)
+    for step in (4, 5, 0, 3):
+        for name, x in again[step].items():
+            np.testing.assert_array_equal(x, wanted[step][name], err_msg=name)
+    num_rows = len(pack(LENGTHS, SETTINGS.length, 8))
+    assert 2 * len(wanted) > 2 * num_rows, "two passes"
+    assert sum(int(batch["num_tokens"]) for batch in wanted) > 2 * sum(LENGTHS)
 
 
 # Runs. What is trained is one matrix: all that a run does but the model is the same.
@@ -274,7 +287,7 @@ def test_a_full_disk_is_said_in_a_line_and_loses_nothing(states, caplog):
 
 
 def test_a_state_goes_on_on_other_devices(tmp_path):
-    """A step of a model on one device, the next one on eight of a mesh: as on one, within 1e-5; T32 on both."""
+    """A step of a model, the next one after a stop: the same bits; on eight devices of a mesh within 1e-5; T32 on all."""
     optimizer = make_optimizer(lambda step: 1e-3, frozen_index=True, weight_decay=0.1)
     settings = replace(SETTINGS, steps=2, rows=2, accumulate=1)
     loss_fn = replace(LOSS, index_loss=0.0)
@@ -289,6 +302,10 @@ def test_a_state_goes_on_on_other_devices(tmp_path):
 
     whole = train(tmp_path / "whole", None, 2)
     train(tmp_path / "moved", None, 1)
+    shutil.copytree(tmp_path / "moved", tmp_path / "again")
+    again = train(tmp_path / "again", None, 2)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
     moved = train(tmp_path / "moved", make_mesh(data=2, tensor=2, expert=2), 2)
     assert int(moved.step) == 2 and len(moved.model.lm_head[...].sharding.device_set) == 8
     before = dict(jax.tree_util.tree_flatten_with_path(tiny.model(CONFIG))[0])
