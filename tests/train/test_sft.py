@@ -287,7 +287,7 @@ def test_a_full_disk_is_said_in_a_line_and_loses_nothing(states, caplog):
 
 
 def test_a_state_goes_on_on_other_devices(tmp_path):
-    """A step of a model, the next one after a stop: the same bits; on eight devices of a mesh within 1e-5; T32 on all."""
+    """A step of a model, the next one after a stop: the same bits; on eight devices within 1e-5; T32 on all."""
     optimizer = make_optimizer(lambda step: 1e-3, frozen_index=True, weight_decay=0.1)
     settings = replace(SETTINGS, steps=2, rows=2, accumulate=1)
     loss_fn = replace(LOSS, index_loss=0.0)
