@@ -88,10 +88,10 @@ def write_tensors(
         file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
 
 
-def packed(arrays: Arrays) -> bytes:
+def packed(arrays: Arrays, metadata: Mapping[str, str] | None = None) -> bytes:
     """Return arrays as a file, in the order of `by_width`: the same arrays give the same bytes."""
     layout = by_width({name: (array.dtype, array.shape) for name, array in arrays.items()})
-    return b"".join((header(layout), *(np.ascontiguousarray(arrays[name]).tobytes() for name in layout)))
+    return b"".join((header(layout, metadata), *(np.ascontiguousarray(arrays[name]).tobytes() for name in layout)))
 
 
 def unpacked(data: bytes | memoryview, called: str) -> dict[str, np.ndarray]:

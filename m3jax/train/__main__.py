@@ -6,11 +6,13 @@ if __name__ == "__main__":
     end_at_interrupts()  # before the rest is imported
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from m3jax.console import Parser, run_command, run_program, say
 from m3jax.interrupts import raise_interrupts
+from m3jax.train.sft_command import merge_parser, run_merge, run_sft, sft_parser
 
 PROG = "m3jax.train"
 REPLAY = {"experts": "expert_ids", "blocks": "blocks"}
@@ -25,13 +27,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit status, as `m3jax.console.run_command` has it.
     """
-    return run_command(PROG, parser(), run, argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["sft"]:
+        return run_command(f"{PROG} sft", sft_parser(f"{PROG} sft"), run_sft, words[1:])
+    if words[:1] == ["merge"]:
+        return run_command(f"{PROG} merge", merge_parser(f"{PROG} merge"), run_merge, words[1:])
+    return run_command(PROG, parser(), run, words)
 
 
 def parser() -> Parser:
     """Return the parser of the command line's arguments."""
-    out = Parser(PROG, "Train a model: grpo draws groups of answers, rewards them by a task, and learns from them.")
-    out.add_argument("kind", choices=("grpo",))
+    out = Parser(PROG, "Train a model: grpo draws groups of answers, rewards them by a task, and learns from them. "
+                 "sft learns from conversations, and merge adds adapters to weights: see sft --help, "
+                 "merge --help.")  # fmt: skip
+    out.add_argument("kind", choices=("grpo", "sft", "merge"))
     out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded one)")
     out.add_argument("--task", metavar="FILE", required=True, help="Python, with prompts() and reward(prompts, "
                      "completions, **columns)")  # fmt: skip
@@ -76,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
       ValueError: a bad argument, a folder or a task that cannot be used.
       OSError: a file that cannot be read or written.
     """
+    if args.kind != "grpo":
+        raise ValueError(f"{args.kind}: write it before all other arguments")
     names = [name for name in args.replay.split(",") if name]
     if unknown := [name for name in names if name not in REPLAY]:
         raise ValueError(f"--replay {unknown[0]}: choose of {', '.join(REPLAY)}")

@@ -1,25 +1,105 @@
-"""A training run's state on disk, as Orbax keeps it: the arrays of a tree, by number."""
+"""A training run's state on disk, as Orbax keeps it: the arrays of a tree, by number.
+
+A state gets its name when all of it is written, so that a run that is killed goes on from the state before.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 
-from m3jax.train.step import TrainState
+from m3jax.messages import printable, shortened
+
+State = TypeVar("State")  # a pytree of arrays, such as `m3jax.train.step.TrainState`
 
 
-def keep(keeper: ocp.CheckpointManager, step: int, state: TrainState) -> None:
-    """Keep a state as that of a step."""
-    keeper.save(step, args=ocp.args.StandardSave(_leaves(state)))
+@contextmanager
+def states_in(folder: str | Path) -> Iterator[ocp.CheckpointManager]:
+    """Open the states of a run: the last two are kept, and are written while training goes on.
+
+    Args:
+      folder: of the run; its states are in `states`.
+
+    Raises:
+      ValueError: a state could not be written.
+    """
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
+    keeper = ocp.CheckpointManager((Path(folder) / "states").resolve(), options=options)
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what fails is raised; Orbax would also log each thread's traceback
+    try:
+        yield keeper
+    except BaseException:
+        with suppress(Exception):  # closing raises once more what is being raised
+            keeper.close()
+        raise
+    else:
+        with _written(keeper, keeper.latest_step() or 0):
+            keeper.close()
+    finally:
+        log.setLevel(level)
 
 
-def restored(keeper: ocp.CheckpointManager, state: TrainState) -> TrainState:
-    """Return the state that was kept last, or the given one, of the same structure, if none was."""
+def keep(keeper: ocp.CheckpointManager, step: int, state: State) -> None:
+    """Keep a state as that of a step; it may be written while training goes on.
+
+    Args:
+      keeper: of the run's states.
+      step: of the state.
+      state: copied before this returns.
+
+    Raises:
+      ValueError: it cannot be written, or the one before could not.
+    """
+    with _written(keeper, step):
+        keeper.save(step, args=ocp.args.StandardSave(_leaves(state)))
+
+
+def restored(keeper: ocp.CheckpointManager, state: State) -> State:
+    """Return the state that was kept last, or the given one, of the same structure, if none was.
+
+    Args:
+      keeper: of the run's states.
+      state: whose arrays' shapes, dtypes and devices the result has.
+
+    Raises:
+      ValueError: the state on the disk is damaged, or of other arrays.
+    """
     step = keeper.latest_step()
     if step is None:
         return state
-    leaves = keeper.restore(step, args=ocp.args.StandardRestore(_leaves(state)))
+    try:
+        leaves = keeper.restore(step, args=ocp.args.StandardRestore(_leaves(state)))
+    except Exception as error:  # of any kind: what reads arrays has errors of its own
+        raise ValueError(
+            f"{printable(str(keeper.directory / str(step)))}: this state cannot be read ({_first_line(error)}); remove "
+            "the folder, and the run goes on from the state before"
+        ) from error
     return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in sorted(leaves)])
 
 
-def _leaves(state: TrainState) -> dict[str, jax.Array]:
+@contextmanager
+def _written(keeper: ocp.CheckpointManager, step: int) -> Iterator[None]:
+    """Make one line of what fails while a state is written."""
+    try:
+        yield
+    except Exception as error:  # of any kind: what writes arrays has errors of its own
+        raise ValueError(
+            f"{printable(str(keeper.directory))}: the state of step {step} or the one before cannot be written "
+            f"({_first_line(error)}); make room, and the same command goes on from what was kept"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return shortened(printable(text.strip().splitlines()[0] if text.strip() else text), 200)
+
+
+def _leaves(state: State) -> dict[str, jax.Array]:
     """Return the arrays of a state, named by their number in the order of the tree."""
     return {f"{i:04d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}

@@ -33,6 +33,8 @@ def make_optimizer(
     frozen_index: bool = False,
     vision_rate: optax.Schedule | None = None,
     frozen_text: bool = False,
+    frozen_vision: bool = False,
+    clip_norm: float = 1.0,
 ) -> optax.GradientTransformation:
     """Return AdamW with clipping by the global norm, for all parameters that an optimiser moves.
 
@@ -46,11 +48,13 @@ def make_optimizer(
       vision_rate: by step, of the tower and the projector, which are clipped by a norm of their own; None is
         `learning_rate`.
       frozen_text: leave all of the text model as it is, to the bit.
+      frozen_vision: leave the tower and the projector as they are, as `frozen_text` does with the rest.
+      clip_norm: the largest norm of the gradients of all parameters of one learning rate together.
     """
 
     def group(name: str) -> str:
         if name.startswith(VISION):
-            return "vision"
+            return "freeze" if frozen_vision else "vision"
         is_frozen = frozen_text or name.endswith(ROUTING_BIAS) or (frozen_index and ".index_" in name)
         return "freeze" if is_frozen else "text"
 
@@ -58,7 +62,7 @@ def make_optimizer(
 
     def adamw(rate: optax.Schedule) -> optax.GradientTransformation:
         return optax.chain(
-            optax.clip_by_global_norm(1.0),
+            optax.clip_by_global_norm(clip_norm),
             optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-10, weight_decay=weight_decay, mask=decayed),
         )
 

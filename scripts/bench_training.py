@@ -1,0 +1,140 @@
+"""Tokens a second of a fine-tuning step, beside transformers' of the same model on the same tokens, in one run.
+
+    python scripts/bench_training.py                        # the embedded model on this machine's CPU
+    python scripts/bench_training.py --lengths 512 --rows 4 # documents of one length: no padding on either side
+
+Both sides compute in float32 with AdamW, clip the gradient and recompute nothing. m3jax packs the documents into rows;
+transformers gets them as one batch that is padded on the right, as its own trainers make it, with attention by sdpa.
+Tokens are those of documents, without padding. The two take turns, and the fastest step of each counts: the machine's
+other work falls on both. Before the first step both print the loss of the same weights, which must agree.
+"""
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import m3jax
+from m3jax.assets import embedded_path
+from m3jax.train.accumulate import Accumulated
+from m3jax.train.conversations import Example
+from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings
+from m3jax.train.step import init_state, make_optimizer, train_step
+
+# Tokens of conversations: a few turns each, some long.
+LENGTHS = (61, 148, 96, 402, 77, 233, 120, 55, 310, 89, 180, 131)
+RATE = 1e-4
+
+
+def main() -> None:
+    """Time both sides in turn, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(embedded_path()), help="a folder in the hub's layout (the embedded one)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of the documents of a step")
+    parser.add_argument("--rows", type=int, default=1, help="how many times over")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a packed row")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each side")
+    args = parser.parse_args()
+    draw = np.random.default_rng(0)
+    model = m3jax.load(args.model, dtype="float32", vision=False)
+    examples = [
+        Example(draw.integers(2, model.config.vocab_size, n).astype(np.int32), np.arange(n) >= n // 2)
+        for n in (*args.lengths,) * args.rows
+    ]
+    tokens = sum(len(example.tokens) for example in examples)
+    print(f"{len(examples)} documents, {tokens} tokens, float32, {jax.devices()[0].device_kind}")
+    sides = {"m3jax": ours(model, examples, args.length), "transformers": theirs(args.model, examples)}
+    fastest = dict.fromkeys(sides, float("inf"))
+    for turn in range(args.turns + 1):
+        for name, step in sides.items():
+            began = time.perf_counter()
+            loss = step()
+            seconds = time.perf_counter() - began
+            if turn == 0:
+                print(f"{name}: loss {loss:.5f}; the first step took {seconds:.1f} s, and does not count", flush=True)
+            else:
+                fastest[name] = min(fastest[name], seconds)
+    for name, seconds in fastest.items():
+        print(f"{name:>14}: {seconds * 1e3:8.0f} ms a step, {tokens / seconds:8.0f} tokens/s")
+    print(f"{fastest['transformers'] / fastest['m3jax']:.2f} times transformers' speed")
+
+
+def ours(model: m3jax.M3, examples: list[Example], length: int) -> Callable[[], float]:
+    """Return a function that takes a step on all documents and returns its loss.
+
+    Args:
+      model: with float32 weights.
+      examples: the documents.
+      length: tokens of a packed row.
+    """
+    settings = SFTSettings(steps=1, length=length, compute_dtype="float32", remat=False, seed=0)
+    # One pass over the documents is one step: as many rows as they need.
+    rows = len(_rows(examples, settings, model.config.index_block_size))
+    settings = SFTSettings(steps=1, length=length, rows=rows, compute_dtype="float32", remat=False)
+    batch = PackedBatches(examples, settings, model.config.index_block_size)[0]
+    batch = {name: jnp.asarray(x) for name, x in batch.items()}
+    optimizer = make_optimizer(lambda step: RATE, weight_decay=0.0, frozen_index=True)
+    loss_fn = Accumulated(SFTLoss(compute_dtype="float32", remat=False), ROWS)
+    state = init_state(model, optimizer)
+    run = partial(train_step, optimizer=optimizer, loss_fn=loss_fn, balance_rate=0.0)
+    print(f"m3jax: {rows} rows of {length} tokens, {int(batch['num_targets'])} targets")
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = run(state, batch)
+        return float(metrics["lm"])
+
+    return step
+
+
+def _rows(examples: list[Example], settings: SFTSettings, block_size: int) -> list[list[int]]:
+    """Return the rows of the first pass over the documents."""
+    from m3jax.train.packing import pack
+
+    order = np.random.default_rng((settings.seed, 0)).permutation(len(examples))
+    return pack([len(examples[i].tokens) for i in order], settings.length, block_size)
+
+
+def theirs(folder: str, examples: list[Example]) -> Callable[[], float]:
+    """Return a function that takes transformers' step on all documents and returns its loss.
+
+    Args:
+      folder: of the model.
+      examples: the documents.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3SparseForConditionalGeneration
+    model = MiniMaxM3SparseForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).train()
+    trained = [p for name, p in model.named_parameters() if "vision" not in name and "indexer" not in name]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    longest = max(len(example.tokens) for example in examples)
+    ids = torch.zeros((len(examples), longest), dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, example in enumerate(examples):
+        count = len(example.tokens)
+        ids[row, :count], mask[row, :count] = torch.from_numpy(example.tokens).long(), 1
+        labels[row, :count] = torch.where(torch.from_numpy(example.is_written), ids[row, :count], -100)
+    print(f"transformers: {len(examples)} rows of {longest} tokens, {torch.get_num_threads()} threads")
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

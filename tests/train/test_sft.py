@@ -1,0 +1,316 @@
+"""Fine-tuning: packed documents as if alone, micro-batches as one batch, choices that are made once, runs that stop."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny
+
+from m3jax.model import M3
+from m3jax.parallel import make_mesh
+from m3jax.train import sft
+from m3jax.train.accumulate import Accumulated
+from m3jax.train.conversations import Example
+from m3jax.train.keeping import keep, restored, states_in
+from m3jax.train.packing import PackedPages, pack
+from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings, fine_tune
+from m3jax.train.step import TrainState, init_state, make_optimizer
+
+ROOT = Path(__file__).parents[2]
+QUICK = {"xla_backend_optimization_level": 0}
+# Forced blocks at a document's beginning and around a query: those of the row would be others (T29).
+CONFIG = tiny.config("dM", index_init_blocks=1, index_local_blocks=2, index_topk_blocks=4)
+LENGTHS = (39, 35, 57, 25, 8, 1, 64, 17)
+SETTINGS = SFTSettings(steps=3, length=128, rows=1, accumulate=2, learning_rate=1e-2, compute_dtype="float32")
+LOSS = SFTLoss(index_loss=0.5, index_stride=1, compute_dtype="float32")
+
+
+@cache
+def model() -> M3:
+    return tiny.model(CONFIG)
+
+
+@cache
+def examples() -> tuple[Example, ...]:
+    draw = np.random.default_rng(0)
+    return tuple(Example(draw.integers(0, 64, n).astype(np.int32), draw.random(n) < 0.4) for n in LENGTHS)
+
+
+def batch_of(**changes) -> dict[str, np.ndarray]:
+    return PackedBatches(examples(), replace(SETTINGS, **changes), CONFIG.index_block_size)[0]
+
+
+def documents_of(batch: dict[str, np.ndarray]):
+    """Yield (row, first column, tokens) of each document in the rows of a batch."""
+    positions, tokens = (batch[name].reshape(-1, SETTINGS.length) for name in ("positions", "tokens"))
+    for row, start in np.argwhere(positions == 0):
+        count = np.argmax(np.append(np.diff(positions[row, start:]), 0) != 1) + 1
+        yield row, start, tokens[row, start : start + count]
+
+
+@cache
+def alone():
+    """The model by its own schedules, on one document, right-padded to 64 tokens."""
+
+    def logits(tokens):
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(run(model(), padded, np.array([len(tokens)], np.int32)))[0, : len(tokens)]
+
+    run = jax.jit(lambda model, tokens, lengths: model(tokens, lengths=lengths), compiler_options=QUICK)
+    return logits
+
+
+@cache
+def gradients(accumulate: int) -> tuple[float, dict[str, float], M3]:
+    """(loss, parts, gradient) of the same four rows, in one micro-batch or in several."""
+    loss = Accumulated(LOSS, ROWS)
+    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
+    batch = batch_of(rows=4 // accumulate, accumulate=accumulate) | {"step": jnp.int32(0)}
+    (value, parts), grads = value_and_grad(model(), batch)
+    return float(value), {name: float(x) for name, x in parts.items()}, grads
+
+
+def test_a_packed_document_is_as_it_is_alone():
+    """T29: with positions, blocks and forced blocks of its own, in layers with and without selection."""
+    batch = batch_of(rows=4, accumulate=1)
+
+    def logits(model, tokens, positions):
+        model = model.with_training_paths(PackedPages, "auto")
+        x, _, _ = model.trunk(tokens, positions=positions)
+        return model.unembed(model.final_norm(x))
+
+    packed = np.asarray(jax.jit(logits, compiler_options=QUICK)(model(), batch["tokens"][0], batch["positions"][0]))
+    documents = list(documents_of(batch))
+    assert len(documents) > 4 and any(start for _, start, _ in documents)
+    for row, start, tokens in documents:
+        np.testing.assert_allclose(packed[row, start : start + len(tokens)], alone()(tokens), atol=2e-5)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_that_were_written():
+    """In float64 numpy, document by document: neither rows nor micro-batches weigh."""
+    batch, losses = batch_of(rows=4, accumulate=1), []
+    weights = batch["weights"].reshape(-1, SETTINGS.length)
+    for row, start, tokens in documents_of(batch):
+        logits = alone()(tokens).astype(np.float64)
+        for t in range(len(tokens) - 1):
+            if weights[row, start + t]:
+                losses.append(np.log(np.exp(logits[t]).sum()) - logits[t, tokens[t + 1]])
+    assert batch["num_targets"] == len(losses)
+    np.testing.assert_allclose(gradients(accumulate=4)[1]["lm"], np.mean(losses), rtol=1e-5)
+
+
+def test_micro_batches_add_up_to_the_batch():
+    """Rows have different numbers of targets and tokens: a mean of means would be another loss."""
+    counts = batch_of(rows=1, accumulate=4)["weights"].sum(axis=(1, 2))
+    assert len(set(counts.tolist())) > 1
+    (loss, parts, grads), (other_loss, other_parts, others) = gradients(1), gradients(4)
+    np.testing.assert_allclose([loss, *parts.values()], [other_loss, *other_parts.values()], rtol=1e-5)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(grads)[0]]
+    for name, one, other in zip(names, jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
+    of_index = {name: x for name, x in zip(names, jax.tree.leaves(grads), strict=True) if "index_q_proj" in name}
+    assert of_index and all(np.abs(x).max() > 0 for x in of_index.values())
+
+
+def test_a_recomputed_layer_chooses_no_experts_and_blocks_anew():
+    """T30, T58: the program of a gradient has each choice once, with and without remat."""
+    batch = {name: x[0] if np.ndim(x) == 3 else x for name, x in batch_of().items()} | {"step": jnp.int32(0)}
+
+    def choices(remat: bool) -> tuple[int, int]:
+        loss = replace(LOSS, remat=remat)
+        text = str(jax.make_jaxpr(jax.grad(loss, has_aux=True))(model(), batch))
+        return text.count(" top_k["), text.count(" exp ")
+
+    (kept, exps), (recomputed, more_exps) = choices(remat=False), choices(remat=True)
+    assert kept == recomputed >= 2, (kept, recomputed)
+    assert more_exps > exps, "nothing is recomputed"
+
+
+def test_a_batch_is_its_steps_alone():
+    """Whichever were read before it, and also where reading begins anew; a pass reads each conversation once."""
+    in_order = PackedBatches(examples(), SETTINGS, 8)
+    wanted = [in_order[step] for step in range(6)]
+    again = PackedBatches(examples(), SETTINGS, 8)
+    for step in (4, 5, 0, 3):
+        for name, x in again[step].items():
+            np.testing.assert_array_equal(x, wanted[step][name], err_msg=name)
+    num_rows = len(pack(LENGTHS, SETTINGS.length, 8))
+    assert 2 * len(wanted) > 2 * num_rows, "two passes"
+    assert sum(int(batch["num_tokens"]) for batch in wanted) > 2 * sum(LENGTHS)
+
+
+# Runs. What is trained is one matrix: all that a run does but the model is the same.
+
+
+class Bigrams(NamedTuple):
+    """The loss of a table of logits, which takes no time to compile."""
+
+    def __call__(self, table, batch):
+        logits = jax.nn.log_softmax(table["logits"][batch["tokens"]])
+        picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        loss = -jnp.sum(picked * batch["weights"]) / batch["num_targets"]
+        return loss, {"lm": loss}
+
+
+OPTIMIZER = make_optimizer(SETTINGS.rate)
+
+
+def run(folder: Path, steps: int = 6, **options) -> list[dict]:
+    """Train up to a step of six, and return the lines of the metrics without times."""
+    table = {"logits": jnp.zeros((64, 64))}
+    where = table["logits"].sharding
+    state = jax.tree.map(lambda x: jax.device_put(x, where), TrainState(jnp.int32(0), table, OPTIMIZER.init(table)))
+    settings = replace(SETTINGS, steps=6)
+    batches = PackedBatches(examples(), settings, 8)
+    metrics = folder / "metrics.jsonl"
+    stopping = Stopping(batches, steps)
+    try:
+        fine_tune(state, stopping, OPTIMIZER, Bigrams(), settings, folder, metrics, save_every=2, say=lambda _: None,
+                  **options)  # fmt: skip
+    except KeyboardInterrupt:
+        assert steps < 6
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return [{name: x for name, x in line.items() if name != "seconds"} for line in lines]
+
+
+class Stopping:
+    """Batches that are interrupted before a step, as by Ctrl-C."""
+
+    def __init__(self, batches: PackedBatches, before: int):
+        self._batches, self._before = batches, before
+
+    def __getitem__(self, step: int):
+        if step == self._before:
+            raise KeyboardInterrupt
+        return self._batches[step]
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path):
+    """By Ctrl-C between two states that are kept: the same batches, losses and metrics, one line a step."""
+    whole = run(tmp_path / "whole")
+    assert [line["step"] for line in whole] == list(range(1, 7)) and whole[-1]["loss"] < whole[0]["loss"]
+    assert len(run(tmp_path / "cut", 3)) == 3
+    with (tmp_path / "cut" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 4, "lo')  # a process that was killed while it wrote
+    said: list[str] = []
+    assert run(tmp_path / "cut") == whole
+    assert not said
+    with pytest.raises(ValueError, match=r"has a run with learning_rate = 0.01: give the same, or another --out"):
+        sft.check_same_run(tmp_path / "cut", {"learning_rate": 0.02})
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
+    """By SIGKILL, twice at random moments: the same losses in every step. The script does it 20 times."""
+    words = [sys.executable, str(ROOT / "scripts" / "kill_training.py"), "--out", str(tmp_path), "--kills", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*words, "--steps", "30"], capture_output=True, text=True, env=environment, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "2 kills, 30 steps: the same losses\n"), done.stderr
+
+
+def test_what_reads_the_events_of_a_run(tmp_path, monkeypatch):
+    """Each figure of a step goes to TensorBoard; without its library a line says so."""
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match="--tensorboard needs tensorboardX, which is not installed: pip install"):
+        run(tmp_path / "without", tensorboard=tmp_path / "events")
+    written: list[tuple] = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            self.first = purge_step
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            written.append("closed")
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+    fake = type(json)("tensorboardX")
+    fake.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "tensorboardX", fake)
+    lines = run(tmp_path / "with", tensorboard=tmp_path / "events")
+    assert [x for x in written if x[0] == "sft/loss"] == [("sft/loss", line["loss"], line["step"]) for line in lines]
+    assert written[-1] == "closed"
+
+
+@pytest.fixture
+def states(tmp_path):
+    """A folder with the states of steps 1 and 2."""
+    state = {"w": jnp.arange(4096.0)}
+    with states_in(tmp_path) as keeper:
+        for step in (1, 2):
+            keep(keeper, step, {"w": state["w"] + step})
+    return tmp_path, state
+
+
+def test_a_damaged_state_is_said_in_a_line_and_the_one_before_is_whole(states):
+    folder, state = states
+    data = max(
+        (path for path in (folder / "states" / "2").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"2: this state cannot be read") as raised, states_in(folder) as keeper:
+        restored(keeper, state)
+    assert "\n" not in str(raised.value)
+    shutil.rmtree(folder / "states" / "2")
+    with states_in(folder) as keeper:
+        np.testing.assert_array_equal(restored(keeper, state)["w"], state["w"] + 1)
+
+
+def test_a_full_disk_is_said_in_a_line_and_loses_nothing(states, caplog):
+    """No file may grow: the state is not written, and that of step 2 is still there."""
+    folder, state = states
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(ValueError, match="cannot be written") as raised, states_in(folder) as keeper:
+            keep(keeper, 3, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(raised.value) and not caplog.records
+    with states_in(folder) as keeper:
+        np.testing.assert_array_equal(restored(keeper, state)["w"], state["w"] + 2)
+
+
+def test_a_state_goes_on_on_other_devices(tmp_path):
+    """A step of a model, the next one after a stop: the same bits; on eight devices within 1e-5; T32 on all."""
+    optimizer = make_optimizer(lambda step: 1e-3, frozen_index=True, weight_decay=0.1)
+    settings = replace(SETTINGS, steps=2, rows=2, accumulate=1)
+    loss_fn = replace(LOSS, index_loss=0.0)
+
+    def train(folder, mesh, steps):
+        started = init_state(tiny.model(CONFIG, mesh=mesh), optimizer)
+        batches = Stopping(PackedBatches(examples(), settings, 8), steps)
+        try:
+            return fine_tune(started, batches, optimizer, loss_fn, settings, folder, mesh=mesh, say=lambda _: None)
+        except KeyboardInterrupt:
+            return None
+
+    whole = train(tmp_path / "whole", None, 2)
+    train(tmp_path / "moved", None, 1)
+    shutil.copytree(tmp_path / "moved", tmp_path / "again")
+    again = train(tmp_path / "again", None, 2)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+    moved = train(tmp_path / "moved", make_mesh(data=2, tensor=2, expert=2), 2)
+    assert int(moved.step) == 2 and len(moved.model.lm_head[...].sharding.device_set) == 8
+    before = dict(jax.tree_util.tree_flatten_with_path(tiny.model(CONFIG))[0])
+    leaves = zip(jax.tree_util.tree_flatten_with_path(whole.model)[0], jax.tree.leaves(moved.model), strict=True)
+    for (path, one), other in leaves:
+        np.testing.assert_allclose(one, other, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+        is_moved = not np.array_equal(one, before[path])
+        assert is_moved == ("index_" not in (name := jax.tree_util.keystr(path)) and "e_score" not in name), name
