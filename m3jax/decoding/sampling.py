@@ -554,7 +554,7 @@ def top_logits(logits: Float[Array, "B V"], num_top: int) -> tuple[Int32[Array, 
 
 
 def _best(logits: Float[Array, "B V"]) -> Int32[Array, "B"]:
-    """Return the id of the largest logit, on a tie the lowest: `draw_from` for rows that are all greedy, none edited."""
+    """Return the id of the largest logit, on a tie the lowest: what is drawn where all rows are greedy, none edited."""
     x = logits.astype(jnp.float32)
     return jnp.argmax(x - jnp.max(x, axis=-1, keepdims=True), axis=-1).astype(jnp.int32)
 

@@ -1,6 +1,6 @@
 """Rollouts as a trainer reads them: rows of tokens, who wrote them, and the choices that drew them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -66,6 +66,27 @@ class Episode:
             support[before:] = records[SUPPORT]
         return cls(tokens, is_drawn, logprobs, choices, support, min(generation.versions, default=0))
 
+    def then(self, written: Sequence[int], generation: Generation) -> "Episode":
+        """Return the episode after others wrote some tokens behind it and the policy drew more.
+
+        Args:
+          written: by a tool or a template; in no loss.
+          generation: of a request whose prompt was all tokens so far and what was written.
+
+        Raises:
+          ValueError: a request without new tokens, or without the records that this one has.
+        """
+        longer, count = Episode.of((*self.tokens, *written), generation), len(self.tokens)
+        longer.is_drawn[:count], longer.logprobs[:count] = self.is_drawn, self.logprobs
+        for name in (*CHOICES, SUPPORT):
+            if (earlier := self.record(name)) is None:
+                continue
+            if (record := longer.record(name)) is None:
+                raise ValueError(f"a request of a later turn has no record of {name}, which the first one has")
+            is_given = earlier.reshape(count, -1)[:, 0] != -1 if name != SUPPORT else self.is_drawn
+            record[:count][is_given] = earlier[is_given]
+        return replace(longer, version=min(self.version, longer.version))
+
     def record(self, name: str) -> Int[np.ndarray, "T ..."] | None:
         """Return what was recorded under a name at each token; None where nothing was."""
         if name == SUPPORT:
@@ -74,8 +95,19 @@ class Episode:
         return None if of_choices is None else np.asarray(of_choices[0])
 
 
+# What stands behind each of some episodes before the policy goes on, by their indices; None ends an episode.
+Respond = Callable[[Sequence[tuple[int, Episode]]], Sequence[Sequence[int] | None]]
+
+
 def roll_out(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: Params, count: int, seed: int = 0
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Params,
+    count: int,
+    seed: int = 0,
+    respond: Respond | None = None,
+    turns: int = 1,
+    room: int | None = None,
 ) -> list[list[Episode]]:
     """Draw some answers to each prompt, each prompt computed once.
 
@@ -84,7 +116,12 @@ def roll_out(
       prompts: token ids.
       params: of every answer, its seed aside.
       count: answers to each prompt.
-      seed: of the whole: answer j to prompt i has seed + i count + j.
+      seed: of the whole: answer j to prompt i has seed + i count + j, in all its turns: a draw depends on its position
+        too.
+      respond: what tools write behind the answers; None where each answer is all of its episode.
+      turns: of the policy in an episode, at most.
+      room: tokens that an episode can have; one whose next turn has no room for a token ends without it. None is the
+        engine's.
 
     Returns:
       The episodes of each prompt.
@@ -102,10 +139,27 @@ def roll_out(
             engine.abort(handle)
         raise
     results = engine.run()
-    return [
-        [Episode.of(prompt, results[handle]) for handle in of_prompt]
+    episodes = [
+        Episode.of(prompt, results[handle])
         for prompt, of_prompt in zip(prompts, handles, strict=True)
+        for handle in of_prompt
     ]
+    going = list(enumerate(episodes)) if respond is not None else []
+    room = engine.max_length if room is None else room
+    for _ in range(turns - 1):
+        asked: dict[int, tuple[int, Sequence[int]]] = {}
+        for (i, episode), written in zip(going, respond(going) if going else (), strict=True):
+            if written is None or len(episode.tokens) + len(written) >= room:
+                continue
+            prompt = (*episode.tokens, *written)
+            sampling = replace(params.sampling, seed=(seed + i) % 2**32)
+            new = min(params.max_new_tokens, room - len(prompt))
+            asked[i] = engine.add(prompt, replace(params, sampling=sampling, max_new_tokens=new)), written
+        results = engine.run() if asked else {}
+        for i, (handle, written) in asked.items():
+            episodes[i] = episodes[i].then(written, results[handle])
+        going = [(i, episodes[i]) for i in asked]
+    return [episodes[i : i + count] for i in range(0, len(episodes), count)]
 
 
 def as_batch(episodes: Sequence[Episode], length: int, replay: Sequence[str] = ()) -> dict[str, Any]:
@@ -192,6 +246,10 @@ class RolloutLoss:
         Args:
           model: float32 master weights.
           batch: from `as_batch`, with advantages [B] and old [B T-1], and reference [B T-1] where the loss has one.
+            Where there is a flag is_on_policy and it is true, the policy is its own old one, whatever old has.
+
+        Returns:
+          (loss, parts): those of the policy's loss, and logprobs [B T-1], what the policy read before the step.
 
         Raises:
           ValueError: weights in MXFP8, which no step could move.
@@ -205,7 +263,11 @@ class RolloutLoss:
         )
         names = ("old", "sampler", "advantages", "mask", "reference")
         given = {name: jnp.asarray(batch[name]) for name in names if batch.get(name) is not None}
-        return self.policy(new, **given)
+        own = jax.lax.stop_gradient(new)
+        if "is_on_policy" in batch:
+            given["old"] = jnp.where(batch["is_on_policy"], own, given["old"])
+        loss, parts = self.policy(new, **given)
+        return loss, {**parts, "logprobs": own}
 
 
 def check_replay(names: Sequence[str]) -> tuple[str, ...]:

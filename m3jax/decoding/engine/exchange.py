@@ -188,16 +188,17 @@ def check_snapshot(
     if not isinstance(snapshot.top_logprobs, tuple) or len(snapshot.top_logprobs) not in (0, len(snapshot.new)):
         count = len(snapshot.new)
         raise ValueError(f"the snapshot's top_logprobs must be a tuple, empty or of {count} entries, one a new token")
+    of_ids = (*CHOICES, SUPPORT)
     if not isinstance(snapshot.records, Mapping) or any(
         not isinstance(record, np.ndarray)
-        or not jnp.issubdtype(record.dtype, jnp.signedinteger if name in (*CHOICES, SUPPORT) else jnp.number)
+        or not jnp.issubdtype(record.dtype, jnp.signedinteger if name in of_ids else jnp.number)
         or len(record) != len(snapshot.new)
         for name, record in snapshot.records.items()
     ):
         count = len(snapshot.new)
         raise ValueError(
-            f"the snapshot's records must be arrays of numbers by name (integers of {', '.join((*CHOICES, SUPPORT))}), each "
-            f"with {count} rows, one a new token"
+            f"the snapshot's records must be arrays of numbers by name (integers of {', '.join(of_ids)}), each with "
+            f"{count} rows, one a new token"
         )
     count, cached = len(snapshot.prompt) + len(snapshot.new), snapshot.cached
     if not isinstance(cached, int) or isinstance(cached, bool) or not 0 <= cached < max(count, 1):
