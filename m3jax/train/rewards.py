@@ -186,6 +186,8 @@ def _serve(path: str, asked: Any, answers: Any) -> None:
             name, args = asked.get()
             try:
                 answers.put((None, functions[name](*args)))
+            except TaskError as error:
+                answers.put((str(error), None))
             except Exception as error:
                 answers.put((_said(error, path), None))
     except TaskError as error:
@@ -228,20 +230,21 @@ async def _reward(
 ) -> dict[str, Any]:
     """Return what each reward gives; coroutines run at the same time."""
 
-    async def one(function, grouped):
+    async def one(name, function, grouped):
         size = group if grouped else max(len(prompts), 1)
         cuts = [slice(i, i + size) for i in range(0, len(prompts), size)]
         of_cut = lambda cut: {name: values[cut] for name, values in columns.items()}
         calls = [_value(function(prompts[cut], completions[cut], **of_cut(cut))) for cut in cuts]
         parts = await asyncio.gather(*calls)
-        if len(parts) == 1:
+        if not grouped:
             return parts[0]
-        for part, cut in zip(parts, cuts, strict=True):  # a group that is short must not be made up for by another
-            if not isinstance(part, list | tuple) or len(part) != len(prompts[cut]):
-                return part
+        for part in parts:  # a group that is short must not be made up for by another
+            if not isinstance(part, list | tuple) or len(part) != group:
+                given = f"{len(part)} numbers" if isinstance(part, list | tuple) else shown(part)
+                raise TaskError(f"reward {name} gave {given} for a group of {group} answers: give a list, one each")
         return [value for part in parts for value in part]
 
-    found = await asyncio.gather(*(one(function, grouped) for function, _, grouped in rewards.values()))
+    found = await asyncio.gather(*(one(name, function, grouped) for name, (function, _, grouped) in rewards.items()))
     return dict(zip(rewards, found, strict=True))
 
 
