@@ -7,8 +7,9 @@
 An engine draws answers in bfloat16, once from all tokens and once within top-p, and records experts, blocks and the
 support of each draw. A trainer reads the same tokens with the same weights: without anything, with each replay, with
 all, and both in the invariant mode. Figures are those of `m3jax.train.policy.mismatch`; a line for truncated importance
-sampling says what its weights are. The costs are times in one run, the best of some turns: of drawing with each
-record beside drawing without, and of reading with each replay beside reading without.
+sampling says what its weights are. A choice is of one layer, or of one key head of a layer. The costs are times in one
+run, the best of some turns: of drawing with each record beside drawing without, and of reading with each replay beside
+reading without.
 """
 
 import argparse
@@ -70,11 +71,11 @@ def random_model() -> M3:
         index_n_heads=4, index_head_dim=16, index_block_size=16, index_topk_blocks=8, max_position_embeddings=1024,
     )  # fmt: skip
     model = init(config, 0, "bfloat16")
-    wider = {"lm_head": 12.0, "gate": 40.0, "embed_tokens": 40.0, "q_proj": 6.0, "k_proj": 6.0}
+    wider = {"lm_head": 6.0, "gate": 6.0, "embed_tokens": 40.0}
 
     def scaled(path, leaf):
         name = jax.tree_util.keystr(path)
-        factor = next((factor for part, factor in wider.items() if part in name), 6.0 if "proj" in name else 1.0)
+        factor = next((factor for part, factor in wider.items() if part in name), 3.0 if "proj" in name else 1.0)
         return (leaf * factor).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(scaled, model)
@@ -126,7 +127,7 @@ def measure(model: M3, args: argparse.Namespace) -> dict:
         "tokens": int(batch["mask"].sum()),
         "entropy": float(-batch["sampler"][batch["mask"]].mean()),
         "rows": figures,
-        "tokens with another choice in some layer": changed,
+        "choices that the trainer makes in another way": changed,
         "bytes a token": bytes_of(episodes),
         "costs": costs(engine, invariant_engine, model, batch, draw, ask, knobs),
     }
@@ -149,7 +150,7 @@ def truncation(batch: dict, own: np.ndarray) -> dict[str, float]:
 
 
 def swapped(model: M3, episodes: list[Episode], length: int, size: int) -> dict[str, float]:
-    """Return the share of drawn tokens for which the trainer's own experts, or blocks, differ in some layer."""
+    """Return the share of choices in which the trainer's own experts, or blocks, are others, and of tokens with one."""
     batch = as_batch(episodes, length, CHOICES)
     lengths = np.array([len(episode.tokens) for episode in episodes], np.int32)
     read = jax.jit(lambda model, tokens, lengths: model.recorded(tokens, CHOICES, (), lengths=lengths)[2])
@@ -157,8 +158,8 @@ def swapped(model: M3, episodes: list[Episode], length: int, size: int) -> dict[
     shares = {}
     for name in CHOICES:
         given, mine = np.asarray(getattr(batch["choices"], name))[:, :-1], np.asarray(own[name])[:, :-1]
-        differs = (np.sort(given, -1) != np.sort(mine, -1)).reshape(*given.shape[:2], -1).any(-1)
-        shares[name] = float(differs[batch["mask"]].mean())
+        differs = (np.sort(given, -1) != np.sort(mine, -1)).any(-1)[batch["mask"]].reshape(batch["mask"].sum(), -1)
+        shares[name], shares[f"tokens, {name}"] = float(differs.mean()), float(differs.any(-1).mean())
     return shares
 
 
@@ -219,7 +220,7 @@ def show(found: dict) -> None:
         if "weight_mean" in figures:
             text += f" mean weight {figures['weight_mean']:.4f}, {figures['weight_cut']:.2%} cut"
         print(text)
-    for name in ("tokens with another choice in some layer", "bytes a token", "costs"):
+    for name in ("choices that the trainer makes in another way", "bytes a token", "costs"):
         print(f"\n{name}: {json.dumps(found[name])}")
 
 
