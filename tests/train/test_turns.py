@@ -12,7 +12,7 @@ from support.engines import CONFIG, SHAPE, prompt
 from m3jax.assets import embedded_path
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.text import ChatTemplate
-from m3jax.train.grpo import TurnWriter, arguments_of, last_turn
+from m3jax.train.grpo import Rounds, RunSettings, TurnWriter, arguments_of, last_turn
 from m3jax.train.rollouts import Episode, as_batch, read_logprobs, roll_out
 
 LENGTH, RECORDS, TOOL = 64, ("expert_ids", "blocks"), (5, 6, 7)
@@ -65,37 +65,77 @@ def test_the_trainer_reads_all_turns_to_the_bit(replay):
         np.testing.assert_array_equal(is_given, batch["mask"])
 
 
+TEMPLATE = ChatTemplate.from_folder(embedded_path())
+STOP = TOKENIZER.encode("[e~[")
+WRITER = TurnWriter(TOKENIZER, TEMPLATE, tuple(STOP))
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ROW = dict(
+    messages=[{"role": "user", "content": "Add 1."}],
+    tools=[dict(type="function", function=dict(name="add", description="", parameters=_PARAMETERS))],
+    thinking_mode="disabled",
+)
+SHARED = dict(tools=ROW["tools"], thinking_mode="disabled")
+CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def written(earlier: list[dict], message: dict) -> list[int]:
+    """The tokens of an answer, as a model would draw them."""
+    before = TEMPLATE.render(earlier, **SHARED)
+    whole = TEMPLATE.render([*earlier, message], add_generation_prompt=False, **SHARED)
+    return TOKENIZER.encode(whole[len(before) : whole.rindex("[e~[") + len("[e~[")])
+
+
 def test_between_two_turns_stands_what_the_template_has():
     """The drawn tokens, and behind them what tools wrote: together the dialogue as the template renders it."""
-    template = ChatTemplate.from_folder(embedded_path())
-    stop = TOKENIZER.encode("[e~[")
-    assert len(stop) == 1
-    writer = TurnWriter(TOKENIZER, template, tuple(stop))
-    tool = {
-        "name": "add",
-        "description": "",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    }
-    row = dict(
-        messages=[{"role": "user", "content": "Add 1."}], tools=[dict(type="function", function=tool)],
-        thinking_mode="disabled",
-    )  # fmt: skip
-    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    shared = dict(tools=row["tools"], thinking_mode="disabled")
-    before = template.render(row["messages"], **shared)
-    whole = template.render([*row["messages"], message], add_generation_prompt=False, **shared)
-    answer = TOKENIZER.encode(whole[len(before) : whole.rindex("[e~[") + len("[e~[")])
-    read = writer.message(row, answer)
+    answer = written(ROW["messages"], {"role": "assistant", "content": "", "tool_calls": [CALL]})
+    read = WRITER.message(ROW, answer)
     assert arguments_of(read["tool_calls"][0]) == {"a": 1} and read["tool_calls"][0]["function"]["name"] == "add"
     results = [{"role": "tool", "tool_call_id": read["tool_calls"][0]["id"], "content": "2"}]
-    between = writer.between(row, row["messages"], read, results, stop[0])
-    text = TOKENIZER.decode([*TOKENIZER.encode(before), *answer, *between], skip_special_tokens=False)
-    assert text == template.render([*row["messages"], read, *results], **shared)
+    between = WRITER.between(ROW, ROW["messages"], read, results, STOP[0])
+    before = TOKENIZER.encode(TEMPLATE.render(ROW["messages"], **SHARED))
+    text = TOKENIZER.decode([*before, *answer, *between], skip_special_tokens=False)
+    assert text == TEMPLATE.render([*ROW["messages"], read, *results], **SHARED)
     # A template that rewrites an answer once a tool has spoken would make other tokens than those that were drawn.
     forgetful = ChatTemplate(
         "{% for m in messages %}{{ m.role }}{{ messages|length }}{{ m.content }}[e~[{% endfor %}{{ tools }}"
         "{{ thinking_mode }}"
     )
     with pytest.raises(ValueError, match="writes an earlier answer in another way"):
-        TurnWriter(TOKENIZER, forgetful, tuple(stop)).between(row, row["messages"], read, results, stop[0])
+        TurnWriter(TOKENIZER, forgetful, tuple(STOP)).between(ROW, ROW["messages"], read, results, STOP[0])
+
+
+class Tools:
+    """A task whose tool adds one."""
+
+    has_tools = True
+
+    def answer_calls(self, calls):
+        assert [name for name, _, _ in calls] == ["add"] * len(calls) and all(row is ROW for *_, row in calls)
+        return [str(arguments["a"] + 1) for _, arguments, _ in calls]
+
+
+def test_a_task_s_tools_answer_calls_and_nothing_else(unchecked):
+    """An answer that calls goes on; one that does not, was cut, or has no room ends. Rewards get all messages."""
+    params, length = Params(max_new_tokens=64, sampling=Sampling(), stop_ids=tuple(STOP)), 400
+    rounds = Rounds(None, Tools(), [ROW], [], WRITER, params, None, RunSettings(steps=1), length, turns=2)
+    prompt = TOKENIZER.encode(TEMPLATE.render(ROW["messages"], **SHARED))
+
+    def episode(*turns: list[int]) -> Episode:
+        tokens, is_drawn = list(prompt), [False] * len(prompt)
+        for number, turn in enumerate(turns):
+            tokens, is_drawn = [*tokens, *turn], [*is_drawn, *([number % 2 == 0] * len(turn))]
+        return Episode(tuple(tokens), np.array(is_drawn), np.zeros(len(tokens), np.float32))
+
+    calls = written(ROW["messages"], {"role": "assistant", "content": "", "tool_calls": [CALL]})
+    says = written(ROW["messages"], {"role": "assistant", "content": "3."})
+    rows, messages = [ROW] * 4, {i: [] for i in range(4)}
+    crowded = episode([9] * (length - len(prompt) - len(calls) - 2) + calls)
+    going = [(0, episode(calls)), (1, episode(says)), (2, episode(calls[:-1])), (3, crowded)]
+    found = rounds._respond(rows, messages, going)
+    assert [between is not None for between in found] == [True, False, False, False]
+    assert [message["role"] for message in messages[0]] == ["assistant", "tool"] and messages[0][1]["content"] == "2"
+    assert not any(messages[i] for i in (1, 2, 3))
+    two_turns = episode(calls, list(found[0]), says)
+    answer = rounds._answer(ROW, two_turns, messages[0])
+    assert [message["role"] for message in answer] == ["assistant", "tool", "assistant"]
+    assert answer[-1]["content"] == "3."
