@@ -1,7 +1,7 @@
 """Writes tests/train/tunix_losses.json: losses and gradients of tunix's own `grpo_loss_fn`, for some settings.
 
-    pip download google-tunix==0.1.7 --no-deps -d /tmp/tunix
-    python scripts/tunix_losses.py /tmp/tunix/google_tunix-0.1.7-py3-none-any.whl
+    pip download google-tunix==0.1.7 --no-deps -d wheels
+    python scripts/tunix_losses.py wheels/google_tunix-0.1.7-py3-none-any.whl
 
 The functions' source is taken out of the wheel and run as it stands. Only what reads log-probabilities from a model is
 replaced, by the log-probabilities themselves: the package and what it depends on need not be installed.
