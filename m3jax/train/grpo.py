@@ -113,7 +113,7 @@ class RunSettings:
 
     @property
     def record(self) -> tuple[str, ...]:
-        """What the engine records of each new token."""
+        """Names of what the engine records of each new token."""
         return self.replay if self.temperature is None else (*self.replay, DRAWN_LOGPROBS)
 
     @property
