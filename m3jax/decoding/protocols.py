@@ -17,8 +17,11 @@ HostStacks = tuple[HostPages | None, ...]
 # What a cache keeps of some pages: arrays in whatever structure it writes back.
 PageContents = PyTree[Array | np.ndarray]
 
-# Choices that a layer makes, which a request can have recorded: of experts, and of blocks.
-RECORDS = ("expert_ids", "blocks")
+# What a request can have recorded of each new token: choices that the layers made, of experts and of blocks; the tokens
+# that the draw could have given (`m3jax.decoding.support`), and its log-probability among these.
+CHOICES = ("expert_ids", "blocks")
+SUPPORT, DRAWN_LOGPROBS = OF_DRAWS = ("support", "drawn_logprobs")
+RECORDS = (*CHOICES, *OF_DRAWS)
 
 # What two engines must have in common to exchange pages: numbers, strings, and dictionaries of them.
 Identity = dict[str, Any]

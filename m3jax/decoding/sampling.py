@@ -529,7 +529,7 @@ def sample_with_top(
         return _best(logits), *no_top
 
     def draw(logits, params, keys, context):
-        tokens = _draw(logits, params, keys, context, cond)
+        tokens = draw_from(filtered_logits(logits, params, context, cond), params, keys, cond)
         if not num_top or wants_top is None:
             return tokens, *no_top
         return tokens, *cond(jnp.any(wants_top), partial(top_logits, num_top=num_top), lambda x: no_top, logits)
@@ -554,20 +554,39 @@ def top_logits(logits: Float[Array, "B V"], num_top: int) -> tuple[Int32[Array, 
 
 
 def _best(logits: Float[Array, "B V"]) -> Int32[Array, "B"]:
-    """Return the id of the largest logit, on a tie the lowest: `_draw` for rows that are all greedy, none edited."""
+    """Return the id of the largest logit, on a tie the lowest: what is drawn where all rows are greedy, none edited."""
     x = logits.astype(jnp.float32)
     return jnp.argmax(x - jnp.max(x, axis=-1, keepdims=True), axis=-1).astype(jnp.int32)
 
 
-def _draw(
+def sample_and_keep(
     logits: Float[Array, "B V"],
     params: SamplingParams,
     keys: Key[Array, "B"],
-    context: DrawContext | None,
-    cond: Callable[..., PyTree[Array]],
+    context: DrawContext | None = None,
+    wants_top: Bool[HostOrDevice, "B"] | None = None,
+    num_top: int = 0,
+    cond: Callable[..., PyTree[Array]] = lax.cond,
+) -> tuple[Int32[Array, "B"], Int32[Array, "B Z"], Float32[Array, "B Z"], Float32[Array, "B V"]]:
+    """Return what `sample_with_top` does of the same arguments, and the `filtered_logits` that were drawn from.
+
+    They are computed once: computed anew in another program, a token at the edge of top-p could fall to the other side.
+    """
+    filtered = filtered_logits(logits, params, context, cond)
+    tokens = jnp.where(has_distribution(logits), draw_from(filtered, params, keys, cond), jnp.int32(NO_DISTRIBUTION))
+    top = jnp.zeros((len(logits), num_top), jnp.int32), jnp.zeros((len(logits), num_top), jnp.float32)
+    if num_top and wants_top is not None:
+        top = cond(jnp.any(wants_top), partial(top_logits, num_top=num_top), lambda x: top, logits)
+    return tokens, *top, filtered
+
+
+def draw_from(
+    filtered: Float32[Array, "B V"],
+    params: SamplingParams,
+    keys: Key[Array, "B"],
+    cond: Callable[..., PyTree[Array]] = lax.cond,
 ) -> Int32[Array, "B"]:
     """Draw one token a row from `filtered_logits`; `NO_TOKEN` where nothing is left to draw from."""
-    filtered = filtered_logits(logits, params, context, cond)
     best = lambda keys, filtered: jnp.argmax(filtered, axis=-1)
     draw = lambda keys, filtered: jax.vmap(jax.random.categorical)(keys, filtered)
     tokens = cond(jnp.all(params.temperature == 0), best, draw, keys, filtered)

@@ -15,7 +15,7 @@ from m3jax.interrupts import raise_interrupts
 from m3jax.train.sft_command import merge_parser, run_merge, run_sft, sft_parser
 
 PROG = "m3jax.train"
-REPLAY = {"experts": "expert_ids", "blocks": "blocks"}
+REPLAY = {"experts": "expert_ids", "blocks": "blocks", "support": "support"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +51,13 @@ def parser() -> Parser:
     sizes.add_argument("--prompts", metavar="N", type=int, default=8, help="default: 8")
     sizes.add_argument("--answers", metavar="N", type=int, default=8, help="to each prompt (default: 8)")
     sizes.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="of an answer (default: 128)")
+    sizes.add_argument("--temperature", metavar="X", type=float, default=1.0, help="of the draws (default: 1)")
+    sizes.add_argument("--top-k", metavar="N", type=int, help="draw from so many tokens")
+    sizes.add_argument("--top-p", metavar="X", type=float, help="draw from the fewest tokens of this probability")
+    sizes.add_argument("--min-p", metavar="X", type=float, help="draw from tokens this times as probable as the best")
+    sizes.add_argument("--turns", metavar="N", type=int, default=4, help="of an episode, at most, where a task has "
+                       "tools (default: 4)")  # fmt: skip
+    sizes.add_argument("--tool-tokens", metavar="N", type=int, default=64, help="between two turns (default: 64)")
     sizes.add_argument("--epochs", metavar="N", type=int, default=1, help="optimiser steps on a round's answers "
                        "(default: 1)")  # fmt: skip
     sizes.add_argument("--rows", metavar="N", type=int, help="answers drawn side by side (default: all of a round)")
@@ -62,14 +69,24 @@ def parser() -> Parser:
     learning.add_argument("--ratio", choices=("token", "sequence"), default="token", help="sequence is GSPO (default: "
                           "token)")  # fmt: skip
     learning.add_argument("--clip", metavar="LOW,HIGH", type=_pair, default=(0.2, 0.28), help="default: 0.2,0.28")
+    learning.add_argument("--dual-clip", metavar="X", type=_or_none, default=10.0, help="times that a negative "
+                          "advantage counts at most, or none (default: 10)")  # fmt: skip
+    learning.add_argument("--mean", choices=("token", "sequence", "constant"), default="token", help="of the loss: "
+                          "over tokens, over answers, or over max-new-tokens of each (default: token)")  # fmt: skip
+    learning.add_argument("--kl", metavar="X", type=float, default=0.0, help="weight of the divergence from the first "
+                          "weights (default: 0)")  # fmt: skip
+    learning.add_argument("--old", choices=("trainer", "engine"), default="trainer", help="whose log-probabilities "
+                          "ratios are taken against (default: trainer)")  # fmt: skip
     learning.add_argument("--tis", choices=("token", "sequence"), help="weigh by the ratio of trainer to engine, "
                           "truncated at 2")  # fmt: skip
+    learning.add_argument("--reject", metavar="LEVEL,K,NATS", type=_reject, help="leave out each token or sequence "
+                          "whose divergence of trainer and engine, k1 or k3, is above NATS: token,k3,0.1")  # fmt: skip
     learning.add_argument("--seed", metavar="N", type=int, default=0, help="default: 0")
     ways = out.add_argument_group("how it is computed")
     ways.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of engine and trainer; "
                       "master weights are float32 (default: float32)")  # fmt: skip
-    ways.add_argument("--replay", metavar="NAMES", default="", help="experts, blocks or both with a comma: choices "
-                      "that the trainer takes from the engine's records")  # fmt: skip
+    ways.add_argument("--replay", metavar="NAMES", default="", help="of experts, blocks and support, with commas: "
+                      "what the trainer takes from the engine's records")  # fmt: skip
     ways.add_argument("--invariant", action="store_true", help="engine and trainer compute the same bits; the run "
                       "ends where they do not")  # fmt: skip
     ways.add_argument("--remat", action="store_true", help="recompute activations: less memory, slower")
@@ -96,18 +113,26 @@ def run(args: argparse.Namespace) -> int:
     from m3jax.assets import embedded_path
     from m3jax.checkpoint import load, save
     from m3jax.compile_cache import compile_cache
+    from m3jax.decoding import Sampling
     from m3jax.text import ChatTemplate, Tokenizer
     from m3jax.train.grpo import PartedPolicies, RunSettings, train_policy
     from m3jax.train.policy import Correction, PolicyLoss
     from m3jax.train.rewards import TaskFile
 
     low, high = args.clip
-    loss = PolicyLoss(clip_low=low, clip_high=high, level=args.ratio, correction=Correction(weigh=args.tis))
+    level, divergence, nats = args.reject or (None, "k3", 1.0)
+    correction = Correction(weigh=args.tis, reject=level, divergence=divergence, reject_above=nats)
+    loss = PolicyLoss(
+        clip_low=low, clip_high=high, dual_clip=args.dual_clip, level=args.ratio, mean=args.mean,
+        tokens=args.max_new_tokens if args.mean == "constant" else 0, kl_weight=args.kl, correction=correction,
+    )  # fmt: skip
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
     settings = RunSettings(
         steps=args.steps, prompts=args.prompts, answers=args.answers, max_new_tokens=args.max_new_tokens,
         epochs=args.epochs, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps,
         weight_decay=args.weight_decay, baseline=args.baseline, loss=loss, replay=tuple(REPLAY[name] for name in names),
-        invariant=args.invariant, compute_dtype=args.dtype, remat=args.remat, rows=args.rows, seed=args.seed,
+        sampling=sampling, old=args.old, turns=args.turns, tool_tokens=args.tool_tokens, invariant=args.invariant,
+        compute_dtype=args.dtype, remat=args.remat, rows=args.rows, seed=args.seed,
     )  # fmt: skip
     folder = embedded_path() if args.model is None else Path(args.model)
     tokenizer = Tokenizer.from_pretrained(folder)
@@ -129,6 +154,17 @@ def run(args: argparse.Namespace) -> int:
 def _pair(text: str) -> tuple[float, float]:
     low, _, high = text.partition(",")
     return float(low), float(high)
+
+
+def _or_none(text: str) -> float | None:
+    return None if text == "none" else float(text)
+
+
+def _reject(text: str) -> tuple[str, str, float]:
+    level, divergence, nats = text.split(",")
+    if level not in ("token", "sequence") or divergence not in ("k1", "k3"):
+        raise ValueError(text)
+    return level, divergence, float(nats)
 
 
 if __name__ == "__main__":

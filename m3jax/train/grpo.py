@@ -6,25 +6,29 @@ One round is one step. The engine and the trainer share one set of weights where
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jaxtyping import Float32
 
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.decoding.builder import build_engine
+from m3jax.decoding.protocols import DRAWN_LOGPROBS, SUPPORT
 from m3jax.dialogue.answer import stop_ids
+from m3jax.messages import shown
 from m3jax.model import M3
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Message, OutputParser, Tokenizer
 from m3jax.train.keeping import keep, restored
 from m3jax.train.policy import PROB_ERROR_ALARM, Baseline, PolicyLoss, group_advantages, mismatch
-from m3jax.train.rewards import TaskFile
+from m3jax.train.rewards import TaskError, TaskFile
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, check_replay, read_logprobs, roll_out
 from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer, train_step
 
@@ -44,7 +48,15 @@ class RunSettings:
       weight_decay: of AdamW.
       baseline: as in `group_advantages`.
       loss: as in `RolloutLoss`.
-      replay: choices that the trainer takes from the engine's records: "expert_ids", "blocks".
+      replay: what the trainer takes from the engine's records: "expert_ids", "blocks", "support".
+      sampling: temperature, top-k, top-p and min-p of the draws. The engine's log-probabilities are then those after
+        these knobs, and the trainer divides its logits by the same temperature; it divides by the tokens that the knobs
+        left where their record is replayed ("support"), else by all of them.
+      old: the policy that ratios are taken against: the "trainer"'s own reading of the weights that drew (three
+        policies, and `loss.correction` for the engine's), or the "engine" (two policies, which bypasses that reading).
+      turns: of the policy in an episode, at most, where the task has tools.
+      tool_tokens: for which an episode has room between two turns; one that needs more ends with the earlier turn if
+        its room is used up.
       invariant: engine and trainer compute in the invariant mode, and the run ends where their log-probabilities
         differ in a bit.
       compute_dtype: of both; the master weights are float32.
@@ -66,6 +78,10 @@ class RunSettings:
     baseline: Baseline = "grpo"
     loss: PolicyLoss = field(default_factory=PolicyLoss)
     replay: tuple[str, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    old: Literal["trainer", "engine"] = "trainer"
+    turns: int = 4
+    tool_tokens: int = 64
     invariant: bool = False
     compute_dtype: str = "float32"
     frozen_index: bool = True
@@ -76,12 +92,29 @@ class RunSettings:
 
     def __post_init__(self):
         least = dict(steps=1, prompts=1, answers=2, max_new_tokens=1, epochs=1, save_every=1, warmup_steps=0)
+        least |= dict(turns=1, tool_tokens=1)
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least {smallest}")
         check_replay(self.replay)
-        if self.loss.kl_weight:
-            raise ValueError("loss.kl_weight: a run keeps no reference policy; leave it at 0")
+        if self.old not in ("trainer", "engine"):
+            raise ValueError(f"old = {shown(self.old)}: choose of trainer, engine")
+        knobs = {name: getattr(self.sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        if replace(self.sampling, seed=0) != Sampling(**knobs) or not self.sampling.temperature > 0:
+            raise ValueError(
+                "sampling: a run draws by a temperature above 0, top_k, top_p and min_p, and by no other knob"
+            )
+
+    @property
+    def temperature(self) -> float | None:
+        """The temperature as `token_logprobs` takes it; None where the model's own distribution is drawn from."""
+        is_plain = replace(self.sampling, seed=0) == Sampling() and SUPPORT not in self.replay
+        return None if is_plain else float(self.sampling.temperature)
+
+    @property
+    def record(self) -> tuple[str, ...]:
+        """Names of what the engine records of each new token."""
+        return self.replay if self.temperature is None else (*self.replay, DRAWN_LOGPROBS)
 
     @property
     def schedule(self) -> optax.Schedule:
@@ -107,10 +140,10 @@ def train_policy(
     """Train a model on a task, and return it with float32 weights.
 
     The state is kept in `folder`/states; a run whose folder has one goes on from there, and draws and learns what it
-    would have without the stop.
+    would have without the stop. An error of the task keeps the state too.
 
     Args:
-      model: to begin with, in any float dtype.
+      model: to begin with, in any float dtype; with `settings.loss.kl_weight` it is the reference policy throughout.
       tokenizer, template: of the model; a task whose prompts are texts needs no template.
       task: prompts and rewards.
       settings: of the run.
@@ -128,14 +161,18 @@ def train_policy(
     rows = task.prompts()
     encoded = [_encode(row, number, tokenizer, template) for number, row in enumerate(rows)]
     longest = max(map(len, encoded))
-    length = -(-(longest + settings.max_new_tokens) // model.config.index_block_size) * model.config.index_block_size
+    turns = settings.turns if task.has_tools else 1
+    new = turns * settings.max_new_tokens + (turns - 1) * settings.tool_tokens
+    length = -(-(longest + new) // model.config.index_block_size) * model.config.index_block_size
     if length > model.config.max_position_embeddings:
+        of_turns = f" in {turns} turns and tool_tokens = {settings.tool_tokens}" if turns > 1 else ""
         raise ValueError(
-            f"the longest prompt has {longest} tokens, which with max_new_tokens = {settings.max_new_tokens} are more "
-            f"than the model's context of {model.config.max_position_embeddings}: shorten one of the two"
+            f"the longest prompt has {longest} tokens, which with max_new_tokens = {settings.max_new_tokens}{of_turns} "
+            f"are more than the model's context of {model.config.max_position_embeddings}: shorten one of the two"
         )
     if settings.invariant:
         model = model.with_invariance()
+    reference = cast_weights(model, "float32") if settings.loss.kl_weight else None
     optimizer = make_optimizer(settings.schedule, settings.weight_decay, frozen_index=settings.frozen_index)
     state = init_state(model, optimizer)
     kept = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
@@ -146,14 +183,18 @@ def train_policy(
             cast_weights(state.model, settings.compute_dtype),
             rows=settings.rows or settings.prompts * settings.answers,
             length=length,
-            records=settings.replay,
+            records=settings.record,
             steps_per_call=16,
         )
         ends = stop_ids(tokenizer, model.config.eos_token_id)
         asked = Params(
-            max_new_tokens=settings.max_new_tokens, sampling=Sampling(), stop_ids=ends, record=settings.replay
+            max_new_tokens=settings.max_new_tokens,
+            sampling=settings.sampling,
+            stop_ids=ends,
+            record=settings.record,
         )
-        do_round = Rounds(engine, task, rows, encoded, tokenizer, asked, optimizer, settings, length)
+        writer = TurnWriter(tokenizer, template, ends)
+        do_round = Rounds(engine, task, rows, encoded, writer, asked, optimizer, settings, length, turns, reference)
         round_number = int(state.step) // settings.epochs
         try:
             while round_number < settings.steps:
@@ -163,7 +204,7 @@ def train_policy(
                 say(_shown(line, settings.steps))
                 if round_number % settings.save_every == 0 or round_number == settings.steps:
                     keep(keeper, int(state.step), state)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, TaskError):
             # A step that was interrupted has taken the state with it: then what was kept last is gone on from.
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)) and int(state.step):
                 if keeper.latest_step() != int(state.step):
@@ -182,22 +223,26 @@ class Rounds:
       task: rewards answers.
       rows: of the task's prompts.
       encoded: their tokens.
-      tokenizer: of the model.
+      writer: reads answers, and writes what stands between turns.
       asked: parameters of each answer.
       optimizer: of the steps.
       settings: of the run.
       length: columns of a batch.
+      turns: of an episode, at most.
+      reference: the policy that the loss measures a divergence from; None for none.
     """
 
     engine: Engine
     task: TaskFile
     rows: Sequence[Mapping[str, Any]]
     encoded: Sequence[tuple[int, ...]]
-    tokenizer: Tokenizer
+    writer: "TurnWriter"
     asked: Params
     optimizer: optax.GradientTransformation
     settings: RunSettings
     length: int
+    turns: int = 1
+    reference: M3 | None = None
 
     def __call__(self, number: int, state: TrainState) -> tuple[TrainState, dict[str, int | float]]:
         """Draw, reward and learn once.
@@ -215,43 +260,188 @@ class Rounds:
         with activity(about="a round") as line:
             line.say(f"round {number + 1}: drawing {len(chosen)} x {settings.answers} answers")
             seed = (settings.seed * 1_000_003 + number) * settings.prompts * settings.answers
-            groups = roll_out(self.engine, [self.encoded[i] for i in chosen], self.asked, settings.answers, seed)
+            written: dict[int, list[dict[str, Any]]] = {i: [] for i in range(len(asked_rows))}
+            respond = partial(self._respond, asked_rows, written) if self.turns > 1 else None
+            prompts = [self.encoded[i] for i in chosen]
+            groups = roll_out(
+                *(self.engine, prompts, self.asked, settings.answers, seed, respond, self.turns, self.length)
+            )
             drawn = time.perf_counter()
             line.say(f"round {number + 1}: rewarding")
             episodes = [episode for group in groups for episode in group]
-            answers = [self._decoded(*pair) for pair in zip(asked_rows, episodes, strict=True)]
-            rewards = np.array(self.task.reward(asked_rows, answers)).reshape(len(chosen), settings.answers)
+            answers = [self._answer(asked_rows[i], episode, written[i]) for i, episode in enumerate(episodes)]
+            parts = self.task.reward_parts(asked_rows, answers, settings.answers)
+            weighted = [self.task.weights[name] * np.array(values) for name, values in parts.items()]
+            rewards = np.sum(weighted, axis=0).reshape(len(chosen), settings.answers)
             line.say(f"round {number + 1}: learning")
             batch = as_batch(episodes, self.length, settings.replay)
             batch["advantages"] = group_advantages(rewards, settings.baseline).reshape(-1)
-            tokens, dtype = jnp.asarray(batch["tokens"]), settings.compute_dtype
-            batch["old"] = np.asarray(read_logprobs(state.model, tokens, batch.get("choices"), dtype))
-            away = mismatch(batch["sampler"], batch["old"], batch["mask"])
+            state, metrics, own = self._learn(state, batch)
+            away = mismatch(batch["sampler"], own, batch["mask"])
             if settings.invariant:
-                check_bits(batch)
-            loss_fn = RolloutLoss(settings.loss, dtype, settings.remat)
-            for _ in range(settings.epochs):
-                state, metrics = train_step(state, batch, optimizer=self.optimizer, loss_fn=loss_fn, balance_rate=0.0)
-            self.engine.update(cast_weights(state.model, dtype))
+                check_bits(batch | {"old": own})
+            self.engine.update(cast_weights(state.model, settings.compute_dtype))
             jax.block_until_ready(state.step)
         new_tokens = int(batch["mask"].sum())
         out: dict[str, int | float] = {"step": number + 1}
         out |= {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
+        if len(parts) > 1:
+            out |= {f"reward_mean.{name}": float(np.mean(values)) for name, values in parts.items()}
+        if self.reference is not None:
+            out["kl_reference"] = float(metrics["kl"])
         out |= {"loss": float(metrics["policy"]), "grad_norm": float(metrics["grad_norm"])}
         out |= {"clipped": float(metrics["clipped"]), "kept": float(metrics["kept"])}
         out |= away | {"new_tokens": new_tokens, "tokens_mean": new_tokens / len(episodes)}
         return state, out | {"seconds": time.perf_counter() - began, "seconds_drawing": drawn - began}
 
-    def _decoded(self, row: Mapping[str, Any], episode: Episode) -> Any:
-        """Return an answer as the task reads it: a text, or, behind messages, the message that the model wrote."""
-        tokens = np.array(episode.tokens)[episode.is_drawn].tolist()
-        is_whole = tokens[-1] in self.asked.stop_ids
-        tokens = tokens[:-1] if is_whole else tokens
+    def _learn(
+        self, state: TrainState, batch: dict[str, Any]
+    ) -> tuple[TrainState, dict[str, Any], Float32[np.ndarray, "B T"]]:
+        """Take the optimiser steps of a round.
+
+        The first step of a round has the weights that drew: what it reads is the trainer's old policy, which later
+        steps take their ratio against, so that the tokens are read once a step.
+
+        Args:
+          state: donated.
+          batch: from `as_batch`, with advantages; not changed.
+
+        Returns:
+          (state, metrics of the last step, the trainer's log-probabilities of the tokens before the first step).
+        """
+        settings, own = self.settings, None
+        loss_fn = RolloutLoss(settings.loss, settings.compute_dtype, settings.remat, settings.temperature)
+        if self.reference is not None:
+            tokens, choices = jnp.asarray(batch["tokens"]), batch.get("choices")
+            more = dict(support=batch.get(SUPPORT), temperature=settings.temperature)
+            read = read_logprobs(self.reference, tokens, choices, settings.compute_dtype, **more)
+            batch = batch | {"reference": read}
+        batch = batch | {"old": batch["sampler"], "is_on_policy": np.array(settings.old == "trainer")}
+        for _ in range(settings.epochs):
+            state, metrics = train_step(state, batch, optimizer=self.optimizer, loss_fn=loss_fn, balance_rate=0.0)
+            if own is None:
+                own = np.asarray(metrics["logprobs"])
+                is_old = settings.old == "trainer"
+                batch = batch | {"old": own if is_old else batch["old"], "is_on_policy": np.array(False)}
+        return state, metrics, own
+
+    def _answer(self, row: Mapping[str, Any], episode: Episode, written: list[dict[str, Any]]) -> Any:
+        """Return an answer as the task reads it: a text; behind messages the message, or, with tools, all messages."""
+        tokens = np.array(episode.tokens)[last_turn(episode)].tolist()
         if "prompt" in row:
-            return self.tokenizer.decode(tokens)
+            return self.writer.text(tokens)
+        message = self.writer.message(row, tokens)
+        return [*written, message] if self.task.has_tools else message
+
+    def _respond(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        written: dict[int, list[dict[str, Any]]],
+        going: Sequence[tuple[int, Episode]],
+    ) -> list[tuple[int, ...] | None]:
+        """Return what tools write behind the answers that call some; None behind the others.
+
+        Args:
+          rows: of all episodes' prompts.
+          written: by the index of an episode, its messages behind the prompt; those of this turn are added.
+          going: episodes with their indices.
+        """
+        messages = {
+            i: self.writer.message(rows[i], np.array(episode.tokens)[last_turn(episode)].tolist())
+            for i, episode in going
+            if "messages" in rows[i]
+        }
+        calls = [(i, call) for i, message in messages.items() for call in message.get("tool_calls") or ()]
+        asked = [(call["function"]["name"], arguments_of(call), rows[i]) for i, call in calls]
+        texts = self.task.answer_calls(asked) if asked else []
+        results: dict[int, list[dict[str, Any]]] = {}
+        for (i, call), text in zip(calls, texts, strict=True):
+            results.setdefault(i, []).append({"role": "tool", "tool_call_id": call["id"], "content": text})
+        out: list[tuple[int, ...] | None] = []
+        for i, episode in going:
+            if i not in results or episode.tokens[-1] not in self.asked.stop_ids:
+                out.append(None)
+                continue
+            earlier = [*rows[i]["messages"], *written[i]]
+            out.append(self.writer.between(rows[i], earlier, messages[i], results[i], episode.tokens[-1]))
+            if len(episode.tokens) + len(out[-1]) >= self.length:
+                out[-1] = None
+            else:
+                written[i] += [messages[i], *results[i]]
+        return out
+
+
+@dataclass(frozen=True)
+class TurnWriter:
+    """Answers as messages, and the tokens that stand between a call of a tool and the next answer.
+
+    Attributes:
+      tokenizer, template: of the model; a task whose prompts are texts needs no template.
+      stop_ids: that end an answer.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    stop_ids: tuple[int, ...]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of an answer."""
+        return self.tokenizer.decode(tokens[:-1] if tokens[-1] in self.stop_ids else tokens)
+
+    def message(self, row: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the message that the model wrote, parsed; its calls are numbered.
+
+        Args:
+          row: of the prompt.
+          tokens: of one answer.
+        """
+        is_whole = tokens[-1] in self.stop_ids
         parser = OutputParser(tools=row.get("tools"), thinking_mode=row.get("thinking_mode"))
-        events = list(parser.feed(self.tokenizer.decode(tokens, skip_special_tokens=False)))
-        return Message.of([*events, *parser.finish(is_cut=not is_whole)]).as_dict()
+        text = self.tokenizer.decode(tokens[:-1] if is_whole else tokens, skip_special_tokens=False)
+        return Message.of([*parser.feed(text), *parser.finish(is_cut=not is_whole)]).as_dict()
+
+    def between(
+        self,
+        row: Mapping[str, Any],
+        earlier: Sequence[Mapping[str, Any]],
+        message: Mapping[str, Any],
+        results: Sequence[Mapping[str, Any]],
+        stop_id: int,
+    ) -> tuple[int, ...]:
+        """Return the tokens behind an answer up to the next one: what tools wrote, as the template has it.
+
+        The answer's own tokens stay as they were drawn: nothing is rendered or encoded again.
+
+        Args:
+          row: of the prompt.
+          earlier: messages before the answer.
+          message: the answer.
+          results: the tools' messages.
+          stop_id: the token that the answer ended with.
+
+        Raises:
+          ValueError: a template that changes earlier turns, or writes an answer without its last token.
+        """
+        render = partial(self.template.render, tools=row.get("tools"), thinking_mode=row.get("thinking_mode"))
+        before = render([*earlier, message], add_generation_prompt=False)
+        after, stop = render([*earlier, message, *results]), self.tokenizer.decode([stop_id], skip_special_tokens=False)
+        if not after.startswith(before) or stop not in before:
+            raise ValueError(
+                f"{self.template.name} writes an earlier answer in another way once a tool has answered: episodes of "
+                "several turns need one that does not"
+            )
+        return tuple(self.tokenizer.encode(after[before.rindex(stop) + len(stop) :]))
+
+
+def last_turn(episode: Episode) -> slice:
+    """Return the columns of an episode's last answer: its tokens behind the last one that others wrote."""
+    return slice(int(np.flatnonzero(~episode.is_drawn)[-1]) + 1, None)
+
+
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call in OpenAI's layout."""
+    arguments = call["function"]["arguments"]
+    return json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
 
 
 def prompts_of_round(number: int, per_round: int, count: int, seed: int) -> list[int]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from m3jax.decoding.sampling import log_normaliser, logprob_of
+from m3jax.decoding.support import logits_within
 from m3jax.model import M3, Choices
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
@@ -154,7 +155,12 @@ def next_token_loss(
 
 
 def token_logprobs(
-    model: M3, tokens: Int[Array, "B T"], choices: Choices | None = None, remat: bool = False
+    model: M3,
+    tokens: Int[Array, "B T"],
+    choices: Choices | None = None,
+    remat: bool = False,
+    support: Int[Array, "B T-1 W"] | None = None,
+    temperature: float | None = None,
 ) -> Float[Array, "B T-1"]:
     """Return the log-probability of each token but the first, given those before it; it has gradients.
 
@@ -166,18 +172,25 @@ def token_logprobs(
       tokens: prompts and what followed, right-padded; what the padding gets means nothing.
       choices: experts and blocks that tokens take in place of the model's own choice, as a request's record has them.
       remat: recompute activations in the backward pass.
+      support: the tokens that could have been drawn in the place of each, as a request's record "support" has them; -1
+        for all. The log-probabilities are then those among these, and other tokens have a gradient of exactly 0.
+      temperature: by which logits are divided. None, without a support, reads the model's own logits, as the engine's
+        `logprobs` do; a number, as "drawn_logprobs" do.
     """
     x, *_ = model.trunk(tokens, choices=choices, remat=remat)
     hidden = model.final_norm(x)
     tile = LOGITS_TILE if model.compute.invariant else None
 
-    def of_tokens(hidden, tokens):
+    def of_tokens(hidden, tokens, support):
         logits = model.unembed(hidden).astype(jnp.float32)
+        if support is not None or temperature is not None:
+            logits = logits_within(logits, support, 1.0 if temperature is None else temperature)
         return logprob_of(tokens, logits, by_tiles(log_normaliser, tile, logits))
 
     batch, length, width = hidden[:, :-1].shape
-    hidden_and_targets = hidden[:, :-1].reshape(-1, width), tokens[:, 1:].reshape(-1)
-    return by_tiles(of_tokens, model.compute.token_tile, *hidden_and_targets).reshape(batch, length)
+    of_rows = hidden[:, :-1].reshape(-1, width), tokens[:, 1:].reshape(-1)
+    support = None if support is None else support.reshape(batch * length, -1)
+    return by_tiles(of_tokens, model.compute.token_tile, *of_rows, support).reshape(batch, length)
 
 
 def index_kl(

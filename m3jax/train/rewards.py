@@ -1,12 +1,15 @@
 """A task of its user's: a Python file that gives prompts and rewards answers, run in a process of its own."""
 
+import asyncio
 import importlib.util
+import inspect
 import math
 import multiprocessing
 import queue
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from m3jax.messages import shown
@@ -25,9 +28,19 @@ class TaskFile:
     dialogue), and with any columns. `reward` is called with the prompts and the answers, and with each column by its
     name, all lists of one length; it gives a list of numbers, one an answer.
 
+    In place of `reward` there may be REWARDS, a dictionary of several by their names: each a function, or a dictionary
+    of "function", "weight" (1 where it is left out) and "grouped" (True for a function that is called with the answers
+    to one prompt at a time, to compare them). The answer's reward is their weighted sum.
+
+    `answer_call(name, arguments, **columns)` makes an episode go on where an answer calls a tool: the text that it
+    gives is what the tool wrote. All of these functions may be coroutines; those of one call run at the same time.
+
     Args:
       path: of the file.
       seconds: that one call may take.
+
+    Attributes:
+      has_tools: whether there is an `answer_call`.
 
     Raises:
       TaskError: a file that is not there, cannot be run, or has no such functions.
@@ -42,7 +55,7 @@ class TaskFile:
         self._process = context.Process(target=_serve, args=(str(self.path), self._asked, self._answers), daemon=True)
         self._process.start()
         try:
-            self._receive("the file", seconds + _FIRST_SECONDS)
+            self.weights, self.has_tools = self._receive("the file", seconds + _FIRST_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -63,23 +76,54 @@ class TaskFile:
                 raise TaskError(f"{name}, row {number}: its prompt is empty")
         return rows
 
-    def reward(self, rows: Sequence[Mapping[str, Any]], completions: Sequence[Any]) -> list[float]:
-        """Return the rewards of some answers.
+    def reward(self, rows: Sequence[Mapping[str, Any]], completions: Sequence[Any], group: int = 1) -> list[float]:
+        """Return the rewards of some answers: the weighted sums of `reward_parts`, whose arguments these are."""
+        parts = self.reward_parts(rows, completions, group)
+        weighted = [[self.weights[name] * value for value in values] for name, values in parts.items()]
+        return [math.fsum(of_answer) for of_answer in zip(*weighted, strict=True)]
+
+    def reward_parts(
+        self, rows: Sequence[Mapping[str, Any]], completions: Sequence[Any], group: int = 1
+    ) -> dict[str, list[float]]:
+        """Return what each of the task's rewards gives some answers, before its weight; by name.
 
         Args:
           rows: of `prompts()`, one an answer.
           completions: the answers.
+          group: how many answers, one behind the other, each prompt has.
 
         Raises:
-          TaskError: the function raised, took too long, or gave no list of as many finite numbers.
+          TaskError: a function raised, took too long, or gave no list of as many finite numbers.
         """
         names = sorted({name for row in rows for name in row} - {"prompt", "messages"})
         columns = {name: [row.get(name) for row in rows] for name in names}
         prompts = [row.get("prompt", row.get("messages")) for row in rows]
-        rewards, name = self._call("reward", prompts, list(completions), **columns), f"reward() of {self.path}"
-        if not isinstance(rewards, list | tuple) or len(rewards) != len(completions):
+        found = self._call("reward", prompts, list(completions), columns, group)
+        return {name: self._checked(name, rewards, len(completions)) for name, rewards in found.items()}
+
+    def answer_calls(self, calls: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
+        """Return what the task's tools write.
+
+        Args:
+          calls: names, arguments, and rows of `prompts()`.
+
+        Raises:
+          TaskError: a function raised, took too long, or gave no text.
+        """
+        is_column = lambda name: name not in ("prompt", "messages")
+        given = [(name, dict(args), {k: v for k, v in row.items() if is_column(k)}) for name, args, row in calls]
+        texts = self._call("answer_call", given)
+        for (name, *_), text in zip(given, texts, strict=True):
+            if not isinstance(text, str):
+                raise TaskError(f"answer_call() of {self.path} gave {shown(text)} for {name}: give a text")
+        return texts
+
+    def _checked(self, name: str, rewards: Any, count: int) -> list[float]:
+        """Return what one reward gave as numbers."""
+        name = f"{name if name == 'reward' else f'reward {name}'}() of {self.path}"
+        if not isinstance(rewards, list | tuple) or len(rewards) != count:
             given = f"{len(rewards)} numbers" if isinstance(rewards, list | tuple) else shown(rewards)
-            raise TaskError(f"{name} gave {given} for {len(completions)} answers: give a list, one each")
+            raise TaskError(f"{name} gave {given} for {count} answers: give a list, one each")
         for number, reward in enumerate(rewards):
             is_number = isinstance(reward, int | float) and math.isfinite(reward)  # True and False are 1 and 0
             if not is_number:
@@ -100,8 +144,8 @@ class TaskFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self._asked.put((name, args, kwargs))
+    def _call(self, name: str, *args: Any) -> Any:
+        self._asked.put((name, args))
         return self._receive(f"{name}()", self._seconds)
 
     def _receive(self, what: str, seconds: int | float) -> Any:
@@ -128,22 +172,89 @@ def _serve(path: str, asked: Any, answers: Any) -> None:
         spec = importlib.util.spec_from_file_location("m3jax_task", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        if missing := [name for name in ("prompts", "reward") if not callable(getattr(module, name, None))]:
-            answers.put((f"it has no function {missing[0]}", None))
-            return
-        answers.put((None, None))
+        if not callable(getattr(module, "prompts", None)):
+            raise TaskError("it has no function prompts")
+        rewards, answer_call = _rewards_of(module), getattr(module, "answer_call", None)
+        weights = {name: weight for name, (_, weight, _) in rewards.items()}
+        answers.put((None, (weights, callable(answer_call))))
+        functions = {
+            "prompts": module.prompts,
+            "reward": lambda *args: asyncio.run(_reward(rewards, *args)),
+            "answer_call": lambda calls: asyncio.run(_answer(answer_call, calls)),
+        }
         while True:
-            name, args, kwargs = asked.get()
+            name, args = asked.get()
             try:
-                answers.put((None, getattr(module, name)(*args, **kwargs)))
+                answers.put((None, functions[name](*args)))
+            except TaskError as error:
+                answers.put((str(error), None))
             except Exception as error:
-                answers.put((_said(error), None))
+                answers.put((_said(error, path), None))
+    except TaskError as error:
+        answers.put((str(error), None))
     except Exception as error:
-        answers.put((_said(error), None))
+        answers.put((_said(error, path), None))
 
 
-def _said(error: Exception) -> str:
-    """Return an error of a task in one line, with the line of its file."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.name != "_serve"]
+def _rewards_of(module: ModuleType) -> dict[str, tuple[Callable[..., Any], float, bool]]:
+    """Return a task's rewards by name: function, weight, and whether it is called with one group at a time."""
+    given = getattr(module, "REWARDS", None)
+    if given is None:
+        if not callable(getattr(module, "reward", None)):
+            raise TaskError("it has no function reward")
+        return {"reward": (module.reward, 1.0, False)}
+    if not isinstance(given, Mapping) or not given:
+        raise TaskError(f"REWARDS is {shown(given)}: give functions by name")
+    rewards = {}
+    for name, reward in given.items():
+        knobs = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
+        function, weight, grouped = knobs.pop("function", None), knobs.pop("weight", 1.0), knobs.pop("grouped", False)
+        is_number = isinstance(weight, int | float) and math.isfinite(weight)
+        if not callable(function) or not is_number or not isinstance(grouped, bool) or knobs:
+            raise TaskError(f"REWARDS[{name!r}] is {shown(reward)}: give a function, or a dictionary of function, "
+                             "weight (a number) and grouped (True or False)")  # fmt: skip
+        rewards[str(name)] = (function, float(weight), grouped)
+    return rewards
+
+
+async def _value(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _reward(
+    rewards: Mapping[str, tuple[Callable[..., Any], float, bool]],
+    prompts: list[Any],
+    completions: list[Any],
+    columns: Mapping[str, list[Any]],
+    group: int,
+) -> dict[str, Any]:
+    """Return what each reward gives; coroutines run at the same time."""
+
+    async def one(name, function, grouped):
+        size = group if grouped else max(len(prompts), 1)
+        cuts = [slice(i, i + size) for i in range(0, len(prompts), size)]
+        of_cut = lambda cut: {name: values[cut] for name, values in columns.items()}
+        calls = [_value(function(prompts[cut], completions[cut], **of_cut(cut))) for cut in cuts]
+        parts = await asyncio.gather(*calls)
+        if not grouped:
+            return parts[0]
+        for part in parts:  # a group that is short must not be made up for by another
+            if not isinstance(part, list | tuple) or len(part) != group:
+                given = f"{len(part)} numbers" if isinstance(part, list | tuple) else shown(part)
+                raise TaskError(f"reward {name} gave {given} for a group of {group} answers: give a list, one each")
+        return [value for part in parts for value in part]
+
+    found = await asyncio.gather(*(one(name, function, grouped) for name, (function, _, grouped) in rewards.items()))
+    return dict(zip(rewards, found, strict=True))
+
+
+async def _answer(answer_call: Callable[..., Any], calls: Sequence[tuple[str, dict, dict]]) -> list[Any]:
+    """Return what a task's tools write; coroutines run at the same time."""
+    return list(await asyncio.gather(*(_value(answer_call(name, args, **row)) for name, args, row in calls)))
+
+
+def _said(error: Exception, path: str) -> str:
+    """Return an error of a task in one line, with the line of its file where it was raised under one."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f" (line {lines[-1]})" if lines else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"

@@ -108,9 +108,9 @@ def decode_in_rounds(
         # The invariant mode draws each token as decoding without a draft does: the text is the same with any draft.
         if not is_invariant(model):
             logits = model.unembed(hidden).astype(jnp.float32)  # [B X V]
-            verdict = verify(logits, proposal, sampling, context, lengths + 1, wants_top, num_top)
+            verdict = verify(logits, proposal, sampling, context, lengths + 1, wants_top, num_top, records)
         else:
-            verdict = _draw_all(model, hidden, proposal, state.continuations, context, lengths + 1, num_top)
+            verdict = _draw_all(model, hidden, proposal, state.continuations, context, lengths + 1, num_top, records)
 
         # Keep what a row may have of the accepted ones and the target's own; its length says what is in the cache.
         continuations, stop_reasons, counts = _append_tokens(state.continuations, verdict, is_live)
@@ -125,6 +125,8 @@ def decode_in_rounds(
             stop_reasons=jnp.where(is_live, stop_reasons, state.stop_reasons),
             draft_memory=memory,
         )
+
+        made |= verdict.of_draws
 
         # Write the kept columns behind what each row got in earlier rounds; one past the buffer is dropped.
         column = jnp.arange(1 + draft_tokens, dtype=jnp.int32)
@@ -161,6 +163,7 @@ def _draw_all(
     context: DrawContext,
     positions: Int32[Array, "B"],
     num_top: int,
+    records: tuple[str, ...] = (),
 ) -> Verdict:
     """Return the tokens that decoding without a draft would draw, and the length of the run of proposals that agree.
 
@@ -175,10 +178,11 @@ def _draw_all(
       context: of B rows, before the proposals.
       positions: that the first proposal of each row would have.
       num_top: as in `prefill`.
+      records: as in `draw_token`.
     """
     batch, width = hidden.shape[:2]
     of_column = lambda x: jnp.repeat(x, width, axis=0)
-    drawn = draw_token(
+    drawn, of_draws = draw_token(
         model,
         hidden.reshape(batch * width, -1),
         jax.tree.map(of_column, continuations.sampling),
@@ -186,11 +190,13 @@ def _draw_all(
         (positions[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1),
         of_column(continuations.top_logprobs > 0),
         num_top,
+        records=records,
     )
-    tokens, logprobs, *top = (x.reshape(batch, width, *x.shape[1:]) for x in drawn)  # [B X] and [B X Z], two each
+    by_row = lambda x: x.reshape(batch, width, *x.shape[1:])
+    tokens, logprobs, *top = map(by_row, drawn)  # [B X] and [B X Z], two each
     is_agreed = (tokens[:, :-1] == proposal.tokens) & (tokens[:, :-1] >= 0)
     accepted = jnp.sum(jnp.cumprod(is_agreed, axis=1), axis=1, dtype=jnp.int32)
-    return Verdict(accepted, tokens, logprobs, *top)
+    return Verdict(accepted, tokens, logprobs, *top, {name: by_row(value) for name, value in of_draws.items()})
 
 
 def _append_tokens(

@@ -30,7 +30,8 @@ from m3jax.decoding.device.state import (
     pin,
 )
 from m3jax.decoding.protocols import (
-    RECORDS,
+    CHOICES,
+    OF_DRAWS,
     HostStacks,
     PagedCache,
     RecordingModel,
@@ -49,10 +50,12 @@ from m3jax.decoding.sampling import (
     logprob_of,
     pushed,
     row_keys,
+    sample_and_keep,
     sample_with_top,
 )
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.steering import Steering
+from m3jax.decoding.support import record_draws
 from m3jax.model import join_features
 from m3jax.platform import platform
 from m3jax.tiles import LOGITS_TILE, by_tiles
@@ -142,7 +145,7 @@ def prefill(
     # Where the host waits for a condition, it could prepare the next chunk only when this one is through. The invariant
     # mode has prompts and steps draw in the same way.
     cond = compute_both if platform() == "gpu" and not is_invariant(model) else lax.cond
-    drawn = draw_token(
+    drawn, of_draws = draw_token(
         model,
         last_hidden,
         continuations.sampling,
@@ -151,7 +154,9 @@ def prefill(
         continuations.top_logprobs > 0,
         num_top,
         cond,
+        records,
     )
+    choices |= of_draws
     scores = None if chunk.targets is None else score_tokens(model, hidden, chunk.targets, num_top)
     token, memory = drawn.tokens, None
     if drafter is not None:
@@ -231,7 +236,10 @@ def decode(
         hidden, _, made, cache = run_model(model, None, *inputs, records=records, edits=edits)
         # The new token will stand at position `lengths`, which decides its random key.
         context, wants_top = continuations.context(is_edited, masks), continuations.top_logprobs > 0
-        drawn = draw_token(model, hidden[:, 0], continuations.sampling, context, lengths, wants_top, num_top)
+        drawn, of_draws = draw_token(
+            model, hidden[:, 0], continuations.sampling, context, lengths, wants_top, num_top, records=records
+        )
+        made |= {name: value[:, None] for name, value in of_draws.items()}
         continuations, stop_reasons, is_appended = _append_token(continuations, drawn.tokens, is_active)
         state = State(
             cache=cache,
@@ -264,7 +272,10 @@ def room_for_choices(
 
     def one_step(model, state, host):
         tokens, zeros = state.newest_token[:, None], jnp.zeros((len(state.lengths), 1), jnp.int32)
-        return run_model(model, None, tokens, state.cache, host, zeros, state.lengths, records=records)[2]
+        hidden, _, made, _ = run_model(model, None, tokens, state.cache, host, zeros, state.lengths, records=records)
+        logits = model.unembed(hidden).astype(jnp.float32)
+        of_draws = record_draws(logits[:, 0], state.newest_token, records)
+        return made | {name: value[:, None] for name, value in of_draws.items()}
 
     shapes = jax.eval_shape(one_step, model, state, host)  # [B 1 ...] each
     return {name: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype) for name, x in shapes.items()}
@@ -320,7 +331,8 @@ def run_model(
       positions: where each token stands; -1 for none.
       lengths: tokens of each row after this call.
       embeddings: what the layers read in place of the tokens' own embeddings.
-      records: names of choices and of other values to return; the model is a `RecordingModel` if there are some.
+      records: names of choices and of other values to return; the model is a `RecordingModel` if there are some. What
+        is recorded of a draw is passed over.
       edits: as in `prefill`.
 
     Returns:
@@ -336,15 +348,16 @@ def run_model(
         call["edits"] = edits
     tapped_layers = () if drafter is None else drafter.taps
     taps, choices = None, {}
-    if records:
-        hidden, taps, choices, cache = model.recorded(tokens, records, tapped_layers, **call)
+    of_layers = tuple(name for name in records if name not in OF_DRAWS)
+    if of_layers:
+        hidden, taps, choices, cache = model.recorded(tokens, of_layers, tapped_layers, **call)
     elif tapped_layers:
         hidden, taps, cache = model.tapped(tokens, tapped_layers, **call)
     else:
         hidden, cache = model.hidden(tokens, **call)
     # Ids of experts and of blocks are small: half the bytes to carry to the host.
     dtype = jnp.int16 if cache.table.shape[1] <= jnp.iinfo(jnp.int16).max else jnp.int32
-    choices = {name: choice.astype(dtype) if name in RECORDS else choice for name, choice in choices.items()}
+    choices = {name: choice.astype(dtype) if name in CHOICES else choice for name, choice in choices.items()}
     return hidden, taps, choices, cache if host is None else cache.replace(host=None)
 
 
@@ -357,7 +370,8 @@ def draw_token(
     wants_top: Bool[Array, "B"],
     num_top: int,
     cond: Callable[..., PyTree[Array]] = lax.cond,
-) -> Drawn:
+    records: tuple[str, ...] = (),
+) -> tuple[Drawn, dict[str, Shaped[Array, "B ..."]]]:
     """Return each row's next token with its log-probability, and the most probable tokens where some row asks for them.
 
     The draw depends on the row's seed and the position that the token will have, and on nothing else.
@@ -371,20 +385,27 @@ def draw_token(
       wants_top: rows that ask for the most probable tokens.
       num_top: Z, how many.
       cond: as in `sample`.
+      records: names of what is recorded; those that are of a draw are made here.
+
+    Returns:
+      (tokens, what `record_draws` gives).
     """
     logits = model.unembed(hidden).astype(jnp.float32)  # [B V]
     tile = LOGITS_TILE if is_invariant(model) else None
+    keeps_filtered = any(name in OF_DRAWS for name in records)
     if tile is not None and context.row is None:
         context = replace(context, row=jnp.arange(len(logits), dtype=jnp.int32))  # a tile finds its own rows' texts
 
     def draw(logits, sampling, positions, wants_top, is_edited, row, later):
         keys, of_rows = row_keys(sampling.seed, positions), dict(is_edited=is_edited, row=row, later=later)
-        return sample_with_top(logits, sampling, keys, replace(context, **of_rows), wants_top, num_top, cond)
+        draw_rows = sample_and_keep if keeps_filtered else sample_with_top
+        return draw_rows(logits, sampling, keys, replace(context, **of_rows), wants_top, num_top, cond)
 
     of_rows = context.is_edited, context.row, context.later
-    tokens, top_ids, top_logits = by_tiles(draw, tile, logits, sampling, positions, wants_top, *of_rows)
+    tokens, top_ids, top_logits, *kept = by_tiles(draw, tile, logits, sampling, positions, wants_top, *of_rows)
     log_total = by_tiles(log_normaliser, tile, logits)
-    return Drawn(tokens, logprob_of(tokens, logits, log_total), top_ids, top_logits - log_total[:, None])
+    drawn = Drawn(tokens, logprob_of(tokens, logits, log_total), top_ids, top_logits - log_total[:, None])
+    return drawn, record_draws(kept[0], tokens, records, tile) if kept else {}
 
 
 def _append_token(

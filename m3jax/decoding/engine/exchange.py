@@ -15,7 +15,7 @@ from m3jax.cache import Cache
 from m3jax.decoding.engine.media import Media
 from m3jax.decoding.engine.request import Params, check_ids
 from m3jax.decoding.engine.sealed import seal, unseal
-from m3jax.decoding.protocols import RECORDS, Identity, PageContents, TargetConfig
+from m3jax.decoding.protocols import CHOICES, SUPPORT, Identity, PageContents, TargetConfig
 from m3jax.decoding.sampling import Sampling
 from m3jax.messages import shown
 
@@ -188,15 +188,16 @@ def check_snapshot(
     if not isinstance(snapshot.top_logprobs, tuple) or len(snapshot.top_logprobs) not in (0, len(snapshot.new)):
         count = len(snapshot.new)
         raise ValueError(f"the snapshot's top_logprobs must be a tuple, empty or of {count} entries, one a new token")
+    of_ids = (*CHOICES, SUPPORT)
     if not isinstance(snapshot.records, Mapping) or any(
         not isinstance(record, np.ndarray)
-        or not jnp.issubdtype(record.dtype, jnp.signedinteger if name in RECORDS else jnp.number)
+        or not jnp.issubdtype(record.dtype, jnp.signedinteger if name in of_ids else jnp.number)
         or len(record) != len(snapshot.new)
         for name, record in snapshot.records.items()
     ):
         count = len(snapshot.new)
         raise ValueError(
-            f"the snapshot's records must be arrays of numbers by name (integers of {', '.join(RECORDS)}), each with "
+            f"the snapshot's records must be arrays of numbers by name (integers of {', '.join(of_ids)}), each with "
             f"{count} rows, one a new token"
         )
     count, cached = len(snapshot.prompt) + len(snapshot.new), snapshot.cached

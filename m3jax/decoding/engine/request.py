@@ -31,7 +31,9 @@ class Params:
         off.
       prompt_logprobs: how many of the most probable tokens `Generation.prompt_logprobs` has in the place of each token
         of the prompt but the first, 0 to 20; None for no such list. Such a request computes its whole prompt.
-      record: choices of the layers that come back for each new token (`Generation.records`): "expert_ids", "blocks".
+      record: what comes back of each new token (`Generation.records`): the layers' choices, "expert_ids" and "blocks";
+        the tokens that could have been drawn in its place, "support", and its log-probability among them,
+        "drawn_logprobs".
       capture: names of other values that come back with them, as `m3jax.model.M3.intermediates` has them, such as
         "layers.3.output"; "layers.*." for all layers that have the value.
     """
@@ -119,8 +121,10 @@ class Generation:
       records: what `Params.record` and `Params.capture` asked for, by name, first axis new tokens: the choices and
         values that the layers had at the position whose logits drew the token. "expert_ids" are [X L A] of the L layers
         that have experts, best first, "blocks" [X L K J] of the sparse layers; int16, or int32 where a request can have
-        more than 32,767 blocks; `m3jax.model.Choices.of_records` gives them to a call of the model. Other values have
-        the axes that `intermediates` gives them but the batch, tokens first: "layers.3.q" [X N H],
+        more than 32,767 blocks; `m3jax.model.Choices.of_records` gives them to a call of the model. "support" is the
+        set of tokens that the knobs left, [X W] int32 with the bits of `Guide.bits`, and "drawn_logprobs" [X] float32
+        the token's log-probability after every knob, where `logprobs` has it before them (`m3jax.decoding.support`).
+        Other values have the axes that `intermediates` gives them but the batch, tokens first: "layers.3.q" [X N H],
         "layers.3.block_scores" [X K M], in their own dtype. A token that was not recorded has -1, or NaN.
       drafted: tokens that a draft proposed for it; no part of what makes two generations equal.
       accepted: of these, those that the model accepted; likewise.
@@ -205,7 +209,8 @@ class Request:
       guide: says which tokens may come next, if there is one.
       edits: how values are changed in it, by name; None for not at all.
       key_offset: of the key of its first token (`m3jax.decoding.steering.KeyOffsets`).
-      recorded: of `records` what each call gave, in order; of the latest call on its way from the device.
+      recorded: of `records` what each call gave, in order.
+      unread_records: what the latest call gave, on its way from the device, as arguments of `note_records`.
       row: its place in the decode batch; None while it waits for one.
       page_handle: the allocator's handle of its pages; None while it has none.
       cached: tokens of it in the cache.
@@ -241,6 +246,7 @@ class Request:
     edits: Mapping[str, Steer] | None = None
     key_offset: int = 0
     recorded: list[dict[str, Shaped[np.ndarray, "X ..."]]] = field(default_factory=list)
+    unread_records: tuple[Mapping[str, Shaped[HostOrDevice, "B W ..."]], int, int] | None = None
     row: int | None = None
     page_handle: int | None = None
     cached: int = 0
@@ -393,20 +399,25 @@ class Request:
           index: the request's row in them.
           count: its new tokens.
         """
-        if not self.params.recorded or not count:
-            return
-        if self.recorded:
-            self.recorded[-1] = {name: np.asarray(values) for name, values in self.recorded[-1].items()}
-        self.recorded.append({name: records[name][index, :count] for name in self.params.recorded})
+        if self.params.recorded and count:
+            self._read_records()
+            self.unread_records = records, index, count
+
+    def _read_records(self) -> None:
+        """Wait for what the latest call recorded. It is cut on the host: the device would compile for each count."""
+        if self.unread_records is not None:
+            records, index, count = self.unread_records
+            of_row = lambda name: np.asarray(records[name])[index, :count].copy()  # of the whole nothing is held
+            self.recorded.append({name: of_row(name) for name in self.params.recorded})
+            self.unread_records = None
 
     @property
     def records(self) -> dict[str, Shaped[np.ndarray, "X ..."]]:
         """The values that were recorded for the new tokens, as in `Generation`; {} before the first."""
+        self._read_records()
         if not self.recorded:
             return {}
-        whole = {
-            name: np.concatenate([np.asarray(of_call[name]) for of_call in self.recorded]) for name in self.recorded[0]
-        }
+        whole = {name: np.concatenate([of_call[name] for of_call in self.recorded]) for name in self.recorded[0]}
         # Tokens that were taken over from a request that recorded nothing come first.
         missing = {name: len(self.new) - len(values) for name, values in whole.items()}
         nothing = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else -1

@@ -21,6 +21,7 @@ from m3jax.decoding.sampling import (
     row_keys,
     top_logits,
 )
+from m3jax.decoding.support import record_draws
 
 # What a random number at a position is for: each is drawn from a key of its own.
 _ACCEPT, _DRAW, DRAFT = range(3)
@@ -49,6 +50,7 @@ class Verdict(NamedTuple):
       logprobs: of each token under the target's own logits, before any knob.
       top_ids: the Z most probable tokens in each place under the same logits, best first; 0 where no row asks for them.
       top_logprobs: of these.
+      of_draws: what `record_draws` gives in each place, by name.
     """
 
     accepted: Int32[Array, "B"]
@@ -56,6 +58,7 @@ class Verdict(NamedTuple):
     logprobs: Float32[Array, "B X"]
     top_ids: Int32[Array, "B X Z"]
     top_logprobs: Float32[Array, "B X Z"]
+    of_draws: dict[str, Shaped[Array, "B X ..."]]
 
 
 @jax.tree_util.register_dataclass
@@ -82,6 +85,7 @@ def verify(
     positions: Int32[Array, "B"],
     wants_top: Bool[Array, "B"] | None = None,
     num_top: int = 0,
+    records: tuple[str, ...] = (),
 ) -> Verdict:
     """Accept the longest run of proposals that the rule allows, and draw one token more.
 
@@ -99,6 +103,8 @@ def verify(
       positions: that the first proposal of each row would have.
       wants_top: rows that ask for the most probable tokens; None for none.
       num_top: Z, how many.
+      records: names of what is recorded; those that are of a draw are made here. Whatever a token's proposal was, it is
+        distributed as the target's own draw.
 
     Source: Leviathan et al. 2023, algorithm 1; vLLM's rejection sampler for proposals without a distribution.
     """
@@ -132,7 +138,9 @@ def verify(
         found = lax.cond(jnp.any(wants_top), partial(top_logits, num_top=num_top), lambda _: none, rows)  # [B*X Z]
         top_ids, top = (x.reshape(batch, width, num_top) for x in found)
         top_logprobs = top - log_total[..., None]
-    return Verdict(accepted, tokens, chosen - log_total, top_ids, top_logprobs)
+    of_draws = record_draws(filtered, tokens.reshape(-1), records)
+    of_draws = {name: value.reshape(batch, width, *value.shape[1:]) for name, value in of_draws.items()}
+    return Verdict(accepted, tokens, chosen - log_total, top_ids, top_logprobs, of_draws)
 
 
 def position_keys(seed: UInt32[Array, "B"], positions: Int32[Array, "B"], purpose: int) -> Key[Array, "B"]:

@@ -1,0 +1,78 @@
+"""Rewards of a task: several with weights, of groups, of coroutines; and tools that answer."""
+
+import textwrap
+
+import pytest
+
+from m3jax.train.rewards import TaskError, TaskFile
+
+TASK = """
+import asyncio
+
+def prompts():
+    return [dict(prompt="x", wanted="a"), dict(prompt="y", wanted="b")]
+
+def right(prompts, completions, wanted):
+    return [float(text == word) for text, word in zip(completions, wanted)]
+
+async def longest(prompts, completions, wanted):
+    assert len(set(prompts)) == 1 and len(completions) == len(wanted) == 3
+    await asyncio.sleep(0.3)
+    best = max(map(len, completions))
+    return [len(text) == best for text in completions]
+
+async def answer_call(name, arguments, wanted):
+    await asyncio.sleep(0.3)
+    if name == "fail":
+        raise KeyError(name)
+    return f"{name}{arguments['n']}{wanted}" if name != "none" else None
+
+REWARDS = {"right": right, "longest": dict(function=longest, weight=0.5, grouped=True)}
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "task.py"
+    path.write_text(TASK, encoding="utf-8")
+    with TaskFile(path, seconds=0.9) as made:  # four coroutines of 0.3 s one after the other would take longer
+        yield made
+
+
+def test_rewards_are_weighed_and_groups_are_compared_alone(task):
+    rows = [row for row in task.prompts() for _ in range(3)]
+    answers = ["a", "aaa", "a", "b", "", "a"]
+    assert task.weights == {"right": 1.0, "longest": 0.5} and task.has_tools
+    parts = task.reward_parts(rows, answers, group=3)
+    assert parts == {"right": [1, 0, 1, 1, 0, 0], "longest": [0, 1, 0, 1, 0, 1]}
+    assert task.reward(rows, answers, group=3) == [1, 0.5, 1, 1.5, 0, 0.5]
+
+
+def test_tools_answer_at_the_same_time(task):
+    rows = task.prompts()
+    calls = [("add", {"n": i}, rows[i % 2]) for i in range(4)]
+    assert task.answer_calls(calls) == ["add0a", "add1b", "add2a", "add3b"]
+    with pytest.raises(TaskError, match=r"answer_call\(\) of .*task.py: KeyError: 'fail' \(line 19\)"):
+        task.answer_calls([("fail", {}, rows[0])])
+    with pytest.raises(TaskError, match="gave None for none: give a text"):
+        task.answer_calls([("none", {"n": 1}, rows[0])])
+
+
+WRONG = {
+    "REWARDS = {}": "REWARDS is {}: give functions by name",
+    "REWARDS = {'a': 3}": "REWARDS['a'] is 3: give a function, or a dictionary of function, weight",
+    "REWARDS = {'a': dict(function=right, weight=float('nan'))}": "REWARDS['a'] is",
+    "REWARDS = {'a': dict(function=right, wait=1)}": "REWARDS['a'] is",
+    "REWARDS = {'a': right, 'b': lambda *_, **__: [1]}": "reward b() of",
+    "REWARDS = {'a': dict(function=lambda *_, **__: [1] * 6, grouped=True)}": "reward a gave 6 numbers for a group",
+    "async def hang(*_, **__):\n    await asyncio.sleep(9)\nREWARDS = {'a': hang}": "took more than 1 s",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_with_a_reward_is_said_in_a_line(text, tmp_path):
+    path = tmp_path / "task.py"
+    path.write_text(textwrap.dedent(TASK) + text, encoding="utf-8")
+    with pytest.raises(TaskError) as raised, TaskFile(path, seconds=1) as made:
+        made.reward([row for row in made.prompts() for _ in range(3)], ["a"] * 6, group=3)
+    assert WRONG[text] in str(raised.value) and "\n" not in str(raised.value)
