@@ -53,7 +53,7 @@ def offloaded(kind: str):
 
 @cache
 def narrow():
-    return engine(Watched(model()), **NARROW, device_pages=10, host_memory="pinned_host")
+    return engine(Watched(model()), **NARROW, device_pages=10, host_memory="numpy")
 
 
 @cache
@@ -158,7 +158,7 @@ def test_only_selected_pages_move():
 
 def test_host_memory_is_where_it_is_read_from():
     """Overwritten pages change what comes out, but those that nobody selects do not."""
-    served = engine(model(), **NARROW, device_pages=10, host_memory="numpy")
+    served = engine(Watched(model()), **NARROW, device_pages=10, host_memory="numpy")  # the programs of `narrow`
     memory = next(pages.kv for pages in served._runner.host.pages if pages is not None)
     memory[:] = np.nan
     (clean,) = serve(served, (prompt(100, 5), params(12)))

@@ -58,7 +58,7 @@ def test_nothing_compiles_after_warmup():
     served.warmup()
     with compilations() as seen:
         live: list[int] = []
-        for step in range(150):
+        for step in range(80):
             live = [handle for handle in live if served.reason(handle) == "unfinished"]
             if rng.random() < 0.4 or not live:
                 live.append(served.add(prompt(int(rng.integers(1, 90)), seed=step % 3), random_params(rng)))
@@ -194,7 +194,6 @@ def test_a_page_table_that_changes_compiles_nothing():
 def test_a_step_makes_no_second_cache():
     """Of two compiled programs the scratch memory is far below the cache, however many pages that has."""
     served = engine(model(), pages=8192)
-    served.warmup()
     chunk = device.Chunk(*(np.zeros(shape, np.int32) for shape in (2, (2, 12), 2, 2)))
     continuations = served._runner.continuations([], 2)
     prefill, cache_bytes = temporary_bytes(device.prefill, served, chunk, continuations)
@@ -350,7 +349,8 @@ def test_a_stop_id_as_the_last_token_that_is_allowed(draft):
     stop = next(token for token in free[6:] if free.index(token) >= 6)
     end = free.index(stop) + 1
     for limit, reason in ((end - 1, "length"), (end, "stop_id"), (end + 1, "stop_id")):
-        (found,) = serve(engine(model(), draft=draft), (prompt(30), params(limit, [stop])))
+        of_draft = dict(draft=draft, draft_tokens=3) if draft else {}  # as in test_speculative.py
+        (found,) = serve(engine(model(), **of_draft), (prompt(30), params(limit, [stop])))
         assert (found.tokens, found.stop_reason) == (free[: min(end, limit)], reason), f"limit {limit}, stop at {end}"
 
 

@@ -150,7 +150,8 @@ def go_on(served: Engine, handle: int) -> None:
 def live(number: int, row: dict) -> list[Generation]:
     """Serve the request as a row says, and return all that are to be equal to it."""
     served, asked = engine(number), params(number, 16, row)
-    greedy = lambda new: Params(max_new_tokens=new, sampling=Sampling(temperature=0))
+    # Others are recorded too, which spares each engine the programs that record nothing.
+    greedy = lambda new: Params(max_new_tokens=new, sampling=Sampling(temperature=0), record=asked.record)
     if row["known"]:  # its first two pages
         served.add((*TOKENS[:20], 3, 5, 9), greedy(4))
         served.run()

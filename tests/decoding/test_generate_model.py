@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import tiny
 from support.compilations import compilations
-from support.engines import QUICK, assert_stays, places, quick
+from support.engines import QUICK, quick
 from support.generation import params, run, tokens
 
 from m3jax.completion import generate
@@ -91,20 +91,12 @@ def test_nothing_compiles_after_warm_up(model, greedy, sampled):
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [({"data": 2, "tensor": 2, "expert": 2}, 4), ({"data": 4}, 1)], ids=str)
-def test_a_mesh_gives_the_same_tokens(model, greedy, sizes, rows):
-    """Sharded over host devices; the layout of the state is steady, so no later slice compiles.
-
-    Where the mesh divides the rows there are as many as it needs.
-    """
-    prompts, asked = PROMPTS[2 : 2 + rows] if rows == 1 else PROMPTS, params(NEW, temperature=0)
-    served = engine_for(copied(model, mesh=make_mesh(**sizes)), prompts, [asked] * rows, steps_per_call=8)
-    before = places(served)
-    with compilations() as seen:
-        found = tokens(run(served, prompts, asked))
-    assert seen == []
-    assert found == (greedy[2:3] if rows == 1 else greedy)
+def test_a_mesh_has_the_rows_that_it_divides(model, monkeypatch, sizes, rows):
+    """Where the mesh divides the rows there are as many as it needs. What they compute is in test_records.py."""
+    monkeypatch.setattr(Engine, "warmup", lambda *_, **__: None)
+    sharded, asked = copied(model, mesh=make_mesh(**sizes)), params(NEW, temperature=0)
+    served = engine_for(sharded, PROMPTS[:rows], [asked] * rows)
     assert len(served._runner.state.lengths) == 4
-    assert_stays(served, before)
 
 
 def test_half_precision(model):

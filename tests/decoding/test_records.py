@@ -8,7 +8,7 @@ import pytest
 from support import tiny
 from support.compilations import compilations
 from support.drafts import Knowing
-from support.engines import CONFIG, SHAPE, finish, params, prompt, quick, serve
+from support.engines import CONFIG, SHAPE, assert_stays, finish, params, places, prompt, quick, serve
 
 from m3jax.decoding import Engine, Generation, Params, Sampling
 from m3jax.decoding.engine import Snapshot
@@ -121,7 +121,10 @@ def test_a_copy_of_what_was_not_recorded_begins_with_the_models_own_choice():
 
 
 def test_records_over_a_mesh_are_those_of_one_device():
-    """T38: rows over two devices, experts over others; a copy and a request that was taken back are among them."""
+    """T38: rows over two devices, experts over others; a copy and a request that was taken back are among them.
+
+    The layout of the state is steady, so no later step compiles.
+    """
     if jax.device_count() < 8:
         pytest.skip(f"needs 8 devices, this process has {jax.device_count()}")
     plain, divided = (
@@ -136,6 +139,12 @@ def test_records_over_a_mesh_are_those_of_one_device():
         engine.truncate(handles[0], 3)
         handles.append(engine.copy(handles[2]) if engine.reason(handles[2]) == "unfinished" else handles[2])
         finish(engine)
+        before = places(engine)
+        with compilations() as seen:
+            handles.append(engine.add(prompt(20), asked(12, temperature=0.0)))
+            finish(engine)
+        assert seen == []
+        assert_stays(engine, before)
         records.append([engine.result(handle) for handle in handles])
     for one, other in zip(*records, strict=True):
         assert_same_records(other, one)

@@ -16,7 +16,6 @@ from support.drafts import CONFIG, Knowing, draft, model
 from support.engines import SIZE, engine, finish, params, poison, preemptions, prompt, quick, serve
 from support.fake_model import FakeConfig, FakeModel
 
-from m3jax.completion import generate
 from m3jax.decoding import Eagle3Drafter, Engine, PromptLookup, Sampling, SamplingParams, device
 
 # Prompts of less than a page and of many; with a penalty, with stop ids, and some that are sampled.
@@ -77,12 +76,11 @@ def test_any_proposals_give_the_plain_tokens(name):
         assert 0 < alone.drafting.accepted[2] < alone.drafting.accepted[0] < alone.drafting.forwards
 
 
-@pytest.mark.parametrize("count", [1, 8])  # and 3, in the test above
-def test_any_number_of_proposals(count):
-    """T20: rounds of up to nine tokens cross the borders of pages of eight."""
-    served = drafted(SOME, count)
+def test_any_number_of_proposals():
+    """T20: rounds of up to nine tokens cross the borders of pages of eight; those of four are in the test above."""
+    served = drafted(SOME, 8)
     assert_plain(serve(served, *WORK))
-    assert len(served.drafting.accepted) == count
+    assert len(served.drafting.accepted) == 8
 
 
 @pytest.mark.parametrize("drafter", [RANDOM, PromptLookup()], ids=["eagle3", "lookup"])
@@ -105,11 +103,6 @@ def test_a_request_that_fills_max_length_exactly(count, rounds):
     (found,) = serve(drafted(ALL, count), work)
     assert (found.tokens, found.stop_reason) == (expected.tokens, "length")
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=TOLERANCE)
-    fake, sizes = FakeModel.random(), dict(pages=4, max_batch=1, prefill_chunk=16, max_length=48)
-    (plain,) = serve(Engine(fake, **sizes), (prompt(48 - new), params(new)))
-    (found,) = serve(Engine(fake, **sizes, draft=ALL, draft_tokens=count), (prompt(48 - new), params(new)))
-    assert found.tokens == plain.tokens
-    np.testing.assert_allclose(found.logprobs, plain.logprobs, rtol=0, atol=1e-4)
 
 
 def test_rows_end_where_plain_ones_end():
@@ -292,7 +285,7 @@ def test_sampled_tokens_have_the_targets_distribution():
     results = served.run()
     assert 500 < served.drafting.accepted[0] < 2000
     pairs = np.array([[*start, a, b] for a in range(16) for b in range(16)], np.int32)
-    logits = np.asarray(fake(jnp.asarray(pairs)), np.float64).reshape(16, 16, 7, 16)
+    logits = np.asarray(_logits(fake, pairs), np.float64).reshape(16, 16, 7, 16)
     first, second, third = (_top(x, knobs) for x in (logits[0, 0, 4], logits[:, 0, 5], logits[:, :, 6]))
     for position, p in ((1, first @ second), (2, np.einsum("a,ab,abc->c", first, second, third))):
         counts = np.bincount([results[handle].tokens[position] for handle in handles], minlength=16)
@@ -300,16 +293,21 @@ def test_sampled_tokens_have_the_targets_distribution():
         assert ((counts - p * count)[p > 0] ** 2 / (p[p > 0] * count)).sum() < 44.3  # once in 10,000, of 15 degrees
 
 
+@cache
+def drawing() -> Engine:
+    """An engine of many rows whose draft draws its proposals."""
+    shape = dict(pages=128, max_batch=32, prefill_rows=32, prefill_chunk=16, max_length=32)
+    return drafted(Eagle3Drafter(RANDOM.draft, sample=True), 2, **shape, prefix_cache=False)
+
+
 def test_tokens_have_the_targets_distribution_where_the_draft_draws():
     """Eagle3 with `sample=True` in the engine's rounds; against all paths of first and second tokens."""
-    count, knobs, start = 768, dict(temperature=1.3, top_k=5), prompt(5)
-    served = drafted(
-        Eagle3Drafter(RANDOM.draft, sample=True), 2,
-        pages=512, max_batch=128, prefill_rows=128, prefill_chunk=16, max_length=32, prefix_cache=False,
-    )  # fmt: skip
+    count, knobs, start = 512, dict(temperature=1.3, top_k=5), prompt(5)
+    served = drawing()
+    before = served.drafting.accepted[0] if served.drafting.forwards else 0
     handles = [served.add(start, params(3, seed=1 + i, **knobs)) for i in range(count)]
     results = served.run()
-    assert 50 < served.drafting.accepted[0] < count
+    assert 50 < served.drafting.accepted[0] - before < count
     first = _top(np.asarray(_last_logits(model(), np.array([[*start, 0, 0]], np.int32)), np.float64)[0, 0], knobs)
     ways = np.flatnonzero(first)  # the five first tokens that are drawn at all, and all second ones after each
     pairs = np.array([[*start, a, b] for a in ways for b in range(64)], np.int32)
@@ -341,16 +339,15 @@ def _top(logits, knobs):
 
 def test_a_sampled_row_does_not_depend_on_its_companions():
     """Drawn proposals too are a function of the row's seed and positions."""
-    drafter = Eagle3Drafter(RANDOM.draft, sample=True)
-    warm = params(25, temperature=1.2, seed=5, top_p=0.9)
-    (alone,) = serve(drafted(drafter), (prompt(40), warm))
-    others = [(prompt(9 + i), params(25, temperature=0.9, seed=31 + i)) for i in range(3)]
+    warm = params(18, temperature=1.2, seed=5, top_p=0.9)
+    (alone,) = serve(drawing(), (prompt(13), warm))
+    others = [(prompt(9 + i), params(18, temperature=0.9, seed=31 + i)) for i in range(3)]
     for place in range(4):  # rows are given in this order
-        together = serve(drafted(drafter), *others[:place], (prompt(40), warm), *others[place:])
+        together = serve(drawing(), *others[:place], (prompt(13), warm), *others[place:])
         assert together[place].tokens == alone.tokens, f"in row {place}"
-    together = serve(drafted(drafter), *WORK[:2], (prompt(40), warm), WORK[3])
+    together = serve(drawing(), (WORK[0][0], params(20)), (WORK[1][0], params(20)), (prompt(13), warm))
     assert together[2].tokens == alone.tokens
-    assert together[0].tokens == plain()[0].tokens
+    assert [found.tokens for found in together[:2]] == [found.tokens[:20] for found in plain()[:2]]
 
 
 # What it costs
@@ -424,7 +421,8 @@ def test_lookup_pays_on_text_that_repeats():
     fake, text = FakeModel.random(), prompt(7) * 4
     served = Engine(fake, pages=16, max_batch=1, prefill_chunk=16, draft=PromptLookup(), draft_tokens=4)
     (found,) = serve(served, (text, params(100)))
-    assert found.tokens == generate(fake, [text], max_new_tokens=100, temperature=0, stop_ids=[])[0]
+    best = np.asarray(_logits(fake, np.array([[*text, *found.tokens]], np.int32))).argmax(-1)[0]
+    assert found.tokens == best[len(text) - 1 : -1].tolist()
     assert served.drafting.mean_length > 1.4
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,6 +62,12 @@ def files(tmp_path_factory) -> Path:
     return path
 
 
+@jax.jit
+def _best(model, row, embeddings):
+    """The best next token after each token of a row."""
+    return jnp.argmax(model.unembed(model.hidden(row, embeddings=embeddings)[0][0]), axis=-1)
+
+
 def continued(model, tokens: list[int], media: Media, count: int = 4) -> list[int]:
     """Greedily, by the whole model on everything at each step: no engine, no cache."""
     packed = batch(media.images, media.videos, model.config)
@@ -69,8 +76,7 @@ def continued(model, tokens: list[int], media: Media, count: int = 4) -> list[in
         row = np.full((1, 160), TOKENIZER.eos_id, np.int32)
         row[0, : len(tokens)] = tokens
         embeddings = model.embed(jnp.asarray(row), features, model.places(jnp.asarray([prompt]), packed))
-        hidden, _ = model.hidden(jnp.asarray(row), embeddings=embeddings)
-        tokens = [*tokens, int(jnp.argmax(model.unembed(hidden[0, len(tokens) - 1])))]
+        tokens = [*tokens, int(_best(model, jnp.asarray(row), embeddings)[len(tokens) - 1])]
     return tokens[len(prompt) :]
 
 
