@@ -308,7 +308,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--op", type=names(OPS), default=tuple(OPS), help=", ".join(OPS))
     whole = lambda text: tuple(int(x) for x in text.split(","))
     parser.add_argument("--context", type=whole, default=CONTEXTS, help="tokens, comma-separated; multiples of 128")
-    parser.add_argument("--quick", action="store_true", help="every kernel and dtype on v5e and tpu7x, half of the kernels on v5p and v6e")
+    few = "every kernel and dtype on v5e and tpu7x, half of the kernels on v5p and v6e"
+    parser.add_argument("--quick", action="store_true", help=few)
     return parser.parse_args()
 
 

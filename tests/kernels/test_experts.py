@@ -180,7 +180,8 @@ def kept_experts():
     for name in ("gate_proj", "up_proj", "down_proj"):
         weight = np.asarray(getattr(drawn, name)[...], np.float32)
         spread = np.exp2(draw.integers(-3, 4, (*weight.shape[:2], weight.shape[2] // 32, weight.shape[3])))
-        setattr(drawn, name, Frozen(jax.jit(mxfp8.quantize)(jnp.asarray(weight * spread.repeat(32, axis=2) / 4, jnp.bfloat16))))
+        spread_out = jnp.asarray(weight * spread.repeat(32, axis=2) / 4, jnp.bfloat16)
+        setattr(drawn, name, Frozen(jax.jit(mxfp8.quantize)(spread_out)))
     return drawn
 
 

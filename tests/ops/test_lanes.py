@@ -102,12 +102,10 @@ def test_invariant_kernels_read_float8_by_its_scales(memory):
     in_float8 = [np.asarray(x).astype(jnp.float8_e4m3fn) for x in (paged.k, paged.v)]
     stacked = [jnp.asarray(np.concatenate([np.full_like(x, np.nan), x])) for x in in_float8]
     view = Paged(*stacked, tuple(jnp.asarray(scale[1]) for scale in scales), 1, paged.table, jnp.float32)
-    exact = [jnp.asarray(x.astype(np.float32) * scale[1][:, None, None]) for x, scale in zip(in_float8, scales, strict=True)]
-    same = Paged(*exact, None, 0, paged.table, jnp.float32)
+    exact = (x.astype(np.float32) * scale[1][:, None, None] for x, scale in zip(in_float8, scales, strict=True))
+    same = Paged(*map(jnp.asarray, exact), None, 0, paged.table, jnp.float32)
     last = slice(QUERIES - 1, QUERIES)  # float8 is for decode
-    blocks = jax.jit(partial(select, schedule="invariant"), static_argnums=4)(
-        index_q, index, POSITIONS, LENGTHS, RULES
-    )
+    blocks = jax.jit(partial(select, schedule="invariant"), static_argnums=4)(index_q, index, POSITIONS, LENGTHS, RULES)
 
     @partial(jax.jit, static_argnames="backend")
     def attend(view, backend):
