@@ -18,7 +18,9 @@ PYTHON ?= $(shell for p in python3.11 python3; do $$p -c 'import sys; sys.exit(s
 	>/dev/null 2>&1 && echo $$p && break; done)
 UV := $(shell command -v uv 2>/dev/null)
 PIP := $(PY) -m pip --disable-pip-version-check
-INSTALL := $(if $(UV),VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install,$(PIP) install)
+# Nothing is compiled to bytecode before it is imported, as uv has it: most of what is installed never is.
+PIP_INSTALL := $(PIP) install --no-compile
+INSTALL := $(if $(UV),VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install,$(PIP_INSTALL))
 WORKERS ?= auto
 TORCH_ARGS ?=
 ARGS ?=
@@ -79,7 +81,7 @@ $(VENV)/.test: pyproject.toml requirements/test.txt | $(PY)
 	if [[ -n "$$locked" || ",$$extras," == *,oracle,* ]]; then \
 		torch=$$(sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml); \
 		echo "installing $$torch"; \
-		$(PIP) install --quiet $(TORCH_ARGS) "$$torch"; \
+		$(PIP_INSTALL) --quiet $(TORCH_ARGS) "$$torch"; \
 	fi; \
 	if [ -n "$$locked" ]; then \
 		echo "installing requirements/test.txt"; \

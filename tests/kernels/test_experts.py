@@ -180,7 +180,8 @@ def kept_experts():
     for name in ("gate_proj", "up_proj", "down_proj"):
         weight = np.asarray(getattr(drawn, name)[...], np.float32)
         spread = np.exp2(draw.integers(-3, 4, (*weight.shape[:2], weight.shape[2] // 32, weight.shape[3])))
-        setattr(drawn, name, Frozen(mxfp8.quantize(jnp.asarray(weight * spread.repeat(32, axis=2) / 4, jnp.bfloat16))))
+        spread_out = jnp.asarray(weight * spread.repeat(32, axis=2) / 4, jnp.bfloat16)
+        setattr(drawn, name, Frozen(jax.jit(mxfp8.quantize)(spread_out)))
     return drawn
 
 
@@ -190,16 +191,17 @@ def test_the_kernel_s_numbers_are_the_definition_s_under_every_scale():
     codes[codes & 127 == 127] = 0
     scales = np.arange(1024).reshape(1, 2, 4, 128) % 247  # 448 * 2^(247 - 127) is beyond bfloat16
     gate = Weights(jnp.asarray(codes), jnp.asarray(scales, jnp.uint8))
-    identity = mxfp8.quantize(jnp.eye(128)[None, None].repeat(2, axis=1))
+    identity = jax.jit(mxfp8.quantize)(np.eye(128, dtype=np.float32)[None, None].repeat(2, axis=1))
     down = Weights(identity.codes, identity.scales)
-    token = jnp.arange(128, dtype=jnp.int32).reshape(4, 32).repeat(2, axis=0)
-    out = mxfp8_experts(
-        jnp.eye(128, dtype=jnp.bfloat16), gate, gate, down, jnp.int32(0), jnp.arange(8, dtype=jnp.int32) % 2, token,
-        jnp.ones((8, 32), bool), activate=lambda gate, up: gate, backend="triton", interpret=True,
+    token = np.arange(128, dtype=np.int32).reshape(4, 32).repeat(2, axis=0)
+    run = jax.jit(partial(mxfp8_experts, activate=lambda gate, up: gate, backend="triton", interpret=True))
+    out = run(
+        np.eye(128, dtype=jnp.bfloat16), gate, gate, down, np.int32(0), np.arange(8, dtype=np.int32) % 2, token,
+        np.ones((8, 32), bool),
     )  # fmt: skip
     found = np.asarray(out).reshape(4, 2, 32, 128).swapaxes(0, 1).reshape(2, 128, 128)
-    weight = MXFP8Array(gate.codes[0], gate.scales[0])
-    expected = np.asarray(mxfp8.dequantize(weight, "bfloat16"), np.float32)
+    weight = MXFP8Array(codes[0], scales[0].astype(np.uint8))
+    expected = np.asarray(jax.jit(mxfp8.dequantize, static_argnums=1)(weight, "bfloat16"), np.float32)
     # The interpreter's CPU flushes to zero what has no leading bit, the smallest scale too.
     np.testing.assert_allclose(found, expected, rtol=0, atol=448 * 2.0**-127)
 

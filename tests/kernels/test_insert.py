@@ -1,5 +1,7 @@
 """Norm, rotary embedding and insertion in interpret mode against the model's own layers."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ from pallas_kernels.pages import paged
 from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
 
 CONFIG = tiny.config("dD")
+angles = jax.jit(rope_table, static_argnums=(1, 2, 3))
 SCALES = np.array([[0.5, 2.0], [0.25, 4.0], [8.0, 1.0]], np.float32)
 
 
@@ -37,7 +40,7 @@ def insert(x, norms, cos, sin, positions, lengths, table, pools):
 def test_insert_is_that_of_the_model(shape, seed):
     """T14, T16: keys, values and index keys land together, at their own slots, and nothing else is touched."""
     x, norms, positions, lengths, table, pools = draw(shape, seed)
-    cos, sin = rope_table(jnp.asarray(positions), shape.H // 2, 1e4, jnp.dtype("float32"))
+    cos, sin = angles(positions, shape.H // 2, 1e4, jnp.dtype("float32"))
     got = insert(x, norms, cos, sin, positions, lengths, table, pools)
     for name, want in zip(
         ("q", "index_q", "k", "v", "index_k"),
@@ -52,12 +55,11 @@ def test_one_byte_pages_hold_what_is_divided_by_the_scale():
     x, norms, positions, lengths, table, pools = draw(GROUPED, 3)
     lengths[:] = GROUPED.S
     x = x._replace(v=x.v.at[0].multiply(1e4))
-    cos, sin = rope_table(jnp.asarray(positions), GROUPED.H // 2, 1e4, jnp.dtype("float32"))
-    stored = [pool.astype(jnp.float8_e4m3fn) for pool in pools]
+    cos, sin = angles(positions, GROUPED.H // 2, 1e4, jnp.dtype("float32"))
+    stored = [jnp.asarray(np.asarray(pool).astype(jnp.float8_e4m3fn)) for pool in pools]
     pages = (paged(pool, jnp.asarray(table), layer=1) for pool in stored)
-    at = jnp.asarray(positions), jnp.asarray(lengths)
     options = dict(eps=EPS, dtype=jnp.float32, scales=jnp.asarray(SCALES), backend="triton", interpret=True)
-    got = qk_norm_rope_insert(x, norms, cos, sin, *at, *pages, **options)
+    got = jax.jit(partial(qk_norm_rope_insert, **options))(x, norms, cos, sin, positions, lengths, *pages)
     scale = [SCALES[0][:, None, None], SCALES[1][:, None, None], SCALES[2, 0]]
     want = expected(x, norms, cos, sin, positions, lengths, table, [np.asarray(p, np.float32) * 0 for p in pools])[2:]
     for have, exact, factor in zip((got.k, got.v, got.index_k), want, scale, strict=True):
@@ -88,8 +90,13 @@ def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, ind
     with interpret(True if backend == "triton" else pltpu.InterpretParams()):
         run = jax.jit(lambda x, s: s.insert(call, x.raw, x.norms, x.cos, x.sin, **options))
         queries, pages = run(x, stack)
-    ready = x.finish()
-    want = stack.write(call, ready.k, ready.v, ready.index_k)
+
+    @jax.jit
+    def by_xla(x, stack):
+        ready = x.finish()
+        return ready, stack.write(call, ready.k, ready.v, ready.index_k)
+
+    ready, want = by_xla(x, stack)
     for mine, theirs in zip((queries.q, queries.index_q), (ready.q, ready.index_q), strict=True):
         close(mine, theirs)
     for name in ("k", "v", "index_k"):
@@ -99,24 +106,24 @@ def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, ind
 def layer(kind: str, dtype, kv_dtype: str, index_dtype: str):
     """(projections, a cache full of numbers, positions, lengths): ragged rows, tokens over two pages."""
     rng = np.random.default_rng(5)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    normal = lambda *shape, dtype="float32": jnp.asarray(rng.normal(size=shape).astype(dtype))
     config, B, T = CONFIG, 3, 5
     width, index_width, heads, kv_heads = config.head_dim, config.index_head_dim, 8, 4
     index = (normal(B, T, kv_heads, index_width), normal(B, T, index_width)) if kind == "sparse" else (None, None)
     heads = Heads(*(normal(B, T, n, width) for n in (heads, kv_heads, kv_heads)), *index)
-    norms = [normal(n).astype(dtype) for n in (width, width, index_width, index_width)]
+    norms = [normal(n, dtype=dtype) for n in (width, width, index_width, index_width)]
     scales = tuple(jax.tree.map(lambda y: y * 0.5 ** (1 + jnp.arange(y.size).reshape(y.shape)), s)
                    for s in unit_scales(config))  # fmt: skip
     types = dict(kv_dtype=kv_dtype, index_dtype=index_dtype, scales=scales)
     cache = Cache.pool(config, 12, B, 3, str(dtype), **types)
-    fill = lambda y: normal(*y.shape).astype(y.dtype)
+    fill = lambda y: normal(*y.shape, dtype=y.dtype)
     stacks = tuple(s.replace(k=fill(s.k), v=fill(s.v), index_k=None if s.index_k is None else fill(s.index_k))
                    for s in cache.stacks)  # fmt: skip
     cache = cache.replace(stacks=stacks, table=jnp.asarray(rng.permutation(12)[:9].reshape(B, 3), jnp.int32))
     size = config.index_block_size
-    positions = jnp.asarray([[size - 2], [0], [2 * size]], jnp.int32) + jnp.arange(T, dtype=jnp.int32)
+    positions = jnp.asarray(np.array([[size - 2], [0], [2 * size]], np.int32) + np.arange(T, dtype=np.int32))
     lengths = jnp.asarray([size + 3, 2, 3 * size], jnp.int32)  # the second row has padding
-    cos, sin = rope_table(positions, config.rotary_dim, 1e4, jnp.dtype("float32"))
+    cos, sin = angles(positions, config.rotary_dim, 1e4, jnp.dtype("float32"))
     norms = Heads(*norms[:2], None, *(norms[2:] if kind == "sparse" else (None, None)))
     return Projections(heads, norms, cos, sin, EPS, dtype), cache, positions, lengths
 
@@ -128,7 +135,7 @@ def close(mine, theirs):
         return
     assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
     step = {"float32": 1e-6, "bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3}[str(mine.dtype)]
-    mine, theirs = (np.asarray(y.astype(jnp.float32)) for y in (mine, theirs))
+    mine, theirs = (np.asarray(y).astype(np.float32) for y in (mine, theirs))
     comparisons.assert_close(mine, theirs, "what is written", rtol=step, atol=2e-3 if step > 0.1 else 2e-6)
     assert step == 1e-6 or np.mean(mine != theirs) < 0.02
 

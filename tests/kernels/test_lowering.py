@@ -93,8 +93,10 @@ def test_what_a_decode_fetches_ahead_fits_shared_memory(name, dtype, queries):
     assert ahead + 16 * (s.width + keys) * 4 < H200_SHARED_MEMORY
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "paged"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [("bfloat16", "contiguous"), ("bfloat16", "paged"), ("float16", "paged"), ("float32", "contiguous")],
+)
 def test_every_dtype_and_layout_lowers(dtype, layout):
     """Heads of 64, blocks of 64, groups of 6 and 3, five slots: nothing here is a power of two by chance."""
     prefill = [*SPARSE_PREFILL, partial(dense_causal, kv_heads=SMALL.kv_heads)]

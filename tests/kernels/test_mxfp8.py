@@ -28,6 +28,12 @@ from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
 STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 TPU = dict(backend="mosaic_tpu", interpret=STRICT, config=TpuConfig(rows=4, columns=64, depth=64))
 LAYER = jnp.int32(1)
+# A call is one program: outside of `jit` it would be a program for each of its steps.
+STATIC = ("backend", "config", "interpret")
+run_project = jax.jit(mxfp8_project, static_argnames=STATIC)
+run_experts = jax.jit(mxfp8_experts, static_argnames=(*STATIC, "activate"))
+run_numbers = jax.jit(mxfp8_numbers, static_argnames=(*STATIC, "dtype"))
+dequantize = jax.jit(mxfp8.dequantize, static_argnames="dtype")
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +53,16 @@ def drawn(*shape: int, seed: int = 0) -> Weights:
 
 def numbers(weights: Weights, dtype="float32") -> np.ndarray:
     """Return the numbers that the second layer's weights stand for, in float64."""
-    of_layer = MXFP8Array(weights.codes[1], weights.scales[1])
-    return np.asarray(mxfp8.dequantize(of_layer, dtype).astype(jnp.float32), np.float64)
+    of_layer = MXFP8Array(*(np.asarray(x)[1] for x in weights))
+    return np.asarray(dequantize(of_layer, dtype=dtype)).astype(np.float64)
 
 
 def tokens(num_rows: int, width: int, dtype=jnp.bfloat16) -> jax.Array:
     return jnp.asarray(np.random.default_rng(num_rows).normal(size=(num_rows, width)), dtype)
+
+
+def multiply(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return (gate * up).astype(jnp.bfloat16)
 
 
 def distance(found, expected) -> float:
@@ -70,7 +80,7 @@ def test_projections_are_those_of_the_definition(num_rows, widths, dtype):
     """The second of three layers; matrices of several widths in one call; 7 blocks, which nothing but 1 divides."""
     weights = [drawn(3, 224, width, seed=width) for width in widths]
     x = tokens(num_rows, 224, dtype)
-    found = mxfp8_project(x, weights, LAYER, backend="triton", interpret=True)
+    found = run_project(x, weights, LAYER, backend="triton", interpret=True)
     for out, w in zip(found, weights, strict=True):
         assert out.dtype == jnp.float32
         assert distance(out, np.asarray(x, np.float64) @ numbers(w, dtype)) < 1e-6
@@ -80,7 +90,7 @@ def test_projections_are_those_of_the_definition(num_rows, widths, dtype):
 def test_sizes_of_programs_change_nothing_but_the_order_of_sums(config):
     weights = drawn(2, 128, 128)
     x = tokens(4, 128)
-    (found,) = mxfp8_project(x, [weights], LAYER, backend="triton", interpret=True, config=config)
+    (found,) = run_project(x, [weights], LAYER, backend="triton", interpret=True, config=config)
     assert distance(found, np.asarray(x, np.float64) @ numbers(weights)) < 1e-6
 
 
@@ -100,7 +110,7 @@ def test_weights_are_the_definition_s_under_every_scale(kernel):
     x = jnp.asarray(np.eye(128)[channels], jnp.bfloat16)
     options = dict(few=dict(config=FewConfig()), fragments=dict(config=FragmentConfig()), tpu=TPU)[kernel]
     options = dict(backend="triton", interpret=True) | options
-    (found,) = mxfp8_project(x, [weights], LAYER, **options)
+    (found,) = run_project(x, [weights], LAYER, **options)
     scales = np.asarray(weights.scales[1]).repeat(32, axis=0)[channels]
     expected = dequantize_by_table(np.asarray(weights.codes[1])[channels], scales, np.dtype("bfloat16"))
     # The interpreter's CPU flushes to zero what has no leading bit, the smallest scale too.
@@ -112,9 +122,9 @@ def test_a_code_that_is_nan_stays_one():
     weights = drawn(2, 128, 128)
     weights = weights._replace(codes=weights.codes.at[1, 5, 3].set(127).at[1, 77, 9].set(255))
     for num_rows in (1, 16):
-        (found,) = mxfp8_project(tokens(num_rows, 128), [weights], LAYER, backend="triton", interpret=True)
+        (found,) = run_project(tokens(num_rows, 128), [weights], LAYER, backend="triton", interpret=True)
         assert (np.isnan(found).all(axis=0) == np.isin(np.arange(128), [3, 9])).all()
-    found = mxfp8_numbers(weights, LAYER, jnp.bfloat16, backend="triton", interpret=True)
+    found = run_numbers(weights, LAYER, dtype="bfloat16", backend="triton", interpret=True)
     assert (np.argwhere(np.isnan(found)) == [(5, 3), (77, 9)]).all()
 
 
@@ -123,7 +133,7 @@ def test_numbers_of_many_rows_are_the_definition_s_to_the_bit(dtype):
     weights = every_scale()
     if dtype == "float16":
         weights = weights._replace(scales=jnp.clip(weights.scales, 100, 133))
-    found = mxfp8_numbers(weights, LAYER, dtype, backend="triton", interpret=True)
+    found = run_numbers(weights, LAYER, dtype=dtype, backend="triton", interpret=True)
     assert found.dtype == dtype
     expected = mxfp8.dequantize(MXFP8Array(weights.codes[1], weights.scales[1]), dtype)
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), rtol=0, atol=448 * 2.0**-127)
@@ -133,19 +143,18 @@ def test_numbers_of_many_rows_are_the_definition_s_to_the_bit(dtype):
 def test_experts_of_one_token_of_tensor_cores_and_of_tiles(tile):
     """The second layer; two experts, a tile that is not used, and tokens in another order than they are in."""
     gate, up, down = drawn(2, 3, 128, 256), drawn(2, 3, 128, 256, seed=1), drawn(2, 3, 256, 128, seed=2)
-    x, expert = tokens(40, 128) / 256, jnp.asarray([2, 1, 0], jnp.int32)
-    token = jnp.asarray(np.random.default_rng(0).integers(0, 40, (3, tile)), jnp.int32)
-    valid = jnp.asarray([[True], [False], [True]]).repeat(tile, axis=1)
-    multiply = lambda gate, up: (gate * up).astype(jnp.bfloat16)
-    out = mxfp8_experts(
+    x, expert = np.asarray(tokens(40, 128)) / jnp.bfloat16(256), np.array([2, 1, 0], np.int32)
+    token = np.random.default_rng(0).integers(0, 40, (3, tile), np.int32)
+    valid = np.array([[True], [False], [True]]).repeat(tile, axis=1)
+    out = run_experts(
         x, gate, up, down, LAYER, expert, token, valid, activate=multiply, backend="triton", interpret=True
     )
     rows = np.asarray(x, np.float64)[np.asarray(token)]  # [tiles C D]
     for i in (0, 2):
         e = int(expert[i])
         hidden = (rows[i] @ numbers(gate)[e]) * (rows[i] @ numbers(up)[e])
-        hidden = np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float64)
-        assert distance(out[i], hidden @ numbers(down)[e]) < 4e-3
+        hidden = hidden.astype(jnp.bfloat16).astype(np.float64)
+        assert distance(np.asarray(out)[i], hidden @ numbers(down)[e]) < 4e-3
 
 
 @pytest.mark.parametrize("num_rows", [1, 6])
@@ -153,7 +162,7 @@ def test_projections_on_a_tpu(num_rows):
     """Three steps of depth, two pieces of columns, and rows that do not fill their last tile."""
     weights = [drawn(2, 192, 128), drawn(2, 192, 64, seed=1)]
     x = tokens(num_rows, 192)
-    found = mxfp8_project(x, weights, LAYER, **TPU)
+    found = run_project(x, weights, LAYER, **TPU)
     for out, w in zip(found, weights, strict=True):
         assert distance(out, np.asarray(x, np.float64) @ numbers(w)) < 1e-6
 
@@ -161,17 +170,16 @@ def test_projections_on_a_tpu(num_rows):
 def test_experts_on_a_tpu():
     """Two tiles of two tokens, and one that is not used."""
     gate, up, down = drawn(2, 3, 64, 128), drawn(2, 3, 64, 128, seed=1), drawn(2, 3, 128, 64, seed=2)
-    x, expert = tokens(3, 64) / 64, jnp.asarray([2, 0, 1], jnp.int32)
-    token, valid = jnp.asarray([[0, 2], [1, 0], [0, 0]], jnp.int32), jnp.asarray([[1, 1], [1, 0], [0, 0]], bool)
-    multiply = lambda gate, up: (gate * up).astype(jnp.bfloat16)
-    out = mxfp8_experts(
-        x, gate, up, down, LAYER, expert, token.repeat(8, 1), valid.repeat(8, 1), activate=multiply, **TPU
+    x, expert = np.asarray(tokens(3, 64)) / jnp.bfloat16(64), np.array([2, 0, 1], np.int32)
+    token, valid = np.array([[0, 2], [1, 0], [0, 0]], np.int32), np.array([[1, 1], [1, 0], [0, 0]], bool)
+    out = run_experts(
+        x, gate, up, down, LAYER, expert, token.repeat(8, axis=1), valid.repeat(8, axis=1), activate=multiply, **TPU
     )
     rows = np.asarray(x, np.float64)[np.asarray(token)]  # [tiles 2 D]
     for tile, e in ((0, 2), (1, 0)):
         hidden = (rows[tile] @ numbers(gate)[e]) * (rows[tile] @ numbers(up)[e])
-        hidden = np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float64)
-        assert distance(out[tile, ::8], hidden @ numbers(down)[e]) < 2e-2
+        hidden = hidden.astype(jnp.bfloat16).astype(np.float64)
+        assert distance(np.asarray(out)[tile, ::8], hidden @ numbers(down)[e]) < 2e-2
 
 
 # In the model
@@ -179,7 +187,7 @@ def test_experts_on_a_tpu():
 
 def of_layer(*outputs: int) -> StackedLayer:
     """A matrix of 64 inputs."""
-    codes, scales = (y.reshape(*y.shape[:2], *outputs) for y in drawn(2, 64, int(np.prod(outputs))))
+    codes, scales = (np.asarray(y).reshape(*y.shape[:2], *outputs) for y in drawn(2, 64, int(np.prod(outputs))))
     return StackedLayer(MXFP8Array(codes, scales, num_outputs=len(outputs)), LAYER)
 
 
@@ -188,13 +196,18 @@ def test_a_layer_s_products_and_their_gradients_are_those_of_xla(num_rows):
     """Outputs of two axes beside those of one, and a batch; the gradient goes to the activations."""
     weights = [of_layer(4, 16), of_layer(32)]
     x = tokens(num_rows, 64).reshape(1, num_rows, 64)
-    loss = lambda x, project: sum(jnp.sum(out**2) for out in project(x))
     by_kernel = lambda x: project_each("bti,i...o->bt...o", x, weights)
     product = partial(jnp.einsum, "bti,i...o->bt...o", preferred_element_type=jnp.float32)
     by_xla = lambda x: [product(x, mxfp8.dequantize(w.take(), x.dtype)) for w in weights]
+
+    def loss(x, products):
+        outputs = products(x)
+        return sum(jnp.sum(out**2) for out in outputs), outputs
+
+    run = jax.jit(jax.grad(loss, has_aux=True), static_argnames="products")
     with interpret():
-        found, gradient = jax.jit(by_kernel)(x), jax.jit(jax.grad(partial(loss, project=by_kernel)))(x)
-    expected, slope = by_xla(x), jax.grad(partial(loss, project=by_xla))(x)
+        gradient, found = run(x, by_kernel)
+    slope, expected = run(x, by_xla)
     for one, other in zip((*found, gradient), (*expected, slope), strict=True):
         assert one.shape == other.shape and distance(one, np.asarray(other, np.float64)) < 4e-3
 
@@ -204,7 +217,7 @@ def test_one_product_of_many_rows_is_that_of_its_own_layer():
     weight, x = of_layer(32), tokens(MXFP8_ROWS + 1, 64)
     with interpret():
         found = jax.jit(lambda x: project("xi,io->xo", x, weight))(x)
-    expected = np.asarray(x, np.float64) @ np.asarray(mxfp8.dequantize(weight.take(), "float32"), np.float64)
+    expected = np.asarray(x, np.float64) @ np.asarray(dequantize(weight.take(), dtype="float32"), np.float64)
     assert distance(found, expected) < 4e-3
 
 

@@ -284,7 +284,7 @@ def test_insert_is_that_of_the_model(shape):
     """T14, T16, T20: tokens anywhere, each at its own slot of pages that others share; nothing else is touched."""
     x, norms, positions, lengths, table, pools = draw(shape, 1)
     lengths[0] = shape.S
-    cos, sin = rope_table(jnp.asarray(positions), shape.H // 2, 1e4, jnp.dtype("float32"))
+    cos, sin = jax.jit(rope_table, static_argnums=(1, 2, 3))(positions, shape.H // 2, 1e4, jnp.dtype("float32"))
 
     @jax.jit
     def run(x, norms, positions, lengths, table, pools):

@@ -199,7 +199,7 @@ def gradient(schedule: str, remat: bool):
 
 def by_name(tree) -> dict[str, np.ndarray]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x) for path, x in leaves}
 
 
 def test_language_loss_does_not_train_the_index_branch():

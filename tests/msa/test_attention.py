@@ -119,9 +119,8 @@ def test_order_of_slots(schedule, case, data):
 
 
 @pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
-@given(case=cases(CUT))
-def test_slots_beyond_a_length_are_never_read(schedule, poison, case):
+@given(case=cases(CUT), poison=st.sampled_from([np.nan, np.inf, 1e38]))
+def test_slots_beyond_a_length_are_never_read(schedule, case, poison):
     """T10: the tail of the last page is arbitrary memory, and changes not one bit."""
     q, k, v = case.qkv()
     beyond = (np.arange(case.shape.S) >= case.lengths[:, None])[..., None, None]
@@ -130,9 +129,8 @@ def test_slots_beyond_a_length_are_never_read(schedule, poison, case):
 
 
 @GATHERING
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@given(case=cases(CUT), block=st.sampled_from([0, -1]))
-def test_unselected_blocks_are_never_read(schedule, poison, case, block):
+@given(case=cases(CUT), block=st.sampled_from([0, -1]), poison=st.sampled_from([np.nan, np.inf]))
+def test_unselected_blocks_are_never_read(schedule, case, block, poison):
     """T9: -1 leads neither to block 0 nor to the last one, though both hold garbage."""
     q, k, v = case.qkv()
     blocks, block = case.any_blocks(), block % case.shape.M

@@ -1,5 +1,6 @@
 """The kernels of the invariant mode, interpreted: what XLA's schedules compute, and one order for each query."""
 
+from functools import partial
 from unittest import mock
 
 import jax
@@ -18,25 +19,31 @@ from m3jax.tiles import by_tiles
 BATCH, QUERIES, HEADS, KV_HEADS, WIDTH, SIZE, BLOCKS = 2, 20, 4, 2, 16, 8, 6
 RULES = SelectionRules(top_k=3, local_blocks=1, init_blocks=0, score="max")
 LENGTHS = jnp.array([48, 29], jnp.int32)
-POSITIONS = LENGTHS[:, None] - QUERIES + jnp.arange(QUERIES, dtype=jnp.int32)
+POSITIONS = jnp.asarray(np.array([[48], [29]], np.int32) - QUERIES + np.arange(QUERIES, dtype=np.int32))
 
 
 @pytest.fixture(scope="module")
 def memory():
     """Queries, index queries, and the same keys in pages drawn by lot and in one piece."""
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    pages, table = BATCH * BLOCKS, jnp.asarray(rng.permutation(BATCH * BLOCKS).reshape(BATCH, BLOCKS), jnp.int32)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    pages, table = BATCH * BLOCKS, rng.permutation(BATCH * BLOCKS).reshape(BATCH, BLOCKS).astype(np.int32)
     k, v = (normal(1, pages, KV_HEADS, SIZE, WIDTH) for _ in range(2))
     index_k = normal(1, pages, SIZE, WIDTH)
     # [B M K P H] -> [B M P K H] -> [B S K H]
     in_order = lambda x: x[0][table].swapaxes(2, 3).reshape(BATCH, BLOCKS * SIZE, KV_HEADS, WIDTH)
-    paged = Paged(k, v, None, 0, table, jnp.float32), PagedIndex(index_k, None, 0, table, jnp.float32)
+    paged = Paged(*map(jnp.asarray, (k, v)), None, 0, jnp.asarray(table), jnp.float32)
+    paged = paged, PagedIndex(jnp.asarray(index_k), None, 0, paged.table, jnp.float32)
     index_rows = index_k[0][table].reshape(BATCH, BLOCKS * SIZE, WIDTH)
-    in_one_piece = contiguous(in_order(k), in_order(v), SIZE), contiguous_index(index_rows, SIZE)
-    return normal(BATCH, QUERIES, HEADS, WIDTH), normal(BATCH, QUERIES, KV_HEADS, WIDTH), paged, in_one_piece
+    in_one_piece = (
+        contiguous(*(jnp.asarray(in_order(x)) for x in (k, v)), SIZE),
+        contiguous_index(jnp.asarray(index_rows), SIZE),
+    )
+    queries = (jnp.asarray(normal(BATCH, QUERIES, heads, WIDTH)) for heads in (HEADS, KV_HEADS))
+    return *queries, paged, in_one_piece
 
 
+@partial(jax.jit, static_argnames="backend")
 def run(q, index_q, views, positions, backend):
     """(blocks [B T K J], sparse outputs, dense ones [B T N H])."""
     view, index_view = views
@@ -58,7 +65,7 @@ def test_kernels_compute_what_xla_does_and_a_query_s_bits_are_its_own(memory):
         last = slice(QUERIES - 1, QUERIES)
         alone = run(q[:, last], index_q[:, last], in_one_piece, POSITIONS[:, last], "triton")
         for found, same in zip(alone, whole, strict=True):
-            np.testing.assert_array_equal(found, same[:, last])
+            np.testing.assert_array_equal(found, np.asarray(same)[:, last])
 
 
 @pytest.mark.parametrize("num_blocks", [3, 4, 9])
@@ -91,23 +98,27 @@ def test_the_invariant_schedules_are_the_definitions_for_every_number_of_blocks(
 def test_invariant_kernels_read_float8_by_its_scales(memory):
     """A scale for each head, and others for values: what the numbers stand for, in pages of the second layer."""
     q, index_q, (paged, index), _ = memory
-    scales = jnp.array([[9.0, 9.0], [0.5, 2.0]]), jnp.array([[9.0, 9.0], [4.0, 0.25]])
-    in_float8 = [x.astype(jnp.float8_e4m3fn) for x in (paged.k, paged.v)]
-    stacked = [jnp.concatenate([jnp.full_like(x, jnp.nan), x]) for x in in_float8]
-    view = Paged(*stacked, tuple(scale[1] for scale in scales), 1, paged.table, jnp.float32)
-    exact = [x.astype(jnp.float32) * scale[1][:, None, None] for x, scale in zip(in_float8, scales, strict=True)]
-    same = Paged(*exact, None, 0, paged.table, jnp.float32)
+    scales = np.float32([[9.0, 9.0], [0.5, 2.0]]), np.float32([[9.0, 9.0], [4.0, 0.25]])
+    in_float8 = [np.asarray(x).astype(jnp.float8_e4m3fn) for x in (paged.k, paged.v)]
+    stacked = [jnp.asarray(np.concatenate([np.full_like(x, np.nan), x])) for x in in_float8]
+    view = Paged(*stacked, tuple(jnp.asarray(scale[1]) for scale in scales), 1, paged.table, jnp.float32)
+    exact = (x.astype(np.float32) * scale[1][:, None, None] for x, scale in zip(in_float8, scales, strict=True))
+    same = Paged(*map(jnp.asarray, exact), None, 0, paged.table, jnp.float32)
     last = slice(QUERIES - 1, QUERIES)  # float8 is for decode
-    blocks = select(index_q, index, POSITIONS, LENGTHS, RULES, schedule="invariant", backend="xla")
-    for backend in ("xla", "triton"):
+    blocks = jax.jit(partial(select, schedule="invariant"), static_argnums=4)(index_q, index, POSITIONS, LENGTHS, RULES)
+
+    @partial(jax.jit, static_argnames="backend")
+    def attend(view, backend):
+        rows = POSITIONS[:, last], LENGTHS
         how = dict(schedule="invariant", backend=backend)
+        sparse = attend_selected(q[:, last], view, blocks[:, :, last], *rows, **how)
+        return *sparse, *attend_all(q[:, last], view, *rows, **how)
+
+    wanted = attend(same, "xla")
+    for backend in ("xla", "triton"):
         with interpret():
-            found = attend_selected(q[:, last], view, blocks[:, :, last], POSITIONS[:, last], LENGTHS, **how)
-            dense = attend_all(q[:, last], view, POSITIONS[:, last], LENGTHS, **how)
-        how["backend"] = "xla"
-        wanted = attend_selected(q[:, last], same, blocks[:, :, last], POSITIONS[:, last], LENGTHS, **how)
-        wanted_dense = attend_all(q[:, last], same, POSITIONS[:, last], LENGTHS, **how)
-        for x, y in zip((*found, *dense), (*wanted, *wanted_dense), strict=True):
+            found = attend(view, backend)
+        for x, y in zip(found, wanted, strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=2e-5, err_msg=backend)
 
 

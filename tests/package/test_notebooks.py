@@ -13,8 +13,8 @@ nbformat = pytest.importorskip("nbformat", reason=f"reading notebooks {_NEEDS}")
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 PLANNING = "04_capacity_planning"
-# Four engines make a few hundred tokens each; tests/decoding/test_speculative_builtin.py has the same programs.
-SPECULATIVE = "03_speculative"
+# Its engines run for longer than they are compiled: there LLVM's first optimizations pay. In the others they do not.
+LONG = "02_cache_and_engine"
 MOST_BYTES = 1 << 20
 SECONDS_A_CELL = 300  # on a busy machine most of it is compilation
 
@@ -54,10 +54,9 @@ def test_stored_notebook_is_valid_and_small(name):
     assert pictures(read(name)), "run it and save it: a reader on the web sees the stored pictures"
 
 
-def execute(notebook, monkeypatch, is_compiled_quickly=False):
+def execute(notebook, monkeypatch, is_optimized=False):
     nbclient = pytest.importorskip("nbclient", reason=f"running a notebook {_NEEDS}")
-    # Of most notebooks' time more is their programs' than the compiler's: there LLVM's first optimizations pay.
-    if not is_compiled_quickly:
+    if is_optimized:
         level = "--xla_backend_optimization_level="
         monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(f"{level}0", f"{level}1", 1))
     # It looks for garbage as seldom as the suite itself (tests/conftest.py).
@@ -70,7 +69,7 @@ def execute(notebook, monkeypatch, is_compiled_quickly=False):
 @pytest.mark.parametrize("name", [name for name in NOTEBOOKS if name != PLANNING])
 def test_notebook_runs(name, monkeypatch):
     notebook, stored = read(name), read(name)
-    execute(notebook, monkeypatch, is_compiled_quickly=name == SPECULATIVE)
+    execute(notebook, monkeypatch, is_optimized=name == LONG)
     assert pictures(notebook) == pictures(stored)
 
 

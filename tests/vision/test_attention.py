@@ -133,13 +133,13 @@ def test_a_segment_takes_the_shortest_row_that_holds_it(lengths):
 def test_usual_batches_are_one_turn():
     """64 images of 576 tokens in their bucket; one of them in a call of its own is one row, as in an engine's. Then the
     host waits once a layer, for the number of the turn, and not three times a turn."""
-    sizes = jnp.array([2304] * 64)
-    many = rows.Turns.of(jnp.repeat(jnp.arange(64), sizes, total_repeat_length=147_456))
+    turns_of = jax.jit(rows.Turns.of)
+    many = turns_of(np.arange(64, dtype=np.int32).repeat(2304))
     assert many.count.tolist() == [0, 0, 64, 0, 0] and many.until.tolist() == [0, 0, 1, 1, 1]
     assert many.only == 2
     assert rows.row_lengths(2304) == (144, 576, 2304)
-    assert rows.Turns.of(jnp.zeros(2304, jnp.int32)).only == 2
-    assert rows.Turns.of(jnp.full(2304, -1)).only == 3, "no segment is no turn"
+    assert turns_of(np.zeros(2304, np.int32)).only == 2
+    assert turns_of(np.full(2304, -1, np.int32)).only == 3, "no segment is no turn"
 
 
 @pytest.mark.parametrize(

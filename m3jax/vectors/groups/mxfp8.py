@@ -1,7 +1,9 @@
 """MXFP8: the value of every code under every scale, numbers encoded, and products with weights in it."""
 
 from collections.abc import Iterator
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -102,7 +104,7 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
         yield Run("the loader", "bfloat16", {"weights_bf16": dequantize(codes, scales, np.dtype(jnp.bfloat16))})
         return
     x = jnp.asarray(inputs["activations"])
-    result = quantize(x, num_outputs=0)
+    result = jax.jit(partial(quantize, num_outputs=0))(x)
     codes = np.asarray(result.codes).view(jnp.float8_e4m3fn)
     yield Run("quantize", "float32", {"encoded": codes, "encoded_scales": np.asarray(result.scales)})
     if "codes" not in inputs:
@@ -110,7 +112,8 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
     # A product's inputs come first here, the hub's come last.
     weight = MXFP8Array(jnp.asarray(np.asarray(inputs["codes"]).view(np.uint8).T), jnp.asarray(inputs["scales"].T))
     for name, activations in (("product", "mxfp8"), ("product_of_exact", None)):
-        out = project("xc,cz->xz", x.astype(jnp.float32), weight.with_activations(activations))
+        multiply = jax.jit(partial(project, "xc,cz->xz"))
+        out = multiply(x.astype(jnp.float32), weight.with_activations(activations))
         yield Run("project", "float32", on_host({name: out}))
 
 

@@ -208,9 +208,14 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
     logits = jnp.asarray(inputs["logits"])
     params, context = params_and_context(inputs, logits.shape[-1])
     keys = row_keys(inputs["seed"], inputs["positions"])
-    filtered = filtered_logits(logits, params, context)
-    outputs = {"kept": filtered > -jnp.inf, "probabilities": jax.nn.softmax(filtered)}
-    yield Run("the sampler", "float32", on_host(outputs | {"tokens": sample(logits, params, keys, context)}))
+
+    @jax.jit
+    def draw(logits, params, keys, context):
+        filtered = filtered_logits(logits, params, context)
+        outputs = {"kept": filtered > -jnp.inf, "probabilities": jax.nn.softmax(filtered)}
+        return outputs | {"tokens": sample(logits, params, keys, context)}
+
+    yield Run("the sampler", "float32", on_host(draw(logits, params, keys, context)))
 
 
 GROUP = Group("sampling", cases, define, runs, AXES, TOLERANCES, on_host=True)

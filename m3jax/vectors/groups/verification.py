@@ -140,7 +140,8 @@ def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:
     params, context = params_and_context(inputs, inputs["logits"].shape[-1])
     drafted = inputs.get("draft_probabilities")
     proposal = Proposal(jnp.asarray(inputs["proposals"]), None if drafted is None else jnp.log(jnp.asarray(drafted)))
-    verdict = verify(jnp.asarray(inputs["logits"]), proposal, params, context, jnp.asarray(inputs["positions"]))
+    logits, positions = jnp.asarray(inputs["logits"]), jnp.asarray(inputs["positions"])
+    verdict = jax.jit(verify)(logits, proposal, params, context, positions)
     meant = jnp.arange(verdict.tokens.shape[1]) <= verdict.accepted[:, None]
     outputs = {"accepted": verdict.accepted, "tokens": jnp.where(meant, verdict.tokens, -1)}
     yield Run("verify", "float32", on_host(outputs | {"logprobs": jnp.where(meant, verdict.logprobs, 0.0)}))
