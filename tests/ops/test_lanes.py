@@ -95,6 +95,43 @@ def test_the_invariant_schedules_are_the_definitions_for_every_number_of_blocks(
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "backend"),
+    [
+        ("invariant", "xla"),
+        ("invariant", "triton"),
+        ("query_major", "xla"),
+        ("kv_block_major", "xla"),
+        ("auto", "triton"),
+    ],
+)
+def test_proposals_behind_a_full_row_change_nothing_before_them(memory, schedule, backend):
+    """The last round of a request that fills its row proposes past the end: there is no block, piece or page (T48)."""
+    q, index_q, (view, index_view), _ = memory
+    full = BLOCKS * SIZE
+
+    @jax.jit
+    def run(q, index_q, positions, lengths):
+        how = dict(schedule=schedule, backend=backend)
+        blocks = select(index_q, index_view, positions, lengths, RULES, **how)
+        # A schedule of sparse attention is none of dense attention.
+        dense = how if schedule in ("auto", "invariant") else dict(backend=backend)
+        outputs = (
+            attend_selected(q, view, blocks, positions, lengths, **how),
+            attend_all(q, view, positions, lengths, **dense),
+        )
+        return blocks.swapaxes(1, 2), outputs[0][0], outputs[1][0]
+
+    with mock.patch("m3jax.msa.schedules.lanes._PIECE", 2 * SIZE), interpret():
+        starts = np.array([[full - 3], [full - 2]], np.int32)
+        positions = jnp.asarray(starts + np.arange(5, dtype=np.int32))
+        found = run(q[:, :5], index_q[:, :5], positions, jnp.asarray(starts[:, 0] + 5))
+        expected = run(q[:, :2], index_q[:, :2], positions[:, :2], jnp.asarray(starts[:, 0] + 2))
+    np.testing.assert_array_equal(np.sort(found[0][:, :2]), np.sort(expected[0]))
+    for x, y in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(x[:, :2], y, rtol=0, atol=0 if schedule == "invariant" else 2e-6)
+
+
 def test_invariant_kernels_read_float8_by_its_scales(memory):
     """A scale for each head, and others for values: what the numbers stand for, in pages of the second layer."""
     q, index_q, (paged, index), _ = memory

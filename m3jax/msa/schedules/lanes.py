@@ -63,7 +63,7 @@ def select_invariant(
             return jax.lax.dynamic_update_slice_in_dim(scores, of_blocks, piece * blocks_per_piece, axis=3)
 
         unseen = jnp.full((1, num_heads, _LANE, one_row.num_blocks), UNSEEN, accumulator(index_q.dtype))
-        pieces = _pieces_seen(positions, length, blocks_per_piece * block_size)
+        pieces = _pieces_seen(positions, length, one_row, blocks_per_piece)
         scores = jax.lax.fori_loop(0, pieces, score_piece, unseen)[..., :num_blocks]
         scores = one_row.join_scores(scores)  # [1 K T M]
         return _select_blocks(scores, positions, length, rules, block_size=block_size).swapaxes(1, 2)
@@ -158,17 +158,22 @@ def invariant_all(
             return softmax.fold(queries, keys, values, visible)
 
         nothing_seen = RunningSoftmax.empty(queries.shape[:-1], q.shape[-1], accumulator(q.dtype))
-        softmax = jax.lax.fori_loop(0, _pieces_seen(positions, length, piece_size), fold_piece, nothing_seen)
+        pieces = _pieces_seen(positions, length, one_row, blocks_per_piece)
+        softmax = jax.lax.fori_loop(0, pieces, fold_piece, nothing_seen)
         out, lse = softmax.average()
         return ungroup_rows(out, lse, _DENSE_LANE, q.dtype)
 
     return _by_lanes(attend_lane, _DENSE_LANE, positions, q)
 
 
-def _pieces_seen(positions: Int[Array, "1 T"], length: Int[Array, " 1"], piece_size: int) -> Int[Array, ""]:
+def _pieces_seen(
+    positions: Int[Array, "1 T"], length: Int[Array, " 1"], one_row: BlockView | IndexView, blocks_per_piece: int
+) -> Int[Array, ""]:
     """Return the number of pieces, from the row's beginning, that hold a key which some query of a lane sees."""
     last_position = jnp.max(jnp.where(positions < length[:, None], positions, -1))
-    return (last_position + piece_size) // piece_size
+    piece_size = blocks_per_piece * one_row.block_size
+    # A proposal may lie behind a full row. A piece that there is not would be read and written as the last one.
+    return jnp.minimum(last_position // piece_size + 1, one_row.num_blocks // blocks_per_piece)
 
 
 def _by_lanes(
