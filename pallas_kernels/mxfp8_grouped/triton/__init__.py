@@ -31,7 +31,6 @@ from pallas_kernels.numbers import can_reach
 from pallas_kernels.triton_common import div, dot, in_groups, store_rows
 from pallas_kernels.triton_mxfp8 import numbers_for_tensor_cores, powers
 
-_LEAST_ROWS = 64  # of a tile; to make the numbers takes as long for fewer
 _CHUNK = 16  # bytes that a thread fetches at once
 
 
@@ -186,10 +185,13 @@ def _out_kernel(
 
 
 def _as_high_as_needed(take: Callable[[int], None], count: Int[Array, ""], tile_tokens: int) -> None:
-    """Call `take` with the rows of a tile to multiply: all, or a half or a quarter if that is enough; never for no rows."""
-    heights = [height for height in (tile_tokens // 4, tile_tokens // 2) if height >= _LEAST_ROWS] + [tile_tokens]
-    for fewer, height in zip([0, *heights], heights, strict=False):
-        pl.when((count > fewer) & (count <= height))(lambda height=height: take(height))
+    """Call `take` with the rows of a tile to multiply: all, or half of them if they are enough; never for no rows."""
+    half = tile_tokens // 2
+    if half < 16:
+        pl.when(count > 0)(lambda: take(tile_tokens))
+        return
+    pl.when((count > 0) & (count <= half))(lambda: take(half))
+    pl.when(count > half)(lambda: take(tile_tokens))
 
 
 # Tensor cores want of a thread, for each of two of 16 columns and for columns that are 64 or more apart, the numbers of
@@ -224,21 +226,16 @@ def _product(
       interpret: whether this is interpret mode.
     """
 
-    num_steps = num_channels // config.depth
-    scales_of = lambda step: _scales(weights, where, step, first_column, config)
-
-    def take_depth(step, carry):
-        out, scales = carry
+    def take_depth(step, out):
         codes = _codes(weights, where, step, first_column, config)
-        next_scales = scales_of(jnp.minimum(step + 1, num_steps - 1))  # on their way while this step multiplies
-        values = numbers_for_tensor_cores(codes, powers(scales), dtype, interpret)
+        power = _powers(weights, where, step, first_column, config)
+        values = numbers_for_tensor_cores(codes, power, dtype, interpret)
         # [block ten eight pair warp group position far half] -> [far warp half group] [block ten eight position pair]
         turned = values.transpose(7, 4, 8, 5, 0, 1, 2, 6, 3).reshape(config.columns, config.depth)
-        out = out + dot(turned, take_rows(pl.ds(step * config.depth, config.depth)), transpose=True)
-        return out, next_scales
+        return out + dot(turned, take_rows(pl.ds(step * config.depth, config.depth)), transpose=True)
 
     zero = jnp.zeros((config.columns, num_rows), jnp.float32)
-    out, _ = jax.lax.fori_loop(0, num_steps, take_depth, (zero, scales_of(0)))
+    out = jax.lax.fori_loop(0, num_channels // config.depth, take_depth, zero)
     out = out.reshape(config.own // 2, config.num_warps, 2, 8, num_rows)  # [far warp half group R]
     return out.transpose(4, 1, 3, 0, 2).reshape(num_rows, config.columns)
 
@@ -264,13 +261,13 @@ def _codes(
     return codes.reshape(num_sixteens // 2, 2, 2, 2, config.num_warps, 8, 4, own // 2, 2)
 
 
-def _scales(
+def _powers(
     weights: Weights, where: tuple, step: Any, first_column: Any, config: Config
-) -> UInt8[Array, "_ 1 1 1 warps 8 4 _ 2"]:
-    """Return a step's scales as `_codes` has the codes; the threads of a group read the same ones."""
+) -> Float[Array, "_ 1 1 1 warps 8 4 _ 2"]:
+    """Return a step's powers of two as `_codes` has the codes; the threads of a group read the same ones."""
     num_blocks, own = config.depth // BLOCK, config.own
     shape = (num_blocks, config.num_warps, 8, 4, own)
     along = lambda axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis)
     column = first_column + along(1) * (8 * own) + along(2) * own + along(4)
     scales = weights.scales[(*where, step * num_blocks + along(0), column)]
-    return scales.reshape(num_blocks, 1, 1, 1, config.num_warps, 8, 4, own // 2, 2)
+    return powers(scales).reshape(num_blocks, 1, 1, 1, config.num_warps, 8, 4, own // 2, 2)
