@@ -30,8 +30,8 @@ def mxfp8_grouped(
 ) -> Float[Array, "X A D"]:
     """Apply each expert to each of its tokens: `activate(x gate, x up) down`, of weights in x's dtype.
 
-    It computes what `pallas_kernels.grouped_experts` does of the dequantised weights. A pair is a token and one of the A
-    experts that it chose: pair p is token p // A's choice p % A.
+    It computes what `pallas_kernels.grouped_experts` does of the dequantised weights. A pair is a token and one of the
+    A experts that it chose: pair p is token p // A's choice p % A.
 
     Args:
       x: tokens; bfloat16 or float16.

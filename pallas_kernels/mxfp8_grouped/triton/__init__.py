@@ -2,10 +2,10 @@
 
 Products are turned: weights^T times tokens^T. The left operand of Hopper's tensor cores may lie in registers, so a
 number that a thread has made there goes into the product without passing through shared memory, while the product of
-the step before is under way. The right operand, the tokens, lies in shared memory. In M3's sizes, a program of 8 warps::
+the step before is under way. The right operand, the tokens, lies in shared memory. In M3's sizes, a program of 4 warps::
 
-    codes in the stack ── [64 channels, 256 columns] ── shared memory ── numbers in registers [256, 64] ──┐
-                                                                                                           ├─ [256, 128]
+    codes in the stack ── [64 channels, 128 columns] ── shared memory ── numbers in registers [128, 64] ──┐
+                                                                                                          ├─ [128, 128]
     pairs of one expert ── x [128 tokens, 64 of 6,144] ── shared memory ── transposed [64, 128] ──────────┘
 
     gate, to memory and back ── activation with up ── hidden, memory ── the same with down ── a row of each pair
@@ -44,16 +44,13 @@ class Config(TileConfig):
       num_warps: of the program, four or eight: tensor cores take four at once.
       num_stages: steps that are under way at once.
       group: tiles whose programs start before those of the next.
-      positions_first: the order in which shared memory has the codes of a step: which one spreads the threads of a
-        warp over all its banks depends on the compiler.
     """
 
-    columns: int = 256
+    columns: int = 128
     depth: int = 64
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
     group: int = 8
-    positions_first: bool = False
 
     @property
     def own(self) -> int:
@@ -62,11 +59,6 @@ class Config(TileConfig):
 
 
 LIMITS = Limits(config=Config)
-
-
-def default_config(widths: tuple[int, int]) -> Config:
-    """Return the sizes that were fastest among those that divide the widths."""
-    return Config() if not any(width % 256 for width in widths) else Config(columns=128, num_warps=4)
 
 
 def run(
@@ -90,7 +82,7 @@ def run(
       ValueError: widths that are not whole pieces of a program, or codes out of reach.
     """
     (num_tiles, tile_tokens), (width, hidden_width) = pair.shape, gate.codes.shape[2:]
-    config = default_config((width, hidden_width)) if config is None else config
+    config = Config() if config is None else config
     if any(n % max(config.columns, config.depth) for n in (width, hidden_width)):
         unit = max(config.columns, config.depth)
         raise ValueError(f"widths {width} and {hidden_width}: need multiples of {unit}")
@@ -245,17 +237,14 @@ def _codes(
 ) -> UInt8[Array, "_ 2 2 2 warps 8 4 _ 2"]:
     """Return a step's codes as [block sixteen eight pair warp group position far half]."""
     num_sixteens, num_chunks, own = config.depth // 16, config.columns // _CHUNK, config.own
-    sizes = dict(sixteen=num_sixteens, eight=2, pair=2, chunk=num_chunks, position=4)
-    names = ["sixteen", "eight", "pair", "chunk", "position"]
-    if config.positions_first:
-        names = ["position", "sixteen", "eight", "pair", "chunk"]
-    shape = (*(sizes[name] for name in names), _CHUNK)
-    along = lambda name: jax.lax.broadcasted_iota(jnp.int32, shape, names.index(name) if name in names else 5)
+    sizes = dict(position=4, sixteen=num_sixteens, eight=2, pair=2, chunk=num_chunks, byte=_CHUNK)
+    # Shared memory has them in this order, but the position next to the bytes: so a warp's threads meet all its banks.
+    names = "position", "sixteen", "eight", "pair", "chunk", "byte"
+    shape = tuple(sizes[name] for name in names)
+    along = lambda name: jax.lax.broadcasted_iota(jnp.int32, shape, names.index(name))
     channel = step * config.depth + along("sixteen") * 16 + along("eight") * 8 + along("position") * 2 + along("pair")
     column = first_column + along("chunk") * _CHUNK + along("byte")
-    codes = weights.codes[(*where, channel, column)]
-    if config.positions_first:
-        codes = codes.transpose(1, 2, 3, 4, 0, 5)
+    codes = weights.codes[(*where, channel, column)].transpose(1, 2, 3, 4, 0, 5)
     groups = _CHUNK // own  # threads whose columns are in one chunk
     codes = codes.reshape(num_sixteens // 2, 2, 2, 2, num_chunks, 4, groups, own).swapaxes(5, 6)
     return codes.reshape(num_sixteens // 2, 2, 2, 2, config.num_warps, 8, 4, own // 2, 2)
