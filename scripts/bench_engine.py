@@ -10,9 +10,9 @@ Each line is one kind of call: a decode step of an engine of so many rows, all o
 proposals in each row; a chunk that is a whole prompt; a long prompt in chunks. It has the milliseconds, what bounds it
 from below, and the share of that bound. A step is bounded by the bytes that it must read, over the rate at which this
 device copies memory; a prompt by its floating-point operations, over the rate of a large product. Both rates are
-measured first, and a rate that is none of this device ends the run. "busy" is the share of the time in which the device
-runs a kernel: kernels are traced in a call of their own, and their time is divided by that of a call which is not traced.
-"ahead" has the same calls, each launched before the one before it is read (`Work.dispatch_ahead`).
+measured first, and a rate that this device cannot have ends the run. "busy" is the share of the time in which the
+device runs a kernel: kernels are traced in a call of their own, and their time is divided by that of a call which is
+not traced. "ahead" has the same calls, each launched before the one before it is read (`Work.dispatch_ahead`).
 """
 
 import argparse

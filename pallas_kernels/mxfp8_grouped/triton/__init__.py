@@ -1,8 +1,8 @@
 """Gate, up and down projections of routed experts in two Triton kernels that make numbers of MXFP8 in registers.
 
 Products are turned: weights^T times tokens^T. The left operand of Hopper's tensor cores may lie in registers, so a
-number that a thread has made there goes into the product without passing through shared memory, while the product of
-the step before is under way. The right operand, the tokens, lies in shared memory. In M3's sizes, a program of 4 warps::
+number that a thread has made there goes into the product without passing through shared memory. The right operand, the
+tokens, lies in shared memory. In M3's sizes, a program of 4 warps::
 
     codes in the stack ── [64 channels, 128 columns] ── shared memory ── numbers in registers [128, 64] ──┐
                                                                                                           ├─ [128, 128]
