@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -63,9 +63,6 @@ def main() -> None:
         "--ahead", choices=("default", "on", "off", "both"), default="default",
         help="launch a call before the last one is read; both: each kind of call without and with it",
     )  # fmt: skip
-    parser.add_argument(
-        "--cost", action="store_true", help="steps of the first engine of --rows with each further wish"
-    )
     parser.add_argument("--keep", type=Path, help="a file of figures: print what they were, and keep these")
     parser.add_argument("--transformers", action="store_true", help="beside transformers on this GPU, which goes first")
     parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each call, by their time")
@@ -111,8 +108,6 @@ def main() -> None:
             drawn.append(tokens)
         if any(tokens != drawn[0] for tokens in drawn):
             raise SystemExit(f"{what}: other tokens where calls are launched ahead")
-    if args.cost:
-        cost_of_wishes(model, prefix, args)
     for chunk in args.chunks:
         seconds, kernels = prefill(of_chunks, chunk)
         flops = chunk_flops(model, chunk, args)
@@ -249,64 +244,6 @@ def decode(
     of_step = traced(engine.run) - of_call  # `run`: a step may leave its call to be read by the next one
     of_step.busy += of_call.busy / args.steps
     return second, of_step, tokens
-
-
-class FirstHalf:
-    """A guide, as a grammar is one: the lower half of the vocabulary may come next."""
-
-    def __init__(self, vocab_size: int):
-        self.mask = np.zeros(-(-vocab_size // 32), np.uint32)
-        self.mask[: vocab_size // 64] = 0xFFFFFFFF
-
-    def bits(self, new: Sequence[int]) -> np.ndarray:
-        """Return a bit for each token."""
-        return self.mask
-
-
-def cost_of_wishes(model: M3, prefix: list[int], args: argparse.Namespace) -> None:
-    """Print what a call of all rows takes where each of them, or one, asks for something besides tokens."""
-    rows, greedy = args.rows[0], Sampling.greedy()
-    engine = Engine(model, **sizes(model, args, rows) | dict(pages=sizes(model, args, 3 * rows)["pages"]))
-    biases = {token: -1.0 for token in range(FIRST_TOKEN, FIRST_TOKEN + 64)}
-    wishes = {
-        "nothing": {},
-        "experts recorded": dict(record=("expert_ids",)),
-        "blocks recorded": dict(record=("blocks",)),
-        "both recorded": dict(record=("expert_ids", "blocks")),
-        "64 biases": dict(sampling=dataclasses.replace(greedy, logit_bias=biases)),
-        "20 top log-probabilities": dict(top_logprobs=20),
-        "three penalties": dict(
-            sampling=Sampling(1.0, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5)
-        ),
-        "top-p 0.9, temperature 1": dict(sampling=Sampling(1.0, top_p=0.9)),
-        "a guide in one row": {},
-    }
-    base = None
-    for name, changes in wishes.items():
-        asked = dataclasses.replace(params(args.new_tokens), **changes)
-        seconds: list[float] = []
-        for attempt in range(2):  # programs are compiled in the first
-            seconds = []
-            for seed in range(rows):
-                guide = FirstHalf(model.config.vocab_size) if seed == 0 and name.startswith("a guide") else None
-                engine.add(prompt(engine, prefix, 7000 + 100 * attempt + seed), asked, guide=guide)
-            while engine.prefill():
-                pass
-            while engine.busy:
-                began, before = time.perf_counter(), engine.timings.decoded_tokens
-                engine.step()
-                full = args.steps * (rows - name.startswith("a guide")) + name.startswith("a guide")
-                if engine.timings.decoded_tokens - before == full:
-                    seconds.append(time.perf_counter() - began)
-        if not seconds:
-            print(f"{name}: no call of {args.steps} steps")
-            continue
-        call = statistics.median(seconds)
-        base = call if base is None else base
-        print(
-            f"{rows} rows, {name:28s} {call * 1e3:8.2f} ms a call of {args.steps} steps, {call / base - 1:+6.1%}",
-            flush=True,
-        )
 
 
 def prefill(engine: Engine, chunk: int) -> tuple[float, Kernels]:

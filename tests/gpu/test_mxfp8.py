@@ -100,7 +100,7 @@ def check_experts(shape, dtype, backend: str, seed: int) -> None:
 
 @shapes_and_dtypes(GROUPED, others=["float16"])
 def test_grouped_experts_are_those_of_their_numbers(shape, dtype, backend, seed):
-    """Every code but for the layer that is not used, whose codes are NaN; the same kernel's sums of dequantised weights."""
+    """Sums of the kernel of 16 bits with dequantised weights; the layer that is not used is NaN."""
     tokens, count, chosen, width, hidden, tile = shape
     keys = jax.random.split(jax.random.key(seed), 7)
 

@@ -343,7 +343,7 @@ def test_experts_of_many_tokens_lower(dtype):
     assert "mxfp8_grouped_out" in lower(run, *operands, *places)
 
 
-def test_when_experts_of_many_tokens_have_a_kernel_of_their_own():
+def test_when_experts_of_many_tokens_have_a_kernel_of_their_own(unchecked):
     """From 64 pairs an expert on, in MXFP8, on a GPU; the invariant mode keeps one kernel for any number of pairs."""
     stack = replace(MXFP8Array(array(jnp.uint8, 57, 128, 6144, 3072), None))
     of_pairs = lambda pairs, gate=stack: replace(
