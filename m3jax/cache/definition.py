@@ -76,13 +76,13 @@ class Pool:
 
     # The life of a request, as `PageAllocator` says
 
-    def add(self, tokens: Sequence[int], beside: int | None = None) -> tuple[int, int]:
+    def add(self, tokens: Sequence[int], beside: int | None = None, share: bool = True) -> tuple[int, int]:
         """Open a request with the pages that hold its beginning: whole ones, or more of them if they are `beside`'s.
 
-        The last token is never found: its logits are needed.
+        The last token is never found: its logits are needed. Without `share` what is known is not looked at.
         """
         tokens, pages = tuple(tokens), []
-        for end in range(self.page_size, len(tokens), self.page_size):
+        for end in range(self.page_size, len(tokens) if share else 0, self.page_size):
             if tokens[:end] not in self.known:
                 break
             pages.append(self.known[tokens[:end]])

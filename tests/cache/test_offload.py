@@ -1,7 +1,7 @@
 """Keys and values in host memory: the same blocks and tokens as on the device, and only selected pages move."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import m3jax
 from m3jax.cache import Cache, HostMemory
 from m3jax.cache.offload import host
 from m3jax.cache.offload.pool import GROUP, Slots
+from m3jax.cache.storage import Places
 from m3jax.parallel import parse_mesh
 
 HEADS, TOP_K = CONFIG.num_key_value_heads, CONFIG.index_topk_blocks
@@ -107,6 +108,30 @@ def test_passes_pass_checks():
             cache = memory.flush(cache).replace(host=memory.pages)
     selected_pages = np.asarray(cache.stacks[1].hits + cache.stacks[1].misses)
     assert (selected_pages > 8 * HEADS).all(), selected_pages  # in both calls; else one pass was enough
+
+
+def test_the_invariant_schedule_reads_every_selected_block_however_few_fit():
+    """Each comes from host memory into the copy that attention reads, in passes where the pool has no room for all."""
+    rng = np.random.default_rng(8)
+    cache = Cache.pool(CONFIG, 12, 1, 12, "float32", device_pages=8)
+    memory = HostMemory(cache, "numpy")
+    layers, virtual_pages, _, size, width = memory.pages[1].kv.shape
+    assert size != width, "else a swap of the two is not seen"
+    memory.pages[1].kv[:] = rng.standard_normal((layers, virtual_pages, 2, size, width))
+    order = rng.permutation(12)  # the page of each block
+    places = Places.nowhere(jnp.zeros((1, 1), jnp.int32))
+    places = places.replace(table=jnp.asarray(order, jnp.int32)[None], host=memory.pages[1])
+    blocks = rng.permuted(np.broadcast_to(np.arange(12), (3, HEADS, 1, 12)), axis=-1)[..., :6].astype(
+        np.int32
+    )  # [C K 1 J]
+    blocks[0, :, :, 4:] = -1
+    assert len({(head, b) for head in range(HEADS) for b in blocks[:, head].ravel() if b >= 0}) > 8
+    read = partial(cache.stacks[1].read_invariant, layer=jnp.int32(0), places=places, dtype=jnp.float32)
+    _, keys, values = read(cache.stacks[1], jnp.zeros(3, jnp.int32), jnp.asarray(blocks))
+    for query, head, slot in np.argwhere(blocks[:, :, 0] >= 0):
+        page = order[blocks[query, head, 0, slot]] * HEADS + head
+        for got, expected in zip((keys, values), memory.pages[1].kv[0, page], strict=True):
+            np.testing.assert_array_equal(got[query, head, 0, slot], expected)
 
 
 def test_only_selected_pages_move():

@@ -408,9 +408,9 @@ class Machine(RuleBasedStateMachine):
                 self.model[handle] += tokens
                 return
 
-    def open(self, tokens, beside=None):
+    def open(self, tokens, beside=None, share=True):
         tokens = tokens[: self.limit]
-        handle, cached = self.pages.add(tokens, beside)
+        handle, cached = self.pages.add(tokens, beside, share)
         assert cached < len(tokens)
         self.asked += len(tokens)
         self.model[handle] = tokens[:cached]
@@ -425,9 +425,9 @@ class Machine(RuleBasedStateMachine):
         self.open(tokens)
         return tokens
 
-    @rule(begin=past, cut=st.integers(1, 20), tokens=TOKENS)
-    def add_alike(self, begin, cut, tokens):
-        self.open(begin[:cut] + tokens)
+    @rule(begin=past, cut=st.integers(1, 20), tokens=TOKENS, share=st.sampled_from((True, True, False)))
+    def add_alike(self, begin, cut, tokens, share):
+        self.open(begin[:cut] + tokens, share=share)
 
     @precondition(lambda self: self.model)
     @rule(which=WHICH, cut=st.integers(1, 20), tokens=TOKENS)
