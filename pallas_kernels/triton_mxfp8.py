@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels.backends import TileConfig
@@ -67,6 +68,77 @@ def numbers(
 ) -> Float[Array, "*X 32 W"]:
     """Return blocks of weights: code times power of two, exact in float32, then cast to the activations' dtype."""
     return (e4m3(codes) * powers(scales)[..., None, :]).astype(dtype)
+
+
+# Four codes become four numbers times their powers of two, rounded once. E4M3 goes over float16 and float32, which hold
+# it. bfloat16 holds it too, and then multiplies two numbers at a time; float16 has not all of the powers.
+_FOUR_BFLOAT16 = """
+{
+.reg .b16 codes<2>, halves<4>;
+.reg .b32 pairs<2>, exact<2>;
+.reg .f32 numbers<4>;
+mov.b32 {codes0, codes1}, $2;
+cvt.rn.f16x2.e4m3x2 pairs0, codes0;
+cvt.rn.f16x2.e4m3x2 pairs1, codes1;
+mov.b32 {halves0, halves1}, pairs0;
+mov.b32 {halves2, halves3}, pairs1;
+cvt.f32.f16 numbers0, halves0;
+cvt.f32.f16 numbers1, halves1;
+cvt.f32.f16 numbers2, halves2;
+cvt.f32.f16 numbers3, halves3;
+cvt.rn.bf16x2.f32 exact0, numbers1, numbers0;
+cvt.rn.bf16x2.f32 exact1, numbers3, numbers2;
+mul.rn.bf16x2 $0, exact0, $3;
+mul.rn.bf16x2 $1, exact1, $4;
+}
+"""
+_FOUR_FLOAT16 = """
+{
+.reg .b16 codes<2>, halves<4>;
+.reg .b32 pairs<2>;
+.reg .f32 numbers<4>;
+mov.b32 {codes0, codes1}, $2;
+cvt.rn.f16x2.e4m3x2 pairs0, codes0;
+cvt.rn.f16x2.e4m3x2 pairs1, codes1;
+mov.b32 {halves0, halves1}, pairs0;
+mov.b32 {halves2, halves3}, pairs1;
+cvt.f32.f16 numbers0, halves0;
+cvt.f32.f16 numbers1, halves1;
+cvt.f32.f16 numbers2, halves2;
+cvt.f32.f16 numbers3, halves3;
+mul.f32 numbers0, numbers0, $3;
+mul.f32 numbers1, numbers1, $4;
+mul.f32 numbers2, numbers2, $5;
+mul.f32 numbers3, numbers3, $6;
+cvt.rn.f16x2.f32 $0, numbers1, numbers0;
+cvt.rn.f16x2.f32 $1, numbers3, numbers2;
+}
+"""
+
+
+def numbers_for_tensor_cores(
+    codes: UInt8[Array, "*X"], power: Float[Array, "..."], dtype: jax.typing.DTypeLike, interpret: bool
+) -> Float[Array, "*X"]:
+    """Return `numbers` of codes whose powers of two are there already, in as few instructions as there can be.
+
+    Args:
+      codes: of E4M3.
+      power: of each, in float32; axes that are 1 are repeated.
+      dtype: bfloat16 or float16.
+      interpret: whether this is interpret mode.
+    """
+    if interpret:
+        return (e4m3(codes) * power).astype(dtype)
+    is_bfloat16 = dtype == jnp.bfloat16
+    power = power.astype(dtype) if is_bfloat16 else power
+    [values] = plgpu.elementwise_inline_asm(
+        _FOUR_BFLOAT16 if is_bfloat16 else _FOUR_FLOAT16,
+        args=[codes, jnp.broadcast_to(power, codes.shape)],
+        constraints="=r,=r,r,r,r" if is_bfloat16 else "=r,=r,r,r,r,r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, dtype)],
+    )
+    return values
 
 
 def in_quarters(weights: Weights) -> Weights:

@@ -10,8 +10,9 @@ Each line is one kind of call: a decode step of an engine of so many rows, all o
 proposals in each row; a chunk that is a whole prompt; a long prompt in chunks. It has the milliseconds, what bounds it
 from below, and the share of that bound. A step is bounded by the bytes that it must read, over the rate at which this
 device copies memory; a prompt by its floating-point operations, over the rate of a large product. Both rates are
-measured first. "busy" is the share of the time in which the device runs a kernel: kernels are traced in a call of their
-own, and their time is divided by that of a call which is not traced.
+measured first, and a rate that this device cannot have ends the run. "busy" is the share of the time in which the
+device runs a kernel: kernels are traced in a call of their own, and their time is divided by that of a call which is
+not traced. "ahead" has the same calls, each launched before the one before it is read (`Work.dispatch_ahead`).
 """
 
 import argparse
@@ -30,12 +31,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_cpu import TEXT
-from measuring import Kernels, traced
+from measuring import Kernels, kernel_times, traced
 
 import m3jax
 from m3jax import M3Config
 from m3jax.decoding import Engine, Params, PromptLookup, Sampling
 from m3jax.model import M3, init
+from m3jax.planning.chips import CHIPS
 
 SUFFIX = 64  # tokens that each request has of its own
 FIRST_TOKEN = 256  # that is drawn: below are the embedded checkpoint's marks and placeholders
@@ -57,6 +59,10 @@ def main() -> None:
     parser.add_argument("--index-dtype", help="storage type of index keys")
     parser.add_argument("--device-pages", type=int, help="keys and values in host memory, so many pages on the device")
     parser.add_argument("--weights", choices=("dequantize", "mxfp8"), default="dequantize", help="mxfp8 quantises them")
+    parser.add_argument(
+        "--ahead", choices=("default", "on", "off", "both"), default="default",
+        help="launch a call before the last one is read; both: each kind of call without and with it",
+    )  # fmt: skip
     parser.add_argument("--keep", type=Path, help="a file of figures: print what they were, and keep these")
     parser.add_argument("--transformers", action="store_true", help="beside transformers on this GPU, which goes first")
     parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each call, by their time")
@@ -91,10 +97,17 @@ def main() -> None:
     for engine in engines.values():
         first_token(engine, prompt(engine, prefix, 0))  # the prefix, once in each
     for (rows, draft_tokens), engine in engines.items():
-        seconds, kernels = decode(engine, prefix, rows, args)
-        work = f"{rows} rows, step" if not draft_tokens else f"{rows} rows x {1 + draft_tokens} verified tokens, round"
+        what = f"{rows} rows, step" if not draft_tokens else f"{rows} rows x {1 + draft_tokens} verified tokens, round"
         num_bytes = step_bytes(model, rows, 1 + draft_tokens, args)
-        table.line(work, seconds, num_bytes / copied, f"{num_bytes / 1e9:.2f} GB", kernels)
+        default, drawn = engine._scheduler._dispatches_ahead, []
+        for is_ahead in {"default": [default], "on": [True], "off": [False], "both": [False, True]}[args.ahead]:
+            engine._scheduler._dispatches_ahead = is_ahead
+            seconds, kernels, tokens = decode(engine, prefix, rows, args)
+            work = what + (", ahead" if is_ahead and args.ahead != "default" else "")
+            table.line(work, seconds, num_bytes / copied, f"{num_bytes / 1e9:.2f} GB", kernels)
+            drawn.append(tokens)
+        if any(tokens != drawn[0] for tokens in drawn):
+            raise SystemExit(f"{what}: other tokens where calls are launched ahead")
     for chunk in args.chunks:
         seconds, kernels = prefill(of_chunks, chunk)
         flops = chunk_flops(model, chunk, args)
@@ -118,7 +131,7 @@ class Table:
         self.path, self.num_kernels, self.now = path, num_kernels, {}
         self.before = json.loads(path.read_text()) if path is not None and path.exists() else {}
         print(
-            f"{'':38s} {'ms':>8s} {'bound':>12s} {'ms':>7s} {'of it':>6s} {'busy':>6s} {'kernels':>8s} {'before':>8s}"
+            f"{'':42s} {'ms':>8s} {'bound':>12s} {'ms':>7s} {'of it':>6s} {'busy':>6s} {'kernels':>8s} {'before':>8s}"
         )
 
     def line(self, work: str, seconds: float, bound: float, what: str, kernels: Kernels) -> None:
@@ -127,7 +140,7 @@ class Table:
         before = f"{self.before[work]:8.2f}" if work in self.before else ""
         device = f"{kernels.busy / seconds:6.1%} {kernels.calls.total():8d}" if kernels.calls else f"{'':15s}"
         of_bound = f"{what:>12s} {bound * 1e3:7.2f} {bound / seconds:6.1%}"
-        print(f"{work:38s} {seconds * 1e3:8.2f} {of_bound} {device} {before}", flush=True)
+        print(f"{work:42s} {seconds * 1e3:8.2f} {of_bound} {device} {before}", flush=True)
         for name, of_kernel in kernels.seconds.most_common(self.num_kernels):
             print(f"{of_kernel * 1e6:12.0f} us {kernels.calls[name]:5d} x  {name[:90]}")
 
@@ -198,27 +211,29 @@ def first_token(engine: Engine, tokens: list[int]) -> float:
     return time.perf_counter() - begin
 
 
-def decode(engine: Engine, prefix: list[int], rows: int, args: argparse.Namespace) -> tuple[float, Kernels]:
-    """Return (seconds of a decode step or a round of verification, its kernels)."""
+def decode(
+    engine: Engine, prefix: list[int], rows: int, args: argparse.Namespace
+) -> tuple[float, Kernels, list[list[int]]]:
+    """Return (seconds of a decode step or a round of verification, its kernels, each row's tokens)."""
 
-    def start(new_tokens: int) -> None:
-        for seed in range(rows):
-            engine.add(prompt(engine, prefix, 1000 * rows + seed), params(new_tokens))
+    def start(new_tokens: int) -> list[int]:
+        handles = [engine.add(prompt(engine, prefix, 1000 * rows + seed), params(new_tokens)) for seed in range(rows)]
         while engine.prefill():
             pass
+        return handles
 
     def steps_done() -> float:
         if engine.drafting.draft_tokens:
             return engine.drafting.forwards / rows
         return engine.timings.decoded_tokens / rows
 
-    start(args.new_tokens)
-    seconds = []
+    handles, seconds = start(args.new_tokens), []
     while engine.busy:
         began, before = engine.timings.decode_seconds, steps_done()
         engine.step()
         if steps_done() - before == args.steps:  # in the last call rows end
             seconds.append((engine.timings.decode_seconds - began) / args.steps)
+    tokens = [engine.result(handle).tokens for handle in handles]
     if not seconds:
         raise SystemExit(f"--new-tokens {args.new_tokens}: need more, for a call of {args.steps} steps")
     second = statistics.median(seconds)
@@ -228,7 +243,7 @@ def decode(engine: Engine, prefix: list[int], rows: int, args: argparse.Namespac
     of_call = traced(lambda: engine._runner.read(engine._runner.launch(0)))
     of_step = traced(engine.run) - of_call  # `run`: a step may leave its call to be read by the next one
     of_step.busy += of_call.busy / args.steps
-    return second, of_step
+    return second, of_step, tokens
 
 
 def prefill(engine: Engine, chunk: int) -> tuple[float, Kernels]:
@@ -246,16 +261,30 @@ def prefill(engine: Engine, chunk: int) -> tuple[float, Kernels]:
 
 
 def copy_rate() -> float:
-    """Bytes a second that a copy reads and writes."""
-    x = jnp.zeros(1 << (26 if jax.default_backend() == "cpu" else 29), jnp.int32)
-    return 2 * x.nbytes / _seconds(jax.jit(lambda x: x ^ 1), x)
+    """Return the bytes a second that a copy reads and writes.
+
+    Raises:
+      SystemExit: a rate that this device cannot have: more than its maker says, or less than a tenth of it.
+    """
+    x = jnp.arange(1 << (26 if jax.default_backend() == "cpu" else 29), dtype=jnp.int32)
+    if jax.default_backend() == "cpu":
+        return 2 * x.nbytes / _seconds(jnp.copy, x)
+    # On the device's own clock: the host's has what stands between two calls, which can be longer than a copy.
+    microseconds, _ = kernel_times(jnp.copy, [(x,)], 6)
+    rate, kind = 2 * x.nbytes / microseconds * 1e6, jax.devices()[0].device_kind
+    known = [chip.hbm_rate for chip in CHIPS.values() if chip.name in kind.lower()]
+    if known and not known[0] / 10 <= rate <= known[0]:
+        raise SystemExit(f"a copy moves {rate / 1e9:.0f} GB/s, and a {kind} {known[0] / 1e9:.0f}: this is no bound")
+    return rate
 
 
 def product_rate(model: M3) -> float:
     """Floating-point operations a second of a large product, in the model's dtype."""
     size = 1024 if jax.default_backend() == "cpu" else 8192
     x = jax.random.normal(jax.random.key(0), (size, size)).astype(model.dtype)
-    return 2 * size**3 / _seconds(jax.jit(jnp.dot), x, x)
+    if jax.default_backend() == "cpu":
+        return 2 * size**3 / _seconds(jax.jit(jnp.dot), x, x)
+    return 2 * size**3 / kernel_times(jax.jit(jnp.dot), [(x, x)], 10)[0] * 1e6
 
 
 def _seconds(fn: Callable, *args: jax.Array, calls: int = 10) -> float:

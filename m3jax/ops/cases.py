@@ -181,13 +181,15 @@ class ExpertsCase:
     """The experts that each token chose, by one of the kernels.
 
     Attributes:
-      path: "few" or "grouped" (`m3jax.ops.EXPERT_PATHS`).
+      path: "few" or "grouped" (`m3jax.ops.EXPERT_PATHS`), or "mxfp8_grouped" for the kernel of "grouped" with MXFP8
+        weights and many tokens.
       tokens: X.
       dtype: of the activations.
       width: D.
       hidden: F.
       stored: a stack of their matrices.
       by_name: True if the path is asked for by name: it is not held to what is fastest.
+      expert_pairs: (token, expert) pairs of an expert, on average; only "mxfp8_grouped" asks.
     """
 
     path: str
@@ -197,12 +199,18 @@ class ExpertsCase:
     hidden: int
     stored: Stored
     by_name: bool = False
+    expert_pairs: int = 0
 
     op, is_named = "choice of experts", False
 
     def why_not(self, backend: str) -> str | None:
         """Return why a backend's kernels do not run it; None if they do."""
         widths = self.width, self.hidden
+        if self.path == "mxfp8_grouped":
+            if backend != "triton" or not self.stored.is_mxfp8:
+                return "only a GPU has a kernel, and it takes MXFP8"
+            if self.expert_pairs < measured.MXFP8_GROUPED_PAIRS:
+                return f"{self.expert_pairs} pairs an expert (it has {measured.MXFP8_GROUPED_PAIRS} or more)"
         if self.stored.is_mxfp8:  # both paths go to one kernel, which a GPU and a TPU have
             if self.by_name:
                 return None

@@ -6,6 +6,7 @@ dropped. An id of -1 is an expert that is not held here; what stands in its plac
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -287,6 +288,7 @@ def grouped(
     """
     from pallas_kernels.grouped_experts import grouped_experts
     from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
+    from pallas_kernels.mxfp8_grouped import mxfp8_grouped
 
     num_experts, options = weights.gate.shape[1], dict(activate=activate, interpret=interpreted())
     num_pairs, num_chosen = expert_ids.size, expert_ids.shape[1]
@@ -298,13 +300,15 @@ def grouped(
         tile = next((size for size in measured.KERNEL_TILES if size >= wanted), measured.KERNEL_TILES[-1])
         tiles = invert(expert_ids[None, None], num_experts, tile)
         count = jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
-        return grouped_experts(
+        return kernel_of_pairs(
             x, gate, up, down, layer, tiles.block, tiles.pair, count,
             num_chosen=num_chosen, backend="triton", **options,
         )  # fmt: skip
 
     def by_mxfp8_kernel(x, gate, up, down, expert_ids, layer):
         kept = [Weights(weight.codes, weight.scales) for weight in (gate, up, down)]
+        if kernel_of_pairs is mxfp8_grouped:
+            return by_kernel(x, *kept, expert_ids, layer)
         run = partial(mxfp8_experts, x, *kept, layer, backend=kernels_here("auto"), **options)
         # A GPU finds in its cache what the pair before has read of the same expert.
         most_pairs = num_experts * 3 // 2 if kernels_here("auto") == "triton" else measured.FEW_PAIRS
@@ -318,6 +322,10 @@ def grouped(
         out = run(tiles.block, tiles.query, tiles.valid)
         return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
 
+    many = replace(experts_case("mxfp8_grouped", x, weights.gate), expert_pairs=tokens_per_expert)
+    # In the invariant mode a pair's bits may not depend on which of two kernels runs.
+    is_many = least_tile == 1 and choose(many) != "xla"
+    kernel_of_pairs = mxfp8_grouped if is_many else grouped_experts
     kernel = by_mxfp8_kernel if isinstance(weights.gate, MXFP8Array) else by_kernel
     return _with_gradient_of_tiled(kernel, x, weights, expert_ids, layer, activate)
 

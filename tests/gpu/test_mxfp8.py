@@ -10,8 +10,11 @@ from support.on_gpu import OUT, distance, exact, shapes_and_dtypes, twice
 
 from m3jax import mxfp8
 from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
+from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
+from pallas_kernels.grouped_experts import grouped_experts
 from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
+from pallas_kernels.mxfp8_grouped import mxfp8_grouped
 from pallas_kernels.mxfp8_numbers import mxfp8_numbers
 from pallas_kernels.mxfp8_project import mxfp8_project
 
@@ -28,6 +31,11 @@ PROJECT = [
 ]  # fmt: skip
 NARROW = ("bfloat16", "float16")
 TINIEST = 448 * 2.0**-127  # what has no leading bit may be flushed
+# tokens, experts, experts a token, width, hidden width, tile
+GROUPED = [
+    (2048, 16, 4, 6144, 3072, 128), (500, 9, 3, 256, 384, 128), (300, 6, 5, 128, 128, 64), (77, 8, 2, 256, 384, 16),
+    (1000, 4, 2, 2048, 640, 32),
+]  # fmt: skip
 in_16_bits = pytest.mark.parametrize("dtype", [jnp.dtype(name) for name in NARROW], ids=str)
 
 
@@ -88,6 +96,59 @@ def check_experts(shape, dtype, backend: str, seed: int) -> None:
         norm += (want**2).sum()
     error = (error / norm) ** 0.5
     assert error < OUT, f"outputs: error {error:.1e}"  # hidden values are rounded
+
+
+@shapes_and_dtypes(GROUPED, others=["float16"])
+def test_grouped_experts_are_those_of_their_numbers(shape, dtype, backend, seed):
+    """Sums of the kernel of 16 bits with dequantised weights; the layer that is not used is NaN."""
+    tokens, count, chosen, width, hidden, tile = shape
+    keys = jax.random.split(jax.random.key(seed), 7)
+
+    def draw(code_key, scale_key, inputs, outputs):
+        code = jax.random.bits(code_key, (2, count, inputs, outputs), jnp.uint8)
+        scale = jax.random.randint(scale_key, (2, count, inputs // 32, outputs), 113, 119)
+        code = jnp.where(code & 127 == 127, 0, code).at[0].set(127)
+        return Weights(code, (scale - round(np.log2(inputs) / 2)).astype(jnp.uint8))
+
+    x = jax.random.normal(keys[0], (tokens, width), jnp.float32).astype(dtype)
+    weights = draw(*keys[1:3], width, hidden), draw(*keys[3:5], width, hidden), draw(*keys[5:], hidden, width)
+    taste = np.random.default_rng(seed).random((tokens, count)) + np.linspace(0, 1, count)
+    ids = taste.argsort(axis=1)[:, :chosen].astype(np.int32)
+    tiles = invert(jnp.asarray(ids)[None, None], count, tile)
+    places = jnp.int32(1), tiles.block, tiles.pair, jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
+    options = dict(num_chosen=chosen, activate=lambda gate, up: gate * jax.nn.sigmoid(gate) * up, backend=backend)
+    (got,) = twice(jax.jit(partial(mxfp8_grouped, **options)), x, *weights, *places)
+    dense = (mxfp8.dequantize(MXFP8Array(w.codes, w.scales), dtype) for w in weights)
+    want = exact(jax.jit(partial(grouped_experts, **options))(x, *dense, *places))
+    assert np.isfinite(got).all(), "an output is not finite"
+    assert distance(got, want) < OUT, f"outputs: error {distance(got, want):.1e}"
+
+
+@pytest.mark.small
+@in_16_bits
+def test_grouped_experts_know_every_scale_and_nan(dtype, backend):
+    """Tokens that pick one input channel each give the definition's numbers; a code of 127 or 255 is NaN."""
+    codes = np.random.default_rng(0).integers(0, 256, (1, 2, 128, 128)).astype(np.uint8)
+    scales = np.arange(1024).reshape(1, 2, 4, 128) % (247 if dtype == jnp.bfloat16 else 134)  # larger ones overflow
+    gate = Weights(jnp.asarray(codes), jnp.asarray(scales, jnp.uint8))
+    identity = mxfp8.quantize(jnp.eye(128)[None, None].repeat(2, axis=1))
+    pair = jnp.arange(256, dtype=jnp.int32).reshape(128, 2).T.reshape(4, 64)  # both experts of each token
+    out = mxfp8_grouped(
+        jnp.eye(128, dtype=dtype), gate, gate, Weights(identity.codes, identity.scales), jnp.int32(0),
+        jnp.asarray([0, 0, 1, 1], jnp.int32), pair, jnp.full(4, 64, jnp.int32), num_chosen=2,
+        activate=lambda gate, up: jnp.where(jnp.isnan(gate), 1.0, 0.0), backend=backend,
+    )  # fmt: skip
+    is_nan = np.asarray(out).swapaxes(0, 1) > 0.5
+    expected = np.isnan(numbers(gate, "float32", 0)).any(axis=1, keepdims=True).repeat(128, axis=1)
+    assert (is_nan == expected).all(), "a column has a NaN, or not, and the definition differs"
+    codes[codes & 127 == 127] = 0
+    gate = gate._replace(codes=jnp.asarray(codes))
+    out = mxfp8_grouped(
+        jnp.eye(128, dtype=dtype), gate, gate, Weights(identity.codes, identity.scales), jnp.int32(0),
+        jnp.asarray([0, 0, 1, 1], jnp.int32), pair, jnp.full(4, 64, jnp.int32), num_chosen=2,
+        activate=lambda gate, up: gate, backend=backend,
+    )  # fmt: skip
+    np.testing.assert_allclose(np.asarray(out).swapaxes(0, 1), numbers(gate, dtype, 0), rtol=0, atol=TINIEST)
 
 
 @shapes_and_dtypes(PROJECT, others=["float16"])

@@ -14,13 +14,17 @@ from support.lowering import array, equations, lower, refuse
 from m3jax import mxfp8
 from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
 from m3jax.model import quantize
+from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import ProductCase, choose, interpret, project, project_each
+from m3jax.ops import ProductCase, choose, interpret, project, project_each, run_experts
+from m3jax.ops.experts import ExpertWeights, experts_case
 from m3jax.ops.measured import MXFP8_ROWS
 from m3jax.parallel import parse_mesh
 from m3jax.weights import StackedLayer
 from pallas_kernels.mosaic_mxfp8 import Config as TpuConfig
 from pallas_kernels.mxfp8_experts import mxfp8_experts
+from pallas_kernels.mxfp8_grouped import mxfp8_grouped
+from pallas_kernels.mxfp8_grouped.triton import Config as GroupedConfig
 from pallas_kernels.mxfp8_numbers import mxfp8_numbers
 from pallas_kernels.mxfp8_project import Weights, mxfp8_project
 from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
@@ -316,3 +320,67 @@ def test_wrong_operands_are_refused(unchecked):
     refuse("need below 2\\*\\*31 or above 2\\*\\*32", run, x, [far], layer)
     tpu = partial(mxfp8_project, backend="mosaic_tpu")
     refuse("a TPU kernel needs a multiple of 1024", tpu, *operands(4, 128, inputs=1536))
+
+
+# Experts of many tokens
+
+
+@pytest.mark.parametrize(("tile", "config"), [(32, None), (128, GroupedConfig(depth=32))])
+def test_experts_of_many_tokens_are_those_of_the_definition(tile, config):
+    """The second layer: two choices a token, tiles that are half empty, one of no pair, and every kind of code."""
+    gate, up, down = drawn(2, 3, 128, 128), drawn(2, 3, 128, 128, seed=1), drawn(2, 3, 128, 128, seed=2)
+    x = tokens(40, 128) / 256
+    ids = jnp.asarray(np.random.default_rng(0).random((40, 3)).argsort(axis=1)[:, :2], jnp.int32)
+    tiles = invert(ids[None, None], 3, tile)
+    multiply = lambda gate, up: (gate * up).astype(jnp.bfloat16)
+    out = mxfp8_grouped(
+        x, gate, up, down, LAYER, tiles.block, tiles.pair, jnp.sum(tiles.valid, axis=1, dtype=jnp.int32),
+        num_chosen=2, activate=multiply, backend="triton", config=config, interpret=True,
+    )  # fmt: skip
+    rows, chosen = np.asarray(x, np.float64), np.asarray(ids)
+    hidden = np.einsum("xd,xadf->xaf", rows, numbers(gate)[chosen]) * np.einsum(
+        "xd,xadf->xaf", rows, numbers(up)[chosen]
+    )
+    hidden = np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float64)
+    assert distance(out, np.einsum("xaf,xafd->xad", hidden, numbers(down)[chosen])) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_experts_of_many_tokens_lower(dtype):
+    weights = lambda inputs, outputs: Weights(
+        array(jnp.uint8, 3, 128, inputs, outputs), array(jnp.uint8, 3, 128, inputs // 32, outputs)
+    )
+    operands = array(dtype, 8192, 6144), weights(6144, 3072), weights(6144, 3072), weights(3072, 6144)
+    places = array(jnp.int32), array(jnp.int32, 384), array(jnp.int32, 384, 128), array(jnp.int32, 384)
+    run = partial(mxfp8_grouped, num_chosen=4, activate=lambda gate, up: gate * up, backend="triton")
+    assert "mxfp8_grouped_out" in lower(run, *operands, *places)
+
+
+def test_when_experts_of_many_tokens_have_a_kernel_of_their_own(unchecked):
+    """From 64 pairs an expert on, in MXFP8, on a GPU; the invariant mode keeps one kernel for any number of pairs."""
+    stack = replace(MXFP8Array(array(jnp.uint8, 57, 128, 6144, 3072), None))
+    of_pairs = lambda pairs, gate=stack: replace(
+        experts_case("mxfp8_grouped", array(jnp.bfloat16, 2048, 6144), gate), expert_pairs=pairs
+    )
+    assert choose(of_pairs(64)) == "xla"  # no GPU here
+    with interpret():
+        assert choose(of_pairs(64)) == "triton" and choose(of_pairs(63)) == "xla"
+        assert choose(of_pairs(64), "xla") == "xla"
+        assert choose(of_pairs(64, array(jnp.bfloat16, 57, 128, 6144, 3072))) == "xla"
+
+
+def test_a_call_takes_the_kernel_of_many_tokens_by_its_pairs_alone():
+    """130 tokens of one choice among two experts are 65 pairs each; in fixed tiles the kernel stays the other one."""
+    kept = ExpertWeights(*(MXFP8Array(*drawn(2, 2, 128, 128, seed=seed)) for seed in range(3)))
+    multiply = lambda gate, up: (gate * up).astype(jnp.bfloat16)
+
+    def names(num_tokens, path="auto"):
+        x, ids = tokens(num_tokens, 128), jnp.zeros((num_tokens, 1), jnp.int32)
+        with interpret():
+            run = lambda x, ids: run_experts(x, kept, ids, LAYER, multiply, path=path)
+            jaxpr = jax.make_jaxpr(run)(x, ids).jaxpr
+        return {str(e.params["name"]) for e in equations(jaxpr) if e.primitive.name == "pallas_call"}
+
+    assert "mxfp8_grouped_out" in names(130)
+    assert "mxfp8_grouped_out" not in names(126)
+    assert "mxfp8_grouped_out" not in names(130, "in_fixed_tiles")
