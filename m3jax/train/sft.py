@@ -354,7 +354,9 @@ def event_writer(folder: str | Path, first: int) -> Any:
     try:
         from tensorboardX import SummaryWriter
     except ModuleNotFoundError:
-        raise ValueError("--tensorboard needs tensorboardX, which is not installed: pip install tensorboardX") from None
+        raise ValueError(
+            "--tensorboard needs tensorboardX, which is not installed: pip install 'm3jax[train]'"
+        ) from None
     return SummaryWriter(str(folder), purge_step=first + 1)
 
 

@@ -84,5 +84,6 @@ EXTRAS_OF = {
     "m3jax.inside": ("plots",),
     "m3jax.media": ("media",),
     "m3jax.serve": ("serve",),
+    "m3jax.train": ("train",),
     **dict.fromkeys(("m3jax.dialogue", "m3jax.text"), ("chat",)),
 }
