@@ -35,7 +35,7 @@ LAYER = jnp.int32(1)
 # A call is one program: outside of `jit` it would be a program for each of its steps.
 STATIC = ("backend", "config", "interpret")
 run_project = jax.jit(mxfp8_project, static_argnames=STATIC)
-run_experts = jax.jit(mxfp8_experts, static_argnames=(*STATIC, "activate"))
+run_mxfp8_experts = jax.jit(mxfp8_experts, static_argnames=(*STATIC, "activate"))
 run_numbers = jax.jit(mxfp8_numbers, static_argnames=(*STATIC, "dtype"))
 dequantize = jax.jit(mxfp8.dequantize, static_argnames="dtype")
 
@@ -150,7 +150,7 @@ def test_experts_of_one_token_of_tensor_cores_and_of_tiles(tile):
     x, expert = np.asarray(tokens(40, 128)) / jnp.bfloat16(256), np.array([2, 1, 0], np.int32)
     token = np.random.default_rng(0).integers(0, 40, (3, tile), np.int32)
     valid = np.array([[True], [False], [True]]).repeat(tile, axis=1)
-    out = run_experts(
+    out = run_mxfp8_experts(
         x, gate, up, down, LAYER, expert, token, valid, activate=multiply, backend="triton", interpret=True
     )
     rows = np.asarray(x, np.float64)[np.asarray(token)]  # [tiles C D]
@@ -176,7 +176,7 @@ def test_experts_on_a_tpu():
     gate, up, down = drawn(2, 3, 64, 128), drawn(2, 3, 64, 128, seed=1), drawn(2, 3, 128, 64, seed=2)
     x, expert = np.asarray(tokens(3, 64)) / jnp.bfloat16(64), np.array([2, 0, 1], np.int32)
     token, valid = np.array([[0, 2], [1, 0], [0, 0]], np.int32), np.array([[1, 1], [1, 0], [0, 0]], bool)
-    out = run_experts(
+    out = run_mxfp8_experts(
         x, gate, up, down, LAYER, expert, token.repeat(8, axis=1), valid.repeat(8, axis=1), activate=multiply, **TPU
     )
     rows = np.asarray(x, np.float64)[np.asarray(token)]  # [tiles 2 D]
