@@ -106,7 +106,7 @@ def test_the_invariant_schedules_are_the_definitions_for_every_number_of_blocks(
     ],
 )
 def test_proposals_behind_a_full_row_change_nothing_before_them(memory, schedule, backend):
-    """The last round of a request that fills its row proposes past the end: there is no block, piece or page (T48)."""
+    """The last round of a request that fills its row proposes past the end: there is no block, piece or page."""
     q, index_q, (view, index_view), _ = memory
     full = BLOCKS * SIZE
 
