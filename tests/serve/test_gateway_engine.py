@@ -159,9 +159,12 @@ def test_progress_of_a_long_prompt(engine_server, monkeypatch):
     read = [each["processed"] for each in runs[0]]
     chunk = worker.engine.shapes.chunks[-1]
     assert read == sorted(read) and len({count for count in read if 0 < count < total}) >= 2
-    assert all(count % chunk == 0 or count == total for count in read)
-    assert {(each["total"], each["cache"]) for each in runs[0]} == {(total, 0)}
-    assert all(each["cache"] > 0 for each in runs[1] if each["processed"])
+    # Other tests' prompts begin as this one does.
+    cached = {each["cache"] for each in runs[0] if each["processed"]}
+    assert len(cached) == 1 and max(cached) < total / 4, runs[0]
+    assert all((count - max(cached)) % chunk == 0 or count in (0, total) for count in read), (chunk, runs[0])
+    assert {each["total"] for each in runs[0]} == {total}
+    assert all(each["cache"] > max(cached) for each in runs[1] if each["processed"])
     status, _, text = server.ask("/v1/chat/completions", {**body, "stream": False})
     assert (status, json.loads(text)["error"]["param"]) == (400, "return_progress")
 
