@@ -286,7 +286,10 @@ def fine_tune(
         if first:
             say(f"going on from step {first}")
         lines = MetricLines(metrics, first)
-        board = None if tensorboard is None else stack.enter_context(event_writer(tensorboard, first))
+        board = None
+        if tensorboard is not None:
+            # Events of later steps, of a run that was killed behind its last state, are hidden.
+            board = stack.enter_context(writer_of_events()(str(tensorboard), purge_step=first + 1))
         line = stack.enter_context(activity(about=(type(loss_fn.loss_fn).__name__, settings)))
         last_said = time.perf_counter()
         try:
@@ -341,12 +344,8 @@ def check_same_run(folder: Path, settings: Mapping[str, Any]) -> None:
         raise ValueError(f"{folder} has a run with {', '.join(wrong)}: give the same, or another --out")
 
 
-def event_writer(folder: str | Path, first: int) -> Any:
-    """Return what writes TensorBoard's events, a context manager.
-
-    Args:
-      folder: of the events.
-      first: steps that a run has taken; events of later ones are hidden.
+def writer_of_events() -> Callable[..., Any]:
+    """Return the class that writes TensorBoard's events; nothing is written yet.
 
     Raises:
       ValueError: tensorboardX is not installed.
@@ -357,7 +356,7 @@ def event_writer(folder: str | Path, first: int) -> Any:
         raise ValueError(
             "--tensorboard needs tensorboardX, which is not installed: pip install 'm3jax[train]'"
         ) from None
-    return SummaryWriter(str(folder), purge_step=first + 1)
+    return SummaryWriter
 
 
 def _on_devices(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh | None) -> dict[str, PyTree[Array]]:

@@ -85,11 +85,11 @@ def run_sft(args: argparse.Namespace) -> int:
     from m3jax.text import ChatTemplate, Tokenizer
     from m3jax.train import lora
     from m3jax.train.conversations import load_examples
-    from m3jax.train.sft import PackedBatches, SFTLoss, SFTSettings, event_writer, fine_tune
+    from m3jax.train.sft import PackedBatches, SFTLoss, SFTSettings, fine_tune, writer_of_events
     from m3jax.train.step import init_state, make_optimizer
 
     if args.tensorboard is not None:
-        event_writer(args.tensorboard, 0).close()  # a missing library is said before the model is read
+        writer_of_events()  # a missing library is said before the model is read
     folder = embedded_path() if args.model is None else Path(args.model)
     tokenizer, template = Tokenizer.from_pretrained(folder), ChatTemplate.from_folder(folder)
     has_adapters = bool(args.lora or args.adapter)

@@ -127,8 +127,11 @@ def test_the_commands_train_and_merge(tmp_path, capsys):
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks), encoding="utf-8")
     given = {"--model": "model", "--data": "talks.jsonl", "--out": "run"}
     words = [word for name, file in given.items() for word in (name, str(tmp_path / file))]
+    words += ["--tensorboard", str(tmp_path / "events")]
     words += ["--steps", "3", "--length", "64", "--lora", "2", "--learning-rate", "0.02", "--dtype", "float32"]
     assert command.main(["sft", *words]) == 0
+    # A second file would say that a session begins at step 1 again, which hides the steps that a run goes on from.
+    assert len(list((tmp_path / "events").iterdir())) == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3] and lines[-1]["loss"] < lines[0]["loss"]
     merging = ["merge", "--model", str(tmp_path / "model"), "--adapter", str(tmp_path / "run" / "adapter")]
