@@ -3,15 +3,15 @@
 import argparse
 from collections.abc import Sequence
 
-from m3jax.cli.arguments import add_knobs, add_limits, add_machine, add_model
+from m3jax.cli.arguments import DRAFT_TOKENS as DRAFT_TOKENS
+from m3jax.cli.arguments import MAX_DRAFT_TOKENS as MAX_DRAFT_TOKENS
+from m3jax.cli.arguments import add_draft, add_knobs, add_limits, add_machine, add_model, check_draft
 from m3jax.console import Parser, run_command
 from m3jax.interrupts import raise_interrupts
 from m3jax.ranges import check_given
 
 PROG = "m3jax.generate"
-# As in m3jax.text_model, .decoding.engine and .decoding.speculation; a test compares them.
-NEW_TOKENS = 128
-DRAFT_TOKENS, MAX_DRAFT_TOKENS = 3, 8
+NEW_TOKENS = 128  # as in m3jax.text_model; a test compares them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,10 +43,7 @@ def parser() -> Parser:
     add_limits(out)
     out.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; may be repeated")
     out.add_argument("--seed", metavar="N", type=int, default=0, help="of every prompt (default: 0)")
-    out.add_argument("--draft", metavar="DIR", help="draft tokens with an EAGLE3 model: its folder, or builtin for the "
-                     "embedded checkpoint's; ngram looks for them in the text so far")  # fmt: skip
-    out.add_argument("--draft-tokens", metavar="K", type=int, help=f"1 to {MAX_DRAFT_TOKENS} in "
-                     f"one verification (default: {DRAFT_TOKENS})")  # fmt: skip
+    add_draft(out)
     out.add_argument("--invariant", action="store_true", help="to the bit the text that a prompt has alone, whatever "
                      "runs beside it, with any draft; slower")  # fmt: skip
     out.add_argument("--json", action="store_true", help="print one JSON object a prompt, each on its line")
@@ -73,12 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if not all(args.stop):
         raise ValueError("--stop '': the text would end before it began; give at least one character, or no --stop")
     check_given(vars(args))
-    if args.draft_tokens is not None and args.draft is None:
-        raise ValueError("--draft-tokens needs --draft: name what proposes them (a folder, builtin or ngram)")
-    if args.draft_tokens is None:
-        args.draft_tokens = DRAFT_TOKENS
-    if not 1 <= args.draft_tokens <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"--draft-tokens {args.draft_tokens}: give 1 to {MAX_DRAFT_TOKENS}")
+    check_draft(args)
     from m3jax.cli.generation import generate
 
     raise_interrupts()

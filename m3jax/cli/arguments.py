@@ -8,6 +8,9 @@ from pathlib import Path
 from m3jax.console import Parser
 from m3jax.messages import HUB_NAME, no_model_folder, printable
 
+# As in m3jax.decoding.engine and .decoding.speculation; a test compares them.
+DRAFT_TOKENS, MAX_DRAFT_TOKENS = 3, 8
+
 # As m3jax.ops, m3jax.model.build and m3jax.text have them; tests compare.
 BACKENDS = ("auto", "xla", "triton", "mosaic_tpu")
 WEIGHTS = ("dequantize", "mxfp8")
@@ -109,3 +112,21 @@ def check_plots(option: str) -> None:
     """
     if find_spec("matplotlib") is None:
         raise ValueError(f"{option} needs matplotlib for its picture: pip install 'm3jax[plots]'")
+
+
+def add_draft(out: argparse._ActionsContainer) -> None:
+    """Add the options of a draft."""
+    out.add_argument("--draft", metavar="DIR", help="draft tokens with an EAGLE3 model: its folder, or builtin for the "
+                     "embedded checkpoint's; ngram looks for them in the text so far")  # fmt: skip
+    out.add_argument("--draft-tokens", metavar="K", type=int, help=f"1 to {MAX_DRAFT_TOKENS} in one verification "
+                     f"(default: {DRAFT_TOKENS})")  # fmt: skip
+
+
+def check_draft(args: argparse.Namespace) -> None:
+    """Raise ValueError for a number of draft tokens that no engine has; where none is given it is the default."""
+    if args.draft_tokens is not None and args.draft is None:
+        raise ValueError("--draft-tokens needs --draft: name what proposes them (a folder, builtin or ngram)")
+    if args.draft_tokens is None:
+        args.draft_tokens = DRAFT_TOKENS
+    if not 1 <= args.draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"--draft-tokens {args.draft_tokens}: give 1 to {MAX_DRAFT_TOKENS}")

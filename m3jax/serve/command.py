@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from m3jax.cli.arguments import add_model
+from m3jax.cli.arguments import add_draft, add_model, check_draft
 from m3jax.console import Parser, run_command, write
 from m3jax.interrupts import raise_interrupts
-from m3jax.serve.drafts import add_draft, check_draft
 
 PROG = "m3jax.serve"
 # What the extra `serve` brings, by the names under which it is imported.

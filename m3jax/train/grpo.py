@@ -27,6 +27,7 @@ from m3jax.model import M3
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Message, OutputParser, Tokenizer
 from m3jax.train.keeping import keep, restored
+from m3jax.train.metric_lines import MetricLines
 from m3jax.train.policy import PROB_ERROR_ALARM, Baseline, PolicyLoss, group_advantages, mismatch
 from m3jax.train.rewards import TaskError, TaskFile
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, check_replay, read_logprobs, roll_out
@@ -487,34 +488,3 @@ def _shown(line: Mapping[str, int | float], steps: int) -> str:
         text += f"; token_mult_prob_error {line['token_mult_prob_error']:.3f} is above {PROB_ERROR_ALARM}: engine and "
         text += "trainer differ by more than rounding"
     return text
-
-
-class MetricLines:
-    """A file of JSON lines, one a round; a run that goes on writes over the lines of rounds that it repeats.
-
-    Args:
-      path: of the file; None writes nothing.
-      keep: rounds whose lines stay.
-    """
-
-    def __init__(self, path: str | Path | None, keep: int):
-        self._path = None if path is None else Path(path)
-        if self._path is None:
-            return
-        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else []
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in lines if _is_before(line, keep)]
-        self._path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-    def write(self, line: Mapping[str, int | float]) -> None:
-        """Append a line, at once on disk."""
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dict(line)) + "\n")
-
-
-def _is_before(line: str, keep: int) -> bool:
-    try:
-        return json.loads(line)["step"] <= keep
-    except (ValueError, KeyError, TypeError):
-        return False  # half a line, of a process that was killed

@@ -29,9 +29,9 @@ from m3jax.platform import platform
 from m3jax.progress import activity
 from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import Example
-from m3jax.train.grpo import MetricLines
 from m3jax.train.keeping import keep, restored, states_in
 from m3jax.train.losses import index_kl
+from m3jax.train.metric_lines import MetricLines
 from m3jax.train.packing import PackedPages, pack, packed_row, slots_of
 from m3jax.train.run import Batches
 from m3jax.train.step import LossFn, TrainState, cast_weights, check_trainable, train_step

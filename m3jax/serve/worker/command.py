@@ -6,9 +6,9 @@ import signal
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from m3jax.cli.arguments import add_draft, check_draft
 from m3jax.console import Parser, run_command, say
 from m3jax.interrupts import raise_interrupts
-from m3jax.serve.drafts import add_draft, check_draft
 
 PROG = "m3jax.serve worker"
 _NEEDED = ("grpc", "smg_grpc_proto", "llguidance")  # of the extra `serve`
