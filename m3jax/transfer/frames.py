@@ -10,8 +10,8 @@ A frame is bytes, integers little-endian:
     52  H   the header, JSON in UTF-8: kind, transfer, number, fields, arrays
     .   N   the arrays' numbers, one array behind the other, C order, little-endian
 
-`transfer` names the transfer, `number` counts its frames from 0, `arrays` lists [name, dtype, shape] in their order, with
-the dtypes' names of safetensors. A checksum shows damage, not malice: pages also serve other requests of the same
+`transfer` names the transfer, `number` counts its frames from 0, `arrays` lists [name, dtype, shape] in their order,
+with the dtypes' names of safetensors. A checksum shows damage, not malice: pages also serve other requests of the same
 beginning, so connect only engines that trust each other.
 """
 

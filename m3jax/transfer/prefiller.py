@@ -14,16 +14,15 @@ import numpy as np
 from jaxtyping import Num, Shaped
 
 from m3jax.decoding import Engine, Params, Sampling
+from m3jax.decoding.engine.exchange import PAGES_A_CALL
 from m3jax.decoding.protocols import PageContents
 from m3jax.transfer.frames import Frame, TransferError
 from m3jax.transfer.identity import transfer_identity
 
-_MOST_READY = (
-    4  # groups of pages of a prompt that wait to be sent: a slow receiver holds no more of the device's memory
-)
-ALIVE_SECONDS = (
-    1.0  # a receiver hears so often from a prompt of which no page is ready; a client that is gone is noticed then
-)
+# Pages of a prompt that wait to be sent: for a slow receiver no more is copied beside the cache.
+_MOST_READY = 4 * PAGES_A_CALL
+# A receiver hears so often from a prompt of which no page is ready, and one that is gone is noticed.
+ALIVE_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -48,7 +47,7 @@ class _Reading:
 
     @property
     def can_send(self) -> bool:
-        return self.num_sent - self.num_taken < _MOST_READY * 8
+        return self.num_sent - self.num_taken < _MOST_READY
 
 
 class Prefiller:
@@ -76,7 +75,7 @@ class Prefiller:
         self._new: deque[_Reading] = deque()
         self._readings: list[_Reading] = []  # the thread's alone
         self._num_open = 0
-        self._is_woken = self._is_closing = False
+        self._is_woken = self._is_closing = self._can_go_on = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="m3jax prefill", daemon=True)
         self._thread.start()
@@ -99,9 +98,7 @@ class Prefiller:
             if self._is_closing:
                 raise TransferError("the engine that reads prompts has ended") from self._error
             if self._num_open >= self._max_requests:
-                raise TransferError(
-                    f"{self._num_open} prompts are read or wait, which is all that are taken: try again"
-                )
+                raise TransferError(f"{self._num_open} prompts are read or wait, and no more are taken: try again")
             self._num_open += 1
             self._new.append(reading)
             self._wake()
@@ -144,12 +141,14 @@ class Prefiller:
         self._is_woken = True
         self._changed.notify_all()
 
+    def _has_work(self) -> bool:
+        return self._can_go_on or self._is_woken
+
     def _work(self) -> None:
-        can_go_on = False
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: can_go_on or self._is_woken)
+                    self._changed.wait_for(self._has_work)
                     self._is_woken = False
                     new, self._new = list(self._new), deque()
                     if self._is_closing:
@@ -161,7 +160,7 @@ class Prefiller:
                 has_prompts = self.engine.prefill(decode_follows=False)
                 # Each is asked: one that ends gives its row to the next.
                 has_moved = [self._advance(reading) for reading in list(self._readings)]
-                can_go_on = has_prompts or any(has_moved)
+                self._can_go_on = has_prompts or any(has_moved)
         except BaseException as error:  # whatever the engine raised: every receiver is told, none waits for ever
             with self._changed:
                 self._error, self._is_closing = error, True
@@ -242,7 +241,7 @@ def _by_heads(pages: Num[jax.Array | np.ndarray, "L C K P H"]) -> dict[int, Shap
         return {0: pages}
     parts = {}
     for shard in pages.addressable_shards:
-        layers, of_group, heads, *_ = shard.index
+        heads = shard.index[2]
         if shard.data.shape[:2] != pages.shape[:2]:
             return {0: np.asarray(pages)}  # pages are divided too: the whole array says which is which
         if (heads.start or 0) not in parts:  # devices of other axes have the same heads

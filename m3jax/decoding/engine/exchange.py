@@ -146,7 +146,7 @@ def _plain(identity: Identity) -> Identity:
 
 
 def identity(config: TargetConfig, cache: Cache) -> Identity:
-    """Return what two engines must share to exchange pages: the model's configuration, its cache's dtypes and scales."""
+    """Return what two engines must share to exchange pages: a configuration, and their caches' dtypes and scales."""
     dtypes = {
         f"dtype of {name} in stack {index}": str(array.dtype)
         for index, stack in enumerate(cache.stacks)

@@ -38,8 +38,8 @@ def parser() -> Parser:
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default bfloat16")
     out.add_argument("--role", choices=("both", "prefill"), default="both", help="prefill reads prompts for workers "
                      "that have --prefill-from, and answers no requests (default both)")  # fmt: skip
-    out.add_argument("--prefill-from", metavar="grpc://HOST:PORT", action="append", default=[], help="have prompts read "
-                     "by a worker with --role prefill; may be repeated")  # fmt: skip
+    out.add_argument("--prefill-from", metavar="grpc://HOST:PORT", action="append", default=[], help="have prompts "
+                     "read by a worker with --role prefill; may be repeated")  # fmt: skip
     add_draft(out)
     out.add_argument("--invariant", action="store_true", help="answers are the same bits alone or under load")
     out.add_argument("--pages", type=int, help="of the pool; default as many as --max-batch requests can fill, or 4096")
