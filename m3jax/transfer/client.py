@@ -66,7 +66,7 @@ class PrefillClient:
       ValueError: no address, or an engine whose pages cannot be moved.
     """
 
-    def __init__(self, addresses: Sequence[str], engine: Engine, silence_seconds: float = SILENCE_SECONDS):
+    def __init__(self, addresses: Sequence[str], engine: Engine, silence_seconds: int | float = SILENCE_SECONDS):
         if not addresses:
             raise ValueError("no address of an engine that reads prompts: give HOST:PORT")
         self._identity, self._engine_identity = transfer_identity(engine), engine.identity
@@ -76,7 +76,7 @@ class PrefillClient:
         self._num_open = dict.fromkeys(addresses, 0)
         self._lock = threading.Lock()
 
-    def check(self, wait_seconds: float = 0.0) -> None:
+    def check(self, wait_seconds: int | float = 0) -> None:
         """Ask every prefiller for its identity.
 
         Args:
@@ -153,7 +153,7 @@ class PrefillClient:
 class _Watch:
     """A thread that cancels a call which is silent for too long, or no longer wanted; leaving it ends the call."""
 
-    def __init__(self, call: grpc.Call, silence_seconds: float, is_stopped: Callable[[], bool]):
+    def __init__(self, call: grpc.Call, silence_seconds: int | float, is_stopped: Callable[[], bool]):
         self.reason = ""
         self._call, self._silence_seconds, self._is_stopped = call, silence_seconds, is_stopped
         self._heard, self._is_over = time.monotonic(), threading.Event()

@@ -80,7 +80,7 @@ class Prefiller:
         self._thread = threading.Thread(target=self._work, name="m3jax prefill", daemon=True)
         self._thread.start()
 
-    def read(self, prompt: Sequence[int], alive_seconds: float = ALIVE_SECONDS) -> Iterator[Frame]:
+    def read(self, prompt: Sequence[int], alive_seconds: int | float = ALIVE_SECONDS) -> Iterator[Frame]:
         """Yield the frames of a prompt's pages as they are ready, on the caller's thread, which waits for each.
 
         Closing the iterator ends the request and frees its pages.

@@ -149,7 +149,7 @@ class Worker:
         prefill = PrefillClient(prefill_from, engine) if prefill_from else None
         return cls(engine, lm, name=name, max_requests=max_requests, prefill=prefill)
 
-    def check_prefill(self, wait_seconds: float) -> None:
+    def check_prefill(self, wait_seconds: int | float) -> None:
         """Ask the engines that read the prompts, if there are any, what they are.
 
         Args:
