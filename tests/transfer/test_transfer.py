@@ -110,7 +110,7 @@ def test_a_group_goes_on_from_one_import(reading, sent):
 
 
 def test_pages_leave_while_the_prompt_is_read(reading):
-    """The first pages are there when one chunk of twelve tokens is through, and no page that is not."""
+    """T50: the first pages are there when one chunk of twelve tokens is through, and no page that is not written."""
     source = engine(model())
     handle = source.add(prompt(60, seed=8), params(2))
     source.prefill(decode_follows=False)
@@ -171,6 +171,7 @@ def test_a_frame_with_any_byte_changed_or_cut_off_is_refused():
 
 
 def test_lost_doubled_early_and_cut_transfers_are_refused(reading, sent):
+    """T50: whichever frame it is."""
     received(reading, sent)
     count = len(sent)
     for place in range(count):
@@ -221,6 +222,7 @@ SENDERS = {
 
 @pytest.mark.parametrize("name", SENDERS)
 def test_a_sender_with_a_fault_is_refused(reading, sent, name):
+    """T16, T49: checksums and numbers are right, and the pages are not those of the prompt in this engine's layout."""
     frames_of, reason = SENDERS[name]
     with pytest.raises(TransferError, match=reason):
         received(reading, renumbered(frames_of([decode(data)[0] for data in sent])))
