@@ -103,6 +103,10 @@ class PageAllocator:
         self._missed_tokens += len(tokens) - cached
         return self._open(pages, tokens[:cached]), cached
 
+    def known(self, tokens: Sequence[int] | np.ndarray) -> int:
+        """Return how many tokens at the beginning of some are in registered pages now; none of these is kept for it."""
+        return len(self._prefix.match(_integers(tokens))) * self.page_size
+
     def extend(self, handle: int, n: int) -> list[Copy]:
         """Make room for n tokens after those committed; pages reserved before and not yet filled count.
 

@@ -179,11 +179,12 @@ class EngineLoop:
         timeout: int | float | None = None,
         n: int | None = None,
         cached_tokens: int = 0,
+        left_out: int = 0,
     ) -> RequestStream | list[RequestStream]:
         """Queue a request that another engine exported, or a group of them, as `Engine.import_request` does.
 
         Args:
-          snapshot, guide, cached_tokens: as in `Engine.import_request`.
+          snapshot, guide, cached_tokens, left_out: as in `Engine.import_request`.
           timeout, n: as in `submit`.
 
         Returns:
@@ -192,10 +193,13 @@ class EngineLoop:
         Raises:
           ValueError: what the engine refuses, or a group larger than `max_requests`.
           OutOfPages: its pages do not fit at the moment.
+          UnknownPages: pages that were left out are known no longer.
           LoopFull: no room came.
           LoopClosed: the loop was closed, or its engine failed.
         """
-        order = lambda: self._engine.import_request(snapshot, guide, n=n, cached_tokens=cached_tokens)
+        order = lambda: self._engine.import_request(
+            snapshot, guide, n=n, cached_tokens=cached_tokens, left_out=left_out
+        )
         return self._submit(n, timeout, order)
 
     def _submit(

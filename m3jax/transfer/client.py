@@ -32,6 +32,7 @@ class Transferred:
       num_bytes: of all frames.
       seconds: from the question to the last frame.
       address: of the engine that read the prompt.
+      left_out: tokens at the beginning of which no page came, as it was asked.
     """
 
     snapshot: Snapshot
@@ -39,15 +40,22 @@ class Transferred:
     num_bytes: int
     seconds: float
     address: str
+    left_out: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose pages came."""
+        return self.snapshot.cached - self.left_out
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that a token of the prompt took on the wire."""
-        return self.num_bytes / self.snapshot.cached
+        """Bytes that a token whose page came took on the wire."""
+        return self.num_bytes / max(self.num_tokens, 1)
 
     def __str__(self) -> str:
+        known = f" ({self.left_out:,} more were known here)" if self.left_out else ""
         return (
-            f"{self.snapshot.cached:,} tokens of a prompt from {self.address} in {self.seconds:.2f} s, "
+            f"{self.num_tokens:,} tokens of a prompt{known} from {self.address} in {self.seconds:.2f} s, "
             f"{self.num_bytes:,} bytes, {self.bytes_per_token:,.0f} a token"
         )
 
@@ -94,7 +102,11 @@ class PrefillClient:
             check_identity(frame.fields.get("identity"), self._identity, address)
 
     def fetch(
-        self, prompt: Sequence[int], params: Params, is_stopped: Callable[[], bool] = lambda: False
+        self,
+        prompt: Sequence[int],
+        params: Params,
+        is_stopped: Callable[[], bool] = lambda: False,
+        left_out: int = 0,
     ) -> Transferred:
         """Have a prompt read elsewhere, and return its pages when all have come.
 
@@ -102,6 +114,7 @@ class PrefillClient:
           prompt: token ids, at least 2; the last one is left to the engine that decodes.
           params: how the request goes on.
           is_stopped: asked again and again; once it is True the transfer is given up.
+          left_out: tokens at the beginning whose pages the engine that decodes knows (`Engine.known_tokens`).
 
         Raises:
           ValueError: a prompt that the prefiller refuses.
@@ -113,8 +126,10 @@ class PrefillClient:
             raise ValueError(f"a prompt of {len(prompt)} tokens has no pages to fetch: give at least 2")
         began, transfer = time.monotonic(), secrets.token_hex(8)
         with self._least_loaded() as (address, channel):
-            receiver = PageReceiver(transfer, len(prompt) - 1, self._layout, self._page_size, self._identity, address)
-            call = channel.unary_stream(f"/{SERVICE}/Read")(encode(ask_frame(prompt[:-1]), transfer, 0))
+            receiver = PageReceiver(
+                transfer, len(prompt) - 1, self._layout, self._page_size, self._identity, address, left_out
+            )
+            call = channel.unary_stream(f"/{SERVICE}/Read")(encode(ask_frame(prompt[:-1], left_out), transfer, 0))
             with _Watch(call, self._silence_seconds, is_stopped) as watch:
                 try:
                     for data in call:
@@ -130,7 +145,7 @@ class PrefillClient:
         identity, cached = self._engine_identity, len(prompt) - 1
         snapshot = Snapshot(prompt, (), (), params, cached, pages, identity)
         seconds = time.monotonic() - began
-        return Transferred(snapshot, receiver.cached_tokens, receiver.num_bytes, seconds, address)
+        return Transferred(snapshot, receiver.cached_tokens, receiver.num_bytes, seconds, address, left_out)
 
     def close(self) -> None:
         """End all connections."""

@@ -1,4 +1,4 @@
-"""What two engines must have in common to exchange pages: model, weights, mode, storage, and the layout on the wire."""
+"""The identity that two engines must share to exchange pages: model, weights, mode, storage, layout on the wire."""
 
 import json
 from collections.abc import Mapping

@@ -34,7 +34,8 @@ class _Reading:
       ready: groups of pages to send, as (first page, count, contents); then the tokens that were in the prefix cache,
         or what went wrong.
       handle: of its request in the engine; None before it is there.
-      num_sent: pages that were put into `ready`.
+      num_sent: pages that were put into `ready`, and those that the receiver has.
+      num_taken: of these, those that are on their way.
       is_cancelled: whether the receiver is gone.
     """
 
@@ -80,20 +81,26 @@ class Prefiller:
         self._thread = threading.Thread(target=self._work, name="m3jax prefill", daemon=True)
         self._thread.start()
 
-    def read(self, prompt: Sequence[int], alive_seconds: int | float = ALIVE_SECONDS) -> Iterator[Frame]:
+    def read(
+        self, prompt: Sequence[int], left_out: int = 0, alive_seconds: int | float = ALIVE_SECONDS
+    ) -> Iterator[Frame]:
         """Yield the frames of a prompt's pages as they are ready, on the caller's thread, which waits for each.
 
         Closing the iterator ends the request and frees its pages.
 
         Args:
-          prompt: token ids; pages of all of them are sent.
+          prompt: token ids; pages of all of them are sent,
+          left_out: but those of so many at the beginning, which the receiver has: whole pages.
           alive_seconds: after so many seconds without a page a frame says that there is more to come.
 
         Raises:
-          ValueError: a prompt that the engine refuses.
+          ValueError: a prompt that the engine refuses, or tokens left out that are no whole pages of it.
           TransferError: too many prompts, or the engine failed.
         """
-        reading = _Reading(tuple(map(int, prompt)))
+        if not 0 <= left_out <= len(prompt) or left_out % self._page_size:
+            raise ValueError(f"left_out = {left_out}: whole pages of {self._page_size} of {len(prompt)} tokens")
+        reading = _Reading(tuple(map(int, prompt)), num_sent=left_out // self._page_size)
+        reading.num_taken = reading.num_sent
         with self._changed:
             if self._is_closing:
                 raise TransferError("the engine that reads prompts has ended") from self._error

@@ -29,6 +29,7 @@ class PageReceiver:
       page_size: P.
       identity: of this engine (`transfer_identity`).
       name: of the sender in errors.
+      left_out: tokens at the beginning whose pages were not asked for: whole pages.
 
     Attributes:
       num_bytes: of all frames so far.
@@ -44,6 +45,7 @@ class PageReceiver:
         page_size: int,
         identity: Mapping[str, Any],
         name: str = "the sender",
+        left_out: int = 0,
     ):
         self._transfer, self._num_tokens, self._identity, self._name = transfer, num_tokens, identity, name
         self._next_number = 0
@@ -57,6 +59,8 @@ class PageReceiver:
         ]
         counted = lambda x: np.zeros((x.shape[0], self._num_pages, x.shape[2]), bool)  # [L pages K]
         self._has_come = [counted(k) for k, _, _ in page_layout]
+        for has in self._has_come:
+            has[:, : left_out // page_size] = True  # one that came all the same would come twice
         self.num_bytes, self.cached_tokens, self.is_whole = 0, 0, False
 
     def take(self, data: bytes) -> str:

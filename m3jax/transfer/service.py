@@ -44,7 +44,7 @@ def start(prefiller: Prefiller, host: str = "127.0.0.1", port: int = 0) -> tuple
     def read(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             ask, transfer, _ = decode(data)
-            frames = prefiller.read(ask.arrays["prompt"].tolist())
+            frames = prefiller.read(ask.arrays["prompt"].tolist(), int(ask.fields.get("left_out", 0)))
             try:
                 for number, frame in enumerate(frames):
                     if not context.is_active():  # the receiver is gone
@@ -73,6 +73,6 @@ def start(prefiller: Prefiller, host: str = "127.0.0.1", port: int = 0) -> tuple
     return server, bound
 
 
-def ask_frame(prompt: tuple[int, ...]) -> Frame:
-    """Return the message that asks for the pages of a prompt's tokens."""
-    return Frame("ask", arrays={"prompt": np.asarray(prompt, np.int64)})
+def ask_frame(prompt: tuple[int, ...], left_out: int = 0) -> Frame:
+    """Return the message that asks for the pages of a prompt's tokens, without those of the first `left_out`."""
+    return Frame("ask", {"left_out": left_out}, {"prompt": np.asarray(prompt, np.int64)})

@@ -15,7 +15,7 @@ from support import tiny
 from support.engines import CONFIG, SIZE, engine, finish, params, prompt, serve
 
 from m3jax import make_mesh
-from m3jax.decoding.engine import Snapshot
+from m3jax.decoding.engine import Snapshot, UnknownPages
 from m3jax.transfer import Frame, PageReceiver, PrefillClient, Prefiller, TransferError, service
 from m3jax.transfer.frames import decode, encode
 from m3jax.transfer.prefiller import page_frames
@@ -96,6 +96,30 @@ def test_an_answer_over_grpc_is_one_engines(reading):
     assert target().timings.prompt_tokens - before == 2
     # Whole pages travel, and the headers beside them.
     assert 48 * target().bytes_per_token < fetched.num_bytes < 48 * target().bytes_per_token + 25_000
+    client.close()
+    server.stop(0).wait()
+
+
+def test_pages_that_are_left_out_must_be_known(reading):
+    """T50: pages of the beginning do not travel where the receiver has them, and are never taken for zeros."""
+    tokens = prompt(45, seed=6)
+    server, port = service.start(reading)
+    client = PrefillClient([f"127.0.0.1:{port}"], target())
+    serve(target(), (tokens[:30], params(2)))
+    known = target().known_tokens(tokens)
+    assert known == 24
+    fetched = client.fetch(tokens, PARAMS, left_out=known)
+    assert fetched.num_bytes < 24 * target().bytes_per_token + 25_000
+    handle = target().import_request(fetched.snapshot, left_out=known)
+    finish(target())
+    assert target().result(handle).tokens == alone((tokens, PARAMS)).tokens
+    target().update(target().model)  # forgets all pages
+    with pytest.raises(UnknownPages, match="24 tokens were left out of the snapshot's pages, and 0 are known here"):
+        target().import_request(fetched.snapshot, left_out=known)
+    target().check()
+    assert target().pages["used"] == 0 and not target().busy
+    with pytest.raises(ValueError, match="left_out = 12"):
+        client.fetch(tokens, PARAMS, left_out=12)
     client.close()
     server.stop(0).wait()
 
@@ -264,7 +288,7 @@ def test_a_transfer_that_stalls_or_whose_sender_dies_leaves_no_page(reading):
         def __init__(self, dies):
             self.identity, self.dies, self.is_over = reading.identity, dies, threading.Event()
 
-        def read(self, tokens):
+        def read(self, tokens, left_out):
             frames = reading.read(tokens)
             for _ in range(4):
                 yield next(frames)
@@ -277,7 +301,7 @@ def test_a_transfer_that_stalls_or_whose_sender_dies_leaves_no_page(reading):
         sender.server, port = service.start(sender)
         client = PrefillClient([f"127.0.0.1:{port}"], target(), silence_seconds=20 if dies else 0.3)
         with pytest.raises(TransferError, match=reason):
-            client.fetch(PROMPT, PARAMS)
+            client.fetch(prompt(45, seed=9), PARAMS)
         sender.is_over.set()
         client.close()
         sender.server.stop(0).wait()

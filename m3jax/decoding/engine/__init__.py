@@ -15,6 +15,7 @@ from m3jax.decoding.engine.request import (
     check_prompt,
 )
 from m3jax.decoding.engine.runner import PROGRAMS
+from m3jax.decoding.engine.scheduler import UnknownPages
 from m3jax.decoding.engine.shapes import DRAFT_TOKENS, PREFILL_CHUNKS, prefill_chunks
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Storage",
     "Timings",
     "TokenEvent",
+    "UnknownPages",
     "Work",
     "as_prompts",
     "check_prompt",

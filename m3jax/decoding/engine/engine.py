@@ -427,8 +427,18 @@ class Engine:
         page_ids = self._pages.pages_of(request.page_handle)[first : min(num_pages, first + PAGES_A_CALL)]
         return len(page_ids), next(iter(self._runner.read_pages(page_ids, is_awaited=False)), None)
 
+    def known_tokens(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens at a text prompt's beginning are in known pages now; none of these is kept for it."""
+        return self._pages.known(as_prompt(prompt)[:-1])
+
     def import_request(
-        self, snapshot: Snapshot, guide: Guide | None = None, *, n: int | None = None, cached_tokens: int = 0
+        self,
+        snapshot: Snapshot,
+        guide: Guide | None = None,
+        *,
+        n: int | None = None,
+        cached_tokens: int = 0,
+        left_out: int = 0,
     ) -> int | list[int]:
         """Queue a request that another engine exported, or a group of them: it goes on with the same tokens.
 
@@ -438,6 +448,8 @@ class Engine:
           n: as in `add`: requests that go on from the snapshot, of which each has a seed of its own.
           cached_tokens: of the prompt, those that the other engine had in its prefix cache
             (`Generation.cached_tokens`).
+          left_out: tokens at its beginning whose pages mean nothing in the snapshot: this engine knew them
+            (`known_tokens`), and must still.
 
         Returns:
           Its handle; with `n` a list of n handles.
@@ -445,6 +457,7 @@ class Engine:
         Raises:
           ValueError: it is not whole, is of another model or cache, or does not fit; nothing was changed.
           OutOfPages: its pages do not fit at the moment; nothing was changed.
+          UnknownPages: pages that were left out are known no longer; nothing was changed.
         """
         layout, sizes = self._runner.page_layout, (self._pages.page_size, self.config.vocab_size)
         check_snapshot(snapshot, self.identity, layout, *sizes)
@@ -455,7 +468,7 @@ class Engine:
         placed = self._placer.place(snapshot.prompt, snapshot.media)
         prompt_keys = prefix_keys(snapshot.prompt, placed)
         keys = (*prompt_keys, *snapshot.new)[: snapshot.cached]
-        page_handle = self._scheduler.receive(keys, snapshot.pages) if keys else None
+        page_handle = self._scheduler.receive(keys, snapshot.pages, left_out) if keys else None
         params = self._with_captures(snapshot.params)
         request = self._queue(snapshot.prompt, params, placed, prompt_keys, guide=guide)
         versions = [self._scheduler.version] * len(snapshot.new)

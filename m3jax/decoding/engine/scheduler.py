@@ -14,6 +14,7 @@ from jaxtyping import Int32, UInt32
 from m3jax.cache import OutOfPages, PageAllocator
 from m3jax.cache.prefix import common_length
 from m3jax.decoding import device
+from m3jax.decoding.engine.exchange import PAGES_A_CALL
 from m3jax.decoding.engine.media import FeatureRows
 from m3jax.decoding.engine.report import Drafting, Timings
 from m3jax.decoding.engine.request import Request, check_bits
@@ -31,6 +32,10 @@ _STOP_REASONS = {
 # A waiting request is passed so often at most by others that need fewer pages, and by the next few behind it alone.
 MOST_PASSES = 16
 _LOOK_AHEAD = 8
+
+
+class UnknownPages(RuntimeError):
+    """Raised for a snapshot without pages that this engine no longer knows; nothing was changed. Send all of them."""
 
 
 @dataclass
@@ -460,28 +465,36 @@ class Scheduler:
         self.pages.commit(request.page_handle, request.keys_between(request.cached, end))
         request.cached = end
 
-    def receive(self, keys: tuple[int, ...], contents: list[PageContents]) -> int:
+    def receive(self, keys: tuple[int, ...], contents: list[PageContents], left_out: int = 0) -> int:
         """Put the pages of a request that another engine exported where this one has room.
 
         Args:
           keys: of all that its pages hold (`Request.keys`).
           contents: of the pages.
+          left_out: tokens at the beginning that are in none of these pages, so that known ones must hold them.
 
         Returns:
           The allocator's handle of them.
 
         Raises:
+          UnknownPages: pages that were left out are not known here, or no longer.
           OutOfPages: they do not fit at the moment. Whatever is raised, nothing is changed.
         """
         # `add` leaves the last token out, whose logits a prompt needs. Here no logits are: one token more, and all full
         # pages may be shared.
         page_handle, known = self.pages.add((*keys, 0))
         try:
+            if known < left_out:
+                raise UnknownPages(
+                    f"{left_out} tokens were left out of the snapshot's pages, and {known} are known here"
+                )
             self.runner.copy_pages(self.pages.extend(page_handle, len(keys) - known))
             # Pages that are known here are shared with other requests: they are not written again.
             table = self.pages.table(page_handle, math.ceil(len(keys) / self.pages.page_size))
             table[: known // self.pages.page_size] = -1
-            self.runner.write_pages(table.tolist(), contents, keys)
+            groups = known // self.pages.page_size // PAGES_A_CALL  # of which nothing is to be written
+            first = groups * PAGES_A_CALL
+            self.runner.write_pages(table[first:].tolist(), contents[groups:], keys[first * self.pages.page_size :])
             self.pages.commit(page_handle, keys[known:])  # now that they are written others may find them
         except BaseException:
             self.pages.release(page_handle)

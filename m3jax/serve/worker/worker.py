@@ -23,7 +23,7 @@ from m3jax.cache import OutOfPages
 from m3jax.console import say
 from m3jax.decoding import Engine, EngineLoop, Generation, Params, RequestStream, TokenEvent
 from m3jax.decoding.builder import page_types
-from m3jax.decoding.engine import DRAFT_TOKENS
+from m3jax.decoding.engine import DRAFT_TOKENS, UnknownPages
 from m3jax.decoding.engine.options import EngineKnobs
 from m3jax.decoding.loop import LoopClosed
 from m3jax.media import PlaceholderIds
@@ -401,8 +401,9 @@ class Worker:
                 return streams
 
             try:
-                if self._is_read_elsewhere(order):
-                    active.streams = self._fetch(order, params, active)
+                known = self._known_part(order, params)
+                if known is not None:
+                    active.streams = self._fetch(order, params, known, active)
                 else:
                     active.streams = self._loop.call(add_with_media) if order.media else add()
             except ValueError as error:
@@ -420,25 +421,35 @@ class Worker:
             active.cancel()
         return order
 
-    def _is_read_elsewhere(self, order: Order) -> bool:
-        """Return True if a prompt's pages are to be fetched: prompts of text that are longer than a page.
+    def _known_part(self, order: Order, params: Params) -> int | None:
+        """Return the tokens at the beginning of a prompt that is to be read elsewhere whose pages are known here.
 
-        The scores of a prompt's tokens are not in its pages, so a prompt that asks for them is read here, and so is one
-        with pictures, whose names for KV events travel with no page.
+        None is a prompt that is read here: one of which no more than a page is unknown; one that asks for the scores of
+        its tokens, which are not in its pages; and one with pictures, whose names for KV events travel with no page.
         """
-        is_long = len(order.prompt) > self.engine.config.index_block_size
-        return self._prefill is not None and is_long and not order.media and order.params.prompt_logprobs is None
+        if self._prefill is None or order.media or order.params.prompt_logprobs is not None:
+            return None
 
-    def _fetch(self, order: Order, params: Params, active: _Active) -> list[RequestStream]:
+        def look_up() -> int:
+            self.engine.check_request(order.prompt, params)  # what is refused is refused before a prompt is read for it
+            return self.engine.known_tokens(order.prompt)
+
+        known = self._loop.call(look_up)
+        return known if len(order.prompt) - known > self.engine.config.index_block_size else None
+
+    def _fetch(self, order: Order, params: Params, known: int, active: _Active) -> list[RequestStream]:
         """Have a request's prompt read elsewhere, and hand it with its pages to the engine once they have room."""
-        # What the engine would refuse is refused before a prompt is read for it.
-        self._loop.call(lambda: self.engine.check_request(order.prompt, params))
-        fetched = self._prefill.fetch(order.prompt, params, lambda: active.is_aborted or self._loop.is_closed)
+        is_stopped = lambda: active.is_aborted or self._loop.is_closed
+        fetched = self._prefill.fetch(order.prompt, params, is_stopped, known)
         say(f"prefill: {fetched}")
-        shared = dict(n=order.n, timeout=0, cached_tokens=fetched.cached_tokens)
         while True:
+            cached_tokens = max(fetched.cached_tokens, fetched.left_out)
+            shared = dict(timeout=0, cached_tokens=cached_tokens, left_out=fetched.left_out)
             try:
-                return self._loop.submit_snapshot(fetched.snapshot, order.guide, **shared)
+                return self._loop.submit_snapshot(fetched.snapshot, order.guide, n=order.n, **shared)
+            except UnknownPages:  # other requests took them meanwhile
+                fetched = self._prefill.fetch(order.prompt, params, is_stopped)
+                say(f"prefill: {fetched}")
             except OutOfPages:
                 if active.is_aborted or not self._loop.call(lambda: self.engine.busy):
                     raise
