@@ -41,7 +41,9 @@ def reading() -> Iterator[Prefiller]:
 @pytest.fixture(scope="module")
 def sent(reading) -> list[bytes]:
     """All frames of the prompt, as they go over the wire: its pages come with four chunks, in both stacks of layers."""
-    frames = [encode(frame, TRANSFER, number) for number, frame in enumerate(reading.read(PROMPT[:-1]))]
+    frames = [
+        encode(frame, TRANSFER, number) for number, frame in enumerate(reading.read(PROMPT[:-1], alive_seconds=600))
+    ]
     assert len(frames) == 1 + 4 * 2 + 1
     return frames
 
