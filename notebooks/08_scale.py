@@ -225,8 +225,8 @@ assert (np.diff(ratios, axis=0) > 0).all() and (np.diff(ratios, axis=1) < 0).all
 # ## 4. Bytes between nodes
 #
 # A token's pages take 134 KiB. If the decoding node knows the shared prefix, a turn moves 2,048 tokens
-# ([m3jax](../docs/disaggregated.md) leaves known pages out); to a node that does not, 33 times as much. A node has eight
-# links of 400 Gbit/s.
+# ([m3jax](../docs/disaggregated.md) leaves known pages out); to a node that does not, 33 times as much. A node has
+# eight links of 400 Gbit/s.
 
 # %%
 LINKS = 8 * 400e9 / 8  # bytes a second of a node, one way

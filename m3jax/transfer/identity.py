@@ -32,7 +32,7 @@ def transfer_identity(engine: Engine) -> dict[str, Any]:
     if not isinstance(layout, list) or not all(isinstance(stack, tuple) and len(stack) == 3 for stack in layout):
         raise ValueError("the pages of this engine hold more than keys: serve without an EAGLE3 draft to move them")
     said = engine.identity | {
-        "weights": weights_sum(engine.model),
+        "weights": weights_sum(engine.served_model),
         "invariant mode": engine.is_invariant,
         "layout of pages": LAYOUT,
     }

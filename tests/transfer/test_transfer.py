@@ -84,7 +84,7 @@ def test_an_answer_over_grpc_is_one_engines(reading):
     server, port = service.start(reading)
     client = PrefillClient([f"127.0.0.1:{port}"], target())
     client.check(10)
-    target().update(target().model)  # forgets what other tests left
+    target().update(target().served_model)  # forgets what other tests left
     tokens = prompt(45, seed=2)
     before, expected = target().timings.prompt_tokens, alone((tokens, PARAMS))
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_pages_that_are_left_out_must_be_known(reading):
     handle = target().import_request(fetched.snapshot, left_out=known)
     finish(target())
     assert target().result(handle).tokens == alone((tokens, PARAMS)).tokens
-    target().update(target().model)  # forgets all pages
+    target().update(target().served_model)  # forgets all pages
     with pytest.raises(UnknownPages, match="24 tokens were left out of the snapshot's pages, and 0 are known here"):
         target().import_request(fetched.snapshot, left_out=known)
     target().check()
@@ -284,7 +284,7 @@ def test_other_weights_of_the_same_shapes_have_another_sum(reading):
 
 def test_a_transfer_that_stalls_or_whose_sender_dies_leaves_no_page(reading):
     """Over real gRPC: silence ends it, and so does a process that goes away; both sides are as they were."""
-    target().update(target().model)
+    target().update(target().served_model)
 
     class Stalling(Prefiller):
         def __init__(self, dies):

@@ -556,7 +556,7 @@ class Engine:
         return self._runner.page_layout
 
     @property
-    def model(self) -> TargetModel:
+    def served_model(self) -> TargetModel:
         """The model that is served now."""
         return self._runner.model
 
