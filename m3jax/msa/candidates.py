@@ -40,9 +40,8 @@ def join_candidates(candidates: Candidates, top_k: int) -> Int[Array, "*X J"]:
     """
     blocks, keys = (jnp.moveaxis(x, 0, -2) for x in candidates)  # [*X devices C]
     blocks, keys = (x.reshape(*x.shape[:-2], -1) for x in (blocks, keys))  # [*X devices*C]
-    # Higher keys first; of equal ones the lower id, whichever device names it (T28). -0 is to equal +0.
-    order = jnp.where(keys == 0, 0.0, -keys)
-    order, blocks = jax.lax.sort((order, blocks), num_keys=2)
+    # Higher keys first, for a sort -0 equals +0; of equal ones the lower id, whichever device names it (T28).
+    order, blocks = jax.lax.sort((-keys, blocks), num_keys=2)
     behind_all = jnp.iinfo(blocks.dtype).max
     kept = jnp.where(jnp.isposinf(order), behind_all, blocks)[..., :top_k]
     padding = [(0, 0)] * (kept.ndim - 1) + [(0, top_k - kept.shape[-1])]
