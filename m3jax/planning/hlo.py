@@ -1,8 +1,8 @@
 """Counts of a compiled program's collectives, operations and memory traffic, with its loops multiplied out.
 
-XLA's own cost analysis counts the body of a loop once. Here a body counts as often as its condition says, where that
-compares a counter with a constant; a loop whose end is data counts once. Of the branches of a conditional the most
-expensive one counts.
+XLA's own cost analysis counts the body of a loop once. Here a body counts as often as the compiler says that it runs, or
+as its condition does, where that compares a counter with a constant; a loop whose end is data counts once. Of the
+branches of a conditional the most expensive one counts.
 """
 
 import math
@@ -149,7 +149,7 @@ class _Program:
         """Yield (bytes, times, origin) for each instruction in one run of a computation, loops included."""
         for instruction in self.computations[name].values():
             if instruction.op == "while":
-                turns = self._turns(instruction.called("condition")) or 1
+                turns = self._turns(instruction) or 1
                 yield from self.runs(instruction.called("body"), times * turns)
             elif instruction.op == "conditional":
                 yield from self.runs(self._dearest_branch(instruction), times)
@@ -166,7 +166,7 @@ class _Program:
         cost = _Cost()
         op = instruction.op
         if op == "while":
-            turns = self._turns(instruction.called("condition"))
+            turns = self._turns(instruction)
             cost.add(self.cost(instruction.called("body")), turns or 1)
             cost.unknown_loops += turns is None
         elif op == "conditional":
@@ -186,9 +186,11 @@ class _Program:
             cost.traffic += self._traffic(instruction, around)
         return cost
 
-    def _turns(self, name: str) -> int | None:
-        """Return the number of turns of a loop with the condition `counter < constant`; None for any other."""
-        condition = self.computations[name]
+    def _turns(self, loop: _Instruction) -> int | None:
+        """Return the number of turns of a loop that the compiler knows, or whose condition is `counter < constant`."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
+            return int(known[1])
+        condition = self.computations[loop.called("condition")]
         root = _root(condition)
         if root.op != "compare" or "direction=LT" not in root.rest:
             return None

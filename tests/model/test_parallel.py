@@ -15,10 +15,14 @@ from support import comparisons, tiny
 
 from m3jax import M3Config
 from m3jax import model as m3_model
-from m3jax.cache import Cache
+from m3jax.cache import Cache, LayerCall, Places
 from m3jax.execution import Compute, Fast
+from m3jax.execution.attend import attend, attend_over_mesh
+from m3jax.execution.named import Values
+from m3jax.model.context import selection_rules
 from m3jax.model.layers import swiglu_oai
 from m3jax.numerics import merge_over_devices
+from m3jax.ops import Heads
 from m3jax.parallel import AXES, RULES, make_mesh, parse_mesh, sharding, spec
 from m3jax.planning import hlo
 from m3jax.vision import VisionConfig
@@ -126,6 +130,43 @@ def test_drafts_over_the_context_are_verified_as_on_one_device():
     assert count * calls > CONFIG.index_block_size * (CONFIG.index_topk_blocks + 4)  # blocks are dropped
     found, expected = np.stack(logits["context=4"]), np.stack(logits[None])
     comparisons.assert_close(found, expected, "logits", "X B T V", rtol=1e-5, atol=2e-5)
+
+
+def one_layer(mesh: str | None, is_sparse: bool, tokens: int, blocks: int) -> hlo.Counts:
+    """Counts of the compiled attention of one layer, over a row of so many blocks; nothing is run."""
+    where = None if mesh is None else parse_mesh(mesh)
+    pages = Cache.pool(CONFIG, blocks, 1, blocks, "float32", where).stacks[is_sparse]
+    numbers, width = lambda *sizes: jnp.zeros(sizes, jnp.int32), CONFIG.index_head_dim
+    keys = jnp.zeros((1, tokens, CONFIG.num_key_value_heads, CONFIG.head_dim))
+    heads = Heads(q=jnp.zeros((1, tokens, CONFIG.num_attention_heads, CONFIG.head_dim)), k=keys, v=keys)
+    if is_sparse:
+        index_q = jnp.zeros((*keys.shape[:3], width))
+        heads = heads._replace(index_q=index_q, index_k=index_q[:, :, 0])
+    places = Places(numbers(1, blocks), numbers(1, tokens), numbers(1, tokens))
+    call = LayerCall(numbers(), places, numbers(1, tokens), numbers(1))
+    rules = selection_rules(CONFIG, "max") if is_sparse else None
+
+    def layer(heads, pages, call):
+        if where is None:
+            return attend(heads, pages, call, rules, Values())
+        return attend_over_mesh(heads, pages, call, rules, Values(), where)
+
+    return hlo.count(jax.jit(layer, donate_argnums=1).lower(heads, pages, call).compile(QUICK).as_text())
+
+
+@pytest.mark.parametrize("is_sparse, tokens", [(True, 1), (False, 16)])
+def test_eight_devices_do_an_eighth_of_the_work_each(is_sparse, tokens):
+    """T51: products and memory of a long row, in a step of a sparse layer and a chunk of a dense one.
+
+    Devices exchange J candidates for a query and head, and one output; the scores of all blocks would be 64 KiB.
+    """
+    one, each = (one_layer(mesh, is_sparse, tokens, blocks=4096) for mesh in (None, "context=8"))
+    assert one.unknown_loops == each.unknown_loops == 0
+    assert 1 / 8 <= each.flops / one.flops < 1.1 / 8
+    assert 0.9 / 8 < each.traffic / one.traffic < 1.1 / 8
+    heads, candidates = CONFIG.num_attention_heads, 8 * CONFIG.num_key_value_heads * CONFIG.index_topk_blocks
+    assert each.collective_bytes.get("all-gather", 0) == is_sparse * tokens * candidates * (4 + 4)  # ids and keys
+    assert each.collective_bytes["all-reduce"] == 4 * tokens * heads * (CONFIG.head_dim + 2)  # out, lse, its weight
 
 
 @pytest.mark.parametrize("mesh", MESHES)
