@@ -15,6 +15,7 @@ one after the other, so that a device holds one at a time.
 import argparse
 import gc
 import os
+import re
 import statistics
 import sys
 import time
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 if "--counts" in sys.argv or "--smoke" in sys.argv:  # before jax looks for devices
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,7 +38,6 @@ from bench_engine import SUFFIX, first_token, four_layers, params, prompt, rando
 from jax.sharding import Mesh
 from measuring import traced
 
-import m3jax
 from m3jax import M3Config
 from m3jax.cache import Cache, LayerCall
 from m3jax.decoding import Engine
@@ -87,8 +88,8 @@ def main() -> int:
             if key in options:
                 options[key] = compiler_options.STEP_OPTIONS[key]
     device = jax.devices()[0]
-    print(f"{len(jax.devices())} x {device.device_kind}, jax {jax.__version__}, {args.context_tokens} tokens of context, "
-          f"chunks of {args.chunk}")  # fmt: skip
+    print(f"{len(jax.devices())} x {device.device_kind}, jax {jax.__version__}, "
+          f"{args.context_tokens} tokens of context, chunks of {args.chunk}")  # fmt: skip
     if args.counts or args.smoke:
         count(config, args)
     if args.index or args.smoke:
@@ -103,7 +104,8 @@ def tiny(config: M3Config) -> M3Config:
     return replace(
         config, hidden_size=64, vocab_size=512, num_attention_heads=8, head_dim=16, rotary_dim=8, index_head_dim=16,
         intermediate_size=32, dense_intermediate_size=64, shared_intermediate_size=32, num_local_experts=8,
-        num_experts_per_tok=2, index_block_size=8, index_topk_blocks=3, max_position_embeddings=1024, eos_token_id=(1,), bos_token_id=0,
+        num_experts_per_tok=2, index_block_size=8, index_topk_blocks=3, max_position_embeddings=1024,
+        eos_token_id=(1,), bos_token_id=0,
     )  # fmt: skip
 
 
@@ -128,10 +130,11 @@ def count(config: M3Config, args: argparse.Namespace) -> None:
                 text = trace(job, mesh).lower().compile(QUICK).as_text()
                 counts, exchanged = hlo.count(text), hlo.collectives(text)
                 alone = alone or counts
+                sent, times = sum(c.sent for c in exchanged), sum(c.times for c in exchanged)
                 print(
-                    f"{what}, {name}: {counts.flops / 1e9:.4g} GFLOP ({counts.flops / alone.flops:.3f} of one device's), "
+                    f"{what}, {name}: {counts.flops / 1e9:.4g} GFLOP ({counts.flops / alone.flops:.3f} of one device), "
                     f"{counts.traffic / 1e9:.4g} GB ({counts.traffic / alone.traffic:.3f}), "
-                    f"{sum(c.sent for c in exchanged) / 1e6:.4g} MB sent in {sum(c.times for c in exchanged)} collectives",
+                    f"{sent / 1e6:.4g} MB sent in {times} collectives",
                     flush=True,
                 )
                 for line in large_collectives(exchanged, job, rows if "step" in what else args.chunk):
@@ -245,8 +248,7 @@ def time_steps(
 def print_collectives(name: str, what: str, run: Callable[[], object]) -> None:
     """Print the share of a call in which the device runs collectives, and how long each kind takes."""
     kernels = traced(run)
-    is_collective = lambda kernel: "nccl" in kernel.lower() or "all" in kernel.lower() and "reduce" in kernel.lower()
-    spent = sum(seconds for kernel, seconds in kernels.seconds.items() if is_collective(kernel))
+    spent = sum(seconds for kernel, seconds in kernels.seconds.items() if re.search("nccl|all_?reduce", kernel, re.I))
     total = sum(kernels.seconds.values())
     print(f"    {name}, {what}: devices busy {kernels.busy * 1e3:.2f} ms, kernels {total * 1e3:.2f} ms in sum, "
           f"collectives {spent * 1e3:.2f} ms of them", flush=True)  # fmt: skip
@@ -271,7 +273,7 @@ def time_index(config: M3Config, args: argparse.Namespace) -> None:
             run(1)
             few, many = (1, 3) if tokens > 1 else (4, 24)  # repeats: what a call itself costs is subtracted
             run(few), run(many)
-            taken = lambda n: min(_seconds(lambda: run(n)) for _ in range(3))
+            taken = lambda n, run=run: min(_seconds(partial(run, n)) for _ in range(3))
             what = f"attention, step of {rows}" if tokens == 1 else f"attention, chunk of {tokens}"
             ratios.line(name, what, (taken(many) - taken(few)) / (many - few))
             del run

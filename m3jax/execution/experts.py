@@ -1,6 +1,7 @@
 """The routed experts of a layer, computed where their matrices lie: on one device, or divided over a mesh."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from m3jax.ops import run_experts
 from m3jax.ops.experts import Activation, ExpertWeights
 from m3jax.parallel import spec
+from m3jax.weights import Weight
 
 # Logical axes of the experts' matrices (`m3jax.parallel.RULES`): gate and up [L E D F], down [L E F D].
 UP_AXES, DOWN_AXES = ("layers", "experts", None, "mlp"), ("layers", "experts", "mlp", None)
@@ -51,7 +53,9 @@ def experts_over_mesh(
     """
 
     def on_each_device(experts, x, expert_ids, weights, layer):
-        out = _share_of_device(experts, x, expert_ids, layer, activate, path, backend, mesh)
+        out = outputs_of_device(
+            experts, x, expert_ids, layer, activate, mesh=mesh, turns=("context",), path=path, backend=backend
+        )
         return jax.lax.psum(sum_of_experts(out, weights), ("context", "expert", "tensor"))
 
     up_spec, down_spec = spec(experts.up.shape, UP_AXES, mesh), spec(experts.down.shape, DOWN_AXES, mesh)
@@ -65,27 +69,40 @@ def experts_over_mesh(
     )(experts, x, expert_ids, weights, layer)
 
 
-def _share_of_device(
+def outputs_of_device(
     experts: ExpertWeights,
     x: Float[Array, "X D"],
     expert_ids: Int[Array, "X A"],
     layer: Int[Array, ""],
     activate: Activation,
+    *,
+    mesh: Mesh,
+    turns: tuple[str, ...],
     path: str,
     backend: str,
-    mesh: Mesh,
-) -> Float[Array, "X A D"]:
-    """Return the outputs of the pairs of a token and an expert that one device computes, and 0 for all other pairs."""
+    shared: Sequence[Weight] = (),
+) -> Float[Array, "X C D"]:
+    """Return the outputs of the pairs of a token and an expert that one device computes, and 0 for all other pairs.
+
+    Args:
+      experts: those that the device holds, of the whole stack of layers.
+      x, expert_ids, layer, activate, path, backend: as of `experts_over_mesh`, inside `jax.shard_map`.
+      mesh: where the experts lie.
+      turns: axes whose devices have the same tokens and the same experts, and take turns with the pairs.
+      shared: as of `m3jax.ops.run_experts`, where no turns are taken.
+    """
     num_held = experts.gate.shape[1]
     held_ids = expert_ids - jax.lax.axis_index("expert") * num_held
     held_ids = jnp.where((held_ids >= 0) & (held_ids < num_held), held_ids, -1)  # [X A]; -1 is another device's
     num_tokens, num_chosen = expert_ids.shape
-    parts, options = mesh.shape["context"], dict(path=path, backend=backend, num_shares=mesh.shape["expert"])
+    parts = math.prod(mesh.shape[axis] for axis in turns)
+    options = dict(path=path, backend=backend, num_shares=mesh.shape["expert"])
     if parts == 1:
-        out = run_experts(x, experts, held_ids, layer, activate, **options)
-        return jnp.where(held_ids[..., None] >= 0, out, 0.0)  # [X A D]
-    # Devices of the context axis hold the same experts and take turns: pair i is computed by device i mod `parts`.
-    turn = jax.lax.axis_index("context")
+        out = run_experts(x, experts, held_ids, layer, activate, shared=shared, **options)  # [X C D]
+        routed = jnp.where(held_ids[..., None] >= 0, out[:, :num_chosen], 0.0)  # [X A D]
+        return jnp.concatenate([routed, out[:, num_chosen:]], axis=1) if shared else routed
+    # Pair i is computed by device i mod `parts`.
+    turn = jax.lax.axis_index(turns)
     dealt = jnp.pad(held_ids.reshape(-1), (0, -held_ids.size % parts), constant_values=-1)
     dealt = dealt.reshape(-1, parts)  # [rounds parts]
     pair = jnp.arange(len(dealt), dtype=jnp.int32) * parts + turn  # [rounds]

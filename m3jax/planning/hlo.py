@@ -171,6 +171,20 @@ def collectives(text: str) -> list[Collective]:
     return sorted(found, key=lambda collective: -collective.sent)
 
 
+def products(text: str) -> dict[str, float]:
+    """Return the operations of matrix products in one run of a compiled program, by what in Python made them.
+
+    Args:
+      text: as of `collectives`.
+    """
+    program, flops = _Program(text), Counter()
+    for instruction, times, around in program.instructions(program.entry):
+        for product, inside in program.products(instruction, around):
+            origin = re.search(r'op_name="([^"]*)"', product.rest)
+            flops[origin[1] if origin else product.name] += times * program.flops(product, inside)
+    return dict(flops)
+
+
 class _Program:
     """A compiled module: its computations by name, and what a run of each costs."""
 
@@ -239,13 +253,13 @@ class _Program:
             sizes = [size for _, size, _ in _arrays(instruction.type)]
             cost.collectives[collective] = 1
             cost.collective_bytes[collective] = float(sum(sizes) if op == collective else max(sizes, default=0.0))
-        cost.flops += self._flops(instruction, around)
+        cost.flops += sum(self.flops(product, inside) for product, inside in self.products(instruction, around))
         if op not in _FREE and op != "async-start":
             cost.traffic += self._traffic(instruction, around)
         return cost
 
     def _turns(self, loop: _Instruction) -> int | None:
-        """Return the number of turns of a loop that the compiler knows, or that ends by `counter < constant`; else None.
+        """Return a loop's number of turns if the compiler knows it, or if it ends by `counter < constant`; else None.
 
         In a program that is divided over devices the comparison may be hidden in a fusion.
         """
@@ -261,16 +275,20 @@ class _Program:
                 return int(number[1])
         return None
 
-    def _flops(self, instruction: _Instruction, around: _Computation) -> float:
-        """Return the operations of an instruction's matrix products: two for each product that is summed."""
+    def products(self, instruction: _Instruction, around: _Computation) -> Iterator[tuple[_Instruction, _Computation]]:
+        """Yield the matrix products that an instruction computes, each with the computation that it is in."""
         if instruction.op == "fusion":
             fused = self.computations[instruction.called("calls")]
-            return float(sum(self._flops(inner, fused) for inner in fused.values()))
-        if instruction.op not in ("dot", "convolution"):
-            return 0.0
-        elements = sum(elements for elements, _, _ in _arrays(instruction.type))
-        operand_types = [around[operand].type for operand in instruction.operands]
-        return 2.0 * elements * _contracted(instruction, operand_types)
+            for inner in fused.values():
+                yield from self.products(inner, fused)
+        elif instruction.op in ("dot", "convolution"):
+            yield instruction, around
+
+    def flops(self, product: _Instruction, around: _Computation) -> float:
+        """Return the operations of a matrix product: two for each product of numbers that is summed."""
+        elements = sum(elements for elements, _, _ in _arrays(product.type))
+        operand_types = [around[operand].type for operand in product.operands]
+        return 2.0 * elements * _contracted(product, operand_types)
 
     def _traffic(self, instruction: _Instruction, around: _Computation) -> float:
         """Return the bytes that an instruction reads from HBM and writes to it."""

@@ -162,7 +162,7 @@ def layer_of_experts(mesh: str | None, platform: str):
             act = lambda gate, up: swiglu_oai(gate, up, ALPHA, LIMIT).astype(x.dtype)
             matrices = (experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...])
             second_layer = [StackedLayer(matrix, jnp.int32(1)) for matrix in matrices]
-            return how.experts(x, ids, weights, second_layer, act, ())[0]  # no expert is shared
+            return how.experts(x, ids, weights, second_layer, act, (), 1.0)[0]  # no expert is shared
 
         out, back = jax.vjp(run, experts, x, weights)
         return out, back(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
