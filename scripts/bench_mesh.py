@@ -74,13 +74,15 @@ def main() -> int:
     parser.add_argument(
         "--record-collectives", action="store_true", help="let XLA put collectives of a step into its CUDA graph too"
     )
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, few tokens; counts and times, on a CPU")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on one small mesh, on a CPU")
     args = parser.parse_args()
     config = four_layers()
     if args.smoke:
         config = tiny(config)
         args.context_tokens, args.chunk, args.rows, args.steps = 96, 32, [2], 4
-        args.meshes = args.meshes if "--meshes" in sys.argv else ["tensor=2,context=2"]
+        args.names = ["tensor=2,context=2"]  # alone: each more is as many programs to compile
+    else:
+        args.names = [ONE, *args.meshes]
     if args.record_collectives:
         key = "xla_gpu_enable_command_buffer"
         compiler_options.STEP_OPTIONS[key] += ",COLLECTIVES"
@@ -120,12 +122,12 @@ def count(config: M3Config, args: argparse.Namespace) -> None:
             config=config, slice=parse_slice("h200:8"), context=args.context_tokens, batch=rows, dtype=dtype,
             chunk=args.chunk,
         )  # fmt: skip
-        programs = {f"a step of {rows}": program.decode}
+        programs = {} if args.smoke else {f"a step of {rows}": program.decode}
         if rows == args.rows[0]:
             programs[f"a chunk of {args.chunk}"] = program.prefill
         for what, trace in programs.items():
             alone = None
-            for name in (ONE, *args.meshes):
+            for name in args.names:
                 mesh = parse_mesh("" if name == ONE else name)
                 text = trace(job, mesh).lower().compile(QUICK).as_text()
                 counts, exchanged = hlo.count(text), hlo.collectives(text)
@@ -171,7 +173,7 @@ class Ratios:
 def time_engines(config: M3Config, args: argparse.Namespace) -> None:
     """Print the times of steps and prompts of engines on each mesh."""
     ratios, began = Ratios(), time.perf_counter()
-    for name in (ONE, *args.meshes):
+    for name in args.names:
         model = init(config, 0, "float32" if args.smoke else "bfloat16", None if name == ONE else name)
         engines = {rows: Engine(model, **sizes(config, args, rows)) for rows in args.rows}
         jax.block_until_ready(model)
@@ -266,9 +268,10 @@ def time_index(config: M3Config, args: argparse.Namespace) -> None:
     the index part: what is attended to is 16 blocks, whatever the context.
     """
     ratios = Ratios()
-    for name in (ONE, *args.meshes):
+    for name in args.names:
         mesh = None if name == ONE else parse_mesh(name)
-        for rows, tokens in (*((rows, 1) for rows in args.rows), (1, args.chunk)):
+        chunks = [] if args.smoke else [(1, args.chunk)]
+        for rows, tokens in [*((rows, 1) for rows in args.rows), *chunks]:
             run = attention_of_layer(config, mesh, rows, tokens, args)
             run(1)
             few, many = (1, 3) if tokens > 1 else (4, 24)  # repeats: what a call itself costs is subtracted

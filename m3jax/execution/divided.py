@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,14 @@ from jaxtyping import Array, Float, Int
 
 from m3jax import ops
 from m3jax.execution import plain
-from m3jax.execution.experts import DOWN_AXES, UP_AXES, outputs_of_device
+from m3jax.execution.experts import (
+    DOWN_AXES,
+    UP_AXES,
+    dispatch_capacity,
+    outputs_of_device,
+    sums_by_dispatch,
+    sums_by_gathering,
+)
 from m3jax.execution.fast import NUM_INPUTS, Fast
 from m3jax.make import dotted_path
 from m3jax.mxfp8 import MXFP8Array
@@ -62,9 +70,8 @@ class Divided(Fast):
         """Return the sum of each token's experts and the shared one, each device's part of which is its own experts'.
 
         Few tokens are on all devices: each computes what its experts make of them, and one sum joins all parts. Many
-        are divided. Devices of the expert axis then gather each other's tokens, and scatter the sums: what any choice
-        of experts fits into. A token goes to a device once, however many of its experts are there, and comes back as
-        one sum.
+        are divided, over the expert axis too, whose devices then exchange them: each gets all of the others', or those
+        that chose its experts, whichever moves fewer bytes (`dispatch_capacity`).
         """
         mesh, tokens = self.compute.mesh, self.token_axes(len(x))
         experts, layer = ExpertWeights(*[matrix.stack for matrix in matrices]), matrices[0].layer
@@ -100,29 +107,20 @@ class Divided(Fast):
         """Return, on one device, its part of the scaled sums of its tokens, and of the shared expert's outputs."""
         mesh, how = self.compute.mesh, dict(path=self.compute.expert_path, backend=self.compute.backend)
         turns = tuple(axis for axis in tokens.whole if axis != "expert")
-        is_gathered = "expert" in tokens.products
-        own_x = x
-        if is_gathered:
-            gather = lambda y: jax.lax.all_gather(y, "expert", tiled=True)
-            x, expert_ids, weights = gather(x), gather(expert_ids), gather(weights)
-        joins_shared = not (is_gathered or turns) and ops.joins_shared(x, experts, shared, **how)
-        out = outputs_of_device(
-            experts,
-            x,
-            expert_ids,
-            layer,
-            activate,
-            mesh=mesh,
-            turns=turns,
-            shared=shared if joins_shared else (),
-            **how,
-        )  # [X C D]
-        routed = scale * plain.weighted_sum(out[:, : expert_ids.shape[1]], weights)
-        if is_gathered:
-            routed = jax.lax.psum_scatter(routed, "expert", scatter_dimension=0, tiled=True)
-        if joins_shared:
-            return routed, out[:, -1]
-        gate, up = project_each("xd,df->xf", own_x, shared[:2])
+        outputs = partial(outputs_of_device, experts, layer=layer, activate=activate, mesh=mesh, turns=turns, **how)
+        is_divided = "expert" in tokens.products
+        if not (is_divided or turns) and ops.joins_shared(x, experts, shared, **how):
+            out = outputs(x, expert_ids, shared=shared)  # [X A+1 D]
+            return scale * plain.weighted_sum(out[:, :-1], weights), out[:, -1]
+        part = lambda x, expert_ids, weights: scale * plain.weighted_sum(outputs(x, expert_ids), weights)
+        of_tokens, num_held = (x, expert_ids, weights), experts.gate.shape[1]
+        if not is_divided:
+            routed = part(*of_tokens)
+        elif capacity := dispatch_capacity(*expert_ids.shape, mesh.shape["expert"]):
+            routed = sums_by_dispatch(part, *of_tokens, num_held, capacity, mesh)
+        else:
+            routed = sums_by_gathering(part, *of_tokens)
+        gate, up = project_each("xd,df->xf", x, shared[:2])
         return routed, project("xf,fd->xd", activate(gate, up), shared[2])
 
     def reads_in_place(self, name, stack, num_rows, dtype):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,89 @@ def experts_over_mesh(
         out_specs=by_token,
         check_vma=False,
     )(experts, x, expert_ids, weights, layer)
+
+
+# Returns this device's part of the weighted sums [X D] of tokens [X D], given their experts and weights [X A] twice.
+Part = Callable[[Float[Array, "X D"], Int[Array, "X A"], Float[Array, "X A"]], Float[Array, "X D"]]
+
+ROOM = 1.5  # places for the tokens that go from one device to another, over what an even choice of experts needs
+
+
+def sums_by_gathering(
+    part: Part, x: Float[Array, "X D"], expert_ids: Int[Array, "X A"], weights: Float[Array, "X A"]
+) -> Float[Array, "X D"]:
+    """Return the sums of a device's tokens: each device of the expert axis has all of theirs, and adds its part.
+
+    Args:
+      part: what one device's experts make of tokens.
+      x, expert_ids, weights: of this device's tokens, inside `jax.shard_map`.
+    """
+    gather = lambda y: jax.lax.all_gather(y, "expert", tiled=True)
+    sums = part(gather(x), gather(expert_ids), gather(weights))
+    return jax.lax.psum_scatter(sums, "expert", scatter_dimension=0, tiled=True)
+
+
+def sums_by_dispatch(
+    part: Part,
+    x: Float[Array, "X D"],
+    expert_ids: Int[Array, "X A"],
+    weights: Float[Array, "X A"],
+    num_held: int,
+    capacity: int,
+    mesh: Mesh,
+) -> Float[Array, "X D"]:
+    """Return the sums of a device's tokens, each sent once to each device that has some of its experts.
+
+    The exchange has as many places whatever the tokens choose, so that its shape is known. If they choose so unevenly
+    that somewhere a token finds none, all devices take `sums_by_gathering` instead: no token is dropped.
+
+    Args:
+      part, x, expert_ids, weights: as of `sums_by_gathering`.
+      num_held: experts of each device.
+      capacity: C, places for tokens from one device to another.
+      mesh: of the devices.
+    """
+    num_devices, num_tokens = mesh.shape["expert"], len(x)
+    owners = jnp.where(expert_ids >= 0, expert_ids // num_held, num_devices)  # [X A]
+    goes_to = owners[:, :, None] == jnp.arange(num_devices)  # [X A devices]
+    is_sent = jnp.any(goes_to, axis=1)  # [X devices]
+    place = jnp.cumsum(is_sent, axis=0, dtype=jnp.int32) - 1  # [X devices]; counted by device
+    lacks_room = jax.lax.pmax(jnp.max(place) >= capacity, tuple(mesh.axis_names))  # all devices take one branch
+
+    def by_dispatch(x, expert_ids, weights):
+        target = jnp.where(is_sent, jnp.arange(num_devices) * capacity + place, num_devices * capacity)
+        token_of = jnp.full(num_devices * capacity, num_tokens, jnp.int32)  # behind the last token: nobody's place
+        token_of = token_of.at[target].set(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], mode="drop")
+        exchange = partial(jax.lax.all_to_all, axis_name="expert", split_axis=0, concat_axis=0, tiled=True)
+        taken = lambda y, fill: exchange(y.at[token_of].get(mode="fill", fill_value=fill))  # [devices*C ...]
+        # Experts of other devices are none here: an id that is not held, and so on.
+        sums = exchange(part(taken(x, 0), taken(expert_ids, -1), taken(weights, 0)))  # [devices*C D]
+        # A token's parts in the order of its experts; a device that has two of them gave one sum.
+        is_first = jnp.cumsum(goes_to, axis=1) * goes_to == 1  # [X A devices]
+        place_of = jnp.where(is_first, target[:, None], num_devices * capacity)  # [X A devices]
+        place_of = jnp.min(place_of, axis=2)  # [X A]; an expert is on one device
+        return jnp.sum(sums.at[place_of].get(mode="fill", fill_value=0), axis=1)  # [X D]
+
+    def by_gathering(x, expert_ids, weights):
+        return sums_by_gathering(part, x, expert_ids, weights)
+
+    return jax.lax.cond(lacks_room, by_gathering, by_dispatch, x, expert_ids, weights)
+
+
+def dispatch_capacity(num_tokens: int, num_chosen: int, num_devices: int) -> int | None:
+    """Return the places of `sums_by_dispatch`; None where gathering moves as few bytes.
+
+    Gathering moves every token to every device, and a sum back. Dispatch moves a token to the devices that have its
+    experts: of n devices, n (1 - (1 - 1/n)^A) if all are chosen as often, and `ROOM` times as many places. With M3's 4
+    experts a token that is 1.03 of all at 4 devices, 0.62 at 8, 0.34 at 16 and 0.09 at 64.
+
+    Args:
+      num_tokens: of a device.
+      num_chosen: A, experts of a token.
+      num_devices: of the expert axis.
+    """
+    capacity = math.ceil(ROOM * num_tokens * (1 - (1 - 1 / num_devices) ** num_chosen))
+    return capacity if capacity <= 3 / 4 * num_tokens else None
 
 
 def outputs_of_device(
