@@ -206,17 +206,21 @@ class Scheduler:
                 self.runner.read_segment(placed, size, rows)
                 remaining -= size
 
-    def prefill(self) -> None:
+    def prefill(self, decode_follows: bool = True) -> None:
         """Run one chunk of some prompts; those that end in it get their first token.
 
         In turn the prompts that come first in order go on, and those of which least is left: so a short one waits for
         at most as many calls as the prompts have chunks that are as short or shorter, and as many again, however long
         the one before it is; and the first in order goes on in every second call. A prompt whose next chunk still lacks
         features waits, and the next one takes its place.
+
+        Args:
+          decode_follows: as in `Engine.prefill`.
         """
         began = perf_counter()
         self.read_media()
-        self._start_rows()
+        if decode_follows:
+            self._start_rows()
         can_go_on = [request for request in self.requests_with_row(is_decoding=False) if self._has_features(request)]
         if self._is_turn_of_shortest:
             can_go_on.sort(key=lambda request: request.uncached)
