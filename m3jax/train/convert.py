@@ -55,13 +55,13 @@ class WarmUpLoss:
         Args:
           weights: of the index branch, by name.
           batch: tokens and positions [B T], as `packed_row` makes them; num_tokens of the step, step, as `train_step`
-            adds it, and base, the model, which gets no gradient.
+            adds it, and base, the model.
 
         Returns:
           (loss, {"kl"}), in nats: the mean over sparse layers, tokens and KV heads of the divergence from the heads'
           attention to the branch's distribution, over all that a query sees.
         """
-        model = cast_weights(with_index_weights(jax.lax.stop_gradient(batch["base"]), weights), self.compute_dtype)
+        model = cast_weights(with_index_weights(batch["base"], weights), self.compute_dtype)
         model = model.with_dense().with_training_paths(PackedPages, "auto")
         offset = drawn_offset(batch["step"], self.index_stride)
         probe = partial(index_losses, block_size=model.config.index_block_size, offset=offset, stride=self.index_stride)

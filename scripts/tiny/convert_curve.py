@@ -26,6 +26,7 @@ MARK, LETTERS, STRING = ord("@"), np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", n
 TOLD_FROM = 4  # letters behind the mark that say which string it is: those from here on are asked for
 SHORT = 4  # times that rows are shorter in the first stage: to look back is learnt faster where it is not far
 NUM_BINS = 8  # of distance, each as wide as a query's budget
+PER_STRING = 64  # tokens of a row for each string, which stands in it twice
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def draw_row(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndar
       Tokens int32 [T], and int32 [T]: how far before each token stands the first of the two strings that it is in the
       second of, counted where the string can be told; 0 elsewhere.
     """
-    num_strings, size = length // 64, STRING + 1
+    num_strings, size = length // PER_STRING, STRING + 1
     strings = np.concatenate(
         [np.full((num_strings, 1), MARK, np.uint8), LETTERS[rng.integers(0, 26, (num_strings, STRING))]], axis=1
     )
