@@ -4,10 +4,10 @@
     python scripts/tiny/convert_curve.py --out runs/convert --scale 10 --dtype bfloat16    # one GPU, ten times the size
     python scripts/tiny/convert_curve.py --out runs/convert --only-plot                    # of a run that there is
 
-What it learns is made here: bytes of this repository's documents and code, and between them random strings of which
-each stands twice in a row of the context. From its fourth letter on the second can be told by whoever finds the first,
-which is anywhere before it: in most cases outside of what a window of the same budget holds. A query keeps an eighth of
-the context. A stage that was stopped goes on, one that is whole is not run again.
+What it learns is made here: bytes of this repository's documents and code, and between them random strings of symbols
+that are no bytes, each of which stands twice in a row of the context. From its second symbol on the second can be told
+by whoever finds the first, which is anywhere before it: mostly outside of what a window of the same budget holds. A
+query keeps an eighth of the context. A stage that was stopped goes on, one that is whole is not run again.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,11 +23,10 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK, LETTERS, STRING = ord("@"), np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8), 16
-TOLD_FROM = 4  # letters behind the mark that say which string it is: those from here on are asked for
+STRING = 16  # symbols of a string
+PER_STRING = 64  # tokens of a row for each string, which stands in it twice
 SHORT = 4  # times that rows are shorter in the first stage: to look back is learnt faster where it is not far
 NUM_BINS = 8  # of distance, each as wide as a query's budget
-PER_STRING = 64  # tokens of a row for each string, which stands in it twice
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,19 @@ class Sizes:
     documents: int
     held_out: int
 
+    @property
+    def symbols(self) -> int:
+        """Symbols that strings are made of: as many as a row holds."""
+        return self.context // PER_STRING * STRING
+
     def config(self) -> dict:
         """Return the config.json of the dense model: a Qwen3 of 0.9 million parameters times the scale."""
         times = max(1, round(self.scale**0.5))
         return {
-            "model_type": "qwen3", "vocab_size": 256, "hidden_size": 128 * times, "intermediate_size": 384 * times,
-            "num_hidden_layers": -(-4 * self.scale // times**2), "num_attention_heads": 4 * times,
-            "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": self.context, "rms_norm_eps": 1e-6,
-            "rope_theta": 1e4,
+            "model_type": "qwen3", "vocab_size": 256 + self.symbols, "hidden_size": 128 * times,
+            "intermediate_size": 384 * times, "num_hidden_layers": -(-4 * self.scale // times**2),
+            "num_attention_heads": 4 * times, "num_key_value_heads": 2, "head_dim": 32,
+            "max_position_embeddings": self.context, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
         }  # fmt: skip
 
 
@@ -107,8 +112,7 @@ def run(out: Path, sizes: Sizes, scale: int, dtype: str) -> None:
     if not (out / "dense" / "model" / "config.json").is_file():
         timed(out, "dense", [*again, "--stage", "dense"])
     if not (out / "data.jsonl").is_file():
-        rows = [draw_row(np.random.default_rng((2, i)), sizes.context)[0] for i in range(sizes.documents)]
-        rows += [row for row, _ in held_out_rows(sizes)]
+        rows = [row for row, _ in (*drawn_rows(2, sizes.documents, sizes), *drawn_rows(3, sizes.held_out, sizes))]
         (out / "data.jsonl").write_text("".join(json.dumps({"tokens": row.tolist()}) + "\n" for row in rows))
     if not (out / "msa" / "report.json").is_file():
         timed(out, "convert", [
@@ -142,42 +146,42 @@ def text() -> np.ndarray:
     return np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
 
 
-def draw_row(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+def draw_row(rng: np.random.Generator, length: int, symbols: int) -> tuple[np.ndarray, np.ndarray]:
     """Return a row of text with strings in it, and the distance of each token to what tells it.
 
     Args:
       rng: of the row.
       length: T.
+      symbols: that strings are made of; each stands in one string of a row.
 
     Returns:
       Tokens int32 [T], and int32 [T]: how far before each token stands the first of the two strings that it is in the
-      second of, counted where the string can be told; 0 elsewhere.
+      second of, counted from its second symbol on, which the first tells; 0 elsewhere.
     """
-    num_strings, size = length // PER_STRING, STRING + 1
-    strings = np.concatenate(
-        [np.full((num_strings, 1), MARK, np.uint8), LETTERS[rng.integers(0, 26, (num_strings, STRING))]], axis=1
-    )
+    num_strings = length // PER_STRING
+    strings = 256 + rng.permutation(symbols)[: num_strings * STRING].reshape(num_strings, STRING)
     # Of half of the rows any two places, which are often near; of the others one before the middle and one behind it.
     halves = [rng.permutation(num_strings) for _ in range(2)]
     order = rng.permutation(np.concatenate(halves)) if rng.random() < 0.5 else np.concatenate(halves)
-    plain = length - len(order) * size
+    plain = length - len(order) * STRING
     start = rng.integers(len(text()) - plain)
     gaps = np.sort(rng.integers(0, plain + 1, len(order)))  # text before each string
     row, distances, first = np.zeros(length, np.int32), np.zeros(length, np.int32), {}
     is_text = np.ones(length, bool)
     for number, (gap, string) in enumerate(zip(gaps, order, strict=True)):
-        begin = gap + number * size
-        row[begin : begin + size], is_text[begin : begin + size] = strings[string], False
+        begin = gap + number * STRING
+        row[begin : begin + STRING], is_text[begin : begin + STRING] = strings[string], False
         if string in first:
-            distances[begin + TOLD_FROM : begin + size] = begin - first[string]
+            distances[begin + 1 : begin + STRING] = begin - first[string]
         first.setdefault(string, begin)
     row[is_text] = text()[start : start + plain]
     return row, distances
 
 
-def held_out_rows(sizes: Sizes) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the rows to measure on."""
-    return [draw_row(np.random.default_rng((3, i)), sizes.context) for i in range(sizes.held_out)]
+def drawn_rows(seed: int, count: int, sizes: Sizes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield rows of the context: of seed 2 those that the conversion learns from, of 3 those to measure on."""
+    for i in range(count):
+        yield draw_row(np.random.default_rng((seed, i)), sizes.context, sizes.symbols)
 
 
 class Rows:
@@ -187,14 +191,15 @@ class Rows:
       seed: of all batches.
       rows: of a batch.
       length: T.
+      symbols: as of `draw_row`.
     """
 
-    def __init__(self, seed: int, rows: int, length: int):
-        self.seed, self.rows, self.length = seed, rows, length
+    def __init__(self, seed: int, rows: int, length: int, symbols: int):
+        self.seed, self.rows, self.length, self.symbols = seed, rows, length, symbols
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((self.seed, step))
-        rows = np.stack([draw_row(rng, self.length)[0] for _ in range(self.rows)])[None]  # [1 B T]
+        rows = np.stack([draw_row(rng, self.length, self.symbols)[0] for _ in range(self.rows)])[None]  # [1 B T]
         weights = np.ones(rows.shape, np.float32)
         weights[..., -1] = 0
         positions = np.broadcast_to(np.arange(self.length, dtype=np.int32), rows.shape)
@@ -233,7 +238,7 @@ def train_dense(out: Path, sizes: Sizes, dtype: str) -> None:
     with compile_cache():
         for number, (name, settings) in enumerate(stages.items()):
             optimizer = make_optimizer(settings.rate, settings.weight_decay)
-            batches = Rows(number, settings.rows, settings.length)
+            batches = Rows(number, settings.rows, settings.length, sizes.symbols)
             loss_fn = SFTLoss(compute_dtype=dtype, remat=False)
             state = fine_tune(
                 init_state(model, optimizer), batches, optimizer, loss_fn, settings, out / "dense" / name,
@@ -244,14 +249,14 @@ def train_dense(out: Path, sizes: Sizes, dtype: str) -> None:
 
 
 def measure(out: Path, sizes: Sizes) -> None:
-    """Write down how often the dense model and the MSA model predict a letter that can be told, by distance."""
+    """Write down how often the dense model and the MSA model predict a symbol that can be told, by distance."""
     import jax
     import jax.numpy as jnp
 
     from m3jax.checkpoint import load
     from m3jax.train.dense import read_dense
 
-    rows = held_out_rows(sizes)
+    rows = drawn_rows(3, sizes.held_out, sizes)
     tokens, distances = (np.stack(arrays) for arrays in zip(*rows, strict=True))
     dense = read_dense(out / "dense" / "model", block_size=sizes.block_size, topk_blocks=sizes.topk_blocks)
     converted = load(out / "msa" / "model", dtype="float32")
@@ -305,7 +310,7 @@ def plot(found: dict, path: Path) -> None:
         of = [i for i, rows in enumerate(found["dense"]["rows"]) if rows == name]
         left.plot([found["dense"]["step"][i] for i in of], [found["dense"]["loss"][i] for i in of], color=color,
                   label=f"{name} rows")  # fmt: skip
-    left.set(xlabel="step", ylabel="loss, nats a byte", title="The dense model")
+    left.set(xlabel="step", ylabel="loss, nats a token", title="The dense model")
     left.legend(frameon=False)
     convert = found["convert"]
     of = [i for i, phase in enumerate(convert["phase"]) if phase == "sparse"]
@@ -321,7 +326,7 @@ def plot(found: dict, path: Path) -> None:
         recall = [np.nan if share is None else share for share in of_model["recall"]]
         right.plot((np.arange(NUM_BINS) + 0.5) * width, recall, marker="o", color=colors[name], label=name)
     right.axvline(found["block_size"] * found["topk_blocks"], color="#999999", linestyle=":")
-    right.set(xlabel="bytes back to the first string", ylabel="letters told right", title="Recall", ylim=(0, 1.02))
+    right.set(xlabel="tokens back to the first string", ylabel="symbols told right", title="Recall", ylim=(0, 1.02))
     right.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
