@@ -4,10 +4,10 @@
     python scripts/tiny/convert_curve.py --out runs/convert --scale 10 --dtype bfloat16    # one GPU, ten times the size
     python scripts/tiny/convert_curve.py --out runs/convert --only-plot                    # of a run that there is
 
-What it learns is made here: bytes of this repository's documents and code, and between them random strings of symbols
-that are no bytes, each of which stands twice in a row of the context. From its second symbol on the second can be told
-by whoever finds the first, which is anywhere before it: mostly outside of what a window of the same budget holds. A
-query keeps an eighth of the context. A stage that was stopped goes on, one that is whole is not run again.
+What it learns is made here: bytes of this repository's documents and code, and between them records, symbols that are
+no bytes: one of 8 values of a key. Somewhere behind it the key is asked for, and its value follows: it can be told by
+whoever finds the record, which is anywhere before it, mostly outside of what a window of the same budget holds. A query
+keeps an eighth of the context. A stage that was stopped goes on, one that is whole is not run again.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-STRING = 16  # symbols of a string
-PER_STRING = 64  # tokens of a row for each string, which stands in it twice
+VALUES = 8  # that a key can have; key k with value v is the token 256 + 8 k + v, the question for it comes behind all
+PER_RECORD = 16  # tokens of a row for each record
 SHORT = 4  # times that rows are shorter in the first stage: to look back is learnt faster where it is not far
 NUM_BINS = 8  # of distance, each as wide as a query's budget
 
@@ -58,15 +58,15 @@ class Sizes:
     held_out: int
 
     @property
-    def symbols(self) -> int:
-        """Symbols that strings are made of: as many as a row holds."""
-        return self.context // PER_STRING * STRING
+    def keys(self) -> int:
+        """Keys that records have: as many as a row of the context has records."""
+        return self.context // PER_RECORD
 
     def config(self) -> dict:
         """Return the config.json of the dense model: a Qwen3 of 0.9 million parameters times the scale."""
         times = max(1, round(self.scale**0.5))
         return {
-            "model_type": "qwen3", "vocab_size": 256 + self.symbols, "hidden_size": 128 * times,
+            "model_type": "qwen3", "vocab_size": 256 + (VALUES + 1) * self.keys, "hidden_size": 128 * times,
             "intermediate_size": 384 * times, "num_hidden_layers": -(-4 * self.scale // times**2),
             "num_attention_heads": 4 * times, "num_key_value_heads": 2, "head_dim": 32,
             "max_position_embeddings": self.context, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
@@ -146,34 +146,38 @@ def text() -> np.ndarray:
     return np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
 
 
-def draw_row(rng: np.random.Generator, length: int, symbols: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a row of text with strings in it, and the distance of each token to what tells it.
+def draw_row(rng: np.random.Generator, length: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a row of text with records in it, and the distance of each answer to its record.
 
     Args:
       rng: of the row.
       length: T.
-      symbols: that strings are made of; each stands in one string of a row.
+      keys: that records can have; each has one record in a row at most.
 
     Returns:
-      Tokens int32 [T], and int32 [T]: how far before each token stands the first of the two strings that it is in the
-      second of, counted from its second symbol on, which the first tells; 0 elsewhere.
+      Tokens int32 [T], and int32 [T]: how far before an answer its record stands; 0 of all other tokens.
     """
-    num_strings = length // PER_STRING
-    strings = 256 + rng.permutation(symbols)[: num_strings * STRING].reshape(num_strings, STRING)
+    count = length // PER_RECORD
+    key = rng.permutation(keys)[:count]
+    records = 256 + VALUES * key + rng.integers(0, VALUES, count)
+    questions = 256 + VALUES * keys + key
     # Of half of the rows any two places, which are often near; of the others one before the middle and one behind it.
-    halves = [rng.permutation(num_strings) for _ in range(2)]
+    halves = [rng.permutation(count) for _ in range(2)]
     order = rng.permutation(np.concatenate(halves)) if rng.random() < 0.5 else np.concatenate(halves)
-    plain = length - len(order) * STRING
+    plain = length - 3 * count
+    gaps = np.sort(rng.integers(0, plain + 1, len(order)))  # text before each record or question
+    row, distances, place = np.zeros(length, np.int32), np.zeros(length, np.int32), {}
+    is_text, at = np.ones(length, bool), 0
+    for more, number in zip(np.diff(gaps, prepend=0), order, strict=True):
+        at += more
+        if number in place:
+            row[at], is_text[at] = questions[number], False
+            at += 1
+            distances[at] = at - place[number]
+        row[at], is_text[at] = records[number], False
+        place.setdefault(number, at)
+        at += 1
     start = rng.integers(len(text()) - plain)
-    gaps = np.sort(rng.integers(0, plain + 1, len(order)))  # text before each string
-    row, distances, first = np.zeros(length, np.int32), np.zeros(length, np.int32), {}
-    is_text = np.ones(length, bool)
-    for number, (gap, string) in enumerate(zip(gaps, order, strict=True)):
-        begin = gap + number * STRING
-        row[begin : begin + STRING], is_text[begin : begin + STRING] = strings[string], False
-        if string in first:
-            distances[begin + 1 : begin + STRING] = begin - first[string]
-        first.setdefault(string, begin)
     row[is_text] = text()[start : start + plain]
     return row, distances
 
@@ -181,7 +185,7 @@ def draw_row(rng: np.random.Generator, length: int, symbols: int) -> tuple[np.nd
 def drawn_rows(seed: int, count: int, sizes: Sizes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield rows of the context: of seed 2 those that the conversion learns from, of 3 those to measure on."""
     for i in range(count):
-        yield draw_row(np.random.default_rng((seed, i)), sizes.context, sizes.symbols)
+        yield draw_row(np.random.default_rng((seed, i)), sizes.context, sizes.keys)
 
 
 class Rows:
@@ -191,15 +195,15 @@ class Rows:
       seed: of all batches.
       rows: of a batch.
       length: T.
-      symbols: as of `draw_row`.
+      keys: as of `draw_row`.
     """
 
-    def __init__(self, seed: int, rows: int, length: int, symbols: int):
-        self.seed, self.rows, self.length, self.symbols = seed, rows, length, symbols
+    def __init__(self, seed: int, rows: int, length: int, keys: int):
+        self.seed, self.rows, self.length, self.keys = seed, rows, length, keys
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((self.seed, step))
-        rows = np.stack([draw_row(rng, self.length, self.symbols)[0] for _ in range(self.rows)])[None]  # [1 B T]
+        rows = np.stack([draw_row(rng, self.length, self.keys)[0] for _ in range(self.rows)])[None]  # [1 B T]
         weights = np.ones(rows.shape, np.float32)
         weights[..., -1] = 0
         positions = np.broadcast_to(np.arange(self.length, dtype=np.int32), rows.shape)
@@ -238,7 +242,7 @@ def train_dense(out: Path, sizes: Sizes, dtype: str) -> None:
     with compile_cache():
         for number, (name, settings) in enumerate(stages.items()):
             optimizer = make_optimizer(settings.rate, settings.weight_decay)
-            batches = Rows(number, settings.rows, settings.length, sizes.symbols)
+            batches = Rows(number, settings.rows, settings.length, sizes.keys)
             loss_fn = SFTLoss(compute_dtype=dtype, remat=False)
             state = fine_tune(
                 init_state(model, optimizer), batches, optimizer, loss_fn, settings, out / "dense" / name,
@@ -249,7 +253,7 @@ def train_dense(out: Path, sizes: Sizes, dtype: str) -> None:
 
 
 def measure(out: Path, sizes: Sizes) -> None:
-    """Write down how often the dense model and the MSA model predict a symbol that can be told, by distance."""
+    """Write down how often the dense model and the MSA model answer a question, by the distance of its record."""
     import jax
     import jax.numpy as jnp
 
@@ -269,13 +273,13 @@ def measure(out: Path, sizes: Sizes) -> None:
         return losses, jnp.argmax(logits, -1) == tokens[:, 1:]
 
     found, width = {}, sizes.context // NUM_BINS
-    bins = (distances[:, 1:] - 1) // width  # -1 where nothing tells the token
+    bins = (distances[:, 1:] - 1) // width  # -1 of what is no answer
     for name, model in models.items():
         pieces = [read(model, jnp.asarray(tokens[i : i + sizes.rows])) for i in range(0, len(tokens), sizes.rows)]
         losses, is_right = (np.concatenate([np.asarray(x) for x in of_all]) for of_all in zip(*pieces, strict=True))
-        told = distances[:, 1:] > 0
+        is_answer = distances[:, 1:] > 0
         found[name] = {
-            "loss": float(losses.mean()), "loss_of_told": float(losses[told].mean()),
+            "loss": float(losses.mean()), "loss_of_answers": float(losses[is_answer].mean()),
             "recall": [float(is_right[bins == i].mean()) if (bins == i).any() else None for i in range(NUM_BINS)],
             "asked": [int((bins == i).sum()) for i in range(NUM_BINS)],
         }  # fmt: skip
@@ -326,7 +330,7 @@ def plot(found: dict, path: Path) -> None:
         recall = [np.nan if share is None else share for share in of_model["recall"]]
         right.plot((np.arange(NUM_BINS) + 0.5) * width, recall, marker="o", color=colors[name], label=name)
     right.axvline(found["block_size"] * found["topk_blocks"], color="#999999", linestyle=":")
-    right.set(xlabel="tokens back to the first string", ylabel="symbols told right", title="Recall", ylim=(0, 1.02))
+    right.set(xlabel="tokens back to the record", ylabel="questions answered", title="Recall", ylim=(0, 1.02))
     right.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
