@@ -133,7 +133,7 @@ class MoE(nnx.Module):
         """
 
         def activate(gate, up):
-            return swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit).astype(x.dtype)
+            return swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit, config.swiglu_beta).astype(x.dtype)
 
         # An expert takes its tokens wherever in the batch they stand: to it all rows are one.
         tokens = x.reshape(-1, x.shape[-1])  # [X D]
