@@ -113,7 +113,7 @@ class Scheduler:
                 continue
             if blocked is not None:
                 behind += 1
-                if blocked.passes >= MOST_PASSES or self._pages_for(request) > self.pages.available:
+                if blocked.passes >= MOST_PASSES or not self.pages.can_give(self._pages_for(request)):
                     continue
             if request.page_handle is None:
                 donor = self._donor(request)
@@ -124,7 +124,7 @@ class Scheduler:
             missing = self._pages_for(request) - len(self.pages.pages_of(request.page_handle))
             # The last page that is shared in part will be copied.
             missing += request.cached % self.pages.page_size != 0
-            if self.pages.available < missing and any(self.request_of_row):
+            if not self.pages.can_give(missing, request.page_handle) and any(self.request_of_row):
                 # It keeps the cached pages that it found, until `_reserve` has it give way. Passes are the first one's.
                 blocked = request if blocked is None else blocked
                 continue
