@@ -208,9 +208,8 @@ class Rows:
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((self.seed, step))
-        rows = np.stack([draw_row(rng, self.length, self.keys, self.per_record)[0] for _ in range(self.rows)])[
-            None
-        ]  # [1 B T]
+        drawn = [draw_row(rng, self.length, self.keys, self.per_record)[0] for _ in range(self.rows)]
+        rows = np.stack(drawn)[None]  # [1 B T]
         weights = np.ones(rows.shape, np.float32)
         weights[..., -1] = 0
         positions = np.broadcast_to(np.arange(self.length, dtype=np.int32), rows.shape)
