@@ -91,14 +91,24 @@ def dense_config(
         why = _OTHERS.get(kind, "no one has shown that M3's layer can compute it")
         raise ValueError(f"model_type = {shown(kind)} cannot become an MSA model: {why}; give a Qwen3 (model_type "
                          f"{MODEL_TYPE!r})")  # fmt: skip
+    is_integer = lambda value: isinstance(value, int) and not isinstance(value, bool)
     problems = [f"{name} is missing" for name in (*_SIZES, "rms_norm_eps") if data.get(name) is None]
+    problems += [
+        f"{name} = {shown(data[name])}: must be a positive integer"
+        for name in _SIZES
+        if data.get(name) is not None and not (is_integer(data[name]) and data[name] > 0)
+    ]
+    ends = data.get("eos_token_id")
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(map(is_integer, ends)):
+        problems.append(f"eos_token_id = {shown(data['eos_token_id'])}: must be an integer or a list of them")
     problems += [
         f"{name} = {shown(data[name])} is not supported (only {' or '.join(map(repr, allowed))})"
         for name, allowed in _FIXED.items()
         if name in data and data[name] not in allowed
     ]
-    if set(data.get("layer_types") or ()) - {FULL}:
-        problems.append(f"layer_types: only {FULL!r} is supported, got {shown(sorted(set(data['layer_types'])))}")
+    if any(kind != FULL for kind in data.get("layer_types") or ()):
+        problems.append(f"layer_types = {shown(data['layer_types'])}: only {FULL!r} is supported")
     rope = data.get("rope_parameters") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", "default") != "default" or (
         set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"} or rope.get("partial_rotary_factor", 1) != 1
@@ -113,7 +123,6 @@ def dense_config(
     layers, hidden = data["num_hidden_layers"], data["intermediate_size"]
     if not 0 <= dense_layers <= layers:
         raise ValueError(f"dense_layers = {dense_layers}: the model has {layers} layers")
-    eos = data.get("eos_token_id")
     return M3Config(
         **{name: data[name] for name in _SIZES if name != "intermediate_size"},
         dense_intermediate_size=hidden, rms_norm_eps=data["rms_norm_eps"], rope_theta=theta,
@@ -123,7 +132,7 @@ def dense_config(
         intermediate_size=hidden, shared_intermediate_size=hidden, num_local_experts=1, num_experts_per_tok=1,
         index_n_heads=data["num_key_value_heads"], index_head_dim=data["head_dim"] if index_dim is None else index_dim,
         index_block_size=block_size, index_topk_blocks=topk_blocks, bos_token_id=data.get("bos_token_id"),
-        eos_token_id=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        eos_token_id=tuple(ends),
     )  # fmt: skip
 
 

@@ -95,7 +95,9 @@ WRONG = {
     "gelu": (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
     "key": (dict(logit_scale=2.0), "unknown key 'logit_scale'"),
     "missing": (dict(head_dim=None, rms_norm_eps=None), "head_dim is missing; rms_norm_eps is missing"),
-    "layers": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types: only 'full_attention'"),
+    "layers": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types = .*only 'full_attention'"),
+    "text": (dict(num_hidden_layers="2"), "num_hidden_layers = '2': must be a positive integer"),
+    "ends": (dict(eos_token_id=["x"]), "eos_token_id = .*must be an integer or a list"),
 }
 
 
@@ -401,6 +403,7 @@ def test_the_command_writes_a_model_that_everything_loads(folder, tmp_path, caps
     found = measure(model, [documents()[2]], 64, 1)
     np.testing.assert_allclose(found["loss"], report["after"]["loss"], rtol=1e-6)
     for change, message in {
+        ("--length", "62"): "length = 62: must be a multiple of the model's block size, 4",
         ("--length", "8"): "rows of 8 tokens: a query reads up to 8 of them",
         ("--steps", "1"): "--steps 1: must be at least 2",
         ("--warm-up-steps", "2"): "--warm-up-steps 2: must be from 1 to 1",
