@@ -102,7 +102,7 @@ def convert(
     """Run both phases of a conversion, or what a run before has left of them.
 
     Args:
-      model: in float32, with an index branch that knows nothing (`m3jax.train.dense.read_dense`).
+      model: in float32, with an index branch that was never trained (`m3jax.train.dense.read_dense`).
       examples: documents to learn from; all their tokens are learnt.
       held_out: documents to measure on, before, between and after the phases.
       settings: of the run.

@@ -137,11 +137,15 @@ def dense_config(
 
 
 def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
-    """Read a dense model's folder as an M3 with float32 weights, whose index branch knows nothing yet.
+    """Read a dense model's folder as an M3 with float32 weights, whose index branch is not trained yet.
+
+    An index query begins as the mean of its group's queries, the index key as the mean of all keys, with the norms of
+    the heads: of one head that is the head itself, of several a far better guess than chance (docs/training.md).
 
     Args:
       folder: of a Qwen3, in the hub's layout.
-      seed: of the index branch's weights, which are normal with standard deviation D**-0.5.
+      seed: of the index branch's projections where its heads are wider than the model's, so that there is no mean to
+        begin with: normal with standard deviation D**-0.5.
       **settings: of `dense_config`.
 
     Returns:
@@ -168,9 +172,7 @@ def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
     for name, target in places.items():
         value = by_name[name].view().astype(np.float32).reshape(target.dims).transpose(target.perm)
         weights[target.param][target.index] = value - 1.0 if _NORMS in name else value
-    draw = np.random.default_rng(seed)
-    for name in sorted(name for name in weights if INDEX in name and _NORMS not in name):
-        weights[name] = draw.normal(0, config.hidden_size**-0.5, weights[name].shape).astype(np.float32)
+    _begin_index(weights, config, seed)
     return tree.replace(abstract(config, "float32"), jax.tree.map(jnp.asarray, weights))
 
 
@@ -242,6 +244,24 @@ def with_index_weights(model: M3, weights: Mapping[str, Float[Any, "..."]]) -> M
       weights: from `index_weights`.
     """
     return tree.replace(model, tree.flatten(model) | dict(weights))
+
+
+def _begin_index(weights: dict[str, np.ndarray], config: M3Config, seed: int) -> None:
+    """Put the first weights of the index branch into `weights`, as `read_dense` says."""
+    draw, groups = np.random.default_rng(seed), config.num_key_value_heads
+    for number, stack in enumerate(config.stacks):
+        if not stack.is_sparse:
+            continue
+        part = lambda name, number=number: f"stacks.{number}.self_attn.{name}"
+        if config.index_head_dim != config.head_dim:
+            for name in map(part, ("index_q_proj", "index_k_proj")):
+                weights[name] = draw.normal(0, config.hidden_size**-0.5, weights[name].shape).astype(np.float32)
+            continue
+        q, k = weights[part("q_proj")], weights[part("k_proj")]  # [L D N H], [L D K H]
+        weights[part("index_q_proj")] = q.reshape(*q.shape[:2], groups, -1, q.shape[3]).mean(axis=3)  # [L D K H]
+        weights[part("index_k_proj")] = k.mean(axis=2)  # [L D H]
+        for name in ("q_norm", "k_norm"):
+            weights[part(f"index_{name}")] = weights[part(name)]
 
 
 def _misfits(stored: Mapping[str, StoredTensor | None], places: Mapping[str, Target]) -> list[str]:

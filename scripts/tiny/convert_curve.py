@@ -122,7 +122,7 @@ def run(out: Path, sizes: Sizes, scale: int, dtype: str) -> None:
             "--data", str(out / "data.jsonl"), "--out", str(out / "msa"), "--steps", str(sizes.steps),
             "--warm-up-steps", str(sizes.warm_up_steps), "--block-size", str(sizes.block_size),
             "--topk-blocks", str(sizes.topk_blocks), "--rows", str(sizes.rows), "--held-out", str(sizes.held_out),
-            "--index-rate", "3e-3", "--learning-rate", "3e-4", "--dtype", dtype, "--no-remat", "--save-every", "50",
+            "--index-rate", "1e-3", "--learning-rate", "3e-4", "--dtype", dtype, "--no-remat", "--save-every", "50",
         ])  # fmt: skip
     timed(out, "measure", [*again, "--stage", "measure"])
 
@@ -265,7 +265,7 @@ def measure(out: Path, sizes: Sizes) -> None:
     tokens, distances = (np.stack(arrays) for arrays in zip(*rows, strict=True))
     dense = read_dense(out / "dense" / "model", block_size=sizes.block_size, topk_blocks=sizes.topk_blocks)
     converted = load(out / "msa" / "model", dtype="float32")
-    models = {"dense": dense.with_dense(), "dense, untrained selection": dense, "msa": converted}
+    models = {"dense": dense.with_dense(), "dense, selection untrained": dense, "msa": converted}
 
     @jax.jit
     def read(model, tokens):
@@ -326,7 +326,7 @@ def plot(found: dict, path: Path) -> None:
     middle.set(xlabel="step", ylabel="nats", title="The conversion", ylim=(0, None))
     middle.legend(frameon=False)
     width = found["context"] // NUM_BINS
-    colors = {"dense": "#000000", "dense, untrained selection": "#999999", "msa": "#0072B2"}
+    colors = {"dense": "#000000", "dense, selection untrained": "#999999", "msa": "#0072B2"}
     for name, of_model in found["models"].items():
         recall = [np.nan if share is None else share for share in of_model["recall"]]
         right.plot((np.arange(NUM_BINS) + 0.5) * width, recall, marker="o", color=colors[name], label=name)
