@@ -1,6 +1,7 @@
 """Trains a dense model here, converts it to MSA by `python -m m3jax.train convert`, and measures and plots both.
 
-    python scripts/tiny/convert_curve.py --out runs/convert                                # two cores, 40 minutes
+    python scripts/tiny/convert_curve.py --out runs/convert                                # on two cores
+    python scripts/tiny/convert_curve.py --out runs/convert0 --scale 0                     # a few minutes of them
     python scripts/tiny/convert_curve.py --out runs/convert --scale 10 --dtype bfloat16    # one GPU, ten times the size
     python scripts/tiny/convert_curve.py --out runs/convert --only-plot                    # of a run that there is
 
@@ -36,7 +37,8 @@ class Sizes:
     """The sizes of a run.
 
     Attributes:
-      scale: parameters, relative to the run on two cores.
+      hidden: D, width of the model; its heads are 32 wide.
+      layers: of the model.
       context: tokens of a row.
       block_size: P.
       topk_blocks: J; J P is an eighth of the context.
@@ -48,7 +50,8 @@ class Sizes:
       held_out: rows to measure on.
     """
 
-    scale: int
+    hidden: int
+    layers: int
     context: int
     block_size: int
     topk_blocks: int
@@ -65,28 +68,28 @@ class Sizes:
         return self.context // PER_RECORD
 
     def config(self) -> dict:
-        """Return the config.json of the dense model: a Qwen3 of 0.8 million parameters times the scale."""
-        times = max(1, round(self.scale**0.5))
+        """Return the config.json of the dense model, a Qwen3."""
         return {
-            "model_type": "qwen3", "vocab_size": 256 + (VALUES + 1) * self.keys, "hidden_size": 128 * times,
-            "intermediate_size": 384 * times, "num_hidden_layers": -(-3 * self.scale // times**2),
-            "num_attention_heads": 4 * times, "num_key_value_heads": 2, "head_dim": 32,
+            "model_type": "qwen3", "vocab_size": 256 + (VALUES + 1) * self.keys, "hidden_size": self.hidden,
+            "intermediate_size": 3 * self.hidden, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden // 32, "num_key_value_heads": 2, "head_dim": 32,
             "max_position_embeddings": self.context, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
         }  # fmt: skip
 
 
 SIZES = {
-    # What is run here in a minute, to see that all stages go.
-    0: Sizes(1, 256, 8, 4, 4, (6, 4, 4), 8, 3, 12, 4),
-    1: Sizes(1, 1024, 16, 8, 8, (600, 500, 200), 350, 150, 1600, 32),
-    10: Sizes(10, 4096, 32, 16, 8, (2000, 1500, 800), 1200, 500, 4000, 32),
+    # Four minutes of a core.
+    0: Sizes(64, 2, 256, 8, 4, 8, (400, 400, 250), 200, 80, 600, 32),
+    1: Sizes(128, 3, 1024, 16, 8, 8, (600, 500, 200), 350, 150, 1600, 32),
+    # Ten times the parameters of 1.
+    10: Sizes(384, 4, 4096, 32, 16, 8, (2000, 1500, 800), 1200, 500, 4000, 32),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the run")
-    parser.add_argument("--scale", type=int, choices=SIZES, default=1, help="0 is a miniature (default: 1)")
+    parser.add_argument("--scale", type=int, choices=SIZES, default=1, help="sizes of the run (default: 1)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--only-plot", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path, default=Path("docs/data/convert.json"))
@@ -102,7 +105,7 @@ def main() -> None:
         run(args.out, sizes, args.scale, args.dtype)
     found = collect(args.out, sizes)
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    args.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
     plot(found, args.plot)
     print(f"{args.json}\n{args.plot}")
 
@@ -232,7 +235,7 @@ def train_dense(out: Path, sizes: Sizes, dtype: str) -> None:
 
     data = sizes.config()
     config = dense_config(data, block_size=sizes.block_size, dense_layers=data["num_hidden_layers"])
-    peak = 2e-3 / max(1, round(sizes.scale**0.5)) ** 0.5
+    peak = 0.256 / sizes.hidden
     model, before = init(config), 0
     with compile_cache():
         for number, (name, (times, per_record)) in enumerate(STAGES.items()):
@@ -291,7 +294,8 @@ def measure(out: Path, sizes: Sizes) -> None:
 def collect(out: Path, sizes: Sizes) -> dict:
     """Return all that was measured in a run."""
     lines = lambda path: [json.loads(line) for line in path.read_text().splitlines()]
-    pick = lambda path, names: {name: [line.get(name) for line in lines(path)] for name in names}
+    short = lambda value: round(value, 4) if isinstance(value, float) else value
+    pick = lambda path, names: {name: [short(line.get(name)) for line in lines(path)] for name in names}
     measured = json.loads((out / "recall.json").read_text())
     return {
         **{name: measured[name] for name in ("device", "jax", "date")},
