@@ -6,6 +6,7 @@ if __name__ == "__main__":
     end_at_interrupts()  # before the rest is imported
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,8 +146,9 @@ def run(args: argparse.Namespace) -> int:
     with TaskFile(args.task, args.reward_seconds) as task, compile_cache():
         model = load(args.model, dtype="float32", vision=False)
         metrics = args.metrics or args.out / "metrics.jsonl"
+        origin = {"model": str(folder), "task": hashlib.sha256(Path(args.task).read_bytes()).hexdigest()}
         try:
-            trained = train_policy(model, tokenizer, template, task, settings, args.out, metrics, say)
+            trained = train_policy(model, tokenizer, template, task, settings, args.out, metrics, say, origin)
         except PartedPolicies as error:
             raise ValueError(str(error)) from error
         save(trained, args.out / "model", copy_from=folder)

@@ -18,6 +18,7 @@ from m3jax.msa.definition import chosen_tokens, sees
 from m3jax.numerics import einsum
 from m3jax.tiles import LOGITS_TILE, by_tiles
 from m3jax.train.fused import fuse
+from m3jax.train.packing import with_fast_gradients
 from m3jax.train.step import cast_weights, check_trainable
 
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
@@ -177,6 +178,8 @@ def token_logprobs(
       temperature: by which logits are divided. None, without a support, reads the model's own logits, as the engine's
         `logprobs` do; a number, as "drawn_logprobs" do.
     """
+    if not model.compute.invariant:
+        model = with_fast_gradients(model)
     x, *_ = model.trunk(tokens, choices=choices, remat=remat)
     hidden = model.final_norm(x)
     tile = LOGITS_TILE if model.compute.invariant else None

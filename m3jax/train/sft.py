@@ -25,14 +25,13 @@ from m3jax.files import read_json, replace_file
 from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
-from m3jax.platform import platform
 from m3jax.progress import activity
 from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import Example
 from m3jax.train.keeping import keep, restored, states_in
 from m3jax.train.losses import index_kl
 from m3jax.train.metric_lines import MetricLines
-from m3jax.train.packing import PackedPages, pack, packed_row, slots_of
+from m3jax.train.packing import pack, packed_row, slots_of, with_fast_gradients
 from m3jax.train.run import Batches
 from m3jax.train.step import LossFn, TrainState, cast_weights, check_trainable, train_step
 
@@ -135,9 +134,7 @@ class SFTLoss:
           ValueError: weights in MXFP8, which no step could move.
         """
         check_trainable(model)
-        # One batched product has the faster gradient, on a CPU too; experts that a mesh divides are run in other ways.
-        experts = "auto" if model.compute.is_divided or platform() == "tpu" else "copied"
-        model = cast_weights(model, self.compute_dtype).with_training_paths(PackedPages, experts)
+        model = with_fast_gradients(cast_weights(model, self.compute_dtype))
         tokens, positions = batch["tokens"], batch["positions"]
         offset = drawn_offset(batch["step"], self.index_stride)
         probe = partial(index_losses, block_size=model.config.index_block_size, offset=offset, stride=self.index_stride)

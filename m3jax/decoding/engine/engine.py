@@ -177,7 +177,7 @@ class Engine:
           ValueError: what the model or the pool cannot serve, with the reason; then nothing is queued.
         """
         prompt = as_prompt(prompt)
-        self._check_request(prompt, params)
+        self.check_request(prompt, params)
         params = self._with_captures(params, capture)
         edits = checks.checked_edits(edits, self.shapes.edits, self._runner.model)
         check_guide(guide)
@@ -205,11 +205,16 @@ class Engine:
         self._scheduler.decode()
         return self._take_events()
 
-    def prefill(self) -> bool:
-        """Do only the first half of a round of work; False once every prompt that has a row is through."""
+    def prefill(self, decode_follows: bool = True) -> bool:
+        """Do only the first half of a round of work; False once every prompt that has a row is through.
+
+        Args:
+          decode_follows: whether decode steps compute a prompt's last token where it alone is not in the cache; False
+            where none will be run, so that it goes through prefill as well.
+        """
         self._end_late()
         self._scheduler.admit()
-        self._scheduler.prefill()
+        self._scheduler.prefill(decode_follows)
         return bool(self._scheduler.requests_with_row(is_decoding=False))
 
     @property
@@ -336,7 +341,7 @@ class Engine:
         """
         source = self._unfinished(handle, "copy")
         params = params or source.params
-        self._check_request(source.prompt, params)
+        self.check_request(source.prompt, params)
         params = self._with_captures(params)
         checks.check_goes_on(source.new, params, f"request {handle}")
         copy = self._queue(
@@ -392,7 +397,7 @@ class Engine:
             params=request.params,
             cached=request.cached,
             pages=self._runner.read_pages(page_ids),
-            identity=self._identity(),
+            identity=self.identity,
             media=as_media(request.segments),
         )
 
@@ -442,8 +447,8 @@ class Engine:
           OutOfPages: its pages do not fit at the moment; nothing was changed.
         """
         layout, sizes = self._runner.page_layout, (self._pages.page_size, self.config.vocab_size)
-        check_snapshot(snapshot, self._identity(), layout, *sizes)
-        self._check_request(snapshot.prompt, snapshot.params)
+        check_snapshot(snapshot, self.identity, layout, *sizes)
+        self.check_request(snapshot.prompt, snapshot.params)
         checks.check_goes_on(snapshot.new, snapshot.params, "the snapshot")
         check_guide(guide)
         checks.check_order(n, 0, None)
@@ -529,7 +534,8 @@ class Engine:
     @property
     def identity(self) -> Identity:
         """The configuration that another engine must share with this one to exchange pages."""
-        return self._identity()
+        drafter = self._runner.drafter
+        return identity(self.config, self._runner.state.cache) | ({} if drafter is None else drafter.identity())
 
     @property
     def page_layout(self) -> PyTree[jax.ShapeDtypeStruct]:
@@ -688,11 +694,6 @@ class Engine:
         """Return the new tokens of a request, not a copy."""
         return self._results[handle].tokens if handle in self._results else self._request(handle).new
 
-    def _identity(self) -> Identity:
-        """Return the configuration that another engine must share with this one to exchange pages."""
-        drafter = self._runner.drafter
-        return identity(self.config, self._runner.state.cache) | ({} if drafter is None else drafter.identity())
-
     def _request(self, handle: int) -> Request:
         if handle not in self._requests:
             raise ValueError(
@@ -710,7 +711,7 @@ class Engine:
             raise ValueError(f"request {handle} has ended already ({reason}): there is nothing to {purpose}")
         return self._request(handle)
 
-    def _check_request(self, prompt: tuple[int, ...], params: Params) -> None:
+    def check_request(self, prompt: tuple[int, ...], params: Params) -> None:
         """Raise ValueError if the model cannot serve a request, or this engine has no room for it."""
         check_prompt(prompt, params, self.config)
         checks.check_room(prompt, params, self.max_length, self.shapes)
