@@ -102,7 +102,7 @@ def convert(
     """Run both phases of a conversion, or what a run before has left of them.
 
     Args:
-      model: in float32, with an index branch that knows nothing (`m3jax.train.dense.read_dense`).
+      model: in float32, with an index branch that was never trained (`m3jax.train.dense.read_dense`).
       examples: documents to learn from; all their tokens are learnt.
       held_out: documents to measure on, before, between and after the phases.
       settings: of the run.
@@ -127,7 +127,10 @@ def convert(
     if settings.sparse.length <= budget:
         raise ValueError(f"rows of {settings.sparse.length} tokens: a query reads up to {budget} of them, so that no "
                          "block would ever be left out; make rows longer, or keep fewer blocks")  # fmt: skip
-    report, dtype = {}, settings.sparse.compute_dtype
+    warm_up, sparse = settings.warm_up, settings.sparse
+    batches = {phase: PackedBatches(examples, of, config.index_block_size) for phase, of in
+               ((WARM_UP, warm_up), (SELECTING, sparse))}  # fmt: skip
+    report, dtype = {}, sparse.compute_dtype
     shared = dict(origin=origin, save_every=save_every, say=say)
 
     def look(name: str, at: M3) -> None:
@@ -135,33 +138,29 @@ def convert(
         say(f"{name.replace('_', ' ')}: {in_words(report[name])}")
 
     look("before", model)
-    warm_up = settings.warm_up
     optimizer = make_optimizer(warm_up.rate, warm_up.weight_decay, clip_norm=warm_up.clip_norm)
     where = SingleDeviceSharding(*model.embed_tokens[...].devices())
     put = lambda x: jax.device_put(x, where, may_alias=False)
     weights = jax.tree.map(put, index_weights(model))
     state = jax.tree.map(put, TrainState(jnp.int32(0), weights, optimizer.init(weights)))
-    batches = PackedBatches(examples, warm_up, config.index_block_size)
     loss_fn = WarmUpLoss(settings.index_stride, warm_up.compute_dtype)
     base = {"base": cast_weights(model, warm_up.compute_dtype)}
     state = fine_tune(
-        state, batches, optimizer, loss_fn, warm_up, folder / WARM_UP, metrics, shared=base,
+        state, batches[WARM_UP], optimizer, loss_fn, warm_up, folder / WARM_UP, metrics, shared=base,
         about={"phase": WARM_UP}, **shared,
     )  # fmt: skip
     del base
     model = with_index_weights(model, state.model)
     look("after_warm_up", model)
 
-    sparse = settings.sparse
     optimizer = make_optimizer(
         sparse.rate, sparse.weight_decay, frozen_index=not sparse.index_loss, clip_norm=sparse.clip_norm
     )
-    batches = PackedBatches(examples, sparse, config.index_block_size)
     loss_fn = SFTLoss(sparse.index_loss, settings.index_stride, sparse.compute_dtype, sparse.remat)
     state = init_state(model, optimizer)
     del model  # the state has a copy
     state = fine_tune(
-        state, batches, optimizer, loss_fn, sparse, folder / SELECTING, metrics, steps_before=warm_up.steps,
+        state, batches[SELECTING], optimizer, loss_fn, sparse, folder / SELECTING, metrics, steps_before=warm_up.steps,
         about={"phase": SELECTING}, **shared,
     )  # fmt: skip
     look("after", state.model)

@@ -50,8 +50,8 @@ def convert_parser(prog: str) -> Parser:
                        "the bit")  # fmt: skip
     learning.add_argument("--held-out", metavar="N", type=int, help="last documents that are measured and not learnt "
                           "(default: a twentieth, at least 1)")  # fmt: skip
-    learning.add_argument("--seed", metavar="N", type=int, default=0, help="of the index branch's first weights, and "
-                          "of the order of the documents (default: 0)")  # fmt: skip
+    learning.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of the documents, and of an "
+                          "index branch that begins at random (default: 0)")  # fmt: skip
     ways = out.add_argument_group("how it is computed")
     ways.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations "
                       "in a pass; what is trained is float32 (default: bfloat16)")  # fmt: skip

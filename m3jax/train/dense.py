@@ -91,14 +91,24 @@ def dense_config(
         why = _OTHERS.get(kind, "no one has shown that M3's layer can compute it")
         raise ValueError(f"model_type = {shown(kind)} cannot become an MSA model: {why}; give a Qwen3 (model_type "
                          f"{MODEL_TYPE!r})")  # fmt: skip
+    is_integer = lambda value: isinstance(value, int) and not isinstance(value, bool)
     problems = [f"{name} is missing" for name in (*_SIZES, "rms_norm_eps") if data.get(name) is None]
+    problems += [
+        f"{name} = {shown(data[name])}: must be a positive integer"
+        for name in _SIZES
+        if data.get(name) is not None and not (is_integer(data[name]) and data[name] > 0)
+    ]
+    ends = data.get("eos_token_id")
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(map(is_integer, ends)):
+        problems.append(f"eos_token_id = {shown(data['eos_token_id'])}: must be an integer or a list of them")
     problems += [
         f"{name} = {shown(data[name])} is not supported (only {' or '.join(map(repr, allowed))})"
         for name, allowed in _FIXED.items()
         if name in data and data[name] not in allowed
     ]
-    if set(data.get("layer_types") or ()) - {FULL}:
-        problems.append(f"layer_types: only {FULL!r} is supported, got {shown(sorted(set(data['layer_types'])))}")
+    if any(kind != FULL for kind in data.get("layer_types") or ()):
+        problems.append(f"layer_types = {shown(data['layer_types'])}: only {FULL!r} is supported")
     rope = data.get("rope_parameters") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", "default") != "default" or (
         set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"} or rope.get("partial_rotary_factor", 1) != 1
@@ -113,7 +123,6 @@ def dense_config(
     layers, hidden = data["num_hidden_layers"], data["intermediate_size"]
     if not 0 <= dense_layers <= layers:
         raise ValueError(f"dense_layers = {dense_layers}: the model has {layers} layers")
-    eos = data.get("eos_token_id")
     return M3Config(
         **{name: data[name] for name in _SIZES if name != "intermediate_size"},
         dense_intermediate_size=hidden, rms_norm_eps=data["rms_norm_eps"], rope_theta=theta,
@@ -123,16 +132,20 @@ def dense_config(
         intermediate_size=hidden, shared_intermediate_size=hidden, num_local_experts=1, num_experts_per_tok=1,
         index_n_heads=data["num_key_value_heads"], index_head_dim=data["head_dim"] if index_dim is None else index_dim,
         index_block_size=block_size, index_topk_blocks=topk_blocks, bos_token_id=data.get("bos_token_id"),
-        eos_token_id=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        eos_token_id=tuple(ends),
     )  # fmt: skip
 
 
 def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
-    """Read a dense model's folder as an M3 with float32 weights, whose index branch knows nothing yet.
+    """Read a dense model's folder as an M3 with float32 weights, whose index branch is not trained yet.
+
+    An index query begins as the mean of its group's queries, the index key as the mean of all keys, with the norms of
+    the heads: of one head that is the head itself, of several a far better guess than chance (docs/training.md).
 
     Args:
       folder: of a Qwen3, in the hub's layout.
-      seed: of the index branch's weights, which are normal with standard deviation D**-0.5.
+      seed: of the index branch's projections where its heads are wider than the model's, so that there is no mean to
+        begin with: normal with standard deviation D**-0.5.
       **settings: of `dense_config`.
 
     Returns:
@@ -159,9 +172,7 @@ def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
     for name, target in places.items():
         value = by_name[name].view().astype(np.float32).reshape(target.dims).transpose(target.perm)
         weights[target.param][target.index] = value - 1.0 if _NORMS in name else value
-    draw = np.random.default_rng(seed)
-    for name in sorted(name for name in weights if INDEX in name and _NORMS not in name):
-        weights[name] = draw.normal(0, config.hidden_size**-0.5, weights[name].shape).astype(np.float32)
+    _begin_index(weights, config, seed)
     return tree.replace(abstract(config, "float32"), jax.tree.map(jnp.asarray, weights))
 
 
@@ -233,6 +244,24 @@ def with_index_weights(model: M3, weights: Mapping[str, Float[Any, "..."]]) -> M
       weights: from `index_weights`.
     """
     return tree.replace(model, tree.flatten(model) | dict(weights))
+
+
+def _begin_index(weights: dict[str, np.ndarray], config: M3Config, seed: int) -> None:
+    """Put the first weights of the index branch into `weights`, as `read_dense` says."""
+    draw, groups = np.random.default_rng(seed), config.num_key_value_heads
+    for number, stack in enumerate(config.stacks):
+        if not stack.is_sparse:
+            continue
+        part = lambda name, number=number: f"stacks.{number}.self_attn.{name}"
+        if config.index_head_dim != config.head_dim:
+            for name in map(part, ("index_q_proj", "index_k_proj")):
+                weights[name] = draw.normal(0, config.hidden_size**-0.5, weights[name].shape).astype(np.float32)
+            continue
+        q, k = weights[part("q_proj")], weights[part("k_proj")]  # [L D N H], [L D K H]
+        weights[part("index_q_proj")] = q.reshape(*q.shape[:2], groups, -1, q.shape[3]).mean(axis=3)  # [L D K H]
+        weights[part("index_k_proj")] = k.mean(axis=2)  # [L D H]
+        for name in ("q_norm", "k_norm"):
+            weights[part(f"index_{name}")] = weights[part(name)]
 
 
 def _misfits(stored: Mapping[str, StoredTensor | None], places: Mapping[str, Target]) -> list[str]:

@@ -1,6 +1,7 @@
 """Trains a dense model here, converts it to MSA by `python -m m3jax.train convert`, and measures and plots both.
 
-    python scripts/tiny/convert_curve.py --out runs/convert                                # two cores, 40 minutes
+    python scripts/tiny/convert_curve.py --out runs/convert                                # on two cores
+    python scripts/tiny/convert_curve.py --out runs/convert0 --scale 0                     # a few minutes of them
     python scripts/tiny/convert_curve.py --out runs/convert --scale 10 --dtype bfloat16    # one GPU, ten times the size
     python scripts/tiny/convert_curve.py --out runs/convert --only-plot                    # of a run that there is
 
@@ -25,7 +26,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 VALUES = 8  # that a key can have; key k with value v is the token 256 + 8 k + v, the question for it comes behind all
 PER_RECORD = 16  # tokens of a row for each record
-SHORT = 4  # times that rows are shorter in the first stage: to look back is learnt faster where it is not far
+# Stages of the dense model: times that their rows are shorter than the context, and tokens of a row for each record. To
+# look back is learnt fast where there is little to look at.
+STAGES = {"records": (16, 4), "short": (4, PER_RECORD), "whole": (1, PER_RECORD)}
 NUM_BINS = 8  # of distance, each as wide as a query's budget
 
 
@@ -34,24 +37,26 @@ class Sizes:
     """The sizes of a run.
 
     Attributes:
-      scale: parameters, relative to the run on two cores.
+      hidden: D, width of the model; its heads are 32 wide.
+      layers: of the model.
       context: tokens of a row.
       block_size: P.
       topk_blocks: J; J P is an eighth of the context.
       rows: of a step.
-      dense_steps: of the dense model, on short rows and then on whole ones.
+      dense_steps: of the dense model, of each of `STAGES`.
       steps: of the conversion, both phases together.
       warm_up_steps: of these, in which the index branch learns alone.
       documents: rows that the conversion learns from.
       held_out: rows to measure on.
     """
 
-    scale: int
+    hidden: int
+    layers: int
     context: int
     block_size: int
     topk_blocks: int
     rows: int
-    dense_steps: tuple[int, int]
+    dense_steps: tuple[int, int, int]
     steps: int
     warm_up_steps: int
     documents: int
@@ -63,28 +68,28 @@ class Sizes:
         return self.context // PER_RECORD
 
     def config(self) -> dict:
-        """Return the config.json of the dense model: a Qwen3 of 0.9 million parameters times the scale."""
-        times = max(1, round(self.scale**0.5))
+        """Return the config.json of the dense model, a Qwen3."""
         return {
-            "model_type": "qwen3", "vocab_size": 256 + (VALUES + 1) * self.keys, "hidden_size": 128 * times,
-            "intermediate_size": 384 * times, "num_hidden_layers": -(-4 * self.scale // times**2),
-            "num_attention_heads": 4 * times, "num_key_value_heads": 2, "head_dim": 32,
+            "model_type": "qwen3", "vocab_size": 256 + (VALUES + 1) * self.keys, "hidden_size": self.hidden,
+            "intermediate_size": 3 * self.hidden, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden // 32, "num_key_value_heads": 2, "head_dim": 32,
             "max_position_embeddings": self.context, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
         }  # fmt: skip
 
 
 SIZES = {
-    # What is run here in a minute, to see that all stages go.
-    0: Sizes(1, 256, 8, 4, 4, (8, 4), 8, 3, 12, 4),
-    1: Sizes(1, 1024, 16, 8, 8, (1200, 300), 350, 150, 1200, 32),
-    10: Sizes(10, 4096, 32, 16, 8, (4000, 1200), 1600, 600, 4000, 32),
+    # Four minutes of a core.
+    0: Sizes(64, 2, 256, 8, 4, 8, (400, 400, 250), 200, 80, 600, 32),
+    1: Sizes(128, 3, 1024, 16, 8, 8, (600, 500, 200), 350, 150, 1600, 32),
+    # Ten times the parameters of 1.
+    10: Sizes(384, 4, 4096, 32, 16, 8, (2000, 1500, 800), 1200, 500, 4000, 32),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the run")
-    parser.add_argument("--scale", type=int, choices=SIZES, default=1, help="0 is a miniature (default: 1)")
+    parser.add_argument("--scale", type=int, choices=SIZES, default=1, help="sizes of the run (default: 1)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--only-plot", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path, default=Path("docs/data/convert.json"))
@@ -100,7 +105,7 @@ def main() -> None:
         run(args.out, sizes, args.scale, args.dtype)
     found = collect(args.out, sizes)
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    args.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
     plot(found, args.plot)
     print(f"{args.json}\n{args.plot}")
 
@@ -120,7 +125,7 @@ def run(out: Path, sizes: Sizes, scale: int, dtype: str) -> None:
             "--data", str(out / "data.jsonl"), "--out", str(out / "msa"), "--steps", str(sizes.steps),
             "--warm-up-steps", str(sizes.warm_up_steps), "--block-size", str(sizes.block_size),
             "--topk-blocks", str(sizes.topk_blocks), "--rows", str(sizes.rows), "--held-out", str(sizes.held_out),
-            "--index-rate", "3e-3", "--learning-rate", "3e-4", "--dtype", dtype, "--no-remat", "--save-every", "50",
+            "--index-rate", "1e-3", "--learning-rate", "3e-4", "--dtype", dtype, "--no-remat", "--save-every", "50",
         ])  # fmt: skip
     timed(out, "measure", [*again, "--stage", "measure"])
 
@@ -146,18 +151,21 @@ def text() -> np.ndarray:
     return np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
 
 
-def draw_row(rng: np.random.Generator, length: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
+def draw_row(
+    rng: np.random.Generator, length: int, keys: int, per_record: int = PER_RECORD
+) -> tuple[np.ndarray, np.ndarray]:
     """Return a row of text with records in it, and the distance of each answer to its record.
 
     Args:
       rng: of the row.
       length: T.
       keys: that records can have; each has one record in a row at most.
+      per_record: tokens of the row for each record: itself, the question with its answer, and text.
 
     Returns:
       Tokens int32 [T], and int32 [T]: how far before an answer its record stands; 0 of all other tokens.
     """
-    count = length // PER_RECORD
+    count = length // per_record
     key = rng.permutation(keys)[:count]
     records = 256 + VALUES * key + rng.integers(0, VALUES, count)
     questions = 256 + VALUES * keys + key
@@ -195,15 +203,16 @@ class Rows:
       seed: of all batches.
       rows: of a batch.
       length: T.
-      keys: as of `draw_row`.
+      keys, per_record: as of `draw_row`.
     """
 
-    def __init__(self, seed: int, rows: int, length: int, keys: int):
-        self.seed, self.rows, self.length, self.keys = seed, rows, length, keys
+    def __init__(self, seed: int, rows: int, length: int, keys: int, per_record: int):
+        self.seed, self.rows, self.length, self.keys, self.per_record = seed, rows, length, keys, per_record
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((self.seed, step))
-        rows = np.stack([draw_row(rng, self.length, self.keys)[0] for _ in range(self.rows)])[None]  # [1 B T]
+        drawn = [draw_row(rng, self.length, self.keys, self.per_record)[0] for _ in range(self.rows)]
+        rows = np.stack(drawn)[None]  # [1 B T]
         weights = np.ones(rows.shape, np.float32)
         weights[..., -1] = 0
         positions = np.broadcast_to(np.arange(self.length, dtype=np.int32), rows.shape)
@@ -217,7 +226,7 @@ class Rows:
 
 
 def train_dense(out: Path, sizes: Sizes, dtype: str) -> None:
-    """Train the dense model, on short rows and then on whole ones, and write it as a Qwen3."""
+    """Train the dense model, on rows of the context at last, and write it as a Qwen3."""
     from m3jax.compile_cache import compile_cache
     from m3jax.model import init
     from m3jax.train.dense import dense_config, write_dense
@@ -226,29 +235,24 @@ def train_dense(out: Path, sizes: Sizes, dtype: str) -> None:
 
     data = sizes.config()
     config = dense_config(data, block_size=sizes.block_size, dense_layers=data["num_hidden_layers"])
-    short, whole = sizes.dense_steps
-    peak = 2e-3 / max(1, round(sizes.scale**0.5)) ** 0.5
-    stages = {
-        "short": SFTSettings(
-            steps=short, length=sizes.context // SHORT, rows=sizes.rows * SHORT, learning_rate=peak,
-            schedule="constant", warmup_steps=min(100, short // 4), compute_dtype=dtype, remat=False, weight_decay=0.1,
-        ),
-        "whole": SFTSettings(
-            steps=whole, length=sizes.context, rows=sizes.rows, learning_rate=peak, schedule="linear",
-            compute_dtype=dtype, remat=False, weight_decay=0.1,
-        ),
-    }  # fmt: skip
+    peak = 0.256 / sizes.hidden
     model, before = init(config), 0
     with compile_cache():
-        for number, (name, settings) in enumerate(stages.items()):
+        for number, (name, (times, per_record)) in enumerate(STAGES.items()):
+            is_last, steps = times == 1, sizes.dense_steps[number]
+            settings = SFTSettings(
+                steps=steps, length=sizes.context // times, rows=sizes.rows * times // (1 if is_last else 2),
+                learning_rate=peak, schedule="linear" if is_last else "constant",
+                warmup_steps=0 if number else min(100, steps // 4), compute_dtype=dtype, remat=False, weight_decay=0.1,
+            )  # fmt: skip
             optimizer = make_optimizer(settings.rate, settings.weight_decay)
-            batches = Rows(number, settings.rows, settings.length, sizes.keys)
+            batches = Rows(number, settings.rows, settings.length, sizes.keys, per_record)
             loss_fn = SFTLoss(compute_dtype=dtype, remat=False)
             state = fine_tune(
                 init_state(model, optimizer), batches, optimizer, loss_fn, settings, out / "dense" / name,
                 out / "dense.jsonl", about={"rows": name}, steps_before=before, save_every=100,
             )  # fmt: skip
-            model, before = state.model, before + settings.steps
+            model, before = state.model, before + steps
     write_dense(model, out / "dense" / "model")
 
 
@@ -264,7 +268,7 @@ def measure(out: Path, sizes: Sizes) -> None:
     tokens, distances = (np.stack(arrays) for arrays in zip(*rows, strict=True))
     dense = read_dense(out / "dense" / "model", block_size=sizes.block_size, topk_blocks=sizes.topk_blocks)
     converted = load(out / "msa" / "model", dtype="float32")
-    models = {"dense": dense.with_dense(), "dense, untrained selection": dense, "msa": converted}
+    models = {"dense": dense.with_dense(), "dense, selection untrained": dense, "msa": converted}
 
     @jax.jit
     def read(model, tokens):
@@ -290,7 +294,8 @@ def measure(out: Path, sizes: Sizes) -> None:
 def collect(out: Path, sizes: Sizes) -> dict:
     """Return all that was measured in a run."""
     lines = lambda path: [json.loads(line) for line in path.read_text().splitlines()]
-    pick = lambda path, names: {name: [line.get(name) for line in lines(path)] for name in names}
+    short = lambda value: round(value, 4) if isinstance(value, float) else value
+    pick = lambda path, names: {name: [short(line.get(name)) for line in lines(path)] for name in names}
     measured = json.loads((out / "recall.json").read_text())
     return {
         **{name: measured[name] for name in ("device", "jax", "date")},
@@ -310,10 +315,10 @@ def plot(found: dict, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
-    for name, color in (("short", "#999999"), ("whole", "#000000")):
+    for name, color in zip(STAGES, ("#CCCCCC", "#888888", "#000000"), strict=True):
         of = [i for i, rows in enumerate(found["dense"]["rows"]) if rows == name]
         left.plot([found["dense"]["step"][i] for i in of], [found["dense"]["loss"][i] for i in of], color=color,
-                  label=f"{name} rows")  # fmt: skip
+                  label=name)  # fmt: skip
     left.set(xlabel="step", ylabel="loss, nats a token", title="The dense model")
     left.legend(frameon=False)
     convert = found["convert"]
@@ -325,7 +330,7 @@ def plot(found: dict, path: Path) -> None:
     middle.set(xlabel="step", ylabel="nats", title="The conversion", ylim=(0, None))
     middle.legend(frameon=False)
     width = found["context"] // NUM_BINS
-    colors = {"dense": "#000000", "dense, untrained selection": "#999999", "msa": "#0072B2"}
+    colors = {"dense": "#000000", "dense, selection untrained": "#999999", "msa": "#0072B2"}
     for name, of_model in found["models"].items():
         recall = [np.nan if share is None else share for share in of_model["recall"]]
         right.plot((np.arange(NUM_BINS) + 0.5) * width, recall, marker="o", color=colors[name], label=name)

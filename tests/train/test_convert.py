@@ -84,6 +84,21 @@ def test_the_definition_says_what_a_converted_model_computes(folder):
     assert "swiglu_beta" not in M3Config.m3().to_dict()["text_config"], "M3's own file has no such key"
 
 
+def test_an_index_branch_begins_as_the_mean_of_its_heads(tmp_path):
+    """Of one head it is that head, and has nothing to learn; with wider index heads it begins at random."""
+    one = dict(num_attention_heads=1, num_key_value_heads=1)
+    write_dense(dense_model(**one), tmp_path / "one")
+    model = read_dense(tmp_path / "one", **SMALL)
+    found = jax.jit(WarmUpLoss(1, "float32"), compiler_options=QUICK)(index_weights(model), batch() | {"base": model})
+    np.testing.assert_allclose(found[0], 0.0, atol=1e-6)
+    wider = read_dense(tmp_path / "one", index_dim=20, **SMALL)
+    assert index_weights(wider)["stacks.0.self_attn.index_k_proj"].std() == pytest.approx(32**-0.5, rel=0.1)
+    write_dense(dense_model(), tmp_path / "several")
+    leaves = tree.flatten(read_dense(tmp_path / "several", **SMALL))
+    q, index_q = (leaves[f"stacks.0.self_attn.{name}_proj"] for name in ("q", "index_q"))
+    np.testing.assert_allclose(index_q[:, :, 1], (q[:, :, 2] + q[:, :, 3]) / 2, atol=1e-6)
+
+
 OTHERS = {
     "llama": dict(model_type="llama"), "qwen2": dict(model_type="qwen2"), "qwen3_moe": dict(model_type="qwen3_moe"),
     "minimax_m3_vl": dict(model_type="minimax_m3_vl"), "None": dict(model_type=None),
@@ -95,7 +110,9 @@ WRONG = {
     "gelu": (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
     "key": (dict(logit_scale=2.0), "unknown key 'logit_scale'"),
     "missing": (dict(head_dim=None, rms_norm_eps=None), "head_dim is missing; rms_norm_eps is missing"),
-    "layers": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types: only 'full_attention'"),
+    "layers": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types = .*only 'full_attention'"),
+    "text": (dict(num_hidden_layers="2"), "num_hidden_layers = '2': must be a positive integer"),
+    "ends": (dict(eos_token_id=["x"]), "eos_token_id = .*must be an integer or a list"),
 }
 
 
@@ -401,6 +418,7 @@ def test_the_command_writes_a_model_that_everything_loads(folder, tmp_path, caps
     found = measure(model, [documents()[2]], 64, 1)
     np.testing.assert_allclose(found["loss"], report["after"]["loss"], rtol=1e-6)
     for change, message in {
+        ("--length", "62"): "length = 62: must be a multiple of the model's block size, 4",
         ("--length", "8"): "rows of 8 tokens: a query reads up to 8 of them",
         ("--steps", "1"): "--steps 1: must be at least 2",
         ("--warm-up-steps", "2"): "--warm-up-steps 2: must be from 1 to 1",
