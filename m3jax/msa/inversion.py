@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 from m3jax.msa.chunks import elements_at_once
 from m3jax.platform import platform
 
-# Up to so many comparisons are cheaper than a sort. On a CPU a sort is one loop, and 24 queries are 400,000 comparisons.
+# Up to so many comparisons are cheaper than a sort. On a CPU, whose sort is one loop, 24 queries took 400,000 of them.
 _MOST_COMPARED = 1 << 19
 _MOST_COMPARED_ON_A_CPU = 1 << 14
 
