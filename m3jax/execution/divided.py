@@ -23,6 +23,7 @@ from m3jax.execution.fast import NUM_INPUTS, Fast
 from m3jax.make import dotted_path
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import measured, project, project_each
+from m3jax.ops.cases import Stored
 from m3jax.ops.experts import Activation, ExpertWeights
 from m3jax.parallel import TokenAxes, spec, token_axes
 from m3jax.platform import platform
@@ -127,10 +128,17 @@ class Divided(Fast):
         """Return True if a kernel is faster than XLA's product with a copy of what a device holds of the matrix."""
         if name not in MATRIX_AXES:
             return False
-        part = _part_of_device(stack, (None, *self._partition(name, stack.shape[1:])), self.compute.mesh)
-        tokens = self.token_axes(num_rows)
-        rows = num_rows // math.prod(self.compute.mesh.shape[axis] for axis in tokens.products)
-        case = ops.ProductCase.of(part, NUM_INPUTS.get(name, 1), rows, dtype)
+        mesh, tokens = self.compute.mesh, self.token_axes(num_rows)
+        parts = [1 if axis is None else mesh.shape[axis] for axis in self._partition(name, stack.shape[1:])]
+        of_device = [size // count for size, count in zip(stack.shape[1:], parts, strict=True)]
+        num_inputs = NUM_INPUTS.get(name, 1)
+        case = ops.ProductCase(
+            rows=num_rows // math.prod(mesh.shape[axis] for axis in tokens.products),
+            dtype=dtype,
+            inputs=math.prod(of_device[:num_inputs]),
+            outputs=math.prod(of_device[num_inputs:]),
+            stored=replace(Stored.of(stack), size=stack.shape[0] * math.prod(of_device)),
+        )
         return ops.choose(case, self.product_backend) != "xla"
 
     def prepared(self, layer):
@@ -153,16 +161,3 @@ class Divided(Fast):
 
     def _over_mesh(self, fn, in_specs, out_specs):
         return jax.shard_map(fn, mesh=self.compute.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def _part_of_device(
-    stack: Float[Array, "L ..."] | MXFP8Array, partition: tuple[str | None, ...], mesh: jax.sharding.Mesh
-) -> jax.ShapeDtypeStruct | MXFP8Array:
-    """Return the shape of what one device holds of a stack of matrices."""
-
-    def part(x):
-        parts = [1 if axis is None else mesh.shape[axis] for axis in partition]
-        return jax.ShapeDtypeStruct(tuple(n // m for n, m in zip(x.shape, parts, strict=True)), x.dtype)
-
-    # Of codes and scales, the codes say what a kernel runs.
-    return replace(stack, codes=part(stack.codes)) if isinstance(stack, MXFP8Array) else part(stack)

@@ -12,8 +12,8 @@ def make_mesh(data: int = 1, context: int = 1, expert: int = 1, tensor: int = 1)
     """Make a mesh of data x context x expert x tensor devices, the first ones that JAX lists.
 
     Rows lie on the data axis, experts on theirs, heads and the width of MLPs on the tensor axis. The pages of the cache
-    are divided over data x context x expert. Weights are whole on each device of the context axis, which shares out
-    what the routed experts have to compute.
+    are divided over data x context x expert, and for all but attention the tokens of a prompt over all axes. Weights
+    are whole on each device of the data and context axes.
 
     Args:
       data, context, expert, tensor: devices along each axis.

@@ -18,10 +18,12 @@ from m3jax.cache import Cache
 from m3jax.cache.device import page_shards, pages_of_rows
 from m3jax.cache.device_pages import INDEX_AXES, KV_AXES
 from m3jax.config import M3Config
+from m3jax.execution.experts import dispatch_capacity
 from m3jax.model import abstract
 from m3jax.model.eagle3 import abstract as abstract_draft
 from m3jax.mxfp8 import BLOCK
-from m3jax.parallel import AXES, sharding
+from m3jax.ops import measured
+from m3jax.parallel import AXES, TokenAxes, sharding, token_axes
 from m3jax.planning.chips import Chip
 from m3jax.planning.job import DRAFT_TOKENS, Job
 
@@ -235,65 +237,82 @@ def _temporaries(job: Job, sizes: dict[str, int]) -> float:
 def decode(job: Job, sizes: dict[str, int]) -> Work:
     """Return the work of one decoded token for every row at the end of its context; with a draft, of one round."""
     tokens = 1 + (DRAFT_TOKENS if job.draft else 0)
-    work = _forward(job, sizes, rows=job.batch, tokens=tokens, divided=sizes["data"])
+    work = _forward(job, sizes, rows=job.batch, tokens=tokens)
     return work if job.draft is None else work + _drafting(job, sizes)
 
 
 def prefill(job: Job, sizes: dict[str, int]) -> Work:
-    """Return the work of the last chunk of one prompt that fills the context.
-
-    For a single prompt the data axis divides the routed experts alone.
-    """
-    return _forward(job, sizes, rows=1, tokens=min(job.chunk, job.context), divided=1)
+    """Return the work of the last chunk of one prompt that fills the context."""
+    return _forward(job, sizes, rows=1, tokens=min(job.chunk, job.context))
 
 
-def _forward(job: Job, sizes: dict[str, int], rows: int, tokens: int, divided: int) -> Work:
-    """Return the work of all layers for `tokens` new tokens of each row; a device computes one part in `divided`."""
+def _forward(job: Job, sizes: dict[str, int], rows: int, tokens: int) -> Work:
+    """Return the work of all layers for `tokens` new tokens of each row, which a mesh divides if they are many."""
+    least = measured.DIVIDED_TOKENS[job.slice.chip.kind]
+    axes = token_axes((rows, tokens), planned_mesh(sizes), least)
     return (
         Work(0.0, 0.0, 0.0)
-        + _projections(job, sizes, rows * tokens / divided)
+        + _projections(job, sizes, axes, rows * tokens)
         + _attention(job, sizes, rows, tokens)
-        + _experts(job, sizes, rows * tokens, divided)
+        + _experts(job, sizes, axes, rows * tokens)
     )
 
 
-def _projections(job: Job, sizes: dict[str, int], tokens: float | int) -> Work:
+def _projections(job: Job, sizes: dict[str, int], axes: TokenAxes, tokens: int) -> Work:
     """Return the work of all matrices that every token meets, and of the sums over the tensor axis after them."""
     config, weights = job.config, _weights(job.config, job.dtype, job.weights, tuple(sizes.items()))
     last_tokens = min(tokens, job.batch)  # the head meets the last token of each row alone
-    flops = 2 * (tokens * weights.body_numbers + last_tokens * weights.head_numbers)
-    summed_bytes = 4 * tokens * config.hidden_size * (2 * config.num_hidden_layers + 1)
-    logit_bytes = 4 * last_tokens * config.vocab_size
+    tokens_of_device = tokens / _size(sizes, axes.products)
+    flops = 2 * (tokens_of_device * weights.body_numbers + last_tokens * weights.head_numbers)
+    num_sums, num_numbers = 2 * config.num_hidden_layers, tokens_of_device * config.hidden_size
+    sent = _sum_of_parts(num_sums * num_numbers, sizes["tensor"], axes.is_scattered, job.dtype)
+    sent += ring(4 * tokens * config.hidden_size, sizes["tensor"])  # of the embedding
     # Logits are gathered, which sends half the bytes of a sum.
-    sent = ring(summed_bytes, sizes["tensor"]) + ring(logit_bytes, sizes["tensor"]) / 2
+    sent += ring(4 * last_tokens * config.vocab_size, sizes["tensor"]) / 2
     return Work(flops, weights.body + weights.head, sent)
 
 
-def _experts(job: Job, sizes: dict[str, int], tokens: int, divided: int) -> Work:
-    """Return the work of the routed experts.
+def _experts(job: Job, sizes: dict[str, int], axes: TokenAxes, tokens: int) -> Work:
+    """Return the work of the routed experts, without the sum over the tensor axis, which `_projections` counts.
 
-    A device reads those of its own experts that its part of the (token, expert) pairs chose; then all parts are summed.
-    Tokens that are not divided over the data axis yet (`divided` is 1) are divided for the experts, then gathered.
+    A device reads those of its own experts that its part of the (token, expert) pairs chose. Axes that do not divide
+    the tokens share out the pairs, and add up their parts.
     """
     config, weights = job.config, _weights(job.config, job.dtype, job.weights, tuple(sizes.items()))
     layers = sum(stack.num_layers for stack in config.stacks if stack.is_moe)
     expert_size = 3 * config.hidden_size * config.intermediate_size / sizes["tensor"]
-    data_size = sizes["data"] if tokens % sizes["data"] == 0 else 1
-    pairs = tokens / data_size * config.num_experts_per_tok / sizes["context"]
+    # Pairs are those that all devices of an expert axis have together.
+    pairs = tokens * config.num_experts_per_tok / (sizes["data"] * sizes["context"])
     # The expected number of distinct experts among this many pairs, if each pair takes one uniformly at random.
     chosen = config.num_local_experts * (1 - (1 - 1 / config.num_local_experts) ** pairs) / sizes["expert"]
-    output_bytes = layers * 4 * tokens / data_size * config.hidden_size
-    sent = ring(output_bytes, sizes["expert"] * sizes["context"] * sizes["tensor"])
-    sent += output_bytes * (data_size / divided - 1)
+    tokens_of_device = tokens // _size(sizes, axes.products)
+    sent = _sum_of_parts(tokens_of_device * config.hidden_size, _size(sizes, axes.whole), False, job.dtype)
+    if "expert" in axes.products:
+        capacity = dispatch_capacity(tokens_of_device, config.num_experts_per_tok, sizes["expert"])
+        exchanged = (capacity or tokens_of_device) * (sizes["expert"] - 1) * config.hidden_size
+        sent += exchanged * (4 + np.dtype(job.dtype).itemsize)  # tokens there, sums back
     read_bytes = layers * chosen * expert_size * weights.number_bytes
-    return Work(2 * layers * pairs / sizes["expert"] * expert_size, read_bytes, sent)
+    return Work(2 * layers * pairs / sizes["expert"] * expert_size, read_bytes, layers * sent)
+
+
+def _size(sizes: dict[str, int], axes: tuple[str, ...]) -> int:
+    """Return the number of devices of some axes of a mesh."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _sum_of_parts(numbers: float | int, devices: int, is_scattered: bool, dtype: str) -> float:
+    """Return the bytes that a device sends when so many sums are made of all devices' parts (`TokenAxes`)."""
+    if not is_scattered:
+        return ring(4 * numbers, devices)
+    return (4 + np.dtype(dtype).itemsize) * numbers * (devices - 1) / devices
 
 
 def _attention(job: Job, sizes: dict[str, int], rows: int, tokens: int) -> Work:
     """Return the work of selection and attention over the cache, whose pages are divided, and of merging the parts."""
     config, shards = job.config, page_shards(planned_mesh(sizes))
-    heads = config.num_attention_heads / sizes["tensor"]
     kv_heads = _kv_heads(config.num_key_value_heads, sizes["tensor"])
+    # The query heads of a KV head are together: all are on each device where the tensor axis does not divide KV heads.
+    heads = config.num_attention_heads * kv_heads / config.num_key_value_heads
     sparse_layers = sum(stack.num_layers for stack in config.stacks if stack.is_sparse)
     dense_layers = config.num_hidden_layers - sparse_layers
     # In a sparse layer, `selected` are the keys of one query's selection, and `distinct` the most that a few queries

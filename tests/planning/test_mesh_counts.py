@@ -1,7 +1,11 @@
 """The layers' programs on meshes of 8 CPU devices: what devices exchange, and the share of the work that each has."""
 
+import re
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -66,10 +70,11 @@ def large(collectives: list[hlo.Collective], least: float) -> Counter:
     return runs
 
 
-def test_a_step_over_tensors_has_two_sums_a_layer_and_nothing_else():
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_a_step_over_tensors_has_two_sums_a_layer_and_nothing_else(rows):
     """No matrix is gathered, no page is moved, and the shared expert is not summed by itself."""
-    tokens = ROWS * WIDTH * BYTES
-    assert large(exchanged("tensor=4", ROWS, 1), tokens / 2) == {("all-reduce", tokens, 4): 2 * LAYERS}
+    tokens = rows * WIDTH * BYTES
+    assert large(exchanged("tensor=4", rows, 1), tokens / 2) == {("all-reduce", tokens, 4): 2 * LAYERS}
 
 
 def test_a_chunk_over_tensors_gathers_and_scatters_its_tokens_twice_a_layer():
@@ -79,6 +84,16 @@ def test_a_chunk_over_tensors_gathers_and_scatters_its_tokens_twice_a_layer():
         ("reduce-scatter", tokens, 4): 2 * LAYERS,
         ("all-gather", tokens, 4): 2 * LAYERS,
     }
+
+
+def test_the_bench_of_meshes_runs():
+    """Its counts and its times of attention; `--smoke` without `--index` runs engines too, which compile for long."""
+    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_mesh.py"
+    command = [sys.executable, str(script), "--smoke", "--index"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert re.search(r"a chunk of 32, tensor=2,context=2: .* MB sent in \d+ collectives", finished.stdout)
+    assert re.search(r"tensor=2,context=2 +attention, step of 2 +[\d.]+ ms +1.00 x", finished.stdout)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -141,7 +141,7 @@ def test_work_divides():
     assert context.decode.roofline(parse_slice("h200:8").chip) == max(
         context.decode.seconds(parse_slice("h200:8").chip).values()
     )
-    # Of a chunk, which is on all devices of the data axis, that axis divides the experts; they send their outputs.
+    # The data axis divides a chunk's tokens too; attention's parts are joined over it.
     batched = full("h200:8", batch=8)
     whole, part = (evaluate(batched, parse_sizes(mesh, batched)).prefill for mesh in ("tensor=8", "data=8"))
     assert part.sent > 0 and part.flops < 8 * whole.flops
@@ -187,6 +187,14 @@ def test_a_sum_over_eight_devices_sends_seven_eighths_twice():
     """4 tokens of a model with two dense layers: 5 sums of 48 numbers, and logits, which are gathered: sent once."""
     sent = evaluate(job(config=tiny.config("dd")), dict.fromkeys(AXES, 1) | {"tensor": 8}).decode.sent
     expected = 7 / 8 * (2 * 4 * 4 * 48 * 5 + 4 * 4 * 64)
+    assert sent == pytest.approx(expected), f"sent {sent}, expected {expected}"
+
+
+def test_divided_tokens_send_three_quarters_of_their_sums():
+    """256 tokens of two dense layers in 16 bits: 4 sums are scattered, 4 inputs gathered; the embedding's is whole."""
+    dense = job(config=tiny.config("dd"), chunk=256, dtype="bfloat16")
+    sent = evaluate(dense, dict.fromkeys(AXES, 1) | {"tensor": 4}).prefill.sent
+    expected = 3 / 4 * (256 * 48 * (4 * (4 + 2) + 2 * 4) + 4 * 4 * 64)
     assert sent == pytest.approx(expected), f"sent {sent}, expected {expected}"
 
 
