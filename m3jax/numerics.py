@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from m3jax.platform import platform
+
 # The score of a key that a query does not see, and the log-sum-exp of a query that sees none.
 UNSEEN = -jnp.inf
 _FEW_ROWS = 16
+_TPU_ROWS = 8
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
@@ -29,9 +32,15 @@ def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
 def dot_scores(queries: Float[Array, "*X R H"], keys: Float[Array, "*X C H"]) -> Float[Array, "*X R C"]:
     """Return the inner products of every query with every key.
 
-    With few queries the keys are the product's left side, which is faster in XLA's CPU backend.
+    With few queries the keys are the product's left side, which is faster in XLA's CPU backend. A TPU's compiler makes
+    of a product with one query sums of its vector unit, for which it first writes all keys in float32: there zeros fill
+    few queries up to a register's height.
     """
-    if queries.shape[-2] > _FEW_ROWS:
+    num_rows = queries.shape[-2]
+    if platform() == "tpu" and num_rows < _TPU_ROWS:
+        padding = [(0, 0)] * (queries.ndim - 2) + [(0, _TPU_ROWS - num_rows), (0, 0)]
+        return einsum("...rh,...ch->...rc", jnp.pad(queries, padding), keys)[..., :num_rows, :]
+    if num_rows > _FEW_ROWS:
         return einsum("...rh,...ch->...rc", queries, keys)
     return einsum("...ch,...rh->...cr", keys, queries).swapaxes(-1, -2)  # [*X C R] -> [*X R C]
 

@@ -99,10 +99,10 @@ class ReadByViews:
 
     def select(self, call, index_q, rules):
         """Return the blocks that each query keeps of all that its row has."""
-        # Candidates of devices come with their scores, which kernels keep to themselves: XLA makes them.
-        backend = "xla" if call.places.share is not None else call.backend
         index = self.index_view(call.layer, call.places, index_q.dtype)
-        return ops.select(index_q, index, call.positions, call.lengths, rules, schedule=call.schedule, backend=backend)
+        return ops.select(
+            index_q, index, call.positions, call.lengths, rules, schedule=call.schedule, backend=call.backend
+        )
 
     def attend_selected(self, call, q, blocks):
         """Attend to the selected blocks; the pages stay as they are."""

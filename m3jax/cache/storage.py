@@ -61,6 +61,8 @@ class Places:
           page_size: P.
         """
         device, num_devices = jax.lax.axis_index(mesh_axes), jax.lax.axis_size(mesh_axes)
+        if num_devices == 1:  # the mesh divides heads, but no pages
+            return self
         begins_on = jnp.maximum(self.table[:, 0], 0) // num_pages  # [B]; a row without pages begins anywhere
         share = Share((device - begins_on) % num_devices, page_size, num_devices, mesh_axes)
         padding = ((0, 0), (0, -self.table.shape[1] % num_devices))

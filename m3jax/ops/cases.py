@@ -50,7 +50,8 @@ class PagesCase:
       rotated: dims of a head that the rotary embedding turns, for "insert".
       schedule: of attention.
       score: of "select".
-      divided: True if devices divide the keys, and name candidates with their scores.
+      divided: True if devices divide the keys, and name candidates with their scores, in "select".
+      forced: blocks that a query keeps in any case, in "select".
       pages: True if the view is one that kernels can read.
     """
 
@@ -67,6 +68,7 @@ class PagesCase:
     schedule: str = "auto"
     score: Score = "max"
     divided: bool = False
+    forced: int = 1
     pages: bool = True
 
     is_named = True
@@ -324,8 +326,10 @@ def _why_out_of_reach(stored: Stored) -> str | None:
 def _why_not_memory(case: PagesCase) -> str | None:
     if not case.pages:
         return "it reads keys in pages or in one piece, not a pool of host memory's pages"
-    if case.divided:
-        return "devices divide the keys, and it does not write the scores of the candidates that they join"
+    if case.divided and case.forced > 1:
+        return "devices divide the keys, and of a share it forces no block but a query's own"
+    if case.divided and case.schedule == "invariant":
+        return "devices divide the keys, and in the invariant mode it does not write the scores of candidates"
     if case.op == "select" and case.is_decode and case.num_blocks > _MAX_DECODE_BLOCKS:
         return f"there are {case.num_blocks} blocks, and it ranks up to {_MAX_DECODE_BLOCKS}"
     return None

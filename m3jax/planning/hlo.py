@@ -1,8 +1,8 @@
 """Counts of a compiled program's collectives, operations and memory traffic, with its loops multiplied out.
 
-XLA's own cost analysis counts the body of a loop once. Here a body counts as often as its condition says, where that
-compares a counter with a constant; a loop whose end is data counts once. Of the branches of a conditional the most
-expensive one counts.
+XLA's own cost analysis counts the body of a loop once. Here a body counts as often as the compiler says that it runs,
+or as its condition does, where that compares a counter with a constant; a loop whose end is data counts once. Of the
+branches of a conditional the most expensive one counts.
 """
 
 import math

@@ -19,10 +19,11 @@ def index_topk_decode(
     top_k: int,
     local_blocks: int = 1,
     init_blocks: int = 0,
+    return_keys: bool = False,
     backend: str,
     config: TileConfig | None = None,
     interpret: Interpret = False,
-) -> Int[Array, "B K T J"]:
+) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
     """The blocks that each of at most 16 queries a row keeps: `index_topk` for a decode step.
 
     Args:
@@ -34,12 +35,15 @@ def index_topk_decode(
       top_k: J, slots.
       local_blocks: forced blocks ending with the own one.
       init_blocks: forced blocks at the start.
+      return_keys: also return by which keys the blocks are ordered, so that several selections can be joined.
       backend: "triton" or "mosaic_tpu".
       config: tile sizes, a `Config` of the backend.
       interpret: run on the CPU; on "mosaic_tpu" also `pltpu.InterpretParams`.
 
     Returns:
-      Ascending ids, then -1: score descending, then id ascending; a block of nothing but NaN ranks last.
+      Ascending ids, then -1: score descending, then id ascending; a block of nothing but NaN ranks last. With
+      `return_keys` the ids come in any order, with their keys in float32: the score, finite; +inf for a forced block,
+      which the own one is; the lowest number for NaN; -inf for an unused slot.
 
     Raises:
       ValueError: too many queries or blocks, counts that contradict each other, keys of another dtype or width, pages
@@ -49,4 +53,5 @@ def index_topk_decode(
     check_few_queries(index_q.shape[1], "index_topk")
     rules = dict(top_k=top_k, local_blocks=local_blocks, init_blocks=init_blocks)
     check_index(index_q, index_k, **rules, limits=runner.LIMITS, interpret=interpret)
-    return runner.run(index_q, index_k, positions, lengths, **rules, config=config, interpret=interpret)
+    options = dict(return_keys=return_keys, config=config, interpret=interpret)
+    return runner.run(index_q, index_k, positions, lengths, **rules, **options)

@@ -84,7 +84,7 @@ def test_another_folder_is_another_backend(tmp_path, monkeypatch, unchecked):
     assert backend_names("pallas_kernels.index_topk") == ("mosaic_tpu", "third", "triton")
     q, k, *at = operands()
     options = op.index_topk(q, k, *at, top_k=3, backend="third")
-    assert options == dict(top_k=3, local_blocks=1, init_blocks=0, config=None, interpret=False)
+    assert options == dict(top_k=3, local_blocks=1, init_blocks=0, return_keys=False, config=None, interpret=False)
     with pytest.raises(ValueError, match="backend = 'third' takes no tile sizes"):
         op.index_topk(q, k, *at, top_k=3, backend="third", config=Config())
     with pytest.raises(ValueError, match="must be the same"):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.comparisons import assert_same_sets
-from support.kernels_inputs import both_layouts, index, run_index
+from support.kernels_inputs import both_layouts, check_keys, index, run_index
 from support.msa_strategies import (
     FOURS,
     GROUPED,
@@ -72,6 +72,13 @@ def test_selection_of_odd_shapes(case, options):
     """T7: B, T, N, K, H, P and J all 4; one slot; more slots than blocks."""
     assert_same_sets(index(case=fitting(case, options), layout="paged", **options),
                                   expected(fitting(case, options)))  # fmt: skip
+
+
+@every_kernel
+def test_keys_are_those_of_the_order(options):
+    """By them selections of several devices are joined."""
+    case = fitting(prefill(GROUPED, 0), options)
+    check_keys(case=case, selection=expected(case), **options)
 
 
 MANY_BLOCKS = Shape(B=2, T=3, S=160, N=2, K=2, H=8, P=4, J=3)

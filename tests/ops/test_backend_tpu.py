@@ -72,11 +72,12 @@ def test_greedy_tokens_are_those_of_xla():
     np.testing.assert_allclose(found.logprobs, by_xla().logprobs, rtol=0, atol=1e-4)
 
 
-def test_inside_shard_map_attention_is_that_of_xla():
-    """Each of two devices attends over the pages that are its own."""
+def test_inside_shard_map_selection_and_attention_are_those_of_xla():
+    """Each of two devices names candidates of the pages that are its own, and attends over them."""
     divided = tiny.model(tiny.config("M"), mesh=parse_mesh("context=2")).with_backend("mosaic_tpu")
-    with counted("sparse_prefill", "sparse_decode", "qk_norm_rope_insert") as spies:
-        (found,) = serve(engine(divided, **SHAPE), (PROMPT, params(3)))
+    names = ("index_topk", "index_topk_decode", "sparse_prefill", "sparse_decode", "qk_norm_rope_insert")
+    with counted(*names) as spies:
+        (found,) = serve(engine(divided, **SHAPE), (PROMPT, params(2)))
     assert all(spy.call_count for spy in spies)
-    assert found.tokens == by_xla().tokens[:3]
-    np.testing.assert_allclose(found.logprobs, by_xla().logprobs[:3], rtol=0, atol=1e-4)
+    assert found.tokens == by_xla().tokens[:2]
+    np.testing.assert_allclose(found.logprobs, by_xla().logprobs[:2], rtol=0, atol=1e-4)

@@ -10,6 +10,8 @@ from support import comparisons
 from support.msa_strategies import Case
 from support.msa_strategies import attention as definition
 
+from m3jax.msa import SelectionRules, block_scores
+from m3jax.msa.definition import selection_keys
 from pallas_kernels.pages import Pages, contiguous, paged
 
 LAYOUTS = ("contiguous", "paged")
@@ -67,6 +69,24 @@ def index(op, case: Case, layout: str, arrays=None, **options) -> np.ndarray:
     options.setdefault("top_k", case.shape.J)
     args = (jnp.asarray(q), memory, table, case.positions, case.lengths)
     return np.asarray(run_index(op, *args, block_size=case.shape.P, options=tuple(options.items())))
+
+
+def check_keys(op, case: Case, selection: np.ndarray, **options) -> None:
+    """An index kernel that returns keys names the same blocks, each with its score; +inf marks a query's own one."""
+    q, k = (jnp.asarray(x) for x in case.index())
+    memory, table = lay_out("paged", np.asarray(k), case)
+    options = dict(top_k=case.shape.J, return_keys=True) | options
+    args = (q, memory, table, case.positions, case.lengths)
+    found = run_index(op, *args, block_size=case.shape.P, options=tuple(options.items()))
+    blocks, keys = (np.asarray(x) for x in found)
+    by_id = np.argsort(np.where(blocks < 0, case.shape.M, blocks), axis=-1)
+    np.testing.assert_array_equal(np.take_along_axis(blocks, by_id, -1), selection)
+    scores = block_scores(q, k, *map(jnp.asarray, (case.positions, case.lengths)), case.shape.P)
+    own_block = np.where(case.positions < case.lengths[:, None], case.positions // case.shape.P, -1)[:, None, :, None]
+    block_ids = jnp.arange(scores.shape[-1])
+    expected = selection_keys(scores, block_ids, jnp.asarray(own_block), SelectionRules(case.shape.J))
+    expected = np.take_along_axis(np.asarray(expected), np.maximum(blocks, 0), -1)
+    comparisons.assert_close(keys, np.where(blocks < 0, -np.inf, expected), "keys", "B K T J", rtol=1e-5, atol=1e-5)
 
 
 def attention(op, case: Case, layout: str, blocks=None, dtype=np.float32, **options) -> tuple[np.ndarray, np.ndarray]:

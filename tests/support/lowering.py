@@ -17,8 +17,8 @@ def array(dtype, *shape) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def lower(fn, *args) -> str:
-    with jax.sharding.use_abstract_mesh(H200), warnings.catch_warnings():
+def lower(fn, *args, mesh: AbstractMesh = H200) -> str:
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         # pytest resets filters, this one too, which stands in pallas_kernels.triton_common.
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

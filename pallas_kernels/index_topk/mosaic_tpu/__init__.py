@@ -31,9 +31,10 @@ def run(
     top_k: int,
     local_blocks: int,
     init_blocks: int,
+    return_keys: bool,
     config: Config | None,
     interpret: Interpret,
-) -> Int[Array, "B K T J"]:
+) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
     """Run `index_topk` on checked operands."""
     _, length, heads, _ = index_q.shape
     config, chip = config or Config(), Chip.current(interpret)
@@ -42,5 +43,5 @@ def run(
         lanes //= 2
     tokens = max(1, min(lanes // heads, length))
     width = -(-tokens * heads // LANES) * LANES if not interpret else tokens * heads
-    sizes = Sizes(index_k, tokens, heads, 1, width, config.pages, top_k, local_blocks, init_blocks)
+    sizes = Sizes(index_k, tokens, heads, 1, width, config.pages, top_k, local_blocks, init_blocks, return_keys)
     return walk(index_q, positions, lengths, sizes=sizes, chip=chip, interpret=interpret, name="index_topk")

@@ -50,6 +50,7 @@ class Sizes:
     top_k: int
     local_blocks: int
     init_blocks: int
+    return_keys: bool
 
     @property
     def pairs(self) -> int:
@@ -81,18 +82,20 @@ def walk(
     chip: Chip,
     interpret: Interpret,
     name: str,
-) -> Int[Array, "B K T J"]:
-    """The selections of all tiles, as many rows of the batch at a time as the tables allow."""
+) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
+    """The selections of all tiles, as many rows of the batch at a time as the tables allow; keys too if asked for."""
     options = dict(sizes=sizes, chip=chip, interpret=interpret, name=name)
     index_k = sizes.index_k
     if index_k.table is None:
-        return _walk_rows(index_q, index_k, positions, lengths, **options)
+        chosen = _walk_rows(index_q, index_k, positions, lengths, **options)
+        return chosen if sizes.return_keys else chosen[0]
     parts, group = [], max(1, PREFETCHED // index_k.num_blocks)
     for start in range(0, len(index_q), group):
         rows = slice(start, start + group)
         pages = dataclasses.replace(index_k, table=index_k.table[rows])
         parts.append(_walk_rows(index_q[rows], pages, positions[rows], lengths[rows], **options))
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    chosen = parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return chosen if sizes.return_keys else chosen[0]
 
 
 def _walk_rows(
@@ -105,7 +108,7 @@ def _walk_rows(
     chip: Chip,
     interpret: Interpret,
     name: str,
-) -> Int[Array, "B K T J"]:
+) -> tuple[Shaped[Array, "B K T J"], ...]:
     batch, length, heads, width = index_q.shape
     tiles = -(-length // sizes.tokens)
     padded = tiles * sizes.tokens
@@ -142,23 +145,30 @@ def _walk_rows(
                 pl.BlockSpec((1, 1, sizes.width), at_step),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
-            out_specs=pl.BlockSpec((1, sizes.top_k, sizes.width), at_step),
+            out_specs=[pl.BlockSpec((1, sizes.top_k, sizes.width), at_step)] * (1 + sizes.return_keys),
             scratch_shapes=[
                 pltpu.VMEM((2, sizes.pages, *index_k.pool.shape[1:]), index_k.pool.dtype),
                 pltpu.VMEM((sizes.list_rows, sizes.width), jnp.float32),
                 pltpu.VMEM((max(1, sizes.top_k - 1), sizes.width), jnp.int32),
+                pltpu.VMEM((max(1, sizes.top_k - 1), sizes.width), jnp.float32),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((steps, sizes.top_k, sizes.width), jnp.int32),
+        out_shape=[
+            jax.ShapeDtypeStruct((steps, sizes.top_k, sizes.width), dtype)
+            for dtype in (jnp.int32, jnp.float32)[: 1 + sizes.return_keys]
+        ],
         compiler_params=chip.compiler_params("parallel", "arbitrary"),
         interpret=interpret,
         name=name,
     )(finder, pad_steps(stops, steps), lanes_q, lanes_own, index_k.pool)
-    chosen = chosen[: batch * tiles, :, : sizes.pairs].reshape(batch, tiles, sizes.top_k, sizes.tokens, heads)
-    chosen = jnp.transpose(chosen, (0, 4, 1, 3, 2)).reshape(batch, heads, padded, sizes.top_k)  # [B K T J]
-    return chosen[:, :, :length]
+
+    def by_query(x):
+        x = x[: batch * tiles, :, : sizes.pairs].reshape(batch, tiles, sizes.top_k, sizes.tokens, heads)
+        return jnp.transpose(x, (0, 4, 1, 3, 2)).reshape(batch, heads, padded, sizes.top_k)[:, :, :length]  # [B K T J]
+
+    return tuple(by_query(x) for x in chosen)
 
 
 def _kernel(
@@ -167,17 +177,12 @@ def _kernel(
     q_ref,
     own_ref,
     pool_ref,
-    chosen_ref,
-    buffers,
-    list_ref,
-    ids_ref,
-    walked_ref,
-    sems,
-    *,
+    *refs,
     sizes: Sizes,
     tiles: int,
     batch: int,
 ):
+    *chosen_refs, buffers, list_ref, ids_ref, keys_ref, walked_ref, sems = refs
     core, i = pl.program_id(0), pl.program_id(1)
     cores, per_core = pl.num_programs(0), pl.num_programs(1)
     step = i * cores + core
@@ -235,10 +240,18 @@ def _kernel(
         return carry
 
     jax.lax.fori_loop(0, chunks, body, 0)
-    _take_best(pl.cdiv(chunks * sizes.buffer_rows, SUBLANES), list_ref, ids_ref, sizes)
+    _take_best(pl.cdiv(chunks * sizes.buffer_rows, SUBLANES), list_ref, ids_ref, keys_ref, sizes)
     ids = tuple(ids_ref[j : j + 1, :] for j in range(sizes.top_k - 1))
-    for j, slot_ids in enumerate(selection(ids, own_block)):
-        chosen_ref[0, j : j + 1, :] = slot_ids
+    if not sizes.return_keys:
+        for j, slot_ids in enumerate(selection(ids, own_block)):
+            chosen_refs[0][0, j : j + 1, :] = slot_ids
+        return
+    # In the list's order, which their keys have too; the own block last.
+    for j, slot_ids in enumerate((*ids, own_block)):
+        is_own = j == len(ids)
+        chosen_refs[0][0, j : j + 1, :] = jnp.where(slot_ids < BEHIND_ALL, slot_ids, -1)
+        own_key = jnp.where(own_block >= 0, jnp.inf, -jnp.inf)
+        chosen_refs[1][0, j : j + 1, :] = own_key if is_own else keys_ref[j : j + 1, :]
 
 
 def _score(
@@ -266,8 +279,8 @@ def _score(
         list_ref[pl.ds(chunk * sizes.buffer_rows + row, 1), :] = jnp.where(block < own_block, key, -jnp.inf)
 
 
-def _take_best(groups: Int[Array, ""], list_ref, ids_ref, sizes: Sizes) -> None:
-    """Take the J - 1 best off the list: each sweep finds the best and strikes out the one before."""
+def _take_best(groups: Int[Array, ""], list_ref, ids_ref, keys_ref, sizes: Sizes) -> None:
+    """Take the J - 1 best off the list, with their keys: each sweep finds the best and strikes out the one before."""
     sublane = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, sizes.width), 0)
     lane_fold = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.width), 1) // sizes.fold_lanes
 
@@ -295,6 +308,7 @@ def _take_best(groups: Int[Array, ""], list_ref, ids_ref, sizes: Sizes) -> None:
             shift *= 2
         block = jnp.where(top == -jnp.inf, BEHIND_ALL, block)
         ids_ref[pl.ds(j, 1), :] = block
+        keys_ref[pl.ds(j, 1), :] = top
         return block
 
     jax.lax.fori_loop(0, sizes.top_k - 1, sweep, jnp.full((1, sizes.width), -1, jnp.int32))

@@ -56,9 +56,10 @@ def run(
     top_k: int,
     local_blocks: int,
     init_blocks: int,
+    return_keys: bool,
     config: Config | None,
     interpret: bool,
-) -> Int[Array, "B K T J"]:
+) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
     """Run `index_topk` on checked operands."""
     batch, length, heads, width = index_q.shape
     if config is None:
@@ -75,7 +76,8 @@ def run(
     sizes = Sizes(
         index_k, config, heads, padded_heads, tile_tokens, length, tiles, splits, top_k, local_blocks, init_blocks
     )
-    chosen_shape = jax.ShapeDtypeStruct((batch, padded_heads, out_tokens, top_k), jnp.int32)
+    slots = (batch, padded_heads, out_tokens, top_k)
+    chosen_shape = [jax.ShapeDtypeStruct(slots, dtype) for dtype in (jnp.int32, jnp.float32)[: 1 + return_keys]]
     listed = (batch, splits, max(1, top_k - 1), tiles * sizes.tile_rows)
     lists_shape = [jax.ShapeDtypeStruct(listed, jnp.float32), jax.ShapeDtypeStruct(listed, jnp.int32)]
     walked = pl.pallas_call(
@@ -86,8 +88,9 @@ def run(
         interpret=interpret,
         name="index_topk",
     )(index_q.reshape(batch, -1, width), query_positions, index_k.pool, index_k.finder())
+    cut = lambda chosen: tuple(x[:, :heads, :length] for x in chosen) if return_keys else chosen[0][:, :heads, :length]
     if splits == 1:
-        return walked[:, :heads, :length]
+        return cut(walked)
     keys, ids = walked
     chosen = pl.pallas_call(
         partial(_merge_kernel, sizes=sizes),
@@ -97,7 +100,7 @@ def run(
         interpret=interpret,
         name="index_topk_merge",
     )(keys, ids, query_positions)
-    return chosen[:, :heads, :length]
+    return cut(chosen)
 
 
 class TileQueries(NamedTuple):
@@ -146,13 +149,13 @@ class Sizes:
         return tile * self.tile_rows + jax.lax.broadcasted_iota(jnp.int32, (1, self.tile_rows), 1)
 
 
-def _select_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, chosen_ref, *, sizes: Sizes):
+def _select_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, *chosen_refs, sizes: Sizes):
     """Select the blocks of one tile's queries; the program's list is the selection."""
     # Late tiles have the most keys: they come first, and the short ones fill the gaps.
     tile, split, row = sizes.tiles - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
     queries = sizes.queries(positions_ref, row, tile)
     best = _walk(q_ref, positions_ref, pool_ref, finder, queries, tile=tile, split=split, row=row, sizes=sizes)
-    _write(chosen_ref, best, queries, row)
+    _write(chosen_refs, best, queries, row)
 
 
 def _list_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, keys_ref, ids_ref, *, sizes: Sizes):
@@ -166,7 +169,7 @@ def _list_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, keys_ref, i
         ids_ref[row, split, j, lane] = best.ids[j]
 
 
-def _merge_kernel(keys_ref, ids_ref, positions_ref, chosen_ref, *, sizes: Sizes):
+def _merge_kernel(keys_ref, ids_ref, positions_ref, *chosen_refs, sizes: Sizes):
     """Merge the lists of all splits of a tile, one after the other.
 
     Split by split, so that of blocks with equal keys the one with the lower id comes first: a tie goes to it.
@@ -183,7 +186,7 @@ def _merge_kernel(keys_ref, ids_ref, positions_ref, chosen_ref, *, sizes: Sizes)
     best = empty_list(sizes.top_k - 1, sizes.tile_rows)
     if sizes.top_k > 1:
         best = jax.lax.fori_loop(0, sizes.splits, take_list, best)
-    _write(chosen_ref, best, queries, row)
+    _write(chosen_refs, best, queries, row)
 
 
 def _walk(
@@ -243,6 +246,18 @@ def _block_max(q: Float[Array, "R H"], pool_ref, page: Int[Array, ""], sizes: Si
     return highest[None, :]
 
 
-def _write(chosen_ref, best: BestBlocks, queries: TileQueries, row: Int[Array, ""]) -> None:
-    for j, ids in enumerate(selection(best.ids, queries.own_block)):
-        chosen_ref[row, queries.head, queries.token, j] = ids
+def _write(chosen_refs: tuple, best: BestBlocks, queries: TileQueries, row: Int[Array, ""]) -> None:
+    """Write the blocks of a tile's queries; with their keys, if there is a place for these, in the list's order."""
+    own_block, chosen_ref = queries.own_block, chosen_refs[0]
+    if len(chosen_refs) == 1:
+        for j, ids in enumerate(selection(best.ids, own_block)):
+            chosen_ref[row, queries.head, queries.token, j] = ids
+        return
+    keys_ref, own = chosen_refs[1], len(best.ids)
+    is_query = own_block >= 0
+    for j, (ids, keys) in enumerate(zip(best.ids, best.keys, strict=True)):
+        is_listed = is_query & (keys > -jnp.inf)
+        chosen_ref[row, queries.head, queries.token, j] = jnp.where(is_listed, ids, -1)
+        keys_ref[row, queries.head, queries.token, j] = jnp.where(is_listed, keys, -jnp.inf)
+    chosen_ref[row, queries.head, queries.token, own] = own_block
+    keys_ref[row, queries.head, queries.token, own] = jnp.where(is_query, jnp.inf, -jnp.inf)

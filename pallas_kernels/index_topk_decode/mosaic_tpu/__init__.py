@@ -37,9 +37,10 @@ def run(
     top_k: int,
     local_blocks: int,
     init_blocks: int,
+    return_keys: bool,
     config: Config | None,
     interpret: Interpret,
-) -> Int[Array, "B K T J"]:
+) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
     """Run `index_topk_decode` on checked operands."""
     _, length, heads, _ = index_q.shape
     config, chip = config or Config(), Chip.current(interpret)
@@ -47,5 +48,5 @@ def run(
     width = max(config.lanes, fold_lanes)
     folds = width // fold_lanes
     pages = -(-config.pages // folds) * folds
-    sizes = Sizes(index_k, length, heads, folds, width, pages, top_k, local_blocks, init_blocks)
+    sizes = Sizes(index_k, length, heads, folds, width, pages, top_k, local_blocks, init_blocks, return_keys)
     return walk(index_q, positions, lengths, sizes=sizes, chip=chip, interpret=interpret, name="index_topk_decode")

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.index_topk.ranking import KEY_OF_MINUS_INF, sort_key
-from pallas_kernels.index_topk_decode.triton.best_blocks import Rules, best_blocks, last_own_block
+from pallas_kernels.index_topk_decode.triton.best_blocks import Rules, best_blocks, chosen_keys, last_own_block
 from pallas_kernels.numbers import power_of_two
 from pallas_kernels.pages import FinderRefs, Pages
 from pallas_kernels.triton_common import check_pool, dot, matmul_dtype
@@ -53,9 +53,10 @@ def run(
     top_k: int,
     local_blocks: int,
     init_blocks: int,
+    return_keys: bool,
     config: Config | None,
     interpret: bool,
-) -> Int[Array, "B K T J"]:
+) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
     """Run `index_topk_decode` on checked operands."""
     batch, length, heads, width = index_q.shape
     if config is None:
@@ -75,7 +76,8 @@ def run(
         interpret=interpret,
         name="index_score_decode",
     )(index_q.reshape(batch, -1, width), positions, lengths, index_k.pool, index_k.finder())
-    return best_blocks(block_keys, group_keys, positions, lengths, rules, interpret)
+    blocks = best_blocks(block_keys, group_keys, positions, lengths, rules, interpret)
+    return (blocks, chosen_keys(blocks, block_keys, positions, rules)) if return_keys else blocks
 
 
 def _score_kernel(

@@ -75,6 +75,26 @@ def best_blocks(
     return chosen[..., : rules.top_k]
 
 
+def chosen_keys(
+    blocks: Int[Array, "B K T J"], block_keys: Float[Array, "B X M"], positions: Int[Array, "B T"], rules: Rules
+) -> Float[Array, "B K T J"]:
+    """Return the sort key of each chosen block: +inf for a forced one, -inf for an unused slot.
+
+    Args:
+      blocks: the selection.
+      block_keys: sort keys of each (query, head), as `best_blocks` takes them.
+      positions: of each query.
+      rules: which blocks are forced.
+    """
+    batch, heads, length, _ = blocks.shape
+    own_block = (positions // rules.block_size)[:, None, :, None]  # [B 1 T 1]
+    keys = block_keys.reshape(batch, length, heads, -1).swapaxes(1, 2)  # [B K T M]
+    inside = jnp.clip(blocks, 0, keys.shape[-1] - 1)
+    keys = jnp.take_along_axis(keys, inside, axis=-1)
+    is_forced = (blocks > own_block - rules.local_blocks) | (blocks < rules.init_blocks)
+    return jnp.where(blocks < 0, -jnp.inf, jnp.where(is_forced, jnp.inf, keys))
+
+
 def last_own_block(positions_ref, lengths_ref, row: Int[Array, ""], block_size: int) -> Int[Array, ""]:
     """Return the own block of a row's last query, which is the number of blocks before it; 0 if all is padding."""
     token = jnp.arange(power_of_two(positions_ref.shape[1]), dtype=jnp.int32)
