@@ -59,7 +59,7 @@ def evaluate(args: argparse.Namespace) -> None:
         ]
     report = {
         "schema": SCHEMA, "task": args.task, "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind, "mesh": args.mesh, "settings": _settings(args),
+        "device": jax.local_devices()[0].device_kind, "mesh": args.mesh, "settings": _settings(args),
         "results": [subject.settings() | measured for subject, measured in zip(asked, figures, strict=True)],
     }  # fmt: skip
     names = column_names(report["results"])
@@ -88,7 +88,7 @@ def _write_reference(args: argparse.Namespace, asked: Sequence[Subject], mesh: M
     rows = spread(texts, args.prompts, context_of(args, M3Config.from_pretrained(path), 512))
     for subject, model in each_loaded(asked, mesh):
         how = subject.reading(model, Reading(args.chunk, args.batch), rows[0])
-        about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+        about = {"jax": jax.__version__, "device": jax.local_devices()[0].device_kind}
         write_dump(model, rows, folder, about | subject.settings(), how)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         write(f"{folder}: logits of {len(rows)} prompts of {len(rows[0])} tokens, {size / 2**20:.1f} MiB\n")

@@ -25,6 +25,7 @@ from m3jax.files import read_json, replace_file
 from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
+from m3jax.parallel import put
 from m3jax.platform import platform
 from m3jax.progress import activity
 from m3jax.train.accumulate import Accumulated
@@ -364,4 +365,4 @@ def _on_devices(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh | None)
     if mesh is None:
         return {name: jnp.asarray(x) for name, x in batch.items()}
     spec = lambda x: PartitionSpec(None, "data") if x.ndim == 3 else PartitionSpec()
-    return {name: jax.device_put(x, NamedSharding(mesh, spec(x))) for name, x in batch.items()}
+    return {name: put(x, NamedSharding(mesh, spec(x))) for name, x in batch.items()}

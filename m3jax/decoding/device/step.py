@@ -28,6 +28,7 @@ from m3jax.decoding.device.state import (
     NewTokens,
     State,
     pin,
+    readable,
 )
 from m3jax.decoding.protocols import (
     CHOICES,
@@ -177,9 +178,8 @@ def prefill(
         draft_memory=jax.tree.map(update, state.draft_memory, memory),
     )
     new, choices = jax.tree.map(lambda x: x[:, None], (drawn, choices))  # one column
-    return pin(state, layout), NewTokens(
-        *new, is_appended.astype(jnp.int32), stop_reasons, records=choices, scores=scores
-    )
+    new = NewTokens(*new, is_appended.astype(jnp.int32), stop_reasons, records=choices, scores=scores)
+    return pin(state, layout), readable(new, layout)
 
 
 @partial(jax.jit, **DECODE_ARGUMENTS)
@@ -260,7 +260,7 @@ def decode(
     _, state, choices, *new = lax.while_loop(goes_on, append_one, start)
     state = pin(state, layout)
     counts = state.continuations.counts - counts_before
-    return state, NewTokens(*new, counts, state.stop_reasons, records=choices)
+    return state, readable(NewTokens(*new, counts, state.stop_reasons, records=choices), layout)
 
 
 def room_for_choices(
