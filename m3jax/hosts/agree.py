@@ -1,4 +1,4 @@
-"""What all processes of a run must have alike: versions, folders, settings."""
+"""The facts that all processes of a run must have alike: versions, folders, settings."""
 
 import hashlib
 import json
