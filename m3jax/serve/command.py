@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from m3jax.cli.arguments import add_draft, add_model, check_draft
+from m3jax.cli.arguments import add_draft, add_hosts, add_model, check_draft, check_hosts
 from m3jax.console import Parser, run_command, write
 from m3jax.interrupts import raise_interrupts
 
@@ -70,7 +70,9 @@ def parser() -> Parser:
                         "answer's bits, for `verify`")  # fmt: skip
     engine.add_argument("--no-warmup", action="store_true", help="serve before everything is compiled: the first "
                         "requests wait for what they need")  # fmt: skip
+    engine.add_argument("--mesh", metavar="AXES", help="devices to shard over, as in data=1,expert=2,tensor=4")
     engine.add_argument("--no-compile-cache", action="store_true", help="neither use nor keep compiled programs")
+    add_hosts(out)
     return out
 
 
@@ -120,14 +122,16 @@ def run_both(args: argparse.Namespace) -> int:
     check_extra()
     _check(args)
     check_draft(args)
+    check_hosts(args)
     if args.request_log is not None and not args.invariant:
         raise ValueError("--request-log needs --invariant: otherwise a replay would not have the same bits")
     from m3jax.compile_cache import compile_cache
+    from m3jax.hosts import on_hosts
     from m3jax.serve.together import serve_together
 
     raise_interrupts()
     with compile_cache(not args.no_compile_cache):
-        serve_together(args)
+        on_hosts(args, PROG, lambda channel: serve_together(args, channel))
     return 0
 
 

@@ -5,10 +5,15 @@ import asyncio
 import signal
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from m3jax.cli.arguments import add_draft, check_draft
+from m3jax.cli.arguments import add_draft, add_hosts, check_draft, check_hosts
 from m3jax.console import Parser, run_command, say
 from m3jax.interrupts import raise_interrupts
+
+if TYPE_CHECKING:
+    from m3jax.hosts.channel import Channel
+    from m3jax.serve.worker.worker import Worker
 
 PROG = "m3jax.serve worker"
 _NEEDED = ("grpc", "smg_grpc_proto", "llguidance")  # of the extra `serve`
@@ -40,10 +45,12 @@ def parser() -> Parser:
     out.add_argument("--max-batch", type=int, default=8, help="requests that decode together (default 8)")
     out.add_argument("--max-length", type=int, help="tokens of a request with its answer; default the model's context")
     out.add_argument("--steps-per-call", type=int, default=4, help="tokens of a request in one device call (default 4)")
+    out.add_argument("--mesh", metavar="AXES", help="devices to shard over, as in data=1,expert=2,tensor=4")
     out.add_argument("--max-requests", type=int, default=1024, help="that go on or wait at once (default 1024)")
     out.add_argument(
         "--drain", type=float, default=30.0, help="seconds for requests to end in after SIGTERM (default 30)"
     )
+    add_hosts(out)
     return out
 
 
@@ -62,33 +69,44 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 1 << 16:
         raise ValueError(f"--port {args.port}: must be from 0 to 65535")
     check_draft(args)
-    asyncio.run(_serve(args))
+    check_hosts(args)
+    from m3jax.hosts import on_hosts
+
+    on_hosts(args, PROG, lambda channel: _work(args, channel))
     return 0
 
 
-async def _serve(args: argparse.Namespace) -> None:
+def _work(args: argparse.Namespace, channel: "Channel | None") -> None:
+    """Make the engine; serve it, or follow the process that does."""
     from m3jax.compile_cache import compile_cache
+    from m3jax.hosts import led
+    from m3jax.serve.worker.worker import Worker, engine_of
+
+    names = ("dtype", "invariant", "mesh", "draft", "draft_tokens")
+    sizes = ("pages", "max_batch", "max_length", "steps_per_call")
+    knobs = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
+    with compile_cache():
+        engine, lm = engine_of(args.model, **{name: getattr(args, name) for name in names}, **knobs)
+        with led(engine, channel) as engine:
+            if engine is not None:
+                worker = Worker(engine, lm, name=args.name, max_requests=args.max_requests)
+                asyncio.run(_serve(args, worker))
+
+
+async def _serve(args: argparse.Namespace, worker: "Worker") -> None:
     from m3jax.serve.worker.server import start
-    from m3jax.serve.worker.worker import Worker
 
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    knobs = {
-        name: getattr(args, name)
-        for name in ("pages", "max_batch", "max_length", "steps_per_call", "max_requests", "draft", "draft_tokens")
-        if getattr(args, name) is not None
-    }
-    with compile_cache():
-        worker = Worker.from_pretrained(args.model, name=args.name, dtype=args.dtype, invariant=args.invariant, **knobs)
-        server, port = await start(worker, args.host, args.port)
-        say(f"listening at grpc://{args.host}:{port}; compiling")
-        preparing, stopping = asyncio.create_task(worker.prepare()), asyncio.create_task(stopped.wait())
-        try:
-            await asyncio.wait((preparing, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if preparing.done():
-                preparing.result()  # raises what went wrong
-                say(f"serving {worker.name}")
-            await stopping
-        finally:
-            await server.stop(args.drain)
-            await worker.close("abort")
+    server, port = await start(worker, args.host, args.port)
+    say(f"listening at grpc://{args.host}:{port}; compiling")
+    preparing, stopping = asyncio.create_task(worker.prepare()), asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait((preparing, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if preparing.done():
+            preparing.result()  # raises what went wrong
+            say(f"serving {worker.name}")
+        await stopping
+    finally:
+        await server.stop(args.drain)
+        await worker.close("abort")

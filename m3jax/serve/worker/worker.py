@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto.generated import common_pb2
@@ -54,6 +55,33 @@ class _Active:
         self.is_aborted = True
         for stream in self.streams:
             stream.cancel()
+
+
+def engine_of(
+    folder: str | Path | None,
+    *,
+    dtype: DTypeLike,
+    invariant: bool,
+    mesh: Mesh | str | None,
+    draft: str | Path | None,
+    draft_tokens: int,
+    **knobs: Unpack[EngineKnobs],
+) -> tuple[Engine, TextModel]:
+    """Return the engine of a worker, and the model and texts that it is for.
+
+    Args:
+      folder, dtype, invariant, mesh, draft, draft_tokens: as in `Worker.from_pretrained`.
+      **knobs: likewise.
+
+    Raises:
+      ValueError: a folder that cannot be used, or a bad knob.
+    """
+    lm = TextModel.from_pretrained(folder, dtype=dtype, mesh=mesh)
+    lm = replace(lm, model=lm.model.with_invariance(invariant))
+    blocks = -(-lm.model.config.max_position_embeddings // lm.model.config.index_block_size)
+    pages = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))}
+    knobs = pages | page_types(lm.model) | knobs
+    return Engine(lm.model, draft=draft, draft_tokens=draft_tokens, **knobs), lm
 
 
 class Worker:
@@ -115,6 +143,7 @@ class Worker:
         max_requests: int = MAX_REQUESTS,
         draft: str | Path | None = None,
         draft_tokens: int = DRAFT_TOKENS,
+        mesh: Mesh | str | None = None,
         **knobs: Unpack[EngineKnobs],
     ) -> "Worker":
         """Read a folder in the hub's layout and make an engine for it.
@@ -127,18 +156,15 @@ class Worker:
           max_requests: as in the class.
           draft: what proposes tokens, as in `Engine`: "builtin", "ngram", or the folder of an EAGLE3 draft.
           draft_tokens: as in `Engine`.
+          mesh: devices to shard over, as in `m3jax.load`.
           **knobs: of `Engine`; without `pages` there are as many as `max_batch` requests of the model's context take,
             and at most 4,096.
 
         Raises:
           ValueError: a folder that cannot be used, or a bad knob.
         """
-        lm = TextModel.from_pretrained(folder, dtype=dtype)
-        lm = replace(lm, model=lm.model.with_invariance(invariant))
-        blocks = -(-lm.model.config.max_position_embeddings // lm.model.config.index_block_size)
-        pages = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))}
-        knobs = pages | page_types(lm.model) | knobs
-        engine = Engine(lm.model, draft=draft, draft_tokens=draft_tokens, **knobs)
+        draft_knobs = dict(draft=draft, draft_tokens=draft_tokens)
+        engine, lm = engine_of(folder, dtype=dtype, invariant=invariant, mesh=mesh, **draft_knobs, **knobs)
         return cls(engine, lm, name=name, max_requests=max_requests)
 
     async def prepare(self, programs: Sequence[str] = ("prefill", "decode", "pages")) -> None:
