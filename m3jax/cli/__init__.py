@@ -5,17 +5,9 @@ from collections.abc import Sequence
 
 from m3jax.cli.arguments import DRAFT_TOKENS as DRAFT_TOKENS
 from m3jax.cli.arguments import MAX_DRAFT_TOKENS as MAX_DRAFT_TOKENS
-from m3jax.cli.arguments import (
-    add_draft,
-    add_hosts,
-    add_knobs,
-    add_limits,
-    add_machine,
-    add_model,
-    check_draft,
-    check_hosts,
-)
+from m3jax.cli.arguments import add_draft, add_knobs, add_limits, add_machine, add_model, check_draft
 from m3jax.console import Parser, run_command
+from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 from m3jax.ranges import check_given
 

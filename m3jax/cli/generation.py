@@ -15,8 +15,9 @@ from m3jax.config import M3Config
 from m3jax.console import say, token_ids, write
 from m3jax.decoding import Drafter, Engine, Generation, Media, Params, check_logits, engine_for
 from m3jax.decoding.engine import check_prompt
-from m3jax.hosts import led, on_hosts
 from m3jax.hosts.channel import Channel
+from m3jax.hosts.follow import led
+from m3jax.hosts.run import on_hosts
 from m3jax.media import is_moving, media_source
 from m3jax.messages import shown
 from m3jax.model import M3

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from m3jax.cli import DRAFT_TOKENS
-from m3jax.cli.arguments import add_hosts, check_hosts, check_plots, model_folder
+from m3jax.cli.arguments import check_plots, model_folder
 from m3jax.console import Parser, run_command, run_program
+from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.evaluate"

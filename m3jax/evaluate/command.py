@@ -18,7 +18,7 @@ from m3jax.evaluate.reading import Reading
 from m3jax.evaluate.subjects import Subject, each_loaded, read_texts, spread, subjects, tokenised
 from m3jax.evaluate.tasks import ALL_TOKENS, TASKS, Figures, context_of
 from m3jax.files import NewFile
-from m3jax.hosts import is_first, on_hosts
+from m3jax.hosts.run import is_first, on_hosts
 from m3jax.messages import printable
 from m3jax.parallel import parse_mesh
 from m3jax.progress import activity

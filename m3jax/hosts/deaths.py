@@ -23,6 +23,12 @@ _LOST_PROCESSES = re.compile(rb"unhealthy \(stopped sending heartbeats\):\s*(\d+
 _LOST_COORDINATOR = re.compile(rb"Failed to send RPC to coordination service|Socket closed|Connection reset")
 _OF_SERVICE = re.compile(rb"coordination_service|JAX distributed service|\[Gloo\] Rank")
 _PASS_ON_SECONDS = 0.5
+_last_word = threading.Lock()
+
+
+def takes_last_word() -> bool:
+    """True for the first who asks: of several reasons to end, each process prints one."""
+    return _last_word.acquire(blocking=False)
 
 
 class NativeOutput:
@@ -87,7 +93,8 @@ def end_in_one_line(prog: str, output: NativeOutput, name_of: Callable[[int], st
             libc.signal(int(signal.SIGABRT), None)  # SIG_DFL: the abort goes on
             return
         with suppress(OSError):
-            os.write(output.stderr, f"{prog}: error: {line}\n".encode())
+            if takes_last_word():
+                os.write(output.stderr, f"{prog}: error: {line}\n".encode())
         os._exit(2)
 
     # `signal.signal` would run Python's handler in the main thread, which may wait for the dead for ever.

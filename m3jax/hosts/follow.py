@@ -16,6 +16,7 @@ from jaxtyping import UInt32
 
 from m3jax.cache import OutOfPages
 from m3jax.decoding.engine import Engine, Guide
+from m3jax.decoding.engine.request import as_prompt
 from m3jax.hosts.channel import Channel
 from m3jax.hosts.wire import from_bytes, to_bytes
 
@@ -49,6 +50,8 @@ def _sent(name: str) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         args, kwargs, told = list(args), dict(kwargs), {}
         if name == "add":
+            if args:
+                args[0] = as_prompt(args[0])
             guide = args.pop(3) if len(args) > 3 else kwargs.pop("guide", None)
             kwargs["guide"] = None if guide is None else ToldGuide(guide, self._channel)
             told["has_guide"] = guide is not None

@@ -16,7 +16,7 @@ from jax._src import distributed  # the client has no public name
 from m3jax.console import ERROR, is_the_users, print_error
 from m3jax.hosts.agree import agree, folders, versions
 from m3jax.hosts.channel import Channel, Store
-from m3jax.hosts.deaths import NativeOutput, end_in_one_line, print_traceback
+from m3jax.hosts.deaths import NativeOutput, end_in_one_line, print_traceback, takes_last_word
 from m3jax.hosts.job import Job
 from m3jax.interrupts import INTERRUPTED
 from m3jax.progress import VARIABLE
@@ -178,7 +178,7 @@ def _end_with_others(store: Store, prog: str) -> None:
     except Exception:  # the run is over, and the store with it
         return
     number, _, message = reason.partition(" ")
-    if int(number) != store.process_id:
+    if int(number) != store.process_id and takes_last_word():
         _say_last(f"{prog}: error: {store.name_of(int(number))} ended: {message}")
         os._exit(ERROR)
 
@@ -188,6 +188,8 @@ def _end_all(error: BaseException, prog: str, verbose: bool, job: Job) -> None:
     if isinstance(error, jax.errors.JaxRuntimeError) and _store is not None:
         # Where another process died in a collective, the line that names it follows within a heartbeat.
         time.sleep(job.heartbeat + 10)
+    if not takes_last_word():
+        time.sleep(_GRACE_SECONDS)  # another thread prints, and ends the process
     if isinstance(error, KeyboardInterrupt):
         status, reason = INTERRUPTED, "it was interrupted"
     elif isinstance(error, Exception) and is_the_users(error):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from m3jax.cli.arguments import add_draft, add_hosts, add_model, check_draft, check_hosts
+from m3jax.cli.arguments import add_draft, add_model, check_draft
 from m3jax.console import Parser, run_command, write
+from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.serve"
@@ -126,7 +127,7 @@ def run_both(args: argparse.Namespace) -> int:
     if args.request_log is not None and not args.invariant:
         raise ValueError("--request-log needs --invariant: otherwise a replay would not have the same bits")
     from m3jax.compile_cache import compile_cache
-    from m3jax.hosts import on_hosts
+    from m3jax.hosts.run import on_hosts
     from m3jax.serve.together import serve_together
 
     raise_interrupts()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from m3jax.assets import embedded_path
-from m3jax.hosts import led
 from m3jax.hosts.channel import Channel
+from m3jax.hosts.follow import led
 from m3jax.serve.gateway.gateway import Gateway, Settings
 from m3jax.serve.gateway.journal import Journal
 from m3jax.serve.gateway.loading import open_gateway

@@ -193,9 +193,12 @@ def save_adapters(
         "target_modules": _MODULES if "attention" in settings.targets else [],
         "target_parameters": [_GATE_UP, _DOWN] if "experts" in settings.targets else None,
     }  # fmt: skip
+    data = packed(tensors, {"format": "pt", _BASE_KEY: digest(model)})
+    if jax.process_index():
+        return  # every process has all of them, and one writes
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / WEIGHTS_FILE, packed(tensors, {"format": "pt", _BASE_KEY: digest(model)}))
+    replace_file(folder / WEIGHTS_FILE, data)
     replace_file(folder / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
 
 

@@ -318,6 +318,8 @@ def fine_tune(
         except KeyboardInterrupt:
             # A step that was interrupted has taken the state with it: then what was kept last is gone on from.
             is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+            # On several hosts the others go on: what is kept is written by all of them.
+            is_whole &= jax.process_count() == 1
             if is_whole and int(state.step) and keeper.latest_step() != int(state.step):
                 keep(keeper, int(state.step), state)
             say("stopped: the same command goes on from what was kept")

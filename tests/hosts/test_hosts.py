@@ -64,23 +64,25 @@ def processes(hub) -> list[tuple[dict, int, str, str]]:
 
 
 @cache
-def alone(**settings) -> dict:
+def alone() -> dict:
     """Return what the requests get from an engine on one device."""
     with quick():
-        return host_process.work(host_process.made(settings, None))
+        return host_process.work(host_process.made(dict(pages=21), None))
 
 
 @pytest.mark.parametrize("name", host_process.ENGINES)
 def test_two_processes_generate_what_one_does(name, processes):
-    _, settings = host_process.ENGINES[name]
-    expected = dict(alone(**{key: value for key, value in settings.items() if key != "invariant"}))
-    together = dict(processes[0][0][name])
-    assert together.keys() == expected.keys()
+    expected, together = dict(alone()), dict(processes[0][0][name])
+    assert expected.keys() - together.keys() <= {"moved"}  # no request with a draft is
     assert together.pop("refused") == expected.pop("refused")
-    for request, (tokens, reason, logprobs) in expected.items():
-        assert together[request][:2] == [tokens, reason], request
-        np.testing.assert_allclose(together[request][2], logprobs, atol=2e-5)
-    assert expected["late"][1] == "deadline"
+    if "draft" in name:  # which draws with other random numbers
+        together = {request: together[request] for request in ("first", "guided", "late", "copied")}
+    for request, (tokens, reason, logprobs) in together.items():
+        # One was stopped in the middle: how far it came depends on how many rows there are.
+        count = min(len(tokens), len(expected[request][0])) if reason == "aborted" else None
+        assert (tokens[:count], reason) == (expected[request][0][:count], expected[request][1]), request
+        np.testing.assert_allclose(logprobs[:count], expected[request][2][:count], atol=2e-5)
+    assert together["late"][1] == "deadline"
 
 
 def test_a_request_has_the_bits_that_it_has_alone(processes):

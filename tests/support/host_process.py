@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,10 @@ HEARTBEAT = 10
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "rows and heads": ("data=2,tensor=2", dict(pages=21)),
     "pages": ("context=4", dict(pages=21, invariant=True)),
-    "heads, one row, draft": ("tensor=4", dict(max_batch=1, prefill_rows=1, draft="ngram", draft_tokens=2)),
+    "heads, one row, draft": (
+        "tensor=4",
+        dict(pages=21, max_batch=1, prefill_rows=1, draft="ngram", draft_tokens=2),
+    ),
 }
 
 
@@ -84,7 +86,7 @@ def run(channel, process_id: int, folder: Path, when: str) -> None:
     from support.engines import params, prompt, quick
 
     from m3jax.checkpoint import load_with_report, save_orbax
-    from m3jax.hosts import led
+    from m3jax.hosts.follow import led
     from m3jax.parallel import parse_mesh, read
 
     report = {}
@@ -93,8 +95,7 @@ def run(channel, process_id: int, folder: Path, when: str) -> None:
     report["held"] = sum(float(np.abs(x).sum(dtype=np.float64)) for x in read(jax.tree.leaves(model)))
     save_orbax(model, folder / "orbax")
     for name, (mesh, settings) in ENGINES.items():
-        compiled_as = nullcontext() if settings.get("invariant") else quick()
-        with compiled_as, led(made(settings, mesh), channel) as engine:
+        with quick(), led(made(settings, mesh), channel) as engine:
             if engine is None:
                 continue
             report[name] = work(engine)
@@ -112,7 +113,7 @@ def run(channel, process_id: int, folder: Path, when: str) -> None:
 
 def main() -> None:
     process_id, port, folder, when = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
-    from m3jax.hosts import on_hosts
+    from m3jax.hosts.run import on_hosts
 
     args = argparse.Namespace(
         coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=process_id, heartbeat=HEARTBEAT, start_timeout=60,

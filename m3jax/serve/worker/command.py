@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from m3jax.cli.arguments import add_draft, add_hosts, check_draft, check_hosts
+from m3jax.cli.arguments import add_draft, check_draft
 from m3jax.console import Parser, run_command, say
+from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--port {args.port}: must be from 0 to 65535")
     check_draft(args)
     check_hosts(args)
-    from m3jax.hosts import on_hosts
+    from m3jax.hosts.run import on_hosts
 
     on_hosts(args, PROG, lambda channel: _work(args, channel))
     return 0
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 def _work(args: argparse.Namespace, channel: "Channel | None") -> None:
     """Make the engine; serve it, or follow the process that does."""
     from m3jax.compile_cache import compile_cache
-    from m3jax.hosts import led
+    from m3jax.hosts.follow import led
     from m3jax.serve.worker.worker import Worker, engine_of
 
     names = ("dtype", "invariant", "mesh", "draft", "draft_tokens")
