@@ -21,11 +21,11 @@ from m3jax.hosts.channel import Channel
 from m3jax.hosts.wire import from_bytes, to_bytes
 
 # All that changes an engine. What only reads one is answered by process 0 alone.
-CALLS = (
-    *("add", "step", "prefill", "abort", "stop", "forget", "take", "copy", "truncate", "export", "import_request"),
-    *("check", "warmup", "warmup_for"),
-)
-_REFUSALS = (ValueError, OutOfPages)  # of a call: an engine is as it was after them
+ORDERS = ("add", "abort", "stop", "forget", "take", "copy", "truncate", "export", "import_request")
+CALLS = (*ORDERS, "step", "prefill", "check", "warmup", "warmup_for")
+# An order that cannot be carried out is refused on every process, and the engine is as it was. What the others raise
+# is the end: a process that waited for a refusal then would keep all others waiting in a sum over devices.
+_REFUSALS = (ValueError, OutOfPages)
 _LOCAL = ("watch",)  # arguments that stay with process 0
 
 
@@ -65,7 +65,8 @@ def _sent(name: str) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except _REFUSALS as error:
-            self._channel.send(to_bytes({"refused": type(error).__name__}))
+            if name in ORDERS:
+                self._channel.send(to_bytes({"refused": type(error).__name__}))
             raise
         finally:
             self._depth = 0
@@ -116,7 +117,7 @@ def _follow(engine: Engine, channel: Channel) -> None:
         try:
             getattr(engine, told["call"])(*told["args"], **kwargs)
         except _REFUSALS as error:
-            if from_bytes(channel.receive()) != {"refused": type(error).__name__}:
+            if told["call"] not in ORDERS or from_bytes(channel.receive()) != {"refused": type(error).__name__}:
                 raise
 
 
