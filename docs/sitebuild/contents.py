@@ -16,7 +16,7 @@ SECTIONS = {
         "A whole model <vectors/tiny/README>",
         "docs/traps",
     ],
-    "Use": ["docs/commands", "docs/sampling", "docs/tiny", "docs/speculative", "docs/planning", "docs/inside"],
+    "Use": ["docs/commands", "docs/sampling", "docs/tiny", "docs/speculative", "docs/planning", "docs/scale", "docs/inside"],
     "Inside": ["docs/cache", "docs/engine", "docs/kernels", "docs/tpu", "docs/reliability", "docs/performance"],
     "What was tried": ["docs/notes/*"],
     "Notebooks": ["notebooks/*"],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from m3jax.cli.arguments import add_draft, add_model, check_draft
+from m3jax.cli.arguments import WEIGHTS, add_draft, add_model, check_draft
 from m3jax.console import Parser, run_command, write
 from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
@@ -55,6 +55,8 @@ def parser() -> Parser:
     _add_gateway(out)
     engine = out.add_argument_group("the engine")
     engine.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32")
+    engine.add_argument("--weights", choices=WEIGHTS, default="dequantize", help="of a folder in MXFP8: mxfp8 keeps "
+                        "them in half the memory, dequantize (default) gives them --dtype")  # fmt: skip
     engine.add_argument("--pages", metavar="N", type=int, help="of the cache (default: what --max-batch requests of "
                         "the model's context take, at most 4096)")  # fmt: skip
     engine.add_argument(

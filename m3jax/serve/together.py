@@ -49,6 +49,7 @@ def serve_together(args: argparse.Namespace, channel: Channel | None = None) -> 
     engine = {
         "dtype": args.dtype,
         "invariant": args.invariant,
+        "weights": None if args.weights == "dequantize" else args.weights,
         "max_batch": args.max_batch,
         "pages": args.pages,
         "prefill_chunk": args.prefill_chunk,

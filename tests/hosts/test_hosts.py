@@ -56,7 +56,7 @@ def processes(hub) -> list[tuple[dict, int, str, str]]:
     ]
     found = []
     for i, process in enumerate(started):
-        out, err = process.communicate(timeout=400)
+        out, err = process.communicate(timeout=900)
         path = hub.parent / f"report{i}.json"
         assert path.is_file(), err
         found.append((json.loads(path.read_text()), process.returncode, out, err))

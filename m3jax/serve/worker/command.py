@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from m3jax.cli.arguments import add_draft, check_draft
+from m3jax.cli.arguments import WEIGHTS, add_draft, check_draft
 from m3jax.console import Parser, run_command, say
 from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
@@ -40,6 +40,7 @@ def parser() -> Parser:
     out.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     out.add_argument("--port", type=int, default=50051, help="port to listen on (default 50051); 0 takes a free one")
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default bfloat16")
+    out.add_argument("--weights", choices=WEIGHTS, default="dequantize", help="of a folder in MXFP8: mxfp8 keeps them")
     add_draft(out)
     out.add_argument("--invariant", action="store_true", help="answers are the same bits alone or under load")
     out.add_argument("--pages", type=int, help="of the pool; default as many as --max-batch requests can fill, or 4096")
@@ -83,7 +84,7 @@ def _work(args: argparse.Namespace, channel: "Channel | None") -> None:
     from m3jax.hosts.follow import led
     from m3jax.serve.worker.worker import Worker, engine_of
 
-    names = ("dtype", "invariant", "mesh", "draft", "draft_tokens")
+    names = ("dtype", "weights", "invariant", "mesh", "draft", "draft_tokens")
     sizes = ("pages", "max_batch", "max_length", "steps_per_call")
     knobs = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
     with compile_cache():

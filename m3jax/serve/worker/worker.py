@@ -65,18 +65,19 @@ def engine_of(
     mesh: Mesh | str | None,
     draft: str | Path | None,
     draft_tokens: int,
+    weights: str = "dequantize",
     **knobs: Unpack[EngineKnobs],
 ) -> tuple[Engine, TextModel]:
     """Return the engine of a worker, and the model and texts that it is for.
 
     Args:
-      folder, dtype, invariant, mesh, draft, draft_tokens: as in `Worker.from_pretrained`.
+      folder, dtype, invariant, mesh, draft, draft_tokens, weights: as in `Worker.from_pretrained`.
       **knobs: likewise.
 
     Raises:
       ValueError: a folder that cannot be used, or a bad knob.
     """
-    lm = TextModel.from_pretrained(folder, dtype=dtype, mesh=mesh)
+    lm = TextModel.from_pretrained(folder, dtype=dtype, mesh=mesh, weights=weights)
     lm = replace(lm, model=lm.model.with_invariance(invariant))
     blocks = -(-lm.model.config.max_position_embeddings // lm.model.config.index_block_size)
     pages = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))}
@@ -144,6 +145,7 @@ class Worker:
         draft: str | Path | None = None,
         draft_tokens: int = DRAFT_TOKENS,
         mesh: Mesh | str | None = None,
+        weights: str = "dequantize",
         **knobs: Unpack[EngineKnobs],
     ) -> "Worker":
         """Read a folder in the hub's layout and make an engine for it.
@@ -157,14 +159,15 @@ class Worker:
           draft: what proposes tokens, as in `Engine`: "builtin", "ngram", or the folder of an EAGLE3 draft.
           draft_tokens: as in `Engine`.
           mesh: devices to shard over, as in `m3jax.load`.
+          weights: the form of MXFP8 weights, as in `m3jax.load`.
           **knobs: of `Engine`; without `pages` there are as many as `max_batch` requests of the model's context take,
             and at most 4,096.
 
         Raises:
           ValueError: a folder that cannot be used, or a bad knob.
         """
-        draft_knobs = dict(draft=draft, draft_tokens=draft_tokens)
-        engine, lm = engine_of(folder, dtype=dtype, invariant=invariant, mesh=mesh, **draft_knobs, **knobs)
+        how = dict(dtype=dtype, invariant=invariant, mesh=mesh, draft=draft, draft_tokens=draft_tokens, weights=weights)
+        engine, lm = engine_of(folder, **how, **knobs)
         return cls(engine, lm, name=name, max_requests=max_requests)
 
     async def prepare(self, programs: Sequence[str] = ("prefill", "decode", "pages")) -> None:
