@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 _LOST_PROCESSES = re.compile(rb"unhealthy \(stopped sending heartbeats\):\s*(\d+(?:[\s,]+\d+)*)")
 _LOST_COORDINATOR = re.compile(rb"Failed to send RPC to coordination service|Socket closed|Connection reset")
+_SAME_NUMBER = re.compile(rb"(\d+) unexpectedly tried to connect with a different incarnation")
 _OF_SERVICE = re.compile(rb"coordination_service|JAX distributed service|\[Gloo\] Rank")
 _PASS_ON_SECONDS = 0.5
 _last_word = threading.Lock()
@@ -122,6 +123,13 @@ def dead_line(text: bytes, name_of: Callable[[int], str], own_id: int) -> str | 
         return f"{', '.join(map(name_of, lost))} ended or is unreachable; this process ends too; start all again"
     if _LOST_COORDINATOR.search(text):
         return f"{name_of(0)}, which coordinates, ended or is unreachable; this process ends too; start all again"
+    if twice := _SAME_NUMBER.search(text):
+        number = twice[1].decode()
+        return (
+            f"--process-id {number} came twice, or was started again alone; start all, each with its own --process-id"
+        )
+    if b"DEADLINE_EXCEEDED" in text:
+        return "not all processes of the run came in time; start all, each with its own --process-id"
     first = next((line for line in text.splitlines() if b"JAX distributed service" in line), b"")
     return first.decode(errors="replace")[-300:]
 

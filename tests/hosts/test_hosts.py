@@ -226,12 +226,24 @@ GONE = b"""F1124 client.h:80] Terminating process because the JAX distributed se
 UNAVAILABLE: Failed to send RPC to coordination service. Either the leader task was preempted
 :UNKNOWN:Error received from peer  {grpc_message:"Socket closed", grpc_status:14}"""
 
+LATE = (
+    b"F1124 client.h:80] Terminating process because the JAX distributed service detected fatal errors. absl::Status: \
+DEADLINE_EXCEEDED: Deadline Exceeded"
+)
+
+TWICE = (
+    b"F1124 client.h:80] Terminating process because the JAX distributed service detected fatal errors. absl::Status: \
+ABORTED: 1 unexpectedly tried to connect with a different incarnation. It has likely restarted."
+)
+
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         (SILENT, "host 1, host 3 ended or is unreachable; this process ends too; start all again"),
         (GONE, "host 0, which coordinates, ended or is unreachable; this process ends too; start all again"),
+        (TWICE, "--process-id 1 came twice, or was started again alone; start all, each with its own --process-id"),
+        (LATE, "not all processes of the run came in time; start all, each with its own --process-id"),
         (b"terminate called after throwing an instance of 'std::bad_alloc'", None),
     ],
 )
