@@ -19,7 +19,7 @@ from m3jax.serve.gateway.sources import Sources
 from m3jax.serve.gateway.workers import LocalWorker
 from m3jax.serve.replay import identity, identity_header, logged, verify
 from m3jax.serve.worker import Worker
-from m3jax.serve.worker.worker import engine_of
+from m3jax.serve.worker.worker import engine_from_pretrained
 
 _STEPS_PER_CALL = 4  # of a decode call: new tokens come in fours, and the engine looks at new requests so often
 
@@ -59,7 +59,7 @@ def serve_together(args: argparse.Namespace, channel: Channel | None = None) -> 
     engine = {name: value for name, value in engine.items() if value is not None}
     # A draft is no setting of an answer: with --invariant the bits are the same with any draft or none.
     draft = {"draft": args.draft, "draft_tokens": args.draft_tokens}
-    make_engine = partial(engine_of, folder, mesh=args.mesh, **draft, **engine)
+    make_engine = partial(engine_from_pretrained, folder, mesh=args.mesh, **draft, **engine)
     if channel is not None and not channel.is_sender:
         with led(make_engine()[0], channel):  # until process 0 ends
             return

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import signal
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from m3jax.serve.worker.worker import Worker
 
 PROG = "m3jax.serve worker"
+_PREFILL_SECONDS = 600.0  # that a worker which reads prompts gets to load its weights
 _NEEDED = ("grpc", "smg_grpc_proto", "llguidance")  # of the extra `serve`
 
 
@@ -41,6 +43,10 @@ def parser() -> Parser:
     out.add_argument("--port", type=int, default=50051, help="port to listen on (default 50051); 0 takes a free one")
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default bfloat16")
     out.add_argument("--weights", choices=WEIGHTS, default="dequantize", help="of a folder in MXFP8: mxfp8 keeps them")
+    out.add_argument("--role", choices=("both", "prefill"), default="both", help="prefill reads prompts for workers "
+                     "that have --prefill-from, and answers no requests (default both)")  # fmt: skip
+    out.add_argument("--prefill-from", metavar="grpc://HOST:PORT", action="append", default=[], help="have prompts "
+                     "read by a worker with --role prefill; may be repeated")  # fmt: skip
     add_draft(out)
     out.add_argument("--invariant", action="store_true", help="answers are the same bits alone or under load")
     out.add_argument("--pages", type=int, help="of the pool; default as many as --max-batch requests can fill, or 4096")
@@ -72,26 +78,69 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--port {args.port}: must be from 0 to 65535")
     check_draft(args)
     check_hosts(args)
+    if args.role == "prefill" and args.prefill_from:
+        raise ValueError("--prefill-from with --role prefill: a worker reads prompts, or has them read by others")
+    if args.coordinator is not None and (args.role == "prefill" or args.prefill_from):
+        raise ValueError(
+            "--coordinator with --role prefill or --prefill-from: engines that exchange pages have one host"
+        )
+    args.prefill_from = [address.removeprefix("grpc://") for address in args.prefill_from]
+    for address in args.prefill_from:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"--prefill-from {address}: give it as grpc://HOST:PORT")
+    if args.role == "prefill":
+        _read_prompts(args)
+        return 0
     from m3jax.hosts.run import on_hosts
 
     on_hosts(args, PROG, lambda channel: _work(args, channel))
     return 0
 
 
+def _read_prompts(args: argparse.Namespace) -> None:
+    """Read prompts for other workers until SIGTERM or an interrupt."""
+    from m3jax.compile_cache import compile_cache
+    from m3jax.serve.worker.worker import engine_from_pretrained
+    from m3jax.transfer import Prefiller
+    from m3jax.transfer.service import start
+
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    names = ("dtype", "weights", "invariant", "mesh")
+    sizes = ("pages", "max_batch", "max_length", "draft", "draft_tokens")
+    knobs = {name: getattr(args, name) for name in (*names, *sizes) if getattr(args, name) is not None}
+    with compile_cache():
+        engine, lm = engine_from_pretrained(args.model, **knobs)
+        say("compiling")
+        engine.warmup(programs=("prefill", "pages"))
+        prefiller = Prefiller(engine, args.max_requests)
+        server, port = start(prefiller, args.host, args.port)
+        say(f"reading prompts for {args.name or lm.folder.name} at grpc://{args.host}:{port}")
+        try:
+            stopped.wait()
+        finally:
+            server.stop(args.drain).wait()
+            prefiller.close()
+
+
 def _work(args: argparse.Namespace, channel: "Channel | None") -> None:
     """Make the engine; serve it, or follow the process that does."""
     from m3jax.compile_cache import compile_cache
     from m3jax.hosts.follow import led
-    from m3jax.serve.worker.worker import Worker, engine_of
+    from m3jax.serve.worker.worker import Worker, engine_from_pretrained
+    from m3jax.transfer import PrefillClient
 
     names = ("dtype", "weights", "invariant", "mesh", "draft", "draft_tokens")
     sizes = ("pages", "max_batch", "max_length", "steps_per_call")
     knobs = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
     with compile_cache():
-        engine, lm = engine_of(args.model, **{name: getattr(args, name) for name in names}, **knobs)
+        engine, lm = engine_from_pretrained(args.model, **{name: getattr(args, name) for name in names}, **knobs)
         with led(engine, channel) as engine:
             if engine is not None:
-                worker = Worker(engine, lm, name=args.name, max_requests=args.max_requests)
+                prefill = PrefillClient(args.prefill_from, engine) if args.prefill_from else None
+                worker = Worker(engine, lm, name=args.name, max_requests=args.max_requests, prefill=prefill)
+                worker.check_prefill(_PREFILL_SECONDS)
                 asyncio.run(_serve(args, worker))
 
 
