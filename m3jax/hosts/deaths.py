@@ -61,6 +61,7 @@ class NativeOutput:
         """Write what came since the last time to the standard error, but for what the coordination service says."""
         with self._lock:
             new = self.text()[self._passed :]
+            new = new[: new.rfind(b"\n") + 1]  # whole lines: another thread may be in the middle of one
             self._passed += len(new)
             lines = [line for line in new.splitlines(keepends=True) if not _OF_SERVICE.search(line)]
             with suppress(OSError):
