@@ -96,7 +96,7 @@ def run_command(
         _forget_stdout()
         return CLOSED_PIPE
     except Exception as error:
-        if not _is_the_users(error):
+        if not is_the_users(error):
             raise
         print_error(prog, error, verbose)
         return ERROR
@@ -156,7 +156,7 @@ def print_error(prog: str, error: BaseException, verbose: bool = False) -> None:
     say(shortened(line, MOST_CHARACTERS - len(hint)) + hint)
 
 
-def _is_the_users(error: Exception) -> bool:
+def is_the_users(error: Exception) -> bool:
     """Return True if an error comes from the user's request or the machine, not from a bug in the program."""
     jax = sys.modules.get("jax")
     of_device = () if jax is None else (jax.errors.JaxRuntimeError,)

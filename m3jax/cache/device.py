@@ -13,7 +13,7 @@ from m3jax.cache.device_pages import INDEX_AXES, KV_AXES, StackCache
 from m3jax.cache.offload.pool import OffloadedStack, Slots
 from m3jax.cache.storage import DTYPES, HostPages, Places, Scales, unit_scales
 from m3jax.config import M3Config
-from m3jax.parallel import PAGE_AXES, sharding
+from m3jax.parallel import PAGE_AXES, put, sharding
 
 
 @struct.dataclass
@@ -57,7 +57,7 @@ class Cache:
         row, block = jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.arange(blocks, dtype=jnp.int32)
         on_device = block // shards * batch + row  # [B M]: each device has a page of every row for each turn
         table = (block + row) % shards * (cache.num_pages // shards) + on_device
-        return cache.replace(table=jax.device_put(table, sharding(table.shape, (None, None), mesh)))
+        return cache.replace(table=put(table, sharding(table.shape, (None, None), mesh)))
 
     @classmethod
     def pool(
@@ -173,7 +173,7 @@ def _empty(
     def place_scale(scale):
         # Copied: a cache is donated from call to call, the caller's scales are not.
         scale, axes = jnp.copy(scale), ("layers", "kv_heads")[: scale.ndim]
-        return scale if mesh is None else jax.device_put(scale, sharding(scale.shape, axes, mesh))
+        return scale if mesh is None else put(scale, sharding(scale.shape, axes, mesh))
 
     stacks = []
     for stack, scale in zip(config.stacks, scales or tuple(unit_scales(config)), strict=True):

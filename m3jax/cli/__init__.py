@@ -7,6 +7,7 @@ from m3jax.cli.arguments import DRAFT_TOKENS as DRAFT_TOKENS
 from m3jax.cli.arguments import MAX_DRAFT_TOKENS as MAX_DRAFT_TOKENS
 from m3jax.cli.arguments import add_draft, add_knobs, add_limits, add_machine, add_model, check_draft
 from m3jax.console import Parser, run_command
+from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 from m3jax.ranges import check_given
 
@@ -52,6 +53,7 @@ def parser() -> Parser:
                      "in the place of each new one, up to 20")  # fmt: skip
     out.add_argument("--stats", action="store_true", help="print times and sizes on stderr at the end")
     add_machine(out)
+    add_hosts(out)
     return out
 
 
@@ -71,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--stop '': the text would end before it began; give at least one character, or no --stop")
     check_given(vars(args))
     check_draft(args)
+    check_hosts(args)
     from m3jax.cli.generation import generate
 
     raise_interrupts()

@@ -15,6 +15,9 @@ from m3jax.config import M3Config
 from m3jax.console import say, token_ids, write
 from m3jax.decoding import Drafter, Engine, Generation, Media, Params, check_logits, engine_for
 from m3jax.decoding.engine import check_prompt
+from m3jax.hosts.channel import Channel
+from m3jax.hosts.follow import led
+from m3jax.hosts.run import on_hosts
 from m3jax.media import is_moving, media_source
 from m3jax.messages import shown
 from m3jax.model import M3
@@ -40,10 +43,10 @@ def generate(args: argparse.Namespace) -> None:
       FloatingPointError: the model's logits were NaN or infinite.
     """
     with settings(args, PROG):
-        _generate(args)
+        on_hosts(args, PROG, lambda channel: _generate(args, channel))
 
 
-def _generate(args: argparse.Namespace) -> None:
+def _generate(args: argparse.Namespace, channel: Channel | None) -> None:
     folder = embedded_path() if args.model is None else Path(args.model)
     # Everything that can be refused is refused before the weights are read.
     config = M3Config.from_pretrained(folder)
@@ -59,10 +62,14 @@ def _generate(args: argparse.Namespace) -> None:
     model = load(args.model, dtype=args.dtype, mesh=mesh, weights=args.weights)
     model = model.with_backend(args.backend).with_invariance(args.invariant)
     is_streamed = len(prompts) == 1 and not args.json  # one prompt's text is printed as it is generated
-    engine, handles = _start(model, prompts, params, media, draft, args.draft_tokens, is_streamed)
-    results = _continue(engine, handles, tokenizer, args, is_streamed)
-    if args.stats:
-        _print_stats(engine)
+    engine = _start(model, prompts, params, media, draft, args.draft_tokens, is_streamed)
+    with led(engine, channel) as engine:
+        if engine is None:
+            return  # another process leads: this one has followed it to the end
+        handles = _read_prompts(engine, prompts, params, media)
+        results = _continue(engine, handles, tokenizer, args, is_streamed)
+        if args.stats:
+            _print_stats(engine)
     check_logits(results)
 
 
@@ -112,20 +119,24 @@ def _start(
     draft: Drafter | None,
     draft_tokens: int,
     is_streamed: bool,
-) -> tuple[Engine, list[int]]:
-    """Return an engine that has read all prompts, and the prompts' handles."""
+) -> Engine:
+    """Return an engine in which all prompts run at once."""
     steps = _STREAM_STEPS if is_streamed and sys.stdout.isatty() else _BATCH_STEPS
     every_params = [params] * len(prompts)
-    engine = engine_for(
+    return engine_for(
         model, prompts, every_params, media=[media], steps_per_call=steps, draft=draft, draft_tokens=draft_tokens
     )
+
+
+def _read_prompts(engine: Engine, prompts: list[list[int]], params: Params, media: Media) -> list[int]:
+    """Have an engine read all prompts; return their handles."""
     handles = [engine.add(prompt, params, media) for prompt in prompts]
     with activity() as line:
         line.say("reading the prompt")
         while engine.prefill():
             done, total = engine.prefilled
             line.say(f"reading the prompt: {done} of {total} tokens")
-    return engine, handles
+    return handles
 
 
 def _continue(

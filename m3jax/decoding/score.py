@@ -13,6 +13,7 @@ from m3jax.decoding.engine.request import check_ids
 from m3jax.decoding.protocols import PagedCache, TargetModel
 from m3jax.decoding.sampling import MAX_TOP_LOGPROBS, HostOrDevice
 from m3jax.messages import shown
+from m3jax.parallel import put, read
 
 _CHUNK = 2048
 
@@ -78,7 +79,7 @@ def score_with_top(
     cache = model.new_cache(batch * blocks, batch, blocks)
     # Neighbouring blocks lie `batch` pages apart, so that devices which divide the pages share every row.
     table = np.arange(batch * blocks, dtype=np.int32).reshape(blocks, batch).T
-    cache = cache.replace(table=jax.device_put(table, cache.table.sharding))
+    cache = cache.replace(table=put(table, cache.table.sharding))
     pieces = []
     for start in range(0, width, chunk):
         positions = np.broadcast_to(np.arange(start, start + chunk, dtype=np.int32), (batch, chunk))
@@ -86,7 +87,7 @@ def score_with_top(
         ends = np.minimum(row_lengths, start + chunk).astype(np.int32)
         cache, scores = _score_chunk(model, cache, *piece, positions, ends, num_top=num_top)
         pieces.append(scores)
-    joined = [np.concatenate(parts, axis=1)[:, : length - 1] for parts in zip(*jax.device_get(pieces), strict=True)]
+    joined = [np.concatenate(parts, axis=1)[:, : length - 1] for parts in zip(*read(pieces), strict=True)]
     is_scored = np.arange(1, length) < row_lengths[:, None]  # [B T-1]
     joined = [np.where(is_scored.reshape(*is_scored.shape, *[1] * (x.ndim - 2)), x, 0).astype(x.dtype) for x in joined]
     logprobs, ids, top = joined if np.ndim(tokens) == 2 else (x[0] for x in joined)

@@ -12,6 +12,7 @@ from pathlib import Path
 from m3jax.cli import DRAFT_TOKENS
 from m3jax.cli.arguments import check_plots, model_folder
 from m3jax.console import Parser, run_command, run_program
+from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.evaluate"
@@ -90,6 +91,7 @@ def parser() -> Parser:
     some.add_argument("--draft-tokens", metavar="K", type=int, help=f"acceptance ({DRAFT_TOKENS})")
     some.add_argument("--temperatures", metavar="X,X", type=_numbers(float), help="acceptance; 0 is greedy (0,0.7)")
     some.add_argument("--max-new-tokens", metavar="N", type=int, help=f"acceptance ({_default('max_new_tokens')})")
+    add_hosts(out)
     return out
 
 
@@ -152,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
       FloatingPointError: logits that are no numbers.
     """
     args = with_defaults(args)
+    check_hosts(args)
     if args.out is not None:
         check_plots("--out")
     from m3jax.evaluate.command import evaluate

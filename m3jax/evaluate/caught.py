@@ -14,6 +14,7 @@ from m3jax.config import M3Config
 from m3jax.model import M3
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens, sees
+from m3jax.parallel import read
 from m3jax.train.losses import mean_attention
 
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
@@ -90,7 +91,7 @@ def caught_by_distance(
         raise ValueError(f"first = {first}: rows of {tokens.shape[1]} tokens need one from 0 to {tokens.shape[1] - 1}")
     if model.dense or not any(stack.is_sparse for stack in config.stacks):
         raise ValueError("no layer of this model selects blocks: there is nothing that could be left out")
-    return np.concatenate([np.asarray(mass) for mass in _caught_by_stack(model, jnp.asarray(tokens), first)])
+    return np.concatenate(read(list(_caught_by_stack(model, jnp.asarray(tokens), first))))
 
 
 def default_first(config: M3Config) -> int:

@@ -18,6 +18,7 @@ from m3jax.evaluate.reading import Reading
 from m3jax.evaluate.subjects import Subject, each_loaded, read_texts, spread, subjects, tokenised
 from m3jax.evaluate.tasks import ALL_TOKENS, TASKS, Figures, context_of
 from m3jax.files import NewFile
+from m3jax.hosts.run import is_first, on_hosts
 from m3jax.messages import printable
 from m3jax.parallel import parse_mesh
 from m3jax.progress import activity
@@ -39,29 +40,36 @@ def evaluate(args: argparse.Namespace) -> None:
       FloatingPointError: logits that are no numbers.
     """
     with settings(args, PROG):
-        # Everything that can be refused is refused before weights are read.
-        folders = [args.model, *([] if args.against is None else [args.against])]
-        asked = subjects(folders, args.dtype, args.cache_dtype, args.index_dtype, args.backend)
-        mesh = None if args.mesh is None else parse_mesh(args.mesh)
-        if args.write_reference is not None:
-            return _write_reference(args, asked, mesh)
-        paths = [args.out / f"{args.task}{end}" for end in (".json", ".png")] if args.out is not None else []
-        _check_new(paths, args.out)
-        task, prepared = TASKS[args.task], {}
-        with activity() as line:
-            line.say("reading texts")
-            for subject in asked:
-                if (subject.folder, subject.dtype) not in prepared:
-                    prepared[subject.folder, subject.dtype] = task.prepare(args, subject, mesh)
-        figures = [
-            task.measure(args, subject, model, prepared[subject.folder, subject.dtype])
-            for subject, model in each_loaded(asked, mesh)
-        ]
+        on_hosts(args, PROG, lambda _: _evaluate(args))
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    """Measure on every process, and print and write on the first."""
+    # Everything that can be refused is refused before weights are read.
+    folders = [args.model, *([] if args.against is None else [args.against])]
+    asked = subjects(folders, args.dtype, args.cache_dtype, args.index_dtype, args.backend)
+    mesh = None if args.mesh is None else parse_mesh(args.mesh)
+    if args.write_reference is not None:
+        return _write_reference(args, asked, mesh)
+    paths = [args.out / f"{args.task}{end}" for end in (".json", ".png")] if args.out is not None else []
+    _check_new(paths, args.out)
+    task, prepared = TASKS[args.task], {}
+    with activity() as line:
+        line.say("reading texts")
+        for subject in asked:
+            if (subject.folder, subject.dtype) not in prepared:
+                prepared[subject.folder, subject.dtype] = task.prepare(args, subject, mesh)
+    figures = [
+        task.measure(args, subject, model, prepared[subject.folder, subject.dtype])
+        for subject, model in each_loaded(asked, mesh)
+    ]
     report = {
         "schema": SCHEMA, "task": args.task, "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind, "mesh": args.mesh, "settings": _settings(args),
+        "device": jax.local_devices()[0].device_kind, "mesh": args.mesh, "settings": _settings(args),
         "results": [subject.settings() | measured for subject, measured in zip(asked, figures, strict=True)],
     }  # fmt: skip
+    if not is_first():
+        return None
     names = column_names(report["results"])
     write(as_text([["", *names], *task.table(report["results"])]))
     if paths:
@@ -75,6 +83,8 @@ def _write_reference(args: argparse.Namespace, asked: Sequence[Subject], mesh: M
     """Write the logits of one subject for `--task kl --reference`."""
     if len(asked) > 1:
         raise ValueError("--write-reference: a reference is of one model in one way; give one name to each option")
+    if jax.process_count() > 1:
+        raise ValueError("--write-reference writes on one host: leave --coordinator out")
     folder = args.write_reference
     _check_new([folder / ABOUT], folder)
     if stale := sorted(folder.glob("*.safetensors")):
@@ -88,7 +98,7 @@ def _write_reference(args: argparse.Namespace, asked: Sequence[Subject], mesh: M
     rows = spread(texts, args.prompts, context_of(args, M3Config.from_pretrained(path), 512))
     for subject, model in each_loaded(asked, mesh):
         how = subject.reading(model, Reading(args.chunk, args.batch), rows[0])
-        about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+        about = {"jax": jax.__version__, "device": jax.local_devices()[0].device_kind}
         write_dump(model, rows, folder, about | subject.settings(), how)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         write(f"{folder}: logits of {len(rows)} prompts of {len(rows[0])} tokens, {size / 2**20:.1f} MiB\n")

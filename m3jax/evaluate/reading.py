@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from m3jax.cache import Cache, Scales
 from m3jax.model import M3
 from m3jax.msa.chunks import map_chunks, rows_within
+from m3jax.parallel import read as on_host
 from m3jax.progress import activity
 
 _LOGITS_AT_ONCE = 1 << 25  # numbers: 128 MiB of float32, however long the text and large the vocabulary
@@ -92,7 +93,7 @@ def read(
                 cache, kept = _read_chunk(
                     model, cache, tokens, positions, lengths, _stacked(pieces, size, chunk), measure
                 )
-                kept = jax.tree.map(np.asarray, kept)
+                kept = on_host(kept)
                 for slot, (row, end) in enumerate(zip(group, ends, strict=True)):
                     if end > start:
                         yield row, start, jax.tree.map(lambda x, p=slot, n=end - start: x[p, :n], kept)

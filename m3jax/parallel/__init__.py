@@ -1,6 +1,7 @@
-"""Meshes, and the one table that says which axis of which array is divided over which mesh axis."""
+"""Meshes, and the one table that says which axis of which array is divided over which mesh axis; arrays put there."""
 
 from m3jax.parallel.mesh import AXES, as_mesh, make_mesh, parse_mesh
+from m3jax.parallel.place import put, read, whole
 from m3jax.parallel.rules import PAGE_AXES, RULES, sharding, spec
 from m3jax.parallel.tokens import TokenAxes, token_axes
 
@@ -12,7 +13,10 @@ __all__ = [
     "as_mesh",
     "make_mesh",
     "parse_mesh",
+    "put",
+    "read",
     "sharding",
     "spec",
     "token_axes",
+    "whole",
 ]

@@ -19,7 +19,7 @@ def make_mesh(data: int = 1, context: int = 1, expert: int = 1, tensor: int = 1)
       data, context, expert, tensor: devices along each axis.
 
     Raises:
-      ValueError: a size below 1, or more devices than there are.
+      ValueError: a size below 1, or more devices than there are; with several processes, also fewer.
     """
     shape = (data, context, expert, tensor)
     needed, available = math.prod(shape), jax.devices()
@@ -30,6 +30,10 @@ def make_mesh(data: int = 1, context: int = 1, expert: int = 1, tensor: int = 1)
             remedy += f", or start with XLA_FLAGS=--xla_force_host_platform_device_count={needed} to divide the CPU"
         raise ValueError(f"mesh {sizes} needs {needed} devices, there {'is' if len(available) == 1 else 'are'} "
                          f"{len(available)}; {remedy}")  # fmt: skip
+    if jax.process_count() > 1 and needed != len(available):
+        sizes = ",".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
+        raise ValueError(f"mesh {sizes} has {needed} devices, the {jax.process_count()} processes have "
+                         f"{len(available)}; give sizes whose product is that")  # fmt: skip
     # The default of `axis_types` differs between versions of JAX.
     axis_types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(shape, AXES, axis_types=axis_types, devices=available[:needed])

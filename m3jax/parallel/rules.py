@@ -56,8 +56,8 @@ def sharding(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh | None
 
     Args:
       shape, axes: as in `spec`.
-      mesh: divides it by the rules; None puts it whole on the first device.
+      mesh: divides it by the rules; None puts it whole on this process's first device.
     """
     if mesh is None:
-        return SingleDeviceSharding(jax.devices()[0])
+        return SingleDeviceSharding(jax.local_devices()[0])
     return NamedSharding(mesh, spec(shape, axes, mesh))

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from m3jax.cli.arguments import add_draft, add_model, check_draft
+from m3jax.cli.arguments import WEIGHTS, add_draft, add_model, check_draft
 from m3jax.console import Parser, run_command, write
+from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.serve"
@@ -54,6 +55,8 @@ def parser() -> Parser:
     _add_gateway(out)
     engine = out.add_argument_group("the engine")
     engine.add_argument("--dtype", default="bfloat16", help="bfloat16 (default), float16 or float32")
+    engine.add_argument("--weights", choices=WEIGHTS, default="dequantize", help="of a folder in MXFP8: mxfp8 keeps "
+                        "them in half the memory, dequantize (default) gives them --dtype")  # fmt: skip
     engine.add_argument("--pages", metavar="N", type=int, help="of the cache (default: what --max-batch requests of "
                         "the model's context take, at most 4096)")  # fmt: skip
     engine.add_argument(
@@ -70,7 +73,9 @@ def parser() -> Parser:
                         "answer's bits, for `verify`")  # fmt: skip
     engine.add_argument("--no-warmup", action="store_true", help="serve before everything is compiled: the first "
                         "requests wait for what they need")  # fmt: skip
+    engine.add_argument("--mesh", metavar="AXES", help="devices to shard over, as in data=1,expert=2,tensor=4")
     engine.add_argument("--no-compile-cache", action="store_true", help="neither use nor keep compiled programs")
+    add_hosts(out)
     return out
 
 
@@ -120,14 +125,16 @@ def run_both(args: argparse.Namespace) -> int:
     check_extra()
     _check(args)
     check_draft(args)
+    check_hosts(args)
     if args.request_log is not None and not args.invariant:
         raise ValueError("--request-log needs --invariant: otherwise a replay would not have the same bits")
     from m3jax.compile_cache import compile_cache
+    from m3jax.hosts.run import on_hosts
     from m3jax.serve.together import serve_together
 
     raise_interrupts()
     with compile_cache(not args.no_compile_cache):
-        serve_together(args)
+        on_hosts(args, PROG, lambda channel: serve_together(args, channel))
     return 0
 
 

@@ -42,7 +42,7 @@ def identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     import jax
 
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     all_settings = {
         **settings,
         "m3jax": version("m3jax"),

@@ -3,10 +3,14 @@
 import argparse
 import asyncio
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from m3jax.assets import embedded_path
+from m3jax.hosts.channel import Channel
+from m3jax.hosts.follow import led
 from m3jax.serve.gateway.gateway import Gateway, Settings
 from m3jax.serve.gateway.journal import Journal
 from m3jax.serve.gateway.loading import open_gateway
@@ -15,6 +19,7 @@ from m3jax.serve.gateway.sources import Sources
 from m3jax.serve.gateway.workers import LocalWorker
 from m3jax.serve.replay import identity, identity_header, logged, verify
 from m3jax.serve.worker import Worker
+from m3jax.serve.worker.worker import engine_from_pretrained
 
 _STEPS_PER_CALL = 4  # of a decode call: new tokens come in fours, and the engine looks at new requests so often
 
@@ -29,8 +34,12 @@ def gateway_settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def serve_together(args: argparse.Namespace) -> None:
+def serve_together(args: argparse.Namespace, channel: Channel | None = None) -> None:
     """Serve what the command line asks for, until the process is told to end.
+
+    Args:
+      args: of the command line.
+      channel: of a run on several hosts, of which process 0 serves; None for one process.
 
     Raises:
       ValueError: a folder that cannot be used, a bad size, or an address that is taken.
@@ -40,6 +49,7 @@ def serve_together(args: argparse.Namespace) -> None:
     engine = {
         "dtype": args.dtype,
         "invariant": args.invariant,
+        "weights": None if args.weights == "dequantize" else args.weights,
         "max_batch": args.max_batch,
         "pages": args.pages,
         "prefill_chunk": args.prefill_chunk,
@@ -49,10 +59,16 @@ def serve_together(args: argparse.Namespace) -> None:
     engine = {name: value for name, value in engine.items() if value is not None}
     # A draft is no setting of an answer: with --invariant the bits are the same with any draft or none.
     draft = {"draft": args.draft, "draft_tokens": args.draft_tokens}
+    make_engine = partial(engine_from_pretrained, folder, mesh=args.mesh, **draft, **engine)
+    if channel is not None and not channel.is_sender:
+        with led(make_engine()[0], channel):  # until process 0 ends
+            return
+    leading = ExitStack()
 
     async def load(gateway: Gateway) -> Opened:
         # The engine's first compilation and the reading of weights take seconds to minutes, on a thread.
-        worker = await asyncio.to_thread(Worker.from_pretrained, folder, name=args.name, **draft, **engine)
+        own_engine, lm = await asyncio.to_thread(make_engine)
+        worker = Worker(leading.enter_context(led(own_engine, channel)), lm, name=args.name)
         if not args.no_warmup:
             await worker.prepare()
         if args.invariant:
@@ -62,6 +78,7 @@ def serve_together(args: argparse.Namespace) -> None:
 
         async def close() -> None:
             await worker.close("abort")
+            leading.close()
             if gateway.journal is not None:
                 gateway.journal.close()
 

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Shaped
 
 from m3jax.checkpoint import tree
@@ -26,6 +25,7 @@ from m3jax.files import read_json, replace_file
 from m3jax.files.tensors import mapped, packed, read_header
 from m3jax.messages import listed, printable
 from m3jax.model import M3
+from m3jax.parallel import put, sharding
 from m3jax.train.sft import SFTLoss
 from m3jax.train.step import TrainState, check_trainable
 
@@ -83,12 +83,12 @@ def init_adapters(model: M3, settings: LoraSettings, seed: int = 0) -> Adapters:
 
     Source: PEFT's `init_lora_weights=True`: A uniform within In**-0.5.
     """
-    where = SingleDeviceSharding(jax.devices()[0]) if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
+    where = sharding((), (), model.mesh)
     draw, adapters = np.random.default_rng(seed), {}
     for name, (lead, inputs, outputs) in _shapes(model, settings.targets).items():
         a = draw.uniform(-(inputs**-0.5), inputs**-0.5, (*lead, inputs, settings.rank)).astype(np.float32)
         b = np.zeros((*lead, settings.rank, outputs), np.float32)
-        adapters[name] = {"a": jax.device_put(a, where), "b": jax.device_put(b, where)}
+        adapters[name] = {"a": put(a, where), "b": put(b, where)}
     if not adapters:
         raise ValueError(f"the model has none of {', '.join(settings.targets)}: there is nothing to add adapters to")
     return adapters
@@ -193,9 +193,12 @@ def save_adapters(
         "target_modules": _MODULES if "attention" in settings.targets else [],
         "target_parameters": [_GATE_UP, _DOWN] if "experts" in settings.targets else None,
     }  # fmt: skip
+    data = packed(tensors, {"format": "pt", _BASE_KEY: digest(model)})
+    if jax.process_index():
+        return  # every process has all of them, and one writes
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / WEIGHTS_FILE, packed(tensors, {"format": "pt", _BASE_KEY: digest(model)}))
+    replace_file(folder / WEIGHTS_FILE, data)
     replace_file(folder / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
 
 
@@ -255,8 +258,8 @@ def load_adapters(folder: str | Path, model: M3) -> tuple[Adapters, LoraSettings
     problems += [f"layer {layer}: no lora_{factor} of {module}" for layer, module, factor in sorted(unfilled)]
     if problems:
         raise ValueError(f"{named}: these adapters are not of this model: {listed(problems)}")
-    where = SingleDeviceSharding(jax.devices()[0]) if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
-    return jax.tree.map(lambda x: jax.device_put(x, where), adapters), settings
+    where = sharding((), (), model.mesh)
+    return jax.tree.map(lambda x: put(x, where), adapters), settings
 
 
 def merge_folder(model: M3, folder: str | Path) -> M3:

@@ -25,6 +25,7 @@ from m3jax.files import read_json, replace_file
 from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
+from m3jax.parallel import put
 from m3jax.progress import activity
 from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import Example
@@ -347,6 +348,8 @@ def fine_tune(
         except KeyboardInterrupt:
             # A step that was interrupted has taken the state with it: then what was kept last is gone on from.
             is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+            # On several hosts the others go on: what is kept is written by all of them.
+            is_whole &= jax.process_count() == 1
             if is_whole and int(state.step) and keeper.latest_step() != int(state.step):
                 keep(keeper, int(state.step), state)
             say("stopped: the same command goes on from what was kept")
@@ -394,4 +397,4 @@ def _on_devices(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh | None)
     if mesh is None:
         return {name: jnp.asarray(x) for name, x in batch.items()}
     spec = lambda x: PartitionSpec(None, "data") if x.ndim == 3 else PartitionSpec()
-    return {name: jax.device_put(x, NamedSharding(mesh, spec(x))) for name, x in batch.items()}
+    return {name: put(x, NamedSharding(mesh, spec(x))) for name, x in batch.items()}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from m3jax.console import Parser, say
+from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 
 DTYPES = ("bfloat16", "float32")
@@ -57,6 +58,7 @@ def sft_parser(prog: str) -> Parser:
                       "tensor")  # fmt: skip
     ways.add_argument("--save-every", metavar="N", type=int, default=100, help="steps after which the state is kept "
                       "(default: 100)")  # fmt: skip
+    add_hosts(out)
     return out
 
 
@@ -76,11 +78,24 @@ def run_sft(args: argparse.Namespace) -> int:
         raise ValueError("--lora-alpha and --lora-targets: give --lora RANK with them")
     if args.save_every < 1:
         raise ValueError(f"--save-every {args.save_every}: must be at least 1")
+    check_hosts(args)
     raise_interrupts()
-    from m3jax.assets import embedded_path
-    from m3jax.checkpoint import load, save
     from m3jax.compile_cache import compile_cache
+    from m3jax.hosts.run import on_hosts
+
+    with compile_cache():
+        on_hosts(args, "m3jax.train sft", lambda _: _train(args))
+    return 0
+
+
+def _train(args: argparse.Namespace) -> None:
+    """Fine-tune on every process; the first one says how it goes, and writes what is not divided."""
+    import jax
+
+    from m3jax.assets import embedded_path
+    from m3jax.checkpoint import load, save, save_orbax
     from m3jax.dialogue.answer import stop_ids
+    from m3jax.hosts.run import is_first
     from m3jax.parallel import as_mesh
     from m3jax.text import ChatTemplate, Tokenizer
     from m3jax.train import lora
@@ -105,46 +120,47 @@ def run_sft(args: argparse.Namespace) -> int:
     if has_adapters and settings.index_loss:
         raise ValueError("--index-loss trains the index branch, which has no adapters: leave one of the two out")
     mesh = as_mesh(args.mesh)
-    with compile_cache():
-        # Beneath adapters no weight moves: it need not be held wider than it is computed with.
-        model = load(args.model, dtype=args.dtype if has_adapters else "float32", mesh=mesh)
-        block_size, context = model.config.index_block_size, model.config.max_position_embeddings
-        end_ids = stop_ids(tokenizer, model.config.eos_token_id)
-        examples = load_examples(args.data, template, tokenizer, end_ids, min(args.length or context, context))
-        longest = max(1024, *(len(example.tokens) for example in examples))
-        settings = replace(settings, length=args.length or -(-longest // block_size) * block_size)
-        if mesh is not None and settings.rows % mesh.shape["data"]:
-            raise ValueError(f"--rows {settings.rows}: must be a multiple of the mesh's data={mesh.shape['data']}")
-        batches = PackedBatches(examples, settings, block_size)
-        loss_fn = SFTLoss(settings.index_loss, compute_dtype=settings.compute_dtype, remat=settings.remat)
-        optimizer = make_optimizer(
-            settings.rate, settings.weight_decay, frozen_index=not settings.index_loss, frozen_vision=True,
-            clip_norm=settings.clip_norm,
-        )  # fmt: skip
-        origin = {"model": str(folder), "data": hashlib.sha256(Path(args.data).read_bytes()).hexdigest()}
-        options = dict(metrics=args.metrics or args.out / "metrics.jsonl", mesh=mesh, save_every=args.save_every,
-                       tensorboard=args.tensorboard, say=say)  # fmt: skip
-        if not has_adapters:
-            state = init_state(model, optimizer)
-            del model  # the state has a copy
-            state = fine_tune(state, batches, optimizer, loss_fn, settings, args.out, origin=origin, **options)
+    # Beneath adapters no weight moves: it need not be held wider than it is computed with.
+    model = load(args.model, dtype=args.dtype if has_adapters else "float32", mesh=mesh)
+    block_size, context = model.config.index_block_size, model.config.max_position_embeddings
+    end_ids = stop_ids(tokenizer, model.config.eos_token_id)
+    examples = load_examples(args.data, template, tokenizer, end_ids, min(args.length or context, context))
+    longest = max(1024, *(len(example.tokens) for example in examples))
+    settings = replace(settings, length=args.length or -(-longest // block_size) * block_size)
+    if mesh is not None and settings.rows % mesh.shape["data"]:
+        raise ValueError(f"--rows {settings.rows}: must be a multiple of the mesh's data={mesh.shape['data']}")
+    batches = PackedBatches(examples, settings, block_size)
+    loss_fn = SFTLoss(settings.index_loss, compute_dtype=settings.compute_dtype, remat=settings.remat)
+    optimizer = make_optimizer(
+        settings.rate, settings.weight_decay, frozen_index=not settings.index_loss, frozen_vision=True,
+        clip_norm=settings.clip_norm,
+    )  # fmt: skip
+    origin = {"model": str(folder), "data": hashlib.sha256(Path(args.data).read_bytes()).hexdigest()}
+    tell = say if is_first() else lambda text: None
+    written = dict(metrics=args.metrics or args.out / "metrics.jsonl", tensorboard=args.tensorboard)
+    options = dict(mesh=mesh, save_every=args.save_every, say=tell, **(written if is_first() else {}))
+    if not has_adapters:
+        state = init_state(model, optimizer)
+        del model  # the state has a copy
+        state = fine_tune(state, batches, optimizer, loss_fn, settings, args.out, origin=origin, **options)
+        if jax.process_count() == 1:
             save(state.model, args.out / "model", copy_from=folder)
-            say(f"the trained model is in {args.out / 'model'}, with float32 weights")
-            return 0
-        if args.adapter:
-            adapters, shape = lora.load_adapters(args.adapter, model)
         else:
-            adapters = lora.init_adapters(model, shape, settings.seed)
-        origin |= {"adapter": args.adapter, "rank": shape.rank, "alpha": shape.alpha, "targets": list(shape.targets)}
-        state = lora.init_adapter_state(adapters, optimizer)
-        loss_fn = lora.LoraLoss(loss_fn, shape.scale)
-        shared = {"base": model}
-        state = fine_tune(
-            state, batches, optimizer, loss_fn, settings, args.out, origin=origin, shared=shared, **options
-        )
-        lora.save_adapters(state.model, shape, model, args.out / "adapter", base=str(folder))
-        say(f"the adapters are in {args.out / 'adapter'}, in PEFT's layout; `merge` adds them to the weights")
-    return 0
+            save_orbax(state.model, args.out / "model")  # no process has all of it
+        layout = "" if jax.process_count() == 1 else " in Orbax's layout (m3jax.load_orbax)"
+        tell(f"the trained model is in {args.out / 'model'}{layout}, with float32 weights")
+        return
+    if args.adapter:
+        adapters, shape = lora.load_adapters(args.adapter, model)
+    else:
+        adapters = lora.init_adapters(model, shape, settings.seed)
+    origin |= {"adapter": args.adapter, "rank": shape.rank, "alpha": shape.alpha, "targets": list(shape.targets)}
+    state = lora.init_adapter_state(adapters, optimizer)
+    loss_fn = lora.LoraLoss(loss_fn, shape.scale)
+    shared = {"base": model}
+    state = fine_tune(state, batches, optimizer, loss_fn, settings, args.out, origin=origin, shared=shared, **options)
+    lora.save_adapters(state.model, shape, model, args.out / "adapter", base=str(folder))
+    tell(f"the adapters are in {args.out / 'adapter'}, in PEFT's layout; `merge` adds them to the weights")
 
 
 def merge_parser(prog: str) -> Parser:

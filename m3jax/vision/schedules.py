@@ -69,7 +69,9 @@ def _why_not_cudnn(dtype: jnp.dtype, head_dim: int) -> str | None:
     """Return the reason for which cuDNN cannot run a call; None if it can."""
     if platform() != "gpu":
         return f"it needs a GPU, and JAX runs on a {platform().upper()}"
-    capability = getattr(jax.devices()[0], "compute_capability", None)  # "9.0"; none where programs are lowered alone
+    capability = getattr(
+        jax.local_devices()[0], "compute_capability", None
+    )  # "9.0"; none where programs are lowered alone
     if capability is not None and float(capability) < _OLDEST:
         return f"a card of compute capability {capability} (it takes {_OLDEST} and newer)"
     if dtype not in (jnp.bfloat16, jnp.float16):

@@ -10,6 +10,7 @@ from m3jax import model as m3_model
 from m3jax.config import M3Config
 from m3jax.model import M3
 from m3jax.model.build import MakeEach
+from m3jax.parallel import put
 
 FULL, SPARSE = "full_attention", "minimax_m3_sparse"
 
@@ -35,7 +36,7 @@ def model(config: M3Config, seed: int = 0, dtype: str = "float32", mesh: Mesh | 
     def fill(path, leaf):
         scale = _scale(jax.tree_util.keystr(path), leaf.shape)
         values = (draw.normal(size=leaf.shape) * scale).astype(leaf.dtype)
-        return jax.device_put(values, leaf.sharding)
+        return jax.device_put(values) if leaf.sharding is None else put(values, leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(fill, m3_model.abstract(config, dtype, mesh))
 

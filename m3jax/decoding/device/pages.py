@@ -5,7 +5,7 @@ from functools import partial
 import jax
 from jaxtyping import Int32
 
-from m3jax.decoding.device.state import Layout, pin
+from m3jax.decoding.device.state import Layout, pin, readable
 from m3jax.decoding.protocols import PageContents, PagedCache
 from m3jax.decoding.sampling import HostOrDevice
 
@@ -29,7 +29,7 @@ def write_pages(
     return pin(cache.write_pages(pages, contents), layout)
 
 
-@jax.jit
-def read_pages(cache: PagedCache, pages: Int32[HostOrDevice, "C"]) -> PageContents:
-    """Return the contents of pages."""
-    return cache.read_pages(pages)
+@partial(jax.jit, static_argnames=("layout",))
+def read_pages(cache: PagedCache, pages: Int32[HostOrDevice, "C"], layout: Layout | None = None) -> PageContents:
+    """Return the contents of pages, which every process can read."""
+    return readable(cache.read_pages(pages), layout)

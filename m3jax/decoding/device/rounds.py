@@ -24,6 +24,7 @@ from m3jax.decoding.device.state import (
     NewTokens,
     State,
     pin,
+    readable,
 )
 from m3jax.decoding.device.step import draw_token, for_steps, no_new_tokens, room_for_choices, run_model
 from m3jax.decoding.protocols import HostStacks, TargetModel, is_invariant
@@ -152,7 +153,7 @@ def decode_in_rounds(
     _, state, drafting, choices, *new = lax.while_loop(goes_on, run_round, start)
     state = pin(state, layout)
     counts = state.continuations.counts - counts_before
-    return state, NewTokens(*new, counts, state.stop_reasons, drafting, choices)
+    return state, readable(NewTokens(*new, counts, state.stop_reasons, drafting, choices), layout)
 
 
 def _draw_all(

@@ -17,6 +17,7 @@ from m3jax.decoding.protocols import PagedCache
 from m3jax.decoding.sampling import DrawContext, HostOrDevice, SamplingParams, edits_logits
 from m3jax.decoding.speculation.drafter import DraftMemory, PromptContext
 from m3jax.decoding.speculation.verify import DraftCounts
+from m3jax.parallel import whole
 
 # The reasons for which a row stopped; a row without a request is IDLE.
 LIVE, LENGTH, STOP_ID, STOP_STRING, BAD_LOGITS, IDLE, NOTHING_ALLOWED = range(7)
@@ -184,6 +185,16 @@ def pin(tree: _Tree, layout: Layout | None) -> _Tree:
     leaves, structure = jax.tree.flatten(tree)
     pinned = [lax.with_sharding_constraint(leaf, place) for leaf, place in zip(leaves, layout, strict=True)]
     return jax.tree.unflatten(structure, pinned)
+
+
+def readable(tree: _Tree, layout: Layout | None) -> _Tree:
+    """Return a call's results so that the host of each process can read them, where the layout has several processes.
+
+    Args:
+      tree: what the call returns beside the state.
+      layout: of the state; None on one device.
+    """
+    return whole(tree, None if layout is None else layout[0])
 
 
 def set_rows(of_rows: _Tree, rows: Int32[HostOrDevice, "C"], of_requests: _Tree) -> _Tree:

@@ -28,6 +28,7 @@ from m3jax.decoding.device.state import (
     NewTokens,
     State,
     pin,
+    readable,
     set_rows,
 )
 from m3jax.decoding.protocols import (
@@ -172,9 +173,8 @@ def prefill(
     of_prompts = continuations, chunk.lengths, token, stop_reasons, memory
     state = State(cache.replace(table=state.cache.table), *set_rows(of_rows, started_rows, of_prompts))
     new, choices = jax.tree.map(lambda x: x[:, None], (drawn, choices))  # one column
-    return pin(state, layout), NewTokens(
-        *new, is_appended.astype(jnp.int32), stop_reasons, records=choices, scores=scores
-    )
+    new = NewTokens(*new, is_appended.astype(jnp.int32), stop_reasons, records=choices, scores=scores)
+    return pin(state, layout), readable(new, layout)
 
 
 @partial(jax.jit, **DECODE_ARGUMENTS)
@@ -255,7 +255,7 @@ def decode(
     _, state, choices, *new = lax.while_loop(goes_on, append_one, start)
     state = pin(state, layout)
     counts = state.continuations.counts - counts_before
-    return state, NewTokens(*new, counts, state.stop_reasons, records=choices)
+    return state, readable(NewTokens(*new, counts, state.stop_reasons, records=choices), layout)
 
 
 def room_for_choices(

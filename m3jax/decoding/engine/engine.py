@@ -65,6 +65,9 @@ class Engine:
         `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases, max_bad_words,
         max_top_logprobs, records, edits, prompt_logprobs, media_patches, dispatch_ahead.
 
+    Attributes:
+      clock: returns seconds, by which deadlines pass; who repeats the calls of another engine gives it their times.
+
     Raises:
       TypeError: an unknown keyword, or no `pages`.
       ValueError: a size below 1, a `max_length` beyond pages or context, a draft that does not fit the model, too few
@@ -128,6 +131,7 @@ class Engine:
         self._features = FeatureRows(self.shapes.media_tokens) if self.shapes.media_patches else None
         self._scheduler = Scheduler(self._runner, self._pages, self._features, dispatch_ahead=is_ahead)
         self._key_offsets = KeyOffsets()
+        self.clock = perf_counter
         self._requests: dict[int, Request] = {}  # those that go on, and those whose last event was not given out yet
         self._results: dict[int, Generation] = {}  # of those that have ended, the newest last
         self._taken: dict[int, int] = {}  # new tokens that `take` has given out
@@ -183,7 +187,7 @@ class Engine:
         check_guide(guide)
         checks.check_order(n, priority, deadline)
         placed = self._placer.place(prompt, media)
-        deadline = None if deadline is None else perf_counter() + deadline
+        deadline = None if deadline is None else self.clock() + deadline
         keys, key_offset = prefix_keys(prompt, placed), self._key_offsets.offset(edits)
         shared = dict(keys=(keys[0] + key_offset, *keys[1:]), guide=guide, priority=priority, deadline=deadline)
         shared |= dict(edits=edits, key_offset=key_offset)
@@ -673,7 +677,7 @@ class Engine:
 
     def _end_late(self) -> None:
         """End the requests whose deadline has passed."""
-        now = perf_counter()
+        now = self.clock()
         for request in [r for r in self._requests.values() if r.deadline is not None and r.deadline <= now]:
             self._scheduler.settle()
             if request.stop_reason == "unfinished":

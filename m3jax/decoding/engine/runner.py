@@ -24,7 +24,7 @@ from m3jax.decoding.speculation.drafter import Drafter, PromptContext
 from m3jax.decoding.steering import Steer, Steering, steering_of
 from m3jax.media.packing import Segment, pack
 from m3jax.media.sizes import MERGE
-from m3jax.parallel import sharding
+from m3jax.parallel import put, sharding
 from m3jax.platform import platform
 
 PROGRAMS = ("prefill", "tower", "decode", "pages")
@@ -100,7 +100,7 @@ class Runner:
         self._max_length = cache.table.shape[1] * model.config.index_block_size
 
         def place(array):
-            return jax.device_put(array, sharding(array.shape, ("batch",) + (None,) * (array.ndim - 1), model.mesh))
+            return put(array, sharding(array.shape, ("batch",) + (None,) * (array.ndim - 1), model.mesh))
 
         # Committed to their devices, as the results of a call are: otherwise the second call would compile anew.
         cache = _committed(cache)
@@ -123,7 +123,7 @@ class Runner:
         if shapes.media_patches:
             found = jax.eval_shape(lambda model, media: model.features(media), model, pack((), shapes.media_patches[0]))
             layout = sharding((shapes.media_tokens, found.shape[1]), (None, None), model.mesh)
-            self.features = jax.device_put(np.zeros((shapes.media_tokens, found.shape[1]), found.dtype), layout)
+            self.features = put(np.zeros((shapes.media_tokens, found.shape[1]), found.dtype), layout)
             self._features_layout = None if model.mesh is None else (layout,)
         self._types = type(model), type(drafter), type(cache)
         mode = _mode(model)
@@ -398,7 +398,7 @@ class Runner:
         for row, mask in masks.items():
             if mask is not None:
                 bits[row] = mask
-        place = lambda x: jax.device_put(x, sharding(x.shape, (None,) * x.ndim, self.model.mesh))
+        place = lambda x: put(x, sharding(x.shape, (None,) * x.ndim, self.model.mesh))
         return device.Masks(place(is_masked), place(bits))
 
     def _steering(self, edits: RowEdits, count: int) -> dict[str, Steering] | None:
@@ -412,7 +412,7 @@ class Runner:
         if known is None or known != dict(edits):
             of_rows = [edits.get(row) for row in range(count)]
             width, mode = self.model.config.hidden_size, is_invariant(self.model)
-            place = lambda x: jax.device_put(x, sharding(x.shape, (None,) * x.ndim, self.model.mesh))
+            place = lambda x: put(x, sharding(x.shape, (None,) * x.ndim, self.model.mesh))
             on_device = jax.tree.map(place, steering_of(of_rows, self.shapes.edits, width, mode))
             self._steered[count] = dict(edits), on_device
         return on_device
@@ -469,7 +469,7 @@ class Runner:
 
     def _send_changes(self) -> None:
         """Send table and stop reasons if the host changed them; they are plain transfers, nothing is compiled."""
-        send = lambda new, old: jax.device_put(new.copy(), old.sharding)
+        send = lambda new, old: put(new.copy(), old.sharding)
         if self._table_is_stale:
             cache = self.state.cache.replace(table=send(self.table, self.state.cache.table))
             self.state = replace(self.state, cache=cache)
@@ -507,7 +507,7 @@ class Runner:
         groups = []
         for ids in _padded_groups(page_ids):
             ids = np.where(ids < 0, ids[0], ids)
-            contents = device.read_pages(self.state.cache, ids)
+            contents = device.read_pages(self.state.cache, ids, layout=self._cache_layout)
             if is_awaited:
                 contents = jax.device_get(contents)
             else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto.generated import common_pb2
@@ -124,6 +125,8 @@ class Worker:
         draft: str | Path | None = None,
         draft_tokens: int = DRAFT_TOKENS,
         prefill_from: Sequence[str] = (),
+        mesh: Mesh | str | None = None,
+        weights: str = "dequantize",
         **knobs: Unpack[EngineKnobs],
     ) -> "Worker":
         """Read a folder in the hub's layout and make an engine for it.
@@ -137,15 +140,16 @@ class Worker:
           draft: what proposes tokens, as in `Engine`: "builtin", "ngram", or the folder of an EAGLE3 draft.
           draft_tokens: as in `Engine`.
           prefill_from: addresses, HOST:PORT, of other processes' engines that read the prompts (`PrefillClient`).
+          mesh: devices to shard over, as in `m3jax.load`.
+          weights: the form of MXFP8 weights, as in `m3jax.load`.
           **knobs: of `Engine`; without `pages` there are as many as `max_batch` requests of the model's context take,
             and at most 4,096.
 
         Raises:
           ValueError: a folder that cannot be used, or a bad knob.
         """
-        engine, lm = engine_from_pretrained(
-            folder, dtype=dtype, invariant=invariant, draft=draft, draft_tokens=draft_tokens, **knobs
-        )
+        how = dict(dtype=dtype, invariant=invariant, mesh=mesh, draft=draft, draft_tokens=draft_tokens, weights=weights)
+        engine, lm = engine_from_pretrained(folder, **how, **knobs)
         prefill = PrefillClient(prefill_from, engine) if prefill_from else None
         return cls(engine, lm, name=name, max_requests=max_requests, prefill=prefill)
 
@@ -487,10 +491,12 @@ def engine_from_pretrained(
     invariant: bool = False,
     draft: str | Path | None = None,
     draft_tokens: int = DRAFT_TOKENS,
+    mesh: Mesh | str | None = None,
+    weights: str = "dequantize",
     **knobs: Unpack[EngineKnobs],
 ) -> tuple[Engine, TextModel]:
     """Read a folder in the hub's layout and make an engine for it; the arguments are `Worker.from_pretrained`'s."""
-    lm = TextModel.from_pretrained(folder, dtype=dtype)
+    lm = TextModel.from_pretrained(folder, dtype=dtype, mesh=mesh, weights=weights)
     lm = replace(lm, model=lm.model.with_invariance(invariant))
     blocks = -(-lm.model.config.max_position_embeddings // lm.model.config.index_block_size)
     pages = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))}

@@ -1,0 +1,298 @@
+"""Two processes as one run, over gloo: the tokens of one process, each host's own bytes, and an end in one line."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import host_process
+from support.checkpoint_folders import random_tensors, tiny_config, write_folder
+from support.engines import quick
+
+from m3jax import checkpoint
+from m3jax.checkpoint import tree
+from m3jax.hosts.agree import agree, fingerprint
+from m3jax.hosts.channel import Channel, Store
+from m3jax.hosts.deaths import dead_line
+from m3jax.hosts.job import Job
+from m3jax.hosts.run import _check_free, _wait_for_coordinator
+from m3jax.hosts.wire import from_bytes, to_bytes
+
+TESTS = Path(__file__).parents[1]
+CONFIG = tiny_config(num_attention_heads=8, num_key_value_heads=4)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("hosts") / "hub", CONFIG, random_tensors(CONFIG), shards=2)
+
+
+@pytest.fixture(scope="module")
+def processes(hub) -> list[tuple[dict, int, str, str]]:
+    """(report, exit status, stdout, stderr) of two processes that did all their work; then the second was killed."""
+    port = str(free_port())
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    flags += f" --xla_force_host_platform_device_count={host_process.DEVICES}"
+    env = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}", "XLA_FLAGS": flags}
+    started = [
+        subprocess.Popen(
+            [sys.executable, host_process.__file__, str(i), port, str(hub.parent), "idle"],
+            **dict(env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
+        )
+        for i in range(2)
+    ]
+    found = []
+    for i, process in enumerate(started):
+        out, err = process.communicate(timeout=900)
+        path = hub.parent / f"report{i}.json"
+        assert path.is_file(), err
+        found.append((json.loads(path.read_text()), process.returncode, out, err))
+    return found
+
+
+@cache
+def alone() -> dict:
+    """Return what the requests get from an engine on one device."""
+    with quick():
+        return host_process.work(host_process.made(dict(pages=21), None))
+
+
+@pytest.mark.parametrize("name", host_process.ENGINES)
+def test_two_processes_generate_what_one_does(name, processes):
+    expected, together = dict(alone()), dict(processes[0][0][name])
+    assert expected.keys() - together.keys() <= {"moved"}  # no request with a draft is
+    assert together.pop("refused") == expected.pop("refused")
+    if "draft" in name:  # which draws with other random numbers
+        together = {request: together[request] for request in ("first", "guided", "late", "copied")}
+    for request, (tokens, reason, logprobs) in together.items():
+        # One was stopped in the middle: how far it came depends on how many rows there are.
+        count = min(len(tokens), len(expected[request][0])) if reason == "aborted" else None
+        assert (tokens[:count], reason) == (expected[request][0][:count], expected[request][1]), request
+        np.testing.assert_allclose(logprobs[:count], expected[request][2][:count], atol=2e-5)
+    assert together["late"][1] == "deadline"
+
+
+def test_a_request_has_the_bits_that_it_has_alone(processes):
+    """In the invariant mode, over pages of two hosts, beside others and by itself."""
+    report = processes[0][0]
+    assert report["pages"]["first"][2] == report["alone"]
+
+
+def test_guides_are_asked_by_process_0_alone(processes):
+    assert processes[0][0]["asked"] > 0
+    assert processes[1][0]["asked"] == 0
+
+
+def test_each_process_reads_its_own_bytes(hub, processes):
+    """Experts and heads are cut over both: each device is sent its part, and each host the parts of its devices."""
+    reports = [report["bytes"] for report, *_ in processes]
+    assert [len(report) for report in reports] == [2, 2]
+    model, whole = checkpoint.load_with_report(hub, "float32", progress=False)
+    _, as_one = checkpoint.load_with_report(hub, "float32", "expert=2,tensor=2", progress=False)
+    assert [size for report in reports for size in report.values()] == list(as_one.bytes_read.values())
+    (in_files,) = whole.bytes_read.values()
+    assert max(map(max, (report.values() for report in reports))) < 0.5 * in_files
+    expected = sum(float(np.abs(np.asarray(x)).sum(dtype=np.float64)) for x in tree.flatten(model).values())
+    np.testing.assert_allclose([report["held"] for report, *_ in processes], expected, rtol=1e-12)
+
+
+def test_what_two_processes_saved_one_restores(hub, processes):
+    model = checkpoint.load(hub, "float32", progress=False)
+    for mesh in (None, "tensor=4"):
+        restored = checkpoint.load_orbax(
+            hub.parent / "orbax", None if mesh is None else checkpoint.loading.as_mesh(mesh)
+        )
+        expected = tree.flatten(model)
+        for name, value in tree.flatten(restored).items():
+            np.testing.assert_array_equal(np.asarray(value), np.asarray(expected[name]))
+
+
+def test_a_killed_process_ends_the_other_in_one_line(processes):
+    _, status, out, err = processes[0]
+    host = socket.gethostname()
+    line = f"m3jax.test: error: process 1 ({host}) ended or is unreachable; this process ends too; start all again"
+    assert (status, out, err) == (2, "", line + "\n")
+    assert processes[1][1:] == (-9, "", "")
+
+
+# Without processes
+
+
+class FakeClient:
+    """The key-value store of JAX's coordination service, for threads of one process."""
+
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+
+    def key_value_set_bytes(self, key, value):
+        with self.changed:
+            assert key not in self.values
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key, _):
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, 30)
+            return self.values[key]
+
+    def key_value_delete(self, folder):
+        with self.changed:
+            self.values = {key: x for key, x in self.values.items() if not key.startswith(f"{folder}/")}
+
+
+def side_by_side(*calls):
+    """Return the results of calls on threads, or what they raised."""
+    results = [None] * len(calls)
+
+    def note(i):
+        try:
+            results[i] = calls[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=note, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_other_versions_and_folders_are_refused_on_all_and_both_named(tmp_path):
+    client = FakeClient()
+    stores = [Store(client, i, 3) for i in range(3)]
+    side_by_side(*(store.introduce for store in stores))
+    facts = [{"m3jax": "1", "jax": "0.10.2"}, {"m3jax": "1", "jax": "0.10.2"}, {"m3jax": "1", "jax": "0.11.0"}]
+    calls = [lambda i=i: agree(stores[i], "versions", facts[i]) for i in range(3)]
+    host = socket.gethostname()
+    line = f"jax is '0.10.2' on process 0 ({host}) and '0.11.0' on process 2 ({host}): every process needs the same"
+    assert list(map(str, side_by_side(*calls))) == [line] * 3
+    folders = [tmp_path / name for name in "ab"]
+    for folder, scale in zip(folders, (1, 2), strict=True):
+        write_folder(folder, CONFIG, random_tensors(CONFIG), rope_theta=1e4 * scale)
+    assert fingerprint(folders[0]) == fingerprint(folders[0]) != fingerprint(folders[1])
+
+
+def test_messages_come_in_order_and_are_forgotten():
+    """A reader that is two blocks behind holds the sender up; what all have read leaves the store."""
+    client = FakeClient()
+    channels = [Channel(Store(client, i, 3), "calls") for i in range(3)]
+    numbers = range(1500)
+    send = lambda: [channels[0].send(str(i).encode()) for i in numbers]
+    receive = [lambda c=c: [int(c.receive()) for _ in numbers] for c in channels[1:]]
+    _, *received = side_by_side(send, *receive)
+    assert received == [list(numbers)] * 2
+    assert len(client.values) < 800
+
+
+def test_a_message_is_what_was_sent():
+    from m3jax.decoding import Params, Sampling, Steer
+    from m3jax.decoding.engine import Media
+
+    params = Params(max_new_tokens=3, sampling=Sampling(logit_bias={3: 1.5}, bad_words=((1, 2),)), stop_ids=(4,))
+    steer = Steer(add=np.arange(3, dtype=np.float32))
+    media = Media(images=((np.ones((4, 1176), np.float32), (1, 2, 2)),))
+    sent = {"call": "add", "args": [(1, 2), params], "x": [None, True, np.int32(3), float("inf"), {1: "é"}]}
+    assert from_bytes(to_bytes(sent)) == sent
+    back = from_bytes(to_bytes([steer, media]))
+    np.testing.assert_array_equal(back[0].add, steer.add)
+    np.testing.assert_array_equal(back[1].images[0][0], media.images[0][0])
+    assert back[1].images[0][1] == (1, 2, 2)
+    with pytest.raises(ValueError, match="cannot carry a function"):
+        to_bytes(lambda: None)
+
+
+# As jaxlib 0.10.2 writes them.
+SILENT = b"""F1124 client.h:80] Terminating process because the JAX distributed service detected fatal errors. absl: \
+UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
+1
+3
+The tasks have crashed. Check the task logs for an earlier error
+RPC: /xla.coordination.CoordinationService/PollForError"""
+GONE = b"""F1124 client.h:80] Terminating process because the JAX distributed service detected fatal errors. absl: \
+UNAVAILABLE: Failed to send RPC to coordination service. Either the leader task was preempted
+:UNKNOWN:Error received from peer  {grpc_message:"Socket closed", grpc_status:14}"""
+
+LATE = (
+    b"F1124 client.h:80] Terminating process because the JAX distributed service detected fatal errors. absl::Status: \
+DEADLINE_EXCEEDED: Deadline Exceeded"
+)
+
+TWICE = (
+    b"F1124 client.h:80] Terminating process because the JAX distributed service detected fatal errors. absl::Status: \
+ABORTED: 1 unexpectedly tried to connect with a different incarnation. It has likely restarted."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (SILENT, "host 1, host 3 ended or is unreachable; this process ends too; start all again"),
+        (GONE, "host 0, which coordinates, ended or is unreachable; this process ends too; start all again"),
+        (TWICE, "--process-id 1 came twice, or was started again alone; start all, each with its own --process-id"),
+        (LATE, "not all processes of the run came in time; start all, each with its own --process-id"),
+        (b"terminate called after throwing an instance of 'std::bad_alloc'", None),
+    ],
+)
+def test_the_line_names_who_is_gone(text, line):
+    assert dead_line(text, lambda i: f"host {i}", own_id=2) == line
+
+
+def test_a_coordinator_that_never_comes_and_a_port_that_is_taken():
+    port = free_port()
+    job = Job(f"127.0.0.1:{port}", 2, 1, start_timeout=1)
+    with pytest.raises(ValueError, match=f"process 1 of 2: no coordinator at 127.0.0.1:{port} in 1 s .Connection ref"):
+        _wait_for_coordinator(job)
+    with socket.socket() as other:
+        other.bind(("", port))
+        other.listen()
+        with pytest.raises(
+            ValueError, match=f"127.0.0.1:{port}: process 0 cannot listen there: Address already in use"
+        ):
+            _check_free(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--coordinator here --mesh data=2", "give HOST:PORT of process 0, or auto"),
+        ("--coordinator h:1 --mesh data=2 --num-processes 2", "needs --process-id too"),
+        ("--coordinator h:1 --mesh data=2 --num-processes 2 --process-id 2", "its own number from 0 to N - 1"),
+        ("--coordinator h:1 --num-processes 2 --process-id 1", "needs --mesh"),
+        ("--process-id 1", "--process-id goes with --coordinator"),
+        ("--coordinator auto --mesh data=2", "no job of SLURM, Open MPI, Kubernetes or Cloud TPU"),
+    ],
+)
+def test_arguments_that_no_run_has(arguments, message, capsys):
+    from m3jax.cli import main
+
+    assert main(["--prompt-tokens", "1", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_slurm_names_the_job(monkeypatch):
+    """One process a host has all of its devices; of several each has one."""
+    from argparse import Namespace
+
+    slurm = {"JOB_ID": "1", "STEP_NODELIST": "node[3-4]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
+    args = Namespace(coordinator="auto", heartbeat=30, start_timeout=5)
+    assert Job.of(args) == Job("node3:1234", 2, 1, None, 30, 5)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
+    assert Job.of(args) == Job("node3:1234", 2, 1, (0,), 30, 5)
