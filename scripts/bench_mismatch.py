@@ -14,6 +14,7 @@ reading without.
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,9 +116,11 @@ def measure(model: M3, args: argparse.Namespace) -> dict:
             figures[f"{draws}: {name}"] = mismatch(batch["sampler"], own, batch["mask"])
             if name == "nothing":
                 figures[f"{draws}: TIS"] = figures[f"{draws}: {name}"] | truncation(batch, own)
+            note(f"{draws}: {name}", figures)
         exact = as_batch(draw(invariant_engine, ask(ALL, **of_draws)), length, ALL)
         own = read_batch(model.with_invariance(), exact, (SUPPORT,) if of_draws else ())
         figures[f"{draws}: invariant"] = mismatch(exact["sampler"], own, exact["mask"])
+        note(f"{draws}: invariant", figures)
         if not of_draws:
             changed = swapped(model, episodes, length, size)
     return {
@@ -131,6 +134,11 @@ def measure(model: M3, args: argparse.Namespace) -> dict:
         "bytes a token": bytes_of(episodes),
         "costs": costs(engine, invariant_engine, model, batch, draw, ask, knobs),
     }
+
+
+def note(name: str, figures: dict[str, dict]) -> None:
+    """Say a figure as it is there: the tables come at the end."""
+    print(f"{name}: k3_kl {figures[name]['k3_kl']:.3g}", file=sys.stderr, flush=True)
 
 
 def read_batch(model: M3, batch: dict, replay: tuple[str, ...]) -> np.ndarray:

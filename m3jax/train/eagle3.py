@@ -70,7 +70,7 @@ def continuations(
 
 def draft_losses(
     draft: Eagle3, taps: Float[Array, "B T A D"], logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], model: M3,
-    steps: int,
+    steps: int, lengths: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, " S"], Float[Array, " S"]]:  # fmt: skip
     """Return the cross-entropy to the target's distribution after each unrolled draft step, and how often both agree.
 
@@ -81,9 +81,10 @@ def draft_losses(
       draft: shares the target's embedding or head where it has none.
       taps: of the target, on these tokens.
       logits: the target's, after each token.
-      tokens: right from the first position on, without padding.
+      tokens: right from the first position on.
       model: the target.
       steps: S, draft steps.
+      lengths: tokens of each row, behind which there is padding; all of them by default.
 
     Returns:
       (losses in nats, share of positions where the most probable tokens are the same), one a step.
@@ -91,6 +92,7 @@ def draft_losses(
     features = draft.features(taps)  # [B T D]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     chain_step = jax.checkpoint(partial(_chain_step, draft, model))
+    ends = tokens.shape[1] if lengths is None else lengths[:, None]
     past, losses, agreements = [], [], []
     for step in range(steps):
         tokens_ahead = jnp.roll(tokens, -(step + 1), axis=1)
@@ -98,9 +100,10 @@ def draft_losses(
         target_logits = jnp.roll(logits, -(step + 1), axis=1)  # [B T V]
         cross_entropy = -jnp.sum(jax.nn.softmax(target_logits) * jax.nn.log_softmax(draft_logits), axis=-1)
         agrees = jnp.argmax(target_logits, axis=-1) == jnp.argmax(draft_logits, axis=-1)
-        # What is rolled in from the front at a row's end is no target.
-        is_target = positions < tokens.shape[1] - step - 1
-        mean = lambda x, is_target=is_target: jnp.sum(jnp.where(is_target, x, 0)) / jnp.sum(is_target)
+        # Padding, and what is rolled in from the front at a row's end, is no target.
+        is_target = positions < ends - step - 1
+        count = jnp.maximum(jnp.sum(is_target), 1)
+        mean = lambda x, is_target=is_target, count=count: jnp.sum(jnp.where(is_target, x, 0)) / count
         losses.append(mean(cross_entropy))
         agreements.append(mean(agrees.astype(cross_entropy.dtype)))
     return jnp.stack(losses), jnp.stack(agreements)
@@ -149,16 +152,18 @@ def draft_train_step(
     optimizer: optax.GradientTransformation,
     steps: int,
     dtype: str = "bfloat16",
+    lengths: Int[Array, " B"] | None = None,
 ) -> tuple[DraftState, dict[str, Array]]:
     """Take one optimiser step on rows of a target's tokens.
 
     Args:
       state: donated.
       model: the target, which is not trained.
-      tokens: rows without padding.
+      tokens: rows, right-padded.
       optimizer: static, so make it once.
       steps: draft steps that are unrolled.
       dtype: that the draft computes in.
+      lengths: tokens of each row; all of them by default.
 
     Returns:
       (new state, {"loss": nats, "agreement": of each draft step, "grad_norm"}).
@@ -168,7 +173,7 @@ def draft_train_step(
 
     def mean_loss(draft):
         compute_draft = jax.tree.map(lambda x: x.astype(dtype), draft)
-        losses, agreement = draft_losses(compute_draft, taps, logits, tokens, model, steps)
+        losses, agreement = draft_losses(compute_draft, taps, logits, tokens, model, steps, lengths)
         step_weights = STEP_WEIGHT ** jnp.arange(steps)
         return jnp.sum(losses * step_weights) / jnp.sum(step_weights), agreement
 
@@ -183,3 +188,57 @@ def draft_optimizer(learning_rate: optax.Schedule) -> optax.GradientTransformati
     is_decayed = lambda draft: jax.tree.map(lambda x: x.ndim > 1, draft)
     adamw = optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.01, mask=is_decayed)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def refresh_draft(
+    draft: Eagle3,
+    model: M3,
+    rows: Sequence[Sequence[int]],
+    *,
+    steps: int = 100,
+    batch: int = 16,
+    unroll: int = 3,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    progress: bool = True,
+) -> Eagle3:
+    """Return a draft that was trained further, on what its target writes by now, such as a policy that has moved.
+
+    Whatever draft an engine has, its tokens are the target's; one that knows an older target has fewer accepted.
+
+    Args:
+      draft: not changed.
+      model: the target, as it is served.
+      rows: what the target wrote, prompts included, such as `Episode.tokens` of the last rounds.
+      steps: of the optimiser.
+      batch: rows of a step; each pass over the rows has an order of its own.
+      unroll: draft steps that are unrolled.
+      learning_rate: of the first step; it falls to 0 as a cosine.
+      seed: of the order.
+      progress: whether to show how far it is (`m3jax.progress`).
+
+    Returns:
+      The draft, in the dtype that it had.
+
+    Raises:
+      ValueError: no rows, or one of fewer than two tokens.
+    """
+    shortest = min(map(len, rows), default=0)
+    if shortest < 2:
+        raise ValueError(f"{len(rows)} rows, the shortest of {shortest} tokens: give some, of 2 tokens at least")
+    lengths = np.array([len(row) for row in rows], np.int32)
+    size = model.config.index_block_size
+    tokens = np.zeros((len(rows), -(-lengths.max() // size) * size), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    optimizer = draft_optimizer(optax.cosine_decay_schedule(learning_rate, steps))
+    state, dtype, rng = init_draft_state(draft, optimizer), draft.dtype, np.random.default_rng(seed)
+    order = np.concatenate([rng.permutation(len(rows)) for _ in range(-(-steps * batch // len(rows)))])
+    with activity(progress, about=(len(rows), tokens.shape[1], batch, unroll)) as line:
+        for step in range(steps):
+            chosen = order[step * batch : (step + 1) * batch]
+            state, _ = draft_train_step(
+                state, model, jnp.asarray(tokens[chosen]), optimizer, unroll, str(dtype), jnp.asarray(lengths[chosen])
+            )
+            line.say(f"refreshing the draft: step {step + 1} of {steps}")
+    return jax.tree.map(lambda x: x.astype(dtype), state.draft)

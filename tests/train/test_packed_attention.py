@@ -1,0 +1,50 @@
+"""Attention of packed rows by parts and pieces of queries, against one softmax over the whole row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from m3jax.train import packing
+from m3jax.train.packing import attend_by_chunks
+
+
+def test_parts_and_pieces_of_a_row_are_one_attention(monkeypatch):
+    """T29, T35: documents, rows of padding and queries that see nothing; outputs, and gradients of q, k and v.
+
+    40 queries are three parts of a row, and pieces of 4 that the backward pass computes again.
+    """
+    monkeypatch.setattr(packing, "_LEAST_PART", 16)
+    monkeypatch.setattr(packing, "_SCORES_AT_ONCE", 2 * 4 * 40 * 4)
+    draw = np.random.default_rng(0)
+    batch, length, heads, kv_heads, width = 2, 40, 4, 2, 8
+    q, k, v, wanted = (
+        jnp.asarray(draw.normal(size=(batch, length, n, width)), jnp.float32)
+        for n in (heads, kv_heads, kv_heads, heads)
+    )
+    slots = np.tile(np.arange(length, dtype=np.int32), (batch, 1))
+    first = slots // 13 * 13  # documents of 13 tokens
+    slots[1, 30:] = -1  # padding
+    drops = draw.integers(0, 3, (batch, length)).astype(np.int32)  # by query and KV head, keys that are not selected
+
+    def visible(slots, first, drops, num_keys):
+        keys = jnp.arange(num_keys, dtype=jnp.int32)
+        of_document = (keys >= first[..., None]) & (keys <= slots[..., None])  # [B T S]
+        dropped = (keys + drops[..., None])[:, None] % 3 == jnp.arange(kv_heads)[:, None, None]  # [B K T S]
+        return of_document[:, None] & ~dropped
+
+    def by_chunks(q, k, v):
+        return attend_by_chunks(q, k, v, visible, *map(jnp.asarray, (slots, first, drops)))
+
+    def at_once(q, k, v):
+        mask = jnp.repeat(visible(slots, first, drops, length), heads // kv_heads, axis=1)  # [B N T S]
+        keys, values = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+        scores = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", q, keys, precision="highest") * width**-0.5, -1e30)
+        weights = jnp.where(mask, jax.nn.softmax(scores), 0)
+        return jnp.einsum("bnts,bsnh->btnh", weights, values, precision="highest")
+
+    loss = lambda attend: lambda *x: jnp.sum(attend(*x) * wanted)
+    np.testing.assert_allclose(by_chunks(q, k, v), at_once(q, k, v), atol=1e-5)
+    assert not np.asarray(by_chunks(q, k, v))[1, 30:].any()
+    found, expected = (jax.grad(loss(attend), (0, 1, 2))(q, k, v) for attend in (by_chunks, at_once))
+    for name, one, other in zip("qkv", found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5, err_msg=f"gradient of {name}")
