@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from support.embedded import TOKENIZER
 
 from m3jax.decoding import loop as loop_module
-from m3jax.serve.gateway.http import _MOST_AHEAD, OPENAI, lively
+from m3jax.serve.gateway.http import OPENAI, EventStream, Pace
 from m3jax.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,24 +87,28 @@ def test_tokens_of_one_message_are_one_chunk(scripted):
         assert len(pieces) <= num_tokens / 4 + 2 < num_tokens
 
 
-def test_a_slow_client_bounds_what_is_made_ahead():
-    """Events are made a little ahead, come in order and joined, and wait for a client that does not read."""
-    made = []
+def test_a_slow_client_holds_up_what_it_does_not_read():
+    """While an event is written no other is made: what a client does not read costs no memory."""
+    made, written = [], []
 
     async def events():
-        for number in range(200):
+        for number in range(20):
             made.append(number)
             yield f"{number}\n"
 
-    async def run() -> str:
-        found = ""
-        async for text in lively(events(), OPENAI, 10.0, time.monotonic(), 60.0):
-            found += text
-            await asyncio.sleep(0.001)
-            assert text.count("\n") <= _MOST_AHEAD and len(made) <= found.count("\n") + _MOST_AHEAD
-        return found
+    async def send(message: dict) -> None:
+        await asyncio.sleep(0.001)
+        if body := message.get("body"):
+            written.append(body.decode())
+            assert len(made) == len(written)
 
-    assert asyncio.run(run()) == "".join(f"{number}\n" for number in range(200))
+    async def run() -> None:
+        pace = Pace(10.0, 60.0, asyncio.get_running_loop().time())
+        stream = EventStream(events(), OPENAI, pace, {}, lambda status: written.append(status))
+        await stream({}, asyncio.get_running_loop().create_future, send)
+
+    asyncio.run(run())
+    assert written == [*(f"{number}\n" for number in range(20)), "200"]
 
 
 def test_readers_of_one_loop_are_woken_by_one_call():

@@ -340,20 +340,20 @@ async def _events(gateway: Gateway, ask: Ask, head: dict[str, Any], route: str) 
     has_begun = False
     async with aclosing(gateway.run(ask, route)) as news:
         async for each in news:
+            lines: list[str] = []  # that one write sends
             if not has_begun:
                 has_begun = True
                 cached = each.cached if isinstance(each, Piece) else each.usage.cached
                 usage = _usage(Usage(len(ask.request.tokenized.input_ids), cached))
-                yield _event("message_start", message={**begun, "usage": usage})
+                lines.append(_event("message_start", message={**begun, "usage": usage}))
             if isinstance(each, Piece):
                 for event in each.events:
-                    for line in blocks.events(event):
-                        yield line
+                    lines += blocks.events(event)
             elif isinstance(each, End):
-                for line in blocks.close():
-                    yield line
-                yield _event("message_delta", delta=_stop(each), usage=_usage(each.usage))
-                yield _event("message_stop")
+                lines += blocks.close()
+                lines.append(_event("message_delta", delta=_stop(each), usage=_usage(each.usage)))
+                lines.append(_event("message_stop"))
+            yield "".join(lines)
 
 
 def _event(name: str, /, **fields: Any) -> str:
