@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,10 @@ def test_a_text_has_no_fewer_tokens_than_its_bound(text, times):
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * (1 << 22)}]}),
         ("/v1/completions", {"prompt": "a" * (1 << 22), "max_tokens": 4}),
+        ("/tokenize", {"prompt": "a" * (1 << 22)}),
+        ("/tokenize", {"content": "a" * (1 << 22), "with_pieces": True}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * (1 << 22)}]}),
+        ("/detokenize", {"tokens": [5] * (1 << 20)}),
     ],
 )
 def test_a_text_that_cannot_fit_is_not_tokenized(scripted, monkeypatch, path, body):
@@ -71,6 +76,21 @@ def test_a_text_that_cannot_fit_is_not_tokenized(scripted, monkeypatch, path, bo
     status, _, text = server.ask(path, body)
     assert (status, json.loads(text)["error"]["code"]) == (400, "context_length_exceeded")
     assert not worker.requests and max(tokenized, default=0) < 1 << 22
+
+
+def test_a_long_text_is_tokenized_beside_the_event_loop(scripted, monkeypatch):
+    """While a text is made to ids, and ids to their pieces and to a text, the server answers others."""
+    server, _ = scripted
+    threads = []
+    note = lambda method: (
+        lambda *words, **more: threads.append(threading.current_thread().name) or method(*words, **more)
+    )
+    for name in ("encode", "decode", "token_bytes"):
+        monkeypatch.setattr(Tokenizer, name, note(getattr(Tokenizer, name)))
+    _, _, text = server.ask("/tokenize", {"prompt": "A text.", "with_pieces": True})
+    ids = [token["id"] for token in json.loads(text)["tokens"]]
+    assert json.loads(server.ask("/detokenize", {"tokens": ids})[2])["prompt"] == "A text."
+    assert len(threads) == 2 + len(ids) and all(name.startswith("asyncio_") for name in threads), threads
 
 
 def test_tokens_of_one_message_are_one_chunk(scripted):
