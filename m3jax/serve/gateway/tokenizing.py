@@ -36,8 +36,8 @@ def fields_of_tokenize(model: Model) -> dict[str, RequestField]:
 async def tokenize(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any]:
     """Return the token ids of a text ("prompt", or "content" as llama.cpp has it) or of a conversation ("messages").
 
-    With `with_pieces` each token comes with its text, with `return_token_strs` the texts come beside the ids. A text that
-    has more tokens than the context in any case is refused before it is tokenized, as a prompt is.
+    With `with_pieces` each token comes with its text, with `return_token_strs` the texts come beside the ids. A text
+    that has more tokens than the context in any case is refused before it is tokenized, as a prompt is.
     """
     given = [name for name in ("prompt", "content", "messages") if name in fields]
     if len(given) != 1:
