@@ -20,7 +20,7 @@ COMMANDS = {
     "generate": "continue prompts with a model",
     "serve": "OpenAI's and Anthropic's endpoints over HTTP, and a worker by gRPC",
     "plan": "whether a model fits a slice of accelerators, and how fast it could be",
-    "train": "train a model on a task of your own, by groups of answers and their rewards",
+    "train": "learn from conversations or rewards, and convert a dense model to sparse attention",
     "evaluate": "perplexity, recall, KL, caught attention, accepted drafts: figures and pictures",
     "vectors": "golden vectors: inputs, and the outputs that any engine must give for them",
     "compare": "where two engines part: the first quantity between tokens and logits that differs",

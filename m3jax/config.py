@@ -70,6 +70,7 @@ class M3Config:
     rope_theta: float = 5e6
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
+    swiglu_beta: float = 1.0
     max_position_embeddings: int = 1_048_576
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
@@ -228,6 +229,8 @@ def _validate(c: M3Config) -> None:
          f"{shown(sorted(set(c.layer_types)))}"),
         (set(c.mlp_layer_types) <= {DENSE_MLP, MOE}, f"mlp_layer_types: allowed are {DENSE_MLP!r} and {MOE!r}, "
          f"got {shown(sorted(set(c.mlp_layer_types)))}"),
+        (c.swiglu_beta in keys.SWIGLU_BETAS, f"swiglu_beta = {shown(c.swiglu_beta)}: allowed are 1.0, and 0.0 for an "
+         "MLP whose up is not shifted"),
         (c.index_score_type in ("max", "lse"), f"index_score_type (sparse_score_type) = {shown(c.index_score_type)}: "
          "allowed are 'max' and 'lse'"),
     ]  # fmt: skip

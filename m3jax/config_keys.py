@@ -10,6 +10,8 @@ from m3jax.messages import listed, note_problems, shown
 LARGEST_INTEGER = 2**31 - 1
 SMALLEST_REAL, LARGEST_REAL = 1.1754943508222875e-38, 3.4028234663852886e38
 _MOST_STOP_IDS = 4096
+# What is added to an MLP's `up`: 1 in M3, whose file leaves it out; 0 in the plain SwiGLU of a converted model.
+SWIGLU_BETAS = (1.0, 0.0)
 MODEL_TYPES = ("minimax_m3_vl", "minimax_m3_vl_text")
 
 # The hub's names for what the flat transformers names call otherwise.
@@ -30,8 +32,8 @@ _REQUIRED = (
     "num_experts_per_tok", "index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks",
     "index_local_blocks",
 )  # fmt: skip
-_OPTIONAL = ("routed_scaling_factor", "rms_norm_eps", "swiglu_alpha", "swiglu_limit", "max_position_embeddings",
-             "bos_token_id")  # fmt: skip
+_OPTIONAL = ("routed_scaling_factor", "rms_norm_eps", "swiglu_alpha", "swiglu_limit", "swiglu_beta",
+             "max_position_embeddings", "bos_token_id")  # fmt: skip
 
 # Keys with one supported value; any other value is another model. An absent key means that value.
 _FIXED = {
@@ -43,7 +45,7 @@ _FIXED = {
     "qk_norm_type": ("per_head",),
     # transformers writes "silu" for a checkpoint that says "swigluoai", and computes SwiGLU-OAI all the same.
     "hidden_act": ("swigluoai", "silu"),
-    "swiglu_beta": (1.0,),
+    "swiglu_beta": SWIGLU_BETAS,
     "tie_word_embeddings": (False,),
     "scoring_func": ("sigmoid",),
     "use_routing_bias": (True,),
@@ -59,7 +61,7 @@ _FIXED = {
 _FIXED_SPARSE = {"use_sparse_attention": (True,)}
 
 # Keys that do not change a forward pass: bookkeeping, training, and what transformers writes into every config.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     [
         "architectures",
         "auto_map",
@@ -118,7 +120,9 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], Iterable[str]], ...] = (
         *_REQUIRED, "max_position_embeddings", "index_init_blocks", *(set(_SPARSE_NAMES) - {"sparse_score_type"}),
     )),
     ("an integer of 32 bits or null", _or_none(_is_integer), ("rotary_dim", "bos_token_id")),
-    ("a finite float32 number", _is_number, ("routed_scaling_factor", "rms_norm_eps", "swiglu_alpha", "swiglu_limit")),
+    ("a finite float32 number", _is_number, (
+        "routed_scaling_factor", "rms_norm_eps", "swiglu_alpha", "swiglu_limit", "swiglu_beta",
+    )),
     ("a finite float32 number or null", _or_none(_is_number), ("rope_theta", "partial_rotary_factor")),
     ("a list of 0 and 1", _or_none(_list_of(lambda value: value in (0, 1))), (
         "moe_layer_freq", "sparse_attention_freq", "sparse_disable_index_value",
@@ -176,6 +180,8 @@ def write_text_config(values: Mapping[str, Any]) -> dict[str, Any]:
     in_hub_form = {"index_n_heads", "layer_types", "mlp_layer_types", "rotary_dim", "rope_theta", "eos_token_id",
                    *_SPARSE_NAMES.values()}  # fmt: skip
     unchanged = {name: value for name, value in values.items() if name not in in_hub_form}
+    if values["swiglu_beta"] == 1.0:
+        del unchanged["swiglu_beta"]  # M3's own value, which its file leaves out
     is_sparse = [int(kind == "minimax_m3_sparse") for kind in values["layer_types"]]
     factor = _rotated_part(values["rotary_dim"], values["head_dim"])
     eos = list(values["eos_token_id"])
@@ -228,7 +234,7 @@ def _unsupported(found: Mapping[str, Any], fixed: Mapping[str, tuple]) -> list[s
 
 def _unknown_keys(text: Mapping[str, Any], sparse: Mapping[str, Any]) -> list[str]:
     """Keys of a text config, and of its sparse_attention_config, that are in no list here."""
-    known = {*_REQUIRED, *_OPTIONAL, *_INDEX_DEFAULTS, *_FIXED, *_HARMLESS, "layer_types", "mlp_layer_types",
+    known = {*_REQUIRED, *_OPTIONAL, *_INDEX_DEFAULTS, *_FIXED, *HARMLESS, "layer_types", "mlp_layer_types",
              "moe_layer_freq", "rope_theta", "rotary_dim", "partial_rotary_factor", "rope_parameters",
              "eos_token_id", "sparse_attention_config"}  # fmt: skip
     known_sparse = {*_SPARSE_NAMES, *_FIXED_SPARSE, "sparse_attention_freq", "sparse_disable_index_value"}

@@ -1,4 +1,4 @@
-"""The weights that activations are multiplied by: a matrix, one in MXFP8, or one of a stack, read in place."""
+"""The weights that activations are multiplied by: a matrix, in MXFP8, of a stack, or divided over a mesh."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
 from m3jax.mxfp8 import MXFP8Array
@@ -49,7 +50,52 @@ class StackedLayer:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack)
 
 
-Weight = Shaped[Array, "..."] | MXFP8Array | StackedLayer
+@partial(jax.tree_util.register_dataclass, data_fields=("weight",), meta_fields=("partition", "mesh", "least_tokens"))
+@dataclass(frozen=True)
+class DividedWeight:
+    """A matrix of one layer that lies on a mesh: each device multiplies by the part that it holds.
+
+    Attributes:
+      weight: the matrix, or the stack that a kernel reads it in.
+      partition: the mesh axis that divides each axis `[*inputs *outputs]`, or None.
+      mesh: where it lies.
+      least_tokens: tokens of a call from which they are divided too (`m3jax.parallel.token_axes`).
+    """
+
+    weight: Any
+    partition: tuple[str | None, ...]
+    mesh: Any
+    least_tokens: int
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the matrix; a matrix in MXFP8 has none, and this raises AttributeError."""
+        return self.weight.dtype
+
+    @property
+    def is_summed(self) -> bool:
+        """True if inputs are divided: a device has a part of each sum."""
+        return self.partition[0] is not None
+
+    @property
+    def specs(self) -> Any:
+        """The partition, as `jax.shard_map` takes it for `weight`."""
+        if isinstance(self.weight, StackedLayer):
+            return replace(self.weight, stack=PartitionSpec(None, *self.partition), layer=PartitionSpec())
+        return PartitionSpec(*self.partition)
+
+    def __getitem__(self, index: Any) -> "DividedWeight":
+        """Return this object for the index `...`, with which every parameter is read.
+
+        Raises:
+          IndexError: any other index.
+        """
+        if index is not ...:
+            raise IndexError("a matrix that devices hold parts of has no rows by itself")
+        return self
+
+
+Weight = Shaped[Array, "..."] | MXFP8Array | StackedLayer | DividedWeight
 
 
 def merge_inputs(weight: Weight, num_inputs: int) -> Weight:
@@ -59,6 +105,9 @@ def merge_inputs(weight: Weight, num_inputs: int) -> Weight:
       weight: `[*inputs *outputs]`, without a stack, or a layer of one.
       num_inputs: how many axes become one.
     """
+    if isinstance(weight, DividedWeight):  # devices hold whole heads: of the merged axes the first is divided
+        partition = weight.partition[0], *weight.partition[num_inputs:]
+        return replace(weight, weight=merge_inputs(weight.weight, num_inputs), partition=partition)
     if isinstance(weight, StackedLayer):
         return replace(weight, stack=_merge(weight.stack, 1, num_inputs))
     return _merge(weight, 0, num_inputs)

@@ -98,7 +98,8 @@ def check_config(config: Any) -> int:
     dense = is_dense.index(False) if False in is_dense else len(is_dense)
     wrong = {
         "layers: dense ones first, in attention and MLP alike": is_dense != is_full or any(is_dense[dense:]),
-        "swiglu_alpha 1.702 and swiglu_limit 7": (config.swiglu_alpha, config.swiglu_limit) != (1.702, 7.0),
+        "swiglu_alpha 1.702, swiglu_limit 7 and swiglu_beta 1":
+            (config.swiglu_alpha, config.swiglu_limit, config.swiglu_beta) != (1.702, 7.0, 1.0),
         "index_n_heads = num_key_value_heads": config.index_n_heads != config.num_key_value_heads,
         "shared_intermediate_size: a multiple of intermediate_size":
             config.shared_intermediate_size % config.intermediate_size != 0,

@@ -43,25 +43,37 @@ class PageAllocator:
     by nobody. Cached pages are given away when no page is free, the least recently used first. Registered pages and
     pages of several requests are read-only: `extend` orders a copy before a request writes into one.
 
+    Where n devices divide the pool, each has a run of neighbouring pages, its stripe. A request begins on the device
+    that has the most to give, and its pages lie on the devices in turn: of any n in a row a device holds one, so that
+    it finds its part of a row without a search, and has an equal part of the work. Requests that share pages share the
+    first one, and so the device where they begin.
+
     Args:
-      num_pages: of the device's pool; their ids are 0 to num_pages - 1.
+      num_pages: of the devices' pool; their ids are 0 to num_pages - 1.
       page_size: P, tokens of a page.
       share: whether full pages are registered, so that later requests can use them.
-      stripes: devices that divide the pool; neighbouring pages of a request lie on different ones.
+      stripes: n, devices that divide the pool.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size below 1, or pages that the devices do not divide evenly.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, share: bool = True, stripes: int = 1):
         self.num_pages = _count("num_pages", num_pages)
         self.page_size = _count("page_size", page_size)
         self._share = share
-        # A device has a run of neighbouring pages; free ones are taken from the list's end, one device after the other.
-        stripe_size = -(-self.num_pages // _count("stripes", stripes))
-        self._free = sorted(range(num_pages), key=lambda page: (page % stripe_size, page), reverse=True)
+        self.stripes = _count("stripes", stripes)
+        if self.num_pages % self.stripes:
+            raise ValueError(
+                f"num_pages = {num_pages} over {stripes} devices: must be a multiple, as the cache rounds it up to"
+            )
+        self._stripe_size = self.num_pages // self.stripes
+        # Free pages by device; they are taken from a list's end.
+        self._free = [
+            list(range(first, first + self._stripe_size))[::-1] for first in range(0, num_pages, self._stripe_size)
+        ]
         self._users = [0] * num_pages
-        self._prefix = PrefixIndex(page_size)
+        self._prefix = PrefixIndex(page_size, self._stripe_size, self.stripes)
         self._sequences: dict[int, _Sequence] = {}
         self._next_handle = 0
         self._hit_tokens = self._missed_tokens = self._evictions = 0
@@ -115,8 +127,8 @@ class PageAllocator:
           goes into a read-only page, else none. `table` has the new pages.
 
         Raises:
-          OutOfPages: too few pages are free or cached. Nothing was changed. A request that is alone gets this only for
-            a copy after `truncate`, and no more once it is released and added again.
+          OutOfPages: too few pages are free or cached on some device. Nothing was changed. A request that is alone gets
+            this only for a copy after `truncate`, and no more once it is released and added again.
           ValueError: an unknown handle, n below 0, or a request that would be longer than the pool.
         """
         sequence = self._sequence(handle)
@@ -124,8 +136,12 @@ class PageAllocator:
         self._check_fits(end)
         pages, next_block = sequence.pages, sequence.length // self.page_size
         needs_copy = n > 0 and next_block < len(pages) and not self._writable(pages[next_block])
+        count = max(0, self._blocks(end) - len(pages))
+        first_stripe = self._next_stripe(pages, count)
         # All pages are taken at once, or none: a request that waits for more would keep what others wait for.
-        new_pages = self._take(max(0, self._blocks(end) - len(pages)) + needs_copy)
+        stripes = [(first_stripe + i) % self.stripes for i in range(count)]
+        copy_stripe = [self._stripe(pages[next_block])] if needs_copy else []  # a page is copied on its own device
+        new_pages = self._take(stripes + copy_stripe)
         copies = []
         if needs_copy:
             copies.append(Copy(pages[next_block], new_pages.pop()))
@@ -133,6 +149,16 @@ class PageAllocator:
             pages[next_block] = copies[0].target
         pages += new_pages
         return copies
+
+    def can_give(self, count: int, handle: int | None = None) -> bool:
+        """Return True if a request could get so many pages behind those that it has.
+
+        Args:
+          count: pages.
+          handle: from `add` or `fork`; None for a request that has no page yet.
+        """
+        pages = [] if handle is None else self._sequence(handle).pages
+        return self._has_room(self._next_stripe(pages, count), count)
 
     def commit(self, handle: int, tokens: Sequence[int] | np.ndarray) -> None:
         """Note that the device has written these tokens, which come after those committed; full pages are registered.
@@ -195,7 +221,8 @@ class PageAllocator:
 
     def forget(self) -> None:
         """Forget every registered page, as new weights need it: cached pages are free, those in use stay in use."""
-        self._free += self._prefix.clear()
+        for page in self._prefix.clear():
+            self._free[self._stripe(page)].append(page)
 
     def observe(self, observer: Callable[[PageEvent], None] | None) -> None:
         """Have a function called whenever a page becomes known to later requests, or is no longer; None ends that."""
@@ -211,7 +238,9 @@ class PageAllocator:
           ValueError: n below 1.
         """
         count = min(_count("n", n), len(self._prefix.unused))
-        self._free += [self._prefix.evict() for _ in range(count)]
+        for _ in range(count):
+            page = self._prefix.evict()
+            self._free[self._stripe(page)].append(page)
         self._evictions += count
         return count
 
@@ -264,12 +293,12 @@ class PageAllocator:
     @property
     def free(self) -> frozenset[int]:
         """The free pages, whose contents no request and no later prompt needs."""
-        return frozenset(self._free)
+        return frozenset(chain.from_iterable(self._free))
 
     @property
     def available(self) -> int:
-        """Pages that `extend` can give: free and cached ones."""
-        return len(self._free) + len(self._prefix.unused)
+        """Pages that `extend` can give, on all devices: free and cached ones."""
+        return sum(map(len, self._free)) + len(self._prefix.unused)
 
     def statistics(self) -> dict[str, int]:
         """Return counters of the pool's pages and of the tokens found in it.
@@ -279,7 +308,7 @@ class PageAllocator:
           found in the cache and the others. evictions: cached pages given away.
         """
         return {
-            "free": len(self._free),
+            "free": sum(map(len, self._free)),
             "cached": len(self._prefix.unused),
             "used": self.num_pages - self.available,
             "hit_tokens": self._hit_tokens,
@@ -309,16 +338,51 @@ class PageAllocator:
         self._sequences[handle] = _Sequence(pages, tokens)
         return handle
 
-    def _take(self, count: int) -> list[int]:
-        """Take pages for one request, which may write into them; cached ones are evicted if too few are free."""
-        if count > self.available:
+    def _stripe(self, page: int) -> int:
+        """Return the device that holds a page."""
+        return page // self._stripe_size
+
+    def _on_device(self, stripe: int) -> int:
+        """Return the number of pages that a device can give: free and cached ones."""
+        return len(self._free[stripe]) + self._prefix.num_unused[stripe]
+
+    def _next_stripe(self, pages: Sequence[int], count: int) -> int:
+        """Return the device from which a request's next `count` pages are dealt.
+
+        It comes behind the device of the request's last page. The first page is on that which has the most to give, if
+        any can be the first: of equal ones that with more free pages, then the lower one.
+        """
+        if pages:
+            return (self._stripe(pages[-1]) + 1) % self.stripes
+        return max(
+            range(self.stripes),
+            key=lambda stripe: (
+                self._has_room(stripe, count), self._on_device(stripe), len(self._free[stripe]), -stripe
+            ),
+        )  # fmt: skip
+
+    def _has_room(self, first_stripe: int, count: int) -> bool:
+        """Return True if `count` pages can be dealt, one from each device in turn."""
+        rounds, rest = divmod(count, self.stripes)
+        places = range(self.stripes if rounds else rest)
+        return all(self._on_device((first_stripe + i) % self.stripes) >= rounds + (i < rest) for i in places)
+
+    def _take(self, stripes: Sequence[int]) -> list[int]:
+        """Take a page of each of these devices for one request, which may write into them.
+
+        Where a device has too few free ones, cached pages are forgotten, of whichever device: the least recently used
+        first, so that the end of a chain goes before its beginning.
+        """
+        needed = Counter(stripes)
+        if any(count > self._on_device(stripe) for stripe, count in needed.items()):
+            where = "free or cached" if self.stripes == 1 else f"free or cached, on {self.stripes} devices in turn"
             raise OutOfPages(
-                f"{count} pages are needed and {self.available} of {self.num_pages} are free or cached: release a "
+                f"{len(stripes)} pages are needed and {self.available} of {self.num_pages} are {where}: release a "
                 "request, or make the pool larger"
             )
-        if count > len(self._free):
-            self.evict(count - len(self._free))
-        pages = [self._free.pop() for _ in range(count)]
+        while any(count > len(self._free[stripe]) for stripe, count in needed.items()):
+            self.evict(1)
+        pages = [self._free[stripe].pop() for stripe in stripes]
         for page in pages:
             self._users[page] = 1
         return pages
@@ -331,7 +395,7 @@ class PageAllocator:
         if page in self._prefix.nodes:  # a later request may begin with its tokens
             self._prefix.leave(page)
         else:
-            self._free.append(page)
+            self._free[self._stripe(page)].append(page)
 
     def _register(self, sequence: _Sequence, block: int) -> None:
         """Make a full page known, so that later requests find it."""
@@ -341,7 +405,7 @@ class PageAllocator:
         previous = sequence.pages[block - 1] if block else None
         replaced = self._prefix.register(sequence.pages[block], tokens, previous)
         if replaced is not None:
-            self._free.append(replaced)
+            self._free[self._stripe(replaced)].append(replaced)
 
     def _writable(self, page: int) -> bool:
         """Return True if only one request has the page, and no later one can find it."""
@@ -369,7 +433,11 @@ class PageAllocator:
 
     def _broken_pages(self) -> Iterator[str]:
         users = Counter(page for sequence in self._sequences.values() for page in sequence.pages)
-        nodes, unused, times_free = self._prefix.nodes, self._prefix.unused, Counter(self._free)
+        nodes, unused = self._prefix.nodes, self._prefix.unused
+        times_free = Counter(chain.from_iterable(self._free))
+        for stripe, free in enumerate(self._free):
+            if strangers := [page for page in free if page in range(self.num_pages) and self._stripe(page) != stripe]:
+                yield f"page {strangers[0]} is free on device {stripe}, which does not hold it"
         for page, counted in enumerate(self._users):
             num_users, is_cached = users[page], int(page in unused)
             if counted != num_users:
@@ -389,6 +457,9 @@ class PageAllocator:
             yield f"request {handle} has {len(pages)} pages and needs {written}"
         if len(set(pages)) < len(pages):
             yield f"request {handle} has a page twice"
+        for block, page in enumerate(pages):
+            if (self._stripe(page) - self._stripe(pages[0]) - block) % self.stripes:
+                yield f"page {page}, number {block} of request {handle}, is on device {self._stripe(page)}, out of turn"
         for page in pages[written:]:
             if not self._writable(page):
                 yield f"page {page}, reserved by request {handle}, is shared or registered"

@@ -18,7 +18,8 @@ class Pool:
       num_pages: there are the pages 0 to num_pages - 1.
       page_size: P, tokens of a page.
       shares: whether full pages become known, so that later requests find them.
-      stripes: devices that divide the pool.
+      stripes: n, devices that divide the pool evenly, each a run of neighbouring pages. The pages of a request lie on
+        the devices in turn, and the first on any one.
 
     Attributes:
       free: the free pages; the last of the list is taken first, and what is given back becomes the last.
@@ -30,9 +31,8 @@ class Pool:
     """
 
     def __init__(self, num_pages: int, page_size: int, shares: bool = True, stripes: int = 1):
-        self.page_size, self.shares = page_size, shares
-        stripe_size = -(-num_pages // stripes)  # neighbouring pages of a device; requests go from device to device
-        self.free = sorted(range(num_pages), key=lambda page: (page % stripe_size, page))[::-1]
+        self.page_size, self.shares, self.stripes, self.stripe_size = page_size, shares, stripes, num_pages // stripes
+        self.free = list(range(num_pages))[::-1]
         self.known: dict[tuple[int, ...], int] = {}
         self.left_at: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
@@ -41,7 +41,8 @@ class Pool:
 
     def state(self) -> dict[str, Any]:
         """Return all that later calls depend on, in the form of `state_of`."""
-        lists = dict(free=self.free, cached=self.cached, known=self.known, pages=self.pages, tokens=self.tokens)
+        free = [[page for page in self.free if self.stripe(page) == stripe] for stripe in range(self.stripes)]
+        lists = dict(free=free, cached=self.cached, known=self.known, pages=self.pages, tokens=self.tokens)
         return lists | dict(evictions=self.evicted)
 
     # Who has a page
@@ -65,6 +66,38 @@ class Pool:
     def available(self) -> int:
         """The number of pages that `extend` can give."""
         return len(self.free) + len(self.cached)
+
+    def stripe(self, page: int) -> int:
+        """Return the device that holds a page."""
+        return page // self.stripe_size
+
+    def available_on(self, stripe: int) -> int:
+        """Return the number of pages that a device can give."""
+        return sum(self.stripe(page) == stripe for page in self.free + self.cached)
+
+    def have(self, stripes: Sequence[int]) -> bool:
+        """Return True if each device can give as many pages as it is named."""
+        return all(stripes.count(stripe) <= self.available_on(stripe) for stripe in stripes)
+
+    def dealt(self, pages: Sequence[int], count: int) -> list[int]:
+        """Return the devices of `count` pages that follow those of a request: in turn behind the last page's.
+
+        The first page is on the device that has the most to give, of those from which the pages can be dealt if there
+        are any; of equal ones on that with more free pages, then the lower one.
+        """
+        from_device = lambda first: [(first + i) % self.stripes for i in range(count)]
+        if pages:
+            return from_device(self.stripe(pages[-1]) + 1)
+
+        def preference(first):
+            num_free = sum(self.stripe(page) == first for page in self.free)
+            return self.have(from_device(first)), self.available_on(first), num_free, -first
+
+        return from_device(max(range(self.stripes), key=preference))
+
+    def can_give(self, count: int, handle: int | None = None) -> bool:
+        """Return True if a request could get so many pages behind those that it has."""
+        return self.have(self.dealt([] if handle is None else self.pages[handle], count))
 
     def blocks(self, num_tokens: int) -> int:
         """Return the number of pages that so many tokens fill or begin."""
@@ -98,11 +131,16 @@ class Pool:
         pages, written = self.pages[handle], len(self.tokens[handle])
         block = written // self.page_size
         copies_page = count > 0 and block < len(pages) and self.is_read_only(pages[block])
-        wanted = max(0, self.blocks(written + count) - len(pages)) + copies_page
-        if wanted > self.available:
-            raise OutOfPages(f"{wanted} pages are needed and {self.available} are free or cached")
-        self.evict(wanted - len(self.free))
-        taken = [self.free.pop() for _ in range(wanted)]
+        wanted = self.dealt(pages, max(0, self.blocks(written + count) - len(pages)))
+        wanted += [self.stripe(pages[block])] if copies_page else []  # on the copied page's own device
+        if not self.have(wanted):
+            raise OutOfPages(f"{len(wanted)} pages are needed and {self.available} are free or cached")
+        taken = []
+        while any(wanted.count(s) > sum(self.stripe(page) == s for page in self.free) for s in wanted):
+            self.evict(1)
+        for stripe in wanted:
+            taken.append(next(page for page in reversed(self.free) if self.stripe(page) == stripe))
+            self.free.remove(taken[-1])
         if not copies_page:
             pages += taken
             return []
@@ -112,7 +150,10 @@ class Pool:
         return [Copy(copied, pages[block])]
 
     def commit(self, handle: int, tokens: Sequence[int]) -> None:
-        """Write tokens; each page that they fill becomes known, if the one before it is known and no other is used."""
+        """Write tokens; each page that they fill becomes known, if the one before it is known and no other is used.
+
+        A first page that is known on another device stays so: those that follow it are in turn behind it.
+        """
         pages, written = self.pages[handle], self.tokens[handle]
         first_block = len(written) // self.page_size
         written += tokens
@@ -120,9 +161,11 @@ class Pool:
             chain = tuple(written[: (block + 1) * self.page_size])
             is_chained = block == 0 or self.known.get(chain[: -self.page_size]) == pages[block - 1]
             other = self.known.get(chain)
-            if not self.shares or not is_chained or other == pages[block] or (other is not None and self.users(other)):
+            if not self.shares or not is_chained or other == pages[block]:
                 continue
             if other is not None:
+                if self.users(other) or self.stripe(other) != self.stripe(pages[block]):
+                    continue
                 self.free.append(other)
             self.known[chain] = pages[block]
 

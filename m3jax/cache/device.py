@@ -1,6 +1,7 @@
 """The device side of the cache: the pages of all stacks of layers, and the table that finds them."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -50,11 +51,12 @@ class Cache:
                 f"batch = {batch}, max_length = {max_length}: need at least 1 row and 1 to "
                 f"{config.max_position_embeddings} tokens (the model's context)"
             )
-        blocks = -(-max_length // config.index_block_size)
-        pages = batch * blocks
-        cache = cls.pool(config, pages, batch, blocks, dtype, mesh, **types)
-        # Neighbouring blocks lie `batch` pages apart, so that devices which divide the pages share every row.
-        table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, batch).T
+        blocks, shards = -(-max_length // config.index_block_size), page_shards(mesh)
+        cache = cls.pool(config, pages_of_rows([blocks] * batch, shards), batch, blocks, dtype, mesh, **types)
+        # The blocks of a row lie on the devices in turn (`PageAllocator`), those of row b from device b on.
+        row, block = jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.arange(blocks, dtype=jnp.int32)
+        on_device = block // shards * batch + row  # [B M]: each device has a page of every row for each turn
+        table = (block + row) % shards * (cache.num_pages // shards) + on_device
         return cache.replace(table=jax.device_put(table, sharding(table.shape, (None, None), mesh)))
 
     @classmethod
@@ -206,6 +208,16 @@ def _offloaded(
     return OffloadedStack(
         jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), index_k, scales, slots, jnp.int32(0), hits, misses, moved
     )
+
+
+def pages_of_rows(blocks: Sequence[int], shards: int) -> int:
+    """Return the pages with which rows of so many blocks find room on every device, wherever each of them begins.
+
+    Args:
+      blocks: of each row.
+      shards: devices that divide the pages (`page_shards`).
+    """
+    return shards * sum(-(-count // shards) for count in blocks)
 
 
 def page_shards(mesh: Mesh | None) -> int:

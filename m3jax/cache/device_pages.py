@@ -102,7 +102,9 @@ class StackCache(ReadByViews):
         Returns:
           The queries, rounded to `dtype`, and the pages with the new tokens.
         """
-        layer, places = call.layer, call.places
+        layer, places, slots, lengths = call.layer, call.places, call.positions, call.lengths
+        if places.share is not None:  # a token of another device's page is normed and rotated here, and not written
+            slots, lengths = places.share.slots(slots, lengths), places.share.lengths(lengths)
         ones = jnp.ones_like(self.scales.k[layer])  # [K]; only float8 is scaled
         k_scale, v_scale = (self.scales.k[layer], self.scales.v[layer]) if self.k.dtype == FLOAT8 else (ones, ones)
         index, index_scale = None, ones  # index keys have one head; the kernel reads its scale from the first place
@@ -110,7 +112,7 @@ class StackCache(ReadByViews):
             index = self.index_view(layer, places, dtype)
             index_scale = ones * self.scales.index_k[layer] if self.index_k.dtype == FLOAT8 else ones
         q, index_q, k, v, index_k = ops.insert(
-            projections, norms, cos, sin, self.view(layer, places, dtype), index, call.positions, call.lengths,
+            projections, norms, cos, sin, self.view(layer, places, dtype), index, slots, lengths,
             eps=eps, scales=jnp.stack([k_scale, v_scale, index_scale]), backend=backend,
         )  # fmt: skip
         return Heads(q=q, index_q=index_q), self.replace(k=k, v=v, index_k=index_k)
@@ -118,12 +120,12 @@ class StackCache(ReadByViews):
     def view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> Paged:
         """Return a view of one layer's keys and values, read in `dtype`."""
         scales = (self.scales.k[layer], self.scales.v[layer]) if self.k.dtype == FLOAT8 else None
-        return Paged(self.k, self.v, scales, layer, places.table, dtype, places.device_axes)
+        return Paged(self.k, self.v, scales, layer, places.table, dtype, places.share)
 
     def index_view(self, layer: Int[Array, ""] | int, places: Places, dtype: DTypeLike) -> PagedIndex:
         """Return a view of one layer's index keys, read in `dtype`."""
         scale = self.scales.index_k[layer] if self.index_k.dtype == FLOAT8 else None
-        return PagedIndex(self.index_k, scale, layer, places.table, dtype, places.device_axes)
+        return PagedIndex(self.index_k, scale, layer, places.table, dtype, places.share)
 
     def after_layer(self) -> "StackCache":
         """Return the same pages: they hold the keys of every layer."""

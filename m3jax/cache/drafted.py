@@ -19,7 +19,8 @@ from m3jax.cache.device import Cache
 from m3jax.cache.device_pages import StackCache
 from m3jax.cache.storage import Places
 from m3jax.config import M3Config
-from m3jax.msa.views import Paged
+from m3jax.msa.share import Share
+from m3jax.msa.views import Joined, Paged
 from m3jax.parallel import sharding
 
 
@@ -27,14 +28,14 @@ from m3jax.parallel import sharding
 class AfterFirst:
     """A view of pages as blocks of one token each, without the first token of a row."""
 
-    pages: Paged
+    pages: Paged | Joined
 
     block_size = 1
 
     @property
-    def device_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which devices divide the pages."""
-        return self.pages.device_axes
+    def share(self) -> Share | None:
+        """The pages of each row that this device holds; None if it has all."""
+        return self.pages.share
 
     @property
     def num_blocks(self) -> int:
@@ -75,16 +76,21 @@ class AfterFirst:
         return k, v
 
     def present(self, first, count):
-        """Return True for tokens whose page this device holds, and False for the first token of a row."""
+        """Return True for tokens that have a page, and False for the first token of a row."""
         slots = first + jnp.arange(count, dtype=jnp.int32)
         is_held = self.pages.present(0, self.pages.num_blocks)  # [B pages]
-        # Slot 0 has no feature before it, and so no key.
-        return is_held[:, slots // self.pages.block_size] & (slots > 0)
+        # Slot 0 has no feature before it, and so no key. Of a share it is slot 0 if the row's first page is in it.
+        has_feature = slots > 0 if self.share is None else (slots > 0) | (self.share.first[:, None] > 0)
+        return is_held[:, slots // self.pages.block_size] & has_feature
 
     def of_row(self, row, multiple=1):
         """Return a view of one row; behind it are tokens of no page."""
         page_size = self.pages.block_size
         return self.replace(pages=self.pages.of_row(row, multiple // math.gcd(multiple, page_size)))
+
+    def joined(self):
+        """Return a view of the tokens of all devices."""
+        return self.replace(pages=self.pages.joined())
 
 
 @struct.dataclass

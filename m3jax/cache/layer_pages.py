@@ -99,8 +99,8 @@ class ReadByViews:
 
     def select(self, call, index_q, rules):
         """Return the blocks that each query keeps of all that its row has."""
-        # Scores that devices join go through memory, so XLA computes them, whichever kernels attend.
-        backend = "xla" if call.places.device_axes else call.backend
+        # Candidates of devices come with their scores, which kernels keep to themselves: XLA makes them.
+        backend = "xla" if call.places.share is not None else call.backend
         index = self.index_view(call.layer, call.places, index_q.dtype)
         return ops.select(index_q, index, call.positions, call.lengths, rules, schedule=call.schedule, backend=backend)
 

@@ -1,6 +1,6 @@
 """An index of full pages by the tokens that lead to them, so that requests which begin alike share their pages."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -46,15 +46,22 @@ class PrefixIndex:
     A request that uses a page uses its parents too, and gives its pages back last one first. So in `unused` a page
     always comes before its parent, and evicting in that order never leaves a hole in a chain.
 
+    The pages of a chain lie on the devices in turn: the children of a page are on the device behind its own
+    (`m3jax.cache.PageAllocator`).
+
     Args:
       page_size: P, tokens of a page.
+      stripe_size: pages of a device.
+      stripes: devices that divide the pool.
 
     Attributes:
       observer: called with a `PageEvent` whenever what can be found has changed; None for nobody.
+      num_unused: of the registered pages that no request uses, how many lie on each device.
     """
 
-    def __init__(self, page_size: int):
-        self.page_size = page_size
+    def __init__(self, page_size: int, stripe_size: int, stripes: int = 1):
+        self.page_size, self._stripe_size = page_size, stripe_size
+        self.num_unused = [0] * stripes
         self.observer: Callable[[PageEvent], None] | None = None
         self._next_number = 0
         self.root = Node(-1, ())
@@ -75,7 +82,8 @@ class PrefixIndex:
         """Register a full page that a request has written.
 
         Nothing happens if the page before it is not registered, or if another request uses a page of the same
-        tokens: otherwise a chain could lose its beginning while a request still needs its end.
+        tokens: otherwise a chain could lose its beginning while a request still needs its end. Nor does it if the known
+        page is on another device, as a first one can be: those that follow it would no longer be in turn.
 
         Args:
           page: its id.
@@ -96,25 +104,30 @@ class PrefixIndex:
             self._tell("stored", node.number, parent.number, key)
         replaced = None if node.page == page else node.page
         if replaced is not None:
-            if replaced not in self.unused:
+            is_in_turn = replaced // self._stripe_size == page // self._stripe_size
+            if replaced not in self.unused or not is_in_turn:
                 return None
-            del self.nodes[replaced], self.unused[replaced]
+            self.use(replaced)
+            del self.nodes[replaced]
             node.page = page
         self.nodes[page] = node
         return replaced
 
     def use(self, page: int) -> None:
         """Note that a request begins to use a page; an unregistered one is ignored."""
-        self.unused.pop(page, None)
+        if self.unused.pop(page, None) is not None:
+            self.num_unused[page // self._stripe_size] -= 1
 
     def leave(self, page: int) -> None:
         """Note that the last request that used a page has given it back."""
         self.unused[page] = self.nodes[page]
+        self.num_unused[page // self._stripe_size] += 1
 
     def evict(self) -> int:
         """Forget the page that has been unused for longest, and return it."""
         # Released pages were added from the end of a chain to its beginning, so none goes before those behind it.
-        page, node = self.unused.popitem(last=False)
+        page, node = next(iter(self.unused.items()))
+        self.use(page)
         del self.nodes[page], node.parent.children[node.tokens]
         self._tell("evicted", node.number)
         return page
@@ -129,6 +142,7 @@ class PrefixIndex:
         self.root = Node(-1, ())
         self.nodes.clear()
         self.unused.clear()
+        self.num_unused = [0] * len(self.num_unused)
         self._tell("cleared")
         return unused
 
@@ -143,6 +157,9 @@ class PrefixIndex:
           users: requests that use each page, by page id.
         """
         order = {page: i for i, page in enumerate(self.unused)}
+        of_device = Counter(page // self._stripe_size for page in self.unused)
+        if self.num_unused != (counted := [of_device[stripe] for stripe in range(len(self.num_unused))]):
+            yield f"devices have {counted} unused pages, and {self.num_unused} are counted"
         for page, node in self.nodes.items():
             parent = node.parent
             if node.page != page:
@@ -155,6 +172,8 @@ class PrefixIndex:
                 continue
             if self.nodes.get(parent.page) is not parent:
                 yield f"page {page} has lost its parent: the chain has a hole"
+            if (page // self._stripe_size - parent.page // self._stripe_size - 1) % len(self.num_unused):
+                yield f"page {page} is not on the device behind its parent's"
             # Else an unused page could have used ones after it, and could not be evicted.
             if users[parent.page] < users[page]:
                 yield f"page {page} has users that its parent lacks"

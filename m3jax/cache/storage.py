@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from m3jax.config import M3Config
+from m3jax.msa.share import Share
 
 FLOAT8 = "float8_e4m3fn"
 DTYPES = ("bfloat16", "float16", "float32", "float64", FLOAT8)
@@ -28,18 +29,19 @@ class Places:
     """The slots that a call's tokens are written to, and the pages that hold their rows' past.
 
     Attributes:
-      table: the page of each block of each row; one outside [0, pages) is no page, or lies on another device.
+      table: the page of each block of each row; one outside [0, pages) is no page.
       page: that each token is written to; one outside [0, pages) for a token that is not written here.
       offset: of the token in its page.
       host: the host pages of the stack that runs, if its keys and values are in host memory.
-      device_axes: inside `shard_map`, the mesh axes over which devices divide the pages; () where this one has all.
+      share: inside `shard_map`, the blocks of each row that this device holds: the table has those alone. None where it
+        has all.
     """
 
     table: Int[Array, "B M"]
     page: Int[Array, "B T"]
     offset: Int[Array, "B T"]
     host: HostPages | None = None
-    device_axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
+    share: Share | None = None
 
     @classmethod
     def nowhere(cls, positions: Int[Array, "B T"]) -> "Places":
@@ -47,11 +49,26 @@ class Places:
         no_page = jnp.full(positions.shape, -1, jnp.int32)
         return cls(jnp.zeros((positions.shape[0], 0), jnp.int32), no_page, no_page)
 
-    def on_this_device(self, device_axes: tuple[str, ...], num_pages: int) -> "Places":
-        """Return places with page ids counted from this device's first page, inside `shard_map`; others lie outside."""
-        # What other devices hold is then below 0 or beyond the last page, and so is no page here.
-        first_page = jax.lax.axis_index(device_axes) * num_pages
-        return self.replace(table=self.table - first_page, page=self.page - first_page, device_axes=device_axes)
+    def on_this_device(self, mesh_axes: tuple[str, ...], num_pages: int, page_size: int) -> "Places":
+        """Return the part of this device, inside `shard_map`; pages are counted from its first one.
+
+        The blocks of a row lie on the devices in turn (`m3jax.cache.PageAllocator`), from that of its first page on. So
+        each device holds one of any n in a row, and its table has a column for every n of them.
+
+        Args:
+          mesh_axes: over which devices divide the pages.
+          num_pages: of each device.
+          page_size: P.
+        """
+        device, num_devices = jax.lax.axis_index(mesh_axes), jax.lax.axis_size(mesh_axes)
+        begins_on = jnp.maximum(self.table[:, 0], 0) // num_pages  # [B]; a row without pages begins anywhere
+        share = Share((device - begins_on) % num_devices, page_size, num_devices, mesh_axes)
+        padding = ((0, 0), (0, -self.table.shape[1] % num_devices))
+        by_turn = jnp.pad(self.table, padding, constant_values=-1).reshape(len(self.table), -1, num_devices)  # [B m n]
+        table = jnp.take_along_axis(by_turn, share.first[:, None, None], axis=2)[..., 0]  # [B m]
+        # What is no page, or another device's, is then below 0 or behind the last page.
+        first_page = device * num_pages
+        return self.replace(table=table - first_page, page=self.page - first_page, share=share)
 
 
 @struct.dataclass

@@ -211,7 +211,7 @@ def _of_products(
     if differing.kind == "ffn_out" and pair.config is not None and pair.config.mlp_layer_types[layer] == "dense":
         gate, up = read("gate"), read("up")
         if gate is not None and up is not None:
-            x = _swiglu(gate, up, pair.config.swiglu_alpha, pair.config.swiglu_limit)
+            x = _swiglu(gate, up, pair.config.swiglu_alpha, pair.config.swiglu_limit, pair.config.swiglu_beta)
             inputs = _other_swiglus(pair, gate, up)
     source = {"gate": "ffn_norm", "up": "ffn_norm"}.get(differing.kind, "attention_norm")
     if differing.kind in ("q_proj", "k_proj", "v", "index_q_proj", "index_k_proj", "gate", "up"):

@@ -8,6 +8,7 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 
+from m3jax.cache.device import page_shards, pages_of_rows
 from m3jax.compile_cache import compile_cache
 from m3jax.decoding.engine import (
     DRAFT_TOKENS,
@@ -69,7 +70,7 @@ def build_engine(
     Raises:
       ValueError: as `Engine`.
     """
-    pages = rows * math.ceil(length / model.config.index_block_size)
+    pages = pages_of_rows([math.ceil(length / model.config.index_block_size)] * rows, page_shards(model.mesh))
     with compile_cache():
         room = {"pages": pages, "max_batch": rows, "max_length": length}
         engine = Engine(model, draft=draft, draft_tokens=draft_tokens, **room | page_types(model) | knobs)
@@ -133,7 +134,8 @@ def engine_for(
     is_cpu = platform() == "cpu"
     least = _MIN_TOKENS_ON_CPU if is_cpu else _MIN_TOKENS
     blocks = _bucket(math.ceil(max(least, *lengths) / page_size), 1)
-    pages = _bucket(sum(math.ceil(length / page_size) for length in lengths), 1)
+    blocks_of_rows = [math.ceil(length / page_size) for length in lengths]
+    pages = _bucket(pages_of_rows(blocks_of_rows, page_shards(model.mesh)), 1)
     max_batch = _bucket(len(prompts), 1)
     chunk = prefill_chunks(_bucket(longest_prompt, 16))[-1] if prefill_chunk is None else prefill_chunk
     if prefill_chunk is None and is_cpu and len(prompts) == 1 and longest_prompt <= _CHUNKED_TOKENS:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-from m3jax.decoding.engine import Engine, Generation, Params, TokenEvent
+from m3jax.decoding.engine import Engine, Generation, Guide, Params, Snapshot, TokenEvent
 from m3jax.decoding.sampling import HostOrDevice
 
 _Result = TypeVar("_Result")
@@ -169,6 +169,39 @@ class EngineLoop:
           LoopFull: no room came.
           LoopClosed: the loop was closed, or its engine failed.
         """
+        return self._submit(n, timeout, lambda: self._engine.add(prompt, params, *args, n=n, **kwargs))
+
+    def submit_snapshot(
+        self,
+        snapshot: Snapshot,
+        guide: Guide | None = None,
+        *,
+        timeout: int | float | None = None,
+        n: int | None = None,
+        cached_tokens: int = 0,
+    ) -> RequestStream | list[RequestStream]:
+        """Queue a request that another engine exported, or a group of them, as `Engine.import_request` does.
+
+        Args:
+          snapshot, guide, cached_tokens: as in `Engine.import_request`.
+          timeout, n: as in `submit`.
+
+        Returns:
+          The stream of its events; with `n` a list of them.
+
+        Raises:
+          ValueError: what the engine refuses, or a group larger than `max_requests`.
+          OutOfPages: its pages do not fit at the moment.
+          LoopFull: no room came.
+          LoopClosed: the loop was closed, or its engine failed.
+        """
+        order = lambda: self._engine.import_request(snapshot, guide, n=n, cached_tokens=cached_tokens)
+        return self._submit(n, timeout, order)
+
+    def _submit(
+        self, n: int | None, timeout: int | float | None, order: Callable[[], int | list[int]]
+    ) -> RequestStream | list[RequestStream]:
+        """Carry out an order of the engine that queues requests, and return their streams."""
         count = n if isinstance(n, int) and n > 0 else 1
         if count > self._max_requests:
             raise ValueError(f"n = {n}: this loop takes {self._max_requests} requests at once (max_requests)")
@@ -181,7 +214,7 @@ class EngineLoop:
 
         def add() -> RequestStream | list[RequestStream]:
             try:
-                handles = self._engine.add(prompt, params, *args, n=n, **kwargs)
+                handles = order()
             except BaseException:
                 self._leave(count)
                 raise

@@ -5,6 +5,7 @@ from jaxtyping import Array, PyTree
 
 from m3jax.config import M3Config
 from m3jax.execution.compute import TOKEN_TILE, Compute
+from m3jax.execution.divided import Divided
 from m3jax.execution.fast import Fast, quantises_activations
 from m3jax.execution.keep import Keep, KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual, Probe
 from m3jax.execution.layers import run_layers, take_apart
@@ -18,6 +19,7 @@ __all__ = [
     "NOTHING",
     "TOKEN_TILE",
     "Compute",
+    "Divided",
     "Edit",
     "Execution",
     "Fast",
@@ -52,7 +54,8 @@ def execution_of(
       has_cache: whether the calls have a cache.
     """
     if not compute.invariant:
-        return Fast(compute, has_cache)
+        # Without a cache, as in training, XLA divides a call as it likes.
+        return (Divided if compute.is_divided and has_cache else Fast)(compute, has_cache)
     takes_kernels = not compute.is_divided and not quantises_activations(parameters)
     by_kernels = takes_kernels and kernels_order(config, dtype, compute.backend)
     return (Ordered if by_kernels else Tiled)(compute, has_cache)

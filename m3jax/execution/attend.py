@@ -50,10 +50,11 @@ def attend_over_mesh(
 ) -> tuple[Float[Array, "B T N H"], StackCache]:
     """Run `attend` on every device of a mesh, each over the pages that it holds.
 
-    Pages are divided over the data, context and expert axes, and the KV heads over the tensor axis where it divides
-    them; every device has all rows. Each device scores the pages that it holds, the scores are joined, each device
-    attends over the selected pages that it holds, and the partial outputs are merged by log-sum-exp. Scores and outputs
-    are brought together over the views' `device_axes`.
+    Pages are divided over the data, context and expert axes, those of a row in turn (`Places.on_this_device`), and the
+    KV heads over the tensor axis where it divides them; every device has the queries of all rows. A device scores the
+    pages that it holds and names the best of them, devices choose among what all have named, each attends over the
+    chosen pages that it holds, and the partial outputs are merged by log-sum-exp. In dense layers each attends over all
+    that it holds.
 
     Args:
       heads, pages, call, rules, values: as of `attend`.
@@ -68,7 +69,7 @@ def attend_over_mesh(
             "leave the cache out, or load the model on one device"
         )
     heads, insert_backend = _finished(heads, pages, call, values)
-    device_axes = tuple(axis for axis in PAGE_AXES if axis in mesh.shape)
+    page_axes = tuple(axis for axis in PAGE_AXES if axis in mesh.shape)
     (kv_axis,) = spec((pages.num_kv_heads,), ("kv_heads",), mesh)  # "tensor", or None where each device has all heads
     by_head = P(None, None, kv_axis)  # [B T heads H]; the G query heads of a KV head lie together
 
@@ -88,7 +89,7 @@ def attend_over_mesh(
     def on_each_device(head_arrays, page_arrays, layer, places, positions, lengths, given_blocks):
         heads = jax.tree.unflatten(head_structure, head_arrays)
         pages = jax.tree.unflatten(page_structure, page_arrays)
-        places = places.on_this_device(device_axes, pages.num_pages)
+        places = places.on_this_device(page_axes, pages.num_pages, pages.page_size)
         own_call = call.replace(
             layer=layer, places=places, positions=positions, lengths=lengths, given_blocks=given_blocks
         )

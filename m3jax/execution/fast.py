@@ -80,7 +80,7 @@ class Fast:
         by_xla = lambda logits, bias: plain.choose_experts(logits, bias, top_k)
         return ops.choose_experts(by_xla, logits, bias, top_k=top_k, backend=self.product_backend)
 
-    def experts(self, x, expert_ids, weights, matrices, activate, shared):
+    def experts(self, x, expert_ids, weights, matrices, activate, shared, scale):
         """Return the sum of each token's experts, computed where they lie; one kernel may run the shared expert too."""
         experts, layer = ExpertWeights(*[matrix.stack for matrix in matrices]), matrices[0].layer
         how = dict(path=self.compute.expert_path, backend=self.compute.backend)
@@ -90,12 +90,12 @@ class Fast:
             routed = experts_over_mesh(
                 x, experts, expert_ids, weights, layer, activate, self.sum_of_experts, mesh=self.compute.mesh, **how
             )
-            return routed, None
+            return scale * routed, False
         if not ops.joins_shared(x, experts, shared, **how):
             shared = ()
         out = ops.run_experts(x, experts, expert_ids, layer, activate, shared=shared, **how)  # [X C D]
-        routed = self.sum_of_experts(out[:, : expert_ids.shape[1]], weights)
-        return routed, out[:, -1] if shared else None
+        routed = scale * self.sum_of_experts(out[:, : expert_ids.shape[1]], weights)
+        return (routed + out[:, -1], True) if shared else (routed, False)
 
     def before_mesh(self, expert_ids, weights):
         """Return the choices as a mesh's devices get them."""

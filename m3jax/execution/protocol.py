@@ -14,14 +14,14 @@ from m3jax.msa import SelectionRules
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import Heads
 from m3jax.ops.experts import Activation
-from m3jax.weights import StackedLayer
+from m3jax.weights import StackedLayer, Weight
 
 Tokenwise = Callable[..., PyTree[Array]]
 
 
 @runtime_checkable
 class Execution(Protocol):
-    """A way to compute a call of the model: `Fast`, `Tiled` or `Ordered`.
+    """A way to compute a call of the model: `Fast`, `Divided`, `Tiled` or `Ordered`.
 
     Matrices are multiplied by `m3jax.ops.project`, whatever they are stored as. This protocol has everything else that
     has more than one implementation.
@@ -73,9 +73,10 @@ class Execution(Protocol):
         weights: Float[Array, "X A"],
         matrices: tuple[StackedLayer, StackedLayer, StackedLayer],
         activate: Activation,
-        shared: tuple[Array | MXFP8Array | StackedLayer, ...],
-    ) -> tuple[Float[Array, "X D"], Float[Array, "X D"] | None]:
-        """Return the weighted sum of each token's experts, in the accumulator's dtype; no token is dropped.
+        shared: tuple[Weight, ...],
+        scale: float,
+    ) -> tuple[Float[Array, "X D"], bool]:
+        """Return the scaled sum of each token's experts, in the accumulator's dtype; no token is dropped.
 
         Args:
           x: tokens.
@@ -83,10 +84,11 @@ class Execution(Protocol):
           weights: of these experts in the sum.
           matrices: gate, up and down of all experts, in the stack that they are a layer of.
           activate: of gate and up, element by element.
-          shared: gate, up and down of the layer's shared expert, for a kernel that runs it with the others.
+          shared: gate, up and down of the layer's shared expert, if it is to be run with the others.
+          scale: the factor of the weighted sum; the shared expert is added as it is.
 
         Returns:
-          (the sum, the shared expert's output for each token, or None if that is left to the caller).
+          (scale times the weighted sum, True if the shared expert was added to it and False if the caller has to).
         """
         ...
 

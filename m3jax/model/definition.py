@@ -238,10 +238,12 @@ def mlp(
 ) -> Float[Array, "B T D"]:
     """Run an MLP by SwiGLU-OAI, (up + 1) * gate * sigmoid(alpha * gate), gate clamped above, up on both sides at limit.
 
+    The 1 is swiglu_beta. With beta 0, alpha 1 and a limit that no number reaches this is the SwiGLU of other models.
+
     Args:
       params: its three matrices.
       x: activations.
-      config: swiglu_alpha, swiglu_limit.
+      config: swiglu_alpha, swiglu_limit, swiglu_beta.
       names: of gate [F D], up [F D] and down [D F].
 
     Returns:
@@ -251,7 +253,7 @@ def mlp(
     limit = config.swiglu_limit
     gate = jnp.where(gate > limit, limit, gate)  # by comparisons: a minimum may turn NaN into a number
     up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
-    hidden = _rounded((up + 1.0) * gate * jax.nn.sigmoid(config.swiglu_alpha * gate), x)
+    hidden = _rounded((up + config.swiglu_beta) * gate * jax.nn.sigmoid(config.swiglu_alpha * gate), x)
     return linear(hidden, params[f"{names[2]}.weight"])
 
 

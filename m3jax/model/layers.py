@@ -28,12 +28,14 @@ def rope_table(
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def swiglu_oai(gate: Float[Array, "..."], up: Float[Array, "..."], alpha: float, limit: float) -> Float[Array, "..."]:
-    """Return (up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides at `limit`."""
+def swiglu_oai(
+    gate: Float[Array, "..."], up: Float[Array, "..."], alpha: float, limit: float, beta: float = 1.0
+) -> Float[Array, "..."]:
+    """Return (up + beta) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides at `limit`."""
     # By comparisons: XLA's CPU backend may fuse a minimum with the product before it, and then NaN becomes a number.
     gate = jnp.where(gate > limit, limit, gate)
     up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
-    return (up + 1.0) * gate * jax.nn.sigmoid(alpha * gate)
+    return (up + beta) * gate * jax.nn.sigmoid(alpha * gate)
 
 
 class MLP(nnx.Module):
@@ -56,5 +58,5 @@ class MLP(nnx.Module):
         gate_proj, up_proj, down_proj = self.matrices()
         gate, up = project_each("...d,df->...f", x, (gate_proj, up_proj))  # [... F] twice
         # Products are in float32 and meet in float32: what the second product reads is the only rounding between them.
-        hidden = swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit).astype(x.dtype)
+        hidden = swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit, config.swiglu_beta).astype(x.dtype)
         return project("...f,fd->...d", hidden, down_proj)

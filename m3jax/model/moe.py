@@ -98,8 +98,8 @@ class MoE(nnx.Module):
         if values["expert_ids"] is not expert_ids:  # an edit chose others: they are weighed by the router's scores
             _, weights = route(x, values["expert_ids"])
         values["expert_weights"] = weights
-        routed, shared = self.run_experts(x, values["expert_ids"], values["expert_weights"], config, how)
-        return how.each_token(partial(self.add_shared, config=config))(x, routed, shared)
+        out, has_shared = self.run_experts(x, values["expert_ids"], values["expert_weights"], config, how)
+        return out if has_shared else how.each_token(partial(self.add_shared, config=config))(x, out)
 
     def route(
         self,
@@ -125,33 +125,28 @@ class MoE(nnx.Module):
         weights: Float[Array, "B T A"],
         config: M3Config,
         how: Execution,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
-        """Return the weighted sum of each token's experts, in the accumulator's dtype; no token is dropped.
+    ) -> tuple[Float[Array, "B T D"], bool]:
+        """Return the scaled sum of each token's experts, in the accumulator's dtype; no token is dropped.
 
         Returns:
-          (the weighted sum, the shared expert's output for each token, or None where it was not run with the others).
+          (the sum, True if the shared expert was run with the others and added).
         """
 
         def activate(gate, up):
-            return swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit).astype(x.dtype)
+            return swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit, config.swiglu_beta).astype(x.dtype)
 
         # An expert takes its tokens wherever in the batch they stand: to it all rows are one.
         tokens = x.reshape(-1, x.shape[-1])  # [X D]
         expert_ids, weights = (y.reshape(-1, y.shape[-1]) for y in (expert_ids, weights))  # [X A] twice
-        routed, shared = how.experts(
-            tokens, expert_ids, weights, self.experts.matrices(), activate, self.shared_experts.matrices()
-        )
-        return routed.reshape(x.shape), None if shared is None else shared.reshape(x.shape)  # [B T D]
+        # The factor scales the routed sum alone: the router does not weigh the shared expert.
+        out, has_shared = how.experts(
+            tokens, expert_ids, weights, self.experts.matrices(), activate, self.shared_experts.matrices(),
+            config.routed_scaling_factor,
+        )  # fmt: skip
+        return out.reshape(x.shape), has_shared  # [B T D]
 
     def add_shared(
-        self,
-        x: Float[Array, "B T D"],
-        routed: Float[Array, "B T D"],
-        shared: Float[Array, "B T D"] | None,
-        config: M3Config,
+        self, x: Float[Array, "B T D"], routed: Float[Array, "B T D"], config: M3Config
     ) -> Float[Array, "B T D"]:
-        """Return the scaled routed sum plus the shared expert, run here if needed, in the accumulator's dtype."""
-        if shared is None:
-            shared = self.shared_experts(x, config)
-        # The factor scales the routed sum alone: the router does not weigh the shared expert.
-        return config.routed_scaling_factor * routed + shared
+        """Return the scaled routed sum plus the shared expert, in the accumulator's dtype."""
+        return routed + self.shared_experts(x, config)

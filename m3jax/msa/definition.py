@@ -86,16 +86,7 @@ def select_blocks(
     is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
     own_block = jnp.where(is_token, positions // block_size, -1)[:, None, :, None]  # [B 1 T 1]
     block_ids = jnp.arange(num_blocks, dtype=jnp.int32)  # [M]
-    is_forced = (block_ids > own_block - rules.local_blocks) | (block_ids < rules.init_blocks)  # [B 1 T M]
-
-    # One sort key holds the whole order: unseen (-inf) < NaN (lowest) < the finite numbers < forced (inf).
-    lowest = jnp.finfo(scores.dtype).min
-    above_nan = jnp.nextafter(lowest, jnp.zeros_like(lowest))
-    sort_key = jnp.clip(scores, above_nan, -above_nan)  # [B K T M]
-    sort_key = jnp.where(jnp.isnan(scores), lowest, jnp.where(sort_key == 0, 0.0, sort_key))
-    sort_key = jnp.where(is_forced, jnp.inf, sort_key)
-    sort_key = jnp.where(block_ids <= own_block, sort_key, -jnp.inf)
-
+    sort_key = selection_keys(scores, block_ids, own_block, rules)  # [B K T M]
     _, chosen = jax.lax.top_k(sort_key, num_slots)  # [B K T J], best first; of equal keys the lower id
     is_used = jnp.arange(num_slots) <= own_block  # [B 1 T J]
     chosen = jnp.sort(jnp.where(is_used, chosen, num_blocks).astype(jnp.int32), axis=-1)
@@ -186,6 +177,28 @@ def msa(
     scores = block_scores(index_q, index_k, positions, lengths, block_size, rules.score)  # [B K T M]
     blocks = select_blocks(scores, positions, lengths, rules, block_size=block_size)  # [B K T J]
     return sparse_attention(q, k, v, blocks, positions, lengths, block_size=block_size), blocks
+
+
+def selection_keys(
+    scores: Float[Array, "B K T M"],
+    block_ids: Int[Array, "..."],
+    own_block: Int[Array, "B 1 T 1"],
+    rules: SelectionRules,
+) -> Float[Array, "B K T M"]:
+    """Return the order in which a query prefers blocks, higher first: the sort keys of `select_blocks`.
+
+    Args:
+      scores: of some blocks. block_ids: which ones they are; broadcasts. own_block: of each query; -1 for padding.
+      rules: which blocks are forced.
+    """
+    # One sort key holds the whole order: unseen (-inf) < NaN (lowest) < the finite numbers < forced (inf).
+    is_forced = (block_ids > own_block - rules.local_blocks) | (block_ids < rules.init_blocks)  # [B 1 T M]
+    lowest = jnp.finfo(scores.dtype).min
+    above_nan = jnp.nextafter(lowest, jnp.zeros_like(lowest))
+    sort_key = jnp.clip(scores, above_nan, -above_nan)  # [B K T M]
+    sort_key = jnp.where(jnp.isnan(scores), lowest, jnp.where(sort_key == 0, 0.0, sort_key))
+    sort_key = jnp.where(is_forced, jnp.inf, sort_key)
+    return jnp.where(block_ids <= own_block, sort_key, -jnp.inf)
 
 
 def pool(token_scores: Float[Array, "*X P"], score: Score) -> Float[Array, "*X"]:

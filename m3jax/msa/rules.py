@@ -140,7 +140,8 @@ def checked(function: Function) -> Function:
         if {"N", "K", "S"} <= sizes.keys():
             check_heads(arguments["q"], sizes["K"], sizes["H"])
         if view := arguments.get("view"):
-            num_keys, block_size = view.num_blocks * view.block_size, view.block_size
+            devices = 1 if view.share is None else view.share.num_devices
+            num_keys, block_size = devices * view.num_blocks * view.block_size, view.block_size
             if "q" in arguments:
                 check_heads(arguments["q"], view.num_heads, view.width)
                 if "blocks" in arguments:

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from m3jax.msa.rules import checked
+from m3jax.msa.share import Share
 from m3jax.platform import platform
 
 
@@ -16,15 +17,16 @@ from m3jax.platform import platform
 class BlockView(Protocol):
     """Keys and values of one layer, as blocks of P tokens per row and KV head.
 
-    What is read of a block that a view does not hold means nothing; `present` says which ones it holds. `device_axes`
-    names the mesh axes over which devices divide the blocks, each holding some of them; () where this device has all.
+    What is read of a block that a view does not hold means nothing; `present` says which ones it holds. Where devices
+    divide the blocks of rows, a view has those of this device, by its own numbers, and `share` says which ones of a row
+    they are; it is None where this device has all.
     """
 
     block_size: int
     num_blocks: int
     num_heads: int
     width: int
-    device_axes: tuple[str, ...]
+    share: Share | None
 
     def blocks(self, rows: Int[Array, "..."], heads: Int[Array, "..."], ids: Int[Array, "..."]) -> tuple[Array, Array]:
         """Read whole blocks of `(row, head)`: `(k, v)`, each `[... P H]`. Ids must lie in [0, num_blocks)."""
@@ -45,11 +47,11 @@ class BlockView(Protocol):
 
 @runtime_checkable
 class IndexView(Protocol):
-    """Index keys of one layer, as blocks of P tokens per row; `device_axes` as in `BlockView`."""
+    """Index keys of one layer, as blocks of P tokens per row; `share` as in `BlockView`."""
 
     block_size: int
     num_blocks: int
-    device_axes: tuple[str, ...]
+    share: Share | None
 
     def run(self, first: Int[Array, ""] | int, count: int) -> Float[Array, "B CP I"]:
         """Read `count` consecutive blocks of every row, as C * P tokens, from block `first` on."""
@@ -57,10 +59,6 @@ class IndexView(Protocol):
 
     def present(self, first: Int[Array, ""] | int, count: int) -> Bool[Array, "#B C"]:
         """Return True for those of `count` consecutive blocks that the view holds."""
-        ...
-
-    def join_scores(self, scores: Float[Array, "B K T M"]) -> Float[Array, "B K T M"]:
-        """Return the scores of all blocks, given scores that are -inf for blocks that this device does not hold."""
         ...
 
     def of_row(self, row: Int[Array, ""], multiple: int = 1) -> "IndexView":
@@ -76,7 +74,7 @@ class Contiguous:
     v: Float[Array, "B K S H"]
     block_size: int = struct.field(pytree_node=False)
 
-    device_axes = ()
+    share = None
 
     @classmethod
     def of_tokens(cls, k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], block_size: int) -> "Contiguous":
@@ -133,7 +131,7 @@ class ContiguousIndex:
     k: Float[Array, "B S I"]
     block_size: int = struct.field(pytree_node=False)
 
-    device_axes = ()
+    share = None
 
     @classmethod
     def of_tokens(cls, k: Float[Array, "B S I"], block_size: int) -> "ContiguousIndex":
@@ -153,10 +151,6 @@ class ContiguousIndex:
         """Return True: every block is held."""
         return jnp.ones((1, count), bool)
 
-    def join_scores(self, scores):
-        """Return the same scores: every block is held."""
-        return scores
-
     def of_row(self, row, multiple=1):
         """Return a view of one row, with zeros behind it."""
         padding = ((0, 0), (0, -self.k.shape[1] % (multiple * self.block_size)), (0, 0))
@@ -168,7 +162,8 @@ class Paged:
     """Pages `[L pages K P H]` of a stack of layers, read at one layer through a table.
 
     The layer stays an index, so a decode step reads the pages that it selected and never copies the layer out of
-    the stack. A page of the table outside [0, pages) is not held: it is no page, or lies on another device.
+    the stack. An entry of the table outside [0, pages) is no page. Of a row that devices divide, the table has the
+    blocks of this one.
     """
 
     k: Num[Array, "L X K P H"]
@@ -177,7 +172,7 @@ class Paged:
     layer: Int[Array, ""] | int
     table: Int[Array, "B M"]
     dtype: DTypeLike = struct.field(pytree_node=False)
-    device_axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
+    share: Share | None = None
 
     @property
     def block_size(self) -> int:
@@ -211,12 +206,17 @@ class Paged:
         return k, v
 
     def present(self, first, count):
-        """Return True for blocks whose page lies on this device."""
+        """Return True for blocks that have a page."""
         return _is_page(jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1), self.k.shape[1])
 
     def of_row(self, row, multiple=1):
         """Return a view of one row; behind it the table names no page."""
-        return self.replace(table=_row_of_table(self.table, row, multiple))
+        share = None if self.share is None else self.share.of_row(row)
+        return self.replace(table=_row_of_table(self.table, row, multiple), share=share)
+
+    def joined(self):
+        """Return a view of the blocks of all devices, whose reads bring blocks together."""
+        return Joined(self)
 
     def _read(self, page_ids, heads):
         """Return the part of pages that some heads have, in the model's dtype."""
@@ -243,7 +243,7 @@ class Pooled:
     num_heads: int = struct.field(pytree_node=False)
     dtype: DTypeLike = struct.field(pytree_node=False)
 
-    device_axes = ()
+    share = None
 
     @property
     def block_size(self) -> int:
@@ -292,7 +292,7 @@ class Pooled:
 
 @struct.dataclass
 class Joined:
-    """A view of all blocks that several devices hold, inside `shard_map`: a read brings blocks together.
+    """A view of all blocks of rows that devices divide, inside `shard_map`: a read brings blocks together.
 
     A read sums over devices one block and zeros, so every device gets the numbers of the device that holds the block
     (but for the sign of a zero). All devices have to read the same blocks, in the same order.
@@ -300,7 +300,7 @@ class Joined:
 
     part: Paged
 
-    device_axes = ()
+    share = None
 
     @property
     def block_size(self) -> int:
@@ -309,8 +309,8 @@ class Joined:
 
     @property
     def num_blocks(self) -> int:
-        """M, the number of blocks a row can have."""
-        return self.part.num_blocks
+        """M, the number of blocks a row can have, rounded up to what the devices divide."""
+        return self.part.num_blocks * self.part.share.num_devices
 
     @property
     def num_heads(self) -> int:
@@ -324,28 +324,33 @@ class Joined:
 
     def blocks(self, rows, heads, ids):
         """Read blocks `ids` of `(rows, heads)` as `[... P H]`."""
-        is_held = _is_page(_gather(self.part.table, rows, ids), self.part.k.shape[1])
-        k, v = self.part.blocks(rows, heads, ids)
+        held_id, is_held = self._held(rows, ids)
+        k, v = self.part.blocks(rows, heads, held_id)
         is_held = jnp.broadcast_to(is_held, k.shape[:-2])[..., None, None]
-        return self._join(k, v, is_held)
+        # Zeros where a device does not hold the block: its memory may have NaN there, and a sum would spread it.
+        return jax.lax.psum((jnp.where(is_held, k, 0), jnp.where(is_held, v, 0)), self.part.share.axes)
 
     def run(self, first, count):
         """Read blocks `first` to `first + count` of every row and head, as tokens."""
-        k, v = self.part.run(first, count)  # [B K C*P H] each
-        is_held = jnp.repeat(self.part.present(first, count), self.block_size, axis=1)  # [B C*P]
-        return self._join(k, v, is_held[:, None, :, None])
+        rows, heads = jnp.arange(len(self.part.table))[:, None, None], jnp.arange(self.num_heads)[:, None]
+        k, v = self.blocks(rows, heads, first + jnp.arange(count, dtype=jnp.int32))  # [B K C P H] each
+        return tuple(x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))  # [B K C*P H]
 
     def present(self, first, count):
-        """Return True for blocks that lie on any device."""
-        return jax.lax.pmax(self.part.present(first, count).astype(jnp.int32), self.part.device_axes) > 0
+        """Return True for blocks that have a page, on any device."""
+        rows, ids = jnp.arange(len(self.part.table))[:, None], first + jnp.arange(count, dtype=jnp.int32)
+        return jax.lax.pmax(self._held(rows, ids)[1].astype(jnp.int32), self.part.share.axes) > 0  # [B C]
 
     def of_row(self, row, multiple=1):
         """Return a view of one row; behind it the table names no page."""
         return self.replace(part=self.part.of_row(row, multiple))
 
-    def _join(self, k, v, is_held):
-        # Zeros where a device does not hold the block: its memory may have NaN there, and a sum would spread it.
-        return jax.lax.psum((jnp.where(is_held, k, 0), jnp.where(is_held, v, 0)), self.part.device_axes)
+    def _held(self, rows, ids):
+        """Return this device's numbers of blocks, and True for those that it holds."""
+        share = self.part.share
+        held_id = ids // share.num_devices
+        is_page = _is_page(_gather(self.part.table, rows, held_id), self.part.k.shape[1])
+        return held_id, is_page & (ids % share.num_devices == share.first[rows])
 
 
 @struct.dataclass
@@ -357,7 +362,7 @@ class PagedIndex:
     layer: Int[Array, ""] | int
     table: Int[Array, "B M"]
     dtype: DTypeLike = struct.field(pytree_node=False)
-    device_axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
+    share: Share | None = None
 
     @property
     def block_size(self) -> int:
@@ -379,17 +384,13 @@ class PagedIndex:
         return keys.reshape(keys.shape[0], -1, keys.shape[-1])  # [B C*P I]
 
     def present(self, first, count):
-        """Return True for blocks whose page lies on this device."""
+        """Return True for blocks that have a page."""
         return _is_page(jax.lax.dynamic_slice_in_dim(self.table, first, count, axis=1), self.k.shape[1])
-
-    def join_scores(self, scores):
-        """Return the highest score that any device has for each block: that of the device that holds it."""
-        # A device has -inf for blocks of others: the maximum is the score of the one that holds the block.
-        return jax.lax.pmax(scores, self.device_axes) if self.device_axes else scores
 
     def of_row(self, row, multiple=1):
         """Return a view of one row; behind it the table names no page."""
-        return self.replace(table=_row_of_table(self.table, row, multiple))
+        share = None if self.share is None else self.share.of_row(row)
+        return self.replace(table=_row_of_table(self.table, row, multiple), share=share)
 
 
 @checked

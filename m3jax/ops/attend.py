@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.msa import DENSE_SCHEDULES, SCHEDULES, BlockView, Contiguous, Paged
 from m3jax.msa.rules import checked
-from m3jax.msa.views import Joined, only_held
 from m3jax.numerics import merge_over_devices
 from m3jax.ops import measured
 from m3jax.ops.backends import choose, interpreted
@@ -50,12 +49,12 @@ def attend_selected(
         this.
     """
     check_schedule(schedule, SCHEDULES)
-    if view.device_axes and schedule == "invariant":
-        view = Joined(view)  # a merge of devices' parts would depend on which pages a request was given
-    if view.device_axes:
+    view = _on_one_device(view, schedule)
+    if view.share is not None:
         # Each device attends to those selected blocks that it holds. A query may have none of them here: its part then
         # has lse -inf, and weight 0 in the merge.
-        blocks = only_held(blocks, view)
+        blocks = view.share.held(blocks)
+        positions, lengths = view.share.positions(positions, lengths), view.share.lengths(lengths)
     suitable = "query_major" if q.shape[1] <= measured.GATHERED_QUERIES else "kv_block_major"
     case = attend_case("sparse", q, view, slots=blocks.shape[-1], schedule=schedule)
     return _attend(case, choose(case, backend), SCHEDULES, suitable, q, view, (blocks, positions, lengths))
@@ -84,8 +83,9 @@ def attend_all(
       ValueError: an unknown schedule, heads that do not fit, or a backend that cannot run this.
     """
     check_schedule(schedule, DENSE_SCHEDULES)
-    if view.device_axes and schedule == "invariant":
-        view = Joined(view)
+    view = _on_one_device(view, schedule)
+    if view.share is not None:
+        positions, lengths = view.share.positions(positions, lengths), view.share.lengths(lengths)
     case = attend_case("dense", q, view, slots=0, schedule=schedule)
     return _attend(case, choose(case, backend), DENSE_SCHEDULES, "blockwise", q, view, (positions, lengths))
 
@@ -100,6 +100,12 @@ def attend_case(
         block_size=view.block_size, num_blocks=view.num_blocks, group=q.shape[2] // view.num_heads, slots=slots,
         schedule=schedule, pages=has_pages,
     )  # fmt: skip
+
+
+def _on_one_device(view: BlockView, schedule: str) -> BlockView:
+    """Return a view that has all blocks where the schedule needs them on each device."""
+    # In the invariant mode a merge of devices' parts would depend on the number of devices, and on where a row begins.
+    return view.joined() if view.share is not None and schedule == "invariant" else view
 
 
 def _attend(
@@ -131,7 +137,7 @@ def _attend(
         gradient_of = schedules[suitable] if is_invariant else by_xla
         forward = by_xla if chosen == "xla" else partial(_by_kernel, case, chosen)
         out, lse = _with_gradient(forward, gradient_of, q, view, *rows)
-    return merge_over_devices(out, lse, view.device_axes) if view.device_axes else (out, lse)
+    return (out, lse) if view.share is None else merge_over_devices(out, lse, view.share.axes)
 
 
 def _by_kernel(

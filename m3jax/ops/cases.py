@@ -50,7 +50,7 @@ class PagesCase:
       rotated: dims of a head that the rotary embedding turns, for "insert".
       schedule: of attention.
       score: of "select".
-      divided: True if several devices hold the keys, and their scores have to be joined.
+      divided: True if devices divide the keys, and name candidates with their scores.
       pages: True if the view is one that kernels can read.
     """
 
@@ -325,7 +325,7 @@ def _why_not_memory(case: PagesCase) -> str | None:
     if not case.pages:
         return "it reads keys in pages or in one piece, not a pool of host memory's pages"
     if case.divided:
-        return "several devices hold the keys, and it does not write the scores that they would have to join"
+        return "devices divide the keys, and it does not write the scores of the candidates that they join"
     if case.op == "select" and case.is_decode and case.num_blocks > _MAX_DECODE_BLOCKS:
         return f"there are {case.num_blocks} blocks, and it ranks up to {_MAX_DECODE_BLOCKS}"
     return None

@@ -360,10 +360,15 @@ def copied(
     """
     gate, up, down = (w[layer] for w in weights)  # [E D F] twice, [E F D]
     tiles = invert(expert_ids[None, None], gate.shape[0], min(measured.COPIED_TILE, expert_ids.size))
-    tokens = x[tiles.query]  # [tiles C D]
-    into_hidden = lambda weight: project("xcd,xdf->xcf", tokens, weight[tiles.block])
-    out = project("xcf,xfd->xcd", activate(into_hidden(gate), into_hidden(up)), down[tiles.block])
-    return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
+
+    # The backward pass copies experts again: kept, the copies would be the most of what a layer leaves for it.
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    def run_tiles(x, gate, up, down):
+        tokens = x[tiles.query]  # [tiles C D]
+        into_hidden = lambda weight: project("xcd,xdf->xcf", tokens, weight[tiles.block])
+        return project("xcf,xfd->xcd", activate(into_hidden(gate), into_hidden(up)), down[tiles.block])
+
+    return run_tiles(x, gate, up, down).reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
 
 
 EXPERT_PATHS = {

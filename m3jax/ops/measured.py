@@ -27,6 +27,10 @@ CPU_TILE = 64  # likewise on a CPU
 FEW_PAIRS = 16  # (token, expert) pairs up to which each pair fetches its own expert's weights
 MOST_SHARES = 4  # where devices divide experts, skipped pairs cost little: up to 4 x FEW_PAIRS are walked
 
+# Meshes: tokens of a call from which a mesh divides them, by platform. Not measured: with fewer, a product takes the
+# time to read its matrix (989 TFLOP/s over 4.8 TB/s of an H200 is 206 operations a byte), which every device does.
+DIVIDED_TOKENS = {"cpu": 16, "gpu": 256, "tpu": 256}
+
 # Attention by XLA: queries a row up to which gathering a query's blocks beats inverting the selection.
 GATHERED_QUERIES = 8
 

@@ -11,7 +11,8 @@ from m3jax.numerics import einsum
 from m3jax.ops import measured
 from m3jax.ops.backends import interpreted, kernels_here
 from m3jax.ops.ordered import products_in_order
-from m3jax.weights import StackedLayer, Weight, merge_outputs
+from m3jax.parallel import token_axes
+from m3jax.weights import DividedWeight, StackedLayer, Weight, merge_outputs
 
 
 def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
@@ -29,6 +30,8 @@ def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "
     Returns:
       The product in the accumulator's dtype.
     """
+    if isinstance(weight, DividedWeight):
+        return _over_mesh(spec, x, [weight], 0)[0]
     if isinstance(weight, StackedLayer):
         return _by_kernel(x, [weight], [False])[0]
     return einsum(spec, *operands(x, weight))
@@ -45,6 +48,8 @@ def project_each(
       weights: matrices.
       num_detached: of the last so many products no gradient goes to x.
     """
+    if isinstance(weights[0], DividedWeight):
+        return _over_mesh(spec, x, weights, num_detached)
     is_detached = [False] * (len(weights) - num_detached) + [True] * num_detached
     products: list[Array | None] = [None] * len(weights)
     # Layers are left in their stacks where a kernel reads them there (`m3jax.ops.cases.ProductCase`).
@@ -58,6 +63,31 @@ def project_each(
             source = jax.lax.stop_gradient(x) if is_detached[index] else x
             products[index] = einsum(spec, *operands(source, weight))
     return products
+
+
+def _over_mesh(
+    spec: str, x: Float[Array, "..."], weights: Sequence[DividedWeight], num_detached: int
+) -> list[Float[Array, "..."]]:
+    """Return products on a mesh: each device multiplies its tokens by its parts of the matrices.
+
+    Where the inputs of a matrix are divided, its parts of the sums are added up: the one exchange of a product. All
+    matrices of a call are divided in one way.
+    """
+    mesh, is_summed = weights[0].mesh, weights[0].is_summed
+    tokens = token_axes(x.shape[:-1], mesh, weights[0].least_tokens)
+
+    def on_each_device(x, parts):
+        products = project_each(spec, x, parts, num_detached)
+        return [tokens.sum_of_parts(product) for product in products] if is_summed else products
+
+    out_specs = [tokens.of_stream() if is_summed else tokens.of_products(*weight.partition[1:]) for weight in weights]
+    return jax.shard_map(
+        on_each_device,
+        mesh=mesh,
+        in_specs=(tokens.of_products(weights[0].partition[0]), [weight.specs for weight in weights]),
+        out_specs=out_specs,
+        check_vma=False,
+    )(x, [weight.weight for weight in weights])
 
 
 def operands(

@@ -26,7 +26,7 @@ def select(
 
     Args:
       index_q: index queries after norm and RoPE.
-      view: the layer's index keys; where several devices hold them, their scores are joined.
+      view: the layer's index keys; where devices divide them, inside `shard_map`, all choose among all candidates.
       positions: absolute position of each query; < 0 or >= lengths marks padding.
       lengths: valid keys of each row.
       rules: J, which blocks are forced, and what a block's score is.
@@ -67,5 +67,5 @@ def select_case(
     return PagesCase(
         op="select", queries=index_q.shape[1], dtype=index_q.dtype, stored=view.k.dtype if has_pages else index_q.dtype,
         width=index_q.shape[-1], block_size=view.block_size, num_blocks=view.num_blocks, slots=rules.top_k,
-        score=rules.score, schedule=schedule, divided=bool(view.device_axes), pages=has_pages,
+        score=rules.score, schedule=schedule, divided=view.share is not None, pages=has_pages,
     )  # fmt: skip

@@ -2,5 +2,17 @@
 
 from m3jax.parallel.mesh import AXES, as_mesh, make_mesh, parse_mesh
 from m3jax.parallel.rules import PAGE_AXES, RULES, sharding, spec
+from m3jax.parallel.tokens import TokenAxes, token_axes
 
-__all__ = ["AXES", "PAGE_AXES", "RULES", "as_mesh", "make_mesh", "parse_mesh", "sharding", "spec"]
+__all__ = [
+    "AXES",
+    "PAGE_AXES",
+    "RULES",
+    "TokenAxes",
+    "as_mesh",
+    "make_mesh",
+    "parse_mesh",
+    "sharding",
+    "spec",
+    "token_axes",
+]

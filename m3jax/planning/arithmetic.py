@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from m3jax.cache import Cache
-from m3jax.cache.device import page_shards
+from m3jax.cache.device import page_shards, pages_of_rows
 from m3jax.cache.device_pages import INDEX_AXES, KV_AXES
 from m3jax.config import M3Config
 from m3jax.model import abstract
@@ -135,9 +135,8 @@ def new_cache(job: Job, mesh: Mesh) -> Cache:
 
 
 def _page_count(job: Job, mesh: Mesh) -> int:
-    """Return the number of pages for every row's whole context, rounded up to a multiple of the mesh's page shards."""
-    shards = page_shards(mesh)
-    return -(-job.blocks * job.batch // shards) * shards
+    """Return the number of pages for every row's whole context, on each device that divides them."""
+    return pages_of_rows([job.blocks] * job.batch, page_shards(mesh))
 
 
 def placed(array: jax.ShapeDtypeStruct | np.ndarray, axes: tuple[str | None, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:

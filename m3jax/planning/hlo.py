@@ -47,6 +47,32 @@ class Counts:
     heaviest: list[tuple[float, int, str]]
 
 
+@dataclass(frozen=True)
+class Collective:
+    """One instruction by which devices exchange arrays, as often as a run of the program does it.
+
+    Attributes:
+      kind: of `COLLECTIVES`.
+      num_bytes: of its result on one device, each time; of a reduce-scatter those of its operand, which is sent.
+      times: how often it runs, loops multiplied out.
+      num_devices: that exchange with each other; 0 if the text does not say.
+      origin: what in Python made it.
+    """
+
+    kind: str
+    num_bytes: float
+    times: int
+    num_devices: int
+    origin: str
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends in a run of the program, on a ring: an all-reduce sends its array twice."""
+        others = (self.num_devices - 1) / self.num_devices if self.num_devices else 1.0
+        passes = {"all-reduce": 2 * others, "collective-permute": 1.0}.get(self.kind, others)
+        return self.num_bytes * self.times * passes
+
+
 @dataclass
 class _Cost:
     """The total cost of a run of instructions, in the units of `Counts`."""
@@ -119,6 +145,46 @@ def count(text: str, heaviest: int = 5) -> Counts:
     )
 
 
+def collectives(text: str) -> list[Collective]:
+    """Return the collectives in one run of a compiled program, those that send the most first.
+
+    Exchanges of a device with itself, over mesh axes of one device, are left out.
+
+    Args:
+      text: as of `count`. Of a conditional's branches the one with the most traffic is followed.
+    """
+    program = _Program(text)
+    found = []
+    for instruction, times, around in program.instructions(program.entry):
+        kind = instruction.op.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            continue
+        sizes = [size for _, size, _ in _arrays(instruction.type)]
+        # The type of a start op is a tuple of operand and result.
+        num_bytes = float(sum(sizes) if instruction.op == kind else max(sizes, default=0.0))
+        if kind == "reduce-scatter":
+            num_bytes = float(sum(_size(around[operand].type) for operand in instruction.operands if operand in around))
+        if (num_devices := _group_size(instruction.rest)) != 1:
+            origin = re.search(r'op_name="([^"]*)"', instruction.rest)
+            name = origin[1] if origin else instruction.name
+            found.append(Collective(kind, num_bytes, times, num_devices, name))
+    return sorted(found, key=lambda collective: -collective.sent)
+
+
+def products(text: str) -> dict[str, float]:
+    """Return the operations of matrix products in one run of a compiled program, by what in Python made them.
+
+    Args:
+      text: as of `collectives`.
+    """
+    program, flops = _Program(text), Counter()
+    for instruction, times, around in program.instructions(program.entry):
+        for product, inside in program.products(instruction, around):
+            origin = re.search(r'op_name="([^"]*)"', product.rest)
+            flops[origin[1] if origin else product.name] += times * program.flops(product, inside)
+    return dict(flops)
+
+
 class _Program:
     """A compiled module: its computations by name, and what a run of each costs."""
 
@@ -145,18 +211,24 @@ class _Program:
             self._costs[name] = total
         return self._costs[name]
 
-    def runs(self, name: str, times: int = 1) -> Iterator[tuple[float, int, str]]:
+    def runs(self, name: str) -> Iterator[tuple[float, int, str]]:
         """Yield (bytes, times, origin) for each instruction in one run of a computation, loops included."""
+        for instruction, times, around in self.instructions(name):
+            origin = re.search(r'op_name="([^"]*)"', instruction.rest)
+            yield times * self._traffic(instruction, around), times, origin[1] if origin else instruction.name
+
+    def instructions(self, name: str, times: int = 1) -> Iterator[tuple[_Instruction, int, _Computation]]:
+        """Yield (instruction, times, the computation it is in) for each one that does something, loops included."""
         for instruction in self.computations[name].values():
             if instruction.op == "while":
-                turns = self._turns(instruction.called("condition")) or 1
-                yield from self.runs(instruction.called("body"), times * turns)
+                turns = self._turns(instruction) or 1
+                yield from self.instructions(instruction.called("body"), times * turns)
             elif instruction.op == "conditional":
-                yield from self.runs(self._dearest_branch(instruction), times)
+                yield from self.instructions(self._dearest_branch(instruction), times)
+            elif instruction.op == "call" and (inner := instruction.called("to_apply")):
+                yield from self.instructions(inner, times)
             elif instruction.op not in _FREE and instruction.op != "async-start":
-                origin = re.search(r'op_name="([^"]*)"', instruction.rest)
-                traffic = times * self._traffic(instruction, self.computations[name])
-                yield traffic, times, origin[1] if origin else instruction.name
+                yield instruction, times, self.computations[name]
 
     def _dearest_branch(self, conditional: _Instruction) -> str:
         return max(conditional.branches, key=lambda branch: (self.cost(branch).traffic, self.cost(branch).flops))
@@ -166,7 +238,7 @@ class _Program:
         cost = _Cost()
         op = instruction.op
         if op == "while":
-            turns = self._turns(instruction.called("condition"))
+            turns = self._turns(instruction)
             cost.add(self.cost(instruction.called("body")), turns or 1)
             cost.unknown_loops += turns is None
         elif op == "conditional":
@@ -181,14 +253,19 @@ class _Program:
             sizes = [size for _, size, _ in _arrays(instruction.type)]
             cost.collectives[collective] = 1
             cost.collective_bytes[collective] = float(sum(sizes) if op == collective else max(sizes, default=0.0))
-        cost.flops += self._flops(instruction, around)
+        cost.flops += sum(self.flops(product, inside) for product, inside in self.products(instruction, around))
         if op not in _FREE and op != "async-start":
             cost.traffic += self._traffic(instruction, around)
         return cost
 
-    def _turns(self, name: str) -> int | None:
-        """Return the number of turns of a loop with the condition `counter < constant`; None for any other."""
-        condition = self.computations[name]
+    def _turns(self, loop: _Instruction) -> int | None:
+        """Return a loop's number of turns if the compiler knows it, or if it ends by `counter < constant`; else None.
+
+        In a program that is divided over devices the comparison may be hidden in a fusion.
+        """
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(known[1])
+        condition = self.computations[loop.called("condition")]
         root = _root(condition)
         if root.op != "compare" or "direction=LT" not in root.rest:
             return None
@@ -198,16 +275,20 @@ class _Program:
                 return int(number[1])
         return None
 
-    def _flops(self, instruction: _Instruction, around: _Computation) -> float:
-        """Return the operations of an instruction's matrix products: two for each product that is summed."""
+    def products(self, instruction: _Instruction, around: _Computation) -> Iterator[tuple[_Instruction, _Computation]]:
+        """Yield the matrix products that an instruction computes, each with the computation that it is in."""
         if instruction.op == "fusion":
             fused = self.computations[instruction.called("calls")]
-            return float(sum(self._flops(inner, fused) for inner in fused.values()))
-        if instruction.op not in ("dot", "convolution"):
-            return 0.0
-        elements = sum(elements for elements, _, _ in _arrays(instruction.type))
-        operand_types = [around[operand].type for operand in instruction.operands]
-        return 2.0 * elements * _contracted(instruction, operand_types)
+            for inner in fused.values():
+                yield from self.products(inner, fused)
+        elif instruction.op in ("dot", "convolution"):
+            yield instruction, around
+
+    def flops(self, product: _Instruction, around: _Computation) -> float:
+        """Return the operations of a matrix product: two for each product of numbers that is summed."""
+        elements = sum(elements for elements, _, _ in _arrays(product.type))
+        operand_types = [around[operand].type for operand in product.operands]
+        return 2.0 * elements * _contracted(product, operand_types)
 
     def _traffic(self, instruction: _Instruction, around: _Computation) -> float:
         """Return the bytes that an instruction reads from HBM and writes to it."""
@@ -274,6 +355,18 @@ class _Program:
         if instruction.op not in _UPDATES:
             return 0.0
         return _size(around[instruction.operands[_UPDATES[instruction.op]]].type)
+
+
+def _group_size(attributes: str) -> int:
+    """Return the number of devices that a collective's attributes put into a group; 0 where they say nothing."""
+    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
+        return int(counted[1])
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])  # a part of an axis has a size of its own
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+    return len(listed[1].split(",")) if listed else 0
 
 
 def _root(computation: _Computation) -> _Instruction:

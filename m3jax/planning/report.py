@@ -1,10 +1,12 @@
 """The planner's report, as data and as text."""
 
+from dataclasses import asdict
 from typing import Any
 
 from m3jax.planning.arithmetic import Work
 from m3jax.planning.chips import GIB, Chip
 from m3jax.planning.job import DRAFT_TOKENS, Job
+from m3jax.planning.measured import Expected, checks, expected
 from m3jax.planning.meshes import Candidate
 
 _SHOWN = 4  # meshes in the list of the best ones
@@ -40,9 +42,21 @@ def as_dict(
         "prefill_chunk": job.chunk,
         "draft": job.draft is not None, "mesh": chosen.name, "how": "arithmetic" if compiled is None else "compiled",
         "memory": memory, "fits": not is_refused and memory["total"] <= memory["limit"],
-        "decode": _program(chosen.decode, answers.get("decode"), chip),
-        "prefill": _program(chosen.prefill, answers.get("prefill"), chip), "meshes": shown,
+        "decode": _program(chosen.decode, answers.get("decode"), chip) | _expected(job, chosen.decode, "decode"),
+        "prefill": _program(chosen.prefill, answers.get("prefill"), chip) | _expected(job, chosen.prefill, "prefill"),
+        "meshes": shown, "checks": _checks(job),
     } | _images(job, chosen)  # fmt: skip
+
+
+def _expected(job: Job, work: Work, program: str) -> dict[str, Any]:
+    """Return the entry for the time that a call is expected to take: None on a chip where nothing was measured."""
+    found = None if job.draft is not None else expected(job, work, program)  # no round with a draft of M3 was measured
+    return {"expected": None if found is None else asdict(found)}
+
+
+def _checks(job: Job) -> list[dict[str, Any]]:
+    """Return how far expected times were off where that is known; [] where none is expected."""
+    return [asdict(check) | {"off": check.off} for check in checks()] if job.slice.chip.kind == "gpu" else []
 
 
 def _images(job: Job, chosen: Candidate) -> dict[str, Any]:
@@ -99,6 +113,7 @@ def as_text(plan: dict[str, Any]) -> str:
             "prefill chunk", f"{plan['prefill_chunk']:,} tokens at the end of the context", plan["prefill"]
         ),
         *_image_lines(plan),
+        *_check_lines(plan),
         *_mesh_lines(plan),
     ]
     if plan["draft"]:
@@ -133,6 +148,8 @@ def _program_lines(name: str, extent: str, program: dict[str, Any]) -> list[str]
     least, answer = program["least"], program.get("compiled")
     lines = [f"{name} ({extent}), one device", f"  {'':12s} {'TFLOP':>9s} {'GB':>9s} {'GB sent':>9s} {'ms':>9s}"]
     lines.append(_work_line("at least", least, least["sent"]))
+    if program.get("expected"):
+        lines.append(_expected_line(Expected(**program["expected"])))
     if answer and "error" in answer:
         reason = next((line.strip() for line in answer["error"].splitlines() if line.strip()), "no reason given")
         lines.append(f"  the compiler refused: {reason}")
@@ -147,6 +164,25 @@ def _program_lines(name: str, extent: str, program: dict[str, Any]) -> list[str]
             lines.append(f"  {traffic / answer['traffic']:4.0%} of the traffic: {times} x {origin_end}")
         spent = f"lowered in {answer['lower_seconds']:.0f} s, compiled in {answer['compile_seconds']:.0f} s"
         lines.append(f"  {spent}; {answer['unknown_loops']} loops whose length is data count once")
+    return [*lines, ""]
+
+
+def _expected_line(found: Expected) -> str:
+    """Return the line of the time that is expected, with what it rests on."""
+    source = f"measured on one {found.card}, {found.date}"
+    source += "" if found.is_measured_card else ": another card"
+    return f"  {'expected':41s} {found.seconds * 1e3:10.2f}  at {found.share:.0%} of that rate ({source})"
+
+
+def _check_lines(plan: dict[str, Any]) -> list[str]:
+    """Return lines on how far expected times were off, from the least to the most; none where none is expected."""
+    if not plan["checks"]:
+        return []
+    lines = ["how far such times were off where it could be checked (each: --json)"]
+    for name, unit in (("times on one device", "ms"), ("speedups of two devices", "x")):
+        off = [check["off"] for check in plan["checks"] if check["unit"] == unit]
+        dates = ", ".join(dict.fromkeys(check["date"] for check in plan["checks"] if check["unit"] == unit))
+        lines.append(f"  {len(off)} {name}: {min(off):+.0%} to {max(off):+.0%} ({dates})")
     return [*lines, ""]
 
 

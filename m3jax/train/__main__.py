@@ -6,12 +6,14 @@ if __name__ == "__main__":
     end_at_interrupts()  # before the rest is imported
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from m3jax.console import Parser, run_command, run_program, say
 from m3jax.interrupts import raise_interrupts
+from m3jax.train.convert_command import convert_parser, run_convert
 from m3jax.train.sft_command import merge_parser, run_merge, run_sft, sft_parser
 
 PROG = "m3jax.train"
@@ -32,15 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command(f"{PROG} sft", sft_parser(f"{PROG} sft"), run_sft, words[1:])
     if words[:1] == ["merge"]:
         return run_command(f"{PROG} merge", merge_parser(f"{PROG} merge"), run_merge, words[1:])
+    if words[:1] == ["convert"]:
+        return run_command(f"{PROG} convert", convert_parser(f"{PROG} convert"), run_convert, words[1:])
     return run_command(PROG, parser(), run, words)
 
 
 def parser() -> Parser:
     """Return the parser of the command line's arguments."""
     out = Parser(PROG, "Train a model: grpo draws groups of answers, rewards them by a task, and learns from them. "
-                 "sft learns from conversations, and merge adds adapters to weights: see sft --help, "
-                 "merge --help.")  # fmt: skip
-    out.add_argument("kind", choices=("grpo", "sft", "merge"))
+                 "sft learns from conversations, merge adds adapters to weights, and convert makes an MSA model of a "
+                 "dense one: see sft --help, merge --help, convert --help.")  # fmt: skip
+    out.add_argument("kind", choices=("grpo", "sft", "merge", "convert"))
     out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded one)")
     out.add_argument("--task", metavar="FILE", required=True, help="Python, with prompts() and reward(prompts, "
                      "completions, **columns)")  # fmt: skip
@@ -142,8 +146,9 @@ def run(args: argparse.Namespace) -> int:
     with TaskFile(args.task, args.reward_seconds) as task, compile_cache():
         model = load(args.model, dtype="float32", vision=False)
         metrics = args.metrics or args.out / "metrics.jsonl"
+        origin = {"model": str(folder), "task": hashlib.sha256(Path(args.task).read_bytes()).hexdigest()}
         try:
-            trained = train_policy(model, tokenizer, template, task, settings, args.out, metrics, say)
+            trained = train_policy(model, tokenizer, template, task, settings, args.out, metrics, say, origin)
         except PartedPolicies as error:
             raise ValueError(str(error)) from error
         save(trained, args.out / "model", copy_from=folder)

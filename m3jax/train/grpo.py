@@ -3,6 +3,7 @@
 One round is one step. The engine and the trainer share one set of weights where both compute in float32.
 """
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from m3jax.train.metric_lines import MetricLines
 from m3jax.train.policy import PROB_ERROR_ALARM, Baseline, PolicyLoss, group_advantages, mismatch
 from m3jax.train.rewards import TaskError, TaskFile
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, check_replay, read_logprobs, roll_out
+from m3jax.train.sft import check_same_run
 from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer, train_step
 
 
@@ -118,6 +120,20 @@ class RunSettings:
         return self.replay if self.temperature is None else (*self.replay, DRAWN_LOGPROBS)
 
     @property
+    def decisive(self) -> dict[str, Any]:
+        """What decides the draws and weights of each round, by name, as JSON has it: a run goes on with the same."""
+
+        def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+            out = {}
+            for name, value in values.items():
+                out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+            return out
+
+        values = dataclasses.asdict(self)
+        del values["steps"], values["save_every"]
+        return json.loads(json.dumps(flat(values)))
+
+    @property
     def schedule(self) -> optax.Schedule:
         """The learning rate by step."""
         return optax.linear_schedule(0.0 if self.warmup_steps else self.learning_rate, self.learning_rate,
@@ -137,11 +153,13 @@ def train_policy(
     folder: str | Path,
     metrics: str | Path | None = None,
     say: Callable[[str], None] = print,
+    origin: Mapping[str, str] | None = None,
 ) -> M3:
     """Train a model on a task, and return it with float32 weights.
 
     The state is kept in `folder`/states; a run whose folder has one goes on from there, and draws and learns what it
-    would have without the stop. An error of the task keeps the state too.
+    would have without the stop. An error of the task keeps the state too. A folder's run goes on with the settings that
+    it began with alone, but for `steps` and `save_every`.
 
     Args:
       model: to begin with, in any float dtype; with `settings.loss.kl_weight` it is the reference policy throughout.
@@ -151,12 +169,14 @@ def train_policy(
       folder: of the states.
       metrics: a file of JSON lines, one a round; lines of rounds that are repeated after a stop are replaced.
       say: is told a line a round.
+      origin: what the run begins with and reads, by name; a folder's run goes on with the same alone.
 
     Returns:
       The trained model.
 
     Raises:
-      ValueError: a prompt that does not fit the context, or a reward that is none (`TaskError`).
+      ValueError: a prompt that does not fit the context, a folder of another run, or a reward that is none
+        (`TaskError`).
       PartedPolicies: in the invariant mode, trainer and engine differ.
     """
     rows = task.prompts()
@@ -171,6 +191,7 @@ def train_policy(
             f"the longest prompt has {longest} tokens, which with max_new_tokens = {settings.max_new_tokens}{of_turns} "
             f"are more than the model's context of {model.config.max_position_embeddings}: shorten one of the two"
         )
+    check_same_run(Path(folder), dict(origin or {}) | settings.decisive)
     if settings.invariant:
         model = model.with_invariance()
     reference = cast_weights(model, "float32") if settings.loss.kl_weight else None

@@ -18,6 +18,7 @@ from m3jax.msa.definition import chosen_tokens, sees
 from m3jax.numerics import einsum
 from m3jax.tiles import LOGITS_TILE, by_tiles
 from m3jax.train.fused import fuse
+from m3jax.train.packing import with_fast_gradients
 from m3jax.train.step import cast_weights, check_trainable
 
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
@@ -177,6 +178,8 @@ def token_logprobs(
       temperature: by which logits are divided. None, without a support, reads the model's own logits, as the engine's
         `logprobs` do; a number, as "drawn_logprobs" do.
     """
+    if not model.compute.invariant:
+        model = with_fast_gradients(model)
     x, *_ = model.trunk(tokens, choices=choices, remat=remat)
     hidden = model.final_norm(x)
     tile = LOGITS_TILE if model.compute.invariant else None
@@ -202,6 +205,7 @@ def index_kl(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     block_size: int,
+    first_keys: Int[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
     """Return the KL divergence from the heads' attention to the index branch's distribution, in nats.
 
@@ -216,6 +220,7 @@ def index_kl(
       positions: absolute position of each query; < 0 or >= lengths marks padding, which does not count.
       lengths: valid keys of each row.
       block_size: P.
+      first_keys: the first key that each query sees, where a row holds several documents (T29); 0 by default.
 
     Source: paper, the training objective of the index branch.
     """
@@ -232,8 +237,9 @@ def index_kl(
         kl = jnp.sum(jnp.where(teacher > 0, teacher * (log_teacher - student), 0.0), axis=-1)  # [B K T]
         return kl.swapaxes(1, 2)
 
-    def whole_row(q, index_q, positions):
-        return divergence(q, index_q, sees(positions, lengths, key_positions)[:, None])
+    def whole_row(q, index_q, positions, first_keys):
+        visible = sees(positions, lengths, key_positions) & (key_positions >= first_keys[..., None])  # [B T S]
+        return divergence(q, index_q, visible[:, None])
 
     def selected(q, index_q, positions, blocks):
         visible = sees(positions, lengths, key_positions)[:, None]  # [B 1 T S]
@@ -243,7 +249,8 @@ def index_kl(
     per_query = q.shape[0] * (q.shape[2] + 2 * kv_heads) * num_keys
     chunk = rows_within(_SCORE_BUDGET, per_query, q.shape[1])
     if blocks is None:
-        kl = map_chunks(whole_row, chunk, 1, q, index_q, positions)  # [B T K]
+        first_keys = jnp.zeros_like(positions) if first_keys is None else first_keys
+        kl = map_chunks(whole_row, chunk, 1, q, index_q, positions, first_keys)  # [B T K]
     else:
         kl = map_chunks(selected, chunk, 1, q, index_q, positions, blocks.swapaxes(1, 2))  # [B T K]
     is_real = (positions >= 0) & (positions < lengths[:, None])

@@ -4,7 +4,7 @@ A document begins on a block boundary of its row, so that a block of the row lie
 document is block `first_block + m` of the row. At most P - 1 tokens behind a document are unused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -15,13 +15,17 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from m3jax.cache import CallPages
+from m3jax.model import M3
 from m3jax.msa import select_blocks, walk_scores
-from m3jax.msa.chunks import map_chunks, rows_within
+from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens
+from m3jax.numerics import attend
 from m3jax.platform import platform
 from m3jax.train.conversations import Example
 
-_SCORE_BUDGET = 1 << 24  # attention scores that are held at once
+_SCORE_BUDGET = 1 << 24  # index scores that are held at once
+_SCORES_AT_ONCE = 1 << 20  # of attention, on a CPU: what a core's cache holds
+_PARTS, _LEAST_PART = 4, 256  # a row's queries meet the keys up to the end of their part of it: parts, tokens of one
 _OPEN_ROWS = 64  # that a document may still go into: packing takes time in their number
 
 
@@ -110,27 +114,36 @@ class PackedPages(CallPages):
 
     def attend_selected(self, call, q, blocks):
         """Return attention over the selected blocks, and this object."""
-        k, v = self.heads.k, self.heads.v
 
-        def attend(q, slots, blocks):
+        def visible(slots, blocks, num_keys):
             # The blocks are the document's own, so that only the order within the row is left to see to.
-            is_seen = jnp.arange(k.shape[1], dtype=jnp.int32) <= slots[..., None]  # [B T S]
-            visible = is_seen[:, None] & chosen_tokens(blocks.swapaxes(1, 2), k.shape[1], self.block_size)
-            return attend_where(q, k, v, visible)
+            is_seen = jnp.arange(num_keys, dtype=jnp.int32) <= slots[..., None]  # [B T S]
+            return is_seen[:, None] & chosen_tokens(blocks.swapaxes(1, 2), num_keys, self.block_size)
 
-        return map_chunks(attend, _query_chunk(q, k), 1, q, slots_of(call.positions), blocks.swapaxes(1, 2)), self
+        k, v = self.heads.k, self.heads.v
+        return attend_by_chunks(q, k, v, visible, slots_of(call.positions), blocks.swapaxes(1, 2)), self
 
     def attend_all(self, call, q):
         """Return attention over all of each query's document, and this object."""
-        k, v, slots = self.heads.k, self.heads.v, slots_of(call.positions)
 
-        def attend(q, positions, slots):
-            key_slots = jnp.arange(k.shape[1], dtype=jnp.int32)
+        def visible(slots, positions, num_keys):
+            key_slots = jnp.arange(num_keys, dtype=jnp.int32)
             first = jnp.where(slots < 0, 0, slots - positions)[..., None]  # [B T 1], slot of the document's first token
-            visible = (key_slots >= first) & (key_slots <= slots[..., None])  # [B T S]
-            return attend_where(q, k, v, visible[:, None])
+            return ((key_slots >= first) & (key_slots <= slots[..., None]))[:, None]  # [B 1 T S]
 
-        return map_chunks(attend, _query_chunk(q, k), 1, q, call.positions, slots), self
+        k, v = self.heads.k, self.heads.v
+        return attend_by_chunks(q, k, v, visible, slots_of(call.positions), call.positions), self
+
+
+def with_fast_gradients(model: M3) -> M3:
+    """Return the model with the same parameters, computed as training wants it: rows of whole documents, no cache.
+
+    Args:
+      model: not changed.
+    """
+    # One batched product has the faster gradient, on a CPU too; experts that a mesh divides are run in other ways.
+    experts = "auto" if model.compute.is_divided or platform() == "tpu" else "copied"
+    return model.with_training_paths(PackedPages, experts)
 
 
 def slots_of(positions: Int[Array, "B T"]) -> Int32[Array, "B T"]:
@@ -142,36 +155,52 @@ def slots_of(positions: Int[Array, "B T"]) -> Int32[Array, "B T"]:
     return jnp.where(positions < 0, -1, jnp.arange(positions.shape[1], dtype=jnp.int32))
 
 
-def attend_where(
+def attend_by_chunks(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    visible: Bool[Array, "B #K T S"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    visible: Callable[..., Bool[Array, "B #K T S"]],
+    *of_queries: Int[Array, "B T ..."],
 ) -> Float[Array, "B T N H"]:
-    """Compute grouped-query attention over the keys that a mask lets each query see; 0 for one that sees none.
+    """Compute grouped-query attention of whole rows, where no query sees a key behind it; 0 for one that sees none.
+
+    On a GPU, in a 16-bit dtype, cuDNN computes it and holds no scores. Elsewhere a few queries are taken at a time,
+    with the keys up to the end of their part of the row, and the backward pass computes their scores again.
 
     Args:
       q: queries; head n reads KV head n // (N // K).
       k: keys.
       v: values.
-      visible: by KV head, or for all of them.
+      visible: of (a piece of each of `of_queries`, S), says which of the row's first S keys a query sees, by KV head or
+        for all of them.
+      of_queries: what it reads of each query.
 
     Returns:
       Outputs in q's dtype.
     """
-    kv_heads = k.shape[2]
-    visible = repeat(visible, "b x t s -> (b x y) 1 t s", y=kv_heads // visible.shape[1])
-    q, k, v = (rearrange(x, "b t (x g) h -> (b x) t g h", x=kv_heads) for x in (q, k, v))
-    by_cudnn = platform() == "gpu" and q.dtype.itemsize == 2
-    with jax.default_matmul_precision("highest"):
-        attend = partial(jax.nn.dot_product_attention, implementation="cudnn" if by_cudnn else "xla")
-        out = attend(q, k, v, mask=visible)
-    out = jnp.where(jnp.any(visible, axis=-1)[:, 0, :, None, None], out, 0)
-    return rearrange(out, "(b x) t g h -> b t (x g) h", x=kv_heads)
-
-
-def _query_chunk(q: Float[Array, "B T N H"], k: Float[Array, "B S K H"]) -> int:
-    """Return the number of queries whose scores are held at once."""
+    length, heads = k.shape[1:3]
     if platform() == "gpu" and q.dtype.itemsize == 2:
-        return q.shape[1]  # cuDNN holds no scores
-    return rows_within(_SCORE_BUDGET, q.shape[0] * q.shape[2] * k.shape[1], q.shape[1])
+        mask = visible(*of_queries, length)
+        by_head = repeat(mask, "b x t s -> (b x y) 1 t s", y=heads // mask.shape[1])
+        rows = (rearrange(x, "b t (x g) h -> (b x) t g h", x=heads) for x in (q, k, v))
+        out = jax.nn.dot_product_attention(*rows, mask=by_head, implementation="cudnn")
+        out = jnp.where(jnp.any(by_head, axis=-1)[:, 0, :, None, None], out, 0)
+        return rearrange(out, "(b x) t g h -> b t (x g) h", x=heads)
+
+    def attend_up_to(end, q, *of_queries):
+        mask = visible(*of_queries, end)  # [B #K T S]
+        mask = repeat(mask, "b x t s -> b (x y) (g t) s", y=heads // mask.shape[1], g=q.shape[2] // heads)
+        # The queries of a group are rows of one product, whose result then lies as the softmax reads it.
+        queries = rearrange(q, "b t (x g) h -> b x (g t) h", x=heads)
+        keys, values = (rearrange(x[:, :end], "b s x h -> b x s h") for x in (k, v))
+        out, _ = attend(queries, keys, values, mask)
+        return rearrange(out.astype(q.dtype), "b x (g t) h -> b t (x g) h", t=q.shape[1])
+
+    part = max(_LEAST_PART, -(-length // _PARTS))
+    outs = []
+    for begin in range(0, length, part):
+        end = min(begin + part, length)
+        chunk = rows_within(elements_at_once(_SCORES_AT_ONCE), q.shape[0] * q.shape[2] * end, end - begin)
+        pieces = (x[:, begin:end] for x in (q, *of_queries))
+        outs.append(map_chunks(partial(attend_up_to, end), chunk, 1, *pieces))
+    return jnp.concatenate(outs, axis=1)

@@ -25,14 +25,13 @@ from m3jax.files import read_json, replace_file
 from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
-from m3jax.platform import platform
 from m3jax.progress import activity
 from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import Example
 from m3jax.train.keeping import keep, restored, states_in
 from m3jax.train.losses import index_kl
 from m3jax.train.metric_lines import MetricLines
-from m3jax.train.packing import PackedPages, pack, packed_row, slots_of
+from m3jax.train.packing import pack, packed_row, slots_of, with_fast_gradients
 from m3jax.train.run import Batches
 from m3jax.train.step import LossFn, TrainState, cast_weights, check_trainable, train_step
 
@@ -135,15 +134,14 @@ class SFTLoss:
           ValueError: weights in MXFP8, which no step could move.
         """
         check_trainable(model)
-        # One batched product has the faster gradient, on a CPU too; experts that a mesh divides are run in other ways.
-        experts = "auto" if model.compute.is_divided or platform() == "tpu" else "copied"
-        model = cast_weights(model, self.compute_dtype).with_training_paths(PackedPages, experts)
+        model = with_fast_gradients(cast_weights(model, self.compute_dtype))
         tokens, positions = batch["tokens"], batch["positions"]
-        probe = partial(_index_losses, block_size=model.config.index_block_size, offset=self._offset(batch), loss=self)
+        offset = drawn_offset(batch["step"], self.index_stride)
+        probe = partial(index_losses, block_size=model.config.index_block_size, offset=offset, stride=self.index_stride)
         x, _, kept = model.trunk(
             tokens, positions=positions, probe=probe if self.index_loss else None, remat=self.remat
         )
-        losses = _token_losses(model, model.final_norm(x), batch["targets"])
+        losses = token_losses(model, model.final_norm(x), batch["targets"])
         lm = jnp.sum(losses * batch["weights"]) / batch["num_targets"]
         if not self.index_loss:
             return lm, {"lm": lm}
@@ -151,28 +149,53 @@ class SFTLoss:
         kl = jnp.mean(of_layers) * jnp.sum(positions >= 0) / batch["num_tokens"]
         return lm + self.index_loss * kl, {"lm": lm, "kl": kl}
 
-    def _offset(self, batch: Mapping[str, Any]) -> Int[Array, ""]:
-        """Return the first token of a row that the index loss looks at, drawn anew for each step."""
-        return jax.random.randint(jax.random.fold_in(jax.random.key(0), batch["step"]), (), 0, self.index_stride)
+
+def drawn_offset(step: Int[Array, ""], stride: int) -> Int[Array, ""]:
+    """Return the first token of a row that the index loss looks at, drawn anew for each step.
+
+    Args:
+      step: of the run.
+      stride: from one token that it looks at to the next.
+    """
+    return jax.random.randint(jax.random.fold_in(jax.random.key(0), step), (), 0, stride)
 
 
-def _index_losses(
-    values: dict[str, Array], context: Context, block_size: int, offset: Int[Array, ""], loss: SFTLoss
+def index_losses(
+    values: Mapping[str, Array], context: Context, block_size: int, offset: Int[Array, ""], stride: int
 ) -> dict[str, Array]:
-    """Return {"kl"}, the index loss of a sparse layer on the blocks that it selected; {} of another layer."""
-    if "blocks" not in values:
+    """Return {"kl"}, the index loss of a layer with an index branch in packed rows; {} of another layer.
+
+    The loss is on the blocks that the layer selected, or, where it attends to every block, on all that a query sees.
+
+    Args:
+      values: the layer's, by name.
+      context: of the call.
+      block_size: P.
+      offset: first token of a row that counts.
+      stride: from one token that counts to the next.
+    """
+    if "index_q" not in values:
         return {}
-    queries = offset + jnp.arange(context.positions.shape[1] // loss.index_stride, dtype=jnp.int32) * loss.index_stride
+    slots = slots_of(context.positions)
+    queries = offset + jnp.arange(context.positions.shape[1] // stride, dtype=jnp.int32) * stride
     pick = lambda x, axis=1: jnp.take(x, queries, axis=axis)
     kl = index_kl(
-        pick(values["q"]), values["k"], pick(values["index_q"]), values["index_k"], blocks=pick(values["blocks"], 2),
-        positions=pick(slots_of(context.positions)), lengths=context.lengths, block_size=block_size,
+        pick(values["q"]), values["k"], pick(values["index_q"]), values["index_k"],
+        blocks=pick(values["blocks"], 2) if "blocks" in values else None,
+        positions=pick(slots), lengths=context.lengths, block_size=block_size,
+        first_keys=pick(slots - context.positions),
     )  # fmt: skip
     return {"kl": kl}
 
 
-def _token_losses(model: M3, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return the cross-entropy of each target in nats; the logits of a few tokens are held at a time."""
+def token_losses(model: M3, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """Return the cross-entropy of each target in nats; the logits of a few tokens are held at a time.
+
+    Args:
+      model: whose head is read.
+      hidden: what the final norm gave.
+      targets: token ids.
+    """
 
     def of_chunk(hidden, targets):
         logits = model.unembed(hidden).astype(jnp.float32)
@@ -248,6 +271,8 @@ def fine_tune(
     mesh: jax.sharding.Mesh | None = None,
     save_every: int = 100,
     tensorboard: str | Path | None = None,
+    steps_before: int = 0,
+    about: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = print,
 ) -> TrainState:
     """Run the steps that a run has not taken yet, keeping the state as it goes.
@@ -268,6 +293,8 @@ def fine_tune(
       mesh: whose data axis divides the rows; None for one device.
       save_every: steps after which the state is kept; the last one is kept in any case.
       tensorboard: a folder for TensorBoard's events; None writes none.
+      steps_before: steps of other runs that `metrics` has lines of, in front of this one's.
+      about: what each line says besides, by name.
       say: is told about a line every few seconds.
 
     Returns:
@@ -283,9 +310,11 @@ def fine_tune(
         keeper = stack.enter_context(states_in(folder))
         state = restored(keeper, state)
         first = int(state.step)
+        if first >= settings.steps:
+            return state  # nothing is left to do, and lines of later runs stay where they are
         if first:
             say(f"going on from step {first}")
-        lines = MetricLines(metrics, first)
+        lines = MetricLines(metrics, steps_before + first)
         board = None
         if tensorboard is not None:
             # Events of later steps, of a run that was killed behind its last state, are hidden.
@@ -300,13 +329,14 @@ def fine_tune(
                 state, values = train_step(state, batch, optimizer=optimizer, loss_fn=loss_fn, balance_rate=0.0)
                 figures = {name: float(value) for name, value in values.items()}  # waits for the step
                 seconds = time.perf_counter() - began
-                out = {"step": step + 1, "loss": figures.pop("lm"), **figures}
+                loss = figures.pop("lm") if "lm" in figures else figures["kl"]
+                out = {"step": steps_before + step + 1, **(about or {}), "loss": loss, **figures}
                 out |= {"learning_rate": float(settings.rate(step)), "targets": int(batch["num_targets"])}
                 out |= {"tokens": int(batch["num_tokens"]), "seconds": seconds}
                 lines.write(out)
                 if board is not None:
-                    for name, value in out.items():
-                        board.add_scalar(f"sft/{name}", value, step + 1)
+                    for name in out.keys() - (about or {}).keys():
+                        board.add_scalar(f"sft/{name}", out[name], step + 1)
                 is_last = step + 1 == settings.steps
                 if is_last or step == first or time.perf_counter() - last_said > 10:
                     say(f"step {step + 1} of {settings.steps}: loss {out['loss']:.4f}, "

@@ -1,17 +1,27 @@
 """Trains the embedded checkpoint on `tiny/tool_calls.py`, with each replay and several seeds, and plots the rewards.
 
-    python scripts/tiny/grpo_curves.py --out runs/grpo                       # all ways, three seeds
-    python scripts/tiny/grpo_curves.py --out runs/grpo --ways all --seeds 0  # one run
-    python scripts/tiny/grpo_curves.py --out runs/grpo --only-plot           # of the runs that there are
+    python scripts/tiny/grpo_curves.py --out runs/grpo                        # all ways, three seeds
+    python scripts/tiny/grpo_curves.py --out runs/grpo --ways none,all        # without and with the three replays
+    python scripts/tiny/grpo_curves.py --out runs/grpo --parallel 6 --minutes 9   # on a GPU, or many cores
+    python scripts/tiny/grpo_curves.py --out runs/grpo --only-plot            # of the figures in --json
 
 Each run is a `python -m m3jax.train grpo` whose folder is OUT/WAY-SEED: one that was stopped goes on, one that is whole
-is not run again. In bfloat16, within top-p 0.95: what the replays are there for. "float32" is without both.
+is not run again. In bfloat16, within top-p 0.95: what the replays are there for. "float32" is without both. A line a
+round says whose it is; what a run says beside is in OUT/WAY-SEED/log. After --minutes the runs are told to stop, keep
+their states, and count as far as they came. The minutes to a reward of 0.9 are those of the rounds, compiling included.
 """
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -37,29 +47,77 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)} (default: all of them)")
     parser.add_argument("--seeds", default="0,1,2", help="default: 0,1,2")
     parser.add_argument("--steps", type=int, default=20, help="rounds of 8 x 8 answers (default: 20)")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--minutes", type=float, help="stop after so long")
+    parser.add_argument("--more", nargs="+", default=(), metavar="WORD", help="arguments of every run, without dashes: "
+                        "prompts 2 answers 2")  # fmt: skip
     parser.add_argument("--only-plot", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path, default=Path("docs/data/grpo_tool_calls.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/data/grpo_tool_calls.png"))
     args = parser.parse_args()
     if unknown := [way for way in args.ways.split(",") if way not in WAYS]:
         parser.error(f"--ways {unknown[0]}: choose of {', '.join(WAYS)}")
-    if not args.only_plot:
-        for seed in map(int, args.seeds.split(",")):
-            for way in args.ways.split(","):
-                train(args.out / f"{way}-{seed}", way, seed, args.steps)
+    if args.only_plot:
+        plot(json.loads(args.json.read_text(encoding="utf-8")), args.plot)
+        return
+    end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+    more = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(args.more)]
+    # All ways of one seed before the next: what a time limit leaves out is the same of each.
+    runs = [(f"{way}-{seed}", way, seed) for seed, way in product(args.seeds.split(","), args.ways.split(","))]
+    with ThreadPoolExecutor(args.parallel) as pool:
+        started = []
+        for name, way, seed in runs:
+            words = ["--seed", seed, "--steps", str(args.steps), *SHARED, *WAYS[way], *more]
+            started.append(pool.submit(train, args.out / name, words, args.parallel, end))
+        for run in started:
+            run.result()
     curves = collect(args.out)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
-    plot(curves, args.plot)
     for name, curve in curves.items():
-        rewards = curve["reward_mean"]
-        print(f"{name}: {rewards[0]:.2f} in the first round, {np.mean(rewards[-3:]):.2f} in the last three")
+        rewards, minutes = curve["reward_mean"], minutes_to(curve)
+        print(f"{name}: {rewards[0]:.2f} in the first of {len(rewards)} rounds, {np.mean(rewards[-3:]):.2f} in the "
+              f"last three; 0.9 {'not reached' if minutes is None else f'after {minutes:.1f} minutes'}; "
+              f"k3_kl {np.mean(curve['k3_kl']):.2g}, {np.median(curve['seconds']):.1f} s a round")  # fmt: skip
+    if curves:
+        plot(curves, args.plot)
 
 
-def train(folder: Path, way: str, seed: int, steps: int) -> None:
-    """Run one way with one seed, from wherever its folder is."""
-    words = ["--task", str(TASK), "--out", str(folder), "--steps", str(steps), "--seed", str(seed), *SHARED, *WAYS[way]]
-    subprocess.run([sys.executable, "-m", "m3jax.train", "grpo", *words], check=True)
+def train(folder: Path, words: Sequence[str], parallel: int, end: float | None) -> None:
+    """Run one way with one seed, from wherever its folder is, and print its rounds.
+
+    Args:
+      folder: of the run.
+      words: of the command, beside task and folder.
+      parallel: runs that share the machine: each takes its part of a GPU's memory.
+      end: when it is told to stop, by `time.monotonic`; None for never.
+    """
+    if end is not None and time.monotonic() > end:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / parallel:.3f}"} | os.environ
+    command = [sys.executable, "-m", "m3jax.train", "grpo", "--task", str(TASK), "--out", str(folder), *words]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    stop = None
+    if end is not None:
+        stop = threading.Timer(end - time.monotonic(), run.send_signal, [signal.SIGINT])
+        stop.start()
+    with (folder / "log").open("a", encoding="utf-8") as log:
+        for line in run.stderr:
+            log.write(line)
+            log.flush()
+            if line.startswith("round "):
+                print(f"{folder.name}: {line}", end="", flush=True)
+    if (status := run.wait()) and (end is None or time.monotonic() < end):
+        print(f"{folder.name}: ended with {status}: see {folder / 'log'}", flush=True)
+    if stop is not None:
+        stop.cancel()
+
+
+def minutes_to(curve: Mapping[str, Sequence[float]], wanted: float = 0.9) -> float | None:
+    """Return the minutes that a run took to the end of the first round of that reward; None if there is none."""
+    reached = np.flatnonzero(np.array(curve["reward_mean"]) >= wanted)
+    return float(np.sum(curve["seconds"][: reached[0] + 1])) / 60 if len(reached) else None
 
 
 def collect(folder: Path) -> dict[str, dict[str, list[float]]]:
@@ -68,14 +126,18 @@ def collect(folder: Path) -> dict[str, dict[str, list[float]]]:
     for way in WAYS:
         for file in sorted(folder.glob(f"{way}-*/metrics.jsonl")):
             rounds = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            curves[file.parent.name] = {name: [line[name] for line in rounds] for name in KEPT}
+            if rounds:
+                curves[file.parent.name] = {name: [line[name] for line in rounds] for name in KEPT}
     return curves
 
 
 def plot(curves: dict[str, dict[str, list[float]]], file: Path) -> None:
-    """Plot the reward of each round, a color a way, and the mismatch beneath."""
-    import matplotlib
-
+    """Plot the reward of each round, a color a way, and the mismatch beneath; say so where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print(f"no {file}: matplotlib is not installed; --only-plot draws it elsewhere from the figures in --json")
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

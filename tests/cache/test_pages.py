@@ -37,7 +37,7 @@ class Defined:
         if name.startswith("__") or name in ("allocator", "definition"):
             raise AttributeError(name)
         found = getattr(self.allocator, name)
-        if name not in ("add", "extend", "commit", "fork", "truncate", "release", "evict", "forget"):
+        if name not in ("add", "extend", "can_give", "commit", "fork", "truncate", "release", "evict", "forget"):
             return found
 
         def both(*args):
@@ -275,15 +275,49 @@ def test_without_sharing_nothing_is_kept():
     assert pool.pages.statistics() == dict(free=4, cached=0, used=0, hit_tokens=0, missed_tokens=18, evictions=0)
 
 
-def test_neighbouring_pages_lie_on_different_devices():
-    pool = Pool(10, stripes=3)  # devices hold pages 0-3, 4-7 and 8-9
-    handle, _ = pool.open(list(range(40)))
-    assert pool.pages.pages_of(handle) == (0, 4, 8, 1, 5, 9, 2, 6, 3, 7)
-    assert Pool(3, stripes=8).pages.free == {0, 1, 2}
+def test_pages_of_a_request_lie_on_the_devices_in_turn():
+    pool = Pool(12, stripes=3)  # devices hold pages 0-3, 4-7 and 8-11
+    rows = [pool.open([number] * 6)[0] for number in range(3)]  # two pages each
+    assert [pool.pages.pages_of(handle) for handle in rows] == [(0, 4), (8, 1), (5, 9)]  # devices 0 1, 2 0 and 1 2
+    copy = pool.pages.fork(rows[1])
+    pool.write(rows[1], [7] * 8)
+    pool.write(copy, [8] * 8)  # writes into page 1 itself: the other has copied it to page 2, on the same device
+    assert (pool.pages.pages_of(rows[1]), pool.pages.pages_of(copy)) == ((8, 2, 6, 10), (8, 1, 7, 11))
+    pool.verify({rows[1]: [1] * 6 + [7] * 8, copy: [1] * 6 + [8] * 8})
+
+
+def test_a_device_can_be_out_of_pages_while_another_has_some():
+    pool = Pool(6, stripes=3)
+    first, _ = pool.open([1] * 4)  # page 0; then pages 2, 4 and 1 (the device in turn has two)
+    others = [pool.open([number] * 4)[0] for number in (2, 3, 4)]
+    assert [pool.pages.pages_of(handle) for handle in others] == [(2,), (4,), (1,)]
+    before = pool.snapshot()
+    assert pool.pages.can_give(2, first) and not pool.pages.can_give(3, first) and pool.pages.can_give(2)
+    with pytest.raises(OutOfPages, match="3 pages are needed and 2 of 6 are free or cached, on 3 devices in turn"):
+        pool.pages.extend(first, 12)  # devices 1, 2 and 0
+    assert pool.snapshot() == before
+    pool.pages.release(others[2])
+    pool.write(first, [5] * 12)  # the page that device 0 lacks is a cached one
+    assert pool.pages.pages_of(first) == (0, 3, 5, 1) and pool.hits([4] * 4 + [0]) == 0
+
+
+def test_a_first_page_that_is_known_on_another_device_stays_there():
+    """Else the known pages behind it would follow a page of the wrong device."""
+    pool = Pool(6, stripes=3)
+    pool.leave([1] * 12)  # pages 0, 2 and 4
+    handle, cached = pool.pages.add([1] * 4)
+    assert cached == 0
+    blocker, _ = pool.pages.add([9])
+    pool.write(blocker, [9])
+    pool.write(handle, [1] * 4)
+    assert pool.pages.pages_of(handle) == (3,) and pool.hits([1] * 12 + [0]) == 12
+    pool.pages.release(handle)
+    pool.verify({blocker: [9]})
 
 
 BAD = {
     "page_size = 2.0: must be": lambda p: PageAllocator(4, 2.0),
+    "num_pages = 10 over 3 devices: must be a multiple": lambda p: PageAllocator(10, 4, stripes=3),
     "stripes = True: must be": lambda p: PageAllocator(4, 4, stripes=True),
     "add got 0 tokens: give at least one": lambda p: p.add([]),
     "tokens are float64 of shape .2,.: give one list of integers": lambda p: p.add([1.0, 2.0]),
@@ -322,10 +356,11 @@ def test_bad_input(message):
 # Pages 0 and 1 and half of 2 belong to request 0, of them 0 and 1 are registered; 3 and 4 are cached, 5 is free.
 BROKEN = {
     "page 2 counts 2 users and has 1": lambda p: p._users.__setitem__(2, 2),
-    "page 0 is 1 times free, 0 cached, 1 used": lambda p: p._free.append(0),
-    "page 5 is 0 times free, 0 cached, 0 used": lambda p: p._free.remove(5),
-    "page 5 is 2 times free": lambda p: p._free.append(5),
-    "pages .6. are not in the pool": lambda p: p._free.append(6),
+    "page 0 is 1 times free, 0 cached, 1 used": lambda p: p._free[0].append(0),
+    "page 5 is 0 times free, 0 cached, 0 used": lambda p: p._free[0].remove(5),
+    "page 5 is 2 times free": lambda p: p._free[0].append(5),
+    "pages .6. are not in the pool": lambda p: p._free[0].append(6),
+    "devices have .2. unused pages, and .1. are counted": lambda p: p._prefix.num_unused.__setitem__(0, 1),
     "page 5 is free and registered": lambda p: p._prefix.nodes.__setitem__(5, p._prefix.nodes[4]),
     "page 4 is cached and not registered": lambda p: p._prefix.nodes.pop(4),
     "page 3 is registered as page 4": lambda p: p._prefix.nodes.__setitem__(3, p._prefix.nodes[4]),
@@ -351,8 +386,8 @@ def move(p, old, new):
     else:
         pages[pages.index(old)] = new
         p._drop(old)
-    if new in p._free:
-        p._free.remove(new)
+    if new in p._free[0]:
+        p._free[0].remove(new)
     p._users[new] += 1
 
 
@@ -380,10 +415,12 @@ class Machine(RuleBasedStateMachine):
         pages=st.sampled_from((12, 20, 7, 3)),
         size=st.sampled_from((3, 4, 2, 1)),
         share=st.integers(0, 4),
+        stripes=st.sampled_from((1, 3, 2)),
         prompts=st.lists(TOKENS, min_size=3, max_size=3),
     )
-    def start(self, pages, size, share, prompts):
-        self.pool = Pool(pages, size, share=share < 4)
+    def start(self, pages, size, share, stripes, prompts):
+        pages = -(-pages // stripes) * stripes
+        self.pool = Pool(pages, size, share=share < 4, stripes=stripes)
         self.pages, self.model = self.pool.pages, {}
         self.limit, self.asked = pages * size, 0
         for tokens in prompts:

@@ -152,7 +152,7 @@ def arrays_and_parts(model: M3, rng: np.random.Generator):
 
     def run_shared(weights, rows):
         mlp = how.prepared(weights["sparse"].mlp)
-        return how.each_token(lambda x, y: mlp.add_shared(x, y, None, config))(rows["x"], rows["y"])
+        return how.each_token(lambda x, y: mlp.add_shared(x, y, config))(rows["x"], rows["y"])
 
     def draw(weights, rows):
         x, positions = rows["x"].reshape(-1, width), rows["positions"].reshape(-1)

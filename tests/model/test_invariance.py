@@ -15,6 +15,7 @@ from support.lowering import array, lower
 
 from m3jax import mxfp8
 from m3jax.cache import HostMemory
+from m3jax.cache.device import page_shards, pages_of_rows
 from m3jax.execution import Ordered
 from m3jax.model import abstract
 from m3jax.model.layers import gemma_norm
@@ -51,10 +52,14 @@ def test_a_token_s_bits_depend_on_neither_its_place_nor_its_company(order, count
 def run(mesh: str | None, dtype: str, rows: int, width: int, device_pages: int | None = None, **types) -> np.ndarray:
     """Hidden states [4 40 D] of four texts, so many in a call and so many tokens of each, in pages drawn by lot."""
     model = tiny.model(CONFIG, dtype=dtype, mesh=parse_mesh(mesh) if mesh else None).with_invariance()
-    tokens, pages = tiny.tokens(CONFIG, ROWS, LENGTH), ROWS * BLOCKS
-    cache = model.new_cache(pages, rows, BLOCKS, device_pages=device_pages, **types)
+    tokens, shards = tiny.tokens(CONFIG, ROWS, LENGTH), page_shards(model.mesh)
+    cache = model.new_cache(pages_of_rows([BLOCKS] * ROWS, shards), rows, BLOCKS, device_pages=device_pages, **types)
     host = None if device_pages is None else HostMemory(cache, "numpy")
-    table = np.random.default_rng(rows).permutation(pages).reshape(ROWS, BLOCKS).astype(np.int32)
+    # Any page of the device whose turn it is, from any device on.
+    draw, on_device = np.random.default_rng(rows), cache.num_pages // shards
+    free = [(device * on_device + draw.permutation(on_device)).tolist() for device in range(shards)]
+    begins_on = draw.integers(shards, size=(ROWS, 1))
+    table = np.vectorize(lambda device: free[device].pop(), otypes=[np.int32])((begins_on + np.arange(BLOCKS)) % shards)
     call = jax.jit(lambda m, t, c, p, n: m.hidden(t, cache=c, positions=p, lengths=n), donate_argnums=2)
     hidden = np.zeros((ROWS, LENGTH, CONFIG.hidden_size), dtype)
     for first, start in itertools.product(range(0, ROWS, rows), range(0, LENGTH, width)):

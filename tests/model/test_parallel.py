@@ -2,7 +2,7 @@
 
 import math
 import re
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import jax
@@ -15,10 +15,17 @@ from support import comparisons, tiny
 
 from m3jax import M3Config
 from m3jax import model as m3_model
-from m3jax.cache import Cache
+from m3jax.cache import Cache, LayerCall, Places
 from m3jax.execution import Compute, Fast
+from m3jax.execution.attend import attend, attend_over_mesh
+from m3jax.execution.divided import MATRIX_AXES
+from m3jax.execution.experts import dispatch_capacity
+from m3jax.execution.named import Values
+from m3jax.make import dotted_path
+from m3jax.model.context import selection_rules
 from m3jax.model.layers import swiglu_oai
 from m3jax.numerics import merge_over_devices
+from m3jax.ops import Heads
 from m3jax.parallel import AXES, RULES, make_mesh, parse_mesh, sharding, spec
 from m3jax.planning import hlo
 from m3jax.vision import VisionConfig
@@ -128,6 +135,43 @@ def test_drafts_over_the_context_are_verified_as_on_one_device():
     comparisons.assert_close(found, expected, "logits", "X B T V", rtol=1e-5, atol=2e-5)
 
 
+def one_layer(mesh: str | None, is_sparse: bool, tokens: int, blocks: int) -> hlo.Counts:
+    """Counts of the compiled attention of one layer, over a row of so many blocks; nothing is run."""
+    where = None if mesh is None else parse_mesh(mesh)
+    pages = Cache.pool(CONFIG, blocks, 1, blocks, "float32", where).stacks[is_sparse]
+    numbers, width = lambda *sizes: jnp.zeros(sizes, jnp.int32), CONFIG.index_head_dim
+    keys = jnp.zeros((1, tokens, CONFIG.num_key_value_heads, CONFIG.head_dim))
+    heads = Heads(q=jnp.zeros((1, tokens, CONFIG.num_attention_heads, CONFIG.head_dim)), k=keys, v=keys)
+    if is_sparse:
+        index_q = jnp.zeros((*keys.shape[:3], width))
+        heads = heads._replace(index_q=index_q, index_k=index_q[:, :, 0])
+    places = Places(numbers(1, blocks), numbers(1, tokens), numbers(1, tokens))
+    call = LayerCall(numbers(), places, numbers(1, tokens), numbers(1))
+    rules = selection_rules(CONFIG, "max") if is_sparse else None
+
+    def layer(heads, pages, call):
+        if where is None:
+            return attend(heads, pages, call, rules, Values())
+        return attend_over_mesh(heads, pages, call, rules, Values(), where)
+
+    return hlo.count(jax.jit(layer, donate_argnums=1).lower(heads, pages, call).compile(QUICK).as_text())
+
+
+@pytest.mark.parametrize("is_sparse, tokens", [(True, 1), (False, 16)])
+def test_eight_devices_do_an_eighth_of_the_work_each(is_sparse, tokens):
+    """T51: products and memory of a long row, in a step of a sparse layer and a chunk of a dense one.
+
+    Devices exchange J candidates for a query and head, and one output; the scores of all blocks would be 64 KiB.
+    """
+    one, each = (one_layer(mesh, is_sparse, tokens, blocks=4096) for mesh in (None, "context=8"))
+    assert one.unknown_loops == each.unknown_loops == 0
+    assert 1 / 8 <= each.flops / one.flops < 1.1 / 8
+    assert 0.9 / 8 < each.traffic / one.traffic < 1.1 / 8
+    heads, candidates = CONFIG.num_attention_heads, 8 * CONFIG.num_key_value_heads * CONFIG.index_topk_blocks
+    assert each.collective_bytes.get("all-gather", 0) == is_sparse * tokens * candidates * (4 + 4)  # ids and keys
+    assert each.collective_bytes["all-reduce"] == 4 * tokens * heads * (CONFIG.head_dim + 2)  # out, lse, its weight
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_cache_stays_where_it_was_put(mesh):
     """Else each step would move it."""
@@ -160,9 +204,7 @@ def layer_of_experts(mesh: str | None, platform: str):
 
         def run(experts, x, weights):
             act = lambda gate, up: swiglu_oai(gate, up, ALPHA, LIMIT).astype(x.dtype)
-            matrices = (experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...])
-            second_layer = [StackedLayer(matrix, jnp.int32(1)) for matrix in matrices]
-            return how.experts(x, ids, weights, second_layer, act, ())[0]  # no expert is shared
+            return how.experts(x, ids, weights, matrices_of(experts), act, (), 1.0)[0]  # no expert is shared
 
         out, back = jax.vjp(run, experts, x, weights)
         return out, back(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
@@ -188,6 +230,82 @@ def test_experts_are_one_device_s(mesh, platform):
         found, expected = layer_of_experts(mesh, platform)(*args), layer_of_experts(None, "cpu")(*args)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def even(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens that choose neighbouring experts in turn, the last of them no second one: as many for each device."""
+    x, _, weights = routed(tokens, False)
+    ids = (np.arange(tokens)[:, None] + [0, 1]) % MOE.num_local_experts
+    ids[-1, 1], weights[-1, 1] = -1, 0.0
+    return x, ids.astype(np.int32), weights
+
+
+def matrices_of(experts) -> list[StackedLayer]:
+    """Gate, up and down of the second layer."""
+    of_stacks = (experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...])
+    return [StackedLayer(matrix, jnp.int32(1)) for matrix in of_stacks]
+
+
+@cache
+def divided_experts(mesh: str | None):
+    """The second layer's experts, its shared one among them, in a call with a cache on a mesh or on one device."""
+    model = tiny.model(MOE, mesh=parse_mesh(mesh) if mesh else None)
+    how = model.execution(has_cache=True)
+
+    def run(mlp, x, ids, weights):
+        act = lambda gate, up: swiglu_oai(gate, up, ALPHA, LIMIT).astype(x.dtype)
+        own = how.prepared(jax.tree.map(lambda leaf: leaf[1], mlp.shared_experts))
+        out, has_shared = how.experts(x, ids, weights, matrices_of(mlp.experts), act, own.matrices(), 2.0)
+        return out if has_shared else out + own(x, MOE)
+
+    return partial(jax.jit(run, compiler_options=QUICK), model.stacks[0].mlp)
+
+
+@pytest.mark.parametrize("mesh", ["expert=8", "data=2,expert=4", "context=3,tensor=2"])
+def test_divided_tokens_meet_their_experts(mesh):
+    """T52: dispatched to them evenly; too unevenly for the places there are; gathered; of an axis that divides none."""
+    for args in (even(64), routed(64, True), routed(64, False)):
+        found, expected = divided_experts(mesh)(*args), divided_experts(None)(*args)
+        comparisons.assert_close(found, expected, "sum of experts", "X D", rtol=1e-5, atol=2e-5)
+
+
+def test_experts_are_dispatched_to_where_that_moves_less():
+    """M3's: 4 experts a token."""
+    places = {n: dispatch_capacity(1024, 4, n) for n in (2, 4, 8, 64)}
+    assert places == {2: None, 4: None, 8: 636, 64: 94}
+
+
+@pytest.mark.parametrize("mesh", ["context=2,expert=2,tensor=2", "data=2,expert=4", "context=3,tensor=2"])
+def test_a_prompt_in_divided_chunks_is_one_device_s(mesh):
+    """T51, T52: two chunks, the second behind pages of the first; one axis divides no tokens."""
+    length = 64
+    tokens, logits = tiny.tokens(CONFIG, 1, length), {}
+    for name in (None, mesh):
+        m, logits[name] = model(name), []
+        step = jax.jit(lambda m, t, c, p, n: m(t, cache=c, positions=p, lengths=n), donate_argnums=2)
+        cache_of_row, compiled = Cache.init(CONFIG, 1, length, "float32", m.mesh), None
+        for first in (0, length // 2):
+            positions = np.arange(first, first + length // 2, dtype=np.int32)[None]
+            args = m, tokens[:, positions[0]], cache_of_row, positions, np.array([first + length // 2], np.int32)
+            compiled = compiled or tiny.lower(step, *args).compile(QUICK)
+            found, cache_of_row = compiled(*args)
+            logits[name].append(np.asarray(found[0]))
+    comparisons.assert_close(
+        np.concatenate(logits[mesh]), np.concatenate(logits[None]), "logits", "T V", rtol=1e-5, atol=2e-5
+    )
+
+
+def test_the_axes_of_matrices_are_those_that_they_were_made_with():
+    """What `Divided` says of a layer's matrices, by their names, is what the model said when it made them."""
+    named, _ = jax.tree_util.tree_flatten_with_path(
+        tiny.logical_axes(CONFIG), is_leaf=lambda leaf: isinstance(leaf, tiny.LogicalAxes)
+    )
+    made = {}
+    for path, axes in named:
+        *_, room, name = ["", *dotted_path(path).split(".")]
+        if name.endswith("_proj") and room != "experts":
+            made.setdefault(name, set()).add(tuple(axes[1:]))
+    assert made == {name: {axes} for name, axes in MATRIX_AXES.items()}
 
 
 def largest_collective(text: str) -> int:

@@ -114,7 +114,7 @@ def test_paths_sum_the_chosen_experts():
     def call(experts, x, ids, weights, layer):
         act = lambda gate, up: m3_model.layers.swiglu_oai(gate, up, ALPHA, LIMIT).astype(x.dtype)
         matrices = (experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...])
-        return how.experts(x, ids, weights, [StackedLayer(matrix, layer) for matrix in matrices], act, ())[0]
+        return how.experts(x, ids, weights, [StackedLayer(matrix, layer) for matrix in matrices], act, (), 1.0)[0]
 
     draw = np.random.default_rng(3)
     for tokens in (4, PAIRS):

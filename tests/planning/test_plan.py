@@ -445,6 +445,13 @@ def test_a_loop_that_data_ends_counts_once():
     assert counts.unknown_loops == 1 and counts.collectives["all-reduce"] == 1
 
 
+def test_a_loop_counts_as_often_as_the_compiler_says():
+    """XLA's CPU backend hides the condition in a fusion."""
+    known = 'body=%body, backend_config={"known_induction_variable":{"tuple_index":"0"},"known_trip_count":{"n":"7"}}'
+    counts = hlo.count(PROGRAM.replace("direction=LT", "direction=NE").replace("body=%body", known))
+    assert counts.unknown_loops == 0 and counts.collectives["all-reduce"] == 7
+
+
 # The compiler
 
 

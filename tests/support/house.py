@@ -16,7 +16,7 @@ FLOORS = (
     ("m3jax.model",),
     ("m3jax.checkpoint",),
     ("m3jax.decoding",),
-    ("m3jax.completion",),
+    ("m3jax.completion", "m3jax.transfer"),
     ("m3jax.dialogue", "m3jax.hub"),
     ("m3jax.inside", "m3jax.planning", "m3jax.text_model", "m3jax.train"),
     ("m3jax.cli", "m3jax.vectors"),
@@ -85,5 +85,6 @@ EXTRAS_OF = {
     "m3jax.media": ("media",),
     "m3jax.serve": ("serve",),
     "m3jax.train": ("train",),
+    "m3jax.transfer": ("serve",),
     **dict.fromkeys(("m3jax.dialogue", "m3jax.text"), ("chat",)),
 }

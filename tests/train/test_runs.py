@@ -98,6 +98,22 @@ def test_a_run_goes_on_from_wherever_it_was_killed(whole, tmp_path):
         assert train(tmp_path / str(number)) == whole[0]
 
 
+def test_a_run_goes_on_with_the_settings_it_began_with(whole, tmp_path):
+    """More rounds are the same run; another loss, sampling or learning rate is another, and is refused by its name."""
+    shutil.copytree(whole[1][0], tmp_path / "run")
+    before = lines(tmp_path / "run")
+    for changes, named in (
+        (dict(learning_rate=1e-3), "learning_rate = 0.01"),
+        (dict(loss=PolicyLoss(kl_weight=0.2)), "loss.kl_weight = 0.1"),
+        (dict(sampling=Sampling(temperature=0.8, top_p=0.9, top_k=100)), "sampling.top_k = 200"),
+        (dict(replay=("expert_ids",)), r"replay = \['expert_ids', 'blocks', 'support'\]"),
+    ):
+        with pytest.raises(ValueError, match=f"run has a run with {named}: give the same, or another --out"):
+            train(tmp_path / "run", **changes)
+    assert lines(tmp_path / "run") == before
+    assert replace(SETTINGS, steps=9, save_every=2).decisive == SETTINGS.decisive
+
+
 def test_a_reward_that_fails_loses_nothing(whole, tmp_path):
     with pytest.raises(TaskError, match="it fails"):
         train(tmp_path, Task(fails=True), save_every=10)

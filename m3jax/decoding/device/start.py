@@ -3,9 +3,10 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Int32
 
-from m3jax.decoding.device.state import LIVE, Continuations, Layout, State, pin
+from m3jax.decoding.device.state import LIVE, Continuations, Layout, State, pin, set_rows
 from m3jax.decoding.sampling import HostOrDevice
 
 
@@ -30,13 +31,7 @@ def start_rows(
       layout: as in `prefill`.
       types: as in `prefill`.
     """
-    update = lambda of_rows, of_requests: of_rows.at[rows].set(of_requests, mode="drop")
-    started = State(
-        cache=state.cache,
-        continuations=jax.tree.map(update, state.continuations, continuations),
-        lengths=update(state.lengths, lengths),
-        newest_token=update(state.newest_token, last_token),
-        stop_reasons=update(state.stop_reasons, LIVE),
-        draft_memory=state.draft_memory,
-    )
-    return pin(started, layout)
+    of_rows = state.continuations, state.lengths, state.newest_token, state.stop_reasons
+    live = jnp.full(len(rows), LIVE, jnp.int32)
+    started = set_rows(of_rows, rows, (continuations, lengths, last_token, live))
+    return pin(State(state.cache, *started, state.draft_memory), layout)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Sharding
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
@@ -170,6 +171,8 @@ class NewTokens:
     scores: Scores | None = None
 
 
+_FEW_ELEMENTS = 1 << 16  # of an array that a program rewrites whole rather than scatter into
+
 Layout = tuple[Sharding, ...]  # on a mesh, where each array of the state stays
 _Tree = TypeVar("_Tree")
 
@@ -181,3 +184,25 @@ def pin(tree: _Tree, layout: Layout | None) -> _Tree:
     leaves, structure = jax.tree.flatten(tree)
     pinned = [lax.with_sharding_constraint(leaf, place) for leaf, place in zip(leaves, layout, strict=True)]
     return jax.tree.unflatten(structure, pinned)
+
+
+def set_rows(of_rows: _Tree, rows: Int32[HostOrDevice, "C"], of_requests: _Tree) -> _Tree:
+    """Return arrays of B rows in which some rows are those of requests.
+
+    Args:
+      of_rows: arrays [B ...].
+      rows: of C requests, all different; B, one past the last, for a request that has none.
+      of_requests: arrays [C ...] of the same structure.
+    """
+    num_rows = len(jax.tree.leaves(of_rows)[0])
+    is_its_row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] == rows  # [B C]
+    request, is_set = jnp.argmax(is_its_row, axis=1), jnp.any(is_its_row, axis=1)  # [B]
+
+    def update(old, new):
+        # Each scatter is a kernel of its own, and there are some thirty small arrays: on a GPU what is computed element
+        # by element becomes one. A large array is written where it lies.
+        if old.size > _FEW_ELEMENTS:
+            return old.at[rows].set(new, mode="drop")
+        return jnp.where(is_set.reshape(-1, *[1] * (old.ndim - 1)), jnp.asarray(new)[request].astype(old.dtype), old)
+
+    return jax.tree.map(update, of_rows, of_requests)

@@ -28,6 +28,7 @@ from m3jax.decoding.device.state import (
     NewTokens,
     State,
     pin,
+    set_rows,
 )
 from m3jax.decoding.protocols import (
     CHOICES,
@@ -165,17 +166,11 @@ def prefill(
         )
     continuations, stop_reasons, is_appended = _append_token(continuations, token, ends_here)
 
-    # One past the last row is dropped: only rows whose prompt ends here change.
+    # One past the last row is none: only rows whose prompt ends here change.
     started_rows = jnp.where(ends_here, chunk.rows, len(state.lengths))
-    update = lambda of_rows, of_prompts: of_rows.at[started_rows].set(of_prompts, mode="drop")
-    state = State(
-        cache=cache.replace(table=state.cache.table),
-        continuations=jax.tree.map(update, state.continuations, continuations),
-        lengths=update(state.lengths, chunk.lengths),
-        newest_token=update(state.newest_token, token),
-        stop_reasons=update(state.stop_reasons, stop_reasons),
-        draft_memory=jax.tree.map(update, state.draft_memory, memory),
-    )
+    of_rows = state.continuations, state.lengths, state.newest_token, state.stop_reasons, state.draft_memory
+    of_prompts = continuations, chunk.lengths, token, stop_reasons, memory
+    state = State(cache.replace(table=state.cache.table), *set_rows(of_rows, started_rows, of_prompts))
     new, choices = jax.tree.map(lambda x: x[:, None], (drawn, choices))  # one column
     return pin(state, layout), NewTokens(
         *new, is_appended.astype(jnp.int32), stop_reasons, records=choices, scores=scores

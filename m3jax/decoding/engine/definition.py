@@ -225,7 +225,7 @@ class Service:
             needed = self.pool.blocks(len(request.tokens) + 1)  # for its next token too
             if lacks_pages is not None:
                 num_behind += 1
-                if lacks_pages.passes >= MOST_PASSES or needed > self.pool.available:
+                if lacks_pages.passes >= MOST_PASSES or not self.pool.can_give(needed):
                     continue
             if request.page_handle is None:
                 same = [other for other in self.request_of_row if other and self._may_share_all(request, other)]
@@ -235,7 +235,7 @@ class Service:
                 request.found = request.cached if request.found is None else request.found
             missing = needed - len(self.pool.pages_of(request.page_handle))
             missing += request.cached % self.pool.page_size > 0  # what is shared in part will be copied
-            if missing > self.pool.available and any(self.request_of_row):
+            if not self.pool.can_give(missing, request.page_handle) and any(self.request_of_row):
                 lacks_pages = lacks_pages or request
                 continue
             self.waiting.remove(request)

@@ -9,11 +9,12 @@ from time import perf_counter
 from typing import Any, Literal, Unpack
 
 import jax
+from jaxtyping import PyTree
 
 from m3jax.cache import HostMemory, PageAllocator, PageEvent
 from m3jax.cache.device import page_shards
 from m3jax.decoding.engine import checks
-from m3jax.decoding.engine.exchange import Snapshot, check_snapshot, identity
+from m3jax.decoding.engine.exchange import PAGES_A_CALL, Snapshot, check_snapshot, identity
 from m3jax.decoding.engine.media import FeatureRows, Media, PlacedSegment, Placer, as_media, prefix_keys
 from m3jax.decoding.engine.options import EngineKnobs, Storage, Work, as_options
 from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
@@ -31,7 +32,7 @@ from m3jax.decoding.engine.request import (
 from m3jax.decoding.engine.runner import PROGRAMS, Runner, Watch
 from m3jax.decoding.engine.scheduler import Scheduler
 from m3jax.decoding.engine.shapes import DRAFT_TOKENS, Shapes, prefill_chunks
-from m3jax.decoding.protocols import Identity, TargetModel, is_invariant, sees
+from m3jax.decoding.protocols import Identity, PageContents, TargetModel, is_invariant, sees
 from m3jax.decoding.sampling import HostOrDevice
 from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.speculation.named import as_drafter
@@ -176,7 +177,7 @@ class Engine:
           ValueError: what the model or the pool cannot serve, with the reason; then nothing is queued.
         """
         prompt = as_prompt(prompt)
-        self._check_request(prompt, params)
+        self.check_request(prompt, params)
         params = self._with_captures(params, capture)
         edits = checks.checked_edits(edits, self.shapes.edits, self._runner.model)
         check_guide(guide)
@@ -204,11 +205,16 @@ class Engine:
         self._scheduler.decode()
         return self._take_events()
 
-    def prefill(self) -> bool:
-        """Do only the first half of a round of work; False once every prompt that has a row is through."""
+    def prefill(self, decode_follows: bool = True) -> bool:
+        """Do only the first half of a round of work; False once every prompt that has a row is through.
+
+        Args:
+          decode_follows: whether decode steps compute a prompt's last token where it alone is not in the cache; False
+            where none will be run, so that it goes through prefill as well.
+        """
         self._end_late()
         self._scheduler.admit()
-        self._scheduler.prefill()
+        self._scheduler.prefill(decode_follows)
         return bool(self._scheduler.requests_with_row(is_decoding=False))
 
     @property
@@ -319,6 +325,7 @@ class Engine:
             raise ValueError(f"request {handle} has not ended: abort it first")
         self._end(handle)
         del self._results[handle]
+        self._scheduler.changed.pop(handle, None)
         self._taken.pop(handle, None)
 
     def copy(self, handle: int, params: Params | None = None) -> int:
@@ -334,7 +341,7 @@ class Engine:
         """
         source = self._unfinished(handle, "copy")
         params = params or source.params
-        self._check_request(source.prompt, params)
+        self.check_request(source.prompt, params)
         params = self._with_captures(params)
         checks.check_goes_on(source.new, params, f"request {handle}")
         copy = self._queue(
@@ -390,34 +397,76 @@ class Engine:
             params=request.params,
             cached=request.cached,
             pages=self._runner.read_pages(page_ids),
-            identity=self._identity(),
+            identity=self.identity,
             media=as_media(request.segments),
         )
 
-    def import_request(self, snapshot: Snapshot) -> int:
-        """Queue a request that another engine exported: it goes on with the same tokens.
+    def export_pages(self, handle: int, first: int = 0) -> tuple[int, PageContents | None]:
+        """Return the contents of a prompt's next pages while the rest of it is still being read, without waiting.
+
+        A page is ready when the calls that fill it were launched: a whole page of the prompt, and the last one, which
+        the prompt fills in part, when all of it is through.
+
+        Args:
+          handle: of a request that goes on.
+          first: index of the first page among the request's.
+
+        Returns:
+          (how many pages these are, 0 to 8; their contents as an entry of `Snapshot.pages`, whose other places mean
+          nothing, on the device and on its way to the host; None for 0 pages).
+
+        Raises:
+          ValueError: it is unknown or has ended.
+        """
+        request = self._unfinished(handle, "export")
+        if request.page_handle is None:
+            return 0, None
+        cached, size = min(request.cached, len(request.prompt)), self._pages.page_size
+        is_through = cached == len(request.prompt)
+        num_pages = math.ceil(cached / size) if is_through else cached // size
+        page_ids = self._pages.pages_of(request.page_handle)[first : min(num_pages, first + PAGES_A_CALL)]
+        return len(page_ids), next(iter(self._runner.read_pages(page_ids, is_awaited=False)), None)
+
+    def import_request(
+        self, snapshot: Snapshot, guide: Guide | None = None, *, n: int | None = None, cached_tokens: int = 0
+    ) -> int | list[int]:
+        """Queue a request that another engine exported, or a group of them: it goes on with the same tokens.
 
         Args:
           snapshot: from `export`, or from bytes (`Snapshot.from_bytes`).
+          guide: as in `add`: a snapshot holds none.
+          n: as in `add`: requests that go on from the snapshot, of which each has a seed of its own.
+          cached_tokens: of the prompt, those that the other engine had in its prefix cache
+            (`Generation.cached_tokens`).
+
+        Returns:
+          Its handle; with `n` a list of n handles.
 
         Raises:
           ValueError: it is not whole, is of another model or cache, or does not fit; nothing was changed.
           OutOfPages: its pages do not fit at the moment; nothing was changed.
         """
         layout, sizes = self._runner.page_layout, (self._pages.page_size, self.config.vocab_size)
-        check_snapshot(snapshot, self._identity(), layout, *sizes)
-        self._check_request(snapshot.prompt, snapshot.params)
+        check_snapshot(snapshot, self.identity, layout, *sizes)
+        self.check_request(snapshot.prompt, snapshot.params)
         checks.check_goes_on(snapshot.new, snapshot.params, "the snapshot")
+        check_guide(guide)
+        checks.check_order(n, 0, None)
         placed = self._placer.place(snapshot.prompt, snapshot.media)
         prompt_keys = prefix_keys(snapshot.prompt, placed)
         keys = (*prompt_keys, *snapshot.new)[: snapshot.cached]
         page_handle = self._scheduler.receive(keys, snapshot.pages) if keys else None
-        request = self._queue(snapshot.prompt, self._with_captures(snapshot.params), placed, prompt_keys)
+        params = self._with_captures(snapshot.params)
+        request = self._queue(snapshot.prompt, params, placed, prompt_keys, guide=guide)
         versions = [self._scheduler.version] * len(snapshot.new)
         request.continue_from(snapshot.new, snapshot.logprobs, snapshot.top_logprobs, versions, snapshot.records)
         request.prompt_scores.known = list(snapshot.prompt_logprobs)
-        request.page_handle, request.cached = page_handle, len(keys)
-        return request.handle
+        request.page_handle, request.cached, request.found = page_handle, len(keys), cached_tokens
+        if n is None:
+            return request.handle
+        seeds = ((params.sampling.seed + i) % 2**32 for i in range(1, n))
+        others = (replace(params, sampling=replace(params.sampling, seed=seed)) for seed in seeds)
+        return [request.handle, *(self.copy(request.handle, of_member) for of_member in others)]
 
     def update(self, model: TargetModel, live: Literal["finish", "restart", "keep"] = "finish") -> int:
         """Serve another model of the same shapes from now on, such as the next one of a training run.
@@ -481,6 +530,27 @@ class Engine:
         """The number of requests that have a row ("running"), and of those that wait for one ("waiting")."""
         running = sum(request is not None for request in self._scheduler.request_of_row)
         return dict(running=running, waiting=len(self._scheduler.waiting))
+
+    @property
+    def identity(self) -> Identity:
+        """The configuration that another engine must share with this one to exchange pages."""
+        drafter = self._runner.drafter
+        return identity(self.config, self._runner.state.cache) | ({} if drafter is None else drafter.identity())
+
+    @property
+    def page_layout(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of an entry of `Snapshot.pages`; the first use may run the device."""
+        return self._runner.page_layout
+
+    @property
+    def model(self) -> TargetModel:
+        """The model that is served now."""
+        return self._runner.model
+
+    @property
+    def is_invariant(self) -> bool:
+        """True in the invariant mode."""
+        return self._is_invariant
 
     @property
     def timings(self) -> Timings:
@@ -624,11 +694,6 @@ class Engine:
         """Return the new tokens of a request, not a copy."""
         return self._results[handle].tokens if handle in self._results else self._request(handle).new
 
-    def _identity(self) -> Identity:
-        """Return the configuration that another engine must share with this one to exchange pages."""
-        drafter = self._runner.drafter
-        return identity(self.config, self._runner.state.cache) | ({} if drafter is None else drafter.identity())
-
     def _request(self, handle: int) -> Request:
         if handle not in self._requests:
             raise ValueError(
@@ -646,7 +711,7 @@ class Engine:
             raise ValueError(f"request {handle} has ended already ({reason}): there is nothing to {purpose}")
         return self._request(handle)
 
-    def _check_request(self, prompt: tuple[int, ...], params: Params) -> None:
+    def check_request(self, prompt: tuple[int, ...], params: Params) -> None:
         """Raise ValueError if the model cannot serve a request, or this engine has no room for it."""
         check_prompt(prompt, params, self.config)
         checks.check_room(prompt, params, self.max_length, self.shapes)

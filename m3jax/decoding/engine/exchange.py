@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import PyTree, Shaped
 
 from m3jax.cache import Cache
+from m3jax.cache.storage import FLOAT8
 from m3jax.decoding.engine.media import Media
 from m3jax.decoding.engine.request import Params, check_ids
 from m3jax.decoding.engine.sealed import seal, unseal
@@ -145,14 +146,22 @@ def _plain(identity: Identity) -> Identity:
 
 
 def identity(config: TargetConfig, cache: Cache) -> Identity:
-    """Return what two engines must share to exchange pages: the model's configuration, and its cache's dtypes."""
+    """Return what two engines must share to exchange pages: a configuration, and their caches' dtypes and scales."""
     dtypes = {
         f"dtype of {name} in stack {index}": str(array.dtype)
         for index, stack in enumerate(cache.stacks)
         for name, array in (("k", stack.k), ("v", stack.v), ("index_k", stack.index_k))
         if array is not None
     }
-    return {"config": config.to_dict()} | dtypes
+    # What float8 holds was divided by these numbers: under others it would be other keys.
+    scales = {
+        f"scales of float8 in stack {index}": [
+            np.asarray(x, np.float32).tolist() for x in jax.tree.leaves(stack.scales)
+        ]
+        for index, stack in enumerate(cache.stacks)
+        if FLOAT8 in (stack.k.dtype, None if stack.index_k is None else stack.index_k.dtype)
+    }
+    return {"config": config.to_dict()} | dtypes | scales
 
 
 def check_snapshot(

@@ -543,6 +543,9 @@ def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
     Raises:
       ValueError: the first such one, under this name.
     """
+    # Long prompts are the rule: the whole is looked at first, and one by one only to name what is wrong.
+    if {type(token) for token in ids} <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab)):
+        return
     for token in ids:
         if not _is_integer(token) or not 0 <= token < vocab:
             raise ValueError(f"{name}: {shown(token)} is no token id; they are integers from 0 to {vocab - 1}")

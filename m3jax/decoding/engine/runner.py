@@ -496,12 +496,22 @@ class Runner:
         for source, target in copies:
             self.written[target] = self.written[source]
 
-    def read_pages(self, page_ids: Sequence[int]) -> list[PageContents]:
-        """Return the contents of pages in groups of `PAGES_A_CALL`, on the host; the last repeats its first page."""
+    def read_pages(self, page_ids: Sequence[int], is_awaited: bool = True) -> list[PageContents]:
+        """Return the contents of pages in groups of `PAGES_A_CALL`; the last repeats its first page.
+
+        Args:
+          page_ids: of the pool.
+          is_awaited: whether this waits until they are on the host; if not they are on their way there, and behind
+            whatever calls were launched before.
+        """
         groups = []
         for ids in _padded_groups(page_ids):
             ids = np.where(ids < 0, ids[0], ids)
-            contents = jax.device_get(device.read_pages(self.state.cache, ids))
+            contents = device.read_pages(self.state.cache, ids)
+            if is_awaited:
+                contents = jax.device_get(contents)
+            else:
+                jax.tree.map(lambda x: x.copy_to_host_async(), contents)
             if self.host is not None:
                 # Per stack of layers (k, v, index_k): keys and values of an offloaded one are in host memory.
                 stacks = zip(contents, self.host.read(ids), strict=True)

@@ -108,7 +108,7 @@ class Scheduler:
                 continue
             if blocked is not None:
                 behind += 1
-                if blocked.passes >= MOST_PASSES or self._pages_for(request) > self.pages.available:
+                if blocked.passes >= MOST_PASSES or not self.pages.can_give(self._pages_for(request)):
                     continue
             if request.page_handle is None:
                 donor = self._donor(request)
@@ -119,7 +119,7 @@ class Scheduler:
             missing = self._pages_for(request) - len(self.pages.pages_of(request.page_handle))
             # The last page that is shared in part will be copied.
             missing += request.cached % self.pages.page_size != 0
-            if self.pages.available < missing and any(self.request_of_row):
+            if not self.pages.can_give(missing, request.page_handle) and any(self.request_of_row):
                 # It keeps the cached pages that it found, until `_reserve` has it give way. Passes are the first one's.
                 blocked = request if blocked is None else blocked
                 continue
@@ -206,17 +206,21 @@ class Scheduler:
                 self.runner.read_segment(placed, size, rows)
                 remaining -= size
 
-    def prefill(self) -> None:
+    def prefill(self, decode_follows: bool = True) -> None:
         """Run one chunk of some prompts; those that end in it get their first token.
 
         In turn the prompts that come first in order go on, and those of which least is left: so a short one waits for
         at most as many calls as the prompts have chunks that are as short or shorter, and as many again, however long
         the one before it is; and the first in order goes on in every second call. A prompt whose next chunk still lacks
         features waits, and the next one takes its place.
+
+        Args:
+          decode_follows: as in `Engine.prefill`.
         """
         began = perf_counter()
         self.read_media()
-        self._start_rows()
+        if decode_follows:
+            self._start_rows()
         can_go_on = [request for request in self.requests_with_row(is_decoding=False) if self._has_features(request)]
         if self._is_turn_of_shortest:
             can_go_on.sort(key=lambda request: request.uncached)

@@ -10,6 +10,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from m3jax.arrays import without_checks
+from m3jax.msa.candidates import best_of_share, join_over_devices
 from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
 from m3jax.msa.definition import pool, sees, select_blocks
 from m3jax.msa.rules import Score, SelectionRules, checked
@@ -33,8 +34,8 @@ def index_walk(
 ) -> Int[Array, "B K T J"]:
     """Return the blocks that each query keeps; the scores of all blocks are held for a chunk of queries only.
 
-    Where several devices hold the keys, each scores its own and `view.join_scores` puts them together. No gradient
-    goes through it.
+    Where devices divide the keys, each scores those that it holds and they choose among the candidates of all. No
+    gradient goes through it.
 
     Args:
       index_q: index queries after norm and RoPE, one head for each KV head.
@@ -50,12 +51,23 @@ def index_walk(
     index_q, view = jax.lax.stop_gradient((index_q, view))
     pooled = _largest if rules.score == "max" else partial(pool, score=rules.score)
 
-    def select_chunk(index_q, positions):
-        scores = view.join_scores(_score_chunk(index_q, view, positions, lengths, rules.score, pooled))
-        blocks = _select_blocks(scores, positions, lengths, rules, block_size=view.block_size)
-        return blocks.swapaxes(1, 2)  # [B T K J]
+    share = view.share
+    if share is None:
+        seen_positions, seen_lengths = positions, lengths
+    else:
+        seen_positions, seen_lengths = share.positions(positions, lengths), share.lengths(lengths)
 
-    return map_chunks(select_chunk, _query_chunk(index_q, view), 1, index_q, positions).swapaxes(1, 2)
+    def select_chunk(index_q, positions, seen_positions):
+        scores = _score_chunk(index_q, view, seen_positions, seen_lengths, rules.score, pooled)  # [B K T M]
+        if share is None:
+            chosen = _select_blocks(scores, positions, lengths, rules, block_size=view.block_size)
+        else:
+            chosen = best_of_share(scores, positions, lengths, rules, share)
+        return jax.tree.map(lambda x: x.swapaxes(1, 2), chosen)  # [B T K J]
+
+    chosen = map_chunks(select_chunk, _query_chunk(index_q, view), 1, index_q, positions, seen_positions)
+    blocks = chosen if share is None else join_over_devices(chosen, rules.top_k, share.axes)
+    return blocks.swapaxes(1, 2)
 
 
 def walk_scores(

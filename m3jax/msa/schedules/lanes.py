@@ -15,6 +15,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from m3jax.arrays import without_checks
+from m3jax.msa.candidates import best_of_share, join_over_devices
 from m3jax.msa.definition import pool, sees, select_blocks
 from m3jax.msa.rules import SelectionRules
 from m3jax.msa.schedules.layout import group_rows, ungroup_rows, zero_behind_row
@@ -45,9 +46,14 @@ def select_invariant(
     num_heads, num_blocks, block_size = index_q.shape[2], view.num_blocks, view.block_size
     blocks_per_piece = max(1, _PIECE // block_size)
 
+    share = view.share
+
     def select_lane(row, positions, index_q):
         one_row = view.of_row(row[0], blocks_per_piece)
         length = lengths[row]
+        seen_positions, seen_length = positions, length
+        if share is not None:
+            seen_positions, seen_length = one_row.share.positions(positions, length), one_row.share.lengths(length)
         queries = rearrange(index_q, "b t k i -> b (k t) i")  # [1 K*T I]
 
         def score_piece(piece, scores):
@@ -56,20 +62,25 @@ def select_invariant(
             if rules.score == "lse":
                 token_scores = token_scores * keys.shape[-1] ** -0.5
             key_positions = piece * keys.shape[1] + jnp.arange(keys.shape[1], dtype=jnp.int32)
-            token_scores = jnp.where(_sees(positions, length, key_positions)[:, None], token_scores, UNSEEN)
+            token_scores = jnp.where(_sees(seen_positions, seen_length, key_positions)[:, None], token_scores, UNSEEN)
             of_blocks = pool(rearrange(token_scores, "b k t (m p) -> b k t m p", p=block_size), rules.score)
             is_held = one_row.present(piece * blocks_per_piece, blocks_per_piece)[:, None, None]
             of_blocks = jnp.where(is_held, of_blocks, UNSEEN)
             return jax.lax.dynamic_update_slice_in_dim(scores, of_blocks, piece * blocks_per_piece, axis=3)
 
         unseen = jnp.full((1, num_heads, _LANE, one_row.num_blocks), UNSEEN, accumulator(index_q.dtype))
-        pieces = _pieces_seen(positions, length, one_row, blocks_per_piece)
-        scores = jax.lax.fori_loop(0, pieces, score_piece, unseen)[..., :num_blocks]
-        scores = one_row.join_scores(scores)  # [1 K T M]
-        return _select_blocks(scores, positions, length, rules, block_size=block_size).swapaxes(1, 2)
+        pieces = _pieces_seen(seen_positions, seen_length, one_row, blocks_per_piece)
+        scores = jax.lax.fori_loop(0, pieces, score_piece, unseen)[..., :num_blocks]  # [1 K T M]
+        if share is None:
+            chosen = _select_blocks(scores, positions, length, rules, block_size=block_size)
+        else:
+            chosen = best_of_share(scores, positions, length, rules, one_row.share)
+        return jax.tree.map(lambda x: x.swapaxes(1, 2), chosen)  # [1 T K J]
 
     index_q, view = jax.lax.stop_gradient((index_q, view))
-    return _by_lanes(select_lane, _LANE, positions, index_q).swapaxes(1, 2)  # [B T K J] -> [B K T J]
+    chosen = _by_lanes(select_lane, _LANE, positions, index_q)
+    blocks = chosen if share is None else join_over_devices(chosen, rules.top_k, share.axes)
+    return blocks.swapaxes(1, 2)  # [B T K J] -> [B K T J]
 
 
 def invariant(

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import signal
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -11,6 +12,7 @@ from m3jax.console import Parser, run_command, say
 from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.serve worker"
+_PREFILL_SECONDS = 600.0  # that a worker which reads prompts gets to load its weights
 _NEEDED = ("grpc", "smg_grpc_proto", "llguidance")  # of the extra `serve`
 
 
@@ -34,6 +36,10 @@ def parser() -> Parser:
     out.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     out.add_argument("--port", type=int, default=50051, help="port to listen on (default 50051); 0 takes a free one")
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default bfloat16")
+    out.add_argument("--role", choices=("both", "prefill"), default="both", help="prefill reads prompts for workers "
+                     "that have --prefill-from, and answers no requests (default both)")  # fmt: skip
+    out.add_argument("--prefill-from", metavar="grpc://HOST:PORT", action="append", default=[], help="have prompts "
+                     "read by a worker with --role prefill; may be repeated")  # fmt: skip
     add_draft(out)
     out.add_argument("--invariant", action="store_true", help="answers are the same bits alone or under load")
     out.add_argument("--pages", type=int, help="of the pool; default as many as --max-batch requests can fill, or 4096")
@@ -62,8 +68,43 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 1 << 16:
         raise ValueError(f"--port {args.port}: must be from 0 to 65535")
     check_draft(args)
-    asyncio.run(_serve(args))
+    if args.role == "prefill" and args.prefill_from:
+        raise ValueError("--prefill-from with --role prefill: a worker reads prompts, or has them read by others")
+    args.prefill_from = [address.removeprefix("grpc://") for address in args.prefill_from]
+    for address in args.prefill_from:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"--prefill-from {address}: give it as grpc://HOST:PORT")
+    if args.role == "prefill":
+        _read_prompts(args)
+    else:
+        asyncio.run(_serve(args))
     return 0
+
+
+def _read_prompts(args: argparse.Namespace) -> None:
+    """Read prompts for other workers until SIGTERM or an interrupt."""
+    from m3jax.compile_cache import compile_cache
+    from m3jax.serve.worker.worker import engine_from_pretrained
+    from m3jax.transfer import Prefiller
+    from m3jax.transfer.service import start
+
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    sizes = ("pages", "max_batch", "max_length", "draft", "draft_tokens")
+    knobs = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
+    with compile_cache():
+        engine, lm = engine_from_pretrained(args.model, dtype=args.dtype, invariant=args.invariant, **knobs)
+        say("compiling")
+        engine.warmup(programs=("prefill", "pages"))
+        prefiller = Prefiller(engine, args.max_requests)
+        server, port = start(prefiller, args.host, args.port)
+        say(f"reading prompts for {args.name or lm.folder.name} at grpc://{args.host}:{port}")
+        try:
+            stopped.wait()
+        finally:
+            server.stop(args.drain).wait()
+            prefiller.close()
 
 
 async def _serve(args: argparse.Namespace) -> None:
@@ -79,7 +120,11 @@ async def _serve(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None
     }
     with compile_cache():
-        worker = Worker.from_pretrained(args.model, name=args.name, dtype=args.dtype, invariant=args.invariant, **knobs)
+        worker = Worker.from_pretrained(
+            args.model, name=args.name, dtype=args.dtype, invariant=args.invariant, prefill_from=args.prefill_from,
+            **knobs,
+        )  # fmt: skip
+        worker.check_prefill(_PREFILL_SECONDS)
         server, port = await start(worker, args.host, args.port)
         say(f"listening at grpc://{args.host}:{port}; compiling")
         preparing, stopping = asyncio.create_task(worker.prepare()), asyncio.create_task(stopped.wait())

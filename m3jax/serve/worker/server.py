@@ -14,6 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2 as protocol
 from m3jax.decoding.loop import LoopClosed, LoopFull
 from m3jax.messages import printable, shortened
 from m3jax.serve.worker.worker import Worker
+from m3jax.transfer import TransferError
 
 _MOST_BYTES = 512 << 20  # of one message: 200 images of the hub's usual size take some 400 MB
 _LOG = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ _STATUS = (
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
     (LoopFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (LoopClosed, grpc.StatusCode.UNAVAILABLE),
+    (TransferError, grpc.StatusCode.UNAVAILABLE),
 )
 _SERVICE = protocol.DESCRIPTOR.services_by_name["VllmEngine"]
 

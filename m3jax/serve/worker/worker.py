@@ -19,7 +19,9 @@ from jax.typing import DTypeLike
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto.generated import common_pb2
 
-from m3jax.decoding import Engine, EngineLoop, Generation, RequestStream, TokenEvent
+from m3jax.cache import OutOfPages
+from m3jax.console import say
+from m3jax.decoding import Engine, EngineLoop, Generation, Params, RequestStream, TokenEvent
 from m3jax.decoding.builder import page_types
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.engine.options import EngineKnobs
@@ -34,6 +36,7 @@ from m3jax.serve.worker.tensors import MediaReader
 from m3jax.serve.worker.tokenizer_files import pieces, tokenizer_archive
 from m3jax.text import TextStream
 from m3jax.text_model import TextModel
+from m3jax.transfer import PrefillClient, TransferError
 
 MAX_REQUESTS = 1024  # that go on or wait, where the caller does not say
 _MOST_PAGES = 4096  # of a pool, likewise
@@ -68,6 +71,7 @@ class Worker:
       lm: the model, its tokenizer, and its folder, whose defaults tell the EOS ids.
       name: under which clients know the model; None is the folder's.
       max_requests: that go on or wait at once.
+      prefill: other processes' engines, which read the prompts for this one; None reads them here.
 
     Example:
       worker = Worker.from_pretrained()
@@ -82,6 +86,7 @@ class Worker:
         *,
         name: str | None = None,
         max_requests: int = MAX_REQUESTS,
+        prefill: PrefillClient | None = None,
     ):
         self.engine, self.tokenizer, self.folder = engine, lm.tokenizer, lm.folder
         self.name = lm.folder.name if name is None else name
@@ -96,8 +101,11 @@ class Worker:
         )
         self._pages = KvEvents(engine.config.index_block_size)
         engine.observe_pages(self._pages.note)
+        self._prefill = prefill
         self._loop = EngineLoop(engine, max_requests)
         self._submitters = ThreadPoolExecutor(_SUBMITTERS, thread_name_prefix="m3jax submit")
+        # Apart from the others, which must not wait for a prompt that is read elsewhere.
+        self._fetchers = ThreadPoolExecutor(_SUBMITTERS, thread_name_prefix="m3jax fetch")
         self._active: dict[str, _Active] = {}
         self._is_preparing = False
         self._began = time.time()
@@ -115,6 +123,7 @@ class Worker:
         max_requests: int = MAX_REQUESTS,
         draft: str | Path | None = None,
         draft_tokens: int = DRAFT_TOKENS,
+        prefill_from: Sequence[str] = (),
         **knobs: Unpack[EngineKnobs],
     ) -> "Worker":
         """Read a folder in the hub's layout and make an engine for it.
@@ -127,19 +136,33 @@ class Worker:
           max_requests: as in the class.
           draft: what proposes tokens, as in `Engine`: "builtin", "ngram", or the folder of an EAGLE3 draft.
           draft_tokens: as in `Engine`.
+          prefill_from: addresses, HOST:PORT, of other processes' engines that read the prompts (`PrefillClient`).
           **knobs: of `Engine`; without `pages` there are as many as `max_batch` requests of the model's context take,
             and at most 4,096.
 
         Raises:
           ValueError: a folder that cannot be used, or a bad knob.
         """
-        lm = TextModel.from_pretrained(folder, dtype=dtype)
-        lm = replace(lm, model=lm.model.with_invariance(invariant))
-        blocks = -(-lm.model.config.max_position_embeddings // lm.model.config.index_block_size)
-        pages = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))}
-        knobs = pages | page_types(lm.model) | knobs
-        engine = Engine(lm.model, draft=draft, draft_tokens=draft_tokens, **knobs)
-        return cls(engine, lm, name=name, max_requests=max_requests)
+        engine, lm = engine_from_pretrained(
+            folder, dtype=dtype, invariant=invariant, draft=draft, draft_tokens=draft_tokens, **knobs
+        )
+        prefill = PrefillClient(prefill_from, engine) if prefill_from else None
+        return cls(engine, lm, name=name, max_requests=max_requests, prefill=prefill)
+
+    def check_prefill(self, wait_seconds: int | float) -> None:
+        """Ask the engines that read the prompts, if there are any, what they are.
+
+        Args:
+          wait_seconds: that they get to answer.
+
+        Raises:
+          ValueError: one does not answer, or has pages of another model or cache.
+        """
+        if self._prefill is not None:
+            try:
+                self._prefill.check(wait_seconds)
+            except TransferError as error:
+                raise ValueError(str(error)) from None
 
     async def prepare(self, programs: Sequence[str] = ("prefill", "decode", "pages")) -> None:
         """Compile what requests will run, and read the vocabulary for constraints; `HealthCheck` waits for it.
@@ -166,6 +189,9 @@ class Worker:
         """
         await asyncio.to_thread(self._loop.close, pending)
         self._submitters.shutdown(wait=False)
+        self._fetchers.shutdown(wait=False)
+        if self._prefill is not None:
+            self._prefill.close()
 
     # The calls of the service, by its names
 
@@ -196,6 +222,7 @@ class Worker:
           ValueError: what cannot be carried out, with the field's name.
           LoopFull: there are `max_requests` already.
           LoopClosed: the engine failed, or the worker was closed.
+          TransferError: the prompt was to be read elsewhere, and its pages did not come whole.
         """
         self._received = time.time()
         request_id = request.request_id or uuid.uuid4().hex
@@ -374,13 +401,16 @@ class Worker:
                 return streams
 
             try:
-                active.streams = self._loop.call(add_with_media) if order.media else add()
+                if self._is_read_elsewhere(order):
+                    active.streams = self._fetch(order, params, active)
+                else:
+                    active.streams = self._loop.call(add_with_media) if order.media else add()
             except ValueError as error:
                 raise in_protocol_names(error) from error
             return order
 
         self._check_open()
-        submitted = self._submitters.submit(submit)
+        submitted = (self._submitters if self._prefill is None else self._fetchers).submit(submit)
         try:
             order = await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
@@ -389,6 +419,30 @@ class Worker:
         if active.is_aborted:
             active.cancel()
         return order
+
+    def _is_read_elsewhere(self, order: Order) -> bool:
+        """Return True if a prompt's pages are to be fetched: prompts of text that are longer than a page.
+
+        The scores of a prompt's tokens are not in its pages, so a prompt that asks for them is read here, and so is one
+        with pictures, whose names for KV events travel with no page.
+        """
+        is_long = len(order.prompt) > self.engine.config.index_block_size
+        return self._prefill is not None and is_long and not order.media and order.params.prompt_logprobs is None
+
+    def _fetch(self, order: Order, params: Params, active: _Active) -> list[RequestStream]:
+        """Have a request's prompt read elsewhere, and hand it with its pages to the engine once they have room."""
+        # What the engine would refuse is refused before a prompt is read for it.
+        self._loop.call(lambda: self.engine.check_request(order.prompt, params))
+        fetched = self._prefill.fetch(order.prompt, params, lambda: active.is_aborted or self._loop.is_closed)
+        say(f"prefill: {fetched}")
+        shared = dict(n=order.n, timeout=0, cached_tokens=fetched.cached_tokens)
+        while True:
+            try:
+                return self._loop.submit_snapshot(fetched.snapshot, order.guide, **shared)
+            except OutOfPages:
+                if active.is_aborted or not self._loop.call(lambda: self.engine.busy):
+                    raise
+                time.sleep(_POLL_SECONDS)  # requests that go on will give pages back
 
     async def _on_engine(self, order: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread between two rounds, and return what it returns."""
@@ -413,6 +467,24 @@ class Worker:
         """Return the new tokens a second of the last seconds."""
         since = time.monotonic() - _THROUGHPUT_SECONDS
         return sum(count for when, count in self._drawn if when >= since) / _THROUGHPUT_SECONDS
+
+
+def engine_from_pretrained(
+    folder: str | Path | None = None,
+    *,
+    dtype: DTypeLike = "bfloat16",
+    invariant: bool = False,
+    draft: str | Path | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
+    **knobs: Unpack[EngineKnobs],
+) -> tuple[Engine, TextModel]:
+    """Read a folder in the hub's layout and make an engine for it; the arguments are `Worker.from_pretrained`'s."""
+    lm = TextModel.from_pretrained(folder, dtype=dtype)
+    lm = replace(lm, model=lm.model.with_invariance(invariant))
+    blocks = -(-lm.model.config.max_position_embeddings // lm.model.config.index_block_size)
+    pages = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))}
+    knobs = pages | page_types(lm.model) | knobs
+    return Engine(lm.model, draft=draft, draft_tokens=draft_tokens, **knobs), lm
 
 
 async def _events(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, TokenEvent]]:

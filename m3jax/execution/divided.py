@@ -1,0 +1,168 @@
+"""A call with a cache over a mesh: each device computes its tokens by its parts of the matrices."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from m3jax import ops
+from m3jax.execution import plain
+from m3jax.execution.experts import (
+    DOWN_AXES,
+    UP_AXES,
+    dispatch_capacity,
+    outputs_of_device,
+    sums_by_dispatch,
+    sums_by_gathering,
+)
+from m3jax.execution.fast import NUM_INPUTS, Fast
+from m3jax.make import dotted_path
+from m3jax.mxfp8 import MXFP8Array
+from m3jax.ops import measured, project, project_each
+from m3jax.ops.experts import Activation, ExpertWeights
+from m3jax.parallel import TokenAxes, spec, token_axes
+from m3jax.platform import platform
+from m3jax.weights import DividedWeight, StackedLayer, Weight
+
+# The logical axes `[*inputs *outputs]` of a layer's matrices, by the names of the parameters.
+_TO_HEADS, _TO_KV_HEADS, _TO_HIDDEN = (None, "heads", None), (None, "kv_heads", None), (None, "mlp")
+MATRIX_AXES = {
+    "q_proj": _TO_HEADS, "k_proj": _TO_KV_HEADS, "v_proj": _TO_KV_HEADS, "index_q_proj": _TO_KV_HEADS,
+    "index_k_proj": (None, None), "o_proj": ("heads", None, None),
+    "gate_proj": _TO_HIDDEN, "up_proj": _TO_HIDDEN, "down_proj": ("mlp", None),
+}  # fmt: skip
+
+
+class Divided(Fast):
+    """An `Execution` in which devices exchange what `TokenAxes` says and no more, and run kernels on what they hold.
+
+    A layer has two sums over the tensor axis, of attention's and of the feed-forward part's `[tokens, D]`. Where tokens
+    are many they are divided over all axes of the mesh for everything but attention; where they are few every device
+    has them all, and the sums are all-reduces.
+    """
+
+    @property
+    def product_backend(self):
+        """The backend of a layer's products, norms and routers: a kernel sees what one device holds."""
+        return self.compute.backend
+
+    def token_axes(self, *shape: int) -> TokenAxes:
+        """Return how the mesh divides tokens of a call, [X] or [B T]."""
+        return token_axes(shape, self.compute.mesh, measured.DIVIDED_TOKENS[platform()])
+
+    def add_norm(self, x, update, weight, eps):
+        """Return a residual addition and its norm, each token on one device."""
+        stream = self.token_axes(*x.shape[:2]).of_stream()
+        on_each_device = lambda x, update, weight: super(Divided, self).add_norm(x, update, weight, eps)
+        return self._over_mesh(on_each_device, (stream, stream, P()), (stream, stream))(x, update, weight)
+
+    def choose_experts(self, logits, bias, top_k):
+        """Return the router's choice, each token's on one device."""
+        stream = self.token_axes(len(logits)).of_stream()
+        on_each_device = lambda logits, bias: super(Divided, self).choose_experts(logits, bias, top_k)
+        return self._over_mesh(on_each_device, (stream, P()), (stream, stream))(logits, bias)
+
+    def experts(self, x, expert_ids, weights, matrices, activate, shared, scale):
+        """Return the sum of each token's experts and the shared one, each device's part of which is its own experts'.
+
+        Few tokens are on all devices: each computes what its experts make of them, and one sum joins all parts. Many
+        are divided, over the expert axis too, whose devices then exchange them: each gets all of the others', or those
+        that chose its experts, whichever moves fewer bytes (`dispatch_capacity`).
+        """
+        mesh, tokens = self.compute.mesh, self.token_axes(len(x))
+        experts, layer = ExpertWeights(*[matrix.stack for matrix in matrices]), matrices[0].layer
+        up_spec, down_spec = spec(experts.up.shape, UP_AXES, mesh), spec(experts.down.shape, DOWN_AXES, mesh)
+
+        def on_each_device(experts, shared, x, expert_ids, weights, layer):
+            routed, own = self._routed_and_shared(
+                tokens, experts, shared, x, expert_ids, weights, layer, activate, scale
+            )
+            # T52: of the devices that have the same tokens one adds the shared expert.
+            if tokens.whole:
+                own = jnp.where(jax.lax.axis_index(tokens.whole) == 0, own, 0.0)
+                return tokens.sum_of_parts(jax.lax.psum(routed + own, tokens.whole))
+            return tokens.sum_of_parts(routed + own)
+
+        of_matrices = ExpertWeights(up_spec, up_spec, down_spec), [one.specs for one in shared]
+        in_specs = (*of_matrices, *[tokens.of_products()] * 3, P())
+        run = self._over_mesh(on_each_device, in_specs, tokens.of_stream())
+        return run(experts, [one.weight for one in shared], x, expert_ids, weights, layer), True
+
+    def _routed_and_shared(
+        self,
+        tokens: TokenAxes,
+        experts: ExpertWeights,
+        shared: list[Weight],
+        x: Float[Array, "X D"],
+        expert_ids: Int[Array, "X A"],
+        weights: Float[Array, "X A"],
+        layer: Int[Array, ""],
+        activate: Activation,
+        scale: float,
+    ) -> tuple[Float[Array, "X D"], Float[Array, "X D"]]:
+        """Return, on one device, its part of the scaled sums of its tokens, and of the shared expert's outputs."""
+        mesh, how = self.compute.mesh, dict(path=self.compute.expert_path, backend=self.compute.backend)
+        turns = tuple(axis for axis in tokens.whole if axis != "expert")
+        outputs = partial(outputs_of_device, experts, layer=layer, activate=activate, mesh=mesh, turns=turns, **how)
+        is_divided = "expert" in tokens.products
+        if not (is_divided or turns) and ops.joins_shared(x, experts, shared, **how):
+            out = outputs(x, expert_ids, shared=shared)  # [X A+1 D]
+            return scale * plain.weighted_sum(out[:, :-1], weights), out[:, -1]
+        part = lambda x, expert_ids, weights: scale * plain.weighted_sum(outputs(x, expert_ids), weights)
+        of_tokens, num_held = (x, expert_ids, weights), experts.gate.shape[1]
+        if not is_divided:
+            routed = part(*of_tokens)
+        elif capacity := dispatch_capacity(*expert_ids.shape, mesh.shape["expert"]):
+            routed = sums_by_dispatch(part, *of_tokens, num_held, capacity, mesh)
+        else:
+            routed = sums_by_gathering(part, *of_tokens)
+        gate, up = project_each("xd,df->xf", x, shared[:2])
+        return routed, project("xf,fd->xd", activate(gate, up), shared[2])
+
+    def reads_in_place(self, name, stack, num_rows, dtype):
+        """Return True if a kernel is faster than XLA's product with a copy of what a device holds of the matrix."""
+        if name not in MATRIX_AXES:
+            return False
+        part = _part_of_device(stack, (None, *self._partition(name, stack.shape[1:])), self.compute.mesh)
+        tokens = self.token_axes(num_rows)
+        rows = num_rows // math.prod(self.compute.mesh.shape[axis] for axis in tokens.products)
+        case = ops.ProductCase.of(part, NUM_INPUTS.get(name, 1), rows, dtype)
+        return ops.choose(case, self.product_backend) != "xla"
+
+    def prepared(self, layer):
+        """Return the layer with matrices that say how they lie on the mesh; `experts` knows it of its own."""
+
+        def prepare(path, parameter):
+            *_, room, name = ["", *dotted_path(path).split(".")]
+            if room == "experts" or name not in MATRIX_AXES:
+                return parameter
+            shape = parameter.stack.shape[1:] if isinstance(parameter, StackedLayer) else parameter.shape
+            least = measured.DIVIDED_TOKENS[platform()]
+            return DividedWeight(parameter, self._partition(name, shape), self.compute.mesh, least)
+
+        is_matrix = lambda leaf: isinstance(leaf, MXFP8Array | StackedLayer)
+        return jax.tree_util.tree_map_with_path(prepare, layer, is_leaf=is_matrix)
+
+    def _partition(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+        """Return the mesh axis that divides each axis of a layer's matrix."""
+        return tuple(spec(shape, MATRIX_AXES[name], self.compute.mesh))
+
+    def _over_mesh(self, fn, in_specs, out_specs):
+        return jax.shard_map(fn, mesh=self.compute.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _part_of_device(
+    stack: Float[Array, "L ..."] | MXFP8Array, partition: tuple[str | None, ...], mesh: jax.sharding.Mesh
+) -> jax.ShapeDtypeStruct | MXFP8Array:
+    """Return the shape of what one device holds of a stack of matrices."""
+
+    def part(x):
+        parts = [1 if axis is None else mesh.shape[axis] for axis in partition]
+        return jax.ShapeDtypeStruct(tuple(n // m for n, m in zip(x.shape, parts, strict=True)), x.dtype)
+
+    # Of codes and scales, the codes say what a kernel runs.
+    return replace(stack, codes=part(stack.codes)) if isinstance(stack, MXFP8Array) else part(stack)

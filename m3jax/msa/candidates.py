@@ -1,0 +1,83 @@
+"""Selection where devices divide the blocks: each device names its best ones, and the best of these are taken.
+
+A block that a query keeps of all is among the best J of the device that holds it. So the devices exchange J candidates
+each, block ids and the keys of their order, and not the scores of all M blocks. The order is that of `select_blocks`:
+all devices look at the same candidates and choose alike, and as one device does that has all scores.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from m3jax.msa.definition import selection_keys
+from m3jax.msa.rules import SelectionRules
+from m3jax.msa.share import Share
+
+
+class Candidates(NamedTuple):
+    """Blocks that a query may keep, in any order, with the keys by which they are ordered.
+
+    Attributes:
+      blocks: numbers of the blocks in their row, each once over all devices; anything where the key is -inf.
+      keys: `selection_keys` of the blocks; -inf where there is no candidate.
+    """
+
+    blocks: Int[Array, "*X C"]
+    keys: Float[Array, "*X C"]
+
+
+def join_candidates(candidates: Candidates, top_k: int) -> Int[Array, "*X J"]:
+    """Return the blocks that a query keeps of all devices' candidates: `select_blocks` of all scores.
+
+    Args:
+      candidates: arrays [devices *X C]: of each device its best J blocks, or all of them where they are fewer.
+      top_k: J.
+
+    Returns:
+      Ascending ids, then -1.
+    """
+    blocks, keys = (jnp.moveaxis(x, 0, -2) for x in candidates)  # [*X devices C]
+    blocks, keys = (x.reshape(*x.shape[:-2], -1) for x in (blocks, keys))  # [*X devices*C]
+    # Higher keys first, for a sort -0 equals +0; of equal ones the lower id, whichever device names it (T28).
+    order, blocks = jax.lax.sort((-keys, blocks), num_keys=2)
+    behind_all = jnp.iinfo(blocks.dtype).max
+    kept = jnp.where(jnp.isposinf(order), behind_all, blocks)[..., :top_k]
+    padding = [(0, 0)] * (kept.ndim - 1) + [(0, top_k - kept.shape[-1])]
+    kept = jnp.pad(jnp.sort(kept, axis=-1), padding, constant_values=behind_all)
+    return jnp.where(kept < behind_all, kept, -1)
+
+
+def best_of_share(
+    scores: Float[Array, "B K T M"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    rules: SelectionRules,
+    share: Share,
+) -> Candidates:
+    """Return the candidates of one device.
+
+    Args:
+      scores: of the blocks that it holds, by its own numbers.
+      positions, lengths: of the queries in their rows, as in `select_blocks`.
+      rules: J, and which blocks are forced.
+      share: which blocks these are.
+
+    Returns:
+      Arrays [B K T C]; C = J, or M where that is less.
+    """
+    held_blocks = jnp.arange(scores.shape[-1], dtype=jnp.int32)  # [M]
+    block_ids = share.in_rows(held_blocks[None, None, None])  # [B 1 1 M]
+    is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
+    own_block = jnp.where(is_token, positions // share.block_size, -1)[:, None, :, None]  # [B 1 T 1]
+    keys = selection_keys(scores, block_ids, own_block, rules)  # [B K T M]
+    # Of equal keys the lower number comes first, here and in the row.
+    best, chosen = jax.lax.top_k(keys, min(rules.top_k, scores.shape[-1]))  # [B K T C]
+    return Candidates(share.in_rows(chosen.astype(jnp.int32)), best)
+
+
+def join_over_devices(candidates: Candidates, top_k: int, axes: tuple[str, ...]) -> Int[Array, "*X J"]:
+    """Compute `join_candidates` inside `shard_map`, of one part of each device along some mesh axes."""
+    gathered = (jax.lax.all_gather(x, axes) for x in candidates)  # [devices *X C]
+    return join_candidates(Candidates(*gathered), top_k)

@@ -1,0 +1,133 @@
+"""`python -m m3jax.train convert`: a dense model becomes an MSA model (docs/training.md)."""
+
+import argparse
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+
+from m3jax.console import Parser, say
+from m3jax.interrupts import raise_interrupts
+
+
+def convert_parser(prog: str) -> Parser:
+    """Return the parser of convert's arguments.
+
+    Args:
+      prog: the program's name.
+    """
+    out = Parser(prog, "Convert a dense model with grouped-query attention (Qwen3) to MiniMax Sparse Attention: its "
+                 "index branch is added and trained, and blocks are selected.")  # fmt: skip
+    out.add_argument("--model", metavar="DIR", required=True, help="a Qwen3 in the hub's layout")
+    out.add_argument("--data", metavar="FILE", required=True, help='JSON lines of {"text": ...} or {"tokens": [...]}')
+    out.add_argument("--out", metavar="DIR", type=Path, required=True, help="of the states, and of the MSA model")
+    out.add_argument("--steps", metavar="N", type=int, required=True, help="of the optimiser, in both phases together")
+    out.add_argument("--metrics", metavar="FILE", help="JSON lines, one a step (default: OUT/metrics.jsonl)")
+    shape = out.add_argument_group("selection")
+    shape.add_argument("--block-size", metavar="P", type=int, default=128, help="tokens of a block (default: 128)")
+    shape.add_argument("--topk-blocks", metavar="J", type=int, default=16, help="that a query keeps (default: 16)")
+    shape.add_argument("--index-dim", metavar="N", type=int, help="width of an index head (default: the heads' own)")
+    shape.add_argument("--dense-layers", metavar="N", type=int, default=0, help="first layers that go on attending to "
+                       "every block; MiniMax-M3 has 3 (default: 0)")  # fmt: skip
+    sizes = out.add_argument_group("a step")
+    sizes.add_argument("--length", metavar="N", type=int, help="tokens of a row, into which documents are "
+                       "packed; a longer one is learnt in pieces (default: 8 J P, at most the context)")  # fmt: skip
+    sizes.add_argument("--rows", metavar="N", type=int, default=1, help="rows of a micro-batch (default: 1)")
+    sizes.add_argument("--accumulate", metavar="N", type=int, default=1, help="micro-batches of a step (default: 1)")
+    learning = out.add_argument_group("learning")
+    learning.add_argument("--warm-up-steps", metavar="N", type=int, help="of --steps, in which the index branch alone "
+                          "learns, from dense attention (default: a quarter)")  # fmt: skip
+    learning.add_argument("--index-rate", metavar="X", type=float, default=1e-3, help="learning rate of the warm-up "
+                          "(default: 1e-3)")  # fmt: skip
+    learning.add_argument("--learning-rate", metavar="X", type=float, default=1e-5, help="of the phase with selection "
+                          "(default: 1e-5)")  # fmt: skip
+    learning.add_argument("--weight-decay", metavar="X", type=float, default=0.0, help="default: 0")
+    learning.add_argument("--clip-norm", metavar="X", type=float, default=1.0, help="of the gradient (default: 1)")
+    index = learning.add_mutually_exclusive_group()
+    index.add_argument("--index-loss", metavar="X", type=float, default=1.0, help="weight of the index branch's loss "
+                       "in the phase with selection (default: 1)")  # fmt: skip
+    index.add_argument("--freeze-index", action="store_true", help="leave the index branch as the warm-up left it, to "
+                       "the bit")  # fmt: skip
+    learning.add_argument("--held-out", metavar="N", type=int, help="last documents that are measured and not learnt "
+                          "(default: a twentieth, at least 1)")  # fmt: skip
+    learning.add_argument("--seed", metavar="N", type=int, default=0, help="of the index branch's first weights, and "
+                          "of the order of the documents (default: 0)")  # fmt: skip
+    ways = out.add_argument_group("how it is computed")
+    ways.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations "
+                      "in a pass; what is trained is float32 (default: bfloat16)")  # fmt: skip
+    ways.add_argument("--no-remat", action="store_true", help="keep activations: more memory, faster")
+    ways.add_argument("--save-every", metavar="N", type=int, default=100, help="steps after which the state is kept "
+                      "(default: 100)")  # fmt: skip
+    return out
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    """Convert as the parsed arguments ask for.
+
+    Raises:
+      ValueError: a bad argument, a folder or a file that cannot be used.
+      OSError: a file that cannot be read or written.
+    """
+    if not Path(args.data).is_file():
+        raise ValueError(f"--data {args.data}: no such file")
+    if args.save_every < 1:
+        raise ValueError(f"--save-every {args.save_every}: must be at least 1")
+    if args.steps < 2:
+        raise ValueError(f"--steps {args.steps}: must be at least 2, one for each phase")
+    warm_up_steps = max(1, args.steps // 4) if args.warm_up_steps is None else args.warm_up_steps
+    if not 0 < warm_up_steps < args.steps:
+        raise ValueError(f"--warm-up-steps {warm_up_steps}: must be from 1 to {args.steps - 1}, fewer than --steps")
+    raise_interrupts()
+    from m3jax.checkpoint import save
+    from m3jax.compile_cache import compile_cache
+    from m3jax.files import replace_file
+    from m3jax.text import Tokenizer
+    from m3jax.train.convert import ConvertSettings, convert
+    from m3jax.train.dense import read_dense
+    from m3jax.train.documents import load_documents
+    from m3jax.train.sft import SFTSettings
+
+    with compile_cache():
+        model = read_dense(
+            args.model, args.seed, block_size=args.block_size, topk_blocks=args.topk_blocks, index_dim=args.index_dim,
+            dense_layers=args.dense_layers,
+        )  # fmt: skip
+        config = model.config
+        context = config.max_position_embeddings // args.block_size * args.block_size
+        length = min(8 * args.topk_blocks * args.block_size, context) if args.length is None else args.length
+        if length > config.max_position_embeddings:
+            raise ValueError(f"--length {length}: the model's context is {config.max_position_embeddings} tokens")
+        shared = dict(
+            length=length, rows=args.rows, accumulate=args.accumulate, weight_decay=args.weight_decay,
+            clip_norm=args.clip_norm, compute_dtype=args.dtype, remat=not args.no_remat,
+        )  # fmt: skip
+        settings = ConvertSettings(
+            warm_up=SFTSettings(steps=warm_up_steps, learning_rate=args.index_rate, seed=args.seed, **shared),
+            # Another seed: documents come in another order than in the warm-up.
+            sparse=SFTSettings(
+                steps=args.steps - warm_up_steps, learning_rate=args.learning_rate, seed=args.seed + 1,
+                index_loss=0.0 if args.freeze_index else args.index_loss, **shared,
+            ),
+        )  # fmt: skip
+        tokenizer = partial(Tokenizer.from_pretrained, args.model)
+        documents = load_documents(args.data, tokenizer, config.vocab_size, length)
+        num_held_out = max(1, len(documents) // 20) if args.held_out is None else args.held_out
+        if not 0 < num_held_out < len(documents):
+            raise ValueError(f"--held-out {num_held_out}: the data is {len(documents)} documents of at most {length} "
+                             "tokens; measure on 1 or more of them, and leave 1 or more to learn from")  # fmt: skip
+        learnt, held_out = documents[:-num_held_out], documents[-num_held_out:]
+        origin = {
+            "model": str(args.model), "data": hashlib.sha256(Path(args.data).read_bytes()).hexdigest(),
+            "held_out": num_held_out, "block_size": args.block_size, "topk_blocks": args.topk_blocks,
+            "index_dim": config.index_head_dim, "dense_layers": args.dense_layers,
+        }  # fmt: skip
+        metrics = args.metrics or args.out / "metrics.jsonl"
+        converted, report = convert(
+            model, learnt, held_out, settings, args.out, metrics, origin=origin, save_every=args.save_every, say=say
+        )
+        save(converted, args.out / "model", copy_from=args.model)
+    replace_file(args.out / "report.json", (json.dumps(report, indent=1) + "\n").encode())
+    before, after = report["before"]["dense_loss"], report["after"]["loss"]
+    say(f"held out: loss {before:.4f} before, dense, and {after:.4f} after ({after / before - 1:+.2%})")
+    say(f"the MSA model is in {args.out / 'model'}, with float32 weights")
+    return 0

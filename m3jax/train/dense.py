@@ -1,0 +1,250 @@
+"""Dense models with grouped-query attention, as other projects train them: read as an M3 with a new index branch.
+
+M3's layer is such a model's layer where three of its settings have other values: an MLP whose `up` is not shifted
+(`swiglu_beta` 0), whose gate is not steepened (`swiglu_alpha` 1), and whose hidden values are not clamped. Qwen3 is
+that: its queries and keys have a norm per head, as M3's have. What is read so computes the same logits as the source,
+as long as every block is selected.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from m3jax import config_keys as keys
+from m3jax.checkpoint import tree
+from m3jax.checkpoint.names import Target, canonical, targets
+from m3jax.checkpoint.reader import FLOATS, CheckpointError, StoredTensor, read_folder
+from m3jax.config import DENSE_MLP, FULL, SPARSE, M3Config
+from m3jax.files import SINGLE_NAME, current_file, read_json, replace_file
+from m3jax.files.tensors import packed
+from m3jax.messages import listed, printable, shown
+from m3jax.model import M3, abstract
+
+MODEL_TYPE = "qwen3"
+INDEX = ".index_"  # in the names of the index branch's parameters, and in no others
+
+# What an M3 cannot be made of, and why not.
+_NO_QK_NORM = "its queries and keys have no norm, and M3's have one of each head"
+_OTHERS = {
+    "llama": _NO_QK_NORM,
+    "mistral": _NO_QK_NORM,
+    "qwen2": f"{_NO_QK_NORM}; its projections have biases, and M3's have none",
+    "phi3": _NO_QK_NORM,
+    "olmo2": "its norms stand behind attention and MLP, and M3's before them",
+    "gemma2": "its MLP is a GELU, its logits are capped, and it has norms behind attention and MLP",
+    "gemma3_text": "its MLP is a GELU, and it has norms behind attention and MLP",
+    "qwen3_moe": "its router is a softmax without a bias, and M3's a sigmoid with one",
+    "mixtral": f"{_NO_QK_NORM}; its router is a softmax",
+    "gpt_oss": "its attention has sinks and biases, and M3's has neither",
+    **dict.fromkeys(keys.MODEL_TYPES, "it is an M3 already: `python -m m3jax.train sft --index-loss 1` trains it"),
+}
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "max_position_embeddings",
+)  # fmt: skip
+# Keys with the values that M3's layer can have; an absent key means the first.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "rope_scaling": (None,),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (None, 1.0),
+    "quantization_config": (None,),
+}
+_READ = {
+    *_SIZES, *_FIXED, "rms_norm_eps", "rope_theta", "rope_parameters", "layer_types", "tie_word_embeddings",
+    "bos_token_id", "eos_token_id", "model_type",
+}  # fmt: skip
+_WITHOUT_MEANING = {"sliding_window", "max_window_layers"}  # where use_sliding_window is false
+_NORMS = "norm"  # in the names of weights that a norm multiplies with, which M3 stores less 1
+
+
+def dense_config(
+    data: Mapping[str, Any],
+    *,
+    block_size: int = 128,
+    topk_blocks: int = 16,
+    index_dim: int | None = None,
+    dense_layers: int = 0,
+) -> M3Config:
+    """Return the configuration of the M3 that a dense model becomes.
+
+    Args:
+      data: the parsed config.json of a Qwen3.
+      block_size: P.
+      topk_blocks: J, the blocks that a query keeps.
+      index_dim: I, width of an index head; head_dim by default. All dims of it that a head rotates are rotated.
+      dense_layers: the first layers, which go on attending to every block; M3 has 3.
+
+    Raises:
+      ValueError: another architecture, with what M3 lacks for it; a key that is missing, unknown, or has a value that
+        M3 cannot have.
+    """
+    kind = data.get("model_type")
+    if kind != MODEL_TYPE:
+        why = _OTHERS.get(kind, "no one has shown that M3's layer can compute it")
+        raise ValueError(f"model_type = {shown(kind)} cannot become an MSA model: {why}; give a Qwen3 (model_type "
+                         f"{MODEL_TYPE!r})")  # fmt: skip
+    problems = [f"{name} is missing" for name in (*_SIZES, "rms_norm_eps") if data.get(name) is None]
+    problems += [
+        f"{name} = {shown(data[name])} is not supported (only {' or '.join(map(repr, allowed))})"
+        for name, allowed in _FIXED.items()
+        if name in data and data[name] not in allowed
+    ]
+    if set(data.get("layer_types") or ()) - {FULL}:
+        problems.append(f"layer_types: only {FULL!r} is supported, got {shown(sorted(set(data['layer_types'])))}")
+    rope = data.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping) or rope.get("rope_type", "default") != "default" or (
+        set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"} or rope.get("partial_rotary_factor", 1) != 1
+    ):  # fmt: skip
+        problems.append(f"rope_parameters = {shown(rope)} is not supported (only all dims, and no scaling)")
+    elif (theta := rope.get("rope_theta", data.get("rope_theta"))) is None:
+        problems.append("rope_theta is missing")
+    unknown = sorted(set(data) - _READ - _WITHOUT_MEANING - keys.HARMLESS)
+    problems += [f"unknown key {shown(key)}: remove it if it does not change the arithmetic" for key in unknown]
+    if problems:
+        raise ValueError("this model cannot become an MSA model: " + listed(problems))
+    layers, hidden = data["num_hidden_layers"], data["intermediate_size"]
+    if not 0 <= dense_layers <= layers:
+        raise ValueError(f"dense_layers = {dense_layers}: the model has {layers} layers")
+    eos = data.get("eos_token_id")
+    return M3Config(
+        **{name: data[name] for name in _SIZES if name != "intermediate_size"},
+        dense_intermediate_size=hidden, rms_norm_eps=data["rms_norm_eps"], rope_theta=theta,
+        rotary_dim=data["head_dim"], swiglu_alpha=1.0, swiglu_beta=0.0, swiglu_limit=keys.LARGEST_REAL,
+        layer_types=(FULL,) * dense_layers + (SPARSE,) * (layers - dense_layers), mlp_layer_types=(DENSE_MLP,) * layers,
+        # Of experts, which no layer has.
+        intermediate_size=hidden, shared_intermediate_size=hidden, num_local_experts=1, num_experts_per_tok=1,
+        index_n_heads=data["num_key_value_heads"], index_head_dim=data["head_dim"] if index_dim is None else index_dim,
+        index_block_size=block_size, index_topk_blocks=topk_blocks, bos_token_id=data.get("bos_token_id"),
+        eos_token_id=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+    )  # fmt: skip
+
+
+def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
+    """Read a dense model's folder as an M3 with float32 weights, whose index branch knows nothing yet.
+
+    Args:
+      folder: of a Qwen3, in the hub's layout.
+      seed: of the index branch's weights, which are normal with standard deviation D**-0.5.
+      **settings: of `dense_config`.
+
+    Returns:
+      The model. Where every block is selected, or under `with_dense`, its logits are the source's.
+
+    Raises:
+      ValueError: as `dense_config`; a folder without a config.json or weights; tensors that are missing, unexpected, of
+        another shape or no floats, all of them in one error.
+    """
+    folder = Path(folder)
+    config = dense_config(read_dense_config(folder), **settings)
+    stored = read_folder(folder)
+    by_name = {canonical(name)[0]: tensor for name, tensor in stored.tensors.items() if "rotary_emb" not in name}
+    if read_dense_config(folder).get("tie_word_embeddings", False):
+        by_name.setdefault("language_model.lm_head.weight", by_name.get("language_model.model.embed_tokens.weight"))
+    places = {name: target for name, target in targets(config).items() if INDEX not in name}
+    problems = [*stored.problems]
+    if not problems:
+        problems += _misfits(by_name, places)
+    if problems:
+        raise CheckpointError(folder, problems)
+    shapes = tree.flatten(abstract(config, "float32"))
+    weights = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items()}
+    for name, target in places.items():
+        value = by_name[name].view().astype(np.float32).reshape(target.dims).transpose(target.perm)
+        weights[target.param][target.index] = value - 1.0 if _NORMS in name else value
+    draw = np.random.default_rng(seed)
+    for name in sorted(name for name in weights if INDEX in name and _NORMS not in name):
+        weights[name] = draw.normal(0, config.hidden_size**-0.5, weights[name].shape).astype(np.float32)
+    return tree.replace(abstract(config, "float32"), jax.tree.map(jnp.asarray, weights))
+
+
+def read_dense_config(folder: str | Path) -> dict[str, Any]:
+    """Return the parsed config.json of a folder.
+
+    Args:
+      folder: in the hub's layout.
+
+    Raises:
+      ValueError: no such folder, no config.json in it, or one that is no JSON.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{printable(str(folder))}: no such folder; give a dense model's, in the hub's layout")
+    file = current_file(folder, "config.json")
+    if not file.is_file():
+        raise ValueError(f"{printable(str(folder))} has no config.json; give a folder in the hub's layout")
+    return read_json(file)
+
+
+def write_dense(model: M3, folder: str | Path) -> None:
+    """Write a model without an index branch as the Qwen3 that it is, with its weights as they are.
+
+    Args:
+      model: whose layers all attend to every block, with the MLP that `dense_config` describes.
+      folder: made if it is not there.
+
+    Raises:
+      ValueError: a model that is no Qwen3.
+      OSError: a file that cannot be written.
+    """
+    c = model.config
+    is_qwen3 = (c.swiglu_alpha, c.swiglu_beta, c.rotary_dim) == (1.0, 0.0, c.head_dim)
+    if not is_qwen3 or set(c.layer_types) != {FULL} or set(c.mlp_layer_types) != {DENSE_MLP}:
+        raise ValueError("this model is no Qwen3: it needs dense attention and MLPs in all layers, swiglu_alpha 1, "
+                         "swiglu_beta 0, and heads that are rotated whole")  # fmt: skip
+    data = {name: getattr(c, name) for name in _SIZES} | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": MODEL_TYPE, "intermediate_size": c.dense_intermediate_size,
+        "rms_norm_eps": c.rms_norm_eps, "rope_theta": c.rope_theta, "hidden_act": "silu", "attention_bias": False,
+        "tie_word_embeddings": False, "bos_token_id": c.bos_token_id, "eos_token_id": list(c.eos_token_id) or None,
+        "torch_dtype": model.dtype.name,
+    }  # fmt: skip
+    leaves, tensors = tree.flatten(model), {}
+    for name, target in targets(c).items():
+        value = np.asarray(leaves[target.param])[target.index].transpose(np.argsort(target.perm))
+        value = value.reshape(target.hub_shape)
+        tensors[name.removeprefix("language_model.")] = value + 1 if _NORMS in name else value
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / SINGLE_NAME, packed(tensors, {"format": "pt"}))
+    replace_file(folder / "config.json", (json.dumps(data, indent=2, sort_keys=True) + "\n").encode())
+
+
+def index_weights(model: M3) -> dict[str, Float[Any, "..."]]:
+    """Return the parameters of a model's index branch, by name.
+
+    Args:
+      model: any.
+    """
+    return {name: leaf for name, leaf in tree.flatten(model).items() if INDEX in name}
+
+
+def with_index_weights(model: M3, weights: Mapping[str, Float[Any, "..."]]) -> M3:
+    """Return a model with other parameters of its index branch.
+
+    Args:
+      model: not changed.
+      weights: from `index_weights`.
+    """
+    return tree.replace(model, tree.flatten(model) | dict(weights))
+
+
+def _misfits(stored: Mapping[str, StoredTensor | None], places: Mapping[str, Target]) -> list[str]:
+    """Return a line for each tensor that is missing, unexpected, of another shape or no floats."""
+    problems = [f"{name} is missing" for name in places if stored.get(name) is None]
+    problems += [f"{name}: unexpected" for name in stored if name not in places]
+    for name, target in places.items():
+        tensor = stored.get(name)
+        if tensor is None:
+            continue
+        if tensor.dtype not in FLOATS:
+            problems.append(f"{name}: {tensor.dtype} is not supported; give weights in {', '.join(FLOATS)}")
+        elif tensor.shape != target.hub_shape:
+            problems.append(f"{name}: shape {list(tensor.shape)}, config.json needs {list(target.hub_shape)}")
+    return problems

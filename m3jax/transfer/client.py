@@ -1,0 +1,185 @@
+"""Prompts read elsewhere: what an engine that decodes asks of one that reads prompts, by gRPC."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+import jax
+from jaxtyping import PyTree
+
+from m3jax.decoding import Engine, Params
+from m3jax.decoding.engine import Snapshot
+from m3jax.transfer.frames import TransferError, decode, encode
+from m3jax.transfer.identity import check_identity, transfer_identity
+from m3jax.transfer.receiver import PageReceiver
+from m3jax.transfer.service import OPTIONS, SERVICE, ask_frame
+
+SILENCE_SECONDS = 60.0  # without any frame, after which a transfer is given up; a prompt that waits sends "alive"
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """A prompt's pages that have come, all of them.
+
+    Attributes:
+      snapshot: for `Engine.import_request`: all tokens of the prompt but the last are in its pages.
+      cached_tokens: of the prompt, those that the engine that read it had in its prefix cache.
+      num_bytes: of all frames.
+      seconds: from the question to the last frame.
+      address: of the engine that read the prompt.
+    """
+
+    snapshot: Snapshot
+    cached_tokens: int
+    num_bytes: int
+    seconds: float
+    address: str
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that a token of the prompt took on the wire."""
+        return self.num_bytes / self.snapshot.cached
+
+    def __str__(self) -> str:
+        return (
+            f"{self.snapshot.cached:,} tokens of a prompt from {self.address} in {self.seconds:.2f} s, "
+            f"{self.num_bytes:,} bytes, {self.bytes_per_token:,.0f} a token"
+        )
+
+
+class PrefillClient:
+    """Prefillers of other processes, of which each prompt goes to the one with the fewest that go on.
+
+    Any thread may call it.
+
+    Args:
+      addresses: HOST:PORT of each.
+      engine: that the pages are for. It is asked once, here.
+      silence_seconds: that a transfer may be silent before it is given up.
+
+    Raises:
+      ValueError: no address, or an engine whose pages cannot be moved.
+    """
+
+    def __init__(self, addresses: Sequence[str], engine: Engine, silence_seconds: int | float = SILENCE_SECONDS):
+        if not addresses:
+            raise ValueError("no address of an engine that reads prompts: give HOST:PORT")
+        self._identity, self._engine_identity = transfer_identity(engine), engine.identity
+        self._layout: PyTree[jax.ShapeDtypeStruct] = engine.page_layout
+        self._page_size, self._silence_seconds = engine.config.index_block_size, silence_seconds
+        self._channels = {address: grpc.insecure_channel(address, OPTIONS) for address in addresses}
+        self._num_open = dict.fromkeys(addresses, 0)
+        self._lock = threading.Lock()
+
+    def check(self, wait_seconds: int | float = 0) -> None:
+        """Ask every prefiller for its identity.
+
+        Args:
+          wait_seconds: that one gets to answer at all: it reads its weights first.
+
+        Raises:
+          TransferError: one does not answer, or has pages of another model or cache.
+        """
+        for address, channel in self._channels.items():
+            call = channel.unary_unary(f"/{SERVICE}/Describe")
+            try:
+                frame, _, _ = decode(call(b"", timeout=max(wait_seconds, 1.0), wait_for_ready=wait_seconds > 0))
+            except grpc.RpcError as error:
+                raise TransferError(f"{address} does not read prompts: {_said(error)}") from None
+            check_identity(frame.fields.get("identity"), self._identity, address)
+
+    def fetch(
+        self, prompt: Sequence[int], params: Params, is_stopped: Callable[[], bool] = lambda: False
+    ) -> Transferred:
+        """Have a prompt read elsewhere, and return its pages when all have come.
+
+        Args:
+          prompt: token ids, at least 2; the last one is left to the engine that decodes.
+          params: how the request goes on.
+          is_stopped: asked again and again; once it is True the transfer is given up.
+
+        Raises:
+          ValueError: a prompt that the prefiller refuses.
+          TransferError: pages came damaged, out of order, of another model, too late or not at all. Of what came
+            nothing is used, and the prefiller frees what it has.
+        """
+        prompt = tuple(map(int, prompt))
+        if len(prompt) < 2:
+            raise ValueError(f"a prompt of {len(prompt)} tokens has no pages to fetch: give at least 2")
+        began, transfer = time.monotonic(), secrets.token_hex(8)
+        with self._least_loaded() as (address, channel):
+            receiver = PageReceiver(transfer, len(prompt) - 1, self._layout, self._page_size, self._identity, address)
+            call = channel.unary_stream(f"/{SERVICE}/Read")(encode(ask_frame(prompt[:-1]), transfer, 0))
+            with _Watch(call, self._silence_seconds, is_stopped) as watch:
+                try:
+                    for data in call:
+                        watch.note()
+                        receiver.take(data)
+                except grpc.RpcError as error:
+                    if watch.reason:
+                        raise TransferError(f"{address}: {watch.reason}") from None
+                    if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+                        raise ValueError(error.details()) from None
+                    raise TransferError(f"{address} ended the transfer: {_said(error)}") from None
+            pages = receiver.pages()
+        identity, cached = self._engine_identity, len(prompt) - 1
+        snapshot = Snapshot(prompt, (), (), params, cached, pages, identity)
+        seconds = time.monotonic() - began
+        return Transferred(snapshot, receiver.cached_tokens, receiver.num_bytes, seconds, address)
+
+    def close(self) -> None:
+        """End all connections."""
+        for channel in self._channels.values():
+            channel.close()
+
+    @contextmanager
+    def _least_loaded(self) -> Iterator[tuple[str, grpc.Channel]]:
+        """The prefiller with the fewest transfers, which has one more meanwhile."""
+        with self._lock:
+            address = min(self._num_open, key=self._num_open.__getitem__)
+            self._num_open[address] += 1
+        try:
+            yield address, self._channels[address]
+        finally:
+            with self._lock:
+                self._num_open[address] -= 1
+
+
+class _Watch:
+    """A thread that cancels a call which is silent for too long, or no longer wanted; leaving it ends the call."""
+
+    def __init__(self, call: grpc.Call, silence_seconds: int | float, is_stopped: Callable[[], bool]):
+        self.reason = ""
+        self._call, self._silence_seconds, self._is_stopped = call, silence_seconds, is_stopped
+        self._heard, self._is_over = time.monotonic(), threading.Event()
+
+    def note(self) -> None:
+        """Note that something has come."""
+        self._heard = time.monotonic()
+
+    def __enter__(self) -> "_Watch":
+        threading.Thread(target=self._watch, name="m3jax transfer watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._call.cancel()  # a call that has ended stays as it is
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_POLL_SECONDS):
+            if self._is_stopped():
+                self.reason = "the request was given up"
+            elif time.monotonic() - self._heard > self._silence_seconds:
+                self.reason = f"nothing came for {self._silence_seconds:g} s"
+            if self.reason:
+                self._call.cancel()
+                return
+
+
+def _said(error: grpc.RpcError) -> str:
+    return f"{error.details() or error.code().name.lower()}"

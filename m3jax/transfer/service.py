@@ -1,0 +1,78 @@
+"""A prefiller behind gRPC: the service `m3jax.transfer.Prefill`, whose messages are frames.
+
+Describe: nothing -> one frame "hello" with the identity, and no prompt
+Read:     a frame "ask" with the prompt's ids -> frames "hello", "pages" and "alive" as they come, "end"
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+
+from m3jax.messages import printable, shortened
+from m3jax.transfer.frames import Frame, TransferError, decode, encode
+from m3jax.transfer.prefiller import Prefiller
+
+SERVICE = "m3jax.transfer.Prefill"
+OPTIONS = (
+    ("grpc.max_receive_message_length", -1),  # a frame has eight pages of a layer: megabytes
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),  # or a second worker would share the port in silence
+)
+_THREADS = 64  # transfers at once, each of which has one
+
+
+def start(prefiller: Prefiller, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.Server, int]:
+    """Listen for engines that decode.
+
+    Args:
+      prefiller: it is not closed with the server.
+      host: address to listen on.
+      port: 0 takes a free one.
+
+    Returns:
+      (the server, which `stop` ends; its port).
+
+    Raises:
+      ValueError: the port cannot be listened on.
+    """
+
+    def describe(_: bytes, context: grpc.ServicerContext) -> bytes:
+        return encode(Frame("hello", {"identity": prefiller.identity}), "", 0)
+
+    def read(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            ask, transfer, _ = decode(data)
+            frames = prefiller.read(ask.arrays["prompt"].tolist())
+            try:
+                for number, frame in enumerate(frames):
+                    if not context.is_active():  # the receiver is gone
+                        return
+                    yield encode(frame, transfer, number)
+            finally:
+                frames.close()  # which frees the prompt's pages
+        except KeyError:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "ask for a prompt: its ids are missing")
+        except (ValueError, TransferError) as error:
+            is_refused = isinstance(error, ValueError)
+            status = grpc.StatusCode.INVALID_ARGUMENT if is_refused else grpc.StatusCode.UNAVAILABLE
+            context.abort(status, shortened(printable(str(error))))
+
+    server = grpc.server(ThreadPoolExecutor(_THREADS, thread_name_prefix="m3jax transfer"), options=OPTIONS)
+    handlers = {
+        "Describe": grpc.unary_unary_rpc_method_handler(describe),
+        "Read": grpc.unary_stream_rpc_method_handler(read),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: is something else there? Choose another --port") from error
+    server.start()
+    return server, bound
+
+
+def ask_frame(prompt: tuple[int, ...]) -> Frame:
+    """Return the message that asks for the pages of a prompt's tokens."""
+    return Frame("ask", arrays={"prompt": np.asarray(prompt, np.int64)})

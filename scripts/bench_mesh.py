@@ -1,0 +1,355 @@
+"""Meshes of devices beside one device: what their programs exchange and compute, and how long they take.
+
+    python scripts/bench_mesh.py --counts                     # 8 CPU devices: the compiled programs' own counts
+    python scripts/bench_mesh.py                              # on GPUs: times, beside one of them in the same run
+    python scripts/bench_mesh.py --meshes tensor=2 expert=2 --rows 1 16 --context-tokens 60064
+    python scripts/bench_mesh.py --index --meshes context=2 --context-tokens 1048576     # one sparse layer's attention
+    python scripts/bench_mesh.py --smoke                      # seconds, on a CPU: sees that it runs
+
+The model has 4 layers at M3's own widths, one dense and three sparse, with random weights. Times are of the engine: a
+decode step with so many rows live behind a shared prefix, the first chunk of a prompt, and a whole prompt in chunks;
+each divided into the time of one device that the same run took. Every line is printed when it is known. Models are made
+one after the other, so that a device holds one at a time.
+"""
+
+import argparse
+import gc
+import os
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+if "--counts" in sys.argv or "--smoke" in sys.argv:  # before jax looks for devices
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    flags = " --xla_force_host_platform_device_count=8"
+    if "--smoke" in sys.argv:
+        flags += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flags
+
+import jax
+import jax.numpy as jnp
+from bench_engine import SUFFIX, first_token, four_layers, params, prompt, random_tokens
+from jax.sharding import Mesh
+from measuring import traced
+
+from m3jax import M3Config
+from m3jax.cache import Cache, LayerCall
+from m3jax.decoding import Engine
+from m3jax.decoding.device import compiler_options
+from m3jax.execution import Compute, Fast, Values
+from m3jax.model import init
+from m3jax.model.context import selection_rules
+from m3jax.ops import Heads
+from m3jax.parallel import parse_mesh
+from m3jax.planning import hlo, program
+from m3jax.planning.chips import parse_slice
+from m3jax.planning.job import Job
+
+ONE = "one device"
+QUICK = {"xla_backend_optimization_level": 0}  # LLVM's; the program is the same
+
+
+def main() -> int:
+    """Count or time what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--meshes", nargs="+", default=["tensor=2", "expert=2", "context=2"], help="as in data=2,tensor=4"
+    )
+    parser.add_argument("--context-tokens", type=int, default=60_064, help="of the shared prefix, or of --index")
+    parser.add_argument(
+        "--rows", type=int, nargs="*", default=[1, 16], help="of an engine, all live; an engine for each"
+    )
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill call")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of a device call")
+    parser.add_argument("--counts", action="store_true", help="compile for 8 CPU devices and count, run nothing")
+    parser.add_argument("--index", action="store_true", help="time attention of one sparse layer alone")
+    parser.add_argument("--no-prefill", action="store_true", help="no times of prompts")
+    parser.add_argument("--profile", action="store_true", help="print the share of a step and a chunk in collectives")
+    parser.add_argument(
+        "--record-collectives", action="store_true", help="let XLA put collectives of a step into its CUDA graph too"
+    )
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on one small mesh, on a CPU")
+    args = parser.parse_args()
+    config = four_layers()
+    if args.smoke:
+        config = tiny(config)
+        args.context_tokens, args.chunk, args.rows, args.steps = 96, 32, [2], 4
+        args.names = ["tensor=2,context=2"]  # alone: each more is as many programs to compile
+    else:
+        args.names = [ONE, *args.meshes]
+    if args.record_collectives:
+        key = "xla_gpu_enable_command_buffer"
+        compiler_options.STEP_OPTIONS[key] += ",COLLECTIVES"
+        for options in compiler_options.OPTIONS.values():
+            if key in options:
+                options[key] = compiler_options.STEP_OPTIONS[key]
+    device = jax.devices()[0]
+    print(f"{len(jax.devices())} x {device.device_kind}, jax {jax.__version__}, "
+          f"{args.context_tokens} tokens of context, chunks of {args.chunk}")  # fmt: skip
+    if args.counts or args.smoke:
+        count(config, args)
+    if args.index or args.smoke:
+        time_index(config, args)
+    if not (args.counts or args.index):
+        time_engines(config, args)
+    return 0
+
+
+def tiny(config: M3Config) -> M3Config:
+    """The same layers, a thousandth as wide."""
+    return replace(
+        config, hidden_size=64, vocab_size=512, num_attention_heads=8, head_dim=16, rotary_dim=8, index_head_dim=16,
+        intermediate_size=32, dense_intermediate_size=64, shared_intermediate_size=32, num_local_experts=8,
+        num_experts_per_tok=2, index_block_size=8, index_topk_blocks=3, max_position_embeddings=1024,
+        eos_token_id=(1,), bos_token_id=0,
+    )  # fmt: skip
+
+
+# Counts
+
+
+def count(config: M3Config, args: argparse.Namespace) -> None:
+    """Print, for each mesh, what the compiled programs of an engine exchange, compute and move, beside one device."""
+    dtype = "float32" if args.smoke else "bfloat16"
+    for rows in args.rows:
+        job = Job(
+            config=config, slice=parse_slice("h200:8"), context=args.context_tokens, batch=rows, dtype=dtype,
+            chunk=args.chunk,
+        )  # fmt: skip
+        programs = {} if args.smoke else {f"a step of {rows}": program.decode}
+        if rows == args.rows[0]:
+            programs[f"a chunk of {args.chunk}"] = program.prefill
+        for what, trace in programs.items():
+            alone = None
+            for name in args.names:
+                mesh = parse_mesh("" if name == ONE else name)
+                text = trace(job, mesh).lower().compile(QUICK).as_text()
+                counts, exchanged = hlo.count(text), hlo.collectives(text)
+                alone = alone or counts
+                sent, times = sum(c.sent for c in exchanged), sum(c.times for c in exchanged)
+                print(
+                    f"{what}, {name}: {counts.flops / 1e9:.4g} GFLOP ({counts.flops / alone.flops:.3f} of one device), "
+                    f"{counts.traffic / 1e9:.4g} GB ({counts.traffic / alone.traffic:.3f}), "
+                    f"{sent / 1e6:.4g} MB sent in {times} collectives",
+                    flush=True,
+                )
+                for line in large_collectives(exchanged, job, rows if "step" in what else args.chunk):
+                    print(line, flush=True)
+
+
+def large_collectives(exchanged: Iterable[hlo.Collective], job: Job, tokens: int) -> list[str]:
+    """Lines of the collectives that move as much as half of the residual stream, `[tokens, D]` in 16 bits."""
+    runs = Counter()
+    for c in exchanged:
+        if c.num_bytes >= tokens * job.config.hidden_size:
+            runs[c.kind, c.num_bytes, c.num_devices] += c.times
+    return [
+        f"    {times:4d} x {kind} of {num_bytes / 1e6:.4g} MB over {devices}"
+        for (kind, num_bytes, devices), times in runs.items()
+    ]
+
+
+# Times
+
+
+class Ratios:
+    """Prints a line a measurement, with what it took on one device."""
+
+    def __init__(self):
+        self.alone: dict[str, float] = {}
+
+    def line(self, mesh: str, what: str, seconds: float, note: str = "") -> None:
+        """One measurement; the first one of a kind, of one device, is what the others are divided into."""
+        ratio = self.alone.setdefault(what, seconds) / seconds
+        print(f"{mesh:24s} {what:34s} {seconds * 1e3:10.3f} ms {ratio:7.2f} x {note}", flush=True)
+
+
+def time_engines(config: M3Config, args: argparse.Namespace) -> None:
+    """Print the times of steps and prompts of engines on each mesh."""
+    ratios, began = Ratios(), time.perf_counter()
+    for name in args.names:
+        model = init(config, 0, "float32" if args.smoke else "bfloat16", None if name == ONE else name)
+        engines = {rows: Engine(model, **sizes(config, args, rows)) for rows in args.rows}
+        jax.block_until_ready(model)
+        made = time.perf_counter()
+        with ThreadPoolExecutor() as pool:
+            for done in [pool.submit(engine.warmup, programs=["prefill", "decode"]) for engine in engines.values()]:
+                done.result()
+        print(f"{name}: weights after {made - began:.0f} s of the run, compiled in "
+              f"{time.perf_counter() - made:.0f} s more", flush=True)  # fmt: skip
+        prefix = random_tokens(config, args.context_tokens, 0)
+        for rows, engine in engines.items():
+            if not args.no_prefill and rows == args.rows[0]:
+                time_prompts(name, engine, config, args, ratios)
+            first_token(engine, prefix)
+            time_steps(name, engine, prefix, rows, args, ratios)
+        del model, engines, engine  # before the next mesh's weights are made
+        gc.collect()
+
+
+def sizes(config: M3Config, args: argparse.Namespace, rows: int) -> dict:
+    """The sizes of an engine that holds the prefix once and what each request adds."""
+    block, new = config.index_block_size, new_tokens(args)
+    length = args.context_tokens + SUFFIX + new
+    pages = -(-args.context_tokens // block) + (rows + 1) * (-(-(SUFFIX + new) // block) + 2)
+    return dict(
+        pages=pages, max_batch=rows, prefill_chunk=[args.chunk], steps_per_call=args.steps,
+        max_length=min(length, config.max_position_embeddings),
+    )  # fmt: skip
+
+
+def new_tokens(args: argparse.Namespace) -> int:
+    """Tokens of a request: enough for five calls of so many steps."""
+    return 5 * args.steps + 2
+
+
+def time_prompts(name: str, engine: Engine, config: M3Config, args: argparse.Namespace, ratios: Ratios) -> None:
+    """Print the time of a prompt of one chunk, and that of one as long as the context, to their first tokens."""
+    chunk = min(args.chunk, args.context_tokens)
+    run = lambda length, seed: first_token(engine, random_tokens(config, length, seed))
+    run(chunk, 1)
+    ratios.line(name, f"prompt of {chunk}", statistics.median(run(chunk, seed) for seed in (2, 3, 4)))
+    seconds = min(run(args.context_tokens, seed) for seed in (5, 6))
+    ratios.line(name, f"prompt of {args.context_tokens}", seconds)
+    if args.profile:
+        print_collectives(name, f"prompt of {chunk}", lambda: run(chunk, 7))
+
+
+def time_steps(
+    name: str, engine: Engine, prefix: list[int], rows: int, args: argparse.Namespace, ratios: Ratios
+) -> None:
+    """Print the time of a decode step with all rows live."""
+    start = lambda: [engine.add(prompt(engine, prefix, seed), params(new_tokens(args))) for seed in range(rows)]
+
+    def prefilled():
+        handles = start()
+        while engine.prefill():
+            pass
+        return handles
+
+    handles, seconds = prefilled(), []
+    while engine.busy:
+        began, before = engine.timings.decode_seconds, engine.timings.decoded_tokens
+        engine.step()
+        if engine.timings.decoded_tokens - before == rows * args.steps:  # in the last call rows end
+            seconds.append((engine.timings.decode_seconds - began) / args.steps)
+    tokens = [engine.result(handle).tokens for handle in handles]
+    ratios.line(name, f"step of {rows}", statistics.median(seconds), f"first tokens {tokens[0][:4]}")
+    if args.profile:
+        prefilled()
+        print_collectives(name, f"{args.steps} steps of {rows}", lambda: engine.step())
+        engine.run()
+
+
+def print_collectives(name: str, what: str, run: Callable[[], object]) -> None:
+    """Print the share of a call in which the device runs collectives, and how long each kind takes."""
+    kernels = traced(run)
+    spent = sum(seconds for kernel, seconds in kernels.seconds.items() if re.search("nccl|all_?reduce", kernel, re.I))
+    total = sum(kernels.seconds.values())
+    print(f"    {name}, {what}: devices busy {kernels.busy * 1e3:.2f} ms, kernels {total * 1e3:.2f} ms in sum, "
+          f"collectives {spent * 1e3:.2f} ms of them", flush=True)  # fmt: skip
+    for kernel, seconds in kernels.seconds.most_common(8):
+        print(f"      {seconds * 1e3:9.3f} ms {kernels.calls[kernel]:6d} x {kernel[:90]}", flush=True)
+
+
+# Attention of one sparse layer
+
+
+def time_index(config: M3Config, args: argparse.Namespace) -> None:
+    """Print the time of one sparse layer's attention, of steps and of a chunk at the end of the context.
+
+    Index keys are random; keys and values are zeros, which takes no less time. At 1,048,576 tokens nearly all of it is
+    the index part: what is attended to is 16 blocks, whatever the context.
+    """
+    ratios = Ratios()
+    for name in args.names:
+        mesh = None if name == ONE else parse_mesh(name)
+        chunks = [] if args.smoke else [(1, args.chunk)]
+        for rows, tokens in [*((rows, 1) for rows in args.rows), *chunks]:
+            run = attention_of_layer(config, mesh, rows, tokens, args)
+            run(1)
+            few, many = (1, 3) if tokens > 1 else (4, 24)  # repeats: what a call itself costs is subtracted
+            run(few), run(many)
+            taken = lambda n, run=run: min(_seconds(partial(run, n)) for _ in range(3))
+            what = f"attention, step of {rows}" if tokens == 1 else f"attention, chunk of {tokens}"
+            ratios.line(name, what, (taken(many) - taken(few)) / (many - few))
+            del run
+            gc.collect()
+
+
+def attention_of_layer(
+    config: M3Config, mesh: Mesh | None, rows: int, tokens: int, args: argparse.Namespace
+) -> Callable[[int], None]:
+    """Return a function that runs the attention of one sparse layer so often, one after the other."""
+    sparse = next(kind for kind in config.layer_types if "sparse" in kind)
+    one_layer = replace(config, num_hidden_layers=1, layer_types=(sparse,), mlp_layer_types=("sparse",))
+    dtype = "float32" if args.smoke else "bfloat16"
+    # Rows share their pages, as those of one long prefix do.
+    blocks = -(-args.context_tokens // config.index_block_size)
+    cache = Cache.pool(one_layer, blocks, rows, blocks, dtype, mesh=mesh)
+    layout, num_pages = jax.tree.map(lambda leaf: leaf.sharding, cache), cache.num_pages
+    table = jnp.broadcast_to(jnp.arange(num_pages, dtype=jnp.int32).reshape(-1)[:blocks], (rows, blocks))
+    if mesh is not None:  # neighbouring blocks on different devices, as the allocator has them
+        parts = num_pages // cache.stacks[0].k.sharding.shard_shape(cache.stacks[0].k.shape)[1]
+        block = jnp.arange(blocks, dtype=jnp.int32)
+        table = jnp.broadcast_to(block % parts * (num_pages // parts) + block // parts, (rows, blocks))
+    cache = jax.device_put(cache.replace(table=table), layout)
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, dtype)
+    positions = jnp.broadcast_to(
+        jnp.arange(args.context_tokens - tokens, args.context_tokens, dtype=jnp.int32), (rows, tokens)
+    )
+    lengths = jnp.full(rows, args.context_tokens, jnp.int32)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width, index_width = config.head_dim, config.index_head_dim
+    of_tokens = Heads(
+        q=draw(0, rows, tokens, heads, width), k=draw(1, rows, tokens, kv_heads, width),
+        v=draw(2, rows, tokens, kv_heads, width), index_q=draw(3, rows, tokens, kv_heads, index_width),
+        index_k=draw(4, rows, tokens, index_width),
+    )  # fmt: skip
+    how = Fast(Compute(mesh=mesh), has_cache=True)
+    rules = selection_rules(config, config.index_score_type)
+
+    def fill(cache):
+        pages = cache.stacks[0]
+        keys = jax.random.normal(jax.random.key(5), pages.index_k.shape, pages.index_k.dtype)
+        return cache.replace(stacks=(pages.replace(index_k=keys),))
+
+    cache = jax.jit(fill, donate_argnums=0, out_shardings=layout)(cache)
+
+    def repeat(cache, of_tokens, positions, lengths, times):
+        call = LayerCall(jnp.int32(0), cache.places(positions, lengths), positions, lengths, None)
+
+        def once(_, carry):
+            of_tokens, pages = carry
+            attention, pages = how.attend(of_tokens, pages, call, rules, Values())
+            # The next turn waits for this one: its queries are this one's, to which nothing is added.
+            return of_tokens._replace(index_q=of_tokens.index_q + 0 * attention[..., :1, :1]), pages
+
+        of_tokens, pages = jax.lax.fori_loop(0, times, once, (of_tokens, cache.stacks[0]))
+        return cache.replace(stacks=(pages,)), jnp.sum(of_tokens.index_q, dtype=jnp.float32)
+
+    program = jax.jit(repeat, donate_argnums=0, out_shardings=(layout, None))
+    held = [cache]
+
+    def run(times: int) -> None:
+        held[0], total = program(held[0], of_tokens, positions, lengths, jnp.int32(times))
+        jax.block_until_ready(total)
+
+    return run
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())

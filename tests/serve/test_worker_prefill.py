@@ -1,0 +1,98 @@
+"""A worker whose prompts are read by another process's engine: its answers are those of a worker that reads its own."""
+
+import asyncio
+
+import pytest
+from support.workers import PROMPT, SHAPE, answer, answers, generate_request, settled, shared_worker, text_model
+
+from m3jax.decoding import Engine
+from m3jax.serve.worker import Worker, command, main
+from m3jax.serve.worker.server import _STATUS
+from m3jax.transfer import PrefillClient, Prefiller, TransferError, service
+
+LONG = PROMPT * 3  # several pages, the last one in part
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """(a worker that has prompts read, the prefiller that reads them, its server)."""
+    prefiller = Prefiller(Engine(text_model().model, **SHAPE))
+    server, port = service.start(prefiller)
+    engine = Engine(text_model().model, **SHAPE)
+    worker = Worker(engine, text_model(), prefill=PrefillClient([f"127.0.0.1:{port}"], engine))
+    worker.check_prefill(10)
+    yield worker, prefiller, server
+    server.stop(0).wait()
+    prefiller.close()
+    prefiller.engine.check()
+    assert prefiller.engine.pages["used"] == 0
+
+
+def test_answers_are_those_of_one_worker(pair, capsys):
+    """Greedy and drawn, several of a prompt, under a grammar, with stop strings and log-probabilities."""
+    worker, prefiller, _ = pair
+    asked = [
+        dict(logprobs=2),
+        dict(temperature=0.9, seed=4, n=2),
+        dict(json_object=True, max_tokens=12),
+        dict(stop=["self"], max_tokens=16),
+    ]
+    requests = [generate_request(LONG, **sampling) for sampling in asked]
+    found, expected = answers(worker, *requests), answers(shared_worker(), *requests)
+    for some, others in zip(found, expected, strict=True):
+        assert [list(each.output_ids) for each in some] == [list(each.output_ids) for each in others]
+        assert [each.finish_reason for each in some] == [each.finish_reason for each in others]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prefill: ")]
+    assert len(lines) == len(asked) and all("a token" in line for line in lines)
+    # Its own engine computed the last token of each prompt, and nothing of it before.
+    assert worker.engine.timings.prompt_tokens == 5
+    assert prefiller.engine.timings.prompt_tokens >= len(LONG) - 1
+    asyncio.run(settled(worker))
+
+
+def test_cached_tokens_are_the_prefillers(pair):
+    worker, _, _ = pair
+    prompt = (99, *LONG)
+    assert [answer(worker, prompt=prompt).cached_tokens for _ in range(2)] == [0, 32]
+
+
+def test_short_prompts_and_scored_ones_are_read_here(pair):
+    worker, prefiller, _ = pair
+    before = prefiller.engine.timings.prompt_tokens
+    short = LONG[:16]
+    assert answer(worker, prompt=short).output_ids == answer(shared_worker(), prompt=short).output_ids
+    scored = answer(worker, prompt=(98, *LONG), prompt_logprobs=0)
+    assert len(scored.input_logprobs.token_ids) == len(LONG) + 1
+    assert prefiller.engine.timings.prompt_tokens == before
+
+
+def test_what_is_refused_is_refused_before_a_prompt_is_read(pair):
+    worker, prefiller, _ = pair
+    before = prefiller.engine.timings.prompt_tokens
+    with pytest.raises(ValueError, match="max_tokens"):
+        answer(worker, prompt=(97, *LONG), max_tokens=600)
+    assert prefiller.engine.timings.prompt_tokens == before
+
+
+def test_a_prefiller_that_is_gone_is_told(pair):
+    """The last test of the pair: its server is stopped."""
+    worker, _, server = pair
+    server.stop(0).wait()
+    with pytest.raises(TransferError, match=r"127\.0\.0\.1:\d+ ended the transfer"):
+        answer(worker, prompt=(96, *LONG))
+    assert (TransferError, "UNAVAILABLE") in [(kind, status.name) for kind, status in _STATUS]
+    asyncio.run(settled(worker))
+    with pytest.raises(ValueError, match="does not read prompts"):
+        worker.check_prefill(0)
+
+
+def test_wrong_addresses_and_roles_are_one_line(capsys):
+    for argv, reason in (
+        (["--prefill-from", "here"], "--prefill-from here: give it as grpc://HOST:PORT"),
+        (["--role", "prefill", "--prefill-from", "grpc://a:1"], "--role prefill"),
+        (["--role", "decode"], "decode"),
+    ):
+        assert main(argv) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert reason in line
+    assert command.parser().parse_args(["--prefill-from", "grpc://a:1"]).prefill_from == ["grpc://a:1"]

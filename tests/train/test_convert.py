@@ -1,0 +1,415 @@
+"""Conversion: a dense model's own logits, an index branch that alone is trained at first, runs that stop."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny
+
+import m3jax
+from m3jax.checkpoint import tree
+from m3jax.checkpoint.reader import CheckpointError
+from m3jax.config import M3Config
+from m3jax.files.tensors import packed
+from m3jax.model import M3, definition
+from m3jax.train import __main__ as command
+from m3jax.train import convert as conversion
+from m3jax.train.conversations import Example
+from m3jax.train.convert import ConvertSettings, WarmUpLoss, convert, measure
+from m3jax.train.dense import dense_config, index_weights, read_dense, with_index_weights, write_dense
+from m3jax.train.documents import load_documents
+from m3jax.train.sft import PackedBatches, SFTSettings
+from m3jax.train.step import make_optimizer
+
+QWEN3 = dict(
+    model_type="qwen3", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, intermediate_size=48, max_position_embeddings=128, rms_norm_eps=1e-5,
+    rope_theta=300.0, tie_word_embeddings=False,
+)  # fmt: skip
+SMALL = dict(block_size=4, topk_blocks=3)
+QUICK = {"xla_backend_optimization_level": 0}
+TOKENS = np.random.default_rng(1).integers(0, 64, (2, 32)).astype(np.int32)
+
+
+def dense_model(seed: int = 0, **changes) -> M3:
+    """A random model without an index branch, whose layers are a Qwen3's."""
+    return tiny.model(dense_config(QWEN3 | changes, dense_layers=QWEN3["num_hidden_layers"]), seed)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write_dense(dense_model(), tmp_path / "qwen3")
+    return tmp_path / "qwen3"
+
+
+# The source
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_where_every_block_is_selected_the_logits_are_the_sources(tmp_path, is_tied):
+    """Transformers' Qwen3 in float32, with norms that do something; what is written is read there again."""
+    from support.oracle import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    source = Qwen3ForCausalLM(Qwen3Config(**QWEN3 | {"tie_word_embeddings": is_tied})).eval()
+    with torch.no_grad():
+        for name, weight in source.named_parameters():
+            weight.copy_(0.3 * torch.randn_like(weight) + ("norm" in name))
+    source.save_pretrained(tmp_path / "source")
+    theirs = source(torch.tensor(TOKENS)).logits.detach().numpy()
+    model = read_dense(tmp_path / "source", block_size=4, topk_blocks=8)
+    np.testing.assert_allclose(model(TOKENS), theirs, atol=5e-5)
+    few = read_dense(tmp_path / "source", **SMALL)
+    assert np.abs(np.asarray(few(TOKENS)) - theirs).max() > 0.1, "nothing is left out"
+    dense = read_dense(tmp_path / "source", dense_layers=2)
+    write_dense(dense, tmp_path / "written")
+    again = Qwen3ForCausalLM.from_pretrained(tmp_path / "written")
+    np.testing.assert_allclose(again(torch.tensor(TOKENS)).logits.detach().numpy(), theirs, atol=5e-5)
+
+
+def test_the_definition_says_what_a_converted_model_computes(folder):
+    """With blocks left out, and an MLP whose up is not shifted."""
+    model = read_dense(folder, **SMALL)
+    params = definition.parameters(model)
+    forward = jax.jit(definition.forward, static_argnames="config", compiler_options=QUICK)
+    np.testing.assert_allclose(model(TOKENS), forward(params, TOKENS, model.config), atol=2e-5)
+    assert M3Config.from_dict(model.config.to_dict()) == model.config
+    assert "swiglu_beta" not in M3Config.m3().to_dict()["text_config"], "M3's own file has no such key"
+
+
+OTHERS = {
+    "llama": dict(model_type="llama"), "qwen2": dict(model_type="qwen2"), "qwen3_moe": dict(model_type="qwen3_moe"),
+    "minimax_m3_vl": dict(model_type="minimax_m3_vl"), "None": dict(model_type=None),
+}  # fmt: skip
+WRONG = {
+    "sliding": (dict(use_sliding_window=True, sliding_window=8), "use_sliding_window = True"),
+    "bias": (dict(attention_bias=True), "attention_bias = True"),
+    "rope": (dict(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_parameters = .*no scaling"),
+    "gelu": (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
+    "key": (dict(logit_scale=2.0), "unknown key 'logit_scale'"),
+    "missing": (dict(head_dim=None, rms_norm_eps=None), "head_dim is missing; rms_norm_eps is missing"),
+    "layers": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types: only 'full_attention'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_architecture_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"model_type = '?{name}'? cannot become an MSA model: .+; give a Qwen3"):
+        dense_config(QWEN3 | OTHERS[name])
+
+
+@pytest.mark.parametrize("changes, message", WRONG.values(), ids=WRONG)
+def test_what_m3_cannot_compute_is_refused(changes, message):
+    assert dense_config(QWEN3).swiglu_beta == 0
+    with pytest.raises(ValueError, match=message):
+        dense_config(QWEN3 | changes)
+
+
+def test_all_tensors_that_do_not_fit_are_named(folder):
+    """Missing, unexpected, of another shape, of integers: in one error."""
+    _, layers = "ignored", "model.layers.0."
+    tensors = {name: np.array(value) for name, value in stored(folder).items()}
+    del tensors[f"{layers}self_attn.q_norm.weight"]
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(64, np.float32)
+    tensors[f"{layers}mlp.up_proj.weight"] = np.zeros((47, 32), np.float32)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int32)
+    (folder / "model.safetensors").write_bytes(packed(tensors))
+    with pytest.raises(CheckpointError) as raised:
+        read_dense(folder)
+    assert sorted(raised.value.problems) == [
+        "language_model.lm_head.weight: I32 is not supported; give weights in BF16, F16, F32, F64",
+        "language_model.model.layers.0.mlp.up_proj.weight: shape [47, 32], config.json needs [48, 32]",
+        "language_model.model.layers.0.self_attn.q_norm.weight is missing",
+        "language_model.model.layers.0.self_attn.q_proj.bias: unexpected",
+    ]
+
+
+def stored(folder: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+# The documents
+
+
+BAD_LINES = {
+    "no JSON": ('{"text": ', "no JSON"),
+    "no document": ('{"messages": []}', 'write {"text": ...} or {"tokens": [...]}'),
+    "no token": ('{"tokens": [1, 64]}', "64 is no token: the model has 0 to 63"),
+    "a float": ('{"tokens": [1, 2.5]}', "2.5 is no token"),
+    "one token": ('{"tokens": [1]}', "a document has at least two"),
+}
+
+
+@pytest.mark.parametrize("line, message", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_line_that_cannot_be_learnt_is_named(tmp_path, line, message):
+    file = tmp_path / "data.jsonl"
+    file.write_text('\n{"tokens": [1, 2]}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError) as raised:
+        load_documents(file, lambda: None, 64, 8)
+    assert f"{file}, line 3: " in str(raised.value) and message in str(raised.value)
+
+
+def test_a_long_document_is_learnt_in_pieces(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"tokens": [0, 1, 2, 3, 4], "name": "x"}\n', encoding="utf-8")
+    assert [piece.tokens.tolist() for piece in load_documents(file, lambda: None, 64, 2)] == [[0, 1], [2, 3], [4]]
+
+
+# The loss of the warm-up, and what is measured
+
+
+CONFIG = tiny.config("dDD", index_topk_blocks=2, index_local_blocks=1)
+LENGTHS = (39, 57, 20)
+P, J = CONFIG.index_block_size, CONFIG.index_topk_blocks
+
+
+@cache
+def documents() -> tuple[Example, ...]:
+    draw = np.random.default_rng(2)
+    return tuple(Example(draw.integers(0, 64, n).astype(np.int32), np.ones(n, bool)) for n in LENGTHS)
+
+
+@cache
+def selecting() -> M3:
+    return tiny.model(CONFIG)
+
+
+def attention_of(values: dict[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    """(token, group, mean attention of the group's heads over what it sees, the index branch's distribution)."""
+    values = {
+        name: np.asarray(x, np.float64)[0] for name, x in values.items() if name in ("q", "k", "index_q", "index_k")
+    }
+    softmax = lambda scores: np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+    num_heads, groups, width = values["q"].shape[1], values["k"].shape[1], values["q"].shape[2]
+    for t in range(len(values["q"])):
+        for g in range(groups):
+            heads = values["q"][t, g * (num_heads // groups) : (g + 1) * (num_heads // groups)]
+            teacher = np.mean([softmax(values["k"][: t + 1, g] @ q / np.sqrt(width)) for q in heads], axis=0)
+            scores = values["index_k"][: t + 1] @ values["index_q"][t, g]
+            yield t, g, teacher, softmax(scores / np.sqrt(values["index_k"].shape[-1]))
+
+
+@cache
+def alone(is_dense: bool) -> list[list[dict[str, np.ndarray]]]:
+    """The named values of the layers with an index branch, of each document computed by itself."""
+    run = jax.jit(
+        lambda model, tokens, lengths: model.intermediates(tokens, lengths=lengths)["layers"][1:],
+        compiler_options=QUICK,
+    )
+    cut = lambda x, n: np.asarray(x)[:, :n] if x.shape[1] == 64 else np.asarray(x)[:, :, :n]
+    out = []
+    for document in documents():
+        n = len(document.tokens)
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, :n] = document.tokens
+        layers = run(selecting().with_dense(is_dense), padded, np.array([n], np.int32))
+        names = ("q", "k", "index_q", "index_k", "blocks")
+        out.append([{name: cut(layer[name], n) for name in names if name in layer} for layer in layers])
+    return out
+
+
+def batch() -> dict[str, np.ndarray]:
+    settings = SFTSettings(steps=1, length=128, rows=1)
+    found = PackedBatches(documents(), settings, P)[0]
+    assert (found["positions"] == 0).sum() == 3 and found["tokens"].shape == (1, 1, 128)
+    return {name: x[0] if np.ndim(x) == 3 else x for name, x in found.items()} | {"step": jnp.int32(0)}
+
+
+def test_the_warm_up_is_the_divergence_from_each_documents_own_attention():
+    """T29: in packed rows, over the whole document up to the query, mean over layers, tokens and heads."""
+    wanted = [
+        np.sum(teacher * np.log(teacher / student))
+        for layers in alone(True)
+        for layer in layers
+        for _, _, teacher, student in attention_of(layer)
+    ]
+    loss = WarmUpLoss(index_stride=1, compute_dtype="float32")
+    found, parts = jax.jit(loss, compiler_options=QUICK)(index_weights(selecting()), batch() | {"base": selecting()})
+    np.testing.assert_allclose([found, parts["kl"]], np.mean(wanted), rtol=1e-5)
+
+
+def test_the_gradient_of_the_warm_up_is_the_index_branchs():
+    """In float64 against differences; of the model beneath it, through which it reads, it is exactly zero (T33)."""
+    with jax.enable_x64(True):
+        config = replace(CONFIG, num_hidden_layers=1, layer_types=CONFIG.layer_types[1:2],
+                         mlp_layer_types=CONFIG.mlp_layer_types[1:2])  # fmt: skip
+        model = tiny.model(config, dtype="float64")
+        loss = WarmUpLoss(index_stride=4, compute_dtype="float64")
+        rest = jax.tree.map(jnp.asarray, batch())
+        fn = lambda weights, base: loss(weights, rest | {"base": base})[0]
+        weights = index_weights(model)
+        assert sorted(name.rpartition(".")[2] for name in weights) == [
+            "index_k_norm", "index_k_proj", "index_q_norm", "index_q_proj",
+        ]  # fmt: skip
+        of_weights, of_model = jax.jit(jax.grad(fn, argnums=(0, 1)), compiler_options=QUICK)(weights, model)
+        draw, value = np.random.default_rng(0), jax.jit(fn, compiler_options=QUICK)
+        step = {name: 1e-5 * draw.normal(size=x.shape) for name, x in weights.items()}
+        for name in weights:  # each by itself: a gradient that is right in sum could be wrong in parts
+            up, down = (value(weights | {name: weights[name] + sign * step[name]}, model) for sign in (1, -1))
+            np.testing.assert_allclose(np.sum(of_weights[name] * step[name]), (up - down) / 2, rtol=1e-6, err_msg=name)
+        assert not any(np.any(x) for x in jax.tree.leaves(of_model))
+
+
+def test_what_selection_catches_is_attentions_mass_in_the_chosen_blocks():
+    """Of queries that leave a block out; beside it the same budget's last blocks. Losses with and without selection."""
+    caught, window = np.zeros((2, 2)), 0
+    for layers in alone(False):
+        for i, layer in enumerate(layers):
+            for t, g, teacher, _ in attention_of(layer):
+                if t // P < J:
+                    continue
+                key_blocks = np.arange(t + 1) // P
+                chosen = np.isin(key_blocks, layer["blocks"][0, g, t])
+                caught[i] += teacher[chosen].sum(), 1
+                window += teacher[key_blocks > t // P - J].sum()
+    found = measure(selecting(), documents(), 128, 2)
+    np.testing.assert_allclose(found["caught"], caught[:, 0] / caught[:, 1], rtol=1e-4)
+    np.testing.assert_allclose(np.sum(found["by_window"]), window / caught[0, 1], rtol=1e-4)
+    assert found["loss"] != found["dense_loss"]
+    few = [Example(document.tokens[: J * P], document.is_written[: J * P]) for document in documents()[:2]]
+    assert measure(selecting(), few, 128, 2)["caught"] is None, "no token has more than J blocks"
+
+
+# Runs
+
+
+SHARED = dict(length=64, rows=1, compute_dtype="float32", remat=False, weight_decay=0.1)
+SETTINGS = ConvertSettings(
+    warm_up=SFTSettings(steps=2, learning_rate=1e-2, **SHARED),
+    sparse=SFTSettings(steps=2, learning_rate=1e-2, index_loss=1.0, **SHARED), index_stride=4,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_optimizer(monkeypatch):
+    """Runs share their optimisers, so that a step is compiled once."""
+    monkeypatch.setattr(conversion, "make_optimizer", lambda rate, decay, **how: _optimizer(decay, **how))
+
+
+@cache
+def _optimizer(decay: float, **how):
+    return make_optimizer(lambda step: 1e-2, decay, **how)
+
+
+def run(folder: Path, stop_at: tuple[str, int] | None = None, settings: ConvertSettings = SETTINGS):
+    """Convert a model of one layer that selects; at a step of a phase Ctrl-C comes."""
+
+    class Stopping(PackedBatches):
+        def __getitem__(self, step):
+            if stop_at == (("warm-up", "sparse")[self._settings.index_loss > 0], step):
+                raise KeyboardInterrupt
+            return super().__getitem__(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "PackedBatches", Stopping)
+        metrics = folder / "metrics.jsonl"
+        return convert(start(), documents(), documents()[:1], settings, folder, metrics, say=lambda text: None)
+
+
+@cache
+def start() -> M3:
+    return tiny.model(tiny.config("D", index_topk_blocks=2))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "make_optimizer", lambda rate, decay, **how: _optimizer(decay, **how))
+        return *run(folder), lines_of(folder)
+
+
+def lines_of(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: x for name, x in line.items() if name != "seconds"} for line in lines]
+
+
+def test_the_warm_up_moves_the_index_branch_and_nothing_else(whole, tmp_path):
+    """To the bit: the dense loss is as before; the phase with selection then moves all of it."""
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, stop_at=("sparse", 0))
+    model, report, lines = whole
+    assert report["before"]["dense_loss"] == report["after_warm_up"]["dense_loss"] != report["after"]["dense_loss"]
+    assert report["before"]["caught"] != report["after_warm_up"]["caught"]
+    assert [(line["step"], line["phase"]) for line in lines] == [
+        (1, "warm-up"), (2, "warm-up"), (3, "sparse"), (4, "sparse")
+    ]  # fmt: skip
+    assert lines[0]["kl"] == lines[0]["loss"] and lines[2]["loss"] != lines[2]["kl"]
+    moved = [name for name, x in tree.flatten(model).items() if not np.array_equal(x, tree.flatten(start())[name])]
+    assert sorted(moved) == sorted(tree.flatten(start()))
+
+
+@pytest.mark.parametrize("stop_at", [("warm-up", 1), ("sparse", 1)], ids=lambda where: where[0])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(whole, tmp_path, stop_at):
+    """The same weights and lines, to the bit; lines of the second phase stay where the first is whole."""
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, stop_at=stop_at)
+    model, report = run(tmp_path)
+    assert (report, lines_of(tmp_path)) == whole[1:]
+    for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(whole[0]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match=r"has a run with learning_rate = 0.01: give the same"):
+        run(tmp_path, settings=replace(SETTINGS, warm_up=replace(SETTINGS.warm_up, learning_rate=0.5)))
+
+
+def test_a_frozen_index_branch_stays_as_the_warm_up_left_it(tmp_path):
+    """T32: to the bit, though weights decay; the model moves."""
+    frozen = replace(SETTINGS, sparse=replace(SETTINGS.sparse, index_loss=0.0))
+    model, _ = run(tmp_path, settings=frozen)
+    warmed = tmp_path / "warmed"
+    with pytest.raises(KeyboardInterrupt):
+        run(warmed, stop_at=("sparse", 0))
+    before = start()
+    seen = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "init_state", lambda model, optimizer: seen.setdefault("model", model) and 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(warmed)
+    index = index_weights(seen["model"])
+    for name, x in tree.flatten(model).items():
+        if name in index:
+            np.testing.assert_array_equal(x, index[name], err_msg=name)
+        else:
+            assert not np.array_equal(x, tree.flatten(before)[name]), name
+    kept = with_index_weights(before, index_weights(seen["model"]))
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(seen["model"]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_command_writes_a_model_that_everything_loads(folder, tmp_path, capsys):
+    """From a Qwen3's folder and lines of tokens to an MSA model, its report and its metrics."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "run"
+    lines = [json.dumps({"tokens": document.tokens.tolist()}) for document in documents()]
+    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    words = ["convert", "--model", str(folder), "--data", str(data), "--out", str(out), "--steps", "2", "--block-size",
+             "4", "--topk-blocks", "2", "--length", "64", "--dtype", "float32", "--no-remat"]  # fmt: skip
+    assert command.main(words) == 0
+    assert "held out: loss " in capsys.readouterr().err
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert set(report) == {"before", "after_warm_up", "after"} and len(report["after"]["caught"]) == 2
+    model = m3jax.load(out / "model", dtype="float32")
+    assert model.config.index_topk_blocks == 2 and model.config.swiglu_beta == 0
+    found = measure(model, [documents()[2]], 64, 1)
+    np.testing.assert_allclose(found["loss"], report["after"]["loss"], rtol=1e-6)
+    for change, message in {
+        ("--length", "8"): "rows of 8 tokens: a query reads up to 8 of them",
+        ("--steps", "1"): "--steps 1: must be at least 2",
+        ("--warm-up-steps", "2"): "--warm-up-steps 2: must be from 1 to 1",
+        ("--held-out", "3"): "--held-out 3: the data is 3 documents",
+        ("--length", "256"): "--length 256: the model's context is 128 tokens",
+        ("--data", "none.jsonl"): "--data none.jsonl: no such file",
+        ("--model", str(tmp_path / "none")): "no such folder",
+        ("--dense-layers", "2"): "no layer of this model selects blocks",
+    }.items():
+        assert command.main([*words, *change, "--out", str(tmp_path / "other")]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
