@@ -37,6 +37,18 @@ class StoppableText:
         self.tokens += 1
         return self._give_out(self._stream.push(token))
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """Take several tokens, up to one that completes a stop string; return the text that can be given out then."""
+        if not self._stop_strings:
+            self.tokens += len(tokens)
+            return self._give_out(self._stream.push_all(tokens))
+        pieces = []
+        for token in tokens:
+            if self.stopped:
+                break
+            pieces.append(self.push(token))
+        return "".join(pieces)
+
     def finish(self) -> str:
         """Return the text still held back, now that no token follows."""
         piece = self._give_out(self._stream.flush())

@@ -28,6 +28,7 @@ class Spelling:
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self._bytes_of: dict[int, bytes] = {}
+        self._known_ids: set[int] = set()  # ids that were found in the vocabulary
 
     @cached_property
     def decoders(self) -> tuple[str, ...]:
@@ -54,11 +55,14 @@ class Spelling:
 
     def check_id(self, token: int) -> None:
         """Raise ValueError for an id that the vocabulary does not have."""
+        if token in self._known_ids:
+            return
         if token < 0 or self.backend.id_to_token(token) is None:
             raise ValueError(
                 f"token id {token} is not in the vocabulary of {self.backend.get_vocab_size(with_added_tokens=True)} "
                 "ids; decode with the tokenizer that made the ids"
             )
+        self._known_ids.add(token)
 
     def byte_of(self, token: int) -> int | None:
         """Return the byte that a token is under ByteFallback; None for a token that is text."""
@@ -119,9 +123,9 @@ class TextOfBytes:
         self._bytes_of = spelling.bytes_of
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token: int) -> str:
-        """Return the characters that this token completes."""
-        return self._characters.decode(self._bytes_of(token))
+    def push(self, tokens: Sequence[int]) -> str:
+        """Return the characters that these tokens complete."""
+        return self._characters.decode(b"".join(map(self._bytes_of, tokens)))
 
     def flush(self) -> str:
         """End the text, and return U+FFFD if a character is unfinished."""
@@ -141,9 +145,9 @@ class TextOfTokens:
         self._leading: list[int] = []
         self._previous: list[int] = []
 
-    def push(self, token: int) -> str:
-        """Return the text that is complete with this token: its own, or the character that its byte completes."""
-        return self._added(self._runs.push(token))
+    def push(self, tokens: Sequence[int]) -> str:
+        """Return the text that is complete with these tokens: their own, or characters that their bytes complete."""
+        return "".join([self._added(self._runs.push(token)) for token in tokens])
 
     def flush(self) -> str:
         """End the sequence, and return U+FFFD if a character is unfinished; the next token begins a new sequence."""
@@ -216,9 +220,21 @@ class TextStream:
         Raises:
             ValueError: an id that the vocabulary does not have.
         """
-        token_id = index(token)
-        self._spelling.check_id(token_id)
-        return "" if token_id in self._left_out else self._text.push(token_id)
+        return self.push_all((token,))
+
+    def push_all(self, tokens: Sequence[SupportsIndex]) -> str:
+        """Take the next token ids, and return what text they complete: that of `push` for each, put together.
+
+        Args:
+            tokens: the next ids.
+
+        Raises:
+            ValueError: an id that the vocabulary does not have; then none of them is taken.
+        """
+        ids = [index(token) for token in tokens]
+        for token in ids:
+            self._spelling.check_id(token)
+        return self._text.push([token for token in ids if token not in self._left_out])
 
     def flush(self) -> str:
         """End the sequence, and return the text that was held back.

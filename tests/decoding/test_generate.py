@@ -275,6 +275,10 @@ def test_stoppable_text(tokens, stop, pieces, used):
     assert got == pieces
     assert text.text == "".join(pieces)
     assert text.tokens == used
+    together = StoppableText(tokenizer().stream(), stop)
+    got = together.push_all(tokens)
+    assert got + ("" if together.stopped else together.finish()) == "".join(pieces)
+    assert (together.text, together.tokens, together.stop_string) == (text.text, used, text.stop_string)
 
 
 def test_an_empty_stop_string_is_refused():

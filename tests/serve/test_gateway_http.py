@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from urllib.parse import urlsplit
 
 import anthropic
@@ -15,7 +15,7 @@ from support.serving import NAME, Running, ScriptedWorker, running
 
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.gateway import Settings
-from m3jax.serve.gateway.http import OPENAI, lively
+from m3jax.serve.gateway.http import OPENAI, EventOfText, EventStream, Pace, data_event
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
@@ -179,8 +179,24 @@ def test_cors():
             assert server.ask("/v1/models", headers=origin)[1].get("access-control-allow-origin") == allowed
 
 
+def streamed(events: AsyncIterator[str], ping_seconds: float, most_seconds: float) -> list[str]:
+    """Return what a stream writes, and the status that is counted for it."""
+    written: list[str] = []
+
+    async def send(message: dict) -> None:
+        written.append(message.get("body", b"").decode())
+
+    async def run() -> None:
+        pace = Pace(ping_seconds, most_seconds, asyncio.get_running_loop().time())
+        stream = EventStream(events, OPENAI, pace, {}, written.append)
+        await stream({}, asyncio.get_running_loop().create_future, send)
+
+    asyncio.run(run())
+    return written
+
+
 def test_silence_and_errors_in_a_stream():
-    """`lively` speaks where a stream is silent, takes nothing back, and ends it with the error that ended it."""
+    """A stream speaks where it is silent, takes nothing back, and ends with the error that ended it."""
 
     async def events():
         yield "one"
@@ -188,9 +204,30 @@ def test_silence_and_errors_in_a_stream():
         yield "two"
         raise ApiError(503, "gone")
 
-    async def run() -> list[str]:
-        return [event async for event in lively(events(), OPENAI, 0.02, time.monotonic(), 60.0)]
+    head, *found, error, end, status = streamed(events(), 0.02, 60.0)
+    assert (head, end, status) == ("", "", "200")
+    assert [event for event in found if event != OPENAI.ping] == ["one", "two"]
+    assert found.count(OPENAI.ping) >= 2 and found[-1] == "two"
+    assert "gone" in error and error.endswith("data: [DONE]\n\n")
 
-    found = asyncio.run(run())
-    assert [event for event in found if event != OPENAI.ping][:2] == ["one", "two"]
-    assert found.count(OPENAI.ping) >= 2 and "gone" in found[-1] and found[-1].endswith("data: [DONE]\n\n")
+
+def test_a_stream_ends_at_its_deadline():
+    """Whatever it waits for is ended, and the client is told."""
+    left = []
+
+    async def events():
+        try:
+            yield "one"
+            await asyncio.sleep(60.0)
+        finally:
+            left.append(True)
+
+    _, one, error, _, _ = streamed(events(), 10.0, 0.05)
+    assert one == "one" and "deadline_exceeded" in error and left == [True]
+
+
+def test_an_event_of_text_is_the_event():
+    """What is encoded once around a text gives the event of the whole object, with the text once or twice in it."""
+    value = lambda text: {"choices": [{"text": text, "logprobs": None}], "again": text, "name": "a text"}
+    for text in ("", 'a "quoted"\nline', "\ud800 alone", "\0", "é"):
+        assert EventOfText(value, "delta").filled(text) == data_event(value(text), "delta")

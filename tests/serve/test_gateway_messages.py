@@ -111,7 +111,7 @@ def test_count_tokens(scripted):
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"extra_body": {"temperature": 1.5}}, "temperature"),
-        ({"messages": [{"role": "system", "content": "Hi"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages"),
         ({"messages": [*HI, {"role": "assistant", "content": "The answer is"}]}, "messages"),
         ({"thinking": {"type": "sometimes"}}, "thinking"),

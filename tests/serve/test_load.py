@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.embedded import TOKENIZER
 
 from m3jax.decoding import loop as loop_module
-from m3jax.serve.gateway.http import _MOST_AHEAD, OPENAI, lively
+from m3jax.serve.gateway.http import OPENAI, EventStream, Pace
 from m3jax.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +61,10 @@ def test_a_text_has_no_fewer_tokens_than_its_bound(text, times):
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * (1 << 22)}]}),
         ("/v1/completions", {"prompt": "a" * (1 << 22), "max_tokens": 4}),
+        ("/tokenize", {"prompt": "a" * (1 << 22)}),
+        ("/tokenize", {"content": "a" * (1 << 22), "with_pieces": True}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * (1 << 22)}]}),
+        ("/detokenize", {"tokens": [5] * (1 << 20)}),
     ],
 )
 def test_a_text_that_cannot_fit_is_not_tokenized(scripted, monkeypatch, path, body):
@@ -72,6 +76,21 @@ def test_a_text_that_cannot_fit_is_not_tokenized(scripted, monkeypatch, path, bo
     status, _, text = server.ask(path, body)
     assert (status, json.loads(text)["error"]["code"]) == (400, "context_length_exceeded")
     assert not worker.requests and max(tokenized, default=0) < 1 << 22
+
+
+def test_a_long_text_is_tokenized_beside_the_event_loop(scripted, monkeypatch):
+    """While a text is made to ids, and ids to their pieces and to a text, the server answers others."""
+    server, _ = scripted
+    threads = []
+    note = lambda method: (
+        lambda *words, **more: threads.append(threading.current_thread().name) or method(*words, **more)
+    )
+    for name in ("encode", "decode", "token_bytes"):
+        monkeypatch.setattr(Tokenizer, name, note(getattr(Tokenizer, name)))
+    _, _, text = server.ask("/tokenize", {"prompt": "A text.", "with_pieces": True})
+    ids = [token["id"] for token in json.loads(text)["tokens"]]
+    assert json.loads(server.ask("/detokenize", {"tokens": ids})[2])["prompt"] == "A text."
+    assert len(threads) == 2 + len(ids) and all(name.startswith("asyncio_") for name in threads), threads
 
 
 def test_tokens_of_one_message_are_one_chunk(scripted):
@@ -88,24 +107,28 @@ def test_tokens_of_one_message_are_one_chunk(scripted):
         assert len(pieces) <= num_tokens / 4 + 2 < num_tokens
 
 
-def test_a_slow_client_bounds_what_is_made_ahead():
-    """Events are made a little ahead, come in order and joined, and wait for a client that does not read."""
-    made = []
+def test_a_slow_client_holds_up_what_it_does_not_read():
+    """While an event is written no other is made: what a client does not read costs no memory."""
+    made, written, ahead = [], [], []
 
     async def events():
-        for number in range(200):
+        for number in range(20):
             made.append(number)
             yield f"{number}\n"
 
-    async def run() -> str:
-        found = ""
-        async for text in lively(events(), OPENAI, 10.0, time.monotonic(), 60.0):
-            found += text
-            await asyncio.sleep(0.001)
-            assert text.count("\n") <= _MOST_AHEAD and len(made) <= found.count("\n") + _MOST_AHEAD
-        return found
+    async def send(message: dict) -> None:
+        await asyncio.sleep(0.001)
+        if body := message.get("body"):
+            written.append(body.decode())
+            ahead.append(len(made) - len(written))
 
-    assert asyncio.run(run()) == "".join(f"{number}\n" for number in range(200))
+    async def run() -> None:
+        pace = Pace(10.0, 60.0, asyncio.get_running_loop().time())
+        stream = EventStream(events(), OPENAI, pace, {}, lambda status: written.append(status))
+        await stream({}, asyncio.get_running_loop().create_future, send)
+
+    asyncio.run(run())
+    assert written == [*(f"{number}\n" for number in range(20)), "200"] and not any(ahead)
 
 
 def test_readers_of_one_loop_are_woken_by_one_call():

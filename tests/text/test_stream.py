@@ -109,6 +109,8 @@ def test_pieces_are_the_whole_and_nothing_is_taken_back(decoder, data, skip):
             f"after {count} of {ids}: shown {shown!r}, decoded {so_far!r}"
         )
     assert "".join(pieces(decoder, ids, skip)) == decode(ids, skip), f"the whole of {ids}"
+    together, cut = tokenizer(decoder).stream(skip_special_tokens=skip), len(ids) // 2
+    assert together.push_all(ids[:cut]) + together.push_all(ids[cut:]) + together.flush() == decode(ids, skip)
 
 
 @EVERY_DECODER

@@ -2,9 +2,8 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
@@ -108,10 +107,10 @@ class CallRule:
 
     most: int | None = None
 
-    def allowed(self, events: Sequence[Event]) -> list[Event]:
+    def allowed(self, events: Sequence[Event]) -> Sequence[Event]:
         """Return the events without those of calls that are one too many."""
         if self.most is None:
-            return list(events)
+            return events
         return [event for event in events if event.index is None or event.index < self.most]
 
 
@@ -142,21 +141,26 @@ class Answer:
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _is_reasoning: bool = False
 
-    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Piece | None:
-        """Take new tokens, and return what is ready; None for nothing."""
+    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], cached: int = 0) -> Piece | None:
+        """Take new tokens, and return what is ready; None for nothing.
+
+        Args:
+          tokens: that were not pushed before.
+          logprobs: of them; none where they were not asked for.
+          cached: as in `Piece`.
+        """
+        self.tokens += tokens
         self._logprobs += logprobs
-        events: list[Event] = []
+        ready: list[int] = []
         for token in tokens:
-            self.tokens.append(token)
-            ready, self._waiting = self._waiting, None
+            if self._waiting is not None:  # another one follows, so it ended nothing
+                ready.append(self._waiting)
+                self._waiting = None
             if token in self.stop_ids:
                 self._waiting = token
-                token = ready
-            elif ready is not None:
-                events += self._feed(ready)
-            if token is not None:
-                events += self._feed(token)
-        return self._piece(events)
+            else:
+                ready.append(token)
+        return self._piece(self._feed(ready), cached)
 
     def end(self, reason: str, usage: Usage) -> list[Piece | End]:
         """End the answer.
@@ -175,48 +179,64 @@ class Answer:
         events: list[Event] = []
         is_cut = reason == "length"
         if self._waiting is not None and reason != "stop":
-            events += self._feed(self._waiting)
+            events += self._feed((self._waiting,))
         if not self.text.stopped:
             events += self.parser.feed(self.text.finish())
         events += self.parser.finish(is_cut=is_cut)
-        piece = self._piece(events, is_last=True)
+        piece = self._piece(events, usage.cached, is_last=True)
         if reason == "stop" and self.has_calls:
             reason = "tool_calls"
         counted = Usage(usage.prompt, usage.cached, usage.completion, self.reasoning_tokens)
         end = End(self.index, reason, self.text.stop_string, counted)
         return [end] if piece is None else [piece, end]
 
-    def _feed(self, token: int) -> list[Event]:
-        if self.text.stopped:  # a call of the device draws several tokens: those behind a stop string do not count
-            return []
-        events = self.parser.feed(self.text.push(token))
-        for event in events:
-            if event.kind in ("reasoning", "content", "tool_call"):
-                self._is_reasoning = event.kind == "reasoning"
-        self.reasoning_tokens += self._is_reasoning
+    def _feed(self, tokens: Sequence[int]) -> list[Event]:
+        """Return what the parser makes of tokens; those behind a stop string, drawn by the same call, do not count."""
+        if isinstance(self.parser, PlainText):
+            return self.parser.feed(self.text.push_all(tokens))
+        events: list[Event] = []
+        for token in tokens:  # one by one: which of them are reasoning, only the parser can tell
+            if self.text.stopped:
+                break
+            found = self.parser.feed(self.text.push(token))
+            for event in found:
+                if event.kind in ("reasoning", "content", "tool_call"):
+                    self._is_reasoning = event.kind == "reasoning"
+            self.reasoning_tokens += self._is_reasoning
+            events += found
         return events
 
-    def _piece(self, events: Sequence[Event], is_last: bool = False) -> Piece | None:
+    def _piece(self, events: Sequence[Event], cached: int, is_last: bool = False) -> Piece | None:
         events = self.rule.allowed(events)
         self.has_calls = self.has_calls or any(event.kind == "tool_call_end" for event in events)
         if not events and not (is_last and self._logprobs):
             return None
         logprobs, self._logprobs = self._logprobs, []
-        return Piece(self.index, _joined(events), logprobs)
+        return Piece(self.index, _joined(events), logprobs, cached)
 
 
-def _joined(events: Sequence[Event]) -> list[Event]:
+def _joined(events: Sequence[Event]) -> Sequence[Event]:
     """Return events with texts of one kind that follow each other as one: a worker sends several tokens at once.
 
     A joined text has at most MOST_JOINED characters, so that a client has no jumps to show.
     """
+    if len(events) < 2:
+        return events
     out: list[Event] = []
+    texts: list[str] = []  # of the last event in `out`, where it has a text that others may join
+    length = 0
     for event in events:
         is_text = event.kind in ("content", "reasoning")
-        if out and is_text and event.kind == out[-1].kind and len(out[-1].text) + len(event.text) <= MOST_JOINED:
-            out[-1] = Event(event.kind, out[-1].text + event.text)
-        else:
-            out.append(event)
+        if is_text and texts and event.kind == out[-1].kind and length + len(event.text) <= MOST_JOINED:
+            texts.append(event.text)
+            length += len(event.text)
+            continue
+        if len(texts) > 1:
+            out[-1] = Event(out[-1].kind, "".join(texts))
+        out.append(event)
+        texts, length = ([event.text], len(event.text)) if is_text else ([], 0)
+    if len(texts) > 1:
+        out[-1] = Event(out[-1].kind, "".join(texts))
     return out
 
 
@@ -256,45 +276,48 @@ class Ask:
         return Answer(index, StoppableText(stream, stop), parser, self.stop_ids, self.rule)
 
 
-async def answers(
-    responses: AsyncIterator[pb.GenerateResponse], ask: Ask
-) -> AsyncIterator[Piece | End | pb.InputLogProbs]:
-    """Read a worker's responses: the pieces of all answers as they come, and the end of each.
+class AnswerReader:
+    """A reader of a worker's responses to one request.
 
     Args:
-      responses: of `Workers.generate`.
       ask: what was asked.
-
-    Yields:
-      First the log-probabilities of the prompt, where they were asked for.
-
-    Raises:
-      ApiError: the worker refused the request, failed, or was lost.
     """
-    found: dict[int, Answer] = {}
-    ended = 0
-    has_prompt_logprobs = False
-    async with aclosing(responses) as stream:
-        async for response in stream:
-            kind = response.WhichOneof("response")
-            news = getattr(response, kind)
-            answer = found.get(news.index)
-            if answer is None:
-                answer = found[news.index] = ask.answer(news.index)
-            if news.HasField("input_logprobs") and not has_prompt_logprobs:
-                has_prompt_logprobs = True
-                yield news.input_logprobs
-            tokens, logprobs = news_of(news, kind, len(answer.tokens))
-            piece = answer.push(tokens, logprobs)
-            if piece is not None:
-                yield replace(piece, cached=news.cached_tokens)
-            if kind == "complete":
-                ended += 1
-                usage = Usage(news.prompt_tokens, news.cached_tokens, news.completion_tokens)
-                for last in answer.end(news.finish_reason, usage):
-                    yield replace(last, cached=usage.cached) if isinstance(last, Piece) else last
-    if ended < ask.request.sampling_params.n:
-        raise ApiError(503, "the worker ended its stream too early", code="worker_lost", retry_after=5)
+
+    def __init__(self, ask: Ask):
+        self._ask = ask
+        self._answers: dict[int, Answer] = {}
+        self._ended = 0
+        self._has_prompt_logprobs = False
+
+    def read(self, response: pb.GenerateResponse) -> Iterator[Piece | End | pb.InputLogProbs]:
+        """Yield the news of one response: pieces of answers, and the end of each.
+
+        What comes first are the log-probabilities of the prompt, where they were asked for.
+
+        Raises:
+          ApiError: the worker failed.
+        """
+        kind = response.WhichOneof("response")
+        news = getattr(response, kind)
+        answer = self._answers.get(news.index)
+        if answer is None:
+            answer = self._answers[news.index] = self._ask.answer(news.index)
+        if not self._has_prompt_logprobs and news.HasField("input_logprobs"):
+            self._has_prompt_logprobs = True
+            yield news.input_logprobs
+        tokens, logprobs = news_of(news, kind, len(answer.tokens))
+        piece = answer.push(tokens, logprobs, news.cached_tokens)
+        if piece is not None:
+            yield piece
+        if kind == "complete":
+            self._ended += 1
+            usage = Usage(news.prompt_tokens, news.cached_tokens, news.completion_tokens)
+            yield from answer.end(news.finish_reason, usage)
+
+    def check_whole(self) -> None:
+        """Raise ApiError unless all answers came to their end."""
+        if self._ended < self._ask.request.sampling_params.n:
+            raise ApiError(503, "the worker ended its stream too early", code="worker_lost", retry_after=5)
 
 
 def news_of(
@@ -308,6 +331,8 @@ def news_of(
       known: tokens that came before.
     """
     tokens = news.token_ids if kind == "chunk" else news.output_ids[known:]
+    if not news.HasField("output_logprobs"):
+        return tokens, []
     listed = news.output_logprobs
     first = len(listed.token_logprobs) - len(tokens)  # those of the last message may be of all tokens, or of the new
     if first < 0 or not listed.token_logprobs:

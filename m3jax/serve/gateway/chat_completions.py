@@ -32,7 +32,7 @@ from m3jax.serve.gateway.gateway import (
     thinking_mode,
     top_logprobs,
 )
-from m3jax.serve.gateway.http import data_event
+from m3jax.serve.gateway.http import EventOfText, data_event
 from m3jax.serve.gateway.sampling import CONSTRAINT_FIELDS, Model, sampling_fields, sampling_params, set_constraints
 from m3jax.text import Event, Tokenizer
 
@@ -236,14 +236,26 @@ async def _chunks(
     if wants_usage:
         head["usage"] = None
     has_role: set[int] = set()
+    plain: dict[tuple[int, str], EventOfText] = {}  # by answer and kind, of text without log-probabilities
     usage = Usage()
+
+    def value(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return {**head, "choices": [choice]}
 
     def chunk(index: int, delta: dict[str, Any], **more: Any) -> str:
         if index not in has_role:
             has_role.add(index)
             delta = {"role": "assistant", **delta}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return data_event({**head, "choices": [choice]})
+        return data_event(value(index, delta, **more))
+
+    def text_chunk(index: int, event: Event) -> str:
+        if index not in has_role:
+            return chunk(index, _delta(event))
+        key = index, event.kind
+        if key not in plain:
+            plain[key] = EventOfText(lambda text: value(index, _delta(Event(event.kind, text))))
+        return plain[key].filled(event.text)
 
     running = gateway.run_with_progress(ask, route) if wants_progress else gateway.run(ask, route)
     async with aclosing(running) as events:
@@ -258,13 +270,19 @@ async def _chunks(
             elif isinstance(news, Piece):
                 # The log-probabilities of a piece go with its first delta; one without text has them alone.
                 logprobs = _logprobs(news.logprobs, ask)
-                deltas = [delta for event in news.events if (delta := _delta(event)) is not None]
-                for delta in deltas or ([{}] if logprobs else []):
-                    yield chunk(news.index, delta, logprobs=logprobs)
-                    logprobs = None
-    if wants_usage:
-        yield data_event({**head, "choices": [], "usage": usage_object(usage)})
-    yield "data: [DONE]\n\n"
+                chunks = []
+                for event in news.events:
+                    if logprobs is None and event.kind in ("content", "reasoning"):
+                        chunks.append(text_chunk(news.index, event))
+                    elif (delta := _delta(event)) is not None:
+                        chunks.append(chunk(news.index, delta, logprobs=logprobs))
+                        logprobs = None
+                if logprobs is not None:
+                    chunks.append(chunk(news.index, {}, logprobs=logprobs))
+                if chunks:
+                    yield "".join(chunks)
+    counts = data_event({**head, "choices": [], "usage": usage_object(usage)}) if wants_usage else ""
+    yield f"{counts}data: [DONE]\n\n"
 
 
 def _delta(event: Event) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from m3jax.serve.gateway.chat_completions import (
 from m3jax.serve.gateway.errors import refused
 from m3jax.serve.gateway.fields import Fields, FixedField, FlagField, IntegerField, RequestField, UnionField
 from m3jax.serve.gateway.gateway import Gateway
-from m3jax.serve.gateway.http import data_event
+from m3jax.serve.gateway.http import EventOfText, data_event
 from m3jax.serve.gateway.prompts import tokens_of
 from m3jax.serve.gateway.sampling import (
     CONSTRAINT_FIELDS,
@@ -58,14 +58,23 @@ class _Order:
 
 @dataclass(eq=False)
 class _Choice:
-    """One completion while it comes; what a stream has given out of it is counted."""
+    """One completion while it comes.
+
+    Attributes:
+      text: of a stream what it has not given out yet.
+      tokens: with their log-probabilities, where these are asked for; the prompt's first, if it is echoed.
+      tokens_sent: of these, those that a stream has given out.
+      has_prompt: True once the prompt that is echoed stands in front.
+      has_prompt_logprobs: True once its log-probabilities do.
+      end: None while it goes on.
+    """
 
     text: str = ""
     tokens: list[TokenLogprob] = field(default_factory=list)
+    tokens_sent: int = 0
+    has_prompt: bool = False
     has_prompt_logprobs: bool = False
     end: End | None = None
-    text_sent: int = 0
-    tokens_sent: int = 0
 
 
 def fields_of_completions(model: Model) -> dict[str, RequestField]:
@@ -147,33 +156,40 @@ async def _order(gateway: Gateway, fields: Fields) -> _Order:
     return _Order(asks=asks, n=params.n, echoes=echoes, has_new=max_tokens > 0, skip_special=skip_special)
 
 
-async def _all_news(
+def _all_news(gateway: Gateway, order: _Order, route: str) -> AsyncIterator[tuple[int, Piece | End | pb.InputLogProbs]]:
+    """Return the news of all prompts as they come, with the number of the completion: prompt by prompt, n of each."""
+    if len(order.asks) == 1:  # a single prompt needs no queue, nor a task that fills it
+        return _news_of(gateway, order, route, 0)
+    return _news_of_several(gateway, order, route)
+
+
+async def _news_of(
+    gateway: Gateway, order: _Order, route: str, number: int
+) -> AsyncIterator[tuple[int, Piece | End | pb.InputLogProbs]]:
+    """Yield the news of the prompt of this number."""
+    first = number * order.n
+    async with aclosing(gateway.run(order.asks[number], route)) as events:
+        async for news in events:
+            if isinstance(news, pb.InputLogProbs):  # those of all its continuations
+                for index in range(order.n):
+                    yield first + index, news
+            else:
+                yield first + news.index, news
+
+
+async def _news_of_several(
     gateway: Gateway, order: _Order, route: str
 ) -> AsyncIterator[tuple[int, Piece | End | pb.InputLogProbs]]:
-    """Yield the news of all prompts as they come, with the number of the completion: prompt by prompt, n of each."""
-
-    async def of_prompt(number: int, ask: Ask) -> AsyncIterator[tuple[int, Any]]:
-        async with aclosing(gateway.run(ask, route)) as events:
-            async for news in events:
-                # The prompt's log-probabilities are those of all its continuations.
-                indices = range(order.n) if isinstance(news, pb.InputLogProbs) else (news.index,)
-                for index in indices:
-                    yield number * order.n + index, news
-
-    if len(order.asks) == 1:  # a single prompt needs no queue, nor a task that fills it
-        async with aclosing(of_prompt(0, order.asks[0])) as events:
-            async for numbered in events:
-                yield numbered
-        return
+    """Yield the news of prompts that go on side by side."""
     queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(maxsize=256)
     places = asyncio.Semaphore(_AT_ONCE)
 
-    async def run(number: int, ask: Ask) -> None:
-        async with places, aclosing(of_prompt(number, ask)) as events:
+    async def run(number: int) -> None:
+        async with places, aclosing(_news_of(gateway, order, route, number)) as events:
             async for numbered in events:
                 await queue.put(numbered)
 
-    tasks = [asyncio.create_task(run(number, ask)) for number, ask in enumerate(order.asks)]
+    tasks = [asyncio.create_task(run(number)) for number in range(len(order.asks))]
     gathered = asyncio.gather(*tasks)
     gathered.add_done_callback(lambda _: queue.put_nowait((-1, None)) if not queue.full() else None)
     try:
@@ -198,6 +214,7 @@ async def _chunks(
     usage = Usage()
     if wants_usage:
         head = {**head, "usage": None}
+    plain: dict[int, EventOfText] = {}  # by completion, of text that comes without log-probabilities
     async with aclosing(_all_news(gateway, order, route)) as events:
         async for index, news in events:
             choice = choices.setdefault(index, _Choice())
@@ -208,19 +225,28 @@ async def _chunks(
             # these, others may do so at the end.
             is_scored = order.echoes and order.asks[index // order.n].wants_logprobs
             waits = is_scored and not choice.has_prompt_logprobs
-            has_news = len(choice.text) > choice.text_sent or len(choice.tokens) > choice.tokens_sent
-            if choice.end is not None or (has_news and not waits):
+            has_news = bool(choice.text) or len(choice.tokens) > choice.tokens_sent
+            if choice.end is None and (waits or not has_news):
+                continue
+            if choice.end is None and not order.asks[index // order.n].wants_logprobs:
+                if index not in plain:
+                    listed = _object(index, choice, order)
+                    plain[index] = EventOfText(
+                        lambda text, listed=listed: {**head, "choices": [{**listed, "text": text}]}
+                    )
+                yield plain[index].filled(choice.text)
+            else:
                 yield data_event({**head, "choices": [_object(index, choice, order)]})
-                choice.text_sent, choice.tokens_sent = len(choice.text), len(choice.tokens)
-    if wants_usage:
-        yield data_event({**head, "choices": [], "usage": usage_object(usage)})
-    yield "data: [DONE]\n\n"
+            choice.text, choice.tokens_sent = "", len(choice.tokens)
+    counts = data_event({**head, "choices": [], "usage": usage_object(usage)}) if wants_usage else ""
+    yield f"{counts}data: [DONE]\n\n"
 
 
 def _note(choice: _Choice, news: Piece | End | pb.InputLogProbs, order: _Order, index: int) -> None:
     """Add news to a completion; the prompt that is echoed goes in front of them all."""
     ask = order.asks[index // order.n]
-    if order.echoes and not choice.text and not choice.tokens:
+    if order.echoes and not choice.has_prompt:
+        choice.has_prompt = True
         choice.text = ask.tokenizer.decode(ask.request.tokenized.input_ids, skip_special_tokens=order.skip_special)
     if isinstance(news, pb.InputLogProbs):
         choice.tokens = [*prompt_logprobs(news), *choice.tokens]
@@ -252,13 +278,13 @@ def _added(total: Usage, usage: Usage, is_first: bool, has_new: bool) -> Usage:
 
 
 def _object(index: int, choice: _Choice, order: _Order) -> dict[str, Any]:
-    """Return a completion, or what is new of it: its text and tokens behind those that a stream has given out."""
+    """Return a completion; of a stream what it has not given out yet."""
     ask = order.asks[index // order.n]
     logprobs = None
     if ask.wants_logprobs:
         logprobs = listed_logprobs(ask.tokenizer, choice.tokens, choice.tokens_sent, order.skip_special)
     reason = None if choice.end is None else "length" if not order.has_new else choice.end.reason
-    return {"index": index, "text": choice.text[choice.text_sent :], "logprobs": logprobs, "finish_reason": reason}
+    return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def listed_logprobs(

@@ -1,10 +1,13 @@
 """The measurements that a gateway makes of its requests, as Prometheus reads them."""
 
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -25,10 +28,8 @@ class Figures:
             Histogram, "time_to_first_token_seconds", "From a request's prompt to its first token", ("route",),
             buckets=_SECONDS,
         )  # fmt: skip
-        self.token = of(
-            Histogram, "time_per_output_token_seconds", "Between tokens of an answer", ("route",),
-            buckets=_TOKEN_SECONDS,
-        )  # fmt: skip
+        self.token = TokenTimes()
+        self.registry.register(self.token)
         self.whole = of(
             Histogram, "request_seconds", "From a request's prompt to its end", ("route",), buckets=_SECONDS
         )
@@ -70,6 +71,38 @@ class Figures:
         return generate_latest(self.registry)
 
 
+class TokenTimes:
+    """The histogram of the times between tokens, by route.
+
+    Several tokens come at once and share a time: prometheus_client's own histogram takes each apart, which cost more
+    than to write the message that they came with.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}  # of a route, in each bucket
+        self._seconds: dict[str, float] = {}
+
+    def observe(self, route: str, seconds: float, count: int) -> None:
+        """Count tokens that took so many seconds each."""
+        counts = self._counts.get(route)
+        if counts is None:
+            counts = self._counts[route] = [0] * (len(_TOKEN_SECONDS) + 1)
+            self._seconds[route] = 0.0
+        counts[bisect_left(_TOKEN_SECONDS, seconds)] += count
+        self._seconds[route] += seconds * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yield the metric, as prometheus_client asks a collector for it."""
+        family = HistogramMetricFamily(
+            "m3jax_time_per_output_token_seconds", "Between tokens of an answer", labels=("route",)
+        )
+        for route, counts in self._counts.items():
+            bounds = [*(str(float(bound)) for bound in _TOKEN_SECONDS), "+Inf"]
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric((route,), buckets, self._seconds[route])
+        yield family
+
+
 class Clock:
     """The times and counts of one request.
 
@@ -80,32 +113,27 @@ class Clock:
 
     def __init__(self, figures: Figures, route: str):
         self._figures, self._route = figures, route
-        self._token_seconds = figures.token.labels(route)
         self.started = time.perf_counter()
         self._last: dict[int, float] = {}
 
-    async def watch(self, responses: AsyncIterator[pb.GenerateResponse]) -> AsyncIterator[pb.GenerateResponse]:
-        """Yield a worker's responses as they are, and count what is in them."""
-        figures, route = self._figures, self._route
-        async with aclosing(responses) as stream:
-            async for response in stream:
-                kind = response.WhichOneof("response")
-                news = getattr(response, kind)
-                count = len(news.token_ids) if kind == "chunk" else 0
-                now = time.perf_counter()
-                if count and news.index in self._last:
-                    seconds = (now - self._last[news.index]) / count
-                    for _ in range(count):
-                        self._token_seconds.observe(seconds)
-                elif count:
-                    figures.first_token.labels(route).observe(now - self.started)
-                if count:
-                    self._last[news.index] = now
-                if kind == "complete":
-                    if news.index == 0:  # the continuations of a prompt share it
-                        figures.prompt_tokens.labels(route).inc(news.prompt_tokens)
-                        figures.cached_tokens.labels(route).inc(news.cached_tokens)
-                    figures.new_tokens.labels(route).inc(news.completion_tokens)
-                    figures.drafted.labels(route).inc(news.spec_draft_tokens)
-                    figures.accepted.labels(route).inc(news.spec_accepted_tokens)
-                yield response
+    def note(self, response: pb.GenerateResponse) -> None:
+        """Count what is in a worker's response, which has just come."""
+        if response.HasField("chunk"):
+            chunk, now = response.chunk, time.perf_counter()
+            if not chunk.token_ids:
+                return
+            before = self._last.get(chunk.index)
+            if before is None:
+                self._figures.first_token.labels(self._route).observe(now - self.started)
+            else:
+                count = len(chunk.token_ids)
+                self._figures.token.observe(self._route, (now - before) / count, count)
+            self._last[chunk.index] = now
+            return
+        figures, route, complete = self._figures, self._route, response.complete
+        if complete.index == 0:  # the continuations of a prompt share it
+            figures.prompt_tokens.labels(route).inc(complete.prompt_tokens)
+            figures.cached_tokens.labels(route).inc(complete.cached_tokens)
+        figures.new_tokens.labels(route).inc(complete.completion_tokens)
+        figures.drafted.labels(route).inc(complete.spec_draft_tokens)
+        figures.accepted.labels(route).inc(complete.spec_accepted_tokens)

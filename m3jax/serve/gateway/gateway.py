@@ -11,7 +11,7 @@ from typing import Any, Literal
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from m3jax.messages import shown
-from m3jax.serve.gateway.answers import Ask, CallRule, End, Piece, answers, new_id, now
+from m3jax.serve.gateway.answers import AnswerReader, Ask, CallRule, End, Piece, new_id, now
 from m3jax.serve.gateway.errors import ApiError, refused
 from m3jax.serve.gateway.fields import Fields, FlagField, IntegerField, ObjectField, RequestField, Table, TextField
 from m3jax.serve.gateway.figures import Figures
@@ -220,19 +220,26 @@ class Gateway:
         return frozenset((*eos, *params.stop_token_ids))
 
     async def run(self, ask: Ask, route: str) -> AsyncIterator[Piece | End | pb.InputLogProbs]:
-        """Run a request and yield its answers, as `answers` does; leaving the iterator ends it.
+        """Run a request and yield its answers, as `AnswerReader` reads them; leaving the iterator ends it.
 
         Args:
           ask: of it.
           route: under which its figures are counted.
+
+        Raises:
+          ApiError: the worker refused the request, failed, or was lost.
         """
         with self.figures.timed(route) as clock:
             responses = self.workers.generate(ask.request, ask.notes)
             if self.journal is not None:
                 responses = self.journal.kept(ask.request, responses)
-            async with aclosing(answers(clock.watch(responses), ask)) as events:
-                async for event in events:
-                    yield event
+            reader = AnswerReader(ask)
+            async with aclosing(responses) as stream:
+                async for response in stream:
+                    clock.note(response)
+                    for news in reader.read(response):
+                        yield news
+            reader.check_whole()
 
     async def run_with_progress(
         self, ask: Ask, route: str

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import json
 import logging
-import time
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from m3jax.serve.gateway.sampling import Model
 _LOG = logging.getLogger("m3jax.serve")
 _BODY_SECONDS = 60.0  # in which a body has to come
 _FIRST_SECONDS = 1.0  # in which a stream's first event decides the status; after that it has begun
+_PING_PAUSE = 0.01  # at least between two looks at whether a stream is silent
 _LARGE = 1 << 20  # bytes of a body that is parsed on a thread
-_MOST_AHEAD = 16  # events that are made before the client has taken those in front of them
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
@@ -48,6 +48,24 @@ def data_event(value: Mapping[str, Any], name: str | None = None) -> str:
     """Return a server-sent event of a JSON object, which no line break parts; lone surrogates are escaped."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json_text(value)}\n\n"
+
+
+class EventOfText:
+    """A server-sent event of which one text changes from one to the next; all around it is encoded once.
+
+    Args:
+      value: the event's JSON object with a text in it, once or more.
+      name: of the event.
+    """
+
+    _HOLE = "\0a text\0"
+
+    def __init__(self, value: Callable[[str], Mapping[str, Any]], name: str | None = None):
+        self._around = data_event(value(self._HOLE), name).split(json_text(self._HOLE))
+
+    def filled(self, text: str) -> str:
+        """Return the event with this text."""
+        return json_text(text).join(self._around)
 
 
 def json_text(value: Any) -> str:
@@ -114,14 +132,14 @@ async def _answered(gateway: Gateway, endpoint: Endpoint, request: Request) -> R
         raw = await within(_BODY_SECONDS, _body(request, gateway.settings.max_body_bytes))
         body = await asyncio.to_thread(parsed_body, raw) if len(raw) > _LARGE else parsed_body(raw)
         place.take()
-        started = time.monotonic()
+        started = asyncio.get_running_loop().time()
         seconds = gateway.settings.deadline_seconds
         fields = gateway.read(body, endpoint.table)
         answer = await _unless_gone(request, within(seconds, _begun(gateway, endpoint, fields)))
         if isinstance(answer, dict):
             return place.left(Json(answer, headers=dict(gateway.headers)))
-        events = lively(answer, style, gateway.settings.ping_seconds, started, seconds)
-        return EventStream(events, dict(gateway.headers), place)
+        pace = Pace(gateway.settings.ping_seconds, seconds, started)
+        return EventStream(answer, style, pace, dict(gateway.headers), place.leave)
     except ApiError as error:
         return place.left(error_response(error, style, gateway.headers))
     except ClientDisconnect:
@@ -167,91 +185,6 @@ async def _from(first: asyncio.Future[str], events: AsyncIterator[str]) -> Async
         await events.aclose()
 
 
-async def lively(
-    events: AsyncIterator[str], style: Style, ping_seconds: float, started: float, most_seconds: float
-) -> AsyncIterator[str]:
-    """Yield a stream's events, a sign of life where it is silent, and an error as its last event.
-
-    Events that came while the client took those in front of them are one text.
-
-    Args:
-      events: of the stream.
-      style: of its protocol.
-      ping_seconds: of silence before a sign of life.
-      started: of `time.monotonic`, when the request came.
-      most_seconds: that it may take; then the stream ends with an error.
-    """
-    deadline = started + most_seconds
-    ahead = _Ahead(events)
-    try:
-        while True:
-            seconds = min(ping_seconds, deadline - time.monotonic())
-            if seconds <= 0:
-                raise deadline_error(most_seconds)
-            if (text := await ahead.take(seconds)) is not None:
-                yield text
-            elif ahead.is_over:
-                ahead.task.result()  # raises what ended the stream too early
-                return
-            elif time.monotonic() < deadline:
-                yield style.ping
-    except ApiError as error:
-        yield style.error_event(error)
-    except Exception:
-        _LOG.exception("a stream failed")
-        yield style.error_event(ApiError(500, "the server failed on this request; its log says why"))
-    finally:
-        ahead.task.cancel()
-        with suppress(BaseException):
-            await ahead.task
-        await events.aclose()
-
-
-class _Ahead:
-    """A stream's events, made by one task a little ahead of their reader: a task for each would cost more than it does.
-
-    Args:
-      events: of the stream; it is not closed here.
-    """
-
-    def __init__(self, events: AsyncIterator[str]):
-        self._made: list[str] = []
-        self._changed: asyncio.Future[None] | None = None  # that the reader, or the task, awaits
-        self.task = asyncio.create_task(self._make(events))
-        self.task.add_done_callback(lambda _: self._notify())
-
-    @property
-    def is_over(self) -> bool:
-        """True if the stream has ended, and all its events were taken."""
-        return self.task.done() and not self._made
-
-    async def take(self, seconds: float) -> str | None:
-        """Return all events that were made, as one text; None if none is within so many seconds, or none will be."""
-        if not self._made and not self.task.done():
-            self._changed = waiting = asyncio.get_running_loop().create_future()
-            timer = waiting.get_loop().call_later(seconds, self._notify)
-            try:
-                await waiting
-            finally:
-                timer.cancel()
-        made, self._made = self._made, []
-        if len(made) >= _MOST_AHEAD:
-            self._notify()  # the task waits for room
-        return "".join(made) if made else None
-
-    async def _make(self, events: AsyncIterator[str]) -> None:
-        async for event in events:
-            self._made.append(event)
-            self._notify()
-            if len(self._made) >= _MOST_AHEAD:
-                self._changed = asyncio.get_running_loop().create_future()
-                await self._changed
-
-    def _notify(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-
 class _Place:
     """A request's place among those that are worked on; however the request ends, it is given back once."""
 
@@ -286,25 +219,55 @@ class _Place:
         return response
 
 
+@dataclass(frozen=True)
+class Pace:
+    """The times that a stream keeps to.
+
+    Attributes:
+      ping_seconds: of silence, after which it says that it is alive.
+      most_seconds: that it may take; then it ends with an error.
+      started: of the event loop's clock, when the request came.
+    """
+
+    ping_seconds: float
+    most_seconds: float
+    started: float
+
+
 class EventStream(Response):
     """A response of server-sent events, which stops the work behind it when its client is gone.
 
+    One task takes each event from its source and writes it, so that a token costs one turn of the event loop, and a
+    client that reads slowly holds up what it does not read. Signs of life come from a second task, which sleeps while
+    there are events.
+
     Args:
       events: their text.
+      style: of their protocol.
+      pace: of the stream.
       headers: besides those of a stream.
-      place: given back at the end.
+      leave: called once at the end with the status that is counted.
     """
 
-    def __init__(self, events: AsyncIterator[str], headers: Mapping[str, str], place: _Place):
+    def __init__(
+        self,
+        events: AsyncIterator[str],
+        style: Style,
+        pace: Pace,
+        headers: Mapping[str, str],
+        leave: Callable[[str], None],
+    ):
         own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**own, **headers}, media_type="text/event-stream")
         del self.headers["content-length"]
-        self._events, self._place = events, place
+        self._events, self._style, self._pace, self._leave = events, style, pace, leave
+        self._is_writing, self._written = True, 0.0  # the head comes first; the latter is the time of the last event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client is gone."""
         sending = asyncio.ensure_future(self._send(send))
         listening = asyncio.ensure_future(_gone(receive))
+        pinging = asyncio.ensure_future(self._ping(send))
         status = "499"
         try:
             await asyncio.wait({sending, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -314,18 +277,54 @@ class EventStream(Response):
         except OSError:
             pass  # the client went away while it was written to
         finally:
-            for task in (sending, listening):
+            for task in (sending, listening, pinging):
                 task.cancel()
                 with suppress(BaseException):
                     await task
             await self._events.aclose()
-            self._place.leave(status)
+            self._leave(status)
 
     async def _send(self, send: Send) -> None:
+        """Write the head, each event as it comes, and an error as the last one if the stream ends too early."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        self._is_writing = False
+        pace = self._pace
+        deadline = None if math.isinf(pace.most_seconds) else pace.started + pace.most_seconds
+        error = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                async for event in self._events:
+                    await self._write(send, event)
+        except TimeoutError:
+            error = deadline_error(pace.most_seconds)
+        except ApiError as found:
+            error = found
+        except OSError:
+            raise  # of the connection
+        except Exception:
+            _LOG.exception("a stream failed")
+            error = ApiError(500, "the server failed on this request; its log says why")
+        if error is not None:
+            await self._write(send, self._style.error_event(error))
+        self._is_writing = True  # nothing comes behind the end
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, event: str) -> None:
+        self._is_writing = True
+        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        self._is_writing, self._written = False, asyncio.get_running_loop().time()
+
+    async def _ping(self, send: Send) -> None:
+        """Write a sign of life whenever the stream was silent for a while, and no event waits for its client."""
+        clock = asyncio.get_running_loop().time
+        self._written = clock()
+        with suppress(OSError):
+            while True:
+                silence = clock() - self._written
+                if silence >= self._pace.ping_seconds and not self._is_writing:
+                    await self._write(send, self._style.ping)
+                    silence = 0.0
+                await asyncio.sleep(max(self._pace.ping_seconds - silence, _PING_PAUSE))
 
 
 async def _gone(receive: Receive) -> None:

@@ -49,7 +49,10 @@ def fields_of_count(model: Model) -> dict[str, RequestField]:
             least=1,
             of={
                 "type": "object",
-                "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": ["string", "array"]}},
+                "properties": {
+                    "role": {"enum": ["user", "assistant", "system"]},
+                    "content": {"type": ["string", "array"]},
+                },
                 "required": ["role", "content"],
             },
             about="the conversation, its question last",
@@ -155,14 +158,20 @@ def _openai_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
     for number, message in enumerate(given):
         where = f"messages[{number}]"
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ("user", "assistant"):
-            raise refused("messages", f"{where}: role = {shown(role)}: must be user or assistant")
+        if role not in ("user", "assistant", "system"):
+            raise refused("messages", f"{where}: role = {shown(role)}: must be user, assistant or system")
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _list_of(content, where)
         for block in blocks:
             if not isinstance(block, Mapping):
                 raise refused("messages", f"{where}: {shown(block)} is no content block")
-        out += _user(blocks, where) if role == "user" else [_assistant(blocks, where)]
+        if role == "system":
+            # The template shows one system message, in front. What an agent says later reaches the model within a
+            # user's message, between the marks in which such agents write it themselves.
+            text = "\n".join(_text_of(block, where) for block in blocks)
+            out.append({"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"})
+        else:
+            out += _user(blocks, where) if role == "user" else [_assistant(blocks, where)]
     return out
 
 
@@ -340,20 +349,20 @@ async def _events(gateway: Gateway, ask: Ask, head: dict[str, Any], route: str) 
     has_begun = False
     async with aclosing(gateway.run(ask, route)) as news:
         async for each in news:
+            lines: list[str] = []  # that one write sends
             if not has_begun:
                 has_begun = True
                 cached = each.cached if isinstance(each, Piece) else each.usage.cached
                 usage = _usage(Usage(len(ask.request.tokenized.input_ids), cached))
-                yield _event("message_start", message={**begun, "usage": usage})
+                lines.append(_event("message_start", message={**begun, "usage": usage}))
             if isinstance(each, Piece):
                 for event in each.events:
-                    for line in blocks.events(event):
-                        yield line
+                    lines += blocks.events(event)
             elif isinstance(each, End):
-                for line in blocks.close():
-                    yield line
-                yield _event("message_delta", delta=_stop(each), usage=_usage(each.usage))
-                yield _event("message_stop")
+                lines += blocks.close()
+                lines.append(_event("message_delta", delta=_stop(each), usage=_usage(each.usage)))
+                lines.append(_event("message_stop"))
+            yield "".join(lines)
 
 
 def _event(name: str, /, **fields: Any) -> str:

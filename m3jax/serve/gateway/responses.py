@@ -353,19 +353,19 @@ async def _events(gateway: Gateway, ask: Ask, response: dict[str, Any], route: s
     try:
         async with aclosing(gateway.run(ask, route)) as news:
             async for each in news:
+                lines: list[str] = []  # that one write sends
                 if not has_begun:
                     has_begun = True
-                    yield items.event("response.created", response=response)
-                    yield items.event("response.in_progress", response=response)
+                    lines.append(items.event("response.created", response=response))
+                    lines.append(items.event("response.in_progress", response=response))
                 if isinstance(each, Piece):
                     for event in each.events:
-                        for line in items.events(event):
-                            yield line
+                        lines += items.events(event)
                 elif isinstance(each, End):
-                    for line in items.close():
-                        yield line
+                    lines += items.close()
                     whole = _ended(response, items.done, each)
-                    yield items.event(f"response.{whole['status']}", response=whole)
+                    lines.append(items.event(f"response.{whole['status']}", response=whole))
+                yield "".join(lines)
     except ApiError as error:
         if not has_begun:
             raise

@@ -36,24 +36,27 @@ def fields_of_tokenize(model: Model) -> dict[str, RequestField]:
 async def tokenize(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any]:
     """Return the token ids of a text ("prompt", or "content" as llama.cpp has it) or of a conversation ("messages").
 
-    With `with_pieces` each token comes with its text, with `return_token_strs` the texts come beside the ids.
+    With `with_pieces` each token comes with its text, with `return_token_strs` the texts come beside the ids. A text
+    that has more tokens than the context in any case is refused before it is tokenized, as a prompt is.
     """
     given = [name for name in ("prompt", "content", "messages") if name in fields]
     if len(given) != 1:
         raise refused("prompt", "give one of prompt (a text), content (the same) and messages (a conversation)")
     mode, choice = thinking_mode(fields, "adaptive"), tool_choice(fields)
+    tokenizer = gateway.renderer.tokenizer
     if given == ["messages"]:
         tools = None if choice == "none" else fields["tools"] or None
         prompt = await gateway.renderer.render(fields["messages"], tools, mode, False)
         ids = list(prompt.ids)
+    elif text := fields[given[0]]:
+        sizes = gateway.model.vocab_size, gateway.model.context
+        (ids,) = await asyncio.to_thread(tokens_of, tokenizer, text, given[0], *sizes)
     else:
-        text = fields[given[0]]
-        try:
-            ids = await asyncio.to_thread(gateway.renderer.tokenizer.encode, text) if text else []
-        except ValueError as error:
-            raise refused(given[0], str(error)) from None
+        ids = []
     with_pieces, with_strings = fields["with_pieces"], fields["return_token_strs"]
-    pieces = [token_text(gateway.renderer.tokenizer, token)[0] for token in ids] if with_pieces or with_strings else []
+    pieces = []
+    if with_pieces or with_strings:
+        pieces = await asyncio.to_thread(lambda: [token_text(tokenizer, token)[0] for token in ids])
     tokens = [{"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=True)] if with_pieces else ids
     answer = {"count": len(ids), "max_model_len": gateway.model.context, "tokens": tokens}
     return answer | ({"token_strs": pieces} if with_strings else {})
@@ -66,12 +69,15 @@ def fields_of_detokenize(model: Model) -> dict[str, RequestField]:
 
 
 async def detokenize(gateway: Gateway, fields: Fields, route: str) -> dict[str, Any]:
-    """Return the text of token ids, special tokens included."""
-    ids = fields["tokens"]
+    """Return the text of token ids, special tokens included; they are at most as many as the context has."""
+    ids, context = fields["tokens"], gateway.model.context
+    if len(ids) > context:
+        message = f"tokens: {len(ids)} token ids, and the model's context is {context}: send them in parts"
+        raise refused("tokens", message, "context_length_exceeded")
+    tokenizer = gateway.renderer.tokenizer
     if ids:
-        sizes = gateway.model.vocab_size, gateway.model.context
-        (ids,) = tokens_of(gateway.renderer.tokenizer, [ids], "tokens", *sizes)
-    text = gateway.renderer.tokenizer.decode(ids, skip_special_tokens=False)
+        (ids,) = tokens_of(tokenizer, [ids], "tokens", gateway.model.vocab_size, context)
+    text = await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)
     return {"prompt": text, "content": text}
 
 
