@@ -1,8 +1,10 @@
 """The fastest implementation: kernels where there are some for a call, XLA elsewhere."""
 
+import math
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -13,7 +15,10 @@ from m3jax.execution.compute import Compute
 from m3jax.execution.experts import experts_over_mesh
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import einsum
+from m3jax.ops import measured
 from m3jax.ops.experts import ExpertWeights
+from m3jax.parallel import spec
+from m3jax.platform import platform
 from m3jax.weights import StackedLayer
 
 NUM_INPUTS = {"o_proj": 2}  # axes that a product with a layer's matrix sums over; one for all others
@@ -106,8 +111,18 @@ class Fast:
         return plain.weighted_sum(out, weights)
 
     def unembed(self, hidden, head):
-        """Return logits, by one product of all tokens."""
-        return einsum("...d,vd->...v", hidden, head)
+        """Return logits, by one product of all tokens.
+
+        On a mesh each device multiplies its part of the head. Logits of few tokens then go to every device, so that
+        drawing one of them exchanges nothing more.
+        """
+        logits, mesh = einsum("...d,vd->...v", hidden, head), self.compute.mesh
+        if not self.compute.is_divided or math.prod(logits.shape[:-1]) >= measured.DIVIDED_TOKENS[platform()]:
+            return logits
+        # Said first: left to itself the compiler gathers the head.
+        by_word = PartitionSpec(*[None] * (logits.ndim - 1), *spec(head.shape[:1], ("logits",), mesh))
+        logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, by_word))
+        return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec()))
 
     def reads_in_place(
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike

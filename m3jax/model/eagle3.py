@@ -143,7 +143,7 @@ class Eagle3(nnx.Module):
         self.norm = make.norm((width,))
         vocab, draft_vocab = (config.vocab_size, width), (config.draft_vocab_size, width)
         self.embed_tokens = make.weight(vocab, vocab_axes, fan_in=1) if config.own_embedding else None
-        self.lm_head = make.weight(draft_vocab, vocab_axes, fan_in=width) if config.own_head else None
+        self.lm_head = make.weight(draft_vocab, ("logits", None), fan_in=width) if config.own_head else None
         is_reduced = config.draft_vocab_size != config.vocab_size
         self.target_ids = make.token_ids(config.draft_vocab_size) if is_reduced else None
 

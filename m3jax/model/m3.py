@@ -57,17 +57,17 @@ class M3(WithTower):
     """
 
     def __init__(self, config: M3Config, make: Make, mesh: Mesh | None = None):
-        vocab_shape, vocab_axes = (config.vocab_size, config.hidden_size), ("vocab", None)
+        vocab_shape = (config.vocab_size, config.hidden_size)
         self.config = config
         self.dense = False
         self.score = config.index_score_type
         self.compute = Compute(mesh=mesh)
         # Rows of the embedding are read, not summed over. The head is another matrix: M3 does not tie the two.
-        self.embed_tokens = make.weight(vocab_shape, vocab_axes, fan_in=1)
+        self.embed_tokens = make.weight(vocab_shape, ("vocab", None), fan_in=1)
         # Consecutive layers of one kind are a stack, which is scanned: a program has one layer of each kind, not 60.
         self.stacks = nnx.List([Decoder(stack, config, make) for stack in config.stacks])
         self.norm = make.norm((config.hidden_size,))
-        self.lm_head = make.weight(vocab_shape, vocab_axes, fan_in=config.hidden_size)
+        self.lm_head = make.weight(vocab_shape, ("logits", None), fan_in=config.hidden_size)
         self.vision = vision_of(config, make)
 
     @model_call()

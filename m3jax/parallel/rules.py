@@ -13,6 +13,7 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "tokens": "data",
     "pages": PAGE_AXES,
     "vocab": "tensor",
+    "logits": ("context", "expert", "tensor"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -23,6 +24,8 @@ RULES: dict[str, str | tuple[str, ...]] = {
 # Fewer KV heads than devices is normal (M3 has 4), and so are tokens of one prompt: then each device has them all. The
 # vision tower is a small part of a model, and does not say over how many devices the rest may lie.
 _REPLICATED_IF_UNEVEN = frozenset({"kv_heads", "tokens", "vision_heads", "vision_mlp"})
+# A head is divided over as many of its axes as divide it, the last ones first.
+_AS_FAR_AS_EVEN = frozenset({"logits"})
 
 
 def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
@@ -40,6 +43,11 @@ def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> Partit
     for size, name in zip(shape, axes, strict=True):
         mesh_axes = RULES.get(name)
         names = mesh_axes if isinstance(mesh_axes, tuple) else (mesh_axes,)
+        if name in _AS_FAR_AS_EVEN:
+            names = tuple(axis for axis in names if mesh.shape.get(axis, 1) > 1)
+            while size % math.prod(mesh.shape[axis] for axis in names):
+                names = names[1:]
+            mesh_axes = names
         parts = math.prod(mesh.shape.get(axis, 1) for axis in names)
         is_uneven = size % parts != 0
         if is_uneven and name not in _REPLICATED_IF_UNEVEN:
