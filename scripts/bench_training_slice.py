@@ -77,7 +77,9 @@ def config_of(args: argparse.Namespace) -> M3Config:
     """Return the configuration of the slice."""
     if args.widths == "tiny":
         return M3Config.tiny()
-    return replace(four_layers(), num_local_experts=args.experts, vocab_size=args.vocab)
+    return replace(
+        four_layers(), num_local_experts=args.experts, vocab_size=args.vocab, bos_token_id=0, eos_token_id=(1,)
+    )
 
 
 def in_child(side: str, words: list[str], args: argparse.Namespace) -> dict:
