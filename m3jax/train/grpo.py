@@ -121,7 +121,7 @@ class RunSettings:
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """What decides the draws and weights of each round, by name, as JSON has it: a run goes on with the same."""
+        """The settings that decide draws and weights, by name, as JSON has them: a run goes on with the same."""
 
         def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             out = {}
