@@ -341,7 +341,7 @@ def test_where_each_parameter_lives():
         "index_k_proj", "gate", "e_score_correction_bias",
     }  # fmt: skip
     up, down = P(None, None, "tensor"), P(None, "tensor", None)
-    expected = {"embed_tokens": P("tensor", None), "lm_head": P("tensor", None)}
+    expected = {"embed_tokens": P("tensor", None), "lm_head": P(("expert", "tensor"), None)}
     for stack, mlp in (("stacks.0.", "mlp."), ("stacks.1.", "mlp.shared_experts.")):
         expected |= {f"{stack}{mlp}{name}_proj": up for name in ("gate", "up")}
         expected[f"{stack}{mlp}down_proj"] = down
@@ -406,6 +406,12 @@ def test_pages_are_rounded_up_to_what_the_mesh_divides():
 def test_tokens_that_do_not_divide_are_replicated():
     mesh = make_mesh(data=2)
     assert [spec((n,), ("tokens",), mesh) for n in (4, 5)] == [P("data"), P(None)]
+
+
+def test_a_head_is_divided_over_the_last_axes_that_divide_it():
+    mesh = make_mesh(context=2, expert=2, tensor=2)
+    found = [spec((n,), ("logits",), mesh) for n in (8, 4, 6, 5)]
+    assert found == [P(("context", "expert", "tensor")), P(("expert", "tensor")), P("tensor"), P(None)]
 
 
 def test_neighbouring_blocks_lie_on_different_devices():
