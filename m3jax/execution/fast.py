@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -109,6 +110,26 @@ class Fast:
     def sum_of_experts(self, out: Float[Array, "X A D"], weights: Float[Array, "X A"]) -> Float[Array, "X D"]:
         """Return the weighted sum over each token's experts."""
         return plain.weighted_sum(out, weights)
+
+    def embed(self, tokens, table):
+        """Return the table's rows. On a mesh each device reads those that it holds, and a sum joins them."""
+        mesh = self.compute.mesh
+        table_spec = PartitionSpec() if mesh is None else spec(table.shape, ("vocab", None), mesh)
+        if not any(table_spec):
+            return table[tokens]
+
+        def on_each_device(tokens, rows):
+            row = tokens - jax.lax.axis_index(table_spec[0]) * len(rows)
+            is_held = (row >= 0) & (row < len(rows))
+            held = jnp.where(is_held[..., None], rows[jnp.where(is_held, row, 0)], 0)
+            return jax.lax.psum(held, table_spec[0])
+
+        # Left to itself the compiler of a GPU makes a slice of one token's lookup, and gathers the table for it.
+        by_row = PartitionSpec(*spec(tokens.shape[:1], ("tokens",), mesh))
+        on_mesh = jax.shard_map(
+            on_each_device, mesh=mesh, in_specs=(by_row, table_spec), out_specs=by_row, check_vma=False
+        )
+        return on_mesh(tokens, table)
 
     def unembed(self, hidden, head):
         """Return logits, by one product of all tokens.

@@ -35,6 +35,10 @@ class Execution(Protocol):
         """Return `fn`, a function of arrays [B T ...] that treats each token alone, to be called with all tokens."""
         ...
 
+    def embed(self, tokens: Int[Array, "B T"], table: Float[Array, "V D"]) -> Float[Array, "B T D"]:
+        """Return the table's row of each token."""
+        ...
+
     def norm(self, x: Float[Array, "B T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "B T D"]:
         """Return the norm of x times 1 + weight, rounded once."""
         ...

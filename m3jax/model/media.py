@@ -121,7 +121,7 @@ class WithTower(nnx.Module):
           features: as from `features`; any number of rows.
           places: where in the flattened tokens each row goes, b T + t; rows with a negative place go nowhere.
         """
-        x = self.embed_tokens[...][tokens]  # [B T D]
+        x = self.execution().embed(tokens, self.embed_tokens[...])  # [B T D]
         if features is None:
             return x
         target = jnp.where(places < 0, tokens.size, places)  # one past the last token is dropped
