@@ -14,7 +14,17 @@ from m3jax.interrupts import raise_interrupts
 
 PROG = "m3jax.serve"
 # What the extra `serve` brings, by the names under which it is imported.
-_NEEDED = ("starlette", "uvicorn", "grpc", "smg_grpc_proto", "prometheus_client", "llguidance", "jinja2", "jsonschema")
+_NEEDED = (
+    "starlette",
+    "uvicorn",
+    "grpc",
+    "smg_grpc_proto",
+    "prometheus_client",
+    "llguidance",
+    "httptools",
+    "jinja2",
+    "jsonschema",
+)
 _ABOUT = """serve a model: OpenAI's and Anthropic's endpoints, gateway and worker in one process.
 `gateway` and `worker` in front of the options run one of the two alone, `verify LOG` replays a log of requests."""
 
