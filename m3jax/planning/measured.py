@@ -72,18 +72,19 @@ MEASURED = tuple(
 )
 # Whole prompts of 60,064 tokens, in chunks of 8,192 and then 2,048: no share is made from these.
 PROMPT_SECONDS = {"dequantize": 0.667, "mxfp8": 0.793}
-# How many times as fast two H200s were as one in the same run, over 60,064 tokens (NVLink, bfloat16, November 2026,
-# before the work of a step was divided over the devices of a mesh): mesh, program, rows or tokens.
+# How many times as fast two cards were as one in the same run, over 60,064 tokens: mesh, program, rows or tokens.
+# Source: docs/performance.md, "Several GPUs": two H100s with NVLink, bfloat16, jax 0.11.2.
+_TWO = "h100", "24 November 2026"
 SPEEDUPS = {
-    ("tensor", "decode", 1): 0.6,
-    ("tensor", "decode", 16): 1.34,
-    ("tensor", "prefill", 8192): 1.16,
-    ("expert", "decode", 1): 0.7,
-    ("expert", "decode", 16): 1.1,
-    ("expert", "prefill", 8192): 0.9,
-    ("context", "decode", 1): 1.1,
-    ("context", "decode", 16): 1.1,
-    ("context", "prefill", 8192): 0.8,
+    ("tensor", "decode", 1): 1.20,
+    ("tensor", "decode", 16): 1.59,
+    ("tensor", "prefill", 8192): 1.39,
+    ("expert", "decode", 1): 0.98,
+    ("expert", "decode", 16): 1.45,
+    ("expert", "prefill", 8192): 1.35,
+    ("context", "decode", 1): 1.00,
+    ("context", "decode", 16): 1.35,
+    ("context", "prefill", 8192): 1.19,
 }
 _KIND = {"gpu": "h200"}  # the card whose shares are taken for all of a kind
 
@@ -169,12 +170,12 @@ def checks() -> list[Check]:
     for (axis, program, size), times in SPEEDUPS.items():
         floors = []
         for count in (1, 2):
-            shared = dict(config=four_layers(), slice=parse_slice(f"h200:{count}"), context=_LONG_PROMPT)
+            shared = dict(config=four_layers(), slice=parse_slice(f"{_TWO[0]}:{count}"), context=_LONG_PROMPT)
             job = Job(**shared, batch=size) if program == "decode" else Job(**shared, chunk=size)
             floors.append(_floor(job, program, {axis: count}))
         call = f"step of {counted(size, 'row')}" if program == "decode" else f"chunk of {counted(size, 'token')}"
         what = f"{axis}=2 over one device, {call}"
-        found.append(Check(what, "November 2026", floors[0] / floors[1], times, "x"))
+        found.append(Check(what, _TWO[1], floors[0] / floors[1], times, "x"))
     return found
 
 
