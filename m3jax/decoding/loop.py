@@ -178,7 +178,7 @@ class EngineLoop:
         *,
         timeout: int | float | None = None,
         n: int | None = None,
-        cached_tokens: int = 0,
+        cached_tokens: int | None = None,
         left_out: int = 0,
     ) -> RequestStream | list[RequestStream]:
         """Queue a request that another engine exported, or a group of them, as `Engine.import_request` does.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Shaped
 _Tree = TypeVar("_Tree")
 
 
-def put(array: Shaped[np.ndarray | Array, "..."], where: Sharding) -> Shaped[Array, "..."]:
+def put(array: Shaped[np.ndarray | Array, "..."] | np.generic, where: Sharding) -> Shaped[Array, "..."]:
     """Return an array on devices, of which this process fills its own.
 
     Where a sharding has other processes' devices, `jax.device_put` of a host's array first compares it between all

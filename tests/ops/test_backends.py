@@ -73,7 +73,7 @@ REFUSED = [
     (replace(DECODE, schedule="kv_block_major"), "the schedule 'kv_block_major' is one of XLA's"),
     (replace(PREFILL, pages=False), "not a pool of host memory's pages"),
     (replace(SELECT, score="lse"), "it has score 'max', and this is 'lse'"),
-    (replace(SELECT, divided=True), "several devices hold the keys"),
+    (replace(SELECT, divided=True, forced=2), "devices divide the keys"),
     (replace(SELECT, queries=1, num_blocks=1 << 17), "there are 131072 blocks"),
     (replace(INSERT, rotated=48), "48 of 128 dims are rotated"),
     (replace(INSERT, stored=F32), "does not take keys in float32"),

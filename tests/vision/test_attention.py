@@ -159,7 +159,7 @@ def test_cudnn_is_taken_where_it_can_run(monkeypatch, on, dtype, head_dim, takes
     platform, *capability = on.split()
     card = SimpleNamespace(compute_capability=capability[0]) if capability else object()
     monkeypatch.setattr(schedules, "platform", lambda: platform)
-    monkeypatch.setattr(jax, "devices", lambda: [card])
+    monkeypatch.setattr(jax, "local_devices", lambda: [card])
     monkeypatch.setattr(schedules, "row_attention", lambda *args: ("rows", args[-1]))
     monkeypatch.setattr(schedules, "tiled_attention", lambda *args: "tiles")
     of, operand = jnp.asarray(segments(7, size=X)), jnp.zeros((X, 2, head_dim), dtype)

@@ -432,7 +432,11 @@ class Engine:
         return len(page_ids), next(iter(self._runner.read_pages(page_ids, is_awaited=False)), None)
 
     def known_tokens(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens at a text prompt's beginning are in known pages now; none of these is kept for it."""
+        """Return how many tokens at a text prompt's beginning are in known pages now; none of these is kept for it.
+
+        Args:
+          prompt: token ids.
+        """
         return self._pages.known(as_prompt(prompt)[:-1])
 
     def import_request(
@@ -441,7 +445,7 @@ class Engine:
         guide: Guide | None = None,
         *,
         n: int | None = None,
-        cached_tokens: int = 0,
+        cached_tokens: int | None = None,
         left_out: int = 0,
     ) -> int | list[int]:
         """Queue a request that another engine exported, or a group of them: it goes on with the same tokens.
@@ -451,7 +455,7 @@ class Engine:
           guide: as in `add`: a snapshot holds none.
           n: as in `add`: requests that go on from the snapshot, of which each has a seed of its own.
           cached_tokens: of the prompt, those that the other engine had in its prefix cache
-            (`Generation.cached_tokens`).
+            (`Generation.cached_tokens`); None counts those that come with the snapshot.
           left_out: tokens at its beginning whose pages mean nothing in the snapshot: this engine knew them
             (`known_tokens`), and must still.
 
@@ -729,7 +733,15 @@ class Engine:
         return self._request(handle)
 
     def check_request(self, prompt: tuple[int, ...], params: Params) -> None:
-        """Raise ValueError if the model cannot serve a request, or this engine has no room for it."""
+        """Raise ValueError if the model cannot serve a request, or this engine has no room for it.
+
+        Args:
+          prompt: token ids.
+          params: as in `add`.
+
+        Raises:
+          ValueError: what `add` would refuse of these.
+        """
         check_prompt(prompt, params, self.config)
         checks.check_room(prompt, params, self.max_length, self.shapes)
         checks.check_records(params.record, self._runner.model)
