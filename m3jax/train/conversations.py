@@ -111,6 +111,29 @@ def encode_conversation(
     return Example(np.concatenate(encoded), is_written)
 
 
+def json_lines(file: str | Path) -> Iterator[tuple[int, str, Any]]:
+    """Yield the values of a file of JSON lines, each with its number and its place as errors name it; empty lines not.
+
+    Args:
+      file: lines of JSON in UTF-8.
+
+    Raises:
+      ValueError: names the file and the line that is no JSON.
+      OSError: the file cannot be read.
+    """
+    named = printable(str(file))
+    with Path(file).open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            where = f"{named}, line {number}"
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: no JSON ({printable(str(error))}); write an object a line") from None
+            yield number, where, row
+
+
 def read_conversations(file: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the conversations of a file of JSON lines, with the number of the line.
 
@@ -123,25 +146,18 @@ def read_conversations(file: str | Path) -> Iterator[tuple[int, dict[str, Any]]]
         conversation.
       OSError: the file cannot be read.
     """
-    path, count = Path(file), 0
-    named = printable(str(path))
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{named}, line {number}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: no JSON ({printable(str(error))}); write an object a line") from None
-            if not isinstance(row, dict) or not isinstance(row.get("messages"), list) or not row["messages"]:
-                raise ValueError(f'{where}: {shown(row)}: write {{"messages": [...]}}, with at least one message')
-            if kinds := _media_kinds(row["messages"]):
-                raise ValueError(f"{where}: a message has a part of type {kinds[0]}: fine-tuning reads text alone")
-            count += 1
-            yield number, row
+    count = 0
+    for number, where, row in json_lines(file):
+        if not isinstance(row, dict) or not isinstance(row.get("messages"), list) or not row["messages"]:
+            raise ValueError(f'{where}: {shown(row)}: write {{"messages": [...]}}, with at least one message')
+        if kinds := _media_kinds(row["messages"]):
+            raise ValueError(f"{where}: a message has a part of type {kinds[0]}: fine-tuning reads text alone")
+        count += 1
+        yield number, row
     if not count:
-        raise ValueError(f'{named}: no conversation in it; write a line of {{"messages": [...]}} for each')
+        raise ValueError(
+            f'{printable(str(file))}: no conversation in it; write a line of {{"messages": [...]}} for each'
+        )
 
 
 def load_examples(

@@ -1,6 +1,5 @@
 """Documents to learn from: files of JSON lines, as tokens that all count."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 
 from m3jax.messages import printable, shown
 from m3jax.text import Tokenizer
-from m3jax.train.conversations import Example
+from m3jax.train.conversations import Example, json_lines
 
 
 def load_documents(
@@ -27,29 +26,21 @@ def load_documents(
       ValueError: names the file and the line of what cannot be learnt; a file without a document.
       OSError: the file cannot be read.
     """
-    named, examples, reader = printable(str(file)), [], None
-    with Path(file).open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{named}, line {number}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: no JSON ({printable(str(error))}); write an object a line") from None
-            if isinstance(row, dict) and isinstance(row.get("tokens"), list):
-                tokens = _checked(row["tokens"], vocab_size, where)
-            elif isinstance(row, dict) and isinstance(row.get("text"), str):
-                reader = tokenizer() if reader is None else reader
-                begin, end = ([] if mark is None else [mark] for mark in (reader.bos_id, reader.eos_id))
-                tokens = _checked([*begin, *reader.encode(row["text"]), *end], vocab_size, where)
-            else:
-                raise ValueError(f'{where}: {shown(row)}: write {{"text": ...}} or {{"tokens": [...]}}')
-            for start in range(0, len(tokens), most_tokens):
-                piece = tokens[start : start + most_tokens]
-                examples.append(Example(piece, np.ones(len(piece), bool)))
+    examples, reader = [], None
+    for _, where, row in json_lines(file):
+        if isinstance(row, dict) and isinstance(row.get("tokens"), list):
+            tokens = _checked(row["tokens"], vocab_size, where)
+        elif isinstance(row, dict) and isinstance(row.get("text"), str):
+            reader = tokenizer() if reader is None else reader
+            begin, end = ([] if mark is None else [mark] for mark in (reader.bos_id, reader.eos_id))
+            tokens = _checked([*begin, *reader.encode(row["text"]), *end], vocab_size, where)
+        else:
+            raise ValueError(f'{where}: {shown(row)}: write {{"text": ...}} or {{"tokens": [...]}}')
+        for start in range(0, len(tokens), most_tokens):
+            piece = tokens[start : start + most_tokens]
+            examples.append(Example(piece, np.ones(len(piece), bool)))
     if not examples:
-        raise ValueError(f'{named}: no document in it; write a line of {{"text": ...}} for each')
+        raise ValueError(f'{printable(str(file))}: no document in it; write a line of {{"text": ...}} for each')
     return examples
 
 
