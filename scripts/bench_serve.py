@@ -11,7 +11,9 @@ is late for all that follow. Workloads: "chat", 1,000 tokens of prompt and 200 n
 that begin with the same 8,192 tokens; "images", a new picture each. All servers have the embedded model's weights, its
 context widened to hold the conversations, and get the same requests at the same times, one server after the other.
 Goodput counts the requests a second that were answered within both limits, on the time to the first text and on the
-mean time of a token behind it. A request that was not answered when the window and its drain were over has missed.
+mean time of a token behind it; several pairs of limits are counted from the same answers, since a pair that a slow
+server never meets tells nothing of how much faster the other one is. A request that was not answered when the window
+and its drain were over has missed all of them.
 
 `--overhead` draws the same prompts by the engine in this process and by the server over HTTP, by turns, and prints new
 tokens a second of both, and the processor time, which says more where others use the machine. The client runs on the
@@ -33,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,13 +104,18 @@ THINKING = {"chat_template_kwargs": {"thinking_mode": "disabled"}}
 
 
 def transformers_server(folder: Path, scratch: Path, args: argparse.Namespace) -> Server:
-    """Start `transformers serve` on the text part of the model, in the layout of the hub's text models."""
-    export = scratch / "text"
-    export_text(folder, export)
+    """Start `transformers serve`: on the whole model where pictures are asked for and its Python has torchvision.
+
+    Else on the text part, in the layout of the hub's text models, which answers texts no slower.
+    """
+    export, python = scratch / "transformers", shlex.split(args.transformers)[0]
+    reads_pictures = lambda: subprocess.run([python, "-c", "import torchvision"], capture_output=True).returncode == 0
+    takes_images = IMAGES in args.workloads and reads_pictures()
+    (export_whole if takes_images else export_text)(folder, export)
     port = free_port()
     command = [*shlex.split(args.transformers), str(export), "--port", str(port), "--dtype", args.dtype]
     own = {"model": str(export), **THINKING}
-    return Server("transformers", ServerProcess("transformers serve", command, port), own)
+    return Server("transformers", ServerProcess("transformers serve", command, port), own, takes_images=takes_images)
 
 
 def llama_cpp_server(folder: Path, scratch: Path, args: argparse.Namespace) -> Server:
@@ -147,11 +155,27 @@ def widened(folder: Path) -> Path:
     return folder
 
 
-def export_text(folder: Path, into: Path) -> None:
-    """Write the text part of a model as transformers' text model, whose answers no EOS ends.
+def export_whole(folder: Path, into: Path) -> None:
+    """Write a model as transformers' server reads it with its processors of media; no EOS ends its answers."""
+    from m3jax.serve.worker.tokenizer_files import tokenizer_archive
 
-    `transformers serve` reads a whole M3 only with torchvision, and its continuous batching takes text models alone.
-    """
+    shutil.copytree(folder, into)
+    with zipfile.ZipFile(io.BytesIO(tokenizer_archive(folder))) as archive:
+        archive.extract("preprocessor_config.json", into)
+    config = json.loads((into / "config.json").read_text())
+    config["text_config"]["eos_token_id"] = None
+    written = {
+        "config.json": config,
+        "generation_config.json": {"bos_token_id": config["text_config"]["bos_token_id"]},
+        "video_preprocessor_config.json": {"video_processor_type": "MiniMaxM3VLVideoProcessor"},
+        "processor_config.json": {"processor_class": "MiniMaxM3VLProcessor"},
+    }
+    for name, content in written.items():
+        (into / name).write_text(json.dumps(content))
+
+
+def export_text(folder: Path, into: Path) -> None:
+    """Write the text part of a model as transformers' text model, whose answers no EOS ends."""
     import ml_dtypes  # noqa: F401  (gives numpy the name bfloat16, which safetensors asks it for)
     from safetensors.numpy import load_file, save_file
 
@@ -260,13 +284,39 @@ class Window:
     offered: int
     seconds: float
 
-    def met(self, args: argparse.Namespace) -> int:
+    def met(self, limits: "Limits") -> int:
         """Return how many requests were answered within the limits."""
         is_met = lambda one: (
             one.is_whole and one.status == 200 and one.error is None
-            and one.first_token_seconds <= args.first_limit and one.token_seconds <= args.token_limit
+            and one.first_token_seconds <= limits.first and one.token_seconds <= limits.token
         )  # fmt: skip
         return sum(map(is_met, self.answers))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A pair of limits within which an answer is good.
+
+    Attributes:
+      first: seconds to the first text.
+      token: mean seconds of a token behind it.
+    """
+
+    first: float
+    token: float
+
+    @classmethod
+    def parsed(cls, text: str) -> "Limits":
+        """Read FIRST:TOKEN, such as 10:0.3; inf is none.
+
+        Raises:
+          ValueError: it is not two numbers.
+        """
+        first, token = text.split(":")
+        return cls(float(first), float(token))
+
+    def __str__(self) -> str:
+        return f"first text within {self.first:g} s, a token within {self.token:g} s"
 
 
 async def window(server: Server, talks: Sequence[Conversation], arrivals: Sequence[float], args: Any) -> Window:
@@ -290,8 +340,14 @@ def percentiles(values: Sequence[float]) -> str:
     return " ".join(f"{at(p) * 1e3:8.0f}" if math.isfinite(at(p)) else f"{'-':>8s}" for p in (0.5, 0.95, 0.99))
 
 
-async def measure(workload: str, rate: float, servers: Sequence[Server], seed: int, args: Any) -> dict[str, float]:
-    """Run windows of one workload at one rate on each server by turns, print a line for each, return goodputs."""
+async def measure(
+    workload: str, rate: float, servers: Sequence[Server], seed: int, args: Any
+) -> dict[str, list[float]]:
+    """Run windows of one workload at one rate on each server by turns, and print a line for each.
+
+    Returns:
+      By server its goodputs, one for each pair of limits.
+    """
     found: dict[str, list[Window]] = {server.name: [] for server in servers}
     for number in range(args.rounds):
         texts = Texts(seed + number)
@@ -304,14 +360,16 @@ async def measure(workload: str, rate: float, servers: Sequence[Server], seed: i
     goodputs = {}
     for name, windows in found.items():
         answers = [answer for each in windows for answer in each.answers]
-        offered, met = sum(each.offered for each in windows), sum(each.met(args) for each in windows)
-        goodputs[name] = met / sum(each.seconds for each in windows)
+        offered, seconds = sum(each.offered for each in windows), sum(each.seconds for each in windows)
+        met = [sum(each.met(limits) for each in windows) for limits in args.limits]
+        goodputs[name] = [count / seconds for count in met]
         missing = [math.inf] * (offered - len(answers))
         first = percentiles([answer.first_token_seconds for answer in answers] + missing)
         token = percentiles([answer.token_seconds for answer in answers] + missing)
         whole = sum(answer.is_whole and answer.status == 200 for answer in answers)
-        counts = f"{offered:5d} {whole:6d} {met:5d}"
-        print(f"{workload:8s} {rate:6.2f} {name:13s} {counts}  {first}  {token}  {goodputs[name]:7.3f}", flush=True)
+        counts = f"{offered:5d} {whole:6d} {'/'.join(map(str, met)):>9s}"
+        listed = "/".join(f"{goodput:.3f}" for goodput in goodputs[name])
+        print(f"{workload:8s} {rate:6.2f} {name:13s} {counts}  {first}  {token}  {listed:>17s}", flush=True)
         for error in sorted({answer.error for answer in answers if answer.error})[:2]:
             print(f"         {name}: {error[:200]}")
     return goodputs
@@ -319,12 +377,12 @@ async def measure(workload: str, rate: float, servers: Sequence[Server], seed: i
 
 async def run_load(servers: Sequence[Server], args: argparse.Namespace) -> None:
     """Print a table for each workload, and the ratios of goodputs."""
-    limits = f"first text within {args.first_limit:g} s, a token within {args.token_limit * 1e3:g} ms"
+    limits = "; or ".join(map(str, args.limits))
     windows = f"windows of {args.seconds:g} s and {args.drain:g} s more, {args.rounds} rounds"
     print(f"limits: {limits}; {windows}; {args.dtype}, {THREADS} cores")
     heads = "".join(f"{name:>9s}" for name in ("p50", "p95", "p99"))
-    print(f"{'':36s}{'':8s}{'':6s}{'ms to the first text':^27s} {'ms a token':^28s}")
-    names = f"{'workload':8s} {'rate/s':>6s} {'server':13s} {'asked':>5s} {'whole':>6s} {'met':>5s}"
+    print(f"{'':36s}{'':12s}{'':6s}{'ms to the first text':^27s} {'ms a token':^28s}")
+    names = f"{'workload':8s} {'rate/s':>6s} {'server':13s} {'asked':>5s} {'whole':>6s} {'met':>9s}"
     print(f"{names} {heads} {heads}  goodput/s", flush=True)
     for workload in args.workloads:
         able = [server for server in servers if workload != IMAGES or server.takes_images]
@@ -332,14 +390,15 @@ async def run_load(servers: Sequence[Server], args: argparse.Namespace) -> None:
             if server not in able:
                 print(f"{workload:8s}        {server.name} takes no pictures here")
         rates = {CHAT: args.chat_rates, AGENTIC: args.agentic_rates, IMAGES: args.image_rates}[workload]
-        best = {server.name: 0.0 for server in able}
+        best = {server.name: [0.0] * len(args.limits) for server in able}
         for number, rate in enumerate(rates):
             goodputs = await measure(workload, rate, able, 1000 * number + args.seed, args)
-            best = {name: max(best[name], goodputs[name]) for name in best}
-        for name, other in best.items():
-            if name != "m3jax":
-                ratio = f"{best['m3jax'] / other:.1f} times that of" if other else "none within the limits from"
-                print(f"{workload}: best goodput {best['m3jax']:.3f}/s, {ratio} {name} ({other:.3f}/s)")
+            best = {name: list(map(max, best[name], goodputs[name])) for name in best}
+        for name, goodputs in best.items():
+            for limits, own, other in zip(args.limits, best["m3jax"], goodputs, strict=True):
+                if name != "m3jax":
+                    ratio = f"{own / other:.1f} times that of" if other else "none within the limits from"
+                    print(f"{workload}, {limits}: best goodput {own:.3f}/s, {ratio} {name} ({other:.3f}/s)")
 
 
 def compare_servers(args: argparse.Namespace) -> None:
@@ -469,8 +528,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="in which requests come")
     parser.add_argument("--drain", type=float, default=30.0, help="seconds more that they have")
     parser.add_argument("--rounds", type=int, help="the servers take turns (default: 1, of --overhead 5)")
-    parser.add_argument("--first-limit", type=float, default=10.0, help="seconds to the first text, for goodput")
-    parser.add_argument("--token-limit", type=float, default=0.3, help="seconds of a token behind it, for goodput")
+    parser.add_argument("--limits", type=Limits.parsed, nargs="+", metavar="FIRST:TOKEN",
+                        default=[Limits(10.0, 0.3), Limits(60.0, 2.0), Limits(math.inf, math.inf)],
+                        help="pairs of limits for goodput: seconds to the first text, and of a token behind it "
+                        "(default: 10:0.3 60:2 inf:inf)")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of a chat's question")
     parser.add_argument("--prefix", type=int, default=8192, help="tokens before all agentic conversations")
     parser.add_argument("--turns", type=int, default=8, help="of an agentic conversation")

@@ -172,7 +172,11 @@ class Streamed:
         for when, data in self.events:
             if data == b"[DONE]":
                 continue
-            event = json.loads(data)
+            try:
+                event = json.loads(data)
+            except ValueError:  # the body of an error that is no JSON
+                error = data.decode(errors="replace")
+                continue
             if "error" in event:
                 error = str(event["error"])
                 continue
