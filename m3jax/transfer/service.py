@@ -12,14 +12,11 @@ import numpy as np
 
 from m3jax.messages import printable, shortened
 from m3jax.transfer.frames import Frame, TransferError, decode, encode
+from m3jax.transfer.listening import bound_port, server_options
 from m3jax.transfer.prefiller import Prefiller
 
 SERVICE = "m3jax.transfer.Prefill"
-OPTIONS = (
-    ("grpc.max_receive_message_length", -1),  # a frame has eight pages of a layer: megabytes
-    ("grpc.max_send_message_length", -1),
-    ("grpc.so_reuseport", 0),  # or a second worker would share the port in silence
-)
+OPTIONS = server_options()  # a frame has eight pages of a layer: megabytes
 _THREADS = 64  # transfers at once, each of which has one
 
 
@@ -65,10 +62,7 @@ def start(prefiller: Prefiller, host: str = "127.0.0.1", port: int = 0) -> tuple
         "Read": grpc.unary_stream_rpc_method_handler(read),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: is something else there? Choose another --port") from error
+    bound = bound_port(server, host, port)
     server.start()
     return server, bound
 

@@ -253,6 +253,7 @@ def test_what_this_worker_does_not_do_is_refused(worker):
     request.data_parallel_rank = 1
     assert "data_parallel_rank" in refusal(worker, request)
     assert "no prompt" in refusal(worker, protocol.GenerateRequest())
+    assert "text: the prompt has" in refusal(worker, protocol.GenerateRequest(text="a" * (1 << 22)))
     assert "ignore_eos" in refusal(worker, generate_request(ignore_eos=True, regex="a"))
     assert "empty" in refusal(worker, generate_request(prompt=()))
     # A field of a later version: number 100, a varint.

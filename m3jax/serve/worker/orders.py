@@ -106,10 +106,18 @@ class OrderReader:
         return self.constraints.guide(kind, constraint, prompt, asked.grammar_from_first_token)
 
     def _prompt(self, request: protocol.GenerateRequest) -> tuple[int, ...]:
-        """Return the prompt's ids, encoded if it came as text, and cut from the left if that was asked for."""
+        """Return the prompt's ids, encoded if it came as text, and cut from the left if that was asked for.
+
+        A text that has too many tokens in any case is refused before it is encoded, which would take minutes. It is so
+        where it would be cut, too: where a token begins depends on all of the text before it.
+        """
         kind = request.WhichOneof("input")
         if kind is None:
             raise ValueError("the request has no prompt: give tokenized or text")
+        if kind == "text" and (fewest := self.tokenizer.fewest_tokens(request.text)) > self.max_length:
+            raise ValueError(
+                f"text: the prompt has {fewest} tokens or more, and the request can have {self.max_length}: shorten it"
+            )
         ids = request.tokenized.input_ids if kind == "tokenized" else self.tokenizer.encode(request.text)
         asked = request.sampling_params
         if not asked.HasField("truncate_prompt_tokens"):

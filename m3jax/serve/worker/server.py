@@ -15,6 +15,7 @@ from m3jax.decoding.loop import LoopClosed, LoopFull
 from m3jax.messages import printable, shortened
 from m3jax.serve.worker.worker import Worker
 from m3jax.transfer import TransferError
+from m3jax.transfer.listening import bound_port, server_options
 
 _MOST_BYTES = 512 << 20  # of one message: 200 images of the hub's usual size take some 400 MB
 _LOG = logging.getLogger(__name__)
@@ -103,18 +104,9 @@ async def start(worker: Worker, host: str = "127.0.0.1", port: int = 0) -> tuple
     Raises:
       ValueError: the port cannot be listened on.
     """
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", _MOST_BYTES),
-            ("grpc.max_send_message_length", _MOST_BYTES),
-            ("grpc.so_reuseport", 0),  # or a second worker would share the port in silence
-        ]
-    )
+    server = grpc.aio.server(options=server_options(_MOST_BYTES))
     server.add_generic_rpc_handlers((_handlers(worker),))
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: is something else there? Choose another --port") from error
+    bound = bound_port(server, host, port)
     await server.start()
     return server, bound
 
