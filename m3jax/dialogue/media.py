@@ -6,7 +6,7 @@ from typing import Any
 
 from m3jax.completion import read_medium, with_placeholders
 from m3jax.decoding import Media
-from m3jax.media import LONG_SIDE_TIERS, ProcessedImage, ProcessedVideo
+from m3jax.media import LIMITS, LONG_SIDE_TIERS, ProcessedImage, ProcessedVideo
 from m3jax.messages import printable, shown
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Tokenizer, ordered_messages
@@ -157,4 +157,6 @@ def _options(fields: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(fields[name], kinds) or isinstance(fields[name], bool):
                 raise ValueError(f"{name} = {shown(fields[name])}: must be a number")
             options[option] = fields[name]
+    if "fps" in options and not LIMITS.fewest_fps <= options["fps"] <= LIMITS.most_fps:
+        raise ValueError(f"fps = {options['fps']:g}: must be from {LIMITS.fewest_fps:g} to {LIMITS.most_fps:g}")
     return options

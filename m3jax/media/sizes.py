@@ -30,7 +30,7 @@ class Size(NamedTuple):
 class Limits:
     """Limits of the hosted API that are held to here.
 
-    Source: MiniMax's provider verifier (bytes), its size rule in vLLM (pixels).
+    Source: MiniMax's provider verifier (bytes, frames a second), its size rule in vLLM (pixels).
     """
 
     aspect: int = 200  # long side over short side
@@ -39,6 +39,8 @@ class Limits:
     image_pixels: int = 12_845_056  # 3584 x 3584, under a long-side tier
     video_pixels: int = 301_056_000  # height x width x frames, under a long-side tier
     short_side: int = 112  # an image below it is enlarged, under a long-side tier
+    fewest_fps: float = 0.2  # frames a second that a request may ask for of a video
+    most_fps: float = 5.0
 
 
 LIMITS = Limits()

@@ -58,9 +58,13 @@ def _content(url: str, most_bytes: int) -> bytes:
     header, comma, body = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise MediaError("a data URL has the form data:image/png;base64,...: this one is not base64")
+    too_large = MediaError(f"the data URL has {len(body)} characters: at most {most_bytes} bytes can be given so")
     if len(body) > -(-most_bytes // 3) * 4:
-        raise MediaError(f"the data URL has {len(body)} characters: at most {most_bytes} bytes can be given so")
+        raise too_large  # before it is decoded
     try:
-        return base64.b64decode(body, validate=True)
+        content = base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
         raise MediaError(f"the data URL is not valid base64: {error}") from error
+    if len(content) > most_bytes:  # by a byte or two: four characters are three bytes, or fewer
+        raise too_large
+    return content

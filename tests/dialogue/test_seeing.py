@@ -185,6 +185,8 @@ def test_a_dialogue_sees_what_its_messages_show(model, files):
             "max_long_side_pixel = '504': must be a number",
         ),
         ({"type": "video", "video": b"x", "fps": True}, "fps = True: must be a number"),
+        ({"type": "video", "video": b"x", "fps": 0.19}, "fps = 0.19: must be from 0.2 to 5"),
+        ({"type": "video", "video": b"x", "fps": float("nan")}, "fps = nan: must be from 0.2 to 5"),
         ({"type": "image", "image": 5}, "part 1: an image as int: give bytes"),
         ({"type": "image", "image": b"x", "crop": True}, "'crop' is not supported"),
     ],

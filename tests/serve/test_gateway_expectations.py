@@ -3,6 +3,7 @@
 The list is expectations.toml beside this file; tests that fit nowhere else are here.
 """
 
+import asyncio
 import base64
 import json
 import re
@@ -19,7 +20,6 @@ from support.media import image_file, picture
 from support.serving import CALL, NAME, running
 from support.serving import ScriptedWorker as Worker
 
-from m3jax.media import LIMITS
 from m3jax.serve.gateway import http as http_module
 from m3jax.serve.gateway.gateway import Gateway, Settings
 from m3jax.serve.gateway.sources import Sources
@@ -102,17 +102,25 @@ def test_kinds_of_images(scripted, kind, said):
     assert worker.requests[0].HasField("mm_inputs")
 
 
-def test_an_image_that_is_too_large():
-    """30 MiB are read, a byte more is not."""
-    import asyncio
+@pytest.mark.parametrize(("kind", "most"), [("image", 30 << 20), ("video", 50 << 20)])
+def test_a_medium_that_is_too_large(kind, most):
+    """So many bytes are read from a data URL, a byte more is not."""
+    assert len(asyncio.run(Sources().read(kind, data_url(bytes(most))))) == most
+    with pytest.raises(ValueError, match=str(most)):
+        asyncio.run(Sources().read(kind, data_url(bytes(most + 1))))
 
+
+def test_a_video_elsewhere_that_is_too_large(tmp_path):
+    """Of a file, as of another host, 250 MiB are read."""
+    path, sources = tmp_path / "video", Sources.of([str(tmp_path)])
     for more in (0, 1):
-        url = data_url(bytes(LIMITS.image_bytes + more))
+        with path.open("wb") as file:
+            file.truncate((250 << 20) + more)  # takes no room on the disk
         if not more:
-            assert len(asyncio.run(Sources().read("image", url))) == 30 << 20
+            assert len(asyncio.run(sources.read("video", path.as_uri()))) == 250 << 20
             continue
-        with pytest.raises(ValueError, match=str(LIMITS.image_bytes)):
-            asyncio.run(Sources().read("image", url))
+        with pytest.raises(ValueError, match=str(250 << 20)):
+            asyncio.run(sources.read("video", path.as_uri()))
 
 
 def anthropic_image(data: str) -> dict:

@@ -92,6 +92,7 @@ def test_what_a_worker_gets(scripted):
         ([image(url(PNG), max_long_side_pixel=100)], "max_long_side"),
         ([image(url(PNG))] * 201, "at most 200"),
         ([{"type": "video_url", "video_url": {"url": url(b"no video", "video/mp4")}}] * 21, "at most 20"),
+        ([{"type": "video_url", "video_url": {"url": url(b"no video", "video/mp4"), "fps": 5.1}}], "fps = 5.1"),
         ([{"type": "audio_url", "audio_url": {"url": "x"}}], "would not reach the model"),
     ],
 )
