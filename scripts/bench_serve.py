@@ -480,24 +480,29 @@ def measure_overhead(args: argparse.Namespace) -> None:
         process.wait_until_ready(300)
         texts = Texts(args.seed)
         draw = lambda: [texts.ids(args.overhead_prompt) for _ in range(args.streams)]
+        count = args.streams * args.new_tokens
         sizes = f"{args.streams} streams of {args.overhead_prompt} + {args.new_tokens} tokens"
         print(f"{sizes}, {args.dtype}, {THREADS} cores; tokens/s, and seconds of processor time")
         names = f"{'round':>5s} {'bare':>8s} {'s':>6s} {'served':>8s} {'s':>6s} {'client s':>9s}"
         print(f"{names} {'fewer/s':>8s} {'more s':>7s}", flush=True)
         rows = []
         for number in range(args.rounds + 1):
-            prompts, rates, cpu = draw(), {}, {}
-            # Who is first finds the machine as the other one left it: they change places.
-            for name in ("bare", "served") if number % 2 else ("served", "bare"):
-                of_server, own = process.cpu_seconds(), time.process_time()
-                if name == "bare":
-                    rates[name] = bare.tokens_per_second(prompts)
-                    cpu["bare"] = time.process_time() - own
-                else:
-                    rates[name] = asyncio.run(served(port, prompts, args.new_tokens))
-                    cpu |= {"served": process.cpu_seconds() - of_server, "client": time.process_time() - own}
+            seconds, cpu = dict(bare=0.0, served=0.0), dict(bare=0.0, served=0.0, client=0.0)
+            # Who is first finds the machine as the other one left it, which made 8% on an idle one: each is first once.
+            for order in (("bare", "served"), ("served", "bare")):
+                prompts = draw()
+                for name in order:
+                    of_server, own = process.cpu_seconds(), time.process_time()
+                    if name == "bare":
+                        seconds[name] += count / bare.tokens_per_second(prompts)
+                        cpu["bare"] += time.process_time() - own
+                    else:
+                        seconds[name] += count / asyncio.run(served(port, prompts, args.new_tokens))
+                        cpu["served"] += process.cpu_seconds() - of_server
+                        cpu["client"] += time.process_time() - own
             if number == 0:  # memory is touched for the first time
                 continue
+            rates = {name: 2 * count / of_both for name, of_both in seconds.items()}
             fewer, more = 1 - rates["served"] / rates["bare"], cpu["served"] / cpu["bare"] - 1
             rows.append((fewer, more))
             print(f"{number:5d} {rates['bare']:8.0f} {cpu['bare']:6.2f} {rates['served']:8.0f} {cpu['served']:6.2f} "
