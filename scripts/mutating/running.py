@@ -71,14 +71,14 @@ class FileOfTests:
       seconds: by test that passes, in the order in which they ran.
       lines: by test that passes, by source file, a number whose bit n says that line n ran.
       left_out: by test that does not pass, why.
-      is_known: True if it ran to its end; a test that neither passed nor is left out does not exist then.
+      has_ended: False if it took too long: of the tests behind the last one nothing is known, and they are not run.
     """
 
     file: str
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, dict[str, str]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-    is_known: bool = True
+    has_ended: bool = True
 
     def that_run(self, source: str, changed: range | None) -> list[str]:
         """Return the tests that run one of the changed lines; one that runs as it is imported, any of the source."""
@@ -136,7 +136,7 @@ class Run:
         for word in (word for bug in self._bugs for word in _words(bug.tests)):
             named.setdefault(word.partition("::")[0], []).append(word)
         if not has_baseline:
-            self.known |= {file: FileOfTests(file, is_known=False) for file in named if file not in self.known}
+            self.known |= {file: FileOfTests(file) for file in named if file not in self.known}
         # The longest would be best first; of one that never ran its size says something.
         files = sorted(
             (file for file in named if file not in self.known), key=lambda file: -(ROOT / file).stat().st_size
@@ -179,7 +179,7 @@ class Run:
     def _run_file(self, tree: Path, file: str, arguments: list[str]) -> None:
         """Run a file of tests, or what is named of it, on the unchanged tree."""
         record, status, output = self._pytest(tree, [*arguments, "--lines"], 4 * self.limit)
-        found = FileOfTests(file, is_known=status is not None)
+        found = FileOfTests(file, has_ended=status is not None)
         for entry in record:
             test, lines = entry["test"], entry.get("lines")
             if "began" in entry:
@@ -231,8 +231,8 @@ class Run:
             print(f"{outcome.seconds:6.0f} s  {bug.name}\n       {said}", flush=True)
 
     def _outcome(self, tree: Path, bug: Bug) -> Outcome | None:
-        """Run the tests of the bug that is planted in a tree; None where the time of all has ended."""
-        began = time.monotonic()
+        """Run the tests of the bug that is planted in a tree; None for want of tests or of time."""
+        began, has_run = time.monotonic(), False
         for arguments in self._stages(bug):
             left = self.limit - (time.monotonic() - began)
             if left <= 0:
@@ -247,6 +247,10 @@ class Run:
                 return self._at_limit(bug, record, taken)
             if status not in (0, 1, 5):  # 1: what pytest found wrong after the last test; 5: there was none
                 return Outcome(bug.name, f"pytest, exit status {status}", output.strip()[-160:], taken)
+            has_run = has_run or any(entry.get("outcome") == "passed" for entry in record)
+        if not has_run:
+            print(f"not run: {bug.name}: none of its tests passes on the unchanged tree", flush=True)
+            return None
         return Outcome(bug.name, None, "", time.monotonic() - began)
 
     def _at_limit(self, bug: Bug, record: list[dict], taken: float) -> Outcome:
@@ -270,7 +274,8 @@ class Run:
             files = sorted(first, key=cost.get)
             yield [*files, "--chosen", self._list(bug, "chosen", [test for file in files for test in first[file]])]
         done = {test for tests in first.values() for test in tests}
-        words = [word for word in shlex.split(bug.tests) if word.partition("::")[0] not in left_out]
+        unknown = {file.file for file in of_bug if not file.has_ended}
+        words = [word for word in shlex.split(bug.tests) if word.partition("::")[0] not in left_out | unknown]
         words = sorted(words, key=lambda word: word not in first) if bug.lines else words
         if any(word.startswith("tests/") for word in words):
             yield [*words, "--left-out", self._list(bug, "done", sorted(left_out | done))]

@@ -225,6 +225,7 @@ BUGS = [
     Toy("double", "2 * x", "3 * x", range(5, 6)),
     Toy("limit", "LIMIT = 3", "LIMIT = 4", range(1, 2)),
     Toy("listed", "x // 2", "x // 3", None, "tests/test_quick.py -k half_of_2"),
+    Toy("untested", "2 * x", "3 * x", None, "tests/test_absent.py tests/test_quick.py::test_fails_here"),
     Toy("import", "LIMIT = 3", "LIMIT = 1 // 0", None, "tests/test_slow.py::test_half"),
 ]
 
@@ -264,6 +265,7 @@ def test_bugs_are_run_side_by_side(drawn, tmp_path, monkeypatch, capsys):
         "left out: tests/test_quick.py::test_fails_here: assert 4 == 5",
         "left out: tests/test_quick.py::test_skipped: Skipped: no such machine",
         "left out: tests/test_absent.py: ModuleNotFoundError: No module named 'no_such_package'",
+        "not run: untested: none of its tests passes on the unchanged tree",
     ):
         assert line in printed
     assert printed.count("unchanged: tests/test_quick.py: 2 pass, 2 left out") == 1
