@@ -3,40 +3,41 @@
     python scripts/mutants.py --list                  # what is planted
     python scripts/mutants.py --only 7 --only 20-25   # some of them
     python scripts/mutants.py --group engine          # those of one room
-    python scripts/mutants.py                         # all: about an hour on two cores
+    python scripts/mutants.py                         # all: hours on one core
     python scripts/mutants.py --draw 40 --seed 7 --group text    # 40 bugs of a room that nobody chose
+    python scripts/mutants.py --draw 40 --jobs 32 --seconds 540 --limit 60 --results DIR    # what there is time for
 
 The bugs are of the kinds that engines ship; they stand in scripts/mutants.toml, each with the file, the text that is
 replaced (it occurs there once), why it is wrong, and the tests nearest to it. They are planted in a copy of the tree in
-a temporary folder, and the tests run there until the first failure. Each named test first has to pass on the unchanged
-copy. Every bug changes a result: one that does not, does not belong on the list. Ends with 1 where less than 95% are
-caught.
+a temporary folder, and the tests run there until the first failure (mutating/running.py). A test that does not pass on
+the unchanged copy is left out, and named. Every bug changes a result: one that does not, does not belong on the list.
+Ends with 1 where less than 95% are caught.
 
 With --draw they are drawn from the sources by a seed (mutating/drawn.py), and the score is of each room. One that
 changes no result is left out once mutating/equivalent.toml says why. Ends with 1 where less than 90% of a room are
 caught.
+
+Bugs are taken from each room in turn, so that a run that --seconds ends has some of each. A later one with the same
+--results goes on where it ended. A bug whose tests take longer than --limit has survived, unless one test hung.
 """
 
 import argparse
-import os
+import difflib
 import re
 import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
 import tomllib
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from mutating import drawn as drawing
-from mutating.drawn import Drawn
+from mutating.drawn import ROOT, Drawn
+from mutating.running import Outcome, run_all
 
-ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 ENOUGH, ENOUGH_DRAWN = 0.95, 0.9
-LIMIT = 900  # seconds that a run of tests may take; a bug that makes one hang is caught by it
+LIMIT = 900  # seconds that the tests of a bug may take
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,15 @@ class Mutant:
     why: str
     tests: str
 
+    @property
+    def name(self) -> str:
+        """The file and what is wrong, in a line."""
+        return f"{self.file}: {self.why}"
+
+    @property
+    def lines(self) -> None:
+        """Its tests were chosen by hand, and run in their order."""
+
     def planted(self, root: Path) -> str:
         """The file's text with the bug in it.
 
@@ -74,15 +84,6 @@ class Mutant:
         if self.old == self.new:
             raise ValueError(f"{self.file}: {self.old!r} is replaced by itself; update {LIST.name} ({self.why})")
         return text.replace(self.old, self.new)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of the tests under a planted bug: the test that caught it, or None, and its message."""
-
-    caught_by: str | None
-    message: str
-    seconds: float
 
 
 def read_list() -> list[Mutant]:
@@ -115,7 +116,13 @@ def main() -> int:
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests on the unchanged tree first")
     parser.add_argument("--draw", type=int, metavar="N", help="draw so many bugs of each room in place of the list's")
     parser.add_argument("--seed", type=int, default=0, help="of --draw; 0")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="bugs at once, each on a core of its own; 1")
+    parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds for the tests of one bug; {LIMIT}")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which the run ends; none")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="add to the results of earlier runs of this tree")
     args = parser.parse_args()
+    if args.jobs < 1 or args.limit <= 0 or args.seconds <= 0:
+        parser.error("--jobs, --limit and --seconds: give more than 0")
     if args.draw is not None:
         return draw(args, parser)
     mutants = dict(enumerate(read_list(), 1))
@@ -129,7 +136,7 @@ def main() -> int:
         for number, mutant in chosen.items():
             print(f"{number:3d}  {mutant.group:9s} {mutant.file}: {mutant.why}")
         return 0
-    scores = score(chosen, outcomes_of(chosen, [mutant.tests for mutant in chosen.values()], not args.no_baseline))
+    scores = score(list(chosen.values()), args)
     caught, count = (sum(numbers) for numbers in zip(*scores.values(), strict=True))
     return 0 if caught >= ENOUGH * count else 1
 
@@ -145,17 +152,13 @@ def draw(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     known = drawing.equivalent()
     for mutant in drawn:
         if reason := known.get((mutant.file, mutant.before, mutant.after)):
-            print(f"equivalent: {mutant.file}: {mutant.why}\n            {reason}")
-    chosen = {n: m for n, m in enumerate(drawn, 1) if (m.file, m.before, m.after) not in known}
+            print(f"equivalent: {mutant.group}: {mutant.name}\n            {reason}")
+    chosen = [mutant for mutant in drawn if (mutant.file, mutant.before, mutant.after) not in known]
     if args.list:
-        for number, mutant in chosen.items():
-            print(f"{number:3d}  {mutant.group:10s} {mutant.file}: {mutant.why}")
+        for number, mutant in enumerate(chosen, 1):
+            print(f"{number:3d}  {mutant.group:10s} {mutant.name}")
         return 0
-    outcomes = outcomes_of(chosen, [drawing.ROOMS[room][1] for room in rooms], not args.no_baseline)
-    survivors = [chosen[number] for number, outcome in outcomes.items() if outcome.caught_by is None]
-    for mutant in survivors:
-        print(f"survived: {mutant.file}: {mutant.why}")
-    scores = score(chosen, outcomes)
+    scores = score(chosen, args)
     return 0 if all(caught >= ENOUGH_DRAWN * count for caught, count in scores.values()) else 1
 
 
@@ -169,91 +172,44 @@ def numbers(given: list[str], count: int, parser: argparse.ArgumentParser) -> se
     return found or set(range(1, count + 1))
 
 
-def copy_tree(target: Path) -> Path:
-    """A copy of the files that git knows, or would take."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, target / name)
-    return target
-
-
-def outcomes_of(mutants: dict[int, Mutant | Drawn], tests_of_all: list[str], has_baseline: bool) -> dict[int, Outcome]:
-    """Plant each bug in a copy of the tree, whose tests pass without any if that is looked at first."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = copy_tree(Path(folder) / "tree")
-        if has_baseline:
-            check_baseline(tree, tests_of_all)
-        return run_all(tree, mutants)
-
-
-def check_baseline(tree: Path, tests_of_all: list[str]) -> None:
-    """Exit where a named test fails without any bug: it would seem to catch everything."""
-    for tests in dict.fromkeys(tests_of_all):
-        outcome = run_tests(tree, tests)
-        print(f"unchanged: {tests} {'passes' if outcome.caught_by is None else 'FAILS'} ({outcome.seconds:.0f} s)")
-        if outcome.caught_by is not None:
-            sys.exit(f"{outcome.caught_by} fails on the unchanged tree: {outcome.message}")
-
-
-def run_all(tree: Path, mutants: dict[int, Mutant | Drawn]) -> dict[int, Outcome]:
-    """Plant each bug, print a line for it, and return the outcomes by number."""
-    outcomes = {}
-    for number, mutant in mutants.items():
-        path = tree / mutant.file
-        original = path.read_text(encoding="utf-8")
-        write(path, mutant.planted(tree), age=number)
-        try:
-            outcomes[number] = outcome = run_tests(tree, mutant.tests)
-        finally:
-            write(path, original, age=0)
-        print(f"{number:3d}  {outcome.seconds:4.0f} s  {mutant.file}: {mutant.why}")
-        is_caught = outcome.caught_by is not None
-        print(
-            f"       caught by {outcome.caught_by}\n       {outcome.message}" if is_caught else "       SURVIVED",
-            flush=True,
-        )
-    return outcomes
-
-
-def score(mutants: dict[int, Mutant | Drawn], outcomes: dict[int, Outcome]) -> dict[str, tuple[int, int]]:
-    """Print how many bugs of each room were caught, and of all; return (caught, planted) by room."""
+def score(mutants: list[Mutant | Drawn], args: argparse.Namespace) -> dict[str, tuple[int, int]]:
+    """Plant bugs, and print what survived and how many of each room were caught; return (caught, run) by room."""
+    by_room = {room: [x for x in mutants if x.group == room] for room in dict.fromkeys(x.group for x in mutants)}
+    in_turn = [mutant for mutant in chain(*zip_longest(*by_room.values())) if mutant]
+    outcomes = run_all(
+        in_turn,
+        jobs=args.jobs,
+        limit=args.limit,
+        seconds=args.seconds,
+        results=args.results,
+        has_baseline=not args.no_baseline,
+    )
+    found = {outcome.name: outcome for outcome in outcomes}
+    for mutant in mutants:
+        if (outcome := found.get(mutant.name)) and outcome.caught_by is None:
+            print_survivor(mutant, outcome)
     scores = {}
-    for group in dict.fromkeys(mutant.group for mutant in mutants.values()):
-        of_group = [outcomes[n].caught_by is not None for n, mutant in mutants.items() if mutant.group == group]
-        scores[group] = sum(of_group), len(of_group)
-        print(f"{group:10s} {sum(of_group):3d} of {len(of_group)}")
-    caught = sum(outcome.caught_by is not None for outcome in outcomes.values())
-    print(f"caught {caught} of {len(outcomes)}: {caught / max(1, len(outcomes)):.0%}")
+    for room, of_room in by_room.items():
+        ran = [found[mutant.name] for mutant in of_room if mutant.name in found]
+        scores[room] = caught, count = sum(outcome.caught_by is not None for outcome in ran), len(ran)
+        unsure = sum(outcome.caught_by is None and not outcome.is_whole for outcome in ran)
+        not_run = len(of_room) - count
+        print(
+            f"{room:10s} {caught:3d} of {count} ({caught / max(1, count):.0%})"
+            + (f", {unsure} survived those of their tests that there was time for" if unsure else "")
+            + (f", {not_run} not run" if not_run else "")
+        )
+    caught, count = (sum(numbers) for numbers in zip(*scores.values(), strict=True))
+    print(f"caught {caught} of {count}: {caught / max(1, count):.0%}")
     return scores
 
 
-def write(path: Path, text: str, age: int) -> None:
-    """Write a source file with a time of its own: Python knows a compiled one by its source's size and second."""
-    path.write_text(text, encoding="utf-8")
-    seconds = 1_000_000_000 + 10 * age
-    os.utime(path, (seconds, seconds))
-
-
-def run_tests(tree: Path, tests: str) -> Outcome:
-    """Run tests in the copy until the first failure."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", "M3JAX_HYPOTHESIS": "first"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", *shlex.split(tests)]
-    began = time.perf_counter()
-    try:
-        run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return Outcome("the limit of time", f"no result in {LIMIT} s", time.perf_counter() - began)
-    seconds = time.perf_counter() - began
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", run.stdout, re.MULTILINE)
-    # 1 without a test that failed is what pytest found wrong after the last one: no test has caught anything.
-    if run.returncode == 0 or (run.returncode == 1 and not failed):
-        return Outcome(None, "", seconds)
-    message = re.search(r"^E   +(\S.*)", run.stdout, re.MULTILINE)
-    name = failed[1] if failed else f"pytest, exit status {run.returncode}"
-    return Outcome(name, message[1][:160] if message else (run.stdout or run.stderr).strip()[-160:], seconds)
+def print_survivor(mutant: Mutant | Drawn, outcome: Outcome) -> None:
+    """Print a bug that no test caught, as a difference of its file."""
+    print(f"survived{'' if outcome.is_whole else ' (not all its tests ran)'}: {mutant.group}: {mutant.name}")
+    before, after = (ROOT / mutant.file).read_text(encoding="utf-8"), mutant.planted(ROOT)
+    difference = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2)
+    print("\n".join(f"    {line}" for line in list(difference)[2:]))
 
 
 if __name__ == "__main__":

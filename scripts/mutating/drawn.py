@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,7 @@ ROOMS = {
         "tests/decoding/test_sampling.py tests/decoding/test_speculative_verify.py tests/decoding/test_speculative.py "
         "tests/decoding/test_engine_sampling.py tests/model/test_eagle3.py",
     ),
-    "model": ("m3jax/model", "tests/model"),
+    "model": ("m3jax/model m3jax/parallel", "tests/model"),
     "checkpoint": (
         "m3jax/checkpoint m3jax/files",
         "tests/checkpoint tests/package/test_files.py tests/package/test_tensors.py",
@@ -46,6 +47,10 @@ ROOMS = {
     "train": ("m3jax/train", "tests/train"),
     "planning": ("m3jax/planning", "tests/planning"),
     "pallas": ("pallas_kernels", "tests/kernels"),
+    "inside": ("m3jax/inside", "tests/inside"),
+    "serve": ("m3jax/serve", "tests/serve"),
+    "hosts": ("m3jax/hosts", "tests/hosts"),
+    "transfer": ("m3jax/transfer", "tests/transfer tests/serve/test_worker_prefill.py"),
 }
 
 
@@ -74,6 +79,7 @@ class Drawn:
       before: the lines that it changes, without indentation and runs of spaces; with `after` they name the bug.
       after: the same lines with the change.
       line: the number of the first of them.
+      lines: numbers of the lines of the statement that is changed; of one that has a body, as `if`, those above it.
       tests: the room's tests, those that name the file's module first.
     """
 
@@ -83,7 +89,13 @@ class Drawn:
     before: str
     after: str
     line: int
+    lines: range
     tests: str
+
+    @property
+    def name(self) -> str:
+        """The file, the place and the change, in a line."""
+        return f"{self.file}: {self.why}"
 
     @property
     def why(self) -> str:
@@ -213,10 +225,15 @@ def edits(source: str) -> list[Edit]:
     return list(dict.fromkeys(found))
 
 
+@cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def is_another_program(edit: Edit, source: str) -> bool:
     """True if the text with the change is Python, and does not say what it said before."""
     try:
-        return ast.dump(ast.parse(edit.applied(source.encode()))) != ast.dump(ast.parse(source))
+        return ast.dump(ast.parse(edit.applied(source.encode()))) != ast.dump(_parsed(source))
     except SyntaxError:  # as of a name that is bound by := and stands in a comparison
         return False
 
@@ -279,9 +296,21 @@ def _described(room: str, file: str, edit: Edit, root: Path) -> Drawn:
     changed = source[begin : edit.start] + edit.new.encode() + source[edit.stop : end]
     plain = lambda lines: " ".join(lines.decode().split())
     line = source.count(b"\n", 0, begin) + 1
-    return Drawn(room, file, edit, plain(source[begin:end]), plain(changed), line, tests_of(room, file, root))
+    lines = lines_of_statement(source.decode(), line, source.count(b"\n", 0, edit.stop) + 1)
+    return Drawn(room, file, edit, plain(source[begin:end]), plain(changed), line, lines, tests_of(room, file, root))
 
 
+def lines_of_statement(source: str, first: int, last: int) -> range:
+    """Return the numbers of the lines of the smallest statement around two lines, without its body if it has one."""
+    around = [
+        x for x in ast.walk(_parsed(source)) if isinstance(x, ast.stmt) and x.lineno <= first <= last <= x.end_lineno
+    ]
+    statement = min(around, key=lambda x: x.end_lineno - x.lineno)
+    body = getattr(statement, "body", None)
+    return range(statement.lineno, max(body[0].lineno, statement.lineno + 1) if body else statement.end_lineno + 1)
+
+
+@cache
 def tests_of(room: str, file: str, root: Path) -> str:
     """Return the room's files of tests, separated by spaces: nearest first, for the first failure ends a run.
 

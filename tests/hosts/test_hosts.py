@@ -7,20 +7,23 @@ import socket
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import host_process
 from support.checkpoint_folders import random_tensors, tiny_config, write_folder
 from support.engines import quick
 
 from m3jax import checkpoint
 from m3jax.checkpoint import tree
+from m3jax.decoding.engine import Engine
 from m3jax.hosts.agree import agree, fingerprint
 from m3jax.hosts.channel import Channel, Store
-from m3jax.hosts.deaths import dead_line
+from m3jax.hosts.deaths import NativeOutput, dead_line
 from m3jax.hosts.job import Job
 from m3jax.hosts.run import _check_free, _wait_for_coordinator
 from m3jax.hosts.wire import from_bytes, to_bytes
@@ -186,6 +189,20 @@ def test_other_versions_and_folders_are_refused_on_all_and_both_named(tmp_path):
     assert fingerprint(folders[0]) == fingerprint(folders[0]) != fingerprint(folders[1])
 
 
+def test_a_fingerprint_tells_folders_apart(tmp_path):
+    """By the JSON files and by each tensor file's name, size and header; not by the numbers, which are not read."""
+    tensors = {"a": np.arange(6, dtype=np.float32)}
+    folders = {name: tmp_path / name for name in ("one", "numbers", "header", "size", "name", "json")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        changed = {"numbers": {"a": tensors["a"] + 1}, "header": {"b": tensors["a"]}, "size": {"a": tensors["a"][:5]}}
+        save_file(changed.get(name, tensors), folder / ("y" if name == "name" else "x.safetensors"))
+        (folder / "config.json").write_text("{}" if name != "json" else "[]")
+    (folders["name"] / "y").rename(folders["name"] / "y.safetensors")
+    found = {name: fingerprint(folder) for name, folder in folders.items()}
+    assert found["one"] == found["numbers"] and len(set(found.values())) == 5
+
+
 def test_messages_come_in_order_and_are_forgotten():
     """A reader that is two blocks behind holds the sender up; what all have read leaves the store."""
     client = FakeClient()
@@ -198,6 +215,113 @@ def test_messages_come_in_order_and_are_forgotten():
     assert len(client.values) < 800
 
 
+def test_a_reader_holds_the_sender_up_at_two_blocks():
+    """The sender stops before message 512 until both others have read the first 256, and forgets those alone."""
+    client = FakeClient()
+    first, *others = (Channel(Store(client, i, 3), "calls") for i in range(3))
+    for i in range(512):
+        first.send(b"%d" % i)
+    sending = threading.Thread(target=first.send, args=(b"512",))
+    sending.start()
+    for channel in others:
+        for _ in range(255):
+            channel.receive()
+        sending.join(0.05)
+        assert sending.is_alive() and "m3jax/calls/2/0" not in client.values
+        channel.receive()
+    sending.join(30)
+    assert sorted({key.split("/")[2] for key in client.values}) == ["1", "2"]
+    assert [int(others[0].receive()) for _ in range(257)] == list(range(256, 513))
+
+
+class FakeEngine(Engine):
+    """What leading and following ask of an engine: its state, its clock, and a call that makes another."""
+
+    def __init__(self):
+        self.state = {"load": {"requests": 0}, "pages": {"free": 8, "used": 0}, "tokens": 0}
+        self.clock, self.calls = lambda: -1.0, []
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """A leading and a following engine of two threads, and a function that runs them side by side."""
+    from m3jax.hosts import follow
+
+    for name in ("load", "pages"):
+        monkeypatch.setattr(Engine, name, property(lambda self, name=name: self.state[name]))
+    timings = property(lambda self: Namespace(decoded_tokens=self.state["tokens"]))
+    monkeypatch.setattr(Engine, "timings", timings, raising=False)
+
+    def step(self, count=1):
+        self.calls.append(("step", count, self.clock()))
+        if count > 1:
+            self.step(count - 1)
+        self.state["tokens"] += 1
+        return count
+
+    def abort(self, handle):
+        self.calls.append(("abort", handle, self.clock()))
+        if handle == "unknown":
+            raise ValueError(f"no request {handle}")
+
+    for name, method in (("step", step), ("abort", abort)):
+        monkeypatch.setattr(Engine, name, method)
+        monkeypatch.setattr(follow.LeadingEngine, name, follow._sent(name))
+    engines, client = [FakeEngine(), FakeEngine()], FakeClient()
+    channels = [Channel(Store(client, i, 2), "calls") for i in range(2)]
+
+    def run(work):
+        def lead():
+            with follow.led(engines[0], channels[0]) as leading:
+                return work(leading)
+
+        return side_by_side(lead, lambda: follow._follow(engines[1], channels[1]))
+
+    return engines, run
+
+
+def test_who_follows_makes_the_calls_of_who_leads(fakes):
+    """Each once, though one makes another, at the time that process 0 read, with its refusals."""
+    engines, run = fakes
+
+    def work(leading):
+        with pytest.raises(ValueError, match="no request unknown"):
+            leading.abort("unknown")
+        return leading.step(3)
+
+    assert run(work) == [3, None]
+    assert engines[0].calls == engines[1].calls and [call[:2] for call in engines[0].calls] == [
+        ("abort", "unknown"),
+        *(("step", count) for count in (3, 2, 1)),
+    ]
+    assert engines[0].calls[0][2] < engines[0].calls[1][2] == engines[0].calls[3][2]
+
+
+@pytest.mark.parametrize("what", ["load", "free", "used", "tokens"])
+def test_who_has_another_state_does_not_follow(fakes, what):
+    engines, run = fakes
+    state = engines[1].state
+    place, name = {"load": (state["load"], "requests"), "tokens": (state, "tokens")}.get(what, (state["pages"], what))
+    place[name] += 1
+    _, error = run(lambda leading: leading.step())
+    assert isinstance(error, RuntimeError) and "before step process 0 had [0, 8, 0, 0]" in str(error)
+    assert not engines[1].calls
+
+
+def test_native_output_is_passed_on_in_whole_lines(tmp_path):
+    """All but what the coordination service says, also of a line that is written in two parts."""
+    output = object.__new__(NativeOutput)
+    output._passed, output._lock = 0, threading.Lock()
+    with open(tmp_path / "native", "w+b", buffering=0) as native, open(tmp_path / "stderr", "w+b") as stderr:
+        output._file, output.stderr = native, stderr.fileno()
+        native.write(b"one\ntwo: ")
+        output.pass_on()
+        assert (tmp_path / "stderr").read_bytes() == b"one\n"
+        native.write(b"coordination_service says\nthree\nfour")
+        output.pass_on()
+    assert (tmp_path / "stderr").read_bytes() == b"one\nthree\n"
+
+
 def test_a_message_is_what_was_sent():
     from m3jax.decoding import Params, Sampling, Steer
     from m3jax.decoding.engine import Media
@@ -207,6 +331,10 @@ def test_a_message_is_what_was_sent():
     media = Media(images=((np.ones((4, 1176), np.float32), (1, 2, 2)),))
     sent = {"call": "add", "args": [(1, 2), params], "x": [None, True, np.int32(3), float("inf"), {1: "é"}]}
     assert from_bytes(to_bytes(sent)) == sent
+    assert list(from_bytes(to_bytes({1: 2, (3, "4"): 5}))) == [1, (3, "4")]
+    first, second = from_bytes(to_bytes([np.arange(3), np.ones((2, 1), np.int8)]))
+    np.testing.assert_array_equal(first, np.arange(3))
+    np.testing.assert_array_equal(second, np.ones((2, 1), np.int8), strict=True)
     back = from_bytes(to_bytes([steer, media]))
     np.testing.assert_array_equal(back[0].add, steer.add)
     np.testing.assert_array_equal(back[1].images[0][0], media.images[0][0])
@@ -226,6 +354,8 @@ GONE = b"""F1124 client.h:80] Terminating process because the JAX distributed se
 UNAVAILABLE: Failed to send RPC to coordination service. Either the leader task was preempted
 :UNKNOWN:Error received from peer  {grpc_message:"Socket closed", grpc_status:14}"""
 
+ENDED = "the others have ended; start all again"
+
 LATE = (
     b"F1124 client.h:80] Terminating process because the JAX distributed service detected fatal errors. absl::Status: \
 DEADLINE_EXCEEDED: Deadline Exceeded"
@@ -244,7 +374,12 @@ ABORTED: 1 unexpectedly tried to connect with a different incarnation. It has li
         (GONE, "host 0, which coordinates, ended or is unreachable; this process ends too; start all again"),
         (TWICE, "--process-id 1 came twice, or was started again alone; start all, each with its own --process-id"),
         (LATE, "not all processes of the run came in time; start all, each with its own --process-id"),
+        (
+            SILENT.replace(b"3\n", b"2\n"),
+            "this process was silent for the time of a heartbeat, and the others have ended; start all again",
+        ),
         (b"terminate called after throwing an instance of 'std::bad_alloc'", None),
+        (b"F1124 of distributed tensors: DEADLINE_EXCEEDED", None),
     ],
 )
 def test_the_line_names_who_is_gone(text, line):
@@ -269,6 +404,12 @@ def test_a_coordinator_that_never_comes_and_a_port_that_is_taken():
     ("arguments", "message"),
     [
         ("--coordinator here --mesh data=2", "give HOST:PORT of process 0, or auto"),
+        ("--coordinator h:0 --mesh data=2", "give HOST:PORT of process 0, or auto"),
+        ("--coordinator h:65536 --mesh data=2", "give HOST:PORT of process 0, or auto"),
+        (
+            "--coordinator h:1 --mesh data=2 --num-processes 2 --process-id 1 --heartbeat 0",
+            "--heartbeat 0: give at least 1",
+        ),
         ("--coordinator h:1 --mesh data=2 --num-processes 2", "needs --process-id too"),
         ("--coordinator h:1 --mesh data=2 --num-processes 2 --process-id 2", "its own number from 0 to N - 1"),
         ("--coordinator h:1 --num-processes 2 --process-id 1", "needs --mesh"),
@@ -285,8 +426,6 @@ def test_arguments_that_no_run_has(arguments, message, capsys):
 
 def test_slurm_names_the_job(monkeypatch):
     """One process a host has all of its devices; of several each has one."""
-    from argparse import Namespace
-
     slurm = {"JOB_ID": "1", "STEP_NODELIST": "node[3-4]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -294,5 +433,6 @@ def test_slurm_names_the_job(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
     args = Namespace(coordinator="auto", heartbeat=30, start_timeout=5)
     assert Job.of(args) == Job("node3:1234", 2, 1, None, 30, 5)
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
-    assert Job.of(args) == Job("node3:1234", 2, 1, (0,), 30, 5)
+    for tasks in ("8(x2)", "1,2", "16"):  # also of a first host with one process and a second with two
+        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+        assert Job.of(args) == Job("node3:1234", 2, 1, (0,), 30, 5)

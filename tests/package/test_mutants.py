@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -35,6 +36,7 @@ def test_every_bug_can_still_be_planted(mutants):
     assert not mutants.problems(found), "\n".join(mutants.problems(found))
     assert len(found) >= 76
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in found}) == len(found)
+    assert len({mutant.name for mutant in found}) == len(found)  # results are found by it
 
 
 @pytest.mark.parametrize(
@@ -147,3 +149,137 @@ def test_what_is_marked_as_equivalent_still_stands_there(drawn):
     for (file, before, after), reason in drawn.equivalent().items():
         assert before in " ".join((ROOT / file).read_text(encoding="utf-8").split()), (file, before)
         assert before != after and len(reason) > 20, (file, before)
+
+
+# Bugs that are run, in a tree of two functions
+
+HAS_LINES = sys.version_info >= (3, 12)  # what records them came with it
+
+TREE = {
+    "pyproject.toml": """
+[tool.pytest.ini_options]
+pythonpath = ["."]
+addopts = ["--import-mode=importlib"]
+""",
+    "room.py": """LIMIT = 3
+
+
+def double(x):
+    return 2 * x
+
+
+def half(x):
+    return x // 2
+""",
+    "tests/test_slow.py": """
+import time
+import room
+
+def test_half():
+    time.sleep(0.3)
+    assert room.half(6) == 3
+""",
+    "tests/test_quick.py": """
+import pytest
+import room
+
+def test_fails_here():
+    assert room.double(2) == 5
+
+@pytest.mark.skip(reason="no such machine")
+def test_skipped():
+    pass
+
+def test_half_of_0():
+    assert room.half(0) == 0
+
+def test_half_of_2():
+    assert room.half(2) == 1
+""",
+    "tests/test_absent.py": """
+import no_such_package
+
+def test_double():
+    pass
+""",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy:
+    """A bug of the tree above."""
+
+    name: str
+    old: str
+    new: str
+    lines: range | None
+    tests: str = "tests/test_slow.py tests/test_quick.py tests/test_absent.py"
+    file: str = "room.py"
+
+    def planted(self, root: Path) -> str:
+        return (root / self.file).read_text(encoding="utf-8").replace(self.old, self.new)
+
+
+BUGS = [
+    Toy("half", "x // 2", "x // 3", range(9, 10)),
+    Toy("double", "2 * x", "3 * x", range(5, 6)),
+    Toy("limit", "LIMIT = 3", "LIMIT = 4", range(1, 2)),
+    Toy("listed", "x // 2", "x // 3", None, "tests/test_quick.py -k half_of_2"),
+    Toy("untested", "2 * x", "3 * x", None, "tests/test_absent.py tests/test_quick.py::test_fails_here"),
+    Toy("import", "LIMIT = 3", "LIMIT = 1 // 0", None, "tests/test_slow.py::test_half"),
+]
+
+
+def test_bugs_are_run_side_by_side(drawn, tmp_path, monkeypatch, capsys):
+    """What does not pass on the unchanged tree catches nothing, what no test sees survives.
+
+    A later run goes on with what is left.
+    """
+    from mutating import running
+
+    for name, text in TREE.items():
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(running, "ROOT", tmp_path / "tree")
+    (tmp_path / "tree" / "scripts").symlink_to(ROOT / "scripts")
+    run = lambda bugs: running.run_all(
+        bugs, jobs=2, limit=200.0, seconds=900.0, results=tmp_path / "results", has_baseline=True
+    )
+    first = run(BUGS[:1])
+    # With lines it is the cheaper file's; without them those of the first file come first.
+    quick_or_first = "tests/test_quick.py::test_half_of_2" if HAS_LINES else "tests/test_slow.py::test_half"
+    assert [outcome.caught_by for outcome in first] == [quick_or_first]
+    outcomes = {outcome.name: outcome for outcome in run(BUGS)}
+    assert outcomes["half"] == first[0]
+    assert {name: outcome.caught_by for name, outcome in outcomes.items()} == {
+        "half": quick_or_first,
+        "double": None,
+        "limit": None,
+        "listed": "tests/test_quick.py::test_half_of_2",
+        "import": "tests/test_slow.py",
+    }
+    assert all(outcome.is_whole for outcome in outcomes.values())
+    printed = capsys.readouterr().out
+    for line in (
+        "left out: tests/test_quick.py::test_fails_here: assert 4 == 5",
+        "left out: tests/test_quick.py::test_skipped: Skipped: no such machine",
+        "left out: tests/test_absent.py: ModuleNotFoundError: No module named 'no_such_package'",
+        "not run: untested: none of its tests passes on the unchanged tree",
+    ):
+        assert line in printed
+    assert printed.count("unchanged: tests/test_quick.py: 2 pass, 2 left out") == 1
+
+
+def test_a_test_that_hangs_has_caught_its_bug(drawn, tmp_path):
+    """One that is cut off for want of time has not, and its bug is not one that all tests have seen."""
+    from mutating import running
+
+    run = running.Run(tmp_path, tmp_path, [], limit=60.0, seconds=60.0, has_baseline=True)
+    run.known["tests/test_x.py"] = running.FileOfTests(
+        "tests/test_x.py", seconds={"test_long": 30.0, "test_short": 0.1}
+    )
+    at = lambda test, seconds: run._at_limit(BUGS[0], [dict(test=test, began=time.time() - seconds)], seconds)
+    assert at("test_short", 25).caught_by == "test_short" and "did not end" in at("test_short", 25).message
+    for outcome in (at("test_long", 25), at("test_short", 5), run._at_limit(BUGS[0], [], 60.0)):
+        assert outcome.caught_by is None and not outcome.is_whole
