@@ -8,12 +8,13 @@ from functools import cache
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
 
 from m3jax.cache import Cache
-from m3jax.model import abstract
+from m3jax.model import abstract, eagle3
 from m3jax.parallel import parse_mesh
 from m3jax.planning import hlo
 
@@ -84,6 +85,28 @@ def test_a_chunk_over_tensors_gathers_and_scatters_its_tokens_twice_a_layer():
         ("reduce-scatter", tokens, 4): 2 * LAYERS,
         ("all-gather", tokens, 4): 2 * LAYERS,
     }
+
+
+def test_a_step_of_a_draft_moves_neither_its_embedding_nor_its_head():
+    """Of one row, whose lookup a compiler may make a slice of the whole table."""
+    mesh = parse_mesh("expert=2,tensor=2")
+    draft = eagle3.Eagle3Config(
+        hidden_size=WIDTH, vocab_size=512, draft_vocab_size=512, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=16, intermediate_size=96, taps=(0, 1, 2),
+    )  # fmt: skip
+
+    def step(draft, feature, tokens):
+        x, residual = draft.inputs(feature, tokens, None, mesh)
+        return x, draft.logits(residual, None, mesh)
+
+    feature, tokens = jnp.zeros((1, 1, WIDTH)), jnp.zeros((1, 1), jnp.int32)
+    text = tiny.lower(jax.jit(step), eagle3.abstract(draft, "float32", mesh), feature, tokens).compile(QUICK).as_text()
+    found = hlo.collectives(text)
+    # All of a token's logits, and the sum of one row of the table, which each device makes of what it holds.
+    assert large(found, 0) == {("all-reduce", WIDTH * BYTES, 2): 1, ("all-gather", 512 * BYTES, 4): 1}, found
+    assert [collective.origin for collective in found if collective.kind == "all-reduce"] == [
+        "jit(step)/shard_map/psum"
+    ]
 
 
 def test_the_bench_of_meshes_runs():
