@@ -78,6 +78,15 @@ def test_a_step_over_tensors_has_two_sums_a_layer_and_nothing_else(rows):
     assert large(exchanged("tensor=4", rows, 1), tokens / 2) == {("all-reduce", tokens, 4): 2 * LAYERS}
 
 
+def test_a_step_over_the_context_exchanges_three_times_a_layer():
+    """Candidates of the selection, parts of the output, a sum of the experts' parts; a dense layer has the second."""
+    kinds = Counter()
+    for collective in exchanged("context=4", 1, 1):
+        kinds[collective.kind] += collective.times
+    num_sparse = LAYERS - 1
+    assert kinds == {"all-gather": LAYERS + num_sparse, "all-reduce": num_sparse}
+
+
 def test_a_chunk_over_tensors_gathers_and_scatters_its_tokens_twice_a_layer():
     """Two sums that leave a device its own tokens, and two gathers of what they feed; the last of all is the result."""
     tokens = CHUNK * WIDTH * BYTES
@@ -123,7 +132,8 @@ def test_the_bench_of_meshes_runs():
 def test_no_matrix_is_exchanged(mesh):
     """Nor an expert, nor pages: a device's part of one matrix of an expert is larger than all queries of a step."""
     least = WIDTH * CONFIG.intermediate_size * BYTES // parse_mesh(mesh).shape["tensor"]
-    assert not large(exchanged(mesh, ROWS, 1), least)
+    of_device = lambda c: c.num_bytes / (c.num_devices if c.kind == "all-gather" else 1)
+    assert not [collective for collective in exchanged(mesh, ROWS, 1) if of_device(collective) >= least]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
