@@ -15,7 +15,6 @@ one after the other, so that a device holds one at a time.
 import argparse
 import gc
 import os
-import re
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 if "--counts" in sys.argv or "--smoke" in sys.argv:  # before jax looks for devices
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,14 +36,14 @@ import jax
 import jax.numpy as jnp
 from bench_engine import SUFFIX, first_token, four_layers, params, prompt, random_tokens
 from jax.sharding import Mesh
-from measuring import traced
+from measuring import device_times
 
 from m3jax import M3Config
 from m3jax.cache import Cache, LayerCall
 from m3jax.decoding import Engine
 from m3jax.decoding.device import compiler_options
 from m3jax.execution import Compute, Fast, Values
-from m3jax.model import init
+from m3jax.model import M3, init
 from m3jax.model.context import selection_rules
 from m3jax.ops import Heads
 from m3jax.parallel import parse_mesh
@@ -52,6 +52,7 @@ from m3jax.planning.chips import parse_slice
 from m3jax.planning.job import Job
 
 ONE = "one device"
+PROFILED = 16  # kernels and gaps of a profile that are printed
 QUICK = {"xla_backend_optimization_level": 0}  # LLVM's; the program is the same
 
 
@@ -70,10 +71,13 @@ def main() -> int:
     parser.add_argument("--counts", action="store_true", help="compile for 8 CPU devices and count, run nothing")
     parser.add_argument("--index", action="store_true", help="time attention of one sparse layer alone")
     parser.add_argument("--no-prefill", action="store_true", help="no times of prompts")
-    parser.add_argument("--profile", action="store_true", help="print the share of a step and a chunk in collectives")
+    parser.add_argument("--no-baseline", action="store_true", help="no device by itself first")
+    parser.add_argument("--profile", action="store_true", help="print how devices spend a step and a chunk")
     parser.add_argument(
-        "--record-collectives", action="store_true", help="let XLA put collectives of a step into its CUDA graph too"
-    )
+        "--options", nargs="+", action="append", default=[], metavar="PROGRAM:OPTION=VALUE",
+        help="engines with other options of XLA too, beside those with the usual ones, as in decode:xla_gpu_x=true; a "
+        "value that begins with + or - is a list's further part, or one that it loses; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--smoke", action="store_true", help="a tiny model on one small mesh, on a CPU")
     args = parser.parse_args()
     config = four_layers()
@@ -82,13 +86,7 @@ def main() -> int:
         args.context_tokens, args.chunk, args.rows, args.steps = 96, 32, [2], 4
         args.names = ["tensor=2,context=2"]  # alone: each more is as many programs to compile
     else:
-        args.names = [ONE, *args.meshes]
-    if args.record_collectives:
-        key = "xla_gpu_enable_command_buffer"
-        compiler_options.STEP_OPTIONS[key] += ",COLLECTIVES"
-        for options in compiler_options.OPTIONS.values():
-            if key in options:
-                options[key] = compiler_options.STEP_OPTIONS[key]
+        args.names = args.meshes if args.no_baseline else [ONE, *args.meshes]
     device = jax.devices()[0]
     print(f"{len(jax.devices())} x {device.device_kind}, jax {jax.__version__}, "
           f"{args.context_tokens} tokens of context, chunks of {args.chunk}")  # fmt: skip
@@ -159,38 +157,77 @@ def large_collectives(exchanged: Iterable[hlo.Collective], job: Job, tokens: int
 
 
 class Ratios:
-    """Prints a line a measurement, with what it took on one device."""
+    """Prints a line a measurement, with what it took on one device.
+
+    Attributes:
+      alone: seconds of the first measurement of a kind.
+      drawn: greedy tokens of each row of the first engine with so many rows.
+    """
 
     def __init__(self):
         self.alone: dict[str, float] = {}
+        self.drawn: dict[int, list[list[int]]] = {}
 
     def line(self, mesh: str, what: str, seconds: float, note: str = "") -> None:
         """One measurement; the first one of a kind, of one device, is what the others are divided into."""
         ratio = self.alone.setdefault(what, seconds) / seconds
         print(f"{mesh:24s} {what:34s} {seconds * 1e3:10.3f} ms {ratio:7.2f} x {note}", flush=True)
 
+    def same(self, tokens: list[list[int]]) -> str:
+        """Say how many tokens of an engine's rows are those of the first engine with so many rows."""
+        first = self.drawn.setdefault(len(tokens), tokens)
+        same = sum(a == b for row, other in zip(first, tokens, strict=True) for a, b in zip(row, other, strict=True))
+        return f"{same} of {sum(map(len, tokens))} tokens the same"
+
 
 def time_engines(config: M3Config, args: argparse.Namespace) -> None:
-    """Print the times of steps and prompts of engines on each mesh."""
+    """Print the times of steps and prompts of engines on each mesh, with the usual options of XLA and with others."""
     ratios, began = Ratios(), time.perf_counter()
+    prefix = random_tokens(config, args.context_tokens, 0)
     for name in args.names:
         model = init(config, 0, "float32" if args.smoke else "bfloat16", None if name == ONE else name)
-        engines = {rows: Engine(model, **sizes(config, args, rows)) for rows in args.rows}
         jax.block_until_ready(model)
-        made = time.perf_counter()
-        with ThreadPoolExecutor() as pool:
-            for done in [pool.submit(engine.warmup, programs=["prefill", "decode"]) for engine in engines.values()]:
-                done.result()
-        print(f"{name}: weights after {made - began:.0f} s of the run, compiled in "
-              f"{time.perf_counter() - made:.0f} s more", flush=True)  # fmt: skip
-        prefix = random_tokens(config, args.context_tokens, 0)
-        for rows, engine in engines.items():
-            if not args.no_prefill and rows == args.rows[0]:
-                time_prompts(name, engine, config, args, ratios)
-            first_token(engine, prefix)
-            time_steps(name, engine, prefix, rows, args, ratios)
-        del model, engines, engine  # before the next mesh's weights are made
+        print(f"{name}: weights after {time.perf_counter() - began:.0f} s of the run", flush=True)
+        for changes in [[], *args.options]:
+            try:
+                with mock.patch.dict(compiler_options.OPTIONS, changed_options(changes)):
+                    time_model(" ".join([name, *changes]), model, prefix, args, ratios)
+            except jax.errors.JaxRuntimeError as error:  # an option that this version or this device does not have
+                print(f"{name} {' '.join(changes)}: {str(error).splitlines()[0]}", flush=True)
+            gc.collect()
+        del model  # before the next mesh's weights are made
         gc.collect()
+
+
+def changed_options(changes: Iterable[str]) -> dict:
+    """Return the entries of `OPTIONS` for models in 16 bits on a GPU that have some of them changed."""
+    changed = {}
+    for change in changes:
+        program, _, setting = change.partition(":")
+        key, _, value = setting.partition("=")
+        entry = (program, "gpu", "narrow")
+        options = changed.setdefault(entry, dict(compiler_options.OPTIONS[entry]))
+        if value[:1] in ("+", "-"):
+            parts = [part for part in options.get(key, "").split(",") if part and part != value[1:]]
+            options[key] = ",".join([*parts, value[1:]] if value[0] == "+" else parts)
+        else:
+            options[key] = {"true": True, "false": False}.get(value, int(value) if value.isdecimal() else value)
+    return changed
+
+
+def time_model(name: str, model: M3, prefix: list[int], args: argparse.Namespace, ratios: Ratios) -> None:
+    """Print the times of a model's steps and prompts."""
+    config, began = model.config, time.perf_counter()
+    engines = {rows: Engine(model, **sizes(config, args, rows)) for rows in args.rows}
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(engine.warmup, programs=["prefill", "decode"]) for engine in engines.values()]:
+            done.result()
+    print(f"{name}: compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    for rows, engine in engines.items():
+        if not args.no_prefill and rows == args.rows[0]:
+            time_prompts(name, engine, config, args, ratios)
+        first_token(engine, prefix)
+        time_steps(name, engine, prefix, rows, args, ratios)
 
 
 def sizes(config: M3Config, args: argparse.Namespace, rows: int) -> dict:
@@ -218,7 +255,7 @@ def time_prompts(name: str, engine: Engine, config: M3Config, args: argparse.Nam
     seconds = min(run(args.context_tokens, seed) for seed in (5, 6))
     ratios.line(name, f"prompt of {args.context_tokens}", seconds)
     if args.profile:
-        print_collectives(name, f"prompt of {chunk}", lambda: run(chunk, 7))
+        print_profile(name, f"prompt of {chunk}", lambda: run(chunk, 7))
 
 
 def time_steps(
@@ -240,22 +277,31 @@ def time_steps(
         if engine.timings.decoded_tokens - before == rows * args.steps:  # in the last call rows end
             seconds.append((engine.timings.decode_seconds - began) / args.steps)
     tokens = [engine.result(handle).tokens for handle in handles]
-    ratios.line(name, f"step of {rows}", statistics.median(seconds), f"first tokens {tokens[0][:4]}")
+    ratios.line(name, f"step of {rows}", statistics.median(seconds), ratios.same(tokens))
     if args.profile:
         prefilled()
-        print_collectives(name, f"{args.steps} steps of {rows}", lambda: engine.step())
+        print_profile(name, f"{args.steps} steps of {rows}", lambda: engine.step())
         engine.run()
 
 
-def print_collectives(name: str, what: str, run: Callable[[], object]) -> None:
-    """Print the share of a call in which the device runs collectives, and how long each kind takes."""
-    kernels = traced(run)
-    spent = sum(seconds for kernel, seconds in kernels.seconds.items() if re.search("nccl|all_?reduce", kernel, re.I))
-    total = sum(kernels.seconds.values())
-    print(f"    {name}, {what}: devices busy {kernels.busy * 1e3:.2f} ms, kernels {total * 1e3:.2f} ms in sum, "
-          f"collectives {spent * 1e3:.2f} ms of them", flush=True)  # fmt: skip
-    for kernel, seconds in kernels.seconds.most_common(8):
-        print(f"      {seconds * 1e3:9.3f} ms {kernels.calls[kernel]:6d} x {kernel[:90]}", flush=True)
+def print_profile(name: str, what: str, run: Callable[[], object]) -> None:
+    """Print how each device spends a call: in kernels, in collectives, how much of these others hide, and in gaps."""
+    began = time.perf_counter()
+    devices = device_times(run)
+    taken = time.perf_counter() - began  # with the profiler's own time
+    for device in devices:
+        print(f"    {name}, {what}, {device.name}: {device.total * 1e3:.2f} ms, busy {device.busy * 1e3:.2f}, "
+              f"collectives {device.collectives * 1e3:.2f}, of which hidden {device.hidden * 1e3:.2f}; "
+              f"{taken:.1f} s under the profiler", flush=True)  # fmt: skip
+    for device in devices[:1]:
+        largest = lambda times: sorted(times.items(), key=lambda item: -item[1][0])[:PROFILED]
+        for kernel, (seconds, calls) in largest(device.kernels):
+            print(f"      {seconds * 1e3:9.3f} ms {calls:6d} x {kernel[:90]}", flush=True)
+        for (before, behind), (seconds, calls) in largest(device.gaps):
+            print(
+                f"      {seconds * 1e3:9.3f} ms {calls:6d} x nothing between {before[:50]} and {behind[:50]}",
+                flush=True,
+            )
 
 
 # Attention of one sparse layer

@@ -159,7 +159,11 @@ class Eagle3(nnx.Module):
         return einsum("btad,ade->bte", taps.astype(self.dtype), self.fc[...]).astype(self.dtype)
 
     def inputs(
-        self, feature: Float[Array, "B T D"], tokens: Int[Array, "B T"], embedding: Float[Array, "V D"]
+        self,
+        feature: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        embedding: Float[Array, "V D"],
+        mesh: Mesh | None = None,
     ) -> tuple[Float[Array, "B T W"], Float[Array, "B T D"]]:
         """Return the input of attention, the embedding and then the feature (W = 2D), and the residual.
 
@@ -167,10 +171,12 @@ class Eagle3(nnx.Module):
           feature: of each position.
           tokens: the one after each position.
           embedding: the target's, for a draft that has none.
+          mesh: the target's, which divides the embedding.
         """
         eps = self.config.rms_norm_eps
-        embedding = embedding if self.embed_tokens is None else self.embed_tokens[...]
-        token = rms_norm(embedding[tokens].astype(self.dtype), self.input_layernorm[...], eps).astype(self.dtype)
+        table = embedding if self.embed_tokens is None else self.embed_tokens[...]
+        token = Fast(Compute(mesh=mesh)).embed(tokens, table).astype(self.dtype)
+        token = rms_norm(token, self.input_layernorm[...], eps).astype(self.dtype)
         normed = rms_norm(feature, self.hidden_norm[...], eps).astype(self.dtype)
         return jnp.concatenate([token, normed], axis=-1), normed if self.config.norm_before_residual else feature
 
@@ -220,7 +226,7 @@ class Eagle3(nnx.Module):
         Returns:
           (output before the final norm, pages).
         """
-        x, residual = self.inputs(feature, tokens, embedding)
+        x, residual = self.inputs(feature, tokens, embedding, mesh)
         # A pair lies in its token's slot, and has the position of its feature: the one before.
         values = self.project(x, slots - 1)
         how = Fast(Compute(schedule=schedule, mesh=mesh), has_cache=True)
@@ -236,9 +242,18 @@ class Eagle3(nnx.Module):
         """Return the feature of the next draft step."""
         return self.read(x) if self.config.norm_output else x
 
-    def logits(self, x: Float[Array, "... D"], head: Float[Array, "V D"]) -> Float[Array, "... U"]:
-        """Return logits over the U = draft_vocab_size tokens that the draft can propose; `head` is the target's."""
-        return einsum("...d,vd->...v", self.read(x), head if self.lm_head is None else self.lm_head[...])
+    def logits(
+        self, x: Float[Array, "... D"], head: Float[Array, "V D"], mesh: Mesh | None = None
+    ) -> Float[Array, "... U"]:
+        """Return logits over the U = draft_vocab_size tokens that the draft can propose.
+
+        Args:
+          x: outputs before the final norm.
+          head: the target's, for a draft that has none.
+          mesh: the target's, which divides the head.
+        """
+        head = head if self.lm_head is None else self.lm_head[...]
+        return Fast(Compute(mesh=mesh)).unembed(self.read(x), head)
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "..."], eps: float) -> Float[Array, "... D"]:

@@ -79,5 +79,11 @@ def best_of_share(
 
 def join_over_devices(candidates: Candidates, top_k: int, axes: tuple[str, ...]) -> Int[Array, "*X J"]:
     """Compute `join_candidates` inside `shard_map`, of one part of each device along some mesh axes."""
-    gathered = (jax.lax.all_gather(x, axes) for x in candidates)  # [devices *X C]
-    return join_candidates(Candidates(*gathered), top_k)
+    blocks, keys = candidates
+    if keys.dtype.itemsize == blocks.dtype.itemsize:  # in one exchange, keys as the integers that have their bits
+        packed = jnp.stack([blocks, jax.lax.bitcast_convert_type(keys, blocks.dtype)])  # [2 *X C]
+        gathered = jax.lax.all_gather(packed, axes)  # [devices 2 *X C]
+        blocks, keys = gathered[:, 0], jax.lax.bitcast_convert_type(gathered[:, 1], keys.dtype)
+    else:
+        blocks, keys = (jax.lax.all_gather(x, axes) for x in candidates)  # [devices *X C]
+    return join_candidates(Candidates(blocks, keys), top_k)

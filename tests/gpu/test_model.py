@@ -1,15 +1,13 @@
 """A whole model with kernels, on one GPU and on several, against the same model with XLA's programs on one."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.on_gpu import narrow_model, random_tokens
 
-from m3jax import M3Config
 from m3jax.decoding import Engine, Params, Sampling
-from m3jax.model import M3, init
+from m3jax.model import M3
 from m3jax.parallel import parse_mesh
 
 NEW_TOKENS = 64
@@ -24,29 +22,13 @@ both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 MESHES = ("", "expert=2", "context=2", "expert=2,tensor=2")
 
 
-def build(dtype: str, mesh: jax.sharding.Mesh | None = None) -> M3:
-    """M3's heads, blocks and experts per token in four narrow layers, one of them dense; random weights."""
-    full = M3Config.m3()
-    layers = slice(full.layer_types.index("minimax_m3_sparse") - 1, None)
-    config = dataclasses.replace(
-        full, num_hidden_layers=4, hidden_size=1024, intermediate_size=256, dense_intermediate_size=2048,
-        shared_intermediate_size=256, num_local_experts=16, vocab_size=4096, vision_config=None, eos_token_id=(),
-        bos_token_id=None, layer_types=full.layer_types[layers][:4], mlp_layer_types=full.mlp_layer_types[layers][:4],
-    )  # fmt: skip
-    return init(config, 0, dtype, mesh)
-
-
 def with_and_without_kernels(dtype: str, mesh: str, backend: str) -> tuple[M3, M3]:
     """The same weights with kernels, on the mesh if there is one, and with XLA's programs on one GPU."""
     sizes = [int(axis.split("=")[1]) for axis in mesh.split(",")] if mesh else []
     if (count := int(np.prod(sizes, dtype=int))) > jax.device_count():
         pytest.skip(f"needs {count} GPUs")
-    one = build(dtype)
-    return (build(dtype, parse_mesh(mesh)) if mesh else one).with_backend(backend), one.with_backend("xla")
-
-
-def random_tokens(seed: int, rows: int, length: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, 4096, (rows, length), np.int32))
+    one = narrow_model(dtype)
+    return (narrow_model(dtype, parse_mesh(mesh)) if mesh else one).with_backend(backend), one.with_backend("xla")
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -1,7 +1,5 @@
 """The model over eight host devices: every way to divide it gives one device's logits."""
 
-import math
-import re
 from functools import cache, partial
 from unittest import mock
 
@@ -13,7 +11,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from support import comparisons, tiny
 
-from m3jax import M3Config
+from m3jax import M3Config, numerics
 from m3jax import model as m3_model
 from m3jax.cache import Cache, LayerCall, Places
 from m3jax.execution import Compute, Fast
@@ -55,8 +53,10 @@ def model(mesh: str | None):
     return tiny.model(CONFIG, mesh=parse_mesh(mesh) if mesh else None)
 
 
-def test_a_query_that_no_device_sees_a_key_for_is_zero():
+@pytest.mark.parametrize("gathered_bytes", [0, numerics.GATHERED_BYTES])
+def test_a_query_that_no_device_sees_a_key_for_is_zero(gathered_bytes, monkeypatch):
     """T8, T38: padding, whose part is (anything, -inf) on every device, merges to (0, -inf); the others as they are."""
+    monkeypatch.setattr(numerics, "GATHERED_BYTES", gathered_bytes)  # sums over devices, or parts on every device
     mesh = parse_mesh("context=8")
     out = np.arange(8 * 3 * 2, dtype=np.float32).reshape(8, 3, 2)  # a part a device, of three queries
     out[:, 1] = np.nan
@@ -308,12 +308,10 @@ def test_the_axes_of_matrices_are_those_that_they_were_made_with():
     assert made == {name: {axes} for name, axes in MATRIX_AXES.items()}
 
 
-def largest_collective(text: str) -> int:
-    """Elements of the largest array that devices make together."""
-    kinds = "|".join(hlo.COLLECTIVES)
-    results = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
-    shapes = (shape for result in results for shape in re.findall(r"\[([\d,]+)\]", result))
-    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+def largest_collective(text: str) -> float:
+    """Elements of the largest array that a device gives to a collective; they are in float32."""
+    given = lambda c: c.num_bytes / 4 / (c.num_devices if c.kind == "all-gather" else 1)
+    return max(map(given, hlo.collectives(text)))
 
 
 @pytest.mark.parametrize("mesh", ["expert=8", "context=2,expert=2,tensor=2"])

@@ -8,12 +8,13 @@ from functools import cache
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
 
 from m3jax.cache import Cache
-from m3jax.model import abstract
+from m3jax.model import abstract, eagle3
 from m3jax.parallel import parse_mesh
 from m3jax.planning import hlo
 
@@ -77,6 +78,15 @@ def test_a_step_over_tensors_has_two_sums_a_layer_and_nothing_else(rows):
     assert large(exchanged("tensor=4", rows, 1), tokens / 2) == {("all-reduce", tokens, 4): 2 * LAYERS}
 
 
+def test_a_step_over_the_context_exchanges_three_times_a_layer():
+    """Candidates of the selection, parts of the output, a sum of the experts' parts; a dense layer has the second."""
+    kinds = Counter()
+    for collective in exchanged("context=4", 1, 1):
+        kinds[collective.kind] += collective.times
+    num_sparse = LAYERS - 1
+    assert kinds == {"all-gather": LAYERS + num_sparse, "all-reduce": num_sparse}
+
+
 def test_a_chunk_over_tensors_gathers_and_scatters_its_tokens_twice_a_layer():
     """Two sums that leave a device its own tokens, and two gathers of what they feed; the last of all is the result."""
     tokens = CHUNK * WIDTH * BYTES
@@ -84,6 +94,28 @@ def test_a_chunk_over_tensors_gathers_and_scatters_its_tokens_twice_a_layer():
         ("reduce-scatter", tokens, 4): 2 * LAYERS,
         ("all-gather", tokens, 4): 2 * LAYERS,
     }
+
+
+def test_a_step_of_a_draft_moves_neither_its_embedding_nor_its_head():
+    """Of one row, whose lookup a compiler may make a slice of the whole table."""
+    mesh = parse_mesh("expert=2,tensor=2")
+    draft = eagle3.Eagle3Config(
+        hidden_size=WIDTH, vocab_size=512, draft_vocab_size=512, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=16, intermediate_size=96, taps=(0, 1, 2),
+    )  # fmt: skip
+
+    def step(draft, feature, tokens):
+        x, residual = draft.inputs(feature, tokens, None, mesh)
+        return x, draft.logits(residual, None, mesh)
+
+    feature, tokens = jnp.zeros((1, 1, WIDTH)), jnp.zeros((1, 1), jnp.int32)
+    text = tiny.lower(jax.jit(step), eagle3.abstract(draft, "float32", mesh), feature, tokens).compile(QUICK).as_text()
+    found = hlo.collectives(text)
+    # All of a token's logits, and the sum of one row of the table, which each device makes of what it holds.
+    assert large(found, 0) == {("all-reduce", WIDTH * BYTES, 2): 1, ("all-gather", 512 * BYTES, 4): 1}, found
+    assert [collective.origin for collective in found if collective.kind == "all-reduce"] == [
+        "jit(step)/shard_map/psum"
+    ]
 
 
 def test_the_bench_of_meshes_runs():
@@ -100,7 +132,8 @@ def test_the_bench_of_meshes_runs():
 def test_no_matrix_is_exchanged(mesh):
     """Nor an expert, nor pages: a device's part of one matrix of an expert is larger than all queries of a step."""
     least = WIDTH * CONFIG.intermediate_size * BYTES // parse_mesh(mesh).shape["tensor"]
-    assert not large(exchanged(mesh, ROWS, 1), least)
+    of_device = lambda c: c.num_bytes / (c.num_devices if c.kind == "all-gather" else 1)
+    assert not [collective for collective in exchanged(mesh, ROWS, 1) if of_device(collective) >= least]
 
 
 @pytest.mark.parametrize("mesh", MESHES)

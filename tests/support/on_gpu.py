@@ -1,11 +1,15 @@
-"""What the tests on a GPU share: shapes and dtypes as parameters, runs on poisoned memory, distances in float64."""
+"""What the tests on a GPU share: shapes and dtypes, runs on poisoned memory, distances in float64, a narrow model."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from m3jax import M3Config
+from m3jax.model import M3, init
 
 OUT = 5e-3  # error of an output in norm, in 16 bits
 SMALL = 3  # the shape of a list that a memory checker gets through
@@ -49,3 +53,19 @@ def exact(x: jax.Array) -> np.ndarray:
 def distance(found, expected: np.ndarray) -> float:
     """Return the norm of a difference, relative to the norm of what is expected."""
     return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
+
+
+def narrow_model(dtype: str, mesh: jax.sharding.Mesh | None = None) -> M3:
+    """M3's heads, blocks and experts per token in four narrow layers, one of them dense; random weights."""
+    full = M3Config.m3()
+    layers = slice(full.layer_types.index("minimax_m3_sparse") - 1, None)
+    config = dataclasses.replace(
+        full, num_hidden_layers=4, hidden_size=1024, intermediate_size=256, dense_intermediate_size=2048,
+        shared_intermediate_size=256, num_local_experts=16, vocab_size=4096, vision_config=None, eos_token_id=(),
+        bos_token_id=None, layer_types=full.layer_types[layers][:4], mlp_layer_types=full.mlp_layer_types[layers][:4],
+    )  # fmt: skip
+    return init(config, 0, dtype, mesh)
+
+
+def random_tokens(seed: int, rows: int, length: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 4096, (rows, length), np.int32))

@@ -192,7 +192,8 @@ class Eagle3Drafter:
 
         The token is -1 where the draft's logits have no distribution.
         """
-        logits = self.draft.logits(output, model.lm_head[...]).astype(jnp.float32)  # [B V'], the draft's vocabulary
+        logits = self.draft.logits(output, model.lm_head[...], model.mesh)  # [B V'], the draft's vocabulary
+        logits = logits.astype(jnp.float32)
         target_ids = None if self.draft.target_ids is None else self.draft.target_ids[...]  # [V']
         log_q = None
         if self.sample:
