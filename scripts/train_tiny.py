@@ -16,7 +16,7 @@ import time
 from functools import cache
 
 import optax
-from tiny.arguments import add_run_arguments, mismatch
+from tiny.arguments import FILES, add_run_arguments, mismatch
 from tiny.corpus import Corpus
 from tiny.data import RecallBatches
 from tiny.losses import KEYS, TinyLoss
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"trained in {time.perf_counter() - begin:.0f} s", flush=True)
     model = cast_weights(under(state.model, "dense" if args.dense else "mask"), "bfloat16")
     save(model, args.out / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in FILES:
         shutil.copy(embedded_path() / name, args.out / "model" / name)
     begin = time.perf_counter()
     report = measure(fuse(model), corpora["validation"], args.short, args.dense)

@@ -19,7 +19,8 @@ PAGES = sorted(
 DOCUMENTS = ["CONTRIBUTING.md", "README.md", "vectors/README.md", *PAGES]
 NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.py"))
 WITH_PYTHON = tuple(
-    f"docs/{page}.md" for page in ("chat", "chat_output", "engine", "inside", "media", "msa", "sampling", "vision")
+    f"docs/{page}.md"
+    for page in ("cache", "chat", "chat_output", "engine", "inside", "media", "msa", "sampling", "vision")
 )
 GENERATE = "m3jax generate "
 PLAN = "m3jax plan "

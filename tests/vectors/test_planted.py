@@ -88,7 +88,7 @@ def interleaved(x, rule):
     return again(x, rule, "rotary", x=x["x"][..., order], weight=weight)["rotated"][..., back]
 
 
-# A mistake: group/case, the output that it spoils, how, and words of the report. docs/vectors.md has the same table.
+# A mistake: group/case, the output that it spoils, how, and words of the report. docs/vectors.md lists them by group.
 PLANTED = {
     "axes of heads and queries taken for each other": (
         "selection/heads_as_queries",
