@@ -15,6 +15,7 @@ import pytest
 from support import tiny, vision
 
 from m3jax import plan
+from m3jax.branches import on_one_device_of, rarely
 from m3jax.cache import Cache
 from m3jax.config import M3Config
 from m3jax.model import quantize
@@ -26,6 +27,7 @@ from m3jax.planning.report import as_dict, as_text
 from m3jax.vision import VisionConfig
 
 CONFIG = tiny.config("dM")
+QUICK = {"xla_backend_optimization_level": 0}
 MESHES = ["tensor=8", "expert=4,tensor=2", "data=2,context=4", "data=2,context=2,tensor=2"]
 
 
@@ -458,6 +460,39 @@ def test_a_loop_counts_as_often_as_the_compiler_says():
     known = 'body=%body, backend_config={"known_induction_variable":{"tuple_index":"0"},"known_trip_count":{"n":"7"}}'
     counts = hlo.count(PROGRAM.replace("direction=LT", "direction=NE").replace("body=%body", known))
     assert counts.unknown_loops == 0 and counts.collectives["all-reduce"] == 7
+
+
+def test_a_branch_counts_as_often_as_the_program_says():
+    """One that runs rarely does not, and one that each of four devices takes in turn by a quarter."""
+
+    def run(x, w, is_rare):
+        with on_one_device_of(4):
+            x = jax.lax.cond(is_rare, lambda: x @ w, lambda: x)
+
+        def exact():
+            with rarely():
+                return jnp.sin(x @ w @ w)
+
+        return jax.lax.cond(is_rare, exact, lambda: jnp.sin(x))
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 64), (64, 64))]
+    compiled = jax.jit(run).lower(*arrays, jax.ShapeDtypeStruct((), bool)).compile(QUICK)
+    product = 2 * 8 * 64 * 64
+    assert hlo.count(compiled.as_text()).flops == product / 4
+    assert sum(hlo.products(compiled.as_text()).values()) == product / 4
+
+
+def test_a_kernel_counts_by_its_own_estimate():
+    """As libtpu 0.0.42 writes it; without one, all that the kernel may read from."""
+    call = '%k = f32[4]{0} custom-call(%e0), custom_call_target="tpu_custom_call"'
+    config = (
+        ', backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"70","transcendentals":"0",'
+    )
+    config += '"bytes_accessed":"900"},"serialization_format":"1"}}'
+    without, counts = (hlo.count(PROGRAM.replace("  ROOT %z", f"  {call}{x}\n  ROOT %z")) for x in ("", config))
+    before = hlo.count(PROGRAM)
+    assert without.traffic - before.traffic == 8 + 16
+    assert (counts.traffic - before.traffic, counts.flops - before.flops) == (900, 70)
 
 
 # The compiler
