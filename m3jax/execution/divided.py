@@ -123,14 +123,15 @@ class Divided(Fast):
             held_ids = ids_on_device(expert_ids, num_held)
             return scale * ops.sums_in_tiles(x, experts, held_ids, weights, layer, activate, most_pairs)
 
+        def shared_outputs():
+            gate, up = project_each("xd,df->xf", x, shared[:2])
+            return project("xf,fd->xd", activate(gate, up), shared[2])
+
         if not is_divided:
-            routed = part(*of_tokens, expert_ids.size)
-        elif capacity := dispatch_capacity(*expert_ids.shape, mesh.shape["expert"]):
-            routed = sums_by_dispatch(part, *of_tokens, num_held, capacity, mesh)
-        else:
-            routed = sums_by_gathering(part, *of_tokens)
-        gate, up = project_each("xd,df->xf", x, shared[:2])
-        return routed, project("xf,fd->xd", activate(gate, up), shared[2])
+            return part(*of_tokens, expert_ids.size), shared_outputs()
+        if capacity := dispatch_capacity(*expert_ids.shape, mesh.shape["expert"]):
+            return sums_by_dispatch(part, shared_outputs, *of_tokens, num_held, capacity, mesh)
+        return sums_by_gathering(part, *of_tokens), shared_outputs()
 
     def reads_in_place(self, name, stack, num_rows, dtype):
         """Return True if a kernel is faster than XLA's product with a copy of what a device holds of the matrix."""

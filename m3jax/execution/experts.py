@@ -95,20 +95,23 @@ def sums_by_gathering(
 
 def sums_by_dispatch(
     part: Part,
+    beside: Callable[[], Float[Array, "X D"]],
     x: Float[Array, "X D"],
     expert_ids: Int[Array, "X A"],
     weights: Float[Array, "X A"],
     num_held: int,
     capacity: int,
     mesh: Mesh,
-) -> Float[Array, "X D"]:
-    """Return the sums of a device's tokens, each sent once to each device that has some of its experts.
+) -> tuple[Float[Array, "X D"], Float[Array, "X D"]]:
+    """Return the sums of a device's tokens, each sent once to each device that has some of its experts; and `beside`.
 
     The exchange has as many places whatever the tokens choose, so that its shape is known. If they choose so unevenly
     that somewhere a token finds none, all devices take `sums_by_gathering` instead: no token is dropped.
 
     Args:
       part, x, expert_ids, weights: as of `sums_by_gathering`.
+      beside: computes something that waits for no other device, such as the shared expert. A compiler can put it
+        between the beginning and the end of an exchange only if both are in one branch.
       num_held: experts of each device.
       capacity: C, places for tokens from one device to another.
       mesh: of the devices.
@@ -136,11 +139,11 @@ def sums_by_dispatch(
         is_first = jnp.cumsum(goes_to, axis=1) * goes_to == 1  # [X A devices]
         place_of = jnp.where(is_first, target[:, None], num_devices * capacity)  # [X A devices]
         place_of = jnp.min(place_of, axis=2)  # [X A]; an expert is on one device
-        return jnp.sum(sums.at[place_of].get(mode="fill", fill_value=0), axis=1)  # [X D]
+        return jnp.sum(sums.at[place_of].get(mode="fill", fill_value=0), axis=1), beside()  # [X D] each
 
     def by_gathering(x, expert_ids, weights):
         with rarely():
-            return sums_by_gathering(part, x, expert_ids, weights)
+            return sums_by_gathering(part, x, expert_ids, weights), beside()
 
     return jax.lax.cond(lacks_room, by_gathering, by_dispatch, x, expert_ids, weights)
 

@@ -25,7 +25,8 @@ _LINE = re.compile(r"\s+(ROOT )?(%?[\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _HEAD = re.compile(r"(ENTRY )?(%?[\w.\-]+) \(.*\) -> .* \{$")
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all",
          "partition-id", "replica-id", "iota", "optimization-barrier", "domain", "copy-done", "slice-done",
-         "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-update"}  # fmt: skip
+         "async-done", "all-reduce-done", "all-gather-done", "all-to-all-done", "collective-permute-done",
+         "async-update"}  # fmt: skip
 _READS_PART = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # ops that write in place: index of the update's operand
 
@@ -37,6 +38,7 @@ class Counts:
     Attributes:
       collectives: by kind, how many.
       collective_bytes: by kind, bytes of their results.
+      hidden_collectives: by kind, how many have a product between their beginning and their end.
       flops: of matrix products.
       traffic: bytes read from and written to HBM; what stays in vector memory does not count.
       unknown_loops: loops whose number of turns is data, counted once.
@@ -45,6 +47,7 @@ class Counts:
 
     collectives: dict[str, int]
     collective_bytes: dict[str, float]
+    hidden_collectives: dict[str, float | int]
     flops: float
     traffic: float
     unknown_loops: int
@@ -60,6 +63,7 @@ class Collective:
       num_bytes: of its result on one device, each time; of a reduce-scatter those of its operand, which is sent.
       times: how often it runs, loops multiplied out.
       num_devices: that exchange with each other; 0 if the text does not say.
+      is_hidden: True if the compiler's schedule has a product between its beginning and its end.
       origin: what in Python made it.
     """
 
@@ -67,6 +71,7 @@ class Collective:
     num_bytes: float
     times: float | int
     num_devices: int
+    is_hidden: bool
     origin: str
 
     @property
@@ -152,10 +157,15 @@ def count(text: str, heaviest: int = 5) -> Counts:
     """
     program = _Program(text)
     cost = program.cost(program.entry)
+    hidden = Counter()
+    for instruction, times, around in program.instructions(program.entry):
+        if (kind := instruction.op.removesuffix("-start")) in COLLECTIVES:
+            hidden[kind] += times * program.has_product_before_end(instruction, around)
     runs = sorted(program.runs(program.entry), key=lambda run: -run[0])
     return Counts(
         collectives=dict(cost.collectives),
         collective_bytes=dict(cost.collective_bytes),
+        hidden_collectives=dict(hidden),
         flops=cost.flops,
         traffic=cost.traffic,
         unknown_loops=cost.unknown_loops,
@@ -183,7 +193,9 @@ def collectives(text: str) -> list[Collective]:
         if kind == "reduce-scatter":
             num_bytes = float(sum(_size(around[operand].type) for operand in instruction.operands if operand in around))
         if (num_devices := _group_size(instruction.rest)) != 1:
-            found.append(Collective(kind, num_bytes, times, num_devices, instruction.op_name or instruction.name))
+            is_hidden = program.has_product_before_end(instruction, around)
+            origin = instruction.op_name or instruction.name
+            found.append(Collective(kind, num_bytes, times, num_devices, is_hidden, origin))
     return sorted(found, key=lambda collective: -collective.sent)
 
 
@@ -240,7 +252,8 @@ class _Program:
                 turns = self._turns(instruction) or 1
                 yield from self.instructions(instruction.called("body"), times * turns)
             elif instruction.op == "conditional":
-                taken = times / devices_that_take_turns(instruction.op_name)
+                num_devices = devices_that_take_turns(instruction.op_name)
+                taken = times if num_devices == 1 else times / num_devices
                 yield from self.instructions(self._dearest_branch(instruction), taken)
             elif instruction.op == "call" and (inner := instruction.called("to_apply")):
                 yield from self.instructions(inner, times)
@@ -267,7 +280,8 @@ class _Program:
             cost.add(self.cost(instruction.called("body")), turns or 1)
             cost.unknown_loops += turns is None
         elif op == "conditional":
-            cost.add(self.cost(self._dearest_branch(instruction)), 1 / devices_that_take_turns(instruction.op_name))
+            num_devices = devices_that_take_turns(instruction.op_name)
+            cost.add(self.cost(self._dearest_branch(instruction)), 1 if num_devices == 1 else 1 / num_devices)
         elif op in ("call", "async-start"):
             inner = instruction.called("to_apply") or instruction.called("calls")
             if inner:
@@ -310,6 +324,21 @@ class _Program:
                 yield from self.products(inner, fused)
         elif instruction.op in ("dot", "convolution"):
             yield instruction, around
+
+    def has_product_before_end(self, start: _Instruction, around: _Computation) -> bool:
+        """Return True if a product stands between the beginning of an exchange and the one that waits for its end.
+
+        The text of a compiled module has instructions in the order in which the device begins them.
+        """
+        scheduled = list(around.values())
+        for instruction in scheduled[scheduled.index(start) + 1 :] if start.op.endswith("-start") else ():
+            if instruction.op.endswith("-done") and start.name in instruction.operands:
+                return False
+            called = [*instruction.branches, instruction.called("body")]
+            inner = [name for name in called if name and self.cost(name).flops]
+            if inner or instruction.kernel_estimate or any(self.products(instruction, around)):
+                return True
+        return False
 
     def flops(self, product: _Instruction, around: _Computation) -> float:
         """Return the operations of a matrix product: two for each product of numbers that is summed."""

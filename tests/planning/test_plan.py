@@ -380,7 +380,8 @@ def test_memory_is_the_compilers_where_it_took_every_program():
     """The larger program counts; where one was refused, all of it is the plan's own."""
     planned = full("v5p:4x4x4")
     best = candidates(planned)[0]
-    took = dict(flops=1.0, traffic=1.0, collective_bytes={}, unknown_loops=0, collectives={}, heaviest=[])
+    took = {key: {} for key in ("collectives", "collective_bytes", "hidden_collectives")}
+    took |= dict(flops=1.0, traffic=1.0, unknown_loops=0, heaviest=[])
     decode = took | dict(arguments=7e10, temporaries=1e9, fresh_outputs=2e8, code=3e7)
     prefill = took | dict(arguments=6e10, temporaries=5e9, fresh_outputs=1e8, code=2e7)
     found = as_dict(planned, best, [best], {"decode": decode, "prefill": prefill})["memory"]
@@ -493,6 +494,21 @@ def test_a_kernel_counts_by_its_own_estimate():
     before = hlo.count(PROGRAM)
     assert without.traffic - before.traffic == 8 + 16
     assert (counts.traffic - before.traffic, counts.flops - before.flops) == (900, 70)
+
+
+def test_a_collective_is_hidden_where_a_product_stands_before_its_end():
+    """In the order of the schedule; one that was awaited before hides nothing."""
+    begin, end = (
+        f"  %{name} = (f32[4,8]{{1,0}}, f32[4,8]{{1,0}}) all-to-all-{op}({of})\n"
+        for name, op, of in (("s", "start", "%x"), ("e", "done", "%s"))
+    )
+    product = next(line for line in PROGRAM.splitlines(True) if "%d = " in line)
+    for lines, hidden in ((begin + product + end, 5), (begin + end + product, 0), (product + begin + end, 0)):
+        program = PROGRAM.replace(product, lines)
+        counts = hlo.count(program)
+        assert counts.collectives["all-to-all"] == 5 and counts.hidden_collectives["all-to-all"] == hidden
+        exchanged = {each.kind: each.is_hidden for each in hlo.collectives(program)}
+        assert exchanged == {"all-to-all": hidden > 0, "all-reduce": False, "all-gather": False}
 
 
 # The compiler
