@@ -134,12 +134,14 @@ def sums_by_dispatch(
         exchange = partial(jax.lax.all_to_all, axis_name="expert", split_axis=0, concat_axis=0, tiled=True)
         taken = lambda y, fill: exchange(y.at[token_of].get(mode="fill", fill_value=fill))  # [devices*C ...]
         # Experts of other devices are none here: an id that is not held, and so on.
-        sums = exchange(part(taken(x, 0), taken(expert_ids, -1), taken(weights, 0), most_pairs))  # [devices*C D]
+        # The experts wait for `own` too: it is computed while the tokens are on their way, not behind all exchanges.
+        tokens, own = jax.lax.optimization_barrier((taken(x, 0), beside()))
+        sums = exchange(part(tokens, taken(expert_ids, -1), taken(weights, 0), most_pairs))  # [devices*C D]
         # A token's parts in the order of its experts; a device that has two of them gave one sum.
         is_first = jnp.cumsum(goes_to, axis=1) * goes_to == 1  # [X A devices]
         place_of = jnp.where(is_first, target[:, None], num_devices * capacity)  # [X A devices]
         place_of = jnp.min(place_of, axis=2)  # [X A]; an expert is on one device
-        return jnp.sum(sums.at[place_of].get(mode="fill", fill_value=0), axis=1), beside()  # [X D] each
+        return jnp.sum(sums.at[place_of].get(mode="fill", fill_value=0), axis=1), own  # [X D] each
 
     def by_gathering(x, expert_ids, weights):
         with rarely():
