@@ -1,12 +1,15 @@
 """The common part of the TPU kernels: limits of a chip, pages copied by hand, and products in the MXU's layout."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.backends import Interpret
 from pallas_kernels.pages import FinderRefs, Pages
@@ -78,6 +81,63 @@ def natural_lse(
 ) -> Float[Array, "..."]:
     """Return the natural log-sum-exp of a softmax; -inf for a row that has seen no key."""
     return jnp.where(is_seen, top + jnp.log(total), -jnp.inf)
+
+
+def fold_block(
+    q: Float[Array, "lanes H"],
+    keys: Shaped[Array, "P H"],
+    values: Shaped[Array, "P H"],
+    last_key: Int[Array, "1 lanes"],
+    scale: float | Float[Array, ""],
+    state: tuple[Float[Array, "1 lanes"], Float[Array, "1 lanes"]],
+    values_ref,
+) -> tuple[Float[Array, "1 lanes"], Float[Array, "1 lanes"]]:
+    """Take a block into softmaxes under way, one a lane: return the new (highest scores, sums of weights).
+
+    Args:
+      q: queries.
+      keys, values: of the block; values must be finite.
+      last_key: the last key of the block that each lane sees; -1 for none.
+      scale: of the scores.
+      state: as is returned.
+      values_ref: `[H lanes]` float32, the weighted sums of values so far; they are updated.
+    """
+    key = jax.lax.broadcasted_iota(jnp.int32, (len(keys), 1), 0)
+    top, total = state
+    scores = dot_nt(keys.astype(q.dtype), q) * scale  # [P lanes]
+    scores = jnp.where(key <= last_key, scores, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=0, keepdims=True))
+    weights, fade = jnp.exp(scores - new_top), jnp.exp(top - new_top)
+    values_ref[...] = values_ref[...] * fade + dot_tn(values.astype(q.dtype), weights.astype(q.dtype))
+    return new_top, total * fade + jnp.sum(weights, axis=0, keepdims=True)
+
+
+def clean_behind(values_ref, seen: Int[Array, ""]) -> None:
+    """Zero what lies behind the first `seen` tokens of a block: it may hold anything, and 0 x NaN is NaN."""
+    size = values_ref.shape[0]
+
+    @pl.when(seen < size)
+    def _():
+        token = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        values_ref[...] = jnp.where(token < seen, values_ref[...].astype(jnp.float32), 0.0).astype(values_ref.dtype)
+
+
+def kernel_cost(
+    operands: Any, outputs: Sequence[jax.ShapeDtypeStruct], *, copied: float | int, products: float | int
+) -> pl.CostEstimate:
+    """Return what a kernel reads, writes and computes, for the compiler and for those who count its programs.
+
+    The compiler knows nothing of what a kernel copies by hand: it would count the pool of all pages, or nothing.
+
+    Args:
+      operands: arrays that the kernel reads once, all of them.
+      outputs: likewise of those that it writes.
+      copied: bytes that it copies by hand. Where these are data, the most that there can be, and of devices that divide
+        the blocks of rows (`Pages.num_devices`) the average one's part of it.
+      products: operations of matrix products.
+    """
+    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((operands, list(outputs))))
+    return pl.CostEstimate(flops=round(products), transcendentals=0, bytes_accessed=round(nbytes + copied))
 
 
 def each_page(pool_ref, buffer_ref, sem, places: list[tuple[Array, Array]], do: str) -> None:

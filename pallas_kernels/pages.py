@@ -19,7 +19,15 @@ class FinderRefs(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("pool", "table", "layer"),
-    meta_fields=("layer_stride", "page_count", "page_stride", "row_stride", "head_stride", "num_blocks"),
+    meta_fields=(
+        "layer_stride",
+        "page_count",
+        "page_stride",
+        "row_stride",
+        "head_stride",
+        "num_blocks",
+        "num_devices",
+    ),
 )
 @dataclasses.dataclass(frozen=True)
 class Pages:
@@ -27,6 +35,9 @@ class Pages:
 
     Block m of row b and head k is `pool[layer * layer_stride + k * head_stride + offset]`, where `offset` is
     `table[b, m] * page_stride` with a table, else `b * row_stride + m`. Made by `contiguous` and `paged`.
+
+    Devices may divide the blocks of rows in turn: `num_devices` then says how many do. Kernels compute the same
+    whatever it says; estimates of their cost ask.
     """
 
     pool: Num[Array, "X P H"]
@@ -38,6 +49,12 @@ class Pages:
     row_stride: int
     head_stride: int
     num_blocks: int
+    num_devices: int = 1
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one head's page."""
+        return self.block_size * self.width * self.pool.dtype.itemsize
 
     @property
     def block_size(self) -> int:
@@ -100,13 +117,16 @@ def contiguous(x: Num[Array, "..."], block_size: int, layer: Int[Array, ""] | in
     )
 
 
-def paged(x: Num[Array, "..."], table: Int[Array, "B M"], layer: Int[Array, ""] | int | None = None) -> Pages:
+def paged(
+    x: Num[Array, "..."], table: Int[Array, "B M"], layer: Int[Array, ""] | int | None = None, num_devices: int = 1
+) -> Pages:
     """Keys, values or index keys in pages.
 
     Args:
       x: `[pages K P H]`, or `[pages P H]` index keys; with `layer`, a stack of these.
       table: page of each block of each row; one outside [0, pages) is not held: nothing sees its tokens.
       layer: which one of a stack to read; the stack is not copied.
+      num_devices: that divide the blocks of rows, of which these are one device's.
 
     Raises:
       ValueError: another rank.
@@ -126,6 +146,7 @@ def paged(x: Num[Array, "..."], table: Int[Array, "B M"], layer: Int[Array, ""] 
         row_stride=0,
         head_stride=1,
         num_blocks=table.shape[1],
+        num_devices=num_devices,
     )
 
 

@@ -134,7 +134,8 @@ def count(config: M3Config, args: argparse.Namespace) -> None:
                 print(
                     f"{what}, {name}: {counts.flops / 1e9:.4g} GFLOP ({counts.flops / alone.flops:.3f} of one device), "
                     f"{counts.traffic / 1e9:.4g} GB ({counts.traffic / alone.traffic:.3f}), "
-                    f"{sent / 1e6:.4g} MB sent in {times} collectives",
+                    f"{sent / 1e6:.4g} MB sent in {times} collectives, "
+                    f"{sum(counts.hidden_collectives.values()):.0f} of them beside products",
                     flush=True,
                 )
                 for line in large_collectives(exchanged, job, rows if "step" in what else args.chunk):

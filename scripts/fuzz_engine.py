@@ -17,6 +17,7 @@ Wrong calls and damaged snapshots must be a ValueError of one line that changes 
 import argparse
 import itertools
 import math
+import os
 import random
 import sys
 import time
@@ -27,6 +28,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
+
+if __name__ == "__main__":  # before jax looks for devices: a kind of engine is on a mesh of four
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4"
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +161,7 @@ class Kind:
 
 
 @cache
-def model() -> M3:
+def model(mesh: str | None = None) -> M3:
     """Return a model of two layers, one of them sparse, whose selection is partial from 13 tokens on."""
     layers = ("full_attention", "minimax_m3_sparse")
     config = M3Config(
@@ -164,7 +170,7 @@ def model() -> M3:
         num_experts_per_tok=2, rotary_dim=4, layer_types=layers, mlp_layer_types=("dense", "sparse"), index_n_heads=2,
         index_head_dim=8, index_block_size=8, index_topk_blocks=2, max_position_embeddings=64,
     )  # fmt: skip
-    return init(config, 3, "float32")
+    return init(config, 3, "float32", mesh)
 
 
 def text_ask(number: int) -> Ask:
@@ -180,12 +186,12 @@ def text_ask(number: int) -> Ask:
 _ASKS = tuple(map(text_ask, range(24)))
 
 
-def kind_of(asks: tuple[Ask, ...] = _ASKS, **options: Any) -> Kind:
-    """Return a kind of engine for the model above, with some of its arguments."""
+def kind_of(asks: tuple[Ask, ...] = _ASKS, mesh: str | None = None, **options: Any) -> Kind:
+    """Return a kind of engine for the model above, with some of its arguments; alone a request is on one device."""
     of_kind = dict(has_draft="draft" in options, is_defined="dispatch_ahead" not in options)
-    build = lambda: Engine(model(), pages=PAGES, **SHAPES, **options)
+    build = lambda: Engine(model(mesh), pages=PAGES, **SHAPES, **options)
     build_alone = lambda: Engine(model(), pages=PAGES, **SHAPES)
-    return Kind(build, asks, lambda: jax.tree.map(jnp.copy, model()), build_alone, **of_kind)
+    return Kind(build, asks, lambda: jax.tree.map(jnp.copy, model(mesh)), build_alone, **of_kind)
 
 
 KINDS = {
@@ -194,6 +200,7 @@ KINDS = {
     "ngram": kind_of(_ASKS[::2], draft="ngram", draft_tokens=2),
     "host memory": kind_of(device_pages=16),
     "dispatched ahead": kind_of(dispatch_ahead=True),
+    "mesh": kind_of(mesh="context=2,tensor=2"),  # pages and heads are divided; needs four devices
 }
 
 
@@ -256,7 +263,7 @@ class Life:
     def __post_init__(self) -> None:
         self.served = served = self.kind.build()
         pages = served._pages
-        pool = pool_definition.Pool(pages.num_pages, pages.page_size, pages.shares)
+        pool = pool_definition.Pool(pages.num_pages, pages.page_size, pages.shares, pages.stripes)
         self.service = definition.Service(pool, served.shapes, self.next_tokens) if self.kind.is_defined else None
         self.counts["lives"] += 1
 

@@ -155,7 +155,7 @@ def _over_pages(
         values["blocks"] = checkpoint_name(blocks, "msa_blocks")
         return pages.attend_selected(call, heads.q, values["blocks"])
     # A schedule asked for by name is one of XLA's. The names of schedules for selected blocks mean nothing for dense
-    # layers, which are then computed blockwise. There is no TPU kernel for dense layers.
+    # layers, which are then computed blockwise. A TPU has no kernel for a step's dense layers.
     schedule = call.schedule if call.schedule in ("auto", "mask", "invariant") else "blockwise"
     backend = "auto" if call.backend == "mosaic_tpu" else call.backend
     return pages.attend_all(call.replace(schedule=schedule, backend=backend), heads.q)

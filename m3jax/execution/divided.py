@@ -15,6 +15,7 @@ from m3jax.execution.experts import (
     DOWN_AXES,
     UP_AXES,
     dispatch_capacity,
+    ids_on_device,
     outputs_of_device,
     sums_by_dispatch,
     sums_by_gathering,
@@ -113,16 +114,24 @@ class Divided(Fast):
         if not (is_divided or turns) and ops.joins_shared(x, experts, shared, **how):
             out = outputs(x, expert_ids, shared=shared)  # [X A+1 D]
             return scale * plain.weighted_sum(out[:, :-1], weights), out[:, -1]
-        part = lambda x, expert_ids, weights: scale * plain.weighted_sum(outputs(x, expert_ids), weights)
         of_tokens, num_held = (x, expert_ids, weights), experts.gate.shape[1]
+
+        def part(x, expert_ids, weights, most_pairs):
+            case = ops.experts_case("tiles", x, experts.gate)
+            if turns or how["path"] != "auto" or ops.choose(case, how["backend"]) == "xla":
+                return scale * plain.weighted_sum(outputs(x, expert_ids), weights)
+            held_ids = ids_on_device(expert_ids, num_held)
+            return scale * ops.sums_in_tiles(x, experts, held_ids, weights, layer, activate, most_pairs)
+
+        def shared_outputs():
+            gate, up = project_each("xd,df->xf", x, shared[:2])
+            return project("xf,fd->xd", activate(gate, up), shared[2])
+
         if not is_divided:
-            routed = part(*of_tokens)
-        elif capacity := dispatch_capacity(*expert_ids.shape, mesh.shape["expert"]):
-            routed = sums_by_dispatch(part, *of_tokens, num_held, capacity, mesh)
-        else:
-            routed = sums_by_gathering(part, *of_tokens)
-        gate, up = project_each("xd,df->xf", x, shared[:2])
-        return routed, project("xf,fd->xd", activate(gate, up), shared[2])
+            return part(*of_tokens, expert_ids.size), shared_outputs()
+        if capacity := dispatch_capacity(*expert_ids.shape, mesh.shape["expert"]):
+            return sums_by_dispatch(part, shared_outputs, *of_tokens, num_held, capacity, mesh)
+        return sums_by_gathering(part, *of_tokens), shared_outputs()
 
     def reads_in_place(self, name, stack, num_rows, dtype):
         """Return True if a kernel is faster than XLA's product with a copy of what a device holds of the matrix."""

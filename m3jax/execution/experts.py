@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from m3jax.branches import rarely
 from m3jax.ops import run_experts
 from m3jax.ops.experts import Activation, ExpertWeights
 from m3jax.parallel import spec
@@ -70,10 +71,11 @@ def experts_over_mesh(
     )(experts, x, expert_ids, weights, layer)
 
 
-# Returns this device's part of the weighted sums [X D] of tokens [X D], given their experts and weights [X A] twice.
-Part = Callable[[Float[Array, "X D"], Int[Array, "X A"], Float[Array, "X A"]], Float[Array, "X D"]]
+# Returns this device's part of the weighted sums [X D] of tokens [X D], given their experts and weights [X A] twice,
+# and how many of the pairs, at most, are of its own experts.
+Part = Callable[[Float[Array, "X D"], Int[Array, "X A"], Float[Array, "X A"], int], Float[Array, "X D"]]
 
-ROOM = 1.5  # places for the tokens that go from one device to another, over what an even choice of experts needs
+ROOM = 1.5  # places for tokens from one device to another, and for pairs of one, over what an even choice needs
 
 
 def sums_by_gathering(
@@ -86,26 +88,30 @@ def sums_by_gathering(
       x, expert_ids, weights: of this device's tokens, inside `jax.shard_map`.
     """
     gather = lambda y: jax.lax.all_gather(y, "expert", tiled=True)
-    sums = part(gather(x), gather(expert_ids), gather(weights))
+    x, expert_ids, weights = gather(x), gather(expert_ids), gather(weights)
+    sums = part(x, expert_ids, weights, expert_ids.size)
     return jax.lax.psum_scatter(sums, "expert", scatter_dimension=0, tiled=True)
 
 
 def sums_by_dispatch(
     part: Part,
+    beside: Callable[[], Float[Array, "X D"]],
     x: Float[Array, "X D"],
     expert_ids: Int[Array, "X A"],
     weights: Float[Array, "X A"],
     num_held: int,
     capacity: int,
     mesh: Mesh,
-) -> Float[Array, "X D"]:
-    """Return the sums of a device's tokens, each sent once to each device that has some of its experts.
+) -> tuple[Float[Array, "X D"], Float[Array, "X D"]]:
+    """Return the sums of a device's tokens, each sent once to each device that has some of its experts; and `beside`.
 
     The exchange has as many places whatever the tokens choose, so that its shape is known. If they choose so unevenly
     that somewhere a token finds none, all devices take `sums_by_gathering` instead: no token is dropped.
 
     Args:
       part, x, expert_ids, weights: as of `sums_by_gathering`.
+      beside: computes something that waits for no other device, such as the shared expert. A compiler can put it
+        between the beginning and the end of an exchange only if both are in one branch.
       num_held: experts of each device.
       capacity: C, places for tokens from one device to another.
       mesh: of the devices.
@@ -115,7 +121,11 @@ def sums_by_dispatch(
     goes_to = owners[:, :, None] == jnp.arange(num_devices)  # [X A devices]
     is_sent = jnp.any(goes_to, axis=1)  # [X devices]
     place = jnp.cumsum(is_sent, axis=0, dtype=jnp.int32) - 1  # [X devices]; counted by device
-    lacks_room = jax.lax.pmax(jnp.max(place) >= capacity, tuple(mesh.axis_names))  # all devices take one branch
+    # Pairs that meet on each device: as many as a device has of its own where all experts are chosen alike.
+    most_pairs = math.ceil(ROOM * expert_ids.size)
+    num_pairs = jax.lax.psum(jnp.sum(goes_to, axis=(0, 1), dtype=jnp.int32), "expert")  # [devices]
+    lacks_room = (jnp.max(place) >= capacity) | (jnp.max(num_pairs) > most_pairs)
+    lacks_room = jax.lax.pmax(lacks_room, tuple(mesh.axis_names))  # all devices take one branch
 
     def by_dispatch(x, expert_ids, weights):
         target = jnp.where(is_sent, jnp.arange(num_devices) * capacity + place, num_devices * capacity)
@@ -124,15 +134,18 @@ def sums_by_dispatch(
         exchange = partial(jax.lax.all_to_all, axis_name="expert", split_axis=0, concat_axis=0, tiled=True)
         taken = lambda y, fill: exchange(y.at[token_of].get(mode="fill", fill_value=fill))  # [devices*C ...]
         # Experts of other devices are none here: an id that is not held, and so on.
-        sums = exchange(part(taken(x, 0), taken(expert_ids, -1), taken(weights, 0)))  # [devices*C D]
+        # The experts wait for `own` too: it is computed while the tokens are on their way, not behind all exchanges.
+        tokens, own = jax.lax.optimization_barrier((taken(x, 0), beside()))
+        sums = exchange(part(tokens, taken(expert_ids, -1), taken(weights, 0), most_pairs))  # [devices*C D]
         # A token's parts in the order of its experts; a device that has two of them gave one sum.
         is_first = jnp.cumsum(goes_to, axis=1) * goes_to == 1  # [X A devices]
         place_of = jnp.where(is_first, target[:, None], num_devices * capacity)  # [X A devices]
         place_of = jnp.min(place_of, axis=2)  # [X A]; an expert is on one device
-        return jnp.sum(sums.at[place_of].get(mode="fill", fill_value=0), axis=1)  # [X D]
+        return jnp.sum(sums.at[place_of].get(mode="fill", fill_value=0), axis=1), own  # [X D] each
 
     def by_gathering(x, expert_ids, weights):
-        return sums_by_gathering(part, x, expert_ids, weights)
+        with rarely():
+            return sums_by_gathering(part, x, expert_ids, weights), beside()
 
     return jax.lax.cond(lacks_room, by_gathering, by_dispatch, x, expert_ids, weights)
 
@@ -151,6 +164,17 @@ def dispatch_capacity(num_tokens: int, num_chosen: int, num_devices: int) -> int
     """
     capacity = math.ceil(ROOM * num_tokens * (1 - (1 - 1 / num_devices) ** num_chosen))
     return capacity if capacity <= 3 / 4 * num_tokens else None
+
+
+def ids_on_device(expert_ids: Int[Array, "X A"], num_held: int) -> Int[Array, "X A"]:
+    """Return experts by this device's numbers, inside `jax.shard_map`; -1 for one that another device holds.
+
+    Args:
+      expert_ids: by their numbers in the layer; -1 for none.
+      num_held: experts of each device.
+    """
+    held_ids = expert_ids - jax.lax.axis_index("expert") * num_held
+    return jnp.where((expert_ids >= 0) & (held_ids >= 0) & (held_ids < num_held), held_ids, -1)
 
 
 def outputs_of_device(
@@ -175,9 +199,7 @@ def outputs_of_device(
       turns: axes whose devices have the same tokens and the same experts, and take turns with the pairs.
       shared: as of `m3jax.ops.run_experts`, where no turns are taken.
     """
-    num_held = experts.gate.shape[1]
-    held_ids = expert_ids - jax.lax.axis_index("expert") * num_held
-    held_ids = jnp.where((held_ids >= 0) & (held_ids < num_held), held_ids, -1)  # [X A]; -1 is another device's
+    held_ids = ids_on_device(expert_ids, experts.gate.shape[1])  # [X A]
     num_tokens, num_chosen = expert_ids.shape
     parts = math.prod(mesh.shape[axis] for axis in turns)
     options = dict(path=path, backend=backend, num_shares=mesh.shape["expert"])

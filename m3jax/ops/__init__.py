@@ -6,7 +6,7 @@ Nothing else imports `pallas_kernels`. What an operation means stands in `m3jax.
 from m3jax.ops.attend import attend_all, attend_selected, check_schedule
 from m3jax.ops.backends import BACKENDS, check_backend, check_backend_name, choose, interpret
 from m3jax.ops.cases import OrderedCase, ProductCase
-from m3jax.ops.experts import EXPERT_PATHS, joins_shared, run_experts
+from m3jax.ops.experts import EXPERT_PATHS, experts_case, joins_shared, run_experts, sums_in_tiles
 from m3jax.ops.few_tokens import add_norm, choose_experts
 from m3jax.ops.insert import Heads, insert, insert_backend
 from m3jax.ops.ordered import norm_rope_in_order, unembed_in_order
@@ -27,6 +27,7 @@ __all__ = [
     "check_schedule",
     "choose",
     "choose_experts",
+    "experts_case",
     "insert",
     "insert_backend",
     "interpret",
@@ -36,5 +37,6 @@ __all__ = [
     "project_each",
     "run_experts",
     "select",
+    "sums_in_tiles",
     "unembed_in_order",
 ]

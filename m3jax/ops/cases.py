@@ -183,8 +183,8 @@ class ExpertsCase:
     """The experts that each token chose, by one of the kernels.
 
     Attributes:
-      path: "few" or "grouped" (`m3jax.ops.EXPERT_PATHS`), or "mxfp8_grouped" for the kernel of "grouped" with MXFP8
-        weights and many tokens.
+      path: "few" or "grouped" (`m3jax.ops.EXPERT_PATHS`), "mxfp8_grouped" for the kernel of "grouped" with MXFP8
+        weights and many tokens, or "tiles" for `sums_in_tiles`.
       tokens: X.
       dtype: of the activations.
       width: D.
@@ -213,6 +213,14 @@ class ExpertsCase:
                 return "only a GPU has a kernel, and it takes MXFP8"
             if self.expert_pairs < measured.MXFP8_GROUPED_PAIRS:
                 return f"{self.expert_pairs} pairs an expert (it has {measured.MXFP8_GROUPED_PAIRS} or more)"
+        if self.path == "tiles":
+            if backend != "mosaic_tpu" or self.stored.is_mxfp8:
+                return "only a TPU has a kernel, and it takes weights in the activations' dtype"
+            if self.tokens < measured.DIVIDED_TOKENS["tpu"]:
+                return f"{self.tokens} tokens (it has {measured.DIVIDED_TOKENS['tpu']} or more)"
+            if str(self.dtype) != "bfloat16" or any(width % _TPU_LANES for width in widths):
+                return f"experts of {self.width} by {self.hidden} channels in {self.dtype} (it has bfloat16, by 128)"
+            return None
         if self.stored.is_mxfp8:  # both paths go to one kernel, which a GPU and a TPU have
             if self.by_name:
                 return None

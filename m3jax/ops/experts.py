@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from m3jax.branches import on_one_device_of
 from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import accumulator
@@ -93,7 +94,7 @@ def run_experts(
     if where == "tpu" and not is_divided:
         return gathered(x, weights, expert_ids, layer, activate)
     if is_few:
-        return one_by_one(x, weights, expert_ids, layer, activate, skips_absent=is_divided)
+        return one_by_one(x, weights, expert_ids, layer, activate, num_shares=num_shares or 1)
     return tiled(x, weights, expert_ids, layer, activate)
 
 
@@ -117,9 +118,12 @@ def one_by_one(
     expert_ids: Int[Array, "X A"],
     layer: Int[Array, ""],
     activate: Activation,
-    skips_absent: bool = False,
+    num_shares: int = 1,
 ) -> Float[Array, "X A D"]:
-    """Compute the pairs of a few tokens one after the other: a pair's weights stay in the cache of a CPU's core."""
+    """Compute the pairs of a few tokens one after the other: a pair's weights stay in the cache of a CPU's core.
+
+    Where devices divide the experts each skips the pairs of the others' experts.
+    """
 
     def run_pair(token, expert):
         gate = project("d,df->f", token, weights.gate[layer, expert])
@@ -133,8 +137,9 @@ def one_by_one(
         token, expert = pair
         # 16-bit weights are read inside a branch even where no expert is absent: outside of one XLA's CPU backend makes
         # 32-bit numbers of the experts of all layers, once a call, into memory of twice their size.
-        if skips_absent or is_narrow:
-            return None, jax.lax.cond(expert >= 0, run_pair, skip_pair, token, expert)
+        if num_shares > 1 or is_narrow:
+            with on_one_device_of(num_shares):
+                return None, jax.lax.cond(expert >= 0, run_pair, skip_pair, token, expert)
         return None, run_pair(token, expert)
 
     is_narrow = not isinstance(weights.gate, MXFP8Array) and weights.gate.dtype != accumulator(x.dtype)
@@ -168,6 +173,48 @@ def ragged(
     tokens = x[order // expert_ids.shape[1]]  # [X*A D], by expert
     out = product(activate(product(tokens, gate), product(tokens, up)), down)
     return jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*expert_ids.shape, -1)
+
+
+def sums_in_tiles(
+    x: Float[Array, "X D"],
+    weights: ExpertWeights,
+    expert_ids: Int[Array, "X A"],
+    pair_weights: Float[Array, "X A"],
+    layer: Int[Array, ""],
+    activate: Activation,
+    most_pairs: int,
+) -> Float[Array, "X D"]:
+    """Return the weighted sums of the pairs that a device computes, of many tokens on a TPU, by a kernel.
+
+    No more is gathered, and no more outputs are written, than there are places for pairs of this device; an expert's
+    matrices are read where they lie, once for each tile of its tokens.
+
+    Args:
+      x, weights, layer, activate: as of `run_experts`.
+      expert_ids: the experts that each token chose; -1 for one that another device holds.
+      pair_weights: of these experts in the sum.
+      most_pairs: of them, at most so many are held here.
+    """
+    from pallas_kernels.expert_tiles import expert_tiles
+
+    num_experts, num_tokens = weights.gate.shape[1], len(x)
+    tile = measured.TPU_EXPERT_TILE
+    tiles = invert(expert_ids[None, None], num_experts, tile)
+    # Tiles come in order of their experts, those without a pair last.
+    most_tiles = min(len(tiles.block), most_pairs // tile + num_experts)
+    expert, token, pair, valid = (y[:most_tiles] for y in (tiles.block, tiles.query, tiles.pair, tiles.valid))
+    used = jnp.sum(jnp.any(valid, axis=1), dtype=jnp.int32)
+    weighted = expert_tiles(  # [Y C D]
+        x[token], *weights, layer, expert, used, pair_weights.reshape(-1)[pair],
+        activate=activate, interpret=interpreted(), backend="mosaic_tpu",
+    )  # fmt: skip
+    # What stands in a place without a pair may be anything: its target lies behind the last token, and is dropped.
+    target = jnp.where(valid, token, num_tokens).reshape(-1)  # [Y*C]
+    # Put in order here, where places without a pair are left out: XLA would order all places.
+    order = jnp.argsort(target, stable=True)[:most_pairs]
+    weighted = weighted.reshape(-1, x.shape[-1])[order]  # [p D]
+    sums = jnp.zeros((num_tokens, x.shape[-1]), weighted.dtype)
+    return sums.at[target[order]].add(weighted, mode="drop", indices_are_sorted=True)
 
 
 def tiled(

@@ -14,4 +14,5 @@ def kernel_pages(view: Contiguous | ContiguousIndex | Paged | PagedIndex, memory
 
     if isinstance(view, Contiguous | ContiguousIndex):
         return contiguous(memory, view.block_size)
-    return paged(memory, view.table, view.layer)
+    num_devices = 1 if view.share is None else view.share.num_devices
+    return paged(memory, view.table, view.layer, num_devices)

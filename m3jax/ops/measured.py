@@ -24,6 +24,7 @@ MXFP8_GROUPED_PAIRS = 64  # pairs of an expert, on average, from which `mxfp8_gr
 ORDERED_TILE = 64  # likewise, at least, in the invariant mode: tensor cores take one instruction for all heights
 COPIED_TILE = 512  # likewise where experts are copied: more than an expert is wide, so its copies are the smaller part
 CPU_TILE = 64  # likewise on a CPU
+TPU_EXPERT_TILE = 128  # likewise on a TPU: rows of its matrix unit; not measured
 FEW_PAIRS = 16  # (token, expert) pairs up to which each pair fetches its own expert's weights
 MOST_SHARES = 4  # where devices divide experts, skipped pairs cost little: up to 4 x FEW_PAIRS are walked
 

@@ -21,15 +21,16 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "vision_heads": "tensor",
     "vision_mlp": "tensor",
 }
-# Fewer KV heads than devices is normal (M3 has 4), and so are tokens of one prompt: then each device has them all. The
-# vision tower is a small part of a model, and does not say over how many devices the rest may lie.
-_REPLICATED_IF_UNEVEN = frozenset({"kv_heads", "tokens", "vision_heads", "vision_mlp"})
-# A head is divided over as many of its axes as divide it, the last ones first.
-_AS_FAR_AS_EVEN = frozenset({"logits"})
+# Fewer KV heads than devices is normal (M3 has 4), and so are tokens of one prompt; a head lies over all axes that
+# divide it; and the vision tower, a small part of a model, does not say over how many devices the rest may lie.
+_AS_FAR_AS_EVEN = frozenset({"kv_heads", "tokens", "logits", "vision_heads", "vision_mlp"})
 
 
 def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
     """Return the partition of an array over a mesh, by the rules.
+
+    A dimension is divided over all of its mesh axes, or it is an error. Those of `_AS_FAR_AS_EVEN` leave out the first
+    of their axes until the others divide them; over none they are whole on each device.
 
     Args:
       shape: its shape.
@@ -37,25 +38,23 @@ def spec(shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh) -> Partit
       mesh: a mesh with the axes of `make_mesh`.
 
     Raises:
-      ValueError: a dimension that its mesh axis does not divide.
+      ValueError: a dimension that its mesh axes do not divide, and have to.
     """
     partition = []
     for size, name in zip(shape, axes, strict=True):
         mesh_axes = RULES.get(name)
         names = mesh_axes if isinstance(mesh_axes, tuple) else (mesh_axes,)
+        count = lambda names: math.prod(mesh.shape.get(axis, 1) for axis in names)
         if name in _AS_FAR_AS_EVEN:
-            names = tuple(axis for axis in names if mesh.shape.get(axis, 1) > 1)
-            while size % math.prod(mesh.shape[axis] for axis in names):
+            while size % count(names):
                 names = names[1:]
-            mesh_axes = names
-        parts = math.prod(mesh.shape.get(axis, 1) for axis in names)
-        is_uneven = size % parts != 0
-        if is_uneven and name not in _REPLICATED_IF_UNEVEN:
+        parts = count(names)
+        if size % parts:
             raise ValueError(
                 f"axis {name!r} of size {size} does not divide over {parts} devices of mesh axis {mesh_axes!r}; choose "
                 f"a {mesh_axes!r} size that divides {size}"
             )
-        partition.append(None if parts == 1 or is_uneven else mesh_axes)
+        partition.append(None if parts == 1 else names if isinstance(mesh_axes, tuple) else mesh_axes)
     return PartitionSpec(*partition)
 
 

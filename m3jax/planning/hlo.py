@@ -2,7 +2,9 @@
 
 XLA's own cost analysis counts the body of a loop once. Here a body counts as often as the compiler says that it runs,
 or as its condition does, where that compares a counter with a constant; a loop whose end is data counts once. Of the
-branches of a conditional the most expensive one counts.
+branches of a conditional the most expensive one counts, but for those that the program itself says to run rarely, and
+with the part of the devices that it says to take it (`m3jax.branches`): the counts are those of the average device. A
+kernel of Pallas counts by its own estimate, without which it would count all pages that it may read from.
 """
 
 import math
@@ -11,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+
+from m3jax.branches import devices_that_take_turns, is_rare
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BITS = dict(
@@ -21,7 +25,8 @@ _LINE = re.compile(r"\s+(ROOT )?(%?[\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _HEAD = re.compile(r"(ENTRY )?(%?[\w.\-]+) \(.*\) -> .* \{$")
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all",
          "partition-id", "replica-id", "iota", "optimization-barrier", "domain", "copy-done", "slice-done",
-         "async-done", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-update"}  # fmt: skip
+         "async-done", "all-reduce-done", "all-gather-done", "all-to-all-done", "collective-permute-done",
+         "async-update"}  # fmt: skip
 _READS_PART = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # ops that write in place: index of the update's operand
 
@@ -33,6 +38,7 @@ class Counts:
     Attributes:
       collectives: by kind, how many.
       collective_bytes: by kind, bytes of their results.
+      hidden_collectives: by kind, how many have a product between their beginning and their end.
       flops: of matrix products.
       traffic: bytes read from and written to HBM; what stays in vector memory does not count.
       unknown_loops: loops whose number of turns is data, counted once.
@@ -41,10 +47,11 @@ class Counts:
 
     collectives: dict[str, int]
     collective_bytes: dict[str, float]
+    hidden_collectives: dict[str, float | int]
     flops: float
     traffic: float
     unknown_loops: int
-    heaviest: list[tuple[float, int, str]]
+    heaviest: list[tuple[float, float | int, str]]
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,15 @@ class Collective:
       num_bytes: of its result on one device, each time; of a reduce-scatter those of its operand, which is sent.
       times: how often it runs, loops multiplied out.
       num_devices: that exchange with each other; 0 if the text does not say.
+      is_hidden: True if the compiler's schedule has a product between its beginning and its end.
       origin: what in Python made it.
     """
 
     kind: str
     num_bytes: float
-    times: int
+    times: float | int
     num_devices: int
+    is_hidden: bool
     origin: str
 
     @property
@@ -83,7 +92,7 @@ class _Cost:
     traffic: float = 0.0
     unknown_loops: int = 0
 
-    def add(self, other: "_Cost", times: int = 1) -> None:
+    def add(self, other: "_Cost", times: float | int = 1) -> None:
         """Add a cost `times` times; its loops of unknown length are added once, as a count of loops in the program."""
         for collective, number in other.collectives.items():
             self.collectives[collective] += number * times
@@ -106,6 +115,20 @@ class _Instruction:
     @cached_property
     def operands(self) -> list[str]:
         return re.findall(r"%[\w.\-]+", self.rest.split(")", 1)[0])
+
+    @cached_property
+    def op_name(self) -> str:
+        """The name of what in Python made it; empty if the text does not say."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @cached_property
+    def kernel_estimate(self) -> tuple[float, float] | None:
+        """Operations and bytes that a kernel of Pallas is said to take; None for others, and for one that says none."""
+        if self.op != "custom-call" or not (estimate := re.search(r'"cost_estimate":\{([^}]*)\}', self.rest)):
+            return None
+        numbers = dict(re.findall(r'"(\w+)":"?(\d+)', estimate[1]))
+        return float(numbers.get("flops", 0)), float(numbers.get("bytes_accessed", 0))
 
     @cached_property
     def branches(self) -> list[str]:
@@ -134,10 +157,15 @@ def count(text: str, heaviest: int = 5) -> Counts:
     """
     program = _Program(text)
     cost = program.cost(program.entry)
+    hidden = Counter()
+    for instruction, times, around in program.instructions(program.entry):
+        if (kind := instruction.op.removesuffix("-start")) in COLLECTIVES:
+            hidden[kind] += times * program.has_product_before_end(instruction, around)
     runs = sorted(program.runs(program.entry), key=lambda run: -run[0])
     return Counts(
         collectives=dict(cost.collectives),
         collective_bytes=dict(cost.collective_bytes),
+        hidden_collectives=dict(hidden),
         flops=cost.flops,
         traffic=cost.traffic,
         unknown_loops=cost.unknown_loops,
@@ -165,9 +193,9 @@ def collectives(text: str) -> list[Collective]:
         if kind == "reduce-scatter":
             num_bytes = float(sum(_size(around[operand].type) for operand in instruction.operands if operand in around))
         if (num_devices := _group_size(instruction.rest)) != 1:
-            origin = re.search(r'op_name="([^"]*)"', instruction.rest)
-            name = origin[1] if origin else instruction.name
-            found.append(Collective(kind, num_bytes, times, num_devices, name))
+            is_hidden = program.has_product_before_end(instruction, around)
+            origin = instruction.op_name or instruction.name
+            found.append(Collective(kind, num_bytes, times, num_devices, is_hidden, origin))
     return sorted(found, key=lambda collective: -collective.sent)
 
 
@@ -180,8 +208,7 @@ def products(text: str) -> dict[str, float]:
     program, flops = _Program(text), Counter()
     for instruction, times, around in program.instructions(program.entry):
         for product, inside in program.products(instruction, around):
-            origin = re.search(r'op_name="([^"]*)"', product.rest)
-            flops[origin[1] if origin else product.name] += times * program.flops(product, inside)
+            flops[product.op_name or product.name] += times * program.flops(product, inside)
     return dict(flops)
 
 
@@ -211,27 +238,38 @@ class _Program:
             self._costs[name] = total
         return self._costs[name]
 
-    def runs(self, name: str) -> Iterator[tuple[float, int, str]]:
+    def runs(self, name: str) -> Iterator[tuple[float, float | int, str]]:
         """Yield (bytes, times, origin) for each instruction in one run of a computation, loops included."""
         for instruction, times, around in self.instructions(name):
-            origin = re.search(r'op_name="([^"]*)"', instruction.rest)
-            yield times * self._traffic(instruction, around), times, origin[1] if origin else instruction.name
+            yield times * self._traffic(instruction, around), times, instruction.op_name or instruction.name
 
-    def instructions(self, name: str, times: int = 1) -> Iterator[tuple[_Instruction, int, _Computation]]:
+    def instructions(
+        self, name: str, times: float | int = 1
+    ) -> Iterator[tuple[_Instruction, float | int, _Computation]]:
         """Yield (instruction, times, the computation it is in) for each one that does something, loops included."""
         for instruction in self.computations[name].values():
             if instruction.op == "while":
                 turns = self._turns(instruction) or 1
                 yield from self.instructions(instruction.called("body"), times * turns)
             elif instruction.op == "conditional":
-                yield from self.instructions(self._dearest_branch(instruction), times)
+                num_devices = devices_that_take_turns(instruction.op_name)
+                taken = times if num_devices == 1 else times / num_devices
+                yield from self.instructions(self._dearest_branch(instruction), taken)
             elif instruction.op == "call" and (inner := instruction.called("to_apply")):
                 yield from self.instructions(inner, times)
             elif instruction.op not in _FREE and instruction.op != "async-start":
                 yield instruction, times, self.computations[name]
 
     def _dearest_branch(self, conditional: _Instruction) -> str:
-        return max(conditional.branches, key=lambda branch: (self.cost(branch).traffic, self.cost(branch).flops))
+        """Return the branch with the most traffic, of those that do not run rarely."""
+        often = [
+            name
+            for name in conditional.branches
+            if not any(is_rare(instruction.op_name) for instruction in self.computations[name].values())
+        ]
+        return max(
+            often or conditional.branches, key=lambda branch: (self.cost(branch).traffic, self.cost(branch).flops)
+        )
 
     def _instruction_cost(self, instruction: _Instruction, around: _Computation) -> _Cost:
         """Return the cost of one run of an instruction, with the computations that it calls."""
@@ -242,7 +280,8 @@ class _Program:
             cost.add(self.cost(instruction.called("body")), turns or 1)
             cost.unknown_loops += turns is None
         elif op == "conditional":
-            cost.add(self.cost(self._dearest_branch(instruction)))
+            num_devices = devices_that_take_turns(instruction.op_name)
+            cost.add(self.cost(self._dearest_branch(instruction)), 1 if num_devices == 1 else 1 / num_devices)
         elif op in ("call", "async-start"):
             inner = instruction.called("to_apply") or instruction.called("calls")
             if inner:
@@ -253,6 +292,8 @@ class _Program:
             sizes = [size for _, size, _ in _arrays(instruction.type)]
             cost.collectives[collective] = 1
             cost.collective_bytes[collective] = float(sum(sizes) if op == collective else max(sizes, default=0.0))
+        if instruction.kernel_estimate:
+            cost.flops += instruction.kernel_estimate[0]
         cost.flops += sum(self.flops(product, inside) for product, inside in self.products(instruction, around))
         if op not in _FREE and op != "async-start":
             cost.traffic += self._traffic(instruction, around)
@@ -284,6 +325,21 @@ class _Program:
         elif instruction.op in ("dot", "convolution"):
             yield instruction, around
 
+    def has_product_before_end(self, start: _Instruction, around: _Computation) -> bool:
+        """Return True if a product stands between the beginning of an exchange and the one that waits for its end.
+
+        The text of a compiled module has instructions in the order in which the device begins them.
+        """
+        scheduled = list(around.values())
+        for instruction in scheduled[scheduled.index(start) + 1 :] if start.op.endswith("-start") else ():
+            if instruction.op.endswith("-done") and start.name in instruction.operands:
+                return False
+            called = [*instruction.branches, instruction.called("body")]
+            inner = [name for name in called if name and self.cost(name).flops]
+            if inner or instruction.kernel_estimate or any(self.products(instruction, around)):
+                return True
+        return False
+
     def flops(self, product: _Instruction, around: _Computation) -> float:
         """Return the operations of a matrix product: two for each product of numbers that is summed."""
         elements = sum(elements for elements, _, _ in _arrays(product.type))
@@ -293,6 +349,8 @@ class _Program:
     def _traffic(self, instruction: _Instruction, around: _Computation) -> float:
         """Return the bytes that an instruction reads from HBM and writes to it."""
         op, operands = instruction.op, instruction.operands
+        if instruction.kernel_estimate:
+            return instruction.kernel_estimate[1]
         if op == "fusion":
             fused = self.computations[instruction.called("calls")]
             parameters = {int(inner.rest.split(")")[0]): inner for inner in fused.values() if inner.op == "parameter"}

@@ -33,7 +33,7 @@ class Job:
       chunk: prompt tokens of one prefill call, of one row; None becomes the engine's largest by default there, or the
         context where that is shorter.
       draft: an EAGLE3 draft that is planned too.
-      backend: of attention; "xla" is what runs everywhere.
+      backend: one of `m3jax.ops.BACKENDS`, that the programs are compiled with.
       images: the number of images in one call of the vision tower; 0 plans none.
       image_tokens: tokens of each image.
 
@@ -50,7 +50,7 @@ class Job:
     index_dtype: str | None = None
     chunk: int | None = None
     draft: Eagle3Config | None = None
-    backend: str = "xla"
+    backend: str = "auto"
     images: int = 0
     image_tokens: int = 576
     weights: str = "dequantize"

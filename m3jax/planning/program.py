@@ -23,6 +23,7 @@ from m3jax.parallel import AXES, sharding
 from m3jax.planning import hlo
 from m3jax.planning.arithmetic import cache_shapes, new_cache
 from m3jax.planning.job import Job
+from m3jax.platform import platform
 
 STOP_IDS, _BIASES, _BAD_WORDS = 4, 64, 16
 
@@ -80,7 +81,9 @@ def topology_mesh(topology: str, sizes: dict[str, int]) -> Mesh:
 def decode(job: Job, mesh: Mesh) -> Any:
     """Trace `device.decode` for one step."""
     state, layout = _state(job, mesh)
-    return device.decode.trace(_model(job, mesh), state, _shape(job.batch), max_steps=1, layout=layout)
+    return _compiled_as_by_the_engine("decode", job).trace(
+        _model(job, mesh), state, _shape(job.batch), max_steps=1, layout=layout
+    )
 
 
 def prefill(job: Job, mesh: Mesh) -> Any:
@@ -88,7 +91,15 @@ def prefill(job: Job, mesh: Mesh) -> Any:
     state, layout = _state(job, mesh)
     chunk = device.Chunk(_shape(1), _shape(1, job.chunk), _shape(1), _shape(1))
     continuations = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _continuations(job, 1))
-    return device.prefill.trace(_model(job, mesh), state, chunk, continuations, layout=layout)
+    return _compiled_as_by_the_engine("prefill", job).trace(
+        _model(job, mesh), state, chunk, continuations, layout=layout
+    )
+
+
+def _compiled_as_by_the_engine(name: str, job: Job) -> Any:
+    """Return one of the device's functions, with the compiler's options that an engine gives it there."""
+    mode = "wide" if job.weights == "dequantize" and job.dtype == "float32" else "narrow"
+    return device.program(name, platform(), mode)
 
 
 def _model(job: Job, mesh: Mesh) -> Any:

@@ -157,11 +157,12 @@ def _program_lines(name: str, extent: str, program: dict[str, Any]) -> list[str]
         lines.append(_work_line("compiled", answer, sum(answer["collective_bytes"].values())))
         for collective, count in sorted(answer["collectives"].items()):
             lines.append(
-                f"  {collective:20s} {count:5d} x, {answer['collective_bytes'][collective] / 1e6:12,.2f} MB together"
+                f"  {collective:20s} {count:5d} x, {answer['collective_bytes'][collective] / 1e6:12,.2f} MB together, "
+                f"{answer['hidden_collectives'].get(collective, 0):.0f} beside products"
             )
         for traffic, times, origin in answer["heaviest"][:_HEAVIEST]:
             origin_end = origin if len(origin) <= _WIDTH else f"...{origin[-_WIDTH:]}"
-            lines.append(f"  {traffic / answer['traffic']:4.0%} of the traffic: {times} x {origin_end}")
+            lines.append(f"  {traffic / answer['traffic']:4.0%} of the traffic: {times:g} x {origin_end}")
         spent = f"lowered in {answer['lower_seconds']:.0f} s, compiled in {answer['compile_seconds']:.0f} s"
         lines.append(f"  {spent}; {answer['unknown_loops']} loops whose length is data count once")
     return [*lines, ""]

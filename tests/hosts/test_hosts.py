@@ -11,6 +11,7 @@ from argparse import Namespace
 from functools import cache
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -27,6 +28,7 @@ from m3jax.hosts.deaths import NativeOutput, dead_line
 from m3jax.hosts.job import Job
 from m3jax.hosts.run import _check_free, _wait_for_coordinator
 from m3jax.hosts.wire import from_bytes, to_bytes
+from m3jax.train.keeping import keep, restored, states_in
 
 TESTS = Path(__file__).parents[1]
 CONFIG = tiny_config(num_attention_heads=8, num_key_value_heads=4)
@@ -46,6 +48,9 @@ def hub(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def processes(hub) -> list[tuple[dict, int, str, str]]:
     """(report, exit status, stdout, stderr) of two processes that did all their work; then the second was killed."""
+    model = checkpoint.load(hub, "float32", "data=2,expert=2,tensor=2", progress=False)
+    with states_in(hub.parent / "run of one") as keeper:
+        keep(keeper, 5, host_process.training_state(model, 5))
     port = str(free_port())
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
     flags += f" --xla_force_host_platform_device_count={host_process.DEVICES}"
@@ -121,6 +126,22 @@ def test_what_two_processes_saved_one_restores(hub, processes):
         expected = tree.flatten(model)
         for name, value in tree.flatten(restored).items():
             np.testing.assert_array_equal(np.asarray(value), np.asarray(expected[name]))
+
+
+def test_a_training_state_goes_on_over_another_number_of_hosts(hub, processes):
+    """That of two processes in one, on one device and on eight; and that of eight devices of one process in two."""
+    for mesh in (None, "data=2,expert=2,tensor=2"):
+        model = checkpoint.load(hub, "float32", mesh, progress=False)
+        before, expected = host_process.training_state(model, 0), host_process.training_state(model, 3)
+        with states_in(hub.parent / "run of two") as keeper:
+            found = restored(keeper, before)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert one.sharding == other.sharding
+    expected = host_process.training_state(model, 5)
+    sums = [float(np.abs(np.asarray(x)).sum(dtype=np.float64)) for x in jax.tree.leaves(expected)]
+    for report, *_ in processes:
+        np.testing.assert_allclose(report["state"], sums, rtol=1e-12)
 
 
 def test_a_killed_process_ends_the_other_in_one_line(processes):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 from support import comparisons, tiny
 from support.lowering import array, lower, refuse
 
@@ -17,7 +18,7 @@ from m3jax.make import Frozen
 from m3jax.model.layers import swiglu_oai
 from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import choose, interpret, run_experts
+from m3jax.ops import choose, interpret, run_experts, sums_in_tiles
 from m3jax.ops.cases import ExpertsCase, Stored
 from m3jax.ops.experts import ExpertWeights, experts_case, way_on_gpu
 from pallas_kernels.few_experts import few_experts
@@ -89,6 +90,28 @@ def check_pairs(out, x, weights, ids):
     expected = by_pair(x, weights, ids)
     is_held = ids >= 0
     comparisons.assert_close(np.asarray(out)[is_held], expected[is_held], "out", "PD", atol=2e-5)
+
+
+@partial(jax.jit, static_argnames="most_pairs")
+def sums_in_tiles_on_a_tpu(x, weights, ids, pair_weights, most_pairs):
+    strict = pltpu.InterpretParams(out_of_bounds_reads="raise", uninitialized_memory="nan")
+    with interpret(strict):
+        act = lambda gate, up: (jax.nn.silu(gate) * up).astype(x.dtype)
+        return sums_in_tiles(x, ExpertWeights(*weights), ids, pair_weights, jnp.int32(1), act, most_pairs)
+
+
+@pytest.mark.parametrize("num_chosen", [0, 1, 5], ids=["none held", "two tiles of one expert", "all experts"])
+def test_sums_in_tiles_on_a_tpu_are_those_of_the_pairs(num_chosen):
+    """With as many places as there are pairs; memory that nothing wrote is NaN, and so is an expert nobody chose."""
+    draw = np.random.default_rng(num_chosen)
+    ids = draw.integers(0, max(num_chosen, 1), (140, 2)).astype(np.int32)
+    ids[draw.random(ids.shape) < (0.3 if num_chosen else 1.1)] = -1
+    x, pair_weights = draw.normal(size=(140, WIDTH)).astype(np.float32), draw.random(ids.shape).astype(np.float32)
+    weights, num_pairs = weights_of(ids, num_chosen), int((ids >= 0).sum())
+    expected = np.nansum(by_pair(x, weights, ids) * pair_weights[..., None], axis=1)
+    most_pairs = 150 if num_chosen == 0 else num_pairs  # without any, as many places as with one expert
+    found = sums_in_tiles_on_a_tpu(x, tuple(map(jnp.asarray, weights)), ids, pair_weights, most_pairs)
+    comparisons.assert_close(found, expected, "sums", "XD", atol=2e-5)
 
 
 @jax.jit

@@ -4,6 +4,7 @@ The interpreter raises on a read outside of a buffer, fills fresh memory with Na
 waited for, and looks for races between copies and computation. Memory that nothing may look at holds NaN as well.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import jaxprs_in_params
 from support.comparisons import assert_close, assert_same_sets
 from support.insertion import EPS, draw
 from support.insertion import expected as inserted
@@ -28,12 +31,15 @@ from support.msa_strategies import (
     Case,
     assert_partial,
     cases,
+    dense_attention,
     index_topk,
     prefill,
 )
 from support.msa_strategies import attention as definition
 
 from m3jax.model.layers import rope_table
+from pallas_kernels.dense_causal import dense_causal
+from pallas_kernels.dense_causal.mosaic_tpu import Config as DenseConfig
 from pallas_kernels.index_topk import index_topk as index_kernel
 from pallas_kernels.index_topk.mosaic_tpu import Config as IndexConfig
 from pallas_kernels.index_topk_decode import index_topk_decode
@@ -58,6 +64,7 @@ ATTENTION = {
     "decode": dict(op=sparse_decode, backend="mosaic_tpu"),
     "decode in pieces": dict(op=sparse_decode, backend="mosaic_tpu", config=DecodeConfig(slots=2)),
 }
+DENSE = dict(op=dense_causal, backend="mosaic_tpu", config=DenseConfig(tokens=4))
 DECODE = (index_topk_decode, sparse_decode)
 every_index = pytest.mark.parametrize("options", INDEX.values(), ids=INDEX.keys())
 every_attention = pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION.keys())
@@ -92,6 +99,7 @@ def _index(op, q, k, table, *at, block_size, options):
 @partial(jax.jit, static_argnames=("op", "block_size", "options"))
 def _attention(op, q, k, v, table, *rest, block_size, options):
     pages = (view(x, table, block_size) for x in (k, v))
+    rest = (x for x in rest if x is not None)
     return op(q, *pages, *rest, return_lse=True, interpret=STRICT, **dict(options))
 
 
@@ -186,6 +194,16 @@ def test_attention_is_that_of_the_definition(data, options, layout, shape):
     case = fitting(data.draw(cases((shape,))), options)
     blocks = case.any_blocks()
     check(attention(case, layout, blocks, **options), of_definition(case, blocks))
+
+
+@each_layout
+@few
+@given(data=st.data())
+def test_dense_is_that_of_the_definition(data, layout, shape):
+    """T8, T10, T38: every block up to the diagonal, padding inside a tile of queries, NaN behind every row."""
+    case = data.draw(cases((shape,)))
+    got = attention(case, layout, None, **DENSE, kv_heads=shape.K)
+    check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
 
 
 @pytest.mark.parametrize("name", ["query_union", "kv_block_major", "decode"])  # pieces are of slots, and take no axis
@@ -298,6 +316,87 @@ def test_insert_is_that_of_the_model(shape):
     names = ("q", "index_q", "k", "v", "index_k")
     for name, want in zip(names, inserted(x, norms, cos, sin, positions, lengths, table, pools), strict=True):
         assert_close(getattr(got, name).reshape(want.shape), want, name, atol=2e-6)
+
+
+def fetched_by_index_maps(call) -> int:
+    """Bytes that a kernel's blocks move: a block is fetched, or written, when its index changes from step to step."""
+    mapping, total = call.params["grid_mapping"], 0
+    for block in mapping.block_mappings:
+        if block.block_aval.memory_space == pl.ANY:
+            continue
+        index_map, seen = block.index_map_jaxpr, []
+        unread = [0] * (len(index_map.in_avals) - len(mapping.grid))  # lists that drive copies by hand alone
+        for step in np.ndindex(mapping.grid):
+            index = jax.core.eval_jaxpr(index_map.jaxpr, index_map.consts, *map(np.int32, step), *unread)
+            seen.append(tuple(map(int, index)))
+        fetches = sum(one != other for one, other in zip(seen, [None, *seen], strict=False))
+        total += fetches * math.prod(block.block_aval.inner_aval.shape) * block.block_aval.inner_aval.dtype.itemsize
+    return total
+
+
+def copies_and_estimate(monkeypatch, fn, *args) -> tuple[int, int]:
+    """(bytes that a program's kernel moves, those of its estimate), with a dense selection of whatever it can read."""
+    copied, read = [], interpreter.DMA.execute_read
+
+    def execute_read(dma):
+        read(dma)
+        copied.append(dma.data_size)
+
+    monkeypatch.setattr(interpreter.DMA, "execute_read", execute_read)
+    traced = jax.jit(fn).trace(*args)
+    (call,) = (eqn for eqn in all_equations(traced.jaxpr.jaxpr) if eqn.primitive.name == "pallas_call")
+    jax.block_until_ready(jax.jit(fn)(*args))
+    mapping = call.params["grid_mapping"]
+    in_scalar_memory = sum(x.aval.size * x.aval.dtype.itemsize for x in call.invars[: mapping.num_index_operands])
+    moved = sum(copied) + fetched_by_index_maps(call) + in_scalar_memory
+    return moved, call.params["cost_estimate"].bytes_accessed
+
+
+def all_equations(jaxpr):
+    """Yield the equations of a program, and of those that it calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(eqn.params):
+                yield from all_equations(inner)
+
+
+@pytest.mark.parametrize("name", ["dense", "query_union", "decode", "index", "index of a step"])
+def test_a_kernel_s_estimate_is_what_it_moves(name, monkeypatch):
+    """Where queries choose as differently as they can, and see all; then its copies are as many as there can be.
+
+    A step of query_union reads the next one's list too, but for the last.
+    """
+    shape = replace(GROUPED, B=1, T=8, S=8 * GROUPED.P * GROUPED.J, J=4)
+    tokens = 2
+    case = at_the_end(replace(shape, S=tokens * 4 * shape.P), 1)
+    (q, k, v), (index_q, index_k), size = case.qkv(), case.index(), shape.P
+    in_pages = lambda x: view(*map(jnp.asarray, lay_out("paged", x, case)), size)
+    pages = [in_pages(x) for x in (k, v)]
+    num_blocks = pages[0].num_blocks
+    lengths, last = case.lengths, jnp.full_like(case.positions, case.shape.S - 1)
+    # The queries of a tile choose all blocks, each its own.
+    blocks = np.arange(num_blocks, dtype=np.int32).reshape(tokens, 4)[np.arange(case.shape.T) % tokens]
+    blocks = jnp.broadcast_to(blocks, (1, case.shape.K, case.shape.T, 4))
+    if name == "dense":
+        op = partial(dense_causal, kv_heads=case.shape.K, config=DenseConfig(tokens=4))
+        args = q, *pages, last, lengths
+    elif name == "query_union":
+        op = partial(sparse_prefill, schedule="query_union", config=Config(tokens=tokens))
+        args = q, *pages, blocks, last, lengths
+    elif name == "decode":
+        op, args = sparse_decode, (q, *pages, blocks, last, lengths)
+    else:
+        op = partial(INDEX["decode" if "step" in name else "prefill"]["op"], top_k=3)
+        config = INDEX["decode" if "step" in name else "prefill"]["config"]
+        # Behind its last key a query scores them all.
+        behind = last + 1
+        op, args = partial(op, config=config), (
+            jnp.asarray(index_q), in_pages(index_k), behind, lengths + 1,
+        )  # fmt: skip
+    run = lambda *args: op(*args, backend="mosaic_tpu", interpret=STRICT)
+    moved, estimate = copies_and_estimate(monkeypatch, run, *args)
+    assert moved == pytest.approx(estimate, rel=0.02), f"{moved} bytes, and {estimate} by the estimate"
 
 
 def test_wrong_operands_are_refused(unchecked):

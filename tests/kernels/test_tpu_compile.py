@@ -6,9 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tpu_compile.py"
-OPS = ("index_topk_decode", "sparse_decode", "index_topk", "query_union", "kv_block_major", "qk_norm_rope_insert")
-OPS += ("mxfp8_project", "mxfp8_experts")
-CHIPS = dict(v5e=set(OPS), v5p=set(OPS[:4]), v6e=set(OPS[4:]), tpu7x=set(OPS))
+OPS = ("index_topk_decode", "sparse_decode", "index_topk", "query_union", "dense_causal")
+OPS += ("kv_block_major", "qk_norm_rope_insert", "expert_tiles", "mxfp8_project", "mxfp8_experts")
+CHIPS = dict(v5e=set(OPS), v5p=set(OPS[:5]), v6e=set(OPS[5:]), tpu7x=set(OPS))
 
 
 def run(*args: str) -> subprocess.CompletedProcess:

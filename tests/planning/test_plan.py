@@ -15,6 +15,7 @@ import pytest
 from support import tiny, vision
 
 from m3jax import plan
+from m3jax.branches import on_one_device_of, rarely
 from m3jax.cache import Cache
 from m3jax.config import M3Config
 from m3jax.model import quantize
@@ -26,6 +27,7 @@ from m3jax.planning.report import as_dict, as_text
 from m3jax.vision import VisionConfig
 
 CONFIG = tiny.config("dM")
+QUICK = {"xla_backend_optimization_level": 0}
 MESHES = ["tensor=8", "expert=4,tensor=2", "data=2,context=4", "data=2,context=2,tensor=2"]
 
 
@@ -378,7 +380,8 @@ def test_memory_is_the_compilers_where_it_took_every_program():
     """The larger program counts; where one was refused, all of it is the plan's own."""
     planned = full("v5p:4x4x4")
     best = candidates(planned)[0]
-    took = dict(flops=1.0, traffic=1.0, collective_bytes={}, unknown_loops=0, collectives={}, heaviest=[])
+    took = {key: {} for key in ("collectives", "collective_bytes", "hidden_collectives")}
+    took |= dict(flops=1.0, traffic=1.0, unknown_loops=0, heaviest=[])
     decode = took | dict(arguments=7e10, temporaries=1e9, fresh_outputs=2e8, code=3e7)
     prefill = took | dict(arguments=6e10, temporaries=5e9, fresh_outputs=1e8, code=2e7)
     found = as_dict(planned, best, [best], {"decode": decode, "prefill": prefill})["memory"]
@@ -458,6 +461,54 @@ def test_a_loop_counts_as_often_as_the_compiler_says():
     known = 'body=%body, backend_config={"known_induction_variable":{"tuple_index":"0"},"known_trip_count":{"n":"7"}}'
     counts = hlo.count(PROGRAM.replace("direction=LT", "direction=NE").replace("body=%body", known))
     assert counts.unknown_loops == 0 and counts.collectives["all-reduce"] == 7
+
+
+def test_a_branch_counts_as_often_as_the_program_says():
+    """One that runs rarely does not, and one that each of four devices takes in turn by a quarter."""
+
+    def run(x, w, is_rare):
+        with on_one_device_of(4):
+            x = jax.lax.cond(is_rare, lambda: x @ w, lambda: x)
+
+        def exact():
+            with rarely():
+                return jnp.sin(x @ w @ w)
+
+        return jax.lax.cond(is_rare, exact, lambda: jnp.sin(x))
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 64), (64, 64))]
+    compiled = jax.jit(run).lower(*arrays, jax.ShapeDtypeStruct((), bool)).compile(QUICK)
+    product = 2 * 8 * 64 * 64
+    assert hlo.count(compiled.as_text()).flops == product / 4
+    assert sum(hlo.products(compiled.as_text()).values()) == product / 4
+
+
+def test_a_kernel_counts_by_its_own_estimate():
+    """As libtpu 0.0.42 writes it; without one, all that the kernel may read from."""
+    call = '%k = f32[4]{0} custom-call(%e0), custom_call_target="tpu_custom_call"'
+    config = (
+        ', backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"70","transcendentals":"0",'
+    )
+    config += '"bytes_accessed":"900"},"serialization_format":"1"}}'
+    without, counts = (hlo.count(PROGRAM.replace("  ROOT %z", f"  {call}{x}\n  ROOT %z")) for x in ("", config))
+    before = hlo.count(PROGRAM)
+    assert without.traffic - before.traffic == 8 + 16
+    assert (counts.traffic - before.traffic, counts.flops - before.flops) == (900, 70)
+
+
+def test_a_collective_is_hidden_where_a_product_stands_before_its_end():
+    """In the order of the schedule; one that was awaited before hides nothing."""
+    begin, end = (
+        f"  %{name} = (f32[4,8]{{1,0}}, f32[4,8]{{1,0}}) all-to-all-{op}({of})\n"
+        for name, op, of in (("s", "start", "%x"), ("e", "done", "%s"))
+    )
+    product = next(line for line in PROGRAM.splitlines(True) if "%d = " in line)
+    for lines, hidden in ((begin + product + end, 5), (begin + end + product, 0), (product + begin + end, 0)):
+        program = PROGRAM.replace(product, lines)
+        counts = hlo.count(program)
+        assert counts.collectives["all-to-all"] == 5 and counts.hidden_collectives["all-to-all"] == hidden
+        exchanged = {each.kind: each.is_hidden for each in hlo.collectives(program)}
+        assert exchanged == {"all-to-all": hidden > 0, "all-reduce": False, "all-gather": False}
 
 
 # The compiler

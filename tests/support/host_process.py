@@ -80,6 +80,20 @@ def made(settings: Mapping[str, Any], mesh: str | None):
     return engines.engine(model, **settings)
 
 
+def training_state(model, step: int):
+    """Return a state of a training run in which every array differs from what a run begins with."""
+    import jax
+
+    from m3jax.train.step import init_state, make_optimizer
+
+    leaves, structure = jax.tree.flatten(init_state(model, make_optimizer(lambda _: 1e-3)))
+    moved = jax.jit(
+        lambda leaves: [(x + (i + step)).astype(x.dtype) for i, x in enumerate(leaves)],
+        out_shardings=[x.sharding for x in leaves],
+    )
+    return jax.tree.unflatten(structure, moved(leaves))
+
+
 def run(channel, process_id: int, folder: Path, when: str) -> None:
     """Do all of a process's work."""
     import jax
@@ -88,12 +102,18 @@ def run(channel, process_id: int, folder: Path, when: str) -> None:
     from m3jax.checkpoint import load_with_report, save_orbax
     from m3jax.hosts.follow import led
     from m3jax.parallel import parse_mesh, read
+    from m3jax.train.keeping import keep, restored, states_in
 
     report = {}
     model, loaded = load_with_report(folder / "hub", "float32", parse_mesh("expert=2,tensor=2"), progress=False)
     report["bytes"] = {str(device): size for device, size in loaded.bytes_read.items()}
     report["held"] = sum(float(np.abs(x).sum(dtype=np.float64)) for x in read(jax.tree.leaves(model)))
     save_orbax(model, folder / "orbax")
+    with states_in(folder / "run of two") as keeper:
+        keep(keeper, 3, training_state(model, 3))
+    with states_in(folder / "run of one") as keeper:
+        state = restored(keeper, training_state(model, 0))
+    report["state"] = [float(np.abs(x).sum(dtype=np.float64)) for x in read(jax.tree.leaves(state))]
     for name, (mesh, settings) in ENGINES.items():
         with quick(), led(made(settings, mesh), channel) as engine:
             if engine is None:

@@ -5,7 +5,15 @@
 FLOORS = (
     ("m3jax.interrupts", "m3jax.messages", "pallas_kernels"),
     (
-        *("m3jax.arrays", "m3jax.assets", "m3jax.compile_cache", "m3jax.config_keys", "m3jax.console", "m3jax.files"),
+        *(
+            "m3jax.arrays",
+            "m3jax.assets",
+            "m3jax.branches",
+            "m3jax.compile_cache",
+            "m3jax.config_keys",
+            "m3jax.console",
+            "m3jax.files",
+        ),
         *("m3jax.make", "m3jax.parallel", "m3jax.platform", "m3jax.ranges"),
     ),
     ("m3jax.config", "m3jax.mxfp8", "m3jax.numerics", "m3jax.progress", "m3jax.text", "m3jax.tiles"),
@@ -28,7 +36,10 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # Rooms and modules that know less than their floor would let them: all that each may import of the house.
 ALL_THEY_KNOW = {
-    **dict.fromkeys(("m3jax.arrays", "m3jax.assets", "m3jax.compile_cache", "m3jax.interrupts", "m3jax.messages"), ()),
+    **dict.fromkeys(
+        ("m3jax.arrays", "m3jax.assets", "m3jax.branches", "m3jax.compile_cache", "m3jax.interrupts", "m3jax.messages"),
+        (),
+    ),
     **dict.fromkeys(("m3jax.make", "m3jax.mxfp8", "m3jax.parallel", "m3jax.platform"), ()),
     "m3jax.config": ("m3jax.config_keys", "m3jax.files", "m3jax.messages"),
     # Token ids in, token ids out: neither text nor folders; of files the bytes of tensors alone, of pictures their

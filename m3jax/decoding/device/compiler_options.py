@@ -30,9 +30,13 @@ CPU_DECODE_OPTIONS = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE",
 }
 
+# A TPU goes on with other work while devices exchange tokens with their experts: libtpu's own default is to wait.
+TPU_PREFILL_OPTIONS = {"xla_tpu_enable_async_all_to_all": True}
+
 # By (program, platform, mode); what is not here is compiled with XLA's own defaults. On a CPU prompts and steps of an
 # invariant model have one set of options, XLA's, since both are to give a token the same bits.
 OPTIONS: dict[tuple[str, str, Mode], Options] = {
+    **{("prefill", "tpu", mode): TPU_PREFILL_OPTIONS for mode in ("narrow", "wide", "invariant")},
     **{("prefill", "cpu", mode): CPU_PREFILL_OPTIONS for mode in ("narrow", "wide")},
     **{("decode", "cpu", mode): CPU_DECODE_OPTIONS for mode in ("narrow", "wide")},
     # XLA times its ways to compute a product for steps with narrow weights alone: nothing bounds those but how fast

@@ -26,6 +26,7 @@ from pallas_kernels.mosaic_common import (
     dot_nt,
     each_page,
     flat_finder,
+    kernel_cost,
     locate,
     pad_steps,
 )
@@ -135,6 +136,12 @@ def _walk_rows(
     finder = flat_finder(index_k, slice(None))
     # A core takes every cores-th step: late tiles have the most keys.
     at_step = lambda core, i, *_: (i * chip.cores + core, 0, 0)
+    operands = finder, pad_steps(stops, steps), lanes_q, lanes_own
+    outputs = [
+        jax.ShapeDtypeStruct((steps, sizes.top_k, sizes.width), dtype)
+        for dtype in (jnp.int32, jnp.float32)[: 1 + sizes.return_keys]
+    ]
+    walked = batch * tiles * num_walked
     chosen = pl.pallas_call(
         partial(_kernel, sizes=sizes, tiles=tiles, batch=batch),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -155,14 +162,15 @@ def _walk_rows(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((steps, sizes.top_k, sizes.width), dtype)
-            for dtype in (jnp.int32, jnp.float32)[: 1 + sizes.return_keys]
-        ],
+        out_shape=outputs,
         compiler_params=chip.compiler_params("parallel", "arbitrary"),
+        cost_estimate=kernel_cost(
+            operands, outputs, copied=walked * index_k.page_bytes,
+            products=2 * walked * index_k.block_size * sizes.fold_lanes * width,
+        ),
         interpret=interpret,
         name=name,
-    )(finder, pad_steps(stops, steps), lanes_q, lanes_own, index_k.pool)
+    )(*operands, index_k.pool)  # fmt: skip
 
     def by_query(x):
         x = x[: batch * tiles, :, : sizes.pairs].reshape(batch, tiles, sizes.top_k, sizes.tokens, heads)

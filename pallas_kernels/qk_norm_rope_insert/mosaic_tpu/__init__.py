@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Interpret, Limits
-from pallas_kernels.mosaic_common import INTERPRETERS, SUBLANES, Chip, check_tiles, dot_tn
+from pallas_kernels.mosaic_common import INTERPRETERS, SUBLANES, Chip, check_tiles, dot_tn, kernel_cost
 from pallas_kernels.numbers import E4M3_MAX
 from pallas_kernels.pages import Pages, seen_positions
 from pallas_kernels.qk_norm_rope_insert import Projected, Written
@@ -160,6 +160,10 @@ def _insert(
         slots=pltpu.VMEM((_UNITS, window, width), jnp.float32),
         units=pltpu.VMEM((_UNITS, heads, unit, width), stored),
     )
+    # A row's tokens follow each other. A unit comes with its window of tokens and of slots, and goes back.
+    touched = positions.shape[0] * ((length + 2 * unit - 2) // unit) / pages.num_devices
+    of_unit = 2 * heads * unit * width * stored.itemsize + 4 * (heads + 1) * window * width
+    cost = kernel_cost(lists, [], copied=touched * of_unit, products=2 * touched * (heads + 1) * unit * window * width)
     return pl.pallas_call(
         partial(_insert_kernel, unit=unit, heads=heads, head_stride=pages.head_stride),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -172,6 +176,7 @@ def _insert(
         out_shape=jax.ShapeDtypeStruct(pages.pool.shape, stored),
         input_output_aliases={len(lists) + 2: 0},
         compiler_params=chip.compiler_params("arbitrary"),
+        cost_estimate=cost,
         interpret=interpret,
         name="insert",
     )(lists, x, slots, pages.pool)

@@ -27,6 +27,7 @@ from pallas_kernels.mosaic_common import (
     dot_nt,
     each_page,
     flat_finder,
+    kernel_cost,
     locate,
     natural_lse,
     pad_steps,
@@ -159,6 +160,12 @@ def _attend_rows(
         total=pltpu.VMEM((sizes.group, 1), jnp.float32),
     )
     first_row = 0 if k.table is not None else rows.start
+    operands = lists, grouped, factors
+    outputs = [
+        jax.ShapeDtypeStruct((steps, sizes.group, width), q.dtype),
+        jax.ShapeDtypeStruct((steps, sizes.group, 1), jnp.float32),
+    ]
+    read = count * min(blocks.shape[-1] / k.num_devices, k.num_blocks)  # of devices, the average one's slots
     out, lse = pl.pallas_call(
         partial(_kernel, sizes=sizes, first_row=first_row, tokens=batch * length),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -173,14 +180,15 @@ def _attend_rows(
             out_specs=[pl.BlockSpec((1, sizes.group, width), at_step), pl.BlockSpec((1, sizes.group, 1), at_step)],
             scratch_shapes=[buffer, buffer, state, pltpu.SemaphoreType.DMA((2, 2))],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((steps, sizes.group, width), q.dtype),
-            jax.ShapeDtypeStruct((steps, sizes.group, 1), jnp.float32),
-        ],
+        out_shape=outputs,
         compiler_params=chip.compiler_params("parallel", "arbitrary"),
+        cost_estimate=kernel_cost(
+            operands, outputs, copied=2 * read * k.page_bytes,
+            products=4 * count * sizes.pieces * sizes.slots * k.block_size * sizes.group * width,
+        ),
         interpret=interpret,
         name="sparse_decode",
-    )(lists, grouped, factors, k.pool, v.pool)
+    )(*operands, k.pool, v.pool)  # fmt: skip
     return out[:count].reshape(batch, length, heads, width), lse[:count].reshape(batch, length, heads)
 
 

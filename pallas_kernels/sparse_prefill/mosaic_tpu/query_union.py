@@ -18,11 +18,12 @@ from pallas_kernels.backends import Interpret
 from pallas_kernels.mosaic_common import (
     PREFETCHED,
     Chip,
+    clean_behind,
     divisor,
-    dot_nt,
-    dot_tn,
     each_page,
     flat_finder,
+    fold_block,
+    kernel_cost,
     locate,
     natural_lse,
     pad_steps,
@@ -138,6 +139,15 @@ def _attend_rows(
     buffers = pltpu.VMEM((_BUFFERS, *k.pool.shape[1:]), k.pool.dtype)
     out_tokens = padded + sizes.tokens * (steps > count)
     first_row = 0 if k.table is not None else rows.start
+    operands = flat_finder(k, rows), lists, lists, factors, chosen, lane_positions, grouped
+    outputs = [
+        jax.ShapeDtypeStruct((batch, out_tokens, *grouped.shape[2:]), q.dtype),
+        jax.ShapeDtypeStruct((steps, 1, sizes.lanes), jnp.float32),
+    ]
+    # A tile's positions are read again for each KV head.
+    read_once = *operands, *[lane_positions] * (sizes.kv_heads - 1)
+    # Each query of a tile may choose blocks of its own; a device has its part of them, and no more than it holds.
+    walked = count * min(sizes.tokens * sizes.slots / k.num_devices, k.num_blocks)
     out, lse = pl.pallas_call(
         partial(_kernel, sizes=sizes, row_of=row_of, first_row=first_row, count=count),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -162,14 +172,15 @@ def _attend_rows(
                 pltpu.SemaphoreType.DMA((_BUFFERS,)),
             ],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, out_tokens, *grouped.shape[2:]), q.dtype),
-            jax.ShapeDtypeStruct((steps, 1, sizes.lanes), jnp.float32),
-        ],
+        out_shape=outputs,
         compiler_params=chip.compiler_params("parallel", "arbitrary"),
+        cost_estimate=kernel_cost(
+            read_once, outputs, copied=2 * walked * k.page_bytes,
+            products=4 * walked * k.block_size * sizes.lanes * width,
+        ),
         interpret=interpret,
         name="query_union",
-    )(flat_finder(k, rows), lists, lists, factors, chosen, lane_positions, grouped, k.pool, v.pool)
+    )(*operands, k.pool, v.pool)  # fmt: skip
     lse = lse[:count].reshape(batch, sizes.kv_heads, padded, sizes.group).swapaxes(1, 2)  # [B T K G]
     out = out[:, : sizes.length].reshape(batch, sizes.length, sizes.heads, width)
     return out, lse[:, : sizes.length].reshape(batch, sizes.length, sizes.heads)
@@ -240,23 +251,16 @@ def _kernel(
     q, position, chosen = q_ref[0, :, 0].reshape(sizes.lanes, -1), positions_ref[0], chosen_ref[0]
     scale = sizes.width**-0.5 * factors_ref[0, step // sizes.tiles % sizes.kv_heads]
     values_ref[...] = jnp.zeros(values_ref.shape, jnp.float32)
-    key = jax.lax.broadcasted_iota(jnp.int32, (sizes.block_size, 1), 0)
 
     def take_entry(entry, state):
-        top, total = state
         slot, coming = (base + entry) % _BUFFERS, entry + ahead
         start_entries(list_ref, step, coming, coming + 1, base)
         start_next_step(jnp.maximum(coming - entries, 0), coming - entries + 1)
         block, seen = copy_entry(list_ref, step, entry, slot, "wait")
-        _clean(v_buffers.at[slot], seen)
+        clean_behind(v_buffers.at[slot], seen)
         is_wanted = jnp.max((chosen == block).astype(jnp.int32), axis=0, keepdims=True) > 0
         last_key = jnp.where(is_wanted & (seen > 0), position - block * sizes.block_size, -1)  # [1 lanes]
-        scores = dot_nt(k_buffers[slot].astype(q.dtype), q) * scale  # [P lanes]
-        scores = jnp.where(key <= last_key, scores, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=0, keepdims=True))
-        weights, fade = jnp.exp(scores - new_top), jnp.exp(top - new_top)
-        values_ref[...] = values_ref[...] * fade + dot_tn(v_buffers[slot].astype(q.dtype), weights.astype(q.dtype))
-        return new_top, total * fade + jnp.sum(weights, axis=0, keepdims=True)
+        return fold_block(q, k_buffers[slot], v_buffers[slot], last_key, scale, state, values_ref)
 
     nothing = jnp.full((1, sizes.lanes), UNSEEN, jnp.float32), jnp.zeros((1, sizes.lanes), jnp.float32)
     top, total = jax.lax.fori_loop(0, entries, take_entry, nothing)
@@ -264,13 +268,3 @@ def _kernel(
     out = values_ref[...] * (factors_ref[1, step // sizes.tiles % sizes.kv_heads] / total)  # [H lanes]
     out_ref[0, :, 0] = out.T.reshape(sizes.tokens, sizes.group, sizes.width).astype(out_ref.dtype)
     lse_ref[0] = natural_lse(top, is_seen, total)
-
-
-def _clean(v_ref, seen: Int[Array, ""]) -> None:
-    """Zero what lies behind the first `seen` tokens of a block: it may hold anything, and 0 x NaN is NaN."""
-    size = v_ref.shape[0]
-
-    @pl.when(seen < size)
-    def _():
-        buffer_row = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-        v_ref[...] = jnp.where(buffer_row < seen, v_ref[...].astype(jnp.float32), 0.0).astype(v_ref.dtype)
