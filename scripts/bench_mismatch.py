@@ -9,7 +9,8 @@ support of each draw. A trainer reads the same tokens with the same weights: wit
 all, and both in the invariant mode. Figures are those of `m3jax.train.policy.mismatch`; a line for truncated importance
 sampling says what its weights are. A choice is of one layer, or of one key head of a layer. The costs are times in one
 run, the best of some turns: of drawing with each record beside drawing without, and of reading with each replay beside
-reading without.
+reading without. stderr has each row as it is there, and what is compiled; the file of --json holds what there is so
+far, and lacks "costs" where a run was cut off.
 """
 
 import argparse
@@ -18,11 +19,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measuring.compiles import compiles_said
 
 import m3jax
 from m3jax.compile_cache import compile_cache
@@ -30,6 +34,7 @@ from m3jax.config import FULL, SPARSE, M3Config
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.model import M3, init
 from m3jax.train.policy import Correction, mismatch
+from m3jax.train.programs import jit_for_training
 from m3jax.train.rollouts import Episode, as_batch, read_logprobs, roll_out
 
 SHOWN = ("rollout_probs_diff_max", "rollout_probs_diff_mean", "kl", "k3_kl", "chi2_token", "ess")
@@ -48,14 +53,18 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--top-p", type=float, default=0.9)
     parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--no-costs", action="store_true", help="time nothing")
     args = parser.parse_args()
-    with compile_cache():
+
+    def keep(found: dict) -> None:
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    with compile_cache(), compiles_said():
         model = random_model() if args.model is None else m3jax.load(args.model, dtype="bfloat16", vision=False)
-        found = measure(model, args)
+        found = measure(model, args, keep)
     show(found)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def random_model() -> M3:
@@ -79,11 +88,17 @@ def random_model() -> M3:
         factor = next((factor for part, factor in wider.items() if part in name), 3.0 if "proj" in name else 1.0)
         return (leaf * factor).astype(leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(scaled, model)
+    return jax.jit(partial(jax.tree_util.tree_map_with_path, scaled))(model)
 
 
-def measure(model: M3, args: argparse.Namespace) -> dict:
-    """Return the figures of all ways, bytes and costs."""
+def measure(model: M3, args: argparse.Namespace, keep: Callable[[dict], None]) -> dict:
+    """Return the figures of all ways, bytes and costs.
+
+    Args:
+      model: of engine and trainer.
+      args: of the command line.
+      keep: is given what there is so far.
+    """
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, model.config.vocab_size, args.prompt_tokens).tolist() for _ in range(args.prompts)]
     size = model.config.index_block_size
@@ -98,7 +113,19 @@ def measure(model: M3, args: argparse.Namespace) -> dict:
         max_new_tokens=args.new_tokens, sampling=Sampling(**knobs), record=(*record, "drawn_logprobs")
     )
     draw = lambda engine, params: [one for group in roll_out(engine, prompts, params, args.answers) for one in group]
-    figures: dict[str, dict] = {}
+    found: dict[str, Any] = {
+        "model": f"{model.config.num_hidden_layers} layers, {model.config.num_experts_per_tok} of "
+        f"{model.config.num_local_experts} experts, {model.config.index_topk_blocks} blocks of {size}",
+        "device": f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16",
+        "rows": {},
+    }
+
+    def note(name: str, figures: dict[str, float]) -> None:
+        found["rows"][name] = figures
+        print(f"{name}: " + ", ".join(f"{column} {figures[column]:.3g}" for column in COLUMNS), file=sys.stderr,
+              flush=True)  # fmt: skip
+        keep(found)
+
     plain, knobs = {}, dict(top_p=args.top_p)
     for draws, of_draws in (("all tokens", plain), (f"top-p {args.top_p:g}", knobs)):
         episodes = draw(engine, ask(ALL, **of_draws))
@@ -113,32 +140,26 @@ def measure(model: M3, args: argparse.Namespace) -> dict:
         }
         for name, replay in ways.items():
             own = read_batch(model, batch, replay)
-            figures[f"{draws}: {name}"] = mismatch(batch["sampler"], own, batch["mask"])
-            if name == "nothing":
-                figures[f"{draws}: TIS"] = figures[f"{draws}: {name}"] | truncation(batch, own)
+            figures = mismatch(batch["sampler"], own, batch["mask"])
             note(f"{draws}: {name}", figures)
+            if name == "nothing":
+                note(f"{draws}: TIS", figures | truncation(batch, own))
         exact = as_batch(draw(invariant_engine, ask(ALL, **of_draws)), length, ALL)
         own = read_batch(model.with_invariance(), exact, (SUPPORT,) if of_draws else ())
-        figures[f"{draws}: invariant"] = mismatch(exact["sampler"], own, exact["mask"])
-        note(f"{draws}: invariant", figures)
+        note(f"{draws}: invariant", mismatch(exact["sampler"], own, exact["mask"]))
         if not of_draws:
             changed = swapped(model, episodes, length, size)
-    return {
-        "model": f"{model.config.num_hidden_layers} layers, {model.config.num_experts_per_tok} of "
-        f"{model.config.num_local_experts} experts, {model.config.index_topk_blocks} blocks of {size}",
-        "device": f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16",
+    found |= {
         "tokens": int(batch["mask"].sum()),
         "entropy": float(-batch["sampler"][batch["mask"]].mean()),
-        "rows": figures,
         "choices that the trainer makes in another way": changed,
         "bytes a token": bytes_of(episodes),
-        "costs": costs(engine, invariant_engine, model, batch, draw, ask, knobs),
     }
-
-
-def note(name: str, figures: dict[str, dict]) -> None:
-    """Say a figure as it is there: the tables come at the end."""
-    print(f"{name}: k3_kl {figures[name]['k3_kl']:.3g}", file=sys.stderr, flush=True)
+    keep(found)
+    if not args.no_costs:
+        found["costs"] = costs(engine, invariant_engine, model, batch, draw, ask, knobs)
+        keep(found)
+    return found
 
 
 def read_batch(model: M3, batch: dict, replay: tuple[str, ...]) -> np.ndarray:
@@ -161,7 +182,7 @@ def swapped(model: M3, episodes: list[Episode], length: int, size: int) -> dict[
     """Return the share of choices in which the trainer's own experts, or blocks, are others, and of tokens with one."""
     batch = as_batch(episodes, length, CHOICES)
     lengths = np.array([len(episode.tokens) for episode in episodes], np.int32)
-    read = jax.jit(lambda model, tokens, lengths: model.recorded(tokens, CHOICES, (), lengths=lengths)[2])
+    read = jit_for_training(lambda model, tokens, lengths: model.recorded(tokens, CHOICES, (), lengths=lengths)[2])
     own = read(model, jnp.asarray(batch["tokens"]), jnp.asarray(lengths))
     shares = {}
     for name in CHOICES:
@@ -229,7 +250,8 @@ def show(found: dict) -> None:
             text += f" mean weight {figures['weight_mean']:.4f}, {figures['weight_cut']:.2%} cut"
         print(text)
     for name in ("choices that the trainer makes in another way", "bytes a token", "costs"):
-        print(f"\n{name}: {json.dumps(found[name])}")
+        if name in found:
+            print(f"\n{name}: {json.dumps(found[name])}")
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ def in_turns(sides: dict[str, Callable[[], float]], turns: int, tokens: int) -> 
             if turn == 0:
                 print(f"{name}: loss {loss:.5f}; the first step took {seconds:.1f} s, and does not count", flush=True)
             else:
+                print(f"{name}: turn {turn} of {turns}: {seconds:.2f} s, {cpu:.2f} s of CPU", flush=True)
                 fastest[name], busy[name] = min(fastest[name], seconds), min(busy[name], cpu)
     for name, seconds in fastest.items():
         print(

@@ -8,10 +8,14 @@ M3's last dense layer and its first three sparse ones, with random weights, fewe
 and a smaller vocabulary: --vocab 200064 has all of M3's, whose head is then as large as all layers together. Rows are
 documents of one length, so that neither side pads; both compute in bfloat16, clip the gradient, take AdamW's step,
 leave the index branch as it is, and recompute nothing unless --remat says so. Each side is a process of its own, one
-after the other, so that each has all of the GPU's memory; the median step counts.
+after the other, so that each has all of the GPU's memory; the median step counts. The forward pass, whose program is
+the smaller one, is timed before the step. stderr has each program that is compiled and each step as they end, so that a
+run that is cut off has said how far it came.
 
-Peak is the arithmetic of the model (products of all weights that a token meets, of attention's visible keys, of index
-scores), without what is recomputed, over what the device is said to reach in bfloat16 (--peak).
+m3jax's products are cuBLAS's first choice, as `m3jax.train` has them; --tuned compiles with XLA's defaults, which times
+kernels for each product. Peak is the arithmetic of the model (products of all weights that a token meets, of
+attention's visible keys, of index scores), without what is recomputed, over what the device is said to reach in
+bfloat16 (--peak).
 """
 
 import argparse
@@ -22,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +50,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2, help="documents of a step (default: 2)")
     parser.add_argument("--steps", type=int, default=5, help="that are timed, behind two that are not (default: 5)")
     parser.add_argument("--remat", action="store_true", help="both sides recompute activations")
+    parser.add_argument("--tuned", action="store_true", help="m3jax: XLA times kernels for each product")
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the device (default: an H100's, 989)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
@@ -87,29 +93,57 @@ def in_child(side: str, words: list[str], args: argparse.Namespace) -> dict:
     on_host = args.device == "cpu" or side == "transformers"  # torch alone has the GPU then
     environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if on_host else {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"})
     command = [sys.executable, __file__, *words, "--in-this-process", side]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)  # stderr is passed on as it comes
     lines = run.stdout.strip().splitlines()
     if run.returncode or not lines:
-        return {"error": (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1][:300]}
+        return {"error": f"ended with {run.returncode}: see above"}
     return json.loads(lines[-1])
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """Return {"seconds", "first", "parameters", "gigabytes", "loss", "device"} of one side."""
+    """Return the figures of one side: {"seconds", "first", "losses", "forward", ...}."""
+    from measuring.compiles import compiles_said
+
     config = config_of(args)
     tokens = np.random.default_rng(0).integers(2, config.vocab_size, (args.rows, args.length)).astype(np.int32)
-    step, figures = (ours if args.in_this_process == "m3jax" else theirs)(config, tokens, args)
+    with compiles_said() if args.in_this_process == "m3jax" else nullcontext():
+        forward, step, figures = (ours if args.in_this_process == "m3jax" else theirs)(config, tokens, args)
+        passes, _ = in_turn(forward, "forward pass", args)
+        times, losses = in_turn(step, "step", args)
+    return {
+        "seconds": statistics.median(times[2:]), "first": times[0], "losses": losses,
+        "forward": statistics.median(passes[2:]), **figures(),
+    }  # fmt: skip
+
+
+def in_turn(call: Callable[[], float], name: str, args: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Call a function some times, say each on stderr, and return the seconds and what it returned.
+
+    The first call compiles, and the second may still grow the memory of an allocator: neither counts.
+
+    Args:
+      call: takes a step, or a pass, and returns its loss.
+      name: of what it does.
+      args: of the command line.
+    """
     times, losses = [], []
-    for _ in range(args.steps + 2):
+    for number in range(args.steps + 2):
         began = time.perf_counter()
-        losses.append(step())
+        losses.append(call())
         times.append(time.perf_counter() - began)
-    # The first one compiles, and the second may still grow the memory of an allocator.
-    return {"seconds": statistics.median(times[2:]), "first": times[0], "losses": losses, **figures()}
+        speed = f"{times[-1] * 1e3:.1f} ms, {tokens_of(args) / times[-1]:.0f} tokens/s"
+        line = f"{args.in_this_process}: {name} {number + 1}: {speed}, loss {losses[-1]:.4f}"
+        print(line, file=sys.stderr, flush=True)
+    return times, losses
 
 
-def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tuple[Callable, Callable]:
-    """Return m3jax's step, which gives the loss, and a function that gives its figures."""
+def tokens_of(args: argparse.Namespace) -> int:
+    """Return the tokens of a step."""
+    return args.rows * args.length
+
+
+def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tuple[Callable, Callable, Callable]:
+    """Return m3jax's forward pass and step, which give the loss, and a function that gives its figures."""
     import jax
     import jax.numpy as jnp
 
@@ -117,6 +151,7 @@ def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tupl
     from m3jax.train import lora
     from m3jax.train.accumulate import Accumulated
     from m3jax.train.conversations import Example
+    from m3jax.train.programs import jit_for_training
     from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings
     from m3jax.train.step import init_state, make_optimizer, train_step
 
@@ -136,10 +171,18 @@ def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tupl
     count = sum(x.size for x in jax.tree.leaves(model))
     del model  # the state, or the batch, has it
     loss_fn = Accumulated(loss, ROWS)
+    read_loss, take_step = jit_for_training(lambda model, batch: loss_fn(model, batch)[0]), train_step
+    if args.tuned:
+        read_loss = jax.jit(read_loss.__wrapped__)
+        statics = ("optimizer", "loss_fn", "balance_rate")
+        take_step = jax.jit(train_step.__wrapped__, static_argnames=statics, donate_argnames="state")
+
+    def forward() -> float:
+        return float(read_loss(state.model, {**batch, "step": state.step}))
 
     def step() -> float:
         nonlocal state
-        state, metrics = train_step(state, batch, optimizer=optimizer, loss_fn=loss_fn, balance_rate=0.0)
+        state, metrics = take_step(state, batch, optimizer=optimizer, loss_fn=loss_fn, balance_rate=0.0)
         return float(metrics["lm"])
 
     def figures() -> dict:
@@ -147,11 +190,11 @@ def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tupl
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
         return {"parameters": count, "gigabytes": peak / 1e9, "device": f"{device.device_kind}, jax {jax.__version__}"}
 
-    return step, figures
+    return forward, step, figures
 
 
-def theirs(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tuple[Callable, Callable]:
-    """Return transformers' step, which gives the loss, and a function that gives its figures."""
+def theirs(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tuple[Callable, Callable, Callable]:
+    """Return transformers' forward pass and step, which give the loss, and a function that gives its figures."""
     import torch
     import transformers
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLConfig
@@ -197,10 +240,17 @@ def theirs(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tu
     )
     ids = torch.from_numpy(tokens).long().to(args.device)
 
+    def read_loss() -> torch.Tensor:
+        with torch.autocast(args.device, torch.bfloat16, enabled=not args.lora):
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def forward() -> float:
+        with torch.no_grad():
+            return float(read_loss())
+
     def step() -> float:
         optimizer.zero_grad()
-        with torch.autocast(args.device, torch.bfloat16, enabled=not args.lora):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = read_loss()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -215,19 +265,20 @@ def theirs(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tu
             "device": f"{name}, torch {torch.__version__}, transformers {transformers.__version__}",
         }
 
-    return step, figures
+    return forward, step, figures
 
 
 def line_of(side: str, found: dict, args: argparse.Namespace, config: M3Config) -> str:
     """Return the line that is printed of one side."""
     if "error" in found:
         return f"{side:>14}: {found['error']}"
-    seconds, tokens = found["seconds"], args.rows * args.length
+    seconds, tokens = found["seconds"], tokens_of(args)
     share = flops(config, args.length, bool(args.lora)) * tokens / seconds / (args.peak * 1e12)
     return (
         f"{side:>14}: {seconds * 1e3:8.1f} ms a step, {tokens / seconds:8.0f} tokens/s, {share:.1%} of {args.peak:g} "
-        f"TFLOP/s, {found['gigabytes']:.1f} GB at most; {found['parameters'] / 1e9:.2f}B parameters, loss "
-        f"{found['losses'][0]:.3f} to {found['losses'][-1]:.3f}; first step {found['first']:.0f} s; {found['device']}"
+        f"TFLOP/s, forward pass {found['forward'] * 1e3:.1f} ms, {found['gigabytes']:.1f} GB at most; "
+        f"{found['parameters'] / 1e9:.2f}B parameters, loss {found['losses'][0]:.3f} to {found['losses'][-1]:.3f}; "
+        f"first step {found['first']:.0f} s; {found['device']}"
     )
 
 

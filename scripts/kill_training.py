@@ -56,22 +56,28 @@ def main() -> int:
     if in_child(partial(train, whole, args.steps), None) != 0:
         raise SystemExit("the undisturbed run failed")
     seconds, draw, kills = time.perf_counter() - began, np.random.default_rng(args.seed), 0
-    killed = args.out / "killed"
+    say = lambda text: print(f"{time.perf_counter() - began:5.0f} s: {text}", flush=True)
+    say(f"{len(column(whole, 'loss'))} steps undisturbed")
+    whole_seconds, number, differences = seconds, 1, set()
     while True:
+        killed = args.out / f"killed-{number}"
         # From the beginning of a process, before its first step, to about its end.
-        moment = draw.uniform(0.2, 1.0) * seconds if kills < args.kills else None
+        moment = draw.uniform(0.2, 1.0) * whole_seconds if kills < args.kills else None
         status = in_child(partial(train, killed, args.steps), moment)
         if status == -signal.SIGKILL:
             kills += 1
-        elif status != 0:
+            say(f"kill {kills} of {args.kills}, {moment:.1f} s after the start of {killed.name}")
+            continue
+        if status != 0:
             raise SystemExit(f"a run that was killed {kills} times cannot go on")
-        elif kills >= args.kills or moment is None:
+        other = [name for name in figures if column(killed, name) != column(whole, name)]
+        say(f"{killed.name} is done: {'other ' + ', '.join(other) if other else 'the same figures of all steps'}")
+        differences |= set(other)
+        if kills >= args.kills:
             break
-        else:  # it was done before its kill: begin a new one
-            killed = args.out / f"killed-{kills}"
-    differences = [name for name in figures if column(killed, name) != column(whole, name)]
-    found = f"other {', '.join(differences)}" if differences else "the same losses"
-    print(f"{kills} kills, {len(column(killed, 'loss'))} steps in {seconds:.0f} s undisturbed: {found}")
+        number += 1  # it was done before its kill: begin a new one
+    found = f"other {', '.join(sorted(differences))}" if differences else "the same losses"
+    print(f"{kills} kills, {len(column(killed, 'loss'))} steps in {whole_seconds:.0f} s undisturbed: {found}")
     return int(bool(differences))
 
 

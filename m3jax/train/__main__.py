@@ -14,6 +14,7 @@ from pathlib import Path
 from m3jax.console import Parser, run_command, run_program, say
 from m3jax.interrupts import raise_interrupts
 from m3jax.train.convert_command import convert_parser, run_convert
+from m3jax.train.options import add_options, check_options
 from m3jax.train.sft_command import merge_parser, run_merge, run_sft, sft_parser
 
 PROG = "m3jax.train"
@@ -45,12 +46,12 @@ def parser() -> Parser:
                  "sft learns from conversations, merge adds adapters to weights, and convert makes an MSA model of a "
                  "dense one: see sft --help, merge --help, convert --help.")  # fmt: skip
     out.add_argument("kind", choices=("grpo", "sft", "merge", "convert"))
-    out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded one)")
+    add_options(out, "--model")
     out.add_argument("--task", metavar="FILE", required=True, help="Python, with prompts() and reward(prompts, "
                      "completions, **columns)")  # fmt: skip
-    out.add_argument("--out", metavar="DIR", type=Path, required=True, help="of the states, and of the trained model")
-    out.add_argument("--steps", metavar="N", type=int, required=True, help="rounds of drawing and learning")
-    out.add_argument("--metrics", metavar="FILE", help="JSON lines, one a round (default: OUT/metrics.jsonl)")
+    add_options(out, "--out")
+    add_options(out, "--steps", help="rounds of drawing and learning")
+    add_options(out, "--metrics", help="JSON lines, one a round (default: OUT/metrics.jsonl)")
     sizes = out.add_argument_group("a round")
     sizes.add_argument("--prompts", metavar="N", type=int, default=8, help="default: 8")
     sizes.add_argument("--answers", metavar="N", type=int, default=8, help="to each prompt (default: 8)")
@@ -66,9 +67,7 @@ def parser() -> Parser:
                        "(default: 1)")  # fmt: skip
     sizes.add_argument("--rows", metavar="N", type=int, help="answers drawn side by side (default: all of a round)")
     learning = out.add_argument_group("learning")
-    learning.add_argument("--learning-rate", metavar="X", type=float, default=1e-5, help="default: 1e-5")
-    learning.add_argument("--warmup-steps", metavar="N", type=int, default=0, help="default: 0")
-    learning.add_argument("--weight-decay", metavar="X", type=float, default=0.0, help="default: 0")
+    add_options(learning, "--learning-rate", "--warmup-steps", "--weight-decay")
     learning.add_argument("--baseline", choices=("grpo", "dr_grpo", "rloo"), default="grpo", help="default: grpo")
     learning.add_argument("--ratio", choices=("token", "sequence"), default="token", help="sequence is GSPO (default: "
                           "token)")  # fmt: skip
@@ -85,15 +84,16 @@ def parser() -> Parser:
                           "truncated at 2")  # fmt: skip
     learning.add_argument("--reject", metavar="LEVEL,K,NATS", type=_reject, help="leave out each token or sequence "
                           "whose divergence of trainer and engine, k1 or k3, is above NATS: token,k3,0.1")  # fmt: skip
-    learning.add_argument("--seed", metavar="N", type=int, default=0, help="default: 0")
+    add_options(learning, "--seed")
     ways = out.add_argument_group("how it is computed")
-    ways.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of engine and trainer; "
-                      "master weights are float32 (default: float32)")  # fmt: skip
+    of_dtype = "of engine and trainer; master weights are float32 (default: float32)"
+    add_options(ways, "--dtype", default="float32", help=of_dtype)
     ways.add_argument("--replay", metavar="NAMES", default="", help="of experts, blocks and support, with commas: "
                       "what the trainer takes from the engine's records")  # fmt: skip
     ways.add_argument("--invariant", action="store_true", help="engine and trainer compute the same bits; the run "
                       "ends where they do not")  # fmt: skip
     ways.add_argument("--remat", action="store_true", help="recompute activations: less memory, slower")
+    add_options(ways, "--save-every", default=10, help="rounds after which the state is kept (default: 10)")
     ways.add_argument("--reward-seconds", metavar="S", type=float, default=60.0, help="that one call of reward() may "
                       "take (default: 60)")  # fmt: skip
     return out
@@ -108,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.kind != "grpo":
         raise ValueError(f"{args.kind}: write it before all other arguments")
+    check_options(args)
     names = [name for name in args.replay.split(",") if name]
     if unknown := [name for name in names if name not in REPLAY]:
         raise ValueError(f"--replay {unknown[0]}: choose of {', '.join(REPLAY)}")
@@ -136,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         epochs=args.epochs, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps,
         weight_decay=args.weight_decay, baseline=args.baseline, loss=loss, replay=tuple(REPLAY[name] for name in names),
         sampling=sampling, old=args.old, turns=args.turns, tool_tokens=args.tool_tokens, invariant=args.invariant,
-        compute_dtype=args.dtype, remat=args.remat, rows=args.rows, seed=args.seed,
+        compute_dtype=args.dtype, remat=args.remat, rows=args.rows, save_every=args.save_every, seed=args.seed,
     )  # fmt: skip
     folder = embedded_path() if args.model is None else Path(args.model)
     tokenizer = Tokenizer.from_pretrained(folder)

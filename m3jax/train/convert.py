@@ -25,6 +25,7 @@ from m3jax.train.conversations import Example
 from m3jax.train.dense import index_weights, with_index_weights
 from m3jax.train.losses import mean_attention
 from m3jax.train.packing import PackedPages, pack, packed_row, slots_of
+from m3jax.train.programs import jit_for_training
 from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings, drawn_offset, fine_tune, index_losses
 from m3jax.train.sft import token_losses as losses_of_tokens
 from m3jax.train.step import TrainState, cast_weights, check_trainable, init_state, make_optimizer
@@ -221,7 +222,7 @@ def _in_rows(documents: Sequence[Example], length: int, rows: int, block_size: i
         yield {name: np.stack([row[name] for row in packed[start : start + rows]]) for name in ROWS}
 
 
-@partial(jax.jit, static_argnames="compute_dtype")
+@partial(jit_for_training, static_argnames="compute_dtype")
 def _measures(model: M3, batch: Mapping[str, Array], compute_dtype: str) -> dict[str, Array]:
     """Return sums over a batch: "dense" and "sparse" losses of "targets", "caught" and "window" [L] of "queries"."""
     model = cast_weights(model, compute_dtype).with_training_paths(PackedPages, "auto")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from m3jax.console import Parser, say
 from m3jax.interrupts import raise_interrupts
+from m3jax.train.options import add_options, check_options
 
 
 def convert_parser(prog: str) -> Parser:
@@ -18,11 +19,11 @@ def convert_parser(prog: str) -> Parser:
     """
     out = Parser(prog, "Convert a dense model with grouped-query attention (Qwen3) to MiniMax Sparse Attention: its "
                  "index branch is added and trained, and blocks are selected.")  # fmt: skip
-    out.add_argument("--model", metavar="DIR", required=True, help="a Qwen3 in the hub's layout")
+    add_options(out, "--model", required=True, help="a Qwen3 in the hub's layout")
     out.add_argument("--data", metavar="FILE", required=True, help='JSON lines of {"text": ...} or {"tokens": [...]}')
-    out.add_argument("--out", metavar="DIR", type=Path, required=True, help="of the states, and of the MSA model")
-    out.add_argument("--steps", metavar="N", type=int, required=True, help="of the optimiser, in both phases together")
-    out.add_argument("--metrics", metavar="FILE", help="JSON lines, one a step (default: OUT/metrics.jsonl)")
+    add_options(out, "--out", help="of the states, and of the MSA model")
+    add_options(out, "--steps", help="of the optimiser, in both phases together")
+    add_options(out, "--metrics")
     shape = out.add_argument_group("selection")
     shape.add_argument("--block-size", metavar="P", type=int, default=128, help="tokens of a block (default: 128)")
     shape.add_argument("--topk-blocks", metavar="J", type=int, default=16, help="that a query keeps (default: 16)")
@@ -32,17 +33,14 @@ def convert_parser(prog: str) -> Parser:
     sizes = out.add_argument_group("a step")
     sizes.add_argument("--length", metavar="N", type=int, help="tokens of a row, into which documents are "
                        "packed; a longer one is learnt in pieces (default: 8 J P, at most the context)")  # fmt: skip
-    sizes.add_argument("--rows", metavar="N", type=int, default=1, help="rows of a micro-batch (default: 1)")
-    sizes.add_argument("--accumulate", metavar="N", type=int, default=1, help="micro-batches of a step (default: 1)")
+    add_options(sizes, "--rows", "--accumulate")
     learning = out.add_argument_group("learning")
     learning.add_argument("--warm-up-steps", metavar="N", type=int, help="of --steps, in which the index branch alone "
                           "learns, from dense attention (default: a quarter)")  # fmt: skip
     learning.add_argument("--index-rate", metavar="X", type=float, default=1e-3, help="learning rate of the warm-up "
                           "(default: 1e-3)")  # fmt: skip
-    learning.add_argument("--learning-rate", metavar="X", type=float, default=1e-5, help="of the phase with selection "
-                          "(default: 1e-5)")  # fmt: skip
-    learning.add_argument("--weight-decay", metavar="X", type=float, default=0.0, help="default: 0")
-    learning.add_argument("--clip-norm", metavar="X", type=float, default=1.0, help="of the gradient (default: 1)")
+    add_options(learning, "--learning-rate", help="of the phase with selection (default: 1e-5)")
+    add_options(learning, "--weight-decay", "--clip-norm")
     index = learning.add_mutually_exclusive_group()
     index.add_argument("--index-loss", metavar="X", type=float, default=1.0, help="weight of the index branch's loss "
                        "in the phase with selection (default: 1)")  # fmt: skip
@@ -50,14 +48,10 @@ def convert_parser(prog: str) -> Parser:
                        "the bit")  # fmt: skip
     learning.add_argument("--held-out", metavar="N", type=int, help="last documents that are measured and not learnt "
                           "(default: a twentieth, at least 1)")  # fmt: skip
-    learning.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of the documents, and of an "
-                          "index branch that begins at random (default: 0)")  # fmt: skip
+    of_seed = "of the order of the documents, and of an index branch that begins at random (default: 0)"
+    add_options(learning, "--seed", help=of_seed)
     ways = out.add_argument_group("how it is computed")
-    ways.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations "
-                      "in a pass; what is trained is float32 (default: bfloat16)")  # fmt: skip
-    ways.add_argument("--no-remat", action="store_true", help="keep activations: more memory, faster")
-    ways.add_argument("--save-every", metavar="N", type=int, default=100, help="steps after which the state is kept "
-                      "(default: 100)")  # fmt: skip
+    add_options(ways, "--dtype", "--no-remat", "--save-every")
     return out
 
 
@@ -70,8 +64,7 @@ def run_convert(args: argparse.Namespace) -> int:
     """
     if not Path(args.data).is_file():
         raise ValueError(f"--data {args.data}: no such file")
-    if args.save_every < 1:
-        raise ValueError(f"--save-every {args.save_every}: must be at least 1")
+    check_options(args)
     if args.steps < 2:
         raise ValueError(f"--steps {args.steps}: must be at least 2, one for each phase")
     warm_up_steps = max(1, args.steps // 4) if args.warm_up_steps is None else args.warm_up_steps

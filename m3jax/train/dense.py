@@ -30,7 +30,7 @@ MODEL_TYPE = "qwen3"
 INDEX = ".index_"  # in the names of the index branch's parameters, and in no others
 
 # What an M3 cannot be made of, and why not.
-_NO_QK_NORM = "its queries and keys have no norm, and M3's have one of each head"
+_NO_QK_NORM = "its queries and keys have no norm, and no weights that training can move undo M3's norm of each head"
 _OTHERS = {
     "llama": _NO_QK_NORM,
     "mistral": _NO_QK_NORM,

@@ -15,6 +15,7 @@ from m3jax.model import M3
 from m3jax.model.eagle3 import Eagle3
 from m3jax.numerics import einsum
 from m3jax.progress import activity
+from m3jax.train.programs import jit_for_training
 
 STEP_WEIGHT = 0.8  # of a draft step's loss, relative to the step before
 
@@ -144,7 +145,7 @@ def init_draft_state(draft: Eagle3, optimizer: optax.GradientTransformation) -> 
     return DraftState(jnp.int32(0), draft, optimizer.init(draft))
 
 
-@partial(jax.jit, static_argnames=("optimizer", "steps", "dtype"), donate_argnames="state")
+@partial(jit_for_training, static_argnames=("optimizer", "steps", "dtype"), donate_argnames="state")
 def draft_train_step(
     state: DraftState,
     model: M3,

@@ -15,6 +15,7 @@ from m3jax.decoding.protocols import CHOICES, DRAWN_LOGPROBS, SUPPORT
 from m3jax.model import M3, Choices
 from m3jax.train.losses import token_logprobs
 from m3jax.train.policy import PolicyLoss
+from m3jax.train.programs import jit_for_training
 from m3jax.train.step import cast_weights, check_trainable
 
 
@@ -202,7 +203,7 @@ def as_batch(episodes: Sequence[Episode], length: int, replay: Sequence[str] = (
     return out | ({"choices": Choices(**replayed)} if replayed else {})
 
 
-@partial(jax.jit, static_argnames=("compute_dtype", "temperature"))
+@partial(jit_for_training, static_argnames=("compute_dtype", "temperature"))
 def read_logprobs(
     model: M3,
     tokens: Int32[Array, "B T"],

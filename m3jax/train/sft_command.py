@@ -8,8 +8,7 @@ from pathlib import Path
 from m3jax.console import Parser, say
 from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
-
-DTYPES = ("bfloat16", "float32")
+from m3jax.train.options import add_options, check_options
 
 
 def sft_parser(prog: str) -> Parser:
@@ -19,45 +18,34 @@ def sft_parser(prog: str) -> Parser:
       prog: the program's name.
     """
     out = Parser(prog, "Fine-tune a model on conversations: it learns to write what the assistant wrote in them.")
-    out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded one)")
+    add_options(out, "--model", "--out", "--steps", "--metrics")
     out.add_argument("--data", metavar="FILE", required=True, help='JSON lines of {"messages": [...]}, with "tools" '
                      'and "thinking_mode" where a conversation has them')  # fmt: skip
-    out.add_argument("--out", metavar="DIR", type=Path, required=True, help="of the states, and of what was trained")
-    out.add_argument("--steps", metavar="N", type=int, required=True, help="of the optimiser")
-    out.add_argument("--metrics", metavar="FILE", help="JSON lines, one a step (default: OUT/metrics.jsonl)")
     out.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard's events too; needs tensorboardX")
     sizes = out.add_argument_group("a step")
     sizes.add_argument("--length", metavar="N", type=int, help="tokens of a row, into which conversations are packed "
                        "(default: the longest conversation's, at least 1024)")  # fmt: skip
-    sizes.add_argument("--rows", metavar="N", type=int, default=1, help="rows of a micro-batch (default: 1)")
-    sizes.add_argument("--accumulate", metavar="N", type=int, default=1, help="micro-batches of a step (default: 1)")
+    add_options(sizes, "--rows", "--accumulate")
     learning = out.add_argument_group("learning")
-    learning.add_argument("--learning-rate", metavar="X", type=float, default=1e-5, help="default: 1e-5")
+    add_options(learning, "--learning-rate", "--warmup-steps", "--weight-decay", "--clip-norm")
     learning.add_argument("--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="of the "
                           "learning rate behind the warm-up (default: cosine)")  # fmt: skip
-    learning.add_argument("--warmup-steps", metavar="N", type=int, default=0, help="default: 0")
     learning.add_argument("--end-rate", metavar="X", type=float, default=0.0, help="of the last step (default: 0)")
-    learning.add_argument("--weight-decay", metavar="X", type=float, default=0.0, help="default: 0")
-    learning.add_argument("--clip-norm", metavar="X", type=float, default=1.0, help="of the gradient (default: 1)")
     index = learning.add_mutually_exclusive_group()
     index.add_argument("--index-loss", metavar="X", type=float, default=0.0, help="weight of the loss that aligns the "
                        "index branch with attention (default: 0, which leaves the branch as it is)")  # fmt: skip
     index.add_argument("--freeze-index", action="store_true", help="leave the index branch as it is, to the bit: the "
                        "default, said aloud")  # fmt: skip
-    learning.add_argument("--seed", metavar="N", type=int, default=0, help="of the order of the conversations")
+    add_options(learning, "--seed", help="of the order of the conversations (default: 0)")
     lora = out.add_argument_group("adapters (LoRA)")
     lora.add_argument("--lora", metavar="RANK", type=int, help="train adapters of this rank, and nothing else")
     lora.add_argument("--lora-alpha", metavar="X", type=float, help="they count alpha / rank times (default: 2 RANK)")
     lora.add_argument("--lora-targets", metavar="NAMES", help="attention, experts or both with a comma (default: both)")
     lora.add_argument("--adapter", metavar="DIR", help="go on from these adapters, in PEFT's layout")
     ways = out.add_argument_group("how it is computed")
-    ways.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and activations in a pass; what "
-                      "is trained is float32 (default: bfloat16)")  # fmt: skip
-    ways.add_argument("--no-remat", action="store_true", help="keep activations: more memory, faster")
+    add_options(ways, "--dtype", "--no-remat", "--save-every")
     ways.add_argument("--mesh", metavar="SIZES", help="devices, as in data=2,tensor=4; axes: data, context, expert, "
                       "tensor")  # fmt: skip
-    ways.add_argument("--save-every", metavar="N", type=int, default=100, help="steps after which the state is kept "
-                      "(default: 100)")  # fmt: skip
     add_hosts(out)
     return out
 
@@ -76,8 +64,7 @@ def run_sft(args: argparse.Namespace) -> int:
                          "--lora-targets out")  # fmt: skip
     if not args.lora and (args.lora_alpha or args.lora_targets):
         raise ValueError("--lora-alpha and --lora-targets: give --lora RANK with them")
-    if args.save_every < 1:
-        raise ValueError(f"--save-every {args.save_every}: must be at least 1")
+    check_options(args)
     check_hosts(args)
     raise_interrupts()
     from m3jax.compile_cache import compile_cache
@@ -170,10 +157,10 @@ def merge_parser(prog: str) -> Parser:
       prog: the program's name.
     """
     out = Parser(prog, "Add adapters in PEFT's layout to the weights of the model that they were trained on.")
-    out.add_argument("--model", metavar="DIR", help="a folder in the hub's layout (default: the embedded one)")
+    add_options(out, "--model")
     out.add_argument("--adapter", metavar="DIR", required=True, help="with adapter_config.json")
-    out.add_argument("--out", metavar="DIR", type=Path, required=True, help="of the merged model, in the hub's layout")
-    out.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of its weights (default: bfloat16)")
+    add_options(out, "--out", help="of the merged model, in the hub's layout")
+    add_options(out, "--dtype", help="of its weights (default: bfloat16)")
     return out
 
 

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.model import M3
+from m3jax.train.programs import jit_for_training
 
 # What a step minimises: (model, batch) -> (loss, metrics).
 LossFn = Callable[[M3, dict[str, Any]], tuple[Float[Array, ""], dict[str, Any]]]
@@ -108,7 +109,7 @@ def check_trainable(model: M3) -> None:
         )
 
 
-@partial(jax.jit, static_argnames=("optimizer", "loss_fn", "balance_rate"), donate_argnames="state")
+@partial(jit_for_training, static_argnames=("optimizer", "loss_fn", "balance_rate"), donate_argnames="state")
 def train_step(
     state: TrainState,
     batch: dict[str, Any],

@@ -4,11 +4,14 @@
     python scripts/tiny/grpo_curves.py --out runs/grpo --ways none,all        # without and with the three replays
     python scripts/tiny/grpo_curves.py --out runs/grpo --parallel 6 --minutes 9   # on a GPU, or many cores
     python scripts/tiny/grpo_curves.py --out runs/grpo --only-plot            # of the figures in --json
+    taskset -c 0,1 python scripts/tiny/grpo_curves.py --out runs/grpo --ways none --seeds 0 --only-train   # one of many
+    python scripts/tiny/grpo_curves.py --out runs/grpo --only-collect         # the figures of all so far
 
 Each run is a `python -m m3jax.train grpo` whose folder is OUT/WAY-SEED: one that was stopped goes on, one that is whole
 is not run again. In bfloat16, within top-p 0.95: what the replays are there for. "float32" is without both. A line a
 round says whose it is; what a run says beside is in OUT/WAY-SEED/log. After --minutes the runs are told to stop, keep
 their states, and count as far as they came. The minutes to a reward of 0.9 are those of the rounds, compiling included.
+Figures that --json has of runs which OUT does not have stay there.
 """
 
 import argparse
@@ -51,7 +54,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="stop after so long")
     parser.add_argument("--more", nargs="+", default=(), metavar="WORD", help="arguments of every run, without dashes: "
                         "prompts 2 answers 2")  # fmt: skip
-    parser.add_argument("--only-plot", action="store_true", help="run nothing")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--only-train", action="store_true", help="write to OUT alone, no figures and no plot")
+    only.add_argument("--only-collect", action="store_true", help="run nothing: figures and plot of what OUT has")
+    only.add_argument("--only-plot", action="store_true", help="run nothing: the plot of the figures in --json")
     parser.add_argument("--json", type=Path, default=Path("docs/data/grpo_tool_calls.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/data/grpo_tool_calls.png"))
     args = parser.parse_args()
@@ -60,6 +66,25 @@ def main() -> None:
     if args.only_plot:
         plot(json.loads(args.json.read_text(encoding="utf-8")), args.plot)
         return
+    if not args.only_collect:
+        run_all(args)
+    if args.only_train:
+        return
+    earlier = json.loads(args.json.read_text(encoding="utf-8")) if args.json.is_file() else {}
+    curves = earlier | collect(args.out)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
+    for name, curve in curves.items():
+        rewards, minutes = curve["reward_mean"], minutes_to(curve)
+        print(f"{name}: {rewards[0]:.2f} in the first of {len(rewards)} rounds, {np.mean(rewards[-3:]):.2f} in the "
+              f"last three; 0.9 {'not reached' if minutes is None else f'after {minutes:.1f} minutes'}; "
+              f"k3_kl {np.mean(curve['k3_kl']):.2g}, {np.median(curve['seconds']):.1f} s a round")  # fmt: skip
+    if curves:
+        plot(curves, args.plot)
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Run all ways and seeds that were asked for, some at a time."""
     end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     more = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(args.more)]
     # All ways of one seed before the next: what a time limit leaves out is the same of each.
@@ -71,16 +96,6 @@ def main() -> None:
             started.append(pool.submit(train, args.out / name, words, args.parallel, end))
         for run in started:
             run.result()
-    curves = collect(args.out)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
-    for name, curve in curves.items():
-        rewards, minutes = curve["reward_mean"], minutes_to(curve)
-        print(f"{name}: {rewards[0]:.2f} in the first of {len(rewards)} rounds, {np.mean(rewards[-3:]):.2f} in the "
-              f"last three; 0.9 {'not reached' if minutes is None else f'after {minutes:.1f} minutes'}; "
-              f"k3_kl {np.mean(curve['k3_kl']):.2g}, {np.median(curve['seconds']):.1f} s a round")  # fmt: skip
-    if curves:
-        plot(curves, args.plot)
 
 
 def train(folder: Path, words: Sequence[str], parallel: int, end: float | None) -> None:

@@ -1,11 +1,13 @@
 """Measures how many of a draft's tokens are accepted: before a policy moved, after it, and with the draft refreshed.
 
-    python scripts/tiny/refresh_draft.py --model runs/calls/model --out runs/draft
+    python scripts/tiny/refresh_draft.py --out runs/draft                             # moved here, by fine-tuning
+    python scripts/tiny/refresh_draft.py --model runs/calls/model --out runs/draft    # moved by rewards
 
-The model is one that `python -m m3jax.train grpo --task scripts/tiny/tool_calls.py` trained; prompts are the task's. It
-answers some of them, the embedded draft is trained further on these answers (`m3jax.train.eagle3.refresh_draft`), and
-engines with either draft answer others. The new draft is written to OUT in the hub's layout, as --draft of every
-command reads it.
+The policy is one that `python -m m3jax.train grpo --task scripts/tiny/tool_calls.py` trained, or, without --model, the
+embedded model after --policy-steps steps of fine-tuning on the task's right answers. Prompts are the task's. It answers
+some of them, the embedded draft is trained further on these answers (`m3jax.train.eagle3.refresh_draft`), and engines
+with either draft answer others. The new draft is written to OUT in the hub's layout, as --draft of every command reads
+it. Figures are printed, and written to OUT/acceptance.json, as they are there.
 """
 
 import argparse
@@ -13,7 +15,10 @@ import json
 import runpy
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+import jax.numpy as jnp
 
 import m3jax
 from m3jax.assets import embedded_path
@@ -22,9 +27,12 @@ from m3jax.compile_cache import compile_cache
 from m3jax.decoding import Eagle3Drafter, Engine, Params, Sampling, build_engine
 from m3jax.dialogue.answer import stop_ids
 from m3jax.model import M3
-from m3jax.model.eagle3 import Eagle3
 from m3jax.text import ChatTemplate, Tokenizer
+from m3jax.train.accumulate import Accumulated
+from m3jax.train.conversations import encode_conversation
 from m3jax.train.eagle3 import refresh_draft
+from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings
+from m3jax.train.step import cast_weights, init_state, make_optimizer, train_step
 
 TASK = Path(__file__).resolve().parent / "tool_calls.py"
 NEW_TOKENS, DRAFT_TOKENS = 64, 3
@@ -32,7 +40,8 @@ NEW_TOKENS, DRAFT_TOKENS = 64, 3
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="the policy after training")
+    parser.add_argument("--model", type=Path, help="the policy after training (default: fine-tuned here)")
+    parser.add_argument("--policy-steps", type=int, default=40, help="of that fine-tuning (default: 40)")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the draft")
     parser.add_argument("--written", type=int, default=128, help="answers that the draft learns from (default: 128)")
     parser.add_argument("--asked", type=int, default=32, help="other prompts that are measured (default: 32)")
@@ -45,28 +54,66 @@ def main() -> None:
         template.encode(tokenizer, row["messages"], tools=row["tools"], thinking_mode=row["thinking_mode"])
         for row in rows
     ]
+    args.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, float | list[float]]] = {}
+
+    def note(name: str, shares: list[float], length: float) -> None:
+        found[name] = {"accepted": shares, "tokens_a_call": length}
+        (args.out / "acceptance.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        of_each = ", ".join(f"{share:.1%}" for share in shares)
+        print(f"{name:>10}: accepted {of_each}; {length:.2f} tokens a call", flush=True)
+
     with compile_cache():
         before = m3jax.load(None, dtype=args.dtype, vision=False)
-        policy = m3jax.load(args.model, dtype=args.dtype, vision=False)
-        draft = load_draft(None, policy.config, args.dtype)
+        draft = load_draft(None, before.config, args.dtype)
+        ends = stop_ids(tokenizer, before.config.eos_token_id)
+        serve = partial(
+            build_engine, rows=16, length=-(-(max(map(len, prompts)) + NEW_TOKENS) // 16) * 16, steps_per_call=16,
+            draft_tokens=DRAFT_TOKENS,
+        )  # fmt: skip
         to_learn, to_ask = prompts[: args.written], prompts[args.written :]
-        ends = stop_ids(tokenizer, policy.config.eos_token_id)
-        found = {"before": acceptance(before, draft, to_ask, ends), "moved": acceptance(policy, draft, to_ask, ends)}
+        note("before", *acceptance(serve(before, draft=Eagle3Drafter(draft)), to_ask, ends))
+        if args.model is not None:
+            policy = m3jax.load(args.model, dtype=args.dtype, vision=False)
+        else:
+            policy = cast_weights(fine_tuned(before, tokenizer, template, ends, args.policy_steps), args.dtype)
+        engine = serve(policy, draft=Eagle3Drafter(draft))
+        note("moved", *acceptance(engine, to_ask, ends))
         began = time.perf_counter()
-        written = answers(build_engine(policy, **sizes(to_learn)), to_learn, ends)
+        written = answers(engine, to_learn, ends)
         fresh = refresh_draft(draft, policy, written, steps=args.steps)
         seconds = time.perf_counter() - began
-        found["refreshed"] = acceptance(policy, fresh, to_ask, ends)
+        note("refreshed", *acceptance(serve(policy, draft=Eagle3Drafter(fresh)), to_ask, ends))
     save_draft(fresh, args.out)
-    for name, (shares, length) in found.items():
-        print(f"{name:>10}: accepted {', '.join(f'{share:.1%}' for share in shares)}; {length:.2f} tokens a call")
     print(f"writing {len(written)} answers and {args.steps} steps took {seconds:.0f} s")
-    (args.out / "acceptance.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def sizes(prompts: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Return the sizes of an engine for these prompts."""
-    return dict(rows=16, length=-(-(max(map(len, prompts)) + NEW_TOKENS) // 16) * 16, steps_per_call=16)
+def fine_tuned(model: M3, tokenizer: Tokenizer, template: ChatTemplate, ends: tuple[int, ...], steps: int) -> M3:
+    """Return the model after some steps on right answers to the task's first prompts, with float32 weights.
+
+    Args:
+      model: not changed.
+      tokenizer, template: of the model.
+      ends: tokens that end a turn.
+      steps: of 8 conversations, one a row.
+    """
+    settings = SFTSettings(steps=steps, length=256, rows=8, learning_rate=1e-4, compute_dtype="float32", remat=False)
+    examples = []
+    for row in runpy.run_path(str(TASK))["prompts"]()[: 8 * steps]:
+        function = row["tools"][0]["function"]
+        arguments = dict(zip(function["parameters"]["required"], row["numbers"], strict=True))
+        call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        talk = [*row["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        examples.append(encode_conversation(template, tokenizer, talk, ends, row["tools"], row["thinking_mode"]))
+    batches = PackedBatches(examples, settings, model.config.index_block_size)
+    optimizer = make_optimizer(settings.rate, frozen_index=True, frozen_vision=True)
+    loss_fn, state = Accumulated(SFTLoss(compute_dtype="float32", remat=False), ROWS), init_state(model, optimizer)
+    for step in range(steps):
+        batch = {name: jnp.asarray(x) for name, x in batches[step].items()}
+        state, metrics = train_step(state, batch, optimizer=optimizer, loss_fn=loss_fn, balance_rate=0.0)
+        if step % 10 == 9 or step == 0:
+            print(f"fine-tuning: step {step + 1} of {steps}, loss {float(metrics['lm']):.3f}", flush=True)
+    return state.model
 
 
 def answers(engine: Engine, prompts: Sequence[Sequence[int]], ends: tuple[int, ...]) -> list[list[int]]:
@@ -79,12 +126,13 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], ends: tuple[int, .
     return [[*prompt, *results[handle].tokens] for prompt, handle in zip(prompts, handles, strict=True)]
 
 
-def acceptance(
-    model: M3, draft: Eagle3, prompts: Sequence[Sequence[int]], ends: tuple[int, ...]
-) -> tuple[list[float], float]:
-    """Return the shares of proposals that were accepted, by position, and the mean number of tokens of a call."""
-    drafter = Eagle3Drafter(draft)
-    engine = build_engine(model, **sizes(prompts), draft=drafter, draft_tokens=DRAFT_TOKENS)
+def acceptance(engine: Engine, prompts: Sequence[Sequence[int]], ends: tuple[int, ...]) -> tuple[list[float], float]:
+    """Return the shares of proposals that were accepted, by position, and the mean number of tokens of a call.
+
+    Args:
+      engine: with a draft, and without requests so far.
+      prompts, ends: as of `answers`.
+    """
     answers(engine, prompts, ends)
     return [float(share) for share in engine.drafting.acceptance], float(engine.drafting.mean_length)
 

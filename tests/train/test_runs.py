@@ -149,11 +149,12 @@ def test_the_command_s_options_are_the_loss_s(tmp_path, monkeypatch):
     words = (
         "--kl 0.2 --dual-clip none --ratio sequence --clip 0.1,0.3 --mean constant --max-new-tokens 9 --old engine "
         "--tis sequence --reject token,k1,0.5 --temperature 0.7 --top-k 20 --top-p 0.9 --min-p 0.1 --turns 2 "
-        "--tool-tokens 7 --replay experts,support --baseline rloo --epochs 2"
+        "--tool-tokens 7 --replay experts,support --baseline rloo --epochs 2 --save-every 3"
     )
     arguments = ["grpo", "--task", str(task), "--out", str(tmp_path), "--steps", "1", *words.split()]
     assert command.main(arguments) == 2
     (settings,) = given
+    assert settings.save_every == 3
     correction = Correction(weigh="sequence", reject="token", divergence="k1", reject_above=0.5)
     assert settings.loss == PolicyLoss(
         clip_low=0.1, clip_high=0.3, dual_clip=None, level="sequence", mean="constant", tokens=9, kl_weight=0.2,

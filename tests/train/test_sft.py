@@ -126,6 +126,23 @@ def test_micro_batches_add_up_to_the_batch():
     assert of_index and all(np.abs(x).max() > 0 for x in of_index.values())
 
 
+def test_a_mesh_gives_the_loss_and_gradients_of_one_device():
+    """T28: context, experts and heads divided; documents in which blocks are left out, and the index loss."""
+    batch = batch_of(rows=4, accumulate=1)
+    kept, size = CONFIG.index_topk_blocks, CONFIG.index_block_size
+    assert (batch["positions"] // size >= kept).sum() > 40, "every block is selected"
+    mesh = make_mesh(context=2, expert=2, tensor=2)
+    value_and_grad = jax.jit(jax.value_and_grad(Accumulated(LOSS, ROWS), has_aux=True), compiler_options=QUICK)
+    arrays = sft._on_devices(batch, mesh) | {"step": jnp.int32(0)}
+    (loss, parts), grads = value_and_grad(tiny.model(CONFIG, mesh=mesh), arrays)
+    of_one, parts_of_one, grads_of_one = gradients(accumulate=1)
+    np.testing.assert_allclose([loss, *parts.values()], [of_one, *parts_of_one.values()], rtol=1e-5)
+    assert len(grads.lm_head[...].sharding.device_set) == 8
+    leaves = zip(jax.tree_util.tree_flatten_with_path(grads)[0], jax.tree.leaves(grads_of_one), strict=True)
+    for (path, one), other in leaves:
+        np.testing.assert_allclose(one, other, atol=2e-6, err_msg=jax.tree_util.keystr(path))
+
+
 def test_a_recomputed_layer_chooses_no_experts_and_blocks_anew():
     """T30, T58: the program of a gradient has each choice once, with and without remat."""
     batch = {name: x[0] if np.ndim(x) == 3 else x for name, x in batch_of().items()} | {"step": jnp.int32(0)}

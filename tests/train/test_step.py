@@ -15,9 +15,10 @@ from support import tiny
 from tiny.losses import TinyLoss
 
 import m3jax
+from m3jax.decoding.device.compiler_options import OPTIONS
 from m3jax.model import M3, moe
 from m3jax.parallel import make_mesh
-from m3jax.train import run
+from m3jax.train import programs, run
 from m3jax.train import step as training
 from m3jax.train.losses import MSALoss
 from m3jax.train.step import TrainState, balance, init_state, make_optimizer
@@ -362,3 +363,25 @@ def test_a_folder_belongs_to_one_kind_of_run(script, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         script.main(arguments(tmp_path, "run", "--dense", "--seed", "1"))
     assert "dense = False, not True; seed = 0, not 1" in capsys.readouterr().err
+
+
+def test_a_gpu_compiles_training_as_it_compiles_the_engine(monkeypatch):
+    """Else XLA times kernels for each product, for minutes; an invariant trainer has the invariant engine's bits."""
+    asked = []
+
+    def jit(fn, compiler_options=None):
+        return lambda *args: asked.append(compiler_options)
+
+    monkeypatch.setattr(programs.jax, "jit", jit)
+    run = programs.jit_for_training(lambda state, batch: None)
+    state = TrainState(0, tiny.model(CONFIG), ())
+    exact = state._replace(model=state.model.with_invariance())
+    run(state, {})
+    for where in ("gpu", "tpu"):
+        monkeypatch.setattr(programs, "platform", lambda where=where: where)
+        for arguments in ((state, {}), (exact, {}), (0, {"base": exact.model})):
+            run(*arguments)
+    of = lambda name, mode: OPTIONS.get((name, "gpu", mode))
+    prefill, invariant = of("prefill", "wide"), of("prefill", "invariant")
+    assert prefill and invariant and prefill != invariant
+    assert asked == [None, prefill, invariant, invariant, None, None, None]

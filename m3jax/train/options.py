@@ -1,0 +1,50 @@
+"""The options that commands of training have in common, each said once."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("bfloat16", "float32")
+_number = dict(metavar="N", type=int)
+_real = dict(metavar="X", type=float)
+
+# As `argparse` takes them; what a command calls otherwise, it says where it adds the option.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": dict(metavar="DIR", help="a folder in the hub's layout (default: the embedded one)"),
+    "--out": dict(metavar="DIR", type=Path, required=True, help="of the states, and of what was trained"),
+    "--steps": dict(**_number, required=True, help="of the optimiser"),
+    "--metrics": dict(metavar="FILE", help="JSON lines, one a step (default: OUT/metrics.jsonl)"),
+    "--rows": dict(**_number, default=1, help="rows of a micro-batch (default: 1)"),
+    "--accumulate": dict(**_number, default=1, help="micro-batches of a step (default: 1)"),
+    "--learning-rate": dict(**_real, default=1e-5, help="default: 1e-5"),
+    "--warmup-steps": dict(**_number, default=0, help="default: 0"),
+    "--weight-decay": dict(**_real, default=0.0, help="default: 0"),
+    "--clip-norm": dict(**_real, default=1.0, help="of the gradient (default: 1)"),
+    "--seed": dict(**_number, default=0, help="default: 0"),
+    "--dtype": dict(choices=DTYPES, default="bfloat16", help="of weights and activations in a pass; what is trained is "
+                    "float32 (default: bfloat16)"),
+    "--no-remat": dict(action="store_true", help="keep activations: more memory, faster"),
+    "--save-every": dict(**_number, default=100, help="steps after which the state is kept (default: 100)"),
+}  # fmt: skip
+
+
+def add_options(group: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
+    """Add options to a parser, or to a group of its options.
+
+    Args:
+      group: that they are shown in.
+      names: of `OPTIONS`.
+      **changes: of all of these, such as `help`.
+    """
+    for name in names:
+        group.add_argument(name, **OPTIONS[name] | changes)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for a value that no command can use.
+
+    Args:
+      args: parsed.
+    """
+    if args.save_every < 1:
+        raise ValueError(f"--save-every {args.save_every}: must be at least 1")
