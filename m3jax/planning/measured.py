@@ -74,17 +74,17 @@ MEASURED = tuple(
 PROMPT_SECONDS = {"dequantize": 0.667, "mxfp8": 0.793}
 # How many times as fast two cards were as one in the same run, over 60,064 tokens: mesh, program, rows or tokens.
 # Source: docs/performance.md, "Several GPUs": two H100s with NVLink, bfloat16, jax 0.11.2.
-_TWO = "h100", "24 November 2026"
+_TWO = "h100", "25 November 2026"
 SPEEDUPS = {
-    ("tensor", "decode", 1): 1.20,
-    ("tensor", "decode", 16): 1.59,
-    ("tensor", "prefill", 8192): 1.39,
-    ("expert", "decode", 1): 0.98,
-    ("expert", "decode", 16): 1.45,
-    ("expert", "prefill", 8192): 1.35,
-    ("context", "decode", 1): 1.00,
+    ("tensor", "decode", 1): 1.21,
+    ("tensor", "decode", 16): 1.64,
+    ("tensor", "prefill", 8192): 1.17,
+    ("expert", "decode", 1): 0.96,
+    ("expert", "decode", 16): 1.44,
+    ("expert", "prefill", 8192): 1.15,
+    ("context", "decode", 1): 0.96,
     ("context", "decode", 16): 1.35,
-    ("context", "prefill", 8192): 1.19,
+    ("context", "prefill", 8192): 0.97,
 }
 _KIND = {"gpu": "h200"}  # the card whose shares are taken for all of a kind
 
