@@ -94,6 +94,14 @@ class PagesCase:
             reasons.append(_why_not_sizes(self, backend))
         return next((reason for reason in reasons if reason), None)
 
+    def why_not_cudnn(self) -> str | None:
+        """Return why dense attention of a prefill on a GPU is not cuDNN's, where rows allow it; None if it is."""
+        if jnp.dtype(self.dtype).itemsize != 2 or self.width not in (64, 128):
+            return f"{self.dtype} in heads of {self.width} (it takes 16 bits and heads of 64 and 128)"
+        if self.queries < measured.CUDNN_QUERIES:
+            return f"{self.queries} queries a row (a kernel over pages is faster below {measured.CUDNN_QUERIES})"
+        return None
+
 
 @dataclass(frozen=True)
 class Stored:

@@ -34,6 +34,9 @@ DIVIDED_TOKENS = {"cpu": 16, "gpu": 256, "tpu": 256}
 # Attention by XLA: queries a row up to which gathering a query's blocks beats inverting the selection.
 GATHERED_QUERIES = 8
 
+# Dense attention on a GPU: queries a row from which cuDNN is tried, with a copy of the keys and a condition.
+CUDNN_QUERIES = 2048
+
 
 def stacked_rows(inputs: int, outputs: int) -> int:
     """Return `STACKED_ROWS` of the nearest widths that were measured.

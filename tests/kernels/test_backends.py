@@ -62,7 +62,7 @@ def test_unknown_backends_and_options_of_others_are_refused(unchecked):
     q, k, v = (jnp.asarray(x) for x in case.qkv())
     pages = [view(jnp.stack([x.swapaxes(1, 2)] * 2), None, GROUPED.P) for x in (k, v)]
     at = jnp.asarray(case.positions), jnp.asarray(case.lengths)
-    with pytest.raises(ValueError, match="backend = 'mosaic_tpu': dense_causal has 'triton'"):
+    with pytest.raises(ValueError, match="backend = 'mosaic_tpu': dense_causal has 'cudnn', 'triton'"):
         dense_causal(q, *pages, *at, kv_heads=GROUPED.K, backend="mosaic_tpu")
     with pytest.raises(ValueError, match="kv_heads = 3: need a divisor"):
         dense_causal(q, *pages, *at, kv_heads=3, backend="triton")
