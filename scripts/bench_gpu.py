@@ -7,6 +7,7 @@ Times are medians of what the profiler saw on the device, summed over all kernel
 import argparse
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 # Kernels inside a command buffer have no times of their own.
@@ -25,9 +26,11 @@ from m3jax.ops import Heads, project_each, run_experts
 from m3jax.ops.experts import ExpertWeights
 from m3jax.weights import StackedLayer
 from pallas_kernels.cudnn_causal import cudnn_causal
+from pallas_kernels.dense_causal import dense_causal
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.mxfp8_grouped.triton import Config as GroupedConfig
 from pallas_kernels.pages import contiguous, paged
 from pallas_kernels.shapes import DECODE, PREFILL, Shape
 from pallas_kernels.sparse_decode import sparse_decode
@@ -37,6 +40,17 @@ from pallas_kernels.stacked_project import MOST_ROWS
 DRIFT = 0.999  # correlation of neighbouring index queries: neighbours then share nine of ten blocks
 COLD = 600 << 20  # bytes to rotate through, so that nothing is found in the cache
 INSERT = [(1, 1), (8, 1), (32, 1), (8, 4), (1, 2048), (1, 8192)]  # rows, tokens
+# Tokens of a tile, and sizes of a program, of experts in MXFP8 with many tokens.
+MXFP8_TILES = [
+    (128, GroupedConfig()),
+    (128, GroupedConfig(num_stages=4)),
+    (128, GroupedConfig(columns=64, num_stages=4)),
+    (128, GroupedConfig(depth=128, num_warps=8, num_stages=2, staged=True)),
+    (128, GroupedConfig(columns=256, num_warps=8, num_stages=3, staged=True)),
+    (256, GroupedConfig(num_warps=8, num_stages=3)),
+    (256, GroupedConfig(num_warps=8, num_stages=3, staged=True)),
+    (256, GroupedConfig(depth=128, num_warps=8, num_stages=2, staged=True)),
+]
 TARGET = {
     "prefill 8,192": 1900, "prefill 32,768": 8300, "prefill 65,536": 18000, "prefill 131,072": 44000,
     "chunk 8,192 at 1,048,576": 19000, "decode 1 at 131,072": 28, "decode 1 at 1,048,576": 80,
@@ -248,9 +262,9 @@ def bench_insert(batch: int, queries: int, bandwidth: float) -> None:
         line(name, us, floor, f"{len(kernels)} kernels")
 
 
-def bench_experts(peak: float, bandwidth: float) -> None:
-    """Experts of M3's widths, four of 128 a token: the weights in MXFP8, and the same numbers in bfloat16."""
-    layers, count, width, hidden = 2, 128, 6144, 3072
+def drawn_experts(layers: int) -> tuple[ExpertWeights, ExpertWeights]:
+    """Return experts of M3's widths in MXFP8, and the same numbers in bfloat16."""
+    count, width, hidden = 128, 6144, 3072
 
     @partial(jax.jit, static_argnums=(1, 2))
     def draw(key, inputs, outputs):
@@ -264,10 +278,14 @@ def bench_experts(peak: float, bandwidth: float) -> None:
     as_numbers = jax.jit(
         lambda weight: jax.lax.map(lambda w: jax.lax.map(lambda w: dequantize(w, "bfloat16"), w), weight)
     )
-    for name, weights, number_bytes in (("MXFP8", kept, 33 / 32), ("bfloat16", None, 2)):
-        if weights is None:
-            weights = ExpertWeights(*(as_numbers(weight) for weight in kept))
-            del kept
+    return kept, ExpertWeights(*(as_numbers(weight) for weight in kept))
+
+
+def bench_experts(peak: float, bandwidth: float) -> None:
+    """Experts of M3's widths, four of 128 a token: the weights in MXFP8, and the same numbers in bfloat16."""
+    kept, numbers = drawn_experts(2)
+    width, hidden = numbers.gate.shape[2:]
+    for name, weights, number_bytes in (("MXFP8", kept, 33 / 32), ("bfloat16", numbers, 2)):
         for tokens in (1, 4, 8, 32, 2048, 8192):
             us, kernels, read = time_experts("auto", weights, tokens, 4, number_bytes)
             flops = 2 * 3 * tokens * 4 * width * hidden
@@ -359,6 +377,68 @@ def bench_projections(peak: float, bandwidth: float) -> None:
             line(f"{rows:,} rows, {name}", us, floor, extra)
 
 
+def bench_dense(peak: float) -> None:
+    """Time attention of a chunk of M3's dense layers over pages, behind several numbers of tokens, by each backend."""
+    heads, kv_heads, width, block_size, queries = 64, 4, 128, 128, 8192
+    for past in (0, 8192, 24576, 51872):
+        blocks = -(-(past + queries) // block_size)
+        q, table = normal(5, 1, queries, heads, width), shuffled(1, blocks, seed=1)
+        k, v = (normal(i, blocks, kv_heads, block_size, width) for i in (3, 4))
+        at = past + jnp.arange(queries, dtype=jnp.int32)[None], jnp.array([past + queries], jnp.int32)
+        flops, outs = 4 * heads * width * queries * (past + queries / 2), []
+        for backend in ("triton", "cudnn"):
+            attend = jax.jit(lambda q, k, v, table, *at, backend=backend: dense_causal(
+                q, paged(k, table), paged(v, table), *at, kv_heads=kv_heads, backend=backend)[0])  # fmt: skip
+            us, kernels = kernel_times(attend, [(q, k, v, table, *at)], 4)
+            line(f"dense, {backend}, behind {past:,}", us, flops / peak, f"{flops / us / 1e6:.0f} TFLOP/s")
+            for name, of_kernel in sorted(kernels.items(), key=lambda kernel: -kernel[1])[:4]:
+                print(f"    {of_kernel:10.0f} us  {name[:90]}")
+            outs.append(attend(q, k, v, table, *at).astype(jnp.float32))
+        one, other = outs
+        print(f"    distance of the two {float(jnp.linalg.norm(one - other) / jnp.linalg.norm(one)):.1e}", flush=True)
+
+
+def bench_mxfp8() -> None:
+    """Time `mxfp8_grouped` at M3's widths by the tokens and sizes of a tile, and compare with bfloat16's outputs."""
+    from m3jax.msa.inversion import invert
+    from pallas_kernels.grouped_experts import grouped_experts
+    from pallas_kernels.mxfp8 import Weights
+    from pallas_kernels.mxfp8_grouped import mxfp8_grouped
+
+    kept, numbers = drawn_experts(1)
+    activate = lambda gate, up: swiglu_oai(gate, up, 1.702, 7.0).astype(jnp.bfloat16)
+    codes = [Weights(weight.codes, weight.scales) for weight in kept]
+    options = dict(num_chosen=4, activate=activate, backend="triton")
+    for tokens in (2048, 8192):
+        ids = np.random.default_rng(tokens).random((tokens, 128)).argsort(axis=1)[:, :4].astype(np.int32)
+        x = normal(1, tokens, 6144)
+
+        def compiled(kernel, weights, tile, ids=ids, x=x):
+            tiles = invert(jnp.asarray(ids)[None, None], 128, tile)
+            places = jnp.int32(0), tiles.block, tiles.pair, jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
+            return jax.jit(partial(kernel, **options)).lower(x, *weights, *places).compile(), (x, *weights, *places)
+
+        with ThreadPoolExecutor() as pool:
+            reference = pool.submit(compiled, grouped_experts, numbers, 128)
+            runs = [pool.submit(compiled, partial(mxfp8_grouped, config=config), codes, tile)
+                    for tile, config in MXFP8_TILES]  # fmt: skip
+        run, args = reference.result()
+        in_bfloat16, _ = kernel_times(run, [args], 4)
+        expected = run(*args)
+        print(f"  {tokens:,} tokens: bfloat16 {in_bfloat16 / 1e3:.2f} ms", flush=True)
+        for (tile, config), done in zip(MXFP8_TILES, runs, strict=True):
+            name = f"{tile:4d} {str(config).partition('(')[2][:-1]:76s}"
+            if done.exception():  # a size that does not fit in shared memory, say: the others are still timed
+                print(f"  {name} {str(done.exception()).splitlines()[0][:80]}", flush=True)
+                continue
+            run, args = done.result()
+            us, kernels = kernel_times(run, [args], 4)
+            error = float(jnp.linalg.norm(run(*args) - expected) / jnp.linalg.norm(expected))
+            parts = ", ".join(f"{of_kernel / 1e3:.2f}" for of_kernel in kernels.values() if of_kernel > 100)
+            print(f"  {name} {us / 1e3:6.2f} ms ({parts}), {us / in_bfloat16:.2f} of bfloat16, distance {error:.1e}"
+                  f"{'' if error < 5e-3 else ' WRONG'}", flush=True)  # fmt: skip
+
+
 def ceilings() -> tuple[float, float]:
     """(multiply-add operations, bytes) a microsecond: of a bfloat16 matrix product, of a copy."""
     a, b = normal(0, 8192, 8192), normal(1, 8192, 8192)
@@ -390,6 +470,12 @@ def main() -> int:
         print("experts")
         bench_experts(peak, bandwidth)
         bench_embedded_experts()
+    if args.only in "dense":
+        print("dense")
+        bench_dense(peak)
+    if args.only in "mxfp8 tiles":
+        print("mxfp8 tiles")
+        bench_mxfp8()
     if args.only in "projections":
         print("projections")
         bench_projections(peak, bandwidth)

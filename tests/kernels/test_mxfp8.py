@@ -325,7 +325,9 @@ def test_wrong_operands_are_refused(unchecked):
 # Experts of many tokens
 
 
-@pytest.mark.parametrize(("tile", "config"), [(32, None), (128, GroupedConfig(depth=32))])
+@pytest.mark.parametrize(
+    ("tile", "config"), [(32, None), (128, GroupedConfig(depth=32)), (256, GroupedConfig(columns=64, staged=True))]
+)
 def test_experts_of_many_tokens_are_those_of_the_definition(tile, config):
     """The second layer: two choices a token, tiles that are half empty, one of no pair, and every kind of code."""
     gate, up, down = drawn(2, 3, 128, 128), drawn(2, 3, 128, 128, seed=1), drawn(2, 3, 128, 128, seed=2)

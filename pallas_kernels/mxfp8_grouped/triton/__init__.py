@@ -44,6 +44,8 @@ class Config(TileConfig):
       num_warps: of the program, four or eight: tensor cores take four at once.
       num_stages: steps that are under way at once.
       group: tiles whose programs start before those of the next.
+      staged: if numbers are written to shared memory, once for all tokens of a tile, where tokens^T times weights^T
+        would read them from registers.
     """
 
     columns: int = 128
@@ -51,6 +53,7 @@ class Config(TileConfig):
     num_warps: int = 4
     num_stages: int = 3
     group: int = 8
+    staged: bool = False
 
     @property
     def own(self) -> int:
@@ -100,6 +103,8 @@ def run(
             name=name,
         )
 
+    if config.staged:
+        gate, up, down = (_in_blocks(weights) for weights in (gate, up, down))
     tiles = layer.reshape(1).astype(jnp.int32), expert, pair, count
     shape = (num_tiles, tile_tokens, hidden_width)
     hidden_kernel = partial(_hidden_kernel, num_chosen=num_chosen, activate=activate)
@@ -177,13 +182,11 @@ def _out_kernel(
 
 
 def _as_high_as_needed(take: Callable[[int], None], count: Int[Array, ""], tile_tokens: int) -> None:
-    """Call `take` with the rows of a tile to multiply: all, or half of them if they are enough; never for no rows."""
-    half = tile_tokens // 2
-    if half < 16:
-        pl.when(count > 0)(lambda: take(tile_tokens))
-        return
-    pl.when((count > 0) & (count <= half))(lambda: take(half))
-    pl.when(count > half)(lambda: take(tile_tokens))
+    """Call `take` with the rows of a tile to multiply: all, or half or a quarter if they are enough; never for none."""
+    # A second tile of 256 is mostly that of a few pairs that the first had no room for.
+    heights = [tile_tokens >> i for i in range(3 if tile_tokens == 256 else 2) if tile_tokens >> i >= 16]
+    for height, next_height in zip(heights, [*heights[1:], 0], strict=True):
+        pl.when((count > next_height) & (count <= height))(partial(take, height))
 
 
 # Tensor cores want of a thread, for each of two of 16 columns and for columns that are 64 or more apart, the numbers of
@@ -217,6 +220,12 @@ def _product(
       config: sizes.
       interpret: whether this is interpret mode.
     """
+
+    if config.staged:
+        return _product_of_staged(
+            take_rows, num_rows, num_channels, dtype, weights,
+            where=where, first_column=first_column, config=config, interpret=interpret,
+        )  # fmt: skip
 
     def take_depth(step, out):
         codes = _codes(weights, where, step, first_column, config)
@@ -260,3 +269,35 @@ def _powers(
     column = first_column + along(1) * (8 * own) + along(2) * own + along(4)
     scales = weights.scales[(*where, step * num_blocks + along(0), column)]
     return powers(scales).reshape(num_blocks, 1, 1, 1, config.num_warps, 8, 4, own // 2, 2)
+
+
+def _product_of_staged(
+    take_rows: Callable[[pl.Slice], Float[Array, "R depth"]],
+    num_rows: int,
+    num_channels: int,
+    dtype: jax.typing.DTypeLike,
+    weights: Weights,
+    *,
+    where: tuple,
+    first_column: Any,
+    config: Config,
+    interpret: bool,
+) -> Float[Array, "R W"]:
+    """Return what `_product` does, with numbers as the right operand, which tensor cores read from shared memory."""
+    num_blocks, columns = config.depth // BLOCK, pl.ds(first_column, config.columns)
+
+    def take_depth(step, out):
+        blocks = pl.ds(step * num_blocks, num_blocks)
+        codes = weights.codes[(*where, blocks, slice(None), columns)]  # [blocks 32 W]
+        power = powers(weights.scales[(*where, blocks, columns)])[:, None, :]
+        values = numbers_for_tensor_cores(codes, power, dtype, interpret).reshape(config.depth, config.columns)
+        return out + dot(take_rows(pl.ds(step * config.depth, config.depth)), values)
+
+    zero = jnp.zeros((num_rows, config.columns), jnp.float32)
+    return jax.lax.fori_loop(0, num_channels // config.depth, take_depth, zero)
+
+
+def _in_blocks(weights: Weights) -> Weights:
+    """Reshape codes `[L E I O]` to `[L E blocks 32 O]`; no data moves."""
+    *stack, inputs, outputs = weights.codes.shape
+    return weights._replace(codes=weights.codes.reshape(*stack, inputs // BLOCK, BLOCK, outputs))
