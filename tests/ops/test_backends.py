@@ -22,9 +22,11 @@ from m3jax.decoding import device
 from m3jax.decoding.engine.runner import Runner
 from m3jax.decoding.engine.shapes import Shapes
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous, contiguous_index
-from m3jax.ops import BACKENDS, attend_all, attend_selected, insert_backend, interpret, select
+from m3jax.ops import BACKENDS, attend_all, attend_selected, insert_backend, interpret, measured, select
 from m3jax.ops.backends import choose, why_not
 from m3jax.ops.cases import PagesCase
+from pallas_kernels import dense_causal
+from pallas_kernels.dense_causal import cudnn
 
 H200 = AbstractMesh(
     (1,), ("x",), axis_types=(AxisType.Auto,),
@@ -251,3 +253,26 @@ def test_prefill_and_decode_lower_for_a_gpu_with_kernels(dtype, unchecked):
     names = ("index_topk", "query_union", "dense_causal"), ("index_score_decode", "sparse_decode")
     for text, kernels in zip(texts, names, strict=True):
         assert all(kernel in text for kernel in (*kernels, "qk_norm_rope_insert"))
+
+
+@pytest.mark.parametrize(("start", "branch"), [(5, "cudnn"), (-5, "triton")])
+def test_long_chunks_in_order_are_cudnns_and_others_the_kernels(start, branch, monkeypatch):
+    """Positions that run backwards are no chunk; the branch that is not for a call gives NaN here."""
+    monkeypatch.setattr(measured, "CUDNN_QUERIES", 16)
+    monkeypatch.setattr(cudnn, "is_here", lambda: True)
+    run = dense_causal.dense_causal
+
+    def only(*args, backend, **options):
+        return tuple(x * (1 if backend == branch else jnp.nan) for x in run(*args, backend=backend, **options))
+
+    monkeypatch.setattr(dense_causal, "dense_causal", only)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 2, 64)), jnp.bfloat16) for n in (20, 40, 40))
+    positions = jnp.asarray(np.arange(20) + 5 if start > 0 else 20 - np.arange(20), jnp.int32)[None]
+    at = positions, jnp.array([40], jnp.int32)
+    view = contiguous(k, v, 8)
+    with interpret():
+        out, lse = jax.jit(lambda q: attend_all(q, view, *at, backend="triton"))(q)
+    want, want_lse = attend_all(q, view, *at, backend="xla")
+    comparisons.assert_close(out.astype(F32), want.astype(F32), "out", "B T N H", atol=2e-2)
+    comparisons.assert_close(lse, want_lse, "lse", "B T N", atol=1e-3)
