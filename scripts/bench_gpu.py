@@ -44,11 +44,14 @@ INSERT = [(1, 1), (8, 1), (32, 1), (8, 4), (1, 2048), (1, 8192)]  # rows, tokens
 MXFP8_TILES = [
     (128, GroupedConfig()),
     (128, GroupedConfig(num_stages=4)),
-    (128, GroupedConfig(columns=64, num_stages=4)),
+    (128, GroupedConfig(depth=128)),
     (128, GroupedConfig(depth=128, num_warps=8, num_stages=2, staged=True)),
-    (128, GroupedConfig(columns=256, num_warps=8, num_stages=3, staged=True)),
-    (256, GroupedConfig(num_warps=8, num_stages=3)),
-    (256, GroupedConfig(num_warps=8, num_stages=3, staged=True)),
+    (128, GroupedConfig(columns=256, num_warps=8, staged=True)),
+    (256, GroupedConfig(columns=64)),
+    (256, GroupedConfig(num_warps=8)),
+    (256, GroupedConfig(num_warps=8, num_stages=4)),
+    (256, GroupedConfig(num_warps=8, group=4)),
+    (256, GroupedConfig(num_warps=8, staged=True)),
     (256, GroupedConfig(depth=128, num_warps=8, num_stages=2, staged=True)),
 ]
 TARGET = {
