@@ -408,7 +408,7 @@ def bench_mxfp8() -> None:
     from pallas_kernels.mxfp8 import Weights
     from pallas_kernels.mxfp8_grouped import mxfp8_grouped
 
-    kept, numbers = drawn_experts(1)
+    kept, numbers = drawn_experts(2)
     activate = lambda gate, up: swiglu_oai(gate, up, 1.702, 7.0).astype(jnp.bfloat16)
     codes = [Weights(weight.codes, weight.scales) for weight in kept]
     options = dict(num_chosen=4, activate=activate, backend="triton")
@@ -418,7 +418,7 @@ def bench_mxfp8() -> None:
 
         def compiled(kernel, weights, tile, ids=ids, x=x):
             tiles = invert(jnp.asarray(ids)[None, None], 128, tile)
-            places = jnp.int32(0), tiles.block, tiles.pair, jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
+            places = jnp.int32(1), tiles.block, tiles.pair, jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
             return jax.jit(partial(kernel, **options)).lower(x, *weights, *places).compile(), (x, *weights, *places)
 
         with ThreadPoolExecutor() as pool:
