@@ -22,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,12 +111,13 @@ def main() -> None:
         seconds, kernels = prefill(of_chunks, chunk)
         flops = chunk_flops(model, chunk, args)
         table.line(f"prefill, {chunk} tokens", seconds, flops / multiplied, f"{flops / 1e12:.1f} TFLOP", kernels)
-    length, nothing = args.prefix + SUFFIX, Kernels(0.0, Counter(), Counter())
+    length = args.prefix + SUFFIX
     flops = chunk_flops(model, length, args)
     work, what = f"prompt, {length} in {max(args.chunks)}s", f"{flops / 1e12:.1f} TFLOP"
     long_prompts = (random_tokens(model.config, length, seed) for seed in (1, 2, 3))
     seconds = statistics.median(first_token(of_chunks, tokens) for tokens in long_prompts)
-    table.line(work, seconds, flops / multiplied, what, nothing)
+    kernels = traced(lambda: first_token(of_chunks, random_tokens(model.config, length, 4)))
+    table.line(work, seconds, flops / multiplied, what, kernels)
     table.keep()
     for engine in engines.values():
         if engine.offload:

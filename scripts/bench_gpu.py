@@ -25,6 +25,7 @@ from m3jax.ops import Heads, project_each, run_experts
 from m3jax.ops.experts import ExpertWeights
 from m3jax.weights import StackedLayer
 from pallas_kernels.cudnn_causal import cudnn_causal
+from pallas_kernels.dense_causal import dense_causal
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
@@ -359,6 +360,27 @@ def bench_projections(peak: float, bandwidth: float) -> None:
             line(f"{rows:,} rows, {name}", us, floor, extra)
 
 
+def bench_dense(peak: float) -> None:
+    """Time attention of a chunk of M3's dense layers over pages, behind several numbers of tokens, by each backend."""
+    heads, kv_heads, width, block_size, queries = 64, 4, 128, 128, 8192
+    for past in (0, 8192, 24576, 51872):
+        blocks = -(-(past + queries) // block_size)
+        q, table = normal(5, 1, queries, heads, width), shuffled(1, blocks, seed=1)
+        k, v = (normal(i, blocks, kv_heads, block_size, width) for i in (3, 4))
+        at = past + jnp.arange(queries, dtype=jnp.int32)[None], jnp.array([past + queries], jnp.int32)
+        flops, outs = 4 * heads * width * queries * (past + queries / 2), []
+        for backend in ("triton", "cudnn"):
+            attend = jax.jit(lambda q, k, v, table, *at, backend=backend: dense_causal(
+                q, paged(k, table), paged(v, table), *at, kv_heads=kv_heads, backend=backend)[0])  # fmt: skip
+            us, kernels = kernel_times(attend, [(q, k, v, table, *at)], 4)
+            line(f"dense, {backend}, behind {past:,}", us, flops / peak, f"{flops / us / 1e6:.0f} TFLOP/s")
+            for name, of_kernel in sorted(kernels.items(), key=lambda kernel: -kernel[1])[:4]:
+                print(f"    {of_kernel:10.0f} us  {name[:90]}")
+            outs.append(attend(q, k, v, table, *at).astype(jnp.float32))
+        one, other = outs
+        print(f"    distance of the two {float(jnp.linalg.norm(one - other) / jnp.linalg.norm(one)):.1e}", flush=True)
+
+
 def ceilings() -> tuple[float, float]:
     """(multiply-add operations, bytes) a microsecond: of a bfloat16 matrix product, of a copy."""
     a, b = normal(0, 8192, 8192), normal(1, 8192, 8192)
@@ -390,6 +412,9 @@ def main() -> int:
         print("experts")
         bench_experts(peak, bandwidth)
         bench_embedded_experts()
+    if args.only in "dense":
+        print("dense")
+        bench_dense(peak)
     if args.only in "projections":
         print("projections")
         bench_projections(peak, bandwidth)

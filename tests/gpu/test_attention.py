@@ -10,7 +10,7 @@ from support.gpu_pages import DECODE, PREFILL, Inputs, check_attention
 from support.on_gpu import shapes_and_dtypes, twice
 
 from pallas_kernels.cudnn_causal import cudnn_causal
-from pallas_kernels.dense_causal import dense_causal
+from pallas_kernels.dense_causal import cudnn, dense_causal
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_prefill import sparse_prefill
@@ -41,6 +41,16 @@ def test_sparse_prefill_is_attention_to_the_chosen_blocks(shape, dtype, schedule
 @shapes_and_dtypes(PREFILL)
 def test_dense_causal_is_attention_to_all_that_a_query_sees(shape, dtype, backend, seed):
     run_and_check(Inputs(shape, dtype, seed), dense_causal, backend, is_dense=True)
+
+
+@shapes_and_dtypes(PREFILL, others=["float16"])
+@pytest.mark.parametrize("piece", [None, 3])
+def test_dense_causal_in_parts_is_attention_to_all_that_a_query_sees(shape, dtype, piece, seed):
+    """cuDNN's log-sum-exp is the natural one, and padding and rows that end before a piece count for nothing."""
+    x = Inputs(shape, dtype, seed)
+    assert cudnn.in_order(x.pages(x.k), *x.at)
+    op = partial(dense_causal, config=piece and cudnn.Config(piece))
+    run_and_check(x, op, "cudnn", is_dense=True)
 
 
 @shapes_and_dtypes(DECODE)

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import comparisons
 from support.kernels_inputs import attention, both_layouts, check, lay_out, of_definition, run_attention, view
 from support.msa_strategies import FOURS, GROUPED, ONE_SLOT, RAGGED, Case, cases, dense_attention, prefill
 from support.msa_strategies import attention as definition
 
-from pallas_kernels.dense_causal import dense_causal
+from pallas_kernels.dense_causal import cudnn, dense_causal
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.gradient import with_gradient
 from pallas_kernels.sparse_decode import MAX_QUERIES, sparse_decode
@@ -133,6 +134,41 @@ def test_dense_is_that_of_the_definition(case, layout):
     """T8, T10: every block up to the diagonal, padding inside a tile of queries, NaN behind every row."""
     got = attention(dense_causal, case, layout, backend="triton", config=TILE, kv_heads=case.shape.K)
     check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
+
+
+def running(case: Case) -> Case:
+    """The case with queries that stand one behind the other in each row."""
+    return replace(case, positions=np.maximum(case.positions[:, :1], 0) + np.arange(case.shape.T, dtype=np.int32))
+
+
+@both_layouts
+@few
+@given(case=cases((GROUPED, RAGGED)).map(running))
+def test_dense_in_parts_is_that_of_the_definition(case, layout):
+    """T8, T9, T10: rows that begin anywhere; each part is XLA's here, where a GPU has cuDNN's."""
+    config = cudnn.Config(piece=2)
+    got = attention(dense_causal, case, layout, backend="cudnn", config=config, kv_heads=case.shape.K)
+    check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
+
+
+@few
+@given(case=cases((GROUPED,)), runs=st.booleans(), lost=st.integers(0, GROUPED.B * GROUPED.M))
+def test_parts_are_for_queries_in_order_over_pages_that_are_held(case, runs, lost):
+    """T9, T13: a chunk's rows run on and have all their pages; any other call is left to the walk."""
+    case, s = running(case) if runs else case, case.shape
+    memory, table = lay_out("paged", case.qkv()[1], case)
+    table = np.append(table, 0).astype(np.int32)
+    table[lost] = -1
+    table = table[:-1].reshape(s.B, s.M)
+    expected = True
+    for valid, positions, pages in zip(case.valid, case.positions, table, strict=True):
+        seen = positions[valid].tolist()
+        expected &= valid[: len(seen)].all() and seen == list(range(min(seen, default=0), max(seen, default=-1) + 1))
+        expected &= not seen or bool((pages[: max(seen) // s.P + 1] >= 0).all())
+    found = cudnn.in_order(
+        view(jnp.asarray(memory), jnp.asarray(table), s.P), *map(jnp.asarray, (case.positions, case.lengths))
+    )
+    assert bool(found) == expected
 
 
 @few

@@ -1,9 +1,11 @@
 """Every kernel lowers for CUDA at every named shape, on a machine that has no GPU; and wrong operands are errors."""
 
+import re
 from functools import partial
 
 import jax.numpy as jnp
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from support.lowering import array, lower, refuse
 
 from pallas_kernels.dense_causal import dense_causal
@@ -104,6 +106,22 @@ def test_every_dtype_and_layout_lowers(dtype, layout):
     texts = lower_all(SMALL, index_topk, prefill, dtype, layout=layout)
     texts += lower_all(FEW, index_topk_decode, decode, dtype, layout=layout)
     assert len(texts) == 7 and all("triton" in text for text in texts)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+def test_dense_attention_in_parts_lowers_to_two_calls_of_cudnn(layout, monkeypatch):
+    """The chunk's own part is causal, a piece before it is not; jax asks cuDNN for its version, which is not here."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+    s = BY_NAME["chunk 8,192 at 1,048,576"]
+    q, kv, _, _, table, _, positions, lengths = operands(s, jnp.bfloat16, jnp.bfloat16, layout)
+
+    def attend(q, k, v, table, *at):
+        of = lambda x: pages(x, table, s, 1)
+        return dense_causal(q, of(k), of(v), *at, kv_heads=s.kv_heads, return_lse=True, backend="cudnn")
+
+    text = lower(attend, q, kv, kv, table, positions, lengths)
+    masks = re.findall(r"mask_type\\22: \\22(\w+)", text)
+    assert sorted(masks) == ["CAUSAL", "PADDING"] and "fmhaSoftmax" in text
 
 
 @pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "e4m3"])
