@@ -3,6 +3,8 @@
 from importlib import import_module
 from importlib.util import find_spec
 
+from m3jax.version import VERSION
+
 TYPE_CHECKING = False  # that of `typing`, as a type checker reads the name, without the time of its import
 if TYPE_CHECKING:
     from m3jax.arrays import checks
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from m3jax.text import Tokenizer
     from m3jax.text_model import TextModel
 
-__version__ = "0.1.0"  # pyproject.toml reads it here
+__version__ = VERSION
 __all__ = [
     "M3",
     "M3Config",

@@ -10,11 +10,12 @@ import jax
 
 from m3jax.hosts.channel import Store
 from m3jax.messages import shown
+from m3jax.version import VERSION
 
 
 def versions() -> dict[str, str]:
     """Return the versions that decide which programs a process compiles."""
-    return {"m3jax": version("m3jax"), "jax": jax.__version__, "jaxlib": version("jaxlib")}
+    return {"m3jax": VERSION, "jax": jax.__version__, "jaxlib": version("jaxlib")}
 
 
 def fingerprint(folder: str | Path) -> str:

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from m3jax.messages import printable, shown
 from m3jax.serve.gateway.journal import in_order, note_response
+from m3jax.version import VERSION
 
 _HASHED = ("config.json", "generation_config.json", "tokenizer.json")
 
@@ -45,7 +45,7 @@ def identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     device = jax.local_devices()[0]
     all_settings = {
         **settings,
-        "m3jax": version("m3jax"),
+        "m3jax": VERSION,
         "jax": jax.__version__,
         "device": f"{device.platform} {device.device_kind}",
     }

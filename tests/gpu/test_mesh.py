@@ -42,7 +42,8 @@ def served(model: M3, **shape) -> list[Generation]:
     )
     engine.warmup()
     draws = Sampling.greedy(), Sampling(temperature=1.0, seed=7)
-    handles = [engine.add(prompt, Params(NEW_TOKENS, draws[i % 2])) for i, prompt in enumerate(prompts())]
+    orders = [Params(max_new_tokens=NEW_TOKENS, sampling=draw) for draw in draws * 2]
+    handles = [engine.add(prompt, order) for prompt, order in zip(prompts(), orders, strict=True)]
     engine.run()
     return [engine.result(handle) for handle in handles]
 

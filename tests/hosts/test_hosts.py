@@ -19,10 +19,11 @@ from support import host_process
 from support.checkpoint_folders import random_tensors, tiny_config, write_folder
 from support.engines import quick
 
+import m3jax
 from m3jax import checkpoint
 from m3jax.checkpoint import tree
 from m3jax.decoding.engine import Engine
-from m3jax.hosts.agree import agree, fingerprint
+from m3jax.hosts.agree import agree, fingerprint, versions
 from m3jax.hosts.channel import Channel, Store
 from m3jax.hosts.deaths import NativeOutput, dead_line
 from m3jax.hosts.job import Job
@@ -208,6 +209,23 @@ def test_other_versions_and_folders_are_refused_on_all_and_both_named(tmp_path):
     for folder, scale in zip(folders, (1, 2), strict=True):
         write_folder(folder, CONFIG, random_tensors(CONFIG), rope_theta=1e4 * scale)
     assert fingerprint(folders[0]) == fingerprint(folders[0]) != fingerprint(folders[1])
+
+
+def test_a_checkout_that_is_not_installed_has_a_version():
+    """In a process in which no distribution of m3jax is found, as where m3jax is run by PYTHONPATH."""
+    code = """if True:
+        import importlib.metadata as metadata
+        find = metadata.distribution
+        def distribution(name):
+            if name == "m3jax":
+                raise metadata.PackageNotFoundError(name)
+            return find(name)
+        metadata.distribution = distribution
+        from m3jax.hosts.agree import versions
+        print(versions()["m3jax"])"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert printed.stdout.strip() == m3jax.__version__, printed.stderr
+    assert versions()["jax"] == jax.__version__
 
 
 def test_a_fingerprint_tells_folders_apart(tmp_path):

@@ -3,7 +3,7 @@
 # The rooms of the house from the ground up. A room imports from the floors below its own: neither from above, nor from
 # the other rooms of its floor. A new room goes on the lowest floor that is above all that it imports.
 FLOORS = (
-    ("m3jax.interrupts", "m3jax.messages", "pallas_kernels"),
+    ("m3jax.interrupts", "m3jax.messages", "m3jax.version", "pallas_kernels"),
     (
         *(
             "m3jax.arrays",

@@ -5,12 +5,12 @@ they allow no field that they do not name, and the tests hold each answer to the
 """
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from m3jax.serve.gateway.fields import object_schema
 from m3jax.serve.gateway.gateway import Gateway
 from m3jax.serve.gateway.http import ANTHROPIC, Endpoint, Style
+from m3jax.version import VERSION
 
 _Schema = Mapping[str, Any]
 
@@ -287,7 +287,7 @@ def document(gateway: Gateway, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     keys = [{"bearer": []}, {"key": []}]
     return {
         "openapi": "3.1.0",
-        "info": {"title": "m3jax", "version": version("m3jax"), "summary": f"The model {gateway.model.name}"},
+        "info": {"title": "m3jax", "version": VERSION, "summary": f"The model {gateway.model.name}"},
         "paths": paths,
         "security": keys if gateway.settings.api_key is not None else [],
         "components": {

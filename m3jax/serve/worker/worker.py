@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -38,6 +37,7 @@ from m3jax.serve.worker.tokenizer_files import pieces, tokenizer_archive
 from m3jax.text import TextStream
 from m3jax.text_model import TextModel
 from m3jax.transfer import PrefillClient, TransferError
+from m3jax.version import VERSION
 
 MAX_REQUESTS = 1024  # that go on or wait, where the caller does not say
 _MOST_PAGES = 4096  # of a pool, likewise
@@ -332,7 +332,7 @@ class Worker:
             ),
         )
         now = datetime.now(UTC).isoformat()
-        return protocol.GetLoadsResponse(timestamp=now, version=version("m3jax"), dp_rank_count=1, loads=[of_rank])
+        return protocol.GetLoadsResponse(timestamp=now, version=VERSION, dp_rank_count=1, loads=[of_rank])
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest
