@@ -74,7 +74,7 @@ def traced(run: Callable[[], object]) -> Kernels:
 
 @dataclass
 class DeviceTime:
-    """How one of several devices spent the time between its first kernel and its last; all in seconds.
+    """The time of one device between its first kernel and its last, by use; all in seconds.
 
     Attributes:
       name: of the device.

@@ -29,7 +29,7 @@ SLOW = 20.0  # seconds, beside ten times those that it takes without a bug, afte
 
 
 class Bug(Protocol):
-    """What `run_all` asks of a bug."""
+    """The parts of a bug that `run_all` reads."""
 
     file: str
     tests: str
@@ -45,7 +45,7 @@ class Bug(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests said of a bug.
+    """The verdict of the tests on a bug.
 
     Attributes:
       name: of the bug.
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass
 class FileOfTests:
-    """What is known of a file of tests that ran on the unchanged tree.
+    """A file of tests as it ran on the unchanged tree.
 
     Attributes:
       file: relative to the root.
