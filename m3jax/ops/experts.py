@@ -405,17 +405,18 @@ def copied(
 
     For a GPU, which has the memory.
     """
-    gate, up, down = (w[layer] for w in weights)  # [E D F] twice, [E F D]
-    tiles = invert(expert_ids[None, None], gate.shape[0], min(measured.COPIED_TILE, expert_ids.size))
+    tiles = invert(expert_ids[None, None], weights.gate.shape[1], min(measured.COPIED_TILE, expert_ids.size))
 
-    # The backward pass copies experts again: kept, the copies would be the most of what a layer leaves for it.
+    # The backward pass copies experts again: kept, the copies would be the most of what a layer leaves for it. The
+    # layer is cut out in here, so that of its weights nothing is kept but the stack that is there anyway.
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
-    def run_tiles(x, gate, up, down):
+    def run_tiles(x, weights, layer):
         tokens = x[tiles.query]  # [tiles C D]
+        gate, up, down = (w[layer] for w in weights)  # [E D F] twice, [E F D]
         into_hidden = lambda weight: project("xcd,xdf->xcf", tokens, weight[tiles.block])
         return project("xcf,xfd->xcd", activate(into_hidden(gate), into_hidden(up)), down[tiles.block])
 
-    return run_tiles(x, gate, up, down).reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
+    return run_tiles(x, weights, layer).reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
 
 
 EXPERT_PATHS = {

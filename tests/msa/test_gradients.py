@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 from support import comparisons
+from support.lowering import equations
 from support.msa_strategies import (
     CUT,
     GROUPED,
@@ -28,7 +29,7 @@ from support.msa_strategies import (
 )
 
 from m3jax import msa
-from m3jax.numerics import attend
+from m3jax.numerics import attend, einsum
 
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 LINEAR = ["blockwise", "query_major", "kv_block_major"]
@@ -217,3 +218,42 @@ def test_attend_has_a_gradient_where_a_row_sees_nothing():
     grads = jax.grad(lambda *x: jnp.sum(attend(*x, visible)[0]), argnums=(0, 1, 2))(q, k, v)
     assert all(np.isfinite(x).all() for x in grads)
     assert not np.asarray(grads[0][1]).any() and not np.asarray(grads[2][2]).any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "left", "right"),
+    [
+        ("...d,df->...f", (3, 5, 64), (64, 32)),
+        ("xcf,xfd->xcd", (4, 8, 32), (4, 32, 16)),
+        ("...rc,...ch->...rh", (1, 2, 32, 16), (3, 2, 16, 8)),  # an axis of length 1 is another's length
+    ],
+)
+def test_gradients_of_a_product_in_bfloat16_are_products_in_bfloat16(spec, left, right):
+    """Each is the nearest bfloat16 of the exact product of the rounded gradient, and no factor is made float32 for it.
+
+    Tensor cores do not multiply float32 at highest precision: the backward pass would take ten times the forward's.
+    """
+    rng = np.random.default_rng(0)
+    left, right = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in (left, right))
+    product = partial(einsum, spec)
+    gradient = jnp.asarray(rng.normal(size=product(left, right).shape), jnp.float32)
+    pull_back = lambda left, right, gradient: jax.vjp(product, left, right)[1](gradient)
+    program = jax.make_jaxpr(pull_back)(left, right, gradient).jaxpr
+    factors = [x.aval.dtype for e in equations(program) if e.primitive.name == "dot_general" for x in e.invars]
+    assert set(factors) == {jnp.dtype(jnp.bfloat16)}
+    assert len(factors) >= 4, "the gradients' products were not found"
+    found = pull_back(left, right, gradient)
+    wide = lambda x: np.asarray(x.astype(jnp.bfloat16), np.float64)
+    with jax.enable_x64(True):
+        exact = jax.vjp(partial(jnp.einsum, spec), wide(left), wide(right))[1](wide(gradient))
+    for one, wanted in zip(found, exact, strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_allclose(wide(one), wanted, rtol=2**-8, atol=1e-5)
+
+
+def test_gradients_of_a_product_in_float32_are_not_rounded():
+    """They are of float32, where the spacing of bfloat16 numbers would be seen."""
+    left, right, gradient = (np.random.default_rng(i).normal(size=(16, 16)).astype(np.float32) for i in range(3))
+    found = jax.vjp(partial(einsum, "xi,io->xo"), left, right)[1](gradient)
+    for one, wanted in zip(found, (gradient @ right.T, left.T @ gradient), strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-5)

@@ -54,3 +54,13 @@ def test_the_vectors_check_only_what_can_run():
     (case,) = (case for case in group.cases(large=False) if case.name == "layer")
     names = {run.label for run in group.runs(case.inputs, case.rule)}
     assert names == set(EXPERT_PATHS) - set(KERNELS)
+
+
+def test_the_backward_pass_of_training_keeps_no_copy_of_a_layers_experts():
+    """Of weights the stack is kept, which is there anyway: three layers at M3's widths would be 5 GB of copies."""
+    weights = ExpertWeights(*(jnp.ones((2, 3, *shape)) for shape in ((8, 4), (8, 4), (4, 8))))
+    ids = jnp.zeros((5, 2), jnp.int32)
+    copied = lambda x: run_experts(x, weights, ids, jnp.int32(1), jnp.multiply, path="copied")
+    shapes = {x.shape for x in jax.tree.leaves(jax.vjp(copied, jnp.ones((5, 8)))[1])}
+    assert (2, 3, 8, 4) in shapes, "the stacks were not found"
+    assert not {shape for shape in shapes if shape[-3:] in ((3, 8, 4), (3, 4, 8)) and shape[0] != 2}
