@@ -61,20 +61,23 @@ def resident():
     return serve(engine(model(), pages=24, prefix_cache=False), *WORK)
 
 
-def assert_same(got, expected, tolerance=0.0):
+def assert_same(got, expected, tolerance):
     assert [x.tokens for x in got] == [x.tokens for x in expected]
     for mine, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_offloaded_is_resident_bit_for_bit(kind):
-    """Offloaded keys change no bit: one pass has room for all selected pages, so attention sums in the same order."""
+def test_offloaded_tokens_are_the_resident_ones(kind):
+    """Two programs for one sum, which another CPU may compile apart: its log-probabilities agree within 1e-6.
+
+    Bits across programs are what the invariant mode promises, and what `decoding/test_invariance.py` asks of this pool.
+    """
     served = offloaded(kind)
     with compilations() as seen:
         got = serve(served, *WORK)
     assert not seen
-    assert_same(got, resident())
+    assert_same(got, resident(), 1e-6)
     assert preemptions(served) > 0
     report = served.offload
     assert report["misses"] > 0 and 0.5 < report["hit_rate"] < 1

@@ -119,9 +119,11 @@ def test_the_invariant_trainer_computes_the_draws_bits():
         compute_dtype="bfloat16",
         temperature=0.7,
     )
-    found = np.asarray(read(support=jnp.asarray(batch["support"])))
+    support = batch["support"]
+    found = np.asarray(read(support=jnp.asarray(support)))
     np.testing.assert_array_equal(found[batch["mask"]], batch["sampler"][batch["mask"]])
-    assert (np.asarray(read())[batch["mask"]] < found[batch["mask"]]).all()
+    every_token = jnp.asarray(np.full_like(support, -1))  # what no support means, in the program of one
+    assert (np.asarray(read(support=every_token))[batch["mask"]] < found[batch["mask"]]).all()
 
 
 def test_an_episode_without_the_record_is_said():

@@ -34,8 +34,6 @@ BATCH, LENGTH = 8, 33
 MESHES = [
     "tensor=8",  # more devices than KV heads
     "expert=8",
-    "data=8",
-    "context=8",
     "context=2,expert=2,tensor=2",
     "data=2,context=2,tensor=2",
 ]
