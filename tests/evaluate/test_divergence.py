@@ -37,7 +37,11 @@ def rows() -> list[np.ndarray]:
 
 @cache
 def whole_logits(seed: int) -> list[np.ndarray]:
-    return [np.asarray(model(seed)(row[None]))[0] for row in rows()]
+    """Logits of each row, all by one program."""
+    lengths = np.array([len(row) for row in rows()], np.int32)
+    padded = np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows()])
+    logits = np.asarray(model(seed)(padded, lengths=lengths))
+    return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The schedules of training, against the definitions and through the model."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ def operands() -> tuple[jax.Array, ...]:
     q = 2 * normal(BATCH, LENGTH, HEADS, WIDTH)
     k, v = normal(BATCH, LENGTH, GROUPS, WIDTH, seed=1), normal(BATCH, LENGTH, GROUPS, WIDTH, seed=2)
     index_q, index_k = normal(BATCH, LENGTH, GROUPS, WIDTH, seed=3), normal(BATCH, LENGTH, WIDTH, seed=4)
-    return q, k, v, index_topk(index_q, index_k, *rows(), block_size=BLOCK, top_k=3)
+    choose = jax.jit(partial(index_topk, block_size=BLOCK, top_k=3))
+    return q, k, v, choose(index_q, index_k, *rows())
 
 
 @BOTH
@@ -51,17 +52,21 @@ def test_attention_is_the_definition(schedule, kernel):
             return dense_attention(q, k, v, *rows())
         return sparse_attention(q, k, v, blocks, *rows(), block_size=BLOCK)
 
-    got, pull = jax.vjp(lambda *x: fn(*x, blocks, BLOCK, *more), q, k, v)
-    want, pull_want = jax.vjp(expected, q, k, v)
-    for a, b in zip((got, *pull(want)), (want, *pull_want(want)), strict=True):
+    @jax.jit  # one program in place of one an operation
+    def values_and_gradients(q, k, v):
+        got, pull = jax.vjp(lambda *x: fn(*x, blocks, BLOCK, *more), q, k, v)
+        want, pull_want = jax.vjp(expected, q, k, v)
+        return (got, *pull(want)), (want, *pull_want(want))
+
+    for a, b in zip(*values_and_gradients(q, k, v), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def test_scores_at_once_choose_the_same_blocks(monkeypatch):
     monkeypatch.setattr(fused, "platform", lambda: "gpu")
     index_q, index_k = normal(BATCH, LENGTH, GROUPS, WIDTH, seed=3), normal(BATCH, LENGTH, WIDTH, seed=4)
-    got = fused.select_in_whole_rows(index_q, index_k, SelectionRules(top_k=3), BLOCK)
-    np.testing.assert_array_equal(got, index_topk(index_q, index_k, *rows(), block_size=BLOCK, top_k=3))
+    select = partial(fused.select_in_whole_rows, rules=SelectionRules(top_k=3), block_size=BLOCK)
+    np.testing.assert_array_equal(jax.jit(select)(index_q, index_k), operands()[3])
 
 
 @pytest.mark.parametrize("tile", [4, 512])

@@ -1,8 +1,6 @@
 """Runs of GRPO: rounds, what they write, what they go on from, and tasks that fail."""
 
-import json
 from functools import cache
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,10 +12,8 @@ import m3jax
 from m3jax.assets import embedded_path
 from m3jax.model import M3
 from m3jax.train import __main__ as command
-from m3jax.train import grpo
 from m3jax.train.grpo import PartedPolicies, RunSettings, check_bits, prompts_of_round, train_policy
 from m3jax.train.rewards import TaskError, TaskFile
-from m3jax.train.step import make_optimizer
 
 TASK = """
 def prompts():
@@ -28,21 +24,6 @@ def reward(prompts, completions, wanted):
     assert len(prompts) == len(completions) == len(wanted) and isinstance(completions[0], str)
     return [sum(c.isalpha() for c in text) / max(1, len(text)) for text in completions]
 """
-SETTINGS = dict(
-    prompts=2, answers=3, max_new_tokens=6, learning_rate=1e-3, save_every=1, invariant=True, compute_dtype="bfloat16",
-    replay=("expert_ids", "blocks"),
-)  # fmt: skip
-KEYS = {
-    "step",
-    "reward_mean",
-    "loss",
-    "kl",
-    "k3_kl",
-    "chi2_token",
-    "rollout_probs_diff_max",
-    "ess",
-    "token_mult_prob_error",
-}
 
 
 @cache
@@ -56,45 +37,6 @@ def task(tmp_path_factory):
     path.write_text(TASK, encoding="utf-8")
     with TaskFile(path) as made:
         yield made
-
-
-@pytest.fixture
-def one_optimizer(monkeypatch):
-    """The same optimiser for all runs: a step is compiled for the object."""
-    settings = RunSettings(steps=1, **SETTINGS)
-    optimizer = make_optimizer(settings.schedule, settings.weight_decay, frozen_index=settings.frozen_index)
-    monkeypatch.setattr(grpo, "make_optimizer", lambda *_, **__: optimizer)
-
-
-def train(task: TaskFile, folder: Path, steps: int, **changes) -> tuple[M3, list[dict]]:
-    settings = RunSettings(steps=steps, **SETTINGS | changes)
-    metrics = folder / "metrics.jsonl"
-    said: list[str] = []
-    trained = train_policy(model(), TOKENIZER, None, task, settings, folder, metrics, said.append)
-    return trained, [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.mark.usefixtures("one_optimizer")
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(task, tmp_path):
-    """The same draws, rewards and weights to the bit, and one line a round.
-
-    In bfloat16, in the invariant mode, with both replays: in each round the trainer computes the engine's very bits.
-    """
-    whole, lines = train(task, tmp_path / "whole", 2)
-    assert [line["step"] for line in lines] == [1, 2]
-    for line in lines:
-        assert line.keys() >= KEYS
-        assert (line["rollout_probs_diff_max"], line["k3_kl"], line["kl"], line["chi2_token"]) == (0, 0, 0, 0)
-        assert line["token_mult_prob_error"] == line["ess"] == 1
-    train(task, tmp_path / "cut", 1)
-    with (tmp_path / "cut" / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"step": 2, "rewa')  # a process that was killed while it wrote
-    again, others = train(task, tmp_path / "cut", 2)
-    is_time = lambda name: name.startswith("seconds")
-    drop = lambda line: {name: value for name, value in line.items() if not is_time(name)}
-    assert [drop(line) for line in others] == [drop(line) for line in lines]
-    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_every_prompt_is_drawn_once_in_a_pass():
@@ -154,7 +96,8 @@ def test_a_reward_that_is_none_is_said_in_a_line(body, tmp_path):
 
 def test_prompts_and_settings_that_do_not_fit(task, tmp_path):
     with pytest.raises(ValueError, match="are more than the model's context of 1024: shorten one of the two"):
-        train(task, tmp_path, 1, max_new_tokens=1024)
+        settings = RunSettings(steps=1, max_new_tokens=1024)
+        train_policy(model(), TOKENIZER, None, task, settings, tmp_path, tmp_path / "metrics.jsonl", print)
     for knobs, message in ((dict(steps=0), "steps = 0"), (dict(steps=1, answers=1), "answers = 1: must be at least 2"),
                            (dict(steps=1, replay=("logits",)), "replay of 'logits'")):  # fmt: skip
         with pytest.raises(ValueError, match=message):

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from support import tiny
 from support.embedded import TOKENIZER
@@ -59,9 +61,13 @@ def _one_optimizer():
         yield
 
 
-def train(folder: Path, task: Task | None = None, say=lambda text: None, **changes) -> list[dict]:
+def trained(folder: Path, task: Task | None = None, say=lambda text: None, **changes) -> M3:
     metrics = folder / "metrics.jsonl"
-    train_policy(model(), TOKENIZER, None, task or Task(), replace(SETTINGS, **changes), folder, metrics, say)
+    return train_policy(model(), TOKENIZER, None, task or Task(), replace(SETTINGS, **changes), folder, metrics, say)
+
+
+def train(folder: Path, *args, **changes) -> list[dict]:
+    trained(folder, *args, **changes)
     return lines(folder)
 
 
@@ -71,31 +77,42 @@ def lines(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[list[dict], list[Path]]:
-    """An undisturbed run, and what its folder was like after each round, as a process that is killed leaves it."""
+def whole(tmp_path_factory) -> tuple[list[dict], list[Path], M3]:
+    """An undisturbed run, what its folder was like after each round, as a killed process leaves it, and its model."""
     folder, copies = tmp_path_factory.mktemp("whole"), []
 
     def say(text):
         copies.append(folder.parent / f"after{len(copies) + 1}")
         shutil.copytree(folder, copies[-1])  # a state that is being written is copied as far as it has come
 
-    return train(folder, say=say), copies
+    model_at_end = trained(folder, say=say)
+    return lines(folder), copies, model_at_end
 
 
 def test_trainer_and_engine_read_one_policy_with_all_knobs_on(whole):
     """Temperature, top-k, top-p and three replays: not a bit is off; the policy leaves its reference step by step."""
     found = whole[0]
+    assert [line["step"] for line in found] == [1, 2, 3]
     for line in found:
-        assert (line["rollout_probs_diff_max"], line["k3_kl"], line["chi2_token"]) == (0, 0, 0)
+        assert line.keys() >= {"reward_mean", "loss"}
+        assert (line["rollout_probs_diff_max"], line["k3_kl"], line["kl"], line["chi2_token"]) == (0, 0, 0, 0)
+        assert line["token_mult_prob_error"] == line["ess"] == 1
         parts = line["reward_mean.letters"] + 0.01 * line["reward_mean.length"]
         assert line["reward_mean"] == pytest.approx(parts)
     assert found[0]["kl_reference"] == 0 < found[1]["kl_reference"]
 
 
 def test_a_run_goes_on_from_wherever_it_was_killed(whole, tmp_path):
+    """The same draws, rewards and weights to the bit, and one line a round, also where a line was half written."""
     for number, copy in enumerate(whole[1][:2]):
-        shutil.copytree(copy, tmp_path / str(number))
-        assert train(tmp_path / str(number)) == whole[0]
+        folder = tmp_path / str(number)
+        shutil.copytree(copy, folder)
+        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write('{"step": 3, "rewa' if number else "")
+        again = trained(folder)
+        assert lines(folder) == whole[0]
+        for one, other in zip(jax.tree.leaves(whole[2]), jax.tree.leaves(again), strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_a_run_goes_on_with_the_settings_it_began_with(whole, tmp_path):
