@@ -14,7 +14,7 @@ from support.lowering import H200
 
 from m3jax.cache import Cache
 from m3jax.decoding import Engine, PromptLookup, Sampling, device
-from m3jax.decoding.device.compiler_options import OPTIONS, STEP_OPTIONS
+from m3jax.decoding.device.compiler_options import OPTIONS, STEP_OPTIONS, TPU_PREFILL_OPTIONS
 from m3jax.decoding.engine import runner
 from m3jax.decoding.sampling import WORD_TOKENS, SamplingParams
 from m3jax.model import abstract
@@ -111,7 +111,8 @@ def test_programs_on_a_gpu_have_its_options():
         assert OPTIONS["decode", "gpu", mode] == OPTIONS["decode_in_rounds", "gpu", mode] == of_steps
         assert OPTIONS["prefill", "gpu", mode] == OPTIONS["read_media", "gpu", mode] == of_prompts
     for name in device.PROGRAMS:
-        assert device.program(name, "tpu", "wide") is getattr(device, name)
+        options_of_tpu = {"prefill": TPU_PREFILL_OPTIONS}.get(name, {})
+        assert OPTIONS.get((name, "tpu", "wide"), {}) == options_of_tpu
         assert device.program(name, "cpu", "invariant") is getattr(device, name)
         assert device.program(name, "gpu", "invariant") is not device.program(name, "gpu", "wide")
     assert device.program("prefill", "gpu", "wide") is device.program("prefill", "gpu", "narrow")  # compiled once

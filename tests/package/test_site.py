@@ -301,9 +301,9 @@ def test_a_wheel_and_an_sdist_carry_no_site(tmp_path):
     """Of a checkout in which `make docs` has run, as this one may or may not be."""
     pytest.importorskip("hatchling", reason="`make test` installs what builds the package on Python 3.11")
     checkout, out = tmp_path / "checkout", tmp_path / "out"
-    kept = ("pyproject.toml", "README.md", "LICENSE", ".gitignore", "m3jax/__init__.py", "docs/conf.py")
+    kept = ("pyproject.toml", "README.md", "LICENSE", ".gitignore", "m3jax/version.py", "docs/conf.py")
     built = ("docs/_build/html/index.html", "docs/_build/doctrees/x.doctree", "docs/api/m3jax.rst", "docs/traps/t01.md")
-    for name in (*kept, *built, "pallas_kernels/__init__.py"):
+    for name in (*kept, *built, "m3jax/__init__.py", "pallas_kernels/__init__.py"):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_text((ROOT / name).read_text(encoding="utf-8") if name in kept else "")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-t", "wheel", "-d", out]

@@ -128,5 +128,5 @@ def test_documented_commands_are_commands(tmp_path, monkeypatch):
         made.parse_args(words)
     documented = set(re.findall(r"`(--[a-z-]+)", (ROOT / "docs/serving.md").read_text(encoding="utf-8")))
     known = {option for make in (parser, gateway_parser, verify_parser) for option in make()._option_string_actions}
-    of_others = {"--model_args", "--continuous-batching"}
+    of_others = {"--model_args", "--continuous-batching", "--limits"}
     assert documented - of_others <= known
