@@ -46,7 +46,8 @@ def _gradient_of_product(
     """Return the gradients by both factors, each a product of bfloat16 arrays, summed in float32 and rounded once."""
     left, right = factors
     rounded = gradient.astype(jnp.bfloat16)
-    # In bfloat16 throughout: then both sides of each transposed product are; XLA sums them in float32 (not always, on CPUs since jax 0.12).
+    # In bfloat16 throughout: then both sides of each transposed product are. XLA sums them in float32, but not always
+    # on a CPU since jax 0.12.
     narrow = lambda left, right: jnp.einsum(spec, left, right, precision="highest")
     (of_left,) = jax.linear_transpose(lambda left: narrow(left, right), left)(rounded)
     (of_right,) = jax.linear_transpose(lambda right: narrow(left, right), right)(rounded)
