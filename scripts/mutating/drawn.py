@@ -21,7 +21,11 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 # A room: its sources, and the tests nearest to them. The whole suite is not run for one bug.
 ROOMS = {
     "msa": ("m3jax/msa m3jax/numerics.py", "tests/msa tests/ops/test_lanes.py"),
-    "ops": ("m3jax/ops m3jax/execution m3jax/mxfp8.py", "tests/ops tests/model tests/kernels/test_mxfp8.py"),
+    "ops": (
+        "m3jax/ops m3jax/execution m3jax/mxfp8.py",
+        "tests/ops tests/model tests/kernels/test_mxfp8.py tests/kernels/test_experts.py "
+        "tests/kernels/test_few_tokens.py tests/inside/test_edits.py",
+    ),
     "cache": (
         "m3jax/cache",
         "tests/cache tests/decoding/test_engine_equivalence.py tests/decoding/test_engine_lives.py",
