@@ -13,14 +13,19 @@ from support.pytrees import assert_settings_are_static
 
 import m3jax
 from m3jax import execution
+from m3jax.execution import plain
 from m3jax.execution.compute import TOKEN_TILE, Compute
+from m3jax.execution.divided import Divided
 from m3jax.execution.experts import dispatch_capacity, ids_on_device, sums_by_dispatch, sums_by_gathering
+from m3jax.execution.fast import Fast
 from m3jax.execution.keep import KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual
 from m3jax.execution.named import EditedValues, Inside, Values, apply_edit
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import backends, measured, project_each
 from m3jax.ops.backends import choose, interpret
 from m3jax.ops.cases import ExpertsCase, OrderedCase, PagesCase, ProductCase, Stored, TokenwiseCase
+from m3jax.parallel import make_mesh
+from m3jax.weights import StackedLayer
 
 BF16, F16, F32, E4M3 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn"))
 
@@ -238,6 +243,111 @@ def test_no_gradient_goes_to_the_activations_of_detached_products():
     for options, expected in (({}, 111), (dict(num_detached=1), 11), (dict(num_detached=2), 1)):
         total = lambda x, options=options: sum(y.sum() for y in project_each("i,io->o", x, matrices, **options))
         np.testing.assert_array_equal(jax.grad(total)(x), [expected] * 3)
+
+
+def test_products_of_a_kernel_are_detached_as_xla_s_are():
+    """Of two matrices in stacks, the second one's product gives x no gradient; their numbers are those of einsum."""
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.normal(size=(2, 32)), BF16)
+    stacks = [jnp.asarray(draw.normal(size=(2, 32, 64)), BF16) for _ in range(2)]
+
+    def total(x, num_detached):
+        matrices = [StackedLayer(stack, jnp.int32(1), "triton") for stack in stacks]
+        products = project_each("xi,io->xo", x, matrices, num_detached)
+        return sum(y.sum() for y in products), products
+
+    with interpret():
+        for num_detached, counted in ((0, stacks), (1, stacks[:1])):
+            gradient, products = jax.grad(total, has_aux=True)(x, num_detached)
+            expected = sum(np.asarray(stack[1], np.float64).sum(1) for stack in counted)
+            np.testing.assert_allclose(np.asarray(gradient, np.float64), [expected] * 2, rtol=2**-6, atol=0.1)
+            for product, stack in zip(products, stacks, strict=True):
+                exact = np.asarray(x, np.float64) @ np.asarray(stack[1], np.float64)
+                np.testing.assert_allclose(product, exact, rtol=1e-4, atol=1e-4)
+
+
+# Steps between products, and a layer on a mesh
+
+
+def test_steps_between_products_are_those_of_numpy():
+    x, update = np.float32([[[3, -4], [0, 0]]]), np.float32([[[1, 1], [0, 0]]])
+    weight = np.float32([0.5, -0.5])
+    normed = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.1) * (1 + weight)
+    np.testing.assert_allclose(plain.gemma_norm(jnp.asarray(x), jnp.asarray(weight), 0.1), normed(x), rtol=1e-6)
+    for added in (None, update):
+        given = None if added is None else jnp.asarray(added)
+        stream, norm = plain.add_norm(jnp.asarray(x), given, jnp.asarray(weight), 0.1)
+        expected = x if added is None else x + added
+        np.testing.assert_array_equal(stream, expected)
+        np.testing.assert_allclose(norm, normed(expected), rtol=1e-6)
+    narrow = jnp.full((1, 1, 1), 256, BF16)  # 257 is no bfloat16: rounded once, the sum of two terms is
+    found = plain.add(narrow, jnp.full((1, 1, 1), 1.5))
+    assert found.dtype == BF16 and found == 258
+    heads = np.arange(6, dtype=np.float32).reshape(1, 1, 1, 6)
+    cos, sin = np.float32([[[0, 1]]]), np.float32([[[1, 0]]])
+    found = plain.apply_rope(*map(jnp.asarray, (heads, cos, sin)))
+    assert found[0, 0, 0].tolist() == [-2, 1, 0, 3, 4, 5]  # 0 and 2 turn by a right angle, 1 and 3 by none
+    logits, bias = jnp.log(jnp.array([[1.0, 3.0, 1.0, 1.0]])), jnp.array([0.0, 0.0, 0.0, 1.0])
+    ids, weights = plain.choose_experts(logits, bias, 3)  # scores of 0.5, 0.75, 0.5, 0.5
+    assert ids.tolist() == [[3, 1, 0]]
+    np.testing.assert_allclose(weights, [[2 / 7, 3 / 7, 2 / 7]], rtol=1e-6)
+
+
+def divided(**sizes: int) -> Divided:
+    return Divided(Compute(mesh=make_mesh(**sizes)), True)
+
+
+def test_a_product_is_read_in_place_by_what_a_device_holds():
+    """Kernels take multiples of 32 and 64 channels, and 16 rows: of one device's part, not of the whole."""
+    stack = lambda *shape: jnp.zeros((2, *shape), BF16)
+    whole, halves, rows = Fast(Compute(), True), divided(tensor=2), divided(data=2)
+    with interpret():
+        for name, shape, alone, by_halves in (
+            ("gate_proj", (64, 128), True, True), ("up_proj", (64, 64), True, False),
+            ("down_proj", (64, 64), True, True), ("down_proj", (32, 64), True, False),
+            ("o_proj", (2, 32, 64), True, True), ("o_proj", (2, 16, 64), True, False),
+            ("q_proj", (32, 2, 64), True, True), ("q_proj", (32, 2, 32), True, False),
+            ("index_k_proj", (32, 64), True, True), ("gate_proj", (16, 128), False, False),
+            ("input_layernorm", (64,), False, False),
+        ):  # fmt: skip
+            if len(shape) > 1:
+                assert whole.reads_in_place(name, stack(*shape), 1, BF16) == alone, (name, shape)
+            assert halves.reads_in_place(name, stack(*shape), 1, BF16) == by_halves, (name, shape)
+        for num_rows, alone, by_rows in ((16, True, True), (17, False, False), (32, False, True), (34, False, False)):
+            assert whole.reads_in_place("gate_proj", stack(64, 64), num_rows, BF16) == alone
+            assert rows.reads_in_place("gate_proj", stack(64, 64), num_rows, BF16) == by_rows
+
+
+def test_matrices_on_a_mesh_say_how_they_are_divided():
+    """Experts and what is no matrix stay as they are; KV heads that the axis does not divide are whole."""
+    attention = {"q_proj": (6, 4, 3), "k_proj": (6, 1, 3), "o_proj": (4, 3, 6), "q_norm": (3,)}
+    mlp = {"gate": (6, 2), "experts": {"up_proj": (2, 6, 4)}, "shared_experts": {"down_proj": (4, 6)}}
+    is_shape = lambda x: isinstance(x, tuple)
+    layer = jax.tree.map(jnp.zeros, {"self_attn": attention, "mlp": mlp}, is_leaf=is_shape)
+    found = divided(tensor=2).prepared(layer)
+    attention, mlp = found["self_attn"], found["mlp"]
+    partitions = {name: attention[name].partition for name in ("q_proj", "k_proj", "o_proj")}
+    to_heads, whole, from_heads = (None, "tensor", None), (None, None, None), ("tensor", None, None)
+    assert partitions == {"q_proj": to_heads, "k_proj": whole, "o_proj": from_heads}
+    assert mlp["shared_experts"]["down_proj"].partition == ("tensor", None)
+    assert attention["o_proj"].is_summed and not attention["q_proj"].is_summed
+    assert mlp["gate"] is layer["mlp"]["gate"] and attention["q_norm"] is layer["self_attn"]["q_norm"]
+    assert mlp["experts"]["up_proj"] is layer["mlp"]["experts"]["up_proj"]
+    assert attention["q_proj"].least_tokens == measured.DIVIDED_TOKENS["cpu"] == 16
+
+
+@pytest.mark.parametrize("sizes", [dict(data=2, tensor=2), dict(context=2, tensor=2), dict(expert=2)])
+def test_embedding_and_head_on_a_mesh_are_those_of_one_device(sizes):
+    """Few rows, and as many as a mesh divides."""
+    how, table = divided(**sizes), np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    for batch in (1, 16):
+        tokens = np.random.default_rng(batch).integers(0, 8, (batch, 2), np.int32)
+        hidden = table[tokens]
+        run = jax.jit(lambda tokens, hidden, table: (how.embed(tokens, table), how.unembed(hidden, table)))
+        embedded, logits = run(tokens, hidden, table)
+        np.testing.assert_array_equal(embedded, hidden)
+        np.testing.assert_allclose(logits, hidden @ table.T, rtol=1e-5, atol=1e-6)
+        assert logits.sharding.is_fully_replicated or batch == 16  # drawing one of few exchanges nothing more
 
 
 # Named values
