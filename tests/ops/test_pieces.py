@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from support.pytrees import assert_settings_are_static
+from support.shares import AXIS, SIZE, devices_map, shared_memory
 
 import m3jax
-from m3jax import execution
+from m3jax import execution, ops
 from m3jax.execution import plain
 from m3jax.execution.compute import TOKEN_TILE, Compute
 from m3jax.execution.divided import Divided
@@ -20,8 +21,11 @@ from m3jax.execution.experts import dispatch_capacity, ids_on_device, sums_by_di
 from m3jax.execution.fast import Fast
 from m3jax.execution.keep import KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual
 from m3jax.execution.named import EditedValues, Inside, Values, apply_edit
+from m3jax.msa import Paged, PagedIndex, SelectionRules
+from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
+from m3jax.msa.share import Share
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import backends, measured, project_each
+from m3jax.ops import attend_all, attend_selected, backends, measured, project_each, select
 from m3jax.ops.backends import choose, interpret
 from m3jax.ops.cases import ExpertsCase, OrderedCase, PagesCase, ProductCase, Stored, TokenwiseCase
 from m3jax.parallel import make_mesh
@@ -233,6 +237,50 @@ def test_tokens_sent_to_their_experts_and_gathered_ones_have_the_same_sums(capac
         np.testing.assert_allclose(sums, x * factor, rtol=1e-5)
     np.testing.assert_array_equal(found[2], 2 * x)
     assert set(most) == {devices * tokens * 3, 27}  # all pairs of the gathered tokens; 1.5 times a device's
+
+
+@pytest.mark.parametrize("schedule", ["auto", "invariant"])
+def test_rows_that_devices_share_are_attended_to_as_one_device_s(schedule):
+    """Selection, attention to the selected blocks and to all: on each of two devices what the definition gives."""
+    (q, index_q, positions, lengths), (k, v, index_k), of_devices = shared_memory()
+    q, index_q, k, v, index_k, positions, lengths = map(jnp.asarray, (q, index_q, k, v, index_k, positions, lengths))
+    at, rules = (positions, lengths), SelectionRules(top_k=3)
+
+    def on_device(k, v, index_k, table, first):
+        share = Share(first, SIZE, 2, (AXIS,))
+        view = Paged(k, v, None, 0, table, jnp.float32, share)
+        blocks = select(index_q, PagedIndex(index_k, None, 0, table, jnp.float32, share), *at, rules, schedule=schedule)
+        return blocks, (
+            attend_selected(q, view, blocks, *at, schedule=schedule), attend_all(q, view, *at, schedule=schedule)
+        )  # fmt: skip
+
+    blocks, found = devices_map(on_device, *of_devices)
+    expected = select_blocks(block_scores(index_q, index_k, *at, SIZE), *at, rules, block_size=SIZE)
+    outputs = (
+        sparse_attention(q, k, v, expected, *at, block_size=SIZE, return_lse=True),
+        dense_attention(q, k, v, *at, return_lse=True),
+    )
+    for device in range(2):
+        np.testing.assert_array_equal(blocks[device], expected)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(outputs), strict=True):
+            np.testing.assert_allclose(x[device], y, atol=1e-6)
+
+
+def test_a_shared_expert_that_a_kernel_ran_is_added_once(monkeypatch):
+    """One kernel runs it beside the routed ones, or the layer adds it: never both, never neither."""
+    how, x = Fast(Compute()), jnp.ones((3, 2))
+    ids, given = jnp.zeros((3, 2), jnp.int32), jnp.full((3, 2), 0.5)
+    stacks = [StackedLayer(jnp.ones((1, 2, 2, 2)), jnp.int32(0)) for _ in range(3)]
+    outputs = jnp.broadcast_to(
+        jnp.array([2.0, 4.0, 7.0])[:, None], (3, 3, 2)
+    )  # of two routed experts and the shared one
+    runs = lambda x, *_, shared, **how: outputs if shared else outputs[:, :2]
+    monkeypatch.setattr(ops, "run_experts", runs)
+    for joins, expected in ((True, 10 * 3 + 7), (False, 10 * 3)):
+        monkeypatch.setattr(ops, "joins_shared", lambda *_, joins=joins, **__: joins)
+        out, has_shared = how.experts(x, ids, given, stacks, jnp.multiply, stacks, 10.0)
+        assert has_shared is joins
+        np.testing.assert_array_equal(out, np.full((3, 2), expected))
 
 
 # Products
