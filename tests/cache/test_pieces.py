@@ -81,6 +81,7 @@ def test_each_device_holds_every_nth_block_of_a_row_from_its_first_page_on():
         np.testing.assert_array_equal(pages[device], np.asarray(places.page) - 4 * device)
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_rows_have_room_on_every_device_wherever_they_begin():
     assert pages_of_rows([5, 1, 6], 1) == 12 and pages_of_rows([5, 1, 6], 3) == 3 * (2 + 1 + 2)
     assert page_shards(None) == 1 and page_shards(make_mesh(2, 1, 2, 2)) == 4
@@ -285,6 +286,7 @@ def test_a_page_keeps_the_feature_of_its_last_token():
     assert not back.draft.k[0, :3].any() and not back.draft.v[0, 4].any()
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_arrays_of_pages_lie_where_their_axes_say():
     mesh = make_mesh(2, 1, 2, 2)
     cache = Cache.pool(tiny.config("M"), 8, 1, 2, mesh=mesh)

@@ -250,6 +250,7 @@ def test_an_edit_is_one_function_for_a_value(unchecked):
 # Meshes
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_a_mesh_has_its_axes_in_order_and_no_device_more():
     assert dict(make_mesh().shape) == dict.fromkeys(AXES, 1)
     for axis in AXES:
@@ -263,6 +264,7 @@ def test_a_mesh_has_its_axes_in_order_and_no_device_more():
         make_mesh(expert=3, tensor=3)
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_another_mesh_is_refused_with_the_nearest_one(unchecked):
     devices = np.array(jax.devices())
     other = lambda shape, names: jax.sharding.Mesh(devices[: math.prod(shape)].reshape(shape), names)
@@ -280,6 +282,7 @@ def test_another_mesh_is_refused_with_the_nearest_one(unchecked):
         as_mesh((2, 4))
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_several_processes_take_all_devices(monkeypatch):
     monkeypatch.setattr(meshes.jax, "process_count", lambda: 2)
     assert make_mesh(tensor=8).size == 8
@@ -303,6 +306,7 @@ def divided(size: int, name: str | None, shape: dict[str, int]) -> tuple[str, ..
     return fits[0]
 
 
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_dimension_lies_over_the_axes_of_its_rule(shape):
     """Over all of them, or the last ones that divide it where the rule says so; over axes of one device it is whole."""
@@ -318,6 +322,7 @@ def test_a_dimension_lies_over_the_axes_of_its_rule(shape):
         assert spec((5, size), (None, name), mesh) == P(None, expected), (name, size)
 
 
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tokens_lie_over_the_axes_that_divide_them(shape):
     """From the least number on; one row's columns, several rows' rows; the stream over the tensor axis too."""

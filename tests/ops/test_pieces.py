@@ -1,5 +1,6 @@
 """The pieces between a model and its kernels by themselves: where a call runs, named values, what is kept of layers."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from m3jax.execution.experts import dispatch_capacity, ids_on_device, sums_by_di
 from m3jax.execution.fast import Fast
 from m3jax.execution.keep import KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual
 from m3jax.execution.named import EditedValues, Inside, Values, apply_edit
-from m3jax.msa import Paged, PagedIndex, SelectionRules
+from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous
 from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
 from m3jax.msa.share import Share
 from m3jax.mxfp8 import MXFP8Array
@@ -189,6 +190,7 @@ def test_measured_sizes_are_those_of_the_nearest_widths():
     assert measured.few_tokens(6144, 3072) == measured.few_tokens(192, 192) == 64
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_a_tile_of_tokens_is_the_platform_s_and_of_the_invariant_mode():
     assert Compute().token_tile is None and Compute(invariant=True).token_tile == TOKEN_TILE["cpu"] == 32
     one, several = (Mesh(jax.devices()[:size], ("tensor",)) for size in (1, 2))
@@ -209,6 +211,7 @@ def test_tokens_are_dispatched_where_that_moves_less():
     assert dispatch_capacity(100, 1, 2) == 75 and dispatch_capacity(101, 1, 2) is None  # ceil(75.75) > 75.75
 
 
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("capacity", [6, 2, 1])
 def test_tokens_sent_to_their_experts_and_gathered_ones_have_the_same_sums(capacity):
     """Three devices with two experts each; with less room than an uneven choice needs, all tokens are gathered."""
@@ -264,6 +267,23 @@ def test_rows_that_devices_share_are_attended_to_as_one_device_s(schedule):
         np.testing.assert_array_equal(blocks[device], expected)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(outputs), strict=True):
             np.testing.assert_allclose(x[device], y, atol=1e-6)
+
+
+def test_a_schedule_is_one_of_its_operation_s(unchecked):
+    q, keys, at = (
+        jnp.zeros((1, 1, 2, 4)),
+        jnp.zeros((1, 8, 1, 4)),
+        (jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)),
+    )
+    view, blocks = contiguous(keys, keys, 4), jnp.zeros((1, 1, 1, 2), jnp.int32)
+    for attend, operands, wrong, allowed in (
+        (attend_selected, (q, view, blocks, *at), "blockwise", "'auto', 'mask', 'query_major', 'kv_block_major'"),
+        (attend_all, (q, view, *at), "kv_block_major", "'auto', 'mask', 'blockwise'"),
+    ):
+        with pytest.raises(ValueError, match=f"schedule = '{wrong}': allowed are {allowed}"):
+            attend(*operands, schedule=wrong)
+        for right in re.findall("[a-z_]+", allowed):
+            assert attend(*operands, schedule=right)[0].shape == q.shape
 
 
 def test_a_shared_expert_that_a_kernel_ran_is_added_once(monkeypatch):
@@ -345,6 +365,7 @@ def divided(**sizes: int) -> Divided:
     return Divided(Compute(mesh=make_mesh(**sizes)), True)
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_a_product_is_read_in_place_by_what_a_device_holds():
     """Kernels take multiples of 32 and 64 channels, and 16 rows: of one device's part, not of the whole."""
     stack = lambda *shape: jnp.zeros((2, *shape), BF16)
@@ -366,6 +387,7 @@ def test_a_product_is_read_in_place_by_what_a_device_holds():
             assert rows.reads_in_place("gate_proj", stack(64, 64), num_rows, BF16) == by_rows
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_matrices_on_a_mesh_say_how_they_are_divided():
     """Experts and what is no matrix stay as they are; KV heads that the axis does not divide are whole."""
     attention = {"q_proj": (6, 4, 3), "k_proj": (6, 1, 3), "o_proj": (4, 3, 6), "q_norm": (3,)}
@@ -384,6 +406,7 @@ def test_matrices_on_a_mesh_say_how_they_are_divided():
     assert attention["q_proj"].least_tokens == measured.DIVIDED_TOKENS["cpu"] == 16
 
 
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("sizes", [dict(data=2, tensor=2), dict(context=2, tensor=2), dict(expert=2)])
 def test_embedding_and_head_on_a_mesh_are_those_of_one_device(sizes):
     """Few rows, and as many as a mesh divides."""
