@@ -14,7 +14,7 @@ from support.pytrees import assert_settings_are_static
 from support.shares import AXIS, SIZE, devices_map, shared_memory
 
 import m3jax
-from m3jax import execution, ops
+from m3jax import M3Config, execution, ops
 from m3jax.execution import plain
 from m3jax.execution.compute import TOKEN_TILE, Compute
 from m3jax.execution.divided import Divided
@@ -22,6 +22,8 @@ from m3jax.execution.experts import dispatch_capacity, ids_on_device, sums_by_di
 from m3jax.execution.fast import Fast
 from m3jax.execution.keep import KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual
 from m3jax.execution.named import EditedValues, Inside, Values, apply_edit
+from m3jax.execution.ordered import kernels_order
+from m3jax.execution.tiled import Tiled
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous
 from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
 from m3jax.msa.share import Share
@@ -419,6 +421,35 @@ def test_embedding_and_head_on_a_mesh_are_those_of_one_device(sizes):
         np.testing.assert_array_equal(embedded, hidden)
         np.testing.assert_allclose(logits, hidden @ table.T, rtol=1e-5, atol=1e-6)
         assert logits.sharding.is_fully_replicated or batch == 16  # drawing one of few exchanges nothing more
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_choices_have_as_many_columns_as_devices_divide():
+    """In the invariant mode: columns of no expert, with weight 0, behind the others."""
+    how = Tiled(Compute(mesh=make_mesh(context=2), invariant=True), True)
+    ids, given = jnp.arange(6, dtype=jnp.int32).reshape(2, 3), jnp.ones((2, 3))
+    padded_ids, padded = how.before_mesh(ids, given)
+    assert padded_ids.tolist() == [[0, 1, 2, -1], [3, 4, 5, -1]] and padded.tolist() == [[1, 1, 1, 0]] * 2
+    assert how.before_mesh(ids[:, :2], given[:, :2])[0].tolist() == [[0, 1], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_whole"),
+    [
+        ({}, True), (dict(dtype="float16"), True), (dict(dtype="float32"), False), (dict(backend="xla"), False),
+        (dict(num_attention_heads=4, num_key_value_heads=4, index_n_heads=4), True),
+        *[(changes, False) for changes in (
+            dict(index_head_dim=96), dict(shared_intermediate_size=96), dict(dense_intermediate_size=96),
+            dict(num_local_experts=24), dict(hidden_size=96), dict(rotary_dim=96), dict(head_dim=112, rotary_dim=64),
+        )],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kernels_of_one_order_take_all_layers_of_a_model_or_none(changes, is_whole):
+    changes = dict(changes)
+    dtype, backend = changes.pop("dtype", "bfloat16"), changes.pop("backend", "auto")
+    with interpret():
+        assert kernels_order(replace(M3Config.m3(), **changes), jnp.dtype(dtype), backend) == is_whole
 
 
 # Named values
