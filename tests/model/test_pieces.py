@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import jax
@@ -17,7 +17,7 @@ from support.pytrees import assert_settings_are_static
 
 from m3jax import model as m3_model
 from m3jax.execution import Values
-from m3jax.model import M3, calls, eagle3
+from m3jax.model import M3, build, calls, eagle3
 from m3jax.model.attention import Attention
 from m3jax.model.choices import Choices, shapes_of
 from m3jax.model.context import Context
@@ -74,6 +74,68 @@ def test_parts_of_a_layer_have_their_shapes():
     }  # fmt: skip
     experts = {name.split(".")[1]: shape for name, shape in moe.items() if name.startswith("experts.")}
     assert experts == {"gate_proj": (3, 8, d, 40), "up_proj": (3, 8, d, 40), "down_proj": (3, 8, 40, d)}
+
+
+@dataclass(frozen=True)
+class Described:
+    """What `MakeEach` asks of its function: an array, and its axes in place of a sharding."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: str | None
+
+    def __getitem__(self, index):
+        return self
+
+
+def test_a_matrix_in_mxfp8_has_a_scale_for_every_32_inputs_and_their_axes(unchecked):
+    """Inputs of several axes are one, which lies as the first of them does; what is no matrix of a layer is as ever."""
+    make = build.MakeEach(Described, "mxfp8")
+    to_heads = ("layers", None, "heads", None)
+    for shape, axes, sizes, scales, of_scales in (
+        ((2, 64, 3, 5), ("layers", None, "heads", None), dict(outputs=2), (2, 2, 3, 5), to_heads),
+        ((2, 3, 16, 64), ("layers", "heads", None, None), dict(inputs=2), (2, 2, 64), ("layers", "heads", None)),
+        ((2, 4, 33, 5), ("layers", "experts", None, "mlp"), {}, (2, 4, 2, 5), ("layers", "experts", None, "mlp")),
+    ):  # fmt: skip
+        matrix = make.linear(shape, axes, **sizes)[...]
+        assert (matrix.codes.shape, matrix.codes.axes, matrix.codes.dtype) == (shape, axes, "uint8")
+        assert (matrix.scales.shape, matrix.scales.axes, matrix.scales.dtype) == (scales, of_scales, "uint8")
+        assert (matrix.num_inputs, matrix.num_outputs) == (sizes.get("inputs", 1), sizes.get("outputs", 1))
+        whole = build.MakeEach(Described).linear(shape, axes, **sizes)[...]
+        assert (whole.shape, whole.axes, whole.dtype) == (shape, axes, None)
+    weight, norm = make.weight((4, 2), ("vocab", None), fan_in=1, dtype="float32")[...], make.norm((3, 2))[...]
+    assert (weight.shape, weight.axes, weight.dtype) == ((4, 2), ("vocab", None), "float32")
+    assert (norm.shape, norm.axes, norm.dtype) == ((3, 2), (None, None), None)
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_a_mesh_leaves_blocks_of_32_inputs_whole(unchecked):
+    make = build.MakeEach(Described, "mxfp8", make_mesh(tensor=2))
+    make.linear((1, 64, 4), ("layers", "mlp", None))
+    make.linear((1, 2, 32, 4), ("layers", "heads", None, None), inputs=2)
+    make.linear((1, 33, 6), ("layers", None, "mlp"))  # the outputs are divided
+    for shape, axes, inputs, channels in (
+        ((1, 32, 4), ("layers", "mlp", None), 1, 32), ((1, 96, 4), ("layers", "mlp", None), 1, 96),
+        ((1, 2, 16, 4), ("layers", "heads", None, None), 2, 32),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"mesh axis 'tensor' of size 2 cuts {channels} input channels"):
+            make.linear(shape, axes, inputs=inputs)
+
+
+def test_dtypes_of_parameters():
+    names = [build.dtype_name(dtype) for dtype in ("float16", jnp.bfloat16, jnp.dtype("float32"))]
+    assert names == ["float16", "bfloat16", "float32"]
+    for least, of_model, expected in (
+        (None, "bfloat16", "bfloat16"), ("float32", "bfloat16", "float32"), ("float32", "float64", "float64"),
+        ("float32", "float16", "float32"), ("uint8", "bfloat16", "uint8"), ("int32", "float64", "int32"),
+    ):  # fmt: skip
+        assert str(build.parameter_dtype(least, of_model)) == expected
+    for name in build.WEIGHTS:
+        build.check_weights(name)
+    with pytest.raises(ValueError, match="weights = 'int8': allowed are 'dequantize', 'mxfp8'"):
+        build.check_weights("int8")
+    model = m3_model.abstract(tiny.config("d"), "bfloat16")
+    assert build.num_bytes(model) == 2 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model))
 
 
 def draft_config(**changes) -> Eagle3Config:
