@@ -129,6 +129,7 @@ def test_frames_of_a_prompt(reading, engine):
         assert (frame.arrays["v"] == -frame.arrays["k"]).all()
         assert (frame.arrays["index_k"] == frame.fields["layer"]).all() and len(frame.arrays["index_k"]) == count
     assert {call[1] for call in engine.calls if call[0] == "prefill"} == {False}  # no decode step follows
+    until(lambda: not engine.reasons)  # whose pages are freed, though the prefiller goes on
 
 
 def test_left_out_pages_are_not_read_again(reading, engine):
@@ -467,6 +468,8 @@ def test_pages_over_grpc(reading, engine, monkeypatch):
     asked = []
     monkeypatch.setattr(service, "decode", lambda data: asked.append(decode(data)) or decode(data))
     server, port = service.start(reading)
+    with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}: is something else there"):
+        service.start(reading, port=port)
     fetching = PrefillClient([f"127.0.0.1:{port}"], engine)
     params = Params(max_new_tokens=5, sampling=Sampling.greedy())
     found = fetching.fetch(range(12), params, left_out=4)
