@@ -30,7 +30,7 @@ class Pool:
       evicted: pages that were forgotten so that others could have them.
     """
 
-    def __init__(self, num_pages: int, page_size: int, shares: bool = True, stripes: int = 1):
+    def __init__(self, num_pages: int, page_size: int, shares: bool, stripes: int):
         self.page_size, self.shares, self.stripes, self.stripe_size = page_size, shares, stripes, num_pages // stripes
         self.free = list(range(num_pages))[::-1]
         self.known: dict[tuple[int, ...], int] = {}

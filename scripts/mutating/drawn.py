@@ -3,7 +3,7 @@
 A list of planted bugs (scripts/mutants.toml) is made by who also writes the tests. Here a bug is any place of a room's
 sources to which one of OPERATORS applies, so what the tests catch of them says more. Each is one edit of the text: the
 rest of the file keeps its form, its comments and its lines. Nothing is changed in what only says or refuses something:
-docstrings, annotations, decorators, imports and what an exception is raised with.
+docstrings, annotations, decorators, imports, what an exception is raised with, and the `strict` of a `zip`.
 """
 
 import ast
@@ -20,13 +20,17 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 # A room: its sources, and the tests nearest to them. The whole suite is not run for one bug.
 ROOMS = {
-    "msa": ("m3jax/msa m3jax/numerics.py", "tests/msa"),
-    "ops": ("m3jax/ops m3jax/execution m3jax/mxfp8.py", "tests/ops tests/model tests/kernels/test_mxfp8.py"),
+    "msa": ("m3jax/msa m3jax/numerics.py", "tests/msa tests/ops/test_lanes.py"),
+    "ops": (
+        "m3jax/ops m3jax/execution m3jax/mxfp8.py",
+        "tests/ops tests/model tests/kernels/test_mxfp8.py tests/kernels/test_experts.py "
+        "tests/kernels/test_few_tokens.py tests/inside/test_edits.py",
+    ),
     "cache": (
         "m3jax/cache",
         "tests/cache tests/decoding/test_engine_equivalence.py tests/decoding/test_engine_lives.py",
     ),
-    "engine": ("m3jax/decoding/engine m3jax/decoding/device", "tests/decoding"),
+    "engine": ("m3jax/decoding/engine m3jax/decoding/device", "tests/decoding tests/inside/test_engine.py"),
     "sampling": (
         "m3jax/decoding/sampling.py m3jax/decoding/speculation",
         "tests/decoding/test_sampling.py tests/decoding/test_speculative_verify.py tests/decoding/test_speculative.py "
@@ -42,7 +46,8 @@ ROOMS = {
     "vision": ("m3jax/vision", "tests/vision"),
     "tools": (
         "m3jax/compare m3jax/evaluate m3jax/config.py m3jax/completion m3jax/dialogue",
-        "tests/compare tests/evaluate tests/package/test_config.py tests/dialogue tests/decoding/test_generate.py",
+        "tests/compare tests/evaluate tests/package/test_config.py tests/dialogue tests/decoding/test_generate.py "
+        "tests/decoding/test_defaults.py",
     ),
     "train": ("m3jax/train", "tests/train"),
     "planning": ("m3jax/planning", "tests/planning"),
@@ -247,8 +252,9 @@ def _that_computes(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            is_type = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "cast"
-            if isinstance(child, ast.AST) and not is_type:
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            is_strict = called == "zip" and isinstance(child, ast.keyword)
+            if isinstance(child, ast.AST) and called != "cast" and not is_strict:
                 yield from _that_computes(child)
 
 

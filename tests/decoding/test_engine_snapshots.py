@@ -229,6 +229,9 @@ def test_what_bytes_cannot_hold_is_refused():
         replace(exported(), pages=[{1}]).to_bytes()
     with pytest.raises(ValueError, match=r"pages\.0 is an array of complex64"):
         replace(exported(), pages=[np.zeros(1, np.complex64)]).to_bytes()
+    for number in (float("nan"), float("-inf")):
+        with pytest.raises(ValueError, match="JSON"):
+            seal({}, {"temperature": number})
 
 
 # Edited records

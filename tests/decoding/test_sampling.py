@@ -9,10 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import drafts
+from support.pytrees import assert_settings_are_static
 from support.sampling_reference import edited, reference
 
-from m3jax import cli
-from m3jax.decoding import DrawContext, Sampling, SamplingParams, filtered_logits, row_keys, sample
+from m3jax import cli, decoding
+from m3jax.decoding import (
+    DrawContext,
+    Eagle3Drafter,
+    PromptLookup,
+    Sampling,
+    SamplingParams,
+    filtered_logits,
+    row_keys,
+    sample,
+)
 from m3jax.decoding.sampling import KNOBS as KNOB_NAMES
 from m3jax.decoding.sampling import (
     WORD_TOKENS,
@@ -25,6 +36,7 @@ from m3jax.decoding.sampling import (
     edits_logits,
     sample_with_top,
 )
+from m3jax.decoding.speculation import MAX_DRAFT_TOKENS
 
 V = 16
 RNG_LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
@@ -172,6 +184,32 @@ def test_what_acts_before_the_temperature_matches_the_reference(seed, knobs, row
     for row, (setting, text) in enumerate(zip(settings, rows, strict=True)):
         expected = edited(logits[row], setting, **text)
         np.testing.assert_allclose(found[row], expected, rtol=1e-5, atol=1e-5, err_msg=f"row {row}: {setting}, {text}")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "is_edited"),
+    [
+        (dict(temperature=2.0, top_k=3, top_p=0.5, min_p=0.1, seed=7), False),
+        (dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, bad_words=()), False),
+        *[(dict(repetition_penalty=penalty), True) for penalty in (0.5, 0.999, 1.001, 2.0)],
+        *[(dict(presence_penalty=penalty), True) for penalty in (-2.0, -1.0, 1.0, 2.0)],
+        *[(dict(frequency_penalty=penalty), True) for penalty in (-2.0, -1.0, 1.0, 2.0)],
+        (dict(logit_bias={0: 0.5}), True),
+        (dict(bad_words=[(0,)]), True),
+        (dict(bad_words=[(3, 0)]), True),
+    ],
+)
+def test_a_row_is_edited_by_each_knob_that_acts_before_the_temperature(knobs, is_edited):
+    """Beside a row that is not; what is off in any of the ways to say so edits nothing."""
+    params = SamplingParams.stack([Sampling(), Sampling(**knobs)], **SLOTS)
+    assert np.asarray(edits_logits(params)).tolist() == [False, is_edited]
+
+
+def test_arrays_of_samplers_and_drafters_are_arguments():
+    """What a program is compiled for is static, by default a drafter proposes its most probable tokens."""
+    assert_settings_are_static(decoding)
+    assert not Eagle3Drafter(drafts.draft()).sample
+    assert (PromptLookup().longest, PromptLookup().shortest, MAX_DRAFT_TOKENS) == (4, 1, 8)
 
 
 @pytest.mark.parametrize("cond", [jax.lax.cond, compute_both])

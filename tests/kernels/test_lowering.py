@@ -108,11 +108,17 @@ def test_every_dtype_and_layout_lowers(dtype, layout):
     assert len(texts) == 7 and all("triton" in text for text in texts)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "paged"])
-def test_dense_attention_in_parts_lowers_to_two_calls_of_cudnn(layout, monkeypatch):
-    """The chunk's own part is causal, a piece before it is not; jax asks cuDNN for its version, which is not here."""
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("chunk 8,192 at 1,048,576", layout) for layout in ("contiguous", "paged")] + [("decode 1 at 131,072", "paged")],
+)
+def test_dense_attention_in_parts_lowers_to_two_calls_of_cudnn(name, layout, monkeypatch):
+    """The chunk's own part is causal, a piece before it is not; jax asks cuDNN for its version, which is not here.
+
+    A single query comes with padding behind it: cuDNN would run it by another kernel.
+    """
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
-    s = BY_NAME["chunk 8,192 at 1,048,576"]
+    s = BY_NAME[name]
     q, kv, _, _, table, _, positions, lengths = operands(s, jnp.bfloat16, jnp.bfloat16, layout)
 
     def attend(q, k, v, table, *at):
@@ -121,7 +127,10 @@ def test_dense_attention_in_parts_lowers_to_two_calls_of_cudnn(layout, monkeypat
 
     text = lower(attend, q, kv, kv, table, positions, lengths)
     masks = re.findall(r"mask_type\\22: \\22(\w+)", text)
-    assert sorted(masks) == ["CAUSAL", "PADDING"] and "fmhaSoftmax" in text
+    assert sorted(masks) == ["CAUSAL", "PADDING"]
+    calls = re.findall(r"@__cudnn\$fmhaSoftmax\(.*-> \(tensor<(\d+)x(\d+)x(\d+)x(\d+)xbf16>", text)
+    queries = max(s.queries, 64)
+    assert calls == 2 * [tuple(map(str, (s.batch, s.heads, queries, s.width)))], calls
 
 
 @pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bf16", "e4m3"])

@@ -119,6 +119,12 @@ def test_arguments_are_swapped_in_pairs(drawn):
     assert edits[1].applied(source.encode()) == source.replace("h(1.5, y)", "h(y, 1.5)")  # columns are of bytes
 
 
+def test_the_strict_of_a_zip_only_refuses(drawn):
+    found = [(edit.operator, edit.new) for edit in drawn.edits("list(zip(a, b, strict=True)), f(a, strict=True)\n")]
+    assert ("swapped arguments", "zip(b, a, strict=True)") in found
+    assert [new for operator, new in found if operator == "changed constant"] == ["False"]
+
+
 def test_a_draw_is_its_seeds(drawn):
     """Every operator has its part; another seed draws others; a longer draw begins with the shorter."""
     assert drawn.OPERATORS.keys() == {"swapped axes", *EXPECTED}

@@ -194,8 +194,10 @@ class Engine:
         shared["prompt_scores"] = PromptScores()  # a group has them once
         if n is None:
             return self._queue(prompt, params, placed, **shared).handle
-        group, seed = self._next_handle, params.sampling.seed
-        of_members = (replace(params, sampling=replace(params.sampling, seed=(seed + i) % 2**32)) for i in range(n))
+        group = self._next_handle
+        of_members = (
+            replace(params, sampling=replace(params.sampling, seed=seed)) for seed in _seeds(params.sampling.seed, n)
+        )
         return [self._queue(prompt, of_member, placed, group=group, **shared).handle for of_member in of_members]
 
     def step(self) -> list[TokenEvent]:
@@ -485,8 +487,8 @@ class Engine:
         request.page_handle, request.cached, request.found = page_handle, len(keys), cached_tokens
         if n is None:
             return request.handle
-        seeds = ((params.sampling.seed + i) % 2**32 for i in range(1, n))
-        others = (replace(params, sampling=replace(params.sampling, seed=seed)) for seed in seeds)
+        seeds = _seeds(params.sampling.seed, n)
+        others = (replace(params, sampling=replace(params.sampling, seed=seed)) for seed in seeds[1:])
         return [request.handle, *(self.copy(request.handle, of_member) for of_member in others)]
 
     def update(self, model: TargetModel, live: Literal["finish", "restart", "keep"] = "finish") -> int:
@@ -752,3 +754,8 @@ class Engine:
             return params
         names = (*params.capture, *((capture,) if isinstance(capture, str) else capture))
         return replace(params, capture=checks.captured_names(tuple(dict.fromkeys(names)), self._runner.model))
+
+
+def _seeds(first: int, count: int) -> list[int]:
+    """Return the seeds of a group's requests: one higher for each, and 0 after the largest."""
+    return [(first + i) % 2**32 for i in range(count)]

@@ -1,0 +1,276 @@
+"""The pieces of an engine's host by themselves: checks at their limits, reports, requests, features, steering."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+from support import tiny
+
+from m3jax import model as m3_model
+from m3jax.decoding import Params, Sampling, Storage, Work
+from m3jax.decoding.engine import checks
+from m3jax.decoding.engine.media import FeatureRows, PlacedSegment, prefix_keys
+from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
+from m3jax.decoding.engine.request import Generation, PromptScores, Request
+from m3jax.decoding.engine.shapes import Shapes
+from m3jax.decoding.speculation.verify import DraftCounts
+from m3jax.decoding.steering import Steer, steering_of
+from m3jax.media.packing import Segment
+
+CONFIG = tiny.config("dM")  # a context of 1,024 tokens, blocks of 8, three of them kept
+SHAPES = Shapes(batch=2, prompts=2, chunks=(8, 16), steps=4, stop_ids=2, biases=1, bad_words=1, top_logprobs=5)
+
+
+def params(new: int = 4, **changes) -> Params:
+    sampling = {name: changes.pop(name) for name in ("logit_bias", "bad_words") if name in changes}
+    return Params(max_new_tokens=new, sampling=Sampling(**sampling), **changes)
+
+
+def refusal(call, *arguments, **options) -> str:
+    """The error of a call; nothing where it passes."""
+    try:
+        call(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+# Checks
+
+
+def test_sizes_up_to_their_limits(unchecked):
+    assert not refusal(checks.check_sizes, {"a": 1, "b": np.int64(1)}) and not refusal(checks.check_sizes, {"a": 0}, 0)
+    assert refusal(checks.check_sizes, {"a": 1, "b": 0}) == "b = 0: must be an integer of at least 1"
+    assert refusal(checks.check_sizes, {"a": -1}, 0) == "a = -1: must be an integer of at least 0"
+    for size in (True, 1.0, "1", None):
+        assert "must be an integer of at least 1" in refusal(checks.check_sizes, {"a": size})
+    assert checks.chunk_sizes(5) == (5,) and checks.chunk_sizes([16, 8]) == (8, 16)
+    assert not refusal(checks.check_warmup, ("prefill",), 1)
+    assert "longest = 0: must be" in refusal(checks.check_warmup, (), 0)
+    assert "there is no 'x'; choose of" in refusal(checks.check_warmup, ("prefill", "x"), None)
+    assert checks.check_max_length(None, 3, CONFIG) == 24 and checks.check_max_length(None, 200, CONFIG) == 1024
+    assert checks.check_max_length(24, 3, CONFIG) == 24 and checks.check_max_length(1024, 128, CONFIG) == 1024
+    asked = refusal(checks.check_max_length, 25, 3, CONFIG)
+    assert asked == "max_length = 25: at most 24 (3 pages of 8 tokens)"
+    assert "at most 1024 (the model's context)" in refusal(checks.check_max_length, 1025, 200, CONFIG)
+    assert "at most 1024 (128 pages of 8 tokens)" in refusal(checks.check_max_length, 1025, 128, CONFIG)
+
+
+def test_calls_are_launched_ahead_where_that_changes_nothing(monkeypatch, unchecked):
+    for platform, by_default in (("cpu", False), ("gpu", True), ("tpu", True)):
+        monkeypatch.setattr(checks, "platform", lambda platform=platform: platform)
+        assert checks.check_dispatch_ahead(None, None) is by_default
+        assert checks.check_dispatch_ahead(None, 4) is checks.check_dispatch_ahead(False, 4) is False
+        assert checks.check_dispatch_ahead(True, None) is True
+    assert "dispatch_ahead with device_pages" in refusal(checks.check_dispatch_ahead, True, 4)
+    assert "dispatch_ahead = 2: must be True, False or None" in refusal(checks.check_dispatch_ahead, 2, None)
+
+
+def test_a_request_may_use_up_all_that_there_is_room_for():
+    """And not one token, stop id, bias, bad word or alternative more."""
+    full = params(4, stop_ids=(1, 2), logit_bias={1: 1.0}, bad_words=[(1,)], top_logprobs=5, prompt_logprobs=5)
+    assert not refusal(checks.check_room, (1, 2, 3), full, 7, SHAPES)
+    for changes, message in (
+        (dict(max_new_tokens=5), "a prompt of 3 tokens with max_new_tokens = 5 needs room for 8 tokens"),
+        (dict(max_new_tokens=5), "and a request of this engine can have 7"),
+        (dict(stop_ids=(1, 2, 3)), "3 stop ids: this engine takes 2 (max_stop_ids)"),
+        (dict(sampling=Sampling(logit_bias={1: 1.0, 2: 1.0})), "2 tokens: there is room for 1 (max_biases)"),
+        (dict(sampling=Sampling(bad_words=[(1,), (2,)])), "bad_words has 2 words: there is room for 1"),
+        (dict(top_logprobs=6), "top_logprobs = 6: this engine gives 5 (max_top_logprobs)"),
+        (dict(prompt_logprobs=6), "prompt_logprobs = 6: this engine gives 5"),
+    ):  # fmt: skip
+        assert message in refusal(checks.check_room, (1, 2, 3), replace(full, **changes), 7, SHAPES)
+    assert not refusal(checks.check_goes_on, (1, 2, 3), full, "it")
+    assert refusal(checks.check_goes_on, (1, 2, 3, 4), full, "it") == "max_new_tokens = 4: it has 4 already"
+
+
+def test_groups_priorities_and_deadlines(unchecked):
+    for given in ((None, 0, None), (1, -3, 0.001), (2, np.int64(7), 5)):
+        assert not refusal(checks.check_order, *given)
+    for given, message in (
+        ((0, 0, None), "n = 0: must be an integer of at least 1"),
+        *[((1, number, None), f"priority = {number}: must be an integer") for number in (True, 1.0)],
+        *[((1, 0, deadline), f"deadline = {deadline!r}: must be a number of seconds above 0")
+          for deadline in (0, -1.0, float("inf"), float("nan"), True, "1")],
+    ):  # fmt: skip
+        assert message in refusal(checks.check_order, *given)
+
+
+def test_a_pool_has_room_for_the_pages_of_a_call():
+    """Two rows that select three blocks and write up to four tokens, over two pages; two chunks of 16, over three."""
+    model = m3_model.abstract(CONFIG)
+    decode, prefill = 2 * (3 + 2 - 1), 2 * 3 + 1
+    assert not refusal(checks.check_device_pages, decode, model, SHAPES)
+    expected = f"a decode call of 2 rows can need {decode} pages at once and a prefill call {prefill}; give {decode} or"
+    assert expected in refusal(checks.check_device_pages, decode - 1, model, SHAPES)
+    longer = replace(SHAPES, chunks=(8, 25), steps=1)  # of 25 tokens the last can be the second of a fifth page
+    assert "can need 6 pages at once and a prefill call 9; give 9" in refusal(
+        checks.check_device_pages, 8, model, longer
+    )
+    assert not refusal(checks.check_device_pages, 9, model, longer)
+
+
+def test_a_draft_proposes_as_many_tokens_as_there_is_room_for(unchecked):
+    drafter = SimpleNamespace(check=lambda model: None)
+    for count in (1, 8):
+        assert not refusal(checks.check_draft, drafter, count, None, None)
+    assert refusal(checks.check_draft, drafter, 9, None, None) == "draft_tokens = 9: at most 8"
+    assert "draft_tokens = 0: must be" in refusal(checks.check_draft, drafter, 0, None, None)
+    assert "device_pages with a draft" in refusal(checks.check_draft, drafter, 1, None, 4)
+
+
+def test_the_tower_s_sizes_and_its_features(unchecked):
+    seeing = SimpleNamespace(vision=object())
+    sizes = lambda patches, tokens=None: checks.media_sizes(patches, tokens, seeing, SHAPES)
+    assert sizes((16, 8)) == ((8, 16), 16384) and sizes(8) == ((8,), 16384) and sizes(()) == ((), 0)
+    assert sizes(None) == ((256, 1024, 2304, 12288), 16384)
+    needed = 16 + 4 * 4  # a chunk of the prompt, and four segments of 16 patches
+    assert sizes(16, needed) == ((16,), needed)
+    assert f"can need {needed} features" in refusal(sizes, 16, needed - 1)
+    assert sizes(1 << 16) == ((1 << 16,), 16 + (1 << 16))  # more than by default, where a call needs more
+    assert "media_patches = 6: a feature has 4 patches" in refusal(sizes, (8, 6))
+    blind = SimpleNamespace(vision=None)
+    assert "the model has no vision tower" in refusal(checks.media_sizes, 8, None, blind, SHAPES)
+
+
+def test_the_options_are_the_documented_ones(unchecked):
+    storage, work = Storage(pages=1), Work()
+    assert (storage.prefix_cache, storage.host_memory, storage.max_length) == (True, "auto", None)
+    assert (work.max_batch, work.prefill_rows, work.steps_per_call, work.max_stop_ids) == (8, 1, 16, 8)
+    assert (work.max_biases, work.max_bad_words, work.max_top_logprobs, work.prompt_logprobs) == (64, 16, 20, False)
+    assert not refusal(Work, max_biases=0, max_bad_words=0, max_top_logprobs=0, max_batch=1, steps_per_call=1)
+    for name in ("max_batch", "prefill_rows", "steps_per_call", "max_stop_ids"):
+        assert f"{name} = 0: must be an integer of at least 1" in refusal(Work, **{name: 0})
+    for name in ("max_biases", "max_bad_words", "max_top_logprobs"):
+        assert f"{name} = -1: must be an integer of at least 0" in refusal(Work, **{name: -1})
+    assert "max_top_logprobs = 21: at most 20" in refusal(Work, max_top_logprobs=21)
+    for name in ("pages", "max_length", "device_pages"):
+        assert f"{name} = 0: must be" in refusal(Storage, **({"pages": 1} | {name: 0}))
+
+
+def test_sizes_of_calls():
+    shapes = replace(SHAPES, media_patches=(4, 16))
+    assert [shapes.tower_size(patches) for patches in (1, 4, 5, 16)] == [4, 4, 16, 16]
+    assert shapes.tokens == 4 and replace(shapes, draft_tokens=2).tokens == 12
+    assert shapes.prefill_sizes(None) == (8, 16) and shapes.prefill_sizes(0) == ()
+
+
+# Reports
+
+
+def test_rates_and_shares():
+    assert Timings().prefill_tokens_per_second is Timings().decode_tokens_per_second is None
+    timings = Timings(prefill_seconds=2.0, decode_seconds=4.0, prompt_tokens=10, decoded_tokens=2)
+    assert (timings.prefill_tokens_per_second, timings.decode_tokens_per_second) == (5, 0.5)
+    drafting = Drafting(2)
+    assert drafting.acceptance is drafting.mean_length is None
+    for _ in range(2):
+        counts = (np.array(x, np.int32) for x in ([2, 0], [4, 0], [[1, 1], [0, 0]]))
+        drafting.add(DraftCounts(*counts))
+    assert (drafting.forwards, drafting.accepted) == (4, (2, 2))
+    assert (drafting.acceptance, drafting.mean_length) == ((0.5, 0.5), 2)
+
+
+def test_counters_of_host_memory(unchecked):
+    array = lambda *values: np.array(values, np.int32)
+    stack = SimpleNamespace(hits=array(3, 1), misses=array(0, 4), moved=array(2, 3), k=np.zeros(5), v=np.zeros(2))
+    host = SimpleNamespace(pages=(None, object()), page_bytes=7, bytes_out=11, nbytes=13)
+    assert offload_counters(host, (None, stack)) == dict(
+        hits=4, misses=4, hit_rate=0.5, bytes_in=35, bytes_out=11, device_bytes=56, host_bytes=13
+    )
+    none = SimpleNamespace(hits=array(0), misses=array(0), moved=array(0), k=np.zeros(0), v=np.zeros(0))
+    assert offload_counters(host, (None, none))["hit_rate"] == 0
+
+
+# Requests
+
+
+def test_requests_are_served_by_priority_deadline_and_age():
+    orders = [(0, None), (0, 5.0), (2, None), (0, 3.0), (2, 9.0), (-1, 0.1), (0, None)]
+    requests = [Request(i, (1,), params(), priority=p, deadline=d) for i, (p, d) in enumerate(orders)]
+    assert [request.handle for request in sorted(requests, key=lambda x: x.order)] == [4, 2, 3, 1, 0, 6, 5]
+
+
+def test_news_of_a_request_are_what_came_since_the_last():
+    request = Request(3, (1, 2, 3), params(), found=9, prompt_scores=PromptScores([{5: -1.0}]))
+    assert request.news().prompt_logprobs == ()  # with the first token
+    request.new, request.logprobs, request.versions, request.top_logprobs = [7], [-0.5], [0], [{7: -0.5}]
+    news = request.news()
+    assert (news.handle, news.start, news.tokens, news.logprobs, news.versions) == (3, 0, (7,), (-0.5,), (0,))
+    assert (news.top_logprobs, news.prompt_logprobs) == (({7: -0.5},), ({5: -1.0},))
+    assert (news.stop_reason, news.generation, news.cached_tokens) == ("unfinished", None, 3)  # of the prompt's three
+    request.new, request.logprobs, request.versions = [7, 8, 9], [-0.5, -1.0, -2.0], [0, 0, 1]
+    request.stop_reason = "length"
+    news = request.news()
+    assert (news.start, news.tokens, news.versions, news.prompt_logprobs) == (1, (8, 9), (0, 1), ())
+    assert news.generation.tokens == [7, 8, 9] and news.generation.prompt_tokens == 3
+    times = replace(request, added_at=10.0, row_at=11.0, first_token_at=13.0, last_token_at=17.0, preemptions=2).timings
+    assert (times.queue_seconds, times.prompt_seconds, times.decode_seconds, times.preemptions) == (1, 2, 4, 2)
+    waiting = replace(request, added_at=10.0).timings
+    assert waiting.queue_seconds > 0 and waiting.prompt_seconds == waiting.decode_seconds == 0
+
+
+def test_a_generation_is_cut_in_all_its_lists():
+    whole = Generation(
+        [1, 2, 3], [-1.0, -2.0, -3.0], "length", 4, text="abc", top_logprobs=[{1: -1.0}, {2: -2.0}, {3: -3.0}],
+        versions=[0, 0, 1], records={"blocks": np.arange(3)}, prompt_logprobs=[{9: -1.0}] * 3,
+    )  # fmt: skip
+    cut = whole.cut(2, "stop_string")
+    assert (cut.tokens, cut.logprobs, cut.versions, cut.stop_reason) == ([1, 2], [-1.0, -2.0], [0, 0], "stop_string")
+    assert cut.top_logprobs == [{1: -1.0}, {2: -2.0}] and cut.records["blocks"].tolist() == [0, 1]
+    assert cut.prompt_tokens == 4 and len(cut.prompt_logprobs) == 3
+
+
+def test_stop_ids_that_count():
+    asked = params(stop_ids=(1, 2, 3))
+    assert asked.stops((2,)) == (1, 2, 3) and replace(asked, ignore_eos=True).stops((2, 9)) == (1, 3)
+    assert params(record=("blocks",), capture=("layers.0.q",)).recorded == ("blocks", "layers.0.q")
+
+
+# Features of images
+
+
+def test_rows_of_features_are_given_to_the_segment_used_last():
+    rows = FeatureRows(5)
+    first, second = rows.take(1, 2, ()).tolist(), rows.take(2, 3, ()).tolist()
+    assert (first, second) == ([0, 1], [2, 3, 4])
+    assert rows.take(3, 4, (1, 2)) is None and rows.take(3, 4, (2,)) is None  # two rows are not enough
+    assert rows.statistics() == dict(rows=5, used=5, segments=2, computed=2, dropped=0)
+    assert rows.rows(1).tolist() == [0, 1]  # a use: now the second is the oldest
+    assert set(rows.take(3, 2, ()).tolist()) <= {2, 3, 4}
+    assert 1 in rows and 2 not in rows and 3 in rows
+    assert rows.statistics() == dict(rows=5, used=4, segments=2, computed=3, dropped=1)
+    rows.forget()
+    assert rows.statistics() == dict(rows=5, used=0, segments=0, computed=3, dropped=3)
+    assert sorted(rows.take(4, 5, ()).tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_a_segment_is_where_its_features_are():
+    patches = np.zeros((12, 3), np.float32)
+    placed = PlacedSegment(Segment(patches, (1, 2, 6), False), np.array([4, 5, 7], np.int32), 10)
+    assert placed.segment.features == 3 and placed.keys.tolist() == [-12, -13, -14]
+    inside = [placed.is_in(*part) for part in ((0, 4), (0, 5), (7, 8), (8, 9), (5, 6), (6, 7))]
+    assert inside == [False, True, True, False, True, True]
+    assert prefix_keys((1, 2, 3, 4, 9, 9, 5, 9), [placed]) == (1, 2, 3, 4, -12, -13, 5, -14)
+    assert prefix_keys((1, 2), ()) == (1, 2)
+
+
+# Steering
+
+
+def test_a_row_is_steered_by_its_vectors():
+    """`scale` (x - (x . u) u) + `add`; a row without a Steer keeps its bits."""
+    steer = Steer(add=[1.0, 0.0, 0.0], scale=2.0, without=[0.0, 3.0, 0.0])
+    edits = [None, {"a": steer, "b": Steer(scale=0.5)}, {"b": Steer(add=[0.0, 0.0, 4.0])}]
+    found = steering_of(edits, ("a", "b"), 3, False)
+    assert found["a"].is_steered.tolist() == [False, True, False]
+    assert found["b"].is_steered.tolist() == [False, True, True]
+    x = jnp.asarray(np.float32(np.arange(1, 19).reshape(3, 2, 3)))
+    expected = np.array(x)
+    expected[1] = 2 * expected[1] * [1, 0, 1] + [1, 0, 0]
+    np.testing.assert_allclose(found["a"](x), expected)
+    expected = np.array(x)
+    expected[1], expected[2] = expected[1] / 2, expected[2] + [0, 0, 4]
+    np.testing.assert_allclose(found["b"](x), expected)
+    assert found["b"](x.astype(jnp.bfloat16)).dtype == jnp.bfloat16

@@ -1,0 +1,275 @@
+"""The pieces of kernels that run without one: where blocks lie, what is refused, what a call is said to cost."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.pytrees import assert_settings_are_static
+
+from pallas_kernels import mosaic_common, pages, triton_common
+from pallas_kernels.backends import Limits
+from pallas_kernels.checks import (
+    check_attention,
+    check_expert_weights,
+    check_few_queries,
+    check_index,
+    check_kv_heads,
+    check_pages,
+    check_selection,
+)
+from pallas_kernels.gradient import with_gradient
+from pallas_kernels.mosaic_common import Chip
+from pallas_kernels.mxfp8 import Weights, check_weights
+from pallas_kernels.numbers import can_reach, power_of_two
+from pallas_kernels.ordered_project import ordered_project
+from pallas_kernels.pages import contiguous, paged, seen_positions
+from pallas_kernels.shapes import Shape
+from pallas_kernels.stacked_project import MOST_ROWS, stacked_project
+
+E4M3 = jnp.float8_e4m3fn
+
+
+def array(*shape: int, dtype="float32") -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def test_sizes_of_pages_are_no_arrays():
+    assert_settings_are_static(pages)
+
+
+# Where blocks lie
+
+
+@pytest.mark.parametrize("has_heads", [True, False])
+@pytest.mark.parametrize("layer", [None, 1])
+def test_a_block_is_found_in_one_piece_and_in_pages(has_heads, layer):
+    """Of each row, head and block; a page outside the pool reads as page 0, and is not held."""
+    batch, heads, blocks, size, width, count = 2, 3 if has_heads else 1, 3, 4, 2, 5
+    of_heads = (heads,) if has_heads else ()
+    stack = (2,) if layer is not None else ()
+    rows = numbers(*stack, batch, *of_heads, blocks * size - 1, width)  # the last block is padded
+    whole = np.pad(rows, [(0, 0)] * (rows.ndim - 2) + [(0, 1), (0, 0)])
+    whole = (whole if layer is None else whole[layer]).reshape(batch, heads, blocks, size, width)
+    in_pages = numbers(*stack, count, *of_heads, size, width)
+    of_layer = (in_pages if layer is None else in_pages[layer]).reshape(count, heads, size, width)
+    table = np.array([[4, 0, -1], [5, 2, 1]], np.int32)
+    own = None if layer is None else jnp.int32(layer)
+    in_order = contiguous(jnp.asarray(rows), size, own)
+    by_table = paged(*map(jnp.asarray, (in_pages, table)), own, num_devices=2)
+    for made, devices in ((in_order, 1), (by_table, 2)):
+        assert (made.block_size, made.width, made.num_blocks, made.num_devices) == (size, width, blocks, devices)
+        assert made.page_bytes == size * width * 4
+    assert by_table.page_count == count and in_order.page_count == rows.size // (blocks * size - 1) // width * blocks
+    flat = lambda made, *at: mosaic_common.locate(made, mosaic_common.flat_finder(made, slice(None)), *at)
+    for at in np.ndindex(batch, heads, blocks):
+        place, entry = map(jnp.int32, at), table[at[0], at[2]]
+        row, head, block = place
+        for locate in (lambda made, *at: made.locate(made.finder(), *at), flat):
+            page, is_held = locate(in_order, row, head, block)
+            np.testing.assert_array_equal(in_order.pool[page], whole[at])
+            assert is_held
+            page, is_held = locate(by_table, row, head, block)
+            assert bool(is_held) == (0 <= entry < count)
+            np.testing.assert_array_equal(by_table.pool[page], of_layer[entry if is_held else 0, at[1]])
+    assert not in_order.locate(in_order.finder(), jnp.int32(0), jnp.int32(0), jnp.int32(-1))[1]
+
+
+def test_other_ranks_are_refused():
+    for make in (lambda x: contiguous(x, 4), lambda x: paged(x, jnp.zeros((1, 1), jnp.int32))):
+        with pytest.raises(ValueError, match=r"x has shape \(4, 4\): need"):
+            make(array(4, 4))
+        with pytest.raises(ValueError, match=r"x has shape \(1, 1, 1, 4, 4\): need"):
+            make(array(1, 1, 1, 4, 4))
+
+
+def test_padding_has_no_position():
+    found = seen_positions(jnp.array([[0, 3, 4], [-1, 1, 9]], jnp.int32), jnp.array([4, 2], jnp.int32), 5)
+    assert found.tolist() == [[0, 3, -1, -1, -1], [-1, 1, -1, -1, -1]]
+    refs = jnp.array([[0, 3, 4], [-1, 1, 9]], jnp.int32), jnp.array([4, 2], jnp.int32)
+    alone = [[int(triton_common.seen_position(*refs, row, token)) for token in range(3)] for row in range(2)]
+    assert alone == [[0, 3, -1], [-1, 1, -1]]
+
+
+# Numbers
+
+
+def test_numbers_of_every_backend():
+    assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, 16]
+    assert [can_reach(2**n + m) for n in (31, 32) for m in (-1, 0, 1)] == [True, False, False, False, False, True]
+    x = jnp.arange(12, dtype=jnp.int32)
+    for n in (1, 3, 4):
+        assert triton_common.div(x, n).tolist() == [value // n for value in range(12)]
+        assert triton_common.rem(x, n).tolist() == [value % n for value in range(12)]
+    pairs = [("bfloat16", "bfloat16"), ("bfloat16", E4M3), ("float32", "float32"), ("float32", E4M3)]
+    dtypes = [triton_common.matmul_dtype(*map(jnp.dtype, pair)) for pair in pairs]
+    assert [str(dtype) for dtype in dtypes] == ["bfloat16", "float16", "float32", "float32"]
+    chip = Chip(2, 1 << 20)
+    assert [chip.steps_per_core(count) for count in (1, 2, 3)] == [1, 1, 2]
+    assert chip.compiler_params("parallel").vmem_limit_bytes == 1 << 20 and Chip.current(True) == Chip(1, 32 << 20)
+    assert mosaic_common.pad_steps(jnp.ones((2, 1)), 4, 7).tolist() == [[1], [1], [7], [7]]
+    is_seen, total = mosaic_common.divisor(jnp.array([0.0, 2.0]))
+    assert is_seen.tolist() == [False, True] and total.tolist() == [1, 2]
+    lse = mosaic_common.natural_lse(jnp.array([3.0, 3.0]), is_seen, total)
+    np.testing.assert_allclose(lse, [-np.inf, 3 + np.log(2)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_a_tile_are_in_32_bits(dtype):
+    a, b = (jnp.asarray(np.random.default_rng(seed).normal(size=(3, 3)), dtype) for seed in (0, 1))
+    left, right = (np.asarray(x, np.float64) for x in (a, b))
+    for found, expected in (
+        (mosaic_common.dot_nt(a, b), left @ right.T), (mosaic_common.dot_nn(a, b), left @ right),
+        (mosaic_common.dot_tn(a, b), left.T @ right), (triton_common.dot(a, b), left @ right),
+        (triton_common.dot(a, b, transpose=True), left @ right.T),
+        (triton_common.dot(a, b, transpose_a=True), left.T @ right),
+        (triton_common.dot_columns(a, b), left.T @ right.T),
+    ):  # fmt: skip
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_kernel_is_said_to_cost():
+    operands, outputs = (array(3, 5), array(7, dtype="bfloat16")), [jax.ShapeDtypeStruct((2, 2), "float32")]
+    cost = mosaic_common.kernel_cost(operands, outputs, copied=10.4, products=2.6)
+    assert (cost.bytes_accessed, cost.flops, cost.transcendentals) == (60 + 14 + 16 + 10, 3, 0)
+
+
+def test_figures_of_a_shape_count_what_any_method_needs():
+    """Two rows whose last three of seven tokens are queries, in blocks of four, of which one is kept."""
+    shape = Shape("small", 2, 3, 7, heads=6, kv_heads=2, width=5, block_size=4, top_k=1)
+    pairs = 2 * (5 + 6 + 7)
+    assert (shape.blocks, shape.index_flops, shape.dense_flops) == (2, 2 * 5 * 2 * pairs, 4 * 5 * 6 * pairs)
+    assert shape.attention_flops == 4 * 2 * 6 * 5 * 3 * 4
+    assert (shape.index_bytes, shape.dense_bytes) == (2 * 2 * 7 * 5, 2 * 2 * 2 * 2 * 7 * 5)
+    assert shape.selected_bytes == 2 * 2 * 2 * 2 * 4 * 5
+    assert replace(shape, top_k=9).selected_bytes == 2 * shape.selected_bytes  # no more than there are
+
+
+def test_a_kernel_has_the_gradient_of_its_schedule():
+    call = with_gradient(lambda x, y, n: 5 * x * y * n, lambda x, y, n: x * y + y, 2)
+    value, gradients = jax.value_and_grad(call, argnums=(0, 1))(jnp.float32(3), jnp.float32(4), jnp.float32(2))
+    assert value == 120 and [float(x) for x in gradients] == [4, 4]
+
+
+# What is refused
+
+
+def test_a_tpu_reads_pages_of_whole_tiles():
+    """128 numbers, and 32 bytes of each of them: 8 tokens in float32, 16 in bfloat16, 32 in float8."""
+    for dtype, rows in (("float32", 8), ("bfloat16", 16), (E4M3, 32)):
+        made = lambda size, width, dtype=dtype: contiguous(array(1, size, width, dtype=dtype), size)
+        for size in (rows, 3 * rows):
+            mosaic_common.check_tiles("k", made(size, 256), False)
+        mosaic_common.check_tiles("k", made(rows // 2, 64), True)  # interpreted
+        for size, width in ((rows // 2, 128), (rows + 4, 128), (rows, 64), (rows, 192)):
+            with pytest.raises(ValueError, match=rf"k has pages of {size} x {width} .* a multiple of {rows} tokens"):
+                mosaic_common.check_tiles("k", made(size, width), False)
+
+
+LIMITS = Limits(max_blocks=3, stored=(jnp.dtype(E4M3),))
+
+
+def test_operands_of_attention_that_do_not_fit_are_refused(unchecked):
+    q, k = array(2, 3, 4, 8), contiguous(array(2, 2, 12, 8), 4)
+    check_attention(q, k, k, LIMITS, False)
+    float8 = contiguous(array(2, 2, 12, 8, dtype=E4M3), 4)
+    check_attention(q, float8, float8, LIMITS, False)
+    for case in (
+        (q, contiguous(array(2, 2, 12, 6), 4), k), (q, k, contiguous(array(2, 2, 12, 6), 4)), (q, float8, k),
+        (array(2, 3, 4, 6), k, k), (q.astype("bfloat16"), k, k),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="keys and values in the queries' dtype or float8_e4m3fn"):
+            check_attention(*case, LIMITS, False)
+    with pytest.raises(ValueError, match="they must be the same"):
+        check_attention(q, float8, float8, Limits(), False)
+    with pytest.raises(ValueError, match=r"k has pages \(12, 4, 8\) and v \(6, 4, 8\): they must lie in the same way"):
+        check_attention(q, k, contiguous(array(2, 1, 12, 8), 4), LIMITS, False)
+    by_table = paged(array(5, 2, 4, 8), jnp.zeros((3, 2), jnp.int32))
+    with pytest.raises(ValueError, match="k: the table has 3 rows and the queries 2"):
+        check_attention(q, by_table, by_table, LIMITS, False)
+    check_pages("k", by_table, 3, LIMITS, False)
+    for queries in (1, 16):
+        check_few_queries(queries, "prefill")
+    for queries in (0, 17):
+        with pytest.raises(ValueError, match=rf"{queries} queries a row: need 1 to 16 queries \(prefill takes more\)"):
+            check_few_queries(queries, "prefill")
+    blocks = jnp.zeros((2, 2, 3, 5), jnp.int32)
+    check_selection(q, blocks)
+    for wrong in (blocks[:1], blocks[:, :, :2], jnp.zeros((2, 3, 3, 5), jnp.int32)):
+        with pytest.raises(ValueError, match=r"must be \[2 K 3 J\], K a divisor of 4"):
+            check_selection(q, wrong)
+    check_kv_heads(q, 4)
+    for heads in (0, 3, 8):
+        with pytest.raises(ValueError, match=f"4 query heads and kv_heads = {heads}: need a divisor"):
+            check_kv_heads(q, heads)
+
+
+def test_operands_of_selection_that_do_not_fit_are_refused(unchecked):
+    index_q, keys = array(2, 3, 2, 8), contiguous(array(2, 12, 8), 4)
+    check = lambda q=index_q, k=keys, **rules: check_index(
+        q, k, **(dict(top_k=3, local_blocks=1, init_blocks=0) | rules), limits=LIMITS, interpret=False
+    )
+    check()
+    check(local_blocks=2, init_blocks=1)
+    for rules in (dict(local_blocks=0), dict(init_blocks=-1), dict(local_blocks=3, init_blocks=1)):
+        with pytest.raises(ValueError, match="both together at most top_k"):
+            check(**rules)
+    with pytest.raises(ValueError, match="4 blocks a row: need at most 3 blocks"):
+        check(k=contiguous(array(2, 13, 8), 4))
+    for q, k in ((index_q.astype("bfloat16"), keys), (array(2, 3, 2, 4), keys)):
+        with pytest.raises(ValueError, match="index keys in the queries' dtype or float8_e4m3fn"):
+            check(q=q, k=k)
+
+
+def test_matrices_that_do_not_fit_are_refused(unchecked):
+    x, layer = array(3, 64), jnp.int32(0)
+    codes = Weights(array(2, 64, 64, dtype="uint8"), array(2, 2, 64, dtype="uint8"))
+    check_weights("w", codes)
+    for scales in ((2, 3, 64), (2, 1, 64), (2, 2, 32)):
+        wrong = codes._replace(scales=array(*scales, dtype="uint8"))
+        for call in (lambda w: check_weights("weights[0]", w),
+                     lambda w: ordered_project(x.astype("bfloat16"), [w], layer, backend="triton")):  # fmt: skip
+            with pytest.raises(ValueError, match=r"weights\[0\] has codes .* for every 32 input channels"):
+                call(wrong)
+    with pytest.raises(ValueError, match="for every 32 input channels"):
+        check_weights("w", Weights(array(2, 48, 4, dtype="uint8"), array(2, 1, 4, dtype="uint8")))
+    for weights, options in (
+        ([array(2, 32, 64)], {}), ([array(2, 64, 64), array(3, 64, 64)], {}), ([array(64, 64)], {}),
+        ([array(2, 64, 32)], dict(by_output=True)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="all of one L, with I = 64"):
+            ordered_project(x, weights, layer, backend="triton", **options)
+    with pytest.raises(ValueError, match=r"weights\[0\] shape \(2, 64, 64\) in MXFP8: need .*not in MXFP8"):
+        ordered_project(x.astype("bfloat16"), [codes], layer, by_output=True, backend="triton")
+    for wrong in (codes, array(2, 64, 64, dtype="bfloat16")):
+        with pytest.raises(ValueError, match="need one dtype"):
+            ordered_project(x, [wrong], layer, backend="triton")
+    for rows in (0, MOST_ROWS + 1):
+        with pytest.raises(ValueError, match=f"{rows} rows: need 1 to 64 rows"):
+            stacked_project(array(rows, 64), [array(1, 64, 64)], layer, backend="triton")
+    for weights in ([array(2, 32, 64)], [array(2, 64, 64), array(3, 64, 64)], [array(64, 64)]):
+        with pytest.raises(ValueError, match="all of one L, with I = 64"):
+            stacked_project(x, weights, layer, backend="triton")
+    gate, down = array(2, 5, 64, 32), array(2, 5, 32, 64)
+    check_expert_weights(x, gate, gate, down)
+    for wrong in ((gate, gate[:1], down), (gate, gate, down[:, :4]), (gate, gate, gate), (down, down, gate)):
+        with pytest.raises(ValueError, match="with D = 64"):
+            check_expert_weights(x, *wrong)
+    with pytest.raises(ValueError, match="need one dtype"):
+        check_expert_weights(x, gate, gate.astype("bfloat16"), down)
+
+
+def test_a_pool_of_bytes_is_within_reach(unchecked):
+    """Of numbers of one byte: an offset among 2 to 4 GiB of them overflows."""
+    described = lambda dtype: replace(
+        contiguous(array(1, 4, 8), 4), pool=jax.ShapeDtypeStruct((1 << 17, 128, 128), dtype)
+    )  # 2**31 numbers
+    with pytest.raises(ValueError, match="k: a pool of 2147483648 one-byte numbers: use below"):
+        triton_common.check_pool("k", described(E4M3), False)
+    triton_common.check_pool("k", described(jnp.bfloat16), False)

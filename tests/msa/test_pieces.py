@@ -1,0 +1,343 @@
+"""The pieces of MSA by themselves, with few numbers: views and their rows, walks, shares inside a schedule, checks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.pytrees import assert_settings_are_static
+
+import m3jax
+from m3jax import msa, numerics
+from m3jax.msa import SelectionRules, chunks, views
+from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
+from m3jax.msa.rules import check_chosen, check_lengths, check_numbers, check_rows, check_score_shape
+from m3jax.msa.schedules import layout
+from m3jax.msa.schedules.blockwise import blockwise
+from m3jax.msa.schedules.index_walk import index_walk
+from m3jax.msa.schedules.lanes import invariant, invariant_all, select_invariant
+from m3jax.msa.schedules.query_major import query_major
+from m3jax.msa.share import Share
+from m3jax.msa.virtual import virtual_pages
+from m3jax.numerics import dot_scores, merge_over_devices
+
+BATCH, QUERIES, HEADS, KV_HEADS, WIDTH, SIZE, BLOCKS = 2, 3, 4, 2, 4, 4, 5
+RULES = SelectionRules(top_k=3)
+QUICK = {"xla_backend_optimization_level": 0}  # it halves the time to compile a program
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def ints(*values: object) -> jax.Array:
+    return jnp.array(values, jnp.int32)
+
+
+def test_settings_of_views_are_no_arrays():
+    assert_settings_are_static(msa)
+
+
+# Views
+
+
+def tokens_of(x: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Pages [X K P H] as the tokens of rows [B K S H]."""
+    return np.moveaxis(x[table], 2, 1).reshape(len(table), x.shape[1], -1, x.shape[-1])
+
+
+def test_a_row_of_a_view_is_that_row_and_what_is_behind_it_is_not_its():
+    """Zeros, or entries of the table that name no page, up to a multiple of some blocks."""
+    k, v, index_k = normal(2, KV_HEADS, 12, WIDTH), normal(2, KV_HEADS, 12, WIDTH, seed=1), normal(2, 12, WIDTH)
+    row = views.Contiguous(*map(jnp.asarray, (k, v)), SIZE).of_row(jnp.int32(1), 2)
+    behind = ((0, 0), (0, 0), (0, 4), (0, 0))
+    np.testing.assert_array_equal(row.k, np.pad(k[1:], behind))
+    np.testing.assert_array_equal(row.v, np.pad(v[1:], behind))
+    row = views.ContiguousIndex(jnp.asarray(index_k), SIZE).of_row(jnp.int32(1), 2)
+    np.testing.assert_array_equal(row.k, np.pad(index_k[1:], behind[1:]))
+    table = ints([5, 2, 1], [0, 3, 4])
+    share = Share(ints(1, 0), SIZE, 2, ("context",))
+    pages = jnp.zeros((1, 6, KV_HEADS, SIZE, WIDTH))
+    for view in (
+        views.Paged(pages, pages, None, 0, table, jnp.float32, share),
+        views.PagedIndex(pages[:, :, 0], None, 0, table, jnp.float32, share),
+        views.Pooled(pages[:, :, 0], pages[:, :, 0], None, 0, jnp.zeros(12, jnp.int32), table, KV_HEADS, jnp.float32),
+    ):
+        assert view.of_row(jnp.int32(1)).table.tolist() == [[0, 3, 4]]
+        row = view.of_row(jnp.int32(1), 2)
+        assert row.table.tolist() == [[0, 3, 4, -1]] and row.num_blocks == 4
+        assert row.share is None or row.share.first.tolist() == [0]
+
+
+def test_a_pool_is_read_by_its_slots():
+    """Pages of single heads wherever they lie, of one layer; a page outside the table's range is told apart."""
+    num_pages, width = 3, 5
+    of_pages = normal(2, num_pages, KV_HEADS, SIZE, width)  # keys and values [2 X K P H]
+    slot_of = np.array([4, 0, 6, 3, 1, 5], np.int32)  # of virtual pages X*K
+    pool = np.full((2, 2, 7, SIZE, width), np.nan, np.float32)  # [2 L D P H]
+    pool[:, 1, slot_of] = of_pages.reshape(2, -1, SIZE, width)
+    table = np.array([[2, 0], [1, 2]], np.int32)
+    memory = [jnp.asarray(x) for x in (*pool, slot_of, table)]
+    view = views.Pooled(*memory[:2], None, jnp.int32(1), *memory[2:], KV_HEADS, jnp.float32)
+    assert isinstance(view, views.BlockView)
+    assert (view.block_size, view.num_blocks, view.num_heads, view.width) == (SIZE, 2, KV_HEADS, width)
+    for found, x in zip(view.run(1, 1), of_pages, strict=True):
+        np.testing.assert_array_equal(found, tokens_of(x, table[:, 1:]))
+    for found, x in zip(view.blocks(ints(0, 1), ints(1, 0), ints(1, 0)), of_pages, strict=True):
+        np.testing.assert_array_equal(found, [x[0, 1], x[1, 0]])
+    assert view.present(0, 2).tolist() == [[True, True]]
+    row, head, block = ints(0, 0, 1, 1), ints(0, 1, 0, 1), ints(0, 1, 0, 1)
+    page, is_page = view.replace(table=ints([3, 0], [-1, 2])).virtual_page(row, head, block)
+    assert is_page.tolist() == [False, True, False, True] and page.tolist()[1::2] == [1, 5]
+
+
+def test_only_held_blocks_stay_in_a_selection():
+    table = ints([0, -1, 2], [3, 1, 9])
+    pages = jnp.zeros((1, 4, 1, SIZE, WIDTH))
+    view = views.Paged(pages, pages, None, 0, table, jnp.float32)
+    blocks = ints([[[0, 1, 2, -1]]], [[[0, 1, 2, -1]]])
+    assert views.only_held(blocks, view).tolist() == [[[[0, -1, 2, -1]]], [[[0, 1, -1, -1]]]]
+
+
+def test_virtual_pages_are_the_pages_of_single_heads():
+    """Of each (row, KV head): the pages selected, in order, and the tokens up to the query's own in the last."""
+    pages = normal(2, 6, KV_HEADS, SIZE, WIDTH)  # [L X K P H]
+    table = ints([5, 2, 1], [0, 3, 4], [1, 5, 0])
+    view = views.Paged(*map(jnp.asarray, (pages, pages + 1)), None, jnp.int32(1), table, jnp.float32)
+    blocks = ints([[0, 2], [1, 2]], [[0, -1], [0, -1]], [[0, 1], [0, 1]])
+    found = virtual_pages(view, blocks, ints(9, 3, 7), ints(10, 4, 7))
+    of_heads = lambda x: x[1].reshape(-1, SIZE, WIDTH)
+    np.testing.assert_array_equal(found.k, of_heads(pages))
+    np.testing.assert_array_equal(found.v, of_heads(pages + 1))
+    own = [[5, 1], [2, 1], [0, 0], [0, 0], [1, 5], [1, 5]]
+    expected = [[page * KV_HEADS + row % KV_HEADS for page in pages] for row, pages in enumerate(own)]
+    for row in (2, 3):  # an unused slot names page 0
+        expected[row][1] = 0
+    assert found.table.tolist() == expected
+    assert found.lengths.tolist() == [6, 6, 4, 4, 0, 0]  # the last row's query is behind its keys
+
+
+# Shares: devices as an axis that is mapped over
+
+
+def devices_map(function, *arrays):
+    """Run a function on each of the devices, along the first axis of the arrays."""
+    return jax.jit(jax.vmap(function, axis_name="context"), compiler_options=QUICK)(*arrays)
+
+
+def shared_memory():
+    """Operands, and for each of two devices its share of them: rows begin on different ones, and end inside a block."""
+    devices, first = 2, np.array([0, 1], np.int32)
+    lengths = np.array([19, 14], np.int32)
+    positions = lengths[:, None] - QUERIES + np.arange(QUERIES, dtype=np.int32)
+    positions[1, 0] = -1
+    q, index_q = normal(BATCH, QUERIES, HEADS, WIDTH), normal(BATCH, QUERIES, KV_HEADS, WIDTH)
+    k, v, index_k = normal(3, BATCH, BLOCKS + 1, KV_HEADS, SIZE, WIDTH)
+    index_k = index_k[:, :, 0]
+    held = [[np.arange((d - f) % devices, BLOCKS + 1, devices) for f in first] for d in range(devices)]
+    of_row = lambda x, ids: np.concatenate([x[row, of] for row, of in enumerate(ids)])
+    of_devices = lambda x: np.stack([of_row(x, ids) for ids in held])[:, None]  # [devices 1 X ...]
+    tables = np.stack([np.arange(BATCH * 3, dtype=np.int32).reshape(BATCH, 3)] * devices)
+    firsts = np.stack([(d - first) % devices for d in range(devices)]).astype(np.int32)
+    whole = lambda x: np.moveaxis(x, 2, -2).reshape(BATCH, -1, KV_HEADS, WIDTH)  # [B M K P H] -> [B S K H]
+    in_rows = whole(k), whole(v), index_k.reshape(BATCH, -1, WIDTH)
+    return (q, index_q, positions, lengths), in_rows, (*map(of_devices, (k, v, index_k)), tables, firsts)
+
+
+def test_devices_that_share_rows_select_and_attend_as_one():
+    """T28, T51: each schedule on the blocks that a device holds, then the exchange, is the definition of whole rows."""
+    (q, index_q, positions, lengths), (k, v, index_k), of_devices = shared_memory()
+    q, index_q, k, v, index_k, positions, lengths = map(jnp.asarray, (q, index_q, k, v, index_k, positions, lengths))
+
+    def on_device(k, v, index_k, table, first):
+        share = Share(first, SIZE, 2, ("context",))
+        view = views.Paged(k, v, None, 0, table, jnp.float32, share)
+        index = views.PagedIndex(index_k, None, 0, table, jnp.float32, share)
+        blocks = index_walk(index_q, index, positions, lengths, RULES)
+        in_lanes = select_invariant(index_q, index, positions, lengths, RULES)
+        seen, held_lengths = share.positions(positions, lengths), share.lengths(lengths)
+        held = share.held(blocks)
+        parts = blockwise(q, view, seen, held_lengths), query_major(q, view, held, seen, held_lengths)
+        merged = [merge_over_devices(*part, ("context",)) for part in parts]
+        joined = view.joined()
+        together = invariant_all(q, joined, positions, lengths), invariant(q, joined, blocks, positions, lengths)
+        return (blocks, in_lanes), (merged[0], together[0]), (*merged[1:], together[1])
+
+    (blocks, in_lanes), dense, sparse = devices_map(on_device, *of_devices)
+    rows = positions, lengths
+    expected = select_blocks(block_scores(index_q, index_k, *rows, SIZE), *rows, RULES, block_size=SIZE)
+    sparse_expected = sparse_attention(q, k, v, expected, *rows, block_size=SIZE, return_lse=True)
+    dense_expected = dense_attention(q, k, v, *rows, return_lse=True)
+    for device in range(2):
+        np.testing.assert_array_equal(blocks[device], expected)
+        np.testing.assert_array_equal(in_lanes[device], expected)
+        for found, wanted in [(x, dense_expected) for x in dense] + [(x, sparse_expected) for x in sparse]:
+            for x, y in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(x[device], y, atol=1e-6)
+
+
+@pytest.mark.parametrize("gathered_bytes", [1 << 22, 0])
+def test_parts_of_devices_are_merged_in_one_exchange_and_in_three(gathered_bytes, monkeypatch):
+    """T38: as `merge_parts` does; a part that saw no key may hold NaN, and outputs keep their dtype."""
+    monkeypatch.setattr(numerics, "GATHERED_BYTES", gathered_bytes)
+    outs, lses = normal(3, 5, 2), normal(3, 5, seed=1)
+    lses[0, 1], outs[0, 1], lses[:, 2] = -np.inf, np.nan, -np.inf
+    out, lse = devices_map(partial(merge_over_devices, mesh_axes=("context",)), outs.astype(jnp.bfloat16), lses)
+    weights = np.exp(lses.astype(np.float64))
+    total = weights.sum(0)
+    rounded = np.nan_to_num(outs.astype(jnp.bfloat16).astype(np.float64))
+    expected = (weights[..., None] * rounded).sum(0) / np.where(total, total, 1)[:, None]
+    assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+    for device in range(3):
+        np.testing.assert_allclose(out[device].astype(np.float32), expected, rtol=0.01, atol=0.004)
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(lse[device], np.log(total), rtol=1e-5, atol=1e-6)
+
+
+def test_joined_blocks_are_those_of_whole_rows():
+    _, (k, v, _), of_devices = shared_memory()
+
+    def on_device(k, v, index_k, table, first):
+        view = views.Paged(k, v, None, 0, table.at[0, 2].set(-1), jnp.float32, Share(first, SIZE, 2, ("context",)))
+        joined = view.joined()
+        assert isinstance(joined, views.BlockView)
+        sizes = joined.block_size, joined.num_blocks, joined.num_heads, joined.width
+        assert sizes == (SIZE, BLOCKS + 1, KV_HEADS, WIDTH)
+        row = joined.of_row(jnp.int32(1))
+        blocks = joined.blocks(ints(0, 1), ints(1, 0), ints(3, 2))
+        return joined.run(1, 3), row.run(0, 2), joined.present(2, 4), row.present(0, 6), blocks
+
+    run, of_row, present, row_present, blocks = devices_map(on_device, *of_devices)
+    for x, found, found_row, found_blocks in zip((k, v), run, of_row, blocks, strict=True):
+        by_head = x.swapaxes(1, 2)  # [B K S H]
+        for device in range(2):
+            np.testing.assert_array_equal(found[device], by_head[:, :, SIZE : 4 * SIZE])
+            np.testing.assert_array_equal(found_row[device], by_head[1:, :, : 2 * SIZE])
+            expected = [by_head[0, 1, 3 * SIZE : 4 * SIZE], by_head[1, 0, 2 * SIZE : 3 * SIZE]]
+            np.testing.assert_array_equal(found_blocks[device], expected)
+    assert present.tolist() == [[[True, True, False, False], [True] * 4]] * 2  # of row 0 each device lacks its last
+    assert row_present.tolist() == [[[True] * 6]] * 2
+
+
+# Walks and products
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_products_of_few_and_many_queries_are_einsum_s_on_every_platform(platform, monkeypatch):
+    """The three ways differ in what is padded and which side comes first, never in what is computed."""
+    monkeypatch.setattr(numerics, "platform", lambda: platform)
+    for leading, rows in (((), 1), ((2,), 7), ((2, 3), 8), ((3,), 16), ((2,), 17)):
+        queries, keys = normal(*leading, rows, 6), normal(*leading, 5, 6, seed=1)
+        found = dot_scores(jnp.asarray(queries), jnp.asarray(keys))
+        np.testing.assert_allclose(found, np.einsum("...rh,...ch->...rc", queries, keys), rtol=1e-5, atol=1e-6)
+        assert found.shape == (*leading, rows, 5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_values_from_some_token_on_are_zero_on_every_platform(platform, monkeypatch):
+    monkeypatch.setattr(layout, "platform", lambda: platform)
+    values = normal(2, 6, SIZE, 3)
+    values[:, :, 1] = np.nan
+    first = np.array([[0, 1, 2, 3, 4, 5], [1, 4, 0, 2, 3, 1]], np.int32)
+    expected = np.where(np.arange(SIZE)[:, None] < first[..., None, None], values, 0)
+    np.testing.assert_array_equal(layout.zero_from(jnp.asarray(values), jnp.asarray(first)), expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_pieces_of_a_walk_join_to_the_whole(axis):
+    """Pieces that divide the axis and pieces that do not, and one piece that is all of it."""
+    x, y = (np.moveaxis(normal(5, 2, 3, seed=seed), 0, axis) for seed in (0, 1))
+    for chunk in (1, 2, 3, 5, 8):
+        seen = []
+
+        def double_and_sum(x, y, seen=seen):
+            seen.append(x.shape[axis])
+            return 2 * x, (x + y).sum(-1)
+
+        doubled, summed = chunks.map_chunks(double_and_sum, chunk, axis, jnp.asarray(x), jnp.asarray(y))
+        np.testing.assert_array_equal(doubled, 2 * x)
+        np.testing.assert_allclose(summed, (x + y).sum(-1), rtol=1e-6)
+        assert set(seen) == {min(chunk, 5)}
+
+
+def test_pieces_are_powers_of_two_within_the_budget():
+    for elements, per_row, num_rows in np.ndindex(40, 9, 12):
+        rows = chunks.rows_within(elements, per_row, num_rows)
+        allowed = [n for n in (1, 2, 4, 8, 16, 32, 64) if n * max(1, per_row) <= elements] or [1]
+        assert rows == min(max(allowed), max(1, num_rows)), (elements, per_row, num_rows)
+
+
+# Checks of values
+
+
+def found_by(check, *arguments) -> str:
+    """What a check of values says under `checks()`; nothing where it passes."""
+    try:
+        with m3jax.checks():
+            check(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_lengths_from_none_to_all_keys_pass():
+    assert not found_by(check_lengths, ints(0, 7), 7)
+    assert "lengths[1] = 8: a row has 0 to 7 keys here" in found_by(check_lengths, ints(0, 8), 7)
+    assert "lengths[0] = -1: a row has 0 to 7 keys here" in found_by(check_lengths, ints(-1, 8), 7)
+
+
+def test_a_call_without_a_token_is_refused_where_a_row_has_keys():
+    refused = found_by(check_rows, ints([5, 6], [-1, -1]), ints(5, 4))
+    assert "positions[0, 0] = 5 of a row with 5 keys: all queries are padding" in refused
+    assert "positions[1, 1] = 1 of a row with 1 keys" in found_by(check_rows, ints([-1, 4], [-1, 1]), ints(0, 1))
+    for positions, lengths in (
+        ([[5, 4]], [5]),  # one of them is a token
+        ([[0, -1]], [1]),  # position 0 is one
+        ([[-1, -1]], [5]),  # padding that says so
+        ([[3, 4]], [0]),  # a row without keys
+    ):
+        assert not found_by(check_rows, ints(*positions), ints(*lengths))
+
+
+def test_only_nan_that_is_read_is_refused():
+    """The last key of a row is read, the slot behind it is not; a query at that slot is padding."""
+    rows = dict(positions=ints([2, 3, -1], [0, -1, 1]), lengths=ints(3, 0))
+
+    def found(name, index):
+        arrays = {"q": np.zeros((2, 3, 1, 1), np.float32), "k": np.zeros((2, 5, 1, 1), np.float32)}
+        arrays[name][index] = np.nan
+        return found_by(check_numbers, rows | {name: jnp.asarray(x) for name, x in arrays.items()})
+
+    assert "k[0, 2, 0, 0] is NaN, one of 1 in k" in found("k", (0, 2))
+    assert "q[0, 0, 0, 0] is NaN, one of 1 in q" in found("q", (0, 0))
+    for name, index in (("k", (0, 3)), ("k", (1, 0)), ("q", (0, 1)), ("q", (0, 2)), ("q", (1, 0))):
+        assert not found(name, index), (name, index)
+
+
+def test_the_smallest_and_largest_id_of_a_selection():
+    """10 keys in blocks of 4: ids 0 to 2, of a query at position 9 the last must be there."""
+    at = ints([9, 10, 3]), ints(10)
+
+    def found(*chosen, num_keys=10):
+        nothing = [-1] * (len(chosen) - 1)
+        blocks = ints([[chosen, [-1, *nothing], [0, *nothing]]])
+        return found_by(check_chosen, blocks, *at, num_keys, SIZE)
+
+    assert not found(0, 2, -1) and not found(2, 0, 1) and not found(2, -1, -1)
+    assert "ids are -1 to 2 for 10 keys in blocks of 4" in found(0, 2, 3)
+    assert "ids are -1 to 2 for 12 keys" in found(0, 2, 3, num_keys=12)
+    assert "ids are -1 to 2" in found(-2, 0, 2)
+    assert "names a block twice" in found(0, 0, 2)
+    message = found(0, 1, -1)
+    assert "blocks[0, 0, 0] = [0, 1, -1], of a query at position 9 of 10, lacks the query's own block" in message
+
+
+def test_a_score_gives_one_number_for_the_tokens_of_a_block():
+    check_score_shape(lambda scores: scores.max(-1), 4)
+    with pytest.raises(ValueError, match=r"of shape \(2, 3, 4\) it returned shape \(2, 3, 4\)"):
+        check_score_shape(lambda scores: scores, 4)
+    with pytest.raises(ValueError, match="it returned no array"):
+        check_score_shape(lambda scores: None, 4)
+    with pytest.raises(ValueError, match=r"it returned shape \(3,\)"):
+        check_score_shape(lambda scores: scores.max(-1)[0], 4)

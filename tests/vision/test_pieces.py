@@ -1,0 +1,225 @@
+"""The pieces of a vision tower by themselves: its layers in numpy, axes of parameters, what a config.json may say."""
+
+import math
+from dataclasses import fields, replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import tiny
+from support.parameters import KeepsMade, assert_axes_name_their_sizes, made
+
+from m3jax.vision import VisionConfig
+from m3jax.vision.definition import rotary_angles, rotate
+from m3jax.vision.layers import LayerNorm, Linear, gelu
+from m3jax.vision.rows import Turns, row_lengths
+from m3jax.vision.tower import Vision
+
+TINY = dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, num_channels=3, patch_size=14,
+    temporal_patch_size=2, spatial_merge_size=2, vision_segment_max_frames=4, layer_norm_eps=1e-5, rope_theta=1e4,
+    projector_hidden_size=64, image_token_id=250, video_token_id=251,
+)  # fmt: skip
+
+
+# Layers
+
+
+class Filled:
+    """A maker of parameters with random numbers, as `m3jax.make.Make`."""
+
+    def weight(self, shape, axes, *, fan_in, dtype=None):
+        return nnx.Param(jnp.asarray(np.random.default_rng(fan_in).normal(size=shape), jnp.float32))
+
+    def linear(self, shape, axes, *, inputs=1, outputs=1):
+        raise AssertionError("a tower has no matrix that is kept in MXFP8")
+
+    def norm(self, shape, *, dtype=None, start=0.0):
+        return nnx.Param(jnp.asarray(start + np.random.default_rng(7).normal(size=shape), jnp.float32))
+
+
+def test_gelu_is_the_normal_distribution_s():
+    """By the error function: not the tanh, nor the sigmoid that come near it; rounded once, to the dtype asked for."""
+    x = np.linspace(-4, 4, 33).astype(np.float32)
+    expected = [value * 0.5 * (1 + math.erf(value / math.sqrt(2))) for value in x.astype(float)]
+    np.testing.assert_allclose(gelu(jnp.asarray(x), jnp.dtype("float32")), expected, rtol=1e-5, atol=3e-7)
+    assert gelu(jnp.asarray(x), jnp.dtype("bfloat16")).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_norm_is_rounded_once(dtype):
+    norm, x = LayerNorm((6,), Filled()), jnp.asarray(np.random.default_rng(0).normal(3, 2, (4, 6)), dtype)
+    exact = np.asarray(x, np.float64)
+    exact = (exact - exact.mean(1, keepdims=True)) / np.sqrt(exact.var(1, keepdims=True) + 0.1)
+    exact = exact * np.asarray(norm.weight[...]) + np.asarray(norm.bias[...])
+    found = norm(x, 0.1)
+    assert found.dtype == x.dtype
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8 if dtype == "bfloat16" else 1e-5)
+
+
+def test_a_linear_layer_is_a_product_and_a_bias_in_32_bits():
+    linear, x = Linear((), (5,), (2, 3), (None, "vision_heads", None), Filled()), np.float32([[1, 2, 3, 4, 5]])
+    weight, bias = np.asarray(linear.weight[...]), np.asarray(linear.bias[...])
+    expected = np.einsum("xi,inh->xnh", x, weight) + bias
+    np.testing.assert_allclose(linear("xi,inh->xnh", jnp.asarray(x)), expected, rtol=1e-6)
+    assert linear("xi,inh->xnh", jnp.asarray(x, "bfloat16")).dtype == jnp.float32
+
+
+def test_angles_are_of_time_row_and_column_in_turn():
+    """A head of 14: two frequencies of each axis, so 12 of its dims are turned, and two are not."""
+    positions = jnp.array([[0, 0, 0], [1, 2, 3]], jnp.int32)
+    expected = [[0] * 6, [1, 0.1, 2, 0.2, 3, 0.3]]
+    np.testing.assert_allclose(rotary_angles(positions, 14, 100.0), expected, rtol=1e-6)
+    assert rotary_angles(positions, 80, 1e4).shape == (2, 39)
+    x = np.random.default_rng(0).normal(size=(2, 1, 14)).astype(np.float32)
+    angles = np.float32(expected)
+    found = rotate(jnp.asarray(x), jnp.cos(angles), jnp.sin(angles))
+    turned = (x[..., :6] + 1j * x[..., 6:12]) * np.exp(1j * angles)[:, None]
+    np.testing.assert_allclose(found, np.concatenate([turned.real, turned.imag, x[..., 12:]], -1), rtol=1e-5, atol=1e-6)
+
+
+def test_each_axis_of_a_tower_s_parameter_has_the_size_that_its_name_stands_for():
+    """All sizes differ; what is fed forward and the projector's hidden width divide as "vision_mlp"."""
+    config = VisionConfig(**TINY | dict(hidden_size=60, num_attention_heads=5, projector_hidden_size=96, patch_size=4))
+    module = Vision(config, 20, KeepsMade())
+    assert_axes_name_their_sizes(module, {"layers": 2, "vision_heads": 5, "vision_mlp": {128, 96}})
+    weights = {name.removesuffix(".weight"): x for name, x in made(module).items() if name.endswith(".weight")}
+    heads, hidden = "vision_heads", "vision_mlp"
+    expected = {
+        "layers.mlp.fc1": ((2, 60, 128), ("layers", None, hidden), 60),
+        "layers.mlp.fc2": ((2, 128, 60), ("layers", hidden, None), 128),
+        "layers.self_attn.out_proj": ((2, 5, 12, 60), ("layers", heads, None, None), 60),
+        "projector.linear_1": ((60, 96), (None, hidden), 60), "projector.linear_2": ((96, 20), (hidden, None), 96),
+        "projector.merge_linear_1": ((80, 96), (None, hidden), 80),
+        "projector.merge_linear_2": ((96, 20), (hidden, None), 96),
+    }  # fmt: skip
+    for name in "qkv":
+        expected[f"layers.self_attn.{name}_proj"] = ((2, 60, 5, 12), ("layers", None, heads, None), 60)
+    assert {name: (x.shape, x.axes, x.fan_in) for name, x in weights.items() if any(x.axes)} == expected
+    patch = made(module)["patch_embedding"]
+    assert (patch.shape, patch.axes, patch.fan_in) == ((3, 2, 4, 4, 60), (None,) * 5, 96)
+
+
+# Segments as rows
+
+
+def test_each_segment_takes_the_shortest_row_that_holds_it():
+    assert row_lengths(100) == (100,) and row_lengths(144) == (144,) and row_lengths(145) == (144, 145)
+    assert row_lengths(5000) == (144, 576, 2304, 5000)
+    lengths = (144, 1, 145, 300, 10)  # two of the second length
+    segments = np.repeat(np.arange(5), lengths)
+    segments = np.concatenate([segments, np.full(700 - len(segments), -1)]).astype(np.int32)
+    turns = Turns.of(jnp.asarray(segments))  # rows of 144, 576 and 700
+    assert turns.count.tolist() == [3, 2, 0] and turns.first.tolist() == [0, 3, 5]
+    assert turns.lengths.tolist()[:6] == [144, 1, 10, 145, 300, 0]
+    begins = np.cumsum([0, *lengths])
+    assert turns.starts.tolist()[:5] == [begins[i] for i in (0, 1, 4, 2, 3)]
+    assert turns.until.tolist() == [1, 2, 2] and int(turns.only) == 3  # a turn of the first has 5 rows, of the second 2
+    patches = np.flatnonzero(segments >= 0)
+    np.testing.assert_array_equal(np.asarray(turns.number)[patches], np.array([0, 1, 3, 4, 2])[segments[patches]])
+    np.testing.assert_array_equal(np.asarray(turns.column)[patches], patches - begins[segments[patches]])
+    assert set(np.asarray(turns.column)[segments < 0].tolist()) == {-1}
+    assert int(Turns.of(jnp.zeros(700, jnp.int32)).only) == 2
+    one, several = jnp.zeros(4, jnp.int32), jnp.arange(4, dtype=jnp.int32)
+    assert (int(Turns.of(one).only), int(Turns.of(several).only)) == (0, 1)
+
+
+# Configurations
+
+
+def test_the_tiny_tower_is_the_documented_one():
+    assert {field.name: getattr(VisionConfig.tiny(), field.name) for field in fields(VisionConfig)} == TINY
+    assert VisionConfig.tiny(hidden_size=32).hidden_size == 32
+    config = VisionConfig(**TINY)
+    assert (config.head_dim, config.kernel, config.patch_values) == (32, (3, 2, 14, 14), 1176)
+    assert config.merged_patches == 4 and VisionConfig.tiny(spatial_merge_size=3).merged_patches == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(hidden_size=11, num_attention_heads=2), "hidden_size = 11 is no multiple of num_attention_heads = 2"),
+        (dict(hidden_size=10), "heads of 5 are too narrow to turn by three axes: at least 6"),
+        (dict(num_hidden_layers=0), "num_hidden_layers = 0: must be an integer of 32 bits, at least 1"),
+        (dict(patch_size=1 << 31), "patch_size = 2147483648: must be an integer of 32 bits, at least 1"),
+        (dict(image_token_id=-1), "image_token_id = -1: must be an integer of 32 bits, at least 0"),
+        (dict(hidden_size=True), "hidden_size = True: must be an integer"),
+        (dict(rope_theta=0), "rope_theta = 0: must be a positive float32 number"),
+        (dict(layer_norm_eps=math.inf), "layer_norm_eps = inf: must be a positive float32 number"),
+    ],
+)
+def test_numbers_that_no_tower_can_have(changes, message, unchecked):
+    with pytest.raises(ValueError) as refused:
+        VisionConfig.tiny(**changes)
+    assert str(refused.value) == "unsupported vision tower: " + str(refused.value).partition(": ")[2]
+    assert message in str(refused.value)
+
+
+def test_the_smallest_numbers_that_a_tower_can_have():
+    ones = {field.name: 1 for field in fields(VisionConfig) if field.type is int}
+    config = VisionConfig(**ones | dict(hidden_size=6, image_token_id=0, video_token_id=0))
+    assert config.head_dim == 6 and VisionConfig.tiny(patch_size=(1 << 31) - 1).patch_size == (1 << 31) - 1
+
+
+HUB = VisionConfig.tiny().add_to(tiny.config("dM"))
+
+
+def test_a_configuration_comes_back_from_the_hub_s_form():
+    """With every field other than M3's; what is said twice may be, in agreement."""
+    other = VisionConfig(**TINY | dict(
+        num_channels=1, patch_size=3, temporal_patch_size=5, spatial_merge_size=3, vision_segment_max_frames=7,
+        layer_norm_eps=1e-3, rope_theta=5.0, projector_hidden_size=33, image_token_id=1, video_token_id=2,
+    ))  # fmt: skip
+    assert VisionConfig.of(other.add_to(tiny.config("dM"))) == other
+    assert HUB.extra["image_token_index"] == 250 and HUB.vision_config["projection_dim"] == 48
+    twice = HUB.vision_config | {"head_dim": 32, "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}
+    assert VisionConfig.of(replace(HUB, vision_config=twice)) == VisionConfig.tiny()
+    without = {key: value for key, value in twice.items() if key != "rope_theta"}
+    assert VisionConfig.of(replace(HUB, vision_config=without)).rope_theta == 1e4
+    lacking = {key: value for key, value in HUB.vision_config.items() if key != "temporal_patch_size"}
+    assert VisionConfig.of(replace(HUB, vision_config=lacking)).temporal_patch_size == 2  # from the compression's
+    with pytest.raises(ValueError, match="this model has no vision_config: it takes text alone"):
+        VisionConfig.of(tiny.config("dM"))
+
+
+COMPRESSION = "img_token_compression_config"
+
+
+@pytest.mark.parametrize(
+    ("where", "changes", "message"),
+    [
+        ("extra", {"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu' is not supported (only 'gelu')"),
+        ("extra", {"multimodal_projector_bias": 1}, "multimodal_projector_bias = 1 is not supported (only True)"),
+        ("extra", {"vision_feature_layer": -2}, "vision_feature_layer = -2 is not supported (only -1)"),
+        ("extra", {"vision_feature_select_strategy": "default"}, "is not supported (only 'full')"),
+        ("extra", {COMPRESSION: [1]}, f"{COMPRESSION} = [1]: must be an object"),
+        ("extra", {COMPRESSION: {"spatial_merge_size": 3}}, f": {COMPRESSION}.spatial_merge_size = 3: 2 elsewhere"),
+        ("vision", {COMPRESSION: {"temporal_patch_size": 1}},
+         f"vision_config.{COMPRESSION}.temporal_patch_size = 1: 2 elsewhere"),
+        ("vision", {COMPRESSION: {"image_token_compression_method": "pool"}}, "= 'pool' is not supported"),
+        ("vision", {"model_type": "siglip"}, "model_type = 'siglip' is not supported"),
+        ("vision", {"position_embedding_type": "learned"}, "(only 'rope')"),
+        ("vision", {"rope_parameters": [1]}, "rope_parameters = [1]: must have rope_type and rope_theta alone"),
+        ("vision", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported"),
+        ("vision", {"head_dim": 33}, "head_dim = 33: must be hidden_size / num_attention_heads"),
+        ("vision", {"num_attention_heads": 0, "head_dim": 33}, "head_dim = 33: must be hidden_size"),
+        ("vision", {"zeal": 1, "anger": 2}, "unknown key 'anger': remove it if it does not change the arithmetic"),
+    ],
+)  # fmt: skip
+def test_a_config_json_of_another_tower_is_refused(where, changes, message):
+    """With all that is wrong: as notes too where it is more than a line holds."""
+    if where == "extra":
+        config = replace(HUB, extra=HUB.extra | changes)
+    else:
+        config = replace(HUB, vision_config=HUB.vision_config | changes)
+    with pytest.raises(ValueError) as refused:
+        VisionConfig.of(config)
+    assert message in str(refused.value)
+
+
+def test_many_problems_are_notes_of_the_error():
+    config = replace(HUB, vision_config=HUB.vision_config | {f"key_{n:02}": n for n in range(40)})
+    with pytest.raises(ValueError) as refused:
+        VisionConfig.of(config)
+    assert [note.split(":")[0] for note in refused.value.__notes__] == [f"unknown key 'key_{n:02}'" for n in range(40)]
