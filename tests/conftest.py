@@ -157,6 +157,15 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture
+def eight_devices() -> None:
+    """Skips a test of meshes in a process that has fewer devices, as one on a single GPU."""
+    import jax
+
+    if jax.device_count() < 8:
+        pytest.skip(f"needs 8 devices, this process has {jax.device_count()}")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def lowering_is_unchecked() -> Iterator[None]:
     """Turns the annotation checks off while a traced program is lowered: jax then puts no arrays into a cache."""

@@ -81,6 +81,7 @@ def test_each_device_holds_every_nth_block_of_a_row_from_its_first_page_on():
         np.testing.assert_array_equal(pages[device], np.asarray(places.page) - 4 * device)
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_rows_have_room_on_every_device_wherever_they_begin():
     assert pages_of_rows([5, 1, 6], 1) == 12 and pages_of_rows([5, 1, 6], 3) == 3 * (2 + 1 + 2)
     assert page_shards(None) == 1 and page_shards(make_mesh(2, 1, 2, 2)) == 4
@@ -199,6 +200,31 @@ def test_pages_of_the_host_are_copied_read_and_written(memory):
     np.testing.assert_array_equal(memory.pages[0].kv.reshape(before.shape), expected)
 
 
+def test_a_page_that_begins_in_a_call_is_not_copied_from_the_host(memory):
+    """Nothing of it is there; one that an earlier call began is brought in first, all heads of it."""
+    config = tiny.config("MM", num_key_value_heads=2, index_n_heads=2, head_dim=4, rotary_dim=4, index_head_dim=4)
+    stack = Cache.pool(config, 11, 1, 2, "float32", device_pages=2).stacks[0]
+    kv = memory.pages[0].kv
+    kv[:] = normal(*kv.shape)
+    k, v, index_k = normal(1, 2, 2, 4), normal(1, 2, 2, 4, seed=1), normal(1, 2, 4)  # [B T K H], [B T I]
+
+    @jax.jit
+    def write(stack, offset):
+        places = Places(ints([3, 5]), ints([3, 3]), offset + ints([0, 1]), memory.pages[0])
+        call = LayerCall(jnp.int32(1), places, offset + ints([0, 1]), ints(16))
+        return stack.write(call, *map(jnp.asarray, (k, v, index_k)))
+
+    for offset, is_copied in ((0, False), (3, True)):
+        found = write(stack, jnp.int32(offset))
+        moved, slots = np.asarray(found.moved), np.asarray(found.slots.slot_of)[1, 6:8]  # of page 3's two heads
+        assert moved[0] == 0 and (moved[1] > 0) == is_copied and (slots >= 0).all()
+        for head, slot in enumerate(slots):
+            for x, new, part in ((found.k, k, 0), (found.v, v, 1)):
+                expected = np.where(is_copied, kv[1, 6 + head, part], 0)
+                expected[offset : offset + 2] = new[0, :, head]
+                np.testing.assert_array_equal(x[1, slot], expected)
+
+
 def test_a_page_of_the_host_is_read_within_a_program():
     kv = normal(2, 6, 2, SIZE, 3)
     found = jax.jit(lambda layer, pages: NumpyPages(kv).read(layer, pages))(jnp.int32(1), ints(5, 0))
@@ -285,6 +311,7 @@ def test_a_page_keeps_the_feature_of_its_last_token():
     assert not back.draft.k[0, :3].any() and not back.draft.v[0, 4].any()
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_arrays_of_pages_lie_where_their_axes_say():
     mesh = make_mesh(2, 1, 2, 2)
     cache = Cache.pool(tiny.config("M"), 8, 1, 2, mesh=mesh)

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,13 @@ from support.pytrees import assert_settings_are_static
 
 from m3jax import model as m3_model
 from m3jax.execution import Values
-from m3jax.model import M3, eagle3
+from m3jax.model import M3, build, calls, eagle3
 from m3jax.model.attention import Attention
+from m3jax.model.choices import Choices, shapes_of
 from m3jax.model.context import Context
 from m3jax.model.eagle3 import Eagle3, Eagle3Config
-from m3jax.model.layers import MLP
+from m3jax.model.layers import MLP, rope_table, swiglu_oai
+from m3jax.model.media import join_features
 from m3jax.model.moe import MoE
 from m3jax.model.names import OF_LAYERS, as_pytrees, check_edits, check_names, check_recorded, expand, names_of
 from m3jax.model.summary import table
@@ -71,6 +74,68 @@ def test_parts_of_a_layer_have_their_shapes():
     }  # fmt: skip
     experts = {name.split(".")[1]: shape for name, shape in moe.items() if name.startswith("experts.")}
     assert experts == {"gate_proj": (3, 8, d, 40), "up_proj": (3, 8, d, 40), "down_proj": (3, 8, 40, d)}
+
+
+@dataclass(frozen=True)
+class Described:
+    """What `MakeEach` asks of its function: an array, and its axes in place of a sharding."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: str | None
+
+    def __getitem__(self, index):
+        return self
+
+
+def test_a_matrix_in_mxfp8_has_a_scale_for_every_32_inputs_and_their_axes(unchecked):
+    """Inputs of several axes are one, which lies as the first of them does; what is no matrix of a layer is as ever."""
+    make = build.MakeEach(Described, "mxfp8")
+    to_heads = ("layers", None, "heads", None)
+    for shape, axes, sizes, scales, of_scales in (
+        ((2, 64, 3, 5), ("layers", None, "heads", None), dict(outputs=2), (2, 2, 3, 5), to_heads),
+        ((2, 3, 16, 64), ("layers", "heads", None, None), dict(inputs=2), (2, 2, 64), ("layers", "heads", None)),
+        ((2, 4, 33, 5), ("layers", "experts", None, "mlp"), {}, (2, 4, 2, 5), ("layers", "experts", None, "mlp")),
+    ):  # fmt: skip
+        matrix = make.linear(shape, axes, **sizes)[...]
+        assert (matrix.codes.shape, matrix.codes.axes, matrix.codes.dtype) == (shape, axes, "uint8")
+        assert (matrix.scales.shape, matrix.scales.axes, matrix.scales.dtype) == (scales, of_scales, "uint8")
+        assert (matrix.num_inputs, matrix.num_outputs) == (sizes.get("inputs", 1), sizes.get("outputs", 1))
+        whole = build.MakeEach(Described).linear(shape, axes, **sizes)[...]
+        assert (whole.shape, whole.axes, whole.dtype) == (shape, axes, None)
+    weight, norm = make.weight((4, 2), ("vocab", None), fan_in=1, dtype="float32")[...], make.norm((3, 2))[...]
+    assert (weight.shape, weight.axes, weight.dtype) == ((4, 2), ("vocab", None), "float32")
+    assert (norm.shape, norm.axes, norm.dtype) == ((3, 2), (None, None), None)
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_a_mesh_leaves_blocks_of_32_inputs_whole(unchecked):
+    make = build.MakeEach(Described, "mxfp8", make_mesh(tensor=2))
+    make.linear((1, 64, 4), ("layers", "mlp", None))
+    make.linear((1, 2, 32, 4), ("layers", "heads", None, None), inputs=2)
+    make.linear((1, 33, 6), ("layers", None, "mlp"))  # the outputs are divided
+    for shape, axes, inputs, channels in (
+        ((1, 32, 4), ("layers", "mlp", None), 1, 32), ((1, 96, 4), ("layers", "mlp", None), 1, 96),
+        ((1, 2, 16, 4), ("layers", "heads", None, None), 2, 32),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"mesh axis 'tensor' of size 2 cuts {channels} input channels"):
+            make.linear(shape, axes, inputs=inputs)
+
+
+def test_dtypes_of_parameters():
+    names = [build.dtype_name(dtype) for dtype in ("float16", jnp.bfloat16, jnp.dtype("float32"))]
+    assert names == ["float16", "bfloat16", "float32"]
+    for least, of_model, expected in (
+        (None, "bfloat16", "bfloat16"), ("float32", "bfloat16", "float32"), ("float32", "float64", "float64"),
+        ("float32", "float16", "float32"), ("uint8", "bfloat16", "uint8"), ("int32", "float64", "int32"),
+    ):  # fmt: skip
+        assert str(build.parameter_dtype(least, of_model)) == expected
+    for name in build.WEIGHTS:
+        build.check_weights(name)
+    with pytest.raises(ValueError, match="weights = 'int8': allowed are 'dequantize', 'mxfp8'"):
+        build.check_weights("int8")
+    model = m3_model.abstract(tiny.config("d"), "bfloat16")
+    assert build.num_bytes(model) == 2 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model))
 
 
 def draft_config(**changes) -> Eagle3Config:
@@ -250,6 +315,7 @@ def test_an_edit_is_one_function_for_a_value(unchecked):
 # Meshes
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_a_mesh_has_its_axes_in_order_and_no_device_more():
     assert dict(make_mesh().shape) == dict.fromkeys(AXES, 1)
     for axis in AXES:
@@ -263,6 +329,7 @@ def test_a_mesh_has_its_axes_in_order_and_no_device_more():
         make_mesh(expert=3, tensor=3)
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_another_mesh_is_refused_with_the_nearest_one(unchecked):
     devices = np.array(jax.devices())
     other = lambda shape, names: jax.sharding.Mesh(devices[: math.prod(shape)].reshape(shape), names)
@@ -280,6 +347,7 @@ def test_another_mesh_is_refused_with_the_nearest_one(unchecked):
         as_mesh((2, 4))
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_several_processes_take_all_devices(monkeypatch):
     monkeypatch.setattr(meshes.jax, "process_count", lambda: 2)
     assert make_mesh(tensor=8).size == 8
@@ -303,6 +371,7 @@ def divided(size: int, name: str | None, shape: dict[str, int]) -> tuple[str, ..
     return fits[0]
 
 
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_dimension_lies_over_the_axes_of_its_rule(shape):
     """Over all of them, or the last ones that divide it where the rule says so; over axes of one device it is whole."""
@@ -318,6 +387,7 @@ def test_a_dimension_lies_over_the_axes_of_its_rule(shape):
         assert spec((5, size), (None, name), mesh) == P(None, expected), (name, size)
 
 
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tokens_lie_over_the_axes_that_divide_them(shape):
     """From the least number on; one row's columns, several rows' rows; the stream over the tensor axis too."""
@@ -339,3 +409,138 @@ def test_tokens_lie_over_the_axes_that_divide_them(shape):
         assert found.of_products("tensor", None) == P(*leading, "tensor", None)
         leading[dim] = (*axes, "tensor") if is_scattered else tuple(axes) or None
         assert found.of_stream() == P(*leading)
+
+
+# Choices
+
+
+def test_recorded_choices_stand_where_their_tokens_were_drawn():
+    """Of new token i at the position before it; all columns before the prompt's last choose for themselves."""
+    records = {"expert_ids": np.arange(12).reshape(3, 2, 2), "blocks": np.arange(12).reshape(3, 2, 2, 1)}
+    choices = Choices.of_records(records, prompt_tokens=4)
+    assert choices.expert_ids.shape == (1, 7, 2, 2) and choices.blocks.shape == (1, 7, 2, 2, 1)
+    for name, record in records.items():
+        found = getattr(choices, name)
+        np.testing.assert_array_equal(found[0, 3:6], record)
+        assert found.dtype == np.int32 and (found[0, [0, 1, 2, 6]] == -1).all()
+    assert Choices.of_records({"blocks": records["blocks"]}, 1, length=3).blocks.shape == (1, 3, 2, 2, 1)
+    for given, message in (
+        (({"x": np.zeros((1, 1, 1), int)}, 1), "records has 'x': choices are expert_ids, blocks"),
+        (({"blocks": records["blocks"]}, 0), "3 new tokens behind 0 of the prompt do not fit into 3 columns"),
+        (({"blocks": records["blocks"]}, 2, 3), "3 new tokens behind 2 of the prompt do not fit into 3 columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Choices.of_records(*given)
+
+
+def test_layers_get_the_choices_of_their_kind():
+    """Of dense and sparse layers with and without experts: each counts among those that choose."""
+    config = tiny.config("dmMMD")  # experts in 1, 2, 3; blocks in 2, 3, 4
+    shapes = shapes_of(config, 2, 5)
+    assert shapes == {"expert_ids": (2, 5, 3, 2), "blocks": (2, 5, 3, 4, 3)}
+    ids, blocks = (np.arange(math.prod(shape), dtype=np.int32).reshape(shape) for shape in shapes.values())
+    choices = Choices(ids, blocks)
+    for first, depth, experts, sparse in ((0, 1, None, None), (1, 1, 0, None), (2, 2, 1, 0), (4, 1, None, 2)):
+        found = choices.of_layers(config, first, depth)
+        expected_ids = None if experts is None else np.moveaxis(ids[:, :, experts : experts + depth], 2, 0)
+        of_layers = None if sparse is None else np.moveaxis(blocks[:, :, sparse : sparse + depth], 2, 0)
+        expected_blocks = None if of_layers is None else np.swapaxes(of_layers, 2, 3)  # [L B T K J] -> [L B K T J]
+        for x, expected in ((found.expert_ids, expected_ids), (found.blocks, expected_blocks)):
+            assert (x is None) == (expected is None)
+            if expected is not None:
+                np.testing.assert_array_equal(x, expected)
+    assert Choices(ids).of_layers(config, 2, 2).blocks is None
+
+
+def test_choices_that_no_model_can_have_made_are_found():
+    """Three tokens, the last of which is padding; blocks of 8, of which token 9 has 0 and its own, 1."""
+    config, at = tiny.config("M"), (np.array([[9, 7, 12]]), np.array([12]))
+
+    def of_experts(token, chosen):
+        ids = np.broadcast_to(np.array([0, 7]), (1, 3, 1, 2)).copy()
+        ids[0, token, 0] = chosen
+        return Choices(expert_ids=ids).find_problem(config, *at)
+
+    assert not any(of_experts(*x) for x in ((0, [7, 0]), (0, [-1, 9]), (2, [9, 9]), (1, [3, 4])))
+    for chosen in ([3, 3], [0, 8], [0, -1]):
+        found = of_experts(1, chosen)
+        assert found.startswith(f"choices.expert_ids[0, 1, 0] = {chosen}: give distinct ids from 0 to 7, or -1 first")
+
+    def of_blocks(token, chosen, head=3):
+        blocks = np.full((1, 3, 1, 4, 3), -1)
+        blocks[0, 0, 0, :, :2], blocks[0, 1, 0, :, 0] = [0, 1], 0
+        blocks[0, token, 0, head] = chosen
+        return Choices(blocks=blocks).find_problem(config, *at)
+
+    assert not any(of_blocks(*x) for x in ((0, [1, -1, -1]), (0, [-1, 5, 0]), (2, [9, 3, 3]), (1, [0, -1, -1])))
+    for chosen in ([0, -1, -1], [1, 0, -1], [0, 1, 1], [0, -1, 1], [0, 1, 2], [1, 1, -1]):
+        found = of_blocks(0, chosen)
+        assert found.startswith(
+            f"choices.blocks[0, 0, 0, 3] = {chosen}: give ascending ids up to the token's own block 1"
+        )
+    assert "own block 0" in of_blocks(1, [0, 1, -1], head=0)
+    assert Choices().find_problem(config, *at) is None
+
+
+# Calls
+
+
+def test_a_call_is_refused_by_its_numbers(unchecked):
+    """Each limit used up passes, and one more is refused; what fills a row up may hold anything."""
+    config = tiny.config("d", max_position_embeddings=16)
+    model = SimpleNamespace(config=config, check_media=lambda *_: None)
+    tokens = np.zeros((2, 4), np.int32)
+
+    def found(tokens=tokens, **changes):
+        arguments = {"self": model, "tokens": jnp.asarray(tokens)} | changes
+        try:
+            calls._check_call(arguments, {})
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    rows = lambda *values: jnp.array(values, jnp.int32)
+    assert not found() and not found(np.full((2, 16), 63)) and not found(lengths=rows(0, 4))
+    assert "tokens has 17 columns and the model's context is 16 tokens" in found(np.zeros((1, 17), np.int32))
+    assert "lengths[1] = 17: the model's context is 16 tokens" in found(lengths=rows(16, 17))
+    assert "lengths[0] = -1" in found(lengths=rows(-1, 17))
+    wrong = tokens.copy()
+    wrong[1, 2] = 64
+    assert "tokens[1, 2] = 64: token ids are 0 to 63" in found(wrong)
+    assert "tokens[1, 2] = 64" in found(wrong, lengths=rows(4, 3)) and not found(wrong, lengths=rows(4, 2))
+    assert not found(wrong, positions=rows([0, 1, 2, 3], [0, 1, -1, 2]), lengths=rows(4, 4))
+    wrong[1, 2] = -1
+    assert "tokens[1, 2] = -1" in found(wrong)
+    cache = SimpleNamespace(table=np.zeros((2, 1)), page_size=8)
+    at = dict(cache=cache, positions=rows([4, 5, 6, 7], [0, 1, 2, 3]))
+    assert not found(**at, lengths=rows(8, 4))
+    assert "lengths[0] = 9: a row of this cache has room for 8 tokens" in found(**at, lengths=rows(9, 4))
+    roomy = at | {"cache": SimpleNamespace(table=np.zeros((2, 2)), page_size=8)}
+    assert "lengths[0] = 17: the model's context is 16 tokens" in found(**roomy, lengths=rows(17, 4))
+    assert "a call with a cache needs positions" in found(cache=cache, lengths=rows(4, 4))
+    assert "media or embeddings, not both" in found(media=(), embeddings=jnp.zeros((2, 4, 48)))
+    config_of = SimpleNamespace(config=tiny.config("M"), check_media=None)
+    given = Choices(expert_ids=np.zeros((2, 3, 1, 2), np.int32))
+    shapes = "choices.expert_ids has shape (2, 3, 1, 2), and this call of this model needs (2, 4, 1, 2)"
+    assert shapes in found(**{"self": config_of, "choices": given})
+
+
+# Layers and features
+
+
+def test_tables_of_angles_and_the_clamped_product():
+    cos, sin = rope_table(jnp.array([[0, 3]], jnp.int32), 4, 100.0, jnp.dtype("float32"))
+    np.testing.assert_allclose(cos, np.cos([[[0, 0], [3, 0.3]]]), rtol=1e-6)
+    np.testing.assert_allclose(sin, np.sin([[[0, 0], [3, 0.3]]]), rtol=1e-6)
+    assert rope_table(jnp.array([[1]], jnp.int32), 4, 100.0, jnp.dtype("bfloat16"))[0].dtype == jnp.float32
+    gate, up = np.float32([-9, -1, 0.5, 9]), np.float32([-9, -1, 0.5, 9])
+    clamped = np.minimum(gate, 2), np.clip(up, -2, 2)
+    expected = (clamped[1] + 0.5) * clamped[0] / (1 + np.exp(-1.5 * clamped[0]))
+    np.testing.assert_allclose(swiglu_oai(jnp.asarray(gate), jnp.asarray(up), 1.5, 2.0, 0.5), expected, rtol=1e-5)
+    np.testing.assert_allclose(swiglu_oai(jnp.ones(1), jnp.ones(1), 1.0, 9.0), 2 / (1 + np.exp(-1)), rtol=1e-6)
+
+
+def test_features_stand_in_place_of_their_tokens():
+    x, features = jnp.arange(12.0).reshape(2, 3, 2), 100 + jnp.arange(4.0).reshape(2, 2)
+    found = join_features(x, features, jnp.array([[-1, 1, 0], [0, -1, -1]], jnp.int32))
+    assert found.tolist() == [[[0, 1], [102, 103], [100, 101]], [[100, 101], [8, 9], [10, 11]]]

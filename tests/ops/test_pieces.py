@@ -1,5 +1,6 @@
 """The pieces between a model and its kernels by themselves: where a call runs, named values, what is kept of layers."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from support.pytrees import assert_settings_are_static
+from support.shares import AXIS, SIZE, devices_map, shared_memory
 
 import m3jax
-from m3jax import execution
+from m3jax import M3Config, execution, ops
 from m3jax.execution import plain
 from m3jax.execution.compute import TOKEN_TILE, Compute
 from m3jax.execution.divided import Divided
@@ -20,8 +22,13 @@ from m3jax.execution.experts import dispatch_capacity, ids_on_device, sums_by_di
 from m3jax.execution.fast import Fast
 from m3jax.execution.keep import KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual
 from m3jax.execution.named import EditedValues, Inside, Values, apply_edit
+from m3jax.execution.ordered import kernels_order
+from m3jax.execution.tiled import Tiled
+from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous
+from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
+from m3jax.msa.share import Share
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import backends, measured, project_each
+from m3jax.ops import attend_all, attend_selected, backends, measured, project_each, select
 from m3jax.ops.backends import choose, interpret
 from m3jax.ops.cases import ExpertsCase, OrderedCase, PagesCase, ProductCase, Stored, TokenwiseCase
 from m3jax.parallel import make_mesh
@@ -185,6 +192,7 @@ def test_measured_sizes_are_those_of_the_nearest_widths():
     assert measured.few_tokens(6144, 3072) == measured.few_tokens(192, 192) == 64
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_a_tile_of_tokens_is_the_platform_s_and_of_the_invariant_mode():
     assert Compute().token_tile is None and Compute(invariant=True).token_tile == TOKEN_TILE["cpu"] == 32
     one, several = (Mesh(jax.devices()[:size], ("tensor",)) for size in (1, 2))
@@ -205,6 +213,7 @@ def test_tokens_are_dispatched_where_that_moves_less():
     assert dispatch_capacity(100, 1, 2) == 75 and dispatch_capacity(101, 1, 2) is None  # ceil(75.75) > 75.75
 
 
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("capacity", [6, 2, 1])
 def test_tokens_sent_to_their_experts_and_gathered_ones_have_the_same_sums(capacity):
     """Three devices with two experts each; with less room than an uneven choice needs, all tokens are gathered."""
@@ -233,6 +242,67 @@ def test_tokens_sent_to_their_experts_and_gathered_ones_have_the_same_sums(capac
         np.testing.assert_allclose(sums, x * factor, rtol=1e-5)
     np.testing.assert_array_equal(found[2], 2 * x)
     assert set(most) == {devices * tokens * 3, 27}  # all pairs of the gathered tokens; 1.5 times a device's
+
+
+@pytest.mark.parametrize("schedule", ["auto", "invariant"])
+def test_rows_that_devices_share_are_attended_to_as_one_device_s(schedule):
+    """Selection, attention to the selected blocks and to all: on each of two devices what the definition gives."""
+    (q, index_q, positions, lengths), (k, v, index_k), of_devices = shared_memory()
+    q, index_q, k, v, index_k, positions, lengths = map(jnp.asarray, (q, index_q, k, v, index_k, positions, lengths))
+    at, rules = (positions, lengths), SelectionRules(top_k=3)
+
+    def on_device(k, v, index_k, table, first):
+        share = Share(first, SIZE, 2, (AXIS,))
+        view = Paged(k, v, None, 0, table, jnp.float32, share)
+        blocks = select(index_q, PagedIndex(index_k, None, 0, table, jnp.float32, share), *at, rules, schedule=schedule)
+        return blocks, (
+            attend_selected(q, view, blocks, *at, schedule=schedule), attend_all(q, view, *at, schedule=schedule)
+        )  # fmt: skip
+
+    blocks, found = devices_map(on_device, *of_devices)
+    expected = select_blocks(block_scores(index_q, index_k, *at, SIZE), *at, rules, block_size=SIZE)
+    outputs = (
+        sparse_attention(q, k, v, expected, *at, block_size=SIZE, return_lse=True),
+        dense_attention(q, k, v, *at, return_lse=True),
+    )
+    for device in range(2):
+        np.testing.assert_array_equal(blocks[device], expected)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(outputs), strict=True):
+            np.testing.assert_allclose(x[device], y, atol=1e-6)
+
+
+def test_a_schedule_is_one_of_its_operation_s(unchecked):
+    q, keys, at = (
+        jnp.zeros((1, 1, 2, 4)),
+        jnp.zeros((1, 8, 1, 4)),
+        (jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)),
+    )
+    view, blocks = contiguous(keys, keys, 4), jnp.zeros((1, 1, 1, 2), jnp.int32)
+    for attend, operands, wrong, allowed in (
+        (attend_selected, (q, view, blocks, *at), "blockwise", "'auto', 'mask', 'query_major', 'kv_block_major'"),
+        (attend_all, (q, view, *at), "kv_block_major", "'auto', 'mask', 'blockwise'"),
+    ):
+        with pytest.raises(ValueError, match=f"schedule = '{wrong}': allowed are {allowed}"):
+            attend(*operands, schedule=wrong)
+        for right in re.findall("[a-z_]+", allowed):
+            assert attend(*operands, schedule=right)[0].shape == q.shape
+
+
+def test_a_shared_expert_that_a_kernel_ran_is_added_once(monkeypatch):
+    """One kernel runs it beside the routed ones, or the layer adds it: never both, never neither."""
+    how, x = Fast(Compute()), jnp.ones((3, 2))
+    ids, given = jnp.zeros((3, 2), jnp.int32), jnp.full((3, 2), 0.5)
+    stacks = [StackedLayer(jnp.ones((1, 2, 2, 2)), jnp.int32(0)) for _ in range(3)]
+    outputs = jnp.broadcast_to(
+        jnp.array([2.0, 4.0, 7.0])[:, None], (3, 3, 2)
+    )  # of two routed experts and the shared one
+    runs = lambda x, *_, shared, **how: outputs if shared else outputs[:, :2]
+    monkeypatch.setattr(ops, "run_experts", runs)
+    for joins, expected in ((True, 10 * 3 + 7), (False, 10 * 3)):
+        monkeypatch.setattr(ops, "joins_shared", lambda *_, joins=joins, **__: joins)
+        out, has_shared = how.experts(x, ids, given, stacks, jnp.multiply, stacks, 10.0)
+        assert has_shared is joins
+        np.testing.assert_array_equal(out, np.full((3, 2), expected))
 
 
 # Products
@@ -297,6 +367,7 @@ def divided(**sizes: int) -> Divided:
     return Divided(Compute(mesh=make_mesh(**sizes)), True)
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_a_product_is_read_in_place_by_what_a_device_holds():
     """Kernels take multiples of 32 and 64 channels, and 16 rows: of one device's part, not of the whole."""
     stack = lambda *shape: jnp.zeros((2, *shape), BF16)
@@ -318,6 +389,7 @@ def test_a_product_is_read_in_place_by_what_a_device_holds():
             assert rows.reads_in_place("gate_proj", stack(64, 64), num_rows, BF16) == by_rows
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_matrices_on_a_mesh_say_how_they_are_divided():
     """Experts and what is no matrix stay as they are; KV heads that the axis does not divide are whole."""
     attention = {"q_proj": (6, 4, 3), "k_proj": (6, 1, 3), "o_proj": (4, 3, 6), "q_norm": (3,)}
@@ -336,6 +408,7 @@ def test_matrices_on_a_mesh_say_how_they_are_divided():
     assert attention["q_proj"].least_tokens == measured.DIVIDED_TOKENS["cpu"] == 16
 
 
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("sizes", [dict(data=2, tensor=2), dict(context=2, tensor=2), dict(expert=2)])
 def test_embedding_and_head_on_a_mesh_are_those_of_one_device(sizes):
     """Few rows, and as many as a mesh divides."""
@@ -348,6 +421,35 @@ def test_embedding_and_head_on_a_mesh_are_those_of_one_device(sizes):
         np.testing.assert_array_equal(embedded, hidden)
         np.testing.assert_allclose(logits, hidden @ table.T, rtol=1e-5, atol=1e-6)
         assert logits.sharding.is_fully_replicated or batch == 16  # drawing one of few exchanges nothing more
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_choices_have_as_many_columns_as_devices_divide():
+    """In the invariant mode: columns of no expert, with weight 0, behind the others."""
+    how = Tiled(Compute(mesh=make_mesh(context=2), invariant=True), True)
+    ids, given = jnp.arange(6, dtype=jnp.int32).reshape(2, 3), jnp.ones((2, 3))
+    padded_ids, padded = how.before_mesh(ids, given)
+    assert padded_ids.tolist() == [[0, 1, 2, -1], [3, 4, 5, -1]] and padded.tolist() == [[1, 1, 1, 0]] * 2
+    assert how.before_mesh(ids[:, :2], given[:, :2])[0].tolist() == [[0, 1], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_whole"),
+    [
+        ({}, True), (dict(dtype="float16"), True), (dict(dtype="float32"), False), (dict(backend="xla"), False),
+        (dict(num_attention_heads=4, num_key_value_heads=4, index_n_heads=4), True),
+        *[(changes, False) for changes in (
+            dict(index_head_dim=96), dict(shared_intermediate_size=96), dict(dense_intermediate_size=96),
+            dict(num_local_experts=24), dict(hidden_size=96), dict(rotary_dim=96), dict(head_dim=112, rotary_dim=64),
+        )],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kernels_of_one_order_take_all_layers_of_a_model_or_none(changes, is_whole):
+    changes = dict(changes)
+    dtype, backend = changes.pop("dtype", "bfloat16"), changes.pop("backend", "auto")
+    with interpret():
+        assert kernels_order(replace(M3Config.m3(), **changes), jnp.dtype(dtype), backend) == is_whole
 
 
 # Named values
