@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from m3jax.compare.flips import block_ranks, find_flips
+from m3jax.compare.hints import _of_sets
 from m3jax.compare.report import Difference, Layer, Logits, Report, compare
 from m3jax.compare.sides import Source, side
 from m3jax.compare.text import lines_of
@@ -88,3 +90,50 @@ def test_without_ids_and_stream_the_user_says_how_many():
         with pytest.raises(ValueError, match="cannot be aligned with") as caught:
             side(source, None, None, {})
         assert str(caught.value).endswith("; --config FOLDER says the model's sizes") == hint
+
+
+# Selections
+
+
+def test_ranks_of_blocks_by_the_definition():
+    """Forced blocks are the query's own, those just before it, and the first of the row; later ones are never seen."""
+    scores = np.arange(24.0).reshape(3, 1, 8)
+    positions = np.array([0, 17, 63])  # of blocks of 8: the first, the third, the last
+    for local, init in ((1, 0), (2, 1), (3, 0), (1, 2)):
+        found = block_ranks(scores, positions, 8, local, init)
+        for token, position in enumerate(positions):
+            own = position // 8
+            for block in range(8):
+                forced = own - local < block <= own or block < init
+                expected = -np.inf if block > own else np.inf if forced else scores[token, 0, block]
+                assert found[token, 0, block] == expected, (local, init, token, block)
+
+
+def test_a_margin_is_twice_what_a_score_may_be_off_by():
+    """Also by a share of the larger score; more ids, an id twice or one that is none come from no rounding."""
+    scores = np.array([[4.0, 3.0, 2.0, np.nan]])
+    flips = lambda actual, rtol=0.0, atol=0.0: find_flips(np.array([[0, 1]]), np.array([actual]), scores, rtol, atol)
+    same = flips([1, 0])
+    assert (same.is_other.tolist(), same.gap.tolist(), same.is_inside.tolist()) == ([False], [0.0], [False])
+    for atol, is_inside in ((0.5, True), (0.499, False)):
+        found = flips([0, 2], atol=atol)
+        assert (found.gap.tolist(), found.is_inside.tolist()) == ([1.0], [is_inside])
+    for rtol, is_inside in ((0.1667, True), (0.1666, False)):  # of 3, the larger of the two
+        assert flips([0, 2], rtol=rtol).is_inside.tolist() == [is_inside]
+    for odd in ([0], [0, 1, 2], [0, 0], [0, 9], [0, -1], [0, 3]):
+        found = flips(odd, atol=100.0)
+        assert found.is_other.tolist() == [True] and found.gap.tolist() == [np.inf] and not found.is_inside[0], odd
+    unknown = find_flips(np.array([[0, 1]]), np.array([[0, 2]]), None, 0.0, 1.0)
+    assert unknown.gap.tolist() == [np.inf] and not unknown.is_inside[0]
+
+
+def test_what_a_selection_of_another_size_looks_like():
+    wanted = np.array([[0, 1, -1], [2, 3, -1]])
+    for actual, line in (
+        ([[0, 0, -1], [2, 3, -1]], "1 selections have an id twice (T4)"),
+        ([[0, 1, 2], [2, 3, 4]], "2 selections have more blocks than the reference's (T3)"),
+        ([[0, -1, -1], [2, 3, -1]], "1 selections have fewer blocks than the reference's (T23)"),
+        ([[-1, -1, -1], [2, 3, -1]], "1 selections have fewer blocks than the reference's (T23)"),
+    ):
+        assert next(_of_sets(wanted, np.array(actual), "blocks")) == line
+    assert list(_of_sets(wanted, wanted[::-1], "blocks")) == []

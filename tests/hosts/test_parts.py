@@ -17,6 +17,7 @@ from support.checkpoint_folders import random_tensors, tiny_config, write_folder
 
 import m3jax
 from m3jax.decoding.engine import Engine
+from m3jax.hosts import channel as channels_of
 from m3jax.hosts import deaths, run
 from m3jax.hosts.agree import agree, fingerprint, versions
 from m3jax.hosts.channel import Channel, Store
@@ -119,6 +120,7 @@ def test_a_fingerprint_tells_folders_apart(tmp_path):
     (folders["name"] / "y").rename(folders["name"] / "y.safetensors")
     found = {name: fingerprint(folder) for name, folder in folders.items()}
     assert found["one"] == found["numbers"] and len(set(found.values())) == 5
+    assert {len(each) for each in found.values()} == {16}
 
 
 def test_messages_come_in_order_and_are_forgotten():
@@ -491,10 +493,12 @@ def test_a_run_of_one_command_needs_no_store():
     assert given == [None]
 
 
-def test_all_agree_on_versions_settings_and_folders_before_the_work(one_process, tmp_path):
+def test_all_agree_on_versions_settings_and_folders_before_the_work(one_process, tmp_path, monkeypatch):
     """The work gets the channel of its run; when all have done theirs, however long that takes, they part."""
     (tmp_path / "config.json").write_text("{}")
-    folder, given = str(tmp_path), []
+    folder, given, waiting = str(tmp_path), [], []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: waiting.append(thread) or start(thread))
     args = arguments(*ONE, "--mesh", "data=2", "--model", folder, "--draft", "ngram")
     run.on_hosts(args, "m3jax.test", given.append, {"the data": tmp_path, "no folder": None})
     (channel,) = given
@@ -507,6 +511,7 @@ def test_all_agree_on_versions_settings_and_folders_before_the_work(one_process,
         "no folder": "none",
     }  # fmt: skip
     assert channel.is_sender and one_process.values["m3jax/calls/0/0"] == b"message"
+    assert [thread.daemon for thread in waiting] == [True]  # who waits for others' errors holds no process up
     assert one_process.values["m3jax/names/0"].decode() == socket.gethostname()
     (name, milliseconds), last = one_process.slept
     assert (name, last) == ("m3jax/done", "shutdown") and milliseconds >= 24 * 3600 * 1000
@@ -531,9 +536,7 @@ def test_an_error_ends_all_in_one_line(one_process, capsys, error, status, reaso
         run.on_hosts(arguments(*ONE), "m3jax.test", work)
     assert ended.value.args == (status,)
     assert one_process.values["m3jax/failed"].decode() == f"0 {reason}"
-    assert [pause for pause in one_process.slept if isinstance(pause, float)] == [run._GRACE_SECONDS] and (
-        1 <= run._GRACE_SECONDS < 10
-    )
+    assert one_process.slept == [2.0]  # seconds, in which the others read it
     err = capsys.readouterr().err
     assert err.startswith(printed) and (err == printed or status == 1)
 
@@ -723,6 +726,11 @@ def test_the_edges_of_what_a_run_may_be_called():
             check_hosts(arguments("--coordinator", "h:1", *words, "--mesh", "data=1"))
     with pytest.raises(ValueError, match="--start-timeout 0: give at least 1 second"):
         check_hosts(arguments(*ONE, "--mesh", "data=1", "--start-timeout", "0"))
+
+
+def test_numbers_of_a_run():
+    """A native line comes within half a second; a wait asks again each minute; 256 messages are forgotten at once."""
+    assert (deaths._PASS_ON_SECONDS, channels_of._WAIT_MS, channels_of._BLOCK) == (0.5, 60_000, 256)
 
 
 def test_process_0_prints():

@@ -100,8 +100,9 @@ def test_work_of_one_device_by_hand():
 
 def test_bytes_on_links_by_hand():
     """Parts of attention are joined over context and expert, tokens go to experts and back, sums go over tensor."""
-    found = evaluate(job(), ONE | {"context": 2})
-    assert found.decode.sent == (4 * 4 * 4 * 32 + 4 * 8 * (4 * 16 + 8) * 2) + 4 * 4 * 48
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):  # sums of experts' parts are float32, and whole
+        found = evaluate(job(dtype=dtype), ONE | {"context": 2})
+        assert found.decode.sent == (4 * 4 * 4 * 32 + 4 * 8 * (size * 16 + 8) * 2) + 4 * 4 * 48, dtype
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         sent = evaluate(job(dtype=dtype, chunk=256), ONE | {"expert": 2, "tensor": 2}).prefill.sent
         embedding, logits = 4 * 256 * 48, 4 * 4 * 64 / 2

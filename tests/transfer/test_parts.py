@@ -1,6 +1,7 @@
 """The two ends of a transfer with an engine of plain Python behind them: who is read, sent, waited for and freed."""
 
 import hashlib
+import inspect
 import json
 import threading
 import time
@@ -107,7 +108,12 @@ def until(is_so, seconds=10):
 
 
 def read(prefiller, prompt, left_out=0):
-    return list(prefiller.read(prompt, left_out, alive_seconds=60))
+    """Return all frames; fail where none is ready for five seconds."""
+    frames = []
+    for frame in prefiller.read(prompt, left_out, alive_seconds=5):
+        assert frame.kind != "alive"
+        frames.append(frame)
+    return frames
 
 
 # Who reads prompts
@@ -159,6 +165,8 @@ def test_a_receiver_that_leaves_frees_its_prompt_at_once(reading, engine):
 
 
 def test_no_more_prompts_than_it_takes(reading, engine):
+    """256 where nobody says a number."""
+    assert inspect.signature(Prefiller).parameters["max_requests"].default == 256 and reading._thread.daemon
     engine.may_read.clear()
     held = [reading.read(range(9)) for _ in range(2)]
     for frames in held:
@@ -187,8 +195,8 @@ def test_pages_wait_for_a_slow_receiver_in_the_cache(reading, engine):
 
 
 def test_who_waits_is_told_that_there_is_more_to_come(reading, engine):
-    """A second is the time for it, a sixtieth of what a receiver bears."""
-    assert (prefilling.ALIVE_SECONDS, client.SILENCE_SECONDS) == (1.0, 60.0)
+    """A second is the time for it, a sixtieth of what a receiver bears, who looks twenty times a second."""
+    assert (prefilling.ALIVE_SECONDS, client.SILENCE_SECONDS, client._POLL_SECONDS) == (1.0, 60.0, 0.05)
     engine.may_read.clear()
     frames = reading.read(range(5), alive_seconds=0.01)
     assert [next(frames).kind for _ in range(3)] == ["hello", "alive", "alive"]
@@ -411,6 +419,8 @@ class FakeCall:
 def test_a_transfer_is_given_up_after_silence_and_not_before():
     call, stop = FakeCall(), [False]
     with client._Watch(call, 0.4, lambda: stop[0]) as watch:
+        watching = [thread for thread in threading.enumerate() if thread.name == "m3jax transfer watch"]
+        assert [thread.daemon for thread in watching] == [True]
         for _ in range(8):  # longer than it may be silent
             time.sleep(0.08)
             watch.note()
@@ -501,6 +511,8 @@ def test_pages_over_grpc(reading, engine, monkeypatch):
     assert [decode(data)[2] for data in ask(encode(service.ask_frame((1, 2, 3)), TRANSFER, 0))] == [0, 1, 2, 3]
     channel.close()
     fetching.close()
+    with pytest.raises(ValueError, match=r"(?i)closed channel|channel closed"):
+        fetching.fetch([1, 2], params)
     server.stop(0).wait()
 
 
