@@ -190,13 +190,17 @@ def test_a_shared_expert_is_one_more_choice_of_every_token():
 
 # In the model
 
-MODEL_SIZES = dict(hidden_size=128, intermediate_size=128, shared_intermediate_size=128, dense_intermediate_size=128)
-CONFIG = tiny.config("dMM", num_local_experts=4, index_head_dim=64, head_dim=64, rotary_dim=32, **MODEL_SIZES)
+MODEL = dict(
+    hidden_size=128, intermediate_size=128, shared_intermediate_size=128, dense_intermediate_size=128,
+    num_local_experts=4, index_head_dim=64, head_dim=64, rotary_dim=32,
+)  # fmt: skip
+CONFIG = tiny.config("dMM", **MODEL)
 
 
 def test_logits_with_kernels_are_those_of_xla_but_for_rounding():
-    """Layers one by one, each with its own weights; those of test_mxfp8.py are scanned."""
-    ids, drawn = jnp.asarray(tiny.tokens(CONFIG, 1, 2)), tiny.model(CONFIG, dtype="bfloat16")
+    """Two layers of one stack, one by one, each with its own weights; those of test_mxfp8.py are scanned."""
+    ids = jnp.asarray(tiny.tokens(CONFIG, 1, 2))
+    drawn = tiny.model(tiny.config("MM", **MODEL), dtype="bfloat16")
     with interpret():
         found = jax.jit(lambda model: model.with_layers_apart(ids.size)(ids))(drawn)
     assert distance(exact(found), exact(drawn(ids))) < 2e-2

@@ -71,7 +71,9 @@ def lower_all(s: Shape, index, attends, dtype=jnp.bfloat16, stored=None, layout=
 @pytest.mark.parametrize("name", ["prefill 131,072", "chunk 8,192 at 1,048,576", "shard of 4, prefill 32,768"])
 def test_prefill_lowers(name):
     """T37, T39: 131,072 queries and 8,192 blocks fit the launch grid."""
-    for text in lower_all(BY_NAME[name], index_topk, SPARSE_PREFILL):
+    # The second schedule takes 8,192 queries at a time: sixteen times the same kernels.
+    schedules = SPARSE_PREFILL[:1] if name == "prefill 131,072" else SPARSE_PREFILL
+    for text in lower_all(BY_NAME[name], index_topk, schedules):
         assert "triton" in text
 
 
