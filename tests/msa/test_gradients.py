@@ -26,6 +26,7 @@ from support.msa_strategies import (
     blockwise,
     cases,
     dense_attention,
+    few,
     index_topk,
     prefill,
 )
@@ -107,12 +108,14 @@ def test_schedules_have_the_gradient_of_the_definition(schedule, case):
 
 
 @pytest.mark.parametrize("schedule", ["definition", "dense"])
+@few
 @given(case=cases((GROUPED,)))
 def test_float32_definitions(schedule, case):
     assert_close(run(case, schedule), definition(case, schedule))
 
 
 @pytest.mark.parametrize("schedule", SPARSE)
+@few
 @given(case=cases(CUT), block=st.integers(0, 4))
 def test_blocks_that_nobody_chose_have_no_gradient(schedule, case, block):
     """T9, T35: exactly zero, block 0 among them though unused slots may be read from it; so is padding."""
@@ -185,6 +188,7 @@ def scores_gradient(score: str, way: str):
 
 @pytest.mark.parametrize("score", ["max", "lse"])
 @EVERY_WAY
+@few
 @given(case=cases((GROUPED,)))
 def test_block_scores_have_a_finite_gradient(score, way, case):
     """T8: padding, empty rows and blocks that nothing sees give zero, not NaN."""
