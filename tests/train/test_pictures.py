@@ -48,7 +48,7 @@ TOWER = VisionConfig.tiny(
 @pytest.fixture(scope="module")
 def model():
     """One that sees, with so few words that its head is small."""
-    config = tiny.config("dM", vocab_size=2048, index_block_size=16, index_topk_blocks=4, bos_token_id=0)
+    config = tiny.config("M", vocab_size=2048, index_block_size=16, index_topk_blocks=4, bos_token_id=0)
     return with_tower(tiny.model(config), TOWER, seed=0).with_schedule("mask")
 
 
@@ -306,12 +306,10 @@ def test_pictures_alone_tell_answers_apart(model):
         state, metrics = train_step(state, batch, optimizer, loss_fn)
         losses.append(float(metrics["lm"]))
     assert losses[-1] < 0.001 * losses[0]
-    answers = greedy_answers(state.model, TOKENIZER, TEMPLATE, tasks, 4)
-    assert answers == [task.questions[0][2] for task in tasks]
-    assert greedy_answers(state.model, TOKENIZER, TEMPLATE, tasks[::-1], 4) == answers[::-1]
-    assert picture_accuracy(state.model, TOKENIZER, TEMPLATE, tasks, 4) == {"what": 1.0, "all": 1.0}
-    wrong = [replace(task, questions=(("what", "What is this?", "A grey dot."),)) for task in tasks]
-    assert picture_accuracy(state.model, TOKENIZER, TEMPLATE, wrong, 4)["all"] == 0.0
+    answers = greedy_answers(state.model, TOKENIZER, TEMPLATE, tasks[::-1], 4)
+    assert answers[::-1] == [task.questions[0][2] for task in tasks]
+    wrong = replace(tasks[-1], questions=(("what", "What is this?", "A grey dot."),))
+    assert picture_accuracy(state.model, TOKENIZER, TEMPLATE, [*tasks[:3], wrong], 4) == {"what": 0.75, "all": 0.75}
 
 
 def test_the_text_model_may_stay_as_it_is(model):
