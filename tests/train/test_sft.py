@@ -77,11 +77,10 @@ def alone():
 
 
 @cache
-def gradients(accumulate: int) -> tuple[float, dict[str, float], M3]:
-    """(loss, parts, gradient) of the same four rows, in one micro-batch or in several."""
-    loss = Accumulated(LOSS, ROWS)
-    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
-    batch = batch_of(rows=4 // accumulate, accumulate=accumulate) | {"step": jnp.int32(0)}
+def of_micro_batches() -> tuple[float, dict[str, float], M3]:
+    """(loss, parts, gradient) of four rows on one device, in micro-batches of one row each."""
+    value_and_grad = jax.jit(jax.value_and_grad(Accumulated(LOSS, ROWS), has_aux=True), compiler_options=QUICK)
+    batch = batch_of(rows=1, accumulate=4) | {"step": jnp.int32(0)}
     (value, parts), grads = value_and_grad(model(), batch)
     return float(value), {name: float(x) for name, x in parts.items()}, grads
 
@@ -112,27 +111,17 @@ def test_the_loss_is_the_mean_over_the_tokens_that_were_written():
             if weights[row, start + t]:
                 losses.append(np.log(np.exp(logits[t]).sum()) - logits[t, tokens[t + 1]])
     assert batch["num_targets"] == len(losses)
-    np.testing.assert_allclose(gradients(accumulate=4)[1]["lm"], np.mean(losses), rtol=1e-5)
+    np.testing.assert_allclose(of_micro_batches()[1]["lm"], np.mean(losses), rtol=1e-5)
 
 
-def test_micro_batches_add_up_to_the_batch():
-    """Rows have different numbers of targets and tokens: a mean of means would be another loss."""
-    counts = batch_of(rows=1, accumulate=4)["weights"].sum(axis=(1, 2))
-    assert len(set(counts.tolist())) > 1
-    (loss, parts, grads), (other_loss, other_parts, others) = gradients(1), gradients(4)
-    np.testing.assert_allclose([loss, *parts.values()], [other_loss, *other_parts.values()], rtol=1e-5)
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(grads)[0]]
-    for name, one, other in zip(names, jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
-    of_index = {name: x for name, x in zip(names, jax.tree.leaves(grads), strict=True) if "index_q_proj" in name}
-    assert of_index and all(np.abs(x).max() > 0 for x in of_index.values())
-
-
-def test_a_mesh_gives_the_loss_and_gradients_of_one_device():
+def test_a_mesh_gives_the_loss_and_gradients_of_micro_batches_on_one_device():
     """T28: context, experts and heads divided; documents in which blocks are left out, and the index loss.
 
-    A step of plain descent at rate 1 moves the weights by the gradient; the routing biases have none.
+    The mesh computes all rows at once: micro-batches add up to that. They have different numbers of targets: a mean of
+    means would be another loss. A step of plain descent at rate 1 moves the weights by the gradient.
     """
+    counts = batch_of(rows=1, accumulate=4)["weights"].sum(axis=(1, 2))
+    assert len(set(counts.tolist())) > 1
     batch = batch_of(rows=4, accumulate=1)
     kept, size = CONFIG.index_topk_blocks, CONFIG.index_block_size
     assert (batch["positions"] // size >= kept).sum() > 40, "every block is selected"
@@ -140,17 +129,16 @@ def test_a_mesh_gives_the_loss_and_gradients_of_one_device():
     state = TrainState(jnp.int32(0), tiny.model(CONFIG, mesh=mesh), descent.init(model()))
     how = dict(optimizer=descent, loss_fn=Accumulated(LOSS, ROWS), balance_rate=0.0)
     step = jax.jit(partial(train_step.__wrapped__, **how), compiler_options=QUICK)
-    after, parts = step(state, sft._on_devices(batch, mesh))
-    of_one, parts_of_one, grads_of_one = gradients(accumulate=1)
-    np.testing.assert_allclose(parts["lm"] + 0.5 * parts["kl"], of_one, rtol=1e-5)
-    for name in parts_of_one:
-        np.testing.assert_allclose(parts[name], parts_of_one[name], rtol=1e-5)
+    after, found = step(state, sft._on_devices(batch, mesh))
     assert int(after.step) == 1 and len(after.model.lm_head[...].sharding.device_set) == 8
-    before = jax.tree_util.tree_flatten_with_path(model())[0]
-    for (path, weight), moved, grad in zip(
-        before, jax.tree.leaves(after.model), jax.tree.leaves(grads_of_one), strict=True
-    ):
-        np.testing.assert_allclose(moved, weight - grad, atol=2e-6, err_msg=jax.tree_util.keystr(path))
+    loss, parts, grads = of_micro_batches()
+    np.testing.assert_allclose(found["lm"] + 0.5 * found["kl"], loss, rtol=1e-5)
+    np.testing.assert_allclose([found[name] for name in parts], [*parts.values()], rtol=1e-5)
+    before, gradients = jax.tree_util.tree_flatten_with_path(model())[0], jax.tree.leaves(grads)
+    for (path, weight), moved, grad in zip(before, jax.tree.leaves(after.model), gradients, strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(moved, weight - grad, atol=5e-6, err_msg=name)
+        assert "index_q_proj" not in name or np.abs(grad).max() > 1e-4, name
 
 
 def test_a_recomputed_layer_chooses_no_experts_and_blocks_anew():

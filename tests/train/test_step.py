@@ -342,7 +342,9 @@ def arguments(tmp_path: Path, out: str, *more: str) -> list[str]:
     return ["--out", str(tmp_path / out), "--sources", str(tmp_path / "sources"), "--short", *more]
 
 
-def test_the_script_trains_and_measures(script, tmp_path):
+def test_the_script_trains_and_measures(script, monkeypatch, tmp_path):
+    quick = partial(script.TinyLoss, compute_dtype="float32", remat=False)  # else the compiler takes twice as long
+    monkeypatch.setattr(script, "TinyLoss", quick)
     script.main(arguments(tmp_path, "run"))
     refuse = lambda name: pytest.fail(f"{name} in a report")
     report = json.loads((tmp_path / "run" / "report.json").read_text(), parse_constant=refuse)
