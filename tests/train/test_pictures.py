@@ -309,9 +309,8 @@ def test_pictures_alone_tell_answers_apart(model):
     answers = greedy_answers(state.model, TOKENIZER, TEMPLATE, tasks[::-1], 3)
     assert answers[::-1] == [task.questions[0][2] for task in tasks]
     wrong = replace(tasks[-1], questions=(("what", "What is this?", "A grey dot."),))
-    assert picture_accuracy(state.model, TOKENIZER, TEMPLATE, [tasks[0], wrong, tasks[1]], 3) == {
-        "what": 2 / 3, "all": 2 / 3,
-    }  # fmt: skip
+    found = picture_accuracy(state.model, TOKENIZER, TEMPLATE, [tasks[0], wrong, tasks[1]], 3)
+    assert found == pytest.approx({"what": 2 / 3, "all": 2 / 3}, abs=1e-3)
 
 
 def test_the_text_model_may_stay_as_it_is(model):
