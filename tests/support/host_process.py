@@ -17,10 +17,10 @@ import numpy as np
 
 DEVICES = 2  # of each process
 HEARTBEAT = 10
-# Each engine's mesh and settings. Pages lie on both hosts, and so do heads; 21 pages do not divide over 4 devices.
+# Each engine's mesh and settings. Rows and pages lie on both hosts, and so do heads; 21 pages do not divide over 4
+# devices.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "rows and heads": ("data=2,tensor=2", dict(pages=21)),
-    "pages": ("context=4", dict(pages=21, invariant=True)),
+    "rows and pages": ("data=2,context=2", dict(pages=21, invariant=True)),
     "heads, one row, draft": (
         "tensor=4",
         dict(pages=21, max_batch=1, prefill_rows=1, draft="ngram", draft_tokens=2),
