@@ -27,11 +27,15 @@ WORK = [
     (prompt(100), params(20)),
 ]
 TOLERANCE = 1e-5  # of a log-probability, between programs that sum in different orders
-ALL, NONE, SOME = Knowing.of(8), Knowing.of(0), Knowing.of(3, 0, 1, 2, 0, 8, 1)
+KNOWS = 8  # proposals: rounds of up to nine tokens cross the borders of pages of eight
 
-# Its rows that are sampled propose what they draw.
-RANDOM = Coached.of(draft(fc_norm=True, norm_output=True), 0, sample=True)
-KNOWS = 8  # proposals of drafts that ask the target: rounds of up to nine tokens cross the borders of pages of eight
+
+def coached(*right: int) -> Coached:
+    """A random draft whose first proposals are right; in rows that are sampled it draws its own."""
+    return Coached.of(draft(fc_norm=True, norm_output=True), *right, sample=True)
+
+
+ALL, NONE, SOME, RANDOM = coached(KNOWS), coached(-1), coached(3, 0, 1, 2, 0, 8, 1), coached(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,8 +51,7 @@ def plain():
 
 
 def drafted(drafter, **changes) -> Engine:
-    count = KNOWS if isinstance(drafter, Knowing) else 3
-    return engine(model(), draft=drafter, draft_tokens=count, **changes)
+    return engine(model(), draft=drafter, draft_tokens=KNOWS, **changes)
 
 
 def assert_plain(results):
@@ -122,8 +125,11 @@ def _logits(m, tokens):
 # The cache
 
 
-def contents(served: Engine) -> dict:
-    """Notes of requests that give their pages back: tokens in the cache -> each array of the cache, by token."""
+def contents(served: Engine, of_draft: bool = True) -> dict:
+    """Notes of requests that give their pages back: tokens in the cache -> each array of the cache, by token.
+
+    Those of a draft, if there is one and they are asked for, come last.
+    """
     notes, release = {}, served._pages.release
 
     def note(handle):
@@ -134,7 +140,7 @@ def contents(served: Engine) -> dict:
         by_token = lambda x: np.moveaxis(np.asarray(x)[:, pages], -2, 2).reshape(x.shape[0], len(pages) * SIZE, -1)
         stacks = [x for s in cache.stacks for x in (s.k, s.v, s.index_k) if x is not None]
         notes[tokens] = [by_token(x)[:, : len(tokens)] for x in stacks]
-        if hasattr(cache, "draft"):
+        if of_draft and hasattr(cache, "draft"):
             own = [by_token(x)[:, 1 : len(tokens)] for x in (cache.draft.k, cache.draft.v)]
             notes[tokens] += [*own, np.asarray(cache.edges)[pages][: len(tokens) // SIZE]]
         return release(handle)
@@ -148,7 +154,7 @@ def test_the_cache_is_that_of_plain_decoding():
     notes = []
     for drafter in (NONE, ALL, SOME, None):
         served = drafted(drafter) if drafter is not None else engine(model())
-        notes.append(contents(served))
+        notes.append(contents(served, of_draft=False))
         serve(served, WORK[0], WORK[1], WORK[3])
         serve(served, WORK[2])
         assert not preemptions(served)  # what a request gives back when it is preempted depends on the steps before
@@ -209,12 +215,12 @@ def _read_at_once(tokens):
 
 
 def test_a_draft_that_is_always_right_has_a_page_for_the_newest_token():
-    """Rounds of four tokens end where a page does: the slot of the token after it lies in the next page."""
-    served = drafted(Coached.of(RANDOM.draft, 8, sample=True))
+    """Rounds of nine tokens end where a page does: the slot of the token after it lies in the next page."""
+    served = drafted(ALL)
     notes = contents(served)
     for length in (16, 17, 18, 19):  # in some round the newest token is the first of a page
-        serve(served, (prompt(length, seed=length), params(42)))
-    assert served.drafting.acceptance == (1, 1, 1)
+        serve(served, (prompt(length, seed=length), params(1 + 5 * (1 + KNOWS))))
+    assert served.drafting.acceptance == (1,) * KNOWS
     for tokens, found in notes.items():
         for name, a, b in zip(NAMES, found[-3:], _read_at_once(tokens)[-3:], strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-4, err_msg=f"{name} after {len(tokens)} tokens")
@@ -225,13 +231,13 @@ NAMES = ("keys of the draft", "values of the draft", "edges")
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Other(Knowing):
+class Other(Coached):
     """A drafter of the same fields and of another type."""
 
 
 def test_drafters_that_differ_in_type_alone_have_programs_of_their_own():
-    """To jax `Other` and `Knowing` are one structure: by chance one gets the program compiled for the other."""
-    drafters = ALL, Other(ALL.right)
+    """To jax `Other` and `Coached` are one structure: by chance one gets the program compiled for the other."""
+    drafters = ALL, Other(ALL.draft, sample=ALL.sample, right=ALL.right)
     assert jax.tree.structure(drafters[0]) == jax.tree.structure(drafters[1])  # else nothing is proven below
     runners = [drafted(drafter)._runner for drafter in drafters]
     for name, calls in (
@@ -248,9 +254,8 @@ def test_drafters_that_differ_in_type_alone_have_programs_of_their_own():
 def test_sampled_tokens_have_the_targets_distribution():
     """Third tokens of many requests through the engine's rounds, against all paths that lead to them; chi-square."""
     fake, count = FakeModel.random(3, FakeConfig(vocab_size=16), width=8), 1200
-    served = Engine(
-        fake, pages=512, max_batch=128, prefill_rows=128, prefill_chunk=16, max_length=32, draft=ALL, draft_tokens=2
-    )
+    shape = dict(pages=512, max_batch=128, prefill_rows=128, prefill_chunk=16, max_length=32)
+    served = Engine(fake, **shape, draft=Knowing.of(8), draft_tokens=2)
     start, knobs = (3, 7, 1, 3, 9), dict(temperature=1.5, top_k=12)
     handles = [served.add(start, params(3, seed=i, **knobs)) for i in range(count)]
     results = served.run()

@@ -104,7 +104,8 @@ class Knowing:
 class Coached(Eagle3Drafter):
     """EAGLE3, whose first `right[p % R]` proposals at position p are in place of its own what the target will say.
 
-    How many they are is data: a random draft, one that is always right and anything between share compiled programs.
+    Of a negative number all are what the target will not say. The numbers are data: a random draft, one that is always
+    right, one that is always wrong and anything between share compiled programs.
     """
 
     right: jax.Array | None = None
@@ -117,5 +118,7 @@ class Coached(Eagle3Drafter):
         asked = dict(sampling=sampling, newest_token=newest_token, lengths=lengths, is_live=is_live, count=count)
         own, drafted = super().propose(model, cache, memory, **asked)
         known, _ = Knowing.of(count).propose(model, cache, None, **asked)
-        is_right = jnp.arange(count) < self.right[lengths % len(self.right)][:, None]  # [B K]
-        return own._replace(tokens=jnp.where(is_right, known.tokens, own.tokens)), drafted
+        right = self.right[lengths % len(self.right)][:, None]  # [B 1]
+        tokens = jnp.where(jnp.arange(count) < right, known.tokens, own.tokens)  # [B K]
+        wrong = (known.tokens + 1) % model.config.vocab_size
+        return own._replace(tokens=jnp.where(right < 0, wrong, tokens)), drafted
