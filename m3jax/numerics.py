@@ -44,14 +44,16 @@ def _gradient_of_product(
     spec: str, factors: tuple[BFloat16[Array, "..."], BFloat16[Array, "..."]], gradient: Float[Array, "..."]
 ) -> tuple[BFloat16[Array, "..."], BFloat16[Array, "..."]]:
     """Return the gradients by both factors, each a product of bfloat16 arrays, summed in float32 and rounded once."""
-    left, right = factors
-    rounded = gradient.astype(jnp.bfloat16)
-    # In bfloat16 throughout: then both sides of each transposed product are. XLA sums them in float32, but not always
-    # on a CPU since jax 0.12.
+    left, right, rounded = (*factors, gradient.astype(jnp.bfloat16))
+    if platform() == "cpu":
+        # Since jax 0.12 XLA's CPU backend keeps the sums of some products of bfloat16 in bfloat16. These are the same
+        # products, summed in float32: that of two bfloat16 numbers is exact there.
+        left, right, rounded = (x.astype(jnp.float32) for x in (left, right, rounded))
+    # Of one dtype throughout: then both sides of each transposed product are. A GPU and a TPU sum them in float32.
     narrow = lambda left, right: jnp.einsum(spec, left, right, precision="highest")
     (of_left,) = jax.linear_transpose(lambda left: narrow(left, right), left)(rounded)
     (of_right,) = jax.linear_transpose(lambda right: narrow(left, right), right)(rounded)
-    return of_left, of_right
+    return of_left.astype(jnp.bfloat16), of_right.astype(jnp.bfloat16)
 
 
 # JAX would multiply the float32 gradient by a factor that it makes float32 first. At "highest" that leaves a GPU's

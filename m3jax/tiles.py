@@ -94,11 +94,23 @@ def _between_barriers(fn: Callable, tiles: list[Array], closed_over: list[Array]
     There a loop of unknown length waits for the host in every turn. XLA's GPU compiler fuses nothing across a barrier:
     a tile is the same operations in a loop and without one.
     """
+    # Weights of norms and biases too: the operation that cuts a layer's out of its stack would be fused with the tile.
+    closed_over = [_behind_barrier(x) if x.ndim < 2 else x for x in closed_over]
 
     def run(tile):
-        tile = jax.lax.optimization_barrier(tile)
-        return jax.lax.optimization_barrier(fn(*tile, *closed_over))
+        return _behind_barrier(fn(*_behind_barrier(tile), *closed_over))
 
     if len(tiles[0]) == 1:
         return jax.tree.map(lambda x: x[None], run([x[0] for x in tiles]))
     return jax.lax.map(run, tiles)
+
+
+def _behind_barrier(arrays: PyTree[Array]) -> PyTree[Array]:
+    """Return arrays that XLA's GPU compiler writes to memory row by row before anything reads them.
+
+    They pass the barrier in one dimension, which has one order. The compiler fuses nothing across a barrier, but it has
+    an array in the order that suits those who read it behind the barrier, and what makes it follows: keys that a step
+    scatters into pages, head by head, were normed head by head as well, by another sum than a prompt's.
+    """
+    flat = jax.lax.optimization_barrier(jax.tree.map(lambda x: x.reshape(-1), arrays))
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), flat, arrays)

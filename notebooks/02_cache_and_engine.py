@@ -194,7 +194,7 @@ assert (rounds == SHARED).sum(1).max() == len(prefix) // P
 # Shared or computed anew, the tokens are the same:
 
 # %%
-for prompt, handle in zip(prompts, handles, strict=True):
+for prompt, handle in zip(prompts[1:], handles[1:], strict=True):  # the first computed all of its own
     forget_all()
     alone = engine.add(prompt, greedy(len(engine.result(handle).tokens)))
     assert engine.run()[alone].tokens == engine.result(handle).tokens
@@ -228,15 +228,15 @@ for handle in (first, other):
 # %% [markdown]
 # ## 3. Too few pages
 #
-# Three requests of 200 tokens that grow by 100 each need 57 pages, and there are 48. When none is left, the youngest
+# Three requests of 240 tokens that grow by 48 each need 54 pages, and there are 48. When none is left, the youngest
 # gives its pages back and waits. They stay cached until somebody takes them, the end of its tokens first. When it runs
 # again, it finds the beginning, computes the rest, and goes on.
 
 # %%
 forget_all()
 evictions, computed = engine.pages["evictions"], engine.timings.prompt_tokens
-prompts = [code[start : start + 200] for start in (0, 300, 600)]
-rounds, handles = watch(engine, *((0, prompt, greedy(100)) for prompt in prompts))
+prompts = [code[start : start + 240] for start in (0, 300, 600)]
+rounds, handles = watch(engine, *((0, prompt, greedy(48)) for prompt in prompts))
 draw(rounds, "Three requests that do not fit: the youngest is preempted, and resumed")
 preempted = [engine.result(handle).timings.preemptions for handle in handles]
 computed = engine.timings.prompt_tokens - computed - sum(map(len, prompts))
@@ -246,12 +246,11 @@ print(f"preempted {preempted} times; {evictions} of the cached pages went to oth
 assert preempted[:2] == [0, 0] and preempted[2] > 0
 has_pages = (rounds == 2).any(1).astype(int)
 assert (np.diff(has_pages) == -1).any() and has_pages[-2]  # it loses them, and is the last to end
-assert 0 < computed < 200
-for prompt, handle in zip(prompts, handles, strict=True):
-    forget_all()
-    alone = engine.add(prompt, greedy(100))
-    assert engine.run()[alone].tokens == engine.result(handle).tokens
-print("the same tokens as alone")
+assert 0 < computed < 240
+forget_all()
+alone = engine.add(prompts[2], greedy(48))
+assert engine.run()[alone].tokens == engine.result(handles[2]).tokens
+print("the youngest has the same tokens as alone")
 
 # %% [markdown]
 # ## 4. What it costs, and what it saves
@@ -290,8 +289,8 @@ def first_token(prompt):
     return time.perf_counter() - begin, engine.timings.prompt_tokens - had
 
 
-lengths = np.array([160, 320, 480, 640])
-fresh, again = np.full((3, len(lengths)), np.nan), np.full((3, len(lengths)), np.nan)
+lengths = np.array([160, 400, 640])
+fresh, again = np.full((2, len(lengths)), np.nan), np.full((2, len(lengths)), np.nan)
 for trial, i in np.ndindex(fresh.shape):
     length = int(lengths[i])
     forget_all()
@@ -304,7 +303,7 @@ fig, axis = plt.subplots(figsize=(7, 3.2))
 axis.plot(lengths, fresh * 1e3, "o-", color="#0072B2", label="empty cache")
 axis.plot(lengths, again * 1e3, "s--", color="#E69F00", label="prefix in the cache")
 axis.set(xlabel="tokens of the prefix", xticks=lengths, ylabel="ms to the first token", ylim=(0, None))
-axis.set_title("Time to the first token, the best of three runs")
+axis.set_title("Time to the first token, the better of two runs")
 axis.legend(frameon=False)
 plt.show()
 assert again[-1] < fresh[-1] / 2
@@ -323,14 +322,11 @@ assert again[-1] < fresh[-1] / 2
 
 
 # %%
-def offloaded(device_pages):
-    """An engine for one request, with room for so many pages on the device."""
-    sizes = dict(pages=48, max_batch=1, prefill_chunk=64, steps_per_call=1, prefix_cache=False, media_patches=())
-    engine = Engine(model, **sizes, device_pages=device_pages)
-    engine.warmup()
-    return engine
-
-
+offloading = Engine(
+    model, pages=48, max_batch=1, prefill_chunk=64, steps_per_call=1, prefix_cache=False, media_patches=(),
+    device_pages=12,
+)  # fmt: skip
+offloading.warmup()
 ABSENT, HOST, HERE, CHOSEN = range(4)
 
 
@@ -345,14 +341,14 @@ def pool(engine):
     return np.pad(state, (0, len(pages) - len(state)), constant_values=ABSENT)
 
 
-served = {12: offloaded(12)}
-handle = served[12].add(code[:640], greedy(60))
-while served[12].prefill():
+handle = offloading.add(code[:640], greedy(60))
+while offloading.prefill():
     pass
-states = []
-while served[12].busy:
-    states.append(pool(served[12]))
-    served[12].step()
+states, counts = [], [offloading.offload]
+while offloading.busy:
+    states.append(pool(offloading))
+    offloading.step()
+    counts.append(offloading.offload)
 states = np.stack(states[1:])
 names = {
     ABSENT: ("white", "no such block yet"),
@@ -370,34 +366,23 @@ fig.legend(handles=patches, loc="outside right center", frameon=False)
 plt.show()
 forget_all()
 expected = engine.add(code[:640], greedy(60))
-assert engine.run()[expected].tokens == served[12].result(handle).tokens
+assert engine.run()[expected].tokens == offloading.result(handle).tokens
 print("the same tokens as with all pages on the device")
 
 # %% [markdown]
-# What a larger pool saves:
+# Neighbouring tokens select much the same blocks, so most of them are on the device already. What is brought in for a
+# token is far less than what dense attention would read:
 
 # %%
-served[24] = offloaded(24)
-found, moved, sizes = [], [], sorted(served)
-for device_pages in sizes:
-    other = served[device_pages]
-    other.add(code[640:1280], greedy(60))
-    while other.prefill():
-        pass
-    before = other.offload
-    other.run()
-    hits, misses, moved_bytes = (other.offload[name] - before[name] for name in ("hits", "misses", "bytes_in"))
-    found.append(hits / (hits + misses))
-    moved.append(moved_bytes / 59)
-fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
-for axis, values in ((left, np.array(found) * 100), (right, np.array(moved) / 1024)):
-    axis.bar_label(axis.bar(list(map(str, sizes)), values, 0.5, color="#0072B2"), fmt="%.0f")
-    axis.set(xlabel="pages on the device, of 48")
-    axis.margins(x=0.5, y=0.15)
-left.set(ylabel="% of the selected", title="Selected pages found on the device")
-right.set(ylabel="KiB a token", title="Brought in from host memory")
+hits, misses, moved = (np.diff([count[name] for count in counts]) for name in ("hits", "misses", "bytes_in"))
+fig, (left, right) = plt.subplots(1, 2, figsize=(10, 2.8))
+left.step(np.arange(len(hits)), hits / (hits + misses) * 100, where="mid", color="#0072B2")
+left.set(xlabel="new token", ylabel="% of the selected", ylim=(0, 103), title="Selected pages found on the device")
+right.bar(np.arange(len(moved)), moved / 1024, color="#0072B2")
+right.set(xlabel="new token", ylabel="KiB", title="Brought in from host memory")
 plt.show()
+found = hits.sum() / (hits + misses).sum()
 whole = 640 * (engine.bytes_per_token - sparse * config.index_head_dim * 4)
-print(f"a pool of 12 of 48 pages: {found[0]:.0%} found, {moved[0] / 1024:.0f} KiB a token; dense attention would read "
+print(f"a pool of 12 of 48 pages: {found:.0%} found, {moved.mean() / 1024:.0f} KiB a token; dense attention would read "
       f"{whole / 1024:.0f} KiB")  # fmt: skip
-assert found == sorted(found) and found[-1] > 0.9
+assert found > 0.8 and moved.mean() < whole / 10

@@ -163,14 +163,22 @@ print(f"{kept} of {count_new} tokens were the draft's; the model was called {len
 
 # %% [markdown]
 # Only the first refused proposal of a round is shown (what the draft went on with counts for nothing), with ↵ for a new
-# line and ␣ for a space. The text is the one that the model writes alone, token for token:
+# line and ␣ for a space. The text is the one that the model writes alone, token for token: each is the likeliest behind
+# all before it.
 
 # %%
-plain = Engine(model, **SHAPES)
-handle = plain.add(prompt, Params(max_new_tokens=count_new, sampling=Sampling.greedy()))
-alone = plain.run()[handle].tokens
+LENGTH = len(prompt) + count_new
+whole = jax.jit(lambda model, tokens: model(tokens))
+
+
+def read(tokens):
+    """Logits [T V] behind each token. Texts are filled up to one length, for one program: no token sees later ones."""
+    return whole(model, jnp.asarray([[*tokens, *[0] * (LENGTH - len(tokens))]], jnp.int32))[0, : len(tokens)]
+
+
 drafted = first + [token for accepted, _, own in rounds for token in (*accepted, own)]
-assert drafted == alone
+alone = read([*prompt, *drafted])[len(prompt) - 1 : -1].argmax(-1)
+assert drafted == alone.tolist()
 assert len(rounds) < 0.8 * count_new
 
 # %% [markdown]
@@ -187,7 +195,7 @@ assert len(rounds) < 0.8 * count_new
 
 
 # %%
-def acceptance(drafter, temperature=0.0, new=96):
+def acceptance(drafter, temperature=0.0, new=64):
     """What came of the proposals for four prompts."""
     engine = Engine(model, **SHAPES, draft=drafter, draft_tokens=K)
     for i in range(4):
@@ -221,10 +229,10 @@ assert all(sorted(c.acceptance, reverse=True) == list(c.acceptance) for c in don
 # A sampled row accepts a proposal $x$ with probability $\min(1, p(x) / q(x))$; $q(x) = 1$ where the draft simply named
 # its favourite. At the first refusal the token is drawn from $\max(p - q, 0)$. Then the tokens have the distribution
 # $p$, the model's own after temperature and top-k, however good or bad the proposal was. One round, after a prompt that
-# leaves much open, 2,000 times with 2,000 seeds: `verify` is what the engine calls in each round.
+# leaves much open, 1,000 times with 1,000 seeds: `verify` is what the engine calls in each round.
 
 # %%
-SEEDS, TEMPERATURE, TOP_K = 2000, 0.8, 6
+SEEDS, TEMPERATURE, TOP_K = 1000, 0.8, 6
 unclear = code(1212, 48)
 print(repr(tokenizer.decode(unclear[-16:])))
 handle = engine.add(unclear, Params(max_new_tokens=8, sampling=Sampling.greedy()))
@@ -232,8 +240,8 @@ while engine.prefill():
     pass
 newest = engine.take(handle)
 proposed = np.asarray(proposals(engine._runner.drafter, model, engine._runner.state))[engine._requests[handle].row]
-tokens = np.array([*unclear, *newest, *proposed], np.int32)
-logits = jax.jit(lambda model, tokens: model(tokens))(model, tokens[None])[0, -1 - K :]  # [X V]
+tokens = [*unclear, *newest, *proposed]
+logits = read(tokens)[-1 - K :]  # [X V]
 rows = SamplingParams.stack([Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=seed) for seed in range(SEEDS)])
 every_row = lambda x: jnp.repeat(jnp.asarray(x)[None], SEEDS, axis=0)
 alone, position = DrawContext(), jnp.full(SEEDS, len(tokens) - K, jnp.int32)

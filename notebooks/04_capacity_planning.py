@@ -219,7 +219,7 @@ assert times == sorted(times) and times[-1] / times[0] < 64
 #
 # For a TPU slice the planner also compiles both programs of the engine with the TPU's own compiler, which needs no
 # TPU. `python -m m3jax.plan --topology v5p:4x4x4 --context 1048576 --batch 4` does that for the whole model. Here a
-# model of two layers and four devices of a v5e, to stay within seconds: the decode step.
+# model of two sparse layers and four devices of a v5e, to stay within seconds: the decode step.
 #
 # The compiler, libtpu, comes with `pip install 'jax[tpu]'`. It is no part of the extra `notebooks`: on a machine that
 # has no TPU jax then looks for one at every start, with complaints and sometimes for minutes, unless
@@ -228,7 +228,7 @@ assert times == sorted(times) and times[-1] / times[0] < 64
 
 # %%
 small = dataclasses.replace(
-    M3, num_hidden_layers=2, layer_types=M3.layer_types[2:4], mlp_layer_types=M3.mlp_layer_types[2:4], hidden_size=256,
+    M3, num_hidden_layers=2, layer_types=M3.layer_types[-2:], mlp_layer_types=M3.mlp_layer_types[-2:], hidden_size=256,
     vocab_size=1024, num_attention_heads=8, intermediate_size=256, dense_intermediate_size=512,
     shared_intermediate_size=256, num_local_experts=8, bos_token_id=None, eos_token_id=(),
 )  # fmt: skip

@@ -172,13 +172,13 @@ plt.show()
 other = question([("harbor", "copper"), ("castle", "lantern"), ("toad", "apple")])
 assert other.shape == tokens.shape
 metric = inside.logit_difference(word("lantern"), word("copper"))
-shown = [place["lantern"] - 2, place["lantern"] - 1, place["lantern"], place["lantern"] + 1, LENGTH - 2, LENGTH - 1]
+shown = [place["lantern"] - 1, place["lantern"], LENGTH - 2, LENGTH - 1]
 patched = inside.patch_effects(model, other, tokens, metric, positions=shown)
 is_turned = np.asarray(patched) > 0
-assert is_turned[:CARRIER_LAYER, 2].all() and not is_turned[CARRIER_LAYER, 2]  # the word's own token, then no more
+assert is_turned[:CARRIER_LAYER, 1].all() and not is_turned[CARRIER_LAYER, 1]  # the word's own token, then no more
 assert is_turned[CARRIER_LAYER, -1] and not is_turned[:CARRIER_LAYER, -1].any()  # at the end, the last token alone
 
-fig, axes = plt.subplots(figsize=(6.8, 3.4))
+fig, axes = plt.subplots(figsize=(5.6, 3.4))
 labels = [f"{position}: {tokenizer.decode([int(tokens[0, position])]).strip()}" for position in shown]
 plots.draw_patches(axes, np.asarray(patched), labels, "logit of “lantern” less that of “copper”, by place of the patch")
 plt.show()

@@ -131,7 +131,7 @@ def new_engine(args: argparse.Namespace):
     pages = (rows + 1) * (-(-length // model.config.index_block_size) + 1)
     engine = Engine(
         model, pages=pages, max_batch=rows, max_length=length + 1, prefill_chunk=min(args.chunk, args.prompt),
-        steps_per_call=STEPS_PER_CALL, invariant=args.invariant,
+        steps_per_call=STEPS_PER_CALL, invariant=args.invariant, media_patches=(),
     )  # fmt: skip
     programs = {"prefill": ("prefill", "pages"), "alone": ("prefill", "decode"), "decode": ("decode", "pages")}
     engine.warmup(programs=programs[args.part])

@@ -1,7 +1,8 @@
-"""A fine-tuning step of four layers of M3, at M3's widths, beside transformers' on the same GPU.
+"""A training step of four layers of M3, at M3's widths, beside transformers' on the same GPU.
 
     python scripts/bench_training_slice.py --lora 16 --experts 16          # adapters of attention, weights in bfloat16
     python scripts/bench_training_slice.py --experts 8                     # all weights: float32 masters, AdamW
+    python scripts/bench_training_slice.py --lora 16 --loss grpo           # the clipped loss of a policy's rollouts
     python scripts/bench_training_slice.py --widths tiny --length 64 --lora 4 --device cpu   # to see that it works
 
 M3's last dense layer and its first three sparse ones, with random weights, fewer experts (four of them for each token)
@@ -13,9 +14,10 @@ the smaller one, is timed before the step. stderr has each program that is compi
 run that is cut off has said how far it came.
 
 m3jax's products are cuBLAS's first choice, as `m3jax.train` has them; --tuned compiles with XLA's defaults, which times
-kernels for each product. Peak is the arithmetic of the model (products of all weights that a token meets, of
-attention's visible keys, of index scores), without what is recomputed, over what the device is said to reach in
-bfloat16 (--peak).
+kernels for each product. With --loss grpo the first quarter of each row is a prompt, the rest was drawn by the policy
+itself, and rows have advantages of both signs. Peak is the arithmetic of the model (products of all weights that a
+token meets, of attention's visible keys, of index scores), without what is recomputed, over what the device is said to
+reach in bfloat16 (--peak).
 """
 
 import argparse
@@ -45,6 +47,7 @@ def main() -> int:
     parser.add_argument("--widths", choices=("m3", "tiny"), default="m3")
     parser.add_argument("--experts", type=int, default=8, help="of a layer (default: 8)")
     parser.add_argument("--vocab", type=int, default=32768, help="tokens of the vocabulary (default: 32768)")
+    parser.add_argument("--loss", choices=("sft", "grpo"), default="sft", help="of the step (default: sft)")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of attention alone")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a document (default: 4096)")
     parser.add_argument("--rows", type=int, default=2, help="documents of a step (default: 2)")
@@ -53,6 +56,7 @@ def main() -> int:
     parser.add_argument("--tuned", action="store_true", help="m3jax: XLA times kernels for each product")
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the device (default: an H100's, 989)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--profile", type=int, metavar="KERNELS", help="m3jax: print the dearest kernels of a step")
     parser.add_argument(
         "--experts-implementation", help="of transformers, such as grouped_mm (default: its own choice)"
     )
@@ -110,6 +114,8 @@ def measure(args: argparse.Namespace) -> dict:
         forward, step, figures = (ours if args.in_this_process == "m3jax" else theirs)(config, tokens, args)
         passes, _ = in_turn(forward, "forward pass", args)
         times, losses = in_turn(step, "step", args)
+        if args.profile and args.in_this_process == "m3jax":
+            print_kernels(step, args.profile)
     return {
         "seconds": statistics.median(times[2:]), "first": times[0], "losses": losses,
         "forward": statistics.median(passes[2:]), **figures(),
@@ -137,6 +143,18 @@ def in_turn(call: Callable[[], float], name: str, args: argparse.Namespace) -> t
     return times, losses
 
 
+def print_kernels(step: Callable[[], float], most: int) -> None:
+    """Print on stderr how a step's time on the GPU divides over its kernels, the dearest first."""
+    from measuring import traced
+
+    kernels = traced(step)
+    total = sum(kernels.seconds.values())
+    print(f"kernels of a step: {total * 1e3:.1f} ms, busy {kernels.busy * 1e3:.1f} ms", file=sys.stderr)
+    for name, seconds in kernels.seconds.most_common(most):
+        line = f"{seconds * 1e3:8.2f} ms {seconds / total:6.1%} {kernels.calls[name]:5d} calls  {name[:110]}"
+        print(line, file=sys.stderr, flush=True)
+
+
 def tokens_of(args: argparse.Namespace) -> int:
     """Return the tokens of a step."""
     return args.rows * args.length
@@ -152,15 +170,24 @@ def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tupl
     from m3jax.train.accumulate import Accumulated
     from m3jax.train.conversations import Example
     from m3jax.train.programs import jit_for_training
+    from m3jax.train.rollouts import RolloutLoss
     from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings
     from m3jax.train.step import init_state, make_optimizer, train_step
 
     size = config.index_block_size
-    settings = SFTSettings(steps=1, length=-(-args.length // size) * size, rows=args.rows, remat=args.remat)
-    examples = [Example(row, np.ones(len(row), bool)) for row in tokens]
-    batch = {name: jnp.asarray(x) for name, x in PackedBatches(examples, settings, size)[0].items()}
     optimizer = make_optimizer(lambda step: RATE, weight_decay=0.0, frozen_index=True)
-    loss = SFTLoss(remat=args.remat)
+    if args.loss == "sft":
+        settings = SFTSettings(steps=1, length=-(-args.length // size) * size, rows=args.rows, remat=args.remat)
+        examples = [Example(row, np.ones(len(row), bool)) for row in tokens]
+        batch = PackedBatches(examples, settings, size)[0]
+        loss, accumulated, shown = SFTLoss(remat=args.remat), ROWS, "lm"
+    else:
+        drawn, advantages = rollouts_of(tokens)
+        logprobs = np.zeros(drawn.shape, np.float32)
+        batch = {"tokens": tokens, "mask": drawn, "sampler": logprobs, "old": logprobs, "advantages": advantages,
+                 "is_on_policy": np.bool_(True)}  # fmt: skip
+        loss, accumulated, shown = RolloutLoss(compute_dtype="bfloat16", remat=args.remat), (), "policy"
+    batch = {name: jnp.asarray(x) for name, x in batch.items()}
     if args.lora:
         model, shape = init(config, 0, "bfloat16"), lora.LoraSettings(args.lora, 2.0 * args.lora, ("attention",))
         state = lora.init_adapter_state(lora.init_adapters(model, shape), optimizer)
@@ -170,7 +197,7 @@ def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tupl
         state = init_state(model, optimizer)
     count = sum(x.size for x in jax.tree.leaves(model))
     del model  # the state, or the batch, has it
-    loss_fn = Accumulated(loss, ROWS)
+    loss_fn = Accumulated(loss, accumulated) if accumulated else loss
     read_loss, take_step = jit_for_training(lambda model, batch: loss_fn(model, batch)[0]), train_step
     if args.tuned:
         read_loss = jax.jit(read_loss.__wrapped__)
@@ -183,7 +210,7 @@ def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tupl
     def step() -> float:
         nonlocal state
         state, metrics = take_step(state, batch, optimizer=optimizer, loss_fn=loss_fn, balance_rate=0.0)
-        return float(metrics["lm"])
+        return float(metrics[shown])
 
     def figures() -> dict:
         device = jax.devices()[0]
@@ -191,6 +218,13 @@ def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tupl
         return {"parameters": count, "gigabytes": peak / 1e9, "device": f"{device.device_kind}, jax {jax.__version__}"}
 
     return forward, step, figures
+
+
+def rollouts_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the targets that were drawn, bool [B T-1], and the rows' advantages, [B]: 1 and -0.5 in turn."""
+    rows, length = tokens.shape
+    drawn = np.broadcast_to(np.arange(1, length) >= length // 4, (rows, length - 1))
+    return drawn, np.where(np.arange(rows) % 2, -0.5, 1.0).astype(np.float32)
 
 
 def theirs(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tuple[Callable, Callable, Callable]:
@@ -239,10 +273,17 @@ def theirs(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tu
         trained, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=args.device == "cuda" or None
     )
     ids = torch.from_numpy(tokens).long().to(args.device)
+    drawn, advantages = (torch.from_numpy(np.array(x)).to(args.device) for x in rollouts_of(tokens))
 
     def read_loss() -> torch.Tensor:
         with torch.autocast(args.device, torch.bfloat16, enabled=not args.lora):
-            return model(input_ids=ids, labels=ids, use_cache=False).loss
+            if args.loss == "sft":
+                return model(input_ids=ids, labels=ids, use_cache=False).loss
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        new = -torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
+        ratio = (new - new.detach()).exp()  # on policy
+        gains = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.28) * advantages[:, None])
+        return -(gains * drawn).sum() / drawn.sum()
 
     def forward() -> float:
         with torch.no_grad():

@@ -53,7 +53,7 @@ class Sizes:
     streams: int = 200
 
 
-SMALL = Sizes(clients=40, readers=2, half_sent=20, large=1, messages=40, depth=100_000, streams=16)
+SMALL = Sizes(clients=20, readers=2, half_sent=10, large=1, messages=40, depth=100_000, streams=10)
 
 
 # Servers that can be asked about their engine

@@ -81,14 +81,14 @@ def attention(q, k, v, positions, lengths, blocks=None, block_size=None, rounded
     """(out [B T N H], lse [B T N]) over the chosen blocks, or all; `rounded` as bfloat16 rounds (docs/numerics.md)."""
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     group = q.shape[2] // k.shape[2]
-    for b, t, n in np.ndindex(q.shape[:3]):
+    for b, t, g in np.ndindex(*q.shape[:2], k.shape[2]):
         seen = np.arange(positions[b, t] + 1) if 0 <= positions[b, t] < lengths[b] else np.arange(0)
         if blocks is not None:
-            seen = seen[np.isin(seen // block_size, blocks[b, n // group, t])]
-        if len(seen):
-            score = k[b, seen, n // group] @ q[b, t, n] / math.sqrt(q.shape[-1])
+            seen = seen[((seen // block_size)[:, None] == blocks[b, g, t]).any(axis=-1)]
+        for n in range(g * group, (g + 1) * group) if len(seen) else ():
+            score = k[b, seen, g] @ q[b, t, n] / math.sqrt(q.shape[-1])
             weight = np.exp(score - score.max())
-            value = (to_bf16(weight) if rounded else weight) @ v[b, seen, n // group]
+            value = (to_bf16(weight) if rounded else weight) @ v[b, seen, g]
             out[b, t, n] = value / weight.sum()
             lse[b, t, n] = score.max() + math.log(weight.sum())
     return (to_bf16(out) if rounded else out), lse

@@ -45,6 +45,7 @@ def build_engine(
     length: int,
     programs: Sequence[str] = PROGRAMS,
     longest: int | None = None,
+    all_record: bool = False,
     progress: bool = True,
     draft: Drafter | str | Path | None = None,
     draft_tokens: int = DRAFT_TOKENS,
@@ -61,6 +62,7 @@ def build_engine(
       length: tokens that each of them can have, its prompt included.
       programs: as in `Engine.warmup`.
       longest: as in `Engine.warmup`.
+      all_record: as in `Engine.warmup`.
       progress: as in `generate`.
       draft: as in `generate`.
       draft_tokens: as in `generate`.
@@ -77,7 +79,7 @@ def build_engine(
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
         about = (platform(), model.config, dtypes, engine.shapes, type(draft).__name__)
         with activity(progress, about) as line:
-            engine.warmup(lambda names: line.timed(f"compiling {names}"), programs, longest)
+            engine.warmup(lambda names: line.timed(f"compiling {names}"), programs, longest, all_record)
     return engine
 
 

@@ -67,7 +67,7 @@ def parser() -> Parser:
     )
     ways.add_argument("--cache-dtype", metavar="NAMES", default="model", help="of cached keys and values: model "
                       "(default), float8_e4m3fn, or one of those")  # fmt: skip
-    ways.add_argument("--index-dtype", metavar="NAMES", default="model", help="of cached index keys")
+    ways.add_argument("--index-dtype", metavar="NAMES", default="model", help="of cached index keys (default: model)")
     ways.add_argument("--backend", metavar="NAMES", default="auto", help="auto (default), xla, triton, mosaic_tpu")
     ways.add_argument("--mesh", metavar="AXES", help="devices to shard over, as in data=1,expert=2,tensor=4")
     ways.add_argument("--batch", metavar="N", type=int, default=4, help="rows that are read together (default: 4)")

@@ -8,6 +8,7 @@ grammars, clients and the clock are process 0's alone. What the devices compute 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from time import perf_counter
 from typing import Any
 
@@ -43,27 +44,26 @@ class LeadingEngine(Engine):
 def _sent(name: str) -> Callable[..., Any]:
     """Return a method of `LeadingEngine` that sends the call before it makes it."""
     method = getattr(Engine, name)
+    parameters = signature(method)
 
     @wraps(method)
     def call(self: LeadingEngine, *args: Any, **kwargs: Any) -> Any:
         if self._depth:
             return method(self, *args, **kwargs)
-        args, kwargs, told = list(args), dict(kwargs), {}
+        kwargs, told = dict(parameters.bind(self, *args, **kwargs).arguments), {}  # each argument by its name
+        del kwargs["self"]
         if name == "add":
-            if args:
-                args[0] = as_prompt(args[0])
-            guide = args.pop(3) if len(args) > 3 else kwargs.pop("guide", None)
+            kwargs["prompt"] = as_prompt(kwargs["prompt"])
+            guide = kwargs.pop("guide", None)
             kwargs["guide"] = None if guide is None else ToldGuide(guide, self._channel)
             told["has_guide"] = guide is not None
-        if name in ("warmup", "warmup_for") and len(args) > (name == "warmup_for"):
-            kwargs["watch"] = args.pop(name == "warmup_for")
         carried = {key: value for key, value in kwargs.items() if key not in (*_LOCAL, "guide")}
         now = perf_counter()
-        told |= {"call": name, "args": args, "kwargs": carried, "now": now, "state": _state(self)}
+        told |= {"call": name, "kwargs": carried, "now": now, "state": _state(self)}
         self._channel.send(to_bytes(told))
         self._depth, self.clock = 1, lambda: now
         try:
-            return method(self, *args, **kwargs)
+            return method(self, **kwargs)
         except _REFUSALS as error:
             if name in ORDERS:
                 self._channel.send(to_bytes({"refused": type(error).__name__}))
@@ -115,7 +115,7 @@ def _follow(engine: Engine, channel: Channel) -> None:
             kwargs["guide"] = HeardGuide(channel)
         engine.clock = lambda now=now: now
         try:
-            getattr(engine, told["call"])(*told["args"], **kwargs)
+            getattr(engine, told["call"])(**kwargs)
         except _REFUSALS as error:
             if told["call"] not in ORDERS or from_bytes(channel.receive()) != {"refused": type(error).__name__}:
                 raise

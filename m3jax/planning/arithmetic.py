@@ -226,7 +226,7 @@ def _temporaries(job: Job, sizes: dict[str, int]) -> float:
     expert_width = config.intermediate_size * config.num_experts_per_tok
     mlp_width = max(config.dense_intermediate_size, expert_width) // tensor_size
     token_bytes = 4 * (4 * config.hidden_size + 2 * mlp_width + config.index_topk_blocks * heads_width)
-    logit_bytes = 4 * 4 * max(job.batch, 1) * config.vocab_size / tensor_size
+    logit_bytes = 4 * 4 * job.batch * config.vocab_size / tensor_size
     weight_bytes = 0.0
     if job.weights == "mxfp8":  # the widest matrix of a layer, dequantised
         widest = max(config.dense_intermediate_size, config.num_attention_heads * config.head_dim)

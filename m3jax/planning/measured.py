@@ -58,7 +58,7 @@ class Measurement:
         return min(1.0, _floor(self.job, self.program) / self.seconds)
 
 
-# Source: docs/performance.md, "The engine": calls launched ahead where that is the default, jax 0.11.2.
+# Source: docs/notes/performance.md, "Earlier runs": calls launched ahead where that is the default, jax 0.11.2.
 _H200 = "h200:1", "24 November 2026"
 MEASURED = tuple(
     Measurement(*_H200, weights, program, size, milliseconds / 1e3)

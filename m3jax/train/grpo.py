@@ -206,6 +206,7 @@ def train_policy(
             rows=settings.rows or settings.prompts * settings.answers,
             length=length,
             records=settings.record,
+            all_record=True,
             steps_per_call=16,
         )
         ends = stop_ids(tokenizer, model.config.eos_token_id)

@@ -31,19 +31,19 @@ class _Reading:
 
     Attributes:
       prompt: token ids.
+      num_sent: pages that were put into `ready`, and those that the receiver has.
+      num_taken: of these, those that are on their way.
       ready: groups of pages to send, as (first page, count, contents); then the tokens that were in the prefix cache,
         or what went wrong.
       handle: of its request in the engine; None before it is there.
-      num_sent: pages that were put into `ready`, and those that the receiver has.
-      num_taken: of these, those that are on their way.
       is_cancelled: whether the receiver is gone.
     """
 
     prompt: tuple[int, ...]
+    num_sent: int
+    num_taken: int
     ready: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     handle: int | None = None
-    num_sent: int = 0
-    num_taken: int = 0
     is_cancelled: bool = False
 
     @property
@@ -99,8 +99,8 @@ class Prefiller:
         """
         if not 0 <= left_out <= len(prompt) or left_out % self._page_size:
             raise ValueError(f"left_out = {left_out}: whole pages of {self._page_size} of {len(prompt)} tokens")
-        reading = _Reading(tuple(map(int, prompt)), num_sent=left_out // self._page_size)
-        reading.num_taken = reading.num_sent
+        num_known = left_out // self._page_size
+        reading = _Reading(tuple(map(int, prompt)), num_sent=num_known, num_taken=num_known)
         with self._changed:
             if self._is_closing:
                 raise TransferError("the engine that reads prompts has ended") from self._error

@@ -46,7 +46,8 @@ ROOMS = {
     "vision": ("m3jax/vision", "tests/vision"),
     "tools": (
         "m3jax/compare m3jax/evaluate m3jax/config.py m3jax/completion m3jax/dialogue",
-        "tests/compare tests/evaluate tests/package/test_config.py tests/dialogue tests/decoding/test_generate.py",
+        "tests/compare tests/evaluate tests/package/test_config.py tests/dialogue tests/decoding/test_generate.py "
+        "tests/decoding/test_defaults.py",
     ),
     "train": ("m3jax/train", "tests/train"),
     "planning": ("m3jax/planning", "tests/planning"),

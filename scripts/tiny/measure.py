@@ -32,7 +32,7 @@ def measure(model: M3, corpus: Corpus, short: bool, dense: bool) -> dict[str, An
     plain = PlainBatches(corpus, seq_len, 2 if short else 8)
     batches = [plain[i] for i in range(min(len(plain), 2 if short else 8))]
     distances = (64, 128) if short else (64, 256, 512, 1024, 2048, 3072, 3584)
-    count, batch = (4, 4) if short else (256, 16)
+    count, batch = (4, 2) if short else (256, 16)
     report = {"parameters": sum(x.size for x in jax.tree.leaves(model))}
     with activity(about=(seq_len, count)) as line:
         with line.timed("measuring the validation loss"):

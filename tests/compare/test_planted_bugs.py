@@ -1,4 +1,4 @@
-"""Bugs of docs/compare.md, each planted into an engine that is otherwise right: the report says what the page says.
+"""Bugs of docs/notes/compare.md, each planted into an engine that is otherwise right: the report says what it says.
 
 The first part of every report stands in planted_bugs.txt.
 """
@@ -13,8 +13,8 @@ from m3jax.compare.running import compare_sides
 from m3jax.compare.text import first_lines, lines_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
-ROWS = {row[0]: row for row in re.findall(r"^\| (\w+) \| (.+) \| (\w*) ?\| `?([\w. ]+?)`? \| (.*?) ?\|$", PAGE, re.M)}
+PAGE, NOTES = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("compare.md", "notes/compare.md"))
+ROWS = {row[0]: row for row in re.findall(r"^\| (\w+) \| (.+) \| (\w*) ?\| `?([\w. ]+?)`? \| (.*?) ?\|$", NOTES, re.M)}
 REPORTS = dict(
     re.findall(
         r"^## (\w+)\n\n(.*?)\n(?=\n## |\Z)", Path(__file__).with_name("planted_bugs.txt").read_text(), re.M | re.S
@@ -55,7 +55,7 @@ def test_the_report_is_the_pages(bug, planted):
     lines = first_lines(report)
     assert REPORTS[bug.__name__].splitlines() == lines
     _, is_what, _, first, looks_like = ROWS[bug.__name__]
-    assert is_what == bug.__doc__, f"the page says of {bug.__name__}: {is_what}"
+    assert is_what == bug.__doc__, f"the table says of {bug.__name__}: {is_what}"
     assert first == ("A and B agree" if report.first is None else report.first.name)
     assert looks_like == next((line.removeprefix("  looks like: ") for line in lines if "looks like" in line), "")
     if f"planted/{bug.__name__}.safetensors\n```" in PAGE:

@@ -1,6 +1,6 @@
 """Recorded choices of requests: the same however a request is served, and enough to compute its very bits again."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -8,10 +8,10 @@ import pytest
 from support import tiny
 from support.compilations import compilations
 from support.drafts import Knowing
-from support.engines import CONFIG, SHAPE, assert_stays, finish, params, places, prompt, quick, serve
+from support.engines import CONFIG, QUICK, SHAPE, assert_stays, finish, params, places, prompt, quick, serve
 
 from m3jax.decoding import Engine, Generation, Params, Sampling
-from m3jax.decoding.engine import Snapshot
+from m3jax.decoding.engine import Snapshot, runner
 from m3jax.model import M3, Choices
 from m3jax.parallel import parse_mesh
 
@@ -67,11 +67,16 @@ def test_a_record_played_again_gives_the_requests_bits(name):
     }
     whole = np.array([[*tokens, *found.tokens]], np.int32)
     choices = Choices.of_records(found.records, len(tokens))
-    logits = model().with_invariance()(whole, choices=choices)
+    logits = _forward(model().with_invariance(), whole, choices)
     logprobs = np.asarray(jax.nn.log_softmax(logits))[0, len(tokens) - 1 : -1]
     drawn = logprobs[np.arange(9), found.tokens]
     np.testing.assert_allclose(drawn, found.logprobs, rtol=0, atol=1e-6)  # one log-sum-exp here, a tile's there
-    np.testing.assert_array_equal(logits, model().with_invariance()(whole))
+    np.testing.assert_array_equal(logits, _forward(model().with_invariance(), whole, None))
+
+
+@partial(jax.jit, compiler_options=QUICK)
+def _forward(model, tokens, choices):
+    return model(tokens, choices=choices)
 
 
 def test_records_do_not_depend_on_how_a_request_is_served():
@@ -159,6 +164,21 @@ def test_nothing_compiles_where_the_engine_was_told_what_is_recorded():
         engine.add(prompt(9, seed=1), params(5))
         engine.run()
     assert seen == []
+
+
+def test_where_every_request_records_half_of_the_programs_are_compiled(monkeypatch):
+    """As in a run of GRPO, whose engine serves nobody else."""
+    calls: list = []
+    monkeypatch.setattr(runner, "compile_all", lambda some, meanwhile=None: calls.extend(some))
+
+    def recorded(**how) -> list[tuple[str, ...]]:
+        calls.clear()
+        served().warmup(**how)
+        return [call.keywords["records"] for call in calls if "records" in call.keywords]
+
+    with_and_without, with_records = recorded(), recorded(all_record=True)
+    assert len(with_and_without) == 2 * len(with_records) > 2
+    assert with_records == [names for names in with_and_without if names]
 
 
 def test_what_cannot_be_recorded_is_refused(unchecked):

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import tiny
-from support.compilations import compilations
 from support.engines import CONFIG, SHAPE, prompt, quick
 
 from m3jax.decoding import Engine, Generation, Params, PromptLookup, Sampling
@@ -35,7 +34,7 @@ def logprob_within(logits: np.ndarray, allowed: set[int], token: int, temperatur
     return x[token] - largest - np.log(sum(np.exp(value - largest) for value in x.values()))
 
 
-@given(st.integers(0, 2**16), st.integers(1, 100))
+@given(st.integers(0, 2**16), st.sampled_from((1, 31, 32, VOCAB)))
 def test_a_set_comes_back_from_its_bits(seed, vocab):
     is_in = np.random.default_rng(seed).random((3, vocab)) < 0.4
     bits = np.asarray(pack_support(jnp.asarray(is_in)))
@@ -44,6 +43,7 @@ def test_a_set_comes_back_from_its_bits(seed, vocab):
     assert unpack_support(jnp.full_like(bits, -1), vocab).all()
 
 
+@settings(max_examples=10)
 @given(st.integers(0, 2**16), st.sampled_from(range(len(KNOBS))))
 def test_within_the_support_stands_the_distribution_that_was_drawn_from(seed, knobs):
     """Value by numpy, and exactly no gradient for a token that could not have been drawn."""
@@ -72,29 +72,22 @@ def model(dtype: str = "bfloat16"):
     return tiny.model(CONFIG, dtype=dtype)
 
 
-def draw(engine: Engine, knobs: int, record: tuple[str, ...] = RECORDS, new: int = 10) -> Generation:
-    params = Params(max_new_tokens=new, sampling=Sampling(seed=3, **KNOBS[knobs]), record=record)
+def draw(engine: Engine, knobs: int, new: int = 10) -> Generation:
+    params = Params(max_new_tokens=new, sampling=Sampling(seed=3, **KNOBS[knobs]), record=RECORDS)
     handle = engine.add(prompt(30, seed=knobs), params)
     return engine.run()[handle]
 
 
-@pytest.mark.parametrize("draft", [None, PromptLookup()])
-def test_an_engine_records_what_its_tokens_were_drawn_from(draft):
-    """By each knob, drafted or not: as the numpy twin has it of a plain forward pass; the text is what it is without.
+def test_an_engine_records_what_its_tokens_were_drawn_from():
+    """By each knob, in rounds with a draft: as the numpy twin has it of a plain forward pass.
 
-    After `warmup` with these records nothing is compiled.
+    Of steps without one see below; that what was told to an engine compiles nothing later is in test_records.py.
     """
-    more = {} if draft is None else dict(draft=draft, draft_tokens=2)
     with quick():
-        engine = Engine(model("float32"), **SHAPE, records=RECORDS, **more)
-        engine.warmup()
-        with compilations() as compiled:
-            drawn = [draw(engine, knobs) for knobs in range(len(KNOBS))]
-            plain = [draw(engine, knobs, record=()) for knobs in range(len(KNOBS))]
-        assert not compiled
+        engine = Engine(model("float32"), **SHAPE, records=RECORDS, draft=PromptLookup(), draft_tokens=2)
+        drawn = [draw(engine, knobs) for knobs in range(len(KNOBS))]
     forward = jax.jit(lambda model, tokens: model(tokens))
-    for knobs, (generation, other) in enumerate(zip(drawn, plain, strict=True)):
-        assert generation.tokens == other.tokens
+    for knobs, generation in enumerate(drawn):
         whole = [*prompt(30, seed=knobs), *generation.tokens]
         logits = np.asarray(forward(model("float32"), jnp.asarray([whole], jnp.int32)), np.float32)[0, 29:-1]
         allowed = as_sets(generation.records["support"])

@@ -175,6 +175,9 @@ def test_an_engine_of_the_callers_own_keeps_what_it_has_read():
     assert first.cached_tokens == 0 and second.cached_tokens == (second.prompt_tokens - 1) // 16 * 16
     engine.check()
     assert engine.pages["used"] == 0 and not engine.busy
+    for handle in range(2):  # of requests that have ended nothing is left but pages that a later one may find
+        with pytest.raises(ValueError, match=f"{handle}"):
+            engine.result(handle)
     with pytest.raises(ValueError, match="draft with an engine"):
         m3jax.chat(model, tokenizer(), [USER], engine=engine, draft="ngram")
 

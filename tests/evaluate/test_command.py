@@ -52,7 +52,7 @@ def run(folder, capsys):
 
 SIZES = {
     "perplexity": ("--tokens", 150, "--context", 64),
-    "recall": ("--lengths", "100,200", "--depths", "0,1", "--repeats", 1),
+    "recall": ("--lengths", "100", "--depths", "0,1", "--repeats", 1),
     "caught": ("--context", 128, "--prompts", 1),
     "acceptance": ("--draft", "ngram", "--prompts", 2, "--context", 24, "--max-new-tokens", 8, "--temperatures", 0),
 }

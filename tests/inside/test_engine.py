@@ -110,9 +110,9 @@ def steers(row: int) -> dict[str, Steer]:
 def test_rows_are_steered_each_by_its_own_vectors():
     """To the bit as alone, though the prompts are one; who is not steered is as in an engine that steers nobody."""
     engine, tokens, asked = served(), prompt(30), params(12, temperature=1.0)
-    alone = []
-    for edits in (*map(steers, range(4)), None):
-        handle = engine.add(tokens, asked, edits=edits)
+    alone, everybody = [], (*map(steers, range(4)), None)
+    for edits in everybody:  # captured too: by the programs of the tests above
+        handle = engine.add(tokens, asked, edits=edits, capture=CAPTURED)
         finish(engine)
         alone.append(engine.result(handle))
     assert len({tuple(found.tokens) for found in alone}) == 5
@@ -120,7 +120,7 @@ def test_rows_are_steered_each_by_its_own_vectors():
         assert found.tokens == elsewhere.tokens and found.logprobs == elsewhere.logprobs
 
     with compilations() as seen:
-        handles = [engine.add(tokens, asked, edits=steers(row)) for row in range(4)] + [engine.add(tokens, asked)]
+        handles = [engine.add(tokens, asked, edits=edits, capture=CAPTURED) for edits in everybody]
         finish(engine)
     assert seen == []
     for handle, expected in zip(handles, alone, strict=True):
@@ -131,7 +131,7 @@ def test_rows_are_steered_each_by_its_own_vectors():
 def test_steering_is_the_edit_of_that_value():
     """Log-probabilities are those of a call of the model with the same change, written by hand."""
     engine, tokens, row = served(), prompt(30), 2
-    handle = engine.add(tokens, params(8, temperature=1.0), edits=steers(row))
+    handle = engine.add(tokens, params(8, temperature=1.0), edits=steers(row), capture=CAPTURED)
     found = engine.run()[handle]
     ((name, steer),) = steers(row).items()
     unit = (steer.without / np.linalg.norm(steer.without)).astype(np.float32)
@@ -143,13 +143,16 @@ def test_steering_is_the_edit_of_that_value():
 
 def test_a_steered_copy_stays_steered_and_a_later_vector_finds_no_old_page():
     engine, tokens, asked = served(), prompt(40), params(24, temperature=1.0)
-    first = engine.add(tokens, asked, edits=steers(0))
+    first = engine.add(tokens, asked, edits=steers(0), capture=CAPTURED)
     for _ in range(6):
         engine.step()
     copy = engine.copy(first)
     finish(engine)
     assert engine.result(copy).tokens == engine.result(first).tokens
-    again, other = engine.add(tokens, asked, edits=steers(0)), engine.add(tokens, asked, edits=steers(3))
+    again, other = (
+        engine.add(tokens, asked, edits=steers(0), capture=CAPTURED),
+        engine.add(tokens, asked, edits=steers(3), capture=CAPTURED),
+    )
     finish(engine)
     assert engine.result(again).cached_tokens > 0 and engine.result(other).cached_tokens == 0
     assert engine.result(again).tokens == engine.result(first).tokens

@@ -160,20 +160,28 @@ def test_many_tokens_meet_the_experts_that_they_chose(tile, load):
 # Through the model's own door, in bfloat16.
 
 
+@partial(jax.jit, static_argnums=3)
+def with_gradients(experts, x, ids, path):
+    """The pairs' outputs, and gradients of the experts and of the tokens."""
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(TOKENS, 2, 128)), jnp.float32)
+    loss = lambda experts, x: (on_gpu(experts, x, ids, path) * weight).sum()
+    return on_gpu(experts, x, ids, path), jax.grad(loss, (0, 1))(experts, x)
+
+
+@partial(jax.jit, static_argnums=3)
+def with_gradients_of_tokens(experts, x, ids, path):
+    """The pairs' outputs, and the gradient of the tokens alone: MXFP8 is frozen."""
+    return on_gpu(experts, x, ids, path), jax.grad(lambda x: jnp.sum(on_gpu(experts, x, ids, path) ** 2))(x)
+
+
 @pytest.mark.parametrize("path", ["few", "grouped"])
 def test_experts_and_their_gradients_are_those_of_xla(path):
     """The second layer of a stack; of eight experts six are idle, and two have more than a tile."""
     x, ids = choice(6)
-    weight = jnp.asarray(np.random.default_rng(1).normal(size=(TOKENS, 2, 128)), jnp.float32)
-
-    def both(experts, x, path):
-        loss = lambda experts, x: (on_gpu(experts, x, ids, path) * weight).sum()
-        return on_gpu(experts, x, ids, path), jax.grad(loss, (0, 1))(experts, x)
-
-    run = jax.jit(both, static_argnums=2)
     with interpret():
-        found = run(experts(), x, path)
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run(experts(), x, "tiled")), strict=True):
+        found = with_gradients(experts(), x, ids, path)
+    expected = with_gradients(experts(), x, ids, "tiled")
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
         assert np.linalg.norm(mine - theirs) <= 2e-3 * np.linalg.norm(theirs)
 
@@ -182,15 +190,9 @@ def test_experts_and_their_gradients_are_those_of_xla(path):
 def test_experts_in_mxfp8_are_those_of_xla(unused):
     """All eight experts, none with a whole tile, and two that have more; gradients of tokens through them."""
     x, ids = choice(unused)
-    kept = kept_experts()
-
-    def both(experts, x, path):
-        return on_gpu(experts, x, ids, path), jax.grad(lambda x: jnp.sum(on_gpu(experts, x, ids, path) ** 2))(x)
-
-    run = jax.jit(both, static_argnums=2)
     with interpret():
-        found = run(kept, x, "grouped")
-    for mine, theirs in zip(found, run(kept, x, "tiled"), strict=True):
+        found = with_gradients_of_tokens(kept_experts(), x, ids, "grouped")
+    for mine, theirs in zip(found, with_gradients_of_tokens(kept_experts(), x, ids, "tiled"), strict=True):
         mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
         assert np.linalg.norm(mine - theirs) <= 2e-3 * np.linalg.norm(theirs)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support import tiny
 from support.lowering import array, equations, lower, refuse
 
+from m3jax.model import abstract
 from m3jax.model.layers import add_norm as add_norm_definition
 from m3jax.model.moe import route
 from m3jax.ops import ProductCase, add_norm, choose, interpret, project_each
@@ -124,7 +125,7 @@ def test_a_sum_and_its_norm_are_the_definition_s_to_the_bit(has_update):
     with interpret():
         found = jax.jit(lambda: run(by_kernel))()
         assert "pallas_call" in str(jax.make_jaxpr(lambda: by_kernel(x, update, weight))())
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(run(by_xla)), strict=True):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(lambda: run(by_xla))()), strict=True):
         np.testing.assert_allclose(exact(one), exact(other), rtol=2**-7)
     assert np.mean(np.asarray(found[0][1]) != np.asarray(by_xla(x, update, weight)[1])) < 0.02  # sums in another order
     np.testing.assert_array_equal(found[0][0], by_xla(x, update, weight)[0])
@@ -159,9 +160,9 @@ def test_the_router_chooses_as_its_definition_does(seed, ties, broken):
 # The shared expert
 
 
-@pytest.mark.parametrize(("num_tokens", "num_chosen"), [(1, 4), (17, 2)])
-def test_a_shared_expert_is_one_more_choice_of_every_token(num_tokens, num_chosen):
+def test_a_shared_expert_is_one_more_choice_of_every_token():
     """The routed ones do not notice it, also where one is not held."""
+    num_tokens, num_chosen = 17, 2
     draw = np.random.default_rng(num_tokens)
     weights = [
         draw.normal(size=(2, 5, a, b)).astype(np.float32) * a**-0.5 for a, b in ((64, 128), (64, 128), (128, 64))
@@ -189,23 +190,20 @@ def test_a_shared_expert_is_one_more_choice_of_every_token(num_tokens, num_chose
 
 # In the model
 
-MODEL_SIZES = dict(hidden_size=128, intermediate_size=128, shared_intermediate_size=128, dense_intermediate_size=128)
-CONFIG = tiny.config("dMM", num_local_experts=4, index_head_dim=64, head_dim=64, rotary_dim=32, **MODEL_SIZES)
+MODEL = dict(
+    hidden_size=128, intermediate_size=128, shared_intermediate_size=128, dense_intermediate_size=128,
+    num_local_experts=4, index_head_dim=64, head_dim=64, rotary_dim=32,
+)  # fmt: skip
+CONFIG = tiny.config("dMM", **MODEL)
 
 
-@cache
-def model():
-    return tiny.model(CONFIG, dtype="bfloat16")
-
-
-@pytest.mark.parametrize("are_apart", [False, True])
-def test_logits_with_kernels_are_those_of_xla_but_for_rounding(are_apart):
-    """Layers that are scanned and layers that are not; each has its own weights."""
+def test_logits_with_kernels_are_those_of_xla_but_for_rounding():
+    """Two layers of one stack, one by one, each with its own weights; those of test_mxfp8.py are scanned."""
     ids = jnp.asarray(tiny.tokens(CONFIG, 1, 2))
-    call = lambda model: (model.with_layers_apart(ids.size) if are_apart else model)(ids)
+    drawn = tiny.model(tiny.config("MM", **MODEL), dtype="bfloat16")
     with interpret():
-        found = jax.jit(call)(model())
-    assert distance(exact(found), exact(model()(ids))) < 2e-2
+        found = jax.jit(lambda model: model.with_layers_apart(ids.size)(ids))(drawn)
+    assert distance(exact(found), exact(drawn(ids))) < 2e-2
 
 
 @pytest.mark.parametrize("are_apart", [False, True])
@@ -213,7 +211,7 @@ def test_no_matrix_is_copied_out_of_its_stack(are_apart):
     """A step's program hands whole stacks to kernels: it neither slices a layer's matrix nor scans it."""
     step = lambda model, ids: (model.with_layers_apart(1) if are_apart else model)(ids)
     with interpret():
-        traced = jax.make_jaxpr(step)(model(), jnp.zeros((1, 1), jnp.int32))
+        traced = jax.make_jaxpr(step)(abstract(CONFIG, "bfloat16"), array(jnp.int32, 1, 1))
     outside = list(equations(traced.jaxpr))
     cut = {"slice", "dynamic_slice", "squeeze", "gather"}
     made = [out.aval for equation in outside if equation.primitive.name in cut for out in equation.outvars]
@@ -228,10 +226,10 @@ def test_no_matrix_is_copied_out_of_its_stack(are_apart):
 
 def test_meshes_and_the_invariant_mode_multiply_by_xla():
     """A kernel sees one device's memory, and has an order of sums for each number of rows."""
-    divided = tiny.model(CONFIG, dtype="bfloat16", mesh=parse_mesh("tensor=2"))
+    alone, divided = (abstract(CONFIG, "bfloat16", mesh) for mesh in (None, parse_mesh("tensor=2")))
     with interpret():
-        for other in (model().with_invariance(), divided):
-            program = str(jax.make_jaxpr(lambda model, ids: model(ids))(other, jnp.zeros((1, 1), jnp.int32)))
+        for other in (alone.with_invariance(), divided):
+            program = str(jax.make_jaxpr(lambda model, ids: model(ids))(other, array(jnp.int32, 1, 1)))
             assert not any(name in program for name in ("stacked_project", "add_norm", "choose_experts"))
 
 

@@ -88,7 +88,7 @@ def test_heads_are_normed_and_rotated():
     norms = [jnp.asarray(rng.normal(size=x.shape[2]), jnp.float32) for x in heads]
     angles = jnp.asarray(rng.normal(size=(4, 8)), jnp.float32)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    found = qk_norm_rope(heads, norms, cos, sin, eps=1e-6, dtype=jnp.float32, **ON_CPU)
+    found = jax.jit(partial(qk_norm_rope, eps=1e-6, dtype=jnp.float32, **ON_CPU))(heads, norms, cos, sin)
     for x, norm, out in zip(heads, norms, found, strict=True):
         expected = apply_rope(gemma_norm(x, norm, 1e-6)[None], cos[None], sin[None])[0]
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)

@@ -13,7 +13,9 @@ from support.comparisons import assert_close, assert_equal
 from support.media import image_file, picture
 
 from m3jax.media import PRESETS, decode_image, process_image
-from m3jax.media.patches import MEAN, STD, patch_positions
+from m3jax.media.patches import patch_positions
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
 PIXELS = picture(30, 44, 1)
 AXES = "row column color"

@@ -17,8 +17,9 @@ from m3jax.media import (
     process_image,
     process_video,
 )
-from m3jax.media.packing import bucket_size
+from m3jax.media.packing import bucket_size, segments
 from m3jax.media.placeholders import END, IMAGE, START, VIDEO
+from m3jax.media.places import segment_places
 
 IDS = PlaceholderIds()
 VISION = M3Config.tiny(vision_config={"patch_size": 14, "vision_segment_max_frames": 4})
@@ -72,8 +73,10 @@ def test_time_stamps_need_a_tokenizer():
 
 
 def test_placeholder_ids_of_a_config():
+    assert IDS._asdict() == dict(image=200025, video=200026, start=200029, end=200030)  # of M3's tokenizer
     tiny = lambda **extra: PlaceholderIds.of_config(M3Config.tiny(extra=extra))
     assert tiny() == IDS and tiny(image_token_index=7, video_token_index=9) == IDS._replace(image=7, video=9)
+    assert tiny(image_token_index=0, video_token_index=255) == IDS._replace(image=0, video=255)
     for wrong in (256, -1, "7"):
         with pytest.raises(ValueError, match=r"video_token_index = .* outside the vocabulary of 256"):
             tiny(video_token_index=wrong)
@@ -140,6 +143,7 @@ def test_buckets_are_few():
     """Four sizes a doubling, none a quarter above what it holds but for the smallest: the programs to compile."""
     sizes = [bucket_size(count) for count in range(1, 10_001)]
     assert sizes == sorted(sizes) and len(set(sizes)) == 22 and all(size % 4 == 0 for size in sizes)
+    assert sorted(set(sizes))[:10] == [256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280]
     assert all(count <= size < max(257, 1.25 * count + 1) for count, size in enumerate(sizes, 1))
 
 
@@ -189,6 +193,32 @@ def test_features_that_do_not_fit_the_prompt():
         feature_places(tokens, batch([small, large, small]))
 
 
+def test_places_of_segments_that_are_not_packed():
+    """An array for each image and each chunk of a video, also for one of them and for none."""
+    images, videos = [blank_image(2, 4), blank_image(2, 2)], [blank_video(((2, 2, 4), (1, 2, 4)))]
+    tokens = expand_tokens([IDS.image, 5, IDS.video, IDS.image], images, videos)
+    found = segments(images, videos)
+    assert [(part.grid, part.features, part.is_video) for part in found] == [
+        ((1, 2, 4), 2, False), ((1, 2, 2), 1, False), ((2, 2, 4), 4, True), ((1, 2, 4), 2, True)
+    ]  # fmt: skip
+    places = segment_places(tokens, found)
+    assert [part.tolist() for part in places] == [[1, 2], [18], [6, 7, 10, 11], [14, 15]]
+    assert all(
+        tokens[place] == (IDS.image if number < 2 else IDS.video) for number, at in enumerate(places) for place in at
+    )
+    assert [part.tolist() for part in segment_places(tokens[:4], found[:1])] == [[1, 2]] and segment_places(
+        [9], ()
+    ) == []
+    with pytest.raises(ValueError, match="for 2 features"):
+        segment_places([9], found[:1])
+
+
+def test_a_chunk_has_four_temporal_patches_where_no_config_says_another_number():
+    for config in (None, M3Config.tiny(vision_config={})):
+        grids = [part.grid for part in segments((), [blank_video(((9, 2, 2),))], config)]
+        assert grids == [(4, 2, 2), (4, 2, 2), (1, 2, 2)]
+
+
 ROWS = np.zeros((8, 1176), np.float32)
 
 
@@ -213,6 +243,14 @@ ROWS = np.zeros((8, 1176), np.float32)
                 config=M3Config.tiny(vision_config={"img_token_compression_config": {"spatial_merge_size": 4}}),
             ),
             "spatial_merge_size = 4 is not supported, only 2",
+        ),
+        (
+            dict(images=[blank_image(2, 2)], config=M3Config.tiny(vision_config={"temporal_patch_size": 1})),
+            "temporal_patch_size = 1 is not supported, only 2",
+        ),
+        (
+            dict(images=[blank_image(2, 2)], config=M3Config.tiny(vision_config={"vision_segment_max_frames": 1.5})),
+            "vision_segment_max_frames = 1.5: must be a positive integer",
         ),
         (
             dict(images=[blank_image(2, 2)], config=M3Config.tiny(vision_config={"vision_segment_max_frames": 0})),

@@ -1,5 +1,7 @@
 """The sizes that images and frames are resized to: the engines' rules, tiers, and sizes that no rule allows."""
 
+from dataclasses import asdict
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +26,12 @@ TOKENS = {
     (13, 2600): (29, 93, 24, 336),
 }  # fmt: skip
 FRAMES = {(480, 640): (476, 644), (720, 1280): (560, 1008), (2160, 3840): (560, 1008), (300, 400): (308, 392)}
+# SGLang shrinks a frame's long side to 672, rounds to pixels and raises to multiples of 28: 378 x 672 is 392 x 672.
+CAPPED = {
+    (480, 640): (504, 644), (720, 1280): (392, 672), (2160, 3840): (392, 672), (300, 400): (308, 420),
+    (672, 672): (672, 672), (1344, 1344): (672, 672), (3, 600): (28, 616), (2, 400): (28, 420), (5, 1000): (28, 672),
+    (29, 673): (56, 672), (1000, 5): (672, 28),
+}  # fmt: skip
 
 side = st.integers(1, 6000)
 
@@ -47,6 +55,24 @@ def test_frames_have_a_budget_each(size):
     """Trap (smg #2575): the pixels of a video are bounded a frame, 602,112, whatever the number of frames."""
     for name in ("hub", "vllm", "smg"):
         assert tuple(target_stages(*size, PRESETS[name].frame)[-1]) == FRAMES[size], name
+
+
+def test_sglang_caps_a_frame_before_it_is_raised():
+    """A frame below the cap grows by less than a block of 28; above it the long side becomes the cap."""
+    assert {size: tuple(target_stages(*size, PRESETS["sglang"].frame)[-1]) for size in CAPPED} == CAPPED
+    assert tuple(target_stages(29, 673, PRESETS["sglang"].image)[-1]) == (56, 672)
+
+
+def test_the_limits_are_the_hosted_api_s():
+    """Facts of MiniMax's provider verifier and of its size rule, as they are written there."""
+    assert asdict(LIMITS) == dict(
+        aspect=200, image_bytes=31_457_280, video_bytes=52_428_800, image_pixels=12_845_056, video_pixels=301_056_000,
+        short_side=112, fewest_fps=0.2, most_fps=5.0,
+    )  # fmt: skip
+    assert LONG_SIDE_TIERS == {"low": 504, "default": 1008, "high": 2016}
+    assert {name: (preset.frames, preset.fps) for name, preset in PRESETS.items()} == {
+        "hub": ("hub", 1.0), "vllm": ("vllm", 1.0), "sglang": ("sglang", 1.0), "smg": ("smg", 2.0)
+    }  # fmt: skip
 
 
 def test_sizes_of_672_in_a_config_are_no_square():

@@ -1,5 +1,7 @@
 """Videos of every container to frames, which frames are taken and when they were, and broken ones to one line."""
 
+import io
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,7 +46,9 @@ def test_a_gif_that_moves_is_a_video():
     for broken, reason in ((gif_file([9], 250), "a GIF of one frame is an image"), (data[:-20], "it is cut short")):
         with pytest.raises(ValueError, match=reason):
             process_video(broken)
-    assert is_moving(data) and not is_moving(gif_file([9], 250)) and not is_moving(image_file(picture(8, 8)))
+    still = (gif_file([9], 250), image_file(picture(8, 8)), image_file(picture(8, 8), "JPEG"), picture(8, 8))
+    assert is_moving(data) and not any(map(is_moving, still))
+    assert is_moving(Image.open(io.BytesIO(data))) and not is_moving(Image.fromarray(picture(8, 8)))
 
 
 def test_a_turned_phone():
@@ -141,6 +145,19 @@ def test_chosen_frames_are_of_the_video(total, rate, fps, most):
             assert (np.diff(chosen) / rate >= 1 / fps - 2e-4).all(), chosen
         if rule in ("sglang", "smg") and len(chosen) > 1:
             assert chosen[-1] == total - 1 or (total - 1 - chosen[-1]) / rate <= 1e-4, (rule, chosen)
+
+
+def test_as_few_frames_as_many():
+    """The least number may be the largest: then all of them are taken that there are, or as many."""
+    assert choose_frames("hub", 20, 10.0, min_frames=5, max_frames=5) == [0, 4, 8, 12, 16]
+    assert choose_frames("smg", 3, 10.0, min_frames=5, max_frames=5) == [0, 1, 2]
+    # A frame may come a ten-thousandth of a second early, and no earlier: one of 10,005 in a second.
+    assert (
+        choose_frames("vllm", 31, 10.000001) == [0, 10, 20, 30] and choose_frames("vllm", 12_000, 10_005.0)[1] == 10_004
+    )
+    # Of "sglang" the last frame is one more where it comes later than that after the one before it.
+    assert choose_frames("sglang", 10_006, 10_005.0) == [0, 10_004] != choose_frames("sglang", 10_008, 10_005.0)
+    assert len(choose_frames("hub", 7700, 1.0)) == 768 and len(choose_frames("smg", 9, 9.0)) == 4  # where none is given
 
 
 def test_thinned_frames_keep_the_last():

@@ -22,6 +22,7 @@ from support.msa_strategies import (
     blockwise,
     cases,
     dense_attention,
+    few,
     prefill,
 )
 
@@ -59,8 +60,15 @@ def test_walks_in_pieces_are_the_oracle(schedule, case):
     assert_close(run(case, schedule), expected)
 
 
-@SCHEDULE
-@pytest.mark.parametrize("rules", [{}, dict(local_blocks=2), dict(init_blocks=1), dict(score="lse")], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "rules"),
+    [
+        *((name, {}) for name in SPARSE),
+        *(("definition", rules) for rules in (dict(local_blocks=2), dict(init_blocks=1), dict(score="lse"))),
+    ],
+    ids=str,
+)
+@few
 @given(case=cases((GROUPED,)))
 def test_selected_blocks_are_the_oracle(schedule, rules, case):
     """T17, T18: under M3's rules and others, selection then attention, with something dropped."""
@@ -71,6 +79,7 @@ def test_selected_blocks_are_the_oracle(schedule, rules, case):
 
 
 @SCHEDULE
+@few
 @given(case=cases((ROOMY,)))
 def test_all_blocks_selected_is_dense(schedule, case):
     """T4: with a slot for every block each token is attended once, own and first block too."""
@@ -79,7 +88,8 @@ def test_all_blocks_selected_is_dense(schedule, case):
         assert_close(run(case, schedule, selected(case, **rules)), dense)
 
 
-@EVERY
+@pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
+@few
 @given(case=cases((GROUPED,)))
 def test_float64_is_the_oracle(schedule, case):
     """The definition in float64, which the float32 schedules are measured by; and every formula to float64's eye."""
@@ -92,6 +102,7 @@ def test_float64_is_the_oracle(schedule, case):
 
 
 @pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
+@few
 @given(seed=st.integers(0, 99))
 def test_bfloat16_is_within_the_published_bound(schedule, seed):
     """Outputs within 3e-2 and LSE within 1e-3 of float64 on the rounded inputs, as MiniMax-AI/MSA tests its kernels."""
@@ -110,6 +121,7 @@ def test_bfloat16_is_within_the_published_bound(schedule, seed):
 
 
 @SCHEDULE
+@few
 @given(case=cases(CUT), data=st.data())
 def test_order_of_slots(schedule, case, data):
     """T4: ids are a set; -1 may stand anywhere among them."""
@@ -119,6 +131,7 @@ def test_order_of_slots(schedule, case, data):
 
 
 @pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
+@few
 @given(case=cases(CUT), poison=st.sampled_from([np.nan, np.inf, 1e38]))
 def test_slots_beyond_a_length_are_never_read(schedule, case, poison):
     """T10: the tail of the last page is arbitrary memory, and changes not one bit."""
@@ -129,6 +142,7 @@ def test_slots_beyond_a_length_are_never_read(schedule, case, poison):
 
 
 @GATHERING
+@few
 @given(case=cases(CUT), block=st.sampled_from([0, -1]), poison=st.sampled_from([np.nan, np.inf]))
 def test_unselected_blocks_are_never_read(schedule, case, block, poison):
     """T9: -1 leads neither to block 0 nor to the last one, though both hold garbage."""
@@ -143,6 +157,7 @@ def test_unselected_blocks_are_never_read(schedule, case, block, poison):
 
 
 @GATHERING
+@few
 @given(case=cases(CUT), head=st.integers(0, 3))
 def test_a_group_may_leave_a_block_that_another_takes(schedule, case, head):
     """T1, T9: what one head left stays unread though another head reads the same page of its own."""
@@ -157,6 +172,7 @@ def test_a_group_may_leave_a_block_that_another_takes(schedule, case, head):
 
 
 @EVERY
+@few
 @given(case=cases(CUT), data=st.data())
 def test_no_query_sees_a_later_token(schedule, case, data):
     """T2: other keys and values after position i leave all rows up to i as they were, bit by bit."""
@@ -170,6 +186,7 @@ def test_no_query_sees_a_later_token(schedule, case, data):
 
 
 @SCHEDULE
+@few
 @given(case=cases(CUT), head=st.integers(0, 3))
 def test_a_group_attends_by_its_own_blocks(schedule, case, head):
     """T1, T7: another selection, key or value in one group changes that group's query heads alone."""
@@ -186,6 +203,7 @@ def test_a_group_attends_by_its_own_blocks(schedule, case, head):
 
 
 @EVERY
+@few
 @given(case=cases(CUT), row=st.integers(0, 3))
 def test_a_row_is_attended_alone(schedule, case, row):
     """T5, T13, T40: companions with other positions and lengths, NaN in all they hold, change not one bit of a row."""
@@ -201,6 +219,7 @@ def test_a_row_is_attended_alone(schedule, case, row):
 
 
 @pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
+@few
 @given(case=cases((GROUPED,)), row=st.integers(0, 2))
 def test_a_row_needs_no_batch(schedule, case, row):
     """T5: to rounding, not to the bit: the compiler may sum in another order for another batch size."""
@@ -212,6 +231,7 @@ def test_a_row_needs_no_batch(schedule, case, row):
 
 
 @EVERY
+@few
 @given(case=cases(CUT))
 def test_padding_is_zero(schedule, case):
     """T8: exact zeros and an LSE of -inf for padding, for empty rows, for queries whose slots are all -1; never NaN."""
@@ -228,6 +248,7 @@ def test_padding_is_zero(schedule, case):
 
 
 @SCHEDULE
+@few
 @given(case=cases((GROUPED,)))
 def test_right_padding_changes_nothing(schedule, case):
     """Padding on the right changes no output and has output 0, with NaN behind the rows' keys (T6, T10)."""
@@ -267,6 +288,7 @@ def test_layouts_do_not_matter(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
+@few
 @given(seed=st.integers(0, 99), pick=st.lists(st.integers(0, 39), min_size=40, max_size=40))
 def test_any_queries_with_global_positions(schedule, seed, pick):
     """T15, T28: some queries, in any order, get the rows that they get among all."""
@@ -280,6 +302,7 @@ def test_any_queries_with_global_positions(schedule, seed, pick):
 
 
 @SCHEDULE
+@few
 @given(seed=st.integers(0, 99), size=st.integers(1, 16), starts=st.tuples(*[st.integers(0, 40)] * 3))
 def test_draft_rows_over_a_block_border(schedule, seed, size, starts):
     """T18, T19, T20: 1 to 16 queries of a decode step, each with its own blocks, over slots not written yet."""

@@ -1,8 +1,9 @@
 """Whole models on the TPU kernels, in TPU interpret mode: nothing races, and XLA gives the same."""
 
 import importlib
-from contextlib import contextmanager
-from functools import cache
+import itertools
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from unittest import mock
 
 import jax
@@ -10,74 +11,70 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from support import comparisons, tiny
-from support.engines import CONFIG, engine, params, prompt, quick, serve
 
+from m3jax.cache import Cache
 from m3jax.ops import interpret
 from m3jax.parallel import parse_mesh
 
 STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 
 
-@cache
-def model(layers="dM"):
-    return tiny.model(tiny.config(layers))
-
-
 @contextmanager
 def counted(*names):
-    """Run in interpret mode, and count the traced calls of each kernel."""
-    modules = {name: importlib.import_module(f"pallas_kernels.{name}.mosaic_tpu") for name in names}
-    patches = [mock.patch.object(module, "run", wraps=module.run) for module in modules.values()]
-    with interpret(STRICT), quick():
-        spies = [patch.start() for patch in patches]
-        try:
-            yield spies
-        finally:
-            for patch in patches:
-                patch.stop()
+    """Run in interpret mode, and count the traced calls of each kernel.
+
+    Index kernels have buffers of a few pages: each page is copied by code of its own, and the 32 of a chip would be
+    most of a program to compile.
+    """
+    modules = [importlib.import_module(f"pallas_kernels.{name}.mosaic_tpu") for name in names]
+    with ExitStack() as stack:
+        for module in modules:
+            if "index" in module.__name__:
+                stack.enter_context(mock.patch.object(module, "Config", partial(module.Config, lanes=16, pages=2)))
+        stack.enter_context(interpret(STRICT))
+        yield [stack.enter_context(mock.patch.object(module, "run", wraps=module.run)) for module in modules]
 
 
-def test_a_forward_pass_is_that_of_xla():
-    tokens = jnp.asarray(tiny.tokens(CONFIG, 2, 45))
-    with counted("index_topk", "sparse_prefill") as spies:
-        found = jax.jit(lambda m, t: m.intermediates(t))(model().with_backend("mosaic_tpu"), tokens)
-    assert all(spy.call_count for spy in spies)
-    expected = jax.jit(lambda m, t: m.intermediates(t))(model(), tokens)
-    comparisons.assert_same_sets(found["layers"][1]["blocks"], expected["layers"][1]["blocks"])
-    comparisons.assert_close(found["logits"], expected["logits"], "logits", "B T V", atol=1e-4)
+CONFIG = tiny.config("M")  # blocks of 8, of which a query keeps 3
+PROMPT, NEW = 31, 2  # the second new token is the first of a page
+TOKENS = tiny.tokens(CONFIG, 1, PROMPT + NEW)
 
 
-# An engine of one row, and a prompt that is one chunk: the third new token is the first of a page.
-SHAPE, PROMPT, NEW = dict(max_batch=1, prefill_rows=1, prefill_chunk=40), prompt(38, 1), 4
+@jax.jit
+def extend(model, tokens, cache, start):
+    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return model(tokens, cache=cache, positions=positions, lengths=positions[:, -1] + 1)
+
+
+def logits(of_prompt, of_steps) -> np.ndarray:
+    """Return the logits of a prompt in one call of a model, and of the tokens behind it in a call each of another."""
+    cache, found = Cache.init(CONFIG, 1, 40, "float32", of_steps.mesh), []
+    for start, stop in itertools.pairwise([0, *range(PROMPT, PROMPT + NEW + 1)]):
+        model = of_steps if start else of_prompt
+        out, cache = extend(model, TOKENS[:, start:stop], cache, np.int32(start))
+        found.append(np.asarray(out[0]))
+    return np.concatenate(found)
 
 
 @cache
-def by_xla():
-    """Return the greedy tokens of an engine with XLA's schedules."""
-    (expected,) = serve(engine(model("M"), **SHAPE), (PROMPT, params(NEW)))
-    return expected
+def by_xla() -> np.ndarray:
+    return logits(tiny.model(CONFIG), tiny.model(CONFIG))
 
 
-def test_greedy_tokens_are_those_of_xla():
-    """Decode alone: XLA computes the prompt, since the two tests beside this one prefill by the kernels."""
-    served = engine(model("M"), **SHAPE)
-    handle = served.add(PROMPT, params(NEW))
-    while served.prefill():
-        pass
-    served._runner.model = model("M").with_backend("mosaic_tpu")
+def test_steps_are_those_of_xla():
+    """Behind a prompt by XLA, since the test below computes one by the kernels."""
+    model = tiny.model(CONFIG)
     with counted("index_topk_decode", "sparse_decode", "qk_norm_rope_insert") as spies:
-        found = served.run()[handle]
+        found = logits(model, model.with_backend("mosaic_tpu"))
     assert all(spy.call_count for spy in spies)
-    assert len(found.tokens) == NEW and found.tokens == by_xla().tokens
-    np.testing.assert_allclose(found.logprobs, by_xla().logprobs, rtol=0, atol=1e-4)
+    comparisons.assert_close(found, by_xla(), "logits", "T V", atol=1e-4)
 
 
-def test_inside_shard_map_selection_and_attention_are_those_of_xla():
-    """Each of two devices names candidates of the pages that are its own, and attends over them."""
-    divided = tiny.model(tiny.config("M"), mesh=parse_mesh("context=2")).with_backend("mosaic_tpu")
+def test_inside_shard_map_a_prompt_and_steps_are_those_of_xla():
+    """Each of two devices names candidates among the pages that are its own, and attends over them."""
+    model = tiny.model(CONFIG, mesh=parse_mesh("context=2")).with_backend("mosaic_tpu")
     names = ("index_topk", "index_topk_decode", "sparse_prefill", "sparse_decode", "qk_norm_rope_insert")
     with counted(*names) as spies:
-        (found,) = serve(engine(divided, **SHAPE), (PROMPT, params(2)))
+        found = logits(model, model)
     assert all(spy.call_count for spy in spies)
-    assert found.tokens == by_xla().tokens[:2]
-    np.testing.assert_allclose(found.logprobs, by_xla().logprobs[:2], rtol=0, atol=1e-4)
+    comparisons.assert_close(found, by_xla(), "logits", "T V", atol=1e-4)

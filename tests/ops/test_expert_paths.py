@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from m3jax.ops import EXPERT_PATHS, interpret, run_experts
+from m3jax.ops import EXPERT_PATHS, interpret, measured, run_experts
 from m3jax.ops.experts import ExpertWeights, why_not_path
 from m3jax.vectors.groups import experts as group
 
@@ -64,3 +65,26 @@ def test_the_backward_pass_of_training_keeps_no_copy_of_a_layers_experts():
     shapes = {x.shape for x in jax.tree.leaves(jax.vjp(copied, jnp.ones((5, 8)))[1])}
     assert (2, 3, 8, 4) in shapes, "the stacks were not found"
     assert not {shape for shape in shapes if shape[-3:] in ((3, 8, 4), (3, 4, 8)) and shape[0] != 2}
+
+
+def test_gradients_of_copied_experts_are_sums_over_their_tiles(monkeypatch):
+    """Tiles of two pairs, so that each expert has several; the last expert is chosen by no token."""
+    monkeypatch.setattr(measured, "COPIED_TILE", 2)
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(np.float32))
+    x, weights = draw(7, 8), ExpertWeights(draw(2, 4, 8, 4), draw(2, 4, 8, 4), draw(2, 4, 4, 8))
+    ids = jnp.asarray([[0, 1], [0, 2], [1, 0], [2, 1], [0, 1], [1, 2], [0, 2]])
+    factors = draw(7, 2, 8)
+
+    def by_copies(x, weights):
+        return jnp.sum(factors * run_experts(x, weights, ids, jnp.int32(1), jnp.multiply, path="copied"))
+
+    def of_all_experts(x, weights):
+        gate, up, down = (weight[1] for weight in weights)
+        hidden = jnp.einsum("xd,edf->xef", x, gate) * jnp.einsum("xd,edf->xef", x, up)
+        of_each = jnp.einsum("xef,efd->xed", hidden, down)  # [X E D]
+        return jnp.sum(factors * jnp.take_along_axis(of_each, ids[:, :, None], axis=1))
+
+    got, want = (jax.jit(jax.grad(fn, argnums=(0, 1)))(x, weights) for fn in (by_copies, of_all_experts))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+    assert not np.asarray(got[1].gate)[1, 3].any()

@@ -440,3 +440,11 @@ def test_many_faults_are_eight_and_a_number_and_all_of_them_in_the_notes():
     assert text.endswith("; and 92 more") and text.isprintable() and len(text) < 2000
     assert len(caught.value.__notes__) == 100
     assert caught.value.__notes__[99].startswith(r"unknown key 'unknown\x1b099': remove it")
+
+
+def test_what_a_configuration_is_where_nobody_says_it():
+    """The defaults of fields are M3's published values, but for the ids of its tokenizer."""
+    fields = {each.name: each.default for each in dataclasses.fields(M3Config) if each.name not in ("extra",)}
+    given = {name: value for name, value in fields.items() if value is not dataclasses.MISSING}
+    assert given.pop("bos_token_id") is None and given.pop("eos_token_id") == () and given.pop("vision_config") is None
+    assert given == {name: getattr(M3Config.m3(), name) for name in given} and len(given) == 12

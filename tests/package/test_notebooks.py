@@ -1,8 +1,8 @@
 """The notebooks: they run from top to bottom, and each is the same as its script."""
 
 import ast
-import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,10 @@ nbformat = pytest.importorskip("nbformat", reason=f"reading notebooks {_NEEDS}")
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 PLANNING = "04_capacity_planning"
-# Its engines run for longer than they are compiled: there LLVM's first optimizations pay. In the others they do not.
-LONG = "02_cache_and_engine"
 MOST_BYTES = 1 << 20
 SECONDS_A_CELL = 300  # on a busy machine most of it is compilation
+# Before a notebook: no name of the one before it is left, and garbage is looked for as seldom as by the suite itself.
+BEGINNING = "%reset -f\nimport gc\n\ngc.set_threshold(50_000, 20, 20)"
 
 
 def read(name: str):
@@ -54,33 +54,43 @@ def test_stored_notebook_is_valid_and_small(name):
     assert pictures(read(name)), "run it and save it: a reader on the web sees the stored pictures"
 
 
-def execute(notebook, monkeypatch, is_optimized=False):
+@pytest.fixture(scope="module")
+def kernel() -> Iterator:
+    """One kernel for all notebooks: each begins without names, but finds imported and compiled what others needed."""
+    jupyter_client = pytest.importorskip("jupyter_client", reason=f"running a notebook {_NEEDS}")
+    manager = jupyter_client.KernelManager(kernel_name="python3")  # the first notebook starts it
+    yield manager
+    if manager.has_kernel:
+        manager.shutdown_kernel(now=True)
+
+
+def execute(notebook, kernel):
     nbclient = pytest.importorskip("nbclient", reason=f"running a notebook {_NEEDS}")
-    if is_optimized:
-        level = "--xla_backend_optimization_level="
-        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(f"{level}0", f"{level}1", 1))
-    # It looks for garbage as seldom as the suite itself (tests/conftest.py).
-    notebook.cells.insert(0, nbformat.v4.new_code_cell("import gc\n\ngc.set_threshold(50_000, 20, 20)"))
-    nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3").execute()
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(BEGINNING))
+    client = nbclient.NotebookClient(notebook, km=kernel, timeout=SECONDS_A_CELL)
+    try:
+        client.execute()
+    finally:
+        client.kc.stop_channels()
     # What a library warns of goes to stderr, and into the page.
     assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
 
 
 @pytest.mark.parametrize("name", [name for name in NOTEBOOKS if name != PLANNING])
-def test_notebook_runs(name, monkeypatch):
+def test_notebook_runs(name, kernel):
     notebook, stored = read(name), read(name)
-    execute(notebook, monkeypatch, is_optimized=name == LONG)
+    execute(notebook, kernel)
     assert pictures(notebook) == pictures(stored)
 
 
-def test_planning_runs_without_the_tpu_compiler_and_with_it(monkeypatch):
+def test_planning_runs_without_the_tpu_compiler_and_with_it(kernel):
     """From top to bottom where libtpu is hidden, as the extra 'notebooks' leaves it; then the last cell with libtpu."""
     notebook, stored = read(PLANNING), read(PLANNING)
     code = lambda source: nbformat.v4.new_code_cell(f"import sys\n{source}")
     last = nbformat.v4.new_code_cell(notebook.cells[-1].source)
     shown = code('del sys.modules["libtpu"]')
     notebook.cells = [code('sys.modules["libtpu"] = None'), *notebook.cells, shown, last]
-    execute(notebook, monkeypatch)
+    execute(notebook, kernel)
     assert pictures(notebook) == pictures(stored)
     without, compiled = ("".join(output.text for output in cell.outputs) for cell in (notebook.cells[-3], last))
     assert "left out" in without and "compiled:" not in without, without

@@ -365,10 +365,15 @@ def test_imports_are_declared():
 
 
 def test_import_is_light():
-    """No module of the package loads PyTorch, transformers or matplotlib, installed or not."""
+    """No module of the package loads PyTorch, transformers or matplotlib, installed or not.
+
+    And none that has a function's name, as `m3jax.generate`, hides the function.
+    """
     code = (
-        "import importlib, sys\n"
+        "import importlib, sys, m3jax\n"
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "try: m3jax.generate(None, 'text', max_new_tokens=1)\n"
+        "except ValueError as e: assert 'model is a NoneType' in str(e)\n"
         "heavy = {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) if heavy else 0)\n"
     )

@@ -77,9 +77,9 @@ def fuzzer():
 
 
 def test_every_answer_of_the_model_validates(fuzzer):
-    counts, failures = asyncio.run(fuzzer.fuzz(shared_worker(), seed=0, count=12, most_tokens=60))
+    counts, failures = asyncio.run(fuzzer.fuzz(shared_worker(), seed=0, count=6, most_tokens=60))
     assert not failures, "\n".join(failures)
-    assert counts["valid"] > 6, counts
+    assert counts["valid"] >= 3, counts
 
 
 def test_an_answer_that_is_not_valid_is_counted(fuzzer, monkeypatch):

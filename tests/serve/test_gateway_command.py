@@ -33,6 +33,10 @@ def test_a_server_begins_drains_and_ends():
         "512",
         "--max-batch",
         "2",
+        "--prefill-chunk",
+        "64",
+        "--dtype",
+        "float32",  # all as in `bench_serve.py --smoke`: what one has compiled the other finds
     ]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:

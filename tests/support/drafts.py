@@ -14,7 +14,7 @@ from m3jax.decoding import Eagle3Drafter
 from m3jax.decoding.speculation.verify import Proposal
 from m3jax.model import eagle3
 
-__all__ = ["CONFIG", "Knowing", "config", "draft", "join", "model"]
+__all__ = ["CONFIG", "Coached", "Knowing", "config", "draft", "join", "model"]
 
 
 def config(**changes) -> eagle3.Eagle3Config:
@@ -97,3 +97,28 @@ class Knowing:
 
     def learn(self, model, cache, memory, taps, tokens, lengths, counts):
         return cache, memory
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Coached(Eagle3Drafter):
+    """EAGLE3, whose first `right[p % R]` proposals at position p are in place of its own what the target will say.
+
+    Of a negative number all are what the target will not say. The numbers are data: a random draft, one that is always
+    right, one that is always wrong and anything between share compiled programs.
+    """
+
+    right: jax.Array | None = None
+
+    @classmethod
+    def of(cls, draft: eagle3.Eagle3, *right: int, sample: bool = False) -> "Coached":
+        return cls(draft, sample=sample, right=Knowing.of(*right).right)
+
+    def propose(self, model, cache, memory, sampling, newest_token, lengths, is_live, count):
+        asked = dict(sampling=sampling, newest_token=newest_token, lengths=lengths, is_live=is_live, count=count)
+        own, drafted = super().propose(model, cache, memory, **asked)
+        known, _ = Knowing.of(count).propose(model, cache, None, **asked)
+        right = self.right[lengths % len(self.right)][:, None]  # [B 1]
+        tokens = jnp.where(jnp.arange(count) < right, known.tokens, own.tokens)  # [B K]
+        wrong = (known.tokens + 1) % model.config.vocab_size
+        return own._replace(tokens=jnp.where(right < 0, wrong, tokens)), drafted

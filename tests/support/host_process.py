@@ -17,10 +17,10 @@ import numpy as np
 
 DEVICES = 2  # of each process
 HEARTBEAT = 10
-# Each engine's mesh and settings. Pages lie on both hosts, and so do heads; 21 pages do not divide over 4 devices.
+# Each engine's mesh and settings. Rows and pages lie on both hosts, and so do heads; 21 pages do not divide over 4
+# devices.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "rows and heads": ("data=2,tensor=2", dict(pages=21)),
-    "pages": ("context=4", dict(pages=21, invariant=True)),
+    "rows and pages": ("data=2,context=2", dict(pages=21, invariant=True)),
     "heads, one row, draft": (
         "tensor=4",
         dict(pages=21, max_batch=1, prefill_rows=1, draft="ngram", draft_tokens=2),
@@ -43,11 +43,11 @@ def work(engine) -> dict[str, Any]:
     from support.engines import finish, params, prompt
 
     found = {}
-    first = engine.add(prompt(37), params(9))
-    group = engine.add(prompt(24), params(6, temperature=1.0, seed=5), n=2)
-    guided = engine.add(list(prompt(5)), params(6), guide=OddTokens())
+    first = engine.add(prompt(37), params(6))
+    group = engine.add(prompt(24), params(4, temperature=1.0, seed=5), n=2)
+    guided = engine.add(list(prompt(5)), params(4), guide=OddTokens())
     late = engine.add(prompt(11), params(4), deadline=1e-9)
-    stopped = engine.add(np.array(prompt(40)), params(20, temperature=0.7, seed=3))
+    stopped = engine.add(np.array(prompt(40)), params(12, temperature=0.7, seed=3))
     for _ in range(100):
         engine.step()
         if len(engine.result(first).tokens) >= 1:
@@ -120,7 +120,7 @@ def run(channel, process_id: int, folder: Path, when: str) -> None:
                 continue
             report[name] = work(engine)
             if settings.get("invariant"):
-                alone = engine.add(prompt(37), params(9))
+                alone = engine.add(prompt(37), params(6))
                 engine.run()
                 report["alone"] = engine.result(alone).logprobs
     report["asked"] = OddTokens.asked

@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from m3jax import msa
@@ -41,6 +42,8 @@ ROOMY = Shape(B=2, T=20, S=20, N=4, K=2, H=8, P=8, J=6)  # more slots than block
 PARTIAL = (GROUPED, RAGGED, FOURS, ONE_SLOT)
 SHAPES = (*PARTIAL, ROOMY)
 CUT = (GROUPED, RAGGED)  # large enough to be walked in pieces
+# For what must not matter, beside tests of the same programs against an oracle, which take the profile's examples.
+few = settings(max_examples=10)
 
 
 @dataclass(frozen=True)

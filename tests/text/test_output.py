@@ -443,3 +443,84 @@ def test_pieces_of_a_text_have_5_to_200_characters():
     for name, case in CASES.items():
         for run in runs(fed(parser(TOOLS, case.mode), wire(case.output))):
             assert len(run) == 1 or min(len(event.text) for event in run) >= 5, (name, run)
+
+
+# Every fault of an output, in order; those of CASES that are not here have none.
+FAULTS = {
+    "a call ends reasoning that was not closed": ["reasoning was not closed before call 0"],
+    "the first tag is missing, but for its marker": ["<path> was missing in call 0"],
+    "a tag is missing": ["<content> was missing in call 0"],
+    "a tag is missing within an object": ["<line> was missing in call 0"],
+    "a tag is missing that the schema does not have": [
+        "</file> in call 0 closes nothing", "<path> was missing in call 0"
+    ],
+    "tags without the marker": [
+        '<invoke name="edit"> has no marker', *(
+            f"<{name}> in call 0 has no marker"
+            for name in ("edits", "item", "old", "/old", "line", "/line", "/item", "/edits", "/invoke")
+        ), "</tool_call> has no marker",
+    ],
+    "a parameter that is not closed": ["<city> was not closed in call 0"],
+    "an item that is not closed": ["<line> was not closed in call 0", "<item> was not closed in call 0"],
+    "a call that is not closed before the block": ["call 0 was not closed before its block"],
+    "a call that is not closed before the next": ["call 0 was not closed before the next"],
+    "text and tags that belong to nothing": [
+        "<tool_call> within call 0 is ignored", "text beside <city> in call 0 is dropped",
+        "</town> in call 0 closes nothing", "text beside the parameters of call 0 is dropped",
+    ],
+    "a parameter that comes again": ["a second <city> in call 0 is dropped"],
+    "an array that comes again": [
+        f"a second <{name}> in call 0 is joined to the first" for name in ("names", "item", "item")
+    ],
+    "an array that comes again behind another parameter": ["a second <names> in call 0 is dropped"],
+    "a member that is an array and comes again": ["a second <names> in call 0 is joined to the first"],
+    "an array that is called item and has the text <item>": [
+        "<item> in call 0 has no marker", "<item> was not closed in call 0"
+    ],
+    "an array that is called item, and items without markers": [
+        f"<{slash}item> in call 0 has no marker" for slash in ("", "/") * 2
+    ],
+    "it ends where a call was to begin": ["the text ends where a call was to begin"],
+    "it ends within a string": ["the text ends within call 0 ('write')"],
+    "it ends within the second call": ["the text ends within call 1 ('edit')"],
+    "it ends before the call is closed": ["the text ends within call 0 ('weather')"],
+}  # fmt: skip
+# What is within the block of a call to "edit" or "sum": the arguments, the text behind the call, the faults.
+WITHIN = {
+    '"edit">@<tool_call>@<all>true@</all>@</invoke>': ('{"all":true}', "", ["<tool_call> within call 0 is ignored"]),
+    '"edit">@<all>true@</all></nothing>@</invoke>': (
+        '{"all":true}', "", ["text beside the parameters of call 0 is dropped"]
+    ),
+    # A tag without a marker closes the innermost element alone, and that only if it was opened so.
+    '"edit">@<edits><item><old>x</item>y</old></item>@</edits>@</invoke>': (
+        '{"edits":[{"old":"x</item>y"}]}', "",
+        [f"<{name}> in call 0 has no marker" for name in ("item", "old", "/old", "/item")],
+    ),
+    '"edit">@<edits><item></item></edits>@</edits>@</invoke>': (
+        '{"edits":[{}]}', "",
+        [
+            "<item> in call 0 has no marker", "</item> in call 0 has no marker",
+            "text within <edits> in call 0 is dropped",
+        ],
+    ),
+    '"sum">@<in></in>@<names>a@</names>@</in>@</invoke>': (
+        '{"in":{"names":"a"}}', "", ["text beside <names> in call 0 is dropped"]
+    ),
+    '"sum"><in>@<names>a@</names>@</in></invoke></in>': (
+        '{"in":{"names":"a"}}', "</in>", ["<in> in call 0 has no marker", "</invoke> in call 0 has no marker"]
+    ),
+}  # fmt: skip
+
+
+def test_each_repair_and_each_drop_is_one_line_in_order():
+    plain = lambda faults: [line.replace(NAMESPACE, "@") for line in faults]
+    assert FAULTS.keys() <= CASES.keys()
+    for name, case in CASES.items():
+        message = parser(TOOLS, case.mode).parse(wire(case.output))
+        assert plain(message.faults) == FAULTS.get(name, []), name
+    for inner, (arguments, content, faults) in WITHIN.items():
+        reader = parser(TOOLS)
+        found = joined(fed(reader, [wire(f"@<tool_call>@<invoke name={inner}")]))
+        texts = {kind: text for kind, _, _, _, text in found}
+        assert (texts["arguments"], texts.get("content", "")) == (arguments, content), inner
+        assert plain(reader.faults) == faults, inner

@@ -1,6 +1,7 @@
 """Conversion: a dense model's own logits, an index branch that alone is trained at first, runs that stop."""
 
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -302,7 +303,7 @@ def test_what_selection_catches_is_attentions_mass_in_the_chosen_blocks():
 SHARED = dict(length=64, rows=1, compute_dtype="float32", remat=False, weight_decay=0.1)
 SETTINGS = ConvertSettings(
     warm_up=SFTSettings(steps=2, learning_rate=1e-2, **SHARED),
-    sparse=SFTSettings(steps=2, learning_rate=1e-2, index_loss=1.0, **SHARED), index_stride=4,
+    sparse=SFTSettings(steps=2, learning_rate=1e-2, index_loss=1.0, **SHARED),
 )  # fmt: skip
 
 
@@ -318,7 +319,7 @@ def _optimizer(decay: float, **how):
 
 
 def run(folder: Path, stop_at: tuple[str, int] | None = None, settings: ConvertSettings = SETTINGS):
-    """Convert a model of one layer that selects; at a step of a phase Ctrl-C comes."""
+    """Convert a model of two layers; at a step of a phase Ctrl-C comes."""
 
     class Stopping(PackedBatches):
         def __getitem__(self, step):
@@ -334,7 +335,10 @@ def run(folder: Path, stop_at: tuple[str, int] | None = None, settings: ConvertS
 
 @cache
 def start() -> M3:
-    return tiny.model(tiny.config("D", index_topk_blocks=2))
+    """What the command makes of `folder`, so that they share their programs."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_dense(dense_model(), folder)
+        return read_dense(folder, block_size=4, topk_blocks=2)
 
 
 @pytest.fixture(scope="module")
@@ -408,7 +412,8 @@ def test_the_command_writes_a_model_that_everything_loads(folder, tmp_path, caps
     lines = [json.dumps({"tokens": document.tokens.tolist()}) for document in documents()]
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
     words = ["convert", "--model", str(folder), "--data", str(data), "--out", str(out), "--steps", "2", "--block-size",
-             "4", "--topk-blocks", "2", "--length", "64", "--dtype", "float32", "--no-remat"]  # fmt: skip
+             "4", "--topk-blocks", "2", "--length", "64", "--dtype", "float32", "--no-remat",
+             "--weight-decay", "0.1"]  # fmt: skip
     assert command.main(words) == 0
     assert "held out: loss " in capsys.readouterr().err
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))

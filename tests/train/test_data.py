@@ -1,6 +1,7 @@
 """The training data: splits, records and their targets, probes, resuming, and errors."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,21 @@ from m3jax.text import Tokenizer
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
     return Corpus.build(TOKENIZER, "validation", progress=False)
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, dict[str, str]]:
+    """The texts of both splits."""
+    return {split: python_corpus(split) for split in ("train", "validation")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A library that is read at once, with a file or more of each split."""
+    root = tmp_path_factory.mktemp("library")
+    for i in range(40):
+        (root / f"part{i}.py").write_text("\n".join(f"def f{i}_{j}(x):\n    return x + {j}" for j in range(20)))
+    return root
 
 
 def records_of(corpus: Corpus, row: np.ndarray) -> list[tuple[int, int, int]]:
@@ -55,20 +71,20 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]):
         np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
-def test_splits_are_disjoint_and_sorted():
-    train, validation = python_corpus("train"), python_corpus("validation")
+def test_splits_are_disjoint_and_sorted(sources):
+    train, validation = sources["train"], sources["validation"]
     assert not train.keys() & validation.keys()
     assert list(train) == sorted(train)
     assert 0.02 < len(validation) / (len(train) + len(validation)) < 0.08
 
 
-def test_no_installed_package_and_no_build_settings():
-    names = [*python_corpus("train"), *python_corpus("validation")]
+def test_no_installed_package_and_no_build_settings(sources):
+    names = [*sources["train"], *sources["validation"]]
     assert not [name for name in names if "-packages" in name or "sysconfigdata" in name]
 
 
-def test_corpus_is_the_files(corpus: Corpus):
-    texts = list(python_corpus("validation").values())
+def test_corpus_is_the_files(corpus: Corpus, sources):
+    texts = list(sources["validation"].values())
     ends = np.append(corpus.starts[1:], len(corpus.tokens))
     for i in (0, len(texts) - 1):
         ids = corpus.tokens[corpus.starts[i] : ends[i]]
@@ -88,16 +104,16 @@ def test_a_record_between_lines_is_tokenised_as_written(corpus: Corpus):
         assert TOKENIZER.encode(TOKENIZER.decode(row)) == row.tolist()
 
 
-def test_cache_is_read_and_replaced_when_stale(corpus: Corpus, tmp_path: Path, monkeypatch):
-    cache = tmp_path / "corpus"
-    Corpus.build(TOKENIZER, "validation", cache=cache, progress=False)
+def test_cache_is_read_and_replaced_when_stale(folder: Path, tmp_path: Path):
+    build = partial(Corpus.build, TOKENIZER, "train", cache=tmp_path / "corpus", progress=False, root=folder)
+    cache, corpus = tmp_path / "corpus", build()
+    assert len(corpus.tokens) > 1000
     with np.load(cache) as stored:
         fingerprint, tokens = str(stored["fingerprint"]), stored["tokens"]
     np.savez(open_for(cache), fingerprint=fingerprint, tokens=tokens[:1000])
-    assert len(Corpus.build(TOKENIZER, "validation", cache=cache, progress=False).tokens) == 1000
+    assert len(build().tokens) == 1000
     np.savez(open_for(cache), fingerprint="of other sources", tokens=tokens[:1000])
-    rebuilt = Corpus.build(TOKENIZER, "validation", cache=cache, progress=False)
-    np.testing.assert_array_equal(rebuilt.tokens, corpus.tokens)
+    np.testing.assert_array_equal(build().tokens, corpus.tokens)
 
 
 def open_for(path: Path) -> Path:
@@ -154,11 +170,11 @@ def test_recall_fraction(corpus: Corpus, fraction: float, share: float):
     assert batch["recall"].any(axis=1).mean() == share
 
 
-def test_a_run_resumes(corpus: Corpus):
-    first = RecallBatches(corpus, 128, 2, 7)
+def test_a_run_resumes(folder: Path):
+    build = partial(Corpus.build, TOKENIZER, "train", progress=False, root=folder)
+    first = RecallBatches(build(), 128, 2, 7)
     seen = [first[i] for i in range(4)]
-    again = Corpus.build(TOKENIZER, "validation", progress=False)
-    assert_same(RecallBatches(again, 128, 2, 7)[3], seen[3])
+    assert_same(RecallBatches(build(), 128, 2, 7)[3], seen[3])
 
 
 def test_batches_differ_by_index_and_seed(corpus: Corpus):

@@ -48,7 +48,7 @@ TOWER = VisionConfig.tiny(
 @pytest.fixture(scope="module")
 def model():
     """One that sees, with so few words that its head is small."""
-    config = tiny.config("dM", vocab_size=2048, index_block_size=16, index_topk_blocks=4, bos_token_id=0)
+    config = tiny.config("M", vocab_size=2048, index_block_size=16, index_topk_blocks=4, bos_token_id=0)
     return with_tower(tiny.model(config), TOWER, seed=0).with_schedule("mask")
 
 
@@ -291,27 +291,26 @@ def one_each(tasks: list[PictureTask]) -> dict:
 
 
 def test_pictures_alone_tell_answers_apart(model):
-    """The same question on four pictures: answers go with the pictures when these change places.
+    """The same question on three pictures: answers go with the pictures when these change places.
 
-    A tower whose features go to other rows, or that has no gradient, leaves one answer for all four.
+    A tower whose features go to other rows, or that has no gradient, leaves one answer for all.
     """
     drawn = tasks_of("what", 60, thinking_mode="disabled", most_turns=1)
-    small = [task for task in drawn if task.frames.shape[1:3] == (56, 56)][:4]
+    small = [task for task in drawn if task.frames.shape[1:3] == (56, 56)][:3]
     tasks = [replace(task, is_first=True) for task in small]
-    assert len({task.questions for task in tasks}) == 4
+    assert len({task.questions for task in tasks}) == 3
     optimizer = make_optimizer(lambda step: 5e-3)
     loss_fn = TinyLoss(compute_dtype="float32", kl_weight=0.0, remat=False)
     batch, state, losses = one_each(tasks), init_state(model, optimizer), []
-    for _ in range(60):
+    for _ in range(45):
         state, metrics = train_step(state, batch, optimizer, loss_fn)
         losses.append(float(metrics["lm"]))
-    assert losses[-1] < 0.001 * losses[0]
-    answers = greedy_answers(state.model, TOKENIZER, TEMPLATE, tasks, 4)
-    assert answers == [task.questions[0][2] for task in tasks]
-    assert greedy_answers(state.model, TOKENIZER, TEMPLATE, tasks[::-1], 4) == answers[::-1]
-    assert picture_accuracy(state.model, TOKENIZER, TEMPLATE, tasks, 4) == {"what": 1.0, "all": 1.0}
-    wrong = [replace(task, questions=(("what", "What is this?", "A grey dot."),)) for task in tasks]
-    assert picture_accuracy(state.model, TOKENIZER, TEMPLATE, wrong, 4)["all"] == 0.0
+    assert losses[-1] < 0.01 * losses[0]
+    answers = greedy_answers(state.model, TOKENIZER, TEMPLATE, tasks[::-1], 3)
+    assert answers[::-1] == [task.questions[0][2] for task in tasks]
+    wrong = replace(tasks[-1], questions=(("what", "What is this?", "A grey dot."),))
+    found = picture_accuracy(state.model, TOKENIZER, TEMPLATE, [tasks[0], wrong, tasks[1]], 3)
+    assert found == pytest.approx({"what": 2 / 3, "all": 2 / 3}, abs=1e-3)
 
 
 def test_the_text_model_may_stay_as_it_is(model):

@@ -30,7 +30,7 @@ SETTINGS = RunSettings(
 
 @cache
 def model() -> M3:
-    return tiny.model(tiny.config("dM", vocab_size=TOKENIZER.vocab_size))
+    return tiny.model(tiny.config("M", vocab_size=TOKENIZER.vocab_size))
 
 
 class Task(TaskFile):

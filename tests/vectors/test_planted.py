@@ -23,6 +23,23 @@ def numpy_path():
     sys.path.remove(str(STORED))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def mistakes_once(numpy_path):
+    """What a mistake makes of a case is computed by the first report that needs it: tests spoil the same few cases."""
+    check_numpy, known = importlib.import_module("check_numpy"), {}
+    right = check_numpy.outputs_with
+
+    def outputs_with(mistake, group, x, rule, used=None):
+        key = mistake, group, repr(rule), *((name, array.tobytes()) for name, array in x.items())
+        if key not in known:
+            known[key] = right(mistake, group, x, rule, used)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_numpy, "outputs_with", outputs_with)
+        yield
+
+
 def again(x, rule, group, /, **changed):
     """All outputs of a case as numpy has them, with some of its inputs or rules changed."""
     operations = importlib.import_module("m3_numpy").GROUPS

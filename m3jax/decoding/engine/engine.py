@@ -626,7 +626,11 @@ class Engine:
         self._scheduler.check()
 
     def warmup(
-        self, watch: Watch = nullcontext, programs: Sequence[str] = PROGRAMS, longest: int | None = None
+        self,
+        watch: Watch = nullcontext,
+        programs: Sequence[str] = PROGRAMS,
+        longest: int | None = None,
+        all_record: bool = False,
     ) -> None:
         """Compile all that any mix of requests will run, side by side; no program of the model is run.
 
@@ -636,13 +640,15 @@ class Engine:
             "prefill"; "tower"; "decode", for requests of more than one new token; "pages", for `copy`, `export`,
             `import_request`, and for prompts that begin like a request of an earlier round and end within its pages.
           longest: tokens of a prompt: only its sizes of prefill calls are compiled; None is for any prompt.
+          all_record: every request will ask for what the engine was made to record (`Work.records`): programs that
+            record nothing, which are as many, are left to the first call that runs one.
 
         Raises:
           ValueError: there is no such program, or no such prompt.
         """
         checks.check_warmup(programs, longest)
         began = perf_counter()
-        self._runner.warmup(programs, self.shapes.prefill_sizes(longest), watch)
+        self._runner.warmup(programs, self.shapes.prefill_sizes(longest), watch, all_record)
         self._scheduler.timings.compile_seconds += perf_counter() - began
 
     def warmup_for(self, handle: int, watch: Watch = nullcontext) -> None:

@@ -133,15 +133,20 @@ class Runner:
             self._layout = tuple(leaf.sharding for leaf in jax.tree.leaves(self.state))
             self._cache_layout = self._layout[: len(jax.tree.leaves(cache))]
 
-    def warmup(self, programs: Sequence[str], widths: Sequence[int], watch: Watch = nullcontext) -> None:
-        """Compile programs, those of prefill for some widths, all inside what `watch` makes of their names."""
-        calls, names = self._sized_calls(
-            widths if "prefill" in programs else (), self.shapes.media_patches if "tower" in programs else ()
-        )
+    def warmup(
+        self, programs: Sequence[str], widths: Sequence[int], watch: Watch = nullcontext, all_record: bool = False
+    ) -> None:
+        """Compile programs, those of prefill for some widths, all inside what `watch` makes of their names.
+
+        Args:
+          programs, watch, all_record: as in `Engine.warmup`.
+          widths: of prefill calls.
+        """
+        sizes = self.shapes.media_patches if "tower" in programs else ()
+        calls, names = self._sized_calls(widths if "prefill" in programs else (), sizes, all_record)
         if "decode" in programs:
-            calls += [lambda: self._decode_call(0, {}), lambda: self._start_call(())]
-            if self.shapes.records:
-                calls.append(lambda: self._decode_call(0, {}, self.shapes.records))
+            calls += [partial(self._decode_call, 0, {}, records) for records in self._recordings(all_record)]
+            calls.append(lambda: self._start_call(()))
             names.append(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}")
         if "pages" in programs:
             names.append("copies of pages")
@@ -165,19 +170,23 @@ class Runner:
                 compile_all(call() for call in calls)
         return bool(calls)
 
+    def _recordings(self, all_record: bool) -> list[tuple[str, ...]]:
+        """Return what calls record: nothing, unless every request records, and what requests will ask for."""
+        return sorted({self.shapes.records} if all_record else {(), self.shapes.records})
+
     def _sized_calls(
-        self, widths: Sequence[int], sizes: Sequence[int]
+        self, widths: Sequence[int], sizes: Sequence[int], all_record: bool = False
     ) -> tuple[list[Callable[[], partial[Any]]], list[str]]:
         """Return functions that each make an empty call of the tower or of prefill, and the names of the programs.
 
         The tower's calls come first: they are quick to trace, and compile while those of prefill are traced.
         """
         calls = [partial(self._empty_tower_call, size) for size in sizes]
-        of_records, of_scores = {(), self.shapes.records}, {False, self.shapes.prompt_logprobs}
+        of_scores = {False, self.shapes.prompt_logprobs}
         calls += [
             partial(self._prefill_call, (), width, records, has_scores)
             for width in widths
-            for records in sorted(of_records)
+            for records in self._recordings(all_record)
             for has_scores in sorted(of_scores)
         ]
         names = [f"prefill of {self.shapes.prompts} x {_listed(widths)} tokens"] if widths else []

@@ -9,8 +9,12 @@ cuDNN's causal mask has its diagonal at the first key, so a chunk behind other t
 Keys and values of a part are copied out of their pages first: 0.1 ms of a piece's 30 for 8,192 queries of M3. A part's
 output is rounded to the queries' dtype before the parts are joined in float32.
 
-Nothing chooses this backend: it runs where its name is given. On an H100 (jax 0.11.2, 25 November 2026) a second run of
-two rows of one query each had the same outputs and log-sum-exps of other bits, for which no cause was found.
+A chunk of few queries is filled up with padding. For a single query cuDNN has a kernel of its own, which divides the
+keys of a row among programs; its release notes (9.18.1, known issues) advise against a causal mask there where query
+heads share keys. On an H100 (jax 0.11.2, 25 November 2026) a second run of two rows of one query each had the same
+outputs and log-sum-exps of other bits.
+
+Nothing chooses this backend: it runs where its name is given.
 """
 
 import dataclasses
@@ -38,6 +42,7 @@ class Config(TileConfig):
 
 
 LIMITS = Limits(config=Config)
+_LEAST_QUERIES = 64  # of a call of cuDNN, whose kernels for prompts have no lower tiles
 
 
 def in_order(k: Pages, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Bool[Array, ""]:
@@ -76,6 +81,9 @@ def run(
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
         raise ValueError(f"q is {q.dtype}: cuDNN takes bfloat16 and float16")
+    num_queries = q.shape[1]
+    filling = (0, 0), (0, max(_LEAST_QUERIES - num_queries, 0))
+    q, positions = jnp.pad(q, (*filling, (0, 0), (0, 0))), jnp.pad(positions, filling, constant_values=-1)
     attend = partial(_attend_by_xla if interpret else _attend_by_cudnn, q)
     count, first = _queries(seen_positions(positions, lengths, q.shape[1]))
     own = _own_tokens(k, first, count, q.shape[1], kv_heads), _own_tokens(v, first, count, q.shape[1], kv_heads)
@@ -93,8 +101,8 @@ def run(
     num_pieces = (jnp.max(first) + tokens - 1) // tokens
     out, lse = jax.lax.fori_loop(0, num_pieces, add_piece, (out.astype(jnp.float32), lse))
     is_query = (jnp.arange(q.shape[1], dtype=jnp.int32) < count[:, None])[..., None]  # [B T 1]
-    out = jnp.where(is_query[..., None], out, 0.0).astype(q.dtype)
-    return (out, jnp.where(is_query, lse, -jnp.inf)) if return_lse else (out,)
+    out = jnp.where(is_query[..., None], out, 0.0).astype(q.dtype)[:, :num_queries]
+    return (out, jnp.where(is_query, lse, -jnp.inf)[:, :num_queries]) if return_lse else (out,)
 
 
 def _queries(seen: Int[Array, "B T"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:

@@ -1,0 +1,108 @@
+"""Limits of what is read, dtypes of what is stored, and what a device reads of a parameter, each at its edge."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support import tiny
+
+from m3jax import make_mesh
+from m3jax.checkpoint import reader, saving
+from m3jax.checkpoint.draft import draft_config
+from m3jax.checkpoint.loading import _Parameter
+from m3jax.checkpoint.names import Target
+from m3jax.checkpoint.reader import CheckpointError, StoredTensor
+from m3jax.checkpoint.values import _cast, _may_overflow, cut
+from m3jax.files import json_file, pending, tensors
+
+
+def test_limits_of_files():
+    """Far above what checkpoints have, so that a hostile file costs little: 256 MiB of an index, 16 MiB of JSON."""
+    assert (reader._MOST_INDEX_BYTES, reader._MOST_ENTRIES) == (268_435_456, 4_000_000)
+    assert (pending._MOST_INDEX_BYTES, saving._MOST_COPIED_BYTES) == (268_435_456, 268_435_456)
+    assert (json_file.MOST_BYTES, json_file.MOST_ITEMS, json_file.MOST_DEPTH) == (16_777_216, 100_000, 64)
+    assert float(np.finfo(np.float32).max) == json_file.LARGEST and json_file._MOST_DIGITS == 60
+    assert (tensors.MOST_HEADER_BYTES, tensors._MOST_AXES) == (100_000_000, 32)
+
+
+def test_dtypes_that_are_read_and_written():
+    """By the names of safetensors; bytes of an element."""
+    sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I32": 4, "I64": 8}
+    assert {code: dtype.itemsize for code, dtype in reader._DTYPES.items()} == sizes
+    assert set(reader.INTEGERS) | set(reader.FLOATS) < set(sizes)
+    assert set(reader.FLOATS) == {code for code, dtype in reader._DTYPES.items() if "float" in dtype.name}
+    for code, dtype in tensors.DTYPES.items():
+        assert tensors.dtype_code(dtype) == code
+        name = str(dtype).replace("bool", "B1")
+        bits = 8 * dtype.itemsize
+        assert str(bits) in code or code == "BOOL" or "e4m3" in name or "e5m2" in name, code
+    assert tensors.DTYPES["BF16"] == ml_dtypes.bfloat16 and tensors.DTYPES["F8_E4M3"] == ml_dtypes.float8_e4m3fn
+
+
+@pytest.mark.parametrize("axes", [(), ("tensor",), (None, "tensor")])
+def test_bytes_that_a_process_reads_of_a_parameter(unchecked, axes):
+    """Each distinct shard once, however many devices hold it, whether it has one axis or three."""
+    mesh = make_mesh(data=2, tensor=4)
+    for shape in ((8,), (8, 4), (8, 4, 3)):
+        target = Target("w", (), shape, tuple(range(len(shape))), 1)
+        source = Namespace(weight=StoredTensor("w", Path("f"), "BF16", shape, 0, (0, 0, 0, 0)))
+        sharding = NamedSharding(mesh, PartitionSpec(*axes[: len(shape)]))
+        parameter = _Parameter(shape, np.dtype(np.float32), sharding, [(target, source)])
+        assert parameter.stored_bytes == 2 * np.prod(shape), shape
+        assert sum(len(devices) for devices in parameter.boxes.values()) == 8
+
+
+def test_all_that_is_wrong_with_a_draft_is_in_the_notes():
+    """The line has the first of many faults; --verbose prints the notes, which have all."""
+    wrong = dict(
+        hidden_size=0, vocab_size=-1, draft_vocab_size=0, num_attention_heads="8", num_key_value_heads=0, head_dim=True,
+        intermediate_size=1.5, rms_norm_eps=-1, rope_theta=0, fc_norm=1, norm_output="yes", norm_before_residual=0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="unsupported draft: ") as caught:
+        draft_config(wrong, tiny.config("dM"), {})
+    assert len(caught.value.__notes__) == len(wrong)
+    for name in wrong:
+        assert any(note.startswith(f"{name} = ") for note in caught.value.__notes__), name
+
+
+def test_the_largest_value_that_a_dtype_holds():
+    """A float64 may round to the largest float32 and no further; a scale of MXFP8 may reach the largest exponent."""
+    largest = float(np.finfo(np.float32).max)
+    found = _cast("w", np.array([largest, -largest, np.inf, np.nan]), np.dtype(np.float32))
+    np.testing.assert_array_equal(found, np.array([largest, -largest, np.inf, np.nan], np.float32))
+    with pytest.raises(ValueError, match=r"w: a value is beyond the range of float32, at most 3\.40"):
+        _cast("w", np.array([1.01 * largest, np.inf]), np.dtype(np.float32))
+    same = np.ones(2, np.float32)
+    assert _cast("w", same, np.dtype(np.float32)) is same
+    for dtype, exponent in ((np.float16, 16), (ml_dtypes.bfloat16, 128), (np.float32, 128), (np.float64, 128)):
+        scales = lambda e: np.array([0, e + 127], np.uint8)
+        assert not _may_overflow(scales(exponent - 9), np.dtype(dtype)), dtype
+        assert _may_overflow(scales(exponent - 8), np.dtype(dtype)), dtype
+
+
+def test_a_box_that_cuts_through_blocks_of_a_scale():
+    """Each code has the scale of its own channel, wherever a device's part begins: value by value."""
+    draw = np.random.default_rng(0)
+    codes = draw.integers(0, 120, (6, 96), np.uint8)
+    scales = draw.integers(120, 134, (6, 3), np.uint8)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * 2.0 ** (np.repeat(scales, 32, 1) - 127.0)
+    for dims, perm, box in (
+        ((6, 96), (1, 0), ((20, 70), (1, 5))),
+        ((6, 4, 24), (1, 2, 0), ((1, 3), (5, 24), (0, 6))),  # as of o_proj: heads of 24 channels
+    ):
+        target = Target("w", (), dims, perm, 1)
+        found = cut("w", target, codes, scales, box, np.dtype(np.float64))
+        whole = values.reshape(dims)
+        window = [slice(None)] * len(dims)
+        for axis, (start, stop) in zip(perm, box, strict=True):
+            window[axis] = slice(start, stop)
+        np.testing.assert_array_equal(found, whole[tuple(window)])
+
+
+def test_an_error_of_a_checkpoint_counts_its_problems():
+    assert str(CheckpointError("a", ["x"])).startswith("cannot load the checkpoint a: 1 problem\n  x")
+    many = CheckpointError("a", [f"p{number}" for number in range(9)])
+    assert "9 problems\n  p0" in str(many) and len(many.__notes__) == 9 == len(many.problems)

@@ -1,0 +1,38 @@
+"""Numbers of the tools that a user meets: limits of a dialogue and of a folder's defaults, shares, schema versions."""
+
+import pytest
+
+from m3jax.compare import report, text
+from m3jax.compare.__main__ import DIFFER
+from m3jax.completion import Defaults
+from m3jax.dialogue.chat import MOST_NEW_TOKENS
+from m3jax.dialogue.dialogue import MOST_CONTEXT
+from m3jax.evaluate import command, dumps, prompts, sources
+
+
+def test_numbers_that_a_user_meets():
+    assert (MOST_NEW_TOKENS, MOST_CONTEXT, DIFFER) == (4096, 32_768, 1)
+    assert (command.SCHEMA, dumps.SCHEMA, prompts.DISTRACTORS) == (1, 1, 24)
+    assert (sources._MIN_CHARACTERS, sources._VALIDATION_SHARE, text._FEW) == (64, 25, 6)
+    assert report._MOST_ROUNDING == {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
+
+
+def test_defaults_of_a_folder_at_their_limits():
+    """4,096 stop ids and numbers of 31 bits are taken; one more, a boolean and a fraction are refused by name."""
+    largest = 2**31 - 1
+    found = Defaults.from_dict({"eos_token_id": [0, *[largest] * 4095], "max_new_tokens": largest, "top_k": None})
+    assert len(found.stop_ids) == 4096 and found.max_new_tokens == largest and dict(found.knobs) == {}
+    assert Defaults.from_dict({"eos_token_id": 5, "max_new_tokens": 1}).stop_ids == (5,)
+    assert Defaults.from_dict({"eos_token_id": []}).stop_ids == () and Defaults.from_dict({}).stop_ids is None
+    for name, wrong in (
+        ("eos_token_id", [[0] * 4097, -1, largest + 1, True, [1, "2"], 1.0]),
+        ("max_new_tokens", [0, -1, largest + 1, True, 1.0]), ("do_sample", [0, 1, "true"]),
+    ):  # fmt: skip
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"{name} = "):
+                Defaults.from_dict({name: value})
+    greedy = Defaults.from_dict(
+        {"do_sample": False, "temperature": 0.7, "top_p": 0.5, "zzz": 1, "aaa": 2, "use_cache": True}
+    )
+    assert dict(greedy.knobs) == {"temperature": 0, "top_p": 0.5} and greedy.ignored == ("aaa", "zzz")
+    assert dict(Defaults.from_dict({"do_sample": True, "temperature": 0.7}).knobs) == {"temperature": 0.7}

@@ -1,0 +1,208 @@
+"""Errors in the words of each protocol, who of several workers is asked, and the blocks that an answer read."""
+
+import asyncio
+from argparse import Namespace
+
+import grpc
+import numpy as np
+import pytest
+
+from m3jax.decoding.loop import LoopClosed, LoopFull
+from m3jax.serve.gateway import workers as workers_module
+from m3jax.serve.gateway.blocks import described_blocks
+from m3jax.serve.gateway.errors import ApiError, refused
+from m3jax.serve.gateway.workers import Workers, _grpc_errors, _refusal, _worker_errors
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # workers and tokenizers here are none
+
+# Of each status: its type for OpenAI's clients and for Anthropic's.
+TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"), 401: ("authentication_error",) * 2,
+    403: ("permission_error",) * 2, 404: ("not_found_error",) * 2, 413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error",) * 2, 499: ("invalid_request_error",) * 2, 500: ("server_error", "api_error"),
+    503: ("service_unavailable_error", "overloaded_error"), 504: ("timeout_error",) * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("status", TYPES)
+def test_an_error_in_the_words_of_each_protocol(status):
+    error = ApiError(status, "it is\nwrong", "tools[0].name", "a_code", 7)
+    openai_type, anthropic_type = TYPES[status]
+    message = "tools[0].name: it is\\nwrong"
+    assert error.as_openai() == {"error": dict(message=message, type=openai_type, param="tools[0].name", code="a_code")}
+    assert error.as_anthropic() == {"type": "error", "error": dict(type=anthropic_type, message=message)}
+    bearer = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    assert error.headers == {"Retry-After": "7"} | bearer and ApiError(status, "x").headers == bearer
+    assert ApiError(status, "tools are wrong", "tools[0]").message == "tools are wrong"
+    assert (refused("n", "x").status, refused("n", "x", "c").code, refused(None, "x").message) == (400, "c", "x")
+
+
+def raised(around, error):
+    with pytest.raises(BaseException) as caught, around:
+        raise error
+    found = caught.value
+    if isinstance(found, ApiError):
+        return found.status, found.code, found.retry_after, str(found)
+    return type(found)
+
+
+def status_of(code, details="too much"):
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+
+def test_what_a_worker_raises_is_told():
+    """In this process and over gRPC; what is neither goes on as it is."""
+    assert raised(_worker_errors(), LoopFull("9 wait")) == (429, "queue_full", 1, "9 wait")
+    closed = raised(_worker_errors(), LoopClosed("it stopped"))
+    assert closed == (503, "engine_down", 5, "the engine takes no requests: it stopped")
+    assert raised(_worker_errors(), ValueError("max_tokens = 0: no")) == (400, None, None, "max_tokens = 0: no")
+    assert raised(_worker_errors(), KeyError("x")) is KeyError
+    codes = grpc.StatusCode
+    assert raised(_grpc_errors("w"), status_of(codes.INVALID_ARGUMENT, "top_k = -2: no")) == (
+        400,
+        None,
+        None,
+        "top_k = -2: no",
+    )
+    full = raised(_grpc_errors("w"), status_of(codes.RESOURCE_EXHAUSTED))
+    assert full == (429, "queue_full", 1, "the worker is full: too much")
+    for code in (codes.UNAVAILABLE, codes.DEADLINE_EXCEEDED):
+        assert raised(_grpc_errors("w"), status_of(code)) == (503, "worker_lost", 5, "the worker w was lost")
+    failed = raised(_grpc_errors("w"), status_of(codes.INTERNAL, "a\nb"))
+    assert failed == (500, "worker_failed", None, "the worker w failed: a\\nb")
+    assert raised(_grpc_errors("w"), status_of(codes.INTERNAL, None))[3] == "the worker w failed: "
+    assert raised(_grpc_errors("w"), RuntimeError("x")) is RuntimeError
+    with _grpc_errors("w"), _worker_errors():
+        pass
+
+
+def test_the_field_that_a_refusal_begins_with():
+    lines = {
+        "max_tokens = 0: no": "max_tokens", "min_tokens: too many": "min_tokens", "a_b, c": "a_b",
+        "mm_hashes": "mm_hashes", "seed is wrong": None, "The max_tokens": None, "Max_tokens = 1": None, "top-k": None,
+    }  # fmt: skip
+    assert {line: _refusal(line).field for line in lines} == lines
+
+
+class PlainWorker:
+    """A worker that answers what it is told to."""
+
+    def __init__(self, name, *, says=None, lost=False):
+        self.name, self.says, self.lost, self.healthy, self.asked = name, says, lost, False, []
+
+    async def generate(self, request, notes):
+        if self.lost:
+            raise ApiError(503, "lost", code="worker_lost")
+        for piece in range(2):
+            yield self.name, piece, notes
+
+    async def call(self, method, request):
+        self.asked.append(method)
+        if method == "HealthCheck":
+            return Namespace(healthy=self.healthy)
+        if self.lost:
+            raise ApiError(503, f"{self.name} is lost", code="worker_lost")
+        return Namespace(loads=[self.says] if self.says else [])
+
+    async def progress(self, request_id):
+        return self.says
+
+
+def some(*names):
+    return Workers([PlainWorker(name) for name in names])
+
+
+def test_a_prompt_goes_where_its_beginning_is_and_else_where_least_is_done():
+    """In blocks of 64 tokens; a worker may have 8 requests more than the least loaded one, and not 9."""
+    group, prompt = some("a", "b", "c"), list(range(200))
+    group.running |= {"a": 1, "b": 0, "c": 2}
+    assert group._pick(prompt).name == "b" and len(group._served["b"]) == 3
+    for load, name in ((0, "b"), (8, "b"), (9, "a")):
+        group.running |= {"a": 0, "b": load, "c": 0}
+        assert group._pick([*prompt[:191], 7]).name == name, load
+    # b had all of it, a has two whole blocks since; of as many blocks who does less is asked.
+    group.running |= {"a": 0, "b": 1, "c": 0}
+    assert group._pick(prompt).name == "b" and group._pick([*prompt[:128], 5, 6]).name == "a"
+    assert group._pick(prompt[:63]).name in ("a", "c")  # less than a block is nobody's
+    group.down.add("a")
+    assert group._pick([*prompt[:128], 5, 6]).name == "b" and group.is_up
+    group.down |= {"b", "c"}
+    assert not group.is_up
+    with pytest.raises(ApiError, match="no worker can be reached"):
+        group._pick(prompt)
+    alone = some("a")
+    assert alone._pick(prompt).name == "a" and not alone._served["a"]  # one worker needs no memory
+
+
+def test_beginnings_are_forgotten_the_oldest_first(monkeypatch):
+    monkeypatch.setattr(workers_module, "_MOST_BLOCKS", 2)
+    group = some("a", "b")
+    first, second = ([start] * 64 for start in (1, 2))
+    group.running["b"] = 1
+    for prompt in (first, second, first, [3] * 64):
+        group._pick(prompt)
+    group.running |= {"a": 1, "b": 0}
+    assert [group._pick(prompt).name for prompt in (first, second)] == ["a", "b"]
+
+
+def test_requests_that_run_are_counted_and_a_lost_worker_comes_back(monkeypatch):
+    monkeypatch.setattr(workers_module, "_RETRY_SECONDS", 0.01)
+
+    async def work():
+        group = some("a", "b")
+        request = Namespace(tokenized=Namespace(input_ids=[1, 2]))
+        pieces = [piece async for piece in group.generate(request, {})]
+        assert pieces == [("a", 0, {}), ("a", 1, {})] and group.running == {"a": 0, "b": 0}
+        running = group.generate(request)
+        await anext(running)
+        assert group.running == {"a": 1, "b": 0}
+        await running.aclose()
+        assert group.running == {"a": 0, "b": 0}
+        first = group.workers[0]
+        first.lost = True
+        group._served["a"][5] = None
+        with pytest.raises(ApiError, match="lost"):
+            await anext(group.generate(request))
+        assert group.down == {"a"} and group.running["a"] == 0 and not group._served["a"]
+        await asyncio.sleep(0.05)
+        assert group.down == {"a"} and first.asked.count("HealthCheck") >= 2
+        first.healthy, first.lost = True, False
+        for _ in range(200):
+            await asyncio.sleep(0.01)
+            if not group.down:
+                break
+        assert not group.down and (await anext(group.generate(request)))[0] == "a"
+        await group.close()
+
+    asyncio.run(work())
+
+
+def test_what_workers_say_of_themselves():
+    async def work():
+        group = Workers([PlainWorker("a", lost=True), PlainWorker("b", says=5), PlainWorker("c")])
+        assert await group.loads() == {"b": 5}
+        assert [answer.loads for answer in await group.info()] == [[5], [5]]
+        assert group.workers[1].asked[-2:] == ["GetModelInfo", "GetServerInfo"]
+        assert await group.progress("x") == 5
+        assert await some("a", "b").progress("x") is None
+        with pytest.raises(ApiError, match="b is lost"):
+            await Workers([PlainWorker(name, lost=True) for name in "ab"]).info()
+
+    asyncio.run(work())
+
+
+def test_blocks_of_an_answer_as_json():
+    """For each new token the blocks that were read, ascending, and how many of the 2 x 2 selections had each."""
+    record = np.array([[[[2, 0], [0, -1]], [[0, 1], [2, 0]]], [[[-1, -1]] * 2] * 2])  # [X L K J]
+    letters = Namespace(
+        decode=lambda ids, skip_special_tokens: "".join(chr(97 + i) for i in ids), token_text=None,
+        backend=Namespace(id_to_token=lambda i: chr(97 + i)),
+    )  # fmt: skip
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr("m3jax.serve.gateway.blocks.token_text", lambda tokenizer, token: (chr(97 + token), None))
+        found = described_blocks(record, [0, 1, 2, 3, 4], [5, 6], 3, letters)
+    assert found == {
+        "block_size": 3, "choices": 4, "texts": ["abc", "def", "g"],
+        "tokens": [{"text": "f", "blocks": [[0, 4], [1, 1], [2, 2]]}, {"text": "g", "blocks": []}],
+    }  # fmt: skip

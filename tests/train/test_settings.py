@@ -1,0 +1,242 @@
+"""What a run of training is set to: defaults and limits, learning rates, the optimiser, adapters' first numbers."""
+
+from argparse import Namespace
+from dataclasses import asdict
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.options import wrong_defaults
+
+from m3jax.train import lora
+from m3jax.train.__main__ import parser
+from m3jax.train.convert_command import convert_parser, run_convert
+from m3jax.train.grpo import RunSettings
+from m3jax.train.lora import LoraSettings, init_adapters
+from m3jax.train.run import _made_ahead
+from m3jax.train.sft import SFTSettings
+from m3jax.train.sft_command import merge_parser, sft_parser
+from m3jax.train.step import make_optimizer
+
+
+def test_options_have_the_defaults_that_help_says():
+    for each in (parser(), sft_parser("sft"), convert_parser("convert"), merge_parser("merge")):
+        assert wrong_defaults(each) == [], each.prog
+
+
+def test_settings_have_the_defaults_of_their_commands():
+    """Fields and options of one name; of those without an option, what docs/training.md says."""
+    of_sft = asdict(SFTSettings(steps=9, length=8))
+    assert of_sft == dict(
+        steps=9, length=8, rows=1, accumulate=1, learning_rate=1e-5, schedule="cosine", warmup_steps=0, end_rate=0.0,
+        weight_decay=0.0, clip_norm=1.0, index_loss=0.0, compute_dtype="bfloat16", remat=True, seed=0,
+    )  # fmt: skip
+    of_grpo = asdict(RunSettings(steps=9))
+    assert {name: of_grpo[name] for name in of_grpo if name not in ("loss", "sampling")} == dict(
+        steps=9, prompts=8, answers=8, max_new_tokens=128, epochs=1, learning_rate=1e-5, warmup_steps=0,
+        weight_decay=0.0, baseline="grpo", replay=(), old="trainer", turns=4, tool_tokens=64, invariant=False,
+        compute_dtype="float32", frozen_index=True, remat=False, rows=None, save_every=10, seed=0,
+    )  # fmt: skip
+    assert asdict(LoraSettings()) == dict(rank=16, alpha=32.0, targets=lora.TARGETS)
+    assert (LoraSettings().scale, LoraSettings(rank=8, alpha=4.0).scale) == (2.0, 0.5)
+
+
+LEAST = {
+    SFTSettings: (
+        dict(steps=9, length=8),
+        dict(steps=1, length=1, rows=1, accumulate=1, warmup_steps=0, end_rate=0.0, weight_decay=0.0,
+             index_loss=0.0),
+    ),
+    RunSettings: (
+        dict(steps=9),
+        dict(steps=1, prompts=1, answers=2, max_new_tokens=1, epochs=1, save_every=1, warmup_steps=0, turns=1,
+             tool_tokens=1),
+    ),
+    LoraSettings: ({}, dict(rank=1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEAST)
+def test_the_least_of_each_setting_is_taken_and_nothing_below(kind):
+    given, least = LEAST[kind]
+    for name, smallest in least.items():
+        assert getattr(kind(**given | {name: smallest}), name) == smallest
+        with pytest.raises(ValueError, match=rf"{name} = {smallest - 1}: must be at least {smallest:g}"):
+            kind(**given | {name: smallest - 1})
+
+
+def test_settings_that_no_run_has(unchecked):
+    for make, reason in (
+        (lambda: SFTSettings(steps=9, length=8, clip_norm=0.0), "clip_norm = 0.0: must be above 0"),
+        (lambda: SFTSettings(steps=9, length=8, warmup_steps=9), "warmup_steps = 9: must be fewer than the run's 9"),
+        (lambda: SFTSettings(steps=9, length=8, schedule="none"), "schedule = 'none': choose of cosine, linear"),
+        (lambda: LoraSettings(alpha=0.0), "alpha = 0.0: must be above 0"),
+        (lambda: LoraSettings(targets=()), "targets = none: choose of attention, experts"),
+        (lambda: LoraSettings(targets=("attention", "head")), "targets = attention, head: choose of"),
+        (lambda: RunSettings(steps=1, old="nobody"), "old = 'nobody': choose of trainer, engine"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            make()
+    assert SFTSettings(steps=9, length=8, warmup_steps=8, clip_norm=1e-9).warmup_steps == 8
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_the_learning_rate_by_step(warmup):
+    """From 0 to its peak in a line, then by its schedule to the end rate, which the step behind the last would have."""
+    peak, end, steps = 0.8, 0.2, 12
+    after = steps - warmup
+    done = [max(0.0, (step - warmup) / after) for step in range(steps + 1)]
+    behind = dict(
+        cosine=[end + (peak - end) * (1 + np.cos(np.pi * x)) / 2 for x in done],
+        linear=[peak + (end - peak) * x for x in done],
+        constant=[peak] * (steps + 1),
+    )
+    for schedule, expected in behind.items():
+        settings = SFTSettings(
+            steps=steps, length=8, learning_rate=peak, end_rate=end, warmup_steps=warmup, schedule=schedule
+        )
+        expected = [peak * step / warmup if step < warmup else expected[step] for step in range(steps + 1)]
+        np.testing.assert_allclose([settings.rate(step) for step in range(steps + 1)], expected, rtol=1e-5)
+    assert SFTSettings(steps=3, length=8, learning_rate=0.0).rate(1) == 0.0
+
+
+def adamw(params, grads_of_step, rates, weight_decay, clip):
+    """AdamW by its definition, in float64: 0.9, 0.95, 1e-10; gradients of one call are clipped together."""
+    params = {name: np.float64(x) for name, x in params.items()}
+    moments = {name: [0.0, 0.0] for name in params}
+    for step, grads in enumerate(grads_of_step, 1):
+        norm = np.sqrt(sum((np.float64(g) ** 2).sum() for g in grads.values()))
+        for name, grad in grads.items():
+            grad = np.float64(grad) * min(1.0, clip / norm)
+            first, second = moments[name]
+            moments[name] = first, second = 0.9 * first + 0.1 * grad, 0.95 * second + 0.05 * grad**2
+            update = first / (1 - 0.9**step) / (np.sqrt(second / (1 - 0.95**step)) + 1e-10)
+            decay = 0 if "norm" in name or name.endswith("bias") else weight_decay
+            params[name] = params[name] - rates[step - 1] * (update + decay * params[name])
+    return params
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "index", "text", "vision"])
+def test_the_optimiser_is_adamw_by_its_definition(frozen):
+    """The tower has its rate and its norm of gradients; routing biases, and what is frozen, keep every bit."""
+    draw = np.random.default_rng(0)
+    names = ("w", "norm", "q_bias", "mlp.index_q", "mlp.e_score_correction_bias", "vision.w", "vision.norm")
+    nested = lambda flat: {name: jnp.asarray(x) for name, x in flat.items()}
+    params = {name: draw.normal(size=3).astype(np.float32) for name in names}
+    grads = [{name: draw.normal(size=3).astype(np.float32) for name in names} for _ in range(3)]
+    text_rates, vision_rates = [0.1, 0.2, 0.3], [0.3, 0.2, 0.1]
+    by_step = lambda rates: lambda count: jnp.asarray(rates)[count]
+    optimizer = make_optimizer(
+        by_step(text_rates), frozen_index=frozen == "index", frozen_text=frozen == "text",
+        frozen_vision=frozen == "vision", vision_rate=by_step(vision_rates),
+    )  # fmt: skip
+    found, state = nested(params), optimizer.init(nested(params))
+    for grad in grads:
+        updates, state = optimizer.update(nested(grad), state, found)
+        found = {name: found[name] + updates[name] for name in names}
+    still = {
+        "nothing": [], "index": ["mlp.index_q"], "text": [name for name in names if "vision" not in name],
+        "vision": ["vision.w", "vision.norm"],
+    }[frozen]  # fmt: skip
+    still = {*still, "mlp.e_score_correction_bias"}
+    for name in still:
+        np.testing.assert_array_equal(found[name], params[name], err_msg=name)
+    for is_vision, rates in ((False, text_rates), (True, vision_rates)):
+        moved = [name for name in names if name not in still and name.startswith("vision.") == is_vision]
+        if moved:
+            of_moved = [{name: flat[name] for name in moved} for flat in (params, *grads)]
+            expected = adamw(of_moved[0], of_moved[1:], rates, 0.1, 1.0)
+            for name in moved:
+                np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_an_optimiser_of_one_rate_takes_it_for_the_tower_too():
+    params = {"w": jnp.ones(2), "vision.w": jnp.ones(2)}
+    optimizer = make_optimizer(lambda count: 0.5, weight_decay=0.0, clip_norm=1e9)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], [-0.5, -0.5], rtol=1e-6)
+    np.testing.assert_array_equal(updates["w"], updates["vision.w"])
+
+
+def test_adapters_begin_uniform_within_the_root_of_their_inputs(unchecked, monkeypatch):
+    """A fills (-In**-0.5, In**-0.5), B is 0; another seed draws other numbers; shapes are [lead In r], [lead r Out]."""
+    monkeypatch.setattr(lora, "_shapes", lambda model, targets: {"x": ((2,), 64, 3), "y": ((), 16, 5)})
+    model, settings = Namespace(mesh=None), LoraSettings(rank=50)
+    found = init_adapters(model, settings, seed=1)
+    for name, inputs, shapes in (("x", 64, ((2, 64, 50), (2, 50, 3))), ("y", 16, ((16, 50), (50, 5)))):
+        a, b = (np.asarray(found[name][part]) for part in "ab")
+        assert ((a.shape, b.shape), a.dtype, b.dtype) == (shapes, np.float32, np.float32) and not b.any()
+        bound = inputs**-0.5
+        assert -bound <= a.min() < -0.95 * bound and 0.95 * bound < a.max() <= bound and abs(a.mean()) < 0.1 * bound
+    assert not np.array_equal(found["x"]["a"], init_adapters(model, settings, seed=2)["x"]["a"])
+    assert np.array_equal(found["x"]["a"], init_adapters(model, settings, seed=1)["x"]["a"])
+    monkeypatch.setattr(lora, "_shapes", lambda model, targets: {})
+    with pytest.raises(ValueError, match="the model has none of attention, experts"):
+        init_adapters(model, settings)
+
+
+def test_batches_are_made_in_order_and_one_ahead():
+    made = []
+
+    class Numbers:
+        def __getitem__(self, step):
+            made.append(step)
+            return {"step": step}
+
+    batches = _made_ahead(Numbers(), range(3, 7), workers=0)
+    assert next(batches) == {"step": 3}
+    assert max(made) <= 4
+    assert [batch["step"] for batch in batches] == [4, 5, 6] and sorted(made) == [3, 4, 5, 6]
+    assert list(_made_ahead(Numbers(), range(5, 5), workers=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], dict(length=8 * 3 * 16, warm_up=2, sparse=8, index_loss=1.0, seeds=(0, 1))),
+        (["--length", "64", "--warm-up-steps", "9"],
+         dict(length=64, warm_up=9, sparse=1, index_loss=1.0, seeds=(0, 1))),
+        (["--topk-blocks", "99", "--seed", "5", "--freeze-index"],
+         dict(length=992, warm_up=2, sparse=8, index_loss=0.0, seeds=(5, 6))),
+    ],
+)  # fmt: skip
+def test_phases_of_a_conversion(tmp_path, monkeypatch, given, expected):
+    """A quarter of the steps warms up; a row is eight selections long, in whole blocks of the context."""
+
+    class Read(Exception):
+        pass
+
+    def stop(*, warm_up, sparse):
+        found = dict(length=warm_up.length, warm_up=warm_up.steps, sparse=sparse.steps)
+        found |= dict(index_loss=sparse.index_loss, seeds=(warm_up.seed, sparse.seed))
+        assert (warm_up.length, warm_up.learning_rate, sparse.learning_rate) == (sparse.length, 1e-3, 1e-5)
+        raise Read(found)
+
+    config = Namespace(max_position_embeddings=1000)
+    monkeypatch.setattr("m3jax.train.dense.read_dense", lambda *_, **__: Namespace(config=config))
+    monkeypatch.setattr("m3jax.train.convert.ConvertSettings", stop)
+    (tmp_path / "data").write_text("")
+    words = ["--model", "m", "--data", str(tmp_path / "data"), "--out", str(tmp_path), "--steps", "10"]
+    words += ["--block-size", "16", "--topk-blocks", "3", *given]
+    with pytest.raises(Read) as caught:
+        run_convert(convert_parser("convert").parse_args(words))
+    assert caught.value.args == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--steps", "1"], "--steps 1: must be at least 2"),
+        (["--steps", "4", "--warm-up-steps", "4"], "--warm-up-steps 4: must be from 1 to 3"),
+        (["--steps", "4", "--warm-up-steps", "0"], "--warm-up-steps 0: must be from 1 to 3"),
+        (["--steps", "4", "--save-every", "0"], "--save-every 0: must be at least 1"),
+        (["--steps", "4", "--length", "1001"], "--length 1001: the model's context is 1000 tokens"),
+    ],
+)
+def test_conversions_that_are_refused(tmp_path, monkeypatch, words, reason):
+    config = Namespace(max_position_embeddings=1000)
+    monkeypatch.setattr("m3jax.train.dense.read_dense", lambda *_, **__: Namespace(config=config))
+    (tmp_path / "data").write_text("")
+    shared = ["--model", "m", "--data", str(tmp_path / "data"), "--out", str(tmp_path)]
+    with pytest.raises(ValueError, match=reason):
+        run_convert(convert_parser("convert").parse_args([*shared, *words]))
