@@ -71,7 +71,8 @@ def execute(notebook, kernel):
     try:
         client.execute()
     finally:
-        client.kc.stop_channels()
+        if client.kc is not None:  # as after a signal, of which nbclient ends the kernel
+            client.kc.stop_channels()
     # What a library warns of goes to stderr, and into the page.
     assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
 
