@@ -204,6 +204,7 @@ def test_a_page_that_begins_in_a_call_is_not_copied_from_the_host(memory):
     """Nothing of it is there; one that an earlier call began is brought in first, all heads of it."""
     config = tiny.config("MM", num_key_value_heads=2, index_n_heads=2, head_dim=4, rotary_dim=4, index_head_dim=4)
     stack = Cache.pool(config, 11, 1, 2, "float32", device_pages=2).stacks[0]
+    assert stack.virtual_page_ids(ints(2, -1, 0)).tolist() == [4, 5, -1, -1, 0, 1]
     kv = memory.pages[0].kv
     kv[:] = normal(*kv.shape)
     k, v, index_k = normal(1, 2, 2, 4), normal(1, 2, 2, 4, seed=1), normal(1, 2, 4)  # [B T K H], [B T I]

@@ -1,12 +1,13 @@
 """A request that one engine exports and another imports (T16), as prefill/decode disaggregation does."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 from support import tiny
-from support.engines import CONFIG, SIZE, engine, finish, params, poison, prompt, serve
+from support.engines import CONFIG, SIZE, engine, finish, params, poison, prompt, quick, serve
 
 from m3jax.decoding.engine import Snapshot
 
@@ -16,6 +17,13 @@ WORK = prompt(45), params(20, temperature=0.8, seed=5)
 @cache
 def model():
     return tiny.model(CONFIG)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> Iterator[None]:
+    """The programs of test_engine.py, for those are there already."""
+    with quick():
+        yield
 
 
 @cache
@@ -95,8 +103,8 @@ def test_another_cache_is_refused():
 
 def test_no_room_changes_nothing():
     source, handle = half_way(7)
-    target = engine(model(), pages=16)
-    busy = target.add(prompt(100, seed=9), params(8))
+    target = engine(model())
+    busy, _ = target.add(prompt(100, seed=9), params(8)), target.add(prompt(30, seed=9), params(60))
     for _ in range(9):
         target.step()
     before = target.pages

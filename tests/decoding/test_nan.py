@@ -22,7 +22,7 @@ from m3jax.decoding.speculation.verify import Proposal, verify
 from m3jax.model.layers import swiglu_oai
 
 # B and V on both sides of 4,096 numbers, where XLA's maximum begins to leave NaN out on a CPU (jaxlib 0.10.2).
-SHAPES = ((1, 1), (1, 64), (4, 1023), (4, 1024), (1, 4095), (1, 4096), (16, 4096), (4, 2**18), (1, 2**20))
+SHAPES = ((1, 1), (4, 1023), (4, 1024), (1, 4096), (4, 2**18))
 BAD = st.sampled_from((np.nan, np.inf))
 
 

@@ -1,13 +1,13 @@
 """The log-probabilities of a prompt's own tokens: the log-softmax of the model's logits, however it is served."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
 import pytest
 from support import tiny
 from support.compilations import compilations
-from support.engines import CONFIG, SHAPE, finish, params, prompt, quick
+from support.engines import CONFIG, QUICK, SHAPE, finish, params, prompt, quick
 
 import m3jax
 from m3jax.decoding import Engine, Params, Sampling
@@ -40,7 +40,12 @@ def log_softmax(tokens: tuple[int, ...]) -> np.ndarray:
     """[T V]"""
     row = np.zeros((1, 64), np.int32)  # one program for texts of all lengths
     row[0, : len(tokens)] = tokens
-    return np.asarray(jax.nn.log_softmax(model()(row)[0]))[: len(tokens)]
+    return np.asarray(_log_softmax(model(), row))[: len(tokens)]
+
+
+@partial(jax.jit, compiler_options=QUICK)
+def _log_softmax(model, row):
+    return jax.nn.log_softmax(model(row)[0])
 
 
 def assert_right(found: list[dict[int, float]], tokens: tuple[int, ...], count: int = 2) -> None:
@@ -53,12 +58,18 @@ def assert_right(found: list[dict[int, float]], tokens: tuple[int, ...], count: 
 
 
 def test_they_are_the_models_log_softmax():
-    """In chunks of 12 that end within a page, beside requests that ask for fewer or for none; one token has none."""
-    served = engine()
+    """In chunks of 12 that end within a page, beside requests that ask for fewer or for none; one token has none.
+
+    An engine that was told of them compiles nothing after warm-up.
+    """
+    served = engine(prompt_logprobs=True)
+    served.warmup()
     lengths = {1: 2, 2: 0, 8: 2, 9: 20, 50: 2}
-    handles = {served.add(prompt(length), asked(2, count)): (length, count) for length, count in lengths.items()}
-    plain = served.add(prompt(31), params(4))
-    finish(served)
+    with compilations() as seen:
+        handles = {served.add(prompt(length), asked(2, count)): (length, count) for length, count in lengths.items()}
+        plain = served.add(prompt(31), params(4))
+        finish(served)
+    assert seen == []
     for handle, (length, count) in handles.items():
         assert_right(served.result(handle).prompt_logprobs, prompt(length), count)
     assert served.result(plain).prompt_logprobs == []
@@ -127,18 +138,17 @@ def test_new_weights_have_their_own():
 
 
 def test_in_the_invariant_mode_they_are_the_bits_of_a_score():
-    """In chunks beside other prompts: what `score` gives of the text alone in one chunk."""
-    of_bits = tiny.model(CONFIG, dtype="bfloat16").with_invariance()
-    served = Engine(of_bits, **SHAPE, prompt_logprobs=True)
-    served.warmup(programs=["prefill"])
-    with compilations() as seen:
-        handles = [served.add(prompt(length), asked(1)) for length in (50, 9, 30)]
-        served.add(prompt(20), params(1))
-        results = served.run()
-    assert seen == []
-    for handle, length in zip(handles, (50, 9, 30), strict=True):
+    """In chunks beside other prompts: what `score` gives of the texts in one chunk."""
+    of_bits, lengths = tiny.model(CONFIG, dtype="bfloat16").with_invariance(), (50, 9, 30)
+    served, rows = Engine(of_bits, **SHAPE), np.zeros((3, 50), np.int32)
+    handles = [served.add(prompt(length), asked(1)) for length in lengths]
+    results = served.run()
+    for row, length in zip(rows, lengths, strict=True):
+        row[:length] = prompt(length)
+    expected = m3jax.score(of_bits, rows, lengths)
+    for row, handle, length in zip(expected, handles, lengths, strict=True):
         scores = zip(results[handle].prompt_logprobs, prompt(length)[1:], strict=True)
-        assert [of_place[token] for of_place, token in scores] == m3jax.score(of_bits, prompt(length)).tolist()
+        assert [of_place[token] for of_place, token in scores] == row[: length - 1].tolist()
 
 
 def test_what_is_refused(unchecked):

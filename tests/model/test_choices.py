@@ -46,7 +46,7 @@ def test_a_record_is_what_the_layers_chose():
         np.testing.assert_array_equal(record()["blocks"][:, :, index], jnp.moveaxis(layer["blocks"], 1, 2))
 
 
-@pytest.mark.parametrize("names", [("expert_ids",), ("blocks",), NAMES])
+@pytest.mark.parametrize("names", [("expert_ids",), NAMES])
 def test_a_record_played_again_is_the_call(names):
     """To the bit, with the experts weighed by live scores in the order that was recorded."""
     choices = Choices(**{name: record()[name] for name in names})
@@ -96,13 +96,16 @@ def test_gradients_go_through_weights_and_not_through_ids():
         free = next(e for e in range(1, CONFIG.num_local_experts) if e not in ids[tuple(index)])
         ids[tuple(index)][ids[tuple(index)] == -2] = free
     choices = Choices(ids, other_choices().blocks)
-    shallow = tiny.model(tiny.config("MM"))
+    shallow = tiny.model(tiny.config("M"))
+    choices = Choices(*(x[:, :, :1] for x in (choices.expert_ids, choices.blocks)))
 
     def loss(model, remat):
         x, _, _ = model.trunk(TOKENS, choices=choices, remat=remat)
         return jnp.sum(jax.nn.log_softmax(model.unembed(model.final_norm(x)))[..., 3])
 
-    gradient, again = (jax.jit(jax.grad(loss), static_argnums=1)(shallow, remat) for remat in (False, True))
+    # Half the time to compile, for programs that run once.
+    run = jax.jit(jax.grad(loss), static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+    gradient, again = (run(shallow, remat) for remat in (False, True))
     moe = gradient.stacks[0].mlp
     for matrix in (moe.experts.gate_proj, moe.experts.down_proj):
         sizes = jnp.abs(matrix[...]).max(axis=(2, 3))  # [L E]

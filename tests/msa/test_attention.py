@@ -19,7 +19,6 @@ from support.msa_strategies import (
     SPARSE,
     assert_partial,
     attention,
-    blockwise,
     cases,
     dense_attention,
     few,
@@ -360,12 +359,10 @@ def test_packed_documents_are_rows(schedule, lengths):
     assert_partial(case, blocks)
 
 
-@pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
+@pytest.mark.parametrize("schedule", ["dense", "kv_block_major"])
 def test_vmap_is_a_loop(schedule):
     stack = [prefill(GROUPED, seed, [40, 17, 0]) for seed in range(2)]
-    fn = {"dense": dense_attention, "blockwise": partial(blockwise, block_size=4)}.get(
-        schedule, partial(attention, block_size=4, schedule=schedule)
-    )
+    fn = dense_attention if schedule == "dense" else partial(attention, block_size=4, schedule=schedule)
     blocks = [(selected(c),) if schedule in SPARSE else () for c in stack]
     args = [(*c.qkv(), *b, c.positions, c.lengths) for c, b in zip(stack, blocks, strict=True)]
     got = jax.vmap(fn)(*(np.stack(x) for x in zip(*args, strict=True)))

@@ -26,7 +26,7 @@ CONFIG = tiny.config(
 ROWS, CHUNK, LAYERS, CONTEXT = 4, 256, 3, 1024
 WIDTH, BYTES = CONFIG.hidden_size, 4  # of float32
 QUICK = {"xla_backend_optimization_level": 0}
-MESHES = ["tensor=4", "expert=4", "context=2,expert=2,tensor=2"]
+MESHES = ["tensor=4", "context=2,expert=2,tensor=2"]
 # Products outside attention and the routed experts, by the einsum that makes them.
 DIVIDED = ("btd,d...h->bt...h", "btx,xd->btd", "...d,df->...f", "...f,fd->...d", "xd,df->xf", "xf,fd->xd")
 

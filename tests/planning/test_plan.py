@@ -513,14 +513,16 @@ def test_a_collective_is_hidden_where_a_product_stands_before_its_end():
 
 # The compiler
 
+SPARSE = tiny.config("M")
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict:
     """Run the command line for a tiny model on four TPUs, by their topology alone, and return its JSON."""
     folder = tmp_path_factory.mktemp("model")
-    CONFIG.save_pretrained(folder)
-    command = [sys.executable, "-m", "m3jax.plan", "--topology", "v5e:2x2", "--context", "512", "--batch", "2"]
-    command += ["--prefill-chunk", "64"]  # not 2,048, for which the compiler takes three times as long
+    SPARSE.save_pretrained(folder)
+    command = [sys.executable, "-m", "m3jax.plan", "--topology", "v5e:2x2", "--context", "128", "--batch", "2"]
+    command += ["--prefill-chunk", "8"]  # not 2,048, for which the compiler takes three times as long
     command += ["--model", str(folder), "--mesh", "expert=2,tensor=2", "--json"]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     root = Path(plan.__file__).parents[1]
@@ -539,5 +541,5 @@ def test_both_programs_compile_for_a_slice(compiled):
 def test_the_compiler_s_arguments_are_the_planned_ones(compiled):
     """Weights and cache; the rest is a few numbers a row, and what tiles of the TPU add to small arrays."""
     planned = sum(compiled["memory"][name] for name in ("weights", "keys_and_values", "index_keys"))
-    whole = num_bytes(tiny.model(CONFIG)) / 2 + Cache.init(CONFIG, 2, 512).nbytes
+    whole = num_bytes(tiny.model(SPARSE)) / 2 + Cache.init(SPARSE, 2, 128).nbytes
     assert planned < whole and planned * 0.9 < compiled["decode"]["compiled"]["arguments"] < planned * 8

@@ -11,7 +11,7 @@ from m3jax.decoding.loop import LoopClosed, LoopFull
 from m3jax.serve.gateway import workers as workers_module
 from m3jax.serve.gateway.blocks import described_blocks
 from m3jax.serve.gateway.errors import ApiError, refused
-from m3jax.serve.gateway.workers import Workers, _grpc_errors, _refusal, _worker_errors
+from m3jax.serve.gateway.workers import RemoteWorker, Workers, _grpc_errors, _refusal, _worker_errors
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # workers and tokenizers here are none
 
@@ -130,6 +130,12 @@ def test_a_prompt_goes_where_its_beginning_is_and_else_where_least_is_done():
     assert not group.is_up
     with pytest.raises(ApiError, match="no worker can be reached"):
         group._pick(prompt)
+    group = some("a", "b")  # a has all of the prompt, b its first block: more blocks count before fewer requests
+    for load, given in ((dict(a=0, b=20), prompt), (dict(a=20, b=0), [*prompt[:64], 7])):
+        group.running |= load
+        group._pick(given)
+    group.running |= {"a": 1, "b": 0}
+    assert [len(group._served[name]) for name in "ab"] == [3, 1] and group._pick(prompt[:130]).name == "a"
     alone = some("a")
     assert alone._pick(prompt).name == "a" and not alone._served["a"]  # one worker needs no memory
 
@@ -173,6 +179,40 @@ def test_requests_that_run_are_counted_and_a_lost_worker_comes_back(monkeypatch)
                 break
         assert not group.down and (await anext(group.generate(request)))[0] == "a"
         await group.close()
+
+    asyncio.run(work())
+
+
+def test_a_stream_over_grpc_that_is_left_is_cancelled():
+    """Also one that came to its end; what a worker apart cannot tell is refused before it is asked."""
+
+    class Call:
+        cancelled = 0
+
+        async def __aiter__(self):
+            for piece in range(3):
+                yield piece
+
+        def cancel(self):
+            self.cancelled += 1
+
+    async def work():
+        remote = RemoteWorker("127.0.0.1:9")
+        for leave in (True, False):
+            call = Call()
+            remote._stub = Namespace(Generate=lambda request, call=call: call)
+            pieces = remote.generate(None, None)
+            assert await anext(pieces) == 0
+            if leave:
+                await pieces.aclose()
+            else:
+                assert [piece async for piece in pieces] == [1, 2]
+            assert call.cancelled == 1
+        with pytest.raises(ApiError, match="return_blocks: the worker runs apart"):
+            await anext(remote.generate(None, {}))
+        with pytest.raises(ApiError, match="return_progress: the worker runs apart"):
+            await remote.progress("x")
+        await remote.close()
 
     asyncio.run(work())
 

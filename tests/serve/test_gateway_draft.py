@@ -4,7 +4,7 @@ import json
 import re
 
 from support.serving import running
-from support.workers import SHAPE, answer, shared_worker, text_model
+from support.workers import SHAPE, shared_worker, text_model
 
 from m3jax.decoding import Engine
 from m3jax.serve.worker import Worker
@@ -23,7 +23,6 @@ def test_drafted_answers_are_those_without_a_draft():
     drafting = Worker(Engine(text_model().model, draft="builtin", draft_tokens=2, **SHAPE), text_model())
     found = []
     for worker in (shared_worker(), drafting):
-        answer(worker)  # compiles: a client waits a minute at most
         with running(worker) as server:
             message = json.loads(server.ask("/v1/chat/completions", BODY)[2])["choices"][0]["message"]
             text = server.ask("/metrics")[2]

@@ -93,11 +93,11 @@ CASES = {
         Case("m3", "dMM", 8, 4, 16, 16, 8, block=16, top_k=4, length=301, seed=14),
         # Groups of one query head, narrow blocks, and every kind of layer, each a stack of its own.
         Case("groups1", "dDmM", 4, 4, 12, 20, 6, block=4, top_k=2, length=129, seed=20),
-        Case("groups4", "MD", 8, 2, 24, 16, 16, block=8, top_k=3, length=203, seed=33, local=2),
         # Longer than every chunk of queries and of keys that our schedules walk.
         Case("groups8", "dDD", 8, 1, 16, 32, 4, block=32, top_k=8, length=1301, seed=43, batch=1),
         Case("dense-only", "dddd", 6, 3, 16, 16, 16, block=16, top_k=4, length=97, seed=50),
-        Case("sparse-only", "MMM", 4, 2, 16, 24, 10, block=16, top_k=5, length=277, seed=60, experts=(16, 5)),
+        # Two local blocks, and more of the experts.
+        Case("sparse-only", "MMM", 4, 2, 16, 24, 10, block=16, top_k=5, length=277, seed=60, local=2, experts=(16, 5)),
         # Axes that could be taken for one another have one size: T = N = H and B = K = G = P = M (T7).
         Case("coincide", "MM", 16, 4, 16, 16, 16, block=4, top_k=2, length=16, seed=70, batch=4),
     )

@@ -28,6 +28,7 @@ from m3jax.serve.gateway.workers import LocalWorker
 
 EOS = 1
 NAME = "scripted"
+PATIENCE = 240  # seconds a client waits: a first request compiles, on a busy machine for minutes
 NS = "]<]minimax[>["
 CALL = (
     f'{NS}<tool_call>\n{NS}<invoke name="get_weather">{NS}<city>Paris, the city of light{NS}</city>{NS}</invoke>'
@@ -135,11 +136,11 @@ class Running:
 
     @cached_property
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE)
 
     @cached_property
     def anthropic(self) -> anthropic.Anthropic:
-        return anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0, timeout=60)
+        return anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0, timeout=PATIENCE)
 
     def close(self) -> None:
         for name in ("openai", "anthropic"):
@@ -150,7 +151,7 @@ class Running:
         self, path: str, body: Any = None, method: str | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], str]:
         """Send a request and return status, headers and body; a body that is no text or bytes goes as JSON."""
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE)
         data = body if isinstance(body, bytes | str | None) else json.dumps(body)
         try:
             connection.request(method or ("GET" if body is None else "POST"), path, data, headers or {})

@@ -13,6 +13,7 @@ from m3jax.train.__main__ import parser
 from m3jax.train.convert_command import convert_parser, run_convert
 from m3jax.train.grpo import RunSettings
 from m3jax.train.lora import LoraSettings, init_adapters
+from m3jax.train.metric_lines import MetricLines
 from m3jax.train.run import _made_ahead
 from m3jax.train.sft import SFTSettings
 from m3jax.train.sft_command import merge_parser, sft_parser
@@ -240,3 +241,16 @@ def test_conversions_that_are_refused(tmp_path, monkeypatch, words, reason):
     shared = ["--model", "m", "--data", str(tmp_path / "data"), "--out", str(tmp_path)]
     with pytest.raises(ValueError, match=reason):
         run_convert(convert_parser("convert").parse_args([*shared, *words]))
+
+
+def test_lines_of_metrics_of_a_run_that_goes_on(tmp_path):
+    """In a folder that is made; lines behind the step that is gone on from, and half a line, are written anew."""
+    path = tmp_path / "a" / "b" / "metrics.jsonl"
+    lines = MetricLines(path, keep=0)
+    for step in (1, 2, 3):
+        lines.write({"step": step, "loss": 0.5 * step})
+    with path.open("a") as file:
+        file.write('{"step": 1, "lo')
+    MetricLines(path, keep=2).write({"step": 3, "loss": 9.0})
+    assert path.read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1.0}\n{"step": 3, "loss": 9.0}\n'
+    MetricLines(None, keep=0).write({"step": 1})  # nothing
