@@ -421,20 +421,25 @@ def copied(
 
 def _of_each_tile(weight: Float[Array, "E K N"] | MXFP8Array, experts: Int[Array, " X"]) -> Float[Array, "X K N"]:
     """Return a copy of the weight of each tile's expert, whose gradient is the sum over the tiles of an expert."""
-    if isinstance(weight, MXFP8Array):
-        return weight[experts]
+    return weight[experts] if isinstance(weight, MXFP8Array) else _copies(weight.shape[0], weight, experts)
 
-    @jax.custom_vjp
-    def copies(weight):
-        return weight[experts]
 
-    def sums(_, gradient):
-        # A product with ones, at the speed of memory: a GPU scatters numbers one by one, in ten times the time.
-        is_expert = experts == jnp.arange(weight.shape[0])[:, None]  # [E X]
-        return (einsum("ex,xkn->ekn", is_expert.astype(gradient.dtype), gradient).astype(gradient.dtype),)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copies(num_experts, weight, experts):
+    return weight[experts]
 
-    copies.defvjp(lambda weight: (copies(weight), None), sums)
-    return copies(weight)
+
+def _copies_forward(num_experts, weight, experts):
+    return weight[experts], experts
+
+
+def _sums_of_copies(num_experts, experts, gradient):
+    # A product with ones, at the speed of memory: a GPU scatters numbers one by one, in ten times the time.
+    is_expert = experts == jnp.arange(num_experts)[:, None]  # [E X]
+    return einsum("ex,xkn->ekn", is_expert.astype(gradient.dtype), gradient).astype(gradient.dtype), None
+
+
+_copies.defvjp(_copies_forward, _sums_of_copies)
 
 
 EXPERT_PATHS = {
