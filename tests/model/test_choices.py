@@ -89,7 +89,10 @@ def test_minus_one_is_the_models_own_choice():
 
 
 def test_gradients_go_through_weights_and_not_through_ids():
-    """T58: Exactly zero for experts that no token was given, and not for the router, whose scores weigh them."""
+    """T58: Exactly zero for experts that no token was given, and not for the router, whose scores weigh them.
+
+    With activations that are computed again: a second forward pass with choices of its own would give to all experts.
+    """
     ids = other_choices().expert_ids.copy()
     ids[ids == 0] = -2  # nobody is given expert 0
     for index in np.argwhere((ids == -2).any(-1)):
@@ -99,20 +102,16 @@ def test_gradients_go_through_weights_and_not_through_ids():
     shallow = tiny.model(tiny.config("M"))
     choices = Choices(*(x[:, :, :1] for x in (choices.expert_ids, choices.blocks)))
 
-    def loss(model, remat):
-        x, _, _ = model.trunk(TOKENS, choices=choices, remat=remat)
+    def loss(model):
+        x, _, _ = model.trunk(TOKENS, choices=choices, remat=True)
         return jnp.sum(jax.nn.log_softmax(model.unembed(model.final_norm(x)))[..., 3])
 
-    # Half the time to compile, for programs that run once.
-    run = jax.jit(jax.grad(loss), static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
-    gradient, again = (run(shallow, remat) for remat in (False, True))
+    gradient = jax.jit(jax.grad(loss), compiler_options={"xla_backend_optimization_level": 0})(shallow)
     moe = gradient.stacks[0].mlp
     for matrix in (moe.experts.gate_proj, moe.experts.down_proj):
         sizes = jnp.abs(matrix[...]).max(axis=(2, 3))  # [L E]
         assert (sizes[:, 0] == 0).all() and (sizes[:, 1:] > 0).all()
     assert (jnp.abs(moe.gate[...]).max(axis=1) > 0).any(axis=-1).all()
-    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(again), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)  # the second forward pass plays the same record
 
 
 def test_the_weights_are_those_of_the_given_experts():
