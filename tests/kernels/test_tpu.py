@@ -23,6 +23,7 @@ from support.insertion import EPS, draw
 from support.insertion import expected as inserted
 from support.kernels_inputs import both_layouts, check, lay_out, of_definition, view
 from support.msa_strategies import (
+    FOURS,
     GROUPED,
     ONE_SLOT,
     RAGGED,
@@ -156,6 +157,15 @@ def test_selection_of_odd_shapes(data, name, shape):
 
 
 @every_index
+@settings(max_examples=1)
+@given(case=cases((FOURS,)))
+def test_selection_where_axes_agree(case, options):
+    """T7: B, T, N, K, H, P and J all 4."""
+    case = fitting(case, options)
+    assert_same_sets(index(case, "paged", **options), chosen(case))
+
+
+@every_index
 def test_forced_blocks_use_slots(options):
     """Forced blocks take slots and add none."""
     rules = dict(local_blocks=2, init_blocks=1)
@@ -207,6 +217,16 @@ def test_dense_is_that_of_the_definition(data, layout):
     case = data.draw(cases((SHAPES[layout],)))
     got = attention(case, layout, None, **DENSE, kv_heads=case.shape.K)
     check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
+
+
+@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "decode"])  # pieces are of slots, and take no axis
+@settings(max_examples=1)
+@given(case=cases((FOURS,)))
+def test_attention_where_axes_agree(case, name):
+    """T7: B, T, N, K, H, P and J all 4, and each KV head with picks of its own."""
+    options = ATTENTION[name]
+    blocks = case.any_blocks()
+    check(attention(case, "paged", blocks, **options), of_definition(case, blocks))
 
 
 @every_attention
