@@ -7,6 +7,7 @@ from support.chat_strategies import tool
 from support.outputs import HEAD, TAIL, fed, parser, wire, with_parameters
 
 from m3jax.text import OutputParser
+from m3jax.text.chat import schemas
 from m3jax.text.output import Message
 
 BIG = 10**25
@@ -325,3 +326,17 @@ def test_elements_nest_64_deep():
         for _ in range(64):
             value = value["a"]
         assert value == leaf
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    ["additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then", "unevaluatedItems",
+     "unevaluatedProperties"],
+)  # fmt: skip
+def test_a_schema_in_a_keyword_is_in_the_standard_dialect_too(keyword):
+    """Python's names of types, and those that say nothing, wherever a schema stands in another."""
+    given = {"type": "dict", keyword: {"type": "list", "items": {"type": "any"}}}
+    assert schemas.standard_schema(given, "parameters") == {
+        "type": ["object"],
+        keyword: {"type": ["array"], "items": {}},
+    }
