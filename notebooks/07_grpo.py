@@ -145,7 +145,7 @@ plt.show()
 
 # %%
 loss = RolloutLoss(PolicyLoss(), compute_dtype="bfloat16")
-history, ROUNDS = [], 8
+history, ROUNDS = [], 14
 for number in range(ROUNDS):
     groups = roll_out(engine, prompts, asked, count=8, seed=100 * number)
     assert {episode.version for group in groups for episode in group} == {number}

@@ -419,7 +419,9 @@ def copied(
     return run_tiles(x, weights, layer).reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
 
 
-def _of_each_tile(weight: Float[Array, "E K N"] | MXFP8Array, experts: Int[Array, " X"]) -> Float[Array, "X K N"]:
+def _of_each_tile(
+    weight: Float[Array, "E K N"] | MXFP8Array, experts: Int[Array, " X"]
+) -> Float[Array, "X K N"] | MXFP8Array:
     """Return a copy of the weight of each tile's expert, whose gradient is the sum over the tiles of an expert."""
     return weight[experts] if isinstance(weight, MXFP8Array) else _copies(weight.shape[0], weight, experts)
 
