@@ -135,7 +135,8 @@ def test_a_reward_that_fails_loses_nothing(whole, tmp_path):
     with pytest.raises(TaskError, match="it fails"):
         train(tmp_path, Task(fails=True), save_every=10)
     assert lines(tmp_path) == whole[0][:1]
-    assert train(tmp_path, steps=2) == whole[0][:2]
+    assert train(tmp_path, again := Task(), steps=2) == whole[0][:2]
+    assert again.calls == 1, "the first round was drawn again"
 
 
 def test_against_the_engine_as_old_policy_an_invariant_run_is_the_same(whole, tmp_path):
