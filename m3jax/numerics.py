@@ -44,7 +44,8 @@ def _gradient_of_product(
     spec: str, factors: tuple[BFloat16[Array, "..."], BFloat16[Array, "..."]], gradient: Float[Array, "..."]
 ) -> tuple[BFloat16[Array, "..."], BFloat16[Array, "..."]]:
     """Return the gradients by both factors, each a product of bfloat16 arrays, summed in float32 and rounded once."""
-    left, right, rounded = (*factors, gradient.astype(jnp.bfloat16))
+    left, right = factors
+    rounded = gradient.astype(jnp.bfloat16)
     if platform() == "cpu":
         # Since jax 0.12 XLA's CPU backend keeps the sums of some products of bfloat16 in bfloat16. These are the same
         # products, summed in float32: that of two bfloat16 numbers is exact there.

@@ -106,6 +106,7 @@ def in_child(side: str, words: list[str], args: argparse.Namespace) -> dict:
 
 def measure(args: argparse.Namespace) -> dict:
     """Return the figures of one side: {"seconds", "first", "losses", "forward", ...}."""
+    from measuring import print_kernels
     from measuring.compiles import compiles_said
 
     config = config_of(args)
@@ -115,7 +116,7 @@ def measure(args: argparse.Namespace) -> dict:
         passes, _ = in_turn(forward, "forward pass", args)
         times, losses = in_turn(step, "step", args)
         if args.profile and args.in_this_process == "m3jax":
-            print_kernels(step, args.profile)
+            print_kernels(step, args.profile, sys.stderr)
     return {
         "seconds": statistics.median(times[2:]), "first": times[0], "losses": losses,
         "forward": statistics.median(passes[2:]), **figures(),
@@ -141,18 +142,6 @@ def in_turn(call: Callable[[], float], name: str, args: argparse.Namespace) -> t
         line = f"{args.in_this_process}: {name} {number + 1}: {speed}, loss {losses[-1]:.4f}"
         print(line, file=sys.stderr, flush=True)
     return times, losses
-
-
-def print_kernels(step: Callable[[], float], most: int) -> None:
-    """Print on stderr how a step's time on the GPU divides over its kernels, the dearest first."""
-    from measuring import traced
-
-    kernels = traced(step)
-    total = sum(kernels.seconds.values())
-    print(f"kernels of a step: {total * 1e3:.1f} ms, busy {kernels.busy * 1e3:.1f} ms", file=sys.stderr)
-    for name, seconds in kernels.seconds.most_common(most):
-        line = f"{seconds * 1e3:8.2f} ms {seconds / total:6.1%} {kernels.calls[name]:5d} calls  {name[:110]}"
-        print(line, file=sys.stderr, flush=True)
 
 
 def tokens_of(args: argparse.Namespace) -> int:

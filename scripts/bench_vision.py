@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measuring import medians, traced
+from measuring import medians, print_kernels
 
 from m3jax import media
 from m3jax.media.packing import bucket_size
@@ -125,14 +125,6 @@ def line(count: int, size: int, name: str, compile_s: float, seconds: float, wor
         f"{count:6d} {size:8d} {name:>13s} {compile_s:9.1f} {1e3 * seconds:9.2f} {count / seconds:9.1f} "
         f"{rate / 1e12:8.1f} {100 * rate / PEAK:6.1f}%"
     )
-
-
-def print_kernels(call: Callable[[], object], count: int) -> None:
-    """Print the kernels of a call that take longest, and the device's share of its time."""
-    kernels = traced(call)
-    print(f"{1e3 * kernels.busy:10.2f} ms in {kernels.calls.total()} kernels and copies")
-    for name, seconds in kernels.seconds.most_common(count):
-        print(f"{1e3 * seconds:10.2f} ms {kernels.calls[name]:5d} x  {name[:90]}", flush=True)
 
 
 def check_attention(backends: Iterable[str]) -> bool:

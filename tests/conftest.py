@@ -160,7 +160,7 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # before what a test file makes of the devices
 def eight_devices() -> None:
     """Skips a test of meshes in a process that has fewer devices, as one on a single GPU."""
     import jax

@@ -423,25 +423,17 @@ def _of_each_tile(
     weight: Float[Array, "E K N"] | MXFP8Array, experts: Int[Array, " X"]
 ) -> Float[Array, "X K N"] | MXFP8Array:
     """Return a copy of the weight of each tile's expert, whose gradient is the sum over the tiles of an expert."""
-    return weight[experts] if isinstance(weight, MXFP8Array) else _copies(weight.shape[0], weight, experts)
+    if isinstance(weight, MXFP8Array):
+        return weight[experts]
+    from pallas_kernels.gradient import with_gradient
 
+    def by_product(weight, experts):
+        # Its gradient is a product with ones, at the speed of memory: a GPU scatters numbers one by one, in ten times
+        # the time.
+        is_expert = experts[:, None] == jnp.arange(weight.shape[0])  # [X E]
+        return einsum("xe,ekn->xkn", is_expert.astype(weight.dtype), weight).astype(weight.dtype)
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _copies(num_experts, weight, experts):
-    return weight[experts]
-
-
-def _copies_forward(num_experts, weight, experts):
-    return weight[experts], experts
-
-
-def _sums_of_copies(num_experts, experts, gradient):
-    # A product with ones, at the speed of memory: a GPU scatters numbers one by one, in ten times the time.
-    is_expert = experts == jnp.arange(num_experts)[:, None]  # [E X]
-    return einsum("ex,xkn->ekn", is_expert.astype(gradient.dtype), gradient).astype(gradient.dtype), None
-
-
-_copies.defvjp(_copies_forward, _sums_of_copies)
+    return with_gradient(lambda weight, experts: weight[experts], by_product, 1)(weight, experts)
 
 
 EXPERT_PATHS = {

@@ -3,11 +3,13 @@
 import glob
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 import jax
 
@@ -70,6 +72,14 @@ def traced(run: Callable[[], object]) -> Kernels:
         seconds[name] += (end - start) / 1e9
         calls[name] += 1
     return Kernels(busy / 1e9, seconds, calls)
+
+
+def print_kernels(call: Callable[[], object], count: int, file: TextIO = sys.stdout) -> None:
+    """Print the kernels of a call that take longest, and the device's share of its time."""
+    kernels = traced(call)
+    print(f"{1e3 * kernels.busy:10.2f} ms in {kernels.calls.total()} kernels and copies", file=file)
+    for name, seconds in kernels.seconds.most_common(count):
+        print(f"{1e3 * seconds:10.2f} ms {kernels.calls[name]:5d} x  {name[:90]}", file=file, flush=True)
 
 
 @dataclass

@@ -312,13 +312,12 @@ def test_truncated_goes_on_as_before():
 # Dividing
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_a_mesh_is_one_device():
     """T28, T38: pages over several devices, of which some hold none of a short row; rows over others.
 
     The state stays where it lies, and no device makes a second cache.
     """
-    if jax.device_count() < 8:
-        pytest.skip(f"needs 8 devices, this process has {jax.device_count()}")
     with quick():
         served = engine(Watched(tiny.model(CONFIG, mesh=parse_mesh("data=2,context=4"))), pages=4096)
         served.warmup()

@@ -125,13 +125,12 @@ def test_a_copy_of_what_was_not_recorded_begins_with_the_models_own_choice():
     assert len(record) == 20 and (record[:had] == -1).all() and (record[had:].max(axis=-1) >= 0).all()
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_records_over_a_mesh_are_those_of_one_device():
     """T38: rows over two devices, experts over others; a copy and a request that was taken back are among them.
 
     The layout of the state is steady, so no later step compiles.
     """
-    if jax.device_count() < 8:
-        pytest.skip(f"needs 8 devices, this process has {jax.device_count()}")
     plain, divided = (
         Engine(tiny.model(CONFIG, mesh=mesh), **SHAPE, records=NAMES)
         for mesh in (None, parse_mesh("data=2,tensor=2,expert=2"))

@@ -36,13 +36,8 @@ MESHES = [
     "context=2,expert=2,tensor=2",
     "data=2,context=2,tensor=2",
 ]
+pytestmark = pytest.mark.usefixtures("eight_devices")
 QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile; the program is the same
-
-
-@pytest.fixture(autouse=True, scope="module")
-def eight_devices():
-    if jax.device_count() < 8:
-        pytest.skip(f"needs 8 devices, this process has {jax.device_count()}")
 
 
 @cache

@@ -42,6 +42,7 @@ def selected():
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize(
     ("backend", "num_queries", "cases"), [("triton", 2, 6), ("triton", 17, 3), ("mosaic_tpu", 1, 1)]
 )
@@ -50,8 +51,6 @@ def test_kernels_name_candidates_that_choose_as_all_scores_do(backend, num_queri
 
     An engine runs those of a TPU over two devices (tests/ops/test_backend_tpu.py).
     """
-    if jax.device_count() < 8:
-        pytest.skip(f"needs 8 devices, this process has {jax.device_count()}")
     for seed in range(cases):
         draw = np.random.default_rng(seed)
         index_q, index_k = (

@@ -25,16 +25,11 @@ CONFIG = tiny.config(
 )  # fmt: skip
 ROWS, CHUNK, LAYERS, CONTEXT = 4, 256, 3, 1024
 WIDTH, BYTES = CONFIG.hidden_size, 4  # of float32
+pytestmark = pytest.mark.usefixtures("eight_devices")
 QUICK = {"xla_backend_optimization_level": 0}
 MESHES = ["tensor=4", "context=2,expert=2,tensor=2"]
 # Products outside attention and the routed experts, by the einsum that makes them.
 DIVIDED = ("btd,d...h->bt...h", "btx,xd->btd", "...d,df->...f", "...f,fd->...d", "xd,df->xf", "xf,fd->xd")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def eight_devices():
-    if jax.device_count() < 8:
-        pytest.skip(f"needs 8 devices, this process has {jax.device_count()}")
 
 
 @cache

@@ -43,7 +43,7 @@ def parser() -> Parser:
     out.add_argument("--port", type=int, default=50051, help="port to listen on (default 50051); 0 takes a free one")
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="default bfloat16")
     out.add_argument("--weights", choices=WEIGHTS, default="dequantize", help="of a folder in MXFP8: mxfp8 keeps them "
-                     "(default dequantize)")  # fmt: skip
+                     "(default: dequantize)")  # fmt: skip
     out.add_argument("--role", choices=("both", "prefill"), default="both", help="prefill reads prompts for workers "
                      "that have --prefill-from, and answers no requests (default both)")  # fmt: skip
     out.add_argument("--prefill-from", metavar="grpc://HOST:PORT", action="append", default=[], help="have prompts "
