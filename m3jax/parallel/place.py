@@ -45,15 +45,19 @@ def whole(tree: _Tree, like: Sharding | None) -> _Tree:
 def read(tree: _Tree) -> _Tree:
     """Return arrays on the host, all of them, whichever processes have their parts; every process has to call it.
 
+    An array that no process has whole is copied to every device first, one array after the other: a device holds one
+    such copy at a time, and one collective is under way. (With several, a device may begin a later one before another
+    device of its process has begun the first; on a CPU, where a collective holds a thread, that is a deadlock.)
+
     Args:
       tree: of arrays.
     """
-    return jax.device_get(jax.tree.map(_gathered, tree))
+    return jax.device_get(jax.tree.map(_readable, tree))
 
 
-def _gathered(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Return an array as it is if this process can read it, else a copy that is whole on each of its devices."""
+def _readable(array: Shaped[Array, "..."]) -> Shaped[Array | np.ndarray, "..."]:
+    """Return an array as it is if this process can read it, else all of it on the host."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return array
     everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
-    return jax.jit(jnp.copy, out_shardings=everywhere)(array)
+    return jax.device_get(jax.jit(jnp.copy, out_shardings=everywhere)(array))

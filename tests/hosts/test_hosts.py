@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -45,19 +46,24 @@ def processes(hub) -> list[tuple[dict, int, str, str]]:
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
     flags += f" --xla_force_host_platform_device_count={host_process.DEVICES}"
     env = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}", "XLA_FLAGS": flags}
-    started = [
-        subprocess.Popen(
-            [sys.executable, host_process.__file__, str(i), port, str(hub.parent), "idle"],
-            **dict(env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
-        )
-        for i in range(2)
-    ]
-    found = []
-    for i, process in enumerate(started):
-        out, err = process.communicate(timeout=900)
-        path = hub.parent / f"report{i}.json"
-        assert path.is_file(), err
-        found.append((json.loads(path.read_text()), process.returncode, out, err))
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, host_process.__file__, str(i), port, str(hub.parent), "idle"],
+                    **dict(env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
+                )
+            )
+            for i in range(2)
+        ]
+        for process in started:
+            stack.callback(process.kill)  # where one fails the other waits for it
+        found = []
+        for i, process in enumerate(started):
+            out, err = process.communicate(timeout=host_process.LIMIT + 60)
+            path = hub.parent / f"report{i}.json"
+            assert path.is_file(), err
+            found.append((json.loads(path.read_text()), process.returncode, out, err))
     return found
 
 

@@ -4,6 +4,7 @@ Started as `python host_process.py I PORT FOLDER [WHEN]`: `WHEN` is where proces
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import numpy as np
 
 DEVICES = 2  # of each process
 HEARTBEAT = 10
+LIMIT = 240  # seconds until a process that hangs says where, and ends
 # Each engine's mesh and settings. Rows and pages lie on both hosts, and so do heads; 21 pages do not divide over 4
 # devices.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -96,6 +98,7 @@ def training_state(model, step: int):
 
 def run(channel, process_id: int, folder: Path, when: str) -> None:
     """Do all of a process's work."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.stderr)
     import jax
     from support.engines import params, prompt, quick
 

@@ -186,15 +186,11 @@ def test_a_decoder_that_no_stream_can_follow():
 
 
 def seconds(decoder: str, ids: list[int]) -> float:
-    """Of this process, and the best of three: neighbours on the machine do not count."""
-
-    def once():
-        stream, began = tokenizer(decoder).stream(), process_time()
-        for token in ids:
-            stream.push(token)
-        return process_time() - began
-
-    return min(once() for _ in range(3))
+    """Of this process: neighbours on the machine hardly count."""
+    stream, began = tokenizer(decoder).stream(), process_time()
+    for token in ids:
+        stream.push(token)
+    return process_time() - began
 
 
 HOSTILE = {
@@ -211,5 +207,7 @@ def test_twice_the_tokens_take_twice_the_time(decoder, what):
     """They took four times as long while all undecodable tokens were held back: 8,000 of them 38 s."""
     few = (HOSTILE[what](decoder) * 1500)[:1500]
     seconds(decoder, few)  # what is read of the tokenizer once
-    short, long = seconds(decoder, few), seconds(decoder, few * 2)
-    assert long < 3 * short, f"{decoder}, {what}: {len(few)} tokens {short:.3f} s, twice as many {long:.3f} s"
+    ratios = []
+    while not ratios or (min(ratios) >= 3 and len(ratios) < 8):  # a pause in one of the two says nothing
+        ratios.append(seconds(decoder, few * 2) / seconds(decoder, few))
+    assert min(ratios) < 3, f"{decoder}, {what}: twice {len(few)} tokens take {min(ratios):.1f} times as long"
