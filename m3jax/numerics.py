@@ -1,11 +1,12 @@
 """Sums, products and softmax at the reference's precision (docs/numerics.md), and THE merge of partial attention."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Bool, Float, Int
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int
 
 from m3jax.platform import platform
 
@@ -29,15 +30,20 @@ def einsum(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
     On accelerators "highest" keeps float32 products from being rounded to tf32 or bfloat16. The gradient of a product
     of two bfloat16 arrays is rounded to bfloat16 before it meets the other factor (docs/numerics.md).
     """
-    if len(operands) == 2 and all(x.dtype == jnp.bfloat16 for x in operands):
-        return _product_in_bfloat16(spec, *operands)
-    return _product(spec, *operands)
-
-
-def _product(spec: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the product as `einsum` does, with the gradient that JAX derives."""
+    if len(operands) == 2 and operands[0].dtype == operands[1].dtype == jnp.bfloat16:
+        return _product_of_bfloat16(spec, *operands)
     dtype = accumulator(jnp.result_type(*operands))
     return jnp.einsum(spec, *operands, precision="highest", preferred_element_type=dtype)
+
+
+# JAX would multiply the float32 gradient by a factor that it makes float32 first. At "highest" that leaves a GPU's
+# tensor cores idle: an H100 is said to reach 67 TFLOP/s so, and 989 in bfloat16.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product_of_bfloat16(
+    spec: str, left: BFloat16[Array, "..."], right: BFloat16[Array, "..."]
+) -> Float32[Array, "..."]:
+    """Return the product as `einsum` does, with a gradient of products of bfloat16 arrays."""
+    return jnp.einsum(spec, left, right, precision="highest", preferred_element_type=jnp.float32)
 
 
 def _gradient_of_product(
@@ -57,10 +63,9 @@ def _gradient_of_product(
     return of_left.astype(jnp.bfloat16), of_right.astype(jnp.bfloat16)
 
 
-# JAX would multiply the float32 gradient by a factor that it makes float32 first. At "highest" that leaves a GPU's
-# tensor cores idle: an H100 is said to reach 67 TFLOP/s so, and 989 in bfloat16.
-_product_in_bfloat16 = jax.custom_vjp(_product, nondiff_argnums=(0,))
-_product_in_bfloat16.defvjp(lambda spec, *factors: (_product(spec, *factors), factors), _gradient_of_product)
+_product_of_bfloat16.defvjp(
+    lambda spec, left, right: (_product_of_bfloat16(spec, left, right), (left, right)), _gradient_of_product
+)
 
 
 def dot_scores(queries: Float[Array, "*X R H"], keys: Float[Array, "*X C H"]) -> Float[Array, "*X R C"]:
