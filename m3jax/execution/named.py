@@ -5,7 +5,9 @@ where an edit is made. Which layers have edits is known when a program is traced
 dictionary, and the program is the same as if there were no edits in the world.
 """
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -178,29 +180,25 @@ def apply_edit(name: str, edit: Edit, value: Array, seen: Mapping[str, Array]) -
     Raises:
       ValueError: the edit needs numbers where there are none yet, keeps what it got, or returns another shape or kind.
     """
-    arguments, has_returned = ((value, dict(seen)) if _takes_two(edit) else (value,)), []
+    arguments = (value, dict(seen)) if _takes_two(edit) else (value,)
+    given: list[weakref.ref] = []  # what is computed from a traced value holds it, so whoever keeps either is found
 
     def traced(*arguments):
-        new = edit(*arguments)
-        has_returned.append(True)
-        return new
+        given.extend(map(weakref.ref, jax.tree.leaves(arguments)))
+        return edit(*arguments)
 
     try:
-        with jax.checking_leaks():
-            new_type = jax.eval_shape(traced, *arguments)
+        new_type = jax.eval_shape(traced, *arguments)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ValueError(
             f"edits[{name!r}] asks for numbers while its program is traced ({type(error).__name__}): use jax.numpy, "
             "and jnp.where in place of if"
         ) from error
-    except Exception as error:
-        # What jax raises of a leak is an Exception and no more, or an IndexError where it cannot say who has the value.
-        if not has_returned or type(error) not in (Exception, IndexError):
-            raise
+    if _any_alive(given):
         raise ValueError(
             f"edits[{name!r}] keeps what it was given: an edit must be pure; intermediates(names=[{name!r}]) returns "
             "values"
-        ) from error
+        )
     shape, dtype = getattr(new_type, "shape", None), getattr(new_type, "dtype", None)
     is_of_kind = dtype is not None and (
         jnp.issubdtype(dtype, jnp.floating) if jnp.issubdtype(value.dtype, jnp.floating) else dtype == value.dtype
@@ -209,6 +207,17 @@ def apply_edit(name: str, edit: Edit, value: Array, seen: Mapping[str, Array]) -
         what = f"{dtype} {list(shape)}" if dtype is not None else f"a {type(new_type).__name__}"
         raise ValueError(f"edits[{name!r}] returns {what}: must be {value.dtype} {list(value.shape)}")
     return jnp.asarray(edit(*arguments)).astype(value.dtype)
+
+
+def _any_alive(references: Sequence[weakref.ref]) -> bool:
+    """Return True if an object is still in use; one that only a cycle holds is collected first.
+
+    `jax.checking_leaks` collects garbage for every edit, which takes a second in a large process.
+    """
+    if not any(reference() is not None for reference in references):
+        return False
+    gc.collect()
+    return any(reference() is not None for reference in references)
 
 
 def _takes_two(edit: Edit) -> bool:

@@ -156,5 +156,7 @@ def test_a_row_of_the_head_that_is_nan_ends_every_request(options):
     broken = FakeModel(model.embed, model.head.at[100].set(jnp.nan), model.config)
     for result in Greedy().run(broken, **options):
         assert (result.tokens, result.logprobs, result.stop_reason) == ([], [], "nan")
+    if options:
+        return
     with pytest.raises(FloatingPointError, match="logits were NaN or infinite"):
         generate(broken, [[1, 2, 3]] * 4, max_new_tokens=6, temperature=0.0)

@@ -1,7 +1,6 @@
 """The support of a draw: what the engine records of it, and the trainer's log-probabilities within it."""
 
 from dataclasses import replace
-from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from support.engines import CONFIG, SHAPE, prompt, quick
 from m3jax.decoding import Engine, Generation, Params, PromptLookup, Sampling
 from m3jax.decoding.sampling import SamplingParams, filtered_logits, logprob_of
 from m3jax.decoding.support import logits_within, pack_support, unpack_support
-from m3jax.train.rollouts import Episode, as_batch, read_logprobs
+from m3jax.train.rollouts import Episode, as_batch
 
 VOCAB = 70  # the last of three words is not full
 KNOBS = (dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=9, top_p=0.6, temperature=0.7), {}, dict(top_k=1))
@@ -67,11 +66,6 @@ def test_within_the_support_stands_the_distribution_that_was_drawn_from(seed, kn
         assert not found.any() and not gradient.any()
 
 
-@cache
-def model(dtype: str = "bfloat16"):
-    return tiny.model(CONFIG, dtype=dtype)
-
-
 def draw(engine: Engine, knobs: int, new: int = 10) -> Generation:
     params = Params(max_new_tokens=new, sampling=Sampling(seed=3, **KNOBS[knobs]), record=RECORDS)
     handle = engine.add(prompt(30, seed=knobs), params)
@@ -81,15 +75,17 @@ def draw(engine: Engine, knobs: int, new: int = 10) -> Generation:
 def test_an_engine_records_what_its_tokens_were_drawn_from():
     """By each knob, in rounds with a draft: as the numpy twin has it of a plain forward pass.
 
-    Of steps without one see below; that what was told to an engine compiles nothing later is in test_records.py.
+    Steps without one, whose very bits a trainer reads in the invariant mode, are in tests/train/test_runs.py; that what
+    was told to an engine compiles nothing later is in test_records.py.
     """
+    model = tiny.model(CONFIG)
     with quick():
-        engine = Engine(model("float32"), **SHAPE, records=RECORDS, draft=PromptLookup(), draft_tokens=2)
+        engine = Engine(model, **SHAPE, records=RECORDS, draft=PromptLookup(), draft_tokens=2)
         drawn = [draw(engine, knobs) for knobs in range(len(KNOBS))]
     forward = jax.jit(lambda model, tokens: model(tokens))
     for knobs, generation in enumerate(drawn):
         whole = [*prompt(30, seed=knobs), *generation.tokens]
-        logits = np.asarray(forward(model("float32"), jnp.asarray([whole], jnp.int32)), np.float32)[0, 29:-1]
+        logits = np.asarray(forward(model, jnp.asarray([whole], jnp.int32)), np.float32)[0, 29:-1]
         allowed = as_sets(generation.records["support"])
         params = SamplingParams.stack([Sampling(**KNOBS[knobs])] * len(logits))
         expected = np.asarray(filtered_logits(jnp.asarray(logits), params)) > -np.inf
@@ -99,24 +95,6 @@ def test_an_engine_records_what_its_tokens_were_drawn_from():
             found = generation.records["drawn_logprobs"][place]
             assert found == pytest.approx(logprob_within(logits[place], allowed[place], token, temperature), abs=1e-4)
             assert found >= generation.logprobs[place] - 1e-5 or temperature != 1.0
-
-
-def test_the_invariant_trainer_computes_the_draws_bits():
-    """In bfloat16, over a temperature, within top-k and top-p; without the support it reads another policy."""
-    with quick():
-        engine = Engine(model(), **SHAPE, invariant=True, records=RECORDS)
-        generation = draw(engine, 3)
-    batch = as_batch([Episode.of(prompt(30, seed=3), generation)], 48, ("support",))
-    read = partial(
-        *(read_logprobs, model().with_invariance(), jnp.asarray(batch["tokens"])),
-        compute_dtype="bfloat16",
-        temperature=0.7,
-    )
-    support = batch["support"]
-    found = np.asarray(read(support=jnp.asarray(support)))
-    np.testing.assert_array_equal(found[batch["mask"]], batch["sampler"][batch["mask"]])
-    every_token = jnp.asarray(np.full_like(support, -1))  # what no support means, in the program of one
-    assert (np.asarray(read(support=every_token))[batch["mask"]] < found[batch["mask"]]).all()
 
 
 def test_an_episode_without_the_record_is_said():

@@ -51,9 +51,14 @@ def expected_values(generation: Generation, tokens: tuple[int, ...]) -> dict[str
 
 @cache
 def captured(name: str) -> list[Generation]:
-    """One request that is captured and two beside it; drafted, these are captured too."""
+    """One request that is captured and two beside it; drafted, these are captured too.
+
+    It is read first and ends last, so no step is without it: that would be a program of its own.
+    """
     engine = served(name)
-    handles = [engine.add(prompt(61), params(20, temperature=1.0), capture=CAPTURED)]
+    handles = [engine.add(prompt(61), params(32, temperature=1.0), capture=CAPTURED)]
+    while not engine.result(handles[0]).tokens:
+        engine.step()
     others = CAPTURED if name == "draft" else ()
     handles += [engine.add(prompt(length), params(9, temperature=1.0), capture=others) for length in (9, 30)]
     finish(engine)

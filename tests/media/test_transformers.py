@@ -15,7 +15,7 @@ from m3jax.media import expand_text, process_image, process_video, smart_resize
 from m3jax.media.placeholders import VIDEO
 
 pytest.importorskip("transformers", reason="compares with transformers 5.23.0 (pip install 'm3jax[oracle]')")
-ORACLE = Path(__file__).parents[1] / "support" / "transformers_media.py"
+TESTS = Path(__file__).parents[1]
 
 IMAGES = {
     "smaller": picture(40, 61, 1), "larger": picture(700, 1000, 2), "as it is": picture(56, 84, 3),
@@ -47,8 +47,8 @@ def theirs(tmp_path_factory):
         rate = {"source_fps": ours["source_fps"]} if "source_fps" in ours else {}
         options[f"video.{name}"] = dict(do_resize=True) | rate | chosen
     np.savez(source, options=json.dumps(options), sizes=SIZES, alpha=ALPHA, **pixels)
-    command = [sys.executable, "-W", "ignore", str(ORACLE), str(source), str(target)]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "ignore", "-m", "support.transformers_media", str(source), str(target)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS)
     assert finished.returncode == 0, finished.stderr
     return np.load(target)
 

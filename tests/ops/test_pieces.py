@@ -476,6 +476,7 @@ def test_an_edit_is_rounded_to_the_value_s_dtype_and_may_see_others():
         (lambda value: value if value.sum() > 0 else -value, r"asks for numbers while its program is traced"),
         (lambda value: np.asarray(value), r"asks for numbers while its program is traced"),
         (lambda value: KEPT.append(value) or value, r"edits\['x'\] keeps what it was given"),
+        (lambda value: KEPT.append(jnp.sin(value).sum()) or value, r"edits\['x'\] keeps what it was given"),
     ],
 )
 def test_an_edit_that_cannot_be_is_refused(edit, message, unchecked):
@@ -484,6 +485,15 @@ def test_an_edit_that_cannot_be_is_refused(edit, message, unchecked):
 
 
 KEPT: list = []
+
+
+def test_a_value_that_waits_for_the_garbage_collector_is_not_kept():
+    def edit(value):
+        cycle = [2 * value]
+        cycle.append(cycle)
+        return cycle[0]
+
+    np.testing.assert_array_equal(apply_edit("x", edit, jnp.arange(3.0), {}), [0, 2, 4])
 
 
 def test_an_edit_s_own_error_is_its_own():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jaxtyping import Float, Int32, Shaped
+from support.transformers_import import without_what_is_unused
 
 from m3jax import checkpoint
 from m3jax.model import M3
@@ -22,7 +23,9 @@ _WAITS = "compares with transformers 5.23.0 (pip install 'm3jax[oracle]', CPytho
 torch = pytest.importorskip("torch", reason=_WAITS)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    m3_vl = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl", reason=_WAITS)
+    pytest.importorskip("transformers.utils", reason=_WAITS)
+    with without_what_is_unused():
+        m3_vl = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl", reason=_WAITS)
     from transformers.models.minimax_m3_vl import MiniMaxM3VLConfig
     from transformers.utils import logging as transformers_logging
 

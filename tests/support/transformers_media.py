@@ -1,4 +1,4 @@
-"""transformers' processors of images and videos, run by themselves: `python transformers_media.py IN.npz OUT.npz`.
+"""transformers' processors of images and videos, run by themselves: `-m support.transformers_media IN.npz OUT.npz`.
 
 They need torchvision, of which they call five functions. Where it is installed it is used; where it is not, those five
 stand here, on torch alone: what is compared is transformers' own code (sizes, order of patches, chunks, prompts), and
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
+from support.transformers_import import without_what_is_unused
 
 
 class InterpolationMode(Enum):
@@ -101,9 +102,14 @@ def main(source: str, target: str) -> None:
     """
     if find_spec("torchvision") is None:
         stand_in()
-    from transformers.image_utils import load_image
-    from transformers.models.minimax_m3_vl.image_processing_minimax_m3_vl import MiniMaxM3VLImageProcessor, smart_resize
-    from transformers.models.minimax_m3_vl.video_processing_minimax_m3_vl import MiniMaxM3VLVideoProcessor
+    with without_what_is_unused():
+        import transformers.models.minimax_m3_vl.processing_minimax_m3_vl  # noqa: F401 (for `video_inputs`)
+        from transformers.image_utils import load_image
+        from transformers.models.minimax_m3_vl.image_processing_minimax_m3_vl import (
+            MiniMaxM3VLImageProcessor,
+            smart_resize,
+        )
+        from transformers.models.minimax_m3_vl.video_processing_minimax_m3_vl import MiniMaxM3VLVideoProcessor
 
     torch.set_num_threads(1)
     given = np.load(source)
