@@ -91,9 +91,15 @@ def test_fewer_rows_decode_in_smaller_calls_and_get_what_they_get_in_the_largest
     """A call has the rows that decode alone, wherever they lie; requests come, end and leave gaps between them."""
     fake = FakeModel.random()
     settings = dict(pages=64, max_batch=5, max_length=64, prefill_chunk=16, steps_per_call=3, draft=draft)
-    lives = (2, {}), (30, dict(temperature=1.0, seed=3)), (9, dict(repetition_penalty=2.0)), (17, {}), (5, {})
-    requests = [(prompt(7 + i, seed=i), params(new, **knobs)) for i, (new, knobs) in enumerate(lives)]
+    # The last prompt takes four rounds, in which the others decode in a call that has its row.
+    sampled, penalised = dict(temperature=1.0, seed=3), dict(repetition_penalty=2.0)
+    lives = (7, 40, {}), (8, 30, sampled), (9, 29, penalised), (10, 27, {}), (50, 5, {})
+    requests = [(prompt(length, seed=length), params(new, **knobs)) for length, new, knobs in lives]
     of_all, of_few = (Engine(fake, decode_rows=sizes, **settings) for sizes in ((), (1, 3)))
+    for served in (of_all, of_few):  # whoever is stopped has the host tell the device of all rows
+        stopped = served.add(prompt(5), params(20))
+        served.step()
+        served.abort(stopped)
     expected, found = (serve(served, *requests) for served in (of_all, of_few))
     assert [result.tokens for result in found] == [result.tokens for result in expected]
     for one, other in zip(found, expected, strict=True):
