@@ -74,13 +74,58 @@ def test_two_small_calls_give_what_a_large_one_gives():
 @pytest.mark.parametrize(
     ("platform", "max_length", "chunks"),
     [
-        ("cpu", 4096, (256, 2048)), ("tpu", 4096, (256, 2048)), ("gpu", 32768, (256, 2048, 8192)),
+        ("cpu", 4096, (256, 512)), ("tpu", 4096, (256, 2048)), ("gpu", 32768, (256, 2048, 8192)),
         ("gpu", 4096, (256, 2048, 4096)), ("gpu", 2048, (256, 2048)), ("cpu", 300, (256, 300)), ("gpu", 256, (256,)),
     ],
 )  # fmt: skip
 def test_default_sizes_of_prefill_by_platform(monkeypatch, platform, max_length, chunks):
-    """A GPU is given 8,192 tokens at once; nothing is compiled for more than a prompt can have."""
+    """A GPU is given 8,192 tokens at once and a CPU 512; nothing is compiled for more than a prompt can have."""
     monkeypatch.setattr(shapes, "platform", lambda: platform)
     assert shapes.prefill_chunks(max_length) == chunks
     fake = FakeModel.random(config=FakeConfig(max_position_embeddings=max_length))
     assert Engine(fake, pages=2048, max_batch=1).shapes.chunks == chunks
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_fewer_rows_decode_in_smaller_calls_and_get_what_they_get_in_the_largest(draft):
+    """A call has the rows that decode alone, wherever they lie; requests come, end and leave gaps between them."""
+    fake = FakeModel.random()
+    settings = dict(pages=64, max_batch=5, max_length=64, prefill_chunk=16, steps_per_call=3, draft=draft)
+    # The last prompt takes four rounds, in which the others decode in a call that has its row.
+    sampled, penalised = dict(temperature=1.0, seed=3), dict(repetition_penalty=2.0)
+    lives = (7, 40, {}), (8, 30, sampled), (9, 29, penalised), (10, 27, {}), (50, 5, {})
+    requests = [(prompt(length, seed=length), params(new, **knobs)) for length, new, knobs in lives]
+    of_all, of_few = (Engine(fake, decode_rows=sizes, **settings) for sizes in ((), (1, 3)))
+    for served in (of_all, of_few):  # whoever is stopped has the host tell the device of all rows
+        stopped = served.add(prompt(5), params(20))
+        served.step()
+        served.abort(stopped)
+    expected, found = (serve(served, *requests) for served in (of_all, of_few))
+    assert [result.tokens for result in found] == [result.tokens for result in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    of_few.check()
+    assert of_few.drafting == of_all.drafting
+
+
+def test_each_number_of_rows_takes_the_smallest_call_that_holds_it():
+    """Warm-up compiles all of them; with the requests that end the calls become smaller."""
+    served = Engine(FakeModel.random(), pages=64, max_batch=5, decode_rows=(3, 1), prefill_chunk=16, steps_per_call=1)
+    served.warmup()
+    sizes, call = [], served._runner._programs["decode"]
+    served._runner._programs["decode"] = lambda *args, **kwargs: (
+        sizes.append(len(kwargs["rows"]) if "rows" in kwargs else 5),
+        call(*args, **kwargs),
+    )[1]
+    with compilations() as seen:
+        serve(served, *[(prompt(5, seed=i), params(2 + 3 * i)) for i in range(5)])
+    assert seen == [] and sorted(set(sizes)) == [1, 3, 5]
+    # Each begins a round after the one before it and has three tokens more: the last one is alone for four rounds.
+    assert sizes[-6:] == [3, 3, 1, 1, 1, 1]
+    fake = FakeModel.random()
+    for wrong, says in (
+        ((5,), "decode_rows has 5: must be below max_batch, which is 5"),
+        ((0,), r"decode_rows\[0\] = 0"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Engine(fake, pages=64, max_batch=5, decode_rows=wrong)

@@ -23,6 +23,7 @@ from m3jax.decoding.device.state import (
     Masks,
     NewTokens,
     State,
+    on_rows,
     pin,
     readable,
 )
@@ -49,6 +50,7 @@ def decode_in_rounds(
     host: HostStacks | None = None,
     masks: Masks | None = None,
     edits: dict[str, Steering] | None = None,
+    rows: Int32[HostOrDevice, "R"] | None = None,
     num_top: int = 0,
     records: tuple[str, ...] = (),
     layout: Layout | None = None,
@@ -67,6 +69,7 @@ def decode_in_rounds(
       masks: what the next token of each row may be; None for anything. They say nothing of the token after it, so a row
         that has one takes no proposals.
       edits: as in `prefill`, of the B rows.
+      rows: as in `decode`.
       num_top: as in `prefill`.
       records: as in `prefill`.
       layout: as in `prefill`.
@@ -75,6 +78,13 @@ def decode_in_rounds(
     Returns:
       The state, and the new tokens of the B rows.
     """
+    if rows is not None:
+        shared = dict(draft_tokens=draft_tokens, max_rounds=max_rounds, host=host)
+        shared |= dict(num_top=num_top, records=records, types=types)
+        of_few = lambda few, rounds, masks, edits: decode_in_rounds(
+            model, drafter, few, rounds, masks=masks, edits=edits, **shared
+        )
+        return on_rows(of_few, state, rows, rounds, masks, edits)
     batch, max_tokens = len(state.lengths), max_rounds * (1 + draft_tokens)
     model = for_steps(model, batch * (1 + draft_tokens))
     counts_before, is_edited = state.continuations.counts, state.continuations.is_edited(masks)

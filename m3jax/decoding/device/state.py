@@ -3,14 +3,15 @@
 A *row* always means a place in the decode batch: B rows decode together, and a request has one of them while it runs.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Sharding
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, Shaped, UInt32
 
 from m3jax.decoding.device.scores import Scores
 from m3jax.decoding.protocols import PagedCache
@@ -217,3 +218,39 @@ def set_rows(of_rows: _Tree, rows: Int32[HostOrDevice, "C"], of_requests: _Tree)
         return jnp.where(is_set.reshape(-1, *[1] * (old.ndim - 1)), jnp.asarray(new)[request].astype(old.dtype), old)
 
     return jax.tree.map(update, of_rows, of_requests)
+
+
+def on_rows(
+    decode: Callable[..., tuple[State, NewTokens]],
+    state: State,
+    rows: Int32[HostOrDevice, "R"],
+    *of_rows: PyTree[HostOrDevice | None],
+) -> tuple[State, NewTokens]:
+    """Decode some rows as if there were no others, which costs what so many rows cost.
+
+    Args:
+      decode: maps the state of R rows, and what is handed on of them, to their state and their new tokens.
+      state: of B rows; all that are LIVE are among those that decode.
+      rows: all different; B, one past the last, for none.
+      *of_rows: of B rows each, such as masks; None is handed on.
+
+    Returns:
+      The state and the new tokens of B rows; those that are left out have none.
+    """
+    num_rows = len(state.lengths)
+    take = lambda tree: jax.tree.map(lambda x: jnp.asarray(x).at[rows].get(mode="clip"), tree)  # [B ...] -> [R ...]
+    before = state.continuations, state.lengths, state.newest_token, state.stop_reasons, state.draft_memory
+    continuations, lengths, newest_token, stop_reasons, draft_memory = take(before)
+    few = State(
+        cache=state.cache.replace(table=take(state.cache.table)),
+        continuations=continuations,
+        lengths=lengths,
+        newest_token=newest_token,
+        stop_reasons=jnp.where(rows < num_rows, stop_reasons, IDLE),  # what stands for no row does nothing
+        draft_memory=draft_memory,
+    )
+    few, new = decode(few, *map(take, of_rows))
+    after = few.continuations, few.lengths, few.newest_token, few.stop_reasons, few.draft_memory
+    state = State(few.cache.replace(table=state.cache.table), *set_rows(before, rows, after))
+    put_back = lambda x: jnp.zeros((num_rows, *x.shape[1:]), x.dtype).at[rows].set(x, mode="drop")  # [R ...] -> [B ...]
+    return state, replace(jax.tree.map(put_back, new), stop_reasons=state.stop_reasons)

@@ -27,6 +27,7 @@ from m3jax.decoding.device.state import (
     Masks,
     NewTokens,
     State,
+    on_rows,
     pin,
     readable,
     set_rows,
@@ -186,6 +187,7 @@ def decode(
     host: HostStacks | None = None,
     masks: Masks | None = None,
     edits: dict[str, Steering] | None = None,
+    rows: Int32[HostOrDevice, "R"] | None = None,
     num_top: int = 0,
     records: tuple[str, ...] = (),
     layout: Layout | None = None,
@@ -201,6 +203,8 @@ def decode(
       host: as in `prefill`.
       masks: what the next token of each row may be; None for anything.
       edits: as in `prefill`, of the B rows.
+      rows: those that are computed, in ascending order, every live one among them; B, one past the last, for none. None
+        is all. On a mesh all are.
       num_top: as in `prefill`.
       records: as in `prefill`.
       layout: as in `prefill`.
@@ -209,6 +213,10 @@ def decode(
     Returns:
       The state, and the new tokens of the B rows.
     """
+    if rows is not None:
+        shared = dict(max_steps=max_steps, host=host, num_top=num_top, records=records, types=types)
+        of_few = lambda few, steps, masks, edits: decode(model, few, steps, masks=masks, edits=edits, **shared)
+        return on_rows(of_few, state, rows, steps, masks, edits)
     batch = len(state.lengths)
     model = for_steps(model, batch)
     counts_before, is_edited = state.continuations.counts, state.continuations.is_edited(masks)

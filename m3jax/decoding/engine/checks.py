@@ -35,6 +35,16 @@ def chunk_sizes(prefill_chunk: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+def decode_sizes(decode_rows: Sequence[int], max_batch: int, model: TargetModel) -> tuple[int, ...]:
+    """Return the rows of the smaller decode calls, ascending; ValueError for one of `max_batch`, and on a mesh."""
+    check_sizes({f"decode_rows[{i}]": size for i, size in enumerate(decode_rows)})
+    if decode_rows and max(decode_rows) >= max_batch:
+        raise ValueError(f"decode_rows has {max(decode_rows)}: must be below max_batch, which is {max_batch}")
+    if decode_rows and model.mesh is not None:
+        raise ValueError("decode_rows on a mesh: leave it out, each device decodes the rows that it holds")
+    return tuple(sorted(set(decode_rows)))
+
+
 def check_warmup(programs: Sequence[str], longest: int | None) -> None:
     """Raise ValueError if there is no such program to compile, or no such prompt to compile it for."""
     if unknown := [name for name in programs if name not in PROGRAMS]:

@@ -62,8 +62,8 @@ class Engine:
         none, after a preemption or a move. A draft's proposals are accepted where they are what the model draws.
       **knobs: the attributes of `Storage` and of `Work`, in place of these objects. Of `Storage`: pages, which must be
         given, max_length, prefix_cache, kv_dtype, index_dtype, scales, device_pages, host_memory, media_tokens. Of
-        `Work`: max_batch, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases, max_bad_words,
-        max_top_logprobs, records, edits, prompt_logprobs, media_patches, dispatch_ahead.
+        `Work`: max_batch, decode_rows, prefill_chunk, prefill_rows, steps_per_call, max_stop_ids, max_biases,
+        max_bad_words, max_top_logprobs, records, edits, prompt_logprobs, media_patches, dispatch_ahead.
 
     Attributes:
       clock: returns seconds, by which deadlines pass; who repeats the calls of another engine gives it their times.
@@ -101,6 +101,7 @@ class Engine:
             chunks=chunks,
             steps=work.steps_per_call,
             stop_ids=work.max_stop_ids,
+            decode_rows=checks.decode_sizes(work.decode_rows, work.max_batch, model),
             biases=work.max_biases,
             bad_words=work.max_bad_words,
             top_logprobs=work.max_top_logprobs,

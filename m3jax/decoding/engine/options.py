@@ -55,9 +55,12 @@ class Work:
 
     Attributes:
       max_batch: rows that decode together.
+      decode_rows: rows of smaller decode calls, a program each: where fewer requests decode, the smallest call that
+        holds them runs. A CPU computes for each row, whether it is used or not; an accelerator reads the weights, and
+        gains little. () is none, as on a mesh.
       prefill_chunk: prompt tokens of a row in one device call; it bounds the memory of prefill, and how long the others
         wait. Of several sizes what is left takes the smallest that holds it, or two calls of a smaller one if that is
-        less to compute. None is 256 and 2,048, on a GPU 8,192 too, as far as `max_length` goes.
+        less to compute. None is 256 and 2,048, on a GPU 8,192 too, on a CPU 256 and 512, as far as `max_length` goes.
       prefill_rows: prompts that share a call.
       steps_per_call: decode steps in one device call. More is faster, fewer react sooner.
       max_stop_ids: of one request.
@@ -82,6 +85,7 @@ class Work:
     """
 
     max_batch: int = 8
+    decode_rows: Sequence[int] = ()
     prefill_chunk: int | Sequence[int] | None = None
     prefill_rows: int = 1
     steps_per_call: int = 16
@@ -118,6 +122,7 @@ class EngineKnobs(TypedDict, total=False):
     host_memory: str
     media_tokens: int | None
     max_batch: int
+    decode_rows: Sequence[int]
     prefill_chunk: int | Sequence[int] | None
     prefill_rows: int
     steps_per_call: int

@@ -145,7 +145,11 @@ class Runner:
         sizes = self.shapes.media_patches if "tower" in programs else ()
         calls, names = self._sized_calls(widths if "prefill" in programs else (), sizes, all_record)
         if "decode" in programs:
-            calls += [partial(self._decode_call, 0, {}, records) for records in self._recordings(all_record)]
+            calls += [
+                partial(self._decode_call, 0, {}, records, rows=range(size))
+                for size in (*self.shapes.decode_rows, self.shapes.batch)
+                for records in self._recordings(all_record)
+            ]
             calls.append(lambda: self._start_call(()))
             names.append(f"decode of {self.shapes.steps} {'steps' if self.drafter is None else 'rounds'}")
         if "pages" in programs:
@@ -291,6 +295,7 @@ class Runner:
         masks: RowMasks | None = None,
         records: tuple[str, ...] = (),
         edits: RowEdits | None = None,
+        rows: Sequence[int] | None = None,
     ) -> device.NewTokens:
         """Begin decode steps of all live rows, or rounds with a drafter; `read` waits for the new tokens.
 
@@ -303,12 +308,13 @@ class Runner:
             token. None is for no row.
           records: names of choices and other values to record.
           edits: how values are changed in rows that are steered.
+          rows: that may be live; None is all.
 
         Returns:
           The new tokens of all rows, still on the device.
         """
         self._send_changes()
-        self.state, new = self._decode_call(steps, masks or {}, records, edits or {})()
+        self.state, new = self._decode_call(steps, masks or {}, records, edits or {}, rows)()
         self._flush_host()
         self._unread += 1
         return new
@@ -330,12 +336,21 @@ class Runner:
         return new
 
     def _decode_call(
-        self, steps: int, masks: RowMasks, records: tuple[str, ...] = (), edits: RowEdits = MappingProxyType({})
+        self,
+        steps: int,
+        masks: RowMasks,
+        records: tuple[str, ...] = (),
+        edits: RowEdits = MappingProxyType({}),
+        rows: Sequence[int] | None = None,
     ) -> partial[tuple[device.State, device.NewTokens]]:
-        """Return the device's call for decode steps, or for rounds with a drafter."""
+        """Return the device's call for decode steps, or for rounds with a drafter: the smallest that holds the rows."""
         steps_of_row = np.full(self.shapes.batch, steps, np.int32)
         shared = dict(host=self._host_pages, num_top=self.shapes.top_logprobs, layout=self._layout, types=self._types)
         shared["records"] = records
+        size = self.shapes.batch if rows is None else self.shapes.decode_size(len(rows))
+        if size < self.shapes.batch:
+            shared["rows"] = np.full(size, self.shapes.batch, np.int32)
+            shared["rows"][: len(rows)] = sorted(rows)
         shared["edits"] = self._steering(edits, self.shapes.batch)
         shared["masks"] = self._masks_on_device(masks, self.shapes.batch) if masks else self._no_masks
         if self.drafter is None:

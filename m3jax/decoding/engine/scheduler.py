@@ -354,7 +354,8 @@ class Scheduler:
         masks = {request.row: self._mask(request) for request in running if request.guide is not None}
         records = self.runner.records_of(request.params for request in running)
         edits = {request.row: request.edits for request in running if request.edits}
-        return Flight(self.runner.launch(self.shapes.steps, masks, records, edits), running)
+        rows = [request.row for request in running]
+        return Flight(self.runner.launch(self.shapes.steps, masks, records, edits, rows), running)
 
     def _take_flight(self, flight: Flight) -> None:
         """Wait for a decode call, and give its tokens to its requests; those that ended in the call before got none."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from m3jax.platform import platform
 
 # Tokens of a prompt in one device call, by platform: the default sizes. A GPU takes less than three times as long for
-# 8,192 as for 2,048 (docs/performance.md), a CPU more than four times.
-PREFILL_CHUNKS = {"cpu": (256, 2048), "tpu": (256, 2048), "gpu": (256, 2048, 8192)}
+# 8,192 as for 2,048 (docs/performance.md), a CPU no less a token for 2,048 than for 512 (docs/notes/serving.md).
+PREFILL_CHUNKS = {"cpu": (256, 512), "tpu": (256, 2048), "gpu": (256, 2048, 8192)}
 DRAFT_TOKENS = 3  # proposals of a round, by default
 
 
@@ -26,6 +26,7 @@ class Shapes:
 
     Attributes:
       batch: rows that decode together.
+      decode_rows: rows of the decode calls that compute fewer, ascending; the largest call has all.
       prompts: prompts that share a prefill call.
       chunks: tokens of each in one call: the sizes that there are, ascending.
       steps: decode steps of one call, at most.
@@ -46,6 +47,7 @@ class Shapes:
     chunks: tuple[int, ...]
     steps: int
     stop_ids: int
+    decode_rows: tuple[int, ...] = ()
     biases: int = 0
     bad_words: int = 0
     top_logprobs: int = 0
@@ -64,6 +66,10 @@ class Shapes:
     def tower_size(self, patches: int) -> int:
         """Return the patches of the smallest call of the tower that holds so many."""
         return next(size for size in self.media_patches if size >= patches)
+
+    def decode_size(self, rows: int) -> int:
+        """Return the rows of the smallest decode call that holds so many."""
+        return next((size for size in self.decode_rows if size >= rows), self.batch)
 
     def prefill_size(self, tokens: int) -> int:
         """Return the width of the next prefill call for so many tokens: the smallest that holds them, or the largest.

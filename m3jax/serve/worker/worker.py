@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -24,10 +25,11 @@ from m3jax.console import say
 from m3jax.decoding import Engine, EngineLoop, Generation, Params, RequestStream, TokenEvent
 from m3jax.decoding.builder import page_types
 from m3jax.decoding.engine import DRAFT_TOKENS, UnknownPages
-from m3jax.decoding.engine.options import EngineKnobs
+from m3jax.decoding.engine.options import EngineKnobs, Work
 from m3jax.decoding.loop import LoopClosed
 from m3jax.media import PlaceholderIds
 from m3jax.messages import shown
+from m3jax.platform import platform
 from m3jax.serve.constraints import Constraints
 from m3jax.serve.worker.answers import Answer
 from m3jax.serve.worker.kv_events import KvEvents
@@ -354,8 +356,8 @@ class Worker:
 
         while not await self._on_engine(flush):
             if time.monotonic() >= deadline:
-                count = len(self._active)
-                return common_pb2.FlushCacheResponse(success=False, message=f"{count} requests go on: try again")
+                message = f"{len(self._active)} requests go on: try again"
+                return common_pb2.FlushCacheResponse(success=False, message=message)
             await asyncio.sleep(_POLL_SECONDS)
         return common_pb2.FlushCacheResponse(success=True, message="known pages and features are forgotten")
 
@@ -495,13 +497,24 @@ def engine_from_pretrained(
     weights: str = "dequantize",
     **knobs: Unpack[EngineKnobs],
 ) -> tuple[Engine, TextModel]:
-    """Read a folder in the hub's layout and make an engine for it; the arguments are `Worker.from_pretrained`'s."""
+    """Read a folder in the hub's layout and make an engine for it; the arguments are `Worker.from_pretrained`'s.
+
+    On a CPU, on which a decode step costs what its rows cost, fewer requests than `max_batch` decode in smaller calls.
+    """
     lm = TextModel.from_pretrained(folder, dtype=dtype, mesh=mesh, weights=weights)
     lm = replace(lm, model=lm.model.with_invariance(invariant))
     blocks = -(-lm.model.config.max_position_embeddings // lm.model.config.index_block_size)
-    pages = {"pages": min(_MOST_PAGES, blocks * knobs.get("max_batch", 8))}
-    knobs = pages | page_types(lm.model) | knobs
+    max_batch = knobs.get("max_batch", Work.max_batch)
+    defaults: EngineKnobs = {"pages": min(_MOST_PAGES, blocks * max_batch)}
+    if platform() == "cpu" and lm.model.mesh is None and not invariant:  # an invariant step has one width on a CPU
+        defaults["decode_rows"] = decode_rows(max_batch)
+    knobs = defaults | page_types(lm.model) | knobs
     return Engine(lm.model, draft=draft, draft_tokens=draft_tokens, **knobs), lm
+
+
+def decode_rows(max_batch: int) -> tuple[int, ...]:
+    """Return the rows of smaller decode calls: each about three times those before, all below half of `max_batch`."""
+    return tuple(takewhile(lambda rows: 2 * rows < max_batch, (3**power for power in count())))
 
 
 async def _events(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, TokenEvent]]:
