@@ -125,8 +125,9 @@ def dense_config(
     elif (theta := rope.get("rope_theta", data.get("rope_theta"))) is None:
         problems.append("rope_theta is missing")
     eps = data.get("rms_norm_eps")
-    if kind == LLAMA and isinstance(eps, int | float) and not eps >= _LEAST_EPS:
-        problems.append(f"rms_norm_eps = {shown(eps)}: of a Llama it must be at least {_LEAST_EPS:g}")
+    least = _LEAST_EPS if kind == LLAMA else keys.SMALLEST_REAL
+    if eps is not None and not (isinstance(eps, float) and least <= eps <= 1):
+        problems.append(f"rms_norm_eps = {shown(eps)}: must be a number from {least:g} to 1 in a {kind}")
     unknown = sorted(set(data) - _READ - set(fixed) - _WITHOUT_MEANING[kind] - keys.HARMLESS)
     problems += [f"unknown key {shown(key)}: remove it if it does not change the arithmetic" for key in unknown]
     if problems:
@@ -259,8 +260,8 @@ def write_dense(model: M3, folder: str | Path) -> None:
     c = model.config
     is_qwen3 = (c.swiglu_alpha, c.swiglu_beta, c.rotary_dim) == (1.0, 0.0, c.head_dim)
     if not is_qwen3 or set(c.layer_types) != {FULL} or set(c.mlp_layer_types) != {DENSE_MLP}:
-        raise ValueError("this model is no Qwen3: it needs dense attention and MLPs in all layers, swiglu_alpha 1, "
-                         "swiglu_beta 0, and heads that are rotated whole")  # fmt: skip
+        raise ValueError("this model is no Qwen3 and no Llama: it needs dense attention and MLPs in all layers, "
+                         "swiglu_alpha 1, swiglu_beta 0, and heads that are rotated whole")  # fmt: skip
     unit, leaves = stream_unit(c), {name: np.asarray(leaf) for name, leaf in tree.flatten(model).items()}
     kind, architecture = (QWEN3, "Qwen3ForCausalLM") if unit == 1 else (LLAMA, "LlamaForCausalLM")
     data = {name: getattr(c, name) for name in _SIZES} | {

@@ -168,6 +168,7 @@ WRONG = {
     "bias": (dict(attention_bias=True), "attention_bias = True"),
     "rope": (dict(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_parameters = .*no scaling"),
     "gelu": (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
+    "eps": (dict(rms_norm_eps=2.0), "rms_norm_eps = 2.0: must be a number from .+ to 1 in a qwen3"),
     "key": (dict(logit_scale=2.0), "unknown key 'logit_scale'"),
     "missing": (dict(head_dim=None, rms_norm_eps=None), "head_dim is missing; rms_norm_eps is missing"),
     "layers": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types = .*only 'full_attention'"),
@@ -180,7 +181,8 @@ WRONG_LLAMAS = {
     "rope": (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "rope_scaling = "),
     "bias": (dict(mlp_bias=True), "mlp_bias = True is not supported"),
     "window": (dict(sliding_window=8), "sliding_window = 8 is not supported"),
-    "eps": (dict(rms_norm_eps=1e-9), "rms_norm_eps = 1e-09: of a Llama it must be at least 1e-07"),
+    "eps": (dict(rms_norm_eps=1e-9), "rms_norm_eps = 1e-09: must be a number from 1e-07 to 1 in a llama"),
+    "text": (dict(rms_norm_eps="1e-5"), "rms_norm_eps = '1e-5': must be a number"),
     "width": (dict(hidden_size=None), "hidden_size is missing; head_dim is missing"),
 }  # fmt: skip
 
