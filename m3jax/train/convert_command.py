@@ -17,9 +17,9 @@ def convert_parser(prog: str) -> Parser:
     Args:
       prog: the program's name.
     """
-    out = Parser(prog, "Convert a dense model with grouped-query attention (Qwen3) to MiniMax Sparse Attention: its "
-                 "index branch is added and trained, and blocks are selected.")  # fmt: skip
-    add_options(out, "--model", required=True, help="a Qwen3 in the hub's layout")
+    out = Parser(prog, "Convert a dense model with grouped-query attention (Qwen3, Llama) to MiniMax Sparse Attention: "
+                 "its index branch is added and trained, and blocks are selected.")  # fmt: skip
+    add_options(out, "--model", required=True, help="a Qwen3 or a Llama in the hub's layout")
     out.add_argument("--data", metavar="FILE", required=True, help='JSON lines of {"text": ...} or {"tokens": [...]}')
     add_options(out, "--out", help="of the states, and of the MSA model")
     add_options(out, "--steps", help="of the optimiser, in both phases together")

@@ -2,8 +2,9 @@
 
 M3's layer is such a model's layer where three of its settings have other values: an MLP whose `up` is not shifted
 (`swiglu_beta` 0), whose gate is not steepened (`swiglu_alpha` 1), and whose hidden values are not clamped. Qwen3 is
-that: its queries and keys have a norm per head, as M3's have. What is read so computes the same logits as the source,
-as long as every block is selected.
+that: its queries and keys have a norm per head, as M3's have. A Llama's have none; it is read in units in which M3's
+norms of heads are linear (`m3jax.train.units`). What is read so computes the same logits as the source, as long as
+every block is selected.
 """
 
 import json
@@ -25,22 +26,21 @@ from m3jax.files import SINGLE_NAME, current_file, read_json, replace_file
 from m3jax.files.tensors import packed
 from m3jax.messages import listed, printable, shown
 from m3jax.model import M3, abstract
+from m3jax.train.units import LARGE_UNIT, WRITERS, stream_unit
 
-MODEL_TYPE = "qwen3"
+QWEN3, LLAMA = "qwen3", "llama"  # model_type of what can be converted
 INDEX = ".index_"  # in the names of the index branch's parameters, and in no others
 
 # What an M3 cannot be made of, and why not.
-_NO_QK_NORM = "its queries and keys have no norm, and no weights that training can move undo M3's norm of each head"
 _OTHERS = {
-    "llama": _NO_QK_NORM,
-    "mistral": _NO_QK_NORM,
-    "qwen2": f"{_NO_QK_NORM}; its projections have biases, and M3's have none",
-    "phi3": _NO_QK_NORM,
+    "mistral": 'its attention may slide; if its sliding_window is null it is a Llama: write model_type "llama"',
+    "qwen2": "its queries and keys have biases, and no matrix of M3 adds the like behind its norms",
+    "phi3": "its projections are stored joined",
     "olmo2": "its norms stand behind attention and MLP, and M3's before them",
     "gemma2": "its MLP is a GELU, its logits are capped, and it has norms behind attention and MLP",
     "gemma3_text": "its MLP is a GELU, and it has norms behind attention and MLP",
     "qwen3_moe": "its router is a softmax without a bias, and M3's a sigmoid with one",
-    "mixtral": f"{_NO_QK_NORM}; its router is a softmax",
+    "mixtral": "its router is a softmax without a bias, and M3's a sigmoid with one",
     "gpt_oss": "its attention has sinks and biases, and M3's has neither",
     **dict.fromkeys(keys.MODEL_TYPES, "it is an M3 already: `python -m m3jax.train sft --index-loss 1` trains it"),
 }
@@ -57,11 +57,16 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1.0),
     "quantization_config": (None,),
 }
+_FIXED_IN_LLAMA: dict[str, tuple[Any, ...]] = {"mlp_bias": (False,), "sliding_window": (None,)}
 _READ = {
     *_SIZES, *_FIXED, "rms_norm_eps", "rope_theta", "rope_parameters", "layer_types", "tie_word_embeddings",
     "bos_token_id", "eos_token_id", "model_type",
 }  # fmt: skip
-_WITHOUT_MEANING = {"sliding_window", "max_window_layers"}  # where use_sliding_window is false
+# Where use_sliding_window is false; how a Llama's products were once split.
+_WITHOUT_MEANING = {QWEN3: {"sliding_window", "max_window_layers"}, LLAMA: {"pretraining_tp"}}
+# Below it a Llama's eps in the large unit is not far enough above the squares of its queries and keys.
+_LEAST_EPS = 1e-7
+_OF_HEADS = ("q_norm", "k_norm")  # norms that a Llama does not have
 _NORMS = "norm"  # in the names of weights that a norm multiplies with, which M3 stores less 1
 
 
@@ -76,7 +81,7 @@ def dense_config(
     """Return the configuration of the M3 that a dense model becomes.
 
     Args:
-      data: the parsed config.json of a Qwen3.
+      data: the parsed config.json of a Qwen3 or a Llama.
       block_size: P.
       topk_blocks: J, the blocks that a query keeps.
       index_dim: I, width of an index head; head_dim by default. All dims of it that a head rotates are rotated.
@@ -87,10 +92,13 @@ def dense_config(
         M3 cannot have.
     """
     kind = data.get("model_type")
-    if kind != MODEL_TYPE:
+    if kind not in (QWEN3, LLAMA):
         why = _OTHERS.get(kind, "no one has shown that M3's layer can compute it")
-        raise ValueError(f"model_type = {shown(kind)} cannot become an MSA model: {why}; give a Qwen3 (model_type "
-                         f"{MODEL_TYPE!r})")  # fmt: skip
+        raise ValueError(f"model_type = {shown(kind)} cannot become an MSA model: {why}; give a Qwen3 or a Llama "
+                         f"(model_type {QWEN3!r} or {LLAMA!r})")  # fmt: skip
+    fixed = _FIXED if kind == QWEN3 else _FIXED | _FIXED_IN_LLAMA
+    if kind == LLAMA:
+        data = _with_defaults_of_llama(data)
     is_integer = lambda value: isinstance(value, int) and not isinstance(value, bool)
     problems = [f"{name} is missing" for name in (*_SIZES, "rms_norm_eps") if data.get(name) is None]
     problems += [
@@ -104,7 +112,7 @@ def dense_config(
         problems.append(f"eos_token_id = {shown(data['eos_token_id'])}: must be an integer or a list of them")
     problems += [
         f"{name} = {shown(data[name])} is not supported (only {' or '.join(map(repr, allowed))})"
-        for name, allowed in _FIXED.items()
+        for name, allowed in fixed.items()
         if name in data and data[name] not in allowed
     ]
     if any(kind != FULL for kind in data.get("layer_types") or ()):
@@ -116,16 +124,21 @@ def dense_config(
         problems.append(f"rope_parameters = {shown(rope)} is not supported (only all dims, and no scaling)")
     elif (theta := rope.get("rope_theta", data.get("rope_theta"))) is None:
         problems.append("rope_theta is missing")
-    unknown = sorted(set(data) - _READ - _WITHOUT_MEANING - keys.HARMLESS)
+    eps = data.get("rms_norm_eps")
+    least = _LEAST_EPS if kind == LLAMA else keys.SMALLEST_REAL
+    if eps is not None and not (isinstance(eps, float) and least <= eps <= 1):
+        problems.append(f"rms_norm_eps = {shown(eps)}: must be a number from {least:g} to 1 in a {kind}")
+    unknown = sorted(set(data) - _READ - set(fixed) - _WITHOUT_MEANING[kind] - keys.HARMLESS)
     problems += [f"unknown key {shown(key)}: remove it if it does not change the arithmetic" for key in unknown]
     if problems:
         raise ValueError("this model cannot become an MSA model: " + listed(problems))
     layers, hidden = data["num_hidden_layers"], data["intermediate_size"]
+    eps = eps if kind == QWEN3 else eps * LARGE_UNIT**2
     if not 0 <= dense_layers <= layers:
         raise ValueError(f"dense_layers = {dense_layers}: the model has {layers} layers")
     return M3Config(
         **{name: data[name] for name in _SIZES if name != "intermediate_size"},
-        dense_intermediate_size=hidden, rms_norm_eps=data["rms_norm_eps"], rope_theta=theta,
+        dense_intermediate_size=hidden, rms_norm_eps=eps, rope_theta=theta,
         rotary_dim=data["head_dim"], swiglu_alpha=1.0, swiglu_beta=0.0, swiglu_limit=keys.LARGEST_REAL,
         layer_types=(FULL,) * dense_layers + (SPARSE,) * (layers - dense_layers), mlp_layer_types=(DENSE_MLP,) * layers,
         # Of experts, which no layer has.
@@ -136,6 +149,16 @@ def dense_config(
     )  # fmt: skip
 
 
+def _with_defaults_of_llama(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a Llama's config.json with the sizes that it may leave out: of a head, and as many KV heads as heads."""
+    heads, width, out = data.get("num_attention_heads"), data.get("hidden_size"), dict(data)
+    if data.get("head_dim") is None and all(isinstance(n, int) and n > 0 for n in (heads, width)):
+        out["head_dim"] = width // heads
+    if data.get("num_key_value_heads") is None and heads is not None:
+        out["num_key_value_heads"] = heads
+    return out
+
+
 def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
     """Read a dense model's folder as an M3 with float32 weights, whose index branch is not trained yet.
 
@@ -143,7 +166,7 @@ def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
     the heads: of one head that is the head itself, of several a far better guess than chance (docs/training.md).
 
     Args:
-      folder: of a Qwen3, in the hub's layout.
+      folder: of a Qwen3 or a Llama, in the hub's layout.
       seed: of the index branch's projections where its heads are wider than the model's, so that there is no mean to
         begin with: normal with standard deviation D**-0.5.
       **settings: of `dense_config`.
@@ -161,7 +184,7 @@ def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
     by_name = {canonical(name)[0]: tensor for name, tensor in stored.tensors.items() if "rotary_emb" not in name}
     if read_dense_config(folder).get("tie_word_embeddings", False):
         by_name.setdefault("language_model.lm_head.weight", by_name.get("language_model.model.embed_tokens.weight"))
-    places = {name: target for name, target in targets(config).items() if INDEX not in name}
+    places = _places(config)
     problems = [*stored.problems]
     if not problems:
         problems += _misfits(by_name, places)
@@ -172,8 +195,36 @@ def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
     for name, target in places.items():
         value = by_name[name].view().astype(np.float32).reshape(target.dims).transpose(target.perm)
         weights[target.param][target.index] = value - 1.0 if _NORMS in name else value
+    weights = in_model_units(weights, config)
     _begin_index(weights, config, seed)
     return tree.replace(abstract(config, "float32"), jax.tree.map(jnp.asarray, weights))
+
+
+def in_model_units(weights: Mapping[str, Any], config: M3Config) -> dict[str, Any]:
+    """Return the parameters of a dense model in the units of the M3 that it becomes, with norms of heads at hand.
+
+    Args:
+      weights: of the source, by the parameters' names; those of a Qwen3 are returned as they are.
+      config: from `dense_config`.
+    """
+    unit = stream_unit(config)
+    if unit == 1:
+        return dict(weights)
+    # Where x^2 is far below eps, g x / sqrt(x^2 + eps) is x: g is sqrt(eps), and stored less 1.
+    linear = config.rms_norm_eps**0.5 - 1.0
+
+    def of_model(name, value):
+        if name.endswith(_OF_HEADS):
+            return jnp.full(np.shape(value), linear, jnp.float32)
+        return value * np.float32(unit) if name.endswith(WRITERS) else value
+
+    return {name: of_model(name, value) for name, value in weights.items()}
+
+
+def _places(config: M3Config) -> dict[str, Target]:
+    """Return where the source's tensors go, by name: it has no index branch, and as a Llama no norms of heads."""
+    absent = (INDEX,) if stream_unit(config) == 1 else (INDEX, *(f".{name}." for name in _OF_HEADS))
+    return {name: target for name, target in targets(config).items() if not any(part in name for part in absent)}
 
 
 def read_dense_config(folder: str | Path) -> dict[str, Any]:
@@ -195,36 +246,53 @@ def read_dense_config(folder: str | Path) -> dict[str, Any]:
 
 
 def write_dense(model: M3, folder: str | Path) -> None:
-    """Write a model without an index branch as the Qwen3 that it is, with its weights as they are.
+    """Write a model without an index branch as the Qwen3 or the Llama that it is.
 
     Args:
-      model: whose layers all attend to every block, with the MLP that `dense_config` describes.
+      model: whose layers all attend to every block, with the MLP that `dense_config` describes. Of a Llama the linear
+        norms of heads become a part of the projections before them.
       folder: made if it is not there.
 
     Raises:
-      ValueError: a model that is no Qwen3.
+      ValueError: a model that is neither.
       OSError: a file that cannot be written.
     """
     c = model.config
     is_qwen3 = (c.swiglu_alpha, c.swiglu_beta, c.rotary_dim) == (1.0, 0.0, c.head_dim)
     if not is_qwen3 or set(c.layer_types) != {FULL} or set(c.mlp_layer_types) != {DENSE_MLP}:
-        raise ValueError("this model is no Qwen3: it needs dense attention and MLPs in all layers, swiglu_alpha 1, "
-                         "swiglu_beta 0, and heads that are rotated whole")  # fmt: skip
+        raise ValueError("this model is no Qwen3 and no Llama: it needs dense attention and MLPs in all layers, "
+                         "swiglu_alpha 1, swiglu_beta 0, and heads that are rotated whole")  # fmt: skip
+    unit, leaves = stream_unit(c), {name: np.asarray(leaf) for name, leaf in tree.flatten(model).items()}
+    kind, architecture = (QWEN3, "Qwen3ForCausalLM") if unit == 1 else (LLAMA, "LlamaForCausalLM")
     data = {name: getattr(c, name) for name in _SIZES} | {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": MODEL_TYPE, "intermediate_size": c.dense_intermediate_size,
-        "rms_norm_eps": c.rms_norm_eps, "rope_theta": c.rope_theta, "hidden_act": "silu", "attention_bias": False,
-        "tie_word_embeddings": False, "bos_token_id": c.bos_token_id, "eos_token_id": list(c.eos_token_id) or None,
-        "torch_dtype": model.dtype.name,
+        "architectures": [architecture], "model_type": kind, "intermediate_size": c.dense_intermediate_size,
+        "rms_norm_eps": c.rms_norm_eps / unit**2, "rope_theta": c.rope_theta, "hidden_act": "silu",
+        "attention_bias": False, "tie_word_embeddings": False, "bos_token_id": c.bos_token_id,
+        "eos_token_id": list(c.eos_token_id) or None, "torch_dtype": model.dtype.name,
     }  # fmt: skip
-    leaves, tensors = tree.flatten(model), {}
-    for name, target in targets(c).items():
-        value = np.asarray(leaves[target.param])[target.index].transpose(np.argsort(target.perm))
-        value = value.reshape(target.hub_shape)
+    if unit != 1:
+        leaves = _in_llamas_units(leaves, c)
+    tensors = {}
+    for name, target in _places(c).items():
+        value = leaves[target.param][target.index].transpose(np.argsort(target.perm)).reshape(target.hub_shape)
         tensors[name.removeprefix("language_model.")] = value + 1 if _NORMS in name else value
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / SINGLE_NAME, packed(tensors, {"format": "pt"}))
     replace_file(folder / "config.json", (json.dumps(data, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _in_llamas_units(leaves: Mapping[str, np.ndarray], config: M3Config) -> dict[str, np.ndarray]:
+    """Return the parameters that `in_model_units` had, with what the norms of heads multiply by in the projections."""
+    out = dict(leaves)
+    for name, value in leaves.items():
+        if name.endswith(WRITERS):
+            out[name] = value / np.asarray(stream_unit(config), value.dtype)
+        elif name.endswith(_OF_HEADS):
+            factors = (1.0 + value.astype(np.float64)) / config.rms_norm_eps**0.5  # [L H]
+            projection = name.removesuffix("_norm") + "_proj"
+            out[projection] = (leaves[projection] * factors[:, None, None]).astype(value.dtype)  # [L D N H]
+    return out
 
 
 def index_weights(model: M3) -> dict[str, Float[Any, "..."]]:

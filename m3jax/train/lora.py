@@ -28,6 +28,7 @@ from m3jax.model import M3
 from m3jax.parallel import put, sharding
 from m3jax.train.sft import SFTLoss
 from m3jax.train.step import TrainState, check_trainable
+from m3jax.train.units import stream_unit
 
 # By the matrix that they are added to: {"a": [L In R], "b": [L R Out]} of attention, with all its heads in one axis,
 # and [L E In R], [L E R Out] of experts, where gate and up are one matrix with one "a".
@@ -81,8 +82,14 @@ def init_adapters(model: M3, settings: LoraSettings, seed: int = 0) -> Adapters:
       settings: their shape.
       seed: of A.
 
+    Raises:
+      ValueError: none of these matrices, or a model that was made of a Llama: adapters have no units of its stream.
+
     Source: PEFT's `init_lora_weights=True`: A uniform within In**-0.5.
     """
+    if stream_unit(model.config) != 1:
+        raise ValueError("this model was made of a Llama, and its residual stream is stored in units that adapters do "
+                         "not have: train all its weights, or add adapters to the Llama")  # fmt: skip
     where = sharding((), (), model.mesh)
     draw, adapters = np.random.default_rng(seed), {}
     for name, (lead, inputs, outputs) in _shapes(model, settings.targets).items():

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from m3jax.model import M3
 from m3jax.train.programs import jit_for_training
+from m3jax.train.units import in_source_units, map_names, source_gradients
 
 # What a step minimises: (model, batch) -> (loss, metrics).
 LossFn = Callable[[M3, dict[str, Any]], tuple[Float[Array, ""], dict[str, Any]]]
@@ -39,7 +40,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Return AdamW with clipping by the global norm, for all parameters that an optimiser moves.
 
-    Norms and biases are not decayed. The routing biases are not the optimiser's: `balance` alone moves them.
+    Norms and biases are not decayed. The routing biases are not the optimiser's: `balance` alone moves them. A model
+    that was made of a Llama is moved in the Llama's units (`m3jax.train.units`).
 
     Args:
       learning_rate: by step, of the text model.
@@ -59,7 +61,7 @@ def make_optimizer(
         is_frozen = frozen_text or name.endswith(ROUTING_BIAS) or (frozen_index and ".index_" in name)
         return "freeze" if is_frozen else "text"
 
-    decayed = partial(_map_names, lambda name, leaf: "norm" not in name and not name.endswith("bias"))
+    decayed = partial(map_names, lambda name, leaf: "norm" not in name and not name.endswith("bias"))
 
     def adamw(rate: optax.Schedule) -> optax.GradientTransformation:
         return optax.chain(
@@ -68,9 +70,8 @@ def make_optimizer(
         )
 
     groups = {"text": adamw(learning_rate), "vision": adamw(vision_rate or learning_rate)}
-    return optax.multi_transform(
-        groups | {"freeze": optax.set_to_zero()}, partial(_map_names, lambda name, leaf: group(name))
-    )
+    labels = partial(map_names, lambda name, leaf: group(name))
+    return in_source_units(optax.multi_transform(groups | {"freeze": optax.set_to_zero()}, labels))
 
 
 def init_state(model: M3, optimizer: optax.GradientTransformation) -> TrainState:
@@ -142,7 +143,7 @@ def train_step(
     loads = metrics.pop("loads", [])
     if balance_rate and loads:
         model = balance(model, loads, balance_rate)
-    metrics["grad_norm"] = optax.tree.norm(grads)
+    metrics["grad_norm"] = optax.tree.norm(source_gradients(grads, state.model))
     if imbalances := [jnp.max(load) * load.shape[-1] for load in loads if load is not None]:
         metrics["imbalance"] = jnp.max(jnp.stack(imbalances))
     return TrainState(state.step + 1, model, opt_state), metrics
@@ -173,14 +174,4 @@ def cast_weights(model: M3, dtype: str) -> M3:
     None may be in MXFP8.
     """
     keep = lambda name: name.endswith((".gate", ROUTING_BIAS, "patch_embedding"))
-    return _map_names(lambda name, leaf: leaf if keep(name) else leaf.astype(dtype), model)
-
-
-def _map_names(fn: Callable[[str, Array], object], tree: PyTree) -> PyTree:
-    """Map over leaves with their attribute path, as in "stacks.0.mlp.gate"."""
-
-    def apply(path, leaf):
-        entries = (getattr(p, "name", getattr(p, "key", getattr(p, "idx", ""))) for p in path)
-        return fn(".".join(map(str, entries)).removesuffix(".value"), leaf)
-
-    return jax.tree_util.tree_map_with_path(apply, tree)
+    return map_names(lambda name, leaf: leaf if keep(name) else leaf.astype(dtype), model)

@@ -3,6 +3,7 @@
     python scripts/tiny/convert_curve.py --out runs/convert                                # on two cores
     python scripts/tiny/convert_curve.py --out runs/convert0 --scale 0                     # a few minutes of them
     python scripts/tiny/convert_curve.py --out runs/convert --scale 10 --dtype bfloat16    # one GPU, ten times the size
+    python scripts/tiny/convert_curve.py --out runs/llama0 --scale 0 --source llama        # heads without norms
     python scripts/tiny/convert_curve.py --out runs/convert --only-plot                    # of a run that there is
 
 What it learns is made here: bytes of this repository's documents and code, and between them records, symbols that are
@@ -67,10 +68,14 @@ class Sizes:
         """Keys that records have: as many as a row of the context has records."""
         return self.context // PER_RECORD
 
-    def config(self) -> dict:
-        """Return the config.json of the dense model, a Qwen3."""
+    def config(self, source: str) -> dict:
+        """Return the config.json of the dense model.
+
+        Args:
+          source: its model_type.
+        """
         return {
-            "model_type": "qwen3", "vocab_size": 256 + (VALUES + 1) * self.keys, "hidden_size": self.hidden,
+            "model_type": source, "vocab_size": 256 + (VALUES + 1) * self.keys, "hidden_size": self.hidden,
             "intermediate_size": 3 * self.hidden, "num_hidden_layers": self.layers,
             "num_attention_heads": self.hidden // 32, "num_key_value_heads": 2, "head_dim": 32,
             "max_position_embeddings": self.context, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
@@ -91,6 +96,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder for the run")
     parser.add_argument("--scale", type=int, choices=SIZES, default=1, help="sizes of the run (default: 1)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    parser.add_argument(
+        "--source", choices=("qwen3", "llama"), default="qwen3", help="the dense model (default: qwen3)"
+    )
     parser.add_argument("--only-plot", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path, default=Path("docs/data/convert.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/data/convert.png"))
@@ -98,22 +106,23 @@ def main() -> None:
     args = parser.parse_args()
     sizes = SIZES[args.scale]
     if args.stage == "dense":
-        return train_dense(args.out, sizes, args.dtype)
+        return train_dense(args.out, sizes, args.source, args.dtype)
     if args.stage == "measure":
         return measure(args.out, sizes)
     if not args.only_plot:
-        run(args.out, sizes, args.scale, args.dtype)
-    found = collect(args.out, sizes)
+        run(args.out, sizes, args.scale, args.source, args.dtype)
+    found = collect(args.out, sizes, args.source)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
     plot(found, args.plot)
     print(f"{args.json}\n{args.plot}")
 
 
-def run(out: Path, sizes: Sizes, scale: int, dtype: str) -> None:
+def run(out: Path, sizes: Sizes, scale: int, source: str, dtype: str) -> None:
     """Run the stages that are not whole, each as a process of its own: a device is one process's at a time."""
     out.mkdir(parents=True, exist_ok=True)
-    again = [sys.executable, __file__, "--out", str(out), "--scale", str(scale), "--dtype", dtype]
+    again = [sys.executable, __file__, "--out", str(out), "--scale", str(scale), "--source", source]
+    again += ["--dtype", dtype]
     if not (out / "dense" / "model" / "config.json").is_file():
         timed(out, "dense", [*again, "--stage", "dense"])
     if not (out / "data.jsonl").is_file():
@@ -225,18 +234,20 @@ class Rows:
 # The stages
 
 
-def train_dense(out: Path, sizes: Sizes, dtype: str) -> None:
-    """Train the dense model, on rows of the context at last, and write it as a Qwen3."""
+def train_dense(out: Path, sizes: Sizes, source: str, dtype: str) -> None:
+    """Train the dense model, on rows of the context at last, and write it as what it is."""
+    from m3jax.checkpoint import tree
     from m3jax.compile_cache import compile_cache
     from m3jax.model import init
-    from m3jax.train.dense import dense_config, write_dense
+    from m3jax.train.dense import dense_config, in_model_units, write_dense
     from m3jax.train.sft import SFTLoss, SFTSettings, fine_tune
     from m3jax.train.step import init_state, make_optimizer
 
-    data = sizes.config()
+    data = sizes.config(source)
     config = dense_config(data, block_size=sizes.block_size, dense_layers=data["num_hidden_layers"])
     peak = 0.256 / sizes.hidden
     model, before = init(config), 0
+    model = tree.replace(model, in_model_units(tree.flatten(model), config))
     with compile_cache():
         for number, (name, (times, per_record)) in enumerate(STAGES.items()):
             is_last, steps = times == 1, sizes.dense_steps[number]
@@ -291,7 +302,7 @@ def measure(out: Path, sizes: Sizes) -> None:
     (out / "recall.json").write_text(json.dumps({**about, "models": found}) + "\n")
 
 
-def collect(out: Path, sizes: Sizes) -> dict:
+def collect(out: Path, sizes: Sizes, source: str) -> dict:
     """Return all that was measured in a run."""
     lines = lambda path: [json.loads(line) for line in path.read_text().splitlines()]
     short = lambda value: round(value, 4) if isinstance(value, float) else value
@@ -299,7 +310,7 @@ def collect(out: Path, sizes: Sizes) -> dict:
     measured = json.loads((out / "recall.json").read_text())
     return {
         **{name: measured[name] for name in ("device", "jax", "date")},
-        "config": sizes.config(), "context": sizes.context, "block_size": sizes.block_size,
+        "config": sizes.config(source), "context": sizes.context, "block_size": sizes.block_size,
         "topk_blocks": sizes.topk_blocks, "rows": sizes.rows, "seconds": json.loads((out / "seconds.json").read_text()),
         "dense": pick(out / "dense.jsonl", ("step", "rows", "loss")),
         "convert": pick(out / "msa" / "metrics.jsonl", ("step", "phase", "loss", "kl")),

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from support import tiny
 
@@ -18,15 +19,23 @@ from m3jax.checkpoint import tree
 from m3jax.checkpoint.reader import CheckpointError
 from m3jax.config import M3Config
 from m3jax.files.tensors import packed
-from m3jax.model import M3, definition
+from m3jax.model import M3, abstract, definition
 from m3jax.train import __main__ as command
 from m3jax.train import convert as conversion
 from m3jax.train.conversations import Example
 from m3jax.train.convert import ConvertSettings, WarmUpLoss, convert, measure
-from m3jax.train.dense import dense_config, index_weights, read_dense, with_index_weights, write_dense
+from m3jax.train.dense import (
+    dense_config,
+    in_model_units,
+    index_weights,
+    read_dense,
+    with_index_weights,
+    write_dense,
+)
 from m3jax.train.documents import load_documents
+from m3jax.train.lora import LoraSettings, init_adapters
 from m3jax.train.sft import PackedBatches, SFTSettings
-from m3jax.train.step import make_optimizer
+from m3jax.train.step import init_state, make_optimizer, train_step
 
 QWEN3 = dict(
     model_type="qwen3", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -52,14 +61,25 @@ def folder(tmp_path) -> Path:
 # The source
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-def test_where_every_block_is_selected_the_logits_are_the_sources(tmp_path, is_tied):
-    """Transformers' Qwen3 in float32, with norms that do something; what is written is read there again."""
+LLAMA = {name: value for name, value in QWEN3.items() if name != "head_dim"} | dict(model_type="llama", hidden_size=64)
+SOURCES = {
+    "qwen3": ("Qwen3", QWEN3), "qwen3, tied": ("Qwen3", QWEN3 | {"tie_word_embeddings": True}),
+    "llama": ("Llama", LLAMA), "llama, every head a KV head": ("Llama", LLAMA | {"num_key_value_heads": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, data", SOURCES.values(), ids=SOURCES)
+def test_where_every_block_is_selected_the_logits_are_the_sources(tmp_path, kind, data):
+    """Transformers' model in float32, with norms that do something; what is written is read there again.
+
+    Of a Llama the heads' lengths differ by token, and M3's norms of heads leave them as they are.
+    """
+    import transformers
     from support.oracle import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    source = Qwen3ForCausalLM(Qwen3Config(**QWEN3 | {"tie_word_embeddings": is_tied})).eval()
+    of_kind = getattr(transformers, f"{kind}ForCausalLM")
+    source = of_kind(getattr(transformers, f"{kind}Config")(**data)).eval()
     with torch.no_grad():
         for name, weight in source.named_parameters():
             weight.copy_(0.3 * torch.randn_like(weight) + ("norm" in name))
@@ -70,9 +90,48 @@ def test_where_every_block_is_selected_the_logits_are_the_sources(tmp_path, is_t
     few = read_dense(tmp_path / "source", **SMALL)
     assert np.abs(np.asarray(few(TOKENS)) - theirs).max() > 0.1, "nothing is left out"
     dense = read_dense(tmp_path / "source", dense_layers=2)
+    if kind == "Llama":  # training may move the norms of heads, which a Llama has not
+        dense = with_moved_head_norms(dense)
+        theirs = np.asarray(dense(TOKENS))
     write_dense(dense, tmp_path / "written")
-    again = Qwen3ForCausalLM.from_pretrained(tmp_path / "written")
-    np.testing.assert_allclose(again(torch.tensor(TOKENS)).logits.detach().numpy(), theirs, atol=5e-5)
+    again = of_kind.from_pretrained(tmp_path / "written")
+    np.testing.assert_allclose(again(torch.tensor(TOKENS)).logits.detach().numpy(), theirs, atol=1e-4)
+
+
+def with_moved_head_norms(model: M3) -> M3:
+    draw = np.random.default_rng(3)
+    factor = lambda name, x: 1 + 0.2 * draw.normal(size=x.shape) if name.endswith(("q_norm", "k_norm")) else 1.0
+    leaves = tree.flatten(model).items()
+    return tree.replace(model, {name: jnp.asarray(x * factor(name, x), x.dtype) for name, x in leaves})
+
+
+def test_a_step_on_a_llama_is_adamws_on_the_llamas_own_weights():
+    """Though its stream is stored 2**20 times as large: clipped, with weight decay, by optax itself on the source's."""
+    random = tiny.model(dense_config(LLAMA, **SMALL))
+    model = tree.replace(random, in_model_units(tree.flatten(random), random.config))
+    loss = lambda model: jnp.mean(jnp.sin(model(jnp.asarray(TOKENS))) ** 2)
+    optimizer = make_optimizer(lambda step: 1e-2, 0.1, clip_norm=0.01)
+    state = init_state(model, optimizer)
+    ours, metrics = train_step(state, {}, optimizer, lambda model, batch: (loss(model), {}), 0.0)
+
+    # The source's weights: what writes into the stream by 2**20, and heads without norms.
+    own = lambda name, x: x / 2**20 if name.endswith(("embed_tokens", "o_proj", "down_proj")) else x
+    is_of_heads = lambda name: name.endswith(("q_norm", "k_norm"))
+    leaves = {name: own(name, x) for name, x in tree.flatten(model).items()}
+    norms = {name: x for name, x in leaves.items() if is_of_heads(name)}
+    weights = {name: x for name, x in leaves.items() if name not in norms}
+    back = lambda weights: tree.replace(model, in_model_units(weights | norms, model.config))
+    decayed = {name: "norm" not in name for name in weights}
+    plain = optax.chain(
+        optax.clip_by_global_norm(0.01), optax.adamw(1e-2, b1=0.9, b2=0.95, eps=1e-10, weight_decay=0.1, mask=decayed)
+    )  # fmt: skip
+    grads = jax.jit(jax.grad(lambda weights: loss(back(weights))), compiler_options=QUICK)(weights)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-4)
+    assert metrics["grad_norm"] > 0.02, "nothing is clipped"
+    updates, _ = plain.update(grads, plain.init(weights), weights)
+    for name, x in tree.flatten(ours.model).items():
+        if not is_of_heads(name):
+            np.testing.assert_allclose(own(name, x), weights[name] + updates[name], atol=2e-5, err_msg=name)
 
 
 def test_the_definition_says_what_a_converted_model_computes(folder):
@@ -101,7 +160,7 @@ def test_an_index_branch_begins_as_the_mean_of_its_heads(tmp_path):
 
 
 OTHERS = {
-    "llama": dict(model_type="llama"), "qwen2": dict(model_type="qwen2"), "qwen3_moe": dict(model_type="qwen3_moe"),
+    "mistral": dict(model_type="mistral"), "qwen2": dict(model_type="qwen2"), "qwen3_moe": dict(model_type="qwen3_moe"),
     "minimax_m3_vl": dict(model_type="minimax_m3_vl"), "None": dict(model_type=None),
 }  # fmt: skip
 WRONG = {
@@ -109,6 +168,7 @@ WRONG = {
     "bias": (dict(attention_bias=True), "attention_bias = True"),
     "rope": (dict(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_parameters = .*no scaling"),
     "gelu": (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
+    "eps": (dict(rms_norm_eps=2.0), "rms_norm_eps = 2.0: must be a number from .+ to 1 in a qwen3"),
     "key": (dict(logit_scale=2.0), "unknown key 'logit_scale'"),
     "missing": (dict(head_dim=None, rms_norm_eps=None), "head_dim is missing; rms_norm_eps is missing"),
     "layers": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types = .*only 'full_attention'"),
@@ -117,9 +177,34 @@ WRONG = {
 }
 
 
+WRONG_LLAMAS = {
+    "rope": (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "rope_scaling = "),
+    "bias": (dict(mlp_bias=True), "mlp_bias = True is not supported"),
+    "window": (dict(sliding_window=8), "sliding_window = 8 is not supported"),
+    "eps": (dict(rms_norm_eps=1e-9), "rms_norm_eps = 1e-09: must be a number from 1e-07 to 1 in a llama"),
+    "text": (dict(rms_norm_eps="1e-5"), "rms_norm_eps = '1e-5': must be a number"),
+    "width": (dict(hidden_size=None), "hidden_size is missing; head_dim is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", WRONG_LLAMAS.values(), ids=WRONG_LLAMAS)
+def test_a_llama_with_what_m3_cannot_compute_is_refused(changes, message):
+    assert dense_config(LLAMA | {"pretraining_tp": 1, "mlp_bias": False}).head_dim == 16
+    with pytest.raises(ValueError, match=message):
+        dense_config(LLAMA | changes)
+
+
+def test_adapters_of_what_was_a_llama_are_refused():
+    """Their products would be 2**20 times too small where they write into the stream."""
+    with pytest.raises(ValueError, match=r"made of a Llama.+: train all its weights"):
+        init_adapters(abstract(dense_config(LLAMA), "float32"), LoraSettings(rank=2, alpha=4.0))
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_architecture_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"model_type = '?{name}'? cannot become an MSA model: .+; give a Qwen3"):
+    with pytest.raises(
+        ValueError, match=f"model_type = '?{name}'? cannot become an MSA model: .+; give a Qwen3 or a Llama"
+    ):
         dense_config(QWEN3 | OTHERS[name])
 
 

@@ -162,7 +162,7 @@ def test_an_optimiser_of_one_rate_takes_it_for_the_tower_too():
 def test_adapters_begin_uniform_within_the_root_of_their_inputs(unchecked, monkeypatch):
     """A fills (-In**-0.5, In**-0.5), B is 0; another seed draws other numbers; shapes are [lead In r], [lead r Out]."""
     monkeypatch.setattr(lora, "_shapes", lambda model, targets: {"x": ((2,), 64, 3), "y": ((), 16, 5)})
-    model, settings = Namespace(mesh=None), LoraSettings(rank=50)
+    model, settings = Namespace(mesh=None, config=Namespace(rms_norm_eps=1e-6)), LoraSettings(rank=50)
     found = init_adapters(model, settings, seed=1)
     for name, inputs, shapes in (("x", 64, ((2, 64, 50), (2, 50, 3))), ("y", 16, ((16, 50), (50, 5)))):
         a, b = (np.asarray(found[name][part]) for part in "ab")
