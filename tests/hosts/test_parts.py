@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.checkpoint_folders import random_tensors, tiny_config, write_folder
+from support.fake_store import FakeClient, side_by_side
 
 import m3jax
 from m3jax.decoding.engine import Engine
@@ -34,46 +35,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-class FakeClient:
-    """The key-value store of JAX's coordination service, for threads of one process."""
-
-    def __init__(self):
-        self.values, self.changed = {}, threading.Condition()
-
-    def key_value_set_bytes(self, key, value):
-        with self.changed:
-            assert key not in self.values
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def blocking_key_value_get_bytes(self, key, _):
-        with self.changed:
-            assert self.changed.wait_for(lambda: key in self.values, 30)
-            return self.values[key]
-
-    def key_value_delete(self, folder):
-        with self.changed:
-            self.values = {key: x for key, x in self.values.items() if not key.startswith(f"{folder}/")}
-
-
-def side_by_side(*calls):
-    """Return the results of calls on threads, or what they raised."""
-    results = [None] * len(calls)
-
-    def note(i):
-        try:
-            results[i] = calls[i]()
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=note, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def test_other_versions_and_folders_are_refused_on_all_and_both_named(tmp_path):
@@ -507,8 +468,8 @@ def test_all_agree_on_versions_settings_and_folders_before_the_work(one_process,
     assert facts["versions"].keys() == {"m3jax", "jax", "jaxlib"}
     assert facts["settings"] == {
         "--mesh": "data=2", **dict.fromkeys(("--dtype", "--weights", "--backend", "--invariant"), "None"),
-        "--draft-tokens": "None", "the folder of --model": fingerprint(tmp_path), "the data": fingerprint(tmp_path),
-        "no folder": "none",
+        **dict.fromkeys(("--draft-tokens", "--steps", "--save-every"), "None"), "no folder": "none",
+        "the folder of --model": fingerprint(tmp_path), "the data": fingerprint(tmp_path),
     }  # fmt: skip
     assert channel.is_sender and one_process.values["m3jax/calls/0/0"] == b"message"
     assert [thread.daemon for thread in waiting] == [True]  # who waits for others' errors holds no process up
