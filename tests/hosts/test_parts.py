@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from argparse import Namespace
+from contextlib import suppress
 
 import jax
 import numpy as np
@@ -692,6 +693,39 @@ def test_the_edges_of_what_a_run_may_be_called():
 def test_numbers_of_a_run():
     """A native line comes within half a second; a wait asks again each minute; 256 messages are forgotten at once."""
     assert (deaths._PASS_ON_SECONDS, channels_of._WAIT_MS, channels_of._BLOCK) == (0.5, 60_000, 256)
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_server_that_is_ended_while_it_loads_ends_the_others(fakes, monkeypatch, is_made):
+    """They are not left waiting for calls: whether process 0 had its engine or not."""
+    from m3jax.serve import command, together
+
+    engines, _ = fakes
+    client = FakeClient()
+    channels = [Channel(Store(client, i, 2), "calls") for i in range(2)]
+    of_thread = threading.local()
+    monkeypatch.setattr(together, "engine_from_pretrained", lambda *_, **__: (engines[of_thread.i], None))
+    monkeypatch.setattr(together, "Worker", lambda *_, **__: pytest.fail("enough"))
+
+    async def serve(gateway, address, load):
+        if is_made:
+            with suppress(pytest.fail.Exception):
+                await load(gateway)
+
+    monkeypatch.setattr(together, "serve", serve)
+
+    async def to_thread(call):
+        return call()
+
+    monkeypatch.setattr(together.asyncio, "to_thread", to_thread)
+    args = command.parser().parse_args(["--mesh", "data=2"])
+
+    def of_process(i):
+        of_thread.i = i
+        together.serve_together(args, channels[i])
+        return "ended"
+
+    assert side_by_side(lambda: of_process(0), lambda: of_process(1)) == ["ended", "ended"]
 
 
 def test_process_0_prints():
