@@ -100,6 +100,15 @@ def led(engine: Engine, channel: Channel | None) -> Iterator[Engine | None]:
     leading.__dict__ = engine.__dict__
     leading._channel, leading._depth = channel, 0
     yield leading
+    release(channel)
+
+
+def release(channel: Channel) -> None:
+    """End the block of the processes that follow: of `led`, or of a process 0 that ends before it came to lead.
+
+    Args:
+      channel: of the run, on process 0.
+    """
     channel.send(to_bytes({"end": True}))
 
 

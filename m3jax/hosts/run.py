@@ -167,7 +167,7 @@ def _work_together(
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:
     """Return the arguments that decide which programs run, by option."""
-    names = ("mesh", "dtype", "weights", "backend", "invariant", "draft_tokens")
+    names = ("mesh", "dtype", "weights", "backend", "invariant", "draft_tokens", "steps", "save_every")
     return {f"--{name.replace('_', '-')}": str(getattr(args, name, None)) for name in names}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from m3jax.assets import embedded_path
 from m3jax.hosts.channel import Channel
-from m3jax.hosts.follow import led
+from m3jax.hosts.follow import led, release
 from m3jax.serve.gateway.gateway import Gateway, Settings
 from m3jax.serve.gateway.journal import Journal
 from m3jax.serve.gateway.loading import open_gateway
@@ -63,11 +63,13 @@ def serve_together(args: argparse.Namespace, channel: Channel | None = None) -> 
     if channel is not None and not channel.is_sender:
         with led(make_engine()[0], channel):  # until process 0 ends
             return
-    leading = ExitStack()
+    leading, has_led = ExitStack(), False
 
     async def load(gateway: Gateway) -> Opened:
         # The engine's first compilation and the reading of weights take seconds to minutes, on a thread.
+        nonlocal has_led
         own_engine, lm = await asyncio.to_thread(make_engine)
+        has_led = True
         worker = Worker(leading.enter_context(led(own_engine, channel)), lm, name=args.name)
         if not args.no_warmup:
             await worker.prepare()
@@ -89,6 +91,10 @@ def serve_together(args: argparse.Namespace, channel: Channel | None = None) -> 
 
     gateway = Gateway(settings=gateway_settings(args))
     asyncio.run(serve(gateway, Address(args.host, args.port, args.drain), load))
+    # Told to end before all was loaded, nothing was closed, and the others wait to follow, or follow.
+    leading.close()
+    if channel is not None and not has_led:
+        release(channel)
 
 
 def verify_log(path: Path, model: Path | None, request_id: str | None) -> list[tuple[str, str | None]]:

@@ -9,13 +9,20 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from m3jax.console import Parser, run_command, run_program, say
+from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 from m3jax.train.convert_command import convert_parser, run_convert
 from m3jax.train.options import add_options, check_options
 from m3jax.train.sft_command import merge_parser, run_merge, run_sft, sft_parser
+
+if TYPE_CHECKING:
+    from m3jax.hosts.channel import Channel
+    from m3jax.train.grpo import RunSettings
 
 PROG = "m3jax.train"
 REPLAY = {"experts": "expert_ids", "blocks": "blocks", "support": "support"}
@@ -96,6 +103,9 @@ def parser() -> Parser:
     add_options(ways, "--save-every", default=10, help="rounds after which the state is kept (default: 10)")
     ways.add_argument("--reward-seconds", metavar="S", type=float, default=60.0, help="that one call of reward() may "
                       "take (default: 60)")  # fmt: skip
+    ways.add_argument("--mesh", metavar="SIZES", help="devices, as in data=2,tensor=4; axes: data, context, expert, "
+                      "tensor")  # fmt: skip
+    add_hosts(out)
     return out
 
 
@@ -114,15 +124,23 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--replay {unknown[0]}: choose of {', '.join(REPLAY)}")
     if not Path(args.task).is_file():
         raise ValueError(f"--task {args.task}: no such file")
+    check_hosts(args)
     raise_interrupts()
-    from m3jax.assets import embedded_path
-    from m3jax.checkpoint import load, save
     from m3jax.compile_cache import compile_cache
+    from m3jax.hosts.run import on_hosts
+
+    settings = _settings(args, names)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with compile_cache():
+        on_hosts(args, f"{PROG} grpo", lambda channel: _train(args, settings, channel))
+    return 0
+
+
+def _settings(args: argparse.Namespace, replay: Sequence[str]) -> "RunSettings":
+    """Return the settings of the run that the parsed arguments ask for."""
     from m3jax.decoding import Sampling
-    from m3jax.text import ChatTemplate, Tokenizer
-    from m3jax.train.grpo import PartedPolicies, RunSettings, train_policy
+    from m3jax.train.grpo import RunSettings
     from m3jax.train.policy import Correction, PolicyLoss
-    from m3jax.train.rewards import TaskFile
 
     low, high = args.clip
     level, divergence, nats = args.reject or (None, "k3", 1.0)
@@ -132,29 +150,48 @@ def run(args: argparse.Namespace) -> int:
         tokens=args.max_new_tokens if args.mean == "constant" else 0, kl_weight=args.kl, correction=correction,
     )  # fmt: skip
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
-    settings = RunSettings(
+    return RunSettings(
         steps=args.steps, prompts=args.prompts, answers=args.answers, max_new_tokens=args.max_new_tokens,
         epochs=args.epochs, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps,
-        weight_decay=args.weight_decay, baseline=args.baseline, loss=loss, replay=tuple(REPLAY[name] for name in names),
-        sampling=sampling, old=args.old, turns=args.turns, tool_tokens=args.tool_tokens, invariant=args.invariant,
-        compute_dtype=args.dtype, remat=args.remat, rows=args.rows, save_every=args.save_every, seed=args.seed,
+        weight_decay=args.weight_decay, baseline=args.baseline, loss=loss,
+        replay=tuple(REPLAY[name] for name in replay), sampling=sampling, old=args.old, turns=args.turns,
+        tool_tokens=args.tool_tokens, invariant=args.invariant, compute_dtype=args.dtype, remat=args.remat,
+        rows=args.rows, save_every=args.save_every, seed=args.seed,
     )  # fmt: skip
+
+
+def _train(args: argparse.Namespace, settings: "RunSettings", channel: "Channel | None") -> None:
+    """Train on every process; the first one asks the task, says how it goes, and writes what is not divided."""
+    import jax
+
+    from m3jax.assets import embedded_path
+    from m3jax.checkpoint import load, save, save_orbax
+    from m3jax.hosts.run import is_first
+    from m3jax.parallel import as_mesh
+    from m3jax.text import ChatTemplate, Tokenizer
+    from m3jax.train.grpo import PartedPolicies, train_policy
+    from m3jax.train.rewards import TaskFile
+    from m3jax.train.shared_task import shared_task
+
     folder = embedded_path() if args.model is None else Path(args.model)
     tokenizer = Tokenizer.from_pretrained(folder)
     has_template = (Path(folder) / "chat_template.jinja").is_file()
     template = ChatTemplate.from_folder(folder) if has_template else None
-    args.out.mkdir(parents=True, exist_ok=True)
-    with TaskFile(args.task, args.reward_seconds) as task, compile_cache():
-        model = load(args.model, dtype="float32", vision=False)
-        metrics = args.metrics or args.out / "metrics.jsonl"
-        origin = {"model": str(folder), "task": hashlib.sha256(Path(args.task).read_bytes()).hexdigest()}
+    tell = say if is_first() else lambda text: None
+    metrics = (args.metrics or args.out / "metrics.jsonl") if is_first() else None
+    origin = {"model": str(folder), "task": hashlib.sha256(Path(args.task).read_bytes()).hexdigest()}
+    with shared_task(partial(TaskFile, args.task, args.reward_seconds), channel) as task:
+        model = load(args.model, dtype="float32", mesh=as_mesh(args.mesh), vision=False)
         try:
-            trained = train_policy(model, tokenizer, template, task, settings, args.out, metrics, say, origin)
+            trained = train_policy(model, tokenizer, template, task, settings, args.out, metrics, tell, origin)
         except PartedPolicies as error:
             raise ValueError(str(error)) from error
-        save(trained, args.out / "model", copy_from=folder)
-    say(f"the trained model is in {args.out / 'model'}, with float32 weights")
-    return 0
+        if jax.process_count() == 1:
+            save(trained, args.out / "model", copy_from=folder)
+        else:
+            save_orbax(trained, args.out / "model")  # no process has all of it
+    layout = "" if jax.process_count() == 1 else " in Orbax's layout (m3jax.load_orbax)"
+    tell(f"the trained model is in {args.out / 'model'}{layout}, with float32 weights")
 
 
 def _pair(text: str) -> tuple[float, float]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32
 
 from m3jax.decoding import Engine, Params, Sampling
@@ -25,12 +26,13 @@ from m3jax.decoding.protocols import DRAWN_LOGPROBS, SUPPORT
 from m3jax.dialogue.answer import stop_ids
 from m3jax.messages import shown
 from m3jax.model import M3
+from m3jax.parallel import put, read
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Message, OutputParser, Tokenizer
 from m3jax.train.keeping import keep, restored
 from m3jax.train.metric_lines import MetricLines
 from m3jax.train.policy import PROB_ERROR_ALARM, Baseline, PolicyLoss, group_advantages, mismatch
-from m3jax.train.rewards import TaskError, TaskFile
+from m3jax.train.rewards import Task, TaskError
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, check_replay, read_logprobs, roll_out
 from m3jax.train.sft import check_same_run
 from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer, train_step
@@ -148,7 +150,7 @@ def train_policy(
     model: M3,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    task: TaskFile,
+    task: Task,
     settings: RunSettings,
     folder: str | Path,
     metrics: str | Path | None = None,
@@ -161,13 +163,17 @@ def train_policy(
     would have without the stop. An error of the task keeps the state too. A folder's run goes on with the settings that
     it began with alone, but for `steps` and `save_every`.
 
+    On several hosts every process calls this alike, with the task that `m3jax.train.shared_task` gives it: all draw,
+    learn and keep their parts of the state.
+
     Args:
       model: to begin with, in any float dtype; with `settings.loss.kl_weight` it is the reference policy throughout.
       tokenizer, template: of the model; a task whose prompts are texts needs no template.
       task: prompts and rewards.
       settings: of the run.
       folder: of the states.
-      metrics: a file of JSON lines, one a round; lines of rounds that are repeated after a stop are replaced.
+      metrics: a file of JSON lines, one a round; lines of rounds that are repeated after a stop are replaced. None
+        writes none, as on all hosts but one.
       say: is told a line a round.
       origin: what the run begins with and reads, by name; a folder's run goes on with the same alone.
 
@@ -175,10 +181,16 @@ def train_policy(
       The trained model.
 
     Raises:
-      ValueError: a prompt that does not fit the context, a folder of another run, or a reward that is none
-        (`TaskError`).
+      ValueError: a prompt that does not fit the context, a folder of another run, a reward that is none
+        (`TaskError`), or answers that a mesh's data axis does not divide.
       PartedPolicies: in the invariant mode, trainer and engine differ.
     """
+    data = 1 if model.mesh is None else model.mesh.shape["data"]
+    if settings.prompts * settings.answers % data:
+        raise ValueError(
+            f"prompts = {settings.prompts} and answers = {settings.answers}: their product must be a multiple of the "
+            f"mesh's data={data}"
+        )
     rows = task.prompts()
     encoded = [_encode(row, number, tokenizer, template) for number, row in enumerate(rows)]
     longest = max(map(len, encoded))
@@ -227,9 +239,12 @@ def train_policy(
                 say(_shown(line, settings.steps))
                 if round_number % settings.save_every == 0 or round_number == settings.steps:
                     keep(keeper, int(state.step), state)
-        except (KeyboardInterrupt, TaskError):
+        except (KeyboardInterrupt, TaskError) as error:
             # A step that was interrupted has taken the state with it: then what was kept last is gone on from.
-            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)) and int(state.step):
+            is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+            # On several hosts all keep a state together: each is told of a task's error, none of an interrupt.
+            is_whole &= jax.process_count() == 1 or isinstance(error, TaskError)
+            if is_whole and int(state.step):
                 if keeper.latest_step() != int(state.step):
                     keep(keeper, int(state.step), state)
                 say(f"stopped after round {int(state.step) // settings.epochs}: the same command goes on from there")
@@ -256,7 +271,7 @@ class Rounds:
     """
 
     engine: Engine
-    task: TaskFile
+    task: Task
     rows: Sequence[Mapping[str, Any]]
     encoded: Sequence[tuple[int, ...]]
     writer: "TurnWriter"
@@ -332,20 +347,20 @@ class Rounds:
         Returns:
           (state, metrics of the last step, the trainer's log-probabilities of the tokens before the first step).
         """
-        settings, own = self.settings, None
+        settings, own, mesh = self.settings, None, state.model.mesh
         loss_fn = RolloutLoss(settings.loss, settings.compute_dtype, settings.remat, settings.temperature)
+        batch = batch | {"old": batch["sampler"], "is_on_policy": np.array(settings.old == "trainer")}
+        batch = _on_devices(batch, mesh)
         if self.reference is not None:
             tokens, choices = jnp.asarray(batch["tokens"]), batch.get("choices")
             more = dict(support=batch.get(SUPPORT), temperature=settings.temperature)
-            read = read_logprobs(self.reference, tokens, choices, settings.compute_dtype, **more)
-            batch = batch | {"reference": read}
-        batch = batch | {"old": batch["sampler"], "is_on_policy": np.array(settings.old == "trainer")}
+            batch["reference"] = read_logprobs(self.reference, tokens, choices, settings.compute_dtype, **more)
         for _ in range(settings.epochs):
             state, metrics = train_step(state, batch, optimizer=self.optimizer, loss_fn=loss_fn, balance_rate=0.0)
             if own is None:
-                own = np.asarray(metrics["logprobs"])
-                is_old = settings.old == "trainer"
-                batch = batch | {"old": own if is_old else batch["old"], "is_on_policy": np.array(False)}
+                own = read(metrics["logprobs"])
+                changes = {"is_on_policy": np.array(False)} | ({"old": own} if settings.old == "trainer" else {})
+                batch = batch | _on_devices(changes, mesh)
         return state, metrics, own
 
     def _answer(self, row: Mapping[str, Any], episode: Episode, written: list[dict[str, Any]]) -> Any:
@@ -473,6 +488,14 @@ def prompts_of_round(number: int, per_round: int, count: int, seed: int) -> list
     order = lambda turn: np.random.default_rng((seed, turn)).permutation(count)
     orders = {turn: order(turn) for turn in {place // count for place in places}}
     return [int(orders[place // count][place % count]) for place in places]
+
+
+def _on_devices(batch: Mapping[str, Any], mesh: Mesh | None) -> dict[str, Any]:
+    """Return a batch with its rows divided over the data axis of a mesh; on one device as it is."""
+    if mesh is None:
+        return dict(batch)
+    where = lambda x: NamedSharding(mesh, PartitionSpec(*("data",)[: np.ndim(x)]))
+    return {name: jax.tree.map(lambda x: put(x, where(x)), value) for name, value in batch.items()}
 
 
 def check_bits(batch: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from m3jax.messages import shown
 
@@ -19,6 +19,27 @@ _FIRST_SECONDS = 60.0  # for the file's imports, beside the time of a call
 
 class TaskError(ValueError):
     """Raised for a task's file that cannot be used, or whose functions fail."""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A task as a run asks it; `TaskFile` says what each of these gives, and raises.
+
+    Attributes:
+      weights: of each reward, by its name.
+      has_tools: whether `answer_calls` can be asked.
+    """
+
+    weights: dict[str, float]
+    has_tools: bool
+
+    def prompts(self) -> list[dict[str, Any]]: ...
+
+    def reward_parts(
+        self, rows: Sequence[Mapping[str, Any]], completions: Sequence[Any], group: int = 1
+    ) -> dict[str, list[float]]: ...
+
+    def answer_calls(self, calls: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> list[str]: ...
 
 
 class TaskFile:

@@ -11,8 +11,9 @@ import grpc
 import jax
 from jaxtyping import PyTree
 
-from m3jax.decoding import Engine, Params
+from m3jax.decoding import Engine, Media, Params
 from m3jax.decoding.engine import Snapshot
+from m3jax.decoding.engine.media import as_media
 from m3jax.transfer.frames import TransferError, decode, encode
 from m3jax.transfer.identity import check_identity, transfer_identity
 from m3jax.transfer.receiver import PageReceiver
@@ -79,7 +80,7 @@ class PrefillClient:
             raise ValueError("no address of an engine that reads prompts: give HOST:PORT")
         self._identity, self._engine_identity = transfer_identity(engine), engine.identity
         self._layout: PyTree[jax.ShapeDtypeStruct] = engine.page_layout
-        self._page_size, self._silence_seconds = engine.config.index_block_size, silence_seconds
+        self._config, self._silence_seconds = engine.config, silence_seconds
         self._channels = {address: grpc.insecure_channel(address, OPTIONS) for address in addresses}
         self._num_open = dict.fromkeys(addresses, 0)
         self._lock = threading.Lock()
@@ -107,6 +108,7 @@ class PrefillClient:
         params: Params,
         is_stopped: Callable[[], bool] = lambda: False,
         left_out: int = 0,
+        media: Media | None = None,
     ) -> Transferred:
         """Have a prompt read elsewhere, and return its pages when all have come.
 
@@ -115,9 +117,12 @@ class PrefillClient:
           params: how the request goes on.
           is_stopped: asked again and again; once it is True the transfer is given up.
           left_out: tokens at the beginning whose pages the engine that decodes knows (`Engine.known_tokens`).
+          media: images and videos of the prompt. They travel to the prefiller, whose tower reads them, and are in the
+            snapshot too, for the day on which the engine that decodes has to read the prompt again. The prompt's last
+            token is none of theirs.
 
         Raises:
-          ValueError: a prompt that the prefiller refuses.
+          ValueError: a prompt that the prefiller refuses, or media of a model without a tower.
           TransferError: pages came damaged, out of order, of another model, too late or not at all. Of what came
             nothing is used, and the prefiller frees what it has.
         """
@@ -125,11 +130,15 @@ class PrefillClient:
         if len(prompt) < 2:
             raise ValueError(f"a prompt of {len(prompt)} tokens has no pages to fetch: give at least 2")
         began, transfer = time.monotonic(), secrets.token_hex(8)
+        media = as_media(media.segments(self._config)) if media else Media()
         with self._least_loaded() as (address, channel):
             receiver = PageReceiver(
-                transfer, len(prompt) - 1, self._layout, self._page_size, self._identity, address, left_out
+                *(transfer, len(prompt) - 1, self._layout, self._config.index_block_size, self._identity, address),
+                left_out=left_out,
             )
-            call = channel.unary_stream(f"/{SERVICE}/Read")(encode(ask_frame(prompt[:-1], left_out), transfer, 0))
+            call = channel.unary_stream(f"/{SERVICE}/Read")(
+                encode(ask_frame(prompt[:-1], left_out, media), transfer, 0)
+            )
             with _Watch(call, self._silence_seconds, is_stopped) as watch:
                 try:
                     for data in call:
@@ -143,7 +152,7 @@ class PrefillClient:
                     raise TransferError(f"{address} ended the transfer: {_said(error)}") from None
             pages = receiver.pages()
         identity, cached = self._engine_identity, len(prompt) - 1
-        snapshot = Snapshot(prompt, (), (), params, cached, pages, identity)
+        snapshot = Snapshot(prompt, (), (), params, cached, pages, identity, media)
         seconds = time.monotonic() - began
         return Transferred(snapshot, receiver.cached_tokens, receiver.num_bytes, seconds, address, left_out)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Num, Shaped
 
-from m3jax.decoding import Engine, Params, Sampling
+from m3jax.decoding import Engine, Media, Params, Sampling
 from m3jax.decoding.engine.exchange import PAGES_A_CALL
 from m3jax.decoding.protocols import PageContents
 from m3jax.transfer.frames import Frame, TransferError
@@ -33,6 +33,7 @@ class _Reading:
       prompt: token ids.
       num_sent: pages that were put into `ready`, and those that the receiver has.
       num_taken: of these, those that are on their way.
+      media: images and videos of the prompt; None for text alone.
       ready: groups of pages to send, as (first page, count, contents); then the tokens that were in the prefix cache,
         or what went wrong.
       handle: of its request in the engine; None before it is there.
@@ -42,6 +43,7 @@ class _Reading:
     prompt: tuple[int, ...]
     num_sent: int
     num_taken: int
+    media: Media | None = None
     ready: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     handle: int | None = None
     is_cancelled: bool = False
@@ -82,7 +84,11 @@ class Prefiller:
         self._thread.start()
 
     def read(
-        self, prompt: Sequence[int], left_out: int = 0, alive_seconds: int | float = ALIVE_SECONDS
+        self,
+        prompt: Sequence[int],
+        left_out: int = 0,
+        alive_seconds: int | float = ALIVE_SECONDS,
+        media: Media | None = None,
     ) -> Iterator[Frame]:
         """Yield the frames of a prompt's pages as they are ready, on the caller's thread, which waits for each.
 
@@ -92,6 +98,7 @@ class Prefiller:
           prompt: token ids; pages of all of them are sent,
           left_out: but those of so many at the beginning, which the receiver has: whole pages.
           alive_seconds: after so many seconds without a page a frame says that there is more to come.
+          media: images and videos of the prompt, which the tower reads here: what it found is in the pages.
 
         Raises:
           ValueError: a prompt that the engine refuses, or tokens left out that are no whole pages of it.
@@ -100,7 +107,7 @@ class Prefiller:
         if not 0 <= left_out <= len(prompt) or left_out % self._page_size:
             raise ValueError(f"left_out = {left_out}: whole pages of {self._page_size} of {len(prompt)} tokens")
         num_known = left_out // self._page_size
-        reading = _Reading(tuple(map(int, prompt)), num_sent=num_known, num_taken=num_known)
+        reading = _Reading(tuple(map(int, prompt)), num_sent=num_known, num_taken=num_known, media=media)
         with self._changed:
             if self._is_closing:
                 raise TransferError("the engine that reads prompts has ended") from self._error
@@ -185,7 +192,7 @@ class Prefiller:
             # Of two tokens the engine draws the first with the last chunk, and waits with it: nothing ends the request
             # before its pages are read.
             params = Params(max_new_tokens=2, sampling=Sampling.greedy())
-            reading.handle = self.engine.add(reading.prompt, params)
+            reading.handle = self.engine.add(reading.prompt, params, reading.media)
             self._readings.append(reading)
         except ValueError as error:
             reading.ready.put(error)

@@ -1,15 +1,18 @@
 """A prefiller behind gRPC: the service `m3jax.transfer.Prefill`, whose messages are frames.
 
 Describe: nothing -> one frame "hello" with the identity, and no prompt
-Read:     a frame "ask" with the prompt's ids -> frames "hello", "pages" and "alive" as they come, "end"
+Read:     a frame "ask" with the prompt's ids, and the patches of its images and videos
+          -> frames "hello", "pages" and "alive" as they come, "end"
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import numpy as np
 
+from m3jax.decoding import Media
 from m3jax.messages import printable, shortened
 from m3jax.transfer.frames import Frame, TransferError, decode, encode
 from m3jax.transfer.listening import bound_port, server_options
@@ -17,6 +20,7 @@ from m3jax.transfer.prefiller import Prefiller
 
 SERVICE = "m3jax.transfer.Prefill"
 OPTIONS = server_options()  # a frame has eight pages of a layer: megabytes
+_MEDIA = ("images", "videos")
 _THREADS = 64  # transfers at once, each of which has one
 
 
@@ -41,7 +45,8 @@ def start(prefiller: Prefiller, host: str = "127.0.0.1", port: int = 0) -> tuple
     def read(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             ask, transfer, _ = decode(data)
-            frames = prefiller.read(ask.arrays["prompt"].tolist(), int(ask.fields.get("left_out", 0)))
+            ids, left_out = ask.arrays["prompt"].tolist(), int(ask.fields.get("left_out", 0))
+            frames = prefiller.read(ids, left_out, media=_media_of(ask))
             try:
                 for number, frame in enumerate(frames):
                     if not context.is_active():  # the receiver is gone
@@ -50,7 +55,7 @@ def start(prefiller: Prefiller, host: str = "127.0.0.1", port: int = 0) -> tuple
             finally:
                 frames.close()  # which frees the prompt's pages
         except KeyError:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "ask for a prompt: its ids are missing")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "ask for a prompt: its ids or its patches are missing")
         except (ValueError, TransferError) as error:
             is_refused = isinstance(error, ValueError)
             status = grpc.StatusCode.INVALID_ARGUMENT if is_refused else grpc.StatusCode.UNAVAILABLE
@@ -67,6 +72,31 @@ def start(prefiller: Prefiller, host: str = "127.0.0.1", port: int = 0) -> tuple
     return server, bound
 
 
-def ask_frame(prompt: tuple[int, ...], left_out: int = 0) -> Frame:
-    """Return the message that asks for the pages of a prompt's tokens, without those of the first `left_out`."""
-    return Frame("ask", {"left_out": left_out}, {"prompt": np.asarray(prompt, np.int64)})
+def ask_frame(prompt: tuple[int, ...], left_out: int = 0, media: Media | None = None) -> Frame:
+    """Return the message that asks for the pages of a prompt's tokens, without those of the first `left_out`.
+
+    Args:
+      prompt: token ids.
+      left_out: tokens at the beginning whose pages are not asked for.
+      media: images and chunks of videos of the prompt, (patches, grid) each.
+    """
+    fields: dict[str, Any] = {"left_out": left_out}
+    arrays = {"prompt": np.asarray(prompt, np.int64)}
+    for kind in _MEDIA if media else ():
+        items: Sequence[tuple[np.ndarray, tuple[int, ...]]] = getattr(media, kind)
+        fields[kind] = [list(map(int, grid)) for _, grid in items]
+        arrays |= {f"{kind}.{index}": np.asarray(patches) for index, (patches, _) in enumerate(items)}
+    return Frame("ask", fields, arrays)
+
+
+def _media_of(ask: Frame) -> Media | None:
+    """Return what `ask_frame` was given; None for a prompt of text alone.
+
+    Raises:
+      KeyError: a grid without patches.
+    """
+    found = {
+        kind: [(ask.arrays[f"{kind}.{index}"], tuple(grid)) for index, grid in enumerate(ask.fields.get(kind, ()))]
+        for kind in _MEDIA
+    }
+    return Media(**found) if any(found.values()) else None

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,16 +11,16 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from support import host_process
 from support.checkpoint_folders import random_tensors, tiny_config, write_folder
 from support.engines import quick
 
+import m3jax.train.grpo as grpo
 from m3jax import checkpoint
 from m3jax.checkpoint import tree
-from m3jax.train.keeping import keep, restored, states_in
+from m3jax.train.keeping import keep, states_in
 
 TESTS = Path(__file__).parents[1]
 CONFIG = tiny_config(num_attention_heads=8, num_key_value_heads=4)
@@ -37,11 +38,38 @@ def hub(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def processes(hub) -> list[tuple[dict, int, str, str]]:
+def rounds_of_one(hub) -> list[dict]:
+    """The lines of three rounds of GRPO on one device; the state after the first was kept by eight, for others."""
+    model, folder = host_process.policy(None), hub.parent / "rounds of one"
+    host_process.rounds(model, host_process.Letters(fails=False), folder, 1, folder / "metrics.jsonl")
+    with states_in(hub.parent / "rounds of eight") as keeper:
+        keep(keeper, 2, host_process.kept_state(host_process.policy("data=2,expert=2,tensor=2"), folder))
+    shutil.copytree(hub.parent / "rounds of eight", hub.parent / "rounds of two")
+    host_process.rounds(model, host_process.Letters(fails=False), folder, 3, folder / "metrics.jsonl")
+    return lines(folder)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_optimizer():
+    """Runs of this module have one optimiser, so that their step is compiled once."""
+    made = grpo.make_optimizer(lambda _: 1e-3, frozen_index=True, weight_decay=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "make_optimizer", lambda *_, **__: made)
+        yield
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def assert_same_round(found: dict, expected: dict) -> None:
+    for name in ("step", "reward_mean", "reward_std", "loss", "grad_norm", "clipped", "new_tokens"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.fixture(scope="module")
+def processes(hub, rounds_of_one) -> list[tuple[dict, int, str, str]]:
     """(report, exit status, stdout, stderr) of two processes that did all their work; then the second was killed."""
-    model = checkpoint.load(hub, "float32", "data=2,expert=2,tensor=2", progress=False)
-    with states_in(hub.parent / "run of one") as keeper:
-        keep(keeper, 5, host_process.training_state(model, 5))
     port = str(free_port())
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
     flags += f" --xla_force_host_platform_device_count={host_process.DEVICES}"
@@ -124,20 +152,35 @@ def test_what_two_processes_saved_one_restores(hub, processes):
             np.testing.assert_array_equal(np.asarray(value), np.asarray(expected[name]))
 
 
-def test_a_training_state_goes_on_over_another_number_of_hosts(hub, processes):
-    """That of two processes in one, on one device and on eight; and that of eight devices of one process in two."""
-    for mesh in (None, "data=2,expert=2,tensor=2"):
-        model = checkpoint.load(hub, "float32", mesh, progress=False)
-        before, expected = host_process.training_state(model, 0), host_process.training_state(model, 3)
-        with states_in(hub.parent / "run of two") as keeper:
-            found = restored(keeper, before)
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(one, other)
-            assert one.sharding == other.sharding
-    expected = host_process.training_state(model, 5)
-    sums = [float(np.abs(np.asarray(x)).sum(dtype=np.float64)) for x in jax.tree.leaves(expected)]
+def test_rounds_of_grpo_go_on_over_another_number_of_hosts(hub, processes, rounds_of_one, tmp_path):
+    """From eight devices of one process to two processes, which draw and learn as one, and back to one."""
+    folder = hub.parent / "rounds of two"
+    (line,) = lines(folder)
+    assert_same_round(line, rounds_of_one[1])
+    assert abs(line["loss"]) > 0.01 and line["grad_norm"] > 0.1 and line["clipped"] < 1
+    shutil.copytree(folder, tmp_path / "run")
+    host_process.rounds(
+        *(host_process.policy(None), host_process.Letters(fails=False), tmp_path / "run", 3),
+        tmp_path / "run" / "metrics.jsonl",
+    )
+    again = lines(tmp_path / "run")
+    assert [found["step"] for found in again] == [2, 3]
+    assert_same_round(again[1], rounds_of_one[2])
+
+
+def test_a_reward_is_asked_on_process_0_alone_and_its_error_is_everyone_s(hub, processes):
+    """The second round was drawn, and its rewards failed: all kept the state after the first, the same to the bit."""
     for report, *_ in processes:
-        np.testing.assert_allclose(report["state"], sums, rtol=1e-12)
+        assert report["error"] == "reward() of task.py: it fails"
+        assert report["state before"] == processes[0][0]["state before"] != report["state after"]
+    assert [report["rewards asked"] for report, *_ in processes] == [2, 0]
+    for mesh in (None, "data=2,expert=2,tensor=2"):
+        model = host_process.policy(mesh)
+        before, after = (
+            host_process.kept_state(model, hub.parent / name) for name in ("rounds of eight", "rounds of two")
+        )
+        for state, name in ((before, "state before"), (after, "state after")):
+            np.testing.assert_allclose(processes[0][0][name], host_process.sums(state), rtol=1e-12)
 
 
 def test_a_killed_process_ends_the_other_in_one_line(processes):

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from argparse import Namespace
+from contextlib import suppress
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.checkpoint_folders import random_tensors, tiny_config, write_folder
+from support.fake_store import FakeClient, side_by_side
 
 import m3jax
 from m3jax.decoding.engine import Engine
@@ -34,46 +36,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-class FakeClient:
-    """The key-value store of JAX's coordination service, for threads of one process."""
-
-    def __init__(self):
-        self.values, self.changed = {}, threading.Condition()
-
-    def key_value_set_bytes(self, key, value):
-        with self.changed:
-            assert key not in self.values
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def blocking_key_value_get_bytes(self, key, _):
-        with self.changed:
-            assert self.changed.wait_for(lambda: key in self.values, 30)
-            return self.values[key]
-
-    def key_value_delete(self, folder):
-        with self.changed:
-            self.values = {key: x for key, x in self.values.items() if not key.startswith(f"{folder}/")}
-
-
-def side_by_side(*calls):
-    """Return the results of calls on threads, or what they raised."""
-    results = [None] * len(calls)
-
-    def note(i):
-        try:
-            results[i] = calls[i]()
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=note, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def test_other_versions_and_folders_are_refused_on_all_and_both_named(tmp_path):
@@ -507,8 +469,8 @@ def test_all_agree_on_versions_settings_and_folders_before_the_work(one_process,
     assert facts["versions"].keys() == {"m3jax", "jax", "jaxlib"}
     assert facts["settings"] == {
         "--mesh": "data=2", **dict.fromkeys(("--dtype", "--weights", "--backend", "--invariant"), "None"),
-        "--draft-tokens": "None", "the folder of --model": fingerprint(tmp_path), "the data": fingerprint(tmp_path),
-        "no folder": "none",
+        **dict.fromkeys(("--draft-tokens", "--steps", "--save-every"), "None"), "no folder": "none",
+        "the folder of --model": fingerprint(tmp_path), "the data": fingerprint(tmp_path),
     }  # fmt: skip
     assert channel.is_sender and one_process.values["m3jax/calls/0/0"] == b"message"
     assert [thread.daemon for thread in waiting] == [True]  # who waits for others' errors holds no process up
@@ -731,6 +693,39 @@ def test_the_edges_of_what_a_run_may_be_called():
 def test_numbers_of_a_run():
     """A native line comes within half a second; a wait asks again each minute; 256 messages are forgotten at once."""
     assert (deaths._PASS_ON_SECONDS, channels_of._WAIT_MS, channels_of._BLOCK) == (0.5, 60_000, 256)
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_server_that_is_ended_while_it_loads_ends_the_others(fakes, monkeypatch, is_made):
+    """They are not left waiting for calls: whether process 0 had its engine or not."""
+    from m3jax.serve import command, together
+
+    engines, _ = fakes
+    client = FakeClient()
+    channels = [Channel(Store(client, i, 2), "calls") for i in range(2)]
+    of_thread = threading.local()
+    monkeypatch.setattr(together, "engine_from_pretrained", lambda *_, **__: (engines[of_thread.i], None))
+    monkeypatch.setattr(together, "Worker", lambda *_, **__: pytest.fail("enough"))
+
+    async def serve(gateway, address, load):
+        if is_made:
+            with suppress(pytest.fail.Exception):
+                await load(gateway)
+
+    monkeypatch.setattr(together, "serve", serve)
+
+    async def to_thread(call):
+        return call()
+
+    monkeypatch.setattr(together.asyncio, "to_thread", to_thread)
+    args = command.parser().parse_args(["--mesh", "data=2"])
+
+    def of_process(i):
+        of_thread.i = i
+        together.serve_together(args, channels[i])
+        return "ended"
+
+    assert side_by_side(lambda: of_process(0), lambda: of_process(1)) == ["ended", "ended"]
 
 
 def test_process_0_prints():

@@ -82,41 +82,100 @@ def made(settings: Mapping[str, Any], mesh: str | None):
     return engines.engine(model, **settings)
 
 
-def training_state(model, step: int):
-    """Return a state of a training run in which every array differs from what a run begins with."""
-    import jax
+class Letters:
+    """A task that likes letters, and fails when it is asked for rewards a second time."""
 
+    has_tools, weights = False, {"letters": 1.0}
+
+    def __init__(self, fails: bool):
+        self.fails, self.asked = fails, 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def prompts(self):
+        return [{"prompt": "ab"}, {"prompt": "xy", "of_no_message": object()}]
+
+    def reward_parts(self, rows, completions, group):
+        from m3jax.train.rewards import TaskError
+
+        self.asked += 1
+        if self.fails and self.asked == 2:
+            raise TaskError("reward() of task.py: it fails")
+        return {"letters": [sum(c.isalpha() for c in text) / max(1, len(text)) for text in completions]}
+
+    def answer_calls(self, calls):
+        raise NotImplementedError
+
+
+def policy(mesh: str | None):
+    """Return the model that rounds of GRPO begin with."""
+    from support import tiny
+    from support.embedded import TOKENIZER
+
+    from m3jax.parallel import parse_mesh
+
+    config = tiny.config("d", vocab_size=TOKENIZER.vocab_size)
+    return tiny.model(config, mesh=None if mesh is None else parse_mesh(mesh))
+
+
+def rounds(model, task, folder: Path, steps: int, metrics: Path | None) -> None:
+    """Do what is left of some rounds of GRPO."""
+    from support.embedded import TOKENIZER
+
+    from m3jax.train.grpo import RunSettings, train_policy
+
+    settings = RunSettings(steps=steps, prompts=2, answers=2, max_new_tokens=5, epochs=2, learning_rate=1e-3)
+    train_policy(model, TOKENIZER, None, task, settings, folder, metrics, lambda text: None)
+
+
+def kept_state(model, folder: Path):
+    """Return the state that a run of GRPO kept last, on a model's devices."""
+    from m3jax.train.keeping import restored, states_in
     from m3jax.train.step import init_state, make_optimizer
 
-    leaves, structure = jax.tree.flatten(init_state(model, make_optimizer(lambda _: 1e-3)))
-    moved = jax.jit(
-        lambda leaves: [(x + (i + step)).astype(x.dtype) for i, x in enumerate(leaves)],
-        out_shardings=[x.sharding for x in leaves],
-    )
-    return jax.tree.unflatten(structure, moved(leaves))
+    with states_in(folder) as keeper:
+        return restored(keeper, init_state(model, make_optimizer(lambda _: 1e-3)))
+
+
+def sums(tree) -> list[float]:
+    """Return a number for each array, the same on all processes, that every element of it changes."""
+    import jax
+
+    from m3jax.parallel import read
+
+    return [float(np.abs(x).sum(dtype=np.float64)) for x in read(jax.tree.leaves(tree))]
 
 
 def run(channel, process_id: int, folder: Path, when: str) -> None:
     """Do all of a process's work."""
     faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.stderr)
-    import jax
     from support.engines import params, prompt, quick
 
     from m3jax.checkpoint import load_with_report, save_orbax
     from m3jax.hosts.follow import led
-    from m3jax.parallel import parse_mesh, read
-    from m3jax.train.keeping import keep, restored, states_in
+    from m3jax.parallel import parse_mesh
+    from m3jax.train.rewards import TaskError
+    from m3jax.train.shared_task import shared_task
 
     report = {}
     model, loaded = load_with_report(folder / "hub", "float32", parse_mesh("expert=2,tensor=2"), progress=False)
     report["bytes"] = {str(device): size for device, size in loaded.bytes_read.items()}
-    report["held"] = sum(float(np.abs(x).sum(dtype=np.float64)) for x in read(jax.tree.leaves(model)))
+    report["held"] = sum(sums(model))
     save_orbax(model, folder / "orbax")
-    with states_in(folder / "run of two") as keeper:
-        keep(keeper, 3, training_state(model, 3))
-    with states_in(folder / "run of one") as keeper:
-        state = restored(keeper, training_state(model, 0))
-    report["state"] = [float(np.abs(x).sum(dtype=np.float64)) for x in read(jax.tree.leaves(state))]
+    model, begun = policy("data=2,tensor=2"), folder / "rounds of two"
+    report["state before"] = sums(kept_state(model, begun))
+    task = Letters(fails=True)  # that of process 1 is not asked for anything
+    try:
+        with shared_task(lambda: task, channel) as shared:
+            rounds(model, shared, begun, 3, begun / "metrics.jsonl" if process_id == 0 else None)
+    except TaskError as error:
+        report["error"] = str(error)
+    report["rewards asked"] = task.asked
+    report["state after"] = sums(kept_state(model, begun))
     for name, (mesh, settings) in ENGINES.items():
         with quick(), led(made(settings, mesh), channel) as engine:
             if engine is None:

@@ -11,6 +11,7 @@ from support.embedded import TOKENIZER
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.model import M3
+from m3jax.parallel import parse_mesh
 from m3jax.train import __main__ as command
 from m3jax.train.grpo import PartedPolicies, RunSettings, check_bits, prompts_of_round, train_policy
 from m3jax.train.rewards import TaskError, TaskFile
@@ -43,6 +44,14 @@ def test_every_prompt_is_drawn_once_in_a_pass():
     chosen = [place for number in range(5) for place in prompts_of_round(number, 2, 5, seed=7)]
     assert sorted(chosen[:5]) == sorted(chosen[5:]) == list(range(5))
     assert chosen[:5] != chosen[5:] and prompts_of_round(0, 7, 5, seed=7)[:5] == chosen[:5]
+
+
+def test_answers_that_a_mesh_does_not_divide_are_refused(task, tmp_path):
+    divided = tiny.model(tiny.config("d", vocab_size=TOKENIZER.vocab_size), mesh=parse_mesh("data=2"))
+    settings = RunSettings(steps=1, prompts=1, answers=3)
+    with pytest.raises(ValueError, match="their product must be a multiple of the mesh's data=2"):
+        train_policy(divided, TOKENIZER, None, task, settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_bit_that_differs_ends_an_invariant_run():

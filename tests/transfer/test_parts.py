@@ -40,7 +40,7 @@ class PlainEngine:
         self.may_read.set()
         self.error = None
 
-    def add(self, prompt, params):
+    def add(self, prompt, params, media=None):
         if min(prompt) < 0:
             raise ValueError("no token id")
         assert params.max_new_tokens == 2 and params.sampling.temperature == 0
@@ -501,7 +501,7 @@ def test_pages_over_grpc(reading, engine, monkeypatch):
     hello, transfer, number = decode(describe(b""))
     assert (hello, transfer, number) == (Frame("hello", {"identity": IDENTITY}), "", 0)
     for data, code, line in (
-        (encode(Frame("ask"), TRANSFER, 0), "INVALID_ARGUMENT", "ask for a prompt: its ids are missing"),
+        (encode(Frame("ask"), TRANSFER, 0), "INVALID_ARGUMENT", "ask for a prompt: its ids or its patches are missing"),
         (encode(service.ask_frame((-1,)), TRANSFER, 0), "INVALID_ARGUMENT", "no token id"),
         (encode(service.ask_frame((9999, 1)), TRANSFER, 0), "UNAVAILABLE", "logits are no numbers"),
     ):

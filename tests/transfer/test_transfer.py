@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support import tiny
+from support import seeing, tiny
 from support.engines import CONFIG, SIZE, engine, finish, params, prompt, serve
 
 from m3jax import make_mesh
@@ -104,6 +104,41 @@ def test_an_answer_over_grpc_is_one_engines(reading):
     assert 48 * target().bytes_per_token < fetched.num_bytes < 48 * target().bytes_per_token + 25_000
     client.close()
     server.stop(0).wait()
+
+
+def test_pictures_travel_with_their_prompt():
+    """Their patches go to the tower of the engine that reads; two prompts that differ in the picture alone stay two.
+
+    The engine that decodes runs no tower until it has to read a prompt again itself, and then has what it needs.
+    """
+    source, drawing = (seeing.seeing_engine(seeing.model()) for _ in range(2))
+    expected = [drawing.add(tokens, PARAMS, media) for tokens, media in seeing.WORK[:3]]
+    finish(drawing)
+    expected = [drawing.result(handle) for handle in expected]
+    drawing.update(drawing.served_model)  # forgets pages and features
+    prefiller = Prefiller(source)
+    server, port = service.start(prefiller)
+    client = PrefillClient([f"127.0.0.1:{port}"], drawing)
+    for (tokens, media), answer in zip(seeing.WORK[:3], expected, strict=True):
+        before = drawing.timings.prompt_tokens
+        fetched = client.fetch(tokens, PARAMS, media=media)
+        handle = drawing.import_request(fetched.snapshot, cached_tokens=fetched.cached_tokens)
+        finish(drawing)
+        found = drawing.result(handle)
+        assert found.tokens == answer.tokens
+        np.testing.assert_allclose(found.logprobs, answer.logprobs, rtol=0, atol=1e-5)
+        assert drawing.timings.prompt_tokens - before == 1
+        again = Snapshot.from_bytes(replace(fetched.snapshot, cached=0, pages=[]).to_bytes())
+        handle = drawing.import_request(again)
+        finish(drawing)
+        assert drawing.result(handle).tokens == answer.tokens
+    assert abs(expected[0].logprobs[0] - expected[1].logprobs[0]) > 1e-3
+    tokens, _ = seeing.WORK[0]
+    with pytest.raises(ValueError, match="placeholder"):
+        client.fetch(tokens, PARAMS)
+    client.close()
+    server.stop(0).wait()
+    prefiller.close()
 
 
 def test_pages_that_are_left_out_must_be_known(reading):

@@ -405,7 +405,7 @@ class Engine:
             cached=request.cached,
             pages=self._runner.read_pages(page_ids),
             identity=self.identity,
-            media=as_media(request.segments),
+            media=as_media([placed.segment for placed in request.segments]),
         )
 
     def export_pages(self, handle: int, first: int = 0) -> tuple[int, PageContents | None]:

@@ -237,10 +237,10 @@ class Placer:
         )
 
 
-def as_media(placed: Sequence[PlacedSegment]) -> Media:
+def as_media(found: Sequence[Segment]) -> Media:
     """Return segments as images and videos, (patches, grid) each; a chunk of a video is a video of its own."""
     still, moving = (
-        tuple((one.segment.patches, one.segment.grid) for one in placed if one.segment.is_video == is_video)
+        tuple((segment.patches, segment.grid) for segment in found if segment.is_video == is_video)
         for is_video in (False, True)
     )
     return Media(still, moving)
