@@ -12,6 +12,7 @@ from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto import vllm_engine_pb2_grpc as services
 from support.workers import PROMPT, generate_request, text_model
 
+from m3jax.decoding import Engine
 from m3jax.serve.worker import command, main, worker
 
 START = "import sys; from m3jax.serve.worker import main; sys.exit(main(sys.argv[1:]))"
@@ -73,9 +74,17 @@ def test_on_a_cpu_fewer_requests_decode_in_smaller_calls(monkeypatch):
     """A step costs a CPU what its rows cost, used or not; an invariant step is as wide for one row."""
     smaller = {1: (), 2: (), 4: (1,), 8: (1, 3), 32: (1, 3, 9)}
     assert {max_batch: worker.decode_rows(max_batch) for max_batch in smaller} == smaller
-    monkeypatch.setattr(worker, "Engine", lambda model, **knobs: knobs.get("decode_rows", ()))
-    monkeypatch.setattr(worker.TextModel, "from_pretrained", lambda *_, **__: text_model())
-    made = lambda **options: worker.engine_from_pretrained(**options)[0]
+
+    class Asked(Engine):
+        """An engine that is not made."""
+
+        def __init__(self, model, **knobs):
+            self.sizes = knobs.get("decode_rows", ())
+
+    lm = text_model()
+    monkeypatch.setattr(worker, "Engine", Asked)
+    monkeypatch.setattr(worker.TextModel, "from_pretrained", lambda *_, **__: lm)
+    made = lambda **options: worker.engine_from_pretrained(**options)[0].sizes
     monkeypatch.setattr(worker, "platform", lambda: "cpu")
     assert made() == (1, 3) and made(max_batch=4) == (1,) and made(decode_rows=(2,)) == (2,)
     assert made(invariant=True) == ()
