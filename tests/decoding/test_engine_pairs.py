@@ -32,6 +32,7 @@ HOW = dict(
     keys=("float32", "float8"),
     draft=(None, "ngram"),
     invariant=(False, True),
+    decode_rows=((), (1,)),
 )
 YES_NO = (False, True)
 # What happens to a request on its way.
@@ -90,7 +91,7 @@ def engine(number: int) -> Engine:
         options |= dict(kv_dtype="float8_e4m3fn", index_dtype="float8_e4m3fn", scales=scales())
     if how["draft"]:
         options |= dict(draft=how["draft"], draft_tokens=2)
-    return Engine(model(), **SHAPE | options, invariant=how["invariant"])
+    return Engine(model(), **SHAPE | options, invariant=how["invariant"], decode_rows=how["decode_rows"])
 
 
 def params(number: int, new: int, row: dict) -> Params:
