@@ -182,7 +182,7 @@ def train_policy(
 
     Raises:
       ValueError: a prompt that does not fit the context, a folder of another run, a reward that is none
-        (`TaskError`), or answers that a mesh's data axis does not divide.
+        (`TaskError`), answers that a mesh's data axis does not divide, or the invariant mode on one.
       PartedPolicies: in the invariant mode, trainer and engine differ.
     """
     data = 1 if model.mesh is None else model.mesh.shape["data"]
@@ -191,6 +191,11 @@ def train_policy(
             f"prompts = {settings.prompts} and answers = {settings.answers}: their product must be a multiple of the "
             f"mesh's data={data}"
         )
+    if settings.invariant and data > 1:
+        # A request's pages lie on all devices of the axis, so its attention is a sum of their parts; the trainer's rows
+        # are one device's each, and their attention is not.
+        raise ValueError(f"invariant on a mesh with data={data}: trainer and engine add in other orders there; give "
+                         "the devices to its other axes")  # fmt: skip
     rows = task.prompts()
     encoded = [_encode(row, number, tokenizer, template) for number, row in enumerate(rows)]
     longest = max(map(len, encoded))

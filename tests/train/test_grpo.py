@@ -46,10 +46,16 @@ def test_every_prompt_is_drawn_once_in_a_pass():
     assert chosen[:5] != chosen[5:] and prompts_of_round(0, 7, 5, seed=7)[:5] == chosen[:5]
 
 
-def test_answers_that_a_mesh_does_not_divide_are_refused(task, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (RunSettings(steps=1, prompts=1, answers=3), "their product must be a multiple of the mesh's data=2"),
+        (RunSettings(steps=1, prompts=1, answers=4, invariant=True), "invariant on a mesh with data=2: .* other axes"),
+    ],
+)
+def test_what_a_data_axis_cannot_do_is_refused(task, tmp_path, settings, problem):
     divided = tiny.model(tiny.config("d", vocab_size=TOKENIZER.vocab_size), mesh=parse_mesh("data=2"))
-    settings = RunSettings(steps=1, prompts=1, answers=3)
-    with pytest.raises(ValueError, match="their product must be a multiple of the mesh's data=2"):
+    with pytest.raises(ValueError, match=problem):
         train_policy(divided, TOKENIZER, None, task, settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
