@@ -22,7 +22,9 @@ from typing import BinaryIO
 _LOST_PROCESSES = re.compile(rb"unhealthy \(stopped sending heartbeats\):\s*(\d+(?:[\s,]+\d+)*)")
 _LOST_COORDINATOR = re.compile(rb"Failed to send RPC to coordination service|Socket closed|Connection reset")
 _SAME_NUMBER = re.compile(rb"(\d+) unexpectedly tried to connect with a different incarnation")
-_OF_SERVICE = re.compile(rb"coordination_service|JAX distributed service|\[Gloo\] Rank")
+_OF_SERVICE = re.compile(rb"coordination_service|JAX distributed service")
+# A line for each rank, from its beginning and to its end: those of several ranks are written in pieces, side by side.
+_OF_GLOO = re.compile(rb"\[Gloo\] Rank|connected peer ranks is")
 _PASS_ON_SECONDS = 0.5
 _last_word = threading.Lock()
 
@@ -58,12 +60,13 @@ class NativeOutput:
         return os.pread(self._file.fileno(), size, 0)
 
     def pass_on(self) -> None:
-        """Write what came since the last time to the standard error, but for what the coordination service says."""
+        """Write what came since the last time to the standard error, but for what the service and Gloo say."""
         with self._lock:
             new = self.text()[self._passed :]
             new = new[: new.rfind(b"\n") + 1]  # whole lines: another thread may be in the middle of one
             self._passed += len(new)
-            lines = [line for line in new.splitlines(keepends=True) if not _OF_SERVICE.search(line)]
+            is_theirs = lambda line: _OF_SERVICE.search(line) or _OF_GLOO.search(line)
+            lines = [line for line in new.splitlines(keepends=True) if not is_theirs(line)]
             with suppress(OSError):
                 os.write(self.stderr, b"".join(lines))
 
@@ -71,7 +74,7 @@ class NativeOutput:
         while True:
             sleep(_PASS_ON_SECONDS)
             # Once the service speaks of an error the page follows, which nobody needs.
-            if not _OF_SERVICE.search(self.text().replace(b"[Gloo] Rank", b"")):
+            if not _OF_SERVICE.search(self.text()):
                 self.pass_on()
 
 

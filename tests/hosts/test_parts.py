@@ -191,7 +191,7 @@ def test_who_has_another_state_does_not_follow(fakes, what):
 
 
 def test_native_output_is_passed_on_in_whole_lines(tmp_path):
-    """All but what the coordination service says, also of a line that is written in two parts."""
+    """All but what the coordination service and Gloo say, also of a line that is written in two parts."""
     output = object.__new__(NativeOutput)
     output._passed, output._lock = 0, threading.Lock()
     with open(tmp_path / "native", "w+b", buffering=0) as native, open(tmp_path / "stderr", "w+b") as stderr:
@@ -199,7 +199,8 @@ def test_native_output_is_passed_on_in_whole_lines(tmp_path):
         native.write(b"one\ntwo: ")
         output.pass_on()
         assert (tmp_path / "stderr").read_bytes() == b"one\n"
-        native.write(b"coordination_service says\nthree\nfour")
+        native.write(b"coordination_service says\n[Gloo] Rank [Gloo] Rank 2 is connected\n")
+        native.write(b"1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\nthree\nfour")
         output.pass_on()
     assert (tmp_path / "stderr").read_bytes() == b"one\nthree\n"
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-DEVICES = 2  # of each process
+DEVICES = 4  # of each process
 HEARTBEAT = 10
 LIMIT = 240  # seconds until a process that hangs says where, and ends
 # Each engine's mesh and settings. Rows and pages lie on both hosts, and so do heads; 21 pages do not divide over 4
 # devices.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "rows and pages": ("data=2,context=2", dict(pages=21, invariant=True)),
+    "rows and pages": ("data=2,context=2,expert=2", dict(pages=21, invariant=True)),
     "heads, one row, draft": (
-        "tensor=4",
+        "expert=2,tensor=4",
         dict(pages=21, max_batch=1, prefill_rows=1, draft="ngram", draft_tokens=2),
     ),
 }
@@ -162,11 +162,11 @@ def run(channel, process_id: int, folder: Path, when: str) -> None:
     from m3jax.train.shared_task import shared_task
 
     report = {}
-    model, loaded = load_with_report(folder / "hub", "float32", parse_mesh("expert=2,tensor=2"), progress=False)
+    model, loaded = load_with_report(folder / "hub", "float32", parse_mesh("expert=2,tensor=4"), progress=False)
     report["bytes"] = {str(device): size for device, size in loaded.bytes_read.items()}
     report["held"] = sum(sums(model))
     save_orbax(model, folder / "orbax")
-    model, begun = policy("data=2,tensor=2"), folder / "rounds of two"
+    model, begun = policy("data=2,context=2,tensor=2"), folder / "rounds of two"
     report["state before"] = sums(kept_state(model, begun))
     task = Letters(fails=True)  # that of process 1 is not asked for anything
     try:
