@@ -291,7 +291,7 @@ def test_a_longer_call_is_compiled_with_the_first_message_that_needs_it(monkeypa
     monkeypatch.setattr(Activity, "timed", lambda self, name: names.append(name) or nullcontext())
     talk = dialogue(*["</mm:think>Yes."] * 4, tools=None)
     assert names == ["compiling prefill of 1 x 256 tokens, decode of 4 steps, copies of pages"]
-    for length, compiled in ((3, []), (200, ["compiling prefill of 1 x 1024 tokens"]), (3, [])):
+    for length, compiled in ((3, []), (200, ["compiling prefill of 1 x 512 tokens"]), (3, [])):
         names.clear()
         reply = answered(talk, {"role": "user", "content": "word " * length})
         assert (reply.content, names) == ("Yes.", compiled)

@@ -342,7 +342,7 @@ def test_a_transfer_that_stalls_or_whose_sender_dies_leaves_no_page(reading):
         def __init__(self, dies):
             self.identity, self.dies, self.is_over = reading.identity, dies, threading.Event()
 
-        def read(self, tokens, left_out):
+        def read(self, tokens, left_out, media=None):
             frames = reading.read(tokens)
             for _ in range(4):
                 yield next(frames)
