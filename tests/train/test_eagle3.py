@@ -7,10 +7,24 @@ import pytest
 from support import tiny
 from support.drafts import CONFIG, draft, model
 
-from m3jax.train.eagle3 import draft_losses, refresh_draft
+from m3jax.train.eagle3 import _chain_attention, draft_losses, refresh_draft
 
 QUICK = {"xla_backend_optimization_level": 0}
 LENGTH = 24
+
+
+def test_a_chain_sees_the_targets_features_and_its_own_steps():
+    """Position by position in numpy: the first step's keys up to the position, then one key of each later step."""
+    draw, (batch, length, heads, kv_heads, width) = np.random.default_rng(0), (2, 5, 4, 2, 6)
+    q = draw.normal(size=(batch, length, heads, width)).astype(np.float32)
+    past = draw.normal(size=(3, 2, batch, length, kv_heads, width)).astype(np.float32)
+    found = _chain_attention(jnp.asarray(q), [(jnp.asarray(k), jnp.asarray(v)) for k, v in past])
+    for row, at, head in np.ndindex(batch, length, heads):
+        of_head = past[:, :, row, :, head // (heads // kv_heads)]  # [3 2 T H]
+        seen = np.concatenate([of_head[0, :, : at + 1], of_head[1:, :, at].swapaxes(0, 1)], axis=1)  # [2 keys H]
+        weights = np.exp(seen[0] @ q[row, at, head] * width**-0.5)
+        expected = weights @ seen[1] / weights.sum()
+        np.testing.assert_allclose(found[row, at, head], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_is_no_target_of_a_draft():
