@@ -41,10 +41,12 @@ def test_round_trip(scripted):
     calls = [item for item in first.output if item.type == "function_call"]
     results = [{"type": "function_call_output", "call_id": call.call_id, "output": call.name} for call in calls]
     worker.script = lambda request, index: "Hm.</mm:think>Done."
-    history = [{"role": "user", "content": "Hi"}, *(item.model_dump() for item in first.output), *results]
+    parts = [{"type": "input_text", "text": "Hi, "}, {"type": "input_text", "text": "again"}]
+    history = [{"role": "user", "content": parts}, *(item.model_dump() for item in first.output), *results]
     assert server.openai.responses.create(**fields, input=history).output_text == "Done."
     prompt = TOKENIZER.decode(worker.requests[1].tokenized.input_ids, skip_special_tokens=False)
-    assert "<mm:think>Hm.</mm:think>]<]minimax[>[<tool_call>" in prompt and "Be brief." in prompt
+    assert "<mm:think>Hm.</mm:think>]<]minimax[>[<tool_call>" in prompt
+    assert "Be brief." in prompt and "Hi, again" in prompt
     assert "<response>get_weather</response>" in prompt
 
 
@@ -63,6 +65,8 @@ def test_cut(scripted):
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"input": []}, "input"),
         ({"input": [{"type": "computer_call"}]}, "input"),
+        ({"input": [{"role": "user", "content": 5}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
     ],
