@@ -18,7 +18,7 @@ import numpy as np
 
 DEVICES = 4  # of each process
 HEARTBEAT = 10
-LIMIT = 240  # seconds until a process that hangs says where, and ends
+LIMIT = 480  # seconds until a process that hangs says where, and ends
 # Each engine's mesh and settings. Rows and pages lie on both hosts, and so do heads; 21 pages do not divide over 4
 # devices.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
