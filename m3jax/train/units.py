@@ -41,7 +41,7 @@ def in_source_units(optimizer: optax.GradientTransformation) -> optax.GradientTr
     """
 
     def update(updates, state, params=None):
-        unit = stream_unit(params.config) if isinstance(params, M3) else 1.0
+        unit = _unit_of(params)
         if unit == 1:
             return optimizer.update(updates, state, params)
         moved, state = optimizer.update(source_gradients(updates, params), state, _times(params, 1 / unit))
@@ -57,8 +57,13 @@ def source_gradients(grads: PyTree, params: PyTree) -> PyTree:
       grads: of the parameters.
       params: a model; what is no model has its own units.
     """
-    unit = stream_unit(params.config) if isinstance(params, M3) else 1.0
+    unit = _unit_of(params)
     return grads if unit == 1 else _times(grads, unit)  # a weight is so many times smaller there
+
+
+def _unit_of(params: PyTree) -> float:
+    """Return a model's `stream_unit`; 1 of parameters that are no model."""
+    return stream_unit(params.config) if isinstance(params, M3) else 1.0
 
 
 def _times(model: M3, factor: float) -> M3:

@@ -5,7 +5,7 @@ Read:     a frame "ask" with the prompt's ids, and the patches of its images and
           -> frames "hello", "pages" and "alive" as they come, "end"
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +20,6 @@ from m3jax.transfer.prefiller import Prefiller
 
 SERVICE = "m3jax.transfer.Prefill"
 OPTIONS = server_options()  # a frame has eight pages of a layer: megabytes
-_MEDIA = ("images", "videos")
 _THREADS = 64  # transfers at once, each of which has one
 
 
@@ -82,10 +81,9 @@ def ask_frame(prompt: tuple[int, ...], left_out: int = 0, media: Media | None = 
     """
     fields: dict[str, Any] = {"left_out": left_out}
     arrays = {"prompt": np.asarray(prompt, np.int64)}
-    for kind in _MEDIA if media else ():
-        items: Sequence[tuple[np.ndarray, tuple[int, ...]]] = getattr(media, kind)
-        fields[kind] = [list(map(int, grid)) for _, grid in items]
-        arrays |= {f"{kind}.{index}": np.asarray(patches) for index, (patches, _) in enumerate(items)}
+    if media:
+        grids, patches = media.to_arrays()
+        fields, arrays = fields | grids, arrays | patches
     return Frame("ask", fields, arrays)
 
 
@@ -95,8 +93,5 @@ def _media_of(ask: Frame) -> Media | None:
     Raises:
       KeyError: a grid without patches.
     """
-    found = {
-        kind: [(ask.arrays[f"{kind}.{index}"], tuple(grid)) for index, grid in enumerate(ask.fields.get(kind, ()))]
-        for kind in _MEDIA
-    }
-    return Media(**found) if any(found.values()) else None
+    grids = {kind: ask.fields[kind] for kind in ("images", "videos") if kind in ask.fields}
+    return Media.from_arrays(grids, ask.arrays) or None

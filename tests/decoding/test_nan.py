@@ -153,10 +153,15 @@ def test_a_row_of_the_head_that_is_nan_ends_every_request(options):
     """With a vocabulary like M3's the greedy token was that row's id, and the reason "length"."""
     model = FakeModel.random(config=FakeConfig(vocab_size=4096))
     assert {result.stop_reason for result in Greedy().run(model, **options)} == {"length"}
-    broken = FakeModel(model.embed, model.head.at[100].set(jnp.nan), model.config)
-    for result in Greedy().run(broken, **options):
+    for result in Greedy().run(with_a_broken_row(model), **options):
         assert (result.tokens, result.logprobs, result.stop_reason) == ([], [], "nan")
-    if options:
-        return
+
+
+def with_a_broken_row(model: FakeModel) -> FakeModel:
+    return FakeModel(model.embed, model.head.at[100].set(jnp.nan), model.config)
+
+
+def test_a_row_of_the_head_that_is_nan_ends_generate_with_an_error():
+    broken = with_a_broken_row(FakeModel.random(config=FakeConfig(vocab_size=4096)))
     with pytest.raises(FloatingPointError, match="logits were NaN or infinite"):
         generate(broken, [[1, 2, 3]] * 4, max_new_tokens=6, temperature=0.0)

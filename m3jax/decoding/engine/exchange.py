@@ -68,11 +68,9 @@ class Snapshot:
             "logprobs": np.asarray(self.logprobs, np.float64),
         }
         pages = [_written_out(group, f"pages.{index}", arrays) for index, group in enumerate(self.pages)]
-        media = {}
-        for kind, items in (("images", self.media.images), ("videos", self.media.videos)):
-            arrays |= {f"{kind}.{index}": patches for index, (patches, _) in enumerate(items)}
-            media[kind] = [list(map(int, grid)) for _, grid in items]
-        header = dict(params=asdict(self.params), cached=self.cached, pages=pages, media=media)
+        grids, patches = self.media.to_arrays()
+        header = dict(params=asdict(self.params), cached=self.cached, pages=pages, media=grids)
+        arrays |= patches
         arrays |= {f"records.{name}": record for name, record in self.records.items()}
         header["records"] = list(self.records)
         for name in ("top_logprobs", "prompt_logprobs"):
@@ -98,12 +96,7 @@ class Snapshot:
             params = Params(**params | {"sampling": sampling} | tuples)
             lists = (tuple(arrays[name].tolist()) for name in ("prompt", "new", "logprobs"))
             pages = [_read_back(group, arrays) for group in header["pages"]]
-            media = Media(
-                **{
-                    kind: tuple((arrays[f"{kind}.{index}"], tuple(grid)) for index, grid in enumerate(grids))
-                    for kind, grids in header.get("media", {}).items()
-                }
-            )
+            media = Media.from_arrays(header.get("media", {}), arrays)
             # Older bytes have none, and none of the newer settings: those are off then.
             records = {name: arrays[f"records.{name}"] for name in header.get("records", ())}
             of_places = {

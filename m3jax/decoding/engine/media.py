@@ -6,12 +6,12 @@ for its contents: equal contents have the same number wherever they come from, a
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32, Int64, Shaped
 
 from m3jax.decoding.protocols import TargetConfig
 from m3jax.media.packing import Segment, segments
@@ -62,6 +62,37 @@ class Media:
           ValueError: patches that do not fit their grid, or a model that does not see.
         """
         return segments(self.images, self.videos, config)
+
+    def to_arrays(self) -> tuple[dict[str, list[list[int]]], dict[str, np.ndarray]]:
+        """Return (grids by kind, patches by name), of which JSON and a row of arrays can be made.
+
+        Each item has to be its (patches, grid).
+        """
+        grids, patches = {}, {}
+        for kind, items in (("images", self.images), ("videos", self.videos)):
+            grids[kind] = [list(map(int, grid)) for _, grid in items]
+            patches |= {f"{kind}.{index}": np.asarray(array) for index, (array, _) in enumerate(items)}
+        return grids, patches
+
+    @classmethod
+    def from_arrays(
+        cls, grids: Mapping[str, Sequence[Sequence[int]]], arrays: Mapping[str, Shaped[np.ndarray, "..."]]
+    ) -> "Media":
+        """Return what `to_arrays` was called of.
+
+        Args:
+          grids: by kind; a kind that is not there has no items.
+          arrays: the patches among them.
+
+        Raises:
+          KeyError: a grid without patches.
+        """
+        return cls(
+            **{
+                kind: tuple((arrays[f"{kind}.{index}"], tuple(grid)) for index, grid in enumerate(of_kind))
+                for kind, of_kind in grids.items()
+            }
+        )
 
 
 @dataclass(frozen=True, eq=False)
