@@ -32,7 +32,7 @@ from m3jax.text import ChatTemplate, Message, OutputParser, Tokenizer
 from m3jax.train.keeping import keep, restored
 from m3jax.train.metric_lines import MetricLines
 from m3jax.train.policy import PROB_ERROR_ALARM, Baseline, PolicyLoss, group_advantages, mismatch
-from m3jax.train.rewards import Task, TaskError
+from m3jax.train.rewards import TaskError, TrainingTask
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, check_replay, read_logprobs, roll_out
 from m3jax.train.sft import check_same_run
 from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer, train_step
@@ -150,7 +150,7 @@ def train_policy(
     model: M3,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    task: Task,
+    task: TrainingTask,
     settings: RunSettings,
     folder: str | Path,
     metrics: str | Path | None = None,
@@ -276,7 +276,7 @@ class Rounds:
     """
 
     engine: Engine
-    task: Task
+    task: TrainingTask
     rows: Sequence[Mapping[str, Any]]
     encoded: Sequence[tuple[int, ...]]
     writer: "TurnWriter"

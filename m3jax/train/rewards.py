@@ -22,7 +22,7 @@ class TaskError(ValueError):
 
 
 @runtime_checkable
-class Task(Protocol):
+class TrainingTask(Protocol):
     """A task as a run asks it; `TaskFile` says what each of these gives, and raises.
 
     Attributes:

@@ -12,14 +12,14 @@ from typing import Any
 
 from m3jax.hosts.channel import Channel
 from m3jax.hosts.wire import from_bytes, to_bytes
-from m3jax.train.rewards import Task, TaskError, TaskFile
+from m3jax.train.rewards import TaskError, TaskFile, TrainingTask
 
 # Columns of a prompt that are more than the task's own: what the model reads of it.
 _READ = ("prompt", "messages", "tools", "thinking_mode")
 
 
 @contextmanager
-def shared_task(open_task: Callable[[], TaskFile], channel: Channel | None) -> Iterator[Task]:
+def shared_task(open_task: Callable[[], TaskFile], channel: Channel | None) -> Iterator[TrainingTask]:
     """Yield a task to every process of a run.
 
     Args:
@@ -47,7 +47,7 @@ class ToldTask:
       weights, has_tools: the task's.
     """
 
-    def __init__(self, task: Task, channel: Channel):
+    def __init__(self, task: TrainingTask, channel: Channel):
         self._task, self._channel = task, channel
         self.weights, self.has_tools = task.weights, task.has_tools
         channel.send(to_bytes({"weights": dict(task.weights), "has_tools": task.has_tools}))
