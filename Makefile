@@ -1,5 +1,5 @@
 # make demo   an environment, the package with what a chat and pictures need, and a run of the embedded model
-# make test   an environment, the package with the test tools, and every test
+# make test   an environment, the package with the test tools, and the tests (not the further cases: ARGS="-m further")
 # make docs   the site, into docs/_build/html, in the environment of the tests
 # make lint   ruff
 # make lock   requirements/test.txt anew, at the newest versions: what `make test` installs on Python 3.11 (needs uv)
@@ -38,7 +38,7 @@ demo: $(VENV)/.runtime
 # Every process of the suite imports the same sources: compiled ones are kept, whatever the shell says of bytecode.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.test
-	$(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not gpu and not further" $(ARGS)
 
 # All pages are read anew each time: Sphinx warns of a page only when it reads it, and a page that is gone must go.
 docs: $(VENV)/.test

@@ -304,6 +304,7 @@ class Run:
             "-m",
             "pytest",
             "-q",
+            *("-m", "not gpu and not further"),  # the tests of `make test`
             *plugins,
             "--record",
             record,
