@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from m3jax.branches import on_one_device_of
@@ -419,6 +420,76 @@ def copied(
     return _outputs_of_pairs(run_tiles(x, weights, layer), tiles)
 
 
+class _Groups(NamedTuple):
+    """The tiles of each expert."""
+
+    expert: Int[Array, " Y"]  # of each tile
+    used: Int[Array, ""]  # tiles, the first ones
+    first: Int[Array, " E"]  # tile of each expert
+    count: Int[Array, " E"]  # tiles of each expert
+
+
+def products(
+    x: Float[Array, "X D"],
+    weights: ExpertWeights,
+    expert_ids: Int[Array, "X A"],
+    layer: Int[Array, ""],
+    activate: Activation,
+) -> Float[Array, "X A D"]:
+    """Compute the pairs of a training step on a GPU by kernels that read a tile's expert where it lies.
+
+    Its gradients are products by kernels too: no expert is copied for a tile, as `copied` does.
+    """
+    num_experts = weights.gate.shape[1]
+    tiles = invert(expert_ids[None, None], num_experts, measured.PRODUCT_TILE)
+    is_used = jnp.any(tiles.valid, axis=1)  # [Y], the first ones
+    of_expert = (tiles.block == jnp.arange(num_experts)[:, None]) & is_used  # [E Y]
+    count = jnp.sum(of_expert, axis=1, dtype=jnp.int32)
+    used = jnp.sum(count, dtype=jnp.int32)
+    groups = _Groups(tiles.block, used, jnp.cumsum(count, dtype=jnp.int32) - count, count)
+
+    # As of `copied`; a kernel's product is no dot to JAX, so it has a name to be saved by.
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("expert_product"))
+    def run_tiles(x, weights, layer):
+        def product(rows, weight):
+            return checkpoint_name(_product_of_groups(rows, weight, groups), "expert_product")
+
+        tokens = _tokens_of_places(x, tiles, expert_ids)  # [Y C D]
+        gate, up, down = (w[layer] for w in weights)  # [E D F] twice, [E F D]
+        hidden = activate(product(tokens, gate), product(tokens, up)).astype(x.dtype)
+        return product(hidden, down)
+
+    return _outputs_of_pairs(run_tiles(x, weights, layer), tiles)
+
+
+@jax.custom_vjp
+def _product_of_groups(
+    rows: Float[Array, "Y C K"], weight: Float[Array, "E K N"], groups: _Groups
+) -> Float[Array, "Y C N"]:
+    """Return the products of tiles with their experts' matrices; those of unused tiles may be anything."""
+    from pallas_kernels.grouped_product import grouped_product
+
+    return grouped_product(rows, weight, groups.expert, groups.used, backend="triton", interpret=interpreted())
+
+
+def _gradient_of_groups(residuals, gradient):
+    from pallas_kernels.grouped_outer import grouped_outer
+    from pallas_kernels.grouped_product import grouped_product
+
+    rows, weight, groups = residuals
+    options = dict(backend="triton", interpret=interpreted())
+    gradient = gradient.astype(rows.dtype)  # as of every product (`m3jax.numerics.einsum`)
+    of_rows = grouped_product(gradient, weight, groups.expert, groups.used, transposed=True, **options)
+    of_weight = grouped_outer(rows, gradient, groups.first, groups.count, **options)
+    return of_rows.astype(rows.dtype), of_weight, None
+
+
+_product_of_groups.defvjp(
+    lambda rows, weight, groups: (_product_of_groups(rows, weight, groups), (rows, weight, groups)),
+    _gradient_of_groups,
+)
+
+
 # A place has one pair and a pair one place, so both gradients read what the other direction reads. JAX, which does not
 # know that, would scatter them: one number after the other on a CPU, and added up in bfloat16.
 @jax.custom_vjp
@@ -478,6 +549,7 @@ EXPERT_PATHS = {
     "few": few,
     "grouped": grouped,
     "copied": copied,
+    "products": products,
     "in_fixed_tiles": in_fixed_tiles,
 }
 
@@ -547,6 +619,8 @@ def why_not_path(path: str, x: Float[Array, "X D"], gate: Float[Array, "L E D F"
       x: tokens.
       gate: the experts' first matrices, of all layers of a stack.
     """
+    if path == "products":
+        path = "grouped"  # 
     if path not in ("few", "grouped"):
         return None  # XLA's paths run everywhere
     return why_not(experts_case(path, x, gate, by_name=True), kernels_here("auto") or "triton")

@@ -23,6 +23,7 @@ MXFP8_TILES = (16, 64)  # likewise of experts in MXFP8: as many as an expert has
 MXFP8_GROUPED_PAIRS = 64  # pairs of an expert, on average, from which `mxfp8_grouped` is faster (24 November 2026)
 ORDERED_TILE = 64  # likewise, at least, in the invariant mode: tensor cores take one instruction for all heights
 COPIED_TILE = 512  # likewise where experts are copied: more than an expert is wide, so its copies are the smaller part
+PRODUCT_TILE = 128  # likewise in kernels that have gradients
 CPU_TILE = 64  # likewise on a CPU
 TPU_EXPERT_TILE = 128  # likewise on a TPU: rows of its matrix unit; not measured
 FEW_PAIRS = 16  # (token, expert) pairs up to which each pair fetches its own expert's weights
