@@ -28,7 +28,7 @@ _DECODE_FOLDER = {"select": "index_topk_decode", "sparse": "sparse_decode", "den
 _STACKED_DEPTH, _STACKED_COLUMNS = 32, 64  # channels that a product sums over, and those that it gives
 _MXFP8_COLUMNS = 32  # outputs that a Triton program takes at least
 _MXFP8_TPU_DEPTH, _TPU_LANES = 1024, 128  # on a TPU: input channels of a step, where there are more, and outputs
-_GROUPED_UNIT, _FEW_UNIT = 128, 64  # channels of experts
+_PRODUCT_UNIT, _GROUPED_UNIT, _FEW_UNIT = 256, 128, 64  # channels of experts
 _ORDERED_UNIT = 64  # channels of a step, and the least columns of a program, where sums have one order
 _ORDERED_FLOAT32_UNITS = 256, 16  # likewise of the router's product: channels, where there are more, and columns
 
@@ -183,8 +183,8 @@ class ExpertsCase:
     """The experts that each token chose, by one of the kernels.
 
     Attributes:
-      path: "few" or "grouped" (`m3jax.ops.EXPERT_PATHS`), "mxfp8_grouped" for the kernel of "grouped" with MXFP8
-        weights and many tokens, or "tiles" for `sums_in_tiles`.
+      path: "few", "grouped" or "products" (`m3jax.ops.EXPERT_PATHS`), "mxfp8_grouped" for the kernel of "grouped" with
+        MXFP8 weights and many tokens, or "tiles" for `sums_in_tiles`.
       tokens: X.
       dtype: of the activations.
       width: D.
@@ -221,6 +221,13 @@ class ExpertsCase:
             if str(self.dtype) != "bfloat16" or any(width % _TPU_LANES for width in widths):
                 return f"experts of {self.width} by {self.hidden} channels in {self.dtype} (it has bfloat16, by 128)"
             return None
+        if self.path == "products":
+            if self.stored.is_mxfp8 or jnp.dtype(self.stored.dtype) != jnp.dtype(self.dtype):
+                return "it takes weights in the activations' dtype, not in MXFP8"
+            unit = _FEW_UNIT if jnp.dtype(self.dtype).itemsize == 4 else _PRODUCT_UNIT
+            if any(width % unit for width in widths):
+                return f"experts of {self.width} by {self.hidden} channels (it has multiples of {unit})"
+            return None if backend == "triton" else "only a GPU has a kernel"
         if self.stored.is_mxfp8:  # both paths go to one kernel, which a GPU and a TPU have
             if self.by_name:
                 return None

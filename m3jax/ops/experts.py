@@ -408,25 +408,10 @@ def copied(
     """
     tiles = invert(expert_ids[None, None], weights.gate.shape[1], min(measured.COPIED_TILE, expert_ids.size))
 
-    # The backward pass copies experts again: kept, the copies would be the most of what a layer leaves for it. The
-    # layer is cut out in here, so that of its weights nothing is kept but the stack that is there anyway.
-    @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
-    def run_tiles(x, weights, layer):
-        tokens = _tokens_of_places(x, tiles, expert_ids)  # [tiles C D]
-        gate, up, down = (_of_each_tile(w[layer], tiles.block) for w in weights)  # [tiles D F] twice, [tiles F D]
-        hidden = activate(project("xcd,xdf->xcf", tokens, gate), project("xcd,xdf->xcf", tokens, up))
-        return project("xcf,xfd->xcd", hidden, down)
+    def product(rows, weight):
+        return project("xck,xkn->xcn", rows, _of_each_tile(weight, tiles.block))
 
-    return _outputs_of_pairs(run_tiles(x, weights, layer), tiles)
-
-
-class _Groups(NamedTuple):
-    """The tiles of each expert."""
-
-    expert: Int[Array, " Y"]  # of each tile
-    used: Int[Array, ""]  # tiles, the first ones
-    first: Int[Array, " E"]  # tile of each expert
-    count: Int[Array, " E"]  # tiles of each expert
+    return _with_gradients_of_tiles(product, tiles, x, weights, expert_ids, layer, activate)
 
 
 def products(
@@ -438,28 +423,55 @@ def products(
 ) -> Float[Array, "X A D"]:
     """Compute the pairs of a training step on a GPU by kernels that read a tile's expert where it lies.
 
-    Its gradients are products by kernels too: no expert is copied for a tile, as `copied` does.
+    Its gradients are products by kernels too: no expert is copied for a tile, as `copied` does. It is run by name only:
+    it has not been timed on a GPU.
     """
     num_experts = weights.gate.shape[1]
     tiles = invert(expert_ids[None, None], num_experts, measured.PRODUCT_TILE)
-    is_used = jnp.any(tiles.valid, axis=1)  # [Y], the first ones
-    of_expert = (tiles.block == jnp.arange(num_experts)[:, None]) & is_used  # [E Y]
-    count = jnp.sum(of_expert, axis=1, dtype=jnp.int32)
-    used = jnp.sum(count, dtype=jnp.int32)
-    groups = _Groups(tiles.block, used, jnp.cumsum(count, dtype=jnp.int32) - count, count)
+    is_of_expert = tiles.block == jnp.arange(num_experts)[:, None]  # [E Y]
+    count = jnp.sum(is_of_expert & jnp.any(tiles.valid, axis=1), axis=1, dtype=jnp.int32)
+    groups = _Groups(tiles.block, jnp.sum(count, dtype=jnp.int32), jnp.cumsum(count, dtype=jnp.int32) - count, count)
+    product = partial(_product_of_groups, groups=groups)
+    return _with_gradients_of_tiles(product, tiles, x, weights, expert_ids, layer, activate)
 
-    # As of `copied`; a kernel's product is no dot to JAX, so it has a name to be saved by.
-    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("expert_product"))
+
+def _with_gradients_of_tiles(
+    product: Callable[[Float[Array, "Y C K"], Float[Array, "E K N"]], Float[Array, "Y C N"]],
+    tiles: Tiles,
+    x: Float[Array, "X D"],
+    weights: ExpertWeights,
+    expert_ids: Int[Array, "X A"],
+    layer: Int[Array, ""],
+    activate: Activation,
+) -> Float[Array, "X A D"]:
+    """Compute the pairs of a training step in tiles, and keep for the backward pass what the products gave.
+
+    Args:
+      product: of the rows of tiles, each with its expert's matrix among those of a layer.
+      tiles: the pairs of each expert.
+      x, weights, expert_ids, layer, activate: as of `run_experts`.
+    """
+
+    # What a product makes of the weights, copies or a layer that is cut out of its stack, is made again: kept, it would
+    # be the most of what a layer leaves. Products are kept by name: a kernel's, and those with a gradient of their own,
+    # are not known as products.
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("product of experts"))
     def run_tiles(x, weights, layer):
-        def product(rows, weight):
-            return checkpoint_name(_product_of_groups(rows, weight, groups), "expert_product")
-
+        kept = lambda rows, weight: checkpoint_name(product(rows, weight[layer]), "product of experts")
         tokens = _tokens_of_places(x, tiles, expert_ids)  # [Y C D]
-        gate, up, down = (w[layer] for w in weights)  # [E D F] twice, [E F D]
-        hidden = activate(product(tokens, gate), product(tokens, up)).astype(x.dtype)
-        return product(hidden, down)
+        hidden = activate(kept(tokens, weights.gate), kept(tokens, weights.up)).astype(x.dtype)  # [Y C F]
+        return kept(hidden, weights.down)
 
     return _outputs_of_pairs(run_tiles(x, weights, layer), tiles)
+
+
+class _Groups(NamedTuple):
+    """The tiles of each expert, which stand next to each other."""
+
+    expert: Int[Array, " Y"]  # of each tile
+    used: Int[Array, ""]  # tiles, the first ones
+    first: Int[Array, " E"]  # tile of each expert
+    count: Int[Array, " E"]  # tiles of each expert
 
 
 @jax.custom_vjp
@@ -600,7 +612,7 @@ def experts_case(
     """Return what decides where a path of experts can run.
 
     Args:
-      path: "few" or "grouped".
+      path: "few", "grouped" or "products".
       x: tokens.
       gate: the experts' first matrices, of all layers of a stack.
       by_name: True if the path is asked for by name.
@@ -619,8 +631,6 @@ def why_not_path(path: str, x: Float[Array, "X D"], gate: Float[Array, "L E D F"
       x: tokens.
       gate: the experts' first matrices, of all layers of a stack.
     """
-    if path == "products":
-        path = "grouped"  # 
-    if path not in ("few", "grouped"):
+    if path not in ("few", "grouped", "products"):
         return None  # XLA's paths run everywhere
     return why_not(experts_case(path, x, gate, by_name=True), kernels_here("auto") or "triton")

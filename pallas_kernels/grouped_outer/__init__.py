@@ -38,6 +38,6 @@ def grouped_outer(
     runner = load_backend(__name__, backend, config, interpret)
     if left.shape[:2] != right.shape[:2] or left.dtype != right.dtype:
         raise ValueError(
-            f"{left.dtype}{list(left.shape)} and {right.dtype}{list(right.shape)}: need rows of the same tiles and dtype"
+            f"{left.dtype}{list(left.shape)} and {right.dtype}{list(right.shape)}: need the same tiles and dtype"
         )
     return runner.run(left, right, first_tile, num_tiles, config=config, interpret=interpret)

@@ -9,7 +9,7 @@ from m3jax.ops import EXPERT_PATHS, interpret, measured, run_experts
 from m3jax.ops.experts import ExpertWeights, why_not_path
 from m3jax.vectors.groups import experts as group
 
-KERNELS = ("few", "grouped")
+KERNELS = ("few", "grouped", "products")
 
 
 def gate(width: int, hidden: int) -> jax.Array:

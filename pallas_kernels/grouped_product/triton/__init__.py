@@ -22,8 +22,8 @@ from pallas_kernels.triton_experts import Piece
 class Config(TileConfig):
     """Sizes of a program's piece, and in which order programs start."""
 
-    rows: int = 128
-    piece: Piece = Piece(columns=256, depth=64, num_warps=8, num_stages=3)
+    rows: int
+    piece: Piece
     group: int = 8  # tiles whose programs start before those of the next
 
 
@@ -63,8 +63,8 @@ def run(
 def default_config(dtype: jax.typing.DTypeLike) -> Config:
     """Return the sizes of a dtype."""
     if jnp.dtype(dtype).itemsize == 4:
-        return Config(rows=64, piece=Piece(columns=64, depth=32, num_warps=8, num_stages=2))
-    return Config()
+        return Config(64, Piece(columns=64, depth=32, num_warps=8, num_stages=2))
+    return Config(128, Piece(columns=256, depth=64, num_warps=8, num_stages=3))
 
 
 def _kernel(group_ref, used_ref, rows_ref, weight_ref, out_ref, *, transposed: bool, config: Config, num_pieces: int):
