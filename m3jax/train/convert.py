@@ -22,6 +22,7 @@ from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens
 from m3jax.parallel import put, read
+from m3jax.progress import activity
 from m3jax.train.conversations import Example
 from m3jax.train.dense import index_weights, with_index_weights
 from m3jax.train.losses import mean_attention
@@ -150,7 +151,9 @@ def convert(
     shared = dict(origin=origin, mesh=model.mesh, save_every=save_every, say=say)
 
     def look(name: str, at: M3) -> None:
-        report[name] = measure(at, held_out, settings.sparse.length, settings.sparse.rows, dtype)
+        with activity(about=(config, settings)) as line:
+            line.say("measuring on held-out documents")
+            report[name] = measure(at, held_out, settings.sparse.length, settings.sparse.rows, dtype)
         say(f"{name.replace('_', ' ')}: {in_words(report[name])}")
 
     look("before", model)
