@@ -92,7 +92,9 @@ def test_scored_prompts_are_read_elsewhere_whatever_is_known(pair):
     expected = answer(shared_worker(), prompt=prompt, prompt_logprobs=2).input_logprobs
     for _ in range(2):
         ours, theirs = worker.engine.timings.prompt_tokens, prefiller.engine.timings.prompt_tokens
-        found = answer(worker, prompt=prompt, prompt_logprobs=2).input_logprobs
+        complete = answer(worker, prompt=prompt, prompt_logprobs=2)
+        assert complete.cached_tokens == 0
+        found = complete.input_logprobs
         assert found.token_ids == expected.token_ids and len(found.token_ids) == len(prompt)
         assert [x.token_ids for x in found.top_logprobs] == [x.token_ids for x in expected.top_logprobs]
         values = [[entry.value for entry in each.token_logprobs] for each in (found, expected)]

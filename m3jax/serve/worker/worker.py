@@ -452,7 +452,9 @@ class Worker:
         fetched = self._prefill.fetch(order.prompt, params, is_stopped, known)
         say(f"prefill: {fetched}")
         while True:
-            cached_tokens = max(fetched.cached_tokens, fetched.left_out)
+            # A prompt whose scores are asked for is computed whole, whatever is known of its pages.
+            known_here = fetched.left_out if params.prompt_logprobs is None else 0
+            cached_tokens = max(fetched.cached_tokens, known_here)
             shared = dict(timeout=0, cached_tokens=cached_tokens, left_out=fetched.left_out)
             try:
                 return self._loop.submit_snapshot(fetched.snapshot, order.guide, n=order.n, **shared)
