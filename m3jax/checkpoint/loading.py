@@ -1,7 +1,7 @@
 """Streaming of a hub checkpoint into sharded parameters: each device gets its part of each stored tensor in turn."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,22 +117,50 @@ def load_with_report(
     check_weights(weights)
     plan = make_plan(path, vision)
     abstract = m3_model.abstract(plan.config, dtype, mesh, weights)
-    shardings = tree.flatten(m3_model.shardings(plan.config, mesh, weights))
-    parameters = {
-        name: _Parameter(leaf.shape, leaf.dtype, shardings[name]) for name, leaf in tree.flatten(abstract).items()
-    }
     places = _dequantized(plan) if weights == "dequantize" else _kept(path, plan, np.dtype(dtype))
-    for target, source in places:
-        parameters[target.param].pieces.append((target, source))
     report = LoadReport({}, plan.vision, plan.mtp)
-    with _progress_bar(sum(parameter.stored_bytes for parameter in parameters.values()), progress) as advance:
-        not_finite: Counter[str] | None = Counter() if check_finite else None
-        arrays = {
-            name: parameter.assemble(report.bytes_read, advance, not_finite) for name, parameter in parameters.items()
-        }
+    not_finite: Counter[str] | None = Counter() if check_finite else None
+    shardings = m3_model.shardings(plan.config, mesh, weights)
+    arrays = read_parameters(abstract, shardings, places, report.bytes_read, progress, not_finite)
     if not_finite:
         raise CheckpointError(path, [f"{name}: {n} values are NaN or infinite" for name, n in not_finite.items()])
     return tree.replace(abstract, arrays), report
+
+
+def read_parameters(
+    abstract: m3_model.M3,
+    shardings: m3_model.M3,
+    places: Iterable[tuple[Target, Source]],
+    bytes_read: dict[int, int],
+    progress: bool = True,
+    not_finite: Counter[str] | None = None,
+) -> dict[str, Shaped[Array, "..."]]:
+    """Read a model's parameters from stored tensors, of which each device is sent only what it holds.
+
+    Args:
+      abstract: the model's shapes and dtypes.
+      shardings: of its parameters.
+      places: the place and source of each hub tensor.
+      bytes_read: grows by what each device is sent, by device id.
+      progress: whether to show a bar, if standard error is a terminal.
+      not_finite: grows by the number of NaN or infinite values of each hub tensor; None to count nothing.
+
+    Returns:
+      The parameters by name; those that no hub tensor has a place in are left out.
+
+    Raises:
+      ValueError: a finite value that does not fit in a parameter's dtype.
+      OSError: a file that cannot be read.
+    """
+    sharding_of = tree.flatten(shardings)
+    parameters = {
+        name: _Parameter(leaf.shape, leaf.dtype, sharding_of[name]) for name, leaf in tree.flatten(abstract).items()
+    }
+    for target, source in places:
+        parameters[target.param].pieces.append((target, source))
+    parameters = {name: parameter for name, parameter in parameters.items() if parameter.pieces}
+    with _progress_bar(sum(parameter.stored_bytes for parameter in parameters.values()), progress) as advance:
+        return {name: parameter.assemble(bytes_read, advance, not_finite) for name, parameter in parameters.items()}
 
 
 def _dequantized(plan: Plan) -> Iterator[tuple[Target, Source]]:

@@ -103,8 +103,7 @@ def parser() -> Parser:
     add_options(ways, "--save-every", default=10, help="rounds after which the state is kept (default: 10)")
     ways.add_argument("--reward-seconds", metavar="S", type=float, default=60.0, help="that one call of reward() may "
                       "take (default: 60)")  # fmt: skip
-    ways.add_argument("--mesh", metavar="SIZES", help="devices, as in data=2,tensor=4; axes: data, context, expert, "
-                      "tensor")  # fmt: skip
+    add_options(ways, "--mesh")
     add_hosts(out)
     return out
 
@@ -162,14 +161,13 @@ def _settings(args: argparse.Namespace, replay: Sequence[str]) -> "RunSettings":
 
 def _train(args: argparse.Namespace, settings: "RunSettings", channel: "Channel | None") -> None:
     """Train on every process; the first one asks the task, says how it goes, and writes what is not divided."""
-    import jax
-
     from m3jax.assets import embedded_path
-    from m3jax.checkpoint import load, save, save_orbax
+    from m3jax.checkpoint import load
     from m3jax.hosts.run import is_first
     from m3jax.parallel import as_mesh
     from m3jax.text import ChatTemplate, Tokenizer
     from m3jax.train.grpo import PartedPolicies, train_policy
+    from m3jax.train.keeping import save_trained
     from m3jax.train.rewards import TaskFile
     from m3jax.train.shared_task import shared_task
 
@@ -186,11 +184,7 @@ def _train(args: argparse.Namespace, settings: "RunSettings", channel: "Channel 
             trained = train_policy(model, tokenizer, template, task, settings, args.out, metrics, tell, origin)
         except PartedPolicies as error:
             raise ValueError(str(error)) from error
-        if jax.process_count() == 1:
-            save(trained, args.out / "model", copy_from=folder)
-        else:
-            save_orbax(trained, args.out / "model")  # no process has all of it
-    layout = "" if jax.process_count() == 1 else " in Orbax's layout (m3jax.load_orbax)"
+        layout = save_trained(trained, args.out / "model", folder)
     tell(f"the trained model is in {args.out / 'model'}{layout}, with float32 weights")
 
 

@@ -6,7 +6,7 @@ these, and the branch goes on learning, on the selected blocks alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens
+from m3jax.parallel import put, read
+from m3jax.progress import activity
 from m3jax.train.conversations import Example
 from m3jax.train.dense import index_weights, with_index_weights
 from m3jax.train.losses import mean_attention
 from m3jax.train.packing import PackedPages, pack, packed_row, slots_of
 from m3jax.train.programs import jit_for_training
-from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings, drawn_offset, fine_tune, index_losses
+from m3jax.train.sft import (
+    ROWS,
+    PackedBatches,
+    SFTLoss,
+    SFTSettings,
+    check_rows,
+    check_same_run,
+    drawn_offset,
+    fine_tune,
+    index_losses,
+)
 from m3jax.train.sft import token_losses as losses_of_tokens
-from m3jax.train.step import TrainState, cast_weights, check_trainable, init_state, make_optimizer
+from m3jax.train.step import cast_weights, check_trainable, first_state, init_state, make_optimizer
 
 WARM_UP, SELECTING = "warm-up", "sparse"  # the phases, as a line of the metrics has them
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
@@ -103,7 +115,8 @@ def convert(
     """Run both phases of a conversion, or what a run before has left of them.
 
     Args:
-      model: in float32, with an index branch that was never trained (`m3jax.train.dense.read_dense`).
+      model: in float32, with an index branch that was never trained (`m3jax.train.dense.read_dense`). Its mesh divides
+        the work; the mesh's data axis divides the rows.
       examples: documents to learn from; all their tokens are learnt.
       held_out: documents to measure on, before, between and after the phases.
       settings: of the run.
@@ -117,10 +130,11 @@ def convert(
       The converted model, and what `measure` found: "before", "after_warm_up" and "after".
 
     Raises:
-      ValueError: a model without an index branch, rows in which nothing is ever left out, a folder of another run, a
-        state that cannot be read or kept.
+      ValueError: a model without an index branch, rows in which nothing is ever left out or that the mesh does not
+        divide, a folder of another run, a state that cannot be read or kept.
     """
     check_trainable(model)
+    check_rows(settings.sparse.rows, model.mesh)
     config, folder = model.config, Path(folder)
     if not index_weights(model):
         raise ValueError("no layer of this model selects blocks: there is nothing to convert; give fewer dense layers")
@@ -131,19 +145,20 @@ def convert(
     warm_up, sparse = settings.warm_up, settings.sparse
     batches = {phase: PackedBatches(examples, of, config.index_block_size) for phase, of in
                ((WARM_UP, warm_up), (SELECTING, sparse))}  # fmt: skip
+    # Before anything is computed: hosts that read other data or settings would wait for one another.
+    check_same_run(folder / WARM_UP, dict(origin or {}) | asdict(warm_up))
     report, dtype = {}, sparse.compute_dtype
-    shared = dict(origin=origin, save_every=save_every, say=say)
+    shared = dict(origin=origin, mesh=model.mesh, save_every=save_every, say=say)
 
     def look(name: str, at: M3) -> None:
-        report[name] = measure(at, held_out, settings.sparse.length, settings.sparse.rows, dtype)
+        with activity(about=(config, settings)) as line:
+            line.say("measuring on held-out documents")
+            report[name] = measure(at, held_out, settings.sparse.length, settings.sparse.rows, dtype)
         say(f"{name.replace('_', ' ')}: {in_words(report[name])}")
 
     look("before", model)
     optimizer = make_optimizer(warm_up.rate, warm_up.weight_decay, clip_norm=warm_up.clip_norm)
-    where = SingleDeviceSharding(*model.embed_tokens[...].devices())
-    put = lambda x: jax.device_put(x, where, may_alias=False)
-    weights = jax.tree.map(put, index_weights(model))
-    state = jax.tree.map(put, TrainState(jnp.int32(0), weights, optimizer.init(weights)))
+    state = first_state(index_weights(model), optimizer, model)
     loss_fn = WarmUpLoss(settings.index_stride, warm_up.compute_dtype)
     base = {"base": cast_weights(model, warm_up.compute_dtype)}
     state = fine_tune(
@@ -177,7 +192,7 @@ def measure(
       model: with an index branch.
       documents: whose tokens all count.
       length: tokens of a row that they are packed into.
-      rows: computed at a time.
+      rows: computed at a time; over a mesh a multiple of its data axis.
       compute_dtype: of weights and activations.
 
     Returns:
@@ -188,8 +203,11 @@ def measure(
     """
     totals: Any = None
     for batch in _in_rows(documents, length, rows, model.config.index_block_size):
-        found = _measures(model, batch, compute_dtype)
-        totals = found if totals is None else jax.tree.map(jnp.add, totals, found)
+        if model.mesh is not None:
+            of_rows = NamedSharding(model.mesh, PartitionSpec("data"))
+            batch = {name: put(x, of_rows) for name, x in batch.items()}
+        found = read(_measures(model, batch, compute_dtype))
+        totals = found if totals is None else jax.tree.map(np.add, totals, found)
     targets, queries = float(totals["targets"]), float(totals["queries"])
     shares = lambda name: [float(x) / queries for x in totals[name]] if queries else None
     return {

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from m3jax.console import Parser, say
+from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 from m3jax.train.options import add_options, check_options
 
@@ -51,7 +52,8 @@ def convert_parser(prog: str) -> Parser:
     of_seed = "of the order of the documents, and of an index branch that begins at random (default: 0)"
     add_options(learning, "--seed", help=of_seed)
     ways = out.add_argument_group("how it is computed")
-    add_options(ways, "--dtype", "--no-remat", "--save-every")
+    add_options(ways, "--dtype", "--no-remat", "--save-every", "--mesh")
+    add_hosts(out)
     return out
 
 
@@ -70,57 +72,71 @@ def run_convert(args: argparse.Namespace) -> int:
     warm_up_steps = max(1, args.steps // 4) if args.warm_up_steps is None else args.warm_up_steps
     if not 0 < warm_up_steps < args.steps:
         raise ValueError(f"--warm-up-steps {warm_up_steps}: must be from 1 to {args.steps - 1}, fewer than --steps")
+    check_hosts(args)
     raise_interrupts()
-    from m3jax.checkpoint import save
     from m3jax.compile_cache import compile_cache
+    from m3jax.hosts.run import on_hosts
+
+    with compile_cache():
+        on_hosts(args, "m3jax.train convert", lambda _: _convert(args, warm_up_steps))
+    return 0
+
+
+def _convert(args: argparse.Namespace, warm_up_steps: int) -> None:
+    """Convert on every process; the first one says how it goes, and writes what is not divided."""
     from m3jax.files import replace_file
+    from m3jax.hosts.run import is_first
+    from m3jax.parallel import as_mesh
     from m3jax.text import Tokenizer
     from m3jax.train.convert import ConvertSettings, convert
     from m3jax.train.dense import read_dense
     from m3jax.train.documents import load_documents
-    from m3jax.train.sft import SFTSettings
+    from m3jax.train.keeping import save_trained
+    from m3jax.train.sft import SFTSettings, check_rows
 
-    with compile_cache():
-        model = read_dense(
-            args.model, args.seed, block_size=args.block_size, topk_blocks=args.topk_blocks, index_dim=args.index_dim,
-            dense_layers=args.dense_layers,
-        )  # fmt: skip
-        config = model.config
-        context = config.max_position_embeddings // args.block_size * args.block_size
-        length = min(8 * args.topk_blocks * args.block_size, context) if args.length is None else args.length
-        if length > config.max_position_embeddings:
-            raise ValueError(f"--length {length}: the model's context is {config.max_position_embeddings} tokens")
-        shared = dict(
-            length=length, rows=args.rows, accumulate=args.accumulate, weight_decay=args.weight_decay,
-            clip_norm=args.clip_norm, compute_dtype=args.dtype, remat=not args.no_remat,
-        )  # fmt: skip
-        settings = ConvertSettings(
-            warm_up=SFTSettings(steps=warm_up_steps, learning_rate=args.index_rate, seed=args.seed, **shared),
-            # Another seed: documents come in another order than in the warm-up.
-            sparse=SFTSettings(
-                steps=args.steps - warm_up_steps, learning_rate=args.learning_rate, seed=args.seed + 1,
-                index_loss=0.0 if args.freeze_index else args.index_loss, **shared,
-            ),
-        )  # fmt: skip
-        tokenizer = partial(Tokenizer.from_pretrained, args.model)
-        documents = load_documents(args.data, tokenizer, config.vocab_size, length)
-        num_held_out = max(1, len(documents) // 20) if args.held_out is None else args.held_out
-        if not 0 < num_held_out < len(documents):
-            raise ValueError(f"--held-out {num_held_out}: the data is {len(documents)} documents of at most {length} "
-                             "tokens; measure on 1 or more of them, and leave 1 or more to learn from")  # fmt: skip
-        learnt, held_out = documents[:-num_held_out], documents[-num_held_out:]
-        origin = {
-            "model": str(args.model), "data": hashlib.sha256(Path(args.data).read_bytes()).hexdigest(),
-            "held_out": num_held_out, "block_size": args.block_size, "topk_blocks": args.topk_blocks,
-            "index_dim": config.index_head_dim, "dense_layers": args.dense_layers,
-        }  # fmt: skip
-        metrics = args.metrics or args.out / "metrics.jsonl"
-        converted, report = convert(
-            model, learnt, held_out, settings, args.out, metrics, origin=origin, save_every=args.save_every, say=say
-        )
-        save(converted, args.out / "model", copy_from=args.model)
-    replace_file(args.out / "report.json", (json.dumps(report, indent=1) + "\n").encode())
+    mesh = as_mesh(args.mesh)
+    check_rows(args.rows, mesh)
+    model = read_dense(
+        args.model, args.seed, mesh, block_size=args.block_size, topk_blocks=args.topk_blocks,
+        index_dim=args.index_dim, dense_layers=args.dense_layers,
+    )  # fmt: skip
+    config = model.config
+    context = config.max_position_embeddings // args.block_size * args.block_size
+    length = min(8 * args.topk_blocks * args.block_size, context) if args.length is None else args.length
+    if length > config.max_position_embeddings:
+        raise ValueError(f"--length {length}: the model's context is {config.max_position_embeddings} tokens")
+    shared = dict(
+        length=length, rows=args.rows, accumulate=args.accumulate, weight_decay=args.weight_decay,
+        clip_norm=args.clip_norm, compute_dtype=args.dtype, remat=not args.no_remat,
+    )  # fmt: skip
+    settings = ConvertSettings(
+        warm_up=SFTSettings(steps=warm_up_steps, learning_rate=args.index_rate, seed=args.seed, **shared),
+        # Another seed: documents come in another order than in the warm-up.
+        sparse=SFTSettings(
+            steps=args.steps - warm_up_steps, learning_rate=args.learning_rate, seed=args.seed + 1,
+            index_loss=0.0 if args.freeze_index else args.index_loss, **shared,
+        ),
+    )  # fmt: skip
+    tokenizer = partial(Tokenizer.from_pretrained, args.model)
+    documents = load_documents(args.data, tokenizer, config.vocab_size, length)
+    num_held_out = max(1, len(documents) // 20) if args.held_out is None else args.held_out
+    if not 0 < num_held_out < len(documents):
+        raise ValueError(f"--held-out {num_held_out}: the data is {len(documents)} documents of at most {length} "
+                         "tokens; measure on 1 or more of them, and leave 1 or more to learn from")  # fmt: skip
+    learnt, held_out = documents[:-num_held_out], documents[-num_held_out:]
+    origin = {
+        "model": str(args.model), "data": hashlib.sha256(Path(args.data).read_bytes()).hexdigest(),
+        "held_out": num_held_out, "block_size": args.block_size, "topk_blocks": args.topk_blocks,
+        "index_dim": config.index_head_dim, "dense_layers": args.dense_layers,
+    }  # fmt: skip
+    tell = say if is_first() else lambda text: None
+    metrics = (args.metrics or args.out / "metrics.jsonl") if is_first() else None
+    converted, report = convert(
+        model, learnt, held_out, settings, args.out, metrics, origin=origin, save_every=args.save_every, say=tell
+    )
+    layout = save_trained(converted, args.out / "model", args.model)
+    if is_first():
+        replace_file(args.out / "report.json", (json.dumps(report, indent=1) + "\n").encode())
     before, after = report["before"]["dense_loss"], report["after"]["loss"]
-    say(f"held out: loss {before:.4f} before, dense, and {after:.4f} after ({after / before - 1:+.2%})")
-    say(f"the MSA model is in {args.out / 'model'}, with float32 weights")
-    return 0
+    tell(f"held out: loss {before:.4f} before, dense, and {after:.4f} after ({after / before - 1:+.2%})")
+    tell(f"the MSA model is in {args.out / 'model'}{layout}, with float32 weights")

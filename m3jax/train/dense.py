@@ -9,23 +9,28 @@ every block is selected.
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jax.sharding import Mesh, Sharding
+from jaxtyping import Array, Float
 
 from m3jax import config_keys as keys
-from m3jax.checkpoint import tree
-from m3jax.checkpoint.names import Target, canonical, targets
+from m3jax.checkpoint import LoadReport, tree
+from m3jax.checkpoint.loading import read_parameters
+from m3jax.checkpoint.names import Part, Target, canonical, targets
+from m3jax.checkpoint.plan import Source
 from m3jax.checkpoint.reader import FLOATS, CheckpointError, StoredTensor, read_folder
 from m3jax.config import DENSE_MLP, FULL, SPARSE, M3Config
 from m3jax.files import SINGLE_NAME, current_file, read_json, replace_file
 from m3jax.files.tensors import packed
 from m3jax.messages import listed, printable, shown
-from m3jax.model import M3, abstract
+from m3jax.model import M3, abstract, shardings
+from m3jax.parallel import as_mesh, put
 from m3jax.train.units import LARGE_UNIT, WRITERS, stream_unit
 
 QWEN3, LLAMA = "qwen3", "llama"  # model_type of what can be converted
@@ -159,7 +164,7 @@ def _with_defaults_of_llama(data: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
+def read_dense(folder: str | Path, seed: int = 0, mesh: Mesh | str | None = None, **settings: Any) -> M3:
     """Read a dense model's folder as an M3 with float32 weights, whose index branch is not trained yet.
 
     An index query begins as the mean of its group's queries, the index key as the mean of all keys, with the norms of
@@ -169,6 +174,7 @@ def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
       folder: of a Qwen3 or a Llama, in the hub's layout.
       seed: of the index branch's projections where its heads are wider than the model's, so that there is no mean to
         begin with: normal with standard deviation D**-0.5.
+      mesh: devices to divide the model over, as in `m3jax.load`; each process reads what its devices hold.
       **settings: of `dense_config`.
 
     Returns:
@@ -176,9 +182,26 @@ def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
 
     Raises:
       ValueError: as `dense_config`; a folder without a config.json or weights; tensors that are missing, unexpected, of
-        another shape or no floats, all of them in one error.
+        another shape or no floats, all of them in one error; a mesh that does not divide the model.
     """
-    folder = Path(folder)
+    return read_dense_with_report(folder, seed, mesh, **settings)[0]
+
+
+def read_dense_with_report(
+    folder: str | Path, seed: int = 0, mesh: Mesh | str | None = None, **settings: Any
+) -> tuple[M3, LoadReport]:
+    """Read a dense model's folder as `read_dense` does, and report which bytes were read.
+
+    Args:
+      folder, seed, mesh, **settings: as in `read_dense`.
+
+    Returns:
+      The model and the report.
+
+    Raises:
+      ValueError: as `read_dense`.
+    """
+    folder, mesh = Path(folder), as_mesh(mesh)
     config = dense_config(read_dense_config(folder), **settings)
     stored = read_folder(folder)
     by_name = {canonical(name)[0]: tensor for name, tensor in stored.tensors.items() if "rotary_emb" not in name}
@@ -190,14 +213,16 @@ def read_dense(folder: str | Path, seed: int = 0, **settings: Any) -> M3:
         problems += _misfits(by_name, places)
     if problems:
         raise CheckpointError(folder, problems)
-    shapes = tree.flatten(abstract(config, "float32"))
-    weights = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items()}
-    for name, target in places.items():
-        value = by_name[name].view().astype(np.float32).reshape(target.dims).transpose(target.perm)
-        weights[target.param][target.index] = value - 1.0 if _NORMS in name else value
+    template, where = abstract(config, "float32", mesh), shardings(config, mesh)
+    sources = ((target, Source(by_name[name], None, Part(name))) for name, target in places.items())
+    report = LoadReport()
+    weights = read_parameters(template, where, sources, report.bytes_read)
+    weights = {name: value - 1.0 if _NORMS in name else value for name, value in weights.items()}
+    zeros = lambda name, leaf: jnp.zeros(leaf.shape, leaf.dtype, device=tree.flatten(where)[name])
+    weights |= {name: zeros(name, leaf) for name, leaf in tree.flatten(template).items() if name not in weights}
     weights = in_model_units(weights, config)
-    _begin_index(weights, config, seed)
-    return tree.replace(abstract(config, "float32"), jax.tree.map(jnp.asarray, weights))
+    _begin_index(weights, config, tree.flatten(where), seed)
+    return tree.replace(template, weights), report
 
 
 def in_model_units(weights: Mapping[str, Any], config: M3Config) -> dict[str, Any]:
@@ -215,7 +240,7 @@ def in_model_units(weights: Mapping[str, Any], config: M3Config) -> dict[str, An
 
     def of_model(name, value):
         if name.endswith(_OF_HEADS):
-            return jnp.full(np.shape(value), linear, jnp.float32)
+            return jnp.full_like(value, linear)
         return value * np.float32(unit) if name.endswith(WRITERS) else value
 
     return {name: of_model(name, value) for name, value in weights.items()}
@@ -314,22 +339,32 @@ def with_index_weights(model: M3, weights: Mapping[str, Float[Any, "..."]]) -> M
     return tree.replace(model, tree.flatten(model) | dict(weights))
 
 
-def _begin_index(weights: dict[str, np.ndarray], config: M3Config, seed: int) -> None:
-    """Put the first weights of the index branch into `weights`, as `read_dense` says."""
-    draw, groups = np.random.default_rng(seed), config.num_key_value_heads
+def _begin_index(weights: dict[str, Array], config: M3Config, where: Mapping[str, Sharding], seed: int) -> None:
+    """Put the first weights of the index branch into `weights`, as `read_dense` says, each where it has to lie."""
+    draw = np.random.default_rng(seed)
     for number, stack in enumerate(config.stacks):
         if not stack.is_sparse:
             continue
         part = lambda name, number=number: f"stacks.{number}.self_attn.{name}"
+        projections = part("index_q_proj"), part("index_k_proj")
         if config.index_head_dim != config.head_dim:
-            for name in map(part, ("index_q_proj", "index_k_proj")):
-                weights[name] = draw.normal(0, config.hidden_size**-0.5, weights[name].shape).astype(np.float32)
+            for name in projections:
+                drawn = draw.normal(0, config.hidden_size**-0.5, weights[name].shape).astype(np.float32)
+                weights[name] = put(drawn, where[name])
             continue
-        q, k = weights[part("q_proj")], weights[part("k_proj")]  # [L D N H], [L D K H]
-        weights[part("index_q_proj")] = q.reshape(*q.shape[:2], groups, -1, q.shape[3]).mean(axis=3)  # [L D K H]
-        weights[part("index_k_proj")] = k.mean(axis=2)  # [L D H]
+        means = jax.jit(
+            partial(_means, groups=config.num_key_value_heads), out_shardings=tuple(where[name] for name in projections)
+        )
+        weights |= zip(projections, means(weights[part("q_proj")], weights[part("k_proj")]), strict=True)
         for name in ("q_norm", "k_norm"):
-            weights[part(f"index_{name}")] = weights[part(name)]
+            weights[part(f"index_{name}")] = jnp.copy(weights[part(name)])
+
+
+def _means(
+    q: Float[Array, "L D N H"], k: Float[Array, "L D K H"], groups: int
+) -> tuple[Float[Array, "L D K H"], Float[Array, "L D H"]]:
+    """Return the mean of the query projections of each group, and that of the key projections."""
+    return q.reshape(*q.shape[:2], groups, -1, q.shape[3]).mean(axis=3), k.mean(axis=2)
 
 
 def _misfits(stored: Mapping[str, StoredTensor | None], places: Mapping[str, Target]) -> list[str]:

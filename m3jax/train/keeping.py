@@ -1,4 +1,4 @@
-"""A training run's state on disk, as Orbax keeps it: the arrays of a tree, by number.
+"""A training run on disk: its state, as Orbax keeps it, the arrays of a tree by number; and the model in the end.
 
 A state gets its name when all of it is written, so that a run that is killed goes on from the state before.
 """
@@ -12,7 +12,9 @@ from typing import TypeVar
 import jax
 import orbax.checkpoint as ocp
 
+from m3jax.checkpoint import save, save_orbax
 from m3jax.messages import printable, shortened
+from m3jax.model import M3
 
 State = TypeVar("State")  # a pytree of arrays, such as `m3jax.train.step.TrainState`
 
@@ -81,6 +83,27 @@ def restored(keeper: ocp.CheckpointManager, state: State) -> State:
             "the folder, and the run goes on from the state before"
         ) from error
     return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in sorted(leaves)])
+
+
+def save_trained(model: M3, folder: str | Path, source: str | Path) -> str:
+    """Save what a run has trained; of several processes all have to call it, since none has all of the model.
+
+    Args:
+      model: in the hub's layout where one process has it, else in Orbax's.
+      folder: of the model.
+      source: the folder that it was made of, whose tokenizer the hub's layout has too.
+
+    Returns:
+      What a message says of the layout behind the folder's name: nothing of the hub's.
+
+    Raises:
+      ValueError, OSError: as `m3jax.checkpoint.save` and `save_orbax`.
+    """
+    if jax.process_count() == 1:
+        save(model, folder, copy_from=source)
+        return ""
+    save_orbax(model, folder)
+    return " in Orbax's layout (m3jax.load_orbax)"
 
 
 @contextmanager

@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--dtype": dict(choices=DTYPES, default="bfloat16", help="of weights and activations in a pass; what is trained is "
                     "float32 (default: bfloat16)"),
     "--no-remat": dict(action="store_true", help="keep activations: more memory, faster"),
+    "--mesh": dict(metavar="SIZES", help="devices, as in data=2,tensor=4; axes: data, context, expert, tensor"),
     "--save-every": dict(**_number, default=100, help="steps after which the state is kept (default: 100)"),
 }  # fmt: skip
 

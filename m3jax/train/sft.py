@@ -357,6 +357,17 @@ def fine_tune(
     return state
 
 
+def check_rows(rows: int, mesh: jax.sharding.Mesh | None) -> None:
+    """Raise ValueError for rows of a micro-batch that a mesh does not divide.
+
+    Args:
+      rows: of a micro-batch.
+      mesh: whose data axis divides them; None for one device.
+    """
+    if mesh is not None and rows % mesh.shape["data"]:
+        raise ValueError(f"--rows {rows}: must be a multiple of the mesh's data={mesh.shape['data']}")
+
+
 def check_same_run(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of a run into its folder, or compare them with those of the run that the folder has.
 

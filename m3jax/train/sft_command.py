@@ -43,9 +43,7 @@ def sft_parser(prog: str) -> Parser:
     lora.add_argument("--lora-targets", metavar="NAMES", help="attention, experts or both with a comma (default: both)")
     lora.add_argument("--adapter", metavar="DIR", help="go on from these adapters, in PEFT's layout")
     ways = out.add_argument_group("how it is computed")
-    add_options(ways, "--dtype", "--no-remat", "--save-every")
-    ways.add_argument("--mesh", metavar="SIZES", help="devices, as in data=2,tensor=4; axes: data, context, expert, "
-                      "tensor")  # fmt: skip
+    add_options(ways, "--dtype", "--no-remat", "--save-every", "--mesh")
     add_hosts(out)
     return out
 
@@ -77,17 +75,16 @@ def run_sft(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> None:
     """Fine-tune on every process; the first one says how it goes, and writes what is not divided."""
-    import jax
-
     from m3jax.assets import embedded_path
-    from m3jax.checkpoint import load, save, save_orbax
+    from m3jax.checkpoint import load
     from m3jax.dialogue.answer import stop_ids
     from m3jax.hosts.run import is_first
     from m3jax.parallel import as_mesh
     from m3jax.text import ChatTemplate, Tokenizer
     from m3jax.train import lora
     from m3jax.train.conversations import load_examples
-    from m3jax.train.sft import PackedBatches, SFTLoss, SFTSettings, fine_tune, writer_of_events
+    from m3jax.train.keeping import save_trained
+    from m3jax.train.sft import PackedBatches, SFTLoss, SFTSettings, check_rows, fine_tune, writer_of_events
     from m3jax.train.step import init_state, make_optimizer
 
     if args.tensorboard is not None:
@@ -114,8 +111,7 @@ def _train(args: argparse.Namespace) -> None:
     examples = load_examples(args.data, template, tokenizer, end_ids, min(args.length or context, context))
     longest = max(1024, *(len(example.tokens) for example in examples))
     settings = replace(settings, length=args.length or -(-longest // block_size) * block_size)
-    if mesh is not None and settings.rows % mesh.shape["data"]:
-        raise ValueError(f"--rows {settings.rows}: must be a multiple of the mesh's data={mesh.shape['data']}")
+    check_rows(settings.rows, mesh)
     batches = PackedBatches(examples, settings, block_size)
     loss_fn = SFTLoss(settings.index_loss, compute_dtype=settings.compute_dtype, remat=settings.remat)
     optimizer = make_optimizer(
@@ -130,11 +126,7 @@ def _train(args: argparse.Namespace) -> None:
         state = init_state(model, optimizer)
         del model  # the state has a copy
         state = fine_tune(state, batches, optimizer, loss_fn, settings, args.out, origin=origin, **options)
-        if jax.process_count() == 1:
-            save(state.model, args.out / "model", copy_from=folder)
-        else:
-            save_orbax(state.model, args.out / "model")  # no process has all of it
-        layout = "" if jax.process_count() == 1 else " in Orbax's layout (m3jax.load_orbax)"
+        layout = save_trained(state.model, args.out / "model", folder)
         tell(f"the trained model is in {args.out / 'model'}{layout}, with float32 weights")
         return
     if args.adapter:

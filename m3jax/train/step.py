@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.model import M3
 from m3jax.train.programs import jit_for_training
@@ -88,13 +88,23 @@ def init_state(model: M3, optimizer: optax.GradientTransformation) -> TrainState
       ValueError: weights in MXFP8, which no step could move.
     """
     check_trainable(model)
-    model = cast_weights(model, "float32")
+    return first_state(cast_weights(model, "float32"), optimizer, model)
+
+
+def first_state(params: PyTree[Array], optimizer: optax.GradientTransformation, model: M3) -> TrainState:
+    """Return a state at step 0 of a model or of a part of one, whose arrays are copied and committed to their devices.
+
+    Args:
+      params: float32 arrays, each where the model has it.
+      optimizer: of the parameters.
+      model: of whose devices all have the state's numbers.
+    """
     if model.mesh is None:
         everywhere = SingleDeviceSharding(*model.embed_tokens[...].devices())
     else:
         everywhere = NamedSharding(model.mesh, PartitionSpec())
     put = lambda x: jax.device_put(x, x.sharding if x.ndim else everywhere, may_alias=False)
-    return jax.tree.map(put, TrainState(jnp.int32(0), model, optimizer.init(model)))
+    return jax.tree.map(put, TrainState(jnp.int32(0), params, optimizer.init(params)))
 
 
 def check_trainable(model: M3) -> None:

@@ -114,7 +114,7 @@ class PrefillClient:
 
         Args:
           prompt: token ids, at least 2; the last one is left to the engine that decodes.
-          params: how the request goes on.
+          params: how the request goes on. Where it asks for `prompt_logprobs` they come with the pages.
           is_stopped: asked again and again; once it is True the transfer is given up.
           left_out: tokens at the beginning whose pages the engine that decodes knows (`Engine.known_tokens`).
           media: images and videos of the prompt. They travel to the prefiller, whose tower reads them, and are in the
@@ -131,14 +131,16 @@ class PrefillClient:
             raise ValueError(f"a prompt of {len(prompt)} tokens has no pages to fetch: give at least 2")
         began, transfer = time.monotonic(), secrets.token_hex(8)
         media = as_media(media.segments(self._config)) if media else Media()
+        asked = params.prompt_logprobs
+        scored = () if asked is None else prompt[1:]
         with self._least_loaded() as (address, channel):
             receiver = PageReceiver(
                 *(transfer, len(prompt) - 1, self._layout, self._config.index_block_size, self._identity, address),
                 left_out=left_out,
+                scored=scored,
             )
-            call = channel.unary_stream(f"/{SERVICE}/Read")(
-                encode(ask_frame(prompt[:-1], left_out, media), transfer, 0)
-            )
+            ask = ask_frame(prompt[:-1], left_out, media, next_token=prompt[-1], prompt_logprobs=asked)
+            call = channel.unary_stream(f"/{SERVICE}/Read")(encode(ask, transfer, 0))
             with _Watch(call, self._silence_seconds, is_stopped) as watch:
                 try:
                     for data in call:
@@ -152,7 +154,8 @@ class PrefillClient:
                     raise TransferError(f"{address} ended the transfer: {_said(error)}") from None
             pages = receiver.pages()
         identity, cached = self._engine_identity, len(prompt) - 1
-        snapshot = Snapshot(prompt, (), (), params, cached, pages, identity, media)
+        scores = tuple(receiver.prompt_logprobs)
+        snapshot = Snapshot(prompt, (), (), params, cached, pages, identity, media, prompt_logprobs=scores)
         seconds = time.monotonic() - began
         return Transferred(snapshot, receiver.cached_tokens, receiver.num_bytes, seconds, address, left_out)
 

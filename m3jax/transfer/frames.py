@@ -42,7 +42,8 @@ class Frame:
     """One message of a transfer.
 
     Attributes:
-      kind: "ask" of the engine that decodes; "hello", "pages", "alive" and "end" of the one that reads the prompt.
+      kind: "ask" of the engine that decodes; "hello", "pages", "scores", "alive" and "end" of the one that reads the
+        prompt.
       fields: values that JSON can hold.
       arrays: by name.
     """

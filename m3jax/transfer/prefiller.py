@@ -5,7 +5,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -34,8 +34,11 @@ class _Reading:
       num_sent: pages that were put into `ready`, and those that the receiver has.
       num_taken: of these, those that are on their way.
       media: images and videos of the prompt; None for text alone.
-      ready: groups of pages to send, as (first page, count, contents); then the tokens that were in the prefix cache,
-        or what went wrong.
+      next_token: the token behind the prompt; None where no scores are asked for.
+      num_alternatives: `Params.prompt_logprobs`.
+      num_scored: tokens whose scores were put into `ready`.
+      ready: groups of pages to send, as (first page, count, contents), and frames of scores; then the tokens that were
+        in the prefix cache, or what went wrong.
       handle: of its request in the engine; None before it is there.
       is_cancelled: whether the receiver is gone.
     """
@@ -44,6 +47,9 @@ class _Reading:
     num_sent: int
     num_taken: int
     media: Media | None = None
+    next_token: int | None = None
+    num_alternatives: int | None = None
+    num_scored: int = 0
     ready: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     handle: int | None = None
     is_cancelled: bool = False
@@ -58,7 +64,8 @@ class Prefiller:
 
     All pages of a prompt but those of its last token are read here. That token is computed where the answer is drawn,
     whose engine so draws every new token by itself: no fresh token has to be handed over (T50), and seeds, grammars and
-    log-probabilities need no word in the protocol. Pages stay in this engine's prefix cache.
+    log-probabilities of the answer need no word in the protocol. Those of the prompt's own tokens are computed here,
+    where the prompt is, and travel beside the pages. Pages stay in this engine's prefix cache.
 
     A chunk of a prompt is one call of the device. Pages are read behind it in the device's own order, so none can leave
     before it is written (T50), and they travel to the host and on while the next chunk is computed.
@@ -89,6 +96,8 @@ class Prefiller:
         left_out: int = 0,
         alive_seconds: int | float = ALIVE_SECONDS,
         media: Media | None = None,
+        next_token: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Iterator[Frame]:
         """Yield the frames of a prompt's pages as they are ready, on the caller's thread, which waits for each.
 
@@ -99,15 +108,25 @@ class Prefiller:
           left_out: but those of so many at the beginning, which the receiver has: whole pages.
           alive_seconds: after so many seconds without a page a frame says that there is more to come.
           media: images and videos of the prompt, which the tower reads here: what it found is in the pages.
+          next_token: the token behind the prompt, where scores are asked for: it is computed too, and no page of it is
+            sent.
+          prompt_logprobs: as in `Params`: frames have the scores of all tokens but the first, and of `next_token`. A
+            prompt whose scores are asked for takes nothing from the prefix cache. None sends no scores.
 
         Raises:
-          ValueError: a prompt that the engine refuses, or tokens left out that are no whole pages of it.
+          ValueError: a prompt that the engine refuses, tokens left out that are no whole pages of it, or one of
+            `next_token` and `prompt_logprobs` without the other.
           TransferError: too many prompts, or the engine failed.
         """
         if not 0 <= left_out <= len(prompt) or left_out % self._page_size:
             raise ValueError(f"left_out = {left_out}: whole pages of {self._page_size} of {len(prompt)} tokens")
+        if (next_token is None) != (prompt_logprobs is None):
+            raise ValueError("next_token and prompt_logprobs: give both, or neither for no scores")
         num_known = left_out // self._page_size
-        reading = _Reading(tuple(map(int, prompt)), num_sent=num_known, num_taken=num_known, media=media)
+        reading = _Reading(
+            tuple(map(int, prompt)), num_sent=num_known, num_taken=num_known, media=media,
+            next_token=None if next_token is None else int(next_token), num_alternatives=prompt_logprobs,
+        )  # fmt: skip
         with self._changed:
             if self._is_closing:
                 raise TransferError("the engine that reads prompts has ended") from self._error
@@ -128,6 +147,9 @@ class Prefiller:
                     continue
                 if isinstance(ready, BaseException):
                     raise ready
+                if isinstance(ready, Frame):
+                    yield ready
+                    continue
                 if isinstance(ready, int):
                     yield Frame("end", {"cached_tokens": ready})
                     return
@@ -191,26 +213,37 @@ class Prefiller:
         try:
             # Of two tokens the engine draws the first with the last chunk, and waits with it: nothing ends the request
             # before its pages are read.
-            params = Params(max_new_tokens=2, sampling=Sampling.greedy())
-            reading.handle = self.engine.add(reading.prompt, params, reading.media)
+            params = Params(max_new_tokens=2, sampling=Sampling.greedy(), prompt_logprobs=reading.num_alternatives)
+            behind = () if reading.next_token is None else (reading.next_token,)
+            reading.handle = self.engine.add((*reading.prompt, *behind), params, reading.media)
             self._readings.append(reading)
         except ValueError as error:
             reading.ready.put(error)
 
     def _advance(self, reading: _Reading) -> bool:
-        """Have pages of a prompt that are ready read; return True if there were any."""
+        """Have pages and scores of a prompt that are ready read; return True if there were any."""
         if not reading.can_send:
             return False
+        num_pages = math.ceil(len(reading.prompt) / self._page_size)
+        num_scores = 0 if reading.next_token is None else len(reading.prompt)
         try:
-            count, contents = self.engine.export_pages(reading.handle, reading.num_sent)
+            count, scores = 0, []
+            if reading.num_sent < num_pages:
+                count, contents = self.engine.export_pages(reading.handle, reading.num_sent)
+                count = min(count, num_pages - reading.num_sent)  # the token behind the prompt may begin a page
             if count:
                 reading.ready.put((reading.num_sent, count, contents))
                 reading.num_sent += count
-            if reading.num_sent == math.ceil(len(reading.prompt) / self._page_size):
+            if reading.num_scored < num_scores:
+                scores = self.engine.prompt_logprobs(reading.handle, reading.num_scored)
+            if scores:
+                reading.ready.put(score_frame(scores, reading.num_scored))
+                reading.num_scored += len(scores)
+            if (reading.num_sent, reading.num_scored) == (num_pages, num_scores):
                 reading.ready.put(self.engine.prompt_progress(reading.handle)[0])
                 self._end(reading)
                 return True
-            return count > 0
+            return count > 0 or bool(scores)
         except ValueError:  # it has ended: there is no other reason for one that draws a token and stops nowhere
             reading.ready.put(TransferError("the prompt's logits are no numbers (NaN): its pages are not sent"))
             self._end(reading)
@@ -225,6 +258,22 @@ class Prefiller:
                 self.engine.abort(reading.handle)
             self.engine.forget(reading.handle)
             reading.handle = None
+
+
+def score_frame(scores: Sequence[Mapping[int, float]], first: int) -> Frame:
+    """Return the frame of some scores of a prompt's tokens.
+
+    Args:
+      scores: an entry a token, as in `Generation.prompt_logprobs`.
+      first: index of the first among all entries of the prompt.
+    """
+    ids, logprobs = ([x for entry in scores for x in part(entry)] for part in (Mapping.keys, Mapping.values))
+    arrays = {
+        "counts": np.array([len(entry) for entry in scores], np.int32),
+        "ids": np.array(ids, np.int32),
+        "logprobs": np.array(logprobs, np.float64),
+    }
+    return Frame("scores", {"first": first}, arrays)
 
 
 def page_frames(contents: PageContents, first: int, count: int) -> Iterator[Frame]:

@@ -1,6 +1,6 @@
 """The receiving side of a transfer: frames in, whole pages out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +30,11 @@ class PageReceiver:
       identity: of this engine (`transfer_identity`).
       name: of the sender in errors.
       left_out: tokens at the beginning whose pages were not asked for: whole pages.
+      scored: tokens whose scores were asked for, those from the prompt's second to the one behind it; () for none.
 
     Attributes:
       num_bytes: of all frames so far.
+      prompt_logprobs: scores that have come, as in `Generation.prompt_logprobs`.
       cached_tokens: of the prompt, those that the sender had in its prefix cache; known at the end.
       is_whole: True once the last frame has come.
     """
@@ -46,6 +48,7 @@ class PageReceiver:
         identity: Mapping[str, Any],
         name: str = "the sender",
         left_out: int = 0,
+        scored: Sequence[int] = (),
     ):
         self._transfer, self._num_tokens, self._identity, self._name = transfer, num_tokens, identity, name
         self._next_number = 0
@@ -62,6 +65,8 @@ class PageReceiver:
         for has in self._has_come:
             has[:, : left_out // page_size] = True  # one that came all the same would come twice
         self.num_bytes, self.cached_tokens, self.is_whole = 0, 0, False
+        self._scored = scored
+        self.prompt_logprobs: list[dict[int, float]] = []
 
     def take(self, data: bytes) -> str:
         """Take the next frame, and return its kind.
@@ -109,12 +114,36 @@ class PageReceiver:
                 raise TransferError(f"{self._name} reads {given} tokens, and {self._num_tokens} were asked for")
         elif frame.kind == "pages":
             self._put(frame)
+        elif frame.kind == "scores":
+            self._note_scores(frame)
         elif frame.kind == "end":
             if missing := sum(int((~has).sum()) for has in self._has_come):
                 raise TransferError(f"{self._name} says that all has come, and {missing} parts of pages are missing")
+            if missing := len(self._scored) - len(self.prompt_logprobs):
+                raise TransferError(f"{self._name} says that all has come, and scores of {missing} tokens are missing")
             self.cached_tokens, self.is_whole = int(frame.fields["cached_tokens"]), True
         elif frame.kind != "alive":
             raise TransferError(f"{self._name} sent a frame of an unknown kind, {shown(frame.kind)}")
+
+    def _note_scores(self, frame: Frame) -> None:
+        """Note the scores of the prompt's next tokens, each of which must be among those that its place scores."""
+        first, known = frame.fields["first"], len(self.prompt_logprobs)
+        counts, ids, logprobs = (frame.arrays[name] for name in ("counts", "ids", "logprobs"))
+        if first != known or not 0 < len(counts) <= len(self._scored) - known:
+            raise TransferError(
+                f"{self._name} sent scores of tokens {shown(first)} to {shown(first + len(counts))}, and of "
+                f"{len(self._scored)} those from {known} on come next"
+            )
+        ends = np.cumsum(counts)
+        if counts.min() < 1 or ids.shape != (ends[-1],) or ids.shape != logprobs.shape:
+            raise TransferError(f"{self._name} sent scores of {len(counts)} tokens that are not whole")
+        if not np.isfinite(logprobs).all():
+            raise TransferError(f"{self._name} sent scores that are no numbers (NaN, infinite)")
+        for token, start, end in zip(self._scored[known:], ends - counts, ends, strict=False):
+            entry = dict(zip(ids[start:end].tolist(), logprobs[start:end].tolist(), strict=True))
+            if token not in entry:
+                raise TransferError(f"{self._name} sent scores of another prompt: none of token {token} in its place")
+            self.prompt_logprobs.append(entry)
 
     def _put(self, frame: Frame) -> None:
         """Put a frame's pages in their place."""

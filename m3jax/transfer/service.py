@@ -2,7 +2,7 @@
 
 Describe: nothing -> one frame "hello" with the identity, and no prompt
 Read:     a frame "ask" with the prompt's ids, and the patches of its images and videos
-          -> frames "hello", "pages" and "alive" as they come, "end"
+          -> frames "hello", "pages", "scores" and "alive" as they come, "end"
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,8 @@ def start(prefiller: Prefiller, host: str = "127.0.0.1", port: int = 0) -> tuple
         try:
             ask, transfer, _ = decode(data)
             ids, left_out = ask.arrays["prompt"].tolist(), int(ask.fields.get("left_out", 0))
-            frames = prefiller.read(ids, left_out, media=_media_of(ask))
+            scores = {name: ask.fields[name] for name in ("next_token", "prompt_logprobs") if name in ask.fields}
+            frames = prefiller.read(ids, left_out, media=_media_of(ask), **scores)
             try:
                 for number, frame in enumerate(frames):
                     if not context.is_active():  # the receiver is gone
@@ -71,15 +72,25 @@ def start(prefiller: Prefiller, host: str = "127.0.0.1", port: int = 0) -> tuple
     return server, bound
 
 
-def ask_frame(prompt: tuple[int, ...], left_out: int = 0, media: Media | None = None) -> Frame:
+def ask_frame(
+    prompt: tuple[int, ...],
+    left_out: int = 0,
+    media: Media | None = None,
+    next_token: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> Frame:
     """Return the message that asks for the pages of a prompt's tokens, without those of the first `left_out`.
 
     Args:
       prompt: token ids.
       left_out: tokens at the beginning whose pages are not asked for.
       media: images and chunks of videos of the prompt, (patches, grid) each.
+      next_token: the token behind the prompt, which is sent where scores are asked for.
+      prompt_logprobs: as in `Prefiller.read`; None asks for no scores.
     """
     fields: dict[str, Any] = {"left_out": left_out}
+    if prompt_logprobs is not None:
+        fields |= {"next_token": next_token, "prompt_logprobs": prompt_logprobs}
     arrays = {"prompt": np.asarray(prompt, np.int64)}
     if media:
         grids, patches = media.to_arrays()

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import host_process
+from support import conversion, host_process
 from support.checkpoint_folders import random_tensors, tiny_config, write_folder
 from support.engines import quick
 
 import m3jax.train.grpo as grpo
 from m3jax import checkpoint
 from m3jax.checkpoint import tree
+from m3jax.train.dense import read_dense_with_report
 from m3jax.train.keeping import keep, states_in
 
 TESTS = Path(__file__).parents[1]
@@ -34,7 +35,9 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("hosts") / "hub", CONFIG, random_tensors(CONFIG), shards=2)
+    folder = tmp_path_factory.mktemp("hosts")
+    conversion.write_source(folder)
+    return write_folder(folder / "hub", CONFIG, random_tensors(CONFIG), shards=2)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,21 @@ def test_what_two_processes_saved_one_restores(hub, processes):
         expected = tree.flatten(model)
         for name, value in tree.flatten(restored).items():
             np.testing.assert_array_equal(np.asarray(value), np.asarray(expected[name]))
+
+
+def test_two_processes_convert_a_dense_model_as_one_does(hub, processes, tmp_path):
+    """Each reads its own bytes; process 0 alone writes lines and report, and both write the model."""
+    model, as_one = read_dense_with_report(hub.parent / "qwen3", mesh="expert=4,tensor=2", block_size=4)
+    reports = [report["dense bytes"] for report, *_ in processes]
+    assert [len(report) for report in reports] == [4, 4]
+    assert [size for report in reports for size in report.values()] == list(as_one.bytes_read.values())
+    held = sum(host_process.sums(model))
+    np.testing.assert_allclose([report["dense held"] for report, *_ in processes], held, rtol=1e-12)
+    conversion.convert(hub.parent, tmp_path, None)
+    conversion.assert_same(conversion.told(hub.parent / "converted"), conversion.told(tmp_path))
+    expected = tree.flatten(checkpoint.load(tmp_path / "model", "float32", progress=False))
+    for name, value in tree.flatten(checkpoint.load_orbax(hub.parent / "converted" / "model")).items():
+        np.testing.assert_allclose(value, expected[name], atol=5e-6, err_msg=name)
 
 
 def test_rounds_of_grpo_go_on_over_another_number_of_hosts(hub, processes, rounds_of_one, tmp_path):

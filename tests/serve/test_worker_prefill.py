@@ -77,14 +77,34 @@ def test_pages_that_are_gone_when_the_others_come_are_sent_after_all(pair, capsy
     asyncio.run(settled(worker))
 
 
-def test_short_prompts_and_scored_ones_are_read_here(pair):
+def test_short_prompts_are_read_here(pair):
     worker, prefiller, _ = pair
     before = prefiller.engine.timings.prompt_tokens
     short = LONG[:16]
     assert answer(worker, prompt=short).output_ids == answer(shared_worker(), prompt=short).output_ids
-    scored = answer(worker, prompt=(98, *LONG), prompt_logprobs=0)
-    assert len(scored.input_logprobs.token_ids) == len(LONG) + 1
     assert prefiller.engine.timings.prompt_tokens == before
+
+
+def test_scored_prompts_are_read_elsewhere_whatever_is_known(pair):
+    """Once with all pages, and once with none, which are known by then; but for one that leaves no room there."""
+    worker, prefiller, _ = pair
+    prompt = (98, *LONG)
+    expected = answer(shared_worker(), prompt=prompt, prompt_logprobs=2).input_logprobs
+    for _ in range(2):
+        ours, theirs = worker.engine.timings.prompt_tokens, prefiller.engine.timings.prompt_tokens
+        complete = answer(worker, prompt=prompt, prompt_logprobs=2)
+        assert complete.cached_tokens == 0
+        found = complete.input_logprobs
+        assert found.token_ids == expected.token_ids and len(found.token_ids) == len(prompt)
+        assert [x.token_ids for x in found.top_logprobs] == [x.token_ids for x in expected.top_logprobs]
+        values = [[entry.value for entry in each.token_logprobs] for each in (found, expected)]
+        assert values[0] == pytest.approx(values[1], abs=1e-5)
+        assert worker.engine.timings.prompt_tokens - ours == 1
+        assert prefiller.engine.timings.prompt_tokens - theirs == len(prompt)
+    theirs = prefiller.engine.timings.prompt_tokens
+    longest = (PROMPT * 40)[: worker.engine.max_length - 1]
+    answer(worker, prompt=longest, prompt_logprobs=0, max_tokens=1)
+    assert prefiller.engine.timings.prompt_tokens == theirs
 
 
 def test_what_is_refused_is_refused_before_a_prompt_is_read(pair):

@@ -153,11 +153,13 @@ def sums(tree) -> list[float]:
 def run(channel, process_id: int, folder: Path, when: str) -> None:
     """Do all of a process's work."""
     faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.stderr)
+    from support import conversion
     from support.engines import params, prompt, quick
 
     from m3jax.checkpoint import load_with_report, save_orbax
     from m3jax.hosts.follow import led
     from m3jax.parallel import parse_mesh
+    from m3jax.train.dense import read_dense_with_report
     from m3jax.train.rewards import TaskError
     from m3jax.train.shared_task import shared_task
 
@@ -166,6 +168,10 @@ def run(channel, process_id: int, folder: Path, when: str) -> None:
     report["bytes"] = {str(device): size for device, size in loaded.bytes_read.items()}
     report["held"] = sum(sums(model))
     save_orbax(model, folder / "orbax")
+    dense, loaded = read_dense_with_report(folder / "qwen3", mesh=parse_mesh("expert=4,tensor=2"), block_size=4)
+    report["dense bytes"] = {str(device): size for device, size in loaded.bytes_read.items()}
+    report["dense held"] = sum(sums(dense))
+    conversion.convert(folder, folder / "converted", "data=2,context=2,tensor=2")
     model, begun = policy("data=2,context=2,tensor=2"), folder / "rounds of two"
     report["state before"] = sums(kept_state(model, begun))
     task = Letters(fails=True)  # that of process 1 is not asked for anything

@@ -12,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import conversion as small
 from support import tiny
+from support.conversion import QWEN3, dense_model
 
 import m3jax
 from m3jax.checkpoint import tree
 from m3jax.checkpoint.reader import CheckpointError
 from m3jax.config import M3Config
 from m3jax.files.tensors import packed
-from m3jax.model import M3, abstract, definition
+from m3jax.model import M3, abstract, definition, shardings
+from m3jax.parallel import make_mesh
 from m3jax.train import __main__ as command
 from m3jax.train import convert as conversion
 from m3jax.train.conversations import Example
@@ -29,6 +32,7 @@ from m3jax.train.dense import (
     in_model_units,
     index_weights,
     read_dense,
+    read_dense_with_report,
     with_index_weights,
     write_dense,
 )
@@ -37,19 +41,9 @@ from m3jax.train.lora import LoraSettings, init_adapters
 from m3jax.train.sft import PackedBatches, SFTSettings
 from m3jax.train.step import init_state, make_optimizer, train_step
 
-QWEN3 = dict(
-    model_type="qwen3", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, intermediate_size=48, max_position_embeddings=128, rms_norm_eps=1e-5,
-    rope_theta=300.0, tie_word_embeddings=False,
-)  # fmt: skip
 SMALL = dict(block_size=4, topk_blocks=3)
 QUICK = {"xla_backend_optimization_level": 0}
 TOKENS = np.random.default_rng(1).integers(0, 64, (2, 32)).astype(np.int32)
-
-
-def dense_model(seed: int = 0, **changes) -> M3:
-    """A random model without an index branch, whose layers are a Qwen3's."""
-    return tiny.model(dense_config(QWEN3 | changes, dense_layers=QWEN3["num_hidden_layers"]), seed)
 
 
 @pytest.fixture
@@ -157,6 +151,23 @@ def test_an_index_branch_begins_as_the_mean_of_its_heads(tmp_path):
     leaves = tree.flatten(read_dense(tmp_path / "several", **SMALL))
     q, index_q = (leaves[f"stacks.0.self_attn.{name}_proj"] for name in ("q", "index_q"))
     np.testing.assert_allclose(index_q[:, :, 1], (q[:, :, 2] + q[:, :, 3]) / 2, atol=1e-6)
+
+
+def test_a_mesh_holds_the_parts_of_one_devices_model(tmp_path):
+    """Read from the files, and made here: the branch's first weights, and of a Llama the norms of heads."""
+    mesh = make_mesh(data=2, expert=2, tensor=2)
+    write_dense(dense_model(), tmp_path / "qwen3")
+    random = tiny.model(dense_config(LLAMA, dense_layers=2))
+    write_dense(tree.replace(random, in_model_units(tree.flatten(random), random.config)), tmp_path / "llama")
+    for name, changes in (("qwen3", {}), ("qwen3", {"index_dim": 20}), ("llama", {})):
+        expected, of_one = read_dense_with_report(tmp_path / name, 3, **SMALL, **changes)
+        model, report = read_dense_with_report(tmp_path / name, 3, mesh, **SMALL, **changes)
+        places = tree.flatten(shardings(model.config, mesh))
+        for key, x in tree.flatten(model).items():
+            assert x.sharding.is_equivalent_to(places[key], x.ndim), key
+            np.testing.assert_allclose(x, tree.flatten(expected)[key], rtol=1e-6, atol=1e-7, err_msg=key)
+        (whole,) = of_one.bytes_read.values()
+        assert len(report.bytes_read) == 8 and max(report.bytes_read.values()) < 0.5 * whole  # the head over four
 
 
 OTHERS = {
@@ -434,6 +445,25 @@ def whole(tmp_path_factory):
         return *run(folder), lines_of(folder)
 
 
+def test_a_mesh_converts_as_one_device_does(tmp_path):
+    """Rows and heads divided: lines, report and weights. Steps of plain descent move weights by their gradients."""
+    small.write_source(tmp_path)
+    for name, mesh in (("one", None), ("mesh", "data=2,context=2,tensor=2")):
+        small.convert(tmp_path, tmp_path / name, mesh)
+    lines, report = small.told(tmp_path / "one")
+    small.assert_same(small.told(tmp_path / "mesh"), (lines, report))
+    assert report["before"] != report["after_warm_up"] != report["after"] and report["after"]["caught"]
+    one, mesh = (tree.flatten(m3jax.load(tmp_path / name / "model", "float32")) for name in ("one", "mesh"))
+    before = tree.flatten(read_dense(tmp_path / "qwen3", block_size=4, topk_blocks=2))
+    for name, x in mesh.items():
+        np.testing.assert_allclose(x, one[name], atol=5e-6, err_msg=name)
+        assert np.abs(before[name] - x).max() > 2e-5, f"{name} has hardly moved"
+    with pytest.raises(ValueError, match="--rows 2: must be a multiple of the mesh's data=4"):
+        small.convert(tmp_path, tmp_path / "other", "data=4")
+    with pytest.raises(ValueError, match="axis 'heads' of size 4 does not divide over 8 devices"):
+        small.convert(tmp_path, tmp_path / "other", "tensor=8")
+
+
 def lines_of(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{name: x for name, x in line.items() if name != "seconds"} for line in lines]
@@ -455,7 +485,7 @@ def test_the_warm_up_moves_the_index_branch_and_nothing_else(whole, tmp_path):
 
 
 @pytest.mark.parametrize("stop_at", [("warm-up", 1), ("sparse", 1)], ids=lambda where: where[0])
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(whole, tmp_path, stop_at):
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(whole, tmp_path, monkeypatch, stop_at):
     """The same weights and lines, to the bit; lines of the second phase stay where the first is whole."""
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, stop_at=stop_at)
@@ -463,6 +493,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(whole, tmp_path, s
     assert (report, lines_of(tmp_path)) == whole[1:]
     for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(whole[0]), strict=True):
         np.testing.assert_array_equal(one, other)
+    monkeypatch.setattr(conversion, "measure", None)  # it is refused before anything is computed
     with pytest.raises(ValueError, match=r"has a run with learning_rate = 0.01: give the same"):
         run(tmp_path, settings=replace(SETTINGS, warm_up=replace(SETTINGS.warm_up, learning_rate=0.5)))
 

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from argparse import Namespace
+from dataclasses import replace
 
 import grpc
 import jax
@@ -19,7 +20,7 @@ from m3jax.transfer import Frame, PageReceiver, PrefillClient, Prefiller, Transf
 from m3jax.transfer import prefiller as prefilling
 from m3jax.transfer.frames import decode, encode
 from m3jax.transfer.identity import check_identity, transfer_identity, weights_sum
-from m3jax.transfer.prefiller import page_frames
+from m3jax.transfer.prefiller import page_frames, score_frame
 
 P, GROUP, HEADS = 4, 2, 3  # tokens of a page; pages of a call; heads
 SHAPE, INDEX_SHAPE = (2, GROUP, HEADS, P, 5), (2, GROUP, P, 6)  # [L C K P H], [L C P I]
@@ -28,6 +29,11 @@ IDENTITY = {"config": {"width": 5}}
 TRANSFER = "aa" * 8
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # engines here are no Engine
+
+
+def scores_of(tokens):
+    """Entries of `Generation.prompt_logprobs`, of one alternative."""
+    return [{99: -0.5, token: -1.0 - token} for token in tokens]
 
 
 class PlainEngine:
@@ -68,6 +74,9 @@ class PlainEngine:
         index_k = np.zeros(INDEX_SHAPE, np.float32) + np.arange(2, dtype=np.float32)[:, None, None, None]
         self.calls.append(("export", handle, first, count))
         return count, [(k, -k, index_k)]
+
+    def prompt_logprobs(self, handle, first=0):
+        return scores_of(self.prompts[handle][1 : self.progress[handle] + 1])[first:]
 
     def prompt_progress(self, handle):
         return 1, self.progress[handle]
@@ -307,8 +316,8 @@ def test_a_header_that_lies_is_refused(arrays, reason):
         decode(signed({}))
 
 
-def received(frames, num_tokens=11, left_out=0):
-    receiver = PageReceiver(TRANSFER, num_tokens, LAYOUT, P, IDENTITY, "host:1", left_out)
+def received(frames, num_tokens=11, left_out=0, scored=()):
+    receiver = PageReceiver(TRANSFER, num_tokens, LAYOUT, P, IDENTITY, "host:1", left_out, scored)
     kinds = [receiver.take(encode(frame, TRANSFER, number)) for number, frame in enumerate(frames)]
     return receiver, kinds
 
@@ -331,6 +340,57 @@ def test_pages_come_to_their_places(reading):
         received(frames, left_out=8)
     with pytest.raises(TransferError, match="says that all has come, and 12 parts of pages are missing"):
         received([*read(reading, range(11), 8)], left_out=0)
+
+
+@pytest.mark.parametrize(("count", "left_out"), [(11, 0), (8, 0), (8, 8)])
+def test_scores_travel_beside_the_pages(reading, engine, count, left_out):
+    """Of the second token to the one behind the prompt, which has a page of its own behind eight: that stays there."""
+    asked = dict(next_token=77, prompt_logprobs=1)
+    frames = list(reading.read(range(count), left_out, alive_seconds=60, **asked))
+    assert list(engine.prompts.values())[-1] == (*range(count), 77)
+    num_pages = -(-count // P) - left_out // P
+    assert sum(len(frame.arrays["k"]) for frame in frames if frame.kind == "pages") == 2 * num_pages
+    scored = [*range(1, count), 77]
+    found, _ = received(frames, count, left_out, scored)
+    assert found.is_whole and [list(x.items()) for x in found.prompt_logprobs] == [
+        list(x.items()) for x in scores_of(scored)
+    ]
+    with pytest.raises(TransferError, match=f"scores of tokens 0 to {min(count, 8)}, and of 0 those from 0 on come"):
+        received(frames, count, left_out)  # who did not ask
+    for one in asked:
+        with pytest.raises(ValueError, match="next_token and prompt_logprobs: give both"):
+            next(reading.read(range(count), **{one: 1}))
+
+
+SCORED = (3, 1, 4, 1)
+SCORES = scores_of(SCORED)
+WRONG_SCORES = {
+    "some are missing": ([score_frame(SCORES[:3], 0)], "all has come, and scores of 1 tokens are missing"),
+    "some twice": ([score_frame(SCORES[:3], 0)] * 2, "scores of tokens 0 to 3, and of 4 those from 3 on come next"),
+    "some are left out": ([score_frame(SCORES[1:], 1)], "scores of tokens 1 to 4, and of 4 those from 0 on come next"),
+    "one too many": ([score_frame([*SCORES, {9: -1.0}], 0)], "scores of tokens 0 to 5"),
+    "none": ([score_frame([], 0)], "scores of tokens 0 to 0"),
+    "a token's is empty": ([score_frame([{}, *SCORES[1:]], 0)], "scores of 4 tokens that are not whole"),
+    "of other tokens": ([score_frame(SCORES[::-1], 0)], "scores of another prompt: none of token 3 in its place"),
+    "no numbers": ([score_frame([{3: float("nan")}, *SCORES[1:]], 0)], "no numbers"),
+    "a number is missing": (
+        [Frame("scores", {"first": 0}, {
+            "counts": np.ones(4, np.int32), "ids": np.array(SCORED, np.int32), "logprobs": np.zeros(3)
+        })],
+        "not whole",
+    ),
+    "no counts": ([Frame("scores", {"first": 0})], "cannot be carried out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("frames", "reason"), WRONG_SCORES.values(), ids=WRONG_SCORES)
+def test_scores_that_are_not_whole_are_refused(frames, reason):
+    """T50: checksums and numbers are right."""
+    hello, end = Frame("hello", dict(tokens=4, identity=IDENTITY)), Frame("end", {"cached_tokens": 0})
+    in_parts = [score_frame(SCORES[:1], 0), score_frame(SCORES[1:], 1)]
+    assert received([hello, *in_parts, end], 4, 4, SCORED)[0].prompt_logprobs == SCORES
+    with pytest.raises(TransferError, match=reason):
+        received([hello, *frames, end], 4, 4, SCORED)
 
 
 def pages_at(**fields):
@@ -488,6 +548,10 @@ def test_pages_over_grpc(reading, engine, monkeypatch):
     assert frame.arrays["prompt"].tolist() == list(range(11)) and frame.arrays["prompt"].dtype == np.int64
     assert found.snapshot == Snapshot(tuple(range(12)), (), (), params, 11, found.snapshot.pages, IDENTITY)
     assert (found.cached_tokens, found.left_out, found.address) == (1, 4, f"127.0.0.1:{port}")
+    assert found.snapshot.prompt_logprobs == ()
+    scored = replace(params, prompt_logprobs=1)
+    assert fetching.fetch(range(12), scored).snapshot.prompt_logprobs == tuple(scores_of(range(1, 12)))
+    assert asked.pop(1)[0].fields == {"left_out": 0, "next_token": 11, "prompt_logprobs": 1}
     assert fetching.fetch([1, 2], params).num_tokens == 1
     assert [transfer for _, transfer, _ in asked][1] != transfer  # each has a name of its own
     with pytest.raises(ValueError, match="no token id"):

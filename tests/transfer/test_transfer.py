@@ -141,6 +141,35 @@ def test_pictures_travel_with_their_prompt():
     prefiller.close()
 
 
+def test_scores_of_a_prompt_are_one_engines(reading):
+    """`Params.prompt_logprobs`: read with the pages, of which some or all may be known where the answer is drawn.
+
+    Of 41 tokens the last one, whose score is read there and which is computed here, would begin a page.
+    """
+    server, port = service.start(reading)
+    client = PrefillClient([f"127.0.0.1:{port}"], target())
+    asked = replace(params(4), prompt_logprobs=2)
+    for tokens, is_known in ((prompt(45, seed=7), False), (prompt(41, seed=7), False), (prompt(41, seed=7), True)):
+        expected, before = alone((tokens, asked)), target().timings.prompt_tokens
+        left_out = target().known_tokens(tokens)
+        assert left_out == (40 if is_known else 0)
+        fetched = client.fetch(tokens, asked, left_out=left_out)
+        handle = target().import_request(fetched.snapshot, left_out=left_out)
+        finish(target())
+        found = target().result(handle)
+        assert found.tokens == expected.tokens and target().timings.prompt_tokens - before == 1
+        assert len(found.prompt_logprobs) == len(tokens) - 1
+        for one, other in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True):
+            assert list(one) == list(other)
+            np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=0, atol=1e-5)
+        if not is_known:
+            serve(target(), (tokens, params(2)))
+    with pytest.raises(ValueError, match="prompt_logprobs = 21: must be an integer from 0 to 20"):
+        client.fetch(prompt(45), replace(asked, prompt_logprobs=21))
+    client.close()
+    server.stop(0).wait()
+
+
 def test_pages_that_are_left_out_must_be_known(reading):
     """T50: pages of the beginning do not travel where the receiver has them, and are never taken for zeros."""
     tokens = prompt(45, seed=6)

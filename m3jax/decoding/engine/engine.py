@@ -242,6 +242,18 @@ class Engine:
         is_through = request.is_decoding or bool(request.new)
         return request.cached_tokens, len(request.prompt) if is_through else min(request.cached, len(request.prompt))
 
+    def prompt_logprobs(self, handle: int, first: int = 0) -> list[dict[int, float]]:
+        """Return what is known by now of a prompt's tokens (`Generation.prompt_logprobs`), in order.
+
+        Args:
+          handle: of a request that goes on.
+          first: leave out so many tokens at the beginning.
+
+        Raises:
+          ValueError: the request is unknown, or has ended.
+        """
+        return self._request(handle).prompt_scores.known[first:]
+
     def segments(self, handle: int) -> tuple[PlacedSegment, ...]:
         """Return the images and then the chunks of videos of a request, with the keys by which its pages are known.
 

@@ -430,10 +430,12 @@ class Worker:
     def _known_part(self, order: Order, params: Params) -> int | None:
         """Return the tokens at the beginning of a prompt that is to be read elsewhere whose pages are known here.
 
-        None is a prompt that is read here: one of which no more than a page is unknown; one that asks for the scores of
-        its tokens, which are not in its pages; and one with pictures, whose names for KV events travel with no page.
+        None is a prompt that is read here: one of which no more than a page is unknown, and one with pictures, whose
+        names for KV events travel with no page. Where the scores of its tokens are asked for it has to be read whole,
+        whatever is known of it; here that is done where the other engine would have no room for the last token.
         """
-        if self._prefill is None or order.media or order.params.prompt_logprobs is not None:
+        is_scored = order.params.prompt_logprobs is not None
+        if self._prefill is None or order.media or (is_scored and len(order.prompt) + 2 > self.engine.max_length):
             return None
 
         def look_up() -> int:
@@ -441,7 +443,8 @@ class Worker:
             return self.engine.known_tokens(order.prompt)
 
         known = self._loop.call(look_up)
-        return known if len(order.prompt) - known > self.engine.config.index_block_size else None
+        num_read = len(order.prompt) - (0 if is_scored else known)
+        return known if num_read > self.engine.config.index_block_size else None
 
     def _fetch(self, order: Order, params: Params, known: int, active: _Active) -> list[RequestStream]:
         """Have a request's prompt read elsewhere, and hand it with its pages to the engine once they have room."""
@@ -449,7 +452,9 @@ class Worker:
         fetched = self._prefill.fetch(order.prompt, params, is_stopped, known)
         say(f"prefill: {fetched}")
         while True:
-            cached_tokens = max(fetched.cached_tokens, fetched.left_out)
+            # A prompt whose scores are asked for is computed whole, whatever is known of its pages.
+            known_here = fetched.left_out if params.prompt_logprobs is None else 0
+            cached_tokens = max(fetched.cached_tokens, known_here)
             shared = dict(timeout=0, cached_tokens=cached_tokens, left_out=fetched.left_out)
             try:
                 return self._loop.submit_snapshot(fetched.snapshot, order.guide, n=order.n, **shared)
