@@ -21,6 +21,8 @@ from m3jax.numerics import accumulator, einsum
 from m3jax.ops import Heads
 from m3jax.parallel import as_mesh, sharding
 
+ONE_DEVICE = Compute()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
@@ -163,7 +165,7 @@ class Eagle3(nnx.Module):
         feature: Float[Array, "B T D"],
         tokens: Int[Array, "B T"],
         embedding: Float[Array, "V D"],
-        mesh: Mesh | None = None,
+        compute: Compute = ONE_DEVICE,
     ) -> tuple[Float[Array, "B T W"], Float[Array, "B T D"]]:
         """Return the input of attention, the embedding and then the feature (W = 2D), and the residual.
 
@@ -171,11 +173,11 @@ class Eagle3(nnx.Module):
           feature: of each position.
           tokens: the one after each position.
           embedding: the target's, for a draft that has none.
-          mesh: the target's, which divides the embedding.
+          compute: the target's; its mesh divides the embedding.
         """
         eps = self.config.rms_norm_eps
         table = embedding if self.embed_tokens is None else self.embed_tokens[...]
-        token = Fast(Compute(mesh=mesh)).embed(tokens, table).astype(self.dtype)
+        token = _beside(compute).embed(tokens, table).astype(self.dtype)
         token = rms_norm(token, self.input_layernorm[...], eps).astype(self.dtype)
         normed = rms_norm(feature, self.hidden_norm[...], eps).astype(self.dtype)
         return jnp.concatenate([token, normed], axis=-1), normed if self.config.norm_before_residual else feature
@@ -206,8 +208,7 @@ class Eagle3(nnx.Module):
         places: Places,
         pages: StackCache,
         embedding: Float[Array, "V D"],
-        schedule: str = "auto",
-        mesh: Mesh | None = None,
+        compute: Compute = ONE_DEVICE,
     ) -> tuple[Float[Array, "B T D"], StackCache]:
         """Run one step over the draft's own pages.
 
@@ -220,17 +221,16 @@ class Eagle3(nnx.Module):
           places: of these slots.
           pages: what the rows have; slot 0 is never seen (`m3jax.cache.drafted`).
           embedding: the target's, for a draft that has none.
-          schedule: as the target's.
-          mesh: as the target's.
+          compute: the target's.
 
         Returns:
           (output before the final norm, pages).
         """
-        x, residual = self.inputs(feature, tokens, embedding, mesh)
+        x, residual = self.inputs(feature, tokens, embedding, compute)
         # A pair lies in its token's slot, and has the position of its feature: the one before.
         values = self.project(x, slots - 1)
-        how = Fast(Compute(schedule=schedule, mesh=mesh), has_cache=True)
         call = LayerCall(jnp.int32(0), places, slots, lengths)
+        how = _beside(compute, has_cache=True)
         attention, pages = how.attend(Heads(**values), pages, call, rules=None, values=Values())  # [B T N H]
         return self.outputs(attention, residual), pages
 
@@ -243,17 +243,25 @@ class Eagle3(nnx.Module):
         return self.read(x) if self.config.norm_output else x
 
     def logits(
-        self, x: Float[Array, "... D"], head: Float[Array, "V D"], mesh: Mesh | None = None
+        self, x: Float[Array, "... D"], head: Float[Array, "V D"], compute: Compute = ONE_DEVICE
     ) -> Float[Array, "... U"]:
         """Return logits over the U = draft_vocab_size tokens that the draft can propose.
 
         Args:
           x: outputs before the final norm.
           head: the target's, for a draft that has none.
-          mesh: the target's, which divides the head.
+          compute: the target's; its mesh divides the head.
         """
         head = head if self.lm_head is None else self.lm_head[...]
-        return Fast(Compute(mesh=mesh)).unembed(self.read(x), head)
+        return _beside(compute).unembed(self.read(x), head)
+
+
+def _beside(target: Compute, has_cache: bool = False) -> Fast:
+    """Return what computes a draft beside its target: by the target's schedule and mesh, and by nothing else of it.
+
+    A draft only proposes, so its sums need no order even where the target's have one.
+    """
+    return Fast(Compute(schedule=target.schedule, mesh=target.mesh), has_cache)
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "..."], eps: float) -> Float[Array, "... D"]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from m3jax.branches import on_one_device_of
-from m3jax.msa.inversion import invert
+from m3jax.msa.inversion import Tiles, invert
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import accumulator, einsum
 from m3jax.ops import measured
@@ -411,12 +411,46 @@ def copied(
     # layer is cut out in here, so that of its weights nothing is kept but the stack that is there anyway.
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
     def run_tiles(x, weights, layer):
-        tokens = x[tiles.query]  # [tiles C D]
+        tokens = _tokens_of_places(x, tiles, expert_ids)  # [tiles C D]
         gate, up, down = (_of_each_tile(w[layer], tiles.block) for w in weights)  # [tiles D F] twice, [tiles F D]
         hidden = activate(project("xcd,xdf->xcf", tokens, gate), project("xcd,xdf->xcf", tokens, up))
         return project("xcf,xfd->xcd", hidden, down)
 
-    return run_tiles(x, weights, layer).reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
+    return _outputs_of_pairs(run_tiles(x, weights, layer), tiles)
+
+
+# A place has one pair and a pair one place, so both gradients read what the other direction reads. JAX, which does not
+# know that, would scatter them: one number after the other on a CPU, and added up in bfloat16.
+@jax.custom_vjp
+def _tokens_of_places(x: Float[Array, "X D"], tiles: Tiles, expert_ids: Int[Array, "X A"]) -> Float[Array, "tiles C D"]:
+    """Return the token of the pair in each place of the tiles; any token in a place without a pair."""
+    return x[tiles.query]
+
+
+def _gradient_of_tokens(residuals, gradient):
+    tiles, expert_ids = residuals
+    of_pairs = gradient.reshape(-1, gradient.shape[-1])[tiles.place_of[0, 0]]  # [X A D]
+    of_pairs = jnp.where(expert_ids[..., None] >= 0, of_pairs, 0)
+    return jnp.sum(of_pairs, axis=1, dtype=accumulator(gradient.dtype)).astype(gradient.dtype), None, None
+
+
+_tokens_of_places.defvjp(
+    lambda x, tiles, expert_ids: (_tokens_of_places(x, tiles, expert_ids), (tiles, expert_ids)), _gradient_of_tokens
+)
+
+
+@jax.custom_vjp
+def _outputs_of_pairs(outputs: Float[Array, "tiles C D"], tiles: Tiles) -> Float[Array, "X A D"]:
+    """Return the output in each pair's place."""
+    return outputs.reshape(-1, outputs.shape[-1])[tiles.place_of[0, 0]]
+
+
+def _gradient_of_outputs(tiles, gradient):
+    of_places = gradient.reshape(-1, gradient.shape[-1])[tiles.pair]  # [tiles C D]
+    return jnp.where(tiles.valid[..., None], of_places, 0), None
+
+
+_outputs_of_pairs.defvjp(lambda outputs, tiles: (_outputs_of_pairs(outputs, tiles), tiles), _gradient_of_outputs)
 
 
 def _of_each_tile(

@@ -115,11 +115,11 @@ def _chain_step(
     positions: Int[Array, "B T"], past: list[KeysAndValues],
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T V"], list[KeysAndValues]]:  # fmt: skip
     """Take one draft step of every position's chain: (next step's features, logits, all steps' keys and values)."""
-    x, residual = draft.inputs(features, tokens, model.embed_tokens[...], model.mesh)
+    x, residual = draft.inputs(features, tokens, model.embed_tokens[...], model.compute)
     projected = draft.project(x, positions)
     past = [*past, (projected["k"], projected["v"])]
     output = draft.outputs(_chain_attention(projected["q"], past), residual)
-    return draft.recur(output), draft.logits(output, model.lm_head[...], model.mesh), past
+    return draft.recur(output), draft.logits(output, model.lm_head[...], model.compute), past
 
 
 def _chain_attention(q: Float[Array, "B T N H"], past: list[KeysAndValues]) -> Float[Array, "B T N H"]:

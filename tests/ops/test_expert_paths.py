@@ -68,13 +68,13 @@ def test_the_backward_pass_of_training_keeps_no_copy_of_a_layers_experts():
 
 
 def test_gradients_of_copied_experts_are_sums_over_their_tiles(monkeypatch):
-    """Tiles of two pairs, so that each expert has several; the last expert is chosen by no token."""
+    """In tiles of two pairs, so that an expert has several; the last expert has none, and one pair is elsewhere."""
     monkeypatch.setattr(measured, "COPIED_TILE", 2)
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(np.float32))
     x, weights = draw(7, 8), ExpertWeights(draw(2, 4, 8, 4), draw(2, 4, 8, 4), draw(2, 4, 4, 8))
-    ids = jnp.asarray([[0, 1], [0, 2], [1, 0], [2, 1], [0, 1], [1, 2], [0, 2]])
-    factors = draw(7, 2, 8)
+    ids = jnp.asarray([[0, 1], [0, 2], [1, 0], [2, 1], [-1, 1], [1, 2], [0, 2]])
+    factors = jnp.where(ids[..., None] < 0, 0, draw(7, 2, 8))
 
     def by_copies(x, weights):
         return jnp.sum(factors * run_experts(x, weights, ids, jnp.int32(1), jnp.multiply, path="copied"))

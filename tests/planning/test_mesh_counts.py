@@ -14,6 +14,7 @@ import pytest
 from support import tiny
 
 from m3jax.cache import Cache
+from m3jax.execution import Compute
 from m3jax.model import abstract, eagle3
 from m3jax.parallel import parse_mesh
 from m3jax.planning import hlo
@@ -100,8 +101,8 @@ def test_a_step_of_a_draft_moves_neither_its_embedding_nor_its_head():
     )  # fmt: skip
 
     def step(draft, feature, tokens):
-        x, residual = draft.inputs(feature, tokens, None, mesh)
-        return x, draft.logits(residual, None, mesh)
+        x, residual = draft.inputs(feature, tokens, None, Compute(mesh=mesh))
+        return x, draft.logits(residual, None, Compute(mesh=mesh))
 
     feature, tokens = jnp.zeros((1, 1, WIDTH)), jnp.zeros((1, 1), jnp.int32)
     text = tiny.lower(jax.jit(step), eagle3.abstract(draft, "float32", mesh), feature, tokens).compile(QUICK).as_text()

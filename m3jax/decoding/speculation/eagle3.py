@@ -168,8 +168,7 @@ class Eagle3Drafter:
             places=cache.places(slots, lengths),
             pages=cache.draft,
             embedding=model.embed_tokens[...],
-            schedule=model.compute.schedule,
-            mesh=model.mesh,
+            compute=model.compute,
         )
         return output, cache.replace(draft=draft_pages)
 
@@ -192,7 +191,7 @@ class Eagle3Drafter:
 
         The token is -1 where the draft's logits have no distribution.
         """
-        logits = self.draft.logits(output, model.lm_head[...], model.mesh)  # [B V'], the draft's vocabulary
+        logits = self.draft.logits(output, model.lm_head[...], model.compute)  # [B V'], the draft's vocabulary
         logits = logits.astype(jnp.float32)
         target_ids = None if self.draft.target_ids is None else self.draft.target_ids[...]  # [V']
         log_q = None
