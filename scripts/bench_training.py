@@ -3,6 +3,7 @@
     python scripts/bench_training.py                        # the embedded model on this machine's CPU
     python scripts/bench_training.py --lengths 512 --rows 4 # documents of one length: no padding on either side
     python scripts/bench_training.py --round 4 8            # a round of GRPO: 8 answers to each of 4 prompts
+    python scripts/bench_training.py --round 4 8 --alone    # the same, with the prompt computed for each answer
 
 Both sides compute in float32 with AdamW, clip the gradient and recompute nothing. m3jax packs the documents into rows;
 transformers gets them as one batch that is padded on the right, as its own trainers make it, with attention by sdpa.
@@ -31,8 +32,9 @@ from m3jax.decoding import Params, Sampling, build_engine
 from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import Example
 from m3jax.train.policy import group_advantages
-from m3jax.train.rollouts import RolloutLoss, as_batch, roll_out
+from m3jax.train.rollouts import RolloutLoss, as_batch, as_batch_of_groups, roll_out
 from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings
+from m3jax.train.shared_prompts import GroupLayout
 from m3jax.train.step import init_state, make_optimizer, train_step
 
 # Tokens of conversations: a few turns each, some long.
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--round", type=int, nargs=2, metavar=("PROMPTS", "ANSWERS"), help="of GRPO, in place of that")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of a round's prompt (default: 128)")
     parser.add_argument("--new-tokens", type=int, default=64, help="of a round's answer (default: 64)")
+    parser.add_argument("--alone", action="store_true", help="a round's step computes the prompt for each answer")
     args = parser.parse_args()
     draw = np.random.default_rng(0)
     model = m3jax.load(args.model, dtype="float32", vision=False)
@@ -58,7 +61,7 @@ def main() -> None:
         prompts = draw.integers(2, model.config.vocab_size, (args.round[0], args.prompt_tokens))
         sizes = prompts, args.round[1], args.new_tokens
         print(f"{len(prompts)} x {args.round[1]} answers of {args.new_tokens} tokens behind {args.prompt_tokens}")
-        sides = {"m3jax": our_round(model, *sizes), "transformers": their_round(args.model, *sizes)}
+        sides = {"m3jax": our_round(model, *sizes, args.alone), "transformers": their_round(args.model, *sizes)}
         in_turns(sides, args.turns, args.round[0] * args.round[1] * args.new_tokens)
         return
     examples = [
@@ -126,7 +129,7 @@ def ours(model: m3jax.M3, examples: list[Example], length: int) -> Callable[[], 
     return step
 
 
-def our_round(model: m3jax.M3, prompts: np.ndarray, answers: int, new_tokens: int) -> Callable[[], float]:
+def our_round(model: m3jax.M3, prompts: np.ndarray, answers: int, new_tokens: int, alone: bool) -> Callable[[], float]:
     """Return a function that does a round of GRPO and returns its loss.
 
     Args:
@@ -134,7 +137,9 @@ def our_round(model: m3jax.M3, prompts: np.ndarray, answers: int, new_tokens: in
       prompts: [B T] token ids.
       answers: to each.
       new_tokens: of an answer.
+      alone: compute each answer with a prompt of its own.
     """
+    layout = GroupLayout.of([prompts.shape[1]], new_tokens, model.config.index_block_size)
     length = -(-(prompts.shape[1] + new_tokens) // model.config.index_block_size) * model.config.index_block_size
     optimizer = make_optimizer(lambda step: RATE, weight_decay=0.0, frozen_index=True)
     state, loss_fn, draw = init_state(model, optimizer), RolloutLoss(), np.random.default_rng(0)
@@ -144,7 +149,10 @@ def our_round(model: m3jax.M3, prompts: np.ndarray, answers: int, new_tokens: in
     def step() -> float:
         nonlocal state, rounds
         groups = roll_out(engine, prompts.tolist(), asked, answers, seed=1000 * rounds)
-        batch = as_batch([episode for group in groups for episode in group], length)
+        if alone:
+            batch = as_batch([episode for group in groups for episode in group], length)
+        else:
+            batch = as_batch_of_groups(groups, layout)
         batch["advantages"] = group_advantages(draw.random((len(prompts), answers))).reshape(-1)
         batch |= {"old": batch["sampler"], "is_on_policy": np.array(True)}
         state, metrics = train_step(state, batch, optimizer=optimizer, loss_fn=loss_fn, balance_rate=0.0)

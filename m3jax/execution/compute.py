@@ -1,5 +1,6 @@
 """The settings of a model's calls that say how they are computed, not what."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
@@ -21,7 +22,8 @@ class Compute:
       backend: one of `m3jax.ops.BACKENDS`.
       invariant: whether a token's own row alone decides the order of its sums, and so its bits.
       expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
-      call_pages: the class whose instances hold the keys of a stack of layers in a call without a cache.
+      call_pages: makes, given block_size, what holds the keys of a stack of layers in a call without a cache; a class,
+        or another callable that is equal to one that makes the same.
       remat: whether the backward pass recomputes activations. Selections are saved: made again they could be others,
         and the gradient would be that of another choice (T30).
       mesh: the devices that parameters and pages are divided over; None for one device.
@@ -31,7 +33,7 @@ class Compute:
     backend: str = "auto"
     invariant: bool = False
     expert_path: str = "auto"
-    call_pages: type[CallPages] = CallPages
+    call_pages: Callable[..., CallPages] = CallPages
     remat: bool = False
     mesh: Mesh | None = None
 

@@ -53,7 +53,7 @@ class Fast:
         return "xla" if self.compute.is_divided else self.compute.backend
 
     def call_pages(self, block_size):
-        """Return empty pages of the class that the settings name."""
+        """Return empty pages as the settings make them."""
         return self.compute.call_pages(block_size=block_size)
 
     def each_token(self, fn):

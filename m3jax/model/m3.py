@@ -1,7 +1,7 @@
 """MiniMax-M3: the text model, and the vision tower where it has one."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -456,11 +456,11 @@ class M3(WithTower):
         """True if the matrices of linear layers are in MXFP8."""
         return isinstance(self.stacks[0].self_attn.q_proj, Frozen)
 
-    def with_training_paths(self, call_pages: type[CallPages], expert_path: str) -> "M3":
+    def with_training_paths(self, call_pages: Callable[..., CallPages], expert_path: str) -> "M3":
         """Return the model with calls without a cache computed in other ways, as training wants them.
 
         Args:
-          call_pages: the class used in place of `m3jax.cache.CallPages`; one is made for each stack in each call.
+          call_pages: called with block_size in place of `m3jax.cache.CallPages`, for each stack in each call.
           expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
         """
         return self._computed(call_pages=call_pages, expert_path=expert_path)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -33,8 +32,17 @@ from m3jax.train.keeping import keep, restored
 from m3jax.train.metric_lines import MetricLines
 from m3jax.train.policy import PROB_ERROR_ALARM, Baseline, PolicyLoss, group_advantages, mismatch
 from m3jax.train.rewards import TaskError, TrainingTask
-from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, check_replay, read_logprobs, roll_out
+from m3jax.train.rollouts import (
+    Episode,
+    RolloutLoss,
+    as_batch,
+    as_batch_of_groups,
+    check_replay,
+    read_batch,
+    roll_out,
+)
 from m3jax.train.sft import check_same_run
+from m3jax.train.shared_prompts import GroupLayout
 from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer, train_step
 
 
@@ -234,7 +242,10 @@ def train_policy(
             record=settings.record,
         )
         writer = TurnWriter(tokenizer, template, ends)
-        do_round = Rounds(engine, task, rows, encoded, writer, asked, optimizer, settings, length, turns, reference)
+        layout = layout_of_groups(list(map(len, encoded)), new, length, settings, model)
+        do_round = Rounds(
+            engine, task, rows, encoded, writer, asked, optimizer, settings, length, turns, reference, layout
+        )
         round_number = int(state.step) // settings.epochs
         try:
             while round_number < settings.steps:
@@ -270,9 +281,10 @@ class Rounds:
       asked: parameters of each answer.
       optimizer: of the steps.
       settings: of the run.
-      length: columns of a batch.
+      length: tokens of an episode, at most.
       turns: of an episode, at most.
       reference: the policy that the loss measures a divergence from; None for none.
+      layout: of groups whose prompt is computed once (`layout_of_groups`); None computes each episode alone.
     """
 
     engine: Engine
@@ -286,6 +298,7 @@ class Rounds:
     length: int
     turns: int = 1
     reference: M3 | None = None
+    layout: GroupLayout | None = None
 
     def __call__(self, number: int, state: TrainState) -> tuple[TrainState, dict[str, int | float]]:
         """Draw, reward and learn once.
@@ -317,7 +330,10 @@ class Rounds:
             weighted = [self.task.weights[name] * np.array(values) for name, values in parts.items()]
             rewards = np.sum(weighted, axis=0).reshape(len(chosen), settings.answers)
             line.say(f"round {number + 1}: learning")
-            batch = as_batch(episodes, self.length, settings.replay)
+            if self.layout is None:
+                batch = as_batch(episodes, self.length, settings.replay)
+            else:
+                batch = as_batch_of_groups(groups, self.layout, settings.replay)
             batch["advantages"] = group_advantages(rewards, settings.baseline).reshape(-1)
             state, metrics, own = self._learn(state, batch)
             away = mismatch(batch["sampler"], own, batch["mask"])
@@ -347,7 +363,7 @@ class Rounds:
 
         Args:
           state: donated.
-          batch: from `as_batch`, with advantages; not changed.
+          batch: from `as_batch` or `as_batch_of_groups`, with advantages; not changed.
 
         Returns:
           (state, metrics of the last step, the trainer's log-probabilities of the tokens before the first step).
@@ -357,9 +373,7 @@ class Rounds:
         batch = batch | {"old": batch["sampler"], "is_on_policy": np.array(settings.old == "trainer")}
         batch = _on_devices(batch, mesh)
         if self.reference is not None:
-            tokens, choices = jnp.asarray(batch["tokens"]), batch.get("choices")
-            more = dict(support=batch.get(SUPPORT), temperature=settings.temperature)
-            batch["reference"] = read_logprobs(self.reference, tokens, choices, settings.compute_dtype, **more)
+            batch["reference"] = read_batch(self.reference, batch, settings.compute_dtype, settings.temperature)
         for _ in range(settings.epochs):
             state, metrics = train_step(state, batch, optimizer=self.optimizer, loss_fn=loss_fn, balance_rate=0.0)
             if own is None:
@@ -485,6 +499,27 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call in OpenAI's layout."""
     arguments = call["function"]["arguments"]
     return json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+
+
+def layout_of_groups(
+    prompt_lengths: Sequence[int], new_tokens: int, length: int, settings: RunSettings, model: M3
+) -> GroupLayout | None:
+    """Return the layout in which a run's groups share their prompts, or None where each episode is computed alone.
+
+    That is so in the invariant mode, where a token's bits are those of its sequence alone; where groups are not whole
+    rows of a mesh's data axis; and where prompts are too short to spare tokens.
+
+    Args:
+      prompt_lengths: of all prompts of the task.
+      new_tokens: of an episode behind its prompt, at most.
+      length: tokens of an episode that is computed alone.
+      settings: of the run.
+      model: its first policy.
+    """
+    data = 1 if model.mesh is None else model.mesh.shape["data"]
+    layout = GroupLayout.of(prompt_lengths, new_tokens, model.config.index_block_size)
+    spares = layout.prompt_slots > 0 and layout.tokens(settings.answers) < settings.answers * length
+    return layout if spares and not settings.invariant and settings.prompts % data == 0 else None
 
 
 def prompts_of_round(number: int, per_round: int, count: int, seed: int) -> list[int]:

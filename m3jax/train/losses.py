@@ -181,7 +181,22 @@ def token_logprobs(
     if not model.compute.invariant:
         model = with_fast_gradients(model)
     x, *_ = model.trunk(tokens, choices=choices, remat=remat)
-    hidden = model.final_norm(x)
+    return logprobs_of_hidden(model, model.final_norm(x), tokens, support, temperature)
+
+
+def logprobs_of_hidden(
+    model: M3,
+    hidden: Float[Array, "B T D"],
+    tokens: Int[Array, "B T"],
+    support: Int[Array, "B T-1 W"] | None,
+    temperature: float | None,
+) -> Float[Array, "B T-1"]:
+    """Return what `token_logprobs` returns, of what the model's final norm gives for each token.
+
+    Args:
+      model, tokens, support, temperature: as in `token_logprobs`.
+      hidden: of the tokens.
+    """
     tile = LOGITS_TILE if model.compute.invariant else None
 
     def of_tokens(hidden, tokens, support):

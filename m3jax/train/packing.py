@@ -16,9 +16,10 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from m3jax.cache import CallPages
 from m3jax.model import M3
-from m3jax.msa import select_blocks, walk_scores
+from m3jax.msa import SelectionRules, select_blocks, walk_scores
 from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens
+from m3jax.msa.views import ContiguousIndex
 from m3jax.numerics import attend
 from m3jax.platform import platform
 from m3jax.train.conversations import Example
@@ -95,81 +96,152 @@ class PackedPages(CallPages):
 
     def select(self, call, index_q, rules):
         """Return the blocks of the row that each query keeps of its document."""
-        index = jax.lax.stop_gradient(self.index_view(call.layer, call.places, index_q.dtype))
-        index_q, num_blocks = jax.lax.stop_gradient(index_q), -(-self.heads.k.shape[1] // self.block_size)
-
-        def select_for(index_q, positions, slots):
-            scores = walk_scores(index_q, index, slots, call.lengths, rules.score)  # [B K T M], M blocks of the row
-            first_block = ((slots - positions) // self.block_size)[:, None, :, None]  # [B 1 T 1]
-            # Scores by block of the document. What lies behind the row's end is behind the query's own block too.
-            in_document = jnp.minimum(first_block + jnp.arange(num_blocks, dtype=jnp.int32), num_blocks - 1)
-            scores = jnp.take_along_axis(scores, in_document, axis=-1)  # [B K T M]
-            blocks = select_blocks(scores, positions, call.lengths, rules, block_size=self.block_size)
-            return jnp.where(blocks >= 0, blocks + first_block, -1).swapaxes(1, 2)  # [B T K J]
-
-        batch, _, kv_heads, _ = index_q.shape
-        chunk = rows_within(_SCORE_BUDGET, batch * kv_heads * num_blocks, index_q.shape[1])
-        blocks = map_chunks(select_for, chunk, 1, index_q, call.positions, slots_of(call.positions))
-        return blocks.swapaxes(1, 2)  # [B K T J]
+        blocks = select_in_documents(index_q, self.heads.index_k, call.positions, rules, self.block_size)
+        return in_row(blocks, call.positions, self.heads.k.shape[1], self.block_size)
 
     def attend_selected(self, call, q, blocks):
         """Return attention over the selected blocks, and this object."""
-
-        def visible(slots, blocks, num_keys):
-            # The blocks are the document's own, so that only the order within the row is left to see to.
-            is_seen = jnp.arange(num_keys, dtype=jnp.int32) <= slots[..., None]  # [B T S]
-            return is_seen[:, None] & chosen_tokens(blocks.swapaxes(1, 2), num_keys, self.block_size)
-
-        k, v = self.heads.k, self.heads.v
-        return attend_by_chunks(q, k, v, visible, slots_of(call.positions), blocks.swapaxes(1, 2)), self
+        return attend_to_blocks(q, self.heads.k, self.heads.v, call.positions, blocks, self.block_size), self
 
     def attend_all(self, call, q):
         """Return attention over all of each query's document, and this object."""
-
-        def visible(slots, positions, num_keys):
-            key_slots = jnp.arange(num_keys, dtype=jnp.int32)
-            first = jnp.where(slots < 0, 0, slots - positions)[..., None]  # [B T 1], slot of the document's first token
-            return ((key_slots >= first) & (key_slots <= slots[..., None]))[:, None]  # [B 1 T S]
-
-        k, v = self.heads.k, self.heads.v
-        return attend_by_chunks(q, k, v, visible, slots_of(call.positions), call.positions), self
+        return attend_to_documents(q, self.heads.k, self.heads.v, call.positions), self
 
 
-def with_fast_gradients(model: M3) -> M3:
+def with_fast_gradients(model: M3, call_pages: Callable[..., CallPages] = PackedPages) -> M3:
     """Return the model with the same parameters, computed as training wants it: rows of whole documents, no cache.
 
     Args:
       model: not changed.
+      call_pages: as of `M3.with_training_paths`, for rows that hold something else.
     """
     # One batched product has the faster gradient, on a CPU too; experts that a mesh divides are run in other ways.
     experts = "auto" if model.compute.is_divided or platform() == "tpu" else "copied"
-    return model.with_training_paths(PackedPages, experts)
+    return model.with_training_paths(call_pages, experts)
 
 
-def slots_of(positions: Int[Array, "B T"]) -> Int32[Array, "B T"]:
+def slots_of(positions: Int[Array, "B T"], num_slots: int | None = None) -> Int32[Array, "B T"]:
     """Return the place of each token in its row, -1 for what is no token.
 
     Args:
       positions: of the tokens in their documents, -1 for what is no token.
+      num_slots: S, of the row, whose last T the tokens take; T by default.
     """
-    return jnp.where(positions < 0, -1, jnp.arange(positions.shape[1], dtype=jnp.int32))
+    first = 0 if num_slots is None else num_slots - positions.shape[1]
+    return jnp.where(positions < 0, -1, first + jnp.arange(positions.shape[1], dtype=jnp.int32))
+
+
+def select_in_documents(
+    index_q: Float[Array, "B T K I"],
+    index_k: Float[Array, "B S I"],
+    positions: Int[Array, "B T"],
+    rules: SelectionRules,
+    block_size: int,
+) -> Int[Array, "B K T J"]:
+    """Return the blocks that each query keeps of its document, counted from the document's first.
+
+    Args:
+      index_q: of the row's last T tokens.
+      index_k: of the whole row.
+      positions: of the queries in their documents, -1 for what is no token.
+      rules: of selection.
+      block_size: P.
+    """
+    index_q, index_k = jax.lax.stop_gradient((index_q, index_k))
+    index, num_blocks = ContiguousIndex.of_tokens(index_k, block_size), -(-index_k.shape[1] // block_size)
+    lengths = jnp.full(index_k.shape[0], index_k.shape[1], jnp.int32)
+
+    def select_for(index_q, positions, slots):
+        scores = walk_scores(index_q, index, slots, lengths, rules.score)  # [B K T M], M blocks of the row
+        first_block = ((slots - positions) // block_size)[:, None, :, None]  # [B 1 T 1]
+        # Scores by block of the document. What lies behind the row's end is behind the query's own block too.
+        in_document = jnp.minimum(first_block + jnp.arange(num_blocks, dtype=jnp.int32), num_blocks - 1)
+        scores = jnp.take_along_axis(scores, in_document, axis=-1)  # [B K T M]
+        blocks = select_blocks(scores, positions, lengths, rules, block_size=block_size)
+        return blocks.swapaxes(1, 2)  # [B T K J]
+
+    batch, num_queries, kv_heads, _ = index_q.shape
+    chunk = rows_within(_SCORE_BUDGET, batch * kv_heads * num_blocks, num_queries)
+    blocks = map_chunks(select_for, chunk, 1, index_q, positions, slots_of(positions, index_k.shape[1]))
+    return blocks.swapaxes(1, 2)  # [B K T J]
+
+
+def in_row(
+    blocks: Int[Array, "B K T J"], positions: Int[Array, "B T"], num_slots: int, block_size: int
+) -> Int[Array, "B K T J"]:
+    """Return blocks of documents as blocks of the rows that hold them.
+
+    Args:
+      blocks: counted from the first of each query's document; -1 for none.
+      positions: of the queries in their documents.
+      num_slots: S, of the row, whose last T the queries take.
+      block_size: P.
+    """
+    first_block = ((slots_of(positions, num_slots) - positions) // block_size)[:, None, :, None]  # [B 1 T 1]
+    return jnp.where(blocks >= 0, blocks + first_block, -1)
+
+
+def attend_to_blocks(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    positions: Int[Array, "B T"],
+    blocks: Int[Array, "B K T J"],
+    block_size: int,
+) -> Float[Array, "B T N H"]:
+    """Compute attention over the selected blocks of rows of documents.
+
+    Args:
+      q: of the row's last T tokens.
+      k, v: of the whole row.
+      positions: of the queries in their documents, -1 for what is no token.
+      blocks: of the row, all of them of the query's own document.
+      block_size: P.
+    """
+
+    def visible(slots, blocks, num_keys):
+        # The blocks are the document's own, so that only the order within the row is left to see to.
+        is_seen = jnp.arange(num_keys, dtype=jnp.int32) <= slots[..., None]  # [B T S]
+        return is_seen[:, None] & chosen_tokens(blocks.swapaxes(1, 2), num_keys, block_size)
+
+    return attend_by_chunks(q, k, v, visible, slots_of(positions, k.shape[1]), blocks.swapaxes(1, 2))
+
+
+def attend_to_documents(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    positions: Int[Array, "B T"],
+) -> Float[Array, "B T N H"]:
+    """Compute attention over all that each query sees of its document.
+
+    Args:
+      q, k, v, positions: as in `attend_to_blocks`.
+    """
+
+    def visible(slots, positions, num_keys):
+        key_slots = jnp.arange(num_keys, dtype=jnp.int32)
+        first = jnp.where(slots < 0, 0, slots - positions)[..., None]  # [B T 1], slot of the document's first token
+        return ((key_slots >= first) & (key_slots <= slots[..., None]))[:, None]  # [B 1 T S]
+
+    return attend_by_chunks(q, k, v, visible, slots_of(positions, k.shape[1]), positions)
 
 
 def attend_by_chunks(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
     visible: Callable[..., Bool[Array, "B #K T S"]],
     *of_queries: Int[Array, "B T ..."],
 ) -> Float[Array, "B T N H"]:
-    """Compute grouped-query attention of whole rows, where no query sees a key behind it; 0 for one that sees none.
+    """Compute grouped-query attention of rows, where no query sees a key behind it; 0 for one that sees none.
 
     On a GPU, in a 16-bit dtype, cuDNN computes it and holds no scores. Elsewhere a few queries are taken at a time,
     with the keys up to the end of their part of the row, and the backward pass computes their scores again.
 
     Args:
-      q: queries; head n reads KV head n // (N // K).
-      k: keys.
+      q: queries of the row's last T tokens; head n reads KV head n // (N // K).
+      k: keys of the whole row.
       v: values.
       visible: of (a piece of each of `of_queries`, S), says which of the row's first S keys a query sees, by KV head or
         for all of them.
@@ -178,7 +250,7 @@ def attend_by_chunks(
     Returns:
       Outputs in q's dtype.
     """
-    length, heads = k.shape[1:3]
+    num_queries, (length, heads) = q.shape[1], k.shape[1:3]
     if platform() == "gpu" and q.dtype.itemsize == 2:
         mask = visible(*of_queries, length)
         by_head = repeat(mask, "b x t s -> (b x y) 1 t s", y=heads // mask.shape[1])
@@ -196,11 +268,11 @@ def attend_by_chunks(
         out, _ = attend(queries, keys, values, mask)
         return rearrange(out.astype(q.dtype), "b x (g t) h -> b t (x g) h", t=q.shape[1])
 
-    part = max(_LEAST_PART, -(-length // _PARTS))
+    part, first = max(_LEAST_PART, -(-num_queries // _PARTS)), length - num_queries  # slot of the first query
     outs = []
-    for begin in range(0, length, part):
-        end = min(begin + part, length)
-        chunk = rows_within(elements_at_once(_SCORES_AT_ONCE), q.shape[0] * q.shape[2] * end, end - begin)
+    for begin in range(0, num_queries, part):
+        end = min(begin + part, num_queries)
+        chunk = rows_within(elements_at_once(_SCORES_AT_ONCE), q.shape[0] * q.shape[2] * (first + end), end - begin)
         pieces = (x[:, begin:end] for x in (q, *of_queries))
-        outs.append(map_chunks(partial(attend_up_to, end), chunk, 1, *pieces))
+        outs.append(map_chunks(partial(attend_up_to, first + end), chunk, 1, *pieces))
     return jnp.concatenate(outs, axis=1)

@@ -16,6 +16,7 @@ from m3jax.model import M3, Choices
 from m3jax.train.losses import token_logprobs
 from m3jax.train.policy import PolicyLoss
 from m3jax.train.programs import jit_for_training
+from m3jax.train.shared_prompts import GroupLayout, answer_logprobs, shared_tokens
 from m3jax.train.step import cast_weights, check_trainable
 
 
@@ -203,6 +204,88 @@ def as_batch(episodes: Sequence[Episode], length: int, replay: Sequence[str] = (
     return out | ({"choices": Choices(**replayed)} if replayed else {})
 
 
+def as_batch_of_groups(
+    groups: Sequence[Sequence[Episode]], layout: GroupLayout, replay: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return groups of episodes as a batch in which each prompt stands once (`m3jax.train.shared_prompts`).
+
+    A row is an episode without the part of its prompt that the group shares; all but the prompts is `as_batch`'s, of
+    these columns.
+
+    Args:
+      groups: G of them, of as many episodes each, B in all; those of a group begin with one prompt.
+      layout: one for all batches of a run.
+      replay: as in `as_batch`.
+
+    Returns:
+      prompts int32 [G S], the shared parts, each at the end of its row; tokens int32 [B W]; positions int32 [B W], of
+      these in their episodes, -1 for padding; mask, sampler, choices and support of `tokens`, as of `as_batch`.
+
+    Raises:
+      ValueError: groups of different sizes, a group of several prompts, what the layout has no room for, or an episode
+        without what is to be replayed.
+    """
+    if len({len(group) for group in groups}) != 1:
+        raise ValueError(f"groups of {sorted({len(group) for group in groups})} episodes: all need as many")
+    prompts = np.zeros((len(groups), layout.prompt_slots), np.int32)
+    shared: list[int] = []
+    for number, group in enumerate(groups):
+        count = shared_tokens(min(int(np.argmax(episode.is_drawn)) for episode in group), layout.block_size)
+        if len({episode.tokens[:count] for episode in group}) > 1:
+            raise ValueError(f"the episodes of group {number} begin with different prompts: they are no group")
+        own = max(len(episode.tokens) for episode in group) - count
+        if count > layout.prompt_slots or own > layout.width:
+            raise ValueError(
+                f"group {number} shares {count} tokens and an episode of it has {own} more; the layout has room for "
+                f"{layout.prompt_slots} and {layout.width}: make it for longer prompts or more new tokens"
+            )
+        prompts[number, layout.prompt_slots - count :] = group[0].tokens[:count]
+        shared += [count] * len(group)
+    episodes = [episode for group in groups for episode in group]
+    whole = as_batch(episodes, layout.prompt_slots + layout.width, replay)
+    columns = np.array(shared)[:, None] + np.arange(layout.width)  # [B W], of the whole episodes
+    is_token = columns < np.array([len(episode.tokens) for episode in episodes])[:, None]
+    rows = np.arange(len(episodes))[:, None]
+
+    def of_columns(x: Any) -> np.ndarray:
+        """Return what `tokens` have of an array of all tokens, or of all but the first."""
+        width = layout.width if x.shape[1] == whole["tokens"].shape[1] else layout.width - 1
+        return x[rows, columns[:, :width]]
+
+    positions = np.where(is_token, columns, -1).astype(np.int32)
+    return {"prompts": prompts, "positions": positions} | jax.tree.map(of_columns, whole)
+
+
+def logprobs_of_batch(
+    model: M3, batch: dict[str, Any], remat: bool = False, temperature: float | None = None
+) -> Float[Array, "B C"]:
+    """Return the log-probabilities of a batch from `as_batch`, or `as_batch_of_groups`: [B T-1], with gradients.
+
+    Args:
+      model: as it computes.
+      batch: its rows.
+      remat, temperature: as in `token_logprobs`.
+    """
+    tokens, more = jnp.asarray(batch["tokens"]), dict(support=batch.get(SUPPORT), temperature=temperature)
+    if "prompts" in batch:
+        prompts, positions = jnp.asarray(batch["prompts"]), jnp.asarray(batch["positions"])
+        return answer_logprobs(model, prompts, tokens, positions, batch.get("choices"), remat, **more)
+    return token_logprobs(model, tokens, batch.get("choices"), remat, **more)
+
+
+@partial(jit_for_training, static_argnames=("compute_dtype", "temperature"))
+def read_batch(
+    model: M3, batch: dict[str, Any], compute_dtype: str = "float32", temperature: float | None = None
+) -> Float[Array, "B C"]:
+    """Return the trainer's own log-probabilities of a batch (`logprobs_of_batch`).
+
+    Args:
+      model, compute_dtype: as in `read_logprobs`.
+      batch, temperature: as in `logprobs_of_batch`.
+    """
+    return logprobs_of_batch(cast_weights(model, compute_dtype), batch, temperature=temperature)
+
+
 @partial(jit_for_training, static_argnames=("compute_dtype", "temperature"))
 def read_logprobs(
     model: M3,
@@ -246,8 +329,9 @@ class RolloutLoss:
 
         Args:
           model: float32 master weights.
-          batch: from `as_batch`, with advantages [B] and old [B T-1], and reference [B T-1] where the loss has one.
-            Where there is a flag is_on_policy and it is true, the policy is its own old one, whatever old has.
+          batch: from `as_batch` or `as_batch_of_groups`, with advantages [B] and old [B T-1], and reference [B T-1]
+            where the loss has one. Where there is a flag is_on_policy and it is true, the policy is its own old one,
+            whatever old has.
 
         Returns:
           (loss, parts): those of the policy's loss, and logprobs [B T-1], what the policy read before the step.
@@ -257,11 +341,7 @@ class RolloutLoss:
         """
         check_trainable(model)
         model = cast_weights(model, self.compute_dtype)
-        new = token_logprobs(
-            *(model, jnp.asarray(batch["tokens"]), batch.get("choices"), self.remat),
-            support=batch.get(SUPPORT),
-            temperature=self.temperature,
-        )
+        new = logprobs_of_batch(model, batch, self.remat, self.temperature)
         names = ("old", "sampler", "advantages", "mask", "reference")
         given = {name: jnp.asarray(batch[name]) for name in names if batch.get(name) is not None}
         own = jax.lax.stop_gradient(new)

@@ -1,5 +1,6 @@
 """Runs of GRPO: rounds, what they write, what they go on from, and tasks that fail."""
 
+import json
 from functools import cache
 
 import jax
@@ -13,12 +14,13 @@ from m3jax.assets import embedded_path
 from m3jax.model import M3
 from m3jax.parallel import parse_mesh
 from m3jax.train import __main__ as command
+from m3jax.train import grpo
 from m3jax.train.grpo import PartedPolicies, RunSettings, check_bits, prompts_of_round, train_policy
 from m3jax.train.rewards import TaskError, TaskFile
 
 TASK = """
 def prompts():
-    return [{"prompt": f"x{i} = ", "wanted": i} for i in range(5)]
+    return [{"prompt": f"x{i} = sorted(x for x in x{i} if x is not None) # ", "wanted": i} for i in range(5)]
 
 
 def reward(prompts, completions, wanted):
@@ -135,14 +137,18 @@ def test_what_is_wrong_on_the_command_line(arguments, message, tmp_path, capsys)
     assert out == "" and err.count("\n") == 1 and message in err
 
 
-def test_the_command_trains_a_folder(task, tmp_path, capsys):
-    """As docs/training.md says it: states, a line a round, and at the end a model that loads."""
+def test_the_command_trains_a_folder(task, tmp_path, capsys, monkeypatch):
+    """As docs/training.md says it: states, a line a round, and at the end a model that loads; prompts are shared."""
+    monkeypatch.setattr(grpo, "as_batch", None)  # the rows of episodes that are computed alone
     folder = tmp_path / "model"
     m3jax.save(model(), folder, copy_from=embedded_path())
     words = ["grpo", "--model", str(folder), "--task", str(task.path), "--out", str(tmp_path / "run"), "--steps", "2"]
-    sizes = ["--prompts", "2", "--answers", "2", "--max-new-tokens", "4", "--learning-rate", "1e-3"]
+    sizes = ["--prompts", "2", "--answers", "2", "--max-new-tokens", "4", "--learning-rate", "1e-3", "--kl", "0.1"]
     assert command.main([*words, *sizes]) == 0
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines] == [1, 2] and all(line["k3_kl"] < 1e-8 for line in lines)
+    # The reference is the first policy, read by another program: they part where the policy has moved.
+    assert abs(lines[0]["kl_reference"]) < 1e-8 < lines[1]["kl_reference"]
     assert "round 2 of 2: reward" in capsys.readouterr().err
     trained = m3jax.load(tmp_path / "run" / "model", dtype="float32")
     assert not np.array_equal(trained.lm_head[...], model().lm_head[...])
