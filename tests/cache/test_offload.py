@@ -91,7 +91,6 @@ def test_a_chunk_that_selects_more_than_fits_takes_passes():
     assert_same(serve(narrow(), *work), serve(engine(model(), prefix_cache=False), *work), 1e-5)
 
 
-@pytest.mark.further
 def test_passes_pass_checks():
     """A pass attends to a part of a selection; `checks()` would refuse it as a selection without the own block."""
     cache = Cache.pool(CONFIG, 12, 1, 12, "float32", device_pages=8)

@@ -22,6 +22,7 @@ from pallas_kernels.sparse_decode.triton import Config as DecodeConfig
 from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill.triton import Config, kv_block_major
 
+further = pytest.mark.further
 TILE = Config(tokens=4, keys=4)
 KERNELS = {
     "query_union": dict(op=sparse_prefill, backend="triton", schedule="query_union", config=TILE),
@@ -30,9 +31,13 @@ KERNELS = {
     "decode": dict(op=sparse_decode, backend="triton", config=DecodeConfig(keys=4, programs=1)),
     "split decode": dict(op=sparse_decode, backend="triton", config=DecodeConfig(keys=2, programs=1000)),
 }
-every_kernel = pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS.keys())
+PARTS = ("chunks", "decode")  # each is a part of how another one of these computes
+every_kernel = pytest.mark.parametrize(
+    "options",
+    [pytest.param(options, marks=further if name in PARTS else ()) for name, options in KERNELS.items()],
+    ids=KERNELS.keys(),
+)
 few = settings(max_examples=4)
-further = pytest.mark.further
 # Rows of whole blocks in pages, which most tests here share, and rows with a last block that is not whole.
 SHAPES = dict(contiguous=RAGGED, paged=GROUPED)
 
@@ -48,7 +53,7 @@ def fitting(case: Case, options: dict) -> Case:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *((name, "paged") for name in KERNELS),
+        *(pytest.param(name, "paged", marks=further if name in PARTS else ()) for name in KERNELS),
         *((name, "contiguous") for name in ("query_union", "split decode")),
         *(pytest.param(name, "contiguous", marks=further) for name in ("kv_block_major", "chunks", "decode")),
     ],
