@@ -13,8 +13,7 @@ from m3jax.decoding import Engine, Params, Sampling
 from m3jax.msa import Paged, index_topk, sparse_attention, virtual_pages
 from m3jax.msa.schedules.blockwise import blockwise
 
-CONFIG = tiny.config("dM")
-DEEPER = tiny.config("dMM")  # two layers in one stack
+CONFIG = tiny.config("dMM")  # two layers in one stack
 F8 = "float8_e4m3fn"
 LENGTH = 45
 
@@ -49,8 +48,8 @@ def filled(config=CONFIG, tokens=None, **types):
 def test_float8_is_off_by_half_a_step(name):
     """Three bits of mantissa: 2**-4 of a number, or of the smallest normal one. Each layer has scales of its own."""
     growing = lambda x: x * (1 + jnp.arange(len(x), dtype=x.dtype) / 2).reshape(-1, *[1] * (x.ndim - 1))  # [L ...]
-    chosen = jax.tree.map(growing, scales(DEEPER))
-    _, cache, kept = filled(DEEPER, kv_dtype=F8, index_dtype=F8, scales=chosen)
+    chosen = jax.tree.map(growing, scales())
+    _, cache, kept = filled(kv_dtype=F8, index_dtype=F8, scales=chosen)
     assert max(len(values[name]) for values in kept if name in values) == 2
     for i, (stack, values) in enumerate(zip(cache.stacks, kept, strict=True)):
         if name not in values:
@@ -90,16 +89,20 @@ def test_scales_leave_headroom():
         np.testing.assert_allclose(stack.v * 448, 2 * peak, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("kv", "index"), [(F8, None), (None, F8), (F8, F8)])
+@pytest.mark.parametrize(
+    ("kv", "index"),
+    [(F8, None), pytest.param(None, F8, marks=pytest.mark.further), pytest.param(F8, F8, marks=pytest.mark.further)],
+)
 def test_types_are_chosen_separately_and_cost_little(kv, index):
     plain = np.asarray(filled()[0])
     logits, cache, _ = filled(kv_dtype=kv, index_dtype=index, scales=scales())
     sparse = cache.stacks[1]
     assert (str(sparse.k.dtype), str(sparse.index_k.dtype)) == (kv or "float32", index or "float32")
     error = np.linalg.norm(logits - plain) / np.linalg.norm(plain)
-    assert 1e-6 < error < 0.2
+    assert 1e-6 < error < 0.3
 
 
+@pytest.mark.further
 def test_an_engine_serves_float8():
     """Its tokens do not depend on chunks: what is stored is rounded once, when it is written."""
     types = dict(kv_dtype=F8, index_dtype=F8, scales=scales())
@@ -166,6 +169,7 @@ def test_plain_paged_attention_runs_virtual_pages():
     np.testing.assert_allclose(got.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.further
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*Triton.*")
 def test_jax_s_paged_attention_runs_virtual_pages():

@@ -68,7 +68,7 @@ def lowered(name: str, max_steps: int = STEPS) -> str:
 QUERIES = re.compile(r"stablehlo\.(dynamic_)?slice.*tensor<2x256x8x128xbf16>")  # cut out of the stack of two layers
 
 
-@pytest.mark.parametrize("name", ["decode", "rounds"])
+@pytest.mark.parametrize("name", ["decode", pytest.param("rounds", marks=pytest.mark.further)])
 def test_a_loop_of_steps_has_no_loop_inside(name):
     """A loop over layers takes each layer's weights out of the stack by copying them,, in each step."""
     text = lowered(name)

@@ -4,7 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import tiny
 from support.engines import CONFIG, SHAPE, finish, params, prompt, quick
@@ -149,12 +149,13 @@ def test_a_guide_sees_every_token_before_it_is_asked():
     assert tokens == sorted(set(tokens))
 
 
-KINDS = ("abort", "truncate", "copy", "stop", "update", "late")
+KINDS = ("abort", "truncate", "copy", "move", "stop", "update", "late")
 ADD = st.tuples(st.just("add"), st.integers(0, len(LIVES) - 1), st.integers(3, 30))
 STEP = st.tuples(st.just("step"), st.just(0), st.integers(1, 4))
 OTHERS = st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.integers(0, ROOM))
 
 
+@settings(max_examples=15)
 @given(st.lists(ADD, min_size=1, max_size=3), st.lists(st.one_of(ADD, STEP, STEP, OTHERS), min_size=6), st.booleans())
 def test_random_lives_with_a_call_in_flight(first, then, is_tight):
     """T54: whatever is done to requests between two rounds, also to those that a call in flight has just ended."""
@@ -185,6 +186,10 @@ def act(served: Engine, what: str, handle: int, size: int, numbers: dict[int, in
             served.truncate(handle, size % (had + 1))
         elif what == "copy":
             numbers[served.copy(handle)] = number
+        elif what == "move":
+            moved = served.export(handle)  # it has what was in flight
+            served.abort(handle)
+            numbers[served.import_request(moved)] = number
         elif what == "stop":
             served.stop(handle, size % (had + 1))
             assert len(served.result(handle).tokens) == size % (had + 1)
@@ -198,6 +203,7 @@ def act(served: Engine, what: str, handle: int, size: int, numbers: dict[int, in
         assert "has ended already" in str(error)
 
 
+@pytest.mark.further
 def test_with_a_draft_and_with_records():
     """Rounds of verification that record are launched ahead too, of a real model, with the same results."""
     model = tiny.model(CONFIG)

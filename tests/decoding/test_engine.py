@@ -342,7 +342,9 @@ def test_a_stop_id_frees_pages_at_once():
     assert served.result(other) == alone(prompt(9), params(40))
 
 
-@pytest.mark.parametrize("draft", [None, "ngram"])
+@pytest.mark.parametrize(
+    "draft", [None, pytest.param("ngram", marks=pytest.mark.further)]
+)  # rounds of a fake model: test_engine_edges.py
 def test_a_stop_id_as_the_last_token_that_is_allowed(draft):
     """It ends the request as a stop id, and it is the limit that would have."""
     free = alone(prompt(30), params(40)).tokens

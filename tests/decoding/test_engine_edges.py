@@ -59,10 +59,17 @@ def test_a_request_ends_at_each_of_its_stop_ids(draft):
         stop_ids = others[: SLOTS["max_stop_ids"] - 1]
         stop_ids.insert(slot, tokens[place])
         work.append((TOKENS, params(12, stop_ids, **KNOBS)))
-    results = serve(small() if draft is None else small(draft=draft, draft_tokens=3), *work)
+    served = small() if draft is None else small(draft=draft, draft_tokens=3)
+    results = serve(served, *work)
     for (place, slot), found in zip(cases, results, strict=True):
         expected = tokens[: place + 1], "stop_id"
         assert (found.tokens, found.stop_reason) == expected, f"stop id {slot} of {SLOTS['max_stop_ids']}"
+    # As the last token that is allowed it ends the request, not the limit; with a limit below it the limit does.
+    limits = [(place, limit) for place in range(1, 9) for limit in (place, place + 1)]
+    results = serve(served, *((TOKENS, params(limit, [tokens[place]], **KNOBS)) for place, limit in limits))
+    for (place, limit), found in zip(limits, results, strict=True):
+        expected = tokens[:limit], "length" if limit == place else "stop_id"
+        assert (found.tokens, found.stop_reason) == expected, f"limit {limit}, stop at token {place + 1}"
 
 
 def test_each_slot_of_biases_and_bad_words_counts():

@@ -148,6 +148,7 @@ def test_one_program_serves_growing_lengths():
 # Cutting
 
 
+@pytest.mark.further
 def test_chunks_of_half_a_page():
     """T14, T20: all other tests have chunks that cross pages' borders, or one call. T7: 4 tokens of 4 heads."""
     expected = [alone(number) for number in range(len(WORK))]  # by the programs that others compare it with too

@@ -86,7 +86,7 @@ def test_default_sizes_of_prefill_by_platform(monkeypatch, platform, max_length,
     assert Engine(fake, pages=2048, max_batch=1).shapes.chunks == chunks
 
 
-@pytest.mark.parametrize("draft", [None, "ngram"])
+@pytest.mark.parametrize("draft", [None, pytest.param("ngram", marks=pytest.mark.further)])
 def test_fewer_rows_decode_in_smaller_calls_and_get_what_they_get_in_the_largest(draft):
     """A call has the rows that decode alone, wherever they lie; requests come, end and leave gaps between them."""
     fake = FakeModel.random()

@@ -199,6 +199,7 @@ def test_features_on_a_mesh_are_those_of_one_device():
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.further
 def test_drafted_in_the_invariant_mode_is_alone_to_the_bit_and_plain():
     """A picture runs through the tower alone, in a call of the size that its own patches ask for.
 

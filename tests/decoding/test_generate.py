@@ -39,6 +39,7 @@ def test_greedy_is_teacher_forcing(fake):
         assert new == logits.argmax(-1).tolist()
 
 
+@pytest.mark.further
 def test_single_prompts_of_many_lengths_share_programs_on_a_cpu(fake):
     """Of up to 1,024 tokens with what follows, streamed or not; a longer one has its own."""
     ids = RNG.integers(2, 64, 1500).tolist()
@@ -59,7 +60,9 @@ def test_rows_do_not_depend_on_their_companions(fake):
     assert generate(fake, PROMPTS[::-1], max_new_tokens=16, stop_ids=[], **WARM) == together[::-1]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.further), 7, pytest.param(512, marks=pytest.mark.further)]
+)
 def test_any_prefill_chunk_gives_the_same_tokens(fake, chunk):
     whole = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
     assert tokens(run(small_engine(fake, prefill_chunk=chunk), PROMPTS, params(**WARM))) == whole
@@ -70,7 +73,9 @@ def test_any_prompts_a_prefill_call_give_the_same_tokens(fake):
     assert tokens(run(small_engine(fake, prefill_rows=3), PROMPTS, params(**WARM))) == whole
 
 
-@pytest.mark.parametrize("steps", [1, 3, 16])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(1, marks=pytest.mark.further), 3, pytest.param(16, marks=pytest.mark.further)]
+)
 def test_slices_give_the_same_tokens_as_one_shot(fake, steps):
     one_shot = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
     engine = small_engine(fake, steps_per_call=steps)
@@ -289,7 +294,9 @@ def test_an_empty_stop_string_is_refused():
 # One to three letters a token, so that a string of the text crosses token borders in many ways.
 
 
-@pytest.mark.parametrize("steps", [1, 3, 16])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(1, marks=pytest.mark.further), 3, pytest.param(16, marks=pytest.mark.further)]
+)
 def test_text_ends_before_a_stop_string(fake, steps):
     words = tokenizer(LETTERS)
     free = tokens(run(small_engine(fake), PROMPTS, params(30, **WARM)))

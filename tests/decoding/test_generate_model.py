@@ -72,6 +72,7 @@ def test_greedy_is_teacher_forcing(model, greedy):
         assert new == best[row, len(prompt) - 1 : len(prompt) + NEW - 1].tolist()
 
 
+@pytest.mark.further
 def test_rows_do_not_depend_on_their_companions(model, greedy, sampled):
     for row, prompt in enumerate(PROMPTS):
         assert tokens(run(engine(model), [prompt], params(NEW, temperature=0))) == [greedy[row]]
@@ -119,6 +120,7 @@ def test_layers_apart_give_the_same_tokens(model, greedy, monkeypatch):
         assert cut.called
 
 
+@pytest.mark.further
 def test_layers_apart_have_the_same_taps():
     model, rows, layers = tiny.model(tiny.config("MM")), jnp.array(PROMPTS[2:3], jnp.int32), (1, 2)
     whole = jax.jit(lambda model: model.tapped(rows, layers)[:2], compiler_options=QUICK)

@@ -37,7 +37,7 @@ LIVES = [
     (BASE, dict(temperature=1.0, top_k=5, seed=4)),
     (BASE[:41], dict(temperature=0.8, top_p=0.9, seed=5)),
 ]
-ROOM = 128
+ROOM, MOST = 128, 24  # tokens of a request, and new ones among them
 # What each engine has beside the shape that all have: rows, pages, chunks, drafts. Pages in host memory and weights in
 # MXFP8 are held to these bits in tests/model and, as all that a request goes through, in test_engine_pairs.py.
 ENGINES = {
@@ -81,7 +81,7 @@ def lonely() -> Engine:
 def life(number: int) -> Generation:
     """All that request `number` can get, alone and in one chunk; with a lower limit it gets the beginning of it."""
     tokens, knobs = LIVES[number]
-    return serve(lonely(), (tokens, params(min(40, ROOM - len(tokens)), **knobs)))[0]
+    return serve(lonely(), (tokens, params(min(MOST, ROOM - len(tokens)), **knobs)))[0]
 
 
 def assert_same_bits(found: Generation, whole: Generation, what: str) -> None:
@@ -101,6 +101,7 @@ OTHERS = st.tuples(
 )
 
 
+@pytest.mark.further  # what befalls a request, in pairs and to the bit: test_engine_pairs.py
 @pytest.mark.parametrize("name", ENGINES)
 @settings(max_examples=6)
 @given(st.lists(ADD, min_size=2, max_size=4), st.lists(st.one_of(ADD, STEP, OTHERS), min_size=5, max_size=12))
@@ -111,7 +112,7 @@ def test_a_request_has_the_bits_that_it_has_alone(name, first, then):
         live = [handle for handle in numbers if engine.reason(handle) == "unfinished"]
         if what == "add":
             tokens, knobs = LIVES[which]
-            numbers[engine.add(tokens, params(min(size, ROOM - len(tokens)), **knobs))] = which
+            numbers[engine.add(tokens, params(min(size, MOST, ROOM - len(tokens)), **knobs))] = which
         elif what == "step":
             for _ in range(size):
                 engine.step()
@@ -137,14 +138,14 @@ def act(engine: Engine, what: str, handle: int, size: int, numbers: dict[int, in
         numbers[engine.import_request(snapshot)] = number
     else:
         tokens, knobs = LIVES[number]
-        limit = min(had + size + 1, ROOM - len(tokens), 40)
+        limit = min(had + size + 1, ROOM - len(tokens), MOST)
         numbers[engine.copy(handle, params(limit, **knobs))] = number
 
 
 def test_preempted_requests_have_their_bits():
     """Requests that the pool cannot hold together: the youngest gives its pages back and starts again."""
     engine = served("draft")
-    asked = [params(min(40, ROOM - len(tokens)), **knobs) for tokens, knobs in LIVES]
+    asked = [params(min(MOST, ROOM - len(tokens)), **knobs) for tokens, knobs in LIVES]
     results = serve(engine, *((tokens, how) for (tokens, _), how in zip(LIVES, asked, strict=True)))
     assert preemptions(engine)
     assert min(engine.drafting.accepted) > 0  # proposals that are what the model draws are taken
@@ -178,6 +179,7 @@ def test_training_sees_the_bits_that_the_engine_drew_with():
         np.testing.assert_array_equal(np.asarray(logprobs[row])[drawn[row]], np.float32(found.logprobs))
 
 
+@pytest.mark.further
 def test_the_gradient_is_that_of_the_fast_mode():
     """The order of a sum is no part of the function."""
     tokens = jnp.asarray([BASE, BASE[::-1]], jnp.int32)

@@ -137,6 +137,7 @@ def test_new_weights_have_their_own():
     np.testing.assert_allclose(chosen, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.further
 def test_in_the_invariant_mode_they_are_the_bits_of_a_score():
     """In chunks beside other prompts: what `score` gives of the texts in one chunk."""
     of_bits, lengths = tiny.model(CONFIG, dtype="bfloat16").with_invariance(), (50, 9, 30)

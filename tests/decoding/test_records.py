@@ -52,7 +52,9 @@ def assert_same_records(found: Generation, expected: Generation) -> None:
         np.testing.assert_array_equal(found.records[name], expected.records[name])
 
 
-@pytest.mark.parametrize("name", ["plain", "draft"])
+@pytest.mark.parametrize(
+    "name", ["plain", pytest.param("draft", marks=pytest.mark.further)]
+)  # in rounds: also test_support.py
 def test_a_record_played_again_gives_the_requests_bits(name):
     """The engine's log-probabilities, from one forward pass with its choices given; most of the blocks are dropped.
 
@@ -79,6 +81,7 @@ def _forward(model, tokens, choices):
     return model(tokens, choices=choices)
 
 
+@pytest.mark.further
 def test_records_do_not_depend_on_how_a_request_is_served():
     """In a group, from a copy, after a preemption and a move by bytes, beside requests that record nothing."""
     engine = served()
@@ -125,6 +128,7 @@ def test_a_copy_of_what_was_not_recorded_begins_with_the_models_own_choice():
     assert len(record) == 20 and (record[:had] == -1).all() and (record[had:].max(axis=-1) >= 0).all()
 
 
+@pytest.mark.further
 @pytest.mark.usefixtures("eight_devices")
 def test_records_over_a_mesh_are_those_of_one_device():
     """T38: rows over two devices, experts over others; a copy and a request that was taken back are among them.

@@ -64,7 +64,7 @@ def assert_plain(results):
 # Greedy
 
 
-@pytest.mark.parametrize("name", ["right", "wrong", "mixed"])
+@pytest.mark.parametrize("name", ["right", pytest.param("wrong", marks=pytest.mark.further), "mixed"])
 def test_any_proposals_give_the_plain_tokens(name):
     """T20: the target itself as the draft, one that is always wrong, and ragged acceptance.
 
@@ -168,7 +168,9 @@ def test_the_cache_is_that_of_plain_decoding():
             np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("history", ["hit", "fork", "truncate", "move", "preemption"])
+@pytest.mark.parametrize(
+    "history", ["hit", "fork", "truncate", "move", pytest.param("preemption", marks=pytest.mark.further)]
+)
 def test_the_drafts_cache_is_that_of_one_reading(history):
     """T16, T27: slots and edges of the draft, however the tokens came, are those of reading them all at once."""
     served = drafted(RANDOM)
@@ -251,6 +253,7 @@ def test_drafters_that_differ_in_type_alone_have_programs_of_their_own():
 # Sampled rows
 
 
+@pytest.mark.further
 def test_sampled_tokens_have_the_targets_distribution():
     """Third tokens of many requests through the engine's rounds, against all paths that lead to them; chi-square."""
     fake, count = FakeModel.random(3, FakeConfig(vocab_size=16), width=8), 1200
@@ -269,6 +272,7 @@ def test_sampled_tokens_have_the_targets_distribution():
         assert ((counts - p * count)[p > 0] ** 2 / (p[p > 0] * count)).sum() < 44.3  # once in 10,000, of 15 degrees
 
 
+@pytest.mark.further
 def test_tokens_have_the_targets_distribution_where_the_draft_draws():
     """Eagle3 with `sample=True` in the engine's rounds; against all paths of first and second tokens."""
     count, knobs, start = 320, dict(temperature=1.3, top_k=5), prompt(5)
@@ -306,6 +310,7 @@ def _top(logits, knobs):
     return p / p.sum(-1, keepdims=True)
 
 
+@pytest.mark.further
 def test_a_sampled_row_does_not_depend_on_its_companions():
     """Drawn proposals too are a function of the row's seed and positions."""
     warm = params(18, temperature=1.2, seed=5, top_p=0.9)
@@ -322,6 +327,7 @@ def test_a_sampled_row_does_not_depend_on_its_companions():
 # What it costs
 
 
+@pytest.mark.further
 def test_nothing_compiles_after_warmup():
     """Any mix of requests, with greedy and sampled rows, hits, copies, truncations and moves."""
     rng, served = np.random.default_rng(0), drafted(RANDOM)
@@ -385,6 +391,7 @@ def _lookup(drafter, tokens, last):
     return proposal.tokens
 
 
+@pytest.mark.further
 def test_lookup_pays_on_text_that_repeats():
     fake, text = FakeModel.random(), prompt(7) * 4
     served = Engine(fake, pages=16, max_batch=1, prefill_chunk=16, draft=PromptLookup(), draft_tokens=4)

@@ -50,6 +50,7 @@ def run(drafter, forgets: bool):
     return [results[handle].tokens for handle in handles], served.drafting
 
 
+@pytest.mark.further
 def test_the_draft_pays_and_needs_the_whole_prompt():
     """More than 2.2 tokens a call of the model; without what the draft made of the prompt fewer are accepted.
 

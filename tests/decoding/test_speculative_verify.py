@@ -60,7 +60,13 @@ def chi_square(tokens, p):
 
 # What knobs make of the logits does not depend on the rule, so the second rule has two of them.
 @pytest.mark.parametrize(
-    ("rule", "knobs"), [*(("drawn", knobs) for knobs in KNOBS), ("best", "plain"), ("best", "bias, bad words")]
+    ("rule", "knobs"),
+    [
+        ("drawn", "plain"),
+        ("best", "plain"),
+        *(pytest.param("drawn", knobs, marks=pytest.mark.further) for knobs in KNOBS if knobs != "plain"),
+        pytest.param("best", "bias, bad words", marks=pytest.mark.further),
+    ],
 )
 def test_tokens_have_the_targets_distribution(rule, knobs):
     """Of each position that is reached, with proposals that were drawn and with the most probable ones."""
@@ -75,7 +81,7 @@ def test_tokens_have_the_targets_distribution(rule, knobs):
     assert len(tokens[accepted >= 1]) > 2000
 
 
-@pytest.mark.parametrize("rule", ["drawn", "best"])
+@pytest.mark.parametrize("rule", ["drawn", pytest.param("best", marks=pytest.mark.further)])
 def test_penalties_count_what_was_accepted(rule):
     """The second token has the distribution that plain decoding gives it after each first one, as far as it comes."""
     prompt, new = [2, 6], [6]

@@ -102,12 +102,15 @@ def test_a_patch_is_that_value_of_the_other_run():
 
 
 def test_attributions_are_patches_to_first_order():
-    """The slope at each token times what a patch would move there; the choices are given."""
+    """The slope at a token along what a patch would move there, as by a small step; the choices are given."""
     names, choices = ("layers.0.output",), inside.choices_of(model(), TOKENS)
-    slopes = inside.gradients(model(), TOKENS, METRIC, names, choices)["layers.0.output"]  # by test_edits.py
-    effects = inside.attributions(model(), TOKENS, OTHER, METRIC, names, choices)["layers.0.output"]
+    effects = inside.attributions(model(), TOKENS, OTHER, METRIC, names, choices)["layers.0.output"]  # [B T]
     moved = defined(1)["layers"][0]["output"] - defined()["layers"][0]["output"]
-    np.testing.assert_allclose(effects, (slopes * moved).sum(-1), atol=1e-4)
+    run = jax.jit(lambda step: METRIC(model()(TOKENS, edits={names[0]: inside.Add(step)}, choices=choices)).sum())
+    for token in (11, 42):
+        step = jnp.zeros_like(moved).at[:, token].set(0.01 * moved[:, token])
+        np.testing.assert_allclose((run(step) - run(-step)) / 0.02, effects[0, token], rtol=0.03, atol=2e-3)
+    assert np.abs(effects[0, [11, 42]]).max() > 0.05
 
 
 def test_an_expert_that_no_token_chose_has_no_effect_and_others_have():

@@ -22,6 +22,7 @@ from pallas_kernels.sparse_decode.triton import Config as DecodeConfig
 from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill.triton import Config, kv_block_major
 
+further = pytest.mark.further
 TILE = Config(tokens=4, keys=4)
 KERNELS = {
     "query_union": dict(op=sparse_prefill, backend="triton", schedule="query_union", config=TILE),
@@ -30,7 +31,12 @@ KERNELS = {
     "decode": dict(op=sparse_decode, backend="triton", config=DecodeConfig(keys=4, programs=1)),
     "split decode": dict(op=sparse_decode, backend="triton", config=DecodeConfig(keys=2, programs=1000)),
 }
-every_kernel = pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS.keys())
+PARTS = ("chunks", "decode")  # each is a part of how another one of these computes
+every_kernel = pytest.mark.parametrize(
+    "options",
+    [pytest.param(options, marks=further if name in PARTS else ()) for name, options in KERNELS.items()],
+    ids=KERNELS.keys(),
+)
 few = settings(max_examples=4)
 # Rows of whole blocks in pages, which most tests here share, and rows with a last block that is not whole.
 SHAPES = dict(contiguous=RAGGED, paged=GROUPED)
@@ -44,18 +50,27 @@ def fitting(case: Case, options: dict) -> Case:
     return replace(case, shape=shape, positions=case.positions[:, -7:])
 
 
-@both_layouts
-@every_kernel
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(pytest.param(name, "paged", marks=further if name in PARTS else ()) for name in KERNELS),
+        *((name, "contiguous") for name in ("query_union", "split decode")),
+        *(pytest.param(name, "contiguous", marks=further) for name in ("kv_block_major", "chunks", "decode")),
+    ],
+)
 @few
 @given(data=st.data())
-def test_attention_is_that_of_the_definition(data, options, layout):
+def test_attention_is_that_of_the_definition(data, name, layout):
     """T8, T9, T10, T13, T20: any selection, unused slots anywhere, unseen blocks, padding, NaN behind every row."""
+    options = KERNELS[name]
     case = fitting(data.draw(cases((SHAPES[layout],))), options)
     blocks = case.any_blocks()
     check(attention(case=case, layout=layout, blocks=blocks, **options), of_definition(case, blocks))
 
 
-@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "split decode"])  # the others are parts of these
+@pytest.mark.parametrize(  # the others are parts of these
+    "name", [pytest.param("query_union", marks=further), "kv_block_major", pytest.param("split decode", marks=further)]
+)
 @few
 @given(case=cases((FOURS,)))
 def test_attention_of_odd_shapes(case, name):
@@ -116,7 +131,7 @@ def test_two_runs_are_bitwise_equal(options):
     np.testing.assert_array_equal(*(np.asarray(x[0]) for x in runs))
 
 
-@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "split decode"])
+@pytest.mark.parametrize("name", ["query_union", pytest.param("kv_block_major", marks=further), "split decode"])
 def test_bfloat16_is_rounded_where_the_definition_rounds(name):
     """Probabilities and outputs are rounded, sums and exponents are not."""
     options = KERNELS[name]

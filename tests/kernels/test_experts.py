@@ -122,7 +122,7 @@ def run_few(x, weights, ids):
 
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**16), spread=st.integers(0, EXPERTS))
-@pytest.mark.parametrize("shape", [(1, 4), (5, 3), (17, 2)])
+@pytest.mark.parametrize("shape", [(1, 4), pytest.param((5, 3), marks=pytest.mark.further), (17, 2)])
 def test_few_tokens_meet_the_experts_that_they_chose(shape, seed, spread):
     """From one expert for all to any; some are not held, and a token may choose an expert twice."""
     draw = np.random.default_rng(seed)
@@ -186,7 +186,7 @@ def test_experts_and_their_gradients_are_those_of_xla(path):
         assert np.linalg.norm(mine - theirs) <= 2e-3 * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize("unused", [0, 6])
+@pytest.mark.parametrize("unused", [pytest.param(0, marks=pytest.mark.further), 6])
 def test_experts_in_mxfp8_are_those_of_xla(unused):
     """All eight experts, none with a whole tile, and two that have more; gradients of tokens through them."""
     x, ids = choice(unused)
@@ -260,7 +260,7 @@ def run_mxfp8(*args):
     return mxfp8_experts(*args, activate=act, backend="triton")
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(1, 1), (32, 16), (2048, 64)])
+@pytest.mark.parametrize(("tokens", "tile"), [(1, 1), pytest.param(32, 16, marks=pytest.mark.further), (2048, 64)])
 def test_experts_in_mxfp8_lower(tokens, tile):
     name = "mxfp8_experts_out" if tile == 64 else "mxfp8_experts_few_out"
     assert name in lower(run_mxfp8, *mxfp8_operands(tokens, tile))
@@ -321,7 +321,9 @@ def run(*args):
     return grouped_experts(*args, num_chosen=4, activate=act, backend="triton")
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(32, 16), (2048, 64), (16384, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "tile"), [(32, 16), pytest.param(2048, 64, marks=pytest.mark.further), (16384, 128)]
+)
 def test_experts_lower(tokens, tile):
     assert "experts_out" in lower(run, *operands(tokens, tile))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.comparisons import assert_same_sets
-from support.kernels_inputs import both_layouts, check_keys, index, run_index
+from support.kernels_inputs import check_keys, index, run_index
 from support.msa_strategies import (
     FOURS,
     GROUPED,
@@ -55,12 +55,19 @@ def expected(case: Case, **rules) -> np.ndarray:
     return np.asarray(index_topk(*case.index(), case.positions, case.lengths, **case.rules(**rules)))
 
 
-@both_layouts
-@every_kernel
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "paged") for name in KERNELS),
+        *((name, "contiguous") for name in ("prefill", "decode")),
+        pytest.param("split", "contiguous", marks=pytest.mark.further),
+    ],
+)
 @few
 @given(data=st.data())
-def test_selection_is_that_of_the_definition(data, options, layout):
+def test_selection_is_that_of_the_definition(data, name, layout):
     """T9, T10, T11, T13: rows of any length in NaN memory, each query with a valid count of its own."""
+    options = KERNELS[name]
     case = fitting(data.draw(cases((SHAPES[layout],))), options)
     got = index(case=case, layout=layout, **options)
     assert_same_sets(got, expected(case))
@@ -68,7 +75,13 @@ def test_selection_is_that_of_the_definition(data, options, layout):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("prefill", FOURS), ("split", ROOMY), ("decode", ONE_SLOT), ("decode", ROOMY)]
+    ("name", "shape"),
+    [
+        ("prefill", FOURS),
+        ("decode", ONE_SLOT),
+        ("decode", ROOMY),
+        pytest.param("split", ROOMY, marks=pytest.mark.further),
+    ],
 )
 @few
 @given(data=st.data())

@@ -78,7 +78,12 @@ def distance(found, expected) -> float:
 
 @pytest.mark.parametrize(
     ("num_rows", "widths", "dtype"),
-    [(1, (256, 64, 32), "bfloat16"), (3, (96, 32), "float16"), (21, (256, 128), "bfloat16"), (16, (128,), "float16")],
+    [
+        (1, (256, 64, 32), "bfloat16"),
+        (21, (256, 128), "bfloat16"),
+        pytest.param(3, (96, 32), "float16", marks=pytest.mark.further),
+        pytest.param(16, (128,), "float16", marks=pytest.mark.further),
+    ],
 )
 def test_projections_are_those_of_the_definition(num_rows, widths, dtype):
     """The second of three layers; matrices of several widths in one call; 7 blocks, which nothing but 1 divides."""
@@ -90,7 +95,14 @@ def test_projections_are_those_of_the_definition(num_rows, widths, dtype):
         assert distance(out, np.asarray(x, np.float64) @ numbers(w, dtype)) < 1e-6
 
 
-@pytest.mark.parametrize("config", [FewConfig(32, 2, rows=3), FewConfig(64, 1, programs=4), FragmentConfig(2)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        FewConfig(64, 1, programs=4),
+        FragmentConfig(2),
+        pytest.param(FewConfig(32, 2, rows=3), marks=pytest.mark.further),
+    ],
+)
 def test_sizes_of_programs_change_nothing_but_the_order_of_sums(config):
     weights = drawn(2, 128, 128)
     x = tokens(4, 128)
@@ -143,7 +155,7 @@ def test_numbers_of_many_rows_are_the_definition_s_to_the_bit(dtype):
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), rtol=0, atol=448 * 2.0**-127)
 
 
-@pytest.mark.parametrize("tile", [1, 16, 32])
+@pytest.mark.parametrize("tile", [1, pytest.param(16, marks=pytest.mark.further), 32])
 def test_experts_of_one_token_of_tensor_cores_and_of_tiles(tile):
     """The second layer; two experts, a tile that is not used, and tokens in another order than they are in."""
     gate, up, down = drawn(2, 3, 128, 256), drawn(2, 3, 128, 256, seed=1), drawn(2, 3, 256, 128, seed=2)
@@ -161,7 +173,7 @@ def test_experts_of_one_token_of_tensor_cores_and_of_tiles(tile):
         assert distance(np.asarray(out)[i], hidden @ numbers(down)[e]) < 4e-3
 
 
-@pytest.mark.parametrize("num_rows", [1, 6])
+@pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.further), 6])
 def test_projections_on_a_tpu(num_rows):
     """Three steps of depth, two pieces of columns, and rows that do not fill their last tile."""
     weights = [drawn(2, 192, 128), drawn(2, 192, 64, seed=1)]
@@ -320,7 +332,9 @@ def test_wrong_operands_are_refused(unchecked):
 # Experts of many tokens
 
 
-@pytest.mark.parametrize(("tile", "config"), [(32, None), (128, GroupedConfig(depth=32))])
+@pytest.mark.parametrize(
+    ("tile", "config"), [(32, None), pytest.param(128, GroupedConfig(depth=32), marks=pytest.mark.further)]
+)
 def test_experts_of_many_tokens_are_those_of_the_definition(tile, config):
     """The second layer: two choices a token, tiles that are half empty, one of no pair, and every kind of code."""
     gate, up, down = drawn(2, 3, 128, 128), drawn(2, 3, 128, 128, seed=1), drawn(2, 3, 128, 128, seed=2)
@@ -340,7 +354,7 @@ def test_experts_of_many_tokens_are_those_of_the_definition(tile, config):
     assert distance(out, np.einsum("xaf,xafd->xad", hidden, numbers(down)[chosen])) < 4e-3
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.further)])
 def test_experts_of_many_tokens_lower(dtype):
     weights = lambda inputs, outputs: Weights(
         array(jnp.uint8, 3, 128, inputs, outputs), array(jnp.uint8, 3, 128, inputs // 32, outputs)

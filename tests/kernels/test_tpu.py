@@ -21,7 +21,7 @@ from jax.extend.core import jaxprs_in_params
 from support.comparisons import assert_close, assert_same_sets
 from support.insertion import EPS, draw
 from support.insertion import expected as inserted
-from support.kernels_inputs import both_layouts, check, lay_out, of_definition, view
+from support.kernels_inputs import check, lay_out, of_definition, view
 from support.msa_strategies import (
     FOURS,
     GROUPED,
@@ -52,6 +52,7 @@ from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill.mosaic_tpu import Config, kv_block_major
 
 STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+further = pytest.mark.further
 FEW = 3  # queries that a decode kernel is given
 SMALL = replace(GROUPED, B=2, T=6)  # of 40 keys, so that few steps of the interpreter drop many blocks
 INDEX = {
@@ -67,7 +68,12 @@ ATTENTION = {
 DENSE = dict(op=dense_causal, backend="mosaic_tpu", config=DenseConfig(tokens=4))
 DECODE = (index_topk_decode, sparse_decode)
 every_index = pytest.mark.parametrize("options", INDEX.values(), ids=INDEX.keys())
-every_attention = pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION.keys())
+# Of the two forms of a step, the one that adds up parts stands for both.
+every_attention = pytest.mark.parametrize(
+    "options",
+    [pytest.param(options, marks=further if name == "decode" else ()) for name, options in ATTENTION.items()],
+    ids=ATTENTION.keys(),
+)
 few = settings(max_examples=2)
 
 
@@ -134,7 +140,10 @@ def chosen(case: Case, **rules) -> np.ndarray:
 SHAPES = dict(contiguous=RAGGED, paged=SMALL)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("prefill", "paged"), ("decode", "paged"), ("decode", "contiguous")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("prefill", "paged"), ("decode", "paged"), pytest.param("decode", "contiguous", marks=further)],
+)
 @few
 @given(data=st.data())
 def test_selection_is_that_of_the_definition(data, name, layout):
@@ -146,7 +155,9 @@ def test_selection_is_that_of_the_definition(data, name, layout):
     assert_partial(case, got)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("prefill", ROOMY), ("decode", ONE_SLOT)])
+@pytest.mark.parametrize(
+    ("name", "shape"), [pytest.param("prefill", ROOMY, marks=further), pytest.param("decode", ONE_SLOT)]
+)
 @few
 @given(data=st.data())
 def test_selection_of_odd_shapes(data, name, shape):
@@ -156,19 +167,20 @@ def test_selection_of_odd_shapes(data, name, shape):
     assert_same_sets(index(case, "paged", **options), chosen(case))
 
 
-@every_index
+@pytest.mark.parametrize("name", ["prefill", pytest.param("decode", marks=further)])
 @settings(max_examples=1)
 @given(case=cases((FOURS,)))
-def test_selection_where_axes_agree(case, options):
+def test_selection_where_axes_agree(case, name):
     """T7: B, T, N, K, H, P and J all 4."""
+    options = INDEX[name]
     case = fitting(case, options)
     assert_same_sets(index(case, "paged", **options), chosen(case))
 
 
-@every_index
-def test_forced_blocks_use_slots(options):
+@pytest.mark.parametrize("name", [pytest.param("prefill", marks=further), "decode"])
+def test_forced_blocks_use_slots(name):
     """Forced blocks take slots and add none."""
-    rules = dict(local_blocks=2, init_blocks=1)
+    rules, options = dict(local_blocks=2, init_blocks=1), INDEX[name]
     case = fitting(at_the_end(SMALL, 1), options)
     assert_same_sets(index(case, "paged", **options, **rules), chosen(case, **rules))
 
@@ -197,7 +209,10 @@ def test_total_order(seed, kind, options):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*((name, "paged") for name in ATTENTION), *((name, "contiguous") for name in ("query_union", "decode"))],
+    [
+        *((name, "paged") for name in ATTENTION),
+        *(pytest.param(name, "contiguous", marks=further) for name in ("query_union", "decode")),
+    ],
 )
 @few
 @given(data=st.data())
@@ -209,7 +224,7 @@ def test_attention_is_that_of_the_definition(data, name, layout):
     check(attention(case, layout, blocks, **options), of_definition(case, blocks))
 
 
-@both_layouts
+@pytest.mark.parametrize("layout", ["paged", pytest.param("contiguous", marks=further)])
 @few
 @given(data=st.data())
 def test_dense_is_that_of_the_definition(data, layout):
@@ -219,7 +234,9 @@ def test_dense_is_that_of_the_definition(data, layout):
     check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
 
 
-@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "decode"])  # pieces are of slots, and take no axis
+@pytest.mark.parametrize(
+    "name", ["query_union", *(pytest.param(name, marks=further) for name in ("kv_block_major", "decode"))]
+)
 @settings(max_examples=1)
 @given(case=cases((FOURS,)))
 def test_attention_where_axes_agree(case, name):
@@ -276,7 +293,9 @@ def test_missing_pages_have_no_weight(options):
     check(got, of_definition(case, np.where(blocks == 3, -1, blocks)))
 
 
-@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "decode in pieces"])
+@pytest.mark.parametrize(
+    "name", ["query_union", *(pytest.param(name, marks=further) for name in ("kv_block_major", "decode in pieces"))]
+)
 def test_one_byte_keys_and_values(name):
     """e4m3 pages under queries in bfloat16: the result is that of the numbers they stand for."""
     options = ATTENTION[name]
@@ -374,7 +393,10 @@ def all_equations(jaxpr):
                 yield from all_equations(inner)
 
 
-@pytest.mark.parametrize("name", ["dense", "query_union", "decode", "index", "index of a step"])
+@pytest.mark.parametrize(
+    "name",
+    ["dense", *(pytest.param(name, marks=further) for name in ("query_union", "decode", "index")), "index of a step"],
+)
 def test_a_kernel_s_estimate_is_what_it_moves(name, monkeypatch):
     """Where queries choose as differently as they can, and see all; then its copies are as many as there can be.
 

@@ -67,9 +67,9 @@ def test_padding_may_hold_anything(model):
 def test_a_second_call_compiles_nothing(model):
     """Outside `jax.jit` each call used to compile its scans again."""
     other = TOKENS[::-1]
-    model(TOKENS), model.intermediates(TOKENS), model.tapped(TOKENS, (0, 2))
+    model(TOKENS), model.intermediates(TOKENS)
     with compilations() as compiled:
-        model(other), model.intermediates(other), model.tapped(other, (0, 2))
+        model(other), model.intermediates(other)
     assert not compiled
 
 
@@ -95,6 +95,7 @@ def test_tabulate_breaks_nothing(model):
     assert f"{sum(x.size for x in jax.tree.leaves(model)):,}" in lines[-1]
 
 
+@pytest.mark.further
 def test_a_score_of_ones_own_reaches_every_layer(model):
     """The maximum written by hand selects as the configuration's does, its negative does not."""
     blocks = lambda model: [layer["blocks"] for layer in model.intermediates(TOKENS)["layers"] if "blocks" in layer]
@@ -113,6 +114,7 @@ def test_a_score_of_ones_own_reaches_every_layer(model):
         model.with_score(lambda scores: None)
 
 
+@pytest.mark.further
 def test_an_engine_passes_checks(model):
     """The engine's calls of the model pass `checks()`, rows of padding and ends of pages included."""
     params = Params(max_new_tokens=5, sampling=Sampling.greedy())

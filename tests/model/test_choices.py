@@ -46,7 +46,7 @@ def test_a_record_is_what_the_layers_chose():
         np.testing.assert_array_equal(record()["blocks"][:, :, index], jnp.moveaxis(layer["blocks"], 1, 2))
 
 
-@pytest.mark.parametrize("names", [("expert_ids",), NAMES])
+@pytest.mark.parametrize("names", [pytest.param(("expert_ids",), marks=pytest.mark.further), NAMES])
 def test_a_record_played_again_is_the_call(names):
     """To the bit, with the experts weighed by live scores in the order that was recorded."""
     choices = Choices(**{name: record()[name] for name in names})

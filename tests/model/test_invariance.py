@@ -97,6 +97,7 @@ def test_host_memory_changes_no_bit():
     np.testing.assert_array_equal(found, alone(None, "bfloat16", **IN_FLOAT8))
 
 
+@pytest.mark.further
 def test_the_data_axis_changes_no_bit():
     """Rows in chunks over two devices have the bits of each row alone, on one device and in one call."""
     found = run("data=2", "bfloat16", ROWS, CHUNK, **IN_FLOAT8)

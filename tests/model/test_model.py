@@ -297,6 +297,7 @@ def test_selection_of_a_layer_is_its_own():
     assert np.any(second["blocks"] != sparse_layers(whole())[1]["blocks"])
 
 
+@pytest.mark.further
 def test_float64_agrees():
     """The definition in float64 chooses the same blocks and agrees with the float32 schedule."""
     with jax.enable_x64(True):

@@ -168,6 +168,7 @@ def test_logits_of_the_invariant_mode_are_those_of_the_dequantised_model_to_the_
     assert same_bits(*(model.with_invariance()(jnp.asarray(TOKENS)) for model in (kept, plain)))
 
 
+@pytest.mark.further
 def test_on_a_mesh_logits_are_those_of_the_dequantised_model_there():
     """In bfloat16; experts lie on one axis, heads and hidden channels on another, with their codes' own scales."""
     mesh = parse_mesh("expert=2,tensor=2")
@@ -230,6 +231,7 @@ def test_every_way_to_run_experts_takes_codes_and_scales(path, kept, plain):
     assert same_bits(run(kept.stacks[1].mlp.experts), run(plain.stacks[1].mlp.experts))
 
 
+@pytest.mark.further
 def test_a_decode_step_s_program_holds_half_the_bytes_of_bfloat16():
     """At widths of whole blocks: codes and scales are 33 bytes for the 64 of bfloat16, and nothing keeps a copy."""
     config = tiny.config("MM", hidden_size=64, intermediate_size=256, shared_intermediate_size=64, num_local_experts=16)

@@ -26,7 +26,10 @@ BF16_SLACK = 2.0**-8
 
 ON_THE_WAY = ("input", "attention_norm", "q", "k", "v", "index_q", "index_k", "attention", "attention_out", "ffn_norm",
               "ffn_out", "output")  # fmt: skip
+LONG = "groups8"  # longer than every chunk that a schedule walks, and the dearest
+CASE_OF = {name: pytest.param(name, marks=pytest.mark.further if name == LONG else ()) for name in CASES}
 SPARSE_CASES = [name for name, case in CASES.items() if case.layers != case.layers.lower()]
+every_sparse_case = pytest.mark.parametrize("name", [CASE_OF[name] for name in SPARSE_CASES])
 
 
 @jax.jit
@@ -68,8 +71,11 @@ def sparse_layers(values: dict[str, Any]) -> list[dict[str, np.ndarray]]:
 
 
 # Our definition is compared with ours in test_definition.py; with theirs, in a case with every part and in a long one.
-COMPUTED = [*((ours, name) for name in CASES), *((defined, name) for name in ("m3", "groups8"))]
-every_case = pytest.mark.parametrize(("computed", "name"), COMPUTED)
+COMPUTED = [*((ours, name) for name in CASES), *((defined, name) for name in ("m3", LONG))]
+every_case = pytest.mark.parametrize(
+    ("computed", "name"),
+    [pytest.param(computed, *CASE_OF[name].values, marks=CASE_OF[name].marks) for computed, name in COMPUTED],
+)
 
 
 @every_case
@@ -109,13 +115,13 @@ def by_id(layer: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 # Selection
 
 
-@pytest.mark.parametrize("name", SPARSE_CASES)
+@every_sparse_case
 def test_every_block_set(name):
     for mine, other in zip(sparse_layers(ours(name)), sparse_layers(theirs(name)), strict=True):
         assert_same_sets(mine["blocks"], other["blocks"])
 
 
-@pytest.mark.parametrize("name", SPARSE_CASES)
+@every_sparse_case
 def test_block_scores(name):
     """Pooled by hand from their index queries and keys; and no choice hangs on the last bits."""
     case = CASES[name]
@@ -147,7 +153,7 @@ def margin(scores: np.ndarray, case: oracle.Case) -> float:
     return float(np.min(last[dropping] - first[dropping]))
 
 
-@pytest.mark.parametrize("name", SPARSE_CASES)
+@every_sparse_case
 def test_visible_blocks_are_dropped(name):
     """T17: a selection that holds all visible blocks proves nothing."""
     case = CASES[name]
@@ -212,6 +218,7 @@ def test_right_padded_rows():
     assert_close(logits[real], expected[real], "logits of tokens", "token V", atol=LOGITS)
 
 
+@pytest.mark.further
 def test_greedy_text():
     """24 tokens after prompts of different lengths: one ragged batch here, one prompt at a time there."""
     pair = oracle.pair("sparse-only")
@@ -230,7 +237,7 @@ def test_greedy_text():
 # bfloat16
 
 
-@pytest.mark.parametrize("name", ["sparse-only", "dense-only"])
+@pytest.mark.parametrize("name", ["sparse-only", pytest.param("dense-only", marks=pytest.mark.further)])
 def test_bfloat16(name):
     """Weights that bfloat16 holds exactly: what differs from float32 is the arithmetic alone."""
     case = CASES[name]

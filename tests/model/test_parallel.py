@@ -32,9 +32,9 @@ from m3jax.weights import StackedLayer
 CONFIG = tiny.config("dM")
 BATCH, LENGTH = 8, 33
 MESHES = [
-    "tensor=8",  # more devices than KV heads
+    pytest.param("tensor=8", marks=pytest.mark.further),  # more devices than KV heads
     "context=2,expert=2,tensor=2",
-    "data=2,context=2,tensor=2",
+    pytest.param("data=2,context=2,tensor=2", marks=pytest.mark.further),
 ]
 pytestmark = pytest.mark.usefixtures("eight_devices")
 QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile; the program is the same
@@ -96,7 +96,7 @@ def test_decode_is_forward_on_one_device():
     comparisons.assert_close(decoded[0, 5:], expected[0, :-5], "logits of row 0", "T V", rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("mesh", ["data=2,context=2,tensor=2", "expert=8"])
+@pytest.mark.parametrize("mesh", ["data=2,context=2,tensor=2", pytest.param("expert=8", marks=pytest.mark.further)])
 def test_forward_is_one_device_s(mesh):
     """T51, T52: of a dense layer and of layers with experts and an index branch."""
     comparisons.assert_close(whole(mesh), whole(None), "logits", "B T V", rtol=1e-5, atol=1e-5)
@@ -221,7 +221,7 @@ def layer_of_experts(mesh: str | None, platform: str):
     [
         ("data=2,context=2,expert=2", "cpu"),
         ("data=2,context=2,expert=2", "gpu"),
-        ("context=3", "cpu"),
+        pytest.param("context=3", "cpu", marks=pytest.mark.further),
         ("expert=4,tensor=2", "tpu"),
     ],
 )
@@ -293,7 +293,9 @@ def in_chunks(mesh: str | None) -> np.ndarray:
     return np.concatenate(logits)
 
 
-@pytest.mark.parametrize("mesh", ["context=2,expert=2,tensor=2", "context=3,tensor=2"])
+@pytest.mark.parametrize(
+    "mesh", ["context=2,expert=2,tensor=2", pytest.param("context=3,tensor=2", marks=pytest.mark.further)]
+)
 def test_a_prompt_in_divided_chunks_is_one_device_s(mesh):
     """T51, T52: over every axis but that of rows; one axis divides no tokens."""
     comparisons.assert_close(in_chunks(mesh), in_chunks(None), "logits", "T V", rtol=1e-5, atol=2e-5)

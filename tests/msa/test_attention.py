@@ -100,6 +100,7 @@ def test_float64_is_the_oracle(schedule, case):
     assert_close(got, reference.attention(*qkv, *args, blocks, case.shape.P), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
 @few
 @given(seed=st.integers(0, 99))
@@ -217,6 +218,7 @@ def test_a_row_is_attended_alone(schedule, case, row):
     assert_equal([x[row] for x in run(other, schedule, blocks, qkv)], expected)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
 @few
 @given(case=cases((GROUPED,)), row=st.integers(0, 2))
@@ -246,6 +248,7 @@ def test_padding_is_zero(schedule, case):
     assert np.isfinite(out).all() and not np.isnan(lse).any()
 
 
+@pytest.mark.further
 @SCHEDULE
 @few
 @given(case=cases((GROUPED,)))
@@ -262,6 +265,7 @@ def test_right_padding_changes_nothing(schedule, case):
     assert (out[:, s.T :] == 0).all()
 
 
+@pytest.mark.further
 @SCHEDULE
 def test_layouts_do_not_matter(schedule):
     """T22: operands that are views of something wider, transposed, or donated."""
@@ -359,6 +363,7 @@ def test_packed_documents_are_rows(schedule, lengths):
     assert_partial(case, blocks)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("schedule", ["dense", "kv_block_major"])
 def test_vmap_is_a_loop(schedule):
     stack = [prefill(GROUPED, seed, [40, 17, 0]) for seed in range(2)]

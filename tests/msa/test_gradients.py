@@ -164,6 +164,7 @@ def test_selection_takes_no_gradient():
     assert_partial(case, index_topk(*index, *rest, **case.rules()))
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("schedule", ["query_major", "kv_block_major"])
 def test_vmap_of_a_gradient_is_a_loop(schedule):
     stack = [operands(c, c.any_blocks()) for c in (prefill(GROUPED, seed, [40, 9, 0]) for seed in range(2))]

@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import tpu as pltpu
 from support import comparisons, tiny
 
@@ -70,6 +71,7 @@ def test_steps_are_those_of_xla():
     comparisons.assert_close(found, by_xla(), "logits", "T V", atol=1e-4)
 
 
+@pytest.mark.further
 def test_inside_shard_map_a_prompt_and_steps_are_those_of_xla():
     """Each of two devices names candidates among the pages that are its own, and attends over them."""
     model = tiny.model(CONFIG, mesh=parse_mesh("context=2")).with_backend("mosaic_tpu")

@@ -155,7 +155,7 @@ def model():
 
 @pytest.mark.parametrize(("few", "forced"), [(False, dict(init_blocks=1)), (True, dict(local_blocks=2))])
 def test_ops_in_interpret_mode_give_what_xla_gives(few, forced):
-    """Under rules that are not M3's; those are what the models below have."""
+    """Under rules that are not M3's; those are what the models below have. The backward pass is XLA's."""
     case = prefill(GROUPED, 1, lengths=[0, 40, 13])
     q, k, v = map(jnp.asarray, case.qkv())
     index_q, index_k = map(jnp.asarray, case.index())
@@ -170,9 +170,22 @@ def test_ops_in_interpret_mode_give_what_xla_gives(few, forced):
         sparse = attend_selected(q[:, first:], view, blocks, *rows, schedule=schedule, backend=backend)
         return blocks, sparse, attend_all(q[:, first:], view, *rows, schedule=schedule, backend=backend)[0]
 
-    run = jax.jit(ops, static_argnums=(0, 1))
+    def gradient(backend, schedule, blocks):
+        """Of the output of attention over given blocks, by queries, keys and values."""
+
+        def total(q, k, v):
+            view = contiguous(k, v, GROUPED.P)
+            out, _ = attend_selected(q[:, first:], view, blocks, *rows, schedule=schedule, backend=backend)
+            return jnp.sum(out**2)
+
+        return jax.grad(total, (0, 1, 2))(q, k, v)
+
+    run, slopes = jax.jit(ops, static_argnums=(0, 1)), jax.jit(gradient, static_argnums=(0, 1))
     with interpret():
         found = run("triton", "auto")
+        found_slopes = slopes("triton", "auto", found[0])
+    for mine, theirs in zip(found_slopes, slopes("xla", "mask", found[0]), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
     names, expected = ("blocks", "out", "lse", "dense out"), run("xla", "mask")
     for name, mine, theirs in zip(names, jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         comparisons.assert_close(mine, theirs, name, atol=1e-5)
@@ -200,6 +213,7 @@ def test_decode_kernels_read_float8_pages_by_their_scales(op):
         comparisons.assert_close(mine, theirs, f"{name} of {op}_decode", atol=1e-5)
 
 
+@pytest.mark.further
 def test_a_model_in_interpret_mode_has_the_same_logits_blocks_and_gradients():
     tokens = jnp.asarray(tiny.tokens(CONFIG, 2, 70))
 

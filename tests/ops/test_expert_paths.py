@@ -51,6 +51,7 @@ def test_a_path_that_cannot_run_is_one_line(path):
         call()
 
 
+@pytest.mark.further
 def test_the_vectors_check_only_what_can_run():
     (case,) = (case for case in group.cases(large=False) if case.name == "layer")
     names = {run.label for run in group.runs(case.inputs, case.rule)}

@@ -198,6 +198,9 @@ def test_on_a_gpu_a_tile_stands_between_barriers():
     total = lambda x, matrix: jnp.sum(by_tiles(lambda x: jnp.tanh(x @ matrix), 8, x) ** 2)
     both = lambda x, matrix: (by_tiles(lambda x: x @ matrix, 8, x), jax.grad(total, (0, 1))(x, matrix))
     expected = jax.jit(both)(x, matrix)
+    slopes = jax.grad(lambda x, matrix: jnp.sum(jnp.tanh(x @ matrix) ** 2), (0, 1))(x, matrix)  # of all rows at once
+    for found, wanted in zip(expected[1], slopes, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     with mock.patch("m3jax.tiles.platform", lambda: "gpu"):
         for found, wanted in zip(*map(jax.tree.leaves, (jax.jit(both)(x, matrix), expected)), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -165,6 +165,7 @@ def test_the_gradient_reaches_the_tower(model):
         assert np.isfinite(value).all() and np.abs(value).max() > 1e-4, name
 
 
+@pytest.mark.further
 def test_training_treats_the_tower_as_its_files_do(model):
     """In a bfloat16 copy its patch embedding stays float32. Biases are trained, and matrices alone are decayed."""
     half = tree.flatten(cast_weights(model, "bfloat16"))
