@@ -113,6 +113,7 @@ def test_a_step_of_a_draft_moves_neither_its_embedding_nor_its_head():
     ]
 
 
+@pytest.mark.further  # a script
 def test_the_bench_of_meshes_runs():
     """Its counts and its times of attention; `--smoke` without `--index` runs engines too, which compile for long."""
     script = Path(__file__).resolve().parents[2] / "scripts" / "bench_mesh.py"

@@ -41,6 +41,7 @@ def away(invariant: bool, replay: tuple[str, ...] = ()) -> dict[str, float]:
     return mismatch(batch["sampler"], np.asarray(found), batch["mask"])
 
 
+@pytest.mark.further  # of a run, with all knobs: test_runs.py
 def test_in_the_invariant_mode_the_trainer_computes_the_engines_bits():
     """In bfloat16, of rows that are padded and read in one chunk: nothing is off; with the record, see test_runs.py."""
     batch = as_batch(episodes(True), LENGTH)
@@ -55,6 +56,7 @@ def test_replay_takes_away_what_choices_add_to_the_mismatch():
     assert replayed["token_mult_prob_error"] < 1.05
 
 
+@pytest.mark.further  # each part of it: test_policy.py, test_runs.py
 def test_a_policy_learns_what_is_rewarded():
     """Twelve rounds of groups: the engine serves the new weights, and answers have more of the even tokens.
 
@@ -83,7 +85,7 @@ def test_a_policy_learns_what_is_rewarded():
 
 def test_what_a_tool_wrote_is_in_no_loss():
     """Of an episode of two turns the mask has the policy's tokens alone, whatever stands between them."""
-    first, second = episodes(True)[:2]
+    first, second = episodes(False)[:2]
     tool = (5, 6, 7)
     both = Episode(
         tokens=(*first.tokens, *tool, *second.tokens[-3:]),
@@ -97,7 +99,7 @@ def test_what_a_tool_wrote_is_in_no_loss():
 
 
 def test_what_cannot_be_read_is_said(unchecked):
-    drawn = episodes(True)[0]
+    drawn = episodes(False)[0]
     with pytest.raises(ValueError, match="an episode has 58 tokens, and the rows of the batch 32"):
         as_batch([drawn], 32)
     with pytest.raises(ValueError, match="replay of blocks: an episode has no record"):
