@@ -149,6 +149,7 @@ def test_generate_is_the_whole_model_on_the_same_picture(model, files):
         m3jax.generate(model, [text, text], images=[[]], tokenizer=TOKENIZER, **GREEDY)
 
 
+@pytest.mark.further  # pictures of an engine that goes on: tests/decoding/test_engine_media.py
 def test_a_dialogue_sees_what_its_messages_show(model, files):
     """An image and a clip in one history, a second turn that asks again; `m3jax.chat` says the same of that history."""
     template = ChatTemplate.from_folder(embedded_path())

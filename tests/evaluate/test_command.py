@@ -77,6 +77,7 @@ def test_a_task_writes_its_figures_and_a_picture(run, folder, tmp_path, task):
     assert task in ("recall", "acceptance") or figures[0] != figures[1]
 
 
+@pytest.mark.further  # its parts: test_divergence.py
 def test_divergence_of_dtypes(run, tmp_path):
     """A reference is written, the model itself agrees with it to the bit, a float8 cache does not."""
     status, out, err = run("--task", "kl", "--write-reference", tmp_path / "ref", "--prompts", 2, "--context", 40)

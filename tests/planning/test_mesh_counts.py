@@ -27,7 +27,7 @@ ROWS, CHUNK, LAYERS, CONTEXT = 4, 256, 3, 1024
 WIDTH, BYTES = CONFIG.hidden_size, 4  # of float32
 pytestmark = pytest.mark.usefixtures("eight_devices")
 QUICK = {"xla_backend_optimization_level": 0}
-MESHES = ["tensor=4", "context=2,expert=2,tensor=2"]
+MESHES = ["context=2,expert=2,tensor=2", pytest.param("tensor=4", marks=pytest.mark.further)]
 # Products outside attention and the routed experts, by the einsum that makes them.
 DIVIDED = ("btd,d...h->bt...h", "btx,xd->btd", "...d,df->...f", "...f,fd->...d", "xd,df->xf", "xf,fd->xd")
 
@@ -66,7 +66,7 @@ def large(collectives: list[hlo.Collective], least: float) -> Counter:
     return runs
 
 
-@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize("rows", [1, pytest.param(ROWS, marks=pytest.mark.further)])
 def test_a_step_over_tensors_has_two_sums_a_layer_and_nothing_else(rows):
     """No matrix is gathered, no page is moved, and the shared expert is not summed by itself."""
     tokens = rows * WIDTH * BYTES

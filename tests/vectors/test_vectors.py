@@ -253,6 +253,7 @@ def test_a_skeleton_in_python_writes_what_agrees(language, tmp_path, monkeypatch
     agrees_with_sparse_attention(tmp_path)
 
 
+@pytest.mark.further  # in numpy and torch: above
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the skeleton in C++ needs g++, which is not there")
 def test_the_skeleton_in_cpp_writes_what_agrees(tmp_path):
     """Compiled without a warning, and run as it stands."""
