@@ -260,6 +260,7 @@ def test_only_answers_count_and_every_placeholder_has_a_feature():
     assert (batch["tokens"][:, 1:-1][is_last] == TOKENIZER.eos_id).all(), "an answer counts to the end of its turn"
 
 
+@pytest.mark.further  # a clip too; of pictures the loss is compared below
 def test_features_of_a_picture_are_those_that_the_model_has_for_it(model):
     """By `M3.features` on one packed batch, as a user runs it: the order of pictures and of their rows is kept."""
     from m3jax import media
