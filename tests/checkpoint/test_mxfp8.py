@@ -153,7 +153,9 @@ def stored(path: Path) -> dict[str, tuple]:
     return {tensor.name: (tensor.dtype, tensor.shape, tensor.view().tobytes()) for tensor in tensors}
 
 
-@pytest.mark.parametrize("host_bytes", [16 << 20, 0], ids=["on the host", "in place"])
+@pytest.mark.parametrize(
+    "host_bytes", [pytest.param(16 << 20, marks=pytest.mark.further, id="on the host"), pytest.param(0, id="in place")]
+)
 def test_kept_weights_stand_for_the_same_model_and_are_saved_byte_for_byte(host_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
     expected = expected_parameters(CONFIG, quantized_folder(tmp_path / "hub"))

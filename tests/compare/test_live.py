@@ -71,6 +71,7 @@ def test_the_pages_hooks_dump_what_the_tool_reads(folder, tmp_path, monkeypatch,
     assert "first beyond its tolerance: layers.1.blocks" in out and "prompt 1, position 100, KV head 2" in out
 
 
+@pytest.mark.further  # what a mesh computes: tests/model
 def test_a_model_on_a_mesh_gives_the_same_values():
     """Two KV heads on two devices."""
     from m3jax.compare.live import run_m3jax

@@ -130,6 +130,7 @@ def test_an_answer_that_is_cut_says_so(say):
     assert err == "m3jax.chat: note: cut after 7 tokens; --max-new-tokens allows more\n"
 
 
+@pytest.mark.further  # in this process: the tests above; as a process: those on a terminal
 def test_a_pipe_of_two_processes(tmp_path):
     """Answers come while the input stays open, and the process ends with it."""
     (tmp_path / "script.json").write_text(json.dumps(ANSWERS[1:]), encoding="utf-8")

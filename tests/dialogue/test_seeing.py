@@ -53,6 +53,7 @@ def files(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("media")
     written = {
         "a.png": image_file(picture(60, 90, seed=1)), "b.png": image_file(picture(56, 56, seed=2)),
+        "c.png": image_file(picture(60, 90, seed=3)),
         "clip.mp4": video_file(clip(5), rate=1), "cut.png": image_file(picture(60, 90))[:900], "text.png": b"no image",
         "empty.png": b"", "thin.png": image_file(picture(2, 500)), "sound.mp4": sound_file(),
         "cut.mp4": video_file(clip(5))[:-600],
@@ -140,8 +141,8 @@ def test_placeholders_stand_where_they_are_written_or_in_front(files):
 def test_generate_is_the_whole_model_on_the_same_picture(model, files):
     """And what it says depends on the picture: two pictures behind the same words are two answers."""
     text = TOKENIZER.encode("What is it?")
-    for shown in ([files / "a.png"], [files / "b.png"]):
-        # One prompt a call, as the command line below has it: the programs are the same.
+    for shown in ([files / "a.png"], [files / "c.png"]):
+        # One prompt a call and one size, as the command line below has it: the programs are the same.
         (tokens,) = m3jax.generate(model, [text], images=[shown], tokenizer=TOKENIZER, progress=False, **GREEDY)
         media = read_media(shown, progress=False)
         assert tokens == continued(model, with_placeholders(text, media, TOKENIZER), media)
@@ -149,6 +150,7 @@ def test_generate_is_the_whole_model_on_the_same_picture(model, files):
         m3jax.generate(model, [text, text], images=[[]], tokenizer=TOKENIZER, **GREEDY)
 
 
+@pytest.mark.further  # pictures of an engine that goes on: tests/decoding/test_engine_media.py
 def test_a_dialogue_sees_what_its_messages_show(model, files):
     """An image and a clip in one history, a second turn that asks again; `m3jax.chat` says the same of that history."""
     template = ChatTemplate.from_folder(embedded_path())

@@ -58,7 +58,10 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("task", SIZES)
+@pytest.mark.parametrize(
+    "task",
+    ["perplexity", "caught", *(pytest.param(task, marks=pytest.mark.further) for task in ("recall", "acceptance"))],
+)
 def test_a_task_writes_its_figures_and_a_picture(run, folder, tmp_path, task):
     """Measured again beside another model, the first one's figures are the same, and both stand side by side."""
     status, table, err = run("--task", task, *SIZES[task], "--out", tmp_path / "one")
@@ -74,6 +77,7 @@ def test_a_task_writes_its_figures_and_a_picture(run, folder, tmp_path, task):
     assert task in ("recall", "acceptance") or figures[0] != figures[1]
 
 
+@pytest.mark.further  # its parts: test_divergence.py
 def test_divergence_of_dtypes(run, tmp_path):
     """A reference is written, the model itself agrees with it to the bit, a float8 cache does not."""
     status, out, err = run("--task", "kl", "--write-reference", tmp_path / "ref", "--prompts", 2, "--context", 40)
@@ -96,6 +100,7 @@ def test_divergence_of_dtypes(run, tmp_path):
     assert {path: path.read_bytes() for path in (tmp_path / "ref").iterdir()} == before
 
 
+@pytest.mark.further  # one task on a mesh: test_caught.py
 def test_a_mesh_gives_the_figures_of_one_device(run, tmp_path):
     loss = []
     for mesh in ((), ("--mesh", "context=2,expert=2,tensor=2")):

@@ -71,6 +71,7 @@ def test_logits_are_made_a_few_positions_at_a_time(monkeypatch):
     assert_as_defined(token_scores(model(), rows(), Reading(chunk=15, batch=2)))
 
 
+@pytest.mark.further
 def test_the_cache_has_the_dtypes_that_were_asked_for():
     """Index keys in float8 move the losses a little, through the selection only; `test_command.py` has other keys."""
     exact = np.concatenate([losses for losses, _ in expected()])

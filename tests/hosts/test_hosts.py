@@ -70,8 +70,7 @@ def assert_same_round(found: dict, expected: dict) -> None:
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
-@pytest.fixture(scope="module")
-def processes(hub, rounds_of_one) -> list[tuple[dict, int, str, str]]:
+def ended(folder: Path, work: str) -> list[tuple[dict, int, str, str]]:
     """(report, exit status, stdout, stderr) of two processes that did all their work; then the second was killed."""
     port = str(free_port())
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
@@ -82,7 +81,7 @@ def processes(hub, rounds_of_one) -> list[tuple[dict, int, str, str]]:
         started = [
             stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, host_process.__file__, str(i), port, str(hub.parent), "idle"],
+                    [sys.executable, host_process.__file__, str(i), port, str(folder), work],
                     **dict(env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
                 )
             )
@@ -93,10 +92,22 @@ def processes(hub, rounds_of_one) -> list[tuple[dict, int, str, str]]:
         found = []
         for i, process in enumerate(started):
             out, err = process.communicate(timeout=host_process.LIMIT + 60)
-            path = hub.parent / f"report{i}.json"
+            path = folder / f"{work}{i}.json"
             assert path.is_file(), err
             found.append((json.loads(path.read_text()), process.returncode, out, err))
     return found
+
+
+@pytest.fixture(scope="module")
+def processes(hub) -> list[tuple[dict, int, str, str]]:
+    """Two processes that read a checkpoint and serve; then the second was killed."""
+    return ended(hub.parent, "serve")
+
+
+@pytest.fixture(scope="module")
+def training(hub, rounds_of_one) -> list[dict]:
+    """The reports of two processes that save, train and serve with a draft."""
+    return [report for report, *_ in ended(hub.parent, "train")]
 
 
 @cache
@@ -106,12 +117,21 @@ def alone() -> dict:
         return host_process.work(host_process.made(dict(pages=21), None))
 
 
-@pytest.mark.parametrize("name", host_process.ENGINES)
-def test_two_processes_generate_what_one_does(name, processes):
-    expected, together = dict(alone()), dict(processes[0][0][name])
+def test_two_processes_generate_what_one_does(processes):
+    assert_as_one(processes[0][0]["rows and pages"])
+
+
+@pytest.mark.further  # other axes of the mesh, and a draft
+def test_two_processes_with_a_draft_generate_what_one_does(training):
+    assert_as_one(training[0]["heads, one row, draft"], draft=True)
+
+
+def assert_as_one(found: dict, draft: bool = False) -> None:
+    """Requests got what they get from one process; the few that no random number decides where drafts are drawn."""
+    expected, together = dict(alone()), dict(found)
     assert expected.keys() - together.keys() <= {"moved"}  # no request with a draft is
     assert together.pop("refused") == expected.pop("refused")
-    if "draft" in name:  # which draws with other random numbers
+    if draft:  # which draws with other random numbers
         together = {request: together[request] for request in ("first", "guided", "late", "copied")}
     for request, (tokens, reason, logprobs) in together.items():
         # One was stopped in the middle: how far it came depends on how many rows there are.
@@ -145,7 +165,8 @@ def test_each_process_reads_its_own_bytes(hub, processes):
     np.testing.assert_allclose([report["held"] for report, *_ in processes], expected, rtol=1e-12)
 
 
-def test_what_two_processes_saved_one_restores(hub, processes):
+@pytest.mark.further  # saving over a mesh of one process is tests/checkpoint's
+def test_what_two_processes_saved_one_restores(hub, training):
     model = checkpoint.load(hub, "float32", progress=False)
     for mesh in (None, "tensor=4"):
         restored = checkpoint.load_orbax(
@@ -156,14 +177,15 @@ def test_what_two_processes_saved_one_restores(hub, processes):
             np.testing.assert_array_equal(np.asarray(value), np.asarray(expected[name]))
 
 
-def test_two_processes_convert_a_dense_model_as_one_does(hub, processes, tmp_path):
+@pytest.mark.further  # over a mesh of one process: tests/train/test_convert.py
+def test_two_processes_convert_a_dense_model_as_one_does(hub, training, tmp_path):
     """Each reads its own bytes; process 0 alone writes lines and report, and both write the model."""
     model, as_one = read_dense_with_report(hub.parent / "qwen3", mesh="expert=4,tensor=2", block_size=4)
-    reports = [report["dense bytes"] for report, *_ in processes]
+    reports = [report["dense bytes"] for report in training]
     assert [len(report) for report in reports] == [4, 4]
     assert [size for report in reports for size in report.values()] == list(as_one.bytes_read.values())
     held = sum(host_process.sums(model))
-    np.testing.assert_allclose([report["dense held"] for report, *_ in processes], held, rtol=1e-12)
+    np.testing.assert_allclose([report["dense held"] for report in training], held, rtol=1e-12)
     conversion.convert(hub.parent, tmp_path, None)
     conversion.assert_same(conversion.told(hub.parent / "converted"), conversion.told(tmp_path))
     expected = tree.flatten(checkpoint.load(tmp_path / "model", "float32", progress=False))
@@ -171,7 +193,8 @@ def test_two_processes_convert_a_dense_model_as_one_does(hub, processes, tmp_pat
         np.testing.assert_allclose(value, expected[name], atol=5e-6, err_msg=name)
 
 
-def test_rounds_of_grpo_go_on_over_another_number_of_hosts(hub, processes, rounds_of_one, tmp_path):
+@pytest.mark.further  # rounds and states over meshes of one process are tests/train's
+def test_rounds_of_grpo_go_on_over_another_number_of_hosts(hub, training, rounds_of_one, tmp_path):
     """From eight devices of one process to two processes, which draw and learn as one, and back to one."""
     folder = hub.parent / "rounds of two"
     (line,) = lines(folder)
@@ -187,19 +210,20 @@ def test_rounds_of_grpo_go_on_over_another_number_of_hosts(hub, processes, round
     assert_same_round(again[1], rounds_of_one[2])
 
 
-def test_a_reward_is_asked_on_process_0_alone_and_its_error_is_everyone_s(hub, processes):
+@pytest.mark.further  # over channels of one process: test_shared_task.py
+def test_a_reward_is_asked_on_process_0_alone_and_its_error_is_everyone_s(hub, training):
     """The second round was drawn, and its rewards failed: all kept the state after the first, the same to the bit."""
-    for report, *_ in processes:
+    for report in training:
         assert report["error"] == "reward() of task.py: it fails"
-        assert report["state before"] == processes[0][0]["state before"] != report["state after"]
-    assert [report["rewards asked"] for report, *_ in processes] == [2, 0]
+        assert report["state before"] == training[0]["state before"] != report["state after"]
+    assert [report["rewards asked"] for report in training] == [2, 0]
     for mesh in (None, "data=2,expert=2,tensor=2"):
         model = host_process.policy(mesh)
         before, after = (
             host_process.kept_state(model, hub.parent / name) for name in ("rounds of eight", "rounds of two")
         )
         for state, name in ((before, "state before"), (after, "state after")):
-            np.testing.assert_allclose(processes[0][0][name], host_process.sums(state), rtol=1e-12)
+            np.testing.assert_allclose(training[0][name], host_process.sums(state), rtol=1e-12)
 
 
 def test_a_killed_process_ends_the_other_in_one_line(processes):

@@ -345,6 +345,7 @@ def test_help(capsys):
     assert "--prompt-file" in capsys.readouterr().out
 
 
+@pytest.mark.further  # of other commands: test_console.py
 def test_the_module_runs_and_a_closed_pipe_is_quiet(folder):
     command = [sys.executable, "-m", "m3jax.generate", "--model", str(folder), "--prompt", "a", "--dtype", "float32"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -236,6 +236,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.further
 def test_bugs_are_run_side_by_side(drawn, tmp_path, monkeypatch, capsys):
     """What does not pass on the unchanged tree catches nothing, what no test sees survives.
 

@@ -13,6 +13,7 @@ nbformat = pytest.importorskip("nbformat", reason=f"reading notebooks {_NEEDS}")
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 PLANNING = "04_capacity_planning"
+FIRST = "01_msa_from_scratch"
 MOST_BYTES = 1 << 20
 SECONDS_A_CELL = 300  # on a busy machine most of it is compilation
 # Before a notebook: no name of the one before it is left, and garbage is looked for as seldom as by the suite itself.
@@ -77,13 +78,18 @@ def execute(notebook, kernel):
     assert not [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
 
 
-@pytest.mark.parametrize("name", [name for name in NOTEBOOKS if name != PLANNING])
+further = pytest.mark.further
+RUN = [pytest.param(name, marks=() if name == FIRST else further) for name in NOTEBOOKS if name != PLANNING]
+
+
+@pytest.mark.parametrize("name", RUN)
 def test_notebook_runs(name, kernel):
     notebook, stored = read(name), read(name)
     execute(notebook, kernel)
     assert pictures(notebook) == pictures(stored)
 
 
+@pytest.mark.further  # the plans themselves: tests/planning
 def test_planning_runs_without_the_tpu_compiler_and_with_it(kernel):
     """From top to bottom where libtpu is hidden, as the extra 'notebooks' leaves it; then the last cell with libtpu."""
     notebook, stored = read(PLANNING), read(PLANNING)
@@ -105,7 +111,7 @@ def test_first_notebook_imports_what_the_documents_name():
     fenced = [block for page in pages for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)]
     documented = {name for page in pages for name in re.findall(r"\[`(\w+)`\]\([^)]+\.py\)", page)}
     documented |= {name for source in fenced for _, name in imported(source)}
-    script = (FOLDER / "01_msa_from_scratch.py").read_text(encoding="utf-8")
+    script = (FOLDER / f"{FIRST}.py").read_text(encoding="utf-8")
     missing = [f"{name} of {module}" for module, name in imported(script) if name not in documented]
     assert not missing, f"imported by the first notebook, but in no document: {', '.join(missing)}"
 

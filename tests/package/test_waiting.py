@@ -317,6 +317,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(folder, tmp_path, monkeypat
         compile_something(7)
 
 
+@pytest.mark.further  # jax's own locks, under a load
 def test_processes_share_the_folder(folder):
     """Four at once compile the same, and a size limit makes them remove each other's entries; none says a word."""
     code = (

@@ -28,7 +28,7 @@ ROWS, CHUNK, LAYERS, CONTEXT = 4, 256, 3, 1024
 WIDTH, BYTES = CONFIG.hidden_size, 4  # of float32
 pytestmark = pytest.mark.usefixtures("eight_devices")
 QUICK = {"xla_backend_optimization_level": 0}
-MESHES = ["tensor=4", "context=2,expert=2,tensor=2"]
+MESHES = ["context=2,expert=2,tensor=2", pytest.param("tensor=4", marks=pytest.mark.further)]
 # Products outside attention and the routed experts, by the einsum that makes them.
 DIVIDED = ("btd,d...h->bt...h", "btx,xd->btd", "...d,df->...f", "...f,fd->...d", "xd,df->xf", "xf,fd->xd")
 
@@ -67,7 +67,7 @@ def large(collectives: list[hlo.Collective], least: float) -> Counter:
     return runs
 
 
-@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize("rows", [1, pytest.param(ROWS, marks=pytest.mark.further)])
 def test_a_step_over_tensors_has_two_sums_a_layer_and_nothing_else(rows):
     """No matrix is gathered, no page is moved, and the shared expert is not summed by itself."""
     tokens = rows * WIDTH * BYTES
@@ -114,6 +114,7 @@ def test_a_step_of_a_draft_moves_neither_its_embedding_nor_its_head():
     ]
 
 
+@pytest.mark.further  # a script
 def test_the_bench_of_meshes_runs():
     """Its counts and its times of attention; `--smoke` without `--index` runs engines too, which compile for long."""
     script = Path(__file__).resolve().parents[2] / "scripts" / "bench_mesh.py"

@@ -531,6 +531,7 @@ def compiled(tmp_path_factory) -> dict:
     return json.loads(finished.stdout)
 
 
+@pytest.mark.further  # a TPU compiles in tests/kernels, too
 def test_both_programs_compile_for_a_slice(compiled):
     assert compiled["how"] == "compiled" and compiled["fits"] and compiled["devices"] == 4
     for name in ("decode", "prefill"):
@@ -538,6 +539,7 @@ def test_both_programs_compile_for_a_slice(compiled):
         assert program["compile_seconds"] > 0 and program["collectives"]["all-reduce"] > 0 and program["flops"] > 0
 
 
+@pytest.mark.further
 def test_the_compiler_s_arguments_are_the_planned_ones(compiled):
     """Weights and cache; the rest is a few numbers a row, and what tiles of the TPU add to small arrays."""
     planned = sum(compiled["memory"][name] for name in ("weights", "keys_and_values", "index_keys"))

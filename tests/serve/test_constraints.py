@@ -76,6 +76,7 @@ def fuzzer():
     return module
 
 
+@pytest.mark.further  # answers that are drawn without a model: above
 def test_every_answer_of_the_model_validates(fuzzer):
     counts, failures = asyncio.run(fuzzer.fuzz(shared_worker(), seed=0, count=6, most_tokens=60))
     assert not failures, "\n".join(failures)

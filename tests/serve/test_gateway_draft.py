@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from support.serving import running
 from support.workers import SHAPE, shared_worker, text_model
 
@@ -15,6 +16,7 @@ BODY = {
 }  # fmt: skip
 
 
+@pytest.mark.further  # drafted answers: tests/decoding; their counts: test_figures.py
 def test_drafted_answers_are_those_without_a_draft():
     """The counts of the draft go by request, so /metrics has them by route.
 

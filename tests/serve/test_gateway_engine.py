@@ -115,6 +115,7 @@ def test_json_schema(engine_server):
     assert set(json.loads(content)) == {"yes"}
 
 
+@pytest.mark.further  # scores of a prompt: test_worker.py
 def test_lm_eval(engine_server):
     """Its requests as they are: log-likelihoods are the model's, and greedy tokens are those that it would take."""
     server, worker = engine_server
@@ -187,6 +188,7 @@ def test_client_that_leaves_frees_its_pages(engine_server):
     assert on_engine(worker, lambda: worker.engine.pages["used"]) == 0 and server.gateway.running == 0
 
 
+@pytest.mark.further  # of a worker: test_worker.py
 def test_many_at_once(engine_server):
     """Answers of streams that run side by side are those that each has alone, and no page is lost."""
     server, worker = engine_server

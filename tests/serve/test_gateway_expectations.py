@@ -21,6 +21,7 @@ from support.serving import CALL, NAME, running
 from support.serving import ScriptedWorker as Worker
 
 from m3jax.serve.gateway import http as http_module
+from m3jax.serve.gateway import sources as sources_module
 from m3jax.serve.gateway.gateway import Gateway, Settings
 from m3jax.serve.gateway.sources import Sources
 
@@ -110,17 +111,17 @@ def test_a_medium_that_is_too_large(kind, most):
         asyncio.run(Sources().read(kind, data_url(bytes(most + 1))))
 
 
-def test_a_video_elsewhere_that_is_too_large(tmp_path):
-    """Of a file, as of another host, 250 MiB are read."""
+def test_a_video_elsewhere_that_is_too_large(tmp_path, monkeypatch):
+    """Of a file, as of another host, 250 MiB are read; here the limit is one that is read at once."""
+    most = sources_module._MOST_URL_BYTES
+    assert most == {"image": 30 << 20, "video": 250 << 20}
+    monkeypatch.setitem(most, "video", 1000)
     path, sources = tmp_path / "video", Sources.of([str(tmp_path)])
-    for more in (0, 1):
-        with path.open("wb") as file:
-            file.truncate((250 << 20) + more)  # takes no room on the disk
-        if not more:
-            assert len(asyncio.run(sources.read("video", path.as_uri()))) == 250 << 20
-            continue
-        with pytest.raises(ValueError, match=str(250 << 20)):
-            asyncio.run(sources.read("video", path.as_uri()))
+    path.write_bytes(bytes(1000))
+    assert len(asyncio.run(sources.read("video", path.as_uri()))) == 1000
+    path.write_bytes(bytes(1001))
+    with pytest.raises(ValueError, match="larger than 1000 bytes"):
+        asyncio.run(sources.read("video", path.as_uri()))
 
 
 def anthropic_image(data: str) -> dict:

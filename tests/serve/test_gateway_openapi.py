@@ -118,6 +118,7 @@ def opened() -> Iterator[Gateway]:
     parts.pool.close()
 
 
+@pytest.mark.further  # the description against chosen requests: the other tests
 def test_schemathesis(opened):
     """Requests that schemathesis draws from the document, good ones and bad ones: no 500, and answers as described."""
     import schemathesis  # takes two seconds

@@ -31,6 +31,7 @@ def run_script(name: str, *words: str, level: int = 0) -> str:
     return finished.stdout
 
 
+@pytest.mark.further  # over HTTP in this process: test_gateway_http.py, test_worker.py
 def test_faults_leave_nothing_behind():
     """After each fault no page is in use and `Engine.check` is clean; the script's status would say otherwise."""
     names = ("vanish", "slow", "half", "large", "deep", "streams")
@@ -41,6 +42,7 @@ def test_faults_leave_nothing_behind():
     assert "statuses" in deep and "500:" not in deep
 
 
+@pytest.mark.further  # a script
 def test_load_runs():
     """Each workload's requests are answered whole, by our server alone."""
     lines = run_script("bench_serve.py", "--smoke").splitlines()

@@ -338,6 +338,7 @@ def test_pages_are_free_within_one_step(worker):
     assert sum(asyncio.run(run())) <= 1
 
 
+@pytest.mark.further
 def test_200_streams_and_slow_readers(worker):
     async def slow(number):
         tokens = []

@@ -8,6 +8,7 @@ import sys
 from unittest import mock
 
 import grpc
+import pytest
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto import vllm_engine_pb2_grpc as services
 from support.workers import PROMPT, generate_request, text_model
@@ -19,6 +20,7 @@ START = "import sys; from m3jax.serve.worker import main; sys.exit(main(sys.argv
 SMALL = ["--port", "0", "--dtype", "float32", "--max-length", "64", "--max-batch", "1", "--name", "small"]
 
 
+@pytest.mark.further  # of the server, which holds a worker: test_gateway_command.py
 def test_it_serves_until_sigterm_and_lets_requests_end():
     process = subprocess.Popen([sys.executable, "-c", START, *SMALL], stderr=subprocess.PIPE, text=True)
 

@@ -50,6 +50,7 @@ def test_answers_are_those_of_one_worker(pair, capsys):
     asyncio.run(settled(worker))
 
 
+@pytest.mark.further  # in one process: tests/transfer/test_transfer.py
 def test_pages_that_are_known_here_do_not_travel(pair, capsys):
     """Those of the prompt's beginning and, in a second turn, of the answer; cached is what either engine knew."""
     worker, prefiller, _ = pair

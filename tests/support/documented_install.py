@@ -1,8 +1,9 @@
 """Runs README's Python blocks and commands as after `pip install -e .`: what only the tests install is not found.
 
 A program of its own: `python documented_install.py README.md`. Each command goes on in this process, as the programs of
-its name would. `python documented_install.py demo.py chat,media` runs a script instead, as after an install with those
-extras, until it makes an engine: by then all has been found that it needs.
+its name would; with `README.md "" ends` the first block and the last command alone. `python documented_install.py
+demo.py chat,media` runs a script instead, as after an install with those extras, until it makes an engine: by then all
+has been found that it needs.
 """
 
 import gc
@@ -53,7 +54,7 @@ def hide_all_but(distributions: set[str]) -> set[str]:
     return hidden
 
 
-def main(file: str, extras: str = "") -> None:
+def main(file: str, extras: str = "", part: str = "all") -> None:
     """Run what the file holds; the first that fails ends the process."""
     gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py
     hidden = hide_all_but(installed_with("m3jax", tuple(filter(None, extras.split(",")))))
@@ -62,7 +63,7 @@ def main(file: str, extras: str = "") -> None:
     if Path(file).suffix == ".py":
         run_script(file)
     else:
-        run_document(file)
+        run_document(file, part == "ends")
     print("== all ran", flush=True)
 
 
@@ -85,22 +86,23 @@ def run_script(file: str) -> None:
     raise SystemExit(f"{file} made no engine")
 
 
-def run_document(document: str) -> None:
-    """Run a document's blocks and commands."""
+def run_document(document: str, ends: bool) -> None:
+    """Run a document's blocks and commands, or the first of those and the last of these."""
     text = Path(document).read_text(encoding="utf-8")
+    blocks = [*enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S), 1)]
+    fenced = "".join(re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S))
+    commands = [line for line in fenced.splitlines() if line.startswith("m3jax ")]
     names = {"__name__": document}
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S), 1):
+    for number, block in blocks[:1] if ends else blocks:
         print(f"== block {number}", flush=True)
         exec(compile(block, f"{document}, block {number}", "exec"), names)
-    for block in re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S):
-        for line in block.splitlines():
-            if line.startswith("m3jax "):
-                print(f"== {line}", flush=True)
-                sys.argv = shlex.split(line, comments=True)
-                try:
-                    runpy.run_module("m3jax", run_name="__main__")
-                except SystemExit as end:
-                    assert end.code in (None, 0), f"{line}: exit status {end.code}"
+    for line in commands[-1:] if ends else commands:
+        print(f"== {line}", flush=True)
+        sys.argv = shlex.split(line, comments=True)
+        try:
+            runpy.run_module("m3jax", run_name="__main__")
+        except SystemExit as end:
+            assert end.code in (None, 0), f"{line}: exit status {end.code}"
 
 
 if __name__ == "__main__":

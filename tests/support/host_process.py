@@ -1,6 +1,6 @@
 """One of two processes of a run over gloo, and the engines' work that one process alone is held against.
 
-Started as `python host_process.py I PORT FOLDER [WHEN]`: `WHEN` is where process 1 kills itself.
+Started as `python host_process.py I PORT FOLDER WORK`, with a name in `WORK`.
 """
 
 import argparse
@@ -150,23 +150,46 @@ def sums(tree) -> list[float]:
     return [float(np.abs(x).sum(dtype=np.float64)) for x in read(jax.tree.leaves(tree))]
 
 
-def run(channel, process_id: int, folder: Path, when: str) -> None:
-    """Do all of a process's work."""
-    faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.stderr)
-    from support import conversion
+def served(name: str, channel, report: dict[str, Any]) -> None:
+    """Have an engine of all processes do its work."""
     from support.engines import params, prompt, quick
 
-    from m3jax.checkpoint import load_with_report, save_orbax
     from m3jax.hosts.follow import led
+
+    mesh, settings = ENGINES[name]
+    with quick(), led(made(settings, mesh), channel) as engine:
+        if engine is None:
+            return
+        report[name] = work(engine)
+        if settings.get("invariant"):
+            alone = engine.add(prompt(37), params(6))
+            engine.run()
+            report["alone"] = engine.result(alone).logprobs
+
+
+def load_and_serve(channel, process_id: int, folder: Path, report: dict[str, Any]) -> None:
+    """Read a checkpoint, and have the engine of rows and pages do its work."""
+    from m3jax.checkpoint import load_with_report
+    from m3jax.parallel import parse_mesh
+
+    model, loaded = load_with_report(folder / "hub", "float32", parse_mesh("expert=2,tensor=4"), progress=False)
+    report["bytes"] = {str(device): size for device, size in loaded.bytes_read.items()}
+    report["held"] = sum(sums(model))
+    served("rows and pages", channel, report)
+    report["asked"] = OddTokens.asked
+
+
+def save_and_train(channel, process_id: int, folder: Path, report: dict[str, Any]) -> None:
+    """Save a checkpoint, convert a dense model, do rounds of GRPO until a reward fails, and have the engine with a draft do its work."""
+    from support import conversion
+
+    from m3jax.checkpoint import load_with_report, save_orbax
     from m3jax.parallel import parse_mesh
     from m3jax.train.dense import read_dense_with_report
     from m3jax.train.rewards import TaskError
     from m3jax.train.shared_task import shared_task
 
-    report = {}
-    model, loaded = load_with_report(folder / "hub", "float32", parse_mesh("expert=2,tensor=4"), progress=False)
-    report["bytes"] = {str(device): size for device, size in loaded.bytes_read.items()}
-    report["held"] = sum(sums(model))
+    model, _ = load_with_report(folder / "hub", "float32", parse_mesh("expert=2,tensor=4"), progress=False)
     save_orbax(model, folder / "orbax")
     dense, loaded = read_dense_with_report(folder / "qwen3", mesh=parse_mesh("expert=4,tensor=2"), block_size=4)
     report["dense bytes"] = {str(device): size for device, size in loaded.bytes_read.items()}
@@ -182,32 +205,32 @@ def run(channel, process_id: int, folder: Path, when: str) -> None:
         report["error"] = str(error)
     report["rewards asked"] = task.asked
     report["state after"] = sums(kept_state(model, begun))
-    for name, (mesh, settings) in ENGINES.items():
-        with quick(), led(made(settings, mesh), channel) as engine:
-            if engine is None:
-                continue
-            report[name] = work(engine)
-            if settings.get("invariant"):
-                alone = engine.add(prompt(37), params(6))
-                engine.run()
-                report["alone"] = engine.result(alone).logprobs
-    report["asked"] = OddTokens.asked
-    (folder / f"report{process_id}.json").write_text(json.dumps(report))
-    if when == "idle":
-        if process_id == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+    served("heads, one row, draft", channel, report)
+
+
+WORK = {"serve": load_and_serve, "train": save_and_train}
+
+
+def run(channel, process_id: int, folder: Path, name: str) -> None:
+    """Do all of a process's work; then process 1 kills itself, and process 0 waits to hear of it."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.stderr)
+    report: dict[str, Any] = {}
+    WORK[name](channel, process_id, folder, report)
+    (folder / f"{name}{process_id}.json").write_text(json.dumps(report))
+    if process_id == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
 
 
 def main() -> None:
-    process_id, port, folder, when = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
+    process_id, port, folder, name = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
     from m3jax.hosts.run import on_hosts
 
     args = argparse.Namespace(
         coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=process_id, heartbeat=HEARTBEAT, start_timeout=60,
         verbose=False, model=str(folder / "hub"),
     )  # fmt: skip
-    on_hosts(args, "m3jax.test", lambda channel: run(channel, process_id, folder, when))
+    on_hosts(args, "m3jax.test", lambda channel: run(channel, process_id, folder, name))
 
 
 if __name__ == "__main__":

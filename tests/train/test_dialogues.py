@@ -248,6 +248,7 @@ def test_a_model_that_says_the_right_things_gets_all_of_them(corpus):
 # The script
 
 
+@pytest.mark.further  # a script
 def test_the_script_trains_a_model_of_ours(monkeypatch, tmp_path, sources):
     """From a folder, with the model as its own teacher; a run that is stopped is tested in test_step.py."""
     spec = importlib.util.spec_from_file_location("train_chat", ROOT / "scripts" / "train_chat.py")

@@ -43,6 +43,7 @@ def test_padding_is_no_target_of_a_draft():
     np.testing.assert_array_equal(of(tokens.at[0, 9:].set(3), 9, LENGTH), both)
 
 
+@pytest.mark.further  # what its loss is of: the other tests
 def test_a_draft_learns_what_the_target_writes(unchecked):
     """A few steps on four rows: the target's choices there are met more often; the given draft stays as it was."""
     module, rows = draft(dtype="bfloat16"), [list(tiny.tokens(CONFIG, 1, n, seed=n)[0]) for n in (9, LENGTH, 17, 12)]

@@ -86,6 +86,7 @@ def test_tiles_of_experts(monkeypatch, tile):
             np.testing.assert_allclose(got[token, slot], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.further  # attention, selection and experts by themselves: above
 def test_losses_and_gradients_are_those_of_the_schedules():
     """T30 too: with recomputed activations, whose blocks are the forward pass's. Layers attend to all and to some."""
     model = tiny.model(CONFIG).with_schedule("mask")

@@ -137,6 +137,7 @@ def test_what_is_wrong_on_the_command_line(arguments, message, tmp_path, capsys)
     assert out == "" and err.count("\n") == 1 and message in err
 
 
+@pytest.mark.further  # runs: test_runs.py; a command of training: test_lora.py
 def test_the_command_trains_a_folder(task, tmp_path, capsys, monkeypatch):
     """As docs/training.md says it: states, a line a round, and at the end a model that loads; prompts are shared."""
     monkeypatch.setattr(grpo, "as_batch", None)  # the rows of episodes that are computed alone

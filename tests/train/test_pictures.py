@@ -35,6 +35,7 @@ from tiny.pictures.tasks import MOST_PATCHES, is_held_out, is_held_out_number
 from m3jax.assets import embedded_path
 from m3jax.media import PlaceholderIds, expand_tokens, process_image, process_video
 from m3jax.text import ChatTemplate
+from m3jax.train.losses import next_token_loss
 from m3jax.train.step import init_state, make_optimizer, train_step
 from m3jax.vision import VisionConfig
 
@@ -259,6 +260,7 @@ def test_only_answers_count_and_every_placeholder_has_a_feature():
     assert (batch["tokens"][:, 1:-1][is_last] == TOKENIZER.eos_id).all(), "an answer counts to the end of its turn"
 
 
+@pytest.mark.further  # a clip too; of pictures the loss is compared below
 def test_features_of_a_picture_are_those_that_the_model_has_for_it(model):
     """By `M3.features` on one packed batch, as a user runs it: the order of pictures and of their rows is kept."""
     from m3jax import media
@@ -290,15 +292,36 @@ def one_each(tasks: list[PictureTask]) -> dict:
     return jax.tree.map(jnp.asarray, arrays | {"pictures": packed_pictures(tasks, places, len(tasks))})
 
 
-def test_pictures_alone_tell_answers_apart(model):
-    """The same question on three pictures: answers go with the pictures when these change places.
-
-    A tower whose features go to other rows, or that has no gradient, leaves one answer for all.
-    """
+def three_of_one_question() -> list[PictureTask]:
+    """The same question on three pictures, whose answers differ."""
     drawn = tasks_of("what", 60, thinking_mode="disabled", most_turns=1)
     small = [task for task in drawn if task.frames.shape[1:3] == (56, 56)][:3]
     tasks = [replace(task, is_first=True) for task in small]
     assert len({task.questions for task in tasks}) == 3
+    return tasks
+
+
+def test_a_loss_is_of_each_row_s_own_picture(model):
+    """That of the model's logits where a user gives it the pictures; and its gradient reaches the tower."""
+    from m3jax import media
+
+    tasks, loss_fn = three_of_one_question(), TinyLoss(compute_dtype="float32", kl_weight=0.0, remat=False)
+    batch = one_each(tasks)
+    (_, parts), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(model, batch)
+    packed = media.batch([process_image(task.frames[0]) for task in tasks], config=model.config)
+    logits = jax.jit(lambda model, tokens, media: model(tokens, media=media))(model, batch["tokens"][:, :-1], packed)
+    expected = next_token_loss(logits, batch["tokens"][:, 1:], batch["weights"])
+    np.testing.assert_allclose(parts["lm"], expected, rtol=1e-5)
+    assert all(np.any(grad) for grad in jax.tree.leaves(grads.vision))
+
+
+@pytest.mark.further
+def test_pictures_alone_tell_answers_apart(model):
+    """Answers go with the pictures when these change places.
+
+    A tower whose features go to other rows, or that has no gradient, leaves one answer for all.
+    """
+    tasks = three_of_one_question()
     optimizer = make_optimizer(lambda step: 5e-3)
     loss_fn = TinyLoss(compute_dtype="float32", kl_weight=0.0, remat=False)
     batch, state, losses = one_each(tasks), init_state(model, optimizer), []

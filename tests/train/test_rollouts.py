@@ -11,7 +11,7 @@ from support import tiny
 from support.engines import CONFIG, SHAPE, prompt
 
 from m3jax.decoding import Engine, Params, Sampling
-from m3jax.model import M3
+from m3jax.model import M3, Choices
 from m3jax.train.policy import PolicyLoss, group_advantages, mismatch
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, check_replay, read_logprobs, roll_out
 from m3jax.train.step import cast_weights, init_state, make_optimizer, train_step
@@ -41,6 +41,7 @@ def away(invariant: bool, replay: tuple[str, ...] = ()) -> dict[str, float]:
     return mismatch(batch["sampler"], np.asarray(found), batch["mask"])
 
 
+@pytest.mark.further  # of a run, with all knobs: test_runs.py
 def test_in_the_invariant_mode_the_trainer_computes_the_engines_bits():
     """In bfloat16, of rows that are padded and read in one chunk: nothing is off; with the record, see test_runs.py."""
     batch = as_batch(episodes(True), LENGTH)
@@ -48,6 +49,7 @@ def test_in_the_invariant_mode_the_trainer_computes_the_engines_bits():
     np.testing.assert_array_equal(np.asarray(found)[batch["mask"]], batch["sampler"][batch["mask"]])
 
 
+@pytest.mark.further  # in the invariant mode: test_runs.py
 def test_replay_takes_away_what_choices_add_to_the_mismatch():
     """T58: as fast as each computes, rounding swaps experts and blocks; given the record only rounding is left."""
     live, replayed = away(False), away(False, RECORDS)
@@ -55,6 +57,7 @@ def test_replay_takes_away_what_choices_add_to_the_mismatch():
     assert replayed["token_mult_prob_error"] < 1.05
 
 
+@pytest.mark.further  # each part of it: test_policy.py, test_runs.py
 def test_a_policy_learns_what_is_rewarded():
     """Twelve rounds of groups: the engine serves the new weights, and answers have more of the even tokens.
 
@@ -81,9 +84,20 @@ def test_a_policy_learns_what_is_rewarded():
     assert np.mean(share[-3:]) > np.mean(share[:3]) + 0.2, share
 
 
+def written(prompt_tokens: int, seed: int = 0) -> Episode:
+    """An episode of eight new tokens that no engine drew."""
+    draw = np.random.default_rng(seed)
+    is_drawn = np.arange(prompt_tokens + 8) >= prompt_tokens
+    return Episode(
+        tokens=tuple(draw.integers(0, CONFIG.vocab_size, len(is_drawn)).tolist()),
+        is_drawn=is_drawn,
+        logprobs=np.where(is_drawn, -draw.random(len(is_drawn)), 0).astype(np.float32),
+    )
+
+
 def test_what_a_tool_wrote_is_in_no_loss():
     """Of an episode of two turns the mask has the policy's tokens alone, whatever stands between them."""
-    first, second = episodes(True)[:2]
+    first, second = written(50), written(50, seed=1)
     tool = (5, 6, 7)
     both = Episode(
         tokens=(*first.tokens, *tool, *second.tokens[-3:]),
@@ -96,8 +110,20 @@ def test_what_a_tool_wrote_is_in_no_loss():
     assert batch["sampler"][0][batch["mask"][0]].tolist() == [*first.logprobs[-8:], *second.logprobs[-3:]]
 
 
+def test_a_record_stands_at_its_token():
+    """T58: choices at the token that was read, the support beside the target; padding has neither."""
+    at = np.arange(58, dtype=np.int32)
+    choices = Choices(expert_ids=at[None, :, None, None], blocks=100 + at[None, :, None, None, None])
+    episode = replace(written(50), choices=choices, support=200 + at[:, None])
+    batch = as_batch([episode], LENGTH, (*RECORDS, "support"))
+    none = [-1] * (LENGTH - 58)
+    assert batch["choices"].expert_ids[0, :, 0, 0].tolist() == [*at, *none]
+    assert batch["choices"].blocks[0, :, 0, 0, 0].tolist() == [*(100 + at), *none]
+    assert batch["support"][0, :, 0].tolist() == [*(200 + at[1:]), *none]
+
+
 def test_what_cannot_be_read_is_said(unchecked):
-    drawn = episodes(True)[0]
+    drawn = written(50)
     with pytest.raises(ValueError, match="an episode has 58 tokens, and the rows of the batch 32"):
         as_batch([drawn], 32)
     with pytest.raises(ValueError, match="replay of blocks: an episode has no record"):

@@ -230,6 +230,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path):
         sft.check_same_run(tmp_path / "cut", {"learning_rate": 0.02})
 
 
+@pytest.mark.further  # in processes; stopped in this one: the test above
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
     """By SIGKILL at a random moment: the same losses in every step. The script does it 20 times."""
     words = [sys.executable, str(ROOT / "scripts" / "kill_training.py"), "--out", str(tmp_path), "--kills", "1"]

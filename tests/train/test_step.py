@@ -342,6 +342,7 @@ def arguments(tmp_path: Path, out: str, *more: str) -> list[str]:
     return ["--out", str(tmp_path / out), "--sources", str(tmp_path / "sources"), "--short", *more]
 
 
+@pytest.mark.further  # a script; its steps, stages and figures: the tests above, tests/evaluate
 def test_the_script_trains_and_measures(script, monkeypatch, tmp_path):
     quick = partial(script.TinyLoss, compute_dtype="float32", remat=False)  # else the compiler takes twice as long
     monkeypatch.setattr(script, "TinyLoss", quick)

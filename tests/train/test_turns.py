@@ -52,6 +52,7 @@ def test_turns_follow_one_another():
     assert last_turn(drawn()[4]) == slice(17 + 22, None)
 
 
+@pytest.mark.further  # of one turn, with all knobs: test_runs.py
 @pytest.mark.parametrize("replay", [(), RECORDS])
 def test_the_trainer_reads_all_turns_to_the_bit(replay):
     """In the invariant mode: the records of each turn stand at its own tokens, and what a tool wrote has none."""

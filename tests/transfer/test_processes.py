@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_disaggregated.py"
 
 
+@pytest.mark.further  # in one process: test_transfer.py, tests/serve/test_worker_prefill.py
 def test_two_processes_answer_with_the_bits_of_one():
     """In the invariant mode, which the script holds to: else it ends with an error."""
     command = [sys.executable, str(SCRIPT), "--smoke", "--invariant"]

@@ -101,14 +101,17 @@ def test_made_again_with_the_same_bits(tmp_path):
 
 # A case of each kind that compiles little; `python -m m3jax.vectors check vectors` runs all, in two minutes.
 SMALL = [
-    "selection/heads_as_queries", "sparse_attention/unused_slots", "float8/index", "experts/router_ties", "rotary/long",
-    "mxfp8/all_scales", "sampling/knobs", "verification/drafted", "eagle3/eagle31", "cells/interleaved",
-    "experts/activation", "mxfp8/encode", "mxfp8/product", "float8/kinds", "experts/router_extremes",
-    "rotary/many_rows", "norm/weights", "exchange/resharded_4_to_2", "pages/one_token_suffix",
+    "selection/heads_as_queries", "experts/router_ties", "rotary/long", "mxfp8/all_scales", "sampling/knobs",
+    "cells/interleaved", "experts/activation", "mxfp8/encode", "mxfp8/product", "float8/kinds",
+    "experts/router_extremes", "rotary/many_rows", "norm/weights", "exchange/resharded_4_to_2",
+]  # fmt: skip
+# What the tests of the package itself hold against a definition too.
+LARGER = [
+    "sparse_attention/unused_slots", "float8/index", "verification/drafted", "eagle3/eagle31", "pages/one_token_suffix",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("label", SMALL)
+@pytest.mark.parametrize("label", [*SMALL, *(pytest.param(label, marks=pytest.mark.further) for label in LARGER)])
 def test_the_package_agrees(label):
     """T41, T42, T43, T44, T45, T46, T47, T49, T57: by its definitions and by all that its users run."""
     manifest = read_manifest(STORED)
@@ -250,6 +253,7 @@ def test_a_skeleton_in_python_writes_what_agrees(language, tmp_path, monkeypatch
     agrees_with_sparse_attention(tmp_path)
 
 
+@pytest.mark.further  # in numpy and torch: above
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the skeleton in C++ needs g++, which is not there")
 def test_the_skeleton_in_cpp_writes_what_agrees(tmp_path):
     """Compiled without a warning, and run as it stands."""
