@@ -21,7 +21,8 @@ class StackedLayer:
     Attributes:
       stack: one matrix a layer: `[L *inputs *outputs]`, or the same in MXFP8.
       layer: which of them.
-      backend: what multiplies, one of `m3jax.ops.BACKENDS`.
+      backend: what multiplies, one of `m3jax.ops.BACKENDS`. With "xla" the matrix is cut out once the activations that
+        it is multiplied by are there: a scan would cut it out before the layer begins.
       is_ordered: whether by a kernel that gives a row the same bits whatever other rows there are.
     """
 

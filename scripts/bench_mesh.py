@@ -1,6 +1,7 @@
 """Meshes of devices beside one device: what their programs exchange and compute, and how long they take.
 
     python scripts/bench_mesh.py --counts                     # 8 CPU devices: the compiled programs' own counts
+    python scripts/bench_mesh.py --counts --h100              # what H100s exchange beside products; it needs none
     python scripts/bench_mesh.py                              # on GPUs: times, beside one of them in the same run
     python scripts/bench_mesh.py --meshes tensor=2 expert=2 --rows 1 16 --context-tokens 60064
     python scripts/bench_mesh.py --index --meshes context=2 --context-tokens 1048576     # one sparse layer's attention
@@ -10,6 +11,9 @@ The model has 4 layers at M3's own widths, one dense and three sparse, with rand
 decode step with so many rows live behind a shared prefix, the first chunk of a prompt, and a whole prompt in chunks;
 each divided into the time of one device that the same run took. Every line is printed when it is known. Models are made
 one after the other, so that a device holds one at a time.
+
+`--h100` has XLA compile and schedule for H100s that are only described: it needs `jax[cuda13]`, no GPU and no driver,
+and some minutes a program. Products count as such where XLA or cuBLAS computes them, not inside of Pallas kernels.
 """
 
 import argparse
@@ -25,6 +29,8 @@ from dataclasses import replace
 from functools import partial
 from unittest import mock
 
+if "--h100" in sys.argv:
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there need not be a driver
 if "--counts" in sys.argv or "--smoke" in sys.argv:  # before jax looks for devices
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     flags = " --xla_force_host_platform_device_count=8"
@@ -34,8 +40,10 @@ if "--counts" in sys.argv or "--smoke" in sys.argv:  # before jax looks for devi
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from bench_engine import SUFFIX, first_token, four_layers, params, prompt, random_tokens
-from jax.sharding import Mesh
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
 from measuring import device_times
 
 from m3jax import M3Config
@@ -46,13 +54,28 @@ from m3jax.execution import Compute, Fast, Values
 from m3jax.model import M3, init
 from m3jax.model.context import selection_rules
 from m3jax.ops import Heads
-from m3jax.parallel import parse_mesh
+from m3jax.parallel import AXES, parse_mesh
 from m3jax.planning import hlo, program
 from m3jax.planning.chips import parse_slice
 from m3jax.planning.job import Job
 
 ONE = "one device"
 PROFILED = 16  # kernels and gaps of a profile that are printed
+# What XLA's compiler asks of a GPU, as an H100 (SXM, 80 GB) answers.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000  l2_cache_size: 52428800  device_memory_size: 84942979072
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 2 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
 QUICK = {"xla_backend_optimization_level": 0}  # LLVM's; the program is the same
 
 
@@ -69,6 +92,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill call")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a device call")
     parser.add_argument("--counts", action="store_true", help="compile for 8 CPU devices and count, run nothing")
+    parser.add_argument("--h100", action="store_true", help="with --counts: compile for H100s that are only described")
     parser.add_argument("--index", action="store_true", help="time attention of one sparse layer alone")
     parser.add_argument("--no-prefill", action="store_true", help="no times of prompts")
     parser.add_argument("--no-baseline", action="store_true", help="no device by itself first")
@@ -126,20 +150,51 @@ def count(config: M3Config, args: argparse.Namespace) -> None:
         for what, trace in programs.items():
             alone = None
             for name in args.names:
-                mesh = parse_mesh("" if name == ONE else name)
-                text = trace(job, mesh).lower().compile(QUICK).as_text()
-                counts, exchanged = hlo.count(text), hlo.collectives(text)
-                alone = alone or counts
-                sent, times = sum(c.sent for c in exchanged), sum(c.times for c in exchanged)
+                if args.h100 and name == ONE:
+                    continue  # it exchanges nothing
+                mesh = h100_mesh(name) if args.h100 else parse_mesh("" if name == ONE else name)
+                text = compiled_text(trace, job, mesh, args.h100)
+                exchanged, work = hlo.collectives(text), ""
+                if not args.h100:  # where kernels of a GPU do not say what they compute and move
+                    counts = hlo.count(text)
+                    alone = alone or counts
+                    work = (
+                        f"{counts.flops / 1e9:.4g} GFLOP ({counts.flops / alone.flops:.3f} of one device), "
+                        f"{counts.traffic / 1e9:.4g} GB ({counts.traffic / alone.traffic:.3f}), "
+                    )
+                hidden = [c for c in exchanged if c.is_hidden]
+                sent, times = (lambda of: sum(c.sent for c in of) / 1e6), (lambda of: sum(c.times for c in of))
                 print(
-                    f"{what}, {name}: {counts.flops / 1e9:.4g} GFLOP ({counts.flops / alone.flops:.3f} of one device), "
-                    f"{counts.traffic / 1e9:.4g} GB ({counts.traffic / alone.traffic:.3f}), "
-                    f"{sent / 1e6:.4g} MB sent in {times} collectives, "
-                    f"{sum(counts.hidden_collectives.values()):.0f} of them beside products",
+                    f"{what}, {name}: {work}{sent(exchanged):.4g} MB sent in {times(exchanged)} collectives, "
+                    f"{sent(hidden):.4g} MB of them in {times(hidden)} beside products",
                     flush=True,
                 )
                 for line in large_collectives(exchanged, job, rows if "step" in what else args.chunk):
                     print(line, flush=True)
+
+
+def h100_mesh(name: str) -> Mesh:
+    """Return a mesh, as in tensor=2, of H100s that are only described; end the script without XLA's CUDA compiler."""
+    sizes = dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in (part.split("=") for part in name.split(","))}
+    shape = [sizes[axis] for axis in AXES]
+    try:
+        described = topologies.get_topology_desc(
+            "h100", platform="cuda", target_config=H100, topology=f"1x1x{np.prod(shape)}"
+        )
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        sys.exit(
+            f"--h100 needs XLA's compiler for CUDA (pip install 'jax[cuda13]'; no GPU): {str(error).splitlines()[0]}"
+        )
+    return Mesh(np.array(described.devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def compiled_text(trace: Callable, job: Job, mesh: Mesh, is_h100: bool) -> str:
+    """Return the scheduled text of one of an engine's programs, compiled for the devices of the mesh."""
+    if not is_h100:
+        return trace(job, mesh).lower().compile(QUICK).as_text()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # so that the model is traced for a GPU
+        lowered = trace(job, mesh).lower(lowering_platforms=("cuda",))
+    return lowered.compile().as_text()
 
 
 def large_collectives(exchanged: Iterable[hlo.Collective], job: Job, tokens: int) -> list[str]:
@@ -147,10 +202,10 @@ def large_collectives(exchanged: Iterable[hlo.Collective], job: Job, tokens: int
     runs = Counter()
     for c in exchanged:
         if c.num_bytes >= tokens * job.config.hidden_size:
-            runs[c.kind, c.num_bytes, c.num_devices] += c.times
+            runs[c.kind, c.num_bytes, c.num_devices, c.is_hidden] += c.times
     return [
-        f"    {times:4d} x {kind} of {num_bytes / 1e6:.4g} MB over {devices}"
-        for (kind, num_bytes, devices), times in runs.items()
+        f"    {times:4d} x {kind} of {num_bytes / 1e6:.4g} MB over {devices}{', beside products' if is_hidden else ''}"
+        for (kind, num_bytes, devices, is_hidden), times in runs.items()
     ]
 
 

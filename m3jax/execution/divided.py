@@ -56,6 +56,14 @@ class Divided(Fast):
         """Return how the mesh divides tokens of a call, [X] or [B T]."""
         return token_axes(shape, self.compute.mesh, measured.DIVIDED_TOKENS[platform()])
 
+    def heads(self, projections):
+        """Return projections whose queries are finished where their tokens are: every device gets them in 16 bits.
+
+        A GPU's kernel finishes them with the keys that it writes, behind the exchange.
+        """
+        is_divided = self.token_axes(*projections.raw.q.shape[:2]).products
+        return projections.finish_queries() if is_divided and platform() != "gpu" else projections
+
     def add_norm(self, x, update, weight, eps):
         """Return a residual addition and its norm, each token on one device."""
         stream = self.token_axes(*x.shape[:2]).of_stream()
@@ -80,21 +88,15 @@ class Divided(Fast):
         up_spec, down_spec = spec(experts.up.shape, UP_AXES, mesh), spec(experts.down.shape, DOWN_AXES, mesh)
 
         def on_each_device(experts, shared, x, expert_ids, weights, layer):
-            routed, own = self._routed_and_shared(
-                tokens, experts, shared, x, expert_ids, weights, layer, activate, scale
-            )
-            # T52: of the devices that have the same tokens one adds the shared expert.
-            if tokens.whole:
-                own = jnp.where(jax.lax.axis_index(tokens.whole) == 0, own, 0.0)
-                return tokens.sum_of_parts(jax.lax.psum(routed + own, tokens.whole))
-            return tokens.sum_of_parts(routed + own)
+            part = self._part_of_sums(tokens, experts, shared, x, expert_ids, weights, layer, activate, scale)
+            return tokens.sum_of_parts(jax.lax.psum(part, tokens.whole) if tokens.whole else part)
 
         of_matrices = ExpertWeights(up_spec, up_spec, down_spec), [one.specs for one in shared]
         in_specs = (*of_matrices, *[tokens.of_products()] * 3, P())
         run = self._over_mesh(on_each_device, in_specs, tokens.of_stream())
         return run(experts, [one.weight for one in shared], x, expert_ids, weights, layer), True
 
-    def _routed_and_shared(
+    def _part_of_sums(
         self,
         tokens: TokenAxes,
         experts: ExpertWeights,
@@ -105,33 +107,35 @@ class Divided(Fast):
         layer: Int[Array, ""],
         activate: Activation,
         scale: float,
-    ) -> tuple[Float[Array, "X D"], Float[Array, "X D"]]:
-        """Return, on one device, its part of the scaled sums of its tokens, and of the shared expert's outputs."""
+    ) -> Float[Array, "X D"]:
+        """Return, on one device, its part of its tokens' scaled sums of experts, the shared one added."""
         mesh, how = self.compute.mesh, dict(path=self.compute.expert_path, backend=self.compute.backend)
         turns = tuple(axis for axis in tokens.whole if axis != "expert")
         outputs = partial(outputs_of_device, experts, layer=layer, activate=activate, mesh=mesh, turns=turns, **how)
         is_divided = "expert" in tokens.products
+        # T52: of the devices that have the same tokens one adds the shared expert.
+        once = lambda own: jnp.where(jax.lax.axis_index(tokens.whole) == 0, own, 0.0) if tokens.whole else own
         if not (is_divided or turns) and ops.joins_shared(x, experts, shared, **how):
             out = outputs(x, expert_ids, shared=shared)  # [X A+1 D]
-            return scale * plain.weighted_sum(out[:, :-1], weights), out[:, -1]
+            return scale * plain.weighted_sum(out[:, :-1], weights) + once(out[:, -1])
         of_tokens, num_held = (x, expert_ids, weights), experts.gate.shape[1]
 
         def part(x, expert_ids, weights, most_pairs):
             case = ops.experts_case("tiles", x, experts.gate)
             if turns or how["path"] != "auto" or ops.choose(case, how["backend"]) == "xla":
-                return scale * plain.weighted_sum(outputs(x, expert_ids), weights)
+                return plain.weighted_sum(outputs(x, expert_ids), weights)
             held_ids = ids_on_device(expert_ids, num_held)
-            return scale * ops.sums_in_tiles(x, experts, held_ids, weights, layer, activate, most_pairs)
+            return ops.sums_in_tiles(x, experts, held_ids, weights, layer, activate, most_pairs)
 
         def shared_outputs():
             gate, up = project_each("xd,df->xf", x, shared[:2])
-            return project("xf,fd->xd", activate(gate, up), shared[2])
+            return once(project("xf,fd->xd", activate(gate, up), shared[2]))
 
         if not is_divided:
-            return part(*of_tokens, expert_ids.size), shared_outputs()
+            return scale * part(*of_tokens, expert_ids.size) + shared_outputs()
         if capacity := dispatch_capacity(*expert_ids.shape, mesh.shape["expert"]):
-            return sums_by_dispatch(part, shared_outputs, *of_tokens, num_held, capacity, mesh)
-        return sums_by_gathering(part, *of_tokens), shared_outputs()
+            return sums_by_dispatch(part, shared_outputs, *of_tokens, scale, num_held, capacity, mesh)
+        return scale * sums_by_gathering(part, *of_tokens) + shared_outputs()
 
     def reads_in_place(self, name, stack, num_rows, dtype):
         """Return True if a kernel is faster than XLA's product with a copy of what a device holds of the matrix."""
@@ -148,7 +152,19 @@ class Divided(Fast):
             outputs=math.prod(of_device[num_inputs:]),
             stored=replace(Stored.of(stack), size=stack.shape[0] * math.prod(of_device)),
         )
-        return ops.choose(case, self.product_backend) != "xla"
+        if ops.choose(case, self.product_backend) != "xla":
+            return True
+        # A scan cuts a layer's matrices out before the layer begins. Of this one, which is multiplied last, a TPU's
+        # compiler then writes a copy, and moves it once more: three times its bytes.
+        return name == "o_proj" and bool(tokens.products) and self._is_cut_out_late(stack)
+
+    def stacked(self, stack, layer):
+        """Return one layer's matrix in its stack, for a kernel, or for XLA to read when it multiplies."""
+        return StackedLayer(stack, layer, "xla" if self._is_cut_out_late(stack) else self.compute.backend)
+
+    def _is_cut_out_late(self, stack) -> bool:
+        """True for matrices that no kernel of a TPU multiplies: those in MXFP8 have one."""
+        return platform() == "tpu" and not isinstance(stack, MXFP8Array)
 
     def prepared(self, layer):
         """Return the layer with matrices that say how they lie on the mesh; `experts` knows it of its own."""

@@ -76,6 +76,9 @@ def experts_over_mesh(
 Part = Callable[[Float[Array, "X D"], Int[Array, "X A"], Float[Array, "X A"], int], Float[Array, "X D"]]
 
 ROOM = 1.5  # places for tokens from one device to another, and for pairs of one, over what an even choice needs
+# Places for tokens from one device to another are a multiple of this, the rows of a TPU's tile: else its compiler
+# copies all tokens into another layout before each exchange, and back after it.
+_ROWS_OF_TILE = 8
 
 
 def sums_by_gathering(
@@ -99,19 +102,21 @@ def sums_by_dispatch(
     x: Float[Array, "X D"],
     expert_ids: Int[Array, "X A"],
     weights: Float[Array, "X A"],
+    scale: float,
     num_held: int,
     capacity: int,
     mesh: Mesh,
-) -> tuple[Float[Array, "X D"], Float[Array, "X D"]]:
-    """Return the sums of a device's tokens, each sent once to each device that has some of its experts; and `beside`.
+) -> Float[Array, "X D"]:
+    """Return the scaled sums of a device's tokens, plus `beside`; each is sent once to each device with its experts.
 
     The exchange has as many places whatever the tokens choose, so that its shape is known. If they choose so unevenly
     that somewhere a token finds none, all devices take `sums_by_gathering` instead: no token is dropped.
 
     Args:
       part, x, expert_ids, weights: as of `sums_by_gathering`.
-      beside: computes something that waits for no other device, such as the shared expert. A compiler can put it
-        between the beginning and the end of an exchange only if both are in one branch.
+      beside: computes what is added to the scaled sums and waits for no other device, such as the shared expert. A
+        compiler can put it between the beginning and the end of an exchange only if both are in one branch.
+      scale: of the sums.
       num_held: experts of each device.
       capacity: C, places for tokens from one device to another.
       mesh: of the devices.
@@ -132,20 +137,25 @@ def sums_by_dispatch(
         token_of = jnp.full(num_devices * capacity, num_tokens, jnp.int32)  # behind the last token: nobody's place
         token_of = token_of.at[target].set(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], mode="drop")
         exchange = partial(jax.lax.all_to_all, axis_name="expert", split_axis=0, concat_axis=0, tiled=True)
-        taken = lambda y, fill: exchange(y.at[token_of].get(mode="fill", fill_value=fill))  # [devices*C ...]
+        # In a place that is nobody's lies some token, of which no expert is asked for: zeros would be one more pass
+        # over all places.
+        tokens_sent = x.at[token_of].get(mode="clip")  # [devices*C D]
+        taken = lambda y, fill: exchange(y.at[token_of].get(mode="fill", fill_value=fill))  # [devices*C A]
         # Experts of other devices are none here: an id that is not held, and so on.
         # The experts wait for `own` too: it is computed while the tokens are on their way, not behind all exchanges.
-        tokens, own = jax.lax.optimization_barrier((taken(x, 0), beside()))
+        tokens, own = jax.lax.optimization_barrier((exchange(tokens_sent), beside()))
         sums = exchange(part(tokens, taken(expert_ids, -1), taken(weights, 0), most_pairs))  # [devices*C D]
         # A token's parts in the order of its experts; a device that has two of them gave one sum.
         is_first = jnp.cumsum(goes_to, axis=1) * goes_to == 1  # [X A devices]
         place_of = jnp.where(is_first, target[:, None], num_devices * capacity)  # [X A devices]
         place_of = jnp.min(place_of, axis=2)  # [X A]; an expert is on one device
-        return jnp.sum(sums.at[place_of].get(mode="fill", fill_value=0), axis=1), own  # [X D] each
+        # All tokens' first parts, then all second ones: rows of [A*X D] as they are gathered, in no other layout.
+        parts = sums.at[place_of.T].get(mode="fill", fill_value=0)  # [A X D]
+        return scale * jnp.sum(parts, axis=0) + own  # [X D]
 
     def by_gathering(x, expert_ids, weights):
         with rarely():
-            return sums_by_gathering(part, x, expert_ids, weights), beside()
+            return scale * sums_by_gathering(part, x, expert_ids, weights) + beside()
 
     return jax.lax.cond(lacks_room, by_gathering, by_dispatch, x, expert_ids, weights)
 
@@ -154,15 +164,16 @@ def dispatch_capacity(num_tokens: int, num_chosen: int, num_devices: int) -> int
     """Return the places of `sums_by_dispatch`; None where gathering moves as few bytes.
 
     Gathering moves every token to every device, and a sum back. Dispatch moves a token to the devices that have its
-    experts: of n devices, n (1 - (1 - 1/n)^A) if all are chosen as often, and `ROOM` times as many places. With M3's 4
-    experts a token that is 1.03 of all at 4 devices, 0.62 at 8, 0.34 at 16 and 0.09 at 64.
+    experts: of n devices, n (1 - (1 - 1/n)^A) if all are chosen as often, and `ROOM` times as many places, in whole
+    tiles. With M3's 4 experts a token that is 1.03 of all at 4 devices, 0.62 at 8, 0.34 at 16 and 0.09 at 64.
 
     Args:
       num_tokens: of a device.
       num_chosen: A, experts of a token.
       num_devices: of the expert axis.
     """
-    capacity = math.ceil(ROOM * num_tokens * (1 - (1 - 1 / num_devices) ** num_chosen))
+    even = num_tokens * (1 - (1 - 1 / num_devices) ** num_chosen)
+    capacity = math.ceil(ROOM * even / _ROWS_OF_TILE) * _ROWS_OF_TILE
     return capacity if capacity <= 3 / 4 * num_tokens else None
 
 

@@ -14,7 +14,7 @@ class Projections:
 
     Attributes:
       raw: q [B T N H], k and v [B T K H], index_q [B T K I] and index_k [B T I], in the accumulator's dtype.
-      norms: weights of their norms, [H] or [I]; v has none.
+      norms: weights of their norms, [H] or [I]; v has none, and queries that are finished have none any more.
       cos: cosines of each token's angles.
       sin: sines.
       eps: of the norm.
@@ -32,6 +32,13 @@ class Projections:
         """Return queries, keys and values: normed, rotated, rounded."""
         return self._heads_by(self._norm_and_rotate)
 
+    def finish_queries(self) -> "Projections":
+        """Return the same with queries, and index queries, that are normed, rotated and rounded already."""
+        names = [name for name in ("q", "index_q") if getattr(self.raw, name) is not None]
+        heads, norms = ([getattr(of, name) for name in names] for of in (self.raw, self.norms))
+        finished = dict(zip(names, self._norm_and_rotate(heads, norms, self.cos, self.sin), strict=True))
+        return self.replace(raw=self.raw._replace(**finished), norms=self.norms._replace(q=None, index_q=None))
+
     def finish_in_order(self) -> Heads:
         """Compute `finish` by a kernel that gives a token the same bits in any call (`m3jax.ops.ordered`)."""
         return self._heads_by(
@@ -48,11 +55,14 @@ class Projections:
     def _heads_by(self, norm_and_rotate) -> Heads:
         """Return all heads, by one call of a function of (heads, norms, cos, sin); values are only rounded."""
         raw, norms = self.raw, self.norms
-        heads, weights = [raw.q, raw.k], [norms.q, norms.k]
+        heads, weights = {"q": raw.q, "k": raw.k}, {"q": norms.q, "k": norms.k}
         if raw.index_q is not None:
             # All index queries share one key, which is normed and rotated as a single head: [B T I] -> [B T 1 I].
-            heads += [raw.index_q, raw.index_k[:, :, None]]
-            weights += [norms.index_q, norms.index_k]
-        q, k, *index = norm_and_rotate(heads, weights, self.cos, self.sin)
-        index_q, index_k = (index[0], index[1][:, :, 0]) if index else (None, None)
-        return Heads(q, k, raw.v.astype(self.dtype), index_q, index_k)
+            heads |= {"index_q": raw.index_q, "index_k": raw.index_k[:, :, None]}
+            weights |= {"index_q": norms.index_q, "index_k": norms.index_k}
+        names = [name for name in heads if weights[name] is not None]  # finished queries have no weights
+        named = [[of[name] for name in names] for of in (heads, weights)]
+        heads |= zip(names, norm_and_rotate(*named, self.cos, self.sin), strict=True)
+        if raw.index_q is not None:
+            heads["index_k"] = heads["index_k"][:, :, 0]
+        return Heads(v=raw.v.astype(self.dtype), **heads)

@@ -33,7 +33,7 @@ def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "
     if isinstance(weight, DividedWeight):
         return _over_mesh(spec, x, [weight], 0)[0]
     if isinstance(weight, StackedLayer):
-        return _by_kernel(x, [weight], [False])[0]
+        return _in_stacks(x, [weight], [False])[0]
     return einsum(spec, *operands(x, weight))
 
 
@@ -52,11 +52,11 @@ def project_each(
         return _over_mesh(spec, x, weights, num_detached)
     is_detached = [False] * (len(weights) - num_detached) + [True] * num_detached
     products: list[Array | None] = [None] * len(weights)
-    # Layers are left in their stacks where a kernel reads them there (`m3jax.ops.cases.ProductCase`).
+    # Layers are left in their stacks where a kernel reads them there (`m3jax.ops.cases.ProductCase`), or XLA late.
     in_stacks = [index for index, weight in enumerate(weights) if isinstance(weight, StackedLayer)]
     if in_stacks:
-        by_kernel = _by_kernel(x, [weights[i] for i in in_stacks], [is_detached[i] for i in in_stacks])
-        for index, product in zip(in_stacks, by_kernel, strict=True):
+        in_place = _in_stacks(x, [weights[i] for i in in_stacks], [is_detached[i] for i in in_stacks])
+        for index, product in zip(in_stacks, in_place, strict=True):
             products[index] = product
     for index, weight in enumerate(weights):
         if products[index] is None:
@@ -106,10 +106,13 @@ def operands(
     return x, dequantize(weight, x.dtype)
 
 
-def _by_kernel(
+def _in_stacks(
     x: Float[Array, "... I"], weights: Sequence[StackedLayer], is_detached: Sequence[bool]
 ) -> list[Float[Array, "..."]]:
-    """Return x [... I] times a layer's matrices [L I *outputs]; gradients are those of XLA's product."""
+    """Return x [... I] times a layer's matrices [L I *outputs], by what the weights name.
+
+    Gradients of a kernel are those of XLA's product.
+    """
     from pallas_kernels.gradient import with_gradient
 
     stacks, layer = tuple(merge_outputs(weight.stack) for weight in weights), weights[0].layer
@@ -134,10 +137,15 @@ def _by_kernel(
             products.append(einsum("xi,io->xo", *operands(source, matrix)))
         return tuple(products)
 
-    # No gradient goes to weights in MXFP8, and through a call with others their stacks' too.
-    has_mxfp8 = any(isinstance(stack, MXFP8Array) for stack in stacks)
-    products = with_gradient(by_kernel, by_xla, 1 if has_mxfp8 else 2)(x.reshape(-1, x.shape[-1]), stacks, layer)
-    shapes = [weight.stack.shape[2:] for weight in weights]
+    rows, shapes = x.reshape(-1, x.shape[-1]), [weight.stack.shape[2:] for weight in weights]
+    if weights[0].backend == "xla":
+        # XLA learns which layer it is when the activations are there: so it reads the matrices no earlier.
+        rows, layer = jax.lax.optimization_barrier((rows, layer))
+        products = by_xla(rows, stacks, layer)
+    else:
+        # No gradient goes to weights in MXFP8, and through a call with others their stacks' too.
+        has_mxfp8 = any(isinstance(stack, MXFP8Array) for stack in stacks)
+        products = with_gradient(by_kernel, by_xla, 1 if has_mxfp8 else 2)(rows, stacks, layer)
     return [out.reshape(*x.shape[:-1], *shape) for out, shape in zip(products, shapes, strict=True)]
 
 

@@ -130,6 +130,11 @@ class _Instruction:
         numbers = dict(re.findall(r'"(\w+)":"?(\d+)', estimate[1]))
         return float(numbers.get("flops", 0)), float(numbers.get("bytes_accessed", 0))
 
+    @property
+    def is_library_product(self) -> bool:
+        """True for a matrix product that a GPU's program leaves to cuBLAS."""
+        return self.op == "custom-call" and 'custom_call_target="__cublas$' in self.rest
+
     @cached_property
     def branches(self) -> list[str]:
         """The names of a conditional's branch computations, which are numbered, or called true and false."""
@@ -322,7 +327,7 @@ class _Program:
             fused = self.computations[instruction.called("calls")]
             for inner in fused.values():
                 yield from self.products(inner, fused)
-        elif instruction.op in ("dot", "convolution"):
+        elif instruction.op in ("dot", "convolution") or instruction.is_library_product:
             yield instruction, around
 
     def has_product_before_end(self, start: _Instruction, around: _Computation) -> bool:
@@ -342,7 +347,7 @@ class _Program:
 
     def flops(self, product: _Instruction, around: _Computation) -> float:
         """Return the operations of a matrix product: two for each product of numbers that is summed."""
-        elements = sum(elements for elements, _, _ in _arrays(product.type))
+        elements = next(elements for elements, _, _ in _arrays(product.type))  # cuBLAS has its own memory behind it
         operand_types = [around[operand].type for operand in product.operands]
         return 2.0 * elements * _contracted(product, operand_types)
 
@@ -452,9 +457,9 @@ def _hbm_size(type_text: str) -> float:
 def _contracted(instruction: _Instruction, operand_types: list[str]) -> int:
     """Return how many products are summed in each element of a matrix product's result."""
     shape = lambda type_text: [int(size) for size in _ARRAY.search(type_text)[2].split(",") if size]
-    if instruction.op == "dot":
-        axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)[1]
-        return math.prod(shape(operand_types[0])[int(axis)] for axis in axes.split(",") if axis)
+    if instruction.op in ("dot", "custom-call"):
+        axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', instruction.rest)[1]
+        return math.prod(shape(operand_types[0])[int(axis)] for axis in re.findall(r"\d+", axes))
     # The TPU's compiler writes matrix products as convolutions; a window axis that stands for a batch counts as 1.
     kernel_labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)[1]
     kernel_sizes = dict(zip(kernel_labels, shape(operand_types[1]), strict=True))

@@ -84,7 +84,10 @@ TYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float8_e4m3fn", "bf
     ],
 )
 def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, index_dtype, kind):
-    """T14, T16: the same queries and the same pages, scales of float8 included; rounding may fall on the other side."""
+    """T14, T16: the same queries and the same pages, scales of float8 included; rounding may fall on the other side.
+
+    A TPU's kernel gets queries that are finished already, as on a mesh (`test_tpu.py` has the others).
+    """
     dtype = jnp.dtype("float32" if kv_dtype == "float32" else "bfloat16")
     x, cache, positions, lengths = layer(kind, dtype, kv_dtype, index_dtype)
     call = LayerCall(jnp.int32(0), cache.places(positions, lengths), positions, lengths, backend=backend)
@@ -94,7 +97,8 @@ def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, ind
     options = dict(eps=EPS, dtype=dtype, backend=backend)
     with interpret(True if backend == "triton" else pltpu.InterpretParams()):
         run = jax.jit(lambda x, s: s.insert(call, x.raw, x.norms, x.cos, x.sin, **options))
-        queries, pages = run(x, stack)
+        given = x.finish_queries() if backend == "mosaic_tpu" else x
+        queries, pages = run(given, stack)
 
     @jax.jit
     def by_xla(x, stack):
@@ -102,6 +106,8 @@ def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, ind
         return ready, stack.write(call, ready.k, ready.v, ready.index_k)
 
     ready, want = by_xla(x, stack)
+    for mine, theirs in zip(jax.jit(Projections.finish)(given), ready, strict=True):
+        close(mine, theirs)
     for mine, theirs in zip((queries.q, queries.index_q), (ready.q, ready.index_q), strict=True):
         close(mine, theirs)
     for name in ("k", "v", "index_k"):

@@ -496,6 +496,14 @@ def test_a_kernel_counts_by_its_own_estimate():
     assert (counts.traffic - before.traffic, counts.flops - before.flops) == (900, 70)
 
 
+# As XLA of jax 0.11.2 writes it.
+CUBLAS = (
+    'custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"alpha_real":1,"beta":0,'
+    '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],'
+    '"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"epilogue":"DEFAULT"}}'
+)
+
+
 def test_a_collective_is_hidden_where_a_product_stands_before_its_end():
     """In the order of the schedule; one that was awaited before hides nothing."""
     begin, end = (
@@ -509,6 +517,12 @@ def test_a_collective_is_hidden_where_a_product_stands_before_its_end():
         assert counts.collectives["all-to-all"] == 5 and counts.hidden_collectives["all-to-all"] == hidden
         exchanged = {each.kind: each.is_hidden for each in hlo.collectives(program)}
         assert exchanged == {"all-to-all": hidden > 0, "all-reduce": False, "all-gather": False}
+    by_cublas = product.replace("f32[4,16]{1,0:S(1)} convolution", "(f32[4,16]{1,0}, s8[64]{0}) custom-call").replace(
+        "dim_labels=bf_io->bf", CUBLAS
+    )
+    assert by_cublas.count("custom-call") == 1 and CUBLAS in by_cublas
+    counts = hlo.count(PROGRAM.replace(product, begin + by_cublas + end))
+    assert (counts.hidden_collectives["all-to-all"], counts.flops) == (5, hlo.count(PROGRAM).flops)
 
 
 # The compiler

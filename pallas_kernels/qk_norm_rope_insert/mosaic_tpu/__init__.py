@@ -51,12 +51,13 @@ def run(
     scales = jnp.ones((3, kv_heads), jnp.float32) if scales is None else scales
     norm_rope = partial(_norm_rope, cos=cos, sin=sin, eps=eps, interpret=interpret)
     insert = partial(_insert, positions=positions, lengths=lengths, interpret=interpret)
-    q = norm_rope(x.q, norms.q, dtype=dtype)
+    finished = lambda queries, norm: queries if norm is None else norm_rope(queries, norm, dtype=dtype)
+    q = finished(x.q, norms.q)
     keys = insert(k, norm_rope(x.k, norms.k, dtype=jnp.float32) / scales[0][:, None])
     values = insert(v, x.v.astype(jnp.float32) / scales[1][:, None])
     if index_k is None:
         return Written(q, None, keys, values, None)
-    index_q = norm_rope(x.index_q, norms.index_q, dtype=dtype)
+    index_q = finished(x.index_q, norms.index_q)
     index_keys = norm_rope(x.index_k[:, :, None], norms.index_k, dtype=jnp.float32) / scales[2, 0]  # [B T 1 I]
     return Written(q, index_q, keys, values, insert(index_k, index_keys))
 
