@@ -180,7 +180,7 @@ def load_and_serve(channel, process_id: int, folder: Path, report: dict[str, Any
 
 
 def save_and_train(channel, process_id: int, folder: Path, report: dict[str, Any]) -> None:
-    """Save a checkpoint, convert a dense model, do rounds of GRPO until a reward fails, and have the engine with a draft do its work."""
+    """Save a checkpoint, convert a model, do rounds of GRPO until a reward fails, and serve with a draft."""
     from support import conversion
 
     from m3jax.checkpoint import load_with_report, save_orbax
