@@ -169,6 +169,7 @@ def summed_logprobs(weights, tokens):
     return jnp.sum(logprobs[:, :90]), logprobs
 
 
+@pytest.mark.further  # a whole run: tests/train/test_runs.py
 def test_training_sees_the_bits_that_the_engine_drew_with():
     """On-policy: the log-probabilities under the gradient are those of decoding, and the ratio of the two is 1."""
     results = {number: life(number) for number in (3, 4)}  # of 40 and 61 tokens

@@ -41,6 +41,7 @@ def test_scores_are_the_models_log_softmax():
         np.testing.assert_allclose(of_ids, best, rtol=0, atol=2e-5)
 
 
+@pytest.mark.further  # bits in chunks and rows: tests/model/test_invariance.py
 def test_one_text_has_in_the_invariant_mode_the_bits_that_it_has_in_any_chunks_and_rows():
     """A list of tokens is one text; of one token there is no score."""
     assert m3jax.score is exported_score

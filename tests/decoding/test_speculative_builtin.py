@@ -86,6 +86,7 @@ def generate(capsys, *more):
     return status, out and json.loads(out)["token_ids"], err
 
 
+@pytest.mark.further  # its drafts: the tests above
 def test_drafts_on_the_command_line(capsys):
     status, tokens, err = generate(capsys, "--draft", "builtin", "--draft-tokens", "4", "--stats")
     assert (status, len(tokens)) == (0, 40)

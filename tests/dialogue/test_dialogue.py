@@ -318,6 +318,7 @@ def test_the_door_of_a_text_model_takes_the_folders_defaults(tmp_path):
         bare.chat([USER])
 
 
+@pytest.mark.further  # sampling of an engine: tests/decoding/test_sampling.py
 def test_sampling_is_that_of_the_dialogue():
     """A seed decides; the knobs reach the engine."""
     settings = dict(max_new_tokens=6, context=1024, progress=False)

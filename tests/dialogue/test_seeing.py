@@ -138,6 +138,7 @@ def test_placeholders_stand_where_they_are_written_or_in_front(files):
 # Whole answers
 
 
+@pytest.mark.further  # of an engine: tests/decoding/test_engine_vision.py
 def test_generate_is_the_whole_model_on_the_same_picture(model, files):
     """And what it says depends on the picture: two pictures behind the same words are two answers."""
     text = TOKENIZER.encode("What is it?")

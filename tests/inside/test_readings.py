@@ -101,6 +101,7 @@ def test_a_patch_is_that_value_of_the_other_run():
     np.testing.assert_allclose(effects[1, 1], whole[3] - whole[5], atol=1e-3)  # the last layer's last token is all
 
 
+@pytest.mark.further  # patches: test_a_patch_is_that_value_of_the_other_run
 def test_attributions_are_patches_to_first_order():
     """The slope at a token along what a patch would move there, as by a small step; the choices are given."""
     names, choices = ("layers.0.output",), inside.choices_of(model(), TOKENS)

@@ -218,7 +218,7 @@ def test_experts_are_dequantised_one_by_one_and_never_all(path):
     assert [aval for aval in made if is_weight(aval)] == []
 
 
-@pytest.mark.parametrize("path", [path for path in EXPERT_PATHS if path not in ("few", "grouped")])
+@pytest.mark.parametrize("path", [path for path in EXPERT_PATHS if path not in ("few", "grouped", "products")])
 def test_every_way_to_run_experts_takes_codes_and_scales(path, kept, plain):
     draw = np.random.default_rng(0)
     x, ids = jnp.asarray(draw.normal(size=(5, 48)), jnp.float32), jnp.asarray(draw.integers(0, 8, (5, 2)), jnp.int32)

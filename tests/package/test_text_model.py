@@ -20,6 +20,7 @@ def lm():
     return m3jax.TextModel.from_pretrained(dtype="float32")
 
 
+@pytest.mark.further  # the commands print: test_cli.py
 def test_text_is_that_of_the_command_line(lm, capsys):
     """No BOS on either side, one set of defaults, one seed."""
     knobs = dict(max_new_tokens=12, temperature=0.7, top_p=0.9, seed=3)

@@ -451,6 +451,7 @@ def whole(tmp_path_factory):
         return *run(folder), lines_of(folder)
 
 
+@pytest.mark.further  # training over a mesh: test_sft.py
 def test_a_mesh_converts_as_one_device_does(tmp_path):
     """Rows and heads divided: lines, report and weights. Steps of plain descent move weights by their gradients."""
     small.write_source(tmp_path)
