@@ -5,6 +5,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from support import tiny
 
 from m3jax import inside
