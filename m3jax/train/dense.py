@@ -193,7 +193,7 @@ def read_dense_with_report(
     """Read a dense model's folder as `read_dense` does, and report which bytes were read.
 
     Args:
-      folder, seed, mesh, **settings: as in `read_dense`.
+      folder, seed, mesh, settings: as in `read_dense`.
 
     Returns:
       The model and the report.
