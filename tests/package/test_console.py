@@ -180,7 +180,7 @@ HELD = {
 @pytest.mark.parametrize("held", HELD)
 def test_an_interrupt_that_can_do_nothing_yet_is_answered(noted, presses, held):
     """As while XLA compiles: the first says that a second ends it, the second does, and the first alone works later."""
-    work = HELD[held].format(seconds=1 if presses == 1 else 30)
+    work = HELD[held].format(seconds=2.5 if presses == 1 else 30)
     code = (
         "import hashlib, time\nfrom concurrent.futures import ThreadPoolExecutor\nfrom m3jax.console import *\n"
         "from m3jax.interrupts import *\n"
