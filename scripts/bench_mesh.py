@@ -54,7 +54,7 @@ from m3jax.execution import Compute, Fast, Values
 from m3jax.model import M3, init
 from m3jax.model.context import selection_rules
 from m3jax.ops import Heads
-from m3jax.parallel import AXES, parse_mesh
+from m3jax.parallel import AXES, parse_axes, parse_mesh
 from m3jax.planning import hlo, program
 from m3jax.planning.chips import parse_slice
 from m3jax.planning.job import Job
@@ -175,8 +175,8 @@ def count(config: M3Config, args: argparse.Namespace) -> None:
 
 def h100_mesh(name: str) -> Mesh:
     """Return a mesh, as in tensor=2, of H100s that are only described; end the script without XLA's CUDA compiler."""
-    sizes = dict.fromkeys(AXES, 1) | {axis: int(size) for axis, size in (part.split("=") for part in name.split(","))}
-    shape = [sizes[axis] for axis in AXES]
+    sizes = parse_axes(name)
+    shape = [sizes.get(axis, 1) for axis in AXES]
     try:
         described = topologies.get_topology_desc(
             "h100", platform="cuda", target_config=H100, topology=f"1x1x{np.prod(shape)}"

@@ -248,7 +248,7 @@ def tiled(
         return None, jax.lax.cond(jnp.any(valid), run_tile, idle, *expert_tile)
 
     _, out = jax.lax.scan(step, None, (tiles.block, tiles.query, tiles.valid))  # [tiles C D]
-    return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
+    return _outputs_of_pairs(out, tiles)
 
 
 def in_fixed_tiles(
@@ -278,7 +278,7 @@ def in_fixed_tiles(
         out = jnp.zeros((len(tiles.block), _FIXED_TILE, x.shape[1]), accumulator(x.dtype))
         used_tiles = jnp.sum(jnp.any(tiles.valid, axis=1), dtype=jnp.int32)
         out = jax.lax.fori_loop(0, used_tiles, run_tile, out)  # [tiles C D]
-        return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
+        return _outputs_of_pairs(out, tiles)
 
     def differentiable(x, gate, up, down, expert_ids, layer):
         return tiled(x, ExpertWeights(gate, up, down), expert_ids, layer, activate)
@@ -368,7 +368,7 @@ def grouped(
         tile = next((size for size in measured.MXFP8_TILES if size >= wanted), measured.MXFP8_TILES[-1])
         tiles = invert(expert_ids[None, None], num_experts, tile)
         out = run(tiles.block, tiles.query, tiles.valid)
-        return out.reshape(-1, x.shape[1])[tiles.place_of[0, 0]]  # [X A D]
+        return _outputs_of_pairs(out, tiles)
 
     many = replace(experts_case("mxfp8_grouped", x, weights.gate), expert_pairs=tokens_per_expert)
     # In the invariant mode a pair's bits may not depend on which of two kernels runs.
@@ -512,7 +512,7 @@ def _tokens_of_places(x: Float[Array, "X D"], tiles: Tiles, expert_ids: Int[Arra
 
 def _gradient_of_tokens(residuals, gradient):
     tiles, expert_ids = residuals
-    of_pairs = gradient.reshape(-1, gradient.shape[-1])[tiles.place_of[0, 0]]  # [X A D]
+    of_pairs = _outputs_of_pairs(gradient, tiles)
     of_pairs = jnp.where(expert_ids[..., None] >= 0, of_pairs, 0)
     return jnp.sum(of_pairs, axis=1, dtype=accumulator(gradient.dtype)).astype(gradient.dtype), None, None
 

@@ -1,6 +1,6 @@
 """Meshes, and the one table that says which axis of which array is divided over which mesh axis; arrays put there."""
 
-from m3jax.parallel.mesh import AXES, as_mesh, make_mesh, parse_mesh
+from m3jax.parallel.mesh import AXES, as_mesh, make_mesh, parse_axes, parse_mesh
 from m3jax.parallel.place import put, read, whole
 from m3jax.parallel.rules import PAGE_AXES, RULES, sharding, spec
 from m3jax.parallel.tokens import TokenAxes, token_axes
@@ -12,6 +12,7 @@ __all__ = [
     "TokenAxes",
     "as_mesh",
     "make_mesh",
+    "parse_axes",
     "parse_mesh",
     "put",
     "read",

@@ -48,13 +48,22 @@ def parse_mesh(text: str) -> Mesh:
     Raises:
       ValueError: an unknown axis, a size that is no integer, or a mesh that does not fit.
     """
+    return make_mesh(**parse_axes(text))
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """Return the sizes of a mesh that text as of `parse_mesh` names, whether or not there are so many devices.
+
+    Raises:
+      ValueError: an unknown axis, one that is named twice, or a size that is no integer.
+    """
     sizes: dict[str, int] = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, size = part.partition("=")
         if name not in AXES or name in sizes or not size.isdecimal():
             raise ValueError(f"mesh {text!r}: write axis=size pairs of {', '.join(AXES)}, as in data=2,tensor=4")
         sizes[name] = int(size)
-    return make_mesh(**sizes)
+    return sizes
 
 
 def as_mesh(mesh: Mesh | str | None) -> Mesh | None:

@@ -202,10 +202,11 @@ def read_dense_with_report(
       ValueError: as `read_dense`.
     """
     folder, mesh = Path(folder), as_mesh(mesh)
-    config = dense_config(read_dense_config(folder), **settings)
+    source = read_dense_config(folder)
+    config = dense_config(source, **settings)
     stored = read_folder(folder)
     by_name = {canonical(name)[0]: tensor for name, tensor in stored.tensors.items() if "rotary_emb" not in name}
-    if read_dense_config(folder).get("tie_word_embeddings", False):
+    if source.get("tie_word_embeddings", False):
         by_name.setdefault("language_model.lm_head.weight", by_name.get("language_model.model.embed_tokens.weight"))
     places = _places(config)
     problems = [*stored.problems]
@@ -218,10 +219,11 @@ def read_dense_with_report(
     report = LoadReport()
     weights = read_parameters(template, where, sources, report.bytes_read)
     weights = {name: value - 1.0 if _NORMS in name else value for name, value in weights.items()}
-    zeros = lambda name, leaf: jnp.zeros(leaf.shape, leaf.dtype, device=tree.flatten(where)[name])
+    sharding_of = tree.flatten(where)
+    zeros = lambda name, leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding_of[name])
     weights |= {name: zeros(name, leaf) for name, leaf in tree.flatten(template).items() if name not in weights}
     weights = in_model_units(weights, config)
-    _begin_index(weights, config, tree.flatten(where), seed)
+    _begin_index(weights, config, sharding_of, seed)
     return tree.replace(template, weights), report
 
 

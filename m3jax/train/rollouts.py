@@ -286,7 +286,6 @@ def read_batch(
     return logprobs_of_batch(cast_weights(model, compute_dtype), batch, temperature=temperature)
 
 
-@partial(jit_for_training, static_argnames=("compute_dtype", "temperature"))
 def read_logprobs(
     model: M3,
     tokens: Int32[Array, "B T"],
@@ -304,8 +303,7 @@ def read_logprobs(
       compute_dtype: that the weights are cast to, as the loss casts them.
       support, temperature: as in `token_logprobs`.
     """
-    model = cast_weights(model, compute_dtype)
-    return token_logprobs(model, tokens, choices, support=support, temperature=temperature)
+    return read_batch(model, {"tokens": tokens, "choices": choices, SUPPORT: support}, compute_dtype, temperature)
 
 
 @dataclass(frozen=True)
