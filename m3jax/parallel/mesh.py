@@ -52,7 +52,10 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Return the sizes of a mesh that text as of `parse_mesh` names, whether or not there are so many devices.
+    """Return the sizes of a mesh by axis, whether or not there are so many devices.
+
+    Args:
+      text: sizes as `parse_mesh` takes them, such as "data=2,tensor=4".
 
     Raises:
       ValueError: an unknown axis, one that is named twice, or a size that is no integer.
