@@ -3,7 +3,8 @@
 A worker has a core and a copy of the tree to itself; the programs that XLA compiled are common to all. First each file
 of tests runs on the unchanged tree. A test that does not pass there, as for want of a package, would seem to catch
 everything: it is left out, and named. Of the others it is then known how long they take and, from Python 3.12 on, which
-lines they run: the tests that run the line of a drawn bug come first, those of the cheapest file before the others.
+lines they run: the tests that run the line of a drawn bug come first, those of the cheapest file before the others. In
+both parts dear tests wait until the cheap ones have passed: a bug that a dear test catches is one that needs it.
 """
 
 import itertools
@@ -25,6 +26,7 @@ from typing import Protocol
 
 from mutating.drawn import ROOT
 
+DEAR = 1.5  # seconds: tests that take as long run after those that do not, so that these catch what they can
 SLOW = 20.0  # seconds, beside ten times those that it takes without a bug, after which a test hangs
 
 
@@ -264,21 +266,28 @@ class Run:
         return Outcome(bug.name, None, "", taken, is_whole=False)
 
     def _stages(self, bug: Bug) -> Iterator[list[str]]:
-        """Yield pytest's arguments: the tests that run the bug's lines, then the others of those that it names."""
+        """Yield pytest's arguments: the tests that run the bug's lines, then the others; of each the dear ones last."""
         of_bug = [self.known[file] for file in dict.fromkeys(word.partition("::")[0] for word in _words(bug.tests))]
         left_out = {test for file in of_bug for test in file.left_out}
+        dear = {test for file in of_bug for test, seconds in file.seconds.items() if seconds >= DEAR}
         first = {file.file: file.that_run(bug.file, bug.lines) for file in of_bug}
         first = {file: tests for file, tests in first.items() if tests}
         cost = {file.file: sum(map(file.seconds.get, first.get(file.file, ()))) for file in of_bug}
-        if first:
-            files = sorted(first, key=cost.get)
-            yield [*files, "--chosen", self._list(bug, "chosen", [test for file in files for test in first[file]])]
-        done = {test for tests in first.values() for test in tests}
+        files = sorted(first, key=cost.get)
+        chosen = [test for file in files for test in first[file]]
+        for kind, tests in ("cheap", [t for t in chosen if t not in dear]), ("dear", [t for t in chosen if t in dear]):
+            if tests:
+                named = dict.fromkeys(test.partition("::")[0] for test in tests)
+                yield [*named, "--chosen", self._list(bug, kind, tests)]
         unknown = {file.file for file in of_bug if not file.has_ended}
         words = [word for word in shlex.split(bug.tests) if word.partition("::")[0] not in left_out | unknown]
         words = sorted(words, key=lambda word: word not in first) if bug.lines else words
         if any(word.startswith("tests/") for word in words):
-            yield [*words, "--left-out", self._list(bug, "done", sorted(left_out | done))]
+            done = left_out | set(chosen)
+            if dear - done:
+                yield [*words, "--left-out", self._list(bug, "first", sorted(done | dear))]
+                done |= {test for file in of_bug for test in file.seconds} - dear
+            yield [*words, "--left-out", self._list(bug, "done", sorted(done))]
 
     def _list(self, bug: Bug, kind: str, tests: list[str]) -> str:
         path = self.folder / f"{kind}-{threading.get_ident()}.json"
