@@ -27,6 +27,7 @@ from support.msa_strategies import (
 
 from m3jax import msa
 
+further = pytest.mark.further
 SCHEDULE = pytest.mark.parametrize("schedule", SPARSE)
 PIECES = ["query_major in pieces", "kv_block_major in pieces"]
 GATHERING = pytest.mark.parametrize("schedule", ["query_major", "kv_block_major", *PIECES])
@@ -36,13 +37,13 @@ EVERY = pytest.mark.parametrize("schedule", ["dense", "blockwise", "blockwise in
 # Against the oracle.
 
 
-@pytest.mark.parametrize("schedule", ["dense", "blockwise"])
+@pytest.mark.parametrize("schedule", ["dense", pytest.param("blockwise", marks=further)])
 @given(case=cases())
 def test_dense_is_the_oracle(schedule, case):
     assert_close(run(case, schedule), reference.attention(*case.qkv(), case.positions, case.lengths))
 
 
-@SCHEDULE
+@pytest.mark.parametrize("schedule", ["definition", "query_major", pytest.param("kv_block_major", marks=further)])
 @given(case=cases())
 def test_any_selection_is_the_oracle(schedule, case):
     """T4, T7, T8, T9: a selection that no rule made, -1 anywhere in it, under each schedule."""
@@ -63,7 +64,10 @@ def test_walks_in_pieces_are_the_oracle(schedule, case):
     ("schedule", "rules"),
     [
         *((name, {}) for name in SPARSE),
-        *(("definition", rules) for rules in (dict(local_blocks=2), dict(init_blocks=1), dict(score="lse"))),
+        *(
+            pytest.param("definition", rules, marks=further)
+            for rules in (dict(local_blocks=2), dict(init_blocks=1), dict(score="lse"))
+        ),
     ],
     ids=str,
 )
@@ -87,7 +91,10 @@ def test_all_blocks_selected_is_dense(schedule, case):
         assert_close(run(case, schedule, selected(case, **rules)), dense)
 
 
-@pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
+@pytest.mark.parametrize(
+    "schedule",
+    ["dense", "blockwise", "definition", *(pytest.param(name, marks=further) for name in SPARSE if "major" in name)],
+)
 @few
 @given(case=cases((GROUPED,)))
 def test_float64_is_the_oracle(schedule, case):
@@ -325,7 +332,10 @@ def test_draft_rows_over_a_block_border(schedule, seed, size, starts):
     assert_partial(case, blocks)
 
 
-@pytest.mark.parametrize("schedule", ["blockwise", *SPARSE])
+@pytest.mark.parametrize(
+    "schedule",
+    ["blockwise", "query_major", *(pytest.param(name, marks=further) for name in ("definition", "kv_block_major"))],
+)
 def test_lengths_are_data(schedule):
     """T11, T21: one program for a document that grows token by token, right at every length."""
     case = prefill(GROUPED)
@@ -347,7 +357,10 @@ def test_lengths_are_data(schedule):
     assert_partial(case, blocks)
 
 
-@SCHEDULE
+@pytest.mark.parametrize(
+    "schedule",
+    ["query_major", *(pytest.param(name, marks=further) for name in ("definition", "kv_block_major"))],
+)
 @pytest.mark.parametrize("lengths", [(39, 35), (57, 25)])
 def test_packed_documents_are_rows(schedule, lengths):
     """T29: documents are packed as rows with positions, lengths and ids of their own; each is as it is alone."""

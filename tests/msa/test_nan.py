@@ -16,7 +16,9 @@ from m3jax.msa.schedules.layout import zero_from
 from m3jax.numerics import attend, merge_parts, merge_two
 
 P = 8
-SIZES = pytest.mark.parametrize("num_keys", [32, 512])  # 2 x 2 x 2 x 4 queries: scores below 4,096 and far above
+further = pytest.mark.further
+# Of 2 x 2 x 2 x 4 queries: scores below 4,096 and far above.
+SIZES = pytest.mark.parametrize("num_keys", [pytest.param(32, marks=further), 512])
 
 
 def operands(num_keys: int):
@@ -35,8 +37,13 @@ def assert_nan_in_row_one(out, lse):
         assert not found[0].any(), f"{name}: the other row has {found[0].sum()} NaN"
 
 
-@SIZES
-@pytest.mark.parametrize("schedule", [*SPARSE, "dense", "blockwise"])
+@pytest.mark.parametrize(
+    ("schedule", "num_keys"),
+    [
+        *((schedule, 512) for schedule in (*SPARSE, "dense", "blockwise")), ("kv_block_major", 32),
+        *(pytest.param(name, 32, marks=further) for name in ("definition", "query_major", "dense", "blockwise")),
+    ],
+)  # fmt: skip
 def test_a_nan_key_is_in_the_attention_of_who_sees_it(schedule, num_keys):
     q, k, v, positions, lengths = operands(num_keys)
     k[1, P + 3] = np.nan
@@ -77,7 +84,7 @@ def test_a_nan_score_or_part_is_in_the_softmax_and_in_the_merge(num_keys):
 
 @SIZES
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("score", ["max", "lse"])
+@pytest.mark.parametrize("score", ["max", pytest.param("lse", marks=further)])
 def test_a_block_with_a_nan_score_ranks_last(score, way, num_keys):
     """T24: it was ranked by its other tokens in large arrays. Its score is NaN, and what is finite goes before it."""
     rng = np.random.default_rng(1)

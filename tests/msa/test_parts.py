@@ -26,6 +26,7 @@ from m3jax.msa.views import BlockView, Contiguous, ContiguousIndex, IndexView, P
 from m3jax.numerics import attend, merge_parts
 from m3jax.ops import attend_all, attend_selected
 
+further = pytest.mark.further
 SCHEDULE = pytest.mark.parametrize("schedule", SPARSE)
 
 
@@ -117,7 +118,7 @@ def paged(k, v, table, layer=1, layers=3):
 TABLE = [[5, 0, 7, 2], [1, 6, 3, 4]]
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("kind", [pytest.param("contiguous", marks=further), "paged"])
 def test_views_read_blocks_and_runs(kind):
     k, v = normal(2, 2, 16, 4), normal(2, 2, 16, 4) + 1
     view = Contiguous(k, v, 4) if kind == "contiguous" else paged(k, v, TABLE)
@@ -129,7 +130,7 @@ def test_views_read_blocks_and_runs(kind):
     assert np.all(view.present(1, 2))
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("kind", [pytest.param("contiguous", marks=further), "paged"])
 def test_index_views_read_runs(kind):
     k = normal(2, 16, 4)
     pages = jnp.full((3, 9, 4, 4), jnp.nan).at[2, jnp.array(TABLE)].set(k.reshape(2, 4, 4, 4))
@@ -151,7 +152,10 @@ def test_pages_outside_the_pool_are_not_held():
 # The door.
 
 
-@pytest.mark.parametrize(("queries", "schedule"), [(8, "auto"), (9, "auto"), (9, "mask"), (9, "dense mask"), (9, None)])
+@pytest.mark.parametrize(
+    ("queries", "schedule"),
+    [(8, "auto"), pytest.param(9, "auto", marks=further), (9, "mask"), (9, "dense mask"), (9, None)],
+)
 def test_ops_read_views(queries, schedule):
     """Shuffled pages of a stack whose other layers are garbage; "auto" for few queries and many; dense too."""
     case = prefill(GROUPED, 2)
@@ -232,7 +236,7 @@ def test_dense_operands_that_do_not_fit():
 
 @pytest.mark.parametrize(
     ("queries", "num_blocks"),
-    [(1025, 1_047_552), (1025, 1_047_553), (1025, 1_048_600)],
+    [(1025, 1_047_552), (1025, 1_047_553), pytest.param(1025, 1_048_600, marks=further)],
     ids=["below", "the last pair above", "several above"],
 )
 def test_inversion_where_keys_and_places_fill_32_bits(queries, num_blocks):

@@ -215,7 +215,7 @@ def test_values_from_some_token_on_are_zero_on_every_platform(platform, monkeypa
     np.testing.assert_array_equal(layout.zero_from(jnp.asarray(values), jnp.asarray(first)), expected)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.further), 1])
 def test_pieces_of_a_walk_join_to_the_whole(axis):
     """Pieces that divide the axis and pieces that do not, and one piece that is all of it."""
     x, y = (np.moveaxis(normal(5, 2, 3, seed=seed), 0, axis) for seed in (0, 1))

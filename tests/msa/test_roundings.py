@@ -81,7 +81,7 @@ def test_the_emulation_can_fail():
     assert np.abs(exact - emulated(case, None, by_block=False)[0]).max() > 2e-4
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.further)])
 def test_a_running_softmax_rounds_each_fold(dtype):
     """Two folds, the second with higher scores: what is faded is the sum so far, in float32, and not rounded again."""
     draw = np.random.default_rng(5)
@@ -128,8 +128,13 @@ def restored(stored: np.ndarray, scale, dtype) -> np.ndarray:
     return (stored.astype(np.float32) * np.float32(scale)).astype(dtype).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["paged", "pooled"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("paged", "float32"), ("pooled", "bfloat16"),
+        *(pytest.param(*case, marks=pytest.mark.further) for case in (("paged", "bfloat16"), ("pooled", "float32"))),
+    ],
+)  # fmt: skip
 def test_keys_and_values_of_float8_are_scaled_in_float32_and_rounded_once(kind, dtype):
     """Each head by its own scale, keys and values by theirs, in single blocks and in runs."""
     stored = pages(3, 5, K, P, H), pages(3, 5, K, P, H)[::-1]

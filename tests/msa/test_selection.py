@@ -38,6 +38,7 @@ RULES = {
 }
 pytestmark = pytest.mark.usefixtures("under_checks")
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
+further = pytest.mark.further
 
 
 def select(case: Case, index=None, way="walk", **changes) -> np.ndarray:
@@ -61,7 +62,10 @@ def test_scores_are_those_of_the_oracle(score, way, case):
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize(  # the last has both kinds of forced blocks
+    "rules",
+    [pytest.param(RULES[name], marks=further if name in ("two local", "one init") else (), id=name) for name in RULES],
+)
 @few
 @given(case=cases((GROUPED,)))
 def test_selection_is_that_of_the_oracle(rules, way, case):
@@ -82,7 +86,7 @@ def test_selection_is_that_of_the_oracle_in_every_shape(case):
     assert_partial(case, got)
 
 
-@EVERY_WAY
+@pytest.mark.parametrize("way", ["walk", *(pytest.param(way, marks=further) for way in ("definition", "pieces"))])
 @few
 @given(case=cases(CUT))
 def test_lse_selection_beats_what_it_drops(way, case):
@@ -208,7 +212,7 @@ def test_groups_pick_blocks_of_their_own():
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("score", ["max", "lse"])
+@pytest.mark.parametrize("score", ["max", pytest.param("lse", marks=further)])
 @few
 @given(case=cases(CUT), data=st.data())
 def test_no_query_sees_a_later_key(score, way, case, data):
@@ -228,7 +232,7 @@ def test_no_query_sees_a_later_key(score, way, case, data):
     )
 
 
-@EVERY_WAY
+@pytest.mark.parametrize("way", [pytest.param("definition", marks=further), "walk", "pieces"])
 @few
 @given(case=cases(CUT), poison=st.sampled_from([np.nan, np.inf, -np.inf, 1e30]))
 def test_keys_beyond_a_length_are_never_read(poison, way, case):
@@ -299,7 +303,7 @@ def test_any_queries_with_global_positions(seed, pick):
     assert_partial(case, full)
 
 
-@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=further), 5])
 @few
 @given(seed=st.integers(0, 99), ends=st.tuples(*[st.integers(1, 40)] * 2))
 def test_chunked_prefill_is_one_shot(chunk, seed, ends):
@@ -317,7 +321,7 @@ def test_chunked_prefill_is_one_shot(chunk, seed, ends):
     assert_partial(case, full)
 
 
-@pytest.mark.parametrize("prefix", [4, 15])
+@pytest.mark.parametrize("prefix", [pytest.param(4, marks=further), 15])
 @few
 @given(seed=st.integers(0, 99))
 def test_prefix_and_suffix_are_the_whole(prefix, seed):
@@ -359,7 +363,7 @@ def test_a_step_straddles_a_border_with_two_own_blocks():
     assert_partial(replace(case, positions=case.positions[:, at]), got)
 
 
-@pytest.mark.parametrize("lengths", [(39, 35), (57, 25)])
+@pytest.mark.parametrize("lengths", [pytest.param((39, 35), marks=further), (57, 25)])
 def test_packed_documents_are_rows(lengths):
     """T29: documents are packed as rows, each with blocks from its own token 0 and ids of its own.
 
@@ -420,7 +424,9 @@ def _from_views(head_major, wide, *args, **rules):
     return blocks, jnp.zeros_like(wide)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(dtype, marks=further) for dtype in ("float16", "float32"))]
+)
 def test_half_precision_is_scored_in_float32(dtype):
     """T26: products of half-precision index keys are summed in float32: not even a near-tie is rounded away."""
     case = prefill(GROUPED, 3)
@@ -440,7 +446,7 @@ def test_vmap_is_a_loop():
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("score", ["max", "lse"])
+@pytest.mark.parametrize("score", ["max", pytest.param("lse", marks=further)])
 def test_a_large_key_right_after_the_query_is_not_in_its_blocks_score(score, way):
     """T2: the key at P - 1 is far above all others; the query at P - 2 does not see it, the one at P - 1 does."""
     shape = Shape(B=1, T=32, S=32, N=1, K=1, H=4, P=8, J=2)

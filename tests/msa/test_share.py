@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,7 @@ def test_candidates_of_shares_choose_as_all_scores_do(scores, positions, lengths
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.further  # a device with one block in the test above
 def test_fewer_candidates_than_slots_leave_slots_unused():
     blocks, keys = jnp.int32([[[7]], [[2]]]), jnp.float32([[[1]], [[-jnp.inf]]])  # [devices X C]
     assert join_candidates(Candidates(blocks, keys), 3).tolist() == [[7, -1, -1]]
@@ -90,6 +92,7 @@ def test_a_share_numbers_its_blocks_in_order():
     assert part.in_rows(held).tolist() == [[[[-1, -1, 1, -1, -1, 4, -1, -1, 7]]]]
 
 
+@pytest.mark.further  # in tests/msa/test_pieces.py each schedule does
 def test_shares_attend_together_to_what_a_row_has():
     """T8, T51: three rows: one of which most devices hold nothing, one without keys, one that ends inside a block."""
     devices, begins_on = 4, jnp.int32([3, 0, 1])
