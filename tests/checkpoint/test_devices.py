@@ -42,7 +42,7 @@ def folder(tensors, tmp_path_factory) -> Path:
     [
         ({"tensor": 4}, 16 << 20),
         ({"data": 2, "expert": 2, "tensor": 2}, 16 << 20),
-        ({"expert": 2, "tensor": 2}, 0),
+        pytest.param({"expert": 2, "tensor": 2}, 0, marks=pytest.mark.further),
     ],
     ids=["tensor, on the host", "all, on the host", "expert and tensor, in place"],
 )
@@ -81,6 +81,7 @@ print(status("VmHWM") - before, sum(leaf.nbytes for leaf in tree.flatten(model).
 """
 
 
+@pytest.mark.further
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
 def test_peak_host_memory_is_the_model_and_a_few_tensors(tmp_path):
     config = tiny_config(

@@ -1,4 +1,4 @@
-"""A hundred cases of each fuzzer in scripts/: whatever is damaged, reading gives a value or a usable error."""
+"""Fifty cases of each fuzzer in scripts/: whatever is damaged, reading gives a value or a usable error."""
 
 import importlib.util
 import sys
@@ -24,10 +24,10 @@ def scripts():
 
 @pytest.mark.parametrize("name", ["fuzz_config", "fuzz_checkpoint"])
 def test_damage_is_a_usable_error(name, scripts, unchecked, capfd):
-    counts, failures = scripts["fuzz_config"].fuzz(scripts[name].CASES, seed=20, count=120)
+    counts, failures = scripts["fuzz_config"].fuzz(scripts[name].CASES, seed=20, count=50)
     capfd.readouterr()
     assert not failures, "\n".join(failures)
-    assert sum(n for (_, outcome), n in counts.items() if outcome == "ValueError") > 20
+    assert sum(n for (_, outcome), n in counts.items() if outcome == "ValueError") > 8
 
 
 def test_a_failure_is_counted(scripts, capfd):

@@ -58,7 +58,9 @@ def rounded(value: Fraction, dtype: str) -> float:
     return math.inf if value >= Fraction(2) ** too_large else float(value)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(name, marks=() if name == "bfloat16" else pytest.mark.further) for name in FORMATS]
+)
 def test_every_code_with_every_scale(dtype):
     """T44: codes are e4m3fn."""
     codes, scales = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
@@ -154,7 +156,7 @@ def stored(path: Path) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize(
-    "host_bytes", [pytest.param(16 << 20, marks=pytest.mark.further, id="on the host"), pytest.param(0, id="in place")]
+    "host_bytes", [pytest.param(16 << 20, id="on the host"), pytest.param(0, marks=pytest.mark.further, id="in place")]
 )
 def test_kept_weights_stand_for_the_same_model_and_are_saved_byte_for_byte(host_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
@@ -212,6 +214,7 @@ def test_orbax_keeps_codes_and_scales(tmp_path):
     )
 
 
+@pytest.mark.further  # quantize and save of such a model: tests/checkpoint/test_save.py
 def test_quantizing_a_bfloat16_model_writes_the_release_s_layout(tmp_path):
     write_folder(tmp_path / "bf16", CONFIG, random_tensors(CONFIG))
     quantized_folder(tmp_path / "hub")

@@ -91,7 +91,7 @@ OLD = {"nothing": 0, "a single file": 1, "shards": 3}
 
 
 @pytest.mark.parametrize("is_same_config", [False, True], ids=["another config", "the same config"])
-@pytest.mark.parametrize("new_files", [1, 3])
+@pytest.mark.parametrize("new_files", [pytest.param(1, marks=pytest.mark.further), 3])
 @pytest.mark.parametrize("old", OLD)
 def test_a_death_anywhere_leaves_the_old_checkpoint_or_the_new(old, new_files, is_same_config, tmp_path, monkeypatch):
     """Before each rename, unlink, fsync and open, and in the middle of each write; then the next save tidies up."""

@@ -97,7 +97,17 @@ WRONG_VALUES |= {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "changes", "message"), WRONG_VALUES.values(), ids=WRONG_VALUES)
+# What is said of ids, tests/msa/test_pieces.py has too.
+ABOUT_IDS = ("another block size, too large", "no such id", "a later block", "of other queries")
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        pytest.param(*case, marks=pytest.mark.further if name in ABOUT_IDS else (), id=name)
+        for name, case in WRONG_VALUES.items()
+    ],
+)
 def test_wrong_numbers_are_found_under_checks(options, changes, message):
     """Each changes what is attended to without an error; a compiled function finds it too, and is found as it was."""
     arrays = dict(q=Q, k=K, v=V, blocks=BLOCKS) | ROWS | changes
@@ -124,10 +134,8 @@ def test_what_is_right_passes_checks():
     padded = POSITIONS.at[:, 35:].set(-1), LENGTHS.at[0].set(20)
     run = lambda blocks, *rows: msa.sparse_attention(Q, K, V, blocks, *rows, block_size=4)
     with m3jax.checks():
-        for positions, lengths in (tuple(ROWS.values()), padded):
-            blocks = msa.index_topk(INDEX_Q, INDEX_K, positions, lengths, block_size=4, top_k=3)
-            args = blocks, positions, lengths
-            np.testing.assert_allclose(run(*args), jax.jit(run)(*args), rtol=1e-5, atol=1e-6)
+        args = msa.index_topk(INDEX_Q, INDEX_K, *padded, block_size=4, top_k=3), *padded
+        np.testing.assert_allclose(run(*args), jax.jit(run)(*args), rtol=1e-5, atol=1e-6)
         of_padding = Q.at[:, 35:].set(jnp.nan), K.at[0, 20:].set(jnp.nan), V.at[0, 20:].set(jnp.nan)
         out = msa.sparse_attention(*of_padding, *args, block_size=4)
         assert not jnp.any(jnp.isnan(out))
@@ -150,10 +158,13 @@ def test_a_score_of_ones_own():
     """Definition and walk agree on a custom score; one that is the maximum selects as "max" does."""
     second_best = lambda scores: jnp.sort(scores, axis=-1)[..., -2]
     for score in (second_best, lambda scores: jnp.max(scores, axis=-1)):
-        rules = msa.SelectionRules(3, score=score)
-        scores = msa.block_scores(INDEX_Q, INDEX_K, POSITIONS, LENGTHS, 4, score)
-        expected = msa.select_blocks(scores, POSITIONS, LENGTHS, rules, block_size=4)
+
+        @jax.jit
+        def by_definition(index_q, index_k, score=score):
+            scores = msa.block_scores(index_q, index_k, POSITIONS, LENGTHS, 4, score)
+            return msa.select_blocks(scores, POSITIONS, LENGTHS, msa.SelectionRules(3, score=score), block_size=4)
+
         select = partial(msa.index_topk, INDEX_Q, INDEX_K, POSITIONS, LENGTHS, block_size=4, top_k=3)
         found = select(score=score)
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(found, by_definition(INDEX_Q, INDEX_K))
         assert bool(jnp.all(found == select())) == (score is not second_best)

@@ -136,10 +136,14 @@ def test_devices_that_share_rows_select_and_attend_as_one():
         return (blocks, in_lanes), (merged[0], together[0]), (*merged[1:], together[1])
 
     (blocks, in_lanes), dense, sparse = devices_map(on_device, *of_devices)
-    rows = positions, lengths
-    expected = select_blocks(block_scores(index_q, index_k, *rows, SIZE), *rows, RULES, block_size=SIZE)
-    sparse_expected = sparse_attention(q, k, v, expected, *rows, block_size=SIZE, return_lse=True)
-    dense_expected = dense_attention(q, k, v, *rows, return_lse=True)
+
+    @jax.jit
+    def by_definition(*rows):
+        chosen = select_blocks(block_scores(index_q, index_k, *rows, SIZE), *rows, RULES, block_size=SIZE)
+        of_chosen = sparse_attention(q, k, v, chosen, *rows, block_size=SIZE, return_lse=True)
+        return chosen, of_chosen, dense_attention(q, k, v, *rows, return_lse=True)
+
+    expected, sparse_expected, dense_expected = by_definition(positions, lengths)
     for device in range(2):
         np.testing.assert_array_equal(blocks[device], expected)
         np.testing.assert_array_equal(in_lanes[device], expected)

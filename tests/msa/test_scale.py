@@ -105,7 +105,8 @@ def test_small_pieces_are_many(op):
 PAST = 66_000
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("query_major", marks=further), "kv_block_major"])
+@further
+@pytest.mark.parametrize("schedule", ["query_major", "kv_block_major"])
 def test_more_than_65535_queries(schedule):
     """T37: selection and attention of all rows at once; some rows checked against the oracle."""
     rng = np.random.default_rng(0)

@@ -62,6 +62,7 @@ def by_xla() -> np.ndarray:
     return logits(tiny.model(CONFIG), tiny.model(CONFIG))
 
 
+@pytest.mark.further  # tests/ops/test_backends.py has the steps of a GPU's kernels, tests/kernels each of a TPU's
 def test_steps_are_those_of_xla():
     """Behind a prompt by XLA, since the test below computes one by the kernels."""
     model = tiny.model(CONFIG)

@@ -153,7 +153,10 @@ def model():
     return tiny.model(CONFIG)
 
 
-@pytest.mark.parametrize(("few", "forced"), [(False, dict(init_blocks=1)), (True, dict(local_blocks=2))])
+@pytest.mark.parametrize(
+    ("few", "forced"),
+    [(False, dict(init_blocks=1)), pytest.param(True, dict(local_blocks=2), marks=pytest.mark.further)],
+)
 def test_ops_in_interpret_mode_give_what_xla_gives(few, forced):
     """Under rules that are not M3's; those are what the models below have. The backward pass is XLA's."""
     case = prefill(GROUPED, 1, lengths=[0, 40, 13])

@@ -44,10 +44,9 @@ def selected():
 
 @pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize(
-    ("backend", "num_queries", "cases"),
-    [pytest.param("triton", 2, 6, marks=pytest.mark.further), ("triton", 17, 3), ("mosaic_tpu", 1, 1)],
+    ("num_queries", "cases"), [*(pytest.param(*case, marks=pytest.mark.further) for case in ((1, 1), (2, 6))), (17, 3)]
 )
-def test_kernels_name_candidates_that_choose_as_all_scores_do(backend, num_queries, cases):
+def test_kernels_name_candidates_that_choose_as_all_scores_do(num_queries, cases):
     """T9, T28, T48: equal scores on different devices, rows of every length, queries whose own block others hold.
 
     An engine runs those of a TPU over two devices (tests/ops/test_backend_tpu.py).
@@ -95,7 +94,7 @@ def lowered_for_two_gpus(tokens: int, is_sparse: bool) -> str:
     ("tokens", "is_sparse", "kernels"),
     [
         (1, True, ("index_score_decode", "index_topk_decode", "sparse_decode")),
-        (64, True, ("index_topk", "query_union", "kv_block_major")),
+        pytest.param(64, True, ("index_topk", "query_union", "kv_block_major"), marks=pytest.mark.further),
         (1, False, ("dense_decode",)),
         (64, False, ("dense_causal",)),
     ],

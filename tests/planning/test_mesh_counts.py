@@ -28,7 +28,7 @@ ROWS, CHUNK, LAYERS, CONTEXT = 4, 256, 3, 1024
 WIDTH, BYTES = CONFIG.hidden_size, 4  # of float32
 pytestmark = pytest.mark.usefixtures("eight_devices")
 QUICK = {"xla_backend_optimization_level": 0}
-MESHES = ["context=2,expert=2,tensor=2", pytest.param("tensor=4", marks=pytest.mark.further)]
+MESHES = ["context=2,expert=2,tensor=2", "tensor=4"]
 # Products outside attention and the routed experts, by the einsum that makes them.
 DIVIDED = ("btd,d...h->bt...h", "btx,xd->btd", "...d,df->...f", "...f,fd->...d", "xd,df->xf", "xf,fd->xd")
 
@@ -74,6 +74,7 @@ def test_a_step_over_tensors_has_two_sums_a_layer_and_nothing_else(rows):
     assert large(exchanged("tensor=4", rows, 1), tokens / 2) == {("all-reduce", tokens, 4): 2 * LAYERS}
 
 
+@pytest.mark.further
 def test_a_step_over_the_context_exchanges_three_times_a_layer():
     """Candidates of the selection, parts of the output, a sum of the experts' parts; a dense layer has the second."""
     kinds = Counter()
@@ -125,6 +126,7 @@ def test_the_bench_of_meshes_runs():
     assert re.search(r"tensor=2,context=2 +attention, step of 2 +[\d.]+ ms +1.00 x", finished.stdout)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("mesh", MESHES)
 def test_no_matrix_is_exchanged(mesh):
     """Nor an expert, nor pages: a device's part of one matrix of an expert is larger than all queries of a step."""
@@ -133,6 +135,7 @@ def test_no_matrix_is_exchanged(mesh):
     assert not [collective for collective in exchanged(mesh, ROWS, 1) if of_device(collective) >= least]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_chunk_s_products_are_divided_over_all_devices(mesh):
     """Projections, dense and shared experts: each device has 1/n of the operations, within 10%."""

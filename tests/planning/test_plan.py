@@ -71,6 +71,7 @@ def test_memory_is_that_of_real_arrays(mesh):
     assert planned.index_keys == held([stack.index_k for stack in cache.stacks])
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("mesh", ["expert=4,tensor=2"])
 def test_memory_of_kept_mxfp8_weights_is_that_of_real_arrays(mesh):
     config = tiny.config("dM", intermediate_size=64, dense_intermediate_size=192, shared_intermediate_size=128)
