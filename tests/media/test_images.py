@@ -13,7 +13,7 @@ from support.comparisons import assert_close, assert_equal
 from support.media import image_file, picture
 
 from m3jax.media import PRESETS, decode_image, process_image
-from m3jax.media.patches import patch_positions
+from m3jax.media.patches import normalized, patch_positions
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
@@ -105,6 +105,17 @@ def test_a_patch_is_where_its_position_says(rows, columns, seed):
     # Four rows of patches in a row are one block of 2 x 2.
     blocks = np.stack([down // 2, across // 2]).reshape(2, -1, 4)
     assert (blocks == blocks[..., :1]).all()
+
+
+def test_each_step_of_the_normalisation_is_rounded_to_float32():
+    """255 x mean, 255 x std, the difference and the quotient, as transformers' processors do; here bit for bit."""
+    pixels = np.arange(256, dtype=np.float32).reshape(1, 16, 16).repeat(3, axis=0)  # [C H W]
+    found = normalized(pixels)
+    for colour in range(3):
+        mean, std = (np.float32(np.float64(np.float32(of[colour])) * 255) for of in (MEAN, STD))
+        difference = (pixels[colour].astype(np.float64) - np.float64(mean)).astype(np.float32)
+        expected = (difference.astype(np.float64) / np.float64(std)).astype(np.float32)
+        assert_equal(found[colour], expected, f"normalised values of colour {colour}", "row column")
 
 
 def test_permuted_images_have_permuted_patches():

@@ -16,6 +16,8 @@ from m3jax.media.placeholders import VIDEO
 
 pytest.importorskip("transformers", reason="compares with transformers 5.23.0 (pip install 'm3jax[oracle]')")
 TESTS = Path(__file__).parents[1]
+# Sizes, the order of patches and each byte of a resize have definitions of their own in the files beside this one.
+pytestmark = pytest.mark.further
 
 IMAGES = {
     "smaller": picture(40, 61, 1), "larger": picture(700, 1000, 2), "as it is": picture(56, 84, 3),

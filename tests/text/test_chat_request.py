@@ -103,7 +103,9 @@ def assert_noticed(request: dict, path: tuple, other: Any) -> None:
 PLACES = [path for path in places(REQUEST) if not any(name in path for name in MEDIA)]
 
 
-@pytest.mark.parametrize("other", ["other", 7, {"other": 7}, ["other"]])
+@pytest.mark.parametrize(
+    "other", ["other", 7, *(pytest.param(x, marks=pytest.mark.further) for x in ({"other": 7}, ["other"]))]
+)
 def test_no_property_of_a_request_disappears(other):
     """Each value of the request above is replaced, one after the other."""
     for path in PLACES:

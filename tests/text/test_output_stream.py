@@ -226,9 +226,9 @@ def quickest(text, size):
 
 
 # A part of a megabyte, and the seconds that a whole one would take.
-file = (head + NS + "<s>" + 'a "line" of a file\n' * 15_000)[:250_000] + f"{NS}</s>{NS}</invoke>{NS}</tool_call>"
+file = (head + NS + "<s>" + 'a "line" of a file\n' * 6_000)[:100_000] + f"{NS}</s>{NS}</invoke>{NS}</tool_call>"
 for size in (1, 4, 100, len(file)):
-    print("a string", size, 4 * quickest(file, size))
+    print("a string", size, 10 * quickest(file, size))
 inside = head + NS + "<s>"
 for name, begin, part in (
     ("marker after marker", inside, NS), ("tags that do not end", inside, NS + "<" + 500 * "a"),
@@ -238,8 +238,8 @@ for name, begin, part in (
     ("parts of JSON", head + NS + "<o>", '{"a":['), ("false blocks", "", NS + "<tool_call> "), ("smaller", "", "<mm:"),
     ("calls", NS + "<tool_call>", f'{NS}<invoke name="f">{NS}</invoke>\n'), ("thoughts", "", "<mm:think>a</mm:think>"),
 ):
-    text = (begin + part * (20_000 // len(part)))
-    print(name, 3, 50 * quickest(text, 3))
+    text = (begin + part * (10_000 // len(part)))
+    print(name, 3, 100 * quickest(text, 3))
 pieces = ["a piece of a long string, "] * 5_000
 parser = OutputParser(tools)
 parser.feed(inside)

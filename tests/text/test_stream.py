@@ -44,7 +44,10 @@ DECODERS = {
     "CTC": decoders.CTC(),
     "no decoder": None,
 }
-EVERY_DECODER = pytest.mark.parametrize("decoder", DECODERS)
+RARE = ("WordPiece", "BPEDecoder", "CTC")
+EVERY_DECODER = pytest.mark.parametrize(
+    "decoder", [pytest.param(name, marks=pytest.mark.further if name in RARE else ()) for name in DECODERS]
+)
 
 
 @cache
@@ -201,7 +204,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("decoder", ["ByteLevel", "ByteFallback and Strip"])
+@pytest.mark.parametrize("decoder", [pytest.param("ByteLevel", marks=pytest.mark.further), "ByteFallback and Strip"])
 @pytest.mark.parametrize("what", HOSTILE)
 def test_twice_the_tokens_take_twice_the_time(decoder, what):
     """They took four times as long while all undecodable tokens were held back: 8,000 of them 38 s."""

@@ -82,10 +82,11 @@ def test_padding_is_zero_and_harmless(compiled, name):
 def test_a_patch_does_not_see_another_image():
     """Without the mask, packed images are one image: their features change with their neighbours."""
     q, k, v = inputs(2)
-    out = segment_attention(q, k, v, jnp.asarray(segments(10, 14, size=X)))
-    alone = segment_attention(*(x[10:24] for x in (q, k, v)), jnp.zeros(14, jnp.int32))
+    attend = jax.jit(segment_attention)
+    out = attend(q, k, v, jnp.asarray(segments(10, 14, size=X)))
+    alone = attend(*(x[10:24] for x in (q, k, v)), jnp.zeros(14, jnp.int32))
     assert_close(out[10:24], alone, "out", "X N H", atol=1e-6)
-    together = segment_attention(q, k, v, jnp.asarray(segments(24, size=X)))
+    together = attend(q, k, v, jnp.asarray(segments(24, size=X)))
     assert float(jnp.abs(together[10:24] - alone).max()) > 0.1
 
 
@@ -108,6 +109,7 @@ def test_an_image_is_the_same_to_the_bit_wherever_it_lies(compiled, name):
     assert_equal(packed(broken, image)[4:15], alone, "beside one that is NaN", "X N H")
 
 
+@pytest.mark.further  # with a batch in test_pieces.py
 @given(st.lists(st.integers(1, 48), min_size=1, max_size=48))
 def test_a_segment_takes_the_shortest_row_that_holds_it(lengths):
     """Whatever lies beside it: then X and its own length decide which kernel computes it. In each turn as many rows as
@@ -206,6 +208,7 @@ def test_pairs_are_half_a_rotation_apart_and_two_dims_stay():
     assert_equal(found[..., 78:], x[..., 78:], "dims that stay", "X N H")
 
 
+@pytest.mark.further  # a whole tower in test_tower.py
 def test_bfloat16_rounds_what_is_multiplied_with_values():
     """Each schedule is within a few roundings of the float32 definition, and not nearer to it than bfloat16 can be."""
     of = jnp.asarray(segments(20, 9, size=X))

@@ -145,6 +145,7 @@ def test_embed_puts_features_in_place_of_placeholders(model):
     assert_equal(model.embed(TOKENS, rows[order], places[order]), found, "embeddings in another order", "B T D")
 
 
+@pytest.mark.further
 def test_a_call_with_media_is_a_call_with_their_embeddings(model):
     embeddings = model.embed(TOKENS, model.features(MEDIA), model.places(TOKENS, MEDIA))
     logits = model(TOKENS, media=MEDIA)
