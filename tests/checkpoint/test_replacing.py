@@ -90,7 +90,9 @@ def config(seed: int) -> dict[str, bytes]:
 OLD = {"nothing": 0, "a single file": 1, "shards": 3}
 
 
-@pytest.mark.parametrize("is_same_config", [False, True], ids=["another config", "the same config"])
+@pytest.mark.parametrize(
+    "is_same_config", [False, pytest.param(True, marks=pytest.mark.further)], ids=["another config", "the same config"]
+)
 @pytest.mark.parametrize("new_files", [pytest.param(1, marks=pytest.mark.further), 3])
 @pytest.mark.parametrize("old", OLD)
 def test_a_death_anywhere_leaves_the_old_checkpoint_or_the_new(old, new_files, is_same_config, tmp_path, monkeypatch):

@@ -319,12 +319,14 @@ def oracle_layer(layer) -> dict[str, np.ndarray]:
     return found
 
 
+@further  # tests/model/test_oracle.py computes with what transformers saves
 def test_what_transformers_saves_loads_exactly(oracle, tmp_path):
     oracle.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     assert_same(load_parameters(tmp_path, dtype="float32"), oracle_parameters(oracle))
 
 
+@further
 def test_what_transformers_holds_in_memory_loads_exactly(oracle, tmp_path):
     oracle.config.save_pretrained(tmp_path)
     state = {name: values.detach().numpy() for name, values in oracle.state_dict().items()}

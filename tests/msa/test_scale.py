@@ -121,6 +121,7 @@ def test_more_than_65535_queries(schedule):
     assert_close([np.asarray(x)[:, at] for x in got], expected)
 
 
+@further
 def test_more_than_65535_queries_select():
     """T37: many queries over few keys."""
     rng = np.random.default_rng(1)

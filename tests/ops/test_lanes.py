@@ -53,6 +53,7 @@ def run(q, index_q, views, positions, backend):
     return blocks.swapaxes(1, 2), sparse, attend_all(q, view, positions, LENGTHS, **how)[0]
 
 
+@pytest.mark.further  # on a GPU: tests/gpu/test_invariance.py
 def test_kernels_compute_what_xla_does_and_a_query_s_bits_are_its_own(memory):
     """More queries than a kernel of a decode step takes, in pages, and the last of them alone, in one piece."""
     q, index_q, paged, in_one_piece = memory
@@ -68,7 +69,7 @@ def test_kernels_compute_what_xla_does_and_a_query_s_bits_are_its_own(memory):
             np.testing.assert_array_equal(found, np.asarray(same)[:, last])
 
 
-@pytest.mark.parametrize("num_blocks", [3, pytest.param(4, marks=pytest.mark.further), 9])
+@pytest.mark.parametrize("num_blocks", [3, *(pytest.param(count, marks=pytest.mark.further) for count in (4, 9))])
 def test_the_invariant_schedules_are_the_definitions_for_every_number_of_blocks(num_blocks):
     """Pieces have 4 blocks here: fewer, as many, and a last piece of one; the rows end anywhere in them."""
     rng, size = np.random.default_rng(num_blocks), 8

@@ -124,6 +124,7 @@ def test_no_field_that_is_unheard_of_disappears():
             assert_noticed(REQUEST, (*path, None), "other")
 
 
+@pytest.mark.further
 @given(messages=drawn.message_lists(nulls=True), data=st.data())
 def test_no_property_of_any_request_disappears(messages, data):
     request = {"messages": messages, "tools": drawn.tools_for(messages)}
