@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import comparisons
-from support.kernels_inputs import attention, both_layouts, check, lay_out, of_definition, run_attention, view
+from support.kernels_inputs import attention, check, lay_out, of_definition, run_attention, view
 from support.msa_strategies import FOURS, GROUPED, RAGGED, Case, cases, dense_attention, prefill
 from support.msa_strategies import attention as definition
 
@@ -54,8 +54,7 @@ def fitting(case: Case, options: dict) -> Case:
     ("name", "layout"),
     [
         *(pytest.param(name, "paged", marks=further if name in PARTS else ()) for name in KERNELS),
-        *((name, "contiguous") for name in ("query_union", "split decode")),
-        *(pytest.param(name, "contiguous", marks=further) for name in ("kv_block_major", "chunks", "decode")),
+        *(pytest.param(name, "contiguous", marks=further) for name in KERNELS),
     ],
 )
 @few
@@ -68,9 +67,8 @@ def test_attention_is_that_of_the_definition(data, name, layout):
     check(attention(case=case, layout=layout, blocks=blocks, **options), of_definition(case, blocks))
 
 
-@pytest.mark.parametrize(  # the others are parts of these
-    "name", [pytest.param("query_union", marks=further), "kv_block_major", pytest.param("split decode", marks=further)]
-)
+@pytest.mark.further
+@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "split decode"])  # the others are parts of these
 @few
 @given(case=cases((FOURS,)))
 def test_attention_of_odd_shapes(case, name):
@@ -131,7 +129,9 @@ def test_two_runs_are_bitwise_equal(options):
     np.testing.assert_array_equal(*(np.asarray(x[0]) for x in runs))
 
 
-@pytest.mark.parametrize("name", ["query_union", pytest.param("kv_block_major", marks=further), "split decode"])
+@pytest.mark.parametrize(
+    "name", ["query_union", *(pytest.param(name, marks=further) for name in ("kv_block_major", "split decode"))]
+)
 def test_bfloat16_is_rounded_where_the_definition_rounds(name):
     """Probabilities and outputs are rounded, sums and exponents are not."""
     options = KERNELS[name]
@@ -147,7 +147,7 @@ def test_bfloat16_is_rounded_where_the_definition_rounds(name):
     comparisons.assert_close(lse[seen], np.asarray(want_lse)[seen], "lse where any key is seen", atol=1e-3)
 
 
-@both_layouts
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=further), "paged"])
 @few
 @given(data=st.data())
 def test_dense_is_that_of_the_definition(data, layout):
@@ -162,7 +162,7 @@ def running(case: Case) -> Case:
     return replace(case, positions=np.maximum(case.positions[:, :1], 0) + np.arange(case.shape.T, dtype=np.int32))
 
 
-@both_layouts
+@pytest.mark.parametrize("layout", ["contiguous", pytest.param("paged", marks=further)])
 @few
 @given(data=st.data())
 def test_dense_in_parts_is_that_of_the_definition(data, layout):
@@ -250,6 +250,7 @@ def test_e4m3_keys_and_values_are_those_that_they_stand_for():
     check([np.asarray(x) for x in got], want)
 
 
+@pytest.mark.further  # tests/ops/test_backends.py takes them through the ops
 def test_gradients_are_those_of_the_definition():
     """T30: the backward pass takes the selection as it was made."""
     case = prefill(replace(GROUPED, B=1, T=12, S=12), 9)

@@ -25,6 +25,7 @@ FOLDERS = sorted(
 )
 
 
+@pytest.mark.further
 def test_importing_an_op_imports_no_backend():
     """A machine without the parts of a backend does not pay for it, nor fails."""
     code = (

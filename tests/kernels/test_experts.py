@@ -100,7 +100,11 @@ def sums_in_tiles_on_a_tpu(x, weights, ids, pair_weights, most_pairs):
         return sums_in_tiles(x, ExpertWeights(*weights), ids, pair_weights, jnp.int32(1), act, most_pairs)
 
 
-@pytest.mark.parametrize("num_chosen", [0, 1, 5], ids=["none held", "two tiles of one expert", "all experts"])
+@pytest.mark.parametrize(
+    "num_chosen",
+    [pytest.param(0, marks=pytest.mark.further), 1, pytest.param(5, marks=pytest.mark.further)],
+    ids=["none held", "two tiles of one expert", "all experts"],
+)
 def test_sums_in_tiles_on_a_tpu_are_those_of_the_pairs(num_chosen):
     """With as many places as there are pairs; memory that nothing wrote is NaN, and so is an expert nobody chose."""
     draw = np.random.default_rng(num_chosen)
@@ -122,7 +126,7 @@ def run_few(x, weights, ids):
 
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**16), spread=st.integers(0, EXPERTS))
-@pytest.mark.parametrize("shape", [(1, 4), pytest.param((5, 3), marks=pytest.mark.further), (17, 2)])
+@pytest.mark.parametrize("shape", [*(pytest.param(x, marks=pytest.mark.further) for x in ((1, 4), (5, 3))), (17, 2)])
 def test_few_tokens_meet_the_experts_that_they_chose(shape, seed, spread):
     """From one expert for all to any; some are not held, and a token may choose an expert twice."""
     draw = np.random.default_rng(seed)
@@ -174,7 +178,7 @@ def with_gradients_of_tokens(experts, x, ids, path):
     return on_gpu(experts, x, ids, path), jax.grad(lambda x: jnp.sum(on_gpu(experts, x, ids, path) ** 2))(x)
 
 
-@pytest.mark.parametrize("path", ["few", "grouped"])
+@pytest.mark.parametrize("path", [pytest.param("few", marks=pytest.mark.further), "grouped"])
 def test_experts_and_their_gradients_are_those_of_xla(path):
     """The second layer of a stack; of eight experts six are idle, and two have more than a tile."""
     x, ids = choice(6)
@@ -186,7 +190,8 @@ def test_experts_and_their_gradients_are_those_of_xla(path):
         assert np.linalg.norm(mine - theirs) <= 2e-3 * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize("unused", [pytest.param(0, marks=pytest.mark.further), 6])
+@pytest.mark.further  # test_mxfp8.py has both kernels, a whole model and gradients of products
+@pytest.mark.parametrize("unused", [0, 6])
 def test_experts_in_mxfp8_are_those_of_xla(unused):
     """All eight experts, none with a whole tile, and two that have more; gradients of tokens through them."""
     x, ids = choice(unused)
@@ -345,7 +350,7 @@ def run_few_in_bf16(*args):
     return few_experts(*args, activate=act, backend="triton")
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 64])
+@pytest.mark.parametrize("tokens", [1, pytest.param(4, marks=pytest.mark.further), 64])
 def test_few_tokens_lower(tokens):
     assert "few_experts_out" in lower(run_few_in_bf16, *few_operands(tokens))
     assert "few_experts_out" in lower(run_few_in_bf16, *few_operands(tokens, width=192, hidden=192))

@@ -52,8 +52,10 @@ def exact(x) -> np.ndarray:
 # Products
 
 SIZES = [
-    (1, "bfloat16", None), (1, "bfloat16", Config(Piece(64, 32, 4, 2), programs=5)), (3, "float16", None),
-    (17, "float32", None), (64, "bfloat16", Config(Piece(32, 64, 4, 2), programs=40)),
+    (1, "bfloat16", None),
+    pytest.param(1, "bfloat16", Config(Piece(64, 32, 4, 2), programs=5), marks=pytest.mark.further),
+    (3, "float16", None), pytest.param(17, "float32", None, marks=pytest.mark.further),
+    (64, "bfloat16", Config(Piece(32, 64, 4, 2), programs=40)),
 ]  # fmt: skip
 
 
@@ -112,7 +114,7 @@ def test_when_a_matrix_is_read_where_it_lies(unchecked):
 # Norms and the router
 
 
-@pytest.mark.parametrize("has_update", [True, False])
+@pytest.mark.parametrize("has_update", [True, pytest.param(False, marks=pytest.mark.further)])
 def test_a_sum_and_its_norm_are_the_definition_s_to_the_bit(has_update):
     """A width of three pieces; the norm is that of the rounded sum, and gradients are XLA's."""
     x = rows_of(6, 192).reshape(2, 3, 192)
@@ -206,7 +208,7 @@ def test_logits_with_kernels_are_those_of_xla_but_for_rounding():
     assert distance(exact(found), exact(drawn(ids))) < 2e-2
 
 
-@pytest.mark.parametrize("are_apart", [False, True])
+@pytest.mark.parametrize("are_apart", [pytest.param(False, marks=pytest.mark.further), True])
 def test_no_matrix_is_copied_out_of_its_stack(are_apart):
     """A step's program hands whole stacks to kernels: it neither slices a layer's matrix nor scans it."""
     step = lambda model, ids: (model.with_layers_apart(1) if are_apart else model)(ids)

@@ -79,7 +79,9 @@ def loss_by(path, ids, factors, dtype):
     return loss
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.further), jnp.bfloat16], ids=["float32", "bfloat16"]
+)
 def test_experts_by_products_and_their_gradients_are_those_of_copied_experts(small_tiles, dtype):
     x, weights, ids, factors = experts(dtype)
     with interpret():
@@ -95,8 +97,9 @@ def test_experts_by_products_and_their_gradients_are_those_of_copied_experts(sma
 def test_the_backward_pass_makes_no_product_of_experts_again(small_tiles):
     """Two gradients of each of three products in bfloat16, and the sums over the copies of three matrices."""
     x, weights, ids, factors = experts(jnp.bfloat16)
-    _, backward = jax.vjp(loss_by("copied", ids, factors, jnp.bfloat16), x, weights)
-    traced = jax.make_jaxpr(backward)(jnp.float32(1)).jaxpr
+    loss = loss_by("copied", ids, factors, jnp.bfloat16)
+    backward = jax.eval_shape(lambda *given: jax.vjp(loss, *given)[1], x, weights)
+    traced = jax.make_jaxpr(lambda backward, slope: backward(slope))(backward, jnp.float32(1)).jaxpr
     needed, _ = dce_jaxpr(traced, [True] * len(traced.outvars))
     assert str(needed).count("dot_general[") == 3 * 2 + 3
 

@@ -58,9 +58,8 @@ def expected(case: Case, **rules) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *((name, "paged") for name in KERNELS),
-        *((name, "contiguous") for name in ("prefill", "decode")),
-        pytest.param("split", "contiguous", marks=pytest.mark.further),
+        *((name, layout) for layout in ("paged", "contiguous") for name in ("prefill", "decode")),
+        *(pytest.param("split", layout, marks=pytest.mark.further) for layout in ("paged", "contiguous")),
     ],
 )
 @few
@@ -78,8 +77,8 @@ def test_selection_is_that_of_the_definition(data, name, layout):
     ("name", "shape"),
     [
         ("prefill", FOURS),
-        ("decode", ONE_SLOT),
-        ("decode", ROOMY),
+        pytest.param("decode", ONE_SLOT, marks=pytest.mark.further),
+        pytest.param("decode", ROOMY, marks=pytest.mark.further),
         pytest.param("split", ROOMY, marks=pytest.mark.further),
     ],
 )
@@ -92,7 +91,10 @@ def test_selection_of_odd_shapes(data, name, shape):
     assert_same_sets(index(case=case, layout="paged", **options), expected(case))
 
 
-@every_kernel
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(KERNELS[name], marks=() if name == "decode" else pytest.mark.further, id=name) for name in KERNELS],
+)
 def test_keys_are_those_of_the_order(options):
     """By them selections of several devices are joined."""
     case = fitting(prefill(GROUPED, 0), options)
@@ -103,7 +105,11 @@ MANY_BLOCKS = Shape(B=2, T=3, S=160, N=2, K=2, H=8, P=4, J=3)
 IN_GROUPS = DecodeConfig(programs=20, few_blocks=0)  # ten groups of four blocks a row
 
 
-@pytest.mark.parametrize("rules", [{}, dict(local_blocks=2, init_blocks=1)], ids=["free", "forced"])
+@pytest.mark.parametrize(
+    "rules",
+    [pytest.param({}, marks=pytest.mark.further), dict(local_blocks=2, init_blocks=1)],
+    ids=["free", "forced"],
+)
 @few
 @given(case=cases((MANY_BLOCKS,)))
 def test_groups_of_blocks_first_change_nothing(case, rules):
@@ -115,8 +121,8 @@ def test_groups_of_blocks_first_change_nothing(case, rules):
 @pytest.mark.parametrize(
     ("name", "rules"),
     [
-        ("prefill", dict(local_blocks=2)),
-        ("split", dict(local_blocks=2, init_blocks=1)),
+        pytest.param("prefill", dict(local_blocks=2), marks=pytest.mark.further),
+        pytest.param("split", dict(local_blocks=2, init_blocks=1), marks=pytest.mark.further),
         ("decode", dict(local_blocks=2)),
         ("decode", dict(init_blocks=1)),
     ],

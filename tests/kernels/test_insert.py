@@ -34,7 +34,7 @@ def insert(x, norms, cos, sin, positions, lengths, table, pools):
     )
 
 
-@pytest.mark.parametrize("shape", [GROUPED, RAGGED], ids=["grouped", "ragged"])
+@pytest.mark.parametrize("shape", [GROUPED, pytest.param(RAGGED, marks=pytest.mark.further)], ids=["grouped", "ragged"])
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**16))
 def test_insert_is_that_of_the_model(shape, seed):
@@ -77,10 +77,10 @@ TYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float8_e4m3fn", "bf
     ("backend", "kv_dtype", "index_dtype", "kind"),
     [
         pytest.param("triton", *TYPES[0], "sparse", marks=pytest.mark.further),
-        ("triton", *TYPES[1], "dense"),
+        pytest.param("triton", *TYPES[1], "dense", marks=pytest.mark.further),
         ("triton", *TYPES[2], "sparse"),
         pytest.param("triton", *TYPES[3], "sparse", marks=pytest.mark.further),
-        ("mosaic_tpu", *TYPES[2], "sparse"),
+        pytest.param("mosaic_tpu", *TYPES[2], "sparse", marks=pytest.mark.further),
     ],
 )
 def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, index_dtype, kind):

@@ -79,7 +79,7 @@ def distance(found, expected) -> float:
 @pytest.mark.parametrize(
     ("num_rows", "widths", "dtype"),
     [
-        (1, (256, 64, 32), "bfloat16"),
+        pytest.param(1, (256, 64, 32), "bfloat16", marks=pytest.mark.further),
         (21, (256, 128), "bfloat16"),
         pytest.param(3, (96, 32), "float16", marks=pytest.mark.further),
         pytest.param(16, (128,), "float16", marks=pytest.mark.further),
@@ -144,7 +144,7 @@ def test_a_code_that_is_nan_stays_one():
     assert (np.argwhere(np.isnan(found)) == [(5, 3), (77, 9)]).all()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.further)])
 def test_numbers_of_many_rows_are_the_definition_s_to_the_bit(dtype):
     weights = every_scale()
     if dtype == "float16":
@@ -155,7 +155,7 @@ def test_numbers_of_many_rows_are_the_definition_s_to_the_bit(dtype):
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), rtol=0, atol=448 * 2.0**-127)
 
 
-@pytest.mark.parametrize("tile", [1, pytest.param(16, marks=pytest.mark.further), 32])
+@pytest.mark.parametrize("tile", [*(pytest.param(tile, marks=pytest.mark.further) for tile in (1, 16)), 32])
 def test_experts_of_one_token_of_tensor_cores_and_of_tiles(tile):
     """The second layer; two experts, a tile that is not used, and tokens in another order than they are in."""
     gate, up, down = drawn(2, 3, 128, 256), drawn(2, 3, 128, 256, seed=1), drawn(2, 3, 256, 128, seed=2)
@@ -173,7 +173,8 @@ def test_experts_of_one_token_of_tensor_cores_and_of_tiles(tile):
         assert distance(np.asarray(out)[i], hidden @ numbers(down)[e]) < 4e-3
 
 
-@pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.further), 6])
+@pytest.mark.further
+@pytest.mark.parametrize("num_rows", [1, 6])
 def test_projections_on_a_tpu(num_rows):
     """Three steps of depth, two pieces of columns, and rows that do not fill their last tile."""
     weights = [drawn(2, 192, 128), drawn(2, 192, 64, seed=1)]
@@ -207,7 +208,7 @@ def of_layer(*outputs: int) -> StackedLayer:
     return StackedLayer(MXFP8Array(codes, scales, num_outputs=len(outputs)), LAYER)
 
 
-@pytest.mark.parametrize("num_rows", [2, 49])
+@pytest.mark.parametrize("num_rows", [pytest.param(2, marks=pytest.mark.further), 49])
 def test_a_layer_s_products_and_their_gradients_are_those_of_xla(num_rows):
     """Outputs of two axes beside those of one, and a batch; the gradient goes to the activations."""
     weights = [of_layer(4, 16), of_layer(32)]
@@ -284,6 +285,7 @@ def test_when_a_layer_is_read_where_it_lies():
         assert not reads(stack(3, 1536, 8192), "bfloat16", "auto")  # neither one step nor whole ones
 
 
+@pytest.mark.further  # as the kernels of test_few_tokens.py
 def test_meshes_and_the_invariant_mode_multiply_by_xla():
     """A kernel sees one device's memory, and has an order of sums for each number of rows."""
     with interpret():

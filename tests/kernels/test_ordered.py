@@ -64,7 +64,7 @@ def test_an_unembedding_has_its_outputs_first():
     np.testing.assert_allclose(found, np.asarray(x, np.float64) @ np.asarray(weight[1], np.float64).T, 2e-5, 2e-6)
 
 
-@pytest.mark.parametrize("num_rows", [3, 70])
+@pytest.mark.parametrize("num_rows", [pytest.param(3, marks=pytest.mark.further), 70])
 def test_mxfp8_is_multiplied_as_its_numbers_are(num_rows):
     """To the bit, in tiles of the same size: a program makes the numbers that the other one reads."""
     rng = np.random.default_rng(1)

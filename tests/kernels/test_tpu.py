@@ -69,9 +69,9 @@ DENSE = dict(op=dense_causal, backend="mosaic_tpu", config=DenseConfig(tokens=4)
 DECODE = (index_topk_decode, sparse_decode)
 every_index = pytest.mark.parametrize("options", INDEX.values(), ids=INDEX.keys())
 # Of the two forms of a step, the one that adds up parts stands for both.
-every_attention = pytest.mark.parametrize(
+of_attention = lambda *marked: pytest.mark.parametrize(
     "options",
-    [pytest.param(options, marks=further if name == "decode" else ()) for name, options in ATTENTION.items()],
+    [pytest.param(options, marks=further if name in marked else ()) for name, options in ATTENTION.items()],
     ids=ATTENTION.keys(),
 )
 few = settings(max_examples=2)
@@ -155,9 +155,8 @@ def test_selection_is_that_of_the_definition(data, name, layout):
     assert_partial(case, got)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [pytest.param("prefill", ROOMY, marks=further), pytest.param("decode", ONE_SLOT)]
-)
+@pytest.mark.further
+@pytest.mark.parametrize(("name", "shape"), [("prefill", ROOMY), ("decode", ONE_SLOT)])
 @few
 @given(data=st.data())
 def test_selection_of_odd_shapes(data, name, shape):
@@ -167,7 +166,8 @@ def test_selection_of_odd_shapes(data, name, shape):
     assert_same_sets(index(case, "paged", **options), chosen(case))
 
 
-@pytest.mark.parametrize("name", ["prefill", pytest.param("decode", marks=further)])
+@pytest.mark.further  # T7 has its cases in tests/msa and, for a GPU, in test_index.py
+@pytest.mark.parametrize("name", ["prefill", "decode"])
 @settings(max_examples=1)
 @given(case=cases((FOURS,)))
 def test_selection_where_axes_agree(case, name):
@@ -177,7 +177,8 @@ def test_selection_where_axes_agree(case, name):
     assert_same_sets(index(case, "paged", **options), chosen(case))
 
 
-@pytest.mark.parametrize("name", [pytest.param("prefill", marks=further), "decode"])
+@further
+@pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_forced_blocks_use_slots(name):
     """Forced blocks take slots and add none."""
     rules, options = dict(local_blocks=2, init_blocks=1), INDEX[name]
@@ -210,7 +211,8 @@ def test_total_order(seed, kind, options):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *((name, "paged") for name in ATTENTION),
+        *((name, "paged") for name in ("query_union", "decode")),
+        *(pytest.param(name, "paged", marks=further) for name in ("kv_block_major", "decode in pieces")),
         *(pytest.param(name, "contiguous", marks=further) for name in ("query_union", "decode")),
     ],
 )
@@ -234,9 +236,8 @@ def test_dense_is_that_of_the_definition(data, layout):
     check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
 
 
-@pytest.mark.parametrize(
-    "name", ["query_union", *(pytest.param(name, marks=further) for name in ("kv_block_major", "decode"))]
-)
+@pytest.mark.further
+@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "decode"])
 @settings(max_examples=1)
 @given(case=cases((FOURS,)))
 def test_attention_where_axes_agree(case, name):
@@ -246,7 +247,7 @@ def test_attention_where_axes_agree(case, name):
     check(attention(case, "paged", blocks, **options), of_definition(case, blocks))
 
 
-@every_attention
+@of_attention("decode", "kv_block_major")
 def test_empty_rows_and_empty_selections(options):
     """T8, T38: no key, no block, no piece that saw anything: zeros, and an LSE of -inf."""
     case = fitting(prefill(SMALL, 1, lengths=[0, 13]), options)
@@ -265,7 +266,7 @@ class NanKey(Case):
         return q, k, v
 
 
-@every_attention
+@of_attention("decode", "decode in pieces")
 def test_a_nan_that_a_query_reads_is_in_its_output(options):
     """A sum that is NaN is not above 0, and must not pass for that of a query that saw no key."""
     case = NanKey(**vars(fitting(prefill(SMALL, 2), options)))
@@ -277,7 +278,7 @@ def test_a_nan_that_a_query_reads_is_in_its_output(options):
     assert np.isnan(lse[reads]).all()
 
 
-@every_attention
+@of_attention("decode")
 def test_missing_pages_have_no_weight(options):
     """T9: a selected block whose page is -1 adds nothing, and no other page is read in its place."""
     case = fitting(at_the_end(SMALL, 6), options)
@@ -293,9 +294,8 @@ def test_missing_pages_have_no_weight(options):
     check(got, of_definition(case, np.where(blocks == 3, -1, blocks)))
 
 
-@pytest.mark.parametrize(
-    "name", ["query_union", *(pytest.param(name, marks=further) for name in ("kv_block_major", "decode in pieces"))]
-)
+@pytest.mark.further  # that of a step is next
+@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "decode in pieces"])
 def test_one_byte_keys_and_values(name):
     """e4m3 pages under queries in bfloat16: the result is that of the numbers they stand for."""
     options = ATTENTION[name]
@@ -395,7 +395,7 @@ def all_equations(jaxpr):
 
 @pytest.mark.parametrize(
     "name",
-    ["dense", *(pytest.param(name, marks=further) for name in ("query_union", "decode", "index")), "index of a step"],
+    ["query_union", *(pytest.param(name, marks=further) for name in ("dense", "decode", "index", "index of a step"))],
 )
 def test_a_kernel_s_estimate_is_what_it_moves(name, monkeypatch):
     """Where queries choose as differently as they can, and see all; then its copies are as many as there can be.

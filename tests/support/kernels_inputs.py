@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from support import comparisons
 from support.msa_strategies import Case
 from support.msa_strategies import attention as definition
@@ -13,9 +12,6 @@ from support.msa_strategies import attention as definition
 from m3jax.msa import SelectionRules, block_scores
 from m3jax.msa.definition import selection_keys
 from pallas_kernels.pages import Pages, contiguous, paged
-
-LAYOUTS = ("contiguous", "paged")
-both_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def lay_out(layout: str, x: np.ndarray, case: Case) -> tuple[np.ndarray, np.ndarray | None]:
