@@ -21,7 +21,7 @@ class Compute:
       schedule: of attention: "auto", or one of `m3jax.msa.SCHEDULES`.
       backend: one of `m3jax.ops.BACKENDS`.
       invariant: whether a token's own row alone decides the order of its sums, and so its bits.
-      expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
+      expert_path: "auto", "trained", or one of `m3jax.ops.EXPERT_PATHS`, as of `run_experts`.
       call_pages: makes, given block_size, what holds the keys of a stack of layers in a call without a cache; a class,
         or another callable that is equal to one that makes the same.
       remat: whether the backward pass recomputes activations. Selections are saved: made again they could be others,

@@ -49,7 +49,7 @@ def experts_over_mesh(
       layer: which layer of the stack.
       activate: of gate and up, element by element.
       sum_of_experts: of the outputs that this device computed; those of others are 0.
-      path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
+      path: "auto", "trained", or one of `m3jax.ops.EXPERT_PATHS`, as of `run_experts`.
       backend: one of `m3jax.ops.BACKENDS`.
       mesh: where the experts lie.
     """

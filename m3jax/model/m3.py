@@ -461,7 +461,7 @@ class M3(WithTower):
 
         Args:
           call_pages: called with block_size in place of `m3jax.cache.CallPages`, for each stack in each call.
-          expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
+          expert_path: "auto", "trained", or one of `m3jax.ops.EXPERT_PATHS`, as of `run_experts`.
         """
         return self._computed(call_pages=call_pages, expert_path=expert_path)
 
