@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from support.pytrees import assert_settings_are_static
 from support.shares import AXIS, SIZE, devices_map, shared_memory
 
@@ -302,13 +303,30 @@ def test_tokens_sent_to_their_experts_and_gathered_ones_have_the_same_sums(monke
     assert set(most) == {devices * tokens * 3, 27}  # all pairs of the gathered tokens; 1.5 times a device's
 
 
-@pytest.mark.parametrize(("capacity", "full"), [(3, ("", "")), (2, ("slots", "")), (1, ("slots", "ragged"))])
-def test_room_for_rows_is_of_a_device_or_of_each_two(capacity, full):
-    """Two devices send three rows and one to device 0: 2 C rows for each, or C for each two."""
-    is_sent = np.array([[[True, False]] * 3, [[False, False], [True, False], [False, False]]])  # [devices X devices]
+@pytest.mark.parametrize(
+    ("capacity", "others", "full"), [(3, 2, ("", "")), (2, 1, ("slots", "")), (2, 2, ("slots", "ragged"))]
+)
+def test_room_for_rows_is_of_a_device_or_of_each_two(capacity, others, full):
+    """Two devices send three rows, and one or two, to device 0: 2 C rows for each, or C for each two."""
+    rows = np.arange(3)[:, None]
+    is_sent = np.stack([(rows < count) & np.array([True, False]) for count in (3, others)])  # [devices X devices]
     for way, where in zip(("slots", "ragged"), full, strict=True):
         lacks_room = jax.vmap(lambda x, way=way: EXCHANGES[way](x, capacity, "d").lacks_room, axis_name="d")(is_sent)
         assert lacks_room.any() == bool(where)
+
+
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_accelerators_have_an_operation_for_the_ragged_exchange(platform):
+    mesh = Mesh(jax.devices()[:2], ("d",))
+
+    def there_and_back(rows, is_sent):
+        exchange = EXCHANGES["ragged"](is_sent, 4, "d")
+        return exchange.back(exchange.there(rows, 0))
+
+    run = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
+    traced = run.trace(jnp.zeros((16, 2)), jnp.zeros((4, 2), bool))
+    assert traced.lower(lowering_platforms=(platform,)).as_text().count("@ragged_all_to_all") == 2
 
 
 @pytest.mark.parametrize("schedule", ["auto", "invariant"])
