@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from jax.sharding import Mesh
 
@@ -11,6 +12,9 @@ from m3jax.platform import platform
 # Tokens of a tile in the invariant mode. A GPU reads the weights once a tile, and multiplies 128 tokens about as fast
 # as one; on a CPU what only fills a tile costs time.
 TOKEN_TILE = {"cpu": 32, "gpu": 128, "tpu": 128}
+
+
+Remat = bool | Literal["products"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,9 @@ class Compute:
       expert_path: "auto", "trained", or one of `m3jax.ops.EXPERT_PATHS`, as of `run_experts`.
       call_pages: makes, given block_size, what holds the keys of a stack of layers in a call without a cache; a class,
         or another callable that is equal to one that makes the same.
-      remat: whether the backward pass recomputes activations. Selections are saved: made again they could be others,
-        and the gradient would be that of another choice (T30).
+      remat: True if the backward pass recomputes activations, "products" if it does but finds what attention and the
+        products of matrices gave. Selections are saved: made again they could be others, and the gradient would be that
+        of another choice (T30).
       mesh: the devices that parameters and pages are divided over; None for one device.
     """
 
@@ -34,7 +39,7 @@ class Compute:
     invariant: bool = False
     expert_path: str = "auto"
     call_pages: Callable[..., CallPages] = CallPages
-    remat: bool = False
+    remat: Remat = False
     mesh: Mesh | None = None
 
     @property
