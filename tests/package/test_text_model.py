@@ -134,7 +134,8 @@ def test_a_model_for_experiments():
     by_stream = m3jax.init(config, rngs=nnx.Rngs(params=1))
     assert not np.array_equal(by_stream.lm_head[...], by_seed.lm_head[...])
     assert m3jax.init(config, dtype=jnp.bfloat16).dtype == jnp.bfloat16
-    blocks = by_seed.intermediates(jnp.zeros((1, 64), jnp.int32))["layers"][1]["blocks"]
+    values = jax.eval_shape(lambda model, tokens: model.intermediates(tokens), by_seed, jnp.zeros((1, 64), jnp.int32))
+    blocks = values["layers"][1]["blocks"]
     assert blocks.shape == (1, 2, 64, 3) and config.max_position_embeddings // config.index_block_size > 3
     assert m3jax.M3Config.tiny(index_topk_blocks=2).index_topk_blocks == 2
     with pytest.raises(ValueError, match="rotary_dim = 7"):

@@ -357,6 +357,7 @@ def test_the_warm_up_is_the_divergence_from_each_documents_own_attention():
     np.testing.assert_allclose([found, parts["kl"]], np.mean(wanted), rtol=1e-5)
 
 
+@pytest.mark.further  # of the loss beneath it: test_losses.py
 def test_the_gradient_of_the_warm_up_is_the_index_branchs():
     """In float64 against differences; of the model beneath it, through which it reads, it is exactly zero (T33)."""
     with jax.enable_x64(True):
