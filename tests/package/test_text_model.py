@@ -10,6 +10,7 @@ from flax import nnx
 
 import m3jax
 from m3jax import cli
+from m3jax.decoding import Engine, engine_for
 from m3jax.parallel import AXES
 
 PROMPTS = ["import os, sys", "def f(x):"]
@@ -18,6 +19,17 @@ PROMPTS = ["import os, sys", "def f(x):"]
 @pytest.fixture(scope="module")
 def lm():
     return m3jax.TextModel.from_pretrained(dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def _engine_of_two(monkeypatch):
+    """One prompt runs in an engine that is made for two, so that all tests here share its programs."""
+
+    def of_two(model, prompts, params, **how) -> Engine:
+        missing = len(PROMPTS) - len(prompts)
+        return engine_for(model, [*prompts, *prompts[:missing]], [*params, *params[:missing]], **how)
+
+    monkeypatch.setattr("m3jax.text_model.engine_for", of_two)
 
 
 @pytest.mark.further  # the commands print: test_cli.py
@@ -187,6 +199,7 @@ def test_names_of_the_package():
         m3jax.nothing  # noqa: B018
 
 
+@pytest.mark.further  # as a text model does: above
 def test_a_model_saves_itself(tmp_path):
     model = m3jax.init(m3jax.M3Config.tiny())
     model.save_pretrained(tmp_path)

