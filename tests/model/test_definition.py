@@ -113,6 +113,7 @@ def test_a_bfloat16_layer_rounds_where_the_definition_does(index):
         assert np.sqrt(np.mean((ours - theirs) ** 2)) < 2.0**-7 * np.sqrt(np.mean(theirs**2)), name
 
 
+@pytest.mark.further  # the configuration's score: test_parts.py
 def test_the_score_of_a_block_can_be_replaced():
     """`with_score` and the definition's argument mean the same."""
     tokens, lengths = tiny.tokens(CONFIG, 2, LENGTH), jnp.asarray([LENGTH, LENGTH], jnp.int32)

@@ -241,7 +241,8 @@ def test_greedy_text():
 # bfloat16
 
 
-@pytest.mark.parametrize("name", ["sparse-only", pytest.param("dense-only", marks=pytest.mark.further)])
+@pytest.mark.further  # each rounding: test_roundings.py
+@pytest.mark.parametrize("name", ["sparse-only", "dense-only"])
 def test_bfloat16(name):
     """Weights that bfloat16 holds exactly: what differs from float32 is the arithmetic alone."""
     case = CASES[name]
