@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.generation import engine_for_two
 
 import m3jax
 from m3jax import cli
-from m3jax.decoding import Engine, engine_for
 from m3jax.parallel import AXES
 
 PROMPTS = ["import os, sys", "def f(x):"]
@@ -23,13 +23,7 @@ def lm():
 
 @pytest.fixture(autouse=True)
 def _engine_of_two(monkeypatch):
-    """One prompt runs in an engine that is made for two, so that all tests here share its programs."""
-
-    def of_two(model, prompts, params, **how) -> Engine:
-        missing = len(PROMPTS) - len(prompts)
-        return engine_for(model, [*prompts, *prompts[:missing]], [*params, *params[:missing]], **how)
-
-    monkeypatch.setattr("m3jax.text_model.engine_for", of_two)
+    monkeypatch.setattr("m3jax.text_model.engine_for", engine_for_two)
 
 
 @pytest.mark.further  # the commands print: test_cli.py
