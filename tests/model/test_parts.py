@@ -203,6 +203,7 @@ def by_name(tree) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x) for path, x in leaves}
 
 
+@pytest.mark.further  # as trained: tests/train/test_losses.py
 def test_language_loss_does_not_train_the_index_branch():
     """T33; the routing bias, which only chooses, gets no gradient either, and all else does."""
     still = ("index_", "e_score_correction_bias", "norm.value")
