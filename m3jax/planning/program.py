@@ -91,9 +91,7 @@ def prefill(job: Job, mesh: Mesh) -> Any:
     state, layout = _state(job, mesh)
     chunk = device.Chunk(_shape(1), _shape(1, job.chunk), _shape(1), _shape(1))
     continuations = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _continuations(job, 1))
-    return _compiled_as_by_the_engine("prefill").trace(
-        _model(job, mesh), state, chunk, continuations, layout=layout
-    )
+    return _compiled_as_by_the_engine("prefill").trace(_model(job, mesh), state, chunk, continuations, layout=layout)
 
 
 def _compiled_as_by_the_engine(name: str) -> Any:
