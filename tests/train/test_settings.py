@@ -14,8 +14,9 @@ from m3jax.train.convert_command import convert_parser, run_convert
 from m3jax.train.grpo import RunSettings
 from m3jax.train.lora import LoraSettings, init_adapters
 from m3jax.train.metric_lines import MetricLines
+from m3jax.train.rollouts import RolloutLoss
 from m3jax.train.run import _made_ahead
-from m3jax.train.sft import SFTSettings
+from m3jax.train.sft import SFTLoss, SFTSettings
 from m3jax.train.sft_command import merge_parser, sft_parser
 from m3jax.train.step import make_optimizer
 
@@ -38,6 +39,13 @@ def test_settings_have_the_defaults_of_their_commands():
         weight_decay=0.0, baseline="grpo", replay=(), old="trainer", turns=4, tool_tokens=64, invariant=False,
         compute_dtype="float32", frozen_index=True, remat=False, rows=None, save_every=10, seed=0,
     )  # fmt: skip
+    assert asdict(SFTLoss()) == dict(index_loss=0.0, index_stride=8, compute_dtype="bfloat16", remat=True)
+    of_policy = asdict(RolloutLoss())
+    assert of_policy.pop("policy") == dict(
+        clip_low=0.2, clip_high=0.28, dual_clip=10.0, level="token", mean="token", tokens=0, kl_weight=0.0,
+        correction=dict(weigh=None, limit=2.0, reject=None, divergence="k3", reject_above=1.0),
+    )  # fmt: skip
+    assert of_policy == dict(compute_dtype="float32", remat=False, temperature=None)
     assert asdict(LoraSettings()) == dict(rank=16, alpha=32.0, targets=lora.TARGETS)
     assert (LoraSettings().scale, LoraSettings(rank=8, alpha=4.0).scale) == (2.0, 0.5)
 
