@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from m3jax.decoding import Params, Sampling
 from m3jax.decoding.engine.request import Generation
-from m3jax.train import eagle3, grpo, packing, run
+from m3jax.model import Choices
+from m3jax.train import convert, eagle3, grpo, packing, run
 from m3jax.train.conversations import Example
 from m3jax.train.grpo import Rounds, RunSettings, prompts_of_round
 from m3jax.train.packing import pack, packed_row
-from m3jax.train.rollouts import Episode, roll_out
+from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, as_batch_of_groups, roll_out
 from m3jax.train.sft import PackedBatches, SFTSettings
+from m3jax.train.shared_prompts import GroupLayout, shared_tokens
 
 # Rows
 
@@ -95,7 +97,6 @@ def test_later_steps_of_a_draft_count_less():
     losses = jnp.array([4.0, 2.0, 1.0])
     expected = (4.0 + 0.8 * 2.0 + 0.64 * 1.0) / (1 + 0.8 + 0.64)
     np.testing.assert_allclose(eagle3._mean_of_steps(losses), expected, rtol=1e-6)
-    assert eagle3._mean_of_steps(losses[:1]) == 4.0
 
 
 # A run of stages
@@ -286,3 +287,163 @@ def test_a_line_of_a_round():
     assert grpo._shown(line, 9) == text
     alarm = "; token_mult_prob_error 1.060 is above 1.05: engine and trainer differ by more than rounding"
     assert grpo._shown(line | dict(token_mult_prob_error=1.06), 9) == text + alarm
+
+
+@pytest.mark.parametrize("old", ["trainer", "engine"])
+def test_the_steps_of_a_round(old, monkeypatch, unchecked):
+    """The first step's reading is the trainer's old policy for the later ones; against the engine's there is none."""
+    settings = RunSettings(steps=9, epochs=3, old=old, compute_dtype="bfloat16", remat=True)
+    seen, sampler = [], np.float32([[-1.0, -2.0]])
+
+    def step(state, batch, optimizer, loss_fn, balance_rate):
+        seen.append((state.number, dict(batch), optimizer, loss_fn, balance_rate))
+        read = jnp.full((1, 2), state.number, jnp.float32)
+        return SimpleNamespace(model=state.model, number=state.number + 1), {"logprobs": read}
+
+    monkeypatch.setattr(grpo, "train_step", step)
+    monkeypatch.setattr(grpo, "read_batch", lambda model, batch, dtype, temperature: (model, dtype, temperature))
+    rounds = Rounds(None, None, [], [], None, PARAMS, "adamw", settings, length=8, reference="first")
+    given = {"sampler": sampler}
+    state, metrics, own = rounds._learn(SimpleNamespace(model=SimpleNamespace(mesh=None), number=5), given)
+    assert given.keys() == {"sampler"} and state.number == 8 and float(metrics["logprobs"][0, 0]) == 7
+    assert own.tolist() == [[5.0, 5.0]]
+    loss = RolloutLoss(settings.loss, "bfloat16", True, settings.temperature)
+    assert [(number, *rest) for number, _, *rest in seen] == [(n, "adamw", loss, 0.0) for n in (5, 6, 7)]
+    is_trainer = old == "trainer"
+    assert [bool(batch["is_on_policy"]) for _, batch, *_ in seen] == [is_trainer, False, False]
+    later = own if is_trainer else sampler
+    for (_, batch, *_), expected in zip(seen, (sampler, later, later), strict=True):
+        np.testing.assert_array_equal(batch["old"], expected)
+        assert batch["reference"] == ("first", "bfloat16", settings.temperature)
+
+
+class Writer:
+    """Texts and messages that say which tokens they are of; tokens above 50 are calls of tools of that name."""
+
+    def text(self, tokens):
+        return f"text {tokens}"
+
+    def message(self, row, tokens):
+        calls = [dict(id=f"c{x}", function=dict(name=f"f{x}", arguments=f'{{"x": {x}}}')) for x in tokens if x > 50]
+        return {"role": "assistant", "content": f"{row['name']} {tokens}", "tool_calls": calls}
+
+    def between(self, row, earlier, message, results, stop_id):
+        return (len(earlier), len(results), stop_id, 40)
+
+
+def test_what_a_task_reads_and_tools_write_of_an_answer(unchecked):
+    """Of the last turn alone; an answer whose calls are answered goes on while there is room and it had ended."""
+    asked, params = [], Params(max_new_tokens=4, sampling=Sampling(), stop_ids=(1,))
+    task = SimpleNamespace(has_tools=False, answer_calls=lambda calls: asked.extend(calls) or [c[0] for c in calls])
+    make = lambda *tokens, drawn: Episode(
+        tokens=tokens, is_drawn=np.array([int(x) for x in drawn], bool), logprobs=np.zeros(len(tokens), np.float32)
+    )
+    rows = [{"name": name, "messages": [{"role": "user", "content": name}]} for name in "abcde"]
+    rows[3] = {"name": "d", "prompt": "d"}
+    going = [
+        (0, make(7, 60, 8, 70, 51, 1, drawn="010111")), (1, make(7, 60, 2, drawn="011")),  # b was cut
+        (2, make(7, 8, 1, drawn="011")), (3, make(7, 60, 1, drawn="011")),  # c calls nothing, d is a text
+        (4, make(7, 7, 7, 60, 1, 60, 1, drawn="0001111")),  # e has no room for more
+    ]  # fmt: skip
+    rounds = Rounds(None, task, [], [], Writer(), params, None, RunSettings(steps=9), length=11)
+    written = {i: [] for i in range(5)}
+    written[0] = [{"role": "assistant"}, {"role": "tool"}]
+    found = rounds._respond(rows, written, going)
+    assert found == [(3, 2, 1, 40), None, None, None, None]
+    wanted = [(0, 70), (0, 51), (1, 60), (4, 60), (4, 60)]
+    assert asked == [(f"f{x}", {"x": x}, rows[i]) for i, x in wanted]
+    calls = [dict(id=f"c{x}", function=dict(name=f"f{x}", arguments=f'{{"x": {x}}}')) for x in (70, 51)]
+    message = {"role": "assistant", "content": "a [70, 51, 1]", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": f"c{x}", "content": f"f{x}"} for x in (70, 51)]
+    assert written[0][2:] == [message, *results] and not any(written[i] for i in range(1, 5))
+    longer = Rounds(None, task, [], [], Writer(), params, None, RunSettings(steps=9), length=12)
+    assert longer._respond(rows, {4: []}, going[4:]) == [(1, 2, 1, 40)]
+    for has_tools, expected in ((False, message), (True, [{"role": "tool"}, message])):
+        task.has_tools = has_tools
+        assert rounds._answer(rows[0], going[0][1], [{"role": "tool"}]) == expected
+    assert rounds._answer(rows[3], going[3][1], []) == "text [60, 1]"
+
+
+# Batches of episodes
+
+
+def drawn_episode(draw, prompt: tuple[int, ...], new: int) -> Episode:
+    count = len(prompt) + new
+    is_drawn = np.arange(count) >= len(prompt)
+    choices = Choices(expert_ids=draw.integers(0, 9, (1, count, 2, 2)), blocks=None)
+    return Episode(
+        tokens=(*prompt, *draw.integers(0, 9, new).tolist()), is_drawn=is_drawn,
+        logprobs=np.where(is_drawn, -draw.random(count), 0).astype(np.float32), choices=choices,
+        support=draw.integers(0, 9, (count, 3)).astype(np.int32),
+    )  # fmt: skip
+
+
+def test_a_row_of_a_batch_is_an_episode(unchecked):
+    """What is read stands at its token, what is predicted at the token before it; padding is 0, or -1 of records."""
+    draw, length = np.random.default_rng(0), 9
+    episodes = [drawn_episode(draw, (1, 2, 3), 4), drawn_episode(draw, (4,), 8), drawn_episode(draw, (5, 6), 1)]
+    batch = as_batch(episodes, length, ("expert_ids", "support"))
+    assert batch.keys() == {"tokens", "mask", "sampler", "support", "choices"}
+    pad = lambda x, value: np.concatenate([x, np.full((length - len(x), *x.shape[1:]), value, x.dtype)])
+    for row, episode in enumerate(episodes):
+        np.testing.assert_array_equal(batch["tokens"][row], pad(np.array(episode.tokens, np.int32), 0), strict=True)
+        np.testing.assert_array_equal(batch["mask"][row], pad(episode.is_drawn, False)[1:], strict=True)
+        np.testing.assert_array_equal(batch["sampler"][row], pad(episode.logprobs, 0)[1:], strict=True)
+        np.testing.assert_array_equal(batch["support"][row], pad(episode.support, -1)[1:], strict=True)
+        experts = np.asarray(episode.choices.expert_ids[0])
+        np.testing.assert_array_equal(batch["choices"].expert_ids[row], pad(experts, -1))
+    assert as_batch(episodes, length).keys() == {"tokens", "mask", "sampler"}
+
+
+def test_a_batch_of_groups_has_each_prompt_once(unchecked):
+    """Its whole blocks of 4 but the last token, at the end of their row; the rest in the rows of the answers."""
+    draw, replay = np.random.default_rng(1), ("expert_ids", "support")
+    prompts = [tuple(range(10, 19)), tuple(range(20, 25)), (30, 31)]
+    groups = [[drawn_episode(draw, prompt, new) for new in (1, 5)] for prompt in prompts]
+    layout = GroupLayout.of([len(prompt) for prompt in prompts], 6, 4)
+    assert layout == GroupLayout(8, 8, 4) and layout.tokens(2) == 24
+    batch = as_batch_of_groups(groups, layout, replay)
+    shared = [8, 4, 0]
+    for row, (prompt, count) in enumerate(zip(prompts, shared, strict=True)):
+        assert batch["prompts"][row].tolist() == [0] * (8 - count) + list(prompt[:count])
+    whole = as_batch([episode for group in groups for episode in group], 16, replay)
+    for row in range(6):
+        episode, first = groups[row // 2][row % 2], shared[row // 2]
+        own = len(episode.tokens) - first
+        assert batch["positions"][row].tolist() == [*range(first, first + own)] + [-1] * (8 - own)
+        for name, width in (("tokens", 8), ("mask", 7), ("sampler", 7), ("support", 7)):
+            np.testing.assert_array_equal(batch[name][row], whole[name][row, first : first + width])
+        experts = whole["choices"].expert_ids[row, first : first + 8]
+        np.testing.assert_array_equal(batch["choices"].expert_ids[row], experts)
+    assert [shared_tokens(n, 4) for n in (1, 4, 5, 8, 9)] == [0, 0, 4, 4, 8]
+
+
+# What a conversion measures
+
+
+def test_measures_of_a_conversion_are_means_over_all_rows(monkeypatch, unchecked):
+    """Losses over targets, shares over queries, whatever batch they are in; the last batch has rows of padding."""
+    names, batches = ("dense", "sparse", "targets", "queries", "caught", "window"), []
+    sums = [(2.0, 3.0, 4.0, 8.0, [2.0, 4.0], [1.0, 0.0]), (6.0, 9.0, 6.0, 0.0, [0.0, 0.0], [1.0, 1.0])]
+
+    def measures(model, batch, dtype):
+        batches.append((batch, dtype))
+        return dict(zip(names, map(np.array, sums.pop(0)), strict=True))
+
+    monkeypatch.setattr(convert, "_measures", measures)
+    model = SimpleNamespace(mesh=None, config=SimpleNamespace(index_block_size=4))
+    documents = [Example(np.full(n, n, np.int32), np.ones(n, bool)) for n in (8, 4, 3, 7)]
+    found = convert.measure(model, documents, 8, 2, "bfloat16")
+    assert found == dict(dense_loss=0.8, loss=1.2, caught=[0.25, 0.5], by_window=[0.25, 0.125])
+    assert [(batch["tokens"].shape, dtype) for batch, dtype in batches] == [((2, 8), "bfloat16")] * 2
+    rows = np.concatenate([batch["tokens"] for batch, _ in batches])
+    documents_of_rows = pack([8, 4, 3, 7], 8, 4)
+    expected = [packed_row([documents[i] for i in row], 8, 4)["tokens"] for row in documents_of_rows]
+    np.testing.assert_array_equal(rows[: len(expected)], expected)
+    assert len(expected) == 3 and not rows[3:].any() and (batches[1][0]["positions"][1] == -1).all()
+    words = "loss 1.2000, dense 0.8000; 37.5% of attention in the selected blocks, 18.8% in the last ones"
+    assert convert.in_words(found) == words
+    nothing = dict(dense_loss=0.8, loss=1.2, caught=None, by_window=None)
+    assert convert.in_words(nothing) == "loss 1.2000, dense 0.8000; no held-out query leaves a block out"
+    sums.append((2.0, 3.0, 4.0, 0.0, [0.0], [0.0]))
+    assert convert.measure(model, documents[:1], 8, 1)["caught"] is None
