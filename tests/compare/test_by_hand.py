@@ -260,6 +260,27 @@ def test_closeness_is_a_share_of_the_norm(share, times):
 # Sides
 
 
+def test_two_sides_are_of_the_same_tokens():
+    """A token that differs is named, and so are sides of which one lacks some; where positions are known it may."""
+
+    def of(ids, **more):
+        source = Source("x", {"tokens": [np.array(ids)], "embedding": [np.ones((*np.shape(ids), 12))]} | more)
+        return side(source, CONFIG, None, {})
+
+    whole = of([[1, 2, 3], [4, 5, 6]])
+    with pytest.raises(ValueError, match="other tokens: at prompt 2, position 1 A has 5 and B has 9"):
+        Pair(whole, of([[1, 2, 3], [4, 9, 6]]), CONFIG)
+    with pytest.raises(ValueError, match="A has 6 tokens of 2 prompts, B 3 tokens of 1 prompts"):
+        Pair(whole, of([[1, 2, 3]]), CONFIG)
+    some = of([[2, 3], [5, 6]], positions=[np.array([[1, 2], [1, 2]])])
+    for pair, column in ((Pair(whole, some, CONFIG), 0), (Pair(some, whole, CONFIG), 1)):
+        assert pair.places.tolist() == [[0, 1], [0, 2], [1, 1], [1, 2]]
+        assert pair.index[:, column].tolist() == [1, 2, 4, 5] and pair.index[:, 1 - column].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="A has 4 tokens of 2 prompts, B 1 tokens"):
+        Pair(some, of([[1]]), CONFIG)
+    assert pair.where(2) == "prompt 2, position 1" and pair.has("embedding") and not pair.has("logits")
+
+
 def places_of(**arrays) -> list[list[int]]:
     count = sum(len(x) for x in arrays.values() if x.ndim == 1)
     source = Source(
