@@ -1,6 +1,7 @@
 """Each part of a comparison by its definition: what a difference looks like, which tokens a dump has, what is drawn."""
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -10,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
 
-from m3jax.compare import report, running
+from m3jax.compare import pairs, report, running
 from m3jax.compare.hints import are_float8, hint
 from m3jax.compare.names import Meaning
 from m3jax.compare.pairs import Pair, are_close
 from m3jax.compare.quantities import quantity
-from m3jax.compare.report import Difference, Layer, Report
+from m3jax.compare.report import Difference, Layer, Report, compare
 from m3jax.compare.sides import Source, _narrowest, prompts_in, side
 from m3jax.compare.text import _names
 
@@ -334,7 +335,118 @@ def test_the_narrowest_dtype_says_which_tolerance_holds():
     assert of("f4", ml_dtypes.bfloat16) == of(ml_dtypes.float8_e4m3fn) == "bfloat16"
 
 
+# What is recomputed, with numpy in the place of a compiled definition
+
+
+def dots(q, k):
+    """Scores of blocks of 8: the largest product of a query and a key of the block that it sees."""
+    q, k = np.asarray(q)[0], np.asarray(k)[0]  # [T K I], [T I]
+    scores = np.full((q.shape[1], len(q), -(-len(k) // 8)), -np.inf)  # [K T M]
+    for head, t, block in np.ndindex(scores.shape):
+        seen = k[8 * block : min(8 * block + 8, t + 1)]
+        scores[head, t, block] = max((q[t, head] @ key for key in seen), default=-np.inf)
+    return scores
+
+
+def test_scores_are_recomputed_prompt_by_prompt(monkeypatch, unchecked):
+    """Of the reference first, stored or from its index queries and keys; of a side that lacks tokens there are none."""
+    monkeypatch.setattr(pairs, "contiguous_index", lambda k, size: (np.asarray(k, np.float32), size))
+    seen = []
+
+    def walk_scores(q, index, positions, lengths, score):
+        seen.append((np.asarray(positions)[0].tolist(), np.asarray(lengths).tolist(), score, index[1]))
+        return [dots(q, index[0])]
+
+    monkeypatch.setattr(pairs, "walk_scores", walk_scores)
+    q, k = DRAW.normal(size=(T, 4, 20)).astype(np.float32), DRAW.normal(size=(T, 20)).astype(np.float32)
+    parts = {"layers.1.index_q": q, "layers.1.index_k": k}
+    expected = np.full((T, 4, 4), -np.inf)
+    for begin, end in ((0, 27), (27, T)):
+        found = dots(q[None, begin:end], k[None, begin:end])
+        expected[begin:end, :, : found.shape[-1]] = found.swapaxes(0, 1)
+    with_parts, other = side_of(parts), side_of({"layers.1.q": HEADS})
+    for pair in (Pair(with_parts, other, CONFIG), Pair(other, with_parts, CONFIG)):
+        np.testing.assert_array_equal(pair.block_scores(1), expected)
+        assert pair.block_scores(2) is None
+    score = CONFIG.index_score_type
+    assert seen[:2] == [([*range(27)], [27], score, 8), ([*range(13)], [13], score, 8)]
+    stored = scores_of()
+    pair = Pair(side_of({"layers.1.block_scores": stored}), with_parts, CONFIG)
+    np.testing.assert_array_equal(pair.block_scores(1), stored)
+    rounded = pair.scores_of(pair.b, 1, in_float8=True)
+    by_hand = dots(q[None, :27], k[None, :27].astype(ml_dtypes.float8_e4m3fn).astype(np.float32)).swapaxes(0, 1)
+    np.testing.assert_array_equal(rounded[:27], by_hand)
+    assert pair.scores_of(pair.a, 1) is None and Pair(with_parts, other, None).scores_of(with_parts, 1) is None
+    places = np.stack([np.zeros(T, int), np.arange(T) + 1], axis=1)
+    assert pair.scores_of(replace(with_parts, places=places), 1) is None  # its prompt does not begin at 0
+
+
+def test_attention_is_recomputed_from_a_sides_own_parts(monkeypatch, unchecked):
+    """Prompt by prompt, over all keys or chosen blocks; a prompt that is too long is left out with all others."""
+    calls = []
+
+    def noted(name):
+        return lambda *given, **named: calls.append((name, given, named)) or [np.asarray(given[0])[0] * len(calls)]
+
+    monkeypatch.setattr(pairs, "dense_attention", noted("dense"))
+    monkeypatch.setattr(pairs, "sparse_attention", noted("sparse"))
+    q, k, v = HEADS.astype(np.float32), HEADS[:, :4].astype(np.float32), HEADS[:, 4:].astype(np.float32)
+    whole = side_of({"layers.1.q": q, "layers.1.k": k, "layers.1.v": v})
+    pair = Pair(whole, whole, CONFIG)
+    for blocks, name in ((None, "dense"), (BLOCKS, "sparse")):
+        calls.clear()
+        found = pair.attention_of(whole, 1, blocks)
+        np.testing.assert_array_equal(found, np.concatenate([q[:27], 2 * q[27:]]))
+        for (kind, handed, named), part in zip(calls, (slice(0, 27), slice(27, T)), strict=True):
+            arrays, rest = handed[:3], list(handed[3:])
+            for x, expected in zip(arrays, (q, k, v), strict=True):
+                np.testing.assert_array_equal(np.asarray(x), expected[part][None])
+            if blocks is not None:
+                np.testing.assert_array_equal(np.asarray(rest.pop(0)), blocks[part].swapaxes(0, 1)[None])
+            count = len(q[part])
+            assert kind == name and [np.asarray(x).tolist() for x in rest] == [[[*range(count)]], [count]]
+            assert named == ({} if blocks is None else {"block_size": 8})
+    monkeypatch.setattr(pairs, "_MOST_TOKENS", 27)
+    assert pair.attention_of(whole, 1, None) is not None and pair.attention_of(whole, 2, None) is None
+    monkeypatch.setattr(pairs, "_MOST_TOKENS", 26)
+    assert pair.attention_of(whole, 1, None) is None
+
+
 # Reports
+
+
+def test_flips_of_experts_are_judged_by_the_references_scores():
+    """Else by the other side's; what follows at a token with a flip inside the margin is not judged."""
+    scores = np.full((4, 8), 0.1) + np.arange(8) * 0.1
+    scores[2, 5] = scores[2, 6] - 1e-7  # nearly a tie, at the third token
+    ids = np.tile(np.array([6, 7]), (4, 1)).astype(np.int32)
+    turned = changed(ids, (2, 0), 5)
+    out = np.ones((4, 12))
+    off = changed(out, 2, 3.0)
+
+    def of(ids, out, positions=(0, 1, 2, 3), **more):
+        rows = list(positions)
+        arrays = {"layers.1.expert_ids": ids, "layers.1.ffn_out": out} | more
+        arrays = {name: [x[rows].astype(x.dtype)] for name, x in arrays.items()} | {"positions": [np.array(rows)]}
+        return side(Source("x", arrays), CONFIG, None, {})
+
+    known = {"layers.1.router_scores": scores.astype(np.float32)}
+    sides = [
+        (of(ids, out, **known), of(turned, off)), (of(ids, out), of(turned, off, **known)),
+        (of(ids, out, (1, 2, 3), **known), of(turned, off, **known)),
+        (of(ids, out, **known), of(turned, off, (1, 2), **known)),
+    ]  # fmt: skip
+    for a, b in sides:
+        found = compare(a, b, CONFIG, None, None)
+        count = min(len(a.places), len(b.places))
+        assert found.layers[1].experts == (count, 1, 0) and (found.beyond, found.excused) == ([], 1)
+    far = changed(ids, (1, 0), 0)
+    found = compare(of(ids, out, **known), of(far, changed(out, 1, 3.0)), CONFIG, None, None)
+    assert found.layers[1].experts == (4, 0, 1) and found.excused == 0
+    assert found.beyond == ["layers.1.expert_ids", "layers.1.ffn_out"]
+    assert found.first.what[0] == "1 of 4 selections differ beyond the margin, 0 inside it"
+    assert found.first.what[1].startswith("the first at prompt 1, position 1: expected experts ")
+    assert found.first.what[1].endswith(", scores 0.6 apart")
 
 
 def softmax(x):

@@ -132,7 +132,9 @@ def test_the_optimiser_is_adamw_by_its_definition(frozen):
     names = ("w", "norm", "q_bias", "mlp.index_q", "mlp.e_score_correction_bias", "vision.w", "vision.norm")
     nested = lambda flat: {name: jnp.asarray(x) for name, x in flat.items()}
     params = {name: draw.normal(size=3).astype(np.float32) for name in names}
-    grads = [{name: draw.normal(size=3).astype(np.float32) for name in names} for _ in range(3)]
+    # The first is not clipped, the others are: AdamW does not see a factor that all gradients have.
+    sizes = (0.05, 1.0, 3.0)
+    grads = [{name: (size * draw.normal(size=3)).astype(np.float32) for name in names} for size in sizes]
     text_rates, vision_rates = [0.1, 0.2, 0.3], [0.3, 0.2, 0.1]
     by_step = lambda rates: lambda count: jnp.asarray(rates)[count]
     optimizer = make_optimizer(
