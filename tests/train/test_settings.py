@@ -167,6 +167,9 @@ def test_an_optimiser_of_one_rate_takes_it_for_the_tower_too():
     updates, _ = optimizer.update(params, optimizer.init(params), params)
     np.testing.assert_allclose(updates["w"], [-0.5, -0.5], rtol=1e-6)
     np.testing.assert_array_equal(updates["w"], updates["vision.w"])
+    least = {name: jnp.full(2, 1e-10) for name in params}  # as large as what Adam adds to the root
+    updates, _ = optimizer.update(least, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], [-0.25, -0.25], rtol=1e-4)
 
 
 def test_adapters_begin_uniform_within_the_root_of_their_inputs(unchecked, monkeypatch):
