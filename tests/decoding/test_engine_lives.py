@@ -178,6 +178,7 @@ def test_a_planted_bug_is_a_failure(plant, message, unchecked, monkeypatch):
 # The whole pool
 
 
+@pytest.mark.further
 def test_a_request_may_fill_the_pool():
     """Its prompt and all but the last of its new tokens lie in all eight pages; alone, twice, and beside another."""
     served = small_engine(pages=8)

@@ -76,6 +76,7 @@ def test_greedy_tokens_are_those_of_the_definition(draft):
     assert news[1][:4] in ([7, 9, 7, 9], [9, 7, 9, 7]) or news[1][0] in (7, 9)
 
 
+@pytest.mark.further  # preemptions beside penalties: test_engine_lives.py
 def test_a_request_that_gives_way_keeps_its_counts():
     """Prompt and continuation are told apart when a preempted request goes through prefill again."""
     asked = [params(40, frequency_penalty=0.6, presence_penalty=0.8, seed=s, temperature=1.0) for s in range(4)]

@@ -53,6 +53,7 @@ def test_single_prompts_of_many_lengths_share_programs_on_a_cpu(fake):
     assert seen, "another size is compiled, and counted"
 
 
+@pytest.mark.further  # of an engine: test_engine_equivalence.py
 def test_rows_do_not_depend_on_their_companions(fake):
     together = generate(fake, PROMPTS, max_new_tokens=16, stop_ids=[], **WARM)
     for row in (0, 1):
@@ -68,6 +69,7 @@ def test_any_prefill_chunk_gives_the_same_tokens(fake, chunk):
     assert tokens(run(small_engine(fake, prefill_chunk=chunk), PROMPTS, params(**WARM))) == whole
 
 
+@pytest.mark.further
 def test_any_prompts_a_prefill_call_give_the_same_tokens(fake):
     whole = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
     assert tokens(run(small_engine(fake, prefill_rows=3), PROMPTS, params(**WARM))) == whole

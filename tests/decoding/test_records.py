@@ -101,6 +101,7 @@ def test_records_do_not_depend_on_how_a_request_is_served():
     assert sum(engine.result(handle).timings.preemptions for handle in (first, copy, moved, second, *crowd)) > 0
 
 
+@pytest.mark.further  # groups: test_engine_pairs.py
 def test_a_group_has_the_bits_of_its_requests_alone():
     """In bfloat16, one prefill for all: tokens, log-probabilities and records are those of n separate requests."""
     engine, tokens = served(), prompt(61)
@@ -116,6 +117,7 @@ def test_a_group_has_the_bits_of_its_requests_alone():
         assert_same_records(found, expected)
 
 
+@pytest.mark.further
 def test_a_copy_of_what_was_not_recorded_begins_with_the_models_own_choice():
     engine = served()
     first = engine.add(prompt(9), asked(20, record=()))
@@ -158,6 +160,7 @@ def test_records_over_a_mesh_are_those_of_one_device():
         assert_same_records(other, one)
 
 
+@pytest.mark.further  # which calls warm-up compiles: below
 def test_nothing_compiles_where_the_engine_was_told_what_is_recorded():
     engine = Engine(model(), **SHAPE, invariant=True, records=NAMES)
     engine.warmup()

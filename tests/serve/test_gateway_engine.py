@@ -83,6 +83,7 @@ def test_second_time_is_cached(engine_server):
     assert second.choices[0].message.content == first.choices[0].message.content
 
 
+@pytest.mark.further  # by SMG: test_smg.py; by a worker: test_constraints.py
 def test_forced_call(engine_server):
     """The embedded model, which never calls a tool by itself, calls the one that is named, by its schema."""
     server, _ = engine_server
