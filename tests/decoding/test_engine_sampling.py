@@ -212,6 +212,7 @@ def test_what_an_engine_has_no_room_for(unchecked, change, message):
     assert not served.busy
 
 
+@pytest.mark.further
 def test_an_engine_without_room_runs_what_asks_for_none():
     served = small_engine(MODEL, max_biases=0, max_bad_words=0, max_top_logprobs=0)
     assert tokens(run(served, PROMPTS, params())) == tokens(run(small_engine(MODEL), PROMPTS, params()))

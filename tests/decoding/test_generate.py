@@ -61,9 +61,8 @@ def test_rows_do_not_depend_on_their_companions(fake):
     assert generate(fake, PROMPTS[::-1], max_new_tokens=16, stop_ids=[], **WARM) == together[::-1]
 
 
-@pytest.mark.parametrize(
-    "chunk", [pytest.param(1, marks=pytest.mark.further), 7, pytest.param(512, marks=pytest.mark.further)]
-)
+@pytest.mark.further  # of an engine: test_engine_equivalence.py
+@pytest.mark.parametrize("chunk", [1, 7, 512])
 def test_any_prefill_chunk_gives_the_same_tokens(fake, chunk):
     whole = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
     assert tokens(run(small_engine(fake, prefill_chunk=chunk), PROMPTS, params(**WARM))) == whole

@@ -172,7 +172,8 @@ def test_the_cache_is_that_of_plain_decoding():
 
 
 @pytest.mark.parametrize(
-    "history", ["hit", "fork", "truncate", "move", pytest.param("preemption", marks=pytest.mark.further)]
+    "history",
+    ["hit", "fork", "truncate", *(pytest.param(x, marks=pytest.mark.further) for x in ("move", "preemption"))],
 )
 def test_the_drafts_cache_is_that_of_one_reading(history):
     """T16, T27: slots and edges of the draft, however the tokens came, are those of reading them all at once."""
