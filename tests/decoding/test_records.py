@@ -8,13 +8,14 @@ import pytest
 from support import tiny
 from support.compilations import compilations
 from support.drafts import Knowing
-from support.engines import CONFIG, QUICK, SHAPE, assert_stays, finish, params, places, prompt, quick, serve
+from support.engines import QUICK, SHAPE, assert_stays, finish, params, places, prompt, quick, serve
 
 from m3jax.decoding import Engine, Generation, Params, Sampling
 from m3jax.decoding.engine import Snapshot, runner
 from m3jax.model import M3, Choices
 from m3jax.parallel import parse_mesh
 
+CONFIG = tiny.config("M")  # block 8, top-k 3
 NAMES = ("expert_ids", "blocks")
 
 

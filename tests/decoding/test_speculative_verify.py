@@ -114,6 +114,7 @@ def test_the_counting_can_fail():
     assert chi_square(np.where(accepted, proposed, rng.choice(V, DRAWS, p=p)), p) > 10 * LIMIT
 
 
+@pytest.mark.further  # the shares of many draws
 def test_acceptance_is_what_the_rule_says():
     sampling = SamplingParams.stack([Sampling()])
     p, q = reference(TARGET[0], Sampling()), reference(DRAFT[0], Sampling())

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 @pytest.fixture(scope="module")
 def model():
-    config = tiny.config("dM", vocab_size=2048, index_block_size=16, index_topk_blocks=4, bos_token_id=0)
+    config = tiny.config("M", vocab_size=2048, index_block_size=16, index_topk_blocks=4, bos_token_id=0)
     tower = VisionConfig.tiny(num_hidden_layers=1, image_token_id=IDS.image, video_token_id=IDS.video)
     return with_tower(tiny.model(config), tower, seed=0)
 
