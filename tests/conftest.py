@@ -81,7 +81,8 @@ hypothesis.settings.register_profile("dev", max_examples=25, **_FEW_SLOW_EXAMPLE
 hypothesis.settings.register_profile("thorough", max_examples=1000, **_FEW_SLOW_EXAMPLES)
 hypothesis.settings.load_profile(os.environ.get("M3JAX_HYPOTHESIS", "ci"))
 
-# Shapes and dtypes in annotations are checked at every call, here and nowhere else.
+# Shapes and dtypes in annotations are checked at every call, here and nowhere else; where engines compile quickly they
+# are not (support/engines.py).
 checks.install("m3jax", "pallas_kernels")
 
 
@@ -155,9 +156,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """Turns the annotation checks off, to test the errors that a user, who has none, gets."""
+    before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="session")  # before what a test file makes of the devices

@@ -8,7 +8,7 @@ from m3jax.cache.drafted import AfterFirst
 from m3jax.msa.views import Paged
 
 
-@pytest.mark.parametrize("num_pages", [1, 3, 5])
+@pytest.mark.parametrize("num_pages", [1, 3, pytest.param(5, marks=pytest.mark.further)])
 def test_a_run_is_its_tokens_wherever_it_begins(num_pages):
     """Runs that divide a page, that are whole pages, and that begin inside one page and end inside another."""
     size, heads, width = 4, 2, 3

@@ -525,4 +525,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=40)
+TestMachine.settings = settings(stateful_step_count=40)

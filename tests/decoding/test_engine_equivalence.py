@@ -229,7 +229,7 @@ def test_freed_pages_are_not_read(share):
 # Mixing
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     st.lists(st.tuples(st.sampled_from(range(len(WORK))), st.integers(0, 12)), min_size=2, max_size=6), st.booleans()
 )
@@ -313,6 +313,7 @@ def test_truncated_goes_on_as_before():
 # Dividing
 
 
+@pytest.mark.further  # meshes of an engine: tests/hosts
 @pytest.mark.usefixtures("eight_devices")
 def test_a_mesh_is_one_device():
     """T28, T38: pages over several devices, of which some hold none of a short row; rows over others.

@@ -120,7 +120,7 @@ NAMES = [name for name, weight in fuzz_engine.OPERATIONS.items() for _ in range(
 
 def test_lives_by_number_meet_everything(unchecked):
     """What scripts/fuzz_engine.py runs: each operation, and each thing that can happen to a request, occurs."""
-    counts, failures = fuzz_engine.fuzz(("plain", "no prefix cache"), seed=0, lives=8)
+    counts, failures = fuzz_engine.fuzz(("plain", "no prefix cache"), seed=0, lives=5)
     assert not failures, "\n".join(failures)
     assert {f"operation {name}" for name in fuzz_engine.OPERATIONS} <= counts.keys()
     for name in ("imported", "refused", "failed writes", "preemptions", "evictions", "ended by length"):
@@ -178,6 +178,7 @@ def test_a_planted_bug_is_a_failure(plant, message, unchecked, monkeypatch):
 # The whole pool
 
 
+@pytest.mark.further
 def test_a_request_may_fill_the_pool():
     """Its prompt and all but the last of its new tokens lie in all eight pages; alone, twice, and beside another."""
     served = small_engine(pages=8)

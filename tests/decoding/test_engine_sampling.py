@@ -76,6 +76,7 @@ def test_greedy_tokens_are_those_of_the_definition(draft):
     assert news[1][:4] in ([7, 9, 7, 9], [9, 7, 9, 7]) or news[1][0] in (7, 9)
 
 
+@pytest.mark.further  # preemptions beside penalties: test_engine_lives.py
 def test_a_request_that_gives_way_keeps_its_counts():
     """Prompt and continuation are told apart when a preempted request goes through prefill again."""
     asked = [params(40, frequency_penalty=0.6, presence_penalty=0.8, seed=s, temperature=1.0) for s in range(4)]
@@ -211,6 +212,7 @@ def test_what_an_engine_has_no_room_for(unchecked, change, message):
     assert not served.busy
 
 
+@pytest.mark.further
 def test_an_engine_without_room_runs_what_asks_for_none():
     served = small_engine(MODEL, max_biases=0, max_bad_words=0, max_top_logprobs=0)
     assert tokens(run(served, PROMPTS, params())) == tokens(run(small_engine(MODEL), PROMPTS, params()))

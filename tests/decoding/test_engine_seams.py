@@ -213,6 +213,7 @@ def test_a_higher_priority_is_served_first():
     assert [order[handle] for handle in ended] == [(2, 2), (4, 2), (0, 0), (3, 0), (1, -1)]
 
 
+@pytest.mark.further  # who gives way: test_engine_lives.py
 def test_the_lower_priority_gives_way():
     """Out of pages, the request that is last in order gives its own back, though it is the older one."""
     served = small(pages=14, max_length=56)

@@ -108,6 +108,19 @@ def test_fewer_rows_decode_in_smaller_calls_and_get_what_they_get_in_the_largest
     assert of_few.drafting == of_all.drafting
 
 
+def test_the_smallest_call_that_holds_the_rows_is_taken():
+    of_engine = shapes.Shapes(batch=5, prompts=1, chunks=(16,), steps=1, stop_ids=1, decode_rows=(1, 3))
+    assert [of_engine.decode_size(rows) for rows in range(1, 6)] == [1, 3, 3, 5, 5]
+    fake = FakeModel.random()
+    for wrong, says in (
+        ((5,), "decode_rows has 5: must be below max_batch, which is 5"),
+        ((0,), r"decode_rows\[0\] = 0"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Engine(fake, pages=64, max_batch=5, decode_rows=wrong)
+
+
+@pytest.mark.further
 def test_each_number_of_rows_takes_the_smallest_call_that_holds_it():
     """Warm-up compiles all of them; with the requests that end the calls become smaller."""
     served = Engine(FakeModel.random(), pages=64, max_batch=5, decode_rows=(3, 1), prefill_chunk=16, steps_per_call=1)
@@ -122,10 +135,3 @@ def test_each_number_of_rows_takes_the_smallest_call_that_holds_it():
     assert seen == [] and sorted(set(sizes)) == [1, 3, 5]
     # Each begins a round after the one before it and has three tokens more: the last one is alone for four rounds.
     assert sizes[-6:] == [3, 3, 1, 1, 1, 1]
-    fake = FakeModel.random()
-    for wrong, says in (
-        ((5,), "decode_rows has 5: must be below max_batch, which is 5"),
-        ((0,), r"decode_rows\[0\] = 0"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            Engine(fake, pages=64, max_batch=5, decode_rows=wrong)

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 from support import tiny
@@ -178,6 +178,7 @@ HOSTILE = (
 )  # fmt: skip
 
 
+@settings(max_examples=10)
 @given(st.integers(0, 10**9), st.sampled_from(HOSTILE), st.booleans())
 def test_a_hostile_header_is_refused_or_harmless(which, value, outer):
     """Its checksum fits. Memory stays within some copies of the bytes, whatever sizes the header asks for."""

@@ -85,7 +85,7 @@ def warm() -> Engine:
     return served
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.further)])
 def test_companions_hits_and_preemptions(share):
     """Too few pages for all: the youngest start again, from known pages or from patches; some pictures twice."""
     served = warm() if share else seeing_engine(model(), prefix_cache=False)

@@ -53,6 +53,7 @@ def test_single_prompts_of_many_lengths_share_programs_on_a_cpu(fake):
     assert seen, "another size is compiled, and counted"
 
 
+@pytest.mark.further  # of an engine: test_engine_equivalence.py
 def test_rows_do_not_depend_on_their_companions(fake):
     together = generate(fake, PROMPTS, max_new_tokens=16, stop_ids=[], **WARM)
     for row in (0, 1):
@@ -60,14 +61,14 @@ def test_rows_do_not_depend_on_their_companions(fake):
     assert generate(fake, PROMPTS[::-1], max_new_tokens=16, stop_ids=[], **WARM) == together[::-1]
 
 
-@pytest.mark.parametrize(
-    "chunk", [pytest.param(1, marks=pytest.mark.further), 7, pytest.param(512, marks=pytest.mark.further)]
-)
+@pytest.mark.further  # of an engine: test_engine_equivalence.py
+@pytest.mark.parametrize("chunk", [1, 7, 512])
 def test_any_prefill_chunk_gives_the_same_tokens(fake, chunk):
     whole = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
     assert tokens(run(small_engine(fake, prefill_chunk=chunk), PROMPTS, params(**WARM))) == whole
 
 
+@pytest.mark.further
 def test_any_prompts_a_prefill_call_give_the_same_tokens(fake):
     whole = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
     assert tokens(run(small_engine(fake, prefill_rows=3), PROMPTS, params(**WARM))) == whole

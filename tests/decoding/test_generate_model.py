@@ -61,15 +61,20 @@ def engine(model, **options) -> Engine:
     return Engine(model, **shapes | options, max_stop_ids=4)
 
 
+@pytest.mark.further  # a token at a time below, and of a whole call in test_engine_equivalence.py
 def test_greedy_is_teacher_forcing(model, greedy):
     """Every token is the argmax of one forward over what came before it."""
+    assert greedy == best_of_one_call(model, greedy)
+
+
+def best_of_one_call(model, news):
+    """Return the best token in the place of each new one, from one forward pass over prompts and new tokens."""
     rows = np.zeros((4, 160), np.int32)
-    for row, (prompt, new) in enumerate(zip(PROMPTS, greedy, strict=True)):
-        rows[row, : len(prompt) + NEW] = prompt + new
+    for row, prompt, new in zip(rows, PROMPTS, news, strict=True):
+        row[: len(prompt) + NEW] = prompt + new
     forward = jax.jit(lambda model, tokens: model(tokens).argmax(-1), compiler_options=QUICK)
     best = np.asarray(forward(model, rows))
-    for row, (prompt, new) in enumerate(zip(PROMPTS, greedy, strict=True)):
-        assert new == best[row, len(prompt) - 1 : len(prompt) + NEW - 1].tolist()
+    return [row[len(prompt) - 1 : len(prompt) + NEW - 1].tolist() for row, prompt in zip(best, PROMPTS, strict=True)]
 
 
 @pytest.mark.further
@@ -79,6 +84,7 @@ def test_rows_do_not_depend_on_their_companions(model, greedy, sampled):
         assert tokens(run(engine(model), [prompt], params(NEW, **WARM))) == [sampled[row]]
 
 
+@pytest.mark.further  # of an engine: test_engine.py
 def test_nothing_compiles_after_warm_up(model, greedy, sampled):
     with compilations() as seen:
         shorter = generate(model, [p[:130] for p in PROMPTS], max_new_tokens=10, top_k=7, seed=[1, 2, 3, 4])
@@ -109,15 +115,17 @@ def test_pages_of_a_bfloat16_model_are_float32_where_a_cpu_serves_them(model, mo
 # Last: jax knows the 2,048 calls that it traced latest, and these trace many.
 
 
-def test_layers_apart_give_the_same_tokens(model, greedy, monkeypatch):
+def test_layers_apart_give_the_same_tokens(model, monkeypatch):
     """Steps on a GPU run layer after layer; here their program does, in a shape that no other test has.
 
     That rounds are lowered so too is in test_device_on_gpu.py.
     """
     monkeypatch.setattr(step, "platform", lambda: "gpu")
     with mock.patch.object(M3, "with_layers_apart", autospec=True, side_effect=M3.with_layers_apart) as cut:
-        assert tokens(run(engine(model, steps_per_call=5), PROMPTS, params(NEW, temperature=0))) == greedy
+        served = engine(model, pages=64, prefill_chunk=64, max_length=256, steps_per_call=5)
+        news = tokens(run(served, PROMPTS, params(NEW, temperature=0)))
         assert cut.called
+    assert news == best_of_one_call(model, news)
 
 
 @pytest.mark.further

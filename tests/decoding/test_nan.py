@@ -78,6 +78,7 @@ def test_minus_infinity_is_a_token_ruled_out(shape):
 _verify = jax.jit(verify)
 
 
+@pytest.mark.further  # test_speculative_verify.py
 @given(st.integers(0, 2**32), st.sampled_from((64, 4096)), st.sampled_from((0.0, 1.0)), BAD)
 def test_verification_ends_at_a_bad_logit(seed, vocab, temperature, bad):
     """Whatever was accepted before it stays. Top-k drops a NaN, and its column's proposal would pass."""
@@ -148,11 +149,12 @@ class Greedy:
         return [results[handle] for handle in handles]
 
 
+@pytest.mark.further  # of a sampler: above; of an engine: test_engine.py
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({}, id="plain"),
-        pytest.param(dict(draft=PromptLookup(), draft_tokens=2), id="drafted", marks=pytest.mark.further),
+        pytest.param(dict(draft=PromptLookup(), draft_tokens=2), id="drafted"),
     ],
 )
 def test_a_row_of_the_head_that_is_nan_ends_every_request(options):

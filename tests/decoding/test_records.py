@@ -8,13 +8,14 @@ import pytest
 from support import tiny
 from support.compilations import compilations
 from support.drafts import Knowing
-from support.engines import CONFIG, QUICK, SHAPE, assert_stays, finish, params, places, prompt, quick, serve
+from support.engines import QUICK, SHAPE, assert_stays, finish, params, places, prompt, quick, serve
 
 from m3jax.decoding import Engine, Generation, Params, Sampling
 from m3jax.decoding.engine import Snapshot, runner
 from m3jax.model import M3, Choices
 from m3jax.parallel import parse_mesh
 
+CONFIG = tiny.config("M")  # block 8, top-k 3
 NAMES = ("expert_ids", "blocks")
 
 
@@ -101,6 +102,7 @@ def test_records_do_not_depend_on_how_a_request_is_served():
     assert sum(engine.result(handle).timings.preemptions for handle in (first, copy, moved, second, *crowd)) > 0
 
 
+@pytest.mark.further  # groups: test_engine_pairs.py
 def test_a_group_has_the_bits_of_its_requests_alone():
     """In bfloat16, one prefill for all: tokens, log-probabilities and records are those of n separate requests."""
     engine, tokens = served(), prompt(61)
@@ -116,6 +118,7 @@ def test_a_group_has_the_bits_of_its_requests_alone():
         assert_same_records(found, expected)
 
 
+@pytest.mark.further
 def test_a_copy_of_what_was_not_recorded_begins_with_the_models_own_choice():
     engine = served()
     first = engine.add(prompt(9), asked(20, record=()))
@@ -158,6 +161,7 @@ def test_records_over_a_mesh_are_those_of_one_device():
         assert_same_records(other, one)
 
 
+@pytest.mark.further  # which calls warm-up compiles: below
 def test_nothing_compiles_where_the_engine_was_told_what_is_recorded():
     engine = Engine(model(), **SHAPE, invariant=True, records=NAMES)
     engine.warmup()

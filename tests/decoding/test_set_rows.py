@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m3jax.decoding.device import state as device_state
 
 
 @pytest.mark.parametrize("few_elements", [0, 1 << 16], ids=["scattered", "rewritten"])
+@settings(max_examples=10)
 @given(data=st.data())
 def test_rows_are_those_of_the_requests_and_others_stay(few_elements, data):
     batch, count = data.draw(st.sampled_from([(1, 1), (3, 2), (5, 5)]), label="rows, requests")

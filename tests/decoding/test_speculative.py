@@ -64,7 +64,7 @@ def assert_plain(results):
 # Greedy
 
 
-@pytest.mark.parametrize("name", ["right", pytest.param("wrong", marks=pytest.mark.further), "mixed"])
+@pytest.mark.parametrize("name", [*(pytest.param(x, marks=pytest.mark.further) for x in ("right", "wrong")), "mixed"])
 def test_any_proposals_give_the_plain_tokens(name):
     """T20: the target itself as the draft, one that is always wrong, and ragged acceptance.
 
@@ -85,6 +85,7 @@ def test_any_proposals_give_the_plain_tokens(name):
         assert 0 < alone.drafting.accepted[2] < alone.drafting.accepted[0] < alone.drafting.forwards
 
 
+@pytest.mark.further
 def test_a_real_draft_gives_the_plain_tokens():
     """A random EAGLE3 draft; in a pool that is too small; with the prompts in the prefix cache."""
     served = drafted(RANDOM)
@@ -105,6 +106,7 @@ def test_a_request_that_fills_max_length_exactly():
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.further  # stop ids of rounds: test_engine_edges.py
 def test_rows_end_where_plain_ones_end():
     """A stop id or a limit within a round's tokens: what was accepted after it is not given out."""
     for stop in {plain()[2].tokens[i] for i in (1, 5, 6, 7, 30)}:
@@ -149,6 +151,7 @@ def contents(served: Engine, of_draft: bool = True) -> dict:
     return notes
 
 
+@pytest.mark.further  # against one reading: below
 def test_the_cache_is_that_of_plain_decoding():
     """T19: after any acceptance the pages hold what they hold without: to the bit where all calls have one shape."""
     notes = []
@@ -169,7 +172,8 @@ def test_the_cache_is_that_of_plain_decoding():
 
 
 @pytest.mark.parametrize(
-    "history", ["hit", "fork", "truncate", "move", pytest.param("preemption", marks=pytest.mark.further)]
+    "history",
+    ["hit", "fork", "truncate", *(pytest.param(x, marks=pytest.mark.further) for x in ("move", "preemption"))],
 )
 def test_the_drafts_cache_is_that_of_one_reading(history):
     """T16, T27: slots and edges of the draft, however the tokens came, are those of reading them all at once."""

@@ -81,7 +81,8 @@ def test_tokens_have_the_targets_distribution(rule, knobs):
     assert len(tokens[accepted >= 1]) > 2000
 
 
-@pytest.mark.parametrize("rule", ["drawn", pytest.param("best", marks=pytest.mark.further)])
+@pytest.mark.further  # of greedy rows: test_the_penalty_counts_accepted_proposals; in rounds: test_engine_sampling.py
+@pytest.mark.parametrize("rule", ["drawn", "best"])
 def test_penalties_count_what_was_accepted(rule):
     """The second token has the distribution that plain decoding gives it after each first one, as far as it comes."""
     prompt, new = [2, 6], [6]
@@ -113,6 +114,7 @@ def test_the_counting_can_fail():
     assert chi_square(np.where(accepted, proposed, rng.choice(V, DRAWS, p=p)), p) > 10 * LIMIT
 
 
+@pytest.mark.further  # the shares of many draws
 def test_acceptance_is_what_the_rule_says():
     sampling = SamplingParams.stack([Sampling()])
     p, q = reference(TARGET[0], Sampling()), reference(DRAFT[0], Sampling())

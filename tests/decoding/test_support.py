@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import tiny
-from support.engines import CONFIG, SHAPE, prompt, quick
+from support.engines import SHAPE, prompt, quick
 
 from m3jax.decoding import Engine, Generation, Params, PromptLookup, Sampling
 from m3jax.decoding.sampling import SamplingParams, filtered_logits, logprob_of
@@ -42,7 +42,7 @@ def test_a_set_comes_back_from_its_bits(seed, vocab):
     assert unpack_support(jnp.full_like(bits, -1), vocab).all()
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(st.integers(0, 2**16), st.sampled_from(range(len(KNOBS))))
 def test_within_the_support_stands_the_distribution_that_was_drawn_from(seed, knobs):
     """Value by numpy, and exactly no gradient for a token that could not have been drawn."""
@@ -78,7 +78,7 @@ def test_an_engine_records_what_its_tokens_were_drawn_from():
     Steps without one, whose very bits a trainer reads in the invariant mode, are in tests/train/test_runs.py; that what
     was told to an engine compiles nothing later is in test_records.py.
     """
-    model = tiny.model(CONFIG)
+    model = tiny.model(tiny.config("M"))
     with quick():
         engine = Engine(model, **SHAPE, records=RECORDS, draft=PromptLookup(), draft_tokens=2)
         drawn = [draw(engine, knobs) for knobs in range(len(KNOBS))]

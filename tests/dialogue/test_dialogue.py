@@ -120,7 +120,7 @@ def test_an_answer_cut_at_its_limit_ends_before_an_unfinished_character():
     bird = tokenizer().encode("🦜")
     assert len(bird) == 4
     before = tokenizer().encode("</mm:think>ab")
-    for shown in range(5):
+    for shown in (0, 3, 4):
         model = ScriptedModel.of([[*before, *bird, *bird]])
         limit = len(before) + shown
         *events, reply = m3jax.chat(model, tokenizer(), [USER], max_new_tokens=limit, progress=False)

@@ -57,6 +57,7 @@ def shown(files: Path, *names: str) -> list[dict[str, str]]:
 # On a terminal
 
 
+@pytest.mark.further
 def test_the_sample_is_a_picture_as_the_embedded_model_has_seen_them(monkeypatch):
     """/sample shows it by its short name; it is drawn by what drew the training pictures, without noise."""
     shapes = (

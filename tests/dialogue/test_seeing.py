@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 @pytest.fixture(scope="module")
 def model():
-    config = tiny.config("dM", vocab_size=2048, index_block_size=16, index_topk_blocks=4, bos_token_id=0)
+    config = tiny.config("M", vocab_size=2048, index_block_size=16, index_topk_blocks=4, bos_token_id=0)
     tower = VisionConfig.tiny(num_hidden_layers=1, image_token_id=IDS.image, video_token_id=IDS.video)
     return with_tower(tiny.model(config), tower, seed=0)
 
@@ -255,8 +255,8 @@ def test_the_command_line_shows_files(run, model, files):
     image = ["--image", files / "a.png"]
     status, out, err = run("--prompt", "What is it?", *image, "--temperature", 0, "--json")
     assert (status, err) == (0, "")
-    media = read_media([files / "a.png"], progress=False)
-    expected = continued(model, with_placeholders(TOKENIZER.encode("What is it?"), media, TOKENIZER), media)
+    text, shown = TOKENIZER.encode("What is it?"), [files / "a.png"]
+    (expected,) = m3jax.generate(model, [text], images=[shown], tokenizer=TOKENIZER, progress=False, **GREEDY)
     assert json.loads(out)["token_ids"] == expected
     assert (
         run("--prompt", "<image>What is it?", *image, "--temperature", 0, "--json")[1].split('"prefill')[0]

@@ -145,6 +145,7 @@ def test_a_request_has_the_bits_that_it_has_alone(processes):
     """In the invariant mode, over pages of two hosts, beside others and by itself."""
     report = processes[0][0]
     assert report["rows and pages"]["first"][2] == report["alone"]
+    assert report["compiled"] == []
 
 
 def test_guides_are_asked_by_process_0_alone(processes):

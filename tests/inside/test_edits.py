@@ -122,7 +122,7 @@ def flat(out: dict) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("which", NAMES)
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(seed=st.integers(0, 2**16))
 def test_an_edit_is_the_change_made_in_the_definition(which, seed):
     """Each name in each kind of layer: all values behind it, and before it, are those of the changed definition."""
@@ -144,8 +144,8 @@ def test_an_edit_is_the_change_made_in_the_definition(which, seed):
 
 def test_edits_that_change_nothing_give_the_same_bits():
     """Of one layer, which is then run by itself, and of all; no edit, and the program is the same text."""
-    own = model(DEEP)
-    same = {"layers.2.attention": lambda x: x, "layers.*.blocks": lambda x: x, "layers.1.expert_ids": lambda x: x}
+    own = model(tiny.config("MM"))
+    same = {"layers.1.attention": lambda x: x, "layers.*.blocks": lambda x: x, "layers.0.expert_ids": lambda x: x}
     np.testing.assert_array_equal(own(TOKENS, edits=same), own(TOKENS))
     text = lambda **edits: jax.jit(lambda m, t: m(t, **edits)).lower(model(SMALL), TOKENS).as_text()
     assert text() == text(edits={"layers.*.blocks": lambda x: x})
@@ -161,7 +161,7 @@ def test_an_edit_of_one_layer_is_that_of_all_where_the_layer_is_asked_for():
 
 def test_arrays_of_an_edit_are_arguments():
     """Another vector, or another block, runs the program of the first."""
-    run = lambda size: model(DEEP)(TOKENS, edits={"layers.2.output": Add(jnp.full(CONFIG.hidden_size, size))})
+    run = lambda size: model(SMALL)(TOKENS, edits={"layers.1.output": Add(jnp.full(CONFIG.hidden_size, size))})
     first = run(1.0)
     with compilations() as seen:
         second = run(2.0)
@@ -273,7 +273,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.further if name == "double" else ()) for name in BAD]
+    "case", [pytest.param(name, marks=pytest.mark.further if name in ("double", "experts") else ()) for name in BAD]
 )
 def test_a_wrong_edit_is_one_line(case, unchecked):
     edits, message = BAD[case]

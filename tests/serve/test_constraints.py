@@ -83,6 +83,7 @@ def test_every_answer_of_the_model_validates(fuzzer):
     assert counts["valid"] >= 3, counts
 
 
+@pytest.mark.further  # of the fuzzer
 def test_an_answer_that_is_not_valid_is_counted(fuzzer, monkeypatch):
     """A fuzzer that calls everything fine would pass as well."""
     validate = lambda text: jsonschema.validate(json.loads(text), {"type": "integer"})

@@ -75,6 +75,7 @@ def test_picture(engine_server):
     assert message.content[-1].text == expected.content
 
 
+@pytest.mark.further  # of a worker: test_worker.py; its count: test_gateway_chat.py
 def test_second_time_is_cached(engine_server):
     server, _ = engine_server
     messages = [{"role": "user", "content": "Which block is it that a token reads? " * 4}]
@@ -83,6 +84,7 @@ def test_second_time_is_cached(engine_server):
     assert second.choices[0].message.content == first.choices[0].message.content
 
 
+@pytest.mark.further  # by SMG: test_smg.py; by a worker: test_constraints.py
 def test_forced_call(engine_server):
     """The embedded model, which never calls a tool by itself, calls the one that is named, by its schema."""
     server, _ = engine_server
@@ -209,6 +211,7 @@ def test_many_at_once(engine_server):
     on_engine(worker, worker.engine.check)
 
 
+@pytest.mark.further  # what a record becomes: test_errors.py; a record: tests/decoding/test_records.py
 def test_blocks(engine_server):
     """Each new token comes with the blocks that it read: those that the layers of the model selected."""
     server, worker = engine_server

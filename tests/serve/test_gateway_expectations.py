@@ -103,7 +103,9 @@ def test_kinds_of_images(scripted, kind, said):
     assert worker.requests[0].HasField("mm_inputs")
 
 
-@pytest.mark.parametrize(("kind", "most"), [("image", 30 << 20), ("video", 50 << 20)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [pytest.param("image", 30 << 20, marks=pytest.mark.further), ("video", 50 << 20)]
+)
 def test_a_medium_that_is_too_large(kind, most):
     """So many bytes are read from a data URL, a byte more is not."""
     assert len(asyncio.run(Sources().read(kind, data_url(bytes(most))))) == most

@@ -142,6 +142,7 @@ def test_smg_chats(behind):
     assert pieces[-1].usage.completion_tokens == said.usage.completion_tokens
 
 
+@pytest.mark.further
 def test_smg_splits_off_the_reasoning(behind):
     asked = dict(extra_body={"chat_template_kwargs": {"thinking_mode": "enabled"}}, max_tokens=60)
     message = behind.chat("What is it?", **asked).choices[0].message
@@ -154,7 +155,8 @@ def test_smg_splits_off_the_reasoning(behind):
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-@pytest.mark.parametrize("choice", ["required", pytest.param(NAMED, marks=pytest.mark.further, id="named")])
+@pytest.mark.further  # that tag: test_constraints.py
+@pytest.mark.parametrize("choice", ["required", pytest.param(NAMED, id="named")])
 def test_smg_streams_a_forced_tool_call(behind, choice):
     """By the structural tag that SMG makes for M3."""
     pieces = list(behind.chat("Weather?", tools=TOOLS, tool_choice=choice, stream=True, max_tokens=120))

@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 from flax import struct
 from jax.sharding import Sharding
@@ -132,12 +133,21 @@ def temporary_bytes(program, engine: Engine, *args, **statics) -> tuple[int, int
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Compile quickly: for engines whose shapes nothing else has, and where XLA's defaults are not asked for."""
+    """Compile quickly: for engines whose shapes nothing else has, and where XLA's defaults are not asked for.
+
+    Annotations are not checked meanwhile, which is a quarter of the time of an engine's programs: the tests of the
+    model, of what an engine is made of, and of engines over a `FakeModel`, check them.
+    """
     if os.environ.get("M3JAX_TEST_XLA") == "defaults":
         yield
         return
-    with mock.patch.multiple(device, program=_quick_program, **_QUICK_PROGRAMS):
-        yield
+    was_off = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with mock.patch.multiple(device, program=_quick_program, **_QUICK_PROGRAMS):
+            yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", was_off)
 
 
 # The blocks that each token chose

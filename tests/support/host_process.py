@@ -78,7 +78,7 @@ def made(settings: Mapping[str, Any], mesh: str | None):
 
     from m3jax.parallel import parse_mesh
 
-    model = tiny.model(engines.CONFIG, mesh=None if mesh is None else parse_mesh(mesh))
+    model = tiny.model(tiny.config("M"), mesh=None if mesh is None else parse_mesh(mesh))
     return engines.engine(model, **settings)
 
 
@@ -152,7 +152,8 @@ def sums(tree) -> list[float]:
 
 def served(name: str, channel, report: dict[str, Any]) -> None:
     """Have an engine of all processes do its work."""
-    from support.engines import params, prompt, quick
+    from support.compilations import compilations
+    from support.engines import assert_stays, params, places, prompt, quick
 
     from m3jax.hosts.follow import led
 
@@ -160,11 +161,14 @@ def served(name: str, channel, report: dict[str, Any]) -> None:
     with quick(), led(made(settings, mesh), channel) as engine:
         if engine is None:
             return
+        before = places(engine)
         report[name] = work(engine)
+        assert_stays(engine, before)
         if settings.get("invariant"):
-            alone = engine.add(prompt(37), params(6))
-            engine.run()
-            report["alone"] = engine.result(alone).logprobs
+            with compilations() as seen:
+                alone = engine.add(prompt(37), params(6))
+                engine.run()
+            report["alone"], report["compiled"] = engine.result(alone).logprobs, list(map(str, seen))
 
 
 def load_and_serve(channel, process_id: int, folder: Path, report: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support import seeing, tiny
-from support.engines import CONFIG, SIZE, engine, finish, params, prompt, serve
+from support.engines import CONFIG, SIZE, engine, finish, params, prompt, quick, serve
 
 from m3jax import make_mesh
 from m3jax.cache import Cache
@@ -26,6 +26,12 @@ from m3jax.transfer.prefiller import page_frames
 
 PROMPT, PARAMS = prompt(45), params(12, temperature=0.8, seed=5)  # of 44 tokens that travel the last page is half full
 TRANSFER = "0011223344556677"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> Iterator[None]:
+    with quick():
+        yield
 
 
 @cache
