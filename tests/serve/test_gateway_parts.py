@@ -13,7 +13,7 @@ from m3jax.serve.gateway import http, server
 from m3jax.serve.gateway.app import ENDPOINTS
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.gateway import Gateway, Settings
-from m3jax.serve.gateway.openapi import ERRORS, document
+from m3jax.serve.gateway.openapi import ERRORS, SCHEMAS, document
 from m3jax.serve.gateway.sampling import Model
 from m3jax.serve.gateway.server import Address, Opened, serve
 
@@ -335,3 +335,20 @@ def test_the_document_says_what_is_taken_and_what_may_come(key):
     assert errors(gets["/v1/models"]["responses"]["401"]) == both
     assert found["security"] == ([] if key is None else [{"bearer": []}, {"key": []}])
     assert found["components"]["securitySchemes"]["key"] == {"type": "apiKey", "in": "header", "name": "x-api-key"}
+
+
+def test_the_objects_of_the_document_have_the_fields_that_are_said_and_no_others():
+    def objects(schema):
+        if isinstance(schema, dict):
+            yield from [schema] if "properties" in schema and "type" in schema else []
+            for inner in schema.values():
+                yield from objects(inner)
+        elif isinstance(schema, list):
+            for inner in schema:
+                yield from objects(inner)
+
+    found = list(objects(SCHEMAS))
+    assert len(found) > 30
+    for schema in found:
+        assert schema["type"] == "object" and schema["additionalProperties"] is False, schema
+        assert set(schema["required"]) <= schema["properties"].keys(), schema
