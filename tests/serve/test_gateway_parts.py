@@ -327,6 +327,7 @@ def test_the_document_says_what_is_taken_and_what_may_come(key):
     refers = {path: {kind: "$ref" in each["schema"] for kind, each in kinds.items()} for path, kinds in content.items()}
     texts = {"/metrics": {"text/plain": False}, "/": {"text/html": False}}
     assert refers == {path: texts.get(path, {"application/json": True}) for path in gets}
+    assert content["/metrics"]["text/plain"]["schema"] == {"type": "string"} == named["schema"]
     errors = lambda item: item["content"]["application/json"]["schema"]
     ref = lambda name: {"$ref": f"#/components/schemas/{name}"}
     assert errors(posts["/v1/messages"]["responses"]["400"]) == ref("AnthropicError")

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import shlex
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from m3jax.serve import command, together
+from m3jax.serve.gateway.app import ENDPOINTS
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.fields import Fields, object_schema
 from m3jax.serve.gateway.messages import fields_of_messages
@@ -274,3 +276,98 @@ def test_sizes_that_no_server_has(words, says):
     else:
         with pytest.raises(ValueError, match=says):
             command._check(args)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--port 70000", "--port 70000: must be from 0 to 65535"), ("--draft-tokens 2", "--draft-tokens needs --draft"),
+        ("--request-log log", "--request-log needs --invariant"), ("--process-id 1", "--process-id goes with"),
+        ("--max-batch 0", "--max-batch 0: must be at least 1"), ("--api-key ''", "a key has at least one character"),
+        ("gateway", "--worker"), ("gateway --worker nowhere", "--worker nowhere: give it as grpc://HOST:PORT"),
+        ("gateway --worker grpc://:1", "give it as grpc"), ("gateway --worker grpc://a:b", "give it as grpc"),
+        ("gateway --worker a:1 --drain 0", "--drain 0.0: must be above 0"), ("verify nowhere", "no such log: nowhere"),
+        ("worker --port 65536", "--port 65536: must be from 0 to 65535"), ("worker --port -1", "--port -1: must"),
+        ("worker --draft ngram --draft-tokens 9", "--draft-tokens 9: give 1 to 8"),
+        ("worker --process-id 1", "--process-id goes with --coordinator"),
+        ("worker --role prefill --prefill-from grpc://a:1", "--prefill-from with --role prefill"),
+        ("worker --prefill-from grpc://a", "--prefill-from a: give it as grpc://HOST:PORT"),
+        ("worker --prefill-from :1", "--prefill-from :1: give it as"),
+        ("worker --prefill-from a:1 --mesh data=2 --coordinator h:1 --num-processes 2 --process-id 0", "have one host"),
+        ("worker --role prefill --mesh data=2 --coordinator h:1 --num-processes 2 --process-id 0", "have one host"),
+        ("--no-such-option", "--no-such-option"), ("--dtype", "--dtype"),
+    ],
+)  # fmt: skip
+def test_command_lines_that_are_refused(monkeypatch, capsys, line, says):
+    """In one line, before anything is loaded."""
+    from m3jax.hosts import run
+    from m3jax.serve import apart
+    from m3jax.serve.worker import command as worker_command
+
+    loaded = lambda *_: pytest.fail("it was loaded")
+    monkeypatch.setattr(run, "on_hosts", loaded)
+    monkeypatch.setattr(apart, "serve_apart", loaded)
+    monkeypatch.setattr(worker_command, "_read_prompts", loaded)
+    for module in (command, worker_command):
+        monkeypatch.setattr(module, "raise_interrupts", lambda: None)
+    assert command.main(shlex.split(line)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and says in err
+    part = line.split()[0]
+    assert err.startswith(f"m3jax.serve{'' if part.startswith('-') else ' ' + part}: error: ")
+
+
+def test_what_each_part_of_the_command_runs(monkeypatch):
+    from m3jax.hosts import run
+    from m3jax.serve import apart
+    from m3jax.serve.worker import command as worker_command
+
+    done = []
+    monkeypatch.setattr(run, "on_hosts", lambda args, prog, work: done.append(prog) or work("channel"))
+    monkeypatch.setattr(together, "serve_together", lambda args, channel: done.append(("together", args.port, channel)))
+    monkeypatch.setattr(apart, "serve_apart", lambda args, addresses: done.append(("apart", addresses)))
+    monkeypatch.setattr(worker_command, "_read_prompts", lambda args: done.append(("reads", args.port)))
+    monkeypatch.setattr(
+        worker_command, "_work", lambda args, channel: done.append(("works", channel, args.prefill_from))
+    )
+    for module in (command, worker_command):
+        monkeypatch.setattr(module, "raise_interrupts", lambda: None)
+    for line, expected in (
+        ("--port 65535 --no-compile-cache", ["m3jax.serve", ("together", 65535, "channel")]),
+        ("gateway --worker grpc://a:1 --worker b:2", [("apart", ["a:1", "b:2"])]),
+        ("worker --port 65535", ["m3jax.serve worker", ("works", "channel", [])]),
+        ("worker --prefill-from grpc://a:1", ["m3jax.serve worker", ("works", "channel", ["a:1"])]),
+        ("worker --role prefill --port 0", [("reads", 0)]),
+    ):  # fmt: skip
+        done.clear()
+        assert command.main(line.split()) == 0 and done == expected, line
+
+
+def test_what_each_request_must_have():
+    """All else may be left out; null is as good as nothing."""
+    required = {
+        endpoint.path: {name for name, field in endpoint.table(MODEL).items() if field.is_required}
+        for endpoint in ENDPOINTS
+    }
+    assert required == {
+        "/v1/chat/completions": {"messages"}, "/v1/completions": {"prompt"}, "/v1/responses": {"input"},
+        "/v1/messages": {"messages", "max_tokens"}, "/v1/messages/count_tokens": {"messages"},
+        "/tokenize": set(), "/detokenize": {"tokens"},
+    }  # fmt: skip
+    defaults = lambda path: {
+        name: field.default
+        for endpoint in ENDPOINTS if endpoint.path == path
+        for name, field in endpoint.table(MODEL).items() if type(getattr(field, "default", None)) is bool
+    }  # fmt: skip
+    assert defaults("/v1/chat/completions") == dict(
+        parallel_tool_calls=True, stream=False, ignore_eos=False, logprobs=False, return_blocks=False,
+        return_progress=False, skip_special_tokens=False,
+    )  # fmt: skip
+    assert defaults("/v1/completions") == dict(
+        stream=False, ignore_eos=False, echo=False, skip_special_tokens=True, add_special_tokens=False
+    )
+    assert defaults("/v1/responses") == dict(parallel_tool_calls=True, stream=False, ignore_eos=False)
+    assert defaults("/v1/messages") == dict(stream=False, ignore_eos=False)
+    assert defaults("/tokenize") == dict.fromkeys(
+        ("with_pieces", "return_token_strs", "add_special_tokens", "add_special"), False
+    )
