@@ -187,6 +187,7 @@ def test_a_request_is_read_to_the_end_of_all_its_answers():
     request.sampling_params.n = 2
     reader = AnswerReader(Ask(request=request, tokenizer=TOKENIZER, stop_ids=frozenset(), is_chat=False))
     a, b = (TOKENIZER.encode(letter)[0] for letter in "ab")
+    assert not reader._ask.skip_special and not reader._ask.wants_logprobs
     prompt = pb.InputLogProbs(token_ids=[1, 2])
     chunk = pb.GenerateStreamChunk(token_ids=[a], index=1, input_logprobs=prompt, cached_tokens=6)
     first, piece = reader.read(pb.GenerateResponse(chunk=chunk))

@@ -107,6 +107,27 @@ def test_who_leaves_before_the_first_event_ends_the_work():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("fails_at", "status"), [(None, "200"), (0, "499"), (1, "499"), (3, "499")])
+def test_a_stream_ends_its_response_or_its_client_is_gone(fails_at, status):
+    """The last message says that it is the last; a connection that breaks counts as a client that went away."""
+    sent, left = [], []
+
+    async def send(message):
+        if len(sent) == fails_at:
+            raise OSError("broken")
+        sent.append(message)
+
+    async def run():
+        stream, loop = Stream("a", "b"), asyncio.get_running_loop()
+        pace = http.Pace(10.0, math.inf, loop.time())
+        await http.EventStream(stream.run(), http.OPENAI, pace, {}, left.append)({}, loop.create_future, send)
+
+    asyncio.run(run())
+    bodies = [(each["body"], each["more_body"]) for each in sent if each["type"] == "http.response.body"]
+    whole = [(b"a", True), (b"b", True), (b"", False)]
+    assert left == [status] and bodies == (whole if fails_at is None else whole[: max(0, fails_at - 1)])
+
+
 # Places, keys and bodies
 
 
