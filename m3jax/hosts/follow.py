@@ -22,8 +22,8 @@ from m3jax.hosts.channel import Channel
 from m3jax.hosts.wire import from_bytes, to_bytes
 
 # All that changes an engine. What only reads one is answered by process 0 alone.
-ORDERS = ("add", "abort", "stop", "forget", "take", "copy", "truncate", "export", "import_request")
-CALLS = (*ORDERS, "step", "prefill", "check", "warmup", "warmup_for")
+ORDERS = frozenset({"add", "abort", "stop", "forget", "take", "copy", "truncate", "export", "import_request"})
+CALLS = ORDERS | {"step", "prefill", "check", "warmup", "warmup_for"}
 # An order that cannot be carried out is refused on every process, and the engine is as it was. What the others raise
 # is the end: a process that waited for a refusal then would keep all others waiting in a sum over devices.
 _REFUSALS = (ValueError, OutOfPages)

@@ -5,7 +5,6 @@ ran beside it or what was drafted (docs/numerics.md). So whoever has the log, th
 can see that an answer came from them.
 """
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -107,7 +106,7 @@ def difference(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any
     return None
 
 
-async def verify(worker: Any, lines: Iterator[tuple[int, Mapping[str, Any]]]) -> Iterator[tuple[int, str | None]]:
+async def verify(worker: Any, lines: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, str | None]]:
     """Return for each logged request the number of its line and its difference, None for none.
 
     Args:
@@ -118,5 +117,4 @@ async def verify(worker: Any, lines: Iterator[tuple[int, Mapping[str, Any]]]) ->
     for number, line in lines:
         request = pb.GenerateRequest.FromString(base64.b64decode(line["request"]))
         results.append((number, difference(line["answers"], await replayed(worker, request))))
-        await asyncio.sleep(0)
-    return iter(results)
+    return results

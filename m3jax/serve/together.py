@@ -140,7 +140,7 @@ def verify_log(path: Path, model: Path | None, request_id: str | None) -> list[t
     async def run() -> list[tuple[int, str | None]]:
         worker = Worker.from_pretrained(folder, **engine)
         try:
-            return list(await verify(worker, iter(requests)))
+            return await verify(worker, requests)
         finally:
             await worker.close("abort")
 

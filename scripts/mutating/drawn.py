@@ -4,6 +4,13 @@ A list of planted bugs (scripts/mutants.toml) is made by who also writes the tes
 sources to which one of OPERATORS applies, so what the tests catch of them says more. Each is one edit of the text: the
 rest of the file keeps its form, its comments and its lines. Nothing is changed in what only says or refuses something:
 docstrings, annotations, decorators, imports, what an exception is raised with, and the `strict` of a `zip`.
+Nor is the order of what has none (`without_order`):
+
+- the types of an `except`, of `isinstance` and `issubclass`, and the texts of `startswith` and `endswith`;
+- the members of a tuple right of `in` or `not in`, also of one of constants that has a name, if the file does nothing
+  else with that name and no other file can: it is a function's, or begins with an underscore;
+- what `min` and `max` choose from without a `key`, if no argument writes a fraction, divides or calls what may return
+  one: a NaN, and a zero with its sign, show which of two came first. A name counts as a whole number.
 """
 
 import ast
@@ -198,6 +205,7 @@ OPERATORS: dict[str, Callable[[ast.AST], Changes]] = {
     "changed constant": changed_constant,
     "swapped arguments": swapped_arguments,
 }
+ORDERS = ("swapped axes", "swapped arguments")
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -220,14 +228,68 @@ def edits(source: str) -> list[Edit]:
     starts = [0]
     for line in encoded.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found = []
+    found, free = [], {id(node) for node in without_order(tree)}
     for node in _that_computes(tree):
         for name, operator in OPERATORS.items():
+            if name in ORDERS and id(node) in free:
+                continue
             for target, new in operator(node):
                 start = starts[target.lineno - 1] + target.col_offset
                 stop = starts[target.end_lineno - 1] + target.end_col_offset
                 found.append(Edit(start, stop, new, name))
     return list(dict.fromkeys(found))
+
+
+def without_order(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the tuples and the calls of a tree that mean the same in any order; the module's docstring lists them."""
+    looked_in: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and node.type is not None:
+            looked_in.append(node.type)
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.In | ast.NotIn):
+            looked_in.append(node.comparators[-1])
+        elif isinstance(node, ast.Call):
+            called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            if called in ("isinstance", "issubclass"):
+                looked_in += node.args[1:]
+            elif called in ("startswith", "endswith"):
+                looked_in += node.args[:1]
+            elif called in ("min", "max") and isinstance(node.func, ast.Name) and not node.keywords:
+                yield from [node] if all(map(_is_whole, node.args)) else []
+    yield from (node for node in looked_in if isinstance(node, ast.Tuple) and all(map(_is_plain, node.elts)))
+    yield from _named_constants(tree, {id(node) for node in looked_in})
+
+
+def _named_constants(tree: ast.AST, looked_in: set[int]) -> Iterator[ast.Tuple]:
+    """Yield the tuples of constants whose name is bound once, and read only where values are looked for in it."""
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    in_functions = {id(node) for part in ast.walk(tree) if isinstance(part, ast.FunctionDef) for node in ast.walk(part)}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.targets) == 1):
+            continue
+        (target,) = node.targets
+        if not isinstance(target, ast.Name) or not (target.id.startswith("_") or id(node) in in_functions):
+            continue
+        others = [name for name in names if name.id == target.id and name is not target]
+        is_constant = all(isinstance(each, ast.Constant) for each in node.value.elts)
+        if is_constant and all(isinstance(name.ctx, ast.Load) and id(name) in looked_in for name in others):
+            yield node.value
+
+
+def _is_plain(node: ast.AST) -> bool:
+    """True if a node is a constant or a name, with dots too: reading it does nothing."""
+    return isinstance(node, ast.Constant | ast.Name) or (isinstance(node, ast.Attribute) and _is_plain(node.value))
+
+
+def _is_whole(node: ast.AST) -> bool:
+    """True if nothing in a node is a fraction, divides, or calls what could give a fraction."""
+    whole = ("len", "int", "min", "max")
+    return not any(
+        isinstance(each, ast.Starred | ast.Div | ast.Pow | ast.NamedExpr)
+        or (isinstance(each, ast.Constant) and type(each.value) is not int)
+        or (isinstance(each, ast.Call) and not (isinstance(each.func, ast.Name) and each.func.id in whole))
+        for each in ast.walk(node)
+    )
 
 
 @cache

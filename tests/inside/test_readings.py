@@ -55,6 +55,8 @@ def test_the_lens_ends_in_the_models_own_logits():
     np.testing.assert_allclose(lens[-1, 0], defined()["logits"][0, 20], atol=1e-4)
     first = definition.norm(defined()["embedding"][0, 20], model().norm[...], CONFIG.rms_norm_eps)
     np.testing.assert_allclose(lens[0, 0], first @ model().lm_head[...].T, atol=1e-4)
+    last = inside.logit_lens(model(), TOKENS)  # where no position is said
+    np.testing.assert_allclose(last[-1, 0], defined()["logits"][0, -1], atol=1e-4)
 
 
 def test_attention_weights_give_attention():

@@ -81,6 +81,20 @@ def test_answers_are_as_described(scripted, described, path):
         schema_of(described, answer_schema(described, path, status)).validate(json.loads(text))
 
 
+def test_reads_are_as_described(scripted, described):
+    """Each document that is read, with the statuses and the kind of text that are said."""
+    server, _ = scripted
+    for path, item in described["paths"].items():
+        if "get" in item:
+            name = json.loads(server.ask("/v1/models")[2])["data"][0]["id"]
+            status, headers, text = server.ask(path.replace("{name}", name))
+            (kind,) = item["get"]["responses"]["200"]["content"]
+            assert status == 200 and headers["content-type"].split(";")[0] == kind, path
+            if kind == "application/json":
+                schema = item["get"]["responses"]["200"]["content"][kind]["schema"]
+                schema_of(described, schema).validate(json.loads(text))
+
+
 ODD = (True, -1, 5.5, 2**70, "", "x", [None], {})
 
 

@@ -37,8 +37,7 @@ def test_log_and_replay(tmp_path: Path):
     assert json.loads(text)["choices"][0]["logprobs"] is None  # the log's own, and not the client's
     again = new_worker()
     requests = list(logged(path))[1:]
-    results = list(asyncio.run(verify(again, iter(requests))))
-    assert results == [(2, None), (3, None)]
+    assert asyncio.run(verify(again, requests)) == [(2, None), (3, None)]
     # One bit of one log-probability, one token, one reason: each is found and named.
     request = pb.GenerateRequest.FromString(base64.b64decode(lines[2]["request"]))
     now = asyncio.run(replayed(again, request))

@@ -92,3 +92,30 @@ def test_on_a_cpu_fewer_requests_decode_in_smaller_calls(monkeypatch):
     assert made(invariant=True) == ()
     monkeypatch.setattr(worker, "platform", lambda: "gpu")
     assert made() == ()
+
+
+@pytest.mark.parametrize("is_sized", [False, True])
+@pytest.mark.parametrize("role", ["both", "prefill"])
+def test_an_engine_is_made_as_the_arguments_say(monkeypatch, role, is_sized):
+    """What they leave open is the engine's own default."""
+    from m3jax.cli.arguments import check_draft
+
+    words = ["--role", role, "--model", "M", "--dtype", "float32", "--steps-per-call", "3"]
+    sizes = ["--pages", "9", "--max-batch", "2", "--max-length", "64", "--mesh", "data=2", "--invariant"]
+    draft = ["--weights", "mxfp8", "--draft", "ngram", "--draft-tokens", "2"]
+    args = command.parser().parse_args([*words, *(sizes + draft if is_sized else [])])
+    check_draft(args)
+    made = {}
+
+    def make(folder, **knobs):
+        made.update(folder=folder, **knobs)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(worker, "engine_from_pretrained", make)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    with pytest.raises(ValueError, match="enough"):
+        command._work(args, None) if role == "both" else command._read_prompts(args)
+    defaults = dict(folder="M", dtype="float32", weights="dequantize", invariant=False, max_batch=8, draft_tokens=3)
+    given = dict(pages=9, max_batch=2, max_length=64, mesh="data=2", invariant=True, weights="mxfp8", draft="ngram")
+    steps = {"steps_per_call": 3} if role == "both" else {}
+    assert made == defaults | steps | (given | {"draft_tokens": 2} if is_sized else {})

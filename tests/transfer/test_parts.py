@@ -193,13 +193,15 @@ def test_no_more_prompts_than_it_takes(reading, engine):
 
 
 def test_pages_wait_for_a_slow_receiver_in_the_cache(reading, engine):
-    """Four groups of eight are copied beside it and no more; each that is taken makes room."""
+    """Four groups of eight are copied and no more; each that is taken makes room, and nothing is asked before."""
     frames = reading.read(range(50 * P), alive_seconds=60)
     next(frames)
     exported = lambda: sum(call[3] for call in engine.calls if call[0] == "export")
     until(lambda: exported() == 32 and engine.progress[0] == 200)
     time.sleep(0.05)
-    assert exported() == 32
+    num_calls = len(engine.calls)
+    time.sleep(0.05)
+    assert exported() == 32 and len(engine.calls) == num_calls
     assert len(list(frames)) == 2 * 25 + 1 and exported() == 50
 
 
@@ -457,6 +459,9 @@ def test_a_sum_of_weights_changes_with_every_bit_and_place():
     assert len(set(sums)) == len(sums)
     assert weights_sum([*leaves, jax.random.key(0), "text"]) == sums[0] and len(sums[0]) == 16
     assert int(sums[0][:8], 16) == 2 + 2 + 2 + 1
+    with jax.enable_x64(True):  # numbers of 64 bits, of which each half counts
+        wide = [np.array([2, 1], np.int64), np.array([1, 2]), np.array([2 + 2**32, 1]), np.array([2, 1 + 2**40])]
+        assert len({weights_sum([jnp.asarray(each)]) for each in wide}) == 4
 
 
 # Who decodes

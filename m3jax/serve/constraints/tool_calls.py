@@ -97,6 +97,15 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _opening(name: str) -> str:
+    """Return what opens an element, in two terminals.
+
+    Where an element may follow or not, another marker may stand in its place, alone. llguidance reads the longest
+    terminal that may come and never goes back, so in one with the name the marker would leave nothing but the element.
+    """
+    return f"{_literal(NAMESPACE)} {_literal(f'<{name}>')}"
+
+
 class _Calls:
     """Rules of a grammar as they are made.
 
@@ -207,9 +216,7 @@ class _Calls:
 
     def _array(self, flat: Mapping[str, Any], root: Any, location: str) -> str:
         """Add the rule of an array and return its name: elements of the name "item", and the marker."""
-        item = lambda schema: (
-            f"{_literal(NAMESPACE + '<item>')} {self._value(schema, root, location)} {_literal('</item>')}"
-        )
+        item = lambda schema: f"{_opening('item')} {self._value(schema, root, location)} {_literal('</item>')}"
         own, first = self._new("array"), flat.get("prefixItems", [])
         fewest, most = flat.get("minItems", 0), flat.get("maxItems")
         rest = flat.get("items", True)
@@ -246,7 +253,7 @@ class _Calls:
             if schema is False:
                 continue
             value = self._value({} if schema is True else schema, root, f"{location}, {printable(name)}")
-            element = f"{_literal(f'{NAMESPACE}<{name}>')} {value} {_literal(f'</{name}>')}"
+            element = f"{_opening(name)} {value} {_literal(f'</{name}>')}"
             elements.append(element if name in required else f"({element})?")
         self.lines.append(f"{own}: {' '.join((*elements, _literal(NAMESPACE)))}")
         return own

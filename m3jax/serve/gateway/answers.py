@@ -224,17 +224,14 @@ def _joined(events: Sequence[Event]) -> Sequence[Event]:
         return events
     out: list[Event] = []
     texts: list[str] = []  # of the last event in `out`, where it has a text that others may join
-    length = 0
     for event in events:
-        is_text = event.kind in ("content", "reasoning")
-        if is_text and texts and event.kind == out[-1].kind and length + len(event.text) <= MOST_JOINED:
+        if texts and event.kind == out[-1].kind and sum(map(len, texts)) + len(event.text) <= MOST_JOINED:
             texts.append(event.text)
-            length += len(event.text)
             continue
         if len(texts) > 1:
             out[-1] = Event(out[-1].kind, "".join(texts))
         out.append(event)
-        texts, length = ([event.text], len(event.text)) if is_text else ([], 0)
+        texts = [event.text] if event.kind in ("content", "reasoning") else []
     if len(texts) > 1:
         out[-1] = Event(out[-1].kind, "".join(texts))
     return out

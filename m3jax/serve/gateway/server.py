@@ -85,7 +85,7 @@ async def serve(gateway: Gateway, address: Address, load: Callable[[Gateway], Aw
     """
     listener = address.bound()
     config = uvicorn.Config(
-        app(gateway), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=60,
+        app(gateway), log_level="warning", lifespan="off", timeout_keep_alive=60,
         timeout_graceful_shutdown=address.drain_seconds, server_header=False, h11_max_incomplete_event_size=1 << 16,
     )  # fmt: skip
     server = _Server(config)

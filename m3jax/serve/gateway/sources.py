@@ -112,7 +112,7 @@ class Sources:
             try:
                 status, location, data = self._get(parts, most, deadline)
             except (OSError, http.client.HTTPException, ValueError) as error:
-                raise ValueError(f"{shown(url)} cannot be fetched: {error or type(error).__name__}") from None
+                raise ValueError(f"{shown(url)} cannot be fetched: {str(error) or type(error).__name__}") from None
             if status in (301, 302, 303, 307, 308) and location:
                 url = urljoin(url, location)
                 continue

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from m3jax.cli.arguments import WEIGHTS, add_draft, check_draft
 from m3jax.console import Parser, run_command, say
@@ -99,6 +99,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _knobs(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the arguments say of the engine; what they leave open is its own default."""
+    names = ("dtype", "weights", "invariant", "mesh", "draft", "draft_tokens", "pages", "max_batch", "max_length")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
 def _read_prompts(args: argparse.Namespace) -> None:
     """Read prompts for other workers until SIGTERM or an interrupt."""
     from m3jax.compile_cache import compile_cache
@@ -108,11 +114,8 @@ def _read_prompts(args: argparse.Namespace) -> None:
 
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    names = ("dtype", "weights", "invariant", "mesh")
-    sizes = ("pages", "max_batch", "max_length", "draft", "draft_tokens")
-    knobs = {name: getattr(args, name) for name in (*names, *sizes) if getattr(args, name) is not None}
     with compile_cache():
-        engine, lm = engine_from_pretrained(args.model, **knobs)
+        engine, lm = engine_from_pretrained(args.model, **_knobs(args))
         say("compiling")
         engine.warmup(programs=("prefill", "pages"))
         prefiller = Prefiller(engine, args.max_requests)
@@ -132,11 +135,8 @@ def _work(args: argparse.Namespace, channel: "Channel | None") -> None:
     from m3jax.serve.worker.worker import Worker, engine_from_pretrained
     from m3jax.transfer import PrefillClient
 
-    names = ("dtype", "weights", "invariant", "mesh", "draft", "draft_tokens")
-    sizes = ("pages", "max_batch", "max_length", "steps_per_call")
-    knobs = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
     with compile_cache():
-        engine, lm = engine_from_pretrained(args.model, **{name: getattr(args, name) for name in names}, **knobs)
+        engine, lm = engine_from_pretrained(args.model, **_knobs(args), steps_per_call=args.steps_per_call)
         with led(engine, channel) as engine:
             if engine is not None:
                 prefill = PrefillClient(args.prefill_from, engine) if args.prefill_from else None
