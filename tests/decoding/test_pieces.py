@@ -10,6 +10,8 @@ from support import tiny
 
 from m3jax import model as m3_model
 from m3jax.decoding import Engine, Params, Sampling, Storage, Work
+from m3jax.decoding.device import PROGRAMS
+from m3jax.decoding.device.compiler_options import CPU_DECODE_OPTIONS, CPU_PREFILL_OPTIONS, OPTIONS
 from m3jax.decoding.engine import checks
 from m3jax.decoding.engine.media import FeatureRows, PlacedSegment, prefix_keys
 from m3jax.decoding.engine.options import EngineKnobs
@@ -165,6 +167,18 @@ def test_the_options_are_the_documented_ones(unchecked):
     assert "max_top_logprobs = 21: at most 20" in refusal(Work, max_top_logprobs=21)
     for name in ("pages", "max_length", "device_pages"):
         assert f"{name} = 0: must be" in refusal(Storage, **({"pages": 1} | {name: 0}))
+
+
+def test_compiler_options_are_those_of_a_program_a_platform_and_a_mode():
+    """On a CPU prompts and steps have their own, but for an invariant model, whose tokens have one set of bits."""
+    for program, platform, mode in OPTIONS:
+        assert program in PROGRAMS and platform in ("cpu", "gpu", "tpu") and mode in ("narrow", "wide", "invariant")
+    of_cpu = {key: options for key, options in OPTIONS.items() if "cpu" in key}
+    assert of_cpu == {
+        (program, "cpu", mode): options
+        for program, options in (("prefill", CPU_PREFILL_OPTIONS), ("decode", CPU_DECODE_OPTIONS))
+        for mode in ("narrow", "wide")
+    }
 
 
 def test_sizes_of_calls():
