@@ -1,5 +1,6 @@
 """Sampling against a NumPy reference, its statistics, and its independence of the batch."""
 
+import itertools
 from dataclasses import fields, replace
 from functools import partial
 
@@ -262,9 +263,11 @@ def test_every_way_to_draw_gives_one_token_and_the_largest_logits_where_some_row
     logits[3, 5] = np.nan
     every = tuple((token,) for token in range(V))
     settings = [Sampling.greedy(), Sampling.greedy(), Sampling(top_k=4, seed=2), Sampling(), Sampling(bad_words=every)]
-    params = SamplingParams.stack(settings)
-    keys = row_keys(params.seed, np.arange(5, dtype=np.int32))
-    for context in (None, DrawContext(recent=np.full((5, WORD_TOKENS - 1), -1, np.int32))):
+    greedy = [replace(setting, temperature=0.0) for setting in settings]  # where no row is edited, a shorter way
+    with_words = DrawContext(recent=np.full((5, WORD_TOKENS - 1), -1, np.int32))
+    for of_rows, context in itertools.product((settings, greedy), (None, with_words)):
+        params = SamplingParams.stack(of_rows)
+        keys = row_keys(params.seed, np.arange(5, dtype=np.int32))
         filtered, kept, single, drawn, alone, with_top = ways_to_draw(logits, params, keys, context)
         np.testing.assert_array_equal(kept, filtered)
         expected = np.array(drawn)
