@@ -196,7 +196,7 @@ def test_what_acts_before_the_temperature_matches_the_reference(seed, knobs, row
 # All cases in one batch
 
 
-@pytest.mark.parametrize("logits", [RNG_LOGITS, TIES], ids=["random", "ties"])
+@pytest.mark.parametrize("logits", [RNG_LOGITS, TIES, np.zeros(V, np.float32)], ids=["random", "ties", "equal"])
 def test_each_row_of_a_batch_has_the_distribution_of_its_knobs(logits):
     """The best token, those that tie with it under min-p 1, and every other set that a knob keeps."""
     cases = list(CASES.values())
