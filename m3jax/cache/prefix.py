@@ -57,7 +57,7 @@ class PrefixIndex:
       num_unused: of the registered pages that no request uses, how many lie on each device.
     """
 
-    def __init__(self, page_size: int, stripe_size: int, stripes: int = 1):
+    def __init__(self, page_size: int, stripe_size: int, stripes: int):
         self.page_size, self._stripe_size = page_size, stripe_size
         self.num_unused = [0] * stripes
         self.observer: Callable[[PageEvent], None] | None = None

@@ -404,7 +404,7 @@ def edited_logits(x: Float32[Array, "X V"], params: SamplingParams, context: Dra
     """
     vocab, index = x.shape[1], jnp.arange(len(x))[:, None]
     of_row = lambda values: values if context.row is None else jnp.asarray(values)[context.row]
-    later = jnp.full((len(x), 0), -1, jnp.int32) if context.later is None else context.later  # [X Y]
+    later = jnp.zeros((len(x), 0), jnp.int32) if context.later is None else context.later  # [X Y]
     ban = lambda x, ids, is_banned: x.at[index, jnp.where(is_banned, ids, vocab)].set(-jnp.inf, mode="drop")
     if context.mask is not None:
         words = of_row(context.mask)  # [X W]

@@ -249,6 +249,24 @@ def test_slots_keep_what_was_used_last(seed):
         slots = slots.replace(dirty=jnp.asarray(np.isin(page_of, list(dirty)))[None])
 
 
+def test_the_slots_that_were_used_longest_ago_are_given_away_first():
+    """Not those that this call wants, nor dirty ones; free ones before any; and of one layer alone."""
+    layer, pages = jnp.int32(1), lambda *ids: jnp.asarray(np.isin(np.arange(9), ids))
+    slots, assign = Slots.empty(2, 9, 4), jax.jit(lambda slots, *given: slots.assign(*given))  # traced here
+    for now, wanted in ((3, (5,)), (4, (2, 7)), (5, (5,)), (6, (1, 7))):
+        slots, *_ = assign(slots, layer, pages(*wanted), jnp.int32(now))
+    where = np.asarray(slots.slot_of[1])
+    assert np.flatnonzero(where >= 0).tolist() == [1, 2, 5, 7]
+    assert slots.used_at[1, where[[1, 2, 5, 7]]].tolist() == [6, 4, 5, 6]  # 2 is the oldest, then 5
+    found, arriving, given, count = assign(slots, layer, pages(0, 7), jnp.int32(7))
+    assert (int(count), int(arriving[0]), int(given[0])) == (1, 0, where[2])
+    assert np.flatnonzero(found.slot_of[1] >= 0).tolist() == [0, 1, 5, 7]
+    dirty = slots.replace(dirty=slots.dirty.at[1, where[2]].set(True))
+    found, _, _, count = assign(dirty, layer, pages(0, 3, 4, 6), jnp.int32(7))
+    assert int(count) == 3 and np.flatnonzero(found.slot_of[1] >= 0).tolist() == [0, 2, 3, 4]
+    assert not (np.asarray(found.slot_of[0]) >= 0).any() and found.page_of[0].tolist() == [-1] * 4
+
+
 def test_a_copy_onto_a_page_that_is_here_forgets_it():
     """Else what the slot holds of the page's last owner is read in the place of the copy, which is in host memory."""
     cache = Cache.pool(CONFIG, 6, 1, 2, "float32", device_pages=6)

@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from m3jax.cache import definition
 from m3jax.cache.allocator import Copy, OutOfPages, PageAllocator
+from m3jax.cache.prefix import Node, PageEvent
 
 P = 4
 POISON = -7
@@ -315,6 +316,42 @@ def test_a_first_page_that_is_known_on_another_device_stays_there():
     pool.verify({blocker: [9]})
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_pages_that_are_held_are_named_with_their_tokens(share):
+    """Registered ones, one that is cached among them, and each block of each request, not what is only reserved."""
+    pool = Pool(9, share=share)
+    pool.leave([9] * 4)
+    tokens = [1, 2, 3, 4, 5, 6]
+    handle, _ = pool.open(tokens)
+    pool.reserve(handle, 5)
+    pool.pages.fork(handle)
+    first, second = pool.pages.pages_of(handle)
+    known = [(page, (9,) * 4) for page in pool.pages._prefix.unused] + [(first, (1, 2, 3, 4))] if share else []
+    assert len(known) == 2 * share
+    assert sorted(pool.pages.held()) == sorted([*known, *[(first, (1, 2, 3, 4)), (second, (5, 6))] * 2])
+
+
+def test_an_observer_hears_of_every_page_that_is_known_and_no_longer():
+    """Under a number that is never given twice, with that of the page before it; nothing once it is taken off."""
+    pool, heard = Pool(9), []
+    pool.leave([7] * 4)  # nobody listens yet
+    pool.pages.observe(heard.append)
+    pool.leave([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    pool.leave([1, 2, 3, 4, 8, 8, 8, 8])
+    stored = [
+        PageEvent("stored", 1, None, (1, 2, 3, 4)), PageEvent("stored", 2, 1, (5, 6, 7, 8)),
+        PageEvent("stored", 3, 1, (8, 8, 8, 8)),
+    ]  # fmt: skip
+    assert heard == stored
+    assert pool.pages.evict(2) == 2
+    assert heard[3:] == [PageEvent("evicted", 0), PageEvent("evicted", 2)]
+    pool.pages.forget()
+    assert heard[5:] == [PageEvent("cleared")]
+    pool.pages.observe(None)
+    pool.leave([1, 2, 3, 4])
+    assert len(heard) == 6
+
+
 BAD = {
     "page_size = 2.0: must be": lambda p: PageAllocator(4, 2.0),
     "num_pages = 10 over 3 devices: must be a multiple": lambda p: PageAllocator(10, 4, stripes=3),
@@ -399,6 +436,33 @@ def test_check_names_what_is_broken(message):
     assert pool.pages.pages_of(0) == (0, 1, 2) and list(pool.pages._prefix.unused) == [4, 3]
     pool.pages.check()
     BROKEN[message](pool.pages)
+    with pytest.raises(AssertionError, match=message):
+        pool.pages.check()
+
+
+# Of two pages a device, request 0 has full ones on devices 0 and 1, and request 1 has others on devices 2 and 0.
+OUT_OF_TURN = {
+    "page 5 is free on device 0, which does not hold it": lambda p: [p._free[2].remove(5), p._free[0].append(5)],
+    "page 3, number 1 of request 1, is on device 1, out of turn": lambda p: [
+        p._free[1].remove(3), p._sequences[1].pages.__setitem__(1, 3), p._users.__setitem__(3, 1),
+        p._users.__setitem__(1, 0), p._free[0].append(1),
+    ],
+    "page 5 is not on the device behind its parent's": lambda p: [
+        p._free[2].remove(5), p._users.__setitem__(5, 1), p._open([0, 5], [1] * 8), p._users.__setitem__(5, 1),
+        p._prefix.nodes[0].children.__setitem__((2,) * 4, Node(5, (2,) * 4, p._prefix.nodes[0])),
+        p._prefix.nodes.__setitem__(5, p._prefix.nodes[0].children[(2,) * 4]),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", OUT_OF_TURN)
+def test_check_names_what_lies_on_the_wrong_device(message):
+    pool = Pool(6, stripes=3)
+    pool.open([1] * 8)
+    pool.open([3] * 6)
+    assert (pool.pages.pages_of(0), pool.pages.pages_of(1)) == ((0, 2), (4, 1))
+    pool.pages.check()
+    OUT_OF_TURN[message](pool.pages)
     with pytest.raises(AssertionError, match=message):
         pool.pages.check()
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import tiny
 from support.pytrees import assert_settings_are_static
@@ -14,6 +15,7 @@ from m3jax.cache import Cache, LayerCall
 from m3jax.cache.device import page_shards, pages_of_rows
 from m3jax.cache.device_pages import StackCache
 from m3jax.cache.drafted import AfterFirst, DraftedCache
+from m3jax.cache.layer_pages import CallPages
 from m3jax.cache.offload.host import HostMemory, NumpyPages
 from m3jax.cache.prefix import common_length
 from m3jax.cache.scales import measure_scales
@@ -138,6 +140,24 @@ def test_new_tokens_are_written_to_their_places_alone():
         np.testing.assert_array_equal(memory, expected)
 
 
+def test_a_call_without_a_cache_reads_what_its_layer_has_just_written():
+    """For that layer alone. What a program is compiled for, such as the schedule, is none of a call's arrays."""
+    k, v, index_k = normal(2, 5, 1, 3), normal(2, 5, 1, 3, seed=1), normal(2, 5, 4)  # [B T K H], [B T I]
+    places = Places.nowhere(ints(range(5), range(5)))
+    call = LayerCall(jnp.int32(1), places, ints(range(5), range(5)), ints(5, 5), schedule="blockwise", backend="xla")
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(call))
+    empty = CallPages(block_size=4)
+    pages = empty.write(call, *map(jnp.asarray, (k, v, index_k)))
+    assert len(jax.tree.leaves(pages)) == 3 and jax.tree.leaves(empty) == []
+    view, index = pages.view(call.layer, places, jnp.float32), pages.index_view(call.layer, places, jnp.float32)
+    assert (view.block_size, view.num_blocks, index.block_size, index.num_blocks) == (4, 2, 4, 2)
+    for found, new in zip(view.run(0, 2), (k, v), strict=True):
+        np.testing.assert_array_equal(found[:, :, :5], np.moveaxis(new, 2, 1))
+    np.testing.assert_array_equal(index.run(0, 2)[:, :5], index_k)
+    assert jax.tree.structure(pages.after_layer()) == jax.tree.structure(empty)
+    assert pages.insert_backend(call, jnp.asarray(k), 2, jnp.float32) == "xla"
+
+
 def test_what_is_stored_in_float8_is_scaled_and_cut_off():
     x = jnp.array([1.0, -3.0, 1000.0, -1000.0, jnp.nan])
     found = stored(x, jnp.dtype("float8_e4m3fn"), jnp.float32(2.0)).astype(jnp.float32)
@@ -148,16 +168,22 @@ def test_what_is_stored_in_float8_is_scaled_and_cut_off():
 def test_scales_fit_the_largest_number_and_no_smaller_headroom():
     class Probed(nnx.Module):
         def trunk(self, tokens, *, probe):
-            # [B T K H]; a layer without an index branch
+            # [B T K H]; a layer without an index branch, and one that has one
             values = {"k": jnp.array([[[[1.0], [0.0]], [[-4.0], [0.0]]]]), "v": jnp.full((1, 2, 2, 1), -2.0)}
-            return jnp.zeros((1, 2, 1)), None, [jax.tree.map(lambda x: x[None], probe(values, None))]
+            sparse = values | {"index_k": jnp.array([[[1.0, 0.0, -6.0], [5.0, 0.0, 0.0]]]) + 0.0 / (tokens[0, 0] - 9)}
+            stacks = [jax.tree.map(lambda x: x[None], probe(of_stack, None)) for of_stack in (values, sparse)]
+            return jnp.zeros((1, 2, 1)), None, stacks
 
     model = Probed()
-    (scales,) = measure_scales(model, ints([1, 2]), headroom=1.0)
+    scales, sparse = measure_scales(model, ints([1, 2]), headroom=1.0)
+    np.testing.assert_allclose(sparse.index_k, [6 / 448])
+    np.testing.assert_array_equal(sparse.k, scales.k)
+    with pytest.raises(ValueError, match="keys or values are not finite on these tokens: check the checkpoint"):
+        measure_scales(model, ints([9, 2]))
     np.testing.assert_allclose(scales.k, [[4 / 448, 1]])
     np.testing.assert_allclose(scales.v, [[2 / 448, 2 / 448]])
     assert scales.index_k.tolist() == [1]
-    (wide,) = measure_scales(model, ints([1, 2]))
+    wide, _ = measure_scales(model, ints([1, 2]))
     np.testing.assert_allclose(wide.v, 2 * scales.v)
     with pytest.raises(ValueError, match=r"headroom = 0.99: must be at least 1"):
         measure_scales(model, ints([1, 2]), headroom=0.99)
@@ -318,4 +344,9 @@ def test_arrays_of_pages_lie_where_their_axes_say():
     cache = Cache.pool(tiny.config("M"), 8, 1, 2, mesh=mesh)
     pages = ("data", "context", "expert")
     expected = [P(None, pages, "tensor", None, None)] * 2 + [P(None, pages, None, None)]
-    assert cache.stacks[0].partition_specs(mesh) == [*expected, P(None, "tensor"), P(None, "tensor"), P(None)]
+    expected += [P(None, "tensor"), P(None, "tensor"), P(None)]
+    assert cache.stacks[0].partition_specs(mesh) == expected
+    for array, spec in zip(jax.tree.leaves(cache), [*expected, P(None, None)], strict=True):  # the table is everywhere
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+    alone = jax.tree.leaves(Cache.pool(tiny.config("M"), 8, 1, 2))
+    assert all(array.committed and len(array.sharding.device_set) == 1 for array in alone)

@@ -81,6 +81,18 @@ def test_the_next_call_is_launched_before_the_last_one_is_read():
     assert order.count("launch") == order.count("read") == 4
 
 
+def test_a_check_reads_the_call_that_is_in_flight():
+    """What that call has written counts too, and its tokens are given out by the next round."""
+    served = engine()
+    order = noted(served)
+    handle = served.add(*asked(0, 13))
+    served.step()
+    assert order == ["launch"]
+    served.check()
+    assert order == ["launch", "read"] and len(served.result(handle).tokens) == 4
+    served.abort(handle)
+
+
 def test_nothing_is_launched_ahead_where_that_is_not_asked_for():
     served = engine(ahead=False)
     order = noted(served)

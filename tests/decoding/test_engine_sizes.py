@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from support.compilations import compilations
@@ -9,7 +10,7 @@ from support.engines import finish, params, prompt, quick, serve
 from support.fake_model import FakeConfig, FakeModel
 
 from m3jax.decoding import Engine
-from m3jax.decoding.engine import shapes
+from m3jax.decoding.engine import runner, shapes
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -58,6 +59,58 @@ def test_the_end_of_a_prompt_takes_two_small_calls_rather_than_one_that_is_hardl
     assert tokens <= 0
     near = shapes.Shapes(batch=1, prompts=1, chunks=(8, 16), steps=1, stop_ids=1)
     assert [near.prefill_size(count) for count in (8, 9, 16, 40)] == [8, 16, 16, 16]
+
+
+def test_what_is_recorded_and_scored_has_programs_of_its_own(monkeypatch):
+    """Compiled ahead beside those that do neither, in the order of the names that a call of such a request has."""
+    names = ("expert_ids", "blocks")
+    settings = dict(pages=8, max_batch=3, decode_rows=(1,), prefill_chunk=(8, 16), max_length=32, records=names)
+    served = Engine(FakeModel.random(), **settings, prompt_logprobs=True)
+    compiled, programs = [], lambda *given, **more: served._runner.warmup(*given, **more)
+    monkeypatch.setattr(runner, "compile_all", lambda calls, meanwhile=None: compiled.extend(calls))
+    prefills = lambda: [
+        (call.args[2].tokens.shape[1], call.keywords["records"], call.args[2].targets is not None)
+        for call in compiled
+        if len(call.args) == 4 and "records" in call.keywords
+    ]
+    decodes = lambda: [
+        (len(call.keywords.get("rows", range(3))), call.keywords["records"])
+        for call in compiled
+        if "max_steps" in call.keywords
+    ]
+    assert served._runner.warmup_sizes((8,), ()) and not served._runner.warmup_sizes((8,), ())
+    assert sorted(prefills()) == [(8, records, scores) for records in ((), names) for scores in (False, True)]
+    compiled.clear()
+    programs(("prefill", "decode"), (8, 16), all_record=True)
+    assert sorted(prefills()) == [(width, names, scores) for width in (8, 16) for scores in (False, True)]
+    assert sorted(decodes()) == [(1, names), (3, names)]
+    compiled.clear()
+    programs(("decode",), ())
+    assert prefills() == [] and sorted(decodes()) == [(size, records) for size in (1, 3) for records in ((), names)]
+    asking = lambda record=(), capture=(): replace(params(1), record=record, capture=capture)
+    assert served._runner.records_of([asking(), asking()]) == ()
+    assert served._runner.records_of([asking(), asking(names[1:])]) == names  # the program that was compiled
+    assert set(served._runner.records_of([asking(capture=("output",))])) == {"output", *names}
+    plain = Engine(FakeModel.random(), **settings | dict(records=()))
+    compiled.clear()
+    assert plain._runner.warmup_sizes((16,), ()) and prefills() == [(16, (), False)]
+    assert plain._runner.records_of([asking(names[1:])]) == names[1:]
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_the_last_token_of_a_prompt_goes_through_prefill_where_a_draft_has_to_read_it(monkeypatch, draft):
+    """And through a decode step otherwise, if all others are in the cache."""
+    served = Engine(FakeModel.random(), pages=8, max_batch=3, prefill_chunk=8, max_length=32, draft=draft)
+    handles = [served.add(prompt(9, seed=i), params(2)) for i in range(3)]
+    served._scheduler.admit()
+    requests = [served._request(handle) for handle in handles]
+    for request, cached in zip(requests, (8, 7, 0), strict=True):
+        request.cached = cached
+    started = []
+    monkeypatch.setattr(served._runner, "start_rows", lambda parts: started.extend(part.row for part in parts))
+    served._scheduler._start_rows()
+    assert started == ([] if draft else [requests[0].row])
+    assert [request.is_decoding for request in requests] == [draft is None, False, False]
 
 
 def test_two_small_calls_give_what_a_large_one_gives():

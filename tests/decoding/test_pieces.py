@@ -1,6 +1,7 @@
 """The pieces of an engine's host by themselves: checks at their limits, reports, requests, features, steering."""
 
-from dataclasses import replace
+import inspect
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -8,15 +9,19 @@ import numpy as np
 from support import tiny
 
 from m3jax import model as m3_model
-from m3jax.decoding import Params, Sampling, Storage, Work
+from m3jax.decoding import Engine, Params, Sampling, Storage, Work
+from m3jax.decoding.device import PROGRAMS
+from m3jax.decoding.device.compiler_options import CPU_DECODE_OPTIONS, CPU_PREFILL_OPTIONS, OPTIONS
 from m3jax.decoding.engine import checks
 from m3jax.decoding.engine.media import FeatureRows, PlacedSegment, prefix_keys
+from m3jax.decoding.engine.options import EngineKnobs
 from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
-from m3jax.decoding.engine.request import Generation, PromptScores, Request
-from m3jax.decoding.engine.shapes import Shapes
+from m3jax.decoding.engine.request import Generation, PromptScores, Request, check_ids
+from m3jax.decoding.engine.shapes import DRAFT_TOKENS, Shapes
 from m3jax.decoding.speculation.verify import DraftCounts
 from m3jax.decoding.steering import Steer, steering_of
 from m3jax.media.packing import Segment
+from m3jax.messages import shown
 
 CONFIG = tiny.config("dM")  # a context of 1,024 tokens, blocks of 8, three of them kept
 SHAPES = Shapes(batch=2, prompts=2, chunks=(8, 16), steps=4, stop_ids=2, biases=1, bad_words=1, top_logprobs=5)
@@ -81,8 +86,21 @@ def test_a_request_may_use_up_all_that_there_is_room_for():
         (dict(prompt_logprobs=6), "prompt_logprobs = 6: this engine gives 5"),
     ):  # fmt: skip
         assert message in refusal(checks.check_room, (1, 2, 3), replace(full, **changes), 7, SHAPES)
+    least = replace(SHAPES, stop_ids=0, biases=0, bad_words=0, top_logprobs=0)
+    for asked in (params(4), params(4, top_logprobs=0, prompt_logprobs=0)):  # who asks for none needs no room
+        assert not refusal(checks.check_room, (1, 2, 3), asked, 7, least)
     assert not refusal(checks.check_goes_on, (1, 2, 3), full, "it")
     assert refusal(checks.check_goes_on, (1, 2, 3, 4), full, "it") == "max_new_tokens = 4: it has 4 already"
+
+
+def test_ids_are_integers_of_the_vocabulary(unchecked):
+    """The first that is none is named, wherever it stands among how many others."""
+    for ids in ((), (0,), (63,), (0, 63, 5), (np.int32(0), np.int64(63)), [7] * 1000):
+        assert not refusal(check_ids, "prompt", ids, 64)
+    for wrong in (-1, 64, True, 1.0, np.float32(1), "1", None):
+        for ids in ((wrong,), (0, wrong, -5), (np.int32(1), wrong)):
+            expected = f"prompt: {shown(wrong)} is no token id; they are integers from 0 to 63"
+            assert refusal(check_ids, "prompt", ids, 64) == expected
 
 
 def test_groups_priorities_and_deadlines(unchecked):
@@ -139,6 +157,8 @@ def test_the_options_are_the_documented_ones(unchecked):
     assert (storage.prefix_cache, storage.host_memory, storage.max_length) == (True, "auto", None)
     assert (work.max_batch, work.prefill_rows, work.steps_per_call, work.max_stop_ids) == (8, 1, 16, 8)
     assert (work.max_biases, work.max_bad_words, work.max_top_logprobs, work.prompt_logprobs) == (64, 16, 20, False)
+    assert EngineKnobs.__optional_keys__ == {field.name for options in (storage, work) for field in fields(options)}
+    assert inspect.signature(Engine).parameters["draft_tokens"].default == DRAFT_TOKENS == 3
     assert not refusal(Work, max_biases=0, max_bad_words=0, max_top_logprobs=0, max_batch=1, steps_per_call=1)
     for name in ("max_batch", "prefill_rows", "steps_per_call", "max_stop_ids"):
         assert f"{name} = 0: must be an integer of at least 1" in refusal(Work, **{name: 0})
@@ -147,6 +167,18 @@ def test_the_options_are_the_documented_ones(unchecked):
     assert "max_top_logprobs = 21: at most 20" in refusal(Work, max_top_logprobs=21)
     for name in ("pages", "max_length", "device_pages"):
         assert f"{name} = 0: must be" in refusal(Storage, **({"pages": 1} | {name: 0}))
+
+
+def test_compiler_options_are_those_of_a_program_a_platform_and_a_mode():
+    """On a CPU prompts and steps have their own, but for an invariant model, whose tokens have one set of bits."""
+    for program, platform, mode in OPTIONS:
+        assert program in PROGRAMS and platform in ("cpu", "gpu", "tpu") and mode in ("narrow", "wide", "invariant")
+    of_cpu = {key: options for key, options in OPTIONS.items() if "cpu" in key}
+    assert of_cpu == {
+        (program, "cpu", mode): options
+        for program, options in (("prefill", CPU_PREFILL_OPTIONS), ("decode", CPU_DECODE_OPTIONS))
+        for mode in ("narrow", "wide")
+    }
 
 
 def test_sizes_of_calls():
@@ -207,6 +239,9 @@ def test_news_of_a_request_are_what_came_since_the_last():
     assert news.generation.tokens == [7, 8, 9] and news.generation.prompt_tokens == 3
     times = replace(request, added_at=10.0, row_at=11.0, first_token_at=13.0, last_token_at=17.0, preemptions=2).timings
     assert (times.queue_seconds, times.prompt_seconds, times.decode_seconds, times.preemptions) == (1, 2, 4, 2)
+    quick = replace(request, added_at=10.0, row_at=10.25, first_token_at=10.75, last_token_at=11.0).timings
+    assert (quick.queue_seconds, quick.prompt_seconds, quick.decode_seconds) == (0.25, 0.5, 0.25)
+    assert (request.key_offset, request.segments, request.guide, request.edits) == (0, (), None, None)
     waiting = replace(request, added_at=10.0).timings
     assert waiting.queue_seconds > 0 and waiting.prompt_seconds == waiting.decode_seconds == 0
 

@@ -1,5 +1,6 @@
 """Sampling against a NumPy reference, its statistics, and its independence of the batch."""
 
+import itertools
 from dataclasses import fields, replace
 from functools import partial
 
@@ -26,14 +27,20 @@ from m3jax.decoding import (
 )
 from m3jax.decoding.sampling import KNOBS as KNOB_NAMES
 from m3jax.decoding.sampling import (
+    NO_DISTRIBUTION,
+    NO_TOKEN,
     WORD_TOKENS,
     SamplingKnobs,
     as_sampling,
     as_samplings,
     compute_both,
     count_uses,
+    draw_from,
     edited_logits,
     edits_logits,
+    log_normaliser,
+    logprob_of,
+    sample_and_keep,
     sample_with_top,
 )
 from m3jax.decoding.speculation import MAX_DRAFT_TOKENS
@@ -184,6 +191,133 @@ def test_what_acts_before_the_temperature_matches_the_reference(seed, knobs, row
     for row, (setting, text) in enumerate(zip(settings, rows, strict=True)):
         expected = edited(logits[row], setting, **text)
         np.testing.assert_allclose(found[row], expected, rtol=1e-5, atol=1e-5, err_msg=f"row {row}: {setting}, {text}")
+
+
+# All cases in one batch
+
+
+@pytest.mark.parametrize("logits", [RNG_LOGITS, TIES, np.zeros(V, np.float32)], ids=["random", "ties", "equal"])
+def test_each_row_of_a_batch_has_the_distribution_of_its_knobs(logits):
+    """The best token, those that tie with it under min-p 1, and every other set that a knob keeps."""
+    cases = list(CASES.values())
+    rows = jnp.broadcast_to(logits, (len(cases), V))
+    filtered = np.asarray(filtered_logits(rows, SamplingParams.stack(cases)))
+    np.testing.assert_array_equal(filtered.max(-1), 0)
+    p = np.exp(filtered) / np.exp(filtered).sum(-1, keepdims=True)
+    for found, (name, case) in zip(p, CASES.items(), strict=True):
+        expected = reference(logits, case)
+        assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist(), name
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_edits_of_rows_that_use_every_one_of_them():
+    """Ids 0 and V - 1, words of one token and of several, begun in the prompt and in tokens since the context."""
+    knobs = dict(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.25)
+    settings = [
+        Sampling(**knobs, logit_bias={0: 1.5, V - 1: -2.0}, bad_words=[(0,), (1, 2, 3), (2, 9)]),
+        Sampling(**knobs, logit_bias={0: -1.0}, bad_words=[(2, 1), (3, 0)]),
+        Sampling(),
+    ]
+    rows = [
+        dict(prompt=[5, 0, 1], new=[0, 1, 2], stop_ids=[0, 4], min_tokens=4, allowed={*range(1, V)}),
+        dict(prompt=[3], new=[7, 7, 2], stop_ids=[V - 1], min_tokens=3, allowed=None),
+        dict(prompt=[V - 1], new=[1, V - 1], stop_ids=[], min_tokens=0, allowed={0, V - 1}),
+    ]
+    logits = np.random.default_rng(8).normal(size=(3, V)).astype(np.float32)
+    params = SamplingParams.stack(settings, **SLOTS)
+    expected = [edited(*of_row[:2], **of_row[2]) for of_row in zip(logits, settings, rows, strict=True)]
+    known, since = context_of(rows), context_of(rows, 2)
+    in_order = replace(known, row=None, later=None)  # as the steps of an engine have the rows
+    edit = jax.jit(lambda *given: edited_logits(*given))  # traced here
+    for name, context in {"in order": in_order, "with later tokens": since}.items():
+        found = edit(logits, params, context)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_log_probabilities_of_given_tokens_are_those_of_a_softmax():
+    """In rows of any number of axes; a negative token has that of token 0; a normaliser that is given is taken."""
+    logits = np.random.default_rng(6).normal(size=(2, 3, V)).astype(np.float32)
+    tokens = np.array([[0, V - 1, 5], [-1, 7, -2]], np.int32)
+    log_total = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    given, tokens = jnp.asarray(logits), jnp.asarray(tokens)
+    np.testing.assert_allclose(log_normaliser(given), log_total, rtol=1e-5)
+    chosen = [[logits[row, place, max(tokens[row, place], 0)] for place in range(3)] for row in range(2)]
+    np.testing.assert_allclose(logprob_of(tokens, given), chosen - log_total, rtol=1e-5)
+    np.testing.assert_allclose(logprob_of(tokens, given, jnp.full((2, 3), 2.0)), np.array(chosen) - 2, rtol=1e-6)
+
+
+@jax.jit
+def ways_to_draw(logits, params, keys, context):
+    """The logits that are drawn from, a token by itself, and what the other two ways give without and with the best."""
+    ways, none, some = (sample_with_top, sample_and_keep), np.zeros(5, bool), np.arange(5) == 1
+    filtered = filtered_logits(logits, params, context)
+    with_top = [way(logits, params, keys, context, wants_top=w, num_top=2)[:3] for way in ways for w in (none, some)]
+    alone = [way(logits, params, keys, context)[:3] for way in ways]
+    kept = sample_and_keep(logits, params, keys, context)[3]
+    return filtered, kept, sample(logits, params, keys, context), draw_from(filtered, params, keys), alone, with_top
+
+
+def test_every_way_to_draw_gives_one_token_and_the_largest_logits_where_some_row_asks():
+    """Of rows that are greedy, drawn, of no distribution and, with a context, edited until no token is left."""
+    logits = np.stack([RNG_LOGITS, TIES, RNG_LOGITS, TIES, RNG_LOGITS])
+    logits[3, 5] = np.nan
+    every = tuple((token,) for token in range(V))
+    settings = [Sampling.greedy(), Sampling.greedy(), Sampling(top_k=4, seed=2), Sampling(), Sampling(bad_words=every)]
+    greedy = [replace(setting, temperature=0.0) for setting in settings]  # where no row is edited, a shorter way
+    with_words = DrawContext(recent=np.full((5, WORD_TOKENS - 1), -1, np.int32))
+    for of_rows, context in itertools.product((settings, greedy), (None, with_words)):
+        params = SamplingParams.stack(of_rows)
+        keys = row_keys(params.seed, np.arange(5, dtype=np.int32))
+        filtered, kept, single, drawn, alone, with_top = ways_to_draw(logits, params, keys, context)
+        np.testing.assert_array_equal(kept, filtered)
+        expected = np.array(drawn)
+        expected[3] = NO_DISTRIBUTION
+        assert expected[:2].tolist() == [RNG_LOGITS.argmax(), TIES.argmax()]
+        assert expected[2] in np.argsort(-RNG_LOGITS)[:4] and (expected[4] == NO_TOKEN) == (context is not None)
+        for tokens in (single, *(of_way[0] for of_way in (*alone, *with_top))):
+            assert tokens.tolist() == expected.tolist() and tokens.dtype == jnp.int32
+        assert all(ids.shape == values.shape == (5, 0) for _, ids, values in alone)
+        for (_, ids, values), is_asked in zip(with_top, (False, True) * 2, strict=True):
+            for row in (0, 1, 2, 4):
+                best = sorted(range(V), key=lambda i, row=row: (-logits[row, i], i))[:2]
+                assert ids[row].tolist() == (best if is_asked else [0, 0])
+                np.testing.assert_array_equal(values[row], logits[row, best] if is_asked else [0, 0])
+
+
+def test_settings_are_stacked_with_what_is_off_as_documented():
+    """Numbers that float32 cannot divide by are the nearest that it can, 0 stays 0; slots are filled as they say."""
+    params = SamplingParams.stack([Sampling(), Sampling(temperature=1e-45, repetition_penalty=1e300, min_p=0.0)])
+    off = dict(top_k=0, top_p=1, min_p=0, presence_penalty=0, frequency_penalty=0)
+    assert {name: getattr(params, name).tolist() for name in off} == {name: [value] * 2 for name, value in off.items()}
+    limits = np.finfo(np.float32)
+    assert params.temperature.tolist() == [1, limits.tiny] and params.repetition_penalty.tolist() == [1, limits.max]
+    assert SamplingParams.stack([Sampling(presence_penalty=-1e-45)]).presence_penalty.tolist() == [-limits.tiny]
+    assert params.bias_ids.shape == params.biases.shape == (2, 0) and params.bad_words.shape == (2, 0, WORD_TOKENS)
+    longest = tuple(range(WORD_TOKENS))
+    full = Sampling(logit_bias={3: 0.5, 7: -1.0}, bad_words=[(4, 5), longest], seed=2**32 - 1)
+    found = SamplingParams.stack([Sampling(), full])
+    assert found.bias_ids.tolist() == [[-1, -1], [3, 7]] and found.biases.tolist() == [[0, 0], [0.5, -1]]
+    none = [-1] * WORD_TOKENS
+    assert found.bad_words.tolist() == [[none, none], [[*none[2:], 4, 5], list(longest)]]
+    assert found.seed.tolist() == [0, 2**32 - 1]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (dict(logit_bias={1: 1.0, 2: 1.0}), r"logit_bias has 2 tokens: there is room for 1 \(max_biases\)"),
+        (dict(bad_words=[(1,), (2,)]), r"bad_words has 2 words: there is room for 1 \(max_bad_words\)"),
+        (
+            dict(bad_words=[range(1, WORD_TOKENS + 2)]),
+            f"a word of {WORD_TOKENS + 1} tokens: a word can have {WORD_TOKENS}",
+        ),
+    ],
+)
+def test_what_has_no_room_in_the_slots_is_refused(knobs, message):
+    knobs = {name: [tuple(word) for word in value] if name == "bad_words" else value for name, value in knobs.items()}
+    with pytest.raises(ValueError, match=message):
+        SamplingParams.stack([Sampling(), Sampling(**knobs)], num_biases=1, num_bad_words=1)
+    assert SamplingParams.stack([Sampling(logit_bias={1: 1.0}, bad_words=[(1,)])], 1, 1).bias_ids.tolist() == [[1]]
 
 
 @pytest.mark.parametrize(
@@ -542,5 +676,6 @@ def test_settings_of_several_prompts():
 def test_the_keywords_are_the_settings():
     names = [field.name for field in fields(Sampling)]
     assert [*KNOB_NAMES, "seed"] == list(SamplingKnobs.__annotations__) == names
+    assert SamplingKnobs.__optional_keys__ == set(names), "to a type checker none of them has to be given"
     flags = {action.dest for action in cli.parser()._actions}
     assert flags >= set(names), "the command line has a flag for each"

@@ -247,7 +247,7 @@ def test_drafters_that_differ_in_type_alone_have_programs_of_their_own():
     assert jax.tree.structure(drafters[0]) == jax.tree.structure(drafters[1])  # else nothing is proven below
     runners = [drafted(drafter)._runner for drafter in drafters]
     for name, calls in (
-        ("prefill", [runner._prefill_call((), 12) for runner in runners]),
+        ("prefill", [runner._prefill_call((), 12, (), False) for runner in runners]),
         ("decode_in_rounds", [runner._decode_call(1, {}) for runner in runners]),
     ):
         types = {call.keywords["types"] for call in calls}

@@ -1,6 +1,7 @@
 """EAGLE3's draft: the layer as it is written down, over pages, unrolled in training, and the taps of the target."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,12 @@ import pytest
 from support import comparisons, tiny
 from support.drafts import CONFIG, config, draft, join, model
 
-from m3jax.decoding import Eagle3Drafter, Sampling, SamplingParams
+from m3jax.cache import Cache
+from m3jax.cache.drafted import DraftedCache
+from m3jax.decoding import Eagle3Drafter, Sampling, SamplingParams, filtered_logits
+from m3jax.decoding.speculation import eagle3 as drafting
 from m3jax.decoding.speculation.drafter import PromptContext
+from m3jax.decoding.speculation.verify import DRAFT
 from m3jax.model import eagle3
 from m3jax.train.eagle3 import draft_losses
 
@@ -181,6 +186,193 @@ def _propose(drafter, target, cache, taps, tokens, first, sampling, cut):
             target, cache, piece, rows(start), rows(LENGTH), context, taps[:, start:end], first
         )
     return drafter.propose(target, cache, memory, sampling, first, rows(LENGTH), rows(1) > 0, K)
+
+
+# What the drafter hands to the draft, whatever that makes of it
+
+
+class Noted:
+    """A draft that notes its calls; its output [D] is (the token, its slot, a number of the feature), and 0."""
+
+    config, dtype, target_ids = SimpleNamespace(hidden_size=4, vocab_size=9), jnp.dtype("float32"), None
+
+    def __init__(self):
+        self.calls = []
+
+    def features(self, taps):
+        return taps[:, :, 0]
+
+    def recur(self, output):
+        return output + 100
+
+    def cached(self, features, tokens, slots, lengths, places, pages, embedding, compute):
+        self.calls.append(dict(features=features, tokens=tokens, slots=slots, lengths=lengths, pages=places.page))
+        zeros = jnp.zeros(tokens.shape)
+        return jnp.stack([tokens + 0.0, slots + 0.0, features[..., 0], zeros], axis=-1), pages
+
+    def logits(self, output, head, compute):
+        """The most probable is the token after the one of the output; NaN where that is token 8."""
+        best = jax.nn.one_hot(output[:, 0].astype(jnp.int32) + 1, 9) - output[:, 3:]
+        return jnp.where(output[:, :1] == 8, jnp.nan, best)
+
+
+NOTHING = SimpleNamespace(embed_tokens=np.zeros(1), lm_head=np.zeros(1), compute=None)
+TEXTS = [[3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 7], [2, 7, 1, 7, 2, 1]]  # of a page and a part, and of a part; pages of 8
+FIRST = np.array([0, 6], np.int32)  # the token after each
+
+
+def noted_cache():
+    """A cache of two rows with three pages each, whose edges are of no text."""
+    cache, layer = Cache.pool(tiny.config("d"), 6, 2, 3), tiny.config("d", hidden_size=4, num_hidden_layers=1)
+    table = jnp.array([[4, 0, 2], [1, 3, 5]], jnp.int32)
+    cache = DraftedCache.join(cache.replace(table=table), layer, "float32", None)
+    return cache.replace(edges=cache.edges - 77)
+
+
+def feature(row, position):
+    return 1000 * (row + 1) + position + np.arange(4) / 8
+
+
+def written(calls):
+    """By row and slot, each (token, feature) that calls had the draft write there; the slot's page is its own."""
+    found, table = {}, np.asarray(noted_cache().table)
+    for call in calls:
+        call = {name: np.asarray(value) for name, value in call.items()}
+        assert (call["tokens"] >= 0).all()
+        for row, column in zip(*np.nonzero(call["slots"] >= 0), strict=True):
+            slot = int(call["slots"][row, column])
+            assert slot < call["lengths"][row] and call["pages"][row, column] == table[row, slot // 8]
+            found.setdefault((int(row), slot), []).append(
+                (int(call["tokens"][row, column]), call["features"][row, column].tolist())
+            )
+    return found
+
+
+@pytest.mark.parametrize("width", [4, 8, 9])
+def test_every_slot_of_a_prompt_gets_its_token_and_the_feature_before_it(unchecked, width):
+    """Slots 1 to the length, the first token after the prompt in the last, and no slot 0, however it is cut."""
+    lengths, cache, calls = np.array([11, 6], np.int32), noted_cache(), []
+    for start in range(0, 11, width):
+        tokens = np.full((2, width), 8, np.int32)  # padding
+        for row, text in enumerate(TEXTS):
+            piece = text[start : start + width]
+            tokens[row, : len(piece)] = piece
+        following = np.array([(text + [0] * 20)[start + width] for text in TEXTS], np.int32)
+        taps = np.array([[[feature(row, start + i)] for i in range(width)] for row in range(2)], np.float32)
+        cache, memory, of_call = _read_noted(cache, tokens, np.full(2, start, np.int32), lengths, following, taps)
+        calls += of_call
+        # What reads on at a page's beginning may have the page before from another request.
+        assert ((0, start) in written(of_call)) == (start > 0 and start % 8 == 0)
+        assert of_call[0]["lengths"].tolist() == [min(n, start + width) + 1 for n in lengths]
+        for row, text in enumerate(TEXTS):
+            if start < len(text) <= start + width:  # it ends here: the output at the slot of its first new token
+                assert memory[row].tolist() == [FIRST[row], len(text), feature(row, len(text) - 1)[0], 0]
+    expected = {
+        (row, slot): ([*text, FIRST[row]][slot], feature(row, slot - 1).tolist())
+        for row, text in enumerate(TEXTS)
+        for slot in range(1, len(text) + 1)
+    }
+    found = written(calls)
+    assert found.keys() == expected.keys()
+    for place, notes in found.items():
+        assert all(note == expected[place] for note in notes), place
+    edges = np.full((6, 4), -77.0)
+    edges[4] = feature(0, 7)  # of the only page that is full
+    np.testing.assert_array_equal(cache.edges, edges)
+
+
+@jax.jit
+def _read_noted(cache, tokens, start, lengths, following, taps):
+    draft = Noted()
+    given = tokens, start, lengths, PromptContext(following), taps, jnp.asarray(FIRST)
+    cache, memory = Eagle3Drafter(draft).read_prompt(NOTHING, cache, *given)
+    return cache, memory, draft.calls
+
+
+def test_slots_of_new_tokens_are_filled_anew_with_the_target_s_features(unchecked):
+    """As many as were kept; a row that kept none goes on from what it had, any other from its newest token."""
+    tokens = np.array([[5, 6, 7], [1, 2, -1]], np.int32)
+    taps = np.array([[[feature(row, 6 + i)] for i in range(3)] for row in range(2)], np.float32)
+    for counts in ([3, 0], [1, 2]):
+        cache, memory, calls = _learn_noted(taps, tokens, np.array(counts, np.int32))
+        assert calls[0]["lengths"].tolist() == [6 + count + 1 for count in counts]
+        assert written(calls) == {
+            (row, 7 + i): [(tokens[row, i], feature(row, 6 + i).tolist())]
+            for row in range(2)
+            for i in range(counts[row])
+        }
+        for row, count in enumerate(counts):
+            newest = [tokens[row, count - 1], 6 + count, feature(row, 5 + count)[0], 0]
+            assert memory[row].tolist() == (newest if count else [55] * 4)
+        edges = np.full((6, 4), -77.0)
+        for row in np.flatnonzero(np.array(counts) >= 2):  # the token at position 7 is the last of its page
+            edges[[4, 1][row]] = feature(row, 7)
+        np.testing.assert_array_equal(cache.edges, edges)
+
+
+@jax.jit
+def _learn_noted(taps, tokens, counts):
+    draft, memory = Noted(), jnp.full((2, 4), 55.0)
+    given = noted_cache(), memory, taps, tokens, jnp.full(2, 6, jnp.int32), counts
+    return *Eagle3Drafter(draft).learn(NOTHING, *given), draft.calls
+
+
+def test_each_proposal_is_one_step_of_the_draft_on_the_one_before(unchecked, monkeypatch):
+    """The first is read off the memory, -1 stands for none, and a row that does not decode writes nothing."""
+
+    def scan(step, carry, xs):
+        outputs = []
+        for x in xs:
+            carry, output = step(carry, x)
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *outputs)
+
+    @jax.jit
+    def propose_noted(sampling, memory, lengths, is_live):
+        draft = Noted()
+        given = memory, sampling, jnp.zeros(2, jnp.int32), lengths, is_live
+        return Eagle3Drafter(draft).propose(NOTHING, noted_cache(), *given, count=3)[0], draft.calls, positions
+
+    positions, pick = [], Eagle3Drafter._pick
+    noting = lambda self, *given: (positions.append(given[-1]), pick(self, *given))[1]
+    monkeypatch.setattr(Eagle3Drafter, "_pick", noting)
+    monkeypatch.setattr(drafting, "lax", SimpleNamespace(scan=scan))  # whose steps can be noted
+    memory = np.array([[2, 7, 500, 0], [7, 5, 600, 0]], np.float32)
+    sampling = SamplingParams.stack([Sampling.greedy()] * 2)
+    lengths, is_live = np.array([7, 5], np.int32), np.array([True, False])
+    proposal, calls, positions = propose_noted(sampling, memory, lengths, is_live)
+    assert proposal.tokens.tolist() == [[3, 4, 5], [8, -1, 1]] and proposal.log_q is None
+    assert [call["lengths"].tolist() for call in calls] == [[9, 7], [10, 8]]
+    assert [of_step.tolist() for of_step in positions] == [[8, 6], [9, 7], [10, 8]]  # whose random numbers they take
+    first, second = [102, 107, 600, 100], [103, 108, 202, 100]  # `recur` of the memory, and of the output after token 3
+    assert written(calls) == {(0, 8): [(3, first)], (0, 9): [(4, second)]}
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_proposal_has_the_id_that_the_target_knows_it_by(unchecked, sample):
+    """Of a draft that knows three of the target's tokens; where it has no distribution there is no token."""
+    logits = np.array([[0.5, 2.0, 1.0], [1.0, np.nan, 0.0], [0.0, 0.5, 3.0]], np.float32)
+    ids, positions = np.array([4, 2, 7], np.int32), np.array([5, 6, 70], np.int32)
+    params = SamplingParams.stack([Sampling(temperature=0.5, top_k=2, seed=3)] * 3)
+
+    @jax.jit
+    def pick(logits, params, positions):
+        config = SimpleNamespace(vocab_size=9)
+        draft = SimpleNamespace(logits=lambda *_: logits, target_ids=jnp.asarray(ids), config=config)
+        picked = Eagle3Drafter(draft, sample=sample)._pick(NOTHING, logits, params, positions)
+        key = jax.random.key(3, impl="threefry2x32")
+        keys = [jax.random.fold_in(jax.random.fold_in(key, position), DRAFT) for position in positions]
+        filtered = filtered_logits(logits, params)
+        return picked, filtered, [jax.random.categorical(keys[row], filtered[row]) for row in range(3)]
+
+    (token, log_q), filtered, drawn = pick(logits, params, positions)
+    expected = drawn if sample else [1, 0, 2]  # of the draft's own tokens
+    assert token.dtype == jnp.int32 and token.tolist() == [ids[expected[0]], -1, ids[expected[2]]]
+    assert (log_q is not None) == sample
+    if sample:
+        of_target = np.full((3, 9), -np.inf)
+        of_target[:, ids] = jax.nn.log_softmax(filtered)
+        np.testing.assert_allclose(log_q[::2], of_target[::2], atol=1e-6)
 
 
 def test_training_unrolls_what_decoding_does():

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter
 from functools import cache
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
-from support.lowering import array, lower
+from support.lowering import array, equations, lower
 
 from m3jax import mxfp8
 from m3jax.cache import HostMemory
@@ -47,6 +48,21 @@ def test_a_token_s_bits_depend_on_neither_its_place_nor_its_company(order, count
     everywhere = np.asarray(in_tiles(tokens, 16))
     chosen = np.array(order[:count])
     np.testing.assert_array_equal(in_tiles(tokens[chosen], 16), everywhere[chosen])
+
+
+def test_no_product_of_a_call_is_of_another_shape_for_another_number_of_tokens():
+    """Whether a CPU sums a shape as it does another is its own affair: here some bits would be the same by chance."""
+
+    def products(*shape: int) -> Counter:
+        """Count the products of a call by the shapes of their operands; a loop's body counts once."""
+        call = lambda model, tokens: model.hidden(tokens)[0]
+        model = abstract(CONFIG, "bfloat16").with_invariance()
+        program = jax.make_jaxpr(call)(model, array(jnp.int32, *shape)).jaxpr
+        found = (x for x in equations(program) if x.primitive.name == "dot_general")
+        return Counter(tuple(operand.aval.shape for operand in product.invars) for product in found)
+
+    few, many = products(1, 21), products(2, 37)
+    assert few == many and sum(few.values()) > 15
 
 
 def run(mesh: str | None, dtype: str, rows: int, width: int, device_pages: int | None = None, **types) -> np.ndarray:

@@ -167,7 +167,7 @@ class Runner:
           Whether there was any to compile.
         """
         calls, names = self._sized_calls(
-            sorted(set(widths) - self._compiled_widths), sorted(set(sizes) - self._compiled_sizes)
+            sorted(set(widths) - self._compiled_widths), sorted(set(sizes) - self._compiled_sizes), all_record=False
         )
         if calls:
             with watch(", ".join(names)):
@@ -179,7 +179,7 @@ class Runner:
         return sorted({self.shapes.records} if all_record else {(), self.shapes.records})
 
     def _sized_calls(
-        self, widths: Sequence[int], sizes: Sequence[int], all_record: bool = False
+        self, widths: Sequence[int], sizes: Sequence[int], all_record: bool
     ) -> tuple[list[Callable[[], partial[Any]]], list[str]]:
         """Return functions that each make an empty call of the tower or of prefill, and the names of the programs.
 
@@ -253,7 +253,7 @@ class Runner:
         return (*(name for name in RECORDS if name in asked), *sorted(asked.difference(RECORDS)))
 
     def _prefill_call(
-        self, parts: Sequence[PromptPart], width: int, records: tuple[str, ...] = (), has_scores: bool = False
+        self, parts: Sequence[PromptPart], width: int, records: tuple[str, ...], has_scores: bool
     ) -> partial[tuple[device.State, device.NewTokens]]:
         """Return the device's call for a chunk of `width` tokens of some prompts."""
         count = self.shapes.prompts

@@ -116,8 +116,9 @@ class Eagle3Drafter:
                 is_valid=is_live[:, None],
                 lengths=lengths + index + 1,
             )
-            token, log_q = self._pick(model, output[:, 0], sampling, lengths + index + 1)
-            return (output[:, 0], token, stepped.draft), (token, log_q)
+            output = output.squeeze(1)  # [B 1 D] -> [B D]
+            token, log_q = self._pick(model, output, sampling, lengths + index + 1)
+            return (output, token, stepped.draft), (token, log_q)
 
         first = self._pick(model, memory, sampling, lengths + 1)
         start = memory, first[0], cache.draft

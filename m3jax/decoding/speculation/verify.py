@@ -18,6 +18,7 @@ from m3jax.decoding.sampling import (
     filtered_logits,
     has_distribution,
     log_normaliser,
+    logprob_of,
     row_keys,
     top_logits,
 )
@@ -130,8 +131,8 @@ def verify(
 
     proposed = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))  # [B X]
     tokens = jnp.where(jnp.arange(width) == accepted[:, None], own_token[:, None], proposed)
-    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]  # [B X]
     log_total = log_normaliser(logits)  # [B X]
+    logprobs = logprob_of(tokens, logits, log_total)  # [B X]
     top_ids, top_logprobs = jnp.zeros((batch, width, num_top), jnp.int32), jnp.zeros((batch, width, num_top))
     if num_top and wants_top is not None:
         rows, none = logits.reshape(-1, vocab), jax.tree.map(lambda x: x.reshape(-1, num_top), (top_ids, top_logprobs))
@@ -140,7 +141,7 @@ def verify(
         top_logprobs = top - log_total[..., None]
     of_draws = record_draws(filtered, tokens.reshape(-1), records)
     of_draws = {name: value.reshape(batch, width, *value.shape[1:]) for name, value in of_draws.items()}
-    return Verdict(accepted, tokens, chosen - log_total, top_ids, top_logprobs, of_draws)
+    return Verdict(accepted, tokens, logprobs, top_ids, top_logprobs, of_draws)
 
 
 def position_keys(seed: UInt32[Array, "B"], positions: Int32[Array, "B"], purpose: int) -> Key[Array, "B"]:
