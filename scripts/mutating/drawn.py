@@ -36,7 +36,7 @@ ROOMS = {
         "tests/decoding/test_sampling.py tests/decoding/test_speculative_verify.py tests/decoding/test_speculative.py "
         "tests/decoding/test_engine_sampling.py tests/model/test_eagle3.py",
     ),
-    "model": ("m3jax/model m3jax/parallel", "tests/model"),
+    "model": ("m3jax/model m3jax/parallel", "tests/model tests/vision/test_tower.py"),
     "checkpoint": (
         "m3jax/checkpoint m3jax/files",
         "tests/checkpoint tests/package/test_files.py tests/package/test_tensors.py",
