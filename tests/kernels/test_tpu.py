@@ -18,6 +18,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxprs_in_params
+from support import msa_reference as reference
 from support.comparisons import assert_close, assert_same_sets
 from support.insertion import EPS, draw
 from support.insertion import expected as inserted
@@ -29,6 +30,7 @@ from support.msa_strategies import (
     RAGGED,
     ROOMY,
     Case,
+    Shape,
     assert_partial,
     cases,
     dense_attention,
@@ -177,6 +179,20 @@ def test_selection_where_axes_agree(case, name):
     assert_same_sets(index(case, "paged", **options), chosen(case))
 
 
+def test_keys_are_those_of_the_order():
+    """By them selections of several devices are joined: of a row's first block, of its second, and of padding."""
+    shape = Shape(B=2, T=3, S=16, N=1, K=1, H=8, P=4, J=2)
+    case = Case(shape, np.tile(np.arange(3, 6, dtype=np.int32), (2, 1)), np.array([5, 16], np.int32), 0)
+    blocks, keys = index(case, "paged", **INDEX["decode"], return_keys=True)
+    at = case.positions, case.lengths
+    scores = reference.block_scores(*case.index(), *at, shape.P)
+    by_id = np.sort(np.where(blocks < 0, shape.M, blocks), axis=-1)
+    assert_same_sets(np.where(by_id < shape.M, by_id, -1), reference.select_blocks(scores, *at, block_size=4, top_k=2))
+    expected = np.where(blocks < 0, -np.inf, np.take_along_axis(scores, np.maximum(blocks, 0), axis=-1))
+    expected[blocks == (case.positions // shape.P)[:, None, :, None]] = np.inf
+    assert_close(keys, expected, "keys", "B K T J", atol=1e-5)
+
+
 @pytest.mark.parametrize("name", [pytest.param("prefill", marks=further), "decode"])
 def test_forced_blocks_use_slots(name):
     """Forced blocks take slots and add none."""
@@ -222,6 +238,17 @@ def test_attention_is_that_of_the_definition(data, name, layout):
     case = fitting(data.draw(cases((SHAPES[layout],))), options)
     blocks = case.any_blocks()
     check(attention(case, layout, blocks, **options), of_definition(case, blocks))
+
+
+def test_a_tile_starts_the_copies_of_the_next_one():
+    """Of its first three blocks: a tile that walks fewer starts some before its first one, one that walks none all."""
+    case = at_the_end(SMALL, 4)  # two tiles of each row and KV head, one after the other
+    blocks = np.full((2, SMALL.K, SMALL.T, SMALL.J), -1, np.int32)
+    walked = (1, 3, 0, 3, 2, 2, 0, 1)
+    for step, count in enumerate(walked):
+        row, head, tile = step // 4, step // 2 % 2, step % 2
+        blocks[row, head, 4 * tile, :count] = np.random.default_rng(step).permutation(SMALL.M)[:count]
+    check(attention(case, "paged", blocks, **ATTENTION["query_union"]), of_definition(case, blocks))
 
 
 @pytest.mark.parametrize("layout", ["paged", pytest.param("contiguous", marks=further)])
