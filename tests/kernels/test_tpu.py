@@ -420,15 +420,8 @@ def all_equations(jaxpr):
                 yield from all_equations(inner)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dense", *(pytest.param(name, marks=further) for name in ("query_union", "decode", "index")), "index of a step"],
-)
-def test_a_kernel_s_estimate_is_what_it_moves(name, monkeypatch):
-    """Where queries choose as differently as they can, and see all; then its copies are as many as there can be.
-
-    A step of query_union reads the next one's list too, but for the last.
-    """
+def call_that_reads_all(name: str) -> tuple:
+    """A kernel's call, in which a query sees all blocks, and those of a tile choose as differently as they can."""
     shape = replace(GROUPED, B=1, T=4, J=4)
     tokens = 2
     case = at_the_end(replace(shape, S=tokens * 4 * shape.P), 1)
@@ -456,9 +449,34 @@ def test_a_kernel_s_estimate_is_what_it_moves(name, monkeypatch):
         op, args = partial(op, config=config), (
             jnp.asarray(index_q), in_pages(index_k), behind, lengths + 1,
         )  # fmt: skip
-    run = lambda *args: op(*args, backend="mosaic_tpu", interpret=STRICT)
-    moved, estimate = copies_and_estimate(monkeypatch, run, *args)
+    return lambda *args: op(*args, backend="mosaic_tpu", interpret=STRICT), *args
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dense", *(pytest.param(name, marks=further) for name in ("query_union", "decode", "index")), "index of a step"],
+)
+def test_a_kernel_s_estimate_is_what_it_moves(name, monkeypatch):
+    """Where queries choose as differently as they can, and see all; then its copies are as many as there can be.
+
+    A step of query_union reads the next one's list too, but for the last.
+    """
+    moved, estimate = copies_and_estimate(monkeypatch, *call_that_reads_all(name))
     assert moved == pytest.approx(estimate, rel=0.02), f"{moved} bytes, and {estimate} by the estimate"
+
+
+@pytest.mark.parametrize(("name", "pages"), [("dense", 16), ("query_union", 32), ("decode", 32)])
+def test_an_estimate_counts_the_pages_of_keys_and_of_values(name, pages):
+    """Of two KV heads and eight blocks: by each of a tile's steps, or of a token's, where four blocks are chosen."""
+    fn, *args = call_that_reads_all(name)
+    traced = jax.jit(fn).trace(*args).jaxpr.jaxpr
+    (call,) = (eqn for eqn in all_equations(traced) if eqn.primitive.name == "pallas_call")
+    in_scalar_memory = sum(
+        x.aval.size * x.aval.dtype.itemsize for x in call.invars[: call.params["grid_mapping"].num_index_operands]
+    )
+    copied = 2 * pages * GROUPED.P * GROUPED.H * 4  # in float32
+    moved = copied + fetched_by_index_maps(call) + in_scalar_memory
+    assert call.params["cost_estimate"].bytes_accessed == pytest.approx(moved, rel=0.02)
 
 
 def test_wrong_operands_are_refused(unchecked):
