@@ -24,7 +24,7 @@ ROOMS = {
     "ops": (
         "m3jax/ops m3jax/execution m3jax/mxfp8.py",
         "tests/ops tests/model tests/kernels/test_mxfp8.py tests/kernels/test_experts.py "
-        "tests/kernels/test_few_tokens.py tests/inside/test_edits.py",
+        "tests/kernels/test_few_tokens.py tests/kernels/test_grouped_product.py tests/inside/test_edits.py",
     ),
     "cache": (
         "m3jax/cache",

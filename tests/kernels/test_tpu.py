@@ -7,6 +7,7 @@ waited for, and looks for races between copies and computation. Memory that noth
 import math
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from support.msa_strategies import attention as definition
 
 from m3jax.model.layers import rope_table
 from pallas_kernels.dense_causal import dense_causal
+from pallas_kernels.dense_causal import mosaic_tpu as dense_tpu
 from pallas_kernels.dense_causal.mosaic_tpu import Config as DenseConfig
 from pallas_kernels.index_topk import index_topk as index_kernel
 from pallas_kernels.index_topk.mosaic_tpu import Config as IndexConfig
@@ -48,11 +50,13 @@ from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.index_topk_decode.mosaic_tpu import Config as IndexDecodeConfig
 from pallas_kernels.pages import paged
 from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
+from pallas_kernels.sparse_decode import mosaic_tpu as decode_tpu
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_decode.mosaic_tpu import Config as DecodeConfig
 from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill.mosaic_tpu import Config, kv_block_major
 
+union_tpu = import_module("pallas_kernels.sparse_prefill.mosaic_tpu.query_union")  # its function has its name
 STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 further = pytest.mark.further
 FEW = 3  # queries that a decode kernel is given
@@ -249,6 +253,40 @@ def test_a_tile_starts_the_copies_of_the_next_one():
         row, head, tile = step // 4, step // 2 % 2, step % 2
         blocks[row, head, 4 * tile, :count] = np.random.default_rng(step).permutation(SMALL.M)[:count]
     check(attention(case, "paged", blocks, **ATTENTION["query_union"]), of_definition(case, blocks))
+
+
+@pytest.mark.parametrize("name", ["query_union", "dense", "decode"])
+def test_rows_are_taken_as_many_at_a_time_as_scalar_memory_holds(name, monkeypatch):
+    """Five rows in groups of two by their lists; all at once where keys lie in rows, and a kernel has no lists."""
+    q, blocks = jnp.arange(5 * 4 * 2 * 8.0).reshape(5, 4, 2, 8), jnp.zeros((5, 1, 4, 2), jnp.int32)
+    at, how = (jnp.zeros((5, 4), jnp.int32), jnp.ones(5, jnp.int32)), dict(return_lse=True, interpret=STRICT)
+    dense = partial(dense_causal, kv_heads=1, backend="mosaic_tpu")
+    module, listed, run = {
+        "query_union": (union_tpu, 0, lambda pages: sparse_prefill(q, pages, pages, blocks, *at, **tiled, **how)),
+        "dense": (dense_tpu, 0, lambda pages: dense(q, pages, pages, *at, **how)),
+        "decode": (
+            decode_tpu,
+            blocks[0].size,
+            lambda pages: sparse_decode(q, pages, pages, blocks, *at, **tiled, **how),
+        ),
+    }[name]
+    tiled = {key: option for key, option in ATTENTION.get(name, {}).items() if key != "op"}
+    taken = []
+
+    def attend_rows(q, v, *of_rows, rows, **sizes):
+        taken.append(rows.indices(5))
+        return q[:, :4], q[:, :4, :, 0]
+
+    monkeypatch.setattr(module, "_attend_rows", attend_rows)
+    monkeypatch.setattr(module, "PREFETCHED", 2 * (3 + listed) + 1)
+    in_pages = paged(jnp.zeros((1, 15, 1, 4, 8)), jnp.arange(15, dtype=jnp.int32).reshape(5, 3), 0)
+    in_rows = view(jnp.zeros((1, 5, 1, 12, 8)), None, 4)
+    for pages, expected in ((in_pages, [0, 2, 4]), (in_rows, [0, 2, 4] if listed else [0])):
+        out, lse = run(pages)
+        np.testing.assert_array_equal(out, q)
+        np.testing.assert_array_equal(lse, q[..., 0])
+        assert [start for start, *_ in taken] == expected, taken
+        taken.clear()
 
 
 @pytest.mark.parametrize("layout", ["paged", pytest.param("contiguous", marks=further)])
