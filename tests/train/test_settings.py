@@ -231,6 +231,7 @@ def test_phases_of_a_conversion(tmp_path, monkeypatch, given, expected):
         (["--steps", "4", "--warm-up-steps", "4"], "--warm-up-steps 4: must be from 1 to 3"),
         (["--steps", "4", "--warm-up-steps", "0"], "--warm-up-steps 0: must be from 1 to 3"),
         (["--steps", "4", "--save-every", "0"], "--save-every 0: must be at least 1"),
+        (["--steps", "4", "--no-remat", "--keep-products"], "--no-remat keeps all activations"),
         (["--steps", "4", "--length", "1001"], "--length 1001: the model's context is 1000 tokens"),
     ],
 )
