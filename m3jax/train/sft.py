@@ -98,8 +98,6 @@ class SFTSettings:
             "linear": lambda: optax.linear_schedule(peak, self.end_rate, after),
             "constant": lambda: optax.constant_schedule(peak),
         }[self.schedule]()
-        if not self.warmup_steps:
-            return behind
         return optax.join_schedules([optax.linear_schedule(0.0, peak, self.warmup_steps), behind], [self.warmup_steps])
 
 
